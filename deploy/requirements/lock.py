@@ -1,0 +1,50 @@
+"""Resolves a requirements file into a full lock: ``lock.py cpu.in cpu.txt``.
+
+The lock holds ``name==version`` lines and nothing else: where the packages come from is pip's
+configuration on the machine that installs, not ours. It is installed with ``--no-deps``, because
+what it leaves out must stay out: vLLM's CPU package asks for the packages below, whose builds on
+the package index need CUDA. On a CPU they break the import of transformers' image code; nothing
+that is served here needs them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from fnmatch import fnmatch
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+LEFT_OUT = ("torchvision", "torchaudio", "torchcodec", "triton", "nvidia-*", "cuda-*")
+
+
+def resolve(requirements: Path) -> dict[str, Any]:
+    """pip's installation report for ``requirements``, as if into an empty environment."""
+    with TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed"]
+        command += ["--quiet", "--report", str(report), "-r", str(requirements)]
+        subprocess.run(command, check=True)
+        answer: dict[str, Any] = json.loads(report.read_text())
+        return answer
+
+
+def lines(report: dict[str, Any]) -> list[str]:
+    """The lock's lines, sorted, with names as the packaging standard (PEP 503) writes them."""
+    pins = []
+    for item in report["install"]:
+        metadata = item["metadata"]
+        name = re.sub(r"[-_.]+", "-", metadata["name"]).lower()
+        if not any(fnmatch(name, pattern) for pattern in LEFT_OUT):
+            pins.append(f"{name}=={metadata['version']}")
+    return sorted(pins)
+
+
+if __name__ == "__main__":
+    source, target = map(Path, sys.argv[1:])
+    pins = lines(resolve(source))
+    target.write_text("\n".join(pins) + "\n")
+    print(f"{target}: {len(pins)} packages")

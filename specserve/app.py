@@ -1,0 +1,67 @@
+"""The application's only wiring point: ``import_path: specserve.app:build`` in a Serve config."""
+
+# No `from __future__ import annotations` here: Serve reads the builder's annotation at run time.
+
+from importlib.util import find_spec
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+from ray.serve.exceptions import RayServeException
+
+from specserve.core.config import parse
+from specserve.core.errors import MissingExtraError, SpecServeError
+from specserve.engine.checkpoint import find_checkpoint
+from specserve.serve.server import ModelServer
+
+
+class BuildError(SpecServeError, RayServeException):
+    """An error of Serve's own kind: Serve shows its message alone, and does not try again."""
+
+
+def build(args: dict[str, Any]) -> Application:
+    """Builds the application from ``args``, the fields of :class:`specserve.core.config.AppConfig`.
+
+    Raises:
+        BuildError: a field holds a value that is not allowed, or vLLM is not installed.
+    """
+    try:
+        return _build(args)
+    except SpecServeError as error:
+        raise BuildError(str(error)) from None
+
+
+def _build(args: dict[str, Any]) -> Application:
+    config = parse(args)
+    checkpoint = find_checkpoint(config.model)
+    model = config.model.model_copy(
+        update={
+            "path": checkpoint.path,
+            "tokenizer": checkpoint.tokenizer,
+            "served_name": config.model.name,
+        }
+    )
+    config = config.model_copy(update={"model": model})
+    if find_spec("vllm") is None:
+        raise MissingExtraError("the application")
+    if config.engine.vllm:
+        # vLLM takes seconds to import, and only its own options need it here.
+        from specserve.engine.args import check_engine_options
+
+        check_engine_options(config)
+    most_requests = config.engine.max_num_seqs + config.http.max_queued_requests
+    deployment = serve.deployment(
+        ModelServer,
+        num_replicas=config.placement.num_replicas,
+        # vLLM refuses what is too much; Serve only has to let it see that.
+        max_ongoing_requests=2 * most_requests,
+        graceful_shutdown_timeout_s=config.http.drain_timeout_s,
+        max_constructor_retry_count=1,
+        # Serve replaces a replica after three failed checks. A dead engine stays dead, and looking
+        # whether it is costs nothing.
+        health_check_period_s=2,
+        # The shards reserve the CPUs; the replica itself only passes text on.
+        ray_actor_options={"num_cpus": 0},
+    )
+    application: Application = deployment.bind(config)
+    return application

@@ -1,0 +1,1 @@
+"""Offline comparison of speculation methods."""

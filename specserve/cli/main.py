@@ -1,0 +1,49 @@
+"""``specserve``: one parser, one module a command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from specserve import __version__
+from specserve.core.errors import SpecServeError
+
+_COMMANDS = ("specserve.cli.check", "specserve.bench.command", "specserve.demo.command")
+"""Modules with an ``add_parser(subparsers)`` that sets ``run``, a function of the parsed arguments
+that returns the exit code. They import at their top only what their parser needs."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="specserve", description="Large language models with lossless speculative decoding."
+    )
+    parser.add_argument("--version", action="version", version=f"specserve {__version__}")
+    subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for module in _COMMANDS:
+        import_module(module).add_parser(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command.
+
+    Returns:
+        The exit code: 0, or what the command says; 2 for a user's mistake, told in one line on
+        stderr; 130 when interrupted.
+    """
+    args = build_parser().parse_args(argv)
+    try:
+        code: int = args.run(args)
+    except SpecServeError as error:
+        print(f"specserve: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

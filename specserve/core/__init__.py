@@ -1,0 +1,1 @@
+"""Types, configuration, errors and metrics: imports no engine, no server."""

@@ -1,0 +1,193 @@
+"""The application's configuration: ``args`` of the Serve application ``specserve.app:build``.
+
+Closed and frozen: an unknown key is an error, and nothing changes after validation. No file is
+read here; whether a model path exists or a cluster can hold the shards is checked where that is
+needed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from specserve.core.errors import ConfigError
+from specserve.core.validation import from_validation_error
+
+MAX_DRAFT_TOKENS = 128
+"""vLLM's rejection sampler takes at most this many draft tokens a request and step."""
+
+
+class Section(BaseModel):
+    """Base of all sections: closed, frozen, no silent conversions between types."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class ModelConfig(Section):
+    """The target model."""
+
+    path: str = Field(min_length=1)
+    """Folder of a Hugging Face checkpoint, or its id on the hub."""
+    served_name: str = Field(default="", max_length=200)
+    """Name in the OpenAI API; empty: ``path`` as given."""
+    revision: str = ""
+    """Branch, tag or commit on the hub; empty: the default one."""
+    tokenizer: str = ""
+    """Folder or id of the tokenizer; empty: the model's own."""
+
+    @property
+    def name(self) -> str:
+        """The model's name in the API and in metrics."""
+        return self.served_name or self.path
+
+
+class EngineConfig(Section):
+    """The engine. Names and meanings are vLLM's."""
+
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    tensor_parallel_size: int = Field(default=1, ge=1, le=1024)
+    max_model_len: int = Field(default=0, ge=0)
+    """Context length in tokens, prompt and output; 0: the model's own."""
+    max_num_seqs: int = Field(default=32, ge=1)
+    """Requests decoded in one step."""
+    max_num_batched_tokens: int = Field(default=2048, ge=1)
+    """Tokens computed in one step, prefill included."""
+    gpu_memory_utilization: float = Field(default=0.9, gt=0.0, le=1.0)
+    """Share of a GPU's memory for weights and KV cache; on CPU ``kv_cache_memory_bytes`` rules."""
+    kv_cache_memory_bytes: int = Field(default=0, ge=0)
+    """KV cache in bytes a shard; 0: from ``gpu_memory_utilization`` (1 GiB on CPU)."""
+    enforce_eager: bool = False
+    seed: int = Field(default=0, ge=0)
+    vllm: dict[str, Any] = Field(default_factory=dict)
+    """Further options of vLLM's ``AsyncEngineArgs`` and ``FrontendArgs``, by their field names;
+    unknown ones are refused when the engine's arguments are built."""
+
+
+class NgramConfig(Section):
+    """Prompt lookup: drafts are copied from the request's own prompt and output."""
+
+    kind: Literal["ngram"]
+    max_draft_len: int = Field(default=8, ge=1, le=MAX_DRAFT_TOKENS)
+    """Longest draft in tokens."""
+    max_matching_ngram_size: int = Field(default=4, ge=1, le=16)
+    """Longest suffix of the context that is looked up; tried first."""
+    min_matching_ngram_size: int = Field(default=2, ge=1, le=16)
+    """Shortest suffix that is looked up."""
+    use_oldest: bool = False
+    """Of several matches of one length take the oldest instead of the newest."""
+    dynamic: bool = True
+    """Shorten or skip drafts that do not pay, by recent acceptance and the cost of verifying."""
+
+    @model_validator(mode="after")
+    def _sizes_are_ordered(self) -> Self:
+        if self.min_matching_ngram_size > self.max_matching_ngram_size:
+            raise ConfigError(
+                "min_matching_ngram_size",
+                self.min_matching_ngram_size,
+                f"1 .. max_matching_ngram_size ({self.max_matching_ngram_size})",
+            )
+        return self
+
+
+SourceConfig = NgramConfig
+"""One entry of ``speculation``; ``kind`` tells which. A second source makes this a union that is
+discriminated by ``kind``."""
+
+
+class PlacementConfig(Section):
+    """Where replicas and their shards run."""
+
+    num_replicas: int = Field(default=1, ge=1)
+    strategy: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = "PACK"
+    """Ray's placement strategy for the tensor-parallel shards of one replica."""
+    num_cpus_per_shard: int = Field(default=1, ge=1)
+    """CPUs that a shard reserves; on CPU also its number of threads."""
+    shard_resources: dict[str, float] = Field(default_factory=dict)
+    """Further Ray resources that each shard reserves, by name; amounts greater than 0."""
+    timeout_s: float = Field(default=120.0, gt=0)
+    """How long to wait for the cluster to hold a replica's shards, in seconds."""
+
+    @field_validator("shard_resources")
+    @classmethod
+    def _are_further_ones(cls, value: dict[str, float]) -> dict[str, float]:
+        for name, amount in value.items():
+            if name in ("CPU", "GPU"):
+                raise ConfigError(name, amount, "names other than CPU and GPU, which are set apart")
+            if not 0 < amount < float("inf"):
+                raise ConfigError(name, amount, "a number > 0")
+        return value
+
+
+class HttpConfig(Section):
+    """The HTTP side of a replica."""
+
+    max_queued_requests: int = Field(default=128, ge=0)
+    """Requests that may wait beyond the ``max_num_seqs`` being decoded; more are answered 503."""
+    retry_after_s: int = Field(default=1, ge=1)
+    """``Retry-After`` of that answer, in seconds."""
+    drain_timeout_s: float = Field(default=30.0, ge=0)
+    """How long running requests may take to finish at shutdown, in seconds."""
+
+
+class AppConfig(Section):
+    """Everything ``specserve.app:build`` takes."""
+
+    model: ModelConfig
+    engine: EngineConfig = EngineConfig()
+    speculation: tuple[SourceConfig, ...] = ()
+    """Draft sources; empty: no speculation. Each kind at most once."""
+    placement: PlacementConfig = PlacementConfig()
+    http: HttpConfig = HttpConfig()
+
+    @field_validator("speculation", mode="before")
+    @classmethod
+    def _list_to_tuple(cls, value: object) -> object:
+        return tuple(value) if isinstance(value, list) else value
+
+    @model_validator(mode="after")
+    def _sources_fit(self) -> Self:
+        counts = Counter(source.kind for source in self.speculation)
+        for index, source in enumerate(self.speculation):
+            if counts[source.kind] > 1:
+                raise ConfigError(
+                    f"speculation.{index}.kind", source.kind, "each kind of source at most once"
+                )
+            limit = self.engine.max_model_len
+            if limit and source.max_draft_len >= limit:
+                raise ConfigError(
+                    f"speculation.{index}.max_draft_len",
+                    source.max_draft_len,
+                    f"less than engine.max_model_len ({limit})",
+                )
+            room = self.engine.max_num_batched_tokens
+            if source.max_draft_len >= room:
+                raise ConfigError(
+                    f"speculation.{index}.max_draft_len",
+                    source.max_draft_len,
+                    f"less than engine.max_num_batched_tokens ({room})",
+                )
+        return self
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """The longest draft that any source may make, in tokens; 0: no speculation."""
+        return max((source.max_draft_len for source in self.speculation), default=0)
+
+
+def parse(args: object, prefix: str = "") -> AppConfig:
+    """Validates an application's ``args``.
+
+    Args:
+        args: the mapping as read from the Serve YAML file.
+        prefix: dotted path of ``args`` in that file, put before the fields in errors;
+            empty: fields are told from below ``args``.
+
+    Raises:
+        ConfigError: the first problem, with field, value and what is allowed.
+    """
+    try:
+        return AppConfig.model_validate(args)
+    except ValidationError as error:
+        raise from_validation_error(error, AppConfig, prefix) from None

@@ -1,0 +1,64 @@
+"""Every error that specserve raises on purpose.
+
+    SpecServeError          anything below; its message is one line for the user
+    ├── ConfigError         a configuration field holds a value that is not allowed
+    ├── MissingExtraError   vLLM is not installed; names the extra to install
+    ├── PlacementError      the cluster cannot hold what was asked for
+    ├── EngineError         the engine did not start or died
+    └── RequestError        an HTTP request asks for something that is not allowed (HTTP 400)
+
+All derive from ``ValueError`` or ``RuntimeError`` as well, so that code which knows nothing of
+specserve can handle them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class SpecServeError(Exception):
+    """Base of all errors raised on purpose; ``str(error)`` is one line for the user."""
+
+
+class ConfigError(SpecServeError, ValueError):
+    """A field holds a value that is not allowed.
+
+    Args:
+        field: dotted path of the field, as the user wrote it (``speculation.0.kind``).
+        value: the refused value.
+        allowed: what would have been accepted, in words.
+    """
+
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        self.field, self.value, self.allowed = field, value, allowed
+        super().__init__(f"{field}: {shorten(value)} is not allowed; allowed: {allowed}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), (self.field, self.value, self.allowed))
+
+
+class RequestError(ConfigError):
+    """A request field holds a value that is not allowed; answered as HTTP 400."""
+
+
+class MissingExtraError(SpecServeError, RuntimeError):
+    """vLLM is not installed."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"{what} needs vLLM: install specserve[cpu] (CPU) or specserve[gpu] (NVIDIA GPU)"
+        )
+
+
+class PlacementError(SpecServeError, RuntimeError):
+    """The cluster cannot hold what was asked for; the message says both."""
+
+
+class EngineError(SpecServeError, RuntimeError):
+    """The engine did not start, or died while serving."""
+
+
+def shorten(value: object, limit: int = 80) -> str:
+    """``repr(value)`` on one line, cut to ``limit`` characters."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,0 +1,114 @@
+"""What proposers are asked and what they answer: small frozen values, no behaviour."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+
+Source = Literal["ngram", "trie_local", "trie_cluster", "draft_model", "mtp"]
+"""Who a draft came from, as metrics label it."""
+
+Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestControls:
+    """What one request asked of speculation, through ``vllm_xargs``.
+
+    Attributes:
+        speculation: ``auto`` (all configured sources), ``off``, or the kind of one source.
+        max_draft_tokens: upper bound of a draft's length in tokens; -1 leaves it to the sources.
+        learn: whether the request's text may be remembered beyond the request.
+    """
+
+    speculation: str = "auto"
+    max_draft_tokens: int = -1
+    learn: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenStates:
+    """The target's last hidden states of the step that has just run.
+
+    Attributes:
+        values: torch tensor ``[sum(num_tokens), hidden_size]``, after the final norm, on the
+            target's device; the requests' tokens follow one another in the batch's order.
+        num_tokens: how many of its rows belong to each request.
+    """
+
+    values: Any
+    num_tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftBatch:
+    """One decoding step's question: what comes next for each of these requests?
+
+    The arrays are views into the engine's buffers, valid only during the call; row ``i`` belongs
+    to ``request_ids[i]`` in this step and to another request in the next.
+
+    Attributes:
+        request_ids: n engine-wide unique ids.
+        token_ids: int32 ``[n, >= max(num_tokens)]``; ``token_ids[i, :num_tokens[i]]`` is the
+            prompt followed by the output so far.
+        num_tokens: int32 ``[n]``, prompt and output tokens known.
+        num_prompt_tokens: int32 ``[n]``.
+        max_draft_tokens: int32 ``[n]``, the longest draft that can be used; 0: none.
+        hidden_states: what drafters that continue the target's own states need; None where the
+            engine gives none.
+    """
+
+    request_ids: list[str]
+    token_ids: Int32Array
+    num_tokens: Int32Array
+    num_prompt_tokens: Int32Array
+    max_draft_tokens: Int32Array
+    hidden_states: HiddenStates | None = None
+
+    def __len__(self) -> int:
+        return len(self.request_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A guess at a request's next tokens.
+
+    Attributes:
+        tokens: the guessed tokens, in order; may be empty.
+        source: who guessed.
+        match_len: how many tokens of context the guess rests on; 0 where that has no meaning.
+        expected_accept: expected number of accepted tokens, 0 .. ``len(tokens)``.
+    """
+
+    tokens: tuple[int, ...]
+    source: Source
+    match_len: int = 0
+    expected_accept: float = 0.0
+
+    def cut(self, num_tokens: int) -> Self:
+        """The first ``num_tokens`` tokens of this draft."""
+        return replace(
+            self,
+            tokens=self.tokens[:num_tokens],
+            expected_accept=min(self.expected_accept, float(num_tokens)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a request's last draft, and what the target wrote in that step.
+
+    Attributes:
+        request_id: whose draft it was.
+        draft: the draft as sent to verification; None if the request had none.
+        num_accepted: how many of its tokens the target accepted.
+        new_tokens: the tokens the target emitted in the step: the accepted ones and one of its own.
+    """
+
+    request_id: str
+    draft: Draft | None
+    num_accepted: int
+    new_tokens: tuple[int, ...]

@@ -1,0 +1,156 @@
+"""A pydantic ``ValidationError`` in the words of the house: field, value, what is allowed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from specserve.core.errors import ConfigError
+
+_WORDS = {
+    "string_type": "a string",
+    "bool_type": "true or false",
+    "dict_type": "a mapping",
+    "list_type": "a list",
+    "tuple_type": "a list",  # YAML and JSON know no tuples
+    "none_required": "nothing",
+}
+_BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+
+
+def from_validation_error(
+    error: ValidationError, model: type[BaseModel], prefix: str = ""
+) -> ConfigError:
+    """The first problem that ``model``'s validation found, as a :class:`ConfigError`.
+
+    A ``ConfigError`` raised inside a validator keeps its own words.
+
+    Args:
+        error: what validation raised.
+        model: the class that was validated; tells known keys and bounds.
+        prefix: dotted path of the validated value in the user's file; empty: fields are told from
+            below it, and the value itself as ``args``.
+    """
+    problem = error.errors(include_url=False)[0]
+    place = _locate(model, problem["loc"])
+    path = [prefix, *place.path] if prefix else place.path
+    context = problem.get("ctx", {})
+    cause = context.get("error")
+    if isinstance(cause, ConfigError):
+        return ConfigError(".".join([*path, cause.field]), cause.value, cause.allowed)
+    value: object = problem["input"]
+    kind = problem["type"]
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        tag = str(context["discriminator"]).strip("'")
+        path = [*path, tag]
+        value = value.get(tag) if isinstance(value, dict) else value
+    elif kind == "extra_forbidden":
+        value = place.path[-1]
+    elif kind == "missing":
+        value = None
+    return ConfigError(
+        ".".join(path) or "args", value, _allowed(problem["msg"], kind, context, place)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a problem is.
+
+    Attributes:
+        path: keys and indices as the user wrote them.
+        section: the model that has, or should have, the last key.
+        field: that key's declaration.
+        annotation: what is expected at the place.
+    """
+
+    path: list[str]
+    section: type[BaseModel] | None
+    field: FieldInfo | None
+    annotation: Any
+
+
+def _locate(model: type[BaseModel], loc: Sequence[int | str]) -> _Place:
+    """Follows pydantic's location, leaving out the union tags that it puts between the keys."""
+    place = _Place([], None, None, model)
+    for part in loc:
+        members = _members(place.annotation)
+        models = [m for m in members if isinstance(m, type) and issubclass(m, BaseModel)]
+        owner = next((m for m in models if part in m.model_fields), None)
+        if isinstance(part, int):
+            item = next(iter(get_args(members[0])), None)
+            place = _Place([*place.path, str(part)], None, None, item)
+        elif len(models) > 1 and (tagged := _with_tag(models, part)):
+            place = _Place(place.path, place.section, place.field, tagged)
+        elif owner is not None:
+            field = owner.model_fields[part]
+            place = _Place([*place.path, part], owner, field, field.annotation)
+        elif models:
+            place = _Place([*place.path, part], models[0], None, None)
+        elif any(get_origin(member) is dict for member in members):
+            of = next(get_args(member)[1] for member in members if get_origin(member) is dict)
+            place = _Place([*place.path, part], None, None, of)
+        # else: the name of a union's member, which the user never wrote
+    return place
+
+
+def _members(annotation: Any) -> list[Any]:
+    """The alternatives of a union; anything else is its own only one."""
+    if get_origin(annotation) is Annotated:
+        return _members(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return [member for arg in get_args(annotation) for member in _members(arg)]
+    return [annotation]
+
+
+def _with_tag(models: list[type[BaseModel]], tag: str) -> type[BaseModel] | None:
+    for model in models:
+        literals = [field.annotation for field in model.model_fields.values()]
+        if any(get_origin(a) is Literal and tag in get_args(a) for a in literals):
+            return model
+    return None
+
+
+def _allowed(message: str, kind: str, context: dict[str, Any], place: _Place) -> str:
+    if kind == "extra_forbidden" and place.section:
+        return ", ".join(place.section.model_fields)
+    if kind == "missing":
+        if get_origin(place.annotation) is Literal:
+            return ", ".join(map(str, get_args(place.annotation)))
+        return "a value (this field is required)"
+    if kind in ("model_type", "model_attributes_type", "dataclass_type"):
+        keys = getattr(place.annotation, "model_fields", None)
+        return f"a mapping with the keys {', '.join(keys)}" if keys else "a mapping"
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        tag = str(context["discriminator"]).strip("'")
+        known = [m.model_fields[tag].annotation for m in _members(place.annotation)]
+        return ", ".join(str(value) for literal in known for value in get_args(literal))
+    if kind in ("literal_error", "enum"):
+        expected = str(context.get("expected", "a known value"))
+        return expected.replace(" or ", ", ").replace("'", "")
+    if place.field and place.annotation in (int, float):
+        return _number(place.field)
+    return _WORDS.get(kind) or _plain(message)
+
+
+def _number(field: FieldInfo) -> str:
+    bounds = [
+        f"{sign} {getattr(limit, name)}"
+        for limit in field.metadata
+        for name, sign in _BOUNDS.items()
+        if hasattr(limit, name)
+    ]
+    noun = "an integer" if field.annotation is int else "a number"
+    return " ".join([noun, " and ".join(bounds)]).strip()
+
+
+def _plain(message: str) -> str:
+    """pydantic's sentence as a phrase: "Input should be a valid date" is "a valid date"."""
+    text = re.sub(r"^(Value error, |[A-Z]\w+ should (be|have) )", "", " ".join(message.split()))
+    return text[:1].lower() + text[1:]

@@ -1,0 +1,97 @@
+"""The demo models' text: the running Python's own standard library, some modules held out.
+
+Nothing here imports torch, so that benchmarks can ask for the held-out modules cheaply.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+from specserve.core.errors import ConfigError
+
+HELD_OUT_ONE_IN = 25
+"""One module in this many, by hash of its path, is never trained on."""
+
+MIN_BYTES, MAX_BYTES = 400, 400_000
+
+SKIPPED_FOLDERS = frozenset(
+    {
+        "__pycache__",
+        "dist-packages",
+        "encodings",  # tables of code points: many tokens, nothing to learn
+        "idle_test",
+        "lib2to3",
+        "site-packages",
+        "test",
+        "tests",
+        "turtledemo",
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Module:
+    """One source file: `name` is its path under the corpus root with `/`, `text` its content."""
+
+    name: str
+    text: str
+
+
+def standard_library() -> Path:
+    """The folder of the running Python's standard library."""
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def module_paths(root: Path | None = None) -> list[Path]:
+    """Every Python file of the corpus under `root`, sorted; test suites are left out."""
+    root = root or standard_library()
+    paths = []
+    for path in sorted(root.rglob("*.py")):
+        folders = path.relative_to(root).parts[:-1]
+        if any(part in SKIPPED_FOLDERS or part.startswith("config-") for part in folders):
+            continue
+        if path.name.startswith("_sysconfigdata"):
+            continue
+        if MIN_BYTES <= path.stat().st_size <= MAX_BYTES:
+            paths.append(path)
+    return paths
+
+
+def is_held_out(name: str) -> bool:
+    """Whether the module with this path under the corpus root is kept from training.
+
+    The rule is a hash of the path alone, so it is the same on every machine and Python version.
+    """
+    digest = hashlib.sha256(name.encode()).digest()
+    return int.from_bytes(digest[:4], "big") % HELD_OUT_ONE_IN == 0
+
+
+def held_out_modules(root: Path | None = None) -> list[Path]:
+    """The files that training never reads, sorted; benchmarks and evaluation take prompts here."""
+    root = root or standard_library()
+    return [p for p in module_paths(root) if is_held_out(p.relative_to(root).as_posix())]
+
+
+def load_modules(root: Path | None = None, *, held_out: bool) -> list[Module]:
+    """The text of the training modules, or of the held-out ones; what is not UTF-8 is left out.
+
+    Raises:
+        ConfigError: the folder holds no Python file of that part.
+    """
+    root = root or standard_library()
+    modules = []
+    for path in module_paths(root):
+        name = path.relative_to(root).as_posix()
+        if is_held_out(name) is not held_out:
+            continue
+        try:
+            modules.append(Module(name=name, text=path.read_text(encoding="utf-8")))
+        except UnicodeDecodeError:
+            continue
+    if not modules:
+        part = "held-out" if held_out else "training"
+        raise ConfigError("corpus", str(root), f"a folder with a {part} Python file")
+    return modules

@@ -1,0 +1,166 @@
+"""From the application's configuration to vLLM's arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+from argparse import Namespace
+from typing import Any
+
+from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.cli_args import FrontendArgs, make_arg_parser
+from vllm.platforms import current_platform
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from specserve.core.config import AppConfig, EngineConfig
+from specserve.core.errors import ConfigError
+from specserve.engine.executor import CpuRayExecutor
+
+CPU_KV_CACHE_BYTES = 1 << 30
+"""KV cache of a shard on CPU where the configuration names none."""
+
+_LISTENER_OPTIONS = (
+    *("data_parallel_supervisor_port", "dp_supervisor_probe_interval_s"),
+    *("dp_supervisor_probe_timeout_s", "dp_supervisor_probe_failure_threshold"),
+    *("host", "port", "uds", "grpc_port", "uvicorn_log_level", "disable_uvicorn_access_log"),
+    *("disable_access_log_for_endpoints", "enable_ssl_refresh", "ssl_keyfile", "ssl_certfile"),
+    *("ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers", "h11_max_incomplete_event_size"),
+    "h11_max_header_count",
+)
+"""They configure what ``vllm serve`` listens with."""
+_MODELLED = {
+    "model": "model.path",
+    "served_model_name": "model.served_name",
+    "revision": "model.revision",
+    "tokenizer": "model.tokenizer",
+    "speculative_config": "speculation",
+    "distributed_executor_backend": "placement",
+    "worker_cls": "speculation",
+    "max_num_queued_reqs": "http.max_queued_requests",
+    **{name: f"engine.{name}" for name in EngineConfig.model_fields if name != "vllm"},
+}
+_FIELDS = {field.name: field for field in dataclasses.fields(AsyncEngineArgs)}
+_FRONTEND_FIELDS = {field.name: field for field in dataclasses.fields(FrontendArgs)}
+
+
+def check_engine_options(config: AppConfig) -> None:
+    """Checks the keys and the types of ``engine.vllm`` against vLLM's own arguments.
+
+    Raises:
+        ConfigError: a key that vLLM does not have, or that has a place of its own in our
+            configuration, or a value of the wrong type.
+    """
+    _vllm_options(config)
+
+
+def _vllm_options(config: AppConfig) -> dict[str, Any]:
+    """``engine.vllm`` with each value in the type that vLLM declares, sections as its classes."""
+    options = {}
+    for key, value in config.engine.vllm.items():
+        field = f"engine.vllm.{key}"
+        if key in _MODELLED:
+            raise ConfigError(field, value, f"this option is set by {_MODELLED[key]}")
+        if key in _LISTENER_OPTIONS:
+            raise ConfigError(field, value, "not here: Serve's proxy listens, see http_options")
+        known = _FIELDS.get(key) or _FRONTEND_FIELDS.get(key)
+        if known is None:
+            raise ConfigError(field, key, "the fields of vLLM's AsyncEngineArgs or FrontendArgs")
+        options[key] = _typed(field, value, known.type)
+    return options
+
+
+def _typed(field: str, value: Any, annotation: Any) -> Any:
+    try:
+        adapter = TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True))
+    except PydanticUserError:
+        adapter = TypeAdapter(annotation)
+    try:
+        return adapter.validate_python(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        for part in first["loc"]:  # pydantic names a union's types there too
+            try:
+                field, value = f"{field}.{part}", value[part]
+            except (KeyError, IndexError, TypeError):
+                break
+        raise ConfigError(field, value, first["msg"].lower()) from None
+
+
+def serve_namespace(config: AppConfig) -> Namespace:
+    """The arguments as ``vllm serve`` would have parsed them, for vLLM's own HTTP application."""
+    options = _model_options(config) | _vllm_options(config)
+    namespace: Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+    for name, value in options.items():
+        setattr(namespace, name, value)
+    namespace.served_model_name = [config.model.name]
+    return namespace
+
+
+def engine_args(config: AppConfig, speculative_config: dict[str, Any] | None) -> AsyncEngineArgs:
+    """vLLM's engine arguments, without executor or worker class.
+
+    Args:
+        config: the application's configuration.
+        speculative_config: vLLM's ``speculative_config``; None: no speculation.
+
+    Raises:
+        ConfigError: an option that vLLM refuses.
+    """
+    namespace = serve_namespace(config)
+    namespace.speculative_config = speculative_config
+    try:
+        return AsyncEngineArgs.from_cli_args(namespace)
+    except (TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError("engine.vllm", config.engine.vllm, reason) from None
+
+
+def ray_engine_args(config: AppConfig) -> AsyncEngineArgs:
+    """Engine arguments for shards that are Ray actors and draft from the configured sources."""
+    if not config.speculation:
+        arguments = engine_args(config, None)
+    else:
+        arguments = engine_args(
+            config,
+            {
+                "method": "custom_class",
+                "model": "specserve.engine.hook.ProposerHook",
+                "num_speculative_tokens": config.num_speculative_tokens,
+            },
+        )
+        arguments.additional_config = {
+            **(arguments.additional_config or {}),
+            "specserve": config.model_dump(mode="json"),
+        }
+    arguments.worker_cls = worker_cls(drafts=bool(config.speculation))
+    arguments.distributed_executor_backend = CpuRayExecutor if current_platform.is_cpu() else "ray"
+    return arguments
+
+
+def worker_cls(*, drafts: bool) -> str:
+    """The worker class by platform: with our kernels on CPU, with the proposer hook to draft."""
+    if current_platform.is_cpu():
+        name = "CpuSpeculationWorker" if drafts else "CpuWorker"
+        return f"specserve.engine.cpu_worker.{name}"
+    return "specserve.engine.gpu_worker.GpuSpeculationWorker" if drafts else "auto"
+
+
+def _model_options(config: AppConfig) -> dict[str, Any]:
+    engine = config.engine
+    options: dict[str, Any] = {
+        "model": config.model.path,
+        "revision": config.model.revision or None,
+        "tokenizer": config.model.tokenizer or config.model.path,
+        "dtype": engine.dtype,
+        "tensor_parallel_size": engine.tensor_parallel_size,
+        "max_model_len": engine.max_model_len or None,
+        "max_num_seqs": engine.max_num_seqs,
+        "max_num_batched_tokens": engine.max_num_batched_tokens,
+        "gpu_memory_utilization": engine.gpu_memory_utilization,
+        "kv_cache_memory_bytes": engine.kv_cache_memory_bytes or None,
+        "enforce_eager": engine.enforce_eager,
+        "seed": engine.seed,
+    }
+    if current_platform.is_cpu() and not engine.kv_cache_memory_bytes:
+        options["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
+    return options

@@ -1,0 +1,76 @@
+"""Experts in float32 on CPU, which vLLM's kernel refuses.
+
+Plain torch, an expert at a time: for comparing a mixture-of-experts model with a reference to the
+last digits, not for speed. In other types vLLM's kernel runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+_prepare = CPUUnquantizedExperts.process_weights_after_loading
+_apply = CPUUnquantizedExperts.apply
+
+
+def allow_float32_experts() -> None:
+    """Has vLLM's CPU experts take float32 too, in this process."""
+    CPUUnquantizedExperts.process_weights_after_loading = _prepare_or_leave
+    CPUUnquantizedExperts.apply = _apply_in_any_type
+
+
+def _prepare_or_leave(self: Any, layer: Any) -> None:
+    if layer.w13_weight.dtype != torch.float32:
+        _prepare(self, layer)
+        return
+    activation, has_bias = self.moe_config.activation, hasattr(layer, "w13_bias")
+    if activation != MoEActivation.SILU or has_bias:
+        raise ValueError(
+            f"experts in float32 on CPU: activation {activation.value}, bias {has_bias}; "
+            "allowed: silu, without bias"
+        )
+
+
+def _apply_in_any_type(
+    self: Any,
+    output: torch.Tensor,
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: MoEActivation,
+    apply_router_weight_on_input: bool,
+    **rest: Any,
+) -> None:
+    """vLLM's method ``apply``, which is called by names.
+
+    Args:
+        self: vLLM's experts.
+        output: ``[tokens, hidden_size]``, written.
+        hidden_states: ``[tokens, hidden_size]``.
+        w1: ``[experts, 2 * intermediate_size, hidden_size]``, gate and up projections.
+        w2: ``[experts, hidden_size, intermediate_size]``, down projections.
+        topk_weights: ``[tokens, experts a token]``.
+        topk_ids: the same shape.
+        activation: between the projections; in float32 SiLU, as was checked at loading.
+        apply_router_weight_on_input: whether the weights are in ``hidden_states`` already.
+        rest: what the kernel has no use for, or finds elsewhere.
+    """
+    if hidden_states.dtype != torch.float32:
+        inputs = (output, hidden_states, w1, w2, topk_weights, topk_ids, activation)
+        options = {"apply_router_weight_on_input": apply_router_weight_on_input, **rest}
+        _apply(self, *inputs, **options)
+        return
+    output.zero_()
+    for expert in sorted(set(topk_ids.flatten().tolist())):
+        tokens, slots = (topk_ids == expert).nonzero(as_tuple=True)
+        gate, up = functional.linear(hidden_states[tokens], w1[expert]).chunk(2, dim=-1)
+        answer = functional.linear(functional.silu(gate) * up, w2[expert])
+        if not apply_router_weight_on_input:
+            answer = answer * topk_weights[tokens, slots, None]
+        output.index_add_(0, tokens, answer)

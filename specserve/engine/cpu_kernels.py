@@ -1,0 +1,59 @@
+"""What is wrong on CPU in vLLM 0.32's rejection sampler, put right.
+
+The rejection sampler spreads each request's temperature, top_k and top_p over the request's draft
+tokens. vLLM's CPU version converts the output to int64 first and never copies it back, so that for
+any other type the values stay uninitialised memory, and sampled text is drawn from a distribution
+that nobody asked for. Greedy decoding does not use it. On GPU the kernel is right and untouched.
+
+In a step without any draft token, ``top_k`` is applied to no logits at all, and vLLM's CPU version
+takes the maximum of nothing, which ends the engine.
+"""
+
+from __future__ import annotations
+
+import torch
+from vllm.triton_utils import HAS_TRITON
+from vllm.v1.sample import rejection_sampler
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+
+def repair_kernels() -> None:
+    """Puts the replacements in place, by the names under which vLLM looks them up.
+
+    Not through vLLM's `register_kernels`, which looks into every object of every imported module
+    and stumbles over some that are not vLLM's.
+    """
+    rejection_sampler.apply_top_k_top_p = _apply_top_k_top_p
+    if not HAS_TRITON:  # with it vLLM runs the original kernel, which is right
+        rejection_sampler.expand_batch_to_tokens = _expand_batch_to_tokens
+
+
+def _apply_top_k_top_p(
+    logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None
+) -> torch.Tensor:
+    """vLLM's function of this name, for any number of rows."""
+    return apply_top_k_top_p(logits, k, p) if len(logits) else logits
+
+
+def _expand_batch_to_tokens(
+    x: torch.Tensor,
+    cu_num_tokens: torch.Tensor,
+    num_tokens: int,
+    replace_from: int = 0,
+    replace_to: int = 0,
+) -> torch.Tensor:
+    """Each ``x[i]`` once for every draft token of request ``i``; vLLM's function of this name.
+
+    Args:
+        x: ``[batch_size]``.
+        cu_num_tokens: ``[batch_size]``, cumulative number of draft tokens.
+        num_tokens: the last one of these.
+        replace_from: value that is replaced.
+        replace_to: by this one.
+
+    Returns:
+        ``[num_tokens]``, of the type of ``x``.
+    """
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    replaced = torch.where(x == replace_from, replace_to, x).to(x.dtype)
+    return torch.repeat_interleave(replaced, counts.long(), output_size=num_tokens)

@@ -1,0 +1,98 @@
+"""What an offline engine is asked and what it answers: small frozen values, no vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specserve.core.metrics import AcceptanceSnapshot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How one prompt is continued; names and meanings are vLLM's.
+
+    Attributes:
+        max_tokens: most tokens to generate.
+        temperature: 0 is greedy.
+        top_p: share of probability kept, 0 < top_p <= 1.
+        top_k: number of tokens kept; 0: all.
+        seed: the request's own random seed; None: the engine's generator.
+        ignore_eos: go on to ``max_tokens`` after the end token.
+        allowed_token_ids: the only tokens that may be generated; empty: all.
+        num_logprobs: number of most likely tokens to report at each position; 0: none.
+        score_token_ids: tokens whose log-probabilities are reported at each position as well.
+    """
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    ignore_eos: bool = False
+    allowed_token_ids: tuple[int, ...] = ()
+    num_logprobs: int = 0
+    score_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One prompt, as token ids, and how to continue it."""
+
+    prompt_token_ids: tuple[int, ...]
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One continuation.
+
+    Attributes:
+        text: the generated text, without special tokens.
+        token_ids: the generated tokens, the end token included.
+        finish_reason: ``stop`` or ``length``.
+        seconds: from handing the prompt to the engine to the last token.
+        first_token_seconds: the same, to the first token.
+        num_draft_tokens: draft tokens verified for this prompt.
+        num_accepted_tokens: how many of them were accepted.
+        logprobs: one a token: token id to log-probability, of the chosen token and the asked
+            ones; empty when none were asked for.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    seconds: float
+    first_token_seconds: float
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    logprobs: tuple[dict[int, float], ...] = ()
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens a second, the prompt's time included."""
+        return len(self.token_ids) / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """One pass over all jobs.
+
+    Attributes:
+        completions: one a job, in the jobs' order.
+        seconds: wall time of the whole pass.
+        drafts: this pass's verified drafts, by source; empty without speculation.
+    """
+
+    completions: tuple[Completion, ...]
+    seconds: float
+    drafts: tuple[AcceptanceSnapshot, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Generated tokens in all."""
+        return sum(len(c.token_ids) for c in self.completions)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens a second over the whole pass."""
+        return self.num_tokens / self.seconds if self.seconds else 0.0

@@ -1,0 +1,11 @@
+"""The GPU worker."""
+
+from __future__ import annotations
+
+from vllm.v1.worker.gpu_worker import Worker
+
+from specserve.engine.worker import SpeculationMixin
+
+
+class GpuSpeculationWorker(SpeculationMixin, Worker):
+    """vLLM's GPU worker with our proposer hook."""

@@ -1,0 +1,209 @@
+"""Where the engine asks for drafts: the bridge between vLLM's model runner and the sources.
+
+vLLM builds a :class:`ProposerHook` in every rank (``method="custom_class"``). The worker then gives
+it the model runner (:mod:`specserve.engine.worker`), through which it learns what vLLM does not
+pass: request ids, per-request controls, what was scheduled, and the hidden states.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection
+from typing import Any
+
+import msgspec
+import numpy as np
+from vllm.config import VllmConfig
+from vllm.utils.torch_utils import PIN_MEMORY
+from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
+
+from specserve.core.config import AppConfig
+from specserve.core.errors import RequestError
+from specserve.core.metrics import SpeculationMetrics
+from specserve.core.types import Draft, DraftBatch, HiddenStates, Outcome, RequestControls
+from specserve.proposers.chain import ProposerChain, build_chain
+from specserve.proposers.controls import parse_controls
+
+logger = logging.getLogger(__name__)
+
+
+class ProposerHook:
+    """Asks the sources for drafts after each step of one model runner. Only rank 0's is asked."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        config = AppConfig.model_validate(vllm_config.additional_config["specserve"], strict=False)
+        self.model_name = config.model.name
+        self._max_model_len: int = vllm_config.model_config.max_model_len
+        self._max_draft_len = config.num_speculative_tokens
+        self._sources = config.speculation
+        self._kinds = tuple(source.kind for source in config.speculation)
+        self._vocab_size: int = vllm_config.model_config.get_vocab_size()
+        self.metrics = SpeculationMetrics(self._kinds)
+        self._chain: ProposerChain  # of the rank that drafts, by `attach`
+        self._runner: Any = None
+        self._drafts: dict[str, Draft] = {}
+        self._controls: dict[str, RequestControls] = {}
+        self._last_step_end = 0.0
+        self._last_step_ids: frozenset[str] = frozenset()
+
+    def load_model(self, target_model: object) -> None:
+        """Nothing to load: the sources are made ready where they draft, by :meth:`attach`."""
+
+    def propose(self, *args: object, **kwargs: object) -> list[list[int]]:
+        """vLLM's entry point for custom proposers; it passes too little, so it is not used."""
+        raise AssertionError("the worker must attach its model runner: check worker_cls")
+
+    def attach(self, runner: Any) -> None:
+        """Takes over the drafting of ``runner``, a vLLM V1 model runner of rank 0."""
+        self._chain = build_chain(self._sources, self.metrics, vocab_size=self._vocab_size)
+        self._runner = runner
+        runner.propose_draft_token_ids = self.propose_draft_token_ids
+        # vLLM stops all drafting once one request of the batch comes within a draft's length of the
+        # context limit. We keep each request's draft within its own limit instead.
+        runner.effective_drafter_max_model_len = self._max_model_len + self._max_draft_len
+
+    def propose_draft_token_ids(
+        self,
+        scheduler_output: Any,
+        sampled_token_ids: list[list[int]],
+        sampling_metadata: object,
+        hidden_states: Any,
+        *rest: object,
+    ) -> list[list[int]]:
+        """Replaces the model runner's method of this name.
+
+        Args:
+            scheduler_output: vLLM's ``SchedulerOutput`` of the step that has just run.
+            sampled_token_ids: the step's new tokens, a list for each request of the batch; empty
+                for a request whose prompt is not finished.
+            sampling_metadata: unused.
+            hidden_states: float ``[>= num_scheduled_tokens, hidden_size]``, after the final norm;
+                CUDA graphs pad it.
+            rest: unused.
+
+        Returns:
+            One draft for each request of the batch; any may be empty.
+        """
+        input_batch = self._runner.input_batch
+        request_ids: list[str] = input_batch.req_ids
+        outcomes = self._outcomes(request_ids, sampled_token_ids, scheduler_output)
+        self._observe_step(request_ids, scheduler_output)
+        batch = self._draft_batch(request_ids, sampled_token_ids, scheduler_output, hidden_states)
+        controls = [self._controls_of(request_id) for request_id in request_ids]
+        drafts = self._chain.step(batch, outcomes, controls)
+        # A request that had no turn in this step keeps its draft: the scheduler does so too.
+        for request_id, draft in zip(request_ids, drafts, strict=True):
+            if draft.tokens:
+                self._drafts[request_id] = draft
+            else:
+                self._drafts.pop(request_id, None)
+        self._last_step_end = time.monotonic()
+        return [list(draft.tokens) for draft in drafts]
+
+    def forget(self, request_ids: Collection[str]) -> None:
+        """Drops all state of finished or aborted requests."""
+        if not request_ids:
+            return
+        for request_id in request_ids:
+            self._controls.pop(request_id, None)
+            self._drafts.pop(request_id, None)
+        self._chain.forget(list(request_ids))
+
+    def snapshot(self) -> bytes:
+        """The metrics so far: a :class:`SpeculationSnapshot` as JSON."""
+        return msgspec.json.encode(self.metrics.snapshot())
+
+    def _outcomes(
+        self, request_ids: list[str], sampled: list[list[int]], scheduler_output: Any
+    ) -> list[Outcome]:
+        scheduled = scheduler_output.scheduled_spec_decode_tokens
+        outcomes = []
+        for request_id, new_tokens in zip(request_ids, sampled, strict=True):
+            if not new_tokens:
+                continue
+            draft = self._drafts.pop(request_id, None)
+            # The scheduler may have cut the draft, or dropped it with the request's turn.
+            num_verified = len(scheduled.get(request_id, ()))
+            if draft is None or num_verified == 0:
+                verified = None
+            elif num_verified < len(draft.tokens):
+                verified = draft.cut(num_verified)
+            else:
+                verified = draft
+            num_accepted = len(new_tokens) - 1 if verified is not None else 0
+            outcomes.append(Outcome(request_id, verified, num_accepted, tuple(new_tokens)))
+        return outcomes
+
+    def _observe_step(self, request_ids: list[str], scheduler_output: Any) -> None:
+        """Tells the cost of a step, where it decoded the same requests as the one before it.
+
+        Only then the time between the two ends is the step's own: the engine was never idle, and
+        no prompt was read.
+        """
+        ids = frozenset(request_ids)
+        drafted = sum(map(len, scheduler_output.scheduled_spec_decode_tokens.values()))
+        only_decoded = scheduler_output.total_num_scheduled_tokens == len(ids) + drafted
+        if (
+            only_decoded
+            and ids == self._last_step_ids
+            and ids == scheduler_output.num_scheduled_tokens.keys()
+        ):
+            self._chain.observe_step(len(ids), drafted, time.monotonic() - self._last_step_end)
+        self._last_step_ids = ids
+
+    def _draft_batch(
+        self, request_ids: list[str], sampled: list[list[int]], scheduler_output: Any, hidden: Any
+    ) -> DraftBatch:
+        input_batch = self._runner.input_batch
+        size = len(request_ids)
+        num_tokens = input_batch.num_tokens_no_spec[:size].astype(np.int32)
+        # One token more is always sampled after the draft, and it has to fit in the context too.
+        room = np.clip(self._max_model_len - 1 - num_tokens, 0, self._max_draft_len)
+        sampled_any = np.fromiter((bool(tokens) for tokens in sampled), dtype=np.bool_, count=size)
+        return DraftBatch(
+            request_ids=list(request_ids),
+            token_ids=input_batch.token_ids_cpu[:size],
+            num_tokens=num_tokens,
+            num_prompt_tokens=input_batch.num_prompt_tokens[:size].astype(np.int32),
+            max_draft_tokens=np.where(sampled_any, room, 0).astype(np.int32),
+            hidden_states=HiddenStates(
+                hidden[: scheduler_output.total_num_scheduled_tokens],
+                tuple(
+                    scheduler_output.num_scheduled_tokens[request_id] for request_id in request_ids
+                ),
+            ),
+        )
+
+    def _controls_of(self, request_id: str) -> RequestControls:
+        controls = self._controls.get(request_id)
+        if controls is None:
+            controls = self._read_controls(request_id)
+            self._controls[request_id] = controls
+        return controls
+
+    def _read_controls(self, request_id: str) -> RequestControls:
+        params = self._runner.requests[request_id].sampling_params
+        if params is None:
+            return RequestControls()
+        if params.min_p or params.logit_bias:
+            # vLLM applies neither to the logits that verify a draft, only to the last one.
+            return RequestControls(speculation="off")
+        try:
+            return parse_controls(params.extra_args, self._kinds)
+        except RequestError as error:  # the HTTP side has checked; other callers may not have
+            logger.warning("Request %s: %s; drafting as usual", request_id, error)
+            return RequestControls()
+
+
+def restore_logits_processors(runner: Any) -> None:
+    """Lets requests with ``min_p`` or ``logit_bias`` be served; for the model runner of every rank.
+
+    Under speculation vLLM leaves both out, and refuses such requests. They work on rows without a
+    draft, so these requests are decoded without drafts. Every rank samples for itself: a rank that
+    left them out would go on with other tokens than the rest.
+    """
+    runner.input_batch.logitsprocs = LogitsProcessors(
+        processor(runner.vllm_config, runner.device, PIN_MEMORY)
+        for processor in BUILTIN_LOGITS_PROCESSORS
+    )

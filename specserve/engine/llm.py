@@ -1,0 +1,124 @@
+"""One replica's engine: vLLM's AsyncLLM and its own HTTP application."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import ray
+from fastapi import FastAPI
+from ray.runtime_env import RuntimeEnv
+from ray.util.placement_group import PlacementGroup
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.platforms import current_platform
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.metrics.loggers import PrometheusStatLogger
+from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
+
+from specserve.core.config import AppConfig
+from specserve.core.errors import EngineError
+from specserve.core.metrics import SpeculationSnapshot
+from specserve.engine.args import ray_engine_args, serve_namespace
+from specserve.engine.openmp import openmp_environment
+
+
+class Engine:
+    """A running engine, its shards in the bundles of a placement group."""
+
+    def __init__(self, config: AppConfig, llm: AsyncLLM) -> None:
+        self._config = config
+        self._llm = llm
+
+    @classmethod
+    def start(cls, config: AppConfig, placement_group: PlacementGroup) -> Engine:
+        """Starts the engine core and its shards and loads the weights. Takes its time.
+
+        Must be called with an event loop running, whose engine it then is.
+
+        Args:
+            config: the application's configuration.
+            placement_group: a bundle for each shard, as :func:`shard_bundle` describes them.
+
+        Raises:
+            EngineError: vLLM refuses the checkpoint or an option, finds no device on this node,
+                or its engine core or a shard died while starting.
+        """
+        _prepare_environment()
+        arguments = ray_engine_args(config)
+        arguments.max_num_queued_reqs = config.engine.max_num_seqs + config.http.max_queued_requests
+        try:
+            vllm_config = arguments.create_engine_config()
+        except (ValueError, OSError, RuntimeError) as error:
+            raise EngineError(
+                f"vLLM refuses the configuration of {config.model.path}: {_last_line(error)}"
+            ) from error
+        vllm_config.parallel_config.placement_group = placement_group
+        if current_platform.is_cpu():
+            # Ray sets one thread for an actor that asks for few CPUs; the bundle holds more.
+            environment = openmp_environment(config.placement.num_cpus_per_shard)
+            vllm_config.parallel_config.ray_runtime_env = RuntimeEnv(env_vars=environment)
+        try:
+            # Named both, since Ray's takes the place of the default one, and `/metrics` needs that.
+            # The default one last: Ray's takes all of vLLM's series out of the registry first.
+            llm = AsyncLLM.from_vllm_config(
+                vllm_config, stat_loggers=[RayPrometheusStatLogger, PrometheusStatLogger]
+            )
+        except (RuntimeError, ValueError) as error:
+            raise EngineError(f"the engine did not start: {_last_line(error)}") from error
+        # It would refuse `min_p` and `logit_bias`; see restore_logits_processors for why not.
+        llm.input_processor.speculative_config = None
+        return cls(config, llm)
+
+    async def asgi_app(self) -> FastAPI:
+        """vLLM's own application with all its OpenAI routes."""
+        namespace = serve_namespace(self._config)
+        tasks = await self._llm.get_supported_tasks()
+        app: FastAPI = build_app(namespace, tasks, self._llm.model_config)
+        await init_app_state(self._llm, app.state, namespace, tasks)
+        # vLLM tells its HTTP server to exit when the engine dies. Here Serve's health check does
+        # that part, so it gets something to tell.
+        app.state.server = SimpleNamespace(should_exit=False)
+        return app
+
+    async def speculation(self) -> SpeculationSnapshot | None:
+        """What rank 0 has counted so far; None without speculation."""
+        if not self._config.speculation:
+            return None
+        answers: list[bytes] = await self._llm.collective_rpc("speculation_snapshot")
+        return msgspec.json.decode(answers[0], type=SpeculationSnapshot)
+
+    async def check_health(self) -> None:
+        """Raises EngineError when the engine core or one of its shards has died."""
+        try:
+            await self._llm.check_health()
+        except EngineDeadError as error:
+            raise EngineError("the engine has died; see the replica's log") from error
+
+    def shutdown(self) -> None:
+        """Ends the engine core process and, with it, the shards."""
+        self._llm.shutdown()
+
+
+def shard_bundle(config: AppConfig) -> dict[str, float]:
+    """The Ray resources that one shard needs, as a placement group's bundle."""
+    bundle = {"CPU": float(config.placement.num_cpus_per_shard), **config.placement.shard_resources}
+    return bundle if current_platform.is_cpu() else {"GPU": 1.0, **bundle}
+
+
+def _prepare_environment() -> None:
+    """What the engine core process inherits."""
+    # Without it the engine core, a process of its own, starts a second, local Ray.
+    os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+    # Where a host has no default route vLLM finds 0.0.0.0; Ray knows the address that is used.
+    os.environ.setdefault("VLLM_HOST_IP", ray.util.get_node_ip_address())
+
+
+def _last_line(error: Exception) -> str:
+    """The last line of an error, where pydantic and vLLM put what matters."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    useful: list[Any] = [line for line in lines if not line.startswith("For further information")]
+    return useful[-1] if useful else repr(error)

@@ -1,0 +1,107 @@
+"""The names by which a comparison calls ways to draft."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specserve.core.config import AppConfig
+from specserve.core.errors import ConfigError
+
+NONE, ALL = "none", "all"
+
+PEERS = {
+    "vllm-ngram": "vLLM's prompt lookup, with the settings of a configured `ngram`",
+    "vllm-suffix": "vLLM's suffix decoding; `vllm-suffix:K` drafts at most K tokens (16)",
+    "vllm-mtp": "vLLM's MTP drafting; `vllm-mtp:K` drafts K tokens (1)",
+    "vllm-draft": "vLLM's draft model; `vllm-draft:PATH` names the model",
+}
+"""vLLM's own methods."""
+
+FIELD = "--methods"
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One way to draft: ``none``, ``all``, configured sources joined by ``+``, or a peer.
+
+    Attributes:
+        name: without its argument.
+        argument: what follows the colon of a peer's name; empty: its default.
+        sources: kinds of our sources in play; empty for ``none`` and for peers.
+    """
+
+    name: str
+    argument: str = ""
+    sources: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.argument}" if self.argument else self.name
+
+    @property
+    def is_none(self) -> bool:
+        """No speculation at all."""
+        return self.name == NONE
+
+    @property
+    def is_peer(self) -> bool:
+        """One of vLLM's own methods."""
+        return self.name in PEERS
+
+    def number(self, default: int) -> int:
+        """The argument as a number of draft tokens.
+
+        Raises:
+            ConfigError: it is not a whole number from 1 on.
+        """
+        if not self.argument:
+            return default
+        if not self.argument.isdecimal() or int(self.argument) < 1:
+            raise ConfigError(FIELD, str(self), f"{self.name}:K with a whole number K >= 1")
+        return int(self.argument)
+
+    def narrowed(self, config: AppConfig) -> AppConfig:
+        """The configuration with this method's sources alone."""
+        kept = tuple(source for source in config.speculation if source.kind in self.sources)
+        return config.model_copy(update={"speculation": kept})
+
+
+def parse_method(text: str, config: AppConfig) -> Method:
+    """Reads one method's name.
+
+    Raises:
+        ConfigError: unknown name, a source that is not configured, or a missing argument.
+    """
+    kinds = tuple(source.kind for source in config.speculation)
+    name, _, argument = text.strip().partition(":")
+    if name in PEERS:
+        method = Method(name, argument)
+        if name == "vllm-draft" and not argument:
+            raise ConfigError(FIELD, text, "vllm-draft:PATH, with the draft model's path")
+        if name in ("vllm-suffix", "vllm-mtp"):
+            method.number(default=1)
+        return method
+    if not argument:
+        if name == NONE:
+            return Method(NONE)
+        if name == ALL and kinds:
+            return Method(ALL, sources=kinds)
+        asked = tuple(name.split("+"))
+        if set(asked) <= set(kinds) and len(set(asked)) == len(asked):
+            return Method(name, sources=asked)
+    known = [NONE, *([ALL] if kinds else []), *kinds, *PEERS]
+    raise ConfigError(FIELD, text, f"{', '.join(known)}; sources of the config may be joined by +")
+
+
+def parse_methods(text: str, config: AppConfig) -> list[Method]:
+    """Reads a list of names, separated by commas.
+
+    Raises:
+        ConfigError: as :func:`parse_method`, or a name given twice.
+    """
+    methods: list[Method] = []
+    for name in text.split(","):
+        method = parse_method(name, config)
+        if method in methods:
+            raise ConfigError(FIELD, text, "each method once")
+        methods.append(method)
+    return methods

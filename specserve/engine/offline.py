@@ -1,0 +1,259 @@
+"""One engine of its own, without server or cluster, that continues prompts and counts drafts.
+
+It takes the Serve application's configuration, so that what is compared is what is served; vLLM's
+own draft methods can be put in the place of ours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from specserve.core.config import AppConfig
+from specserve.core.errors import ConfigError, EngineError
+from specserve.core.metrics import AcceptanceSnapshot, SpeculationSnapshot
+from specserve.engine.args import engine_args, ray_engine_args
+from specserve.engine.generation import Completion, Job, RunResult, Sampling
+from specserve.engine.methods import Method
+
+Progress = Callable[[int, int], None]
+"""Called now and then with the number of finished prompts and of generated tokens."""
+
+
+class OfflineEngine:
+    """Runs prompts through one engine in this process.
+
+    One per process, and :meth:`close` it: vLLM keeps state of its own in the process.
+
+    Raises:
+        EngineError: the engine did not start.
+        ConfigError: the method needs something that is not there.
+    """
+
+    def __init__(self, config: AppConfig, method: Method) -> None:
+        self._counter = _DraftCounter()
+        self._method = method
+        args = _offline_args(config, method)
+        try:
+            self._engine = LLMEngine.from_engine_args(
+                args,
+                stat_loggers=[lambda *_: self._counter],
+                enable_multiprocessing=False,
+            )
+        except (RuntimeError, ValueError, OSError, ImportError) as error:
+            raise EngineError(f"method {method}: {_one_line(error)}") from error
+        self._num_requests = 0
+
+    def run(self, jobs: Sequence[Job], concurrency: int, progress: Progress) -> RunResult:
+        """Continues all jobs, at most ``concurrency`` at a time, in their order.
+
+        Remembered prompts of earlier calls are dropped first, so that passes are alike.
+        """
+        assert concurrency >= 1
+        self._engine.reset_prefix_cache()
+        self._counter.reset()
+        before = self._snapshot()
+        open_requests: dict[str, _Request] = {}
+        done: list[Completion | None] = [None] * len(jobs)
+        num_added = num_done = num_tokens = 0
+        started = time.perf_counter()
+        while num_done < len(jobs):
+            while num_added < len(jobs) and len(open_requests) < concurrency:
+                request_id = f"{self._num_requests}"
+                self._num_requests += 1
+                open_requests[request_id] = _Request(num_added)
+                self._add(request_id, jobs[num_added])
+                num_added += 1
+            for output in self._engine.step():
+                assert isinstance(output, RequestOutput)
+                request = open_requests[output.request_id]
+                num_tokens += request.take(output)
+                if output.finished:
+                    done[request.index] = request.completion(output)
+                    del open_requests[output.request_id]
+                    num_done += 1
+            progress(num_done, num_tokens)
+        seconds = time.perf_counter() - started
+        completions = tuple(c for c in done if c is not None)
+        assert len(completions) == len(jobs)
+        return RunResult(completions=completions, seconds=seconds, drafts=self._drafts(before))
+
+    def close(self) -> None:
+        """Frees the engine; nothing that it started is left running."""
+        self._engine.engine_core.shutdown()
+
+    def _add(self, request_id: str, job: Job) -> None:
+        prompt = {"prompt_token_ids": list(job.prompt_token_ids)}
+        try:
+            self._engine.add_request(request_id, prompt, _sampling_params(job.sampling))
+        except ValueError as error:
+            raise ConfigError(
+                "prompt", f"{len(job.prompt_token_ids)} tokens", _one_line(error)
+            ) from error
+
+    def _drafts(self, before: SpeculationSnapshot) -> tuple[AcceptanceSnapshot, ...]:
+        if self._method.is_peer:
+            return (self._counter.counts(str(self._method)),)
+        return self._snapshot().since(before).acceptance
+
+    def _snapshot(self) -> SpeculationSnapshot:
+        """Our own counters, which alone tell the sources apart."""
+        if not self._method.sources:
+            return SpeculationSnapshot()
+        (first, *_) = self._engine.collective_rpc("speculation_snapshot")
+        return msgspec.json.decode(first, type=SpeculationSnapshot)
+
+
+@dataclass
+class _Request:
+    """One open request: what has come so far."""
+
+    index: int
+    started: float = field(default_factory=time.perf_counter)
+    first_token: float = 0.0
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, float]] = field(default_factory=list)
+
+    def take(self, output: RequestOutput) -> int:
+        """Adds a step's output; answers its number of new tokens."""
+        (delta,) = output.outputs
+        if delta.token_ids and not self.token_ids:
+            self.first_token = time.perf_counter()
+        self.text.append(delta.text)
+        self.token_ids.extend(delta.token_ids)
+        for position in delta.logprobs or ():
+            self.logprobs.append({token: entry.logprob for token, entry in position.items()})
+        return len(delta.token_ids)
+
+    def completion(self, output: RequestOutput) -> Completion:
+        last = output.outputs[0]
+        drafts = last.spec_decode_metrics
+        accepted = sum(n * count for n, count in enumerate(drafts.histogram)) if drafts else 0
+        return Completion(
+            text="".join(self.text),
+            token_ids=tuple(self.token_ids),
+            finish_reason=str(last.finish_reason),
+            seconds=time.perf_counter() - self.started,
+            first_token_seconds=self.first_token - self.started,
+            num_draft_tokens=drafts.num_draft_tokens if drafts else 0,
+            num_accepted_tokens=accepted,
+            logprobs=tuple(self.logprobs),
+        )
+
+
+class _DraftCounter(StatLoggerBase):
+    """Sums up the scheduler's own count of verified drafts."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self._num_drafts = 0
+        self._drafted: list[int] = []
+        self._accepted: list[int] = []
+
+    def record(self, scheduler_stats: Any, *_: Any, **__: Any) -> None:
+        stats = getattr(scheduler_stats, "spec_decoding_stats", None)
+        if stats is None:
+            return
+        self._num_drafts += stats.num_drafts
+        self._drafted = _added(self._drafted, stats.num_draft_tokens_per_pos)
+        self._accepted = _added(self._accepted, stats.num_accepted_tokens_per_pos)
+
+    def log_engine_initialized(self) -> None:
+        return
+
+    def counts(self, source: str) -> AcceptanceSnapshot:
+        return AcceptanceSnapshot(
+            source,
+            _by_length(self._num_drafts, self._drafted),
+            _by_length(self._num_drafts, self._accepted),
+        )
+
+
+def _by_length(num_drafts: int, at_position: Sequence[int]) -> tuple[int, ...]:
+    """From "drafts of at least 1, 2, ... tokens" to "drafts of exactly 0, 1, ... tokens"."""
+    at_least = [num_drafts, *at_position, 0]
+    return tuple(a - b for a, b in itertools.pairwise(at_least))
+
+
+def _added(left: list[int], right: Sequence[int]) -> list[int]:
+    length = max(len(left), len(right))
+    padded = [[*values, *[0] * (length - len(values))] for values in (left, right)]
+    return [a + b for a, b in zip(*padded, strict=True)]
+
+
+def _sampling_params(sampling: Sampling) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=sampling.seed,
+        ignore_eos=sampling.ignore_eos,
+        allowed_token_ids=list(sampling.allowed_token_ids) or None,
+        logprobs=sampling.num_logprobs or None,
+        logprob_token_ids=list(sampling.score_token_ids) or None,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def _offline_args(config: AppConfig, method: Method) -> EngineArgs:
+    """The served engine's arguments, for one process and with statistics."""
+    if method.is_peer:
+        served = engine_args(config, _peer_speculation(config, method))
+    else:
+        served = ray_engine_args(method.narrowed(config))
+    fields = {f.name: getattr(served, f.name) for f in dataclasses.fields(EngineArgs) if f.init}
+    fields["disable_log_stats"] = False
+    if fields["speculative_config"]:
+        fields["per_request_spec_decode_metrics"] = "summary"
+    if config.engine.tensor_parallel_size == 1:
+        # One shard needs no cluster: the same worker in this very process.
+        fields["distributed_executor_backend"] = "uni"
+    return EngineArgs(**fields)
+
+
+def _peer_speculation(config: AppConfig, method: Method) -> dict[str, Any]:
+    """vLLM's ``speculative_config`` for one of its own methods."""
+    source = next((s for s in config.speculation if s.kind == "ngram"), None)
+    if method.name == "vllm-ngram":
+        return {
+            "method": "ngram",
+            "num_speculative_tokens": source.max_draft_len if source else 5,
+            "prompt_lookup_min": source.min_matching_ngram_size if source else 2,
+            "prompt_lookup_max": source.max_matching_ngram_size if source else 3,
+        }
+    if method.name == "vllm-suffix":
+        if importlib.util.find_spec("arctic_inference") is None:
+            raise ConfigError(
+                "--methods", str(method), "needs: pip install --no-deps arctic-inference==0.1.1"
+            )
+        return {"method": "suffix", "num_speculative_tokens": method.number(default=16)}
+    if method.name == "vllm-mtp":
+        return {"method": "mtp", "num_speculative_tokens": method.number(default=1)}
+    assert method.name == "vllm-draft"
+    return {
+        "method": "draft_model",
+        "model": method.argument,
+        "num_speculative_tokens": 5,
+    }
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else text[:297] + "..."

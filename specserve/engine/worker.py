@@ -1,0 +1,47 @@
+"""What our workers add to vLLM's: the proposer hook gets its model runner, and can be asked."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from specserve.engine.hook import ProposerHook, restore_logits_processors
+from specserve.engine.ray_metrics import RayMetricsExporter
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_worker import Worker as _Worker
+else:
+    _Worker = object  # vLLM's CPU worker is no module to import on a GPU node, nor the reverse
+
+
+class SpeculationMixin(_Worker):
+    """Mixed into vLLM's GPU and CPU workers; the base follows it in the method resolution order."""
+
+    def init_device(self) -> None:
+        """Builds the model runner, then hands it to the proposer hook in rank 0."""
+        super().init_device()
+        restore_logits_processors(self.model_runner)
+        self._hook: ProposerHook | None = None
+        if self.rank == 0:
+            drafter = self.model_runner.drafter
+            assert isinstance(drafter, ProposerHook), f"unexpected drafter {drafter!r}"
+            drafter.attach(self.model_runner)
+            self._hook = drafter
+            self._exporter = RayMetricsExporter(drafter.metrics, drafter.model_name)
+            self._exporter.start()
+        else:
+            self.model_runner.propose_draft_token_ids = _no_drafts
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """One step; requests that have finished since the last one are forgotten first."""
+        if self._hook is not None:
+            self._hook.forget(scheduler_output.finished_req_ids)
+        return super().execute_model(scheduler_output)
+
+    def speculation_snapshot(self) -> bytes:
+        """Rank 0's metrics so far as JSON; empty in other ranks."""
+        return self._hook.snapshot() if self._hook is not None else b""
+
+
+def _no_drafts(scheduler_output: Any, sampled_token_ids: Any, *rest: object) -> list[list[int]]:
+    # vLLM takes the drafts of rank 0 alone.
+    return [[] for _ in sampled_token_ids]

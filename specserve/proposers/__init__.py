@@ -1,0 +1,1 @@
+"""Draft sources and what chooses between them: imports no ray, vllm or torch."""

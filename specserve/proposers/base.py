@@ -1,0 +1,42 @@
+"""What every draft source offers. Narrow on purpose: a source knows tokens, not engines."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from specserve.core.types import Draft, DraftBatch, Outcome
+
+
+class Proposer(Protocol):
+    """A source of drafts. All calls come from one thread, the one that runs the decoding steps."""
+
+    def propose(self, batch: DraftBatch) -> list[Draft]:
+        """Guesses the next tokens of every request of the batch.
+
+        May update what the source remembers of these requests; never changes ``batch`` and keeps
+        no reference to its arrays, which are the engine's own and change after the call.
+
+        Args:
+            batch: n requests. A request that is absent is not finished: it may be pre-empted and
+                come back in any later step, on another row, with the same tokens and more.
+
+        Returns:
+            n drafts, in the batch's order, each at most ``batch.max_draft_tokens[i]`` tokens long;
+            a draft without tokens says that the source has no guess.
+
+        Raises:
+            Exception: anything; the chain then switches the source off for a while.
+        """
+        ...
+
+    def observe(self, outcomes: list[Outcome]) -> None:
+        """Learns what the target made of the last step's drafts, whoever proposed them.
+
+        Called before :meth:`propose` of the same step. May update what the source remembers;
+        ``outcomes`` are frozen and may be kept.
+        """
+        ...
+
+    def forget(self, request_ids: list[str]) -> None:
+        """Drops all that is kept for these finished or aborted requests; unknown ids are fine."""
+        ...

@@ -1,0 +1,48 @@
+"""A request's own wishes: the fields of ``vllm_xargs`` that are ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from specserve.core.config import MAX_DRAFT_TOKENS
+from specserve.core.errors import RequestError
+from specserve.core.types import RequestControls
+
+DEFAULT_CONTROLS = RequestControls()
+"""Of a request that asks for nothing."""
+
+
+def parse_controls(
+    extra_args: Mapping[str, object] | None, kinds: Sequence[str]
+) -> RequestControls:
+    """Reads ``speculation``, ``max_draft_tokens`` and ``learn``; other keys belong to others.
+
+    Args:
+        extra_args: the request's ``vllm_xargs``; JSON values.
+        kinds: kinds of the configured sources.
+
+    Raises:
+        RequestError: a value is not allowed; names the field, the value and what is allowed.
+    """
+    if not extra_args:
+        return DEFAULT_CONTROLS
+    speculation = extra_args.get("speculation", "auto")
+    allowed = ("auto", "off", *kinds)
+    if not isinstance(speculation, str) or speculation not in allowed:
+        raise RequestError("vllm_xargs.speculation", speculation, ", ".join(allowed))
+    max_draft_tokens = -1
+    if "max_draft_tokens" in extra_args:
+        max_draft_tokens = _integer(extra_args, "max_draft_tokens", MAX_DRAFT_TOKENS)
+    learn = bool(_integer(extra_args, "learn", 1)) if "learn" in extra_args else True
+    return RequestControls(speculation, max_draft_tokens, learn)
+
+
+def _integer(extra_args: Mapping[str, object], key: str, high: int) -> int:
+    """An integer 0 .. high. ``4.0`` counts: JSON has one kind of number, and clients send both."""
+    value = extra_args[key]
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= high:
+        allowed = "0 or 1" if high == 1 else f"an integer 0 .. {high}"
+        raise RequestError(f"vllm_xargs.{key}", extra_args[key], allowed)
+    return value

@@ -1,0 +1,164 @@
+"""How long drafts may be before verifying them costs more than it brings.
+
+Each step maximises expected output tokens over expected time. With ``n`` requests, ``g`` the
+draft tokens' chances of being accepted (all before them included) in falling order and the step's
+cost linear in their number, the best set is a prefix of ``g``: the one with the greatest
+
+    (n + g_1 + ... + g_m) / (base + m * per token)
+
+and none at all where plain decoding makes more tokens a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specserve.core.types import Draft, Outcome
+from specserve.proposers.acceptance import Acceptance
+from specserve.proposers.step_cost import StepCost
+
+LEAST_GAIN = 0.02
+"""Drafts must promise this share of the plain rate more: below it noise decides."""
+
+PROBE_SHARE = 0.01
+"""Share of the time that may be spent on learning whether what is off would pay now."""
+
+PROBE_TOKENS = 3
+"""Length of a draft that is sent only to learn from it."""
+
+_FIRST_CREDIT, _MOST_CREDIT = 0.5, 4.0
+_PLAIN_PROBE_STEPS = 32
+_PATIENCE_STEPS = 8
+_FIRST_DRAFT_TOKENS = 4
+_NO_TOKEN = 2.0
+
+
+class Gate:
+    """Trims drafts to the length that pays, by what was accepted and what steps cost.
+
+    Two things must be tried to be known: drafts where they seemed not to pay, and plain steps
+    where drafts always pay. Both are paid from one account that earns ``PROBE_SHARE`` of the time,
+    so that learning costs no more than that. Same calls, same answers: nothing is random.
+    """
+
+    def __init__(self) -> None:
+        self._acceptance = Acceptance()
+        self._cost = StepCost()
+        self._credit = _FIRST_CREDIT  # in plain steps
+        self._num_steps = 0
+        self._steps_since_plain = 0
+        self._skipped: dict[str, int] = {}
+
+    def trim(self, request_ids: Sequence[str], drafts: list[Draft]) -> list[Draft]:
+        """The drafts of one step, each cut to the length that pays; some to nothing.
+
+        Args:
+            request_ids: n ids.
+            drafts: n, as the sources made them.
+
+        Returns:
+            n drafts with their ``expected_accept``.
+        """
+        self._num_steps += 1
+        self._credit = min(self._credit + PROBE_SHARE, _MOST_CREDIT)
+        offered = [row for row, draft in enumerate(drafts) if draft.tokens]
+        if not offered:
+            return drafts
+        gains = {row: self._acceptance.gains(request_ids[row], drafts[row]) for row in offered}
+        lengths = dict.fromkeys(offered, 0)
+        if self._cost.is_calibrated or self._num_steps > _PATIENCE_STEPS:
+            plain, base, per_token = self._cost.at(len(drafts))
+            # In plain steps from here on: all decisions are about ratios.
+            base, per_token = base / plain, per_token / plain
+            least = self._least_gain(gains, len(drafts), base, per_token)
+            lengths = {row: _num_at_least(gains[row], least) for row in offered}
+            self._probe_drafts(request_ids, drafts, lengths, base - 1, per_token)
+        trimmed = list(drafts)
+        for row in offered:
+            trimmed[row] = _cut(drafts[row], lengths[row], gains[row])
+        return trimmed
+
+    def observe(self, outcomes: list[Outcome]) -> None:
+        """Learns from what was accepted."""
+        for outcome in outcomes:
+            self._acceptance.observe(outcome)
+
+    def observe_step(self, num_requests: int, num_draft_tokens: int, seconds: float) -> None:
+        """Learns what a step costs; see :meth:`ProposerChain.observe_step`."""
+        self._steps_since_plain = self._steps_since_plain + 1 if num_draft_tokens else 0
+        self._cost.observe(num_requests, num_draft_tokens, seconds)
+
+    def forget(self, request_ids: list[str]) -> None:
+        """Drops what is kept of these requests."""
+        self._acceptance.forget(request_ids)
+        for request_id in request_ids:
+            self._skipped.pop(request_id, None)
+
+    def _least_gain(
+        self, gains: dict[int, list[float]], num_requests: int, base: float, per_token: float
+    ) -> float:
+        """The chance of acceptance from which on a token is drafted; above 1: a plain step."""
+        falling = sorted((gain for row in gains.values() for gain in row), reverse=True)
+        tokens, seconds, rate, least = float(num_requests), base, 0.0, _NO_TOKEN
+        for gain in falling[: self._reach()]:
+            tokens += gain
+            seconds += per_token
+            if tokens / seconds <= rate:
+                break  # each further token brings less, and costs the same
+            rate, least = tokens / seconds, gain
+        excess = rate / num_requests - 1
+        if excess < LEAST_GAIN:
+            return _NO_TOKEN
+        if self._steps_since_plain >= _PLAIN_PROBE_STEPS and self._credit >= excess:
+            self._credit -= excess
+            self._steps_since_plain = 0
+            return _NO_TOKEN
+        return least
+
+    def _reach(self) -> int | None:
+        """Draft tokens that a step may have: at first few, so that a dear step is a short one."""
+        if not self._cost.is_calibrated:
+            return None
+        return max(2 * self._cost.most_draft_tokens, _FIRST_DRAFT_TOKENS)
+
+    def _probe_drafts(
+        self,
+        request_ids: Sequence[str],
+        drafts: list[Draft],
+        lengths: dict[int, int],
+        first_price: float,
+        per_token: float,
+    ) -> None:
+        """Gives short drafts to requests that were left out for longest, as far as credit goes."""
+        left_out = [row for row, length in lengths.items() if not length]
+        if not left_out:
+            return
+        skipped = self._skipped
+        for row in left_out:
+            skipped[request_ids[row]] = skipped.get(request_ids[row], 0) + 1
+        price = first_price if len(left_out) == len(lengths) else 0.0
+        for row in sorted(left_out, key=lambda row: -skipped[request_ids[row]]):
+            length = min(PROBE_TOKENS, len(drafts[row].tokens))
+            price += length * per_token
+            if price > self._credit:
+                return
+            self._credit -= price
+            price = 0.0
+            lengths[row] = length
+            skipped[request_ids[row]] = 0
+
+
+def _num_at_least(falling: list[float], least: float) -> int:
+    """How many of the falling numbers are at least ``least``."""
+    count = 0
+    for number in falling:
+        if number < least:
+            break
+        count += 1
+    return count
+
+
+def _cut(draft: Draft, length: int, gains: list[float]) -> Draft:
+    """The draft's first ``length`` tokens, with what they are expected to bring."""
+    expected = sum(gains[:length])
+    return Draft(draft.tokens[:length], draft.source, draft.match_len, expected)

@@ -1,0 +1,143 @@
+"""A Serve configuration file, read and validated as a whole without starting anything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from ray.serve.schema import (
+    HTTPOptionsSchema,
+    ServeApplicationSchema,
+    ServeDeploySchema,
+    gRPCOptionsSchema,
+)
+
+from specserve.core.config import AppConfig, parse
+from specserve.core.errors import ConfigError, SpecServeError
+from specserve.core.validation import from_validation_error
+
+IMPORT_PATH = "specserve.app:build"
+
+
+@dataclass(frozen=True, slots=True)
+class Application:
+    """One of the file's applications.
+
+    Attributes:
+        name: Serve's name of it.
+        route_prefix: HTTP path that it is served under.
+        field: dotted path of its ``args`` in the file, for errors.
+        config: its validated ``args``.
+    """
+
+    name: str
+    route_prefix: str
+    field: str
+    config: AppConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ServeFile:
+    """A valid Serve configuration file.
+
+    Attributes:
+        path: the file.
+        host: address the HTTP proxy listens on.
+        port: TCP port of the HTTP proxy.
+        applications: at least one.
+    """
+
+    path: Path
+    host: str
+    port: int
+    applications: tuple[Application, ...]
+
+
+def read(path: Path) -> ServeFile:
+    """Reads a Serve YAML file whose applications are all specserve's.
+
+    Serve itself ignores keys that it does not know; here they are errors, for a misspelt option
+    would otherwise go unnoticed.
+
+    Raises:
+        SpecServeError: one line with the file, the field, the value and what is allowed.
+    """
+    try:
+        return _read(path)
+    except SpecServeError as error:
+        raise SpecServeError(f"{path}: {error}") from None
+
+
+def _read(path: Path) -> ServeFile:
+    content = _load(path)
+    _refuse_unknown_keys(content)
+    try:
+        schema = ServeDeploySchema.model_validate(content)
+    except ValidationError as error:
+        raise _serve_error(error) from None
+    if not schema.applications:
+        raise ConfigError("applications", [], "at least one application")
+    return ServeFile(
+        path=path,
+        host=schema.http_options.host,
+        port=schema.http_options.port,
+        applications=tuple(_application(app, i) for i, app in enumerate(schema.applications)),
+    )
+
+
+def _load(path: Path) -> object:
+    try:
+        content: object = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SpecServeError(f"cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise SpecServeError("cannot be read: not UTF-8 text") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise SpecServeError(f"{where}not valid YAML: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise SpecServeError(f"not valid YAML: {' '.join(str(error).split())}") from None
+    return content
+
+
+def _refuse_unknown_keys(content: object) -> None:
+    if not isinstance(content, Mapping):
+        raise ConfigError("file", content, "a mapping with the key applications")
+    _known_keys(content, ServeDeploySchema, "")
+    _known_keys(content.get("http_options"), HTTPOptionsSchema, "http_options.")
+    _known_keys(content.get("grpc_options"), gRPCOptionsSchema, "grpc_options.")
+    applications = content.get("applications")
+    for index, application in enumerate(applications if isinstance(applications, list) else []):
+        _known_keys(application, ServeApplicationSchema, f"applications.{index}.")
+
+
+def _known_keys(section: object, schema: type[BaseModel], prefix: str) -> None:
+    for key in section if isinstance(section, Mapping) else ():
+        if key not in schema.model_fields:
+            raise ConfigError(f"{prefix}{key}", key, ", ".join(schema.model_fields))
+
+
+def _serve_error(error: ValidationError) -> SpecServeError:
+    problem: dict[str, Any] = dict(error.errors(include_url=False)[0])
+    if problem["type"] != "value_error":
+        return from_validation_error(error, ServeDeploySchema)
+    # A rule of Serve's own, told in a sentence.
+    field = ".".join(map(str, problem["loc"]))
+    return SpecServeError(f"{field}: {' '.join(str(problem['ctx']['error']).split())}")
+
+
+def _application(schema: ServeApplicationSchema, index: int) -> Application:
+    field = f"applications.{index}"
+    if schema.import_path != IMPORT_PATH:
+        raise ConfigError(f"{field}.import_path", schema.import_path, IMPORT_PATH)
+    return Application(
+        name=schema.name,
+        route_prefix=schema.route_prefix or "/",
+        field=f"{field}.args",
+        config=parse(schema.args, f"{field}.args"),
+    )

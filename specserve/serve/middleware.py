@@ -1,0 +1,190 @@
+"""What stands between Serve and vLLM's HTTP application."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from http import HTTPStatus
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from specserve.core.errors import RequestError
+from specserve.proposers.controls import parse_controls
+
+_XARGS = b'"vllm_xargs"'
+_ESCAPED_ASCII = b"\\u00"
+_GONE_S = 1.0
+"""The application's time to end a call whose client is gone, before it is cancelled."""
+
+
+class ControlsMiddleware:
+    """Answers 400 to a request whose speculation controls are not allowed.
+
+    vLLM hands ``vllm_xargs`` to the worker unread, where it would be too late for an error. Bodies
+    without that key, nearly all, are passed on without being parsed.
+
+    Args:
+        app: the application behind.
+        kinds: kinds of the configured sources.
+    """
+
+    def __init__(self, app: ASGIApp, kinds: Sequence[str]) -> None:
+        self._app = app
+        self._kinds = kinds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handles one ASGI connection."""
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        body, messages = await _read(receive)
+        try:
+            # JSON may write a key's letters as escapes too.
+            if _XARGS in body or _ESCAPED_ASCII in body:
+                self._check(body)
+        except RequestError as error:
+            await _bad_request(error)(scope, receive, send)
+            return
+        await self._app(scope, _replay(messages, receive), send)
+
+    def _check(self, body: bytes) -> None:
+        try:
+            request = json.loads(body)
+        except (ValueError, RecursionError):
+            return  # vLLM answers malformed JSON in its own words
+        xargs = request.get("vllm_xargs") if isinstance(request, dict) else None
+        if isinstance(xargs, dict):
+            parse_controls(xargs, self._kinds)
+
+
+class RetryAfterMiddleware:
+    """Adds ``Retry-After`` to every 503, so that clients know when to come back.
+
+    Args:
+        app: the application behind.
+        retry_after_s: the header's value, in seconds.
+    """
+
+    def __init__(self, app: ASGIApp, retry_after_s: int) -> None:
+        self._app = app
+        self._header = (b"retry-after", str(retry_after_s).encode())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handles one ASGI connection."""
+
+        async def send_with_header(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] == 503:
+                message["headers"] = [*message.get("headers", ()), self._header]
+            await send(message)
+
+        await self._app(scope, receive, send_with_header)
+
+
+class DisconnectMiddleware:
+    """Tells the application that the client is gone where Serve just cancels the call.
+
+    Serve sends ``http.disconnect`` and cancels at once. vLLM's handlers listen for the message;
+    when the cancellation overtakes it, they leave their request running to its end.
+
+    Args:
+        app: the application behind.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handles one ASGI connection."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        gone = asyncio.Event()
+
+        async def receive_or_disconnect() -> Message:
+            message, end = asyncio.ensure_future(receive()), asyncio.ensure_future(gone.wait())
+            try:
+                await asyncio.wait([message, end], return_when=asyncio.FIRST_COMPLETED)
+                return {"type": "http.disconnect"} if gone.is_set() else await message
+            finally:
+                message.cancel()
+                end.cancel()
+
+        call = asyncio.ensure_future(self._app(scope, receive_or_disconnect, send))
+        try:
+            await asyncio.shield(call)
+        except asyncio.CancelledError:
+            gone.set()
+            try:
+                await asyncio.wait([call], timeout=_GONE_S)
+            finally:
+                call.cancel()
+            raise
+
+
+class FreshMetricsMiddleware:
+    """Has the speculation metrics brought up to date before ``/metrics`` is answered.
+
+    Args:
+        app: the application behind.
+        refresh: fetches them.
+    """
+
+    def __init__(self, app: ASGIApp, refresh: Callable[[], Awaitable[object]]) -> None:
+        self._app = app
+        self._refresh = refresh
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handles one ASGI connection."""
+        if scope["type"] == "http" and scope["path"].rstrip("/") == "/metrics":
+            await self._refresh()
+        await self._app(scope, receive, send)
+
+
+async def _read(receive: Receive) -> tuple[bytes, list[Message]]:
+    messages: list[Message] = []
+    while True:
+        message = await receive()
+        messages.append(message)
+        if message["type"] != "http.request" or not message.get("more_body", False):
+            return b"".join(m.get("body", b"") for m in messages), messages
+
+
+def _replay(messages: list[Message], receive: Receive) -> Receive:
+    waiting = iter(messages)
+
+    async def replay() -> Message:
+        message = next(waiting, None)
+        return message if message is not None else await receive()
+
+    return replay
+
+
+async def answer_http_error(request: Request, error: Exception) -> Response:
+    """Tells unknown paths and wrong methods in OpenAI's form; vLLM does so for its own errors.
+
+    A handler of Starlette's ``HTTPException``.
+    """
+    assert isinstance(error, HTTPException)
+    kind = HTTPStatus(error.status_code).phrase.title().replace(" ", "") + "Error"
+    what = f"{request.method} {request.url.path}: {error.detail}"
+    return _error(what, kind, None, error.status_code, error.headers)
+
+
+def _bad_request(error: RequestError) -> Response:
+    return _error(str(error), "BadRequestError", error.field, 400)
+
+
+def _error(
+    message: str,
+    kind: str,
+    param: str | None,
+    code: int,
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    """OpenAI's form of an error."""
+    content = {"message": message, "type": kind, "param": param, "code": code}
+    return JSONResponse({"error": content}, status_code=code, headers=headers)

@@ -1,0 +1,49 @@
+"""Reserves a replica's place in the cluster: one bundle for each tensor-parallel shard."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from specserve.core.config import PlacementConfig
+from specserve.core.errors import PlacementError
+
+
+async def reserve(
+    placement: PlacementConfig, bundle: dict[str, float], num_shards: int
+) -> PlacementGroup:
+    """Reserves ``num_shards`` bundles; they are freed when the calling actor ends.
+
+    Raises:
+        PlacementError: the cluster did not hold them within ``placement.timeout_s`` seconds; says
+            what was asked for and what there is.
+    """
+    group = placement_group([dict(bundle) for _ in range(num_shards)], strategy=placement.strategy)
+    if await asyncio.to_thread(group.wait, placement.timeout_s):
+        return group
+    remove_placement_group(group)
+    raise PlacementError(
+        f"placement: {num_shards} shards with {_resources(bundle)} each ({placement.strategy}) "
+        f"did not fit within {placement.timeout_s:g} s; nodes: {_nodes()}"
+    )
+
+
+def _nodes() -> str:
+    """All living nodes with what they have in total, equal ones counted together."""
+    nodes = Counter(_resources(node["Resources"]) for node in ray.nodes() if node["Alive"])
+    free = _resources(ray.available_resources())
+    listing = ", ".join(f"{count} x ({resources})" for resources, count in nodes.items())
+    return f"{listing}; free in all: {free}"
+
+
+def _resources(resources: dict[str, float]) -> str:
+    """Resources in words, without the ones that Ray adds by itself."""
+    shown = {
+        name: amount
+        for name, amount in resources.items()
+        if ":" not in name and name not in ("memory", "object_store_memory")
+    }
+    return ", ".join(f"{amount:g} {name}" for name, amount in sorted(shown.items())) or "nothing"

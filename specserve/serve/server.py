@@ -1,0 +1,85 @@
+"""The Serve deployment: one replica holds one engine and serves vLLM's HTTP application."""
+
+from __future__ import annotations
+
+import os
+
+from ray import serve
+from ray.serve.context import _get_global_client
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp
+
+from specserve.core.config import AppConfig
+from specserve.core.errors import SpecServeError
+from specserve.serve.middleware import (
+    ControlsMiddleware,
+    DisconnectMiddleware,
+    FreshMetricsMiddleware,
+    RetryAfterMiddleware,
+    answer_http_error,
+)
+from specserve.serve.placement import reserve
+from specserve.serve.progress import Progress
+from specserve.serve.speculation import SpeculationMonitor
+
+
+@serve.ingress()
+class ModelServer:
+    """A replica.
+
+    Args:
+        config: the application's configuration.
+    """
+
+    async def __init__(self, config: AppConfig) -> None:  # type: ignore[misc]  # Serve awaits it
+        self._config = config
+        self._progress = Progress(config.model.name)
+        try:
+            await self._start()
+        except SpecServeError as error:
+            self._progress.failed(error)
+            raise
+
+    async def _start(self) -> None:
+        # Here, because it takes seconds and the process that builds the application needs no vLLM.
+        # vLLM reads its log level when it is imported; its INFO would bury our progress.
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        from specserve.engine.llm import Engine, shard_bundle
+
+        config = self._config
+        num_shards = config.engine.tensor_parallel_size
+        with self._progress.stage(f"placing {num_shards} shard(s)"):
+            group = await reserve(config.placement, shard_bundle(config), num_shards)
+        with self._progress.stage("starting the engine and loading the weights"):
+            self._engine = Engine.start(config, group)
+
+    async def __serve_build_asgi_app__(self) -> ASGIApp:
+        """vLLM's application with our route and middleware; Serve calls it once."""
+        app = await self._engine.asgi_app()
+        monitor = SpeculationMonitor(self._config, self._engine.speculation)
+        app.include_router(monitor.router())
+        app.add_exception_handler(HTTPException, answer_http_error)
+        # vLLM's application has built its stack already, with the handlers it then had.
+        app.middleware_stack = app.build_middleware_stack()
+        kinds = [source.kind for source in self._config.speculation]
+        wrapped = ControlsMiddleware(FreshMetricsMiddleware(app, monitor.refresh), kinds)
+        self._progress.ready(_base_url())
+        return DisconnectMiddleware(RetryAfterMiddleware(wrapped, self._config.http.retry_after_s))
+
+    async def check_health(self) -> None:
+        """Serve replaces the replica when this raises."""
+        await self._engine.check_health()
+
+    async def __del__(self) -> None:
+        """Serve calls it when the running requests have finished, or have been given up."""
+        if hasattr(self, "_engine"):
+            self._engine.shutdown()
+
+
+def _base_url() -> str:
+    """Where Serve's proxy listens, with the application's prefix."""
+    client = _get_global_client()
+    options = client.http_config
+    host = "127.0.0.1" if options.host in ("", "0.0.0.0") else options.host
+    details = client.get_serve_details()["applications"][serve.get_replica_context().app_name]
+    return f"http://{host}:{options.port}{details['route_prefix']}".rstrip("/")

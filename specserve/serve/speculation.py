@@ -1,0 +1,86 @@
+"""What a replica tells about its speculation: ``GET /v1/speculation`` and its own ``/metrics``."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import prometheus_client
+from fastapi import APIRouter
+
+from specserve.core.config import AppConfig
+from specserve.core.metrics import AcceptanceSnapshot, SpeculationSnapshot
+from specserve.core.prometheus import PrometheusCollector
+
+logger = logging.getLogger(__name__)
+
+SNAPSHOT_TIMEOUT_S = 2.0
+
+
+class SpeculationMonitor:
+    """Keeps the last snapshot that rank 0 answered, and fetches a new one on request.
+
+    Args:
+        config: the application's configuration.
+        fetch: asks rank 0.
+    """
+
+    def __init__(
+        self, config: AppConfig, fetch: Callable[[], Awaitable[SpeculationSnapshot | None]]
+    ) -> None:
+        self._config = config
+        self._fetch = fetch
+        self._last = SpeculationSnapshot()
+        self._collector = PrometheusCollector(lambda: self._last, {"model": config.model.name})
+        prometheus_client.REGISTRY.register(self._collector)
+
+    async def refresh(self) -> SpeculationSnapshot:
+        """The present snapshot, or the last one that is known if rank 0 does not answer in time."""
+        try:
+            snapshot = await asyncio.wait_for(self._fetch(), SNAPSHOT_TIMEOUT_S)
+        except Exception as error:
+            logger.warning("No speculation metrics from rank 0: %r", error)
+        else:
+            self._last = snapshot or self._last
+        return self._last
+
+    def router(self) -> APIRouter:
+        """The route ``GET /v1/speculation``."""
+        router = APIRouter()
+
+        @router.get("/v1/speculation")
+        async def speculation() -> dict[str, Any]:
+            """Sources configured, whether each is up, and acceptance since the replica started."""
+            return self._answer(await self.refresh())
+
+        return router
+
+    def _answer(self, snapshot: SpeculationSnapshot) -> dict[str, Any]:
+        up = {entry.source: entry.up for entry in snapshot.health}
+        return {
+            "object": "speculation",
+            "model": self._config.model.name,
+            "num_speculative_tokens": self._config.num_speculative_tokens,
+            "sources": [
+                {**source.model_dump(mode="json"), "up": up.get(source.kind, False)}
+                for source in self._config.speculation
+            ],
+            "acceptance": {entry.source: _acceptance(entry) for entry in snapshot.acceptance},
+        }
+
+
+def _acceptance(entry: AcceptanceSnapshot) -> dict[str, Any]:
+    drafted, accepted = entry.drafted_at_position, entry.accepted_at_position
+    return {
+        "drafts": entry.num_drafts,
+        "draft_tokens": entry.num_draft_tokens,
+        "accepted_tokens": entry.num_accepted_tokens,
+        "mean_accepted_length": entry.num_accepted_tokens / max(entry.num_drafts, 1),
+        "drafted_at_position": drafted,
+        "accepted_at_position": accepted,
+        "acceptance_rate_at_position": [
+            round(a / d, 4) if d else 0.0 for a, d in zip(accepted, drafted, strict=True)
+        ],
+    }

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from specserve import __version__
+from specserve.cli import main as cli
+from specserve.core.errors import MissingExtraError
+
+
+def use(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    """Makes the command ``check`` raise ``error``."""
+
+    def run(args: argparse.Namespace) -> int:
+        raise error
+
+    monkeypatch.setattr("specserve.cli.check.run", run)
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"specserve {__version__}\n"
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--help"])
+    out = capsys.readouterr().out
+    assert all(command in out for command in ("check", "compare", "demo"))
+
+
+def test_an_unknown_command_is_a_users_mistake() -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["chekc"])
+
+
+def test_an_error_on_purpose_is_one_line_and_code_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use(monkeypatch, MissingExtraError("check"))
+    assert cli.main(["check", "x"]) == 2
+    expected = f"specserve: error: {MissingExtraError('check')}\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_an_interrupt_is_code_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, KeyboardInterrupt())
+    assert cli.main(["check", "x"]) == 130

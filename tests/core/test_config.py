@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from specserve.core.config import MAX_DRAFT_TOKENS, parse
+from specserve.core.errors import ConfigError
+
+
+def args(**sections: Any) -> dict[str, Any]:
+    return {"model": {"path": "some/model"}} | sections
+
+
+def test_a_model_path_is_all_that_is_needed() -> None:
+    config = parse(args())
+    assert config.model.name == "some/model"
+    assert config.speculation == ()
+    assert config.num_speculative_tokens == 0
+
+
+def test_the_longest_source_sets_the_number_of_speculative_tokens() -> None:
+    config = parse(args(speculation=[{"kind": "ngram", "max_draft_len": 5}]))
+    assert config.num_speculative_tokens == 5
+
+
+def test_nothing_changes_after_validation() -> None:
+    config = parse(args())
+    with pytest.raises(ValidationError, match="frozen"):
+        config.model.path = "other"
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"engin": {}}, r"^engin: 'engin' is not allowed; allowed: model, engine, speculation, "),
+        ({"model": {}}, r"^model\.path: None .* allowed: a value \(this field is required\)$"),
+        (
+            {"engine": {"dtype": "int4"}},
+            r"^engine\.dtype: 'int4' .* auto, bfloat16, float16, float32$",
+        ),
+        ({"engine": {"seed": "1"}}, r"^engine\.seed: '1' .* an integer >= 0$"),
+        ({"engine": {"enforce_eager": 1}}, r"^engine\.enforce_eager: 1 .* true or false$"),
+        ({"speculation": False}, r"^speculation: False is not allowed; allowed: a list$"),
+        (
+            {"speculation": [{"kind": "ngram"}, {"kind": "ngram"}]},
+            r"^speculation\.0\.kind: 'ngram' .* each kind of source at most once$",
+        ),
+        (
+            {"speculation": [{"kind": "ngram", "max_draft_len": MAX_DRAFT_TOKENS + 1}]},
+            r"^speculation\.0\.max_draft_len: 129 .* an integer >= 1 and <= 128$",
+        ),
+        (
+            {"engine": {"max_model_len": 8}, "speculation": [{"kind": "ngram"}]},
+            r"^speculation\.0\.max_draft_len: 8 .* less than engine\.max_model_len \(8\)$",
+        ),
+        (
+            {"engine": {"max_num_batched_tokens": 4}, "speculation": [{"kind": "ngram"}]},
+            r"^speculation\.0\.max_draft_len: 8 .* less than engine\.max_num_batched_tokens \(4\)$",
+        ),
+        (
+            {"placement": {"shard_resources": {"fast": 0.0}}},
+            r"^placement\.shard_resources\.fast: 0\.0 .* a number > 0$",
+        ),
+        (
+            {"placement": {"shard_resources": {"GPU": 2.0}}},
+            r"^placement\.shard_resources\.GPU: 2\.0 .* names other than CPU and GPU,",
+        ),
+        (
+            {"speculation": [{"kind": "ngram", "min_matching_ngram_size": 9}]},
+            r"^speculation\.0\.min_matching_ngram_size: 9 .* 1 \.\. max_matching_ngram_size \(4\)$",
+        ),
+    ],
+)
+def test_a_mistake_is_told_in_one_line(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        parse(args(**sections))
+    assert "\n" not in str(caught.value)
+
+
+def test_args_that_are_no_mapping_are_told_as_args() -> None:
+    with pytest.raises(ConfigError, match=r"^args: None is not allowed; allowed: a mapping"):
+        parse(None)

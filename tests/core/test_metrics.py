@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specserve.core.metrics import (
+    ACCEPTED_LENGTH,
+    ALL,
+    DRAFT_LATENCY,
+    DRAFTER_UP,
+    LATENCY_BUCKETS_S,
+    MetricSpec,
+    SpeculationMetrics,
+    SpeculationSnapshot,
+    samples,
+)
+
+DRAFTS = st.lists(
+    st.integers(1, 128).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n))), max_size=30
+)
+
+
+def counted(drafts: list[tuple[int, int]]) -> SpeculationMetrics:
+    metrics = SpeculationMetrics(("ngram",))
+    for num_drafted, num_accepted in drafts:
+        metrics.count_draft("ngram", num_drafted, num_accepted)
+    return metrics
+
+
+def values(snapshot: SpeculationSnapshot, spec: MetricSpec) -> dict[tuple[str, ...], float]:
+    return {sample.labels: sample.value for sample in samples(snapshot) if sample.spec is spec}
+
+
+def by_name(name: str) -> MetricSpec:
+    return next(spec for spec in ALL if spec.name == name)
+
+
+def test_every_metric_is_named_and_described_in_one_way() -> None:
+    assert len({spec.name for spec in ALL}) == len(ALL)
+    for spec in ALL:
+        assert spec.name.startswith("specserve_")
+        assert spec.name.endswith("_total") == (spec.kind == "counter")
+        assert bool(spec.buckets) == (spec.kind == "histogram")
+        assert spec.name in spec.promql
+        assert spec.unit
+        assert spec.description.endswith(".")
+
+
+def test_drafts_and_tokens_are_counted_by_source() -> None:
+    metrics = SpeculationMetrics()
+    metrics.count_draft("ngram", 5, 2)
+    metrics.count_draft("ngram", 3, 0)
+    metrics.count_draft("mtp", 1, 1)
+    snapshot = metrics.snapshot()
+    assert values(snapshot, by_name("specserve_drafts_total")) == {("ngram",): 2, ("mtp",): 1}
+    assert values(snapshot, by_name("specserve_draft_tokens_total")) == {
+        ("ngram",): 8,
+        ("mtp",): 1,
+    }
+    assert values(snapshot, by_name("specserve_accepted_tokens_total")) == {
+        ("ngram",): 2,
+        ("mtp",): 1,
+    }
+
+
+def test_positions_are_counted_from_one_and_those_never_accepted_are_shown_as_zero() -> None:
+    snapshot = counted([(3, 1), (2, 2), (3, 0)]).snapshot()
+    assert values(snapshot, by_name("specserve_drafted_at_position_total")) == {
+        ("ngram", "1"): 3,
+        ("ngram", "2"): 3,
+        ("ngram", "3"): 2,
+    }
+    assert values(snapshot, by_name("specserve_accepted_at_position_total")) == {
+        ("ngram", "1"): 2,
+        ("ngram", "2"): 1,
+        ("ngram", "3"): 0,
+    }
+
+
+@settings(deadline=None)
+@given(DRAFTS)
+def test_positions_add_up_to_the_tokens(drafts: list[tuple[int, int]]) -> None:
+    for entry in counted(drafts).snapshot().acceptance:
+        assert sum(entry.drafted_at_position) == entry.num_draft_tokens
+        assert sum(entry.accepted_at_position) == entry.num_accepted_tokens
+        assert entry.num_drafts == len(drafts)
+
+
+def test_a_call_falls_into_the_bucket_whose_bound_it_does_not_exceed() -> None:
+    metrics = SpeculationMetrics()
+    for seconds in (LATENCY_BUCKETS_S[0], LATENCY_BUCKETS_S[0] * 1.01, 5.0):
+        metrics.count_call("ngram", seconds)
+    latency = metrics.snapshot().health[0].latency
+    assert (latency[0], latency[1], latency[-1]) == (1, 1, 1)
+
+
+def test_a_configured_source_is_up_and_without_errors_before_it_is_asked() -> None:
+    snapshot = SpeculationMetrics(("ngram", "mtp")).snapshot()
+    assert values(snapshot, DRAFTER_UP) == {("ngram",): 1.0, ("mtp",): 1.0}
+    assert values(snapshot, by_name("specserve_drafter_errors_total")) == {
+        ("ngram",): 0,
+        ("mtp",): 0,
+    }
+
+
+def test_the_gauge_follows_and_errors_and_timeouts_add_up() -> None:
+    metrics = SpeculationMetrics(("mtp",))
+    metrics.set_up("mtp", False)
+    metrics.count_error("mtp")
+    metrics.count_timeout("mtp")
+    metrics.count_timeout("mtp")
+    health = metrics.snapshot().health[0]
+    assert (health.up, health.num_errors, health.num_timeouts) == (False, 1, 2)
+
+
+@settings(deadline=None)
+@given(DRAFTS, DRAFTS)
+def test_increments_and_the_earlier_totals_make_the_later_totals(
+    early: list[tuple[int, int]], late: list[tuple[int, int]]
+) -> None:
+    metrics = counted(early)
+    before = metrics.snapshot()
+    for num_drafted, num_accepted in late:
+        metrics.count_draft("ngram", num_drafted, num_accepted)
+        metrics.count_call("ngram", 1e-4)
+    grown = metrics.snapshot().since(before)
+    alone = counted(late).snapshot()
+    for name in ("specserve_drafts_total", "specserve_accepted_tokens_total"):
+        spec = by_name(name)
+        assert sum(values(grown, spec).values()) == sum(values(alone, spec).values())
+    bins = [sample.bins for sample in samples(grown) if sample.spec is ACCEPTED_LENGTH]
+    assert sum(count for each in bins for _, count in each) == len(late)
+    calls = [sample.bins for sample in samples(grown) if sample.spec is DRAFT_LATENCY]
+    assert sum(count for each in calls for _, count in each) == len(late)
+
+
+def test_after_a_restart_all_that_is_counted_is_new() -> None:
+    before = counted([(4, 4)] * 10).snapshot()
+    after = counted([(4, 1)]).snapshot()
+    assert after.since(before).acceptance == after.acceptance
+
+
+def test_a_snapshot_survives_the_wire() -> None:
+    metrics = counted([(8, 3)])
+    metrics.count_call("ngram", 2e-5)
+    snapshot = metrics.snapshot()
+    wire = msgspec.msgpack.encode(snapshot)
+    assert msgspec.msgpack.decode(wire, type=SpeculationSnapshot) == snapshot

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import pytest
+from pydantic import Field, ValidationError
+
+from specserve.core.config import Section
+from specserve.core.errors import ConfigError
+from specserve.core.validation import from_validation_error
+
+
+class Circle(Section):
+    kind: Literal["circle"]
+    radius: float = Field(gt=0)
+
+
+class Square(Section):
+    kind: Literal["square"]
+    side: int = Field(default=1, ge=1, le=9)
+
+
+class Drawing(Section):
+    shapes: list[Annotated[Circle | Square, Field(discriminator="kind")]] = Field(default=[])
+    labels: dict[str, str] = Field(default={})
+    frame: Square | None = None
+
+
+def refusal(value: object, prefix: str = "") -> tuple[str, object, str]:
+    with pytest.raises(ValidationError) as caught:
+        Drawing.model_validate(value)
+    error = from_validation_error(caught.value, Drawing, prefix)
+    assert isinstance(error, ConfigError)
+    return error.field, error.value, error.allowed
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ([], ("args", [], "a mapping with the keys shapes, labels, frame")),
+        ({"shapes": 3}, ("shapes", 3, "a list")),
+        ({"shapes": [{"kind": "oval"}]}, ("shapes.0.kind", "oval", "circle, square")),
+        ({"shapes": [{}]}, ("shapes.0.kind", None, "circle, square")),
+        (
+            {"shapes": [{"kind": "square", "side": 0}]},
+            ("shapes.0.side", 0, "an integer >= 1 and <= 9"),
+        ),
+        (
+            {"shapes": [{"kind": "square", "size": 4}]},
+            ("shapes.0.size", "size", "kind, side"),
+        ),
+        (
+            {"shapes": [{"kind": "circle"}]},
+            ("shapes.0.radius", None, "a value (this field is required)"),
+        ),
+        (
+            {"shapes": [{"kind": "circle", "radius": "2"}]},
+            ("shapes.0.radius", "2", "a number > 0"),
+        ),
+        ({"labels": {"a": 1}}, ("labels.a", 1, "a string")),
+        (
+            {"frame": {"kind": "square", "side": 2.5}},
+            ("frame.side", 2.5, "an integer >= 1 and <= 9"),
+        ),
+    ],
+)
+def test_a_refusal_names_the_field_as_written_the_value_and_what_is_allowed(
+    value: Any, expected: tuple[str, object, str]
+) -> None:
+    assert refusal(value) == expected
+
+
+def test_the_prefix_stands_before_the_field() -> None:
+    assert refusal({"shapes": 3}, "applications.0.args")[0] == "applications.0.args.shapes"
+    assert refusal(None, "applications.0.args")[0] == "applications.0.args"

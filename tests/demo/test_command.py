@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from specserve.core.errors import ConfigError
+from specserve.demo.command import add_parser
+from specserve.demo.shapes import BaseShape, DraftShape
+
+
+def _parse(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers())
+    return parser.parse_args(["demo", "train", *arguments])
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    code: int = arguments.run(arguments)
+    return code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--minutes", "0"), "minutes: 0.0 is not allowed; allowed: more than 0"),
+        (("--device", "tpu"), "device: 'tpu' is not allowed; allowed: auto, cpu, cuda"),
+        (("--batch-tokens", "1"), "batch-tokens: 1 is not allowed"),
+        (("--corpus", "/nonexistent"), "corpus: '/nonexistent' is not allowed"),
+    ],
+)
+def test_a_wrong_option_is_told_by_name_and_value(
+    arguments: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _run(_parse("--work", str(tmp_path), *arguments))
+
+
+def test_two_steps_end_with_two_measured_model_folders(corpus: Path, tmp_path: Path) -> None:
+    folders = {"--corpus": corpus, "--work": tmp_path / "work", "--output": tmp_path / "models"}
+    options = {"--device": "cpu", "--batch-tokens": 128, "--max-tokens": 256}
+    flat = [str(part) for pair in {**folders, **options}.items() for part in pair]
+    assert _run(_parse(*flat, "--evaluation-tokens", "4096")) == 0
+    for name, shape in (("demo-base", BaseShape()), ("demo-draft", DraftShape())):
+        folder = tmp_path / "models" / name
+        record = json.loads((folder / "training.json").read_text())
+        assert record["training"]["steps"] == 2
+        assert f"{record['held_out']['loss']:.3f}" in (folder / "README.md").read_text()
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        assert model.config.hidden_size == shape.hidden_size
+        assert AutoTokenizer.from_pretrained(folder).chat_template

@@ -1,0 +1,100 @@
+"""From the configuration to vLLM's own arguments, with vLLM's own classes."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from vllm.entrypoints.launchers.cli_args import FrontendArgs
+from vllm.platforms import current_platform
+
+from specserve.core.config import AppConfig, parse
+from specserve.core.errors import ConfigError
+from specserve.engine.args import (
+    _LISTENER_OPTIONS,
+    check_engine_options,
+    ray_engine_args,
+    serve_namespace,
+)
+
+
+def config(vllm: dict[str, Any] | None = None, **sections: Any) -> AppConfig:
+    return parse({"model": {"path": "m"}, "engine": {"vllm": vllm or {}}, **sections})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"enable_prefix_cachin": True}, "AsyncEngineArgs or FrontendArgs"),
+        ({"dtype": "auto"}, "engine.dtype"),
+        ({"speculative_config": {}}, "speculation"),
+        ({"max_num_queued_reqs": 3}, "http.max_queued_requests"),
+        ({"enable_prefix_caching": "perhaps"}, "valid boolean"),
+        ({"block_size": "large"}, "valid integer"),
+        ({"ssl_keyfile": "key.pem"}, "http_options"),
+    ],
+)
+def test_an_option_vllm_cannot_take_is_refused_with_its_name(
+    options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"engine.vllm.{next(iter(options))}") as refused:
+        check_engine_options(config(options))
+    assert words in refused.value.allowed
+
+
+def test_a_mistake_inside_an_option_is_told_with_its_place_and_its_value() -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_engine_options(config({"compilation_config": {"mode": "fastest"}}))
+    assert refused.value.field == "engine.vllm.compilation_config.mode"
+    assert refused.value.value == "fastest"
+
+
+def test_of_an_option_with_several_types_the_type_is_no_place() -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_engine_options(config({"limit_mm_per_prompt": {"image": "many"}}))
+    assert refused.value.field == "engine.vllm.limit_mm_per_prompt.image"
+    assert refused.value.value == "many"
+
+
+def test_every_listener_option_is_one_of_vllms() -> None:
+    assert {field.name for field in fields(FrontendArgs)} >= set(_LISTENER_OPTIONS)
+
+
+def test_options_of_the_engine_and_of_the_http_side_reach_vllm() -> None:
+    namespace = serve_namespace(config({"enable_prefix_caching": False, "max_log_len": 7}))
+
+    assert namespace.enable_prefix_caching is False
+    assert namespace.max_log_len == 7
+
+
+def test_a_section_becomes_vllms_own_class() -> None:
+    options = {"structured_outputs_config": {"backend": "xgrammar"}}
+
+    assert serve_namespace(config(options)).structured_outputs_config.backend == "xgrammar"
+
+
+def test_the_longest_draft_of_all_sources_is_what_vllm_makes_room_for() -> None:
+    sources = [{"kind": "ngram", "max_draft_len": 11}]
+    arguments = ray_engine_args(config(speculation=sources))
+
+    assert arguments.speculative_config["num_speculative_tokens"] == 11
+    assert arguments.worker_cls.startswith("specserve.engine.")
+    assert arguments.additional_config["specserve"]["speculation"] == [
+        {**config(speculation=sources).speculation[0].model_dump()}
+    ]
+
+
+def test_without_sources_the_worker_has_no_hook_and_the_same_kernels() -> None:
+    arguments = ray_engine_args(config())
+
+    assert arguments.speculative_config is None
+    expected = "specserve.engine.cpu_worker.CpuWorker" if current_platform.is_cpu() else "auto"
+    assert arguments.worker_cls == expected
+
+
+def test_the_served_name_is_the_path_unless_one_is_given() -> None:
+    named = parse({"model": {"path": "m", "served_name": "demo"}})
+
+    assert serve_namespace(config()).served_model_name == ["m"]
+    assert serve_namespace(named).served_model_name == ["demo"]

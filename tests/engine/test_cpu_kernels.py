@@ -1,0 +1,33 @@
+import pytest
+import torch
+from vllm.platforms import current_platform
+from vllm.triton_utils import HAS_TRITON
+from vllm.v1.sample import rejection_sampler
+
+import specserve.engine.cpu_worker  # noqa: F401  vLLM's CPU worker wants to be imported first
+from specserve.engine.cpu_kernels import repair_kernels
+
+
+@pytest.mark.skipif(HAS_TRITON, reason="with Triton the original kernel runs")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.int64])
+def test_every_draft_token_gets_its_requests_value(dtype: torch.dtype) -> None:
+    repair_kernels()
+    values = torch.tensor([3, 0, 5], dtype=dtype)
+    cumulative = torch.tensor([2, 3, 3], dtype=torch.int32)  # 2, 1 and 0 draft tokens
+    expanded = rejection_sampler.expand_batch_to_tokens(
+        values, cumulative, 3, replace_from=0, replace_to=1
+    )
+    assert expanded.dtype == dtype
+    assert expanded.tolist() == [3, 3, 1]
+
+
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="the replacement is for CPUs")
+def test_top_k_leaves_a_step_without_drafts_alone() -> None:
+    repair_kernels()
+    none = torch.zeros((0, 8))
+    top_k = torch.zeros(0, dtype=torch.int32)
+    assert rejection_sampler.apply_top_k_top_p(none, top_k, None).shape == (0, 8)
+    kept = rejection_sampler.apply_top_k_top_p(
+        torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([1]), None
+    )
+    assert kept.isfinite().tolist() == [[False, True, False]]

@@ -1,0 +1,193 @@
+"""The bridge between vLLM's model runner and the draft sources, without an engine around it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from specserve.core.config import AppConfig, parse
+from specserve.core.metrics import SpeculationSnapshot
+from specserve.engine.hook import ProposerHook
+
+MAX_MODEL_LEN = 64
+REPEATING = [1, 2, 3, 4] * 4
+
+
+class Runner:
+    """As much of vLLM's model runner as the hook touches."""
+
+    def __init__(self, **texts: list[int]) -> None:
+        self.effective_drafter_max_model_len = MAX_MODEL_LEN
+        self.requests = {name: _request() for name in texts}
+        self.input_batch = SimpleNamespace(
+            req_ids=list(texts),
+            token_ids_cpu=np.zeros((8, MAX_MODEL_LEN), np.int32),
+            num_tokens_no_spec=np.zeros(8, np.int32),
+            num_prompt_tokens=np.full(8, 4, np.int32),
+        )
+        for row, text in enumerate(texts.values()):
+            self.input_batch.token_ids_cpu[row, : len(text)] = text
+            self.input_batch.num_tokens_no_spec[row] = len(text)
+
+
+def _request(**params: Any) -> SimpleNamespace:
+    fields = {"min_p": 0.0, "logit_bias": None, "extra_args": None} | params
+    return SimpleNamespace(sampling_params=SimpleNamespace(**fields))
+
+
+def _scheduled(runner: Runner, **drafts: list[int]) -> SimpleNamespace:
+    tokens = {name: 1 + len(drafts.get(name, [])) for name in runner.input_batch.req_ids}
+    return SimpleNamespace(
+        scheduled_spec_decode_tokens=drafts,
+        num_scheduled_tokens=tokens,
+        total_num_scheduled_tokens=sum(tokens.values()),
+        finished_req_ids=set(),
+    )
+
+
+def _step(
+    hook: ProposerHook, runner: Runner, sampled: list[list[int]], **drafts: list[int]
+) -> list[list[int]]:
+    scheduled = _scheduled(runner, **drafts)
+    hidden = torch.zeros(scheduled.total_num_scheduled_tokens, 2)
+    return hook.propose_draft_token_ids(scheduled, sampled, None, hidden)
+
+
+def _append(runner: Runner, row: int, tokens: list[int]) -> None:
+    batch = runner.input_batch
+    start = int(batch.num_tokens_no_spec[row])
+    batch.token_ids_cpu[row, start : start + len(tokens)] = tokens
+    batch.num_tokens_no_spec[row] = start + len(tokens)
+
+
+def _snapshot(hook: ProposerHook) -> SpeculationSnapshot:
+    return msgspec.json.decode(hook.snapshot(), type=SpeculationSnapshot)
+
+
+@pytest.fixture
+def config() -> AppConfig:
+    source = {"kind": "ngram", "max_draft_len": 4, "dynamic": False}
+    return parse({"model": {"path": "m"}, "speculation": [source]})
+
+
+@pytest.fixture
+def hook(config: AppConfig) -> ProposerHook:
+    vllm_config: Any = SimpleNamespace(
+        additional_config={"specserve": config.model_dump(mode="json")},
+        model_config=SimpleNamespace(max_model_len=MAX_MODEL_LEN, get_vocab_size=lambda: 100),
+    )
+    return ProposerHook(vllm_config)
+
+
+def test_a_repeating_text_gets_a_draft_and_its_acceptance_is_counted(hook: ProposerHook) -> None:
+    runner = Runner(a=REPEATING)
+    hook.attach(runner)
+
+    assert _step(hook, runner, [[4]]) == [[1, 2, 3, 4]]
+    _append(runner, 0, [1, 2, 9])
+    _step(hook, runner, [[1, 2, 9]], a=[1, 2, 3, 4])
+
+    (acceptance,) = _snapshot(hook).acceptance
+    assert acceptance.num_draft_tokens == 4
+    assert acceptance.accepted_at_position == (1, 1, 0, 0)
+
+
+def test_a_draft_that_the_scheduler_cut_is_counted_as_cut(hook: ProposerHook) -> None:
+    runner = Runner(a=REPEATING)
+    hook.attach(runner)
+
+    _step(hook, runner, [[4]])
+    _append(runner, 0, [1, 2, 9])
+    _step(hook, runner, [[1, 2, 9]], a=[1, 2])
+
+    (acceptance,) = _snapshot(hook).acceptance
+    assert acceptance.num_draft_tokens == 2
+    assert acceptance.num_accepted_tokens == 2
+
+
+def test_a_draft_waits_for_a_request_that_had_no_turn(hook: ProposerHook) -> None:
+    runner = Runner(a=REPEATING, b=[5, 6, 7, 8])
+    hook.attach(runner)
+    _step(hook, runner, [[4], [8]])
+
+    alone = Runner(b=[5, 6, 7, 8, 9])
+    alone.requests = runner.requests
+    hook.attach(alone)
+    _step(hook, alone, [[9]])
+    hook.attach(runner)
+    _append(runner, 0, [1, 2, 3, 4, 1])
+    _step(hook, runner, [[1, 2, 3, 4, 1], [9]], a=[1, 2, 3, 4])
+
+    (acceptance,) = _snapshot(hook).acceptance
+    assert acceptance.num_accepted_tokens == 4
+
+
+def test_a_draft_never_runs_past_the_context(hook: ProposerHook) -> None:
+    text = ([1, 2, 3, 4] * 16)[: MAX_MODEL_LEN - 3]
+    runner = Runner(a=text, b=REPEATING)
+    hook.attach(runner)
+
+    drafts = _step(hook, runner, [[text[-1]], [4]])
+
+    assert [len(draft) for draft in drafts] == [2, 4]
+
+
+def test_one_request_at_the_context_limit_does_not_stop_the_others(hook: ProposerHook) -> None:
+    runner = Runner(a=([1, 2, 3, 4] * 16)[: MAX_MODEL_LEN - 1], b=REPEATING)
+    hook.attach(runner)
+
+    assert _step(hook, runner, [[3], [4]]) == [[], [1, 2, 3, 4]]
+    assert runner.effective_drafter_max_model_len >= MAX_MODEL_LEN + 4
+
+
+def test_a_prompt_that_is_still_being_read_gets_no_draft(hook: ProposerHook) -> None:
+    runner = Runner(a=REPEATING)
+    hook.attach(runner)
+
+    assert _step(hook, runner, [[]]) == [[]]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{"min_p": 0.1}, {"logit_bias": {3: 5.0}}, {"extra_args": {"speculation": "off"}}],
+)
+def test_requests_that_cannot_or_shall_not_be_verified_get_no_draft(
+    hook: ProposerHook, params: dict[str, Any]
+) -> None:
+    runner = Runner(a=REPEATING, b=REPEATING)
+    runner.requests["a"] = _request(**params)
+    hook.attach(runner)
+
+    assert _step(hook, runner, [[4], [4]]) == [[], [1, 2, 3, 4]]
+
+
+def test_controls_that_slipped_past_the_http_side_do_not_fail_the_request(
+    hook: ProposerHook,
+) -> None:
+    runner = Runner(a=REPEATING)
+    runner.requests["a"] = _request(extra_args={"speculation": "nonsense"})
+    hook.attach(runner)
+
+    assert _step(hook, runner, [[4]]) == [[1, 2, 3, 4]]
+
+
+def test_a_forgotten_request_starts_anew_under_the_same_id(hook: ProposerHook) -> None:
+    runner = Runner(a=REPEATING)
+    runner.requests["a"] = _request(extra_args={"speculation": "off"})
+    hook.attach(runner)
+    assert _step(hook, runner, [[4]]) == [[]]
+
+    hook.forget(["a"])
+    runner.requests["a"] = _request()
+
+    assert _step(hook, runner, [[4]]) == [[1, 2, 3, 4]]
+
+
+def test_without_our_worker_the_proposer_says_what_is_wrong(hook: ProposerHook) -> None:
+    with pytest.raises(AssertionError, match="worker_cls"):
+        hook.propose([[1]], None, None)

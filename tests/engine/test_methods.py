@@ -1,0 +1,53 @@
+import pytest
+
+from specserve.core.config import AppConfig, parse
+from specserve.core.errors import ConfigError
+from specserve.engine.methods import parse_method, parse_methods
+
+
+@pytest.fixture
+def config() -> AppConfig:
+    return parse({"model": {"path": "m"}, "speculation": [{"kind": "ngram"}]})
+
+
+def test_none_leaves_no_source(config: AppConfig) -> None:
+    method = parse_method("none", config)
+    assert method.is_none
+    assert method.narrowed(config).speculation == ()
+
+
+@pytest.mark.parametrize("name", ["all", "ngram"])
+def test_a_method_leaves_its_sources(config: AppConfig, name: str) -> None:
+    assert parse_method(name, config).narrowed(config).speculation == config.speculation
+
+
+def test_a_peer_carries_its_argument(config: AppConfig) -> None:
+    method = parse_method("vllm-mtp:3", config)
+    assert method.is_peer
+    assert method.number(default=1) == 3
+    assert str(method) == "vllm-mtp:3"
+    assert parse_method("vllm-suffix", config).number(default=16) == 16
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "trie", "ngram+ngram", "ngram+trie", "none:1", "vllm-mtp:0", "vllm-mtp:x", "vllm-draft"],
+)
+def test_an_unknown_or_incomplete_name_is_refused_with_the_known_ones(
+    config: AppConfig, name: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse_method(name, config)
+    assert raised.value.field == "--methods"
+    assert "vllm-" in raised.value.allowed or "none" in raised.value.allowed
+
+
+def test_all_needs_a_configured_source() -> None:
+    with pytest.raises(ConfigError):
+        parse_method("all", parse({"model": {"path": "m"}}))
+
+
+def test_a_method_given_twice_is_refused(config: AppConfig) -> None:
+    assert [str(m) for m in parse_methods("none,ngram", config)] == ["none", "ngram"]
+    with pytest.raises(ConfigError):
+        parse_methods("none,ngram,none", config)

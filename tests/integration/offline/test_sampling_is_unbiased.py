@@ -1,0 +1,131 @@
+"""Sampled output has the same distribution with speculation as without.
+
+The model may write four tokens only, and the prompt is a long mixture of them, so that after every
+token prompt lookup has a draft. The first tokens of many samples are then counted with and without
+speculation, and Pearson's chi-square test asks whether one distribution can have made both tables.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from scipy.stats import chi2_contingency
+
+from specserve.bench.engine_process import EngineProcess
+from specserve.core.config import AppConfig
+from specserve.core.types import DraftBatch
+from specserve.engine.generation import Completion, Job, RunResult, Sampling
+from specserve.proposers.registry import build_proposer
+
+ALPHABET = (300, 301, 302, 303)
+NUM_SAMPLES = 2000
+NUM_TOKENS = 4
+"""Tokens a sample: one from the prompt alone, then three that drafts are made for."""
+SMALLEST_P = 1e-3
+"""The seeds are fixed: a fair sampler fails one fixed test in a thousand, for ever or never."""
+
+Sample = tuple[int, ...]
+
+PROMPT = tuple(random.Random(0).choices(ALPHABET, k=60))
+
+
+def p_values(left: Sequence[Sample], right: Sequence[Sample]) -> dict[str, float]:
+    """For each position, and for the drafted positions together, how likely two tables as
+    different as these are if both come from the same distribution."""
+    values = {}
+    for position in range(NUM_TOKENS):
+        values[f"position {position}"] = _p_value(
+            [(sample[position],) for sample in left], [(sample[position],) for sample in right]
+        )
+    values["joint"] = _p_value([s[1:] for s in left], [s[1:] for s in right])
+    return values
+
+
+def _p_value(left: Sequence[Sample], right: Sequence[Sample]) -> float:
+    counts = Counter(left), Counter(right)
+    both = counts[0] + counts[1]
+    # The test holds for cells that are expected to hold 5 or more; rarer ones share a cell.
+    frequent = sorted(cell for cell, count in both.items() if count >= 10)
+    table = [[count[cell] for cell in frequent] for count in counts]
+    rest = [sum(count.values()) - sum(row) for count, row in zip(counts, table, strict=True)]
+    if sum(rest) >= 10:
+        table = [[*row, other] for row, other in zip(table, rest, strict=True)]
+    return float(chi2_contingency(np.array(table)).pvalue)
+
+
+def jobs(first_seed: int) -> list[Job]:
+    return [
+        Job(
+            PROMPT,
+            Sampling(
+                max_tokens=NUM_TOKENS,
+                temperature=1.0,
+                seed=first_seed + index,
+                ignore_eos=True,
+                allowed_token_ids=ALPHABET,
+            ),
+        )
+        for index in range(NUM_SAMPLES)
+    ]
+
+
+def samples(result: RunResult) -> list[Sample]:
+    def tokens(completion: Completion) -> Sample:
+        assert len(completion.token_ids) == NUM_TOKENS
+        return completion.token_ids
+
+    return [tokens(completion) for completion in result.completions]
+
+
+@pytest.fixture(scope="module")
+def without(none_engine: EngineProcess) -> list[Sample]:
+    return samples(none_engine.run(jobs(0), concurrency=32))
+
+
+def test_drafts_do_not_change_the_distribution(
+    ngram_engine: EngineProcess, without: list[Sample]
+) -> None:
+    result = ngram_engine.run(jobs(NUM_SAMPLES), concurrency=32)
+    (drafts,) = result.drafts
+    assert drafts.num_drafts >= NUM_SAMPLES  # each sample had at least one
+    # Otherwise nothing was put to the test: neither taking a draft nor throwing one away.
+    assert NUM_SAMPLES / 10 < drafts.num_accepted_tokens < drafts.num_draft_tokens * 0.9
+    values = p_values(without, samples(result))
+    assert min(values.values()) > SMALLEST_P, values
+
+
+@pytest.mark.parametrize("share", [1.0, 0.1])
+def test_the_check_notices_drafts_that_are_accepted_without_being_verified(
+    config: AppConfig, without: list[Sample], share: float
+) -> None:
+    fair, others = without[::2], without[1::2]
+    assert min(p_values(fair, others).values()) > SMALLEST_P
+    first_tokens = [sample[:1] for sample in others]
+    copied = [
+        first + draft
+        for first, draft in zip(first_tokens, _drafts(config, first_tokens), strict=True)
+    ]
+    rng = random.Random(0)
+    biased = [
+        copy if rng.random() < share else sample
+        for sample, copy in zip(others, copied, strict=True)
+    ]
+    assert min(p_values(fair, biased).values()) < SMALLEST_P
+
+
+def _drafts(config: AppConfig, outputs: Sequence[Sample]) -> list[Sample]:
+    """What prompt lookup proposes after the prompt and these tokens."""
+    contexts = np.array([[*PROMPT, *output] for output in outputs], dtype=np.int32)
+    size, length = contexts.shape
+    batch = DraftBatch(
+        request_ids=[str(index) for index in range(size)],
+        token_ids=contexts,
+        num_tokens=np.full(size, length, dtype=np.int32),
+        num_prompt_tokens=np.full(size, len(PROMPT), dtype=np.int32),
+        max_draft_tokens=np.full(size, NUM_TOKENS - 1, dtype=np.int32),
+    )
+    drafts = [draft.tokens for draft in build_proposer(config.speculation[0]).propose(batch)]
+    assert all(len(draft) == NUM_TOKENS - 1 for draft in drafts)
+    return drafts

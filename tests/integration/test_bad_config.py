@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.integration.cluster import Deployment
+from tests.integration.conftest import Stage, application
+
+pytestmark = pytest.mark.timeout(600)
+
+NGRAM = {"kind": "ngram"}
+BAD = {
+    "/key": application() | {"enigne": {}},
+    "/twice": application() | {"speculation": [NGRAM, NGRAM]},
+    "/missing": application(model={"path": "no/such/folder/here"}),
+    "/option": application(engine={"vllm": {"max_modle_len": 5}}),
+}
+ERRORS = {
+    "key": "enigne: 'enigne' is not allowed; allowed: model, engine, speculation, placement, http",
+    "twice": "speculation.0.kind: 'ngram' is not allowed; allowed: each kind of source at",
+    "missing": "model.path: 'no/such/folder/here' is not allowed; allowed: a folder with a ",
+    "option": "engine.vllm.max_modle_len: 'max_modle_len' is not allowed; allowed: the fields of ",
+}
+
+
+@pytest.fixture(scope="module")
+def deployment(stage: Stage) -> Iterator[Deployment]:
+    """Applications with a mistake each, when Serve is done with all of them."""
+    deployment = stage.serve(BAD)
+    deployment.eventually(
+        lambda: all(error in deployment.output() for error in ERRORS.values()), "all errors", 120
+    )
+    yield deployment
+    stage.clear()
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_serve_run_tells_a_wrong_config_in_one_line(deployment: Deployment, name: str) -> None:
+    status = deployment.status(name)
+    assert status.startswith("DEPLOY_FAILED")
+    assert ERRORS[name] in status
+
+
+def test_serve_run_shows_no_stack_trace_for_a_wrong_config(deployment: Deployment) -> None:
+    output = re.sub(r"\x1b\[\d+m", "", deployment.output())
+    assert "Traceback" not in output
+    assert 'File "' not in output
+
+
+def test_nothing_is_started_for_a_wrong_config(deployment: Deployment) -> None:
+    assert not deployment.cluster.engine_processes()

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.integration.api import Api
+
+pytestmark = pytest.mark.timeout(900)
+
+PROMPT = "def f(x):\n    return x\n" * 4
+
+
+@pytest.fixture(autouse=True)
+def _the_server_goes_on(api: Api) -> Any:
+    yield
+    assert (
+        api.complete(prompt=PROMPT, max_tokens=4, ignore_eos=True)["usage"]["completion_tokens"]
+        == 4
+    )
+
+
+def error_of(api: Api, body: dict[str, Any], path: str = "/v1/completions") -> dict[str, Any]:
+    """The 400's error object, which has to have OpenAI's form."""
+    response = api.http.post(path, json={"model": "demo", "prompt": PROMPT, "max_tokens": 4} | body)
+    assert response.status_code == 400, response.text
+    error: dict[str, Any] = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["code"] == 400
+    return error
+
+
+@pytest.mark.parametrize(
+    ("xargs", "param", "message"),
+    [
+        (
+            {"speculation": "fast"},
+            "speculation",
+            "'fast' is not allowed; allowed: auto, off, ngram",
+        ),
+        ({"speculation": 1}, "speculation", "1 is not allowed; allowed: auto, off, ngram"),
+        ({"max_draft_tokens": -1}, "max_draft_tokens", "-1 is not allowed; allowed: an integer 0"),
+        (
+            {"max_draft_tokens": 129},
+            "max_draft_tokens",
+            "129 is not allowed; allowed: an integer 0",
+        ),
+        (
+            {"max_draft_tokens": "x"},
+            "max_draft_tokens",
+            "'x' is not allowed; allowed: an integer 0",
+        ),
+        ({"learn": 2}, "learn", "2 is not allowed; allowed: 0 or 1"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_control_that_is_not_allowed_is_refused_with_field_and_values(
+    api: Api, path: str, xargs: dict[str, Any], param: str, message: str
+) -> None:
+    body: dict[str, Any] = {"vllm_xargs": xargs}
+    if "chat" in path:
+        body |= {"messages": [{"role": "user", "content": "hello"}]}
+    error = error_of(api, body, path)
+    assert error["param"] == f"vllm_xargs.{param}"
+    assert error["message"].startswith(f"vllm_xargs.{param}: {message}")
+
+
+def test_a_key_written_with_escapes_is_checked_too(api: Api) -> None:
+    body = '{"model": "demo", "prompt": "x", "vllm\\u005fxargs": {"speculation": "fast"}}'
+    response = api.http.post("/v1/completions", content=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "vllm_xargs.speculation"
+
+
+def test_a_prompt_over_the_context_length_is_refused_with_the_length(api: Api) -> None:
+    assert "2048" in error_of(api, {"prompt": "x = 1\n" * 3000})["message"]
+
+
+def test_an_empty_prompt_is_refused(api: Api) -> None:
+    assert "empty" in error_of(api, {"prompt": ""})["message"]
+
+
+@pytest.mark.parametrize("body", ['{"model": "demo", "prompt": ', "", "[]", "\x00", '"vllm_xargs"'])
+def test_a_body_that_is_no_json_object_is_refused(api: Api, body: str) -> None:
+    headers = {"Content-Type": "application/json"}
+    response = api.http.post("/v1/completions", content=body, headers=headers)
+    assert 400 <= response.status_code < 500
+    assert response.json()["error"]["message"]
+
+
+def test_an_unknown_model_is_not_found(api: Api) -> None:
+    response = api.http.post("/v1/completions", json={"model": "other", "prompt": PROMPT})
+    assert response.status_code == 404
+    assert "other" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/v1/completions", 405), ("DELETE", "/v1/speculation", 405), ("GET", "/v1/x", 404)],
+)
+def test_a_wrong_method_or_path_is_an_error_in_openais_form(
+    api: Api, method: str, path: str, status: int
+) -> None:
+    response = api.http.request(method, path)
+    assert response.status_code == status
+    assert response.json()["error"]["code"] == status

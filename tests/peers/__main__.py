@@ -1,0 +1,50 @@
+"""``make bench``: this project beside others, in one run on one machine.
+
+    python -m tests.peers [engine] [server] [ngram] [--config configs/demo.yaml]
+
+Without names all are run. Each prints its tables and ends with one line of JSON that holds
+versions, machine, configuration and seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib import import_module
+
+from specserve.core.errors import SpecServeError
+
+BENCHMARKS = {
+    "ngram": "prompt lookup alone, beside vLLM's: time a request and step, accepted length",
+    "engine": "one engine: no speculation, ours, vLLM's own ngram",
+    "server": "over HTTP: ours beside `vllm serve`, the same drafts on both sides",
+}
+
+
+def main() -> int:
+    """Runs the benchmarks asked for; 0, or 2 for a mistake of the user's."""
+    listing = "; ".join(f"{name}: {what}" for name, what in BENCHMARKS.items())
+    parser = argparse.ArgumentParser(prog="python -m tests.peers", epilog=listing)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(BENCHMARKS))
+    parser.add_argument("--config", help="Serve file to measure (default: configs/demo.yaml)")
+    args, rest = parser.parse_known_args()
+    for name in args.names:
+        if name not in BENCHMARKS:
+            parser.error(f"{name}: unknown; known are {', '.join(BENCHMARKS)}")
+    if rest and len(args.names) != 1:
+        parser.error(f"{' '.join(rest)}: options of a benchmark need its name, and one name only")
+    for name in args.names or BENCHMARKS:
+        options = list(rest)
+        if args.config and name != "ngram":
+            options += ["--config", args.config]
+        print(f"\n=== {name}: {BENCHMARKS[name]}", flush=True)
+        try:
+            import_module(f"tests.peers.bench_{name}").main(options)
+        except SpecServeError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

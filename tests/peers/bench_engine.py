@@ -1,0 +1,203 @@
+"""One engine, without HTTP: no speculation, our prompt lookup, vLLM's own.
+
+All engines live at the same time, each in a process of its own, and take turns, so that what else
+the machine does meets all of them; a ratio is taken within a round, and its median over the rounds
+is shown. Greedy, every round the same prompts. ``accepted`` is accepted tokens a draft.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from specserve.bench.compare import warm_up
+from specserve.bench.engine_process import EngineProcess
+from specserve.bench.machine import circumstances
+from specserve.bench.prompts import BUILT_IN, Prompt, load_prompts, load_tokenizer
+from specserve.bench.report import median_first_token_seconds, median_tokens_per_second, totals
+from specserve.core.config import AppConfig, NgramConfig
+from specserve.core.errors import ConfigError
+from specserve.engine.generation import Job, RunResult, Sampling
+from specserve.engine.methods import parse_method
+from specserve.serve.config_file import read
+
+CONCURRENCIES = (1, 8)
+KV_CACHE_BYTES = 256 << 20
+MAX_TOKENS = {"code": 128}
+"""Tokens a prompt by set; :data:`OTHER_MAX_TOKENS` for the others."""
+OTHER_MAX_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """One row of the table."""
+
+    name: str
+    method: str
+    config: AppConfig
+
+
+def contenders(config: AppConfig) -> list[Contender]:
+    """No speculation; ours as configured; vLLM's with its usual settings, and with ours."""
+    ours = next((s for s in config.speculation if s.kind == "ngram"), None)
+    if ours is None:
+        raise ConfigError("speculation", [], "a source of the kind ngram, for this benchmark")
+    usual = NgramConfig(
+        kind="ngram", max_draft_len=5, min_matching_ngram_size=2, max_matching_ngram_size=3
+    )
+    settings = (
+        f"k={ours.max_draft_len}, {ours.min_matching_ngram_size}..{ours.max_matching_ngram_size}"
+    )
+    always = ours.model_copy(update={"dynamic": False})
+    return [
+        Contender("none", "none", config),
+        Contender(f"ngram ({settings})", "ngram", config),
+        Contender(f"ngram, no gate ({settings})", "ngram", _with(config, always)),
+        Contender("vLLM ngram (k=5, 2..3)", "vllm-ngram", _with(config, usual)),
+        Contender(f"vLLM ngram ({settings})", "vllm-ngram", config),
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints a table a concurrency and, last, one line of JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--config", type=Path, default=Path("configs/demo.yaml"))
+    parser.add_argument("--sets", default=",".join(BUILT_IN), help="prompt sets")
+    parser.add_argument("--num-prompts", type=int, default=8)
+    parser.add_argument("--max-tokens", type=int, default=0, help="default: 128 of code, 64 else")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    console = Console()
+    config = read(args.config).applications[0].config
+    engine = config.engine.model_copy(update={"kv_cache_memory_bytes": KV_CACHE_BYTES})
+    config = config.model_copy(update={"engine": engine})
+    tokenizer = load_tokenizer(config.model.tokenizer or config.model.path, config.model.revision)
+    prompts = {
+        name: load_prompts(name, tokenizer, num_prompts=args.num_prompts, seed=args.seed)
+        for name in args.sets.split(",")
+    }
+    entrants = contenders(config)
+    results = measure(console, entrants, prompts, args.max_tokens, args.rounds)
+    rows = [row for name in prompts for row in summarise(entrants, name, results)]
+    for concurrency in CONCURRENCIES:
+        print_table(console, concurrency, [r for r in rows if r["concurrency"] == concurrency])
+    options = {key: value for key, value in vars(args).items() if key != "config"}
+    document = {"options": options, "config": config.model_dump(mode="json"), "rows": rows}
+    print(json.dumps({"benchmark": "engine", **circumstances(), **document}))
+    return 0
+
+
+Key = tuple[str, int, str]
+"""Prompt set, concurrency, contender."""
+
+
+def measure(
+    console: Console,
+    entrants: Sequence[Contender],
+    prompts: dict[str, list[Prompt]],
+    max_tokens: int,
+    rounds: int,
+) -> dict[Key, list[RunResult]]:
+    """A result a round."""
+    results: dict[Key, list[RunResult]] = defaultdict(list)
+    with ExitStack() as stack:
+        bars = stack.enter_context(Progress(console=console))
+        loading = bars.add_task("loading engines", total=len(entrants))
+        engines: list[EngineProcess] = []
+        for entrant in entrants:
+            method = parse_method(entrant.method, entrant.config)
+            engines.append(stack.enter_context(EngineProcess(entrant.config, method)))
+            engines[-1].wait_ready()
+            for concurrency in CONCURRENCIES:
+                warm_up(engines[-1], next(iter(prompts.values())), concurrency)
+            bars.advance(loading)
+        total = rounds * len(prompts) * len(CONCURRENCIES) * len(entrants)
+        bar = bars.add_task("measuring", total=total)
+        for number in range(rounds):
+            # Another one goes first in each round.
+            turns = list(zip(entrants, engines, strict=True))
+            turns = turns[number % len(turns) :] + turns[: number % len(turns)]
+            for name, of_set in prompts.items():
+                jobs = _jobs(of_set, max_tokens or MAX_TOKENS.get(name, OTHER_MAX_TOKENS))
+                for concurrency in CONCURRENCIES:
+                    for entrant, engine in turns:
+                        results[name, concurrency, entrant.name].append(
+                            engine.run(jobs, concurrency)
+                        )
+                        bars.advance(bar)
+    return results
+
+
+def summarise(
+    entrants: Sequence[Contender], name: str, results: dict[Key, list[RunResult]]
+) -> list[dict[str, Any]]:
+    """A row for each contender and concurrency."""
+    rows = []
+    for concurrency in CONCURRENCIES:
+        base = results[name, concurrency, entrants[0].name]
+        for entrant in entrants:
+            passes = results[name, concurrency, entrant.name]
+            ratios = [
+                one.tokens_per_second / other.tokens_per_second
+                for one, other in zip(passes, base, strict=True)
+            ]
+            num_drafts, drafted, accepted = totals(passes)
+            rows.append(
+                {
+                    "set": name,
+                    "concurrency": concurrency,
+                    "method": entrant.name,
+                    "tokens_per_second": round(median_tokens_per_second(passes), 2),
+                    "ratio": round(median(ratios), 3),
+                    "ratios": [round(ratio, 3) for ratio in ratios],
+                    "first_token_seconds": round(median_first_token_seconds(passes), 4),
+                    "drafts": num_drafts,
+                    "drafted_tokens": drafted,
+                    "accepted_tokens": accepted,
+                    "accepted_per_draft": round(accepted / num_drafts, 3) if num_drafts else 0.0,
+                }
+            )
+    return rows
+
+
+def print_table(console: Console, concurrency: int, rows: Sequence[dict[str, Any]]) -> None:
+    table = Table(title=f"One engine, concurrency {concurrency}")
+    table.add_column("set")
+    table.add_column("method", no_wrap=True)
+    for column in ("tok/s", "x none", "first token", "a draft"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            row["set"],
+            row["method"],
+            f"{row['tokens_per_second']:.0f}",
+            f"{row['ratio']:.2f}",
+            f"{row['first_token_seconds'] * 1000:.0f} ms",
+            f"{row['accepted_per_draft']:.2f}" if row["drafts"] else "",
+            end_section=row is rows[-1] or rows[rows.index(row) + 1]["set"] != row["set"],
+        )
+    console.print(table)
+
+
+def _jobs(prompts: Sequence[Prompt], max_tokens: int) -> list[Job]:
+    return [Job(prompt.token_ids, Sampling(max_tokens=max_tokens)) for prompt in prompts]
+
+
+def _with(config: AppConfig, source: NgramConfig) -> AppConfig:
+    return config.model_copy(update={"speculation": (source,)})
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from specserve.core.types import Draft, Outcome
+from specserve.proposers.acceptance import LEAST_LIKELY, Acceptance
+
+DRAFT = Draft((1, 2, 3, 4), "ngram", 3)
+
+
+def taught(num_accepted: int, times: int = 300, request: str = "teacher") -> Acceptance:
+    acceptance = Acceptance()
+    for _ in range(times):
+        acceptance.observe(Outcome(request, DRAFT, num_accepted, ()))
+    return acceptance
+
+
+def chances(acceptance: Acceptance, request: str, draft: Draft = DRAFT) -> list[float]:
+    gains = acceptance.gains(request, draft)
+    return gains + [0.0] * (len(draft.tokens) - len(gains))
+
+
+def first(acceptance: Acceptance, request: str, draft: Draft = DRAFT) -> float:
+    return chances(acceptance, request, draft)[0]
+
+
+def test_what_is_accepted_becomes_likely_and_what_is_refused_unlikely() -> None:
+    gains = chances(taught(2), "new")
+    assert gains[1] > 0.9
+    assert gains[2] < 0.05
+
+
+def test_tokens_after_a_refused_one_teach_nothing() -> None:
+    before, after = (chances(each, "new") for each in (Acceptance(), taught(0, times=20)))
+    assert after[0] < before[0]
+    assert after[2] / after[1] == pytest.approx(before[2] / before[1])
+
+
+def test_chances_fall_along_a_draft_and_end_where_nothing_is_to_be_expected() -> None:
+    gains = taught(4).gains("new", Draft(tuple(range(20)), "ngram", 3))
+    assert all(later < earlier for earlier, later in pairwise(gains))
+    assert 4 < len(gains) < 20
+    assert gains[-1] >= LEAST_LIKELY
+    assert taught(0).gains("new", DRAFT) == []
+
+
+def test_a_request_that_refuses_lowers_its_own_chances_more_than_the_others() -> None:
+    acceptance = Acceptance()
+    for _ in range(30):
+        acceptance.observe(Outcome("good", DRAFT, 4, ()))
+        acceptance.observe(Outcome("bad", DRAFT, 0, ()))
+    good, bad, new = (first(acceptance, request) for request in ("good", "bad", "new"))
+    assert bad < new < good
+
+
+def test_a_longer_match_is_more_likely_before_anything_is_known() -> None:
+    short, long = (first(Acceptance(), "a", Draft((1,), "ngram", size)) for size in (2, 6))
+    assert short < long
+
+
+def test_sources_are_told_apart() -> None:
+    other = Draft((1, 2, 3, 4), "mtp", 3)
+    acceptance = taught(0)
+    assert first(acceptance, "new") < 0.1 < first(acceptance, "new", other)
+
+
+def test_a_forgotten_request_starts_from_the_shared_rates() -> None:
+    acceptance = taught(0, times=10, request="bad")
+    before = first(acceptance, "bad")
+    acceptance.forget(["bad", "unknown"])
+    assert first(acceptance, "bad") > before

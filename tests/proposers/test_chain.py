@@ -1,0 +1,270 @@
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from specserve.core.config import NgramConfig
+from specserve.core.metrics import HealthSnapshot, SpeculationMetrics
+from specserve.core.types import Draft, DraftBatch, Outcome, RequestControls
+from specserve.proposers.chain import ProposerChain, build_chain
+
+AUTO = RequestControls()
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Source:
+    """A proposer that answers what it is told to, and remembers what it was asked."""
+
+    def __init__(self, answer: Callable[[DraftBatch], object]) -> None:
+        self.answer = answer
+        self.limits: list[list[int]] = []
+        self.outcomes: list[Outcome] = []
+        self.forgotten: list[str] = []
+
+    def propose(self, batch: DraftBatch) -> list[Draft]:
+        self.limits.append(batch.max_draft_tokens.tolist())
+        return self.answer(batch)  # type: ignore[return-value]
+
+    def observe(self, outcomes: list[Outcome]) -> None:
+        self.outcomes.extend(outcomes)
+
+    def forget(self, request_ids: list[str]) -> None:
+        self.forgotten.extend(request_ids)
+
+
+def always(*tokens: int) -> Callable[[DraftBatch], list[Draft]]:
+    return lambda batch: [Draft(tokens, "ngram") for _ in batch.request_ids]
+
+
+def only(row: int, *tokens: int) -> Callable[[DraftBatch], list[Draft]]:
+    return lambda batch: [
+        Draft(tokens if index == row else (), "ngram") for index in range(len(batch))
+    ]
+
+
+def broken(batch: DraftBatch) -> list[Draft]:
+    raise OSError("no route to the drafter")
+
+
+def batch(*limits: int) -> DraftBatch:
+    count = len(limits)
+    ones = np.ones(count, np.int32)
+    names = [f"r{row}" for row in range(count)]
+    return DraftBatch(names, np.ones((count, 8), np.int32), ones, ones, np.array(limits, np.int32))
+
+
+def tokens(drafts: list[Draft]) -> list[tuple[int, ...]]:
+    return [draft.tokens for draft in drafts]
+
+
+def health(metrics: SpeculationMetrics, kind: str) -> HealthSnapshot:
+    return next(entry for entry in metrics.snapshot().health if entry.source == kind)
+
+
+def test_the_first_source_that_has_a_guess_wins() -> None:
+    first, second = Source(only(1, 5)), Source(always(6, 7))
+    chain = ProposerChain([("ngram", first), ("mtp", second)], SpeculationMetrics())
+    assert tokens(chain.step(batch(4, 4), [], [AUTO, AUTO])) == [(6, 7), (5,)]
+    assert second.limits == [[4, 0]]
+
+
+def test_a_source_is_not_asked_when_all_requests_have_a_draft() -> None:
+    second = Source(always(6))
+    chain = ProposerChain([("ngram", Source(always(5))), ("mtp", second)], SpeculationMetrics())
+    chain.step(batch(4), [], [AUTO])
+    assert second.limits == []
+
+
+def test_a_request_may_switch_speculation_off_or_name_its_source() -> None:
+    sources = [("ngram", Source(always(5))), ("mtp", Source(always(6)))]
+    chain = ProposerChain(sources, SpeculationMetrics())
+    wishes = [AUTO, RequestControls("off"), RequestControls("mtp"), RequestControls("ngram")]
+    assert tokens(chain.step(batch(4, 4, 4, 4), [], wishes)) == [(5,), (), (6,), (5,)]
+
+
+def test_a_draft_is_cut_to_the_engines_and_to_the_requests_limit() -> None:
+    chain = ProposerChain([("ngram", Source(always(1, 2, 3, 4)))], SpeculationMetrics())
+    wishes = [AUTO, RequestControls(max_draft_tokens=3), RequestControls(max_draft_tokens=0)]
+    assert tokens(chain.step(batch(2, 9, 9), [], wishes)) == [(1, 2), (1, 2, 3), ()]
+
+
+def test_limits_below_zero_count_as_none() -> None:
+    chain = ProposerChain([("ngram", Source(always(1)))], SpeculationMetrics())
+    assert tokens(chain.step(batch(-3), [], [AUTO])) == [()]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [(1, -1), (1, 100), (1.5,), ("a",), (True,), [1, 2], (np.int32(3),)],
+    ids=str,
+)
+def test_a_draft_that_is_not_made_of_tokens_is_dropped_and_counted(wrong: object) -> None:
+    def answer(batch: DraftBatch) -> list[Draft]:
+        return [Draft(wrong, "ngram"), Draft((1, 2), "ngram")]  # type: ignore[arg-type]
+
+    metrics = SpeculationMetrics()
+    chain = ProposerChain([("ngram", Source(answer))], metrics, vocab_size=100)
+    assert tokens(chain.step(batch(4, 4), [], [AUTO, AUTO])) == [(), (1, 2)]
+    assert health(metrics, "ngram").num_errors == 1
+    assert health(metrics, "ngram").up
+
+
+@pytest.mark.parametrize("answer", [[], None, [1], [None]], ids=str)
+def test_an_answer_that_is_not_one_draft_a_request_switches_the_source_off(answer: object) -> None:
+    metrics = SpeculationMetrics()
+    chain = ProposerChain([("ngram", Source(lambda _: answer))], metrics, clock=Clock())
+    assert tokens(chain.step(batch(4), [], [AUTO])) == [()]
+    assert not health(metrics, "ngram").up
+
+
+def test_a_source_that_raises_rests_and_the_next_one_takes_over(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    metrics, clock = SpeculationMetrics(), Clock()
+    first = Source(broken)
+    chain = ProposerChain([("mtp", first), ("ngram", Source(always(6)))], metrics, clock=clock)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert tokens(chain.step(batch(4), [], [AUTO])) == [(6,)]
+    assert len(first.limits) == 1
+    assert (health(metrics, "mtp").up, health(metrics, "mtp").num_errors) == (False, 1)
+    assert health(metrics, "ngram").up
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == ["draft source mtp is switched off: OSError: 'no route to the drafter'"]
+
+
+def test_each_failed_probe_doubles_the_rest_up_to_a_minute() -> None:
+    clock = Clock()
+    source = Source(broken)
+    chain = ProposerChain([("ngram", source)], SpeculationMetrics(), clock=clock)
+    called_at = []
+    for _ in range(4000):
+        before = len(source.limits)
+        chain.step(batch(4), [], [AUTO])
+        if len(source.limits) > before:
+            called_at.append(clock.now)
+        clock.now += 0.125
+    rests = np.diff(called_at).tolist()
+    assert rests[:7] == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0]
+    assert set(rests[7:]) == {60.0}
+
+
+def test_a_source_that_answers_a_probe_is_up_again(caplog: pytest.LogCaptureFixture) -> None:
+    metrics, clock = SpeculationMetrics(), Clock()
+    source = Source(broken)
+    chain = ProposerChain([("ngram", source)], metrics, clock=clock)
+    chain.step(batch(4), [], [AUTO])
+    source.answer = always(3)
+    clock.now += 1.0
+    with caplog.at_level(logging.WARNING):
+        assert tokens(chain.step(batch(4), [], [AUTO])) == [(3,)]
+        assert tokens(chain.step(batch(4), [], [AUTO])) == [(3,)]
+    assert health(metrics, "ngram").up
+    assert [record.getMessage() for record in caplog.records[1:]] == [
+        "draft source ngram is up again"
+    ]
+
+
+def test_errors_in_observe_and_forget_do_not_reach_the_request() -> None:
+    class Fragile(Source):
+        def observe(self, outcomes: list[Outcome]) -> None:
+            raise KeyError("observe")
+
+        def forget(self, request_ids: list[str]) -> None:
+            raise KeyError("forget")
+
+    metrics = SpeculationMetrics()
+    chain = ProposerChain([("ngram", Fragile(always(1)))], metrics, clock=Clock())
+    chain.step(batch(4), [Outcome("r0", None, 0, (5,))], [AUTO])
+    chain.forget(["r0"])
+    assert health(metrics, "ngram").num_errors == 2
+
+
+def test_a_resting_source_is_still_told_what_to_forget() -> None:
+    source = Source(broken)
+    chain = ProposerChain([("ngram", source)], SpeculationMetrics(), clock=Clock())
+    chain.step(batch(4), [], [AUTO])
+    chain.forget(["r0", "r1"])
+    assert source.forgotten == ["r0", "r1"]
+
+
+def test_outcomes_reach_every_source_before_it_is_asked_and_are_counted() -> None:
+    metrics = SpeculationMetrics()
+    order: list[str] = []
+
+    class Ordered(Source):
+        def observe(self, outcomes: list[Outcome]) -> None:
+            order.append("observe")
+
+        def propose(self, batch: DraftBatch) -> list[Draft]:
+            order.append("propose")
+            return super().propose(batch)
+
+    chain = ProposerChain([("ngram", Ordered(always(1)))], metrics)
+    outcomes = [
+        Outcome("r0", Draft((1, 2, 3), "ngram"), 2, (1, 2, 9)),
+        Outcome("r1", None, 0, (4,)),
+    ]
+    chain.step(batch(4, 4), outcomes, [AUTO, AUTO])
+    assert order == ["observe", "propose"]
+    [entry] = metrics.snapshot().acceptance
+    assert (entry.num_drafts, entry.num_draft_tokens, entry.num_accepted_tokens) == (1, 3, 2)
+
+
+def test_calls_are_timed() -> None:
+    metrics, clock = SpeculationMetrics(), Clock()
+
+    def slow(batch: DraftBatch) -> list[Draft]:
+        clock.now += 0.004
+        return always(1)(batch)
+
+    ProposerChain([("ngram", Source(slow))], metrics, clock=clock).step(batch(4), [], [AUTO])
+    assert health(metrics, "ngram").latency_sum_s == pytest.approx(0.004)
+
+
+def test_a_chain_without_sources_drafts_nothing() -> None:
+    chain = ProposerChain([], SpeculationMetrics())
+    assert tokens(chain.step(batch(4), [], [AUTO])) == [()]
+
+
+def repeated(count: int) -> DraftBatch:
+    text = np.array([[1, 2, 3, 4, 5, 6] * 4] * count, np.int32)
+    lengths = np.full(count, text.shape[1], np.int32)
+    names = [f"r{row}" for row in range(count)]
+    return DraftBatch(names, text, lengths, lengths, np.full(count, 8, np.int32))
+
+
+def test_a_configured_chain_drafts_from_the_text() -> None:
+    config = NgramConfig(kind="ngram", max_draft_len=3, dynamic=False)
+    chain = build_chain([config], SpeculationMetrics(), vocab_size=7)
+    assert chain.kinds == ("ngram",)
+    assert tokens(chain.step(repeated(1), [], [AUTO])) == [(1, 2, 3)]
+
+
+def test_a_dynamic_source_stops_drafting_what_is_never_accepted_at_a_price() -> None:
+    chain = build_chain([NgramConfig(kind="ngram")], SpeculationMetrics())
+    fixed = build_chain([NgramConfig(kind="ngram", dynamic=False)], SpeculationMetrics())
+    drafted = {chain: 0, fixed: 0}
+    for each in drafted:
+        outcomes: list[Outcome] = []
+        for _ in range(200):
+            drafts = each.step(repeated(4), outcomes, [AUTO] * 4)
+            num_tokens = sum(len(draft.tokens) for draft in drafts)
+            each.observe_step(4, num_tokens, 0.01 + 0.002 * num_tokens)
+            drafted[each] += num_tokens
+            outcomes = [
+                Outcome(f"r{row}", draft if draft.tokens else None, 0, (9,))
+                for row, draft in enumerate(drafts)
+            ]
+    assert drafted[fixed] == 200 * 4 * 8
+    assert drafted[chain] < 100

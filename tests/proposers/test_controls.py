@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import pytest
+
+from specserve.core.errors import RequestError
+from specserve.core.types import RequestControls
+from specserve.proposers.controls import parse_controls
+
+KINDS = ("ngram", "mtp")
+
+
+@pytest.mark.parametrize("extra_args", [None, {}, {"kv_transfer_params": {"a": 1}}])
+def test_a_request_that_asks_for_nothing_gets_the_defaults(
+    extra_args: dict[str, object] | None,
+) -> None:
+    assert parse_controls(extra_args, KINDS) == RequestControls()
+
+
+def test_all_fields_are_read() -> None:
+    asked = {"speculation": "mtp", "max_draft_tokens": 3, "learn": 0, "other": "x"}
+    assert parse_controls(asked, KINDS) == RequestControls("mtp", 3, False)
+
+
+@pytest.mark.parametrize("value", ["auto", "off", "ngram", "mtp"])
+def test_speculation_takes_auto_off_and_the_configured_kinds(value: str) -> None:
+    assert parse_controls({"speculation": value}, KINDS).speculation == value
+
+
+@pytest.mark.parametrize("value", ["", "draft_model", "OFF", 0, None, ["ngram"]])
+def test_another_speculation_is_refused_with_the_values_that_are_allowed(value: object) -> None:
+    with pytest.raises(
+        RequestError, match=r"vllm_xargs\.speculation.*auto, off, ngram, mtp"
+    ) as info:
+        parse_controls({"speculation": value}, KINDS)
+    assert info.value.value == value
+
+
+@pytest.mark.parametrize(("value", "expected"), [(0, 0), (128, 128), (4.0, 4)])
+def test_a_draft_limit_is_an_integer_however_json_wrote_it(value: object, expected: int) -> None:
+    assert parse_controls({"max_draft_tokens": value}, KINDS).max_draft_tokens == expected
+
+
+@pytest.mark.parametrize("value", [-1, 129, 2.5, "4", True, None, float("nan"), float("inf")])
+def test_another_draft_limit_is_refused_with_its_range(value: object) -> None:
+    with pytest.raises(RequestError, match=r"vllm_xargs\.max_draft_tokens.*0 \.\. 128"):
+        parse_controls({"max_draft_tokens": value}, KINDS)
+
+
+@pytest.mark.parametrize("value", [2, -1, "no", True, 0.5])
+def test_learn_is_nought_or_one(value: object) -> None:
+    with pytest.raises(RequestError, match=r"vllm_xargs\.learn.*0 or 1"):
+        parse_controls({"learn": value}, KINDS)

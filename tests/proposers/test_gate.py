@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from specserve.core.types import Draft, Outcome
+from specserve.proposers.gate import Gate
+from tests.proposers.simulation import (
+    ALWAYS,
+    FLAT,
+    MODERATE,
+    NEVER,
+    OFTEN,
+    STEEP,
+    Cost,
+    FixedLength,
+    Workload,
+    speedup,
+)
+
+COSTS = [
+    pytest.param(FLAT, 1, id="flat-1"),
+    pytest.param(FLAT, 8, id="flat-8"),
+    pytest.param(MODERATE, 1, id="moderate-1"),
+    pytest.param(MODERATE, 8, id="moderate-8"),
+    pytest.param(STEEP, 8, id="steep-8"),
+]
+STREAMS = [
+    pytest.param((ALWAYS,), id="always"),
+    pytest.param((OFTEN,), id="often"),
+    pytest.param((NEVER,), id="never"),
+    pytest.param((ALWAYS, NEVER), id="mixed"),
+]
+
+
+@pytest.mark.parametrize(("cost", "concurrency"), COSTS)
+@pytest.mark.parametrize("chances", STREAMS)
+def test_speculation_hardly_ever_loses_and_comes_near_the_best_fixed_length(
+    chances: tuple[tuple[float, float], ...], cost: Cost, concurrency: int
+) -> None:
+    workload = Workload(chances, cost, concurrency)
+    best = max(speedup(workload, FixedLength(length)) for length in (0, 1, 2, 4, 8))
+    assert speedup(workload, Gate()) >= max(0.97, 0.93 * best)
+
+
+@pytest.mark.parametrize("concurrency", [1, 8])
+def test_a_cold_start_with_useless_drafts_costs_little(concurrency: int) -> None:
+    workload = Workload((NEVER,), STEEP, concurrency, num_steps=150)
+    assert speedup(workload, FixedLength(8)) < 0.7
+    assert speedup(workload, Gate()) >= 0.97
+
+
+def test_among_requests_that_never_accept_those_that_do_are_still_served() -> None:
+    mixed = Workload((ALWAYS, NEVER), MODERATE, 8, num_steps=1000)
+    assert speedup(mixed, Gate()) > 1.1 * max(
+        speedup(mixed, FixedLength(length)) for length in (0, 1, 2, 4, 8)
+    )
+
+
+def test_a_gate_that_was_off_finds_out_that_drafts_pay_again() -> None:
+    gate = Gate()
+    before = Workload((NEVER,), MODERATE, 4, num_steps=800)
+    after = replace(before, chances=(ALWAYS,))
+    speedup(before, gate)
+    assert speedup(after, gate) > 0.85 * speedup(after, Gate())
+
+
+def test_a_gate_finds_out_that_drafts_became_dear() -> None:
+    gate = Gate()
+    cheap = Workload((OFTEN,), FLAT, 8, num_steps=400)
+    speedup(cheap, gate)
+    assert speedup(replace(cheap, cost=STEEP), gate) >= 0.95
+
+
+def test_the_same_calls_get_the_same_answers() -> None:
+    workload = Workload((ALWAYS, OFTEN, NEVER), MODERATE, 4, num_steps=300)
+    assert speedup(workload, Gate()) == speedup(workload, Gate())
+
+
+def test_without_measured_steps_drafts_are_let_through_at_an_assumed_cost() -> None:
+    gate = Gate()
+    sent = []
+    for _ in range(100):
+        [draft] = gate.trim(["a"], [Draft((1, 2, 3, 4), "ngram", 4)])
+        sent.append(len(draft.tokens))
+        gate.observe([Outcome("a", draft, len(draft.tokens), ())])
+    assert sent[-50:] == [4] * 50
+
+
+def test_a_trimmed_draft_is_a_prefix_and_says_how_many_tokens_it_expects() -> None:
+    gate = Gate()
+    for _ in range(40):
+        gate.observe_step(2, 0, 0.01)
+        offers = [Draft(tuple(range(10, 18)), "ngram", 3), Draft((), "ngram")]
+        cut, empty = gate.trim(["a", "b"], offers)
+        assert cut.tokens == offers[0].tokens[: len(cut.tokens)]
+        assert 0 <= cut.expected_accept <= len(cut.tokens)
+        assert (cut.expected_accept > 0) == bool(cut.tokens)
+        assert empty.tokens == ()
+
+
+def test_a_batch_without_offers_stays_as_it_is() -> None:
+    nothing = [Draft((), "ngram"), Draft((), "ngram")]
+    assert Gate().trim(["a", "b"], nothing) == nothing
+    assert Gate().trim([], []) == []

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+
+import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.testclient import TestClient
+from starlette.types import Message, Receive, Scope, Send
+
+from specserve.serve.middleware import (
+    ControlsMiddleware,
+    DisconnectMiddleware,
+    RetryAfterMiddleware,
+)
+
+
+async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers with the body that reached it."""
+    body = await Request(scope, receive).body()
+    await Response(body)(scope, receive, send)
+
+
+@pytest.fixture
+def client() -> TestClient:
+    return TestClient(ControlsMiddleware(echo, ["ngram"]))
+
+
+def test_a_body_with_good_controls_arrives_whole_in_whatever_pieces_it_came(
+    client: TestClient,
+) -> None:
+    body = json.dumps({"prompt": "x" * 100, "vllm_xargs": {"speculation": "ngram"}}).encode()
+
+    def pieces() -> Iterator[bytes]:
+        yield from (body[:20], body[20:90], body[90:])
+
+    assert client.post("/v1/completions", content=pieces()).content == body
+
+
+def test_a_control_that_is_not_allowed_never_reaches_the_application(client: TestClient) -> None:
+    answer = client.post("/v1/completions", json={"vllm_xargs": {"max_draft_tokens": -1}})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "vllm_xargs.max_draft_tokens"
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"vllm_xargs": ', b'{"vllm_xargs": ' + b"[" * 100_000, b'"vllm_xargs"', b"\xff\\u00"]
+)
+def test_a_body_that_cannot_be_read_is_left_to_the_application(
+    client: TestClient, body: bytes
+) -> None:
+    assert client.post("/v1/completions", content=body).content == body
+
+
+@pytest.mark.parametrize(("status", "header"), [(503, "7"), (500, None), (200, None)])
+def test_a_busy_server_and_no_other_says_when_to_come_back(status: int, header: str | None) -> None:
+    application = RetryAfterMiddleware(Response(status_code=status), 7)
+    assert TestClient(application).get("/").headers.get("Retry-After") == header
+
+
+async def waiting_request() -> Message:
+    return {"type": "http.request"}
+
+
+async def no_answer(message: Message) -> None:
+    raise AssertionError(message)
+
+
+def test_a_cancelled_call_is_a_disconnect_to_the_application() -> None:
+    async def run() -> list[str]:
+        received: list[str] = []
+        began = asyncio.Event()
+
+        async def listen(scope: Scope, receive: Receive, send: Send) -> None:
+            while not received or received[-1] != "http.disconnect":
+                received.append((await receive())["type"])
+                began.set()
+
+        async def receive() -> Message:
+            if received:
+                await asyncio.Event().wait()
+            return await waiting_request()
+
+        call = asyncio.create_task(
+            DisconnectMiddleware(listen)({"type": "http"}, receive, no_answer)
+        )
+        await asyncio.wait_for(began.wait(), 5)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        return received
+
+    assert asyncio.run(run()) == ["http.request", "http.disconnect"]
+
+
+@pytest.mark.parametrize("num_cancels", [1, 2])
+def test_an_application_that_does_not_listen_is_cancelled(
+    monkeypatch: pytest.MonkeyPatch, num_cancels: int
+) -> None:
+    monkeypatch.setattr("specserve.serve.middleware._GONE_S", 0.01 if num_cancels == 1 else 60)
+
+    async def run() -> None:
+        began, ended = asyncio.Event(), asyncio.Event()
+
+        async def deaf(scope: Scope, receive: Receive, send: Send) -> None:
+            began.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
+
+        call = asyncio.create_task(
+            DisconnectMiddleware(deaf)({"type": "http"}, waiting_request, no_answer)
+        )
+        await asyncio.wait_for(began.wait(), 5)
+        for _ in range(num_cancels):
+            call.cancel()
+            await asyncio.sleep(0)
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await asyncio.wait_for(ended.wait(), 5)
+
+    asyncio.run(run())

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import prometheus_client
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from specserve.core.config import parse
+from specserve.core.metrics import SpeculationMetrics, SpeculationSnapshot
+from specserve.serve import speculation
+from specserve.serve.speculation import SpeculationMonitor
+
+
+class Rank0:
+    """Answers as the engine's first rank does, until it fails or hangs."""
+
+    def __init__(self) -> None:
+        self.metrics = SpeculationMetrics(("ngram",))
+        self.metrics.set_up("ngram", True)
+        self.error: Exception | None = None
+        self.hangs = False
+
+    async def __call__(self) -> SpeculationSnapshot:
+        if self.hangs:
+            await asyncio.Event().wait()
+        if self.error is not None:
+            raise self.error
+        return self.metrics.snapshot()
+
+
+@pytest.fixture
+def rank0() -> Rank0:
+    return Rank0()
+
+
+@pytest.fixture
+def client(rank0: Rank0, monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
+    registry = prometheus_client.CollectorRegistry()
+    monkeypatch.setattr(prometheus_client, "REGISTRY", registry)
+    monkeypatch.setattr(speculation, "SNAPSHOT_TIMEOUT_S", 0.05)
+    config = parse({"model": {"path": "m"}, "speculation": [{"kind": "ngram"}]})
+    app = FastAPI()
+    app.include_router(SpeculationMonitor(config, rank0).router())
+    with TestClient(app) as client:
+        yield client
+
+
+def test_acceptance_is_told_by_source_and_position(client: TestClient, rank0: Rank0) -> None:
+    rank0.metrics.count_draft("ngram", 3, 2)
+    rank0.metrics.count_draft("ngram", 1, 0)
+    answer = client.get("/v1/speculation").json()
+    assert [(source["kind"], source["up"]) for source in answer["sources"]] == [("ngram", True)]
+    assert answer["acceptance"]["ngram"] == {
+        "drafts": 2,
+        "draft_tokens": 4,
+        "accepted_tokens": 2,
+        "mean_accepted_length": 1.0,
+        "drafted_at_position": [2, 1, 1],
+        "accepted_at_position": [1, 1, 0],
+        "acceptance_rate_at_position": [0.5, 1.0, 0.0],
+    }
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+def test_the_last_known_counts_are_told_when_the_engine_does_not_answer(
+    client: TestClient, rank0: Rank0, hangs: bool
+) -> None:
+    rank0.metrics.count_draft("ngram", 3, 2)
+    before = client.get("/v1/speculation").json()
+    rank0.hangs, rank0.error = hangs, RuntimeError("the engine has died")
+    assert client.get("/v1/speculation").json() == before

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from specserve.core.config import AppConfig, NgramConfig
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+
+
+def default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value: Any = field.get_default(call_default_factory=True)
+    text = {"": '""', True: "true", False: "false"}
+    return text.get(value, str(value)) if isinstance(value, str | bool) else str(value)
+
+
+def expected() -> dict[str, str]:
+    """Every key of ``args`` with its default, as the README has to say it."""
+    rows: dict[str, str] = {}
+    for name, section in AppConfig.model_fields.items():
+        kind: Any = section.annotation
+        if get_origin(kind) is tuple:
+            kind, name = NgramConfig, f"{name}.N"
+        assert issubclass(kind, BaseModel)
+        for key, field in kind.model_fields.items():
+            rows[f"{name}.{key}"] = default(field)
+    return rows
+
+
+def test_the_readme_tells_every_key_and_its_default() -> None:
+    rows = re.findall(r"^\| `(\w+\.[\w.]+)` \| (.*?) \|", README, flags=re.MULTILINE)
+    assert dict(rows) == {
+        key: value if value == "required" else f"`{value}`" for key, value in expected().items()
+    }
