@@ -88,7 +88,8 @@ class DisconnectMiddleware:
     """Tells the application that the client is gone where Serve just cancels the call.
 
     Serve sends ``http.disconnect`` and cancels at once. vLLM's handlers listen for the message;
-    when the cancellation overtakes it, they leave their request running to its end.
+    when the cancellation overtakes it, they leave their request running to its end. A stream
+    learns of it as of a broken connection, by an ``OSError`` from what it sends next.
 
     Args:
         app: the application behind.
@@ -113,7 +114,12 @@ class DisconnectMiddleware:
                 message.cancel()
                 end.cancel()
 
-        call = asyncio.ensure_future(self._app(scope, receive_or_disconnect, send))
+        async def send_or_disconnect(message: Message) -> None:
+            if gone.is_set():
+                raise OSError("the client is gone")
+            await send(message)
+
+        call = asyncio.ensure_future(self._app(scope, receive_or_disconnect, send_or_disconnect))
         try:
             await asyncio.shield(call)
         except asyncio.CancelledError:

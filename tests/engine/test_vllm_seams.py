@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from vllm.config import ParallelConfig, SchedulerConfig, SpeculativeConfig, VllmConfig
+from vllm.distributed.device_communicators import shm_broadcast
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
@@ -23,6 +24,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.executor import ray_executor_v2
+from vllm.v1.executor.multiproc_executor import WorkerProc
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2, RayWorkerProc
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase, PrometheusStatLogger
 from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
@@ -144,6 +146,13 @@ def test_the_workers_methods_take_what_the_mixin_passes_on() -> None:
     assert parameters(Worker.init_device) == parameters(SpeculationMixin.init_device) == ["self"]
     assert parameters(Worker.execute_model)[:2] == ["self", "scheduler_output"]
     assert "self.rank" in source(Worker) or "rank" in parameters(Worker.__init__)
+
+
+def test_the_message_queues_wait_by_the_function_that_the_cpu_executor_replaces() -> None:
+    assert "sched_yield()" in source(shm_broadcast.SpinCondition.wait)
+    assert "sched_yield()" in source(shm_broadcast.MessageQueue.acquire_write)
+    assert "_init_message_queues(input_shm_handle, vllm_config)" in source(WorkerProc.__init__)
+    assert callable(shm_broadcast.sched_yield)
 
 
 def test_the_ray_executor_looks_up_what_the_cpu_executor_replaces() -> None:

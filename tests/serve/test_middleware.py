@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.testclient import TestClient
 from starlette.types import Message, Receive, Scope, Send
 
@@ -93,6 +93,33 @@ def test_a_cancelled_call_is_a_disconnect_to_the_application() -> None:
         return received
 
     assert asyncio.run(run()) == ["http.request", "http.disconnect"]
+
+
+def test_a_stream_whose_client_is_gone_ends_with_its_next_piece() -> None:
+    async def run() -> int:
+        pieces = 0
+        resume = asyncio.Event()
+
+        async def write() -> AsyncIterator[bytes]:
+            nonlocal pieces
+            while True:
+                pieces += 1
+                yield b"piece"
+                await resume.wait()
+
+        async def send(message: Message) -> None:
+            if pieces:
+                call.cancel()
+
+        stream = DisconnectMiddleware(StreamingResponse(write()))
+        scope = {"type": "http", "asgi": {"spec_version": "2.4"}}
+        call = asyncio.create_task(stream(scope, waiting_request, send))
+        asyncio.get_running_loop().call_later(0.05, resume.set)
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(asyncio.shield(call), 5)
+        return pieces
+
+    assert asyncio.run(run()) == 2
 
 
 @pytest.mark.parametrize("num_cancels", [1, 2])
