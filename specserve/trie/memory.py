@@ -1,0 +1,75 @@
+"""One replica's draft memory: a trie for each namespace, each with its own part of the bytes."""
+
+from __future__ import annotations
+
+import threading
+from typing import Protocol
+
+from specserve.core.types import Int32Array
+from specserve.trie.token_trie import TokenTrie
+
+
+class SharedMemory(Protocol):
+    """The way to the memories of the other replicas. No call blocks."""
+
+    def publish(
+        self,
+        namespace: str,
+        sequence: str,
+        tokens: Int32Array,
+        num_prompt_tokens: int,
+        final: bool,
+    ) -> None:
+        """Tells the others what follows in a text.
+
+        Args:
+            namespace: whose text it is.
+            sequence: the text's id, unique in this replica.
+            tokens: int32 ``[k]``, kept.
+            num_prompt_tokens: how many of them, from the first one, are prompt.
+            final: the text ends here.
+        """
+        ...
+
+
+class TrieMemory:
+    """Tries that never see one another. Calls may come from several threads.
+
+    Each namespace has the same number of bytes from the first: what one learns makes no other
+    forget.
+
+    Args:
+        max_bytes: of all together.
+        num_namespaces: how many there may be; a further one is not learned.
+    """
+
+    def __init__(self, max_bytes: int, num_namespaces: int = 1) -> None:
+        self._quota = max_bytes // num_namespaces
+        self._num_namespaces = num_namespaces
+        self._tries: dict[str, TokenTrie] = {}
+        self._lock = threading.Lock()
+
+    def of(self, namespace: str) -> TokenTrie | None:
+        """The trie of a namespace, made when first asked for; None: there is no room for it."""
+        trie = self._tries.get(namespace)
+        if trie is None:
+            with self._lock:
+                if namespace not in self._tries and len(self._tries) < self._num_namespaces:
+                    self._tries[namespace] = TokenTrie(self._quota)
+                trie = self._tries.get(namespace)
+        return trie
+
+    def tries(self) -> dict[str, TokenTrie]:
+        """All tries there are, by namespace."""
+        with self._lock:
+            return dict(self._tries)
+
+    def remove_namespace(self, namespace: str) -> int:
+        """Forgets all that a namespace was taught.
+
+        Returns:
+            How many tokens that were.
+        """
+        with self._lock:
+            trie = self._tries.pop(namespace, None)
+        return trie.num_tokens if trie is not None else 0

@@ -1,0 +1,275 @@
+from __future__ import annotations
+
+import random
+import threading
+
+import numpy as np
+import pytest
+
+from specserve.core.types import Int32Array
+from specserve.trie.layout import NUM_FREE_PAGES, NUM_FREE_SLOTS, PAGE
+from specserve.trie.token_trie import Teacher, TokenTrie, TrieDrafts
+
+SMALL = 1 << 20
+
+
+def tokens(*values: int) -> Int32Array:
+    return np.array(values, np.int32)
+
+
+def noise(length: int, seed: int = 0, vocab_size: int = 30_000) -> Int32Array:
+    return np.random.default_rng(seed).integers(0, vocab_size, length).astype(np.int32)
+
+
+def learn(
+    trie: TokenTrie,
+    text: Int32Array,
+    name: str,
+    *,
+    num_prompt_tokens: int = 0,
+    teacher: Teacher = "local",
+) -> None:
+    assert trie.open(name, teacher=teacher)
+    assert trie.append(name, text, num_prompt_tokens=num_prompt_tokens) == 0
+    trie.finish(name)
+
+
+def look(
+    trie: TokenTrie,
+    context: Int32Array,
+    limit: int = 8,
+    name: str = "asking",
+    *,
+    min_match_len: int = 2,
+    floor: float = 0.1,
+) -> TrieDrafts:
+    return trie.lookup(
+        context[None],
+        tokens(len(context)),
+        tokens(limit),
+        [name],
+        min_match_len=min_match_len,
+        floor=floor,
+    )
+
+
+def draft(trie: TokenTrie, context: Int32Array, limit: int = 8, name: str = "asking") -> list[int]:
+    found = look(trie, context, limit, name)
+    return found.tokens[0, : found.lengths[0]].tolist()
+
+
+@pytest.fixture
+def trie() -> TokenTrie:
+    return TokenTrie(SMALL)
+
+
+def test_what_followed_before_is_drafted_over_page_boundaries(trie: TokenTrie) -> None:
+    text = noise(5 * PAGE)
+    learn(trie, text, "a")
+    for end in (2, 3, 17, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE + 5, 4 * PAGE):
+        assert draft(trie, text[max(end - 20, 0) : end]) == text[end : end + 8].tolist()
+    assert draft(trie, text[-10:]) == []
+    assert draft(trie, text[-14:-4]) == text[-4:].tolist()
+
+
+def test_appending_in_pieces_gives_the_same_memory_as_at_once() -> None:
+    text = noise(1000, vocab_size=12)
+    whole, pieces = TokenTrie(SMALL), TokenTrie(SMALL)
+    learn(whole, text, "a")
+    pieces.open("a")
+    cuts = [0, 1, 2, 3, 40, 63, 64, 65, 200, 201, 999, 1000]
+    for begin, end in zip(cuts, cuts[1:], strict=False):
+        pieces.append("a", text[begin:end])
+    for end in range(2, 1000, 7):
+        context = text[max(end - 30, 0) : end]
+        assert draft(whole, context) == draft(pieces, context)
+
+
+def test_drafts_are_always_continuations_that_were_seen(trie: TokenTrie) -> None:
+    """Against a search of all texts, token for token, while the memory overflows many times."""
+    rng = random.Random(1)
+    texts = {str(i): noise(rng.randrange(1, 900), i, vocab_size=6) for i in range(120)}
+    for name, text in texts.items():
+        learn(trie, text, name)
+    assert trie.num_evicted_tokens > trie.num_tokens
+    joined = [" ".join(map(str, ["", *text.tolist(), ""])) for text in texts.values()]
+    num_drafts = 0
+    for seed in range(300):
+        context = noise(12, 1000 + seed, vocab_size=6)
+        found = look(trie, context)
+        guess = found.tokens[0, : found.lengths[0]].tolist()
+        if guess:
+            num_drafts += 1
+            seen = [*context[-2:].tolist(), guess[0]]
+            assert any(f" {' '.join(map(str, seen))} " in text for text in joined)
+    assert num_drafts > 200
+
+
+def test_the_longest_match_wins_over_the_newest(trie: TokenTrie) -> None:
+    learn(trie, tokens(1, 2, 3, 4, 5, 6, 7, 8, 70, 71), "long")
+    learn(trie, tokens(90, 91, 92, 93, 94, 95, 7, 8, 80, 81), "short but new")
+    found = look(trie, tokens(1, 2, 3, 4, 5, 6, 7, 8))
+    assert found.tokens[0, : found.lengths[0]].tolist() == [70, 71]
+    assert found.match_lens[0] == 8
+
+
+def test_a_match_shorter_than_asked_for_is_none(trie: TokenTrie) -> None:
+    learn(trie, tokens(1, 2, 3, 4, 5, 6), "a")
+    assert look(trie, tokens(9, 2, 3, 4), min_match_len=3).lengths[0] == 2
+    assert look(trie, tokens(9, 2, 3, 4), min_match_len=4).lengths[0] == 0
+
+
+def test_the_more_frequent_branch_is_taken_and_the_draft_ends_where_it_gets_unlikely(
+    trie: TokenTrie,
+) -> None:
+    for i in range(6):
+        learn(trie, tokens(1, 2, 3, 50, 60 + i, 7), f"often {i}")
+    learn(trie, tokens(1, 2, 3, 51, 9), "seldom")
+    found = look(trie, tokens(1, 2, 3), floor=0.3)
+    assert found.tokens[0, : found.lengths[0]].tolist() == [50]
+    assert 0.5 < found.expected[0] < 1
+    assert look(trie, tokens(1, 2, 3), floor=0.05).lengths[0] == 3
+
+
+def test_outputs_weigh_more_than_prompts(trie: TokenTrie) -> None:
+    learn(trie, tokens(1, 2, 3, 50), "written")
+    learn(trie, tokens(1, 2, 3, 51), "read", num_prompt_tokens=4)
+    assert draft(trie, tokens(1, 2, 3), 1) == [50]
+
+
+def test_newer_texts_weigh_more_than_old_ones() -> None:
+    trie = TokenTrie(SMALL, half_life_tokens=100)
+    for name in ("old", "also old"):
+        learn(trie, tokens(1, 2, 3, 50), name)
+    learn(trie, noise(1000), "meanwhile")
+    learn(trie, tokens(1, 2, 3, 51), "new")
+    assert draft(trie, tokens(1, 2, 3), 1) == [51]
+
+
+def test_a_requests_own_text_weighs_most(trie: TokenTrie) -> None:
+    for i in range(5):
+        learn(trie, tokens(1, 2, 3, 50), f"other {i}")
+    trie.open("own")
+    trie.append("own", tokens(1, 2, 3, 51, 1, 2, 3))
+    assert draft(trie, tokens(1, 2, 3, 51, 1, 2, 3), 1, "own") == [51]
+    assert draft(trie, tokens(1, 2, 3), 1) == [50]
+
+
+def test_who_taught_a_draft_is_told(trie: TokenTrie) -> None:
+    learn(trie, tokens(1, 2, 3), "here")
+    learn(trie, tokens(4, 5, 6), "there", teacher="cluster")
+    assert not look(trie, tokens(1, 2)).from_cluster[0]
+    assert look(trie, tokens(4, 5)).from_cluster[0]
+
+
+def test_a_private_text_is_drafted_for_its_own_request_alone_and_only_until_it_ends(
+    trie: TokenTrie,
+) -> None:
+    trie.open("secret", private=True)
+    trie.append("secret", tokens(1, 2, 3, 4, 5))
+    assert draft(trie, tokens(1, 2, 3), name="secret") == [4, 5]
+    assert draft(trie, tokens(1, 2, 3)) == []
+    trie.finish("secret")
+    assert trie.num_tokens == 0
+    assert draft(trie, tokens(1, 2, 3), name="secret") == []
+
+
+def test_a_removed_text_leaves_nothing_behind(trie: TokenTrie) -> None:
+    text = noise(500)
+    learn(trie, noise(200, 7), "stays")
+    pages, slots = trie._arrays.scalars[[NUM_FREE_PAGES, NUM_FREE_SLOTS]].tolist()
+    table = np.sort(trie._arrays.table, axis=None)
+    learn(trie, text, "goes")
+    assert trie.remove("goes") == 500
+    assert trie._arrays.scalars[[NUM_FREE_PAGES, NUM_FREE_SLOTS]].tolist() == [pages, slots]
+    assert np.array_equal(np.sort(trie._arrays.table, axis=None), table)
+    assert not any(draft(trie, text[end - 20 : end]) for end in range(20, 500, 11))
+    assert trie.remove("goes") == 0
+    assert trie.remove("never seen") == 0
+
+
+def test_the_memory_never_grows_and_what_is_used_stays() -> None:
+    trie = TokenTrie(SMALL)
+    size = trie.num_bytes
+    assert size <= SMALL
+    used = noise(300, 1)
+    learn(trie, used, "used")
+    for i in range(400):
+        learn(trie, noise(300, 100 + i), f"unused {i}")
+        for end in range(20, 300, 40):
+            look(trie, used[end - 20 : end], 16)
+    assert trie.num_bytes == size
+    assert trie.num_tokens <= SMALL / 60
+    assert trie.num_evicted_tokens == 401 * 300 - trie.num_tokens
+    assert draft(trie, used[80:100]) == used[100:108].tolist()
+
+
+def test_texts_that_still_grow_never_lose_their_end() -> None:
+    trie = TokenTrie(SMALL)
+    texts = [noise(600, i) for i in range(32)]
+    for i in range(32):
+        trie.open(str(i))
+    for begin in range(0, 600, 5):
+        for i, text in enumerate(texts):
+            trie.append(str(i), text[begin : begin + 5])
+    for text in texts:
+        assert draft(trie, text[580:595]) == text[595:].tolist()
+
+
+def test_more_open_texts_than_pages_are_refused_and_not_a_fault() -> None:
+    trie = TokenTrie(SMALL)
+    opened = 0
+    while trie.open(str(opened)):
+        trie.append(str(opened), tokens(1, 2, 3))
+        opened += 1
+    assert opened == len(trie._ids)
+    assert trie.append("0", noise(PAGE)) == 3
+    for name in range(1, opened):
+        trie.finish(str(name))
+    assert trie.append("0", noise(PAGE)) == 0
+    assert trie.open("one more") is False or trie.num_tokens > 0
+
+
+def test_a_batch_is_looked_up_in_one_call_each_row_for_itself(trie: TokenTrie) -> None:
+    text = noise(400)
+    learn(trie, text, "a")
+    contexts = np.stack([text[:50], noise(50, 5), text[100:150], text[200:250]])
+    found = trie.lookup(contexts, tokens(50, 50, 20, 50), tokens(8, 8, 4, 0), ["w", "x", "y", "z"])
+    assert found.lengths.tolist() == [8, 0, 4, 0]
+    assert found.tokens[0, :8].tolist() == text[50:58].tolist()
+    assert found.tokens[2, :4].tolist() == text[120:124].tolist()
+
+
+def test_learning_in_one_thread_and_looking_up_in_another_never_meet_half_a_text() -> None:
+    trie = TokenTrie(SMALL)
+    text = noise(2000, vocab_size=50)
+    stop = threading.Event()
+    errors: list[BaseException] = []
+
+    def teach() -> None:
+        try:
+            for i in range(100_000):
+                if stop.is_set():
+                    return
+                learn(trie, np.roll(text, i), str(i))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=teach)
+    thread.start()
+    try:
+        pairs = {tuple(pair) for pair in zip(text.tolist(), text.tolist()[1:], strict=False)}
+        pairs.add((int(text[-1]), int(text[0])))
+        for begin in range(1500):
+            guess = draft(trie, text[begin : begin + 8])
+            chain = [int(text[begin + 7]), *guess]
+            assert all(pair in pairs for pair in zip(chain, chain[1:], strict=False))
+    finally:
+        stop.set()
+        thread.join()
+    assert not errors
+
+
+def test_too_little_memory_is_told_with_the_value() -> None:
+    with pytest.raises(ValueError, match="max_bytes: 1000"):
+        TokenTrie(1000)
