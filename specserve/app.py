@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations` here: Serve reads the builder's annotation at run time.
 
+import os
 from importlib.util import find_spec
 from typing import Any
 
@@ -13,6 +14,7 @@ from specserve.core.config import parse
 from specserve.core.errors import MissingExtraError, SpecServeError
 from specserve.engine.checkpoint import find_checkpoint
 from specserve.serve.server import ModelServer
+from specserve.serve.tenants import read_keys
 
 
 class BuildError(SpecServeError, RayServeException):
@@ -42,6 +44,8 @@ def _build(args: dict[str, Any]) -> Application:
         }
     )
     config = config.model_copy(update={"model": model})
+    # Read here and known to the replicas by their digests only: what is bound can be inspected.
+    keys = read_keys(config.http.api_keys, os.environ)
     if find_spec("vllm") is None:
         raise MissingExtraError("the application")
     if config.engine.vllm:
@@ -63,5 +67,5 @@ def _build(args: dict[str, Any]) -> Application:
         # The shards reserve the CPUs; the replica itself only passes text on.
         ray_actor_options={"num_cpus": 0},
     )
-    application: Application = deployment.bind(config)
+    application: Application = deployment.bind(config, keys)
     return application

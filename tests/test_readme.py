@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -16,6 +16,8 @@ def default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     value: Any = field.get_default(call_default_factory=True)
+    if value == ():
+        return "[]"
     text = {"": '""', True: "true", False: "false"}
     return text.get(value, str(value)) if isinstance(value, str | bool) else str(value)
 
@@ -30,6 +32,9 @@ def expected() -> dict[str, str]:
         assert issubclass(kind, BaseModel)
         for key, field in kind.model_fields.items():
             rows[f"{name}.{key}"] = default(field)
+            if get_origin(field.annotation) is tuple:
+                for each, part in get_args(field.annotation)[0].model_fields.items():
+                    rows[f"{name}.{key}.N.{each}"] = default(part)
     return rows
 
 

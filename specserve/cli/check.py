@@ -74,6 +74,7 @@ def _check(file: ServeFile, application: Application) -> dict[str, str]:
         "a shard reserves": _reservation(config.placement),
         "speculation": _sources(config),
         "limits": _limits(config),
+        "API keys": _keys(config),
     }
 
 
@@ -118,6 +119,11 @@ def _limits(config: AppConfig) -> str:
         f"context: {context}; requests decoded at once: {engine.max_num_seqs}, "
         f"{engine.max_num_batched_tokens} tokens a step; waiting: {http.max_queued_requests}"
     )
+
+
+def _keys(config: AppConfig) -> str:
+    keys = config.http.api_keys
+    return ", ".join(f"{key.tenant} (from {key.env})" for key in keys) or "none are asked for"
 
 
 def _print(console: Any, rows: dict[str, str]) -> None:

@@ -7,6 +7,7 @@ needed.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import Any, Literal, Self
 
@@ -17,6 +18,9 @@ from specserve.core.validation import from_validation_error
 
 MAX_DRAFT_TOKENS = 128
 """vLLM's rejection sampler takes at most this many draft tokens a request and step."""
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class Section(BaseModel):
@@ -120,6 +124,29 @@ class PlacementConfig(Section):
         return value
 
 
+class ApiKeyConfig(Section):
+    """An API key and whose it is. The key itself never stands in a file."""
+
+    env: str
+    """Environment variable that holds the key where the application is built."""
+    tenant: str
+    """Whose key it is; a tenant may have several."""
+
+    @model_validator(mode="after")
+    def _names_are_names(self) -> Self:
+        if not _VARIABLE.fullmatch(self.env):
+            raise ConfigError("env", self.env, "a variable's name: letters, digits and _")
+        check_tenant(self.tenant, "tenant")
+        return self
+
+
+def check_tenant(name: str, field: str) -> None:
+    """Raises ConfigError where ``name`` is not a tenant's name; ``field`` says where it stood."""
+    if not _TENANT.fullmatch(name):
+        allowed = "1 .. 64 letters, digits, '.', '_' or '-', the first a letter or digit"
+        raise ConfigError(field, name, allowed)
+
+
 class HttpConfig(Section):
     """The HTTP side of a replica."""
 
@@ -129,6 +156,21 @@ class HttpConfig(Section):
     """``Retry-After`` of that answer, in seconds."""
     drain_timeout_s: float = Field(default=30.0, ge=0)
     """How long running requests may take to finish at shutdown, in seconds."""
+    api_keys: tuple[ApiKeyConfig, ...] = ()
+    """Keys that requests may come with, each with its tenant; empty: no key is asked for."""
+
+    @field_validator("api_keys", mode="before")
+    @classmethod
+    def _keys_to_tuple(cls, value: object) -> object:
+        return tuple(value) if isinstance(value, list) else value
+
+    @model_validator(mode="after")
+    def _each_variable_once(self) -> Self:
+        counts = Counter(key.env for key in self.api_keys)
+        for index, key in enumerate(self.api_keys):
+            if counts[key.env] > 1:
+                raise ConfigError(f"api_keys.{index}.env", key.env, "each variable at most once")
+        return self
 
 
 class AppConfig(Section):

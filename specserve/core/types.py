@@ -16,17 +16,20 @@ Int32Array = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class RequestControls:
-    """What one request asked of speculation, through ``vllm_xargs``.
+    """What one request asked of speculation, through ``vllm_xargs``, and for whom.
 
     Attributes:
         speculation: ``auto`` (all configured sources), ``off``, or the kind of one source.
         max_draft_tokens: upper bound of a draft's length in tokens; -1 leaves it to the sources.
         learn: whether the request's text may be remembered beyond the request.
+        tenant: whose request it is, told by the server and never by the client; empty without
+            API keys.
     """
 
     speculation: str = "auto"
     max_draft_tokens: int = -1
     learn: bool = True
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ _MODELLED = {
     "distributed_executor_backend": "placement",
     "worker_cls": "speculation",
     "max_num_queued_reqs": "http.max_queued_requests",
+    "api_key": "http.api_keys",
     **{name: f"engine.{name}" for name in EngineConfig.model_fields if name != "vllm"},
 }
 _FIELDS = {field.name: field for field in dataclasses.fields(AsyncEngineArgs)}

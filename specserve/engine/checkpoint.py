@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 
 from specserve.core.config import ModelConfig
@@ -15,6 +17,11 @@ from specserve.core.errors import ConfigError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _ALLOWED = "a folder with a config.json, or a hub id org/name"
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
+)
+"""What says which token an id stands for, as far as a checkpoint has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +62,46 @@ def find_checkpoint(model: ModelConfig, prefix: str = "model") -> Checkpoint:
         is_local=is_local,
         architecture=_architecture(Path(path), model.path, f"{prefix}.path") if is_local else "",
     )
+
+
+def model_identity(model: ModelConfig) -> str:
+    """Tells models apart whose tokens must not be mixed in one memory: 32 hexadecimal digits.
+
+    Made of the revision, the contents of config.json and of the tokenizer's files, and for what
+    is on the hub of its id. Equal on all nodes that hold the same files, wherever they lie. Weights
+    are not read: what was retrained under the same config.json needs another ``model.revision``,
+    and for a hub id without one the hub's default is taken for the same at all times.
+
+    Raises:
+        ConfigError: the model's or the tokenizer's folder is missing or cannot be read.
+    """
+    checkpoint = find_checkpoint(model)
+    tokenizer = model.tokenizer or model.path
+    identity = blake2b(digest_size=16)
+    for part in (
+        model.revision.encode(),
+        *_contents(checkpoint.path, ("config.json",), model.path, "model.path"),
+        *_contents(checkpoint.tokenizer, _TOKENIZER_FILES, tokenizer, "model.tokenizer"),
+    ):
+        identity.update(len(part).to_bytes(8, "little") + part)
+    return identity.hexdigest()
+
+
+def _contents(place: str, names: Sequence[str], value: str, field: str) -> list[bytes]:
+    """Names and contents of those files that a folder has; a hub id is its own content."""
+    folder = Path(place)
+    if not folder.is_absolute():
+        return [place.encode()]
+    parts = []
+    for name in names:
+        try:
+            content = (folder / name).read_bytes()
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise ConfigError(field, value, f"a readable {name} ({error.strerror})") from None
+        parts += [name.encode(), content]
+    return parts
 
 
 def _folder_or_id(value: str, field: str) -> str:

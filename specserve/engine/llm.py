@@ -24,6 +24,7 @@ from specserve.core.errors import EngineError
 from specserve.core.metrics import SpeculationSnapshot
 from specserve.engine.args import ray_engine_args, serve_namespace
 from specserve.engine.openmp import openmp_environment
+from specserve.engine.tenants import stamp_requests
 
 
 class Engine:
@@ -71,11 +72,16 @@ class Engine:
             raise EngineError(f"the engine did not start: {_last_line(error)}") from error
         # It would refuse `min_p` and `logit_bias`; see restore_logits_processors for why not.
         llm.input_processor.speculative_config = None
+        if config.http.api_keys:
+            stamp_requests(llm.engine_core)
         return cls(config, llm)
 
     async def asgi_app(self) -> FastAPI:
         """vLLM's own application with all its OpenAI routes."""
         namespace = serve_namespace(self._config)
+        if self._config.http.api_keys:
+            # vLLM would ask for VLLM_API_KEY as well, where that is set. An empty key is none.
+            namespace.api_key = [""]
         tasks = await self._llm.get_supported_tasks()
         app: FastAPI = build_app(namespace, tasks, self._llm.model_config)
         await init_app_state(self._llm, app.state, namespace, tasks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from specserve.core.config import MAX_DRAFT_TOKENS
 from specserve.core.errors import RequestError
@@ -10,6 +11,13 @@ from specserve.core.types import RequestControls
 
 DEFAULT_CONTROLS = RequestControls()
 """Of a request that asks for nothing."""
+
+TENANT_KEY = "specserve_tenant"
+"""Where, among a request's extra arguments, the server tells the engine the tenant."""
+
+NO_TENANT = "-"
+"""Tenant of a request that came without one although API keys are configured. No tenant is called
+so, and nothing is learned for it: it sees no one's text and no one sees its."""
 
 
 def parse_controls(
@@ -35,6 +43,28 @@ def parse_controls(
         max_draft_tokens = _integer(extra_args, "max_draft_tokens", MAX_DRAFT_TOKENS)
     learn = bool(_integer(extra_args, "learn", 1)) if "learn" in extra_args else True
     return RequestControls(speculation, max_draft_tokens, learn)
+
+
+def refuse_tenant(extra_args: Mapping[str, object]) -> None:
+    """Raises RequestError where a client names a tenant itself."""
+    if TENANT_KEY in extra_args:
+        allowed = "nothing: the API key tells the tenant"
+        raise RequestError(f"vllm_xargs.{TENANT_KEY}", extra_args[TENANT_KEY], allowed)
+
+
+def with_tenant(
+    controls: RequestControls, extra_args: Mapping[str, object] | None
+) -> RequestControls:
+    """A request's controls with its tenant; for the engine's side, where API keys are configured.
+
+    Args:
+        controls: what the request asked for.
+        extra_args: the request's extra arguments as the server handed them to the engine.
+    """
+    tenant = (extra_args or {}).get(TENANT_KEY)
+    if not isinstance(tenant, str) or tenant == NO_TENANT:
+        return replace(controls, tenant=NO_TENANT, learn=False)
+    return replace(controls, tenant=tenant)
 
 
 def _integer(extra_args: Mapping[str, object], key: str, high: int) -> int:

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specserve.core.errors import RequestError
-from specserve.proposers.controls import parse_controls
+from specserve.proposers.controls import parse_controls, refuse_tenant
 
 _XARGS = b'"vllm_xargs"'
 _ESCAPED_ASCII = b"\\u00"
@@ -58,6 +58,7 @@ class ControlsMiddleware:
             return  # vLLM answers malformed JSON in its own words
         xargs = request.get("vllm_xargs") if isinstance(request, dict) else None
         if isinstance(xargs, dict):
+            refuse_tenant(xargs)
             parse_controls(xargs, self._kinds)
 
 

@@ -21,6 +21,7 @@ from specserve.serve.middleware import (
 from specserve.serve.placement import reserve
 from specserve.serve.progress import Progress
 from specserve.serve.speculation import SpeculationMonitor
+from specserve.serve.tenants import ApiKey, TenantMiddleware
 
 
 @serve.ingress()
@@ -29,10 +30,14 @@ class ModelServer:
 
     Args:
         config: the application's configuration.
+        keys: the keys of ``config.http.api_keys``, in their order.
     """
 
-    async def __init__(self, config: AppConfig) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: AppConfig, keys: tuple[ApiKey, ...]
+    ) -> None:
         self._config = config
+        self._keys = keys
         self._progress = Progress(config.model.name)
         try:
             await self._start()
@@ -62,7 +67,9 @@ class ModelServer:
         # vLLM's application has built its stack already, with the handlers it then had.
         app.middleware_stack = app.build_middleware_stack()
         kinds = [source.kind for source in self._config.speculation]
-        wrapped = ControlsMiddleware(FreshMetricsMiddleware(app, monitor.refresh), kinds)
+        wrapped: ASGIApp = ControlsMiddleware(FreshMetricsMiddleware(app, monitor.refresh), kinds)
+        if self._keys:
+            wrapped = TenantMiddleware(wrapped, self._keys)
         self._progress.ready(_base_url())
         return DisconnectMiddleware(RetryAfterMiddleware(wrapped, self._config.http.retry_after_s))
 

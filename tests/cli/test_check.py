@@ -39,6 +39,7 @@ GOOD = {
     "engine": {"tensor_parallel_size": 2},
     "speculation": [{"kind": "ngram", "max_draft_len": 5}],
     "placement": {"num_replicas": 3, "num_cpus_per_shard": 4, "shard_resources": {"fast": 1}},
+    "http": {"api_keys": [{"env": "A_KEY", "tenant": "team-a"}]},
 }
 
 
@@ -54,6 +55,7 @@ def test_a_valid_file_tells_what_would_start_and_where(capsys: pytest.CaptureFix
         "CPU: 4, fast: 1",
         "ngram (max_draft_len 5,",
         "requests decoded at once: 32",
+        "API keys team-a (from A_KEY)",
         "app.yaml: valid",
     ):
         assert part in out

@@ -71,6 +71,23 @@ def test_nothing_changes_after_validation() -> None:
             {"speculation": [{"kind": "ngram", "min_matching_ngram_size": 9}]},
             r"^speculation\.0\.min_matching_ngram_size: 9 .* 1 \.\. max_matching_ngram_size \(4\)$",
         ),
+        (
+            {"http": {"api_keys": [{"env": "A-KEY", "tenant": "a"}]}},
+            r"^http\.api_keys\.0\.env: 'A-KEY' .* a variable's name: letters, digits and _$",
+        ),
+        (
+            {"http": {"api_keys": [{"env": "A", "tenant": "a"}, {"env": "B", "tenant": "-"}]}},
+            r"^http\.api_keys\.1\.tenant: '-' .* letters, digits, '\.', '_' or '-', the first",
+        ),
+        (
+            {"http": {"api_keys": [{"env": "A", "tenant": "a"}, {"env": "A", "tenant": "b"}]}},
+            r"^http\.api_keys\.0\.env: 'A' .* each variable at most once$",
+        ),
+        (
+            {"http": {"api_keys": [{"env": "A", "tenant": "a", "key": "sk"}]}},
+            r"^http\.api_keys\.0\.key: 'key' .* env, tenant$",
+        ),
+        ({"http": {"api_keys": ["sk-1"]}}, r"^http\.api_keys\.0: .* the keys env, tenant$"),
     ],
 )
 def test_a_mistake_is_told_in_one_line(sections: dict[str, Any], message: str) -> None:
@@ -82,3 +99,8 @@ def test_a_mistake_is_told_in_one_line(sections: dict[str, Any], message: str) -
 def test_args_that_are_no_mapping_are_told_as_args() -> None:
     with pytest.raises(ConfigError, match=r"^args: None is not allowed; allowed: a mapping"):
         parse(None)
+
+
+def test_a_tenant_may_have_several_keys() -> None:
+    keys = [{"env": "A_OLD", "tenant": "a"}, {"env": "A_NEW", "tenant": "a"}]
+    assert [key.tenant for key in parse(args(http={"api_keys": keys})).http.api_keys] == ["a", "a"]

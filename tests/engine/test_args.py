@@ -33,6 +33,7 @@ def config(vllm: dict[str, Any] | None = None, **sections: Any) -> AppConfig:
         ({"enable_prefix_caching": "perhaps"}, "valid boolean"),
         ({"block_size": "large"}, "valid integer"),
         ({"ssl_keyfile": "key.pem"}, "http_options"),
+        ({"api_key": ["sk-1"]}, "http.api_keys"),
     ],
 )
 def test_an_option_vllm_cannot_take_is_refused_with_its_name(

@@ -19,7 +19,9 @@ from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.input_processor import InputProcessor
@@ -121,6 +123,19 @@ def test_requests_carry_our_controls_and_the_options_that_forbid_drafts() -> Non
     params = SamplingParams(min_p=0.1, logit_bias={1: 2.0}, extra_args={"speculation": "off"})
     assert (params.min_p, params.logit_bias) == (0.1, {1: 2.0})
     assert params.extra_args == {"speculation": "off"}
+
+
+def test_every_request_goes_to_the_engine_by_the_method_that_stamps_the_tenant() -> None:
+    sends = [line.strip() for line in source(AsyncLLM).splitlines() if "add_request_async" in line]
+    assert sends
+    assert {line.split("(")[0] for line in sends} == {"await self.engine_core.add_request_async"}
+    assert "EngineCoreRequestType.ADD" not in source(AsyncLLM)
+    fields = EngineCoreRequest.__struct_fields__
+    assert {"sampling_params", "cache_salt"} <= set(fields)
+
+
+def test_blocks_of_the_prefix_cache_are_reused_within_one_salt_only() -> None:
+    assert "request.cache_salt" in source(generate_block_hash_extra_keys)
 
 
 def test_logits_processors_are_built_from_config_device_and_pinning() -> None:

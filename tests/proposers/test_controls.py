@@ -4,7 +4,7 @@ import pytest
 
 from specserve.core.errors import RequestError
 from specserve.core.types import RequestControls
-from specserve.proposers.controls import parse_controls
+from specserve.proposers.controls import NO_TENANT, TENANT_KEY, parse_controls, with_tenant
 
 KINDS = ("ngram", "mtp")
 
@@ -50,3 +50,21 @@ def test_another_draft_limit_is_refused_with_its_range(value: object) -> None:
 def test_learn_is_nought_or_one(value: object) -> None:
     with pytest.raises(RequestError, match=r"vllm_xargs\.learn.*0 or 1"):
         parse_controls({"learn": value}, KINDS)
+
+
+def test_a_tenant_among_the_arguments_is_nothing_that_a_request_asks_for() -> None:
+    assert parse_controls({TENANT_KEY: "a"}, KINDS) == RequestControls()
+
+
+def test_the_engine_reads_the_tenant_that_the_server_wrote() -> None:
+    controls = RequestControls("ngram", 3, learn=False)
+    expected = RequestControls("ngram", 3, learn=False, tenant="a")
+    assert with_tenant(controls, {TENANT_KEY: "a"}) == expected
+
+
+@pytest.mark.parametrize("extra_args", [None, {}, {TENANT_KEY: 1}, {TENANT_KEY: NO_TENANT}])
+def test_of_a_request_without_a_tenant_nothing_is_learned(
+    extra_args: dict[str, object] | None,
+) -> None:
+    controls = with_tenant(RequestControls(), extra_args)
+    assert (controls.tenant, controls.learn) == (NO_TENANT, False)

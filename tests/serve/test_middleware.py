@@ -46,6 +46,20 @@ def test_a_control_that_is_not_allowed_never_reaches_the_application(client: Tes
 
 
 @pytest.mark.parametrize(
+    "body",
+    [
+        b'{"vllm_xargs": {"specserve_tenant": "b"}}',
+        b'{"vllm_\\u0078args": {"specserve\\u005ftenant": "b"}}',
+        b'{"vllm_xargs": {}, "vllm_xargs": {"learn": 0, "specserve_tenant": null}}',
+    ],
+)
+def test_a_client_cannot_name_its_tenant(client: TestClient, body: bytes) -> None:
+    answer = client.post("/v1/completions", content=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "vllm_xargs.specserve_tenant"
+
+
+@pytest.mark.parametrize(
     "body", [b'{"vllm_xargs": ', b'{"vllm_xargs": ' + b"[" * 100_000, b'"vllm_xargs"', b"\xff\\u00"]
 )
 def test_a_body_that_cannot_be_read_is_left_to_the_application(

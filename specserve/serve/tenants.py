@@ -1,0 +1,136 @@
+"""API keys: who may ask, and whose request it is."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.websockets import WebSocketClose
+
+from specserve.core.config import ApiKeyConfig
+from specserve.core.errors import ConfigError
+from specserve.engine.tenants import CURRENT_TENANT
+
+_OPEN_PATHS = ("/health", "/metrics")
+_POLICY_VIOLATION = 1008
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """A key that is known by its digest alone.
+
+    Attributes:
+        digest: SHA-256 of the key.
+        tenant: whose it is.
+    """
+
+    digest: bytes
+    tenant: str
+
+
+def read_keys(
+    configured: Sequence[ApiKeyConfig], environment: Mapping[str, str]
+) -> tuple[ApiKey, ...]:
+    """Takes the keys from their environment variables.
+
+    Raises:
+        ConfigError: a variable is missing, empty, holds what no HTTP header can carry, or the same
+            key as another; names the variable and never the key.
+    """
+    keys: dict[bytes, ApiKey] = {}
+    for index, each in enumerate(configured):
+        field = f"http.api_keys.{index}.env"
+        key = environment.get(each.env, "")
+        if not key:
+            state = "empty" if each.env in environment else "not set"
+            raise ConfigError(
+                field,
+                each.env,
+                f"a variable that holds the key, where the application is built: it is {state}",
+            )
+        if not (key.isascii() and key.isprintable()) or " " in key:
+            raise ConfigError(field, each.env, "a variable with a key of visible ASCII characters")
+        digest = _digest(key.encode())
+        if digest in keys:
+            raise ConfigError(field, each.env, "a variable with a key that no other one holds")
+        keys[digest] = ApiKey(digest, each.tenant)
+    return tuple(keys.values())
+
+
+class TenantMiddleware:
+    """Answers 401 to a call without a known key, and notes whose call the others are.
+
+    Without a key only ``/health``, ``/metrics`` and ``OPTIONS`` are answered.
+
+    Args:
+        app: the application behind.
+        keys: the known keys, at least one.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[ApiKey]) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handles one ASGI connection."""
+        if scope["type"] not in ("http", "websocket") or _is_open(scope):
+            await self._app(scope, receive, send)
+            return
+        presented = _bearer(scope)
+        tenant = None if presented is None else self._tenant_of(presented)
+        if tenant is None:
+            await _unauthorized(scope, missing=presented is None)(scope, receive, send)
+            return
+        token = CURRENT_TENANT.set(tenant)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            CURRENT_TENANT.reset(token)
+
+    def _tenant_of(self, presented: bytes) -> str | None:
+        digest = _digest(presented)
+        tenant = None
+        # All are compared, so that the time does not tell which one it was.
+        for key in self._keys:
+            if hmac.compare_digest(digest, key.digest):
+                tenant = key.tenant
+        return tenant
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _is_open(scope: Scope) -> bool:
+    path: str = scope["path"].removeprefix(scope.get("root_path", "")).rstrip("/")
+    return scope.get("method") == "OPTIONS" or path in _OPEN_PATHS
+
+
+def _bearer(scope: Scope) -> bytes | None:
+    """The key of the ``Authorization`` header; None without one of the scheme Bearer."""
+    for name, value in scope["headers"]:
+        if name.lower() == b"authorization":
+            scheme, _, key = bytes(value).partition(b" ")
+            return key.strip() if scheme.lower() == b"bearer" else None
+    return None
+
+
+def _unauthorized(scope: Scope, *, missing: bool) -> ASGIApp:
+    if scope["type"] == "websocket":
+        return WebSocketClose(_POLICY_VIOLATION)
+    message = (
+        "No API key was sent; send one in the header `Authorization: Bearer KEY`"
+        if missing
+        else "The API key is not known here"
+    )
+    error = {
+        "message": message,
+        "type": "invalid_request_error",
+        "param": None,
+        "code": "invalid_api_key",
+    }
+    return JSONResponse({"error": error}, 401, headers={"WWW-Authenticate": "Bearer"})

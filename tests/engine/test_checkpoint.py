@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from specserve.core.config import ModelConfig
+from specserve.core.errors import ConfigError
+from specserve.engine.checkpoint import find_checkpoint, model_identity
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint without weights."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = {"architectures": ["LlamaForCausalLM"], "hidden_size": 8}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text('{"model": {}}')
+    return folder
+
+
+def identity(path: object, **fields: str) -> str:
+    return model_identity(ModelConfig(path=str(path), **fields))
+
+
+def test_the_same_files_are_the_same_model_wherever_they_lie(folder: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "elsewhere"
+    shutil.copytree(folder, copy)
+    (copy / "model.safetensors").write_bytes(b"weights")
+    (copy / "README.md").write_text("a card")
+    assert identity(folder) == identity(copy)
+
+
+def test_finding_the_folder_first_changes_nothing(folder: Path) -> None:
+    found = find_checkpoint(ModelConfig(path=str(folder)))
+    assert identity(folder) == identity(found.path, tokenizer=found.tokenizer)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_another_config_or_tokenizer_is_another_model(folder: Path, name: str) -> None:
+    before = identity(folder)
+    (folder / name).write_text((folder / name).read_text() + "\n")
+    assert identity(folder) != before
+
+
+def test_a_tokenizer_file_more_is_another_model(folder: Path) -> None:
+    before = identity(folder)
+    (folder / "added_tokens.json").write_text("{}")
+    assert identity(folder) != before
+
+
+def test_another_revision_is_another_model(folder: Path) -> None:
+    assert identity(folder, revision="a") != identity(folder, revision="b")
+
+
+def test_a_tokenizer_of_its_own_is_another_model(folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "tokenizer"
+    other.mkdir()
+    (other / "tokenizer.json").write_text("{}")
+    assert identity(folder, tokenizer=str(other)) != identity(folder)
+
+
+def test_of_hub_ids_id_revision_and_tokenizer_count() -> None:
+    names = [
+        identity("org/name"),
+        identity("org/other"),
+        identity("org/name", revision="main"),
+        identity("org/name", tokenizer="org/other"),
+    ]
+    assert len(set(names)) == len(names)
+    assert identity("org/name", tokenizer="org/name") == names[0]
+
+
+def test_a_folder_that_cannot_be_read_is_told(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").mkdir()
+    with pytest.raises(ConfigError, match=r"^model\.tokenizer: .* a readable tokenizer\.json"):
+        identity(folder)

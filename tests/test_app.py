@@ -1,0 +1,34 @@
+"""What is built for Serve, without a cluster."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specserve.app import BuildError, build
+
+MODEL = Path(__file__).parents[1] / "configs/models/demo-draft"
+
+
+def args() -> dict[str, Any]:
+    keys = [{"env": "SPECSERVE_TEST_KEY", "tenant": "team-a"}]
+    return {"model": {"path": str(MODEL)}, "http": {"api_keys": keys}}
+
+
+def test_a_key_that_is_not_in_the_environment_ends_the_build_in_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("SPECSERVE_TEST_KEY", raising=False)
+    with pytest.raises(BuildError, match=r"^http\.api_keys\.0\.env: 'SPECSERVE_.* is not set$"):
+        build(args())
+
+
+def test_the_replicas_know_whose_a_key_is_but_not_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECSERVE_TEST_KEY", "sk-secret")
+    application = build(args())
+    bound = pickle.dumps(application._bound_deployment.init_args)
+    assert b"team-a" in bound
+    assert b"sk-secret" not in bound

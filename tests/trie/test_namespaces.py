@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import re
+from itertools import combinations
+
+from specserve.trie.namespaces import is_of_tenant, namespace
+
+
+def test_the_same_names_give_the_same_namespace() -> None:
+    name = namespace("model", "adapter", "team-a")
+    assert name == namespace("model", "adapter", "team-a")
+    assert re.fullmatch("[0-9a-f]{32}", name)
+    assert "team" not in name
+
+
+def test_another_model_adapter_or_tenant_is_another_namespace() -> None:
+    names = [
+        namespace("m"),
+        namespace("m", "a"),
+        namespace("m", "", "a"),
+        namespace("ma"),
+        namespace("", "ma"),
+        namespace("m", "a", "a"),
+    ]
+    assert all(one != other for one, other in combinations(names, 2))
+
+
+def test_what_is_a_tenants_is_known_under_every_model_and_adapter() -> None:
+    for name in (namespace("m", "", "a"), namespace("n", "x", "a")):
+        assert is_of_tenant(name, "a")
+        assert not is_of_tenant(name, "b")
+        assert not is_of_tenant(name, "")
