@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -95,9 +95,43 @@ class NgramConfig(Section):
         return self
 
 
-SourceConfig = NgramConfig
-"""One entry of ``speculation``; ``kind`` tells which. A second source makes this a union that is
-discriminated by ``kind``."""
+class TrieConfig(Section):
+    """Memory decoding: drafts of what followed before, in any request's text."""
+
+    kind: Literal["trie"]
+    decoding_length: int = Field(default=16, ge=1, le=MAX_DRAFT_TOKENS)
+    """Longest draft in tokens."""
+    min_match_len: int = Field(default=2, ge=2, le=16)
+    """Shortest context, in tokens, that has to have stood before."""
+    dynamic: bool = True
+    """Shorten or skip drafts that do not pay, by recent acceptance and the cost of verifying."""
+    max_bytes: int = Field(default=256 << 20, ge=1 << 20)
+    """Memory of a replica's trie, about 65 bytes a token; each namespace has an equal part."""
+    share: Literal["cluster", "replica"] = "cluster"
+    """Who learns from a replica's traffic: all replicas, or itself alone."""
+    share_tenants: bool = False
+    """One memory for all tenants. Then a request's speed tells what others asked before."""
+    learn_prompts: bool = True
+    """Learn from prompts too, not only from what the model wrote."""
+    snapshot_url: str = ""
+    """Folder or fsspec URL where the cluster's memory survives restarts; empty: nowhere."""
+    snapshot_interval_s: float = Field(default=60.0, ge=1.0)
+    """Seconds between two snapshots."""
+
+    @property
+    def max_draft_len(self) -> int:
+        """Longest draft in tokens."""
+        return self.decoding_length
+
+    @model_validator(mode="after")
+    def _snapshots_are_shared(self) -> Self:
+        if self.snapshot_url and self.share != "cluster":
+            raise ConfigError("snapshot_url", self.snapshot_url, "empty, unless share is cluster")
+        return self
+
+
+SourceConfig = Annotated[NgramConfig | TrieConfig, Field(discriminator="kind")]
+"""One entry of ``speculation``; ``kind`` tells which."""
 
 
 class PlacementConfig(Section):
@@ -196,20 +230,15 @@ class AppConfig(Section):
                 raise ConfigError(
                     f"speculation.{index}.kind", source.kind, "each kind of source at most once"
                 )
-            limit = self.engine.max_model_len
-            if limit and source.max_draft_len >= limit:
-                raise ConfigError(
-                    f"speculation.{index}.max_draft_len",
-                    source.max_draft_len,
-                    f"less than engine.max_model_len ({limit})",
-                )
-            room = self.engine.max_num_batched_tokens
-            if source.max_draft_len >= room:
-                raise ConfigError(
-                    f"speculation.{index}.max_draft_len",
-                    source.max_draft_len,
-                    f"less than engine.max_num_batched_tokens ({room})",
-                )
+            length = "decoding_length" if source.kind == "trie" else "max_draft_len"
+            for option in ("max_model_len", "max_num_batched_tokens"):
+                limit = getattr(self.engine, option)
+                if limit and source.max_draft_len >= limit:
+                    raise ConfigError(
+                        f"speculation.{index}.{length}",
+                        source.max_draft_len,
+                        f"less than engine.{option} ({limit})",
+                    )
         return self
 
     @property

@@ -22,6 +22,7 @@ class RequestControls:
         speculation: ``auto`` (all configured sources), ``off``, or the kind of one source.
         max_draft_tokens: upper bound of a draft's length in tokens; -1 leaves it to the sources.
         learn: whether the request's text may be remembered beyond the request.
+        adapter: name of the request's LoRA adapter; empty: none.
         tenant: whose request it is, told by the server and never by the client; empty without
             API keys.
     """
@@ -29,6 +30,7 @@ class RequestControls:
     speculation: str = "auto"
     max_draft_tokens: int = -1
     learn: bool = True
+    adapter: str = ""
     tenant: str = ""
 
 
@@ -60,6 +62,7 @@ class DraftBatch:
         num_tokens: int32 ``[n]``, prompt and output tokens known.
         num_prompt_tokens: int32 ``[n]``.
         max_draft_tokens: int32 ``[n]``, the longest draft that can be used; 0: none.
+        controls: n, what each request asked for; empty: nothing special of any.
         hidden_states: what drafters that continue the target's own states need; None where the
             engine gives none.
     """
@@ -69,6 +72,7 @@ class DraftBatch:
     num_tokens: Int32Array
     num_prompt_tokens: Int32Array
     max_draft_tokens: Int32Array
+    controls: tuple[RequestControls, ...] = ()
     hidden_states: HiddenStates | None = None
 
     def __len__(self) -> int:

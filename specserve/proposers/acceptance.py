@@ -49,6 +49,27 @@ class Acceptance:
             record.add(shared.rates[position], index < num_hits)
             shared.add(position, index < num_hits)
 
+    def observe_unsent(self, request_id: str, draft: Draft, new_tokens: Sequence[int]) -> None:
+        """Counts a draft that was not verified, by what the target wrote instead.
+
+        Its tokens count as far as the target's text is known: what agrees would have been
+        accepted. For a sampled text this is so with the right probability, too.
+
+        Args:
+            request_id: whose it was.
+            draft: of the step before.
+            new_tokens: what the target wrote in this step.
+        """
+        num_known = min(len(draft.tokens), len(new_tokens))
+        num_hits = 0
+        while num_hits < num_known and draft.tokens[num_hits] == new_tokens[num_hits]:
+            num_hits += 1
+        self.observe(Outcome(request_id, draft.cut(num_known), num_hits, ()))
+
+    def expected(self, request_id: str, draft: Draft) -> float:
+        """How many of a draft's tokens will be accepted, in the mean."""
+        return sum(self.gains(request_id, draft))
+
     def gains(self, request_id: str, draft: Draft) -> list[float]:
         """Probability that each draft token is accepted, all before it included; falling.
 

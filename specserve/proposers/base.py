@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
+from specserve.core.config import TrieConfig
 from specserve.core.types import Draft, DraftBatch, Outcome
+
+if TYPE_CHECKING:
+    from specserve.trie.memory import SharedMemory, TrieMemory  # numba takes seconds to import
 
 
 class Proposer(Protocol):
@@ -40,3 +46,22 @@ class Proposer(Protocol):
     def forget(self, request_ids: list[str]) -> None:
         """Drops all that is kept for these finished or aborted requests; unknown ids are fine."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What a source may need to know of the replica that it drafts for.
+
+    Attributes:
+        vocab_size: token ids are 0 .. ``vocab_size - 1``.
+        model_identity: the checkpoint's; what one model taught, another must not be told.
+        num_tenants: tenants that keys are configured for; 0: all requests are one tenant's.
+        num_adapters: LoRA adapters that may be loaded beside the model itself.
+        share: joins a memory to the cluster's; None: there is no cluster.
+    """
+
+    vocab_size: int = 2**31 - 1
+    model_identity: str = ""
+    num_tenants: int = 0
+    num_adapters: int = 0
+    share: Callable[[TrieConfig, TrieMemory], SharedMemory] | None = None

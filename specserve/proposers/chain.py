@@ -19,7 +19,8 @@ import numpy as np
 from specserve.core.config import SourceConfig
 from specserve.core.metrics import SpeculationMetrics
 from specserve.core.types import Draft, DraftBatch, Int32Array, Outcome, RequestControls
-from specserve.proposers.base import Proposer
+from specserve.proposers.arbiter import Arbiter
+from specserve.proposers.base import Proposer, Surroundings
 from specserve.proposers.gate import Gate
 from specserve.proposers.guard import GuardedSource, is_well_formed
 from specserve.proposers.registry import build_proposer
@@ -32,10 +33,9 @@ class ProposerChain:
     """All sources of one replica, as one. Calls come from one thread.
 
     Args:
-        sources: (kind, proposer), in the order in which they are asked.
+        sources: (kind, proposer); of equally promising drafts the first source's is taken.
         metrics: where drafts, calls and errors are counted.
-        gate: trims drafts that do not pay; None lets all through.
-        gated_kinds: the kinds whose drafts the gate trims.
+        gated_kinds: the kinds whose drafts are trimmed to the length that pays.
         vocab_size: draft tokens are 0 .. ``vocab_size - 1``; a draft with others is dropped.
         clock: monotonic seconds.
     """
@@ -45,7 +45,6 @@ class ProposerChain:
         sources: Sequence[tuple[str, Proposer]],
         metrics: SpeculationMetrics,
         *,
-        gate: Gate | None = None,
         gated_kinds: frozenset[str] = frozenset(),
         vocab_size: int = 2**31 - 1,
         clock: Callable[[], float] = time.monotonic,
@@ -53,9 +52,10 @@ class ProposerChain:
         self.kinds = tuple(kind for kind, _ in sources)
         self._sources = [GuardedSource(kind, source, metrics, clock) for kind, source in sources]
         self._metrics = metrics
-        self._gate = gate
+        self._gate = Gate()
         self._gated_kinds = gated_kinds
         self._vocab_size = vocab_size
+        self._arbiter = Arbiter(self._gate.acceptance)
 
     def step(
         self, batch: DraftBatch, outcomes: list[Outcome], controls: Sequence[RequestControls]
@@ -73,7 +73,8 @@ class ProposerChain:
         """
         assert len(controls) == len(batch)
         self.observe(outcomes)
-        return self._first_draft(batch, controls)
+        offers = self._offers(replace(batch, controls=tuple(controls)))
+        return self._sent(batch.request_ids, offers)
 
     def observe(self, outcomes: list[Outcome]) -> None:
         """Counts the outcomes, and passes them to the sources and the gate."""
@@ -85,8 +86,8 @@ class ProposerChain:
                 self._metrics.count_draft(draft.source, len(draft.tokens), outcome.num_accepted)
         for source in self._sources:
             source.observe(outcomes)
-        if self._gate is not None:
-            self._gate.observe(outcomes)
+        self._gate.observe(outcomes)
+        self._arbiter.observe(outcomes)
 
     def observe_step(self, num_requests: int, num_draft_tokens: int, seconds: float) -> None:
         """What a step cost that decoded ``num_requests`` requests and did nothing else.
@@ -97,45 +98,57 @@ class ProposerChain:
             seconds: from the end of the drafting before the step to the tokens that it sampled:
                 scheduling and sampling are in it, drafting is not.
         """
-        if self._gate is not None:
-            self._gate.observe_step(num_requests, num_draft_tokens, seconds)
+        self._gate.observe_step(num_requests, num_draft_tokens, seconds)
 
     def forget(self, request_ids: list[str]) -> None:
         """Drops all that is kept of these finished or aborted requests; unknown ids are fine."""
         for source in self._sources:
             source.forget(request_ids)
-        if self._gate is not None:
-            self._gate.forget(request_ids)
+        self._arbiter.forget(request_ids)
+        self._gate.forget(request_ids)
 
-    def _first_draft(self, batch: DraftBatch, controls: Sequence[RequestControls]) -> list[Draft]:
-        """The rule of choice: of the sources in their order, the first one that has a guess."""
-        drafts = [NO_DRAFT] * len(batch)
+    def _offers(self, batch: DraftBatch) -> list[list[tuple[str, Draft]]]:
+        """What the sources offer: for each request (kind, draft), drafts with tokens alone.
+
+        Every source is asked at every step, with a limit of 0 where no draft is wanted: some learn
+        from what they see.
+        """
+        offers: list[list[tuple[str, Draft]]] = [[] for _ in batch.request_ids]
         for source in self._sources:
-            limits = self._limits(source.kind, batch, controls, drafts)
-            if not source.ready or not limits.any():
+            if not source.ready:
                 continue
+            limits = self._limits(source.kind, batch)
             answer = source.propose(replace(batch, max_draft_tokens=limits))
-            if answer is None:
-                continue
-            offers = [
-                self._checked(source.kind, draft, limit)
-                for draft, limit in zip(answer, limits.tolist(), strict=True)
-            ]
-            if self._gate is not None and source.kind in self._gated_kinds:
-                offers = self._gate.trim(batch.request_ids, offers)
-            for row, offer in enumerate(offers):
-                if offer.tokens:
-                    drafts[row] = offer
-        return drafts
+            for row, (draft, limit) in enumerate(zip(answer or (), limits.tolist(), strict=False)):
+                draft = self._checked(source.kind, draft, limit)
+                if draft.tokens:
+                    offers[row].append((source.kind, draft))
+        return offers
+
+    def _sent(self, request_ids: list[str], offers: list[list[tuple[str, Draft]]]) -> list[Draft]:
+        """The rule of choice: each request's best draft, at the length that pays."""
+        sent = [NO_DRAFT] * len(offers)
+        gated = [NO_DRAFT] * len(offers)
+        for row, each in enumerate(offers):
+            if each:
+                best = self._arbiter.choose(request_ids[row], [draft for _, draft in each])
+                kind, draft = each[best]
+                (gated if kind in self._gated_kinds else sent)[row] = draft
+        for row, draft in enumerate(self._gate.trim(request_ids, gated)):
+            if draft.tokens:
+                sent[row] = draft
+        for row, each in enumerate(offers):
+            source = sent[row].source if sent[row].tokens else None
+            unsent = [draft for _, draft in each if draft.source != source]
+            self._arbiter.keep_unsent(request_ids[row], unsent)
+        return sent
 
     @staticmethod
-    def _limits(
-        kind: str, batch: DraftBatch, controls: Sequence[RequestControls], drafts: list[Draft]
-    ) -> Int32Array:
-        """How long a draft each request takes from this source; 0 where it has one already."""
+    def _limits(kind: str, batch: DraftBatch) -> Int32Array:
+        """How long a draft each request takes from this source."""
         limits = batch.max_draft_tokens.tolist()
-        for row, control in enumerate(controls):
-            if drafts[row].tokens or control.speculation not in ("auto", kind):
+        for row, control in enumerate(batch.controls):
+            if control.speculation not in ("auto", kind):
                 limits[row] = 0
             elif 0 <= control.max_draft_tokens < limits[row]:
                 limits[row] = control.max_draft_tokens
@@ -143,7 +156,7 @@ class ProposerChain:
 
     def _checked(self, kind: str, draft: Draft, limit: int) -> Draft:
         """The draft, cut to the limit; dropped and counted if it is not made of tokens."""
-        if not draft.tokens:
+        if not draft.tokens or not limit:
             return NO_DRAFT
         if not is_well_formed(draft, self._vocab_size):
             self._metrics.count_error(kind)
@@ -152,14 +165,15 @@ class ProposerChain:
 
 
 def build_chain(
-    configs: Sequence[SourceConfig], metrics: SpeculationMetrics, *, vocab_size: int = 2**31 - 1
+    configs: Sequence[SourceConfig],
+    metrics: SpeculationMetrics,
+    surroundings: Surroundings | None = None,
 ) -> ProposerChain:
     """The chain that a configuration's ``speculation`` describes, warmed up."""
-    gated = frozenset(config.kind for config in configs if config.dynamic)
+    surroundings = surroundings or Surroundings()
     return ProposerChain(
-        [(config.kind, build_proposer(config)) for config in configs],
+        [(config.kind, build_proposer(config, surroundings)) for config in configs],
         metrics,
-        gate=Gate() if gated else None,
-        gated_kinds=gated,
-        vocab_size=vocab_size,
+        gated_kinds=frozenset(config.kind for config in configs if config.dynamic),
+        vocab_size=surroundings.vocab_size,
     )

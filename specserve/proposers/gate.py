@@ -39,10 +39,13 @@ class Gate:
     Two things must be tried to be known: drafts where they seemed not to pay, and plain steps
     where drafts always pay. Both are paid from one account that earns ``PROBE_SHARE`` of the time,
     so that learning costs no more than that. Same calls, same answers: nothing is random.
+
+    Attributes:
+        acceptance: what was accepted of the sources' drafts.
     """
 
     def __init__(self) -> None:
-        self._acceptance = Acceptance()
+        self.acceptance = Acceptance()
         self._cost = StepCost()
         self._credit = _FIRST_CREDIT  # in plain steps
         self._num_steps = 0
@@ -64,7 +67,7 @@ class Gate:
         offered = [row for row, draft in enumerate(drafts) if draft.tokens]
         if not offered:
             return drafts
-        gains = {row: self._acceptance.gains(request_ids[row], drafts[row]) for row in offered}
+        gains = {row: self.acceptance.gains(request_ids[row], drafts[row]) for row in offered}
         lengths = dict.fromkeys(offered, 0)
         if self._cost.is_calibrated or self._num_steps > _PATIENCE_STEPS:
             plain, base, per_token = self._cost.at(len(drafts))
@@ -81,7 +84,7 @@ class Gate:
     def observe(self, outcomes: list[Outcome]) -> None:
         """Learns from what was accepted."""
         for outcome in outcomes:
-            self._acceptance.observe(outcome)
+            self.acceptance.observe(outcome)
 
     def observe_step(self, num_requests: int, num_draft_tokens: int, seconds: float) -> None:
         """Learns what a step costs; see :meth:`ProposerChain.observe_step`."""
@@ -90,7 +93,7 @@ class Gate:
 
     def forget(self, request_ids: list[str]) -> None:
         """Drops what is kept of these requests."""
-        self._acceptance.forget(request_ids)
+        self.acceptance.forget(request_ids)
         for request_id in request_ids:
             self._skipped.pop(request_id, None)
 

@@ -8,10 +8,13 @@ request's text a pool holds only what a search of that text finds as well.
 
 from __future__ import annotations
 
+from typing import Self
+
 import numpy as np
 
 from specserve.core.config import NgramConfig
 from specserve.core.types import Draft, DraftBatch, Int32Array, Outcome
+from specserve.proposers.base import Surroundings
 from specserve.proposers.ngram_index import Int64Array, UInt64Array, rehash, step_batch
 
 INGEST_TOKENS_PER_STEP = 8192
@@ -50,6 +53,12 @@ class NgramProposer:
         self._indexed = np.zeros(_FIRST_ROWS, np.int64)
         self._states = np.zeros(config.max_matching_ngram_size, np.uint64)
         self.warm_up()
+
+    @classmethod
+    def build(cls, config: NgramConfig, surroundings: Surroundings) -> Self:
+        """For the registry; the request's own text is all that this source needs."""
+        del surroundings
+        return cls(config)
 
     @property
     def num_bytes(self) -> int:

@@ -7,12 +7,13 @@ from typing import Any, cast
 
 from specserve.core.config import SourceConfig
 from specserve.core.errors import ConfigError
-from specserve.proposers.base import Proposer
+from specserve.proposers.base import Proposer, Surroundings
 
 _SOURCES = {
     "ngram": "specserve.proposers.ngram:NgramProposer",
+    "trie": "specserve.proposers.trie:TrieProposer",
 }
-"""Kind to ``module:class``; the class is called with the source's own config."""
+"""Kind to ``module:class``; the class makes itself by ``build(config, surroundings)``."""
 
 
 def known_kinds() -> tuple[str, ...]:
@@ -32,6 +33,6 @@ def source_class(kind: str) -> Any:
     return getattr(import_module(module), name)
 
 
-def build_proposer(config: SourceConfig) -> Proposer:
+def build_proposer(config: SourceConfig, surroundings: Surroundings) -> Proposer:
     """Makes the proposer that ``config`` describes, ready for its first request."""
-    return cast(Proposer, source_class(config.kind)(config))
+    return cast(Proposer, source_class(config.kind).build(config, surroundings))

@@ -240,6 +240,7 @@ def _add_page(a, slot, states):  # type: ignore[no-untyped-def]
     a.page_stamp[page] = a.scalars[CLOCK]
     a.page_use[page] = 1
     a.page_flags[page] = a.slot_flags[slot]
+    a.slot_flags[slot] &= ~np.uint8(CUT)
     return page
 
 
@@ -265,7 +266,7 @@ def append(a, slots, token_ids, begins, ends, num_prompt_tokens):  # type: ignor
         slot, column, end = slots[row], begins[row], ends[row]
         while slot >= 0 and column < end:
             page = a.slot_tail[slot]
-            if page < 0 or a.page_length[page] == PAGE:
+            if page < 0 or a.page_length[page] == PAGE or a.slot_flags[slot] & CUT:
                 page = _add_page(a, slot, states)
                 if page < 0:
                     lost += end - column

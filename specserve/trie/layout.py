@@ -21,8 +21,8 @@ _ID_BYTES = 200
 """A sequence's id and its places in Python's own dictionary and list."""
 
 FROM_CLUSTER, PRIVATE, CUT = 1, 2, 4
-"""Flags of a page: taught by another replica; only for its own request; the page before it in the
-text was evicted."""
+"""Flags of a page: taught by another replica; only for its own request; it does not go on where the
+page before it ends. Those of a sequence are for its next page."""
 
 NUM_FREE_PAGES, HAND, CLOCK, NUM_FREE_SLOTS, NUM_TOKENS, NUM_EVICTED, NUM_SCALARS = range(7)
 """Indices of ``Arrays.scalars``. The clock counts the tokens ever taken."""
@@ -51,7 +51,7 @@ class Arrays(NamedTuple):
         slot_head: int32 ``[P]``, first page of a sequence; -1.
         slot_tail: int32 ``[P]``, last page; -1.
         slot_open: bool ``[P]``, the sequence still grows.
-        slot_flags: uint8 ``[P]``, flags for its new pages.
+        slot_flags: uint8 ``[P]``, flags for its next page.
         free_slots: int32 ``[P]``, a stack.
         scalars: int64 ``[NUM_SCALARS]``.
     """

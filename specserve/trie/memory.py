@@ -16,18 +16,23 @@ class SharedMemory(Protocol):
         self,
         namespace: str,
         sequence: str,
+        start: int,
         tokens: Int32Array,
-        num_prompt_tokens: int,
-        final: bool,
-    ) -> None:
+        num_prompt_tokens: int = 0,
+        final: bool = False,
+    ) -> bool:
         """Tells the others what follows in a text.
 
         Args:
             namespace: whose text it is.
-            sequence: the text's id, unique in this replica.
-            tokens: int32 ``[k]``, kept.
+            sequence: the text's id, unique in the cluster.
+            start: position of the first of these tokens in the text.
+            tokens: int32 ``[k]``, copied.
             num_prompt_tokens: how many of them, from the first one, are prompt.
             final: the text ends here.
+
+        Returns:
+            False if these tokens were dropped, because others wait in too great number.
         """
         ...
 
@@ -64,12 +69,11 @@ class TrieMemory:
         with self._lock:
             return dict(self._tries)
 
-    def remove_namespace(self, namespace: str) -> int:
+    def clear(self, namespace: str) -> int:
         """Forgets all that a namespace was taught.
 
         Returns:
             How many tokens that were.
         """
-        with self._lock:
-            trie = self._tries.pop(namespace, None)
-        return trie.num_tokens if trie is not None else 0
+        trie = self._tries.get(namespace)
+        return trie.clear() if trie is not None else 0

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from specserve.core.types import Int32Array
 from specserve.trie import kernels
 from specserve.trie.layout import (
+    CUT,
     FROM_CLUSTER,
     NUM_EVICTED,
     NUM_FREE_SLOTS,
@@ -176,6 +177,13 @@ class TokenTrie:
                 kernels.append(self._arrays, slots, token_ids, begins, ends, num_prompt_tokens)
             )
 
+    def skip(self, sequence_id: str) -> None:
+        """Says that a part of an open sequence is missing before what is appended next."""
+        with self._lock:
+            slot = self._slot_of(sequence_id)
+            if slot >= 0:
+                self._arrays.slot_flags[slot] |= CUT
+
     def finish(self, sequence_id: str) -> None:
         """Closes a sequence: it may be forgotten now; a private one is, at once."""
         with self._lock:
@@ -196,6 +204,22 @@ class TokenTrie:
         with self._lock:
             slot = self._slot_of(sequence_id)
             return int(kernels.remove(self._arrays, slot)) if slot >= 0 else 0
+
+    def clear(self) -> int:
+        """Forgets everything; sequences that still grow are not learned any further.
+
+        Returns:
+            How many tokens were removed.
+        """
+        with self._lock:
+            num_tokens = self.num_tokens
+            num_evicted = self.num_evicted_tokens
+            for array, empty in zip(self._arrays, allocate(len(self._ids)), strict=True):
+                array[...] = empty
+            self._arrays.scalars[NUM_EVICTED] = num_evicted
+            self._slots.clear()
+            self._ids = [None] * len(self._ids)
+            return num_tokens
 
     def lookup(
         self,

@@ -71,3 +71,13 @@ def test_a_forgotten_request_starts_from_the_shared_rates() -> None:
     before = first(acceptance, "bad")
     acceptance.forget(["bad", "unknown"])
     assert first(acceptance, "bad") > before
+
+
+def test_a_draft_that_was_not_sent_teaches_as_far_as_the_targets_text_is_known() -> None:
+    unsent, sent = Acceptance(), Acceptance()
+    unsent.observe_unsent("a", DRAFT, (1, 2, 9))
+    sent.observe(Outcome("a", DRAFT, 2, (1, 2, 9)))
+    assert unsent.gains("new", DRAFT) == sent.gains("new", DRAFT)
+    unsent.observe_unsent("a", DRAFT, (1,))
+    sent.observe(Outcome("a", DRAFT.cut(1), 1, (1, 9)))
+    assert unsent.gains("new", DRAFT) == sent.gains("new", DRAFT)

@@ -9,6 +9,7 @@ import pytest
 from specserve.core.config import NgramConfig
 from specserve.core.metrics import HealthSnapshot, SpeculationMetrics
 from specserve.core.types import Draft, DraftBatch, Outcome, RequestControls
+from specserve.proposers.base import Surroundings
 from specserve.proposers.chain import ProposerChain, build_chain
 
 AUTO = RequestControls()
@@ -71,18 +72,40 @@ def health(metrics: SpeculationMetrics, kind: str) -> HealthSnapshot:
     return next(entry for entry in metrics.snapshot().health if entry.source == kind)
 
 
-def test_the_first_source_that_has_a_guess_wins() -> None:
+def offers(source: str, *guess: int, match_len: int = 4) -> Source:
+    """A source that always guesses the same."""
+    return Source(lambda batch: [Draft(guess, source, match_len)] * len(batch))  # type: ignore[arg-type]
+
+
+def test_where_one_source_has_no_guess_another_ones_is_taken() -> None:
     first, second = Source(only(1, 5)), Source(always(6, 7))
     chain = ProposerChain([("ngram", first), ("mtp", second)], SpeculationMetrics())
-    assert tokens(chain.step(batch(4, 4), [], [AUTO, AUTO])) == [(6, 7), (5,)]
-    assert second.limits == [[4, 0]]
+    assert tokens(chain.step(batch(4, 4), [], [AUTO, AUTO])) == [(6, 7), (6, 7)]
+    assert second.limits == [[4, 4]]
 
 
-def test_a_source_is_not_asked_when_all_requests_have_a_draft() -> None:
-    second = Source(always(6))
-    chain = ProposerChain([("ngram", Source(always(5))), ("mtp", second)], SpeculationMetrics())
-    chain.step(batch(4), [], [AUTO])
-    assert second.limits == []
+def test_of_drafts_that_promise_the_same_the_first_sources_is_taken() -> None:
+    sources = [("ngram", offers("ngram", 1, 2)), ("trie", offers("trie_local", 3, 4))]
+    chain = ProposerChain(sources, SpeculationMetrics())
+    assert tokens(chain.step(batch(4), [], [AUTO])) == [(1, 2)]
+
+
+def test_the_source_is_chosen_whose_drafts_are_accepted_also_when_they_were_not_sent() -> None:
+    sources = [("ngram", offers("ngram", 1, 2)), ("trie", offers("trie_local", 3, 4))]
+    chain = ProposerChain(sources, SpeculationMetrics())
+    (draft,) = chain.step(batch(4), [], [AUTO])
+    for _ in range(3):  # the target writes what the trie would have drafted
+        num_accepted = 2 if draft.source == "trie_local" else 0
+        new_tokens = (3, 4, 5)[: num_accepted + 1]
+        (draft,) = chain.step(batch(4), [Outcome("r0", draft, num_accepted, new_tokens)], [AUTO])
+    assert draft.source == "trie_local"
+
+
+def test_every_source_sees_every_step() -> None:
+    source = Source(always(6))
+    chain = ProposerChain([("trie", source)], SpeculationMetrics())
+    assert tokens(chain.step(batch(0, 4), [], [AUTO, RequestControls("off")])) == [(), ()]
+    assert source.limits == [[0, 0]]
 
 
 def test_a_request_may_switch_speculation_off_or_name_its_source() -> None:
@@ -246,7 +269,7 @@ def repeated(count: int) -> DraftBatch:
 
 def test_a_configured_chain_drafts_from_the_text() -> None:
     config = NgramConfig(kind="ngram", max_draft_len=3, dynamic=False)
-    chain = build_chain([config], SpeculationMetrics(), vocab_size=7)
+    chain = build_chain([config], SpeculationMetrics(), Surroundings(vocab_size=7))
     assert chain.kinds == ("ngram",)
     assert tokens(chain.step(repeated(1), [], [AUTO])) == [(1, 2, 3)]
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 import threading
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -55,7 +56,8 @@ def look(
 
 def draft(trie: TokenTrie, context: Int32Array, limit: int = 8, name: str = "asking") -> list[int]:
     found = look(trie, context, limit, name)
-    return found.tokens[0, : found.lengths[0]].tolist()
+    guess: list[int] = found.tokens[0, : found.lengths[0]].tolist()
+    return guess
 
 
 @pytest.fixture
@@ -78,7 +80,7 @@ def test_appending_in_pieces_gives_the_same_memory_as_at_once() -> None:
     learn(whole, text, "a")
     pieces.open("a")
     cuts = [0, 1, 2, 3, 40, 63, 64, 65, 200, 201, 999, 1000]
-    for begin, end in zip(cuts, cuts[1:], strict=False):
+    for begin, end in pairwise(cuts):
         pieces.append("a", text[begin:end])
     for end in range(2, 1000, 7):
         context = text[max(end - 30, 0) : end]
@@ -188,6 +190,31 @@ def test_a_removed_text_leaves_nothing_behind(trie: TokenTrie) -> None:
     assert trie.remove("never seen") == 0
 
 
+def test_no_draft_crosses_a_missing_part(trie: TokenTrie) -> None:
+    text = noise(300)
+    trie.open("a")
+    trie.append("a", text[:100])
+    trie.skip("a")
+    trie.append("a", text[150:])
+    assert draft(trie, text[80:95]) == text[95:100].tolist()
+    assert draft(trie, text[80:100]) == []
+    assert draft(trie, np.concatenate([text[90:100], text[150:151]])) == []
+    assert draft(trie, text[150:152]) == text[152:160].tolist()
+    assert trie.remove("a") == 250
+    assert not trie._arrays.table.any()
+
+
+def test_a_cleared_memory_knows_nothing_and_learns_anew(trie: TokenTrie) -> None:
+    text = noise(300)
+    trie.open("growing")
+    trie.append("growing", text)
+    assert trie.clear() == 300
+    trie.append("growing", text)
+    assert trie.num_tokens == 0
+    learn(trie, text, "new")
+    assert draft(trie, text[50:60]) == text[60:68].tolist()
+
+
 def test_the_memory_never_grows_and_what_is_used_stays() -> None:
     trie = TokenTrie(SMALL)
     size = trie.num_bytes
@@ -258,12 +285,12 @@ def test_learning_in_one_thread_and_looking_up_in_another_never_meet_half_a_text
     thread = threading.Thread(target=teach)
     thread.start()
     try:
-        pairs = {tuple(pair) for pair in zip(text.tolist(), text.tolist()[1:], strict=False)}
+        pairs = {tuple(pair) for pair in pairwise(text.tolist())}
         pairs.add((int(text[-1]), int(text[0])))
         for begin in range(1500):
             guess = draft(trie, text[begin : begin + 8])
             chain = [int(text[begin + 7]), *guess]
-            assert all(pair in pairs for pair in zip(chain, chain[1:], strict=False))
+            assert all(pair in pairs for pair in pairwise(chain))
     finally:
         stop.set()
         thread.join()

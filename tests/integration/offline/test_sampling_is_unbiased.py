@@ -17,6 +17,7 @@ from specserve.bench.engine_process import EngineProcess
 from specserve.core.config import AppConfig
 from specserve.core.types import DraftBatch
 from specserve.engine.generation import Completion, Job, RunResult, Sampling
+from specserve.proposers.base import Surroundings
 from specserve.proposers.registry import build_proposer
 
 ALPHABET = (300, 301, 302, 303)
@@ -126,6 +127,9 @@ def _drafts(config: AppConfig, outputs: Sequence[Sample]) -> list[Sample]:
         num_prompt_tokens=np.full(size, len(PROMPT), dtype=np.int32),
         max_draft_tokens=np.full(size, NUM_TOKENS - 1, dtype=np.int32),
     )
-    drafts = [draft.tokens for draft in build_proposer(config.speculation[0]).propose(batch)]
+    drafts = [
+        draft.tokens
+        for draft in build_proposer(config.speculation[0], Surroundings()).propose(batch)
+    ]
     assert all(len(draft) == NUM_TOKENS - 1 for draft in drafts)
     return drafts

@@ -1,0 +1,215 @@
+"""Memory decoding: what followed the last times that a text stood where the request's stands now.
+
+See :mod:`specserve.trie.token_trie` for where it comes from. The source learns from every request
+while it is written: what one wrote in this step, all can draft in the next one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from secrets import token_hex
+from typing import Self
+
+import numpy as np
+
+from specserve.core.config import TrieConfig
+from specserve.core.types import Draft, DraftBatch, Int32Array, Outcome, RequestControls
+from specserve.proposers.base import Surroundings
+from specserve.proposers.controls import NO_TENANT
+from specserve.trie.memory import SharedMemory, TrieMemory
+from specserve.trie.namespaces import namespace
+from specserve.trie.token_trie import Int64Array, TokenTrie
+
+LEARN_TOKENS_PER_STEP = 4096
+"""Tokens of long prompts that are learned in one step over all requests, 2 to 4 ms of work."""
+
+_SMALL_TOKENS = 256
+"""What a step or a short prompt adds: no other request's long prompt makes it wait."""
+
+_NO_DRAFT = Draft((), "trie_local")
+_DEFAULT = RequestControls()
+
+
+@dataclass(slots=True)
+class _Request:
+    """A request's text as far as it was learned.
+
+    Attributes:
+        name: the text's, in the trie and in the cluster.
+        namespace: whose it is.
+        trie: where it is learned; None where there is no room for it.
+        private: nobody else may learn from it.
+        num_learned: tokens learned so far.
+    """
+
+    name: str
+    namespace: str
+    trie: TokenTrie | None
+    private: bool
+    num_learned: int = 0
+
+
+class TrieProposer:
+    """Drafts from a replica's memory, and fills it.
+
+    A request that must not be learned from (``learn`` 0) drafts from the memory too, and its own
+    text is in it for itself alone until it ends.
+
+    Args:
+        config: the source's configuration.
+        memory: what is drafted from.
+        surroundings: the replica.
+        shared: the way to the other replicas; None: there is none.
+    """
+
+    def __init__(
+        self,
+        config: TrieConfig,
+        memory: TrieMemory,
+        surroundings: Surroundings,
+        shared: SharedMemory | None = None,
+    ) -> None:
+        self._config = config
+        self._memory = memory
+        self._identity = surroundings.model_identity
+        self._shared = shared
+        self._requests: dict[str, _Request] = {}
+        self._name, self._num_opened = token_hex(8), 0
+        self._warm_up()
+
+    @classmethod
+    def build(cls, config: TrieConfig, surroundings: Surroundings) -> Self:
+        """For the registry: with its own memory, joined to the cluster's where it is shared."""
+        tenants = 1 if config.share_tenants else max(surroundings.num_tenants, 1)
+        memory = TrieMemory(config.max_bytes, tenants * (1 + surroundings.num_adapters))
+        shared = None
+        if config.share == "cluster" and surroundings.share is not None:
+            shared = surroundings.share(config, memory)
+        return cls(config, memory, surroundings, shared)
+
+    def propose(self, batch: DraftBatch) -> list[Draft]:
+        """Learns what is new in each request's text, and looks up what may follow it."""
+        if not len(batch):
+            return []
+        # No copies of the engine's own arrays; other types or strides would compile anew.
+        token_ids = np.ascontiguousarray(batch.token_ids, np.int32)
+        num_tokens = np.ascontiguousarray(batch.num_tokens, np.int32)
+        limits = np.minimum(batch.max_draft_tokens, self._config.decoding_length, dtype=np.int32)
+        batch_rows = self._rows_by_trie(batch)
+        ends = self._learn_until(batch, num_tokens)
+        drafts = [_NO_DRAFT] * len(batch)
+        names = [self._requests[request_id].name for request_id in batch.request_ids]
+        for trie, rows in batch_rows:
+            self._learn(trie, rows, batch, names, token_ids, ends)
+            if not limits[rows].any():
+                continue
+            found = trie.lookup(
+                token_ids,
+                num_tokens,
+                limits,
+                names,
+                rows=rows,
+                min_match_len=self._config.min_match_len,
+            )
+            for row in rows[found.lengths[rows] > 0].tolist():
+                drafts[row] = Draft(
+                    tuple(found.tokens[row, : found.lengths[row]].tolist()),
+                    "trie_cluster" if found.from_cluster[row] else "trie_local",
+                    int(found.match_lens[row]),
+                    float(found.expected[row]),
+                )
+        return drafts
+
+    def observe(self, outcomes: list[Outcome]) -> None:
+        """Nothing to learn: the text itself is in the next batch."""
+
+    def forget(self, request_ids: list[str]) -> None:
+        """Closes these requests' texts; what was learned of them stays."""
+        for request_id in request_ids:
+            request = self._requests.pop(request_id, None)
+            if request is None or request.trie is None:
+                continue
+            request.trie.finish(request.name)
+            if self._shared is not None and not request.private:
+                end, nothing = request.num_learned, np.empty(0, np.int32)
+                self._shared.publish(request.namespace, request.name, end, nothing, final=True)
+
+    def _rows_by_trie(self, batch: DraftBatch) -> list[tuple[TokenTrie, Int64Array]]:
+        """The batch's rows, together where they share a trie."""
+        rows: dict[TokenTrie, list[int]] = {}
+        for row, request_id in enumerate(batch.request_ids):
+            request = self._requests.get(request_id)
+            if request is None:
+                controls = batch.controls[row] if batch.controls else _DEFAULT
+                request = self._requests[request_id] = self._open(request_id, controls)
+            if request.trie is not None:
+                rows.setdefault(request.trie, []).append(row)
+        return [(trie, np.array(each, np.int64)) for trie, each in rows.items()]
+
+    def _open(self, request_id: str, controls: RequestControls) -> _Request:
+        tenant = "" if self._config.share_tenants else controls.tenant
+        of = namespace(self._identity, controls.adapter, tenant)
+        # A client may choose its request's id, and so another one's: the text's name is our own.
+        name = f"{self._name}-{self._num_opened:x}"
+        self._num_opened += 1
+        trie = None if controls.tenant == NO_TENANT else self._memory.of(of)
+        if trie is not None and not trie.open(name, private=not controls.learn):
+            trie = None
+        return _Request(name, of, trie, not controls.learn)
+
+    def _learn_until(self, batch: DraftBatch, num_tokens: Int32Array) -> Int64Array:
+        """Up to where each text is learned in this step."""
+        requests = [self._requests[request_id] for request_id in batch.request_ids]
+        learned = np.array([request.num_learned for request in requests], np.int64)
+        missing = np.maximum(num_tokens - learned, 0)
+        if missing.max() > _SMALL_TOKENS:
+            left = LEARN_TOKENS_PER_STEP
+            for row in np.flatnonzero(missing > _SMALL_TOKENS).tolist():
+                missing[row] = min(int(missing[row]), left)
+                left -= int(missing[row])
+        ends: Int64Array = learned + missing
+        return ends
+
+    def _learn(
+        self,
+        trie: TokenTrie,
+        rows: Int64Array,
+        batch: DraftBatch,
+        names: list[str],
+        token_ids: Int32Array,
+        ends: Int64Array,
+    ) -> None:
+        """Learns these rows' new tokens, and tells the other replicas."""
+        begins = ends.copy()  # of the rows that are not this trie's, nothing
+        num_prompt_tokens = batch.num_prompt_tokens.astype(np.int64)
+        for row in rows.tolist():
+            request = self._requests[batch.request_ids[row]]
+            begin = request.num_learned
+            request.num_learned = end = int(ends[row])
+            if not self._config.learn_prompts:
+                begin = min(max(begin, int(num_prompt_tokens[row])), end)
+            begins[row] = begin
+            if self._shared is not None and not request.private and begin < end:
+                self._shared.publish(
+                    request.namespace,
+                    request.name,
+                    begin,
+                    token_ids[row, begin:end],
+                    min(max(int(num_prompt_tokens[row]) - begin, 0), end - begin),
+                )
+        trie.append_rows(names, token_ids, begins, ends, num_prompt_tokens)
+
+    def _warm_up(self) -> None:
+        """Compiles the kernels, or loads them from numba's cache: no request waits for that."""
+        trie = TokenTrie(1 << 20)
+        tokens, one = np.zeros((1, 8), np.int32), np.ones(1, np.int32)
+        trie.open("\0warm-up")
+        trie.append_rows(
+            ["\0warm-up"],
+            tokens,
+            np.zeros(1, np.int64),
+            8 * one.astype(np.int64),
+            one.astype(np.int64),
+        )
+        trie.lookup(tokens, 8 * one, one, ["\0warm-up"], rows=np.zeros(1, np.int64))
+        trie.remove("\0warm-up")

@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from specserve.core.config import TrieConfig
+from specserve.core.types import Draft, DraftBatch, Int32Array, RequestControls
+from specserve.proposers.base import Surroundings
+from specserve.proposers.controls import NO_TENANT
+from specserve.proposers.trie import LEARN_TOKENS_PER_STEP, TrieProposer
+from specserve.trie.memory import TrieMemory
+from specserve.trie.namespaces import namespace
+
+CONFIG = TrieConfig(kind="trie", max_bytes=4 << 20)
+TEXT = np.random.default_rng(0).integers(0, 30_000, 6000).astype(np.int32)
+
+
+@dataclass
+class Published:
+    """What was told to the other replicas."""
+
+    texts: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+    num_prompt_tokens: dict[str, int] = field(default_factory=dict)
+    finished: list[str] = field(default_factory=list)
+
+    def publish(
+        self,
+        namespace: str,
+        sequence: str,
+        start: int,
+        tokens: Int32Array,
+        num_prompt_tokens: int = 0,
+        final: bool = False,
+    ) -> bool:
+        text = self.texts.setdefault((namespace, sequence), [])
+        assert start == len(text)
+        text.extend(tokens.tolist())
+        self.num_prompt_tokens.setdefault(sequence, 0)
+        self.num_prompt_tokens[sequence] += num_prompt_tokens
+        if final:
+            self.finished.append(sequence)
+        return True
+
+
+def build(config: TrieConfig = CONFIG, num_tenants: int = 0) -> TrieProposer:
+    return TrieProposer.build(config, Surroundings(model_identity="m", num_tenants=num_tenants))
+
+
+def ask(
+    proposer: TrieProposer,
+    *texts: Int32Array,
+    names: list[str] | None = None,
+    num_prompt_tokens: int = 10,
+    limit: int = 8,
+    controls: tuple[RequestControls, ...] = (),
+) -> list[Draft]:
+    lengths = np.array([len(text) for text in texts], np.int32)
+    rows = np.zeros((len(texts), lengths.max()), np.int32)
+    for row, text in zip(rows, texts, strict=True):
+        row[: len(text)] = text
+    prompts = np.full(len(texts), num_prompt_tokens, np.int32)
+    limits = np.full(len(texts), limit, np.int32)
+    names = names or [f"r{row}" for row in range(len(texts))]
+    return proposer.propose(DraftBatch(names, rows, lengths, prompts, limits, controls))
+
+
+def test_what_one_request_wrote_another_drafts_in_the_next_step() -> None:
+    proposer = build()
+    ask(proposer, TEXT[:100], names=["writes"])
+    (draft,) = ask(proposer, TEXT[40:60], names=["asks"])
+    assert draft.tokens == tuple(TEXT[60:68].tolist())
+    assert (draft.source, draft.match_len) == ("trie_local", 20)
+    proposer.forget(["writes", "asks"])
+    assert ask(proposer, TEXT[40:60], names=["later"])[0].tokens == draft.tokens
+
+
+def test_a_text_that_grows_step_by_step_is_learned_whole() -> None:
+    proposer = build()
+    for end in (50, 51, 53, 60, 90):
+        ask(proposer, TEXT[:end], names=["writes"])
+    assert ask(proposer, TEXT[45:55], names=["asks"])[0].tokens == tuple(TEXT[55:63].tolist())
+
+
+def test_a_long_prompt_is_learned_over_several_steps_while_short_ones_do_not_wait() -> None:
+    proposer = build()
+    long, short = TEXT, TEXT[:60] + 1
+    ask(proposer, long, short, names=["long", "short"], num_prompt_tokens=6000)
+    trie = proposer._memory.of(namespace("m"))
+    assert trie is not None
+    assert trie.num_tokens == LEARN_TOKENS_PER_STEP + 60
+    ask(proposer, long, short, names=["long", "short"], num_prompt_tokens=6000)
+    assert trie.num_tokens == 6060
+
+
+def test_a_request_that_must_not_be_learned_from_drafts_from_others_and_leaves_nothing() -> None:
+    proposer = build()
+    ask(proposer, TEXT[:100], names=["writes"])
+    secret = RequestControls(learn=False)
+    own = np.concatenate([TEXT[200:230], TEXT[40:60]])
+    (draft,) = ask(proposer, own, names=["secret"], controls=(secret,))
+    assert draft.tokens == tuple(TEXT[60:68].tolist())
+    assert ask(proposer, TEXT[205:215], names=["asks"])[0].tokens == ()
+    proposer.forget(["secret"])
+    assert ask(proposer, TEXT[205:215], names=["asks"])[0].tokens == ()
+
+
+def test_prompts_are_left_out_where_the_configuration_says_so() -> None:
+    config = CONFIG.model_copy(update={"learn_prompts": False})
+    proposer = build(config)
+    ask(proposer, TEXT[:100], names=["writes"], num_prompt_tokens=50)
+    assert ask(proposer, TEXT[20:40], names=["asks"], num_prompt_tokens=20)[0].tokens == ()
+    assert ask(proposer, TEXT[60:70], names=["asks too"], num_prompt_tokens=10)[0].tokens
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_tenants_never_see_one_anothers_texts_unless_they_share(shared: bool) -> None:
+    proposer = build(CONFIG.model_copy(update={"share_tenants": shared}), num_tenants=2)
+    one, two = RequestControls(tenant="one"), RequestControls(tenant="two")
+    ask(proposer, TEXT[:100], names=["writes"], controls=(one,))
+    drafts = ask(proposer, TEXT[40:60], TEXT[40:60], names=["a", "b"], controls=(one, two))
+    assert bool(drafts[0].tokens)
+    assert bool(drafts[1].tokens) is shared
+
+
+def test_one_tenants_flood_makes_no_other_tenant_forget() -> None:
+    proposer = build(num_tenants=2)
+    one, two = RequestControls(tenant="one"), RequestControls(tenant="two")
+    ask(proposer, TEXT[:100], names=["writes"], controls=(one,))
+    proposer.forget(["writes"])
+    for i in range(60):
+        flood = np.random.default_rng(i).integers(0, 30_000, 4000).astype(np.int32)
+        ask(proposer, flood, names=[f"flood {i}"], controls=(two,))
+        proposer.forget([f"flood {i}"])
+    assert ask(proposer, TEXT[40:60], names=["asks"], controls=(one,))[0].tokens
+
+
+def test_an_adapters_text_is_for_that_adapter() -> None:
+    proposer = TrieProposer.build(CONFIG, Surroundings(num_adapters=1))
+    ask(proposer, TEXT[:100], names=["writes"], controls=(RequestControls(adapter="sql"),))
+    assert ask(proposer, TEXT[40:60], names=["asks"])[0].tokens == ()
+
+
+def test_a_namespace_that_there_is_no_room_for_is_served_without_drafts() -> None:
+    proposer = build()
+    ask(proposer, TEXT[:100], names=["writes"])
+    other = (RequestControls(adapter="one too many"),)
+    assert ask(proposer, TEXT[40:60], names=["asks"], controls=other)[0].tokens == ()
+    proposer.forget(["asks"])
+
+
+def test_the_others_are_told_everything_but_what_must_not_be_learned() -> None:
+    published = Published()
+    proposer = TrieProposer(
+        CONFIG, TrieMemory(CONFIG.max_bytes), Surroundings(model_identity="m"), published
+    )
+    secret = RequestControls(learn=False)
+    for end in (30, 35, 60):
+        texts = TEXT[:end], TEXT[100 : 100 + end]
+        ask(
+            proposer,
+            *texts,
+            names=["a", "secret"],
+            num_prompt_tokens=30,
+            controls=(RequestControls(), secret),
+        )
+    proposer.forget(["a", "secret", "never seen"])
+    [(of, name)] = published.texts
+    assert of == namespace("m")
+    assert published.texts[of, name] == TEXT[:60].tolist()
+    assert published.num_prompt_tokens == {name: 30}
+    assert published.finished == [name]
+
+
+def test_a_request_without_a_tenant_where_there_are_tenants_shares_nothing() -> None:
+    proposer = build(num_tenants=2)
+    nobody = (RequestControls(tenant=NO_TENANT),)
+    ask(proposer, TEXT[:100], names=["writes"], controls=nobody)
+    assert ask(proposer, TEXT[40:60], names=["asks"], controls=nobody)[0].tokens == ()
+    assert not proposer._memory.tries()
+
+
+def test_no_draft_is_longer_than_asked_for() -> None:
+    proposer = build()
+    ask(proposer, TEXT[:200], names=["writes"])
+    assert len(ask(proposer, TEXT[40:60], names=["a"], limit=3)[0].tokens) == 3
+    assert len(ask(proposer, TEXT[40:60], names=["b"], limit=99)[0].tokens) == 16
+    assert ask(proposer, TEXT[40:60], names=["c"], limit=0)[0].tokens == ()

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from specserve.core.types import Int32Array
+from specserve.trie import learner as module
+from specserve.trie.learner import ClusterLearner
+from specserve.trie.memory import TrieMemory
+from specserve.trie.records import Record
+
+TEXT = np.random.default_rng(0).integers(0, 30_000, 2000).astype(np.int32)
+
+
+@pytest.fixture
+def memory() -> TrieMemory:
+    return TrieMemory(8 << 20, 2)
+
+
+def piece(
+    begin: int, end: int, sequence: str = "s", *, namespace: str = "n", final: bool = False
+) -> Record:
+    tokens = TEXT[begin:end].astype("<i4").tobytes()
+    return Record("o", 1, 0.0, namespace, "text", sequence, begin, tokens, 0, final)
+
+
+def draft(memory: TrieMemory, context: Int32Array, namespace: str = "n") -> tuple[list[int], bool]:
+    trie = memory.of(namespace)
+    assert trie is not None
+    length, limit = np.array([len(context)], np.int32), np.array([4], np.int32)
+    found = trie.lookup(context[None], length, limit, ["asks"])
+    return found.tokens[0, : found.lengths[0]].tolist(), bool(found.from_cluster[0])
+
+
+def test_pieces_of_a_text_become_one_that_others_taught(memory: TrieMemory) -> None:
+    learner = ClusterLearner(memory)
+    for begin, end in ((0, 700), (700, 703), (703, 1000)):
+        learner.apply(piece(begin, end, final=end == 1000))
+    for end in (20, 699, 702, 900):
+        assert draft(memory, TEXT[end - 10 : end]) == (TEXT[end : end + 4].tolist(), True)
+
+
+def test_where_a_piece_is_missing_nothing_is_made_up(memory: TrieMemory) -> None:
+    learner = ClusterLearner(memory)
+    learner.apply(piece(0, 100))
+    learner.apply(piece(200, 300))
+    assert draft(memory, TEXT[90:100])[0] == []
+    assert draft(memory, TEXT[200:210])[0] == TEXT[210:214].tolist()
+
+
+def test_an_order_to_forget_is_carried_out(memory: TrieMemory) -> None:
+    learner = ClusterLearner(memory)
+    learner.apply(piece(0, 100, "goes"))
+    learner.apply(piece(200, 300, "stays"))
+    learner.apply(piece(400, 500, "other", namespace="m"))
+    learner.apply(Record("o", 2, 0.0, "n", "remove", "goes"))
+    assert draft(memory, TEXT[40:50])[0] == []
+    assert draft(memory, TEXT[240:250])[0]
+    learner.apply(Record("o", 3, 0.0, "n", "purge"))
+    assert draft(memory, TEXT[240:250])[0] == []
+    assert draft(memory, TEXT[440:450], "m")[0]
+
+
+def test_a_namespace_without_room_is_passed_over(memory: TrieMemory) -> None:
+    learner = ClusterLearner(memory)
+    for namespace in ("n", "m", "one too many"):
+        learner.apply(piece(0, 100, namespace=namespace))
+    assert set(memory.tries()) == {"n", "m"}
+
+
+def test_texts_that_never_end_are_closed_when_they_are_many(
+    memory: TrieMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST_GROWING", 8)
+    learner = ClusterLearner(memory)
+    for i in range(20):
+        learner.apply(piece(0, 10, str(i)))
+    trie = memory.of("n")
+    assert trie is not None
+    assert int(trie._arrays.slot_open.sum()) == 8
