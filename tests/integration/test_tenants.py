@@ -1,0 +1,125 @@
+"""API keys over HTTP, and what tenants notice of one another: nothing."""
+
+from __future__ import annotations
+
+import random
+import string
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.integration.api import MODEL, TIMEOUT_S
+from tests.integration.cluster import Cluster, Deployment, serving
+from tests.integration.conftest import application
+
+KEYS = {"SPECSERVE_TEST_KEY_A": "sk-a" * 8, "SPECSERVE_TEST_KEY_B": "sk-b" * 8}
+TENANTS = ("team-a", "team-b")
+A, B = ({"Authorization": f"Bearer {key}"} for key in KEYS.values())
+
+
+@pytest.fixture(scope="module")
+def deployment() -> Iterator[Deployment]:
+    """An application with two tenants; its keys are in the environment of the nodes alone."""
+    keys = [{"env": env, "tenant": name} for env, name in zip(KEYS, TENANTS, strict=True)]
+    cluster = Cluster((2,))
+    cluster.environment |= KEYS
+    try:
+        cluster.start()
+        args = application(http={"api_keys": keys})
+        with serving(cluster, {"/": args}) as deployment:
+            yield deployment
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture
+def http(deployment: Deployment) -> Iterator[httpx.Client]:
+    """A client without a key."""
+    with httpx.Client(base_url=deployment.base_url(), timeout=TIMEOUT_S) as client:
+        yield client
+
+
+def completion(text: str) -> dict[str, Any]:
+    return {"prompt": text, "max_tokens": 2}
+
+
+def chat(text: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], "max_tokens": 2}
+
+
+def responses(text: str) -> dict[str, Any]:
+    return {"input": text, "max_output_tokens": 2}
+
+
+ROUTES: list[tuple[str, Callable[[str], dict[str, Any]], dict[str, Any]]] = [
+    ("/v1/completions", completion, {}),
+    ("/v1/completions", completion, {"stream": True}),
+    ("/v1/completions", completion, {"n": 2, "temperature": 1}),
+    ("/v1/completions", completion, {"use_beam_search": True, "n": 2}),
+    ("/v1/chat/completions", chat, {}),
+    ("/v1/chat/completions", chat, {"stream": True}),
+    ("/v1/responses", responses, {}),
+    ("/v1/responses", responses, {"stream": True}),
+    ("/v1/messages", chat, {}),
+    ("/invocations", completion, {}),
+]
+
+
+def num_reused_tokens(http: httpx.Client) -> float:
+    """Tokens that the prefix cache has spared so far; ``/metrics`` needs no key."""
+    lines = http.get("/metrics").text.splitlines()
+    return sum(
+        float(line.split()[-1])
+        for line in lines
+        if line.startswith("vllm:prefix_cache_hits_total{")
+    )
+
+
+def ask(http: httpx.Client, key: Mapping[str, str], path: str, body: Mapping[str, Any]) -> float:
+    """Asks, and returns how many tokens of the prompt were known to the prefix cache."""
+    before = num_reused_tokens(http)
+    answer = http.post(path, headers=dict(key), json={"model": MODEL, **body})
+    assert answer.status_code == 200, answer.text
+    return num_reused_tokens(http) - before
+
+
+@pytest.mark.parametrize(("path", "body", "options"), ROUTES)
+def test_by_every_route_a_tenant_finds_its_own_text_cached_and_no_one_elses(
+    http: httpx.Client,
+    path: str,
+    body: Callable[[str], dict[str, Any]],
+    options: dict[str, Any],
+) -> None:
+    text = "".join(random.choices(string.ascii_lowercase + " ", k=1200))
+    request = body(text) | options
+    own = ask(http, A, path, request)  # a request with n samples meets itself
+    assert ask(http, A, path, request) > own
+    assert ask(http, B, path, request) == own
+
+
+def test_a_clients_own_salt_does_not_open_another_tenants_cache(http: httpx.Client) -> None:
+    text = "".join(random.choices(string.ascii_lowercase + " ", k=1200))
+    request = completion(text) | {"cache_salt": TENANTS[0]}
+    ask(http, A, "/v1/completions", request)
+    assert ask(http, A, "/v1/completions", request) > 0
+    assert ask(http, B, "/v1/completions", request) == 0
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/speculation", "/version"])
+def test_what_is_not_open_needs_a_key(http: httpx.Client, path: str) -> None:
+    assert http.get(path).status_code == 401
+    assert http.get(path, headers={"Authorization": "Bearer sk-c"}).status_code == 401
+    assert http.get(path, headers=A).status_code == 200
+
+
+def test_health_needs_no_key(http: httpx.Client) -> None:
+    assert http.get("/health").status_code == 200
+
+
+def test_a_client_that_names_a_tenant_is_answered_400(http: httpx.Client) -> None:
+    body = {"model": MODEL, "prompt": "a", "vllm_xargs": {"specserve_tenant": TENANTS[1]}}
+    answer = http.post("/v1/completions", headers=A, json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "vllm_xargs.specserve_tenant"
