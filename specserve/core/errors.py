@@ -5,6 +5,8 @@
     ├── MissingExtraError   vLLM is not installed; names the extra to install
     ├── PlacementError      the cluster cannot hold what was asked for
     ├── EngineError         the engine did not start or died
+    ├── SnapshotError       the draft memory's snapshot could not be written, or moved aside
+    ├── StoreError          the cluster's draft memory did not answer in time, or is not there
     └── RequestError        an HTTP request asks for something that is not allowed (HTTP 400)
 
 All derive from ``ValueError`` or ``RuntimeError`` as well, so that code which knows nothing of
@@ -56,6 +58,14 @@ class PlacementError(SpecServeError, RuntimeError):
 
 class EngineError(SpecServeError, RuntimeError):
     """The engine did not start, or died while serving."""
+
+
+class SnapshotError(SpecServeError, RuntimeError):
+    """The draft memory's snapshot could not be written, or a refused one not be moved aside."""
+
+
+class StoreError(SpecServeError, RuntimeError):
+    """The cluster's draft memory did not answer in time, or is not there; asking again may help."""
 
 
 def shorten(value: object, limit: int = 80) -> str:

@@ -1,4 +1,4 @@
-"""Every metric of speculation: declared once, counted in plain Python, exported from snapshots.
+"""The counters of speculation: counted in plain Python, exported from snapshots.
 
 The decoding loop only adds to integers. A :class:`SpeculationSnapshot` travels from rank 0 to the
 replica, where exporters turn it into series: Prometheus' own client wants totals
@@ -9,145 +9,35 @@ replica, where exporters turn it into series: Prometheus' own client wants total
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
 
 import msgspec
 
 from specserve.core.config import MAX_DRAFT_TOKENS
-
-LATENCY_BUCKETS_S = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
-"""Upper bounds of ``specserve_draft_latency_seconds``, in seconds; the last bucket is open."""
-
-LENGTH_BUCKETS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 64.0, 128.0)
-"""Upper bounds of ``specserve_accepted_length``, in tokens."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MetricSpec:
-    """One metric as the outside sees it.
-
-    Attributes:
-        name: full name, counters with their ``_total``.
-        kind: Prometheus' type.
-        unit: of the value.
-        labels: names of the labels besides the exporter's own (``model``).
-        description: one sentence, shown as the metric's help.
-        promql: the question it usually answers.
-        buckets: upper bounds of a histogram's buckets, without the open one.
-    """
-
-    name: str
-    kind: Literal["counter", "gauge", "histogram"]
-    unit: str
-    labels: tuple[str, ...]
-    description: str
-    promql: str
-    buckets: tuple[float, ...] = ()
-
-
-DRAFTS = MetricSpec(
-    name="specserve_drafts_total",
-    kind="counter",
-    unit="drafts",
-    labels=("source",),
-    description="Drafts that the target verified.",
-    promql="sum by (source) (rate(specserve_drafts_total[1m]))",
-)
-DRAFT_TOKENS = MetricSpec(
-    name="specserve_draft_tokens_total",
-    kind="counter",
-    unit="tokens",
-    labels=("source",),
-    description="Draft tokens that the target verified.",
-    promql="sum by (source) (rate(specserve_draft_tokens_total[1m]))",
-)
-ACCEPTED_TOKENS = MetricSpec(
-    name="specserve_accepted_tokens_total",
-    kind="counter",
-    unit="tokens",
-    labels=("source",),
-    description="Draft tokens that the target accepted.",
-    promql="sum by (source) (rate(specserve_accepted_tokens_total[1m]))"
-    " / sum by (source) (rate(specserve_draft_tokens_total[1m]))",
-)
-ACCEPTED_LENGTH = MetricSpec(
-    name="specserve_accepted_length",
-    kind="histogram",
-    unit="tokens",
-    labels=("source",),
-    description="Accepted tokens of a draft.",
-    promql="histogram_quantile(0.5, sum by (source, le)"
-    " (rate(specserve_accepted_length_bucket[5m])))",
-    buckets=LENGTH_BUCKETS,
-)
-DRAFTED_AT_POSITION = MetricSpec(
-    name="specserve_drafted_at_position_total",
-    kind="counter",
-    unit="tokens",
-    labels=("source", "position"),
-    description="Drafts that had a token at this position, counted from 1.",
-    promql="sum by (source, position) (rate(specserve_drafted_at_position_total[5m]))",
-)
-ACCEPTED_AT_POSITION = MetricSpec(
-    name="specserve_accepted_at_position_total",
-    kind="counter",
-    unit="tokens",
-    labels=("source", "position"),
-    description="Drafts whose token at this position, counted from 1, was accepted.",
-    promql="sum by (source, position) (rate(specserve_accepted_at_position_total[5m]))"
-    " / sum by (source, position) (rate(specserve_drafted_at_position_total[5m]))",
-)
-DRAFT_LATENCY = MetricSpec(
-    name="specserve_draft_latency_seconds",
-    kind="histogram",
-    unit="seconds",
-    labels=("source",),
-    description="Time a source took to answer for one batch.",
-    promql="histogram_quantile(0.99, sum by (source, le)"
-    " (rate(specserve_draft_latency_seconds_bucket[5m])))",
-    buckets=LATENCY_BUCKETS_S,
-)
-DRAFTER_UP = MetricSpec(
-    name="specserve_drafter_up",
-    kind="gauge",
-    unit="bool",
-    labels=("source",),
-    description="1 while the source is asked for drafts, 0 while it is switched off.",
-    promql="min by (source) (specserve_drafter_up) < 1",
-)
-DRAFTER_TIMEOUTS = MetricSpec(
-    name="specserve_drafter_timeouts_total",
-    kind="counter",
-    unit="calls",
-    labels=("source",),
-    description="Calls to a source that missed their deadline.",
-    promql="sum by (source) (rate(specserve_drafter_timeouts_total[5m]))",
-)
-DRAFTER_ERRORS = MetricSpec(
-    name="specserve_drafter_errors_total",
-    kind="counter",
-    unit="errors",
-    labels=("source",),
-    description="Calls to a source that raised, and drafts dropped because they were malformed.",
-    promql="sum by (source) (rate(specserve_drafter_errors_total[5m]))",
-)
-
-ALL: tuple[MetricSpec, ...] = (
-    DRAFTS,
-    DRAFT_TOKENS,
-    ACCEPTED_TOKENS,
-    ACCEPTED_LENGTH,
-    DRAFTED_AT_POSITION,
+from specserve.core.metric_specs import (
     ACCEPTED_AT_POSITION,
+    ACCEPTED_LENGTH,
+    ACCEPTED_TOKENS,
     DRAFT_LATENCY,
-    DRAFTER_UP,
-    DRAFTER_TIMEOUTS,
+    DRAFT_TOKENS,
+    DRAFTED_AT_POSITION,
     DRAFTER_ERRORS,
+    DRAFTER_TIMEOUTS,
+    DRAFTER_UP,
+    DRAFTS,
+    LATENCY_BUCKETS_S,
+    TRIE_BYTES,
+    TRIE_DROPPED,
+    TRIE_EVICTED,
+    TRIE_INGESTED,
+    TRIE_LAG,
+    TRIE_RECEIVED,
+    TRIE_STORE_UP,
+    TRIE_TOKENS,
+    MetricSpec,
 )
-"""All metrics of this project."""
 
 
 class AcceptanceSnapshot(msgspec.Struct, frozen=True):
@@ -210,11 +100,53 @@ class HealthSnapshot(msgspec.Struct, frozen=True):
     latency_sum_s: float
 
 
+class NamespaceSnapshot(msgspec.Struct, frozen=True):
+    """One namespace's part of a replica's draft memory.
+
+    Attributes:
+        namespace: its digest.
+        num_tokens: tokens held.
+        num_bytes: memory set apart for it.
+        ingested_tokens: tokens learned since the start.
+        evicted_tokens: tokens forgotten for want of memory since the start.
+    """
+
+    namespace: str
+    num_tokens: int
+    num_bytes: int
+    ingested_tokens: int
+    evicted_tokens: int
+
+
+class LinkSnapshot(msgspec.Struct, frozen=True):
+    """A replica's link to the cluster's draft memory.
+
+    Attributes:
+        up: whether the store answers.
+        lag_s: age of the oldest token on its way, in seconds.
+        received_tokens: tokens that came from other replicas since the start.
+        dropped_tokens: own tokens that could not be sent since the start.
+    """
+
+    up: bool
+    lag_s: float
+    received_tokens: int
+    dropped_tokens: int
+
+
+class TrieSnapshot(msgspec.Struct, frozen=True):
+    """A replica's draft memory; ``link`` is None where it is not shared."""
+
+    namespaces: tuple[NamespaceSnapshot, ...] = ()
+    link: LinkSnapshot | None = None
+
+
 class SpeculationSnapshot(msgspec.Struct, frozen=True):
     """State of all counters at one moment; small, and serialisable by msgspec."""
 
     acceptance: tuple[AcceptanceSnapshot, ...] = ()
     health: tuple[HealthSnapshot, ...] = ()
+    trie: TrieSnapshot | None = None
 
     def since(self, earlier: SpeculationSnapshot) -> SpeculationSnapshot:
         """What was counted after ``earlier``; ``up`` is this snapshot's.
@@ -227,6 +159,7 @@ class SpeculationSnapshot(msgspec.Struct, frozen=True):
         return SpeculationSnapshot(
             tuple(_acceptance_since(now, before.get(now.source)) for now in self.acceptance),
             tuple(_health_since(now, calls_before.get(now.source)) for now in self.health),
+            _trie_since(self.trie, earlier.trie),
         )
 
 
@@ -269,6 +202,22 @@ def samples(snapshot: SpeculationSnapshot) -> Iterator[Sample]:
         yield Sample(DRAFTER_UP, source, float(calls.up))
         yield Sample(DRAFTER_TIMEOUTS, source, calls.num_timeouts)
         yield Sample(DRAFTER_ERRORS, source, calls.num_errors)
+    if snapshot.trie is not None:
+        yield from _trie_samples(snapshot.trie)
+
+
+def _trie_samples(trie: TrieSnapshot) -> Iterator[Sample]:
+    for each in trie.namespaces:
+        namespace = (each.namespace,)
+        yield Sample(TRIE_TOKENS, namespace, each.num_tokens)
+        yield Sample(TRIE_BYTES, namespace, each.num_bytes)
+        yield Sample(TRIE_INGESTED, namespace, each.ingested_tokens)
+        yield Sample(TRIE_EVICTED, namespace, each.evicted_tokens)
+    if (link := trie.link) is not None:
+        yield Sample(TRIE_STORE_UP, (), float(link.up))
+        yield Sample(TRIE_LAG, (), link.lag_s)
+        yield Sample(TRIE_RECEIVED, (), link.received_tokens)
+        yield Sample(TRIE_DROPPED, (), link.dropped_tokens)
 
 
 class SpeculationMetrics:
@@ -281,6 +230,11 @@ class SpeculationMetrics:
     def __init__(self, kinds: tuple[str, ...] = ()) -> None:
         self._acceptance: dict[str, _Acceptance] = {}
         self._health: dict[str, _Health] = {kind: _Health() for kind in kinds}
+        self._look_at_trie: Callable[[], TrieSnapshot] | None = None
+
+    def watch_trie(self, look: Callable[[], TrieSnapshot]) -> None:
+        """Has the draft memory's state in every snapshot; ``look`` is called from any thread."""
+        self._look_at_trie = look
 
     def count_draft(self, source: str, num_drafted: int, num_accepted: int) -> None:
         """One draft was verified: ``0 <= num_accepted <= num_drafted <= MAX_DRAFT_TOKENS``."""
@@ -334,6 +288,7 @@ class SpeculationMetrics:
                 )
                 for kind, health in list(self._health.items())
             ),
+            None if self._look_at_trie is None else self._look_at_trie(),
         )
 
     def _of(self, kind: str) -> _Health:
@@ -393,4 +348,34 @@ def _health_since(now: HealthSnapshot, before: HealthSnapshot | None) -> HealthS
         max(now.num_timeouts - before.num_timeouts, 0),
         _minus(now.latency, before.latency),
         max(now.latency_sum_s - before.latency_sum_s, 0.0),
+    )
+
+
+def _trie_since(now: TrieSnapshot | None, before: TrieSnapshot | None) -> TrieSnapshot | None:
+    if now is None or before is None:
+        return now
+    earlier = {entry.namespace: entry for entry in before.namespaces}
+    namespaces = tuple(
+        _namespace_since(each, earlier.get(each.namespace)) for each in now.namespaces
+    )
+    link = now.link
+    if link is not None and before.link is not None:
+        link = LinkSnapshot(
+            link.up,
+            link.lag_s,
+            max(link.received_tokens - before.link.received_tokens, 0),
+            max(link.dropped_tokens - before.link.dropped_tokens, 0),
+        )
+    return TrieSnapshot(namespaces, link)
+
+
+def _namespace_since(now: NamespaceSnapshot, before: NamespaceSnapshot | None) -> NamespaceSnapshot:
+    if before is None or now.ingested_tokens < before.ingested_tokens:
+        return now
+    return NamespaceSnapshot(
+        now.namespace,
+        now.num_tokens,
+        now.num_bytes,
+        now.ingested_tokens - before.ingested_tokens,
+        now.evicted_tokens - before.evicted_tokens,
     )

@@ -13,7 +13,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from specserve.core.metrics import ALL, MetricSpec, Sample, SpeculationSnapshot, samples
+from specserve.core.metric_specs import ALL, MetricSpec
+from specserve.core.metrics import Sample, SpeculationSnapshot, samples
 
 
 class PrometheusCollector(Collector):

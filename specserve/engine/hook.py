@@ -10,20 +10,26 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import numpy as np
+import ray
 from vllm.config import VllmConfig
 from vllm.utils.torch_utils import PIN_MEMORY
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 
-from specserve.core.config import AppConfig
+from specserve.core.config import AppConfig, TrieConfig
 from specserve.core.errors import RequestError
 from specserve.core.metrics import SpeculationMetrics
 from specserve.core.types import Draft, DraftBatch, HiddenStates, Outcome, RequestControls
+from specserve.engine.checkpoint import model_identity
+from specserve.engine.cluster_memory import ClusterMemory
+from specserve.proposers.base import Surroundings
 from specserve.proposers.chain import ProposerChain, build_chain
-from specserve.proposers.controls import parse_controls
+from specserve.proposers.controls import parse_controls, with_tenant
+from specserve.trie.memory import SharedMemory, TrieMemory
 
 logger = logging.getLogger(__name__)
 
@@ -36,9 +42,11 @@ class ProposerHook:
         self.model_name = config.model.name
         self._max_model_len: int = vllm_config.model_config.max_model_len
         self._max_draft_len = config.num_speculative_tokens
-        self._sources = config.speculation
+        self._config = config
         self._kinds = tuple(source.kind for source in config.speculation)
         self._vocab_size: int = vllm_config.model_config.get_vocab_size()
+        lora = vllm_config.lora_config
+        self._num_adapters: int = 0 if lora is None else lora.max_cpu_loras or lora.max_loras
         self.metrics = SpeculationMetrics(self._kinds)
         self._chain: ProposerChain  # of the rank that drafts, by `attach`
         self._runner: Any = None
@@ -56,12 +64,29 @@ class ProposerHook:
 
     def attach(self, runner: Any) -> None:
         """Takes over the drafting of ``runner``, a vLLM V1 model runner of rank 0."""
-        self._chain = build_chain(self._sources, self.metrics, vocab_size=self._vocab_size)
+        self._chain = build_chain(self._config.speculation, self.metrics, self._surroundings())
         self._runner = runner
         runner.propose_draft_token_ids = self.propose_draft_token_ids
         # vLLM stops all drafting once one request of the batch comes within a draft's length of the
         # context limit. We keep each request's draft within its own limit instead.
         runner.effective_drafter_max_model_len = self._max_model_len + self._max_draft_len
+
+    def _surroundings(self) -> Surroundings:
+        # Only memories ask for it, and it takes the checkpoint's files.
+        identity = model_identity(self._config.model) if "trie" in self._kinds else ""
+        vocab_size = self._vocab_size
+
+        def share(config: TrieConfig, memory: TrieMemory) -> SharedMemory:
+            return ClusterMemory(config, memory, identity, vocab_size)
+
+        return Surroundings(
+            vocab_size=vocab_size,
+            model_identity=identity,
+            num_tenants=len({key.tenant for key in self._config.http.api_keys}),
+            num_adapters=self._num_adapters,
+            metrics=self.metrics,
+            share=share if ray.is_initialized() else None,  # an offline engine is on its own
+        )
 
     def propose_draft_token_ids(
         self,
@@ -183,17 +208,22 @@ class ProposerHook:
         return controls
 
     def _read_controls(self, request_id: str) -> RequestControls:
-        params = self._runner.requests[request_id].sampling_params
-        if params is None:
-            return RequestControls()
-        if params.min_p or params.logit_bias:
-            # vLLM applies neither to the logits that verify a draft, only to the last one.
-            return RequestControls(speculation="off")
+        request = self._runner.requests[request_id]
+        params, lora = request.sampling_params, request.lora_request
+        extra_args = params.extra_args if params is not None else None
         try:
-            return parse_controls(params.extra_args, self._kinds)
+            controls = parse_controls(extra_args, self._kinds)
         except RequestError as error:  # the HTTP side has checked; other callers may not have
             logger.warning("Request %s: %s; drafting as usual", request_id, error)
-            return RequestControls()
+            controls = RequestControls()
+        if params is not None and (params.min_p or params.logit_bias):
+            # vLLM applies neither to the logits that verify a draft, only to the last one.
+            controls = replace(controls, speculation="off")
+        if lora is not None:
+            controls = replace(controls, adapter=lora.lora_name)
+        if self._config.http.api_keys:
+            controls = with_tenant(controls, extra_args)
+        return controls
 
 
 def restore_logits_processors(runner: Any) -> None:

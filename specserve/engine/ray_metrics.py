@@ -7,9 +7,8 @@ import threading
 
 from ray.util.metrics import Counter, Gauge, Histogram, Metric
 
+from specserve.core.metric_specs import ALL, MetricSpec
 from specserve.core.metrics import (
-    ALL,
-    MetricSpec,
     Sample,
     SpeculationMetrics,
     SpeculationSnapshot,

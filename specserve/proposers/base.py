@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from specserve.core.config import TrieConfig
+from specserve.core.metrics import SpeculationMetrics
 from specserve.core.types import Draft, DraftBatch, Outcome
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class Surroundings:
         model_identity: the checkpoint's; what one model taught, another must not be told.
         num_tenants: tenants that keys are configured for; 0: all requests are one tenant's.
         num_adapters: LoRA adapters that may be loaded beside the model itself.
+        metrics: where a source shows what is its own.
         share: joins a memory to the cluster's; None: there is no cluster.
     """
 
@@ -64,4 +66,5 @@ class Surroundings:
     model_identity: str = ""
     num_tenants: int = 0
     num_adapters: int = 0
+    metrics: SpeculationMetrics = field(default_factory=SpeculationMetrics)
     share: Callable[[TrieConfig, TrieMemory], SharedMemory] | None = None

@@ -13,6 +13,7 @@ from typing import Self
 import numpy as np
 
 from specserve.core.config import TrieConfig
+from specserve.core.metrics import TrieSnapshot
 from specserve.core.types import Draft, DraftBatch, Int32Array, Outcome, RequestControls
 from specserve.proposers.base import Surroundings
 from specserve.proposers.controls import NO_TENANT
@@ -75,6 +76,7 @@ class TrieProposer:
         self._shared = shared
         self._requests: dict[str, _Request] = {}
         self._name, self._num_opened = token_hex(8), 0
+        surroundings.metrics.watch_trie(self.snapshot)
         self._warm_up()
 
     @classmethod
@@ -133,6 +135,11 @@ class TrieProposer:
             if self._shared is not None and not request.private:
                 end, nothing = request.num_learned, np.empty(0, np.int32)
                 self._shared.publish(request.namespace, request.name, end, nothing, final=True)
+
+    def snapshot(self) -> TrieSnapshot:
+        """What is in the memory now; for any thread."""
+        link = None if self._shared is None else self._shared.link()
+        return TrieSnapshot(self._memory.snapshot(), link)
 
     def _rows_by_trie(self, batch: DraftBatch) -> list[tuple[TokenTrie, Int64Array]]:
         """The batch's rows, together where they share a trie."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Protocol
 
+from specserve.core.metrics import LinkSnapshot, NamespaceSnapshot
 from specserve.core.types import Int32Array
 from specserve.trie.token_trie import TokenTrie
 
@@ -36,6 +37,10 @@ class SharedMemory(Protocol):
         """
         ...
 
+    def link(self) -> LinkSnapshot:
+        """How the way is now; for any thread."""
+        ...
+
 
 class TrieMemory:
     """Tries that never see one another. Calls may come from several threads.
@@ -63,6 +68,19 @@ class TrieMemory:
                     self._tries[namespace] = TokenTrie(self._quota)
                 trie = self._tries.get(namespace)
         return trie
+
+    def snapshot(self) -> tuple[NamespaceSnapshot, ...]:
+        """What each namespace holds now."""
+        return tuple(
+            NamespaceSnapshot(
+                name,
+                trie.num_tokens,
+                trie.num_bytes,
+                trie.num_ingested_tokens,
+                trie.num_evicted_tokens,
+            )
+            for name, trie in self.tries().items()
+        )
 
     def tries(self) -> dict[str, TokenTrie]:
         """All tries there are, by namespace."""

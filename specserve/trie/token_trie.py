@@ -19,6 +19,7 @@ import numpy.typing as npt
 from specserve.core.types import Int32Array
 from specserve.trie import kernels
 from specserve.trie.layout import (
+    CLOCK,
     CUT,
     FROM_CLUSTER,
     NUM_EVICTED,
@@ -91,6 +92,11 @@ class TokenTrie:
     def num_tokens(self) -> int:
         """Tokens remembered now."""
         return int(self._arrays.scalars[NUM_TOKENS])
+
+    @property
+    def num_ingested_tokens(self) -> int:
+        """Tokens learned so far."""
+        return int(self._arrays.scalars[CLOCK])
 
     @property
     def num_evicted_tokens(self) -> int:
@@ -213,10 +219,9 @@ class TokenTrie:
         """
         with self._lock:
             num_tokens = self.num_tokens
-            num_evicted = self.num_evicted_tokens
-            for array, empty in zip(self._arrays, allocate(len(self._ids)), strict=True):
-                array[...] = empty
-            self._arrays.scalars[NUM_EVICTED] = num_evicted
+            counters = self._arrays.scalars[[CLOCK, NUM_EVICTED]]
+            self._arrays = allocate(len(self._ids))
+            self._arrays.scalars[[CLOCK, NUM_EVICTED]] = counters
             self._slots.clear()
             self._ids = [None] * len(self._ids)
             return num_tokens

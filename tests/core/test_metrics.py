@@ -4,17 +4,15 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specserve.core.metrics import (
+from specserve.core.metric_specs import (
     ACCEPTED_LENGTH,
     ALL,
     DRAFT_LATENCY,
     DRAFTER_UP,
     LATENCY_BUCKETS_S,
     MetricSpec,
-    SpeculationMetrics,
-    SpeculationSnapshot,
-    samples,
 )
+from specserve.core.metrics import SpeculationMetrics, SpeculationSnapshot, samples
 
 DRAFTS = st.lists(
     st.integers(1, 128).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n))), max_size=30

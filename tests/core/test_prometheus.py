@@ -3,7 +3,14 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from specserve.core.metrics import ALL, SpeculationMetrics, SpeculationSnapshot
+from specserve.core.metric_specs import ALL
+from specserve.core.metrics import (
+    LinkSnapshot,
+    NamespaceSnapshot,
+    SpeculationMetrics,
+    SpeculationSnapshot,
+    TrieSnapshot,
+)
 from specserve.core.prometheus import PrometheusCollector
 
 
@@ -16,6 +23,8 @@ def registry_of(metrics: SpeculationMetrics) -> CollectorRegistry:
 def test_every_metric_appears_under_its_declared_name() -> None:
     metrics = SpeculationMetrics(("ngram",))
     metrics.count_draft("ngram", 4, 2)
+    namespaces = (NamespaceSnapshot("n", 10, 650, 20, 10),)
+    metrics.watch_trie(lambda: TrieSnapshot(namespaces, LinkSnapshot(True, 0.5, 7, 0)))
     text = generate_latest(registry_of(metrics)).decode()
     for spec in ALL:
         assert f"\n{spec.name}{'_bucket' if spec.kind == 'histogram' else ''}{{" in text

@@ -37,7 +37,7 @@ class Runner:
 
 def _request(**params: Any) -> SimpleNamespace:
     fields = {"min_p": 0.0, "logit_bias": None, "extra_args": None} | params
-    return SimpleNamespace(sampling_params=SimpleNamespace(**fields))
+    return SimpleNamespace(sampling_params=SimpleNamespace(**fields), lora_request=None)
 
 
 def _scheduled(runner: Runner, **drafts: list[int]) -> SimpleNamespace:
@@ -80,6 +80,7 @@ def hook(config: AppConfig) -> ProposerHook:
     vllm_config: Any = SimpleNamespace(
         additional_config={"specserve": config.model_dump(mode="json")},
         model_config=SimpleNamespace(max_model_len=MAX_MODEL_LEN, get_vocab_size=lambda: 100),
+        lora_config=None,
     )
     return ProposerHook(vllm_config)
 

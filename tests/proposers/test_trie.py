@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from specserve.core.config import TrieConfig
+from specserve.core.metrics import LinkSnapshot, SpeculationMetrics
 from specserve.core.types import Draft, DraftBatch, Int32Array, RequestControls
 from specserve.proposers.base import Surroundings
 from specserve.proposers.controls import NO_TENANT
@@ -42,6 +43,9 @@ class Published:
         if final:
             self.finished.append(sequence)
         return True
+
+    def link(self) -> LinkSnapshot:
+        return LinkSnapshot(True, 0.1, 5, 0)
 
 
 def build(config: TrieConfig = CONFIG, num_tenants: int = 0) -> TrieProposer:
@@ -179,6 +183,23 @@ def test_a_request_without_a_tenant_where_there_are_tenants_shares_nothing() -> 
     ask(proposer, TEXT[:100], names=["writes"], controls=nobody)
     assert ask(proposer, TEXT[40:60], names=["asks"], controls=nobody)[0].tokens == ()
     assert not proposer._memory.tries()
+
+
+def test_the_memory_is_in_the_metrics() -> None:
+    metrics = SpeculationMetrics()
+    proposer = TrieProposer.build(CONFIG, Surroundings(model_identity="m", metrics=metrics))
+    before = metrics.snapshot()
+    ask(proposer, TEXT[:100], names=["writes"])
+    now = metrics.snapshot()
+    assert now.trie is not None
+    [entry] = now.trie.namespaces
+    assert (entry.namespace, entry.num_tokens, entry.ingested_tokens) == (namespace("m"), 100, 100)
+    ask(proposer, TEXT[:130], names=["writes"])
+    since = metrics.snapshot().since(now).trie
+    assert since is not None
+    assert [each.ingested_tokens for each in since.namespaces] == [30]
+    assert before.trie is not None
+    assert before.trie.namespaces == ()
 
 
 def test_no_draft_is_longer_than_asked_for() -> None:

@@ -1,0 +1,210 @@
+"""Every metric of speculation, declared once: name, unit, labels and the PromQL it is made for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+LATENCY_BUCKETS_S = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
+"""Upper bounds of ``specserve_draft_latency_seconds``, in seconds; the last bucket is open."""
+
+LENGTH_BUCKETS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 64.0, 128.0)
+"""Upper bounds of ``specserve_accepted_length``, in tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricSpec:
+    """One metric as the outside sees it.
+
+    Attributes:
+        name: full name, counters with their ``_total``.
+        kind: Prometheus' type.
+        unit: of the value.
+        labels: names of the labels besides the exporter's own (``model``).
+        description: one sentence, shown as the metric's help.
+        promql: the question it usually answers.
+        buckets: upper bounds of a histogram's buckets, without the open one.
+    """
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    unit: str
+    labels: tuple[str, ...]
+    description: str
+    promql: str
+    buckets: tuple[float, ...] = ()
+
+
+DRAFTS = MetricSpec(
+    name="specserve_drafts_total",
+    kind="counter",
+    unit="drafts",
+    labels=("source",),
+    description="Drafts that the target verified.",
+    promql="sum by (source) (rate(specserve_drafts_total[1m]))",
+)
+DRAFT_TOKENS = MetricSpec(
+    name="specserve_draft_tokens_total",
+    kind="counter",
+    unit="tokens",
+    labels=("source",),
+    description="Draft tokens that the target verified.",
+    promql="sum by (source) (rate(specserve_draft_tokens_total[1m]))",
+)
+ACCEPTED_TOKENS = MetricSpec(
+    name="specserve_accepted_tokens_total",
+    kind="counter",
+    unit="tokens",
+    labels=("source",),
+    description="Draft tokens that the target accepted.",
+    promql="sum by (source) (rate(specserve_accepted_tokens_total[1m]))"
+    " / sum by (source) (rate(specserve_draft_tokens_total[1m]))",
+)
+ACCEPTED_LENGTH = MetricSpec(
+    name="specserve_accepted_length",
+    kind="histogram",
+    unit="tokens",
+    labels=("source",),
+    description="Accepted tokens of a draft.",
+    promql="histogram_quantile(0.5, sum by (source, le)"
+    " (rate(specserve_accepted_length_bucket[5m])))",
+    buckets=LENGTH_BUCKETS,
+)
+DRAFTED_AT_POSITION = MetricSpec(
+    name="specserve_drafted_at_position_total",
+    kind="counter",
+    unit="tokens",
+    labels=("source", "position"),
+    description="Drafts that had a token at this position, counted from 1.",
+    promql="sum by (source, position) (rate(specserve_drafted_at_position_total[5m]))",
+)
+ACCEPTED_AT_POSITION = MetricSpec(
+    name="specserve_accepted_at_position_total",
+    kind="counter",
+    unit="tokens",
+    labels=("source", "position"),
+    description="Drafts whose token at this position, counted from 1, was accepted.",
+    promql="sum by (source, position) (rate(specserve_accepted_at_position_total[5m]))"
+    " / sum by (source, position) (rate(specserve_drafted_at_position_total[5m]))",
+)
+DRAFT_LATENCY = MetricSpec(
+    name="specserve_draft_latency_seconds",
+    kind="histogram",
+    unit="seconds",
+    labels=("source",),
+    description="Time a source took to answer for one batch.",
+    promql="histogram_quantile(0.99, sum by (source, le)"
+    " (rate(specserve_draft_latency_seconds_bucket[5m])))",
+    buckets=LATENCY_BUCKETS_S,
+)
+DRAFTER_UP = MetricSpec(
+    name="specserve_drafter_up",
+    kind="gauge",
+    unit="bool",
+    labels=("source",),
+    description="1 while the source is asked for drafts, 0 while it is switched off.",
+    promql="min by (source) (specserve_drafter_up) < 1",
+)
+DRAFTER_TIMEOUTS = MetricSpec(
+    name="specserve_drafter_timeouts_total",
+    kind="counter",
+    unit="calls",
+    labels=("source",),
+    description="Calls to a source that missed their deadline.",
+    promql="sum by (source) (rate(specserve_drafter_timeouts_total[5m]))",
+)
+DRAFTER_ERRORS = MetricSpec(
+    name="specserve_drafter_errors_total",
+    kind="counter",
+    unit="errors",
+    labels=("source",),
+    description="Calls to a source that raised, and drafts dropped because they were malformed.",
+    promql="sum by (source) (rate(specserve_drafter_errors_total[5m]))",
+)
+
+TRIE_TOKENS = MetricSpec(
+    name="specserve_trie_tokens",
+    kind="gauge",
+    unit="tokens",
+    labels=("namespace",),
+    description="Tokens that a replica's draft memory holds.",
+    promql="sum by (namespace) (specserve_trie_tokens)",
+)
+TRIE_BYTES = MetricSpec(
+    name="specserve_trie_bytes",
+    kind="gauge",
+    unit="bytes",
+    labels=("namespace",),
+    description="Memory set apart for a namespace, used or not.",
+    promql="sum(specserve_trie_bytes)",
+)
+TRIE_INGESTED = MetricSpec(
+    name="specserve_trie_ingested_tokens_total",
+    kind="counter",
+    unit="tokens",
+    labels=("namespace",),
+    description="Tokens that a replica's draft memory has learned.",
+    promql="sum by (namespace) (rate(specserve_trie_ingested_tokens_total[1m]))",
+)
+TRIE_EVICTED = MetricSpec(
+    name="specserve_trie_evicted_total",
+    kind="counter",
+    unit="tokens",
+    labels=("namespace",),
+    description="Tokens forgotten for want of memory.",
+    promql="sum by (namespace) (rate(specserve_trie_evicted_total[5m]))",
+)
+TRIE_STORE_UP = MetricSpec(
+    name="specserve_trie_store_up",
+    kind="gauge",
+    unit="bool",
+    labels=(),
+    description="1 while the cluster's draft memory answers this replica.",
+    promql="min(specserve_trie_store_up) < 1",
+)
+TRIE_LAG = MetricSpec(
+    name="specserve_trie_replication_lag_seconds",
+    kind="gauge",
+    unit="seconds",
+    labels=(),
+    description="Age of the oldest token on its way from or to this replica.",
+    promql="max(specserve_trie_replication_lag_seconds) > 1",
+)
+TRIE_RECEIVED = MetricSpec(
+    name="specserve_trie_received_tokens_total",
+    kind="counter",
+    unit="tokens",
+    labels=(),
+    description="Tokens that other replicas taught this one.",
+    promql="sum(rate(specserve_trie_received_tokens_total[1m]))",
+)
+TRIE_DROPPED = MetricSpec(
+    name="specserve_trie_dropped_tokens_total",
+    kind="counter",
+    unit="tokens",
+    labels=(),
+    description="Own tokens that no other replica will see: the store was away for too long.",
+    promql="sum(rate(specserve_trie_dropped_tokens_total[5m]))",
+)
+
+ALL: tuple[MetricSpec, ...] = (
+    DRAFTS,
+    DRAFT_TOKENS,
+    ACCEPTED_TOKENS,
+    ACCEPTED_LENGTH,
+    DRAFTED_AT_POSITION,
+    ACCEPTED_AT_POSITION,
+    DRAFT_LATENCY,
+    DRAFTER_UP,
+    DRAFTER_TIMEOUTS,
+    DRAFTER_ERRORS,
+    TRIE_TOKENS,
+    TRIE_BYTES,
+    TRIE_INGESTED,
+    TRIE_EVICTED,
+    TRIE_STORE_UP,
+    TRIE_LAG,
+    TRIE_RECEIVED,
+    TRIE_DROPPED,
+)
+"""All metrics of this project."""
