@@ -10,7 +10,12 @@ from importlib import import_module
 from specserve import __version__
 from specserve.core.errors import SpecServeError
 
-_COMMANDS = ("specserve.cli.check", "specserve.bench.command", "specserve.demo.command")
+_COMMANDS = (
+    "specserve.cli.check",
+    "specserve.cli.trie",
+    "specserve.bench.command",
+    "specserve.demo.command",
+)
 """Modules with an ``add_parser(subparsers)`` that sets ``run``, a function of the parsed arguments
 that returns the exit code. They import at their top only what their parser needs."""
 

@@ -1,0 +1,211 @@
+"""``specserve trie``: looks at a running cluster's draft memory, keeps, clears and fills it."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from specserve.trie.store import StoreStats
+    from specserve.trie.store_actor import RemoteStore
+
+_NAMESPACE = re.compile(r"[0-9a-f]{32}")
+_CONNECT_S = 10.0
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command to ``subparsers``."""
+    parser = subparsers.add_parser(
+        "trie",
+        help="look at, keep, clear or fill a running cluster's draft memory",
+        description="Works on the draft memory of a running cluster. "
+        "Exit code 2 if there is none, or an argument is wrong.",
+    )
+    parser.set_defaults(run=run)
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add(commands, "stats", _stats, "print what the memory holds")
+    _add(commands, "snapshot", _snapshot, "write the snapshot now")
+    purge = _add(commands, "purge", _purge, "forget a namespace, in the whole cluster")
+    what = purge.add_mutually_exclusive_group(required=True)
+    what.add_argument("--namespace", metavar="HEX", help="the namespace, as `stats` prints it")
+    what.add_argument("--tenant", metavar="NAME", help="all that this tenant has left")
+    warm = _add(commands, "warm", _warm, "teach it texts from a file")
+    warm.add_argument(
+        "file",
+        type=Path,
+        metavar="FILE",
+        help='JSON lines: {"text": ...}, {"prompt": ..., "completion": ...} or {"token_ids": ...}',
+    )
+    warm.add_argument(
+        "--config", type=Path, required=True, help="the Serve file of the running application"
+    )
+    warm.add_argument("--application", default="", help="which one, where the file has several")
+    warm.add_argument("--tenant", default="", metavar="NAME", help="whose texts these are")
+    warm.add_argument("--adapter", default="", metavar="NAME", help="LoRA adapter they are for")
+
+
+def _add(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    command: Callable[[argparse.Namespace], int],
+    about: str,
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.")
+    parser.add_argument("--address", default="auto", help="of the Ray cluster (default: auto)")
+    parser.set_defaults(command=command)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs one of the commands.
+
+    Raises:
+        SpecServeError: an argument is wrong, or there is no cluster or no memory in it.
+    """
+    command: Callable[[argparse.Namespace], int] = args.command
+    return command(args)
+
+
+def _stats(args: argparse.Namespace) -> int:
+    with _connected(args.address):
+        stats = {name: store.stats() for name, store in _stores().items()}
+    console = _console()
+    for name, each in stats.items():
+        _print_stats(console, name, each)
+    return 0
+
+
+def _snapshot(args: argparse.Namespace) -> int:
+    from specserve.core.errors import SpecServeError
+
+    with _connected(args.address):
+        sizes = {name: store.snapshot_now() for name, store in _stores().items()}
+    for name, size in sizes.items():
+        kept = f"{size:,} bytes written" if size else "keeps no snapshot: snapshot_url is empty"
+        print(f"{name}: {kept}")
+    if not any(sizes.values()):
+        raise SpecServeError("no snapshot was written")
+    return 0
+
+
+def _purge(args: argparse.Namespace) -> int:
+    from specserve.core.config import check_tenant
+    from specserve.core.errors import ConfigError
+
+    if args.tenant is not None:
+        check_tenant(args.tenant, "--tenant")
+    elif not _NAMESPACE.fullmatch(args.namespace):
+        raise ConfigError("--namespace", args.namespace, "32 hexadecimal digits")
+    with _connected(args.address):
+        for name, store in _stores().items():
+            for namespace in _namespaces(store, args.namespace, args.tenant):
+                num_tokens = store.purge(namespace)
+                print(f"{name}: {num_tokens:,} tokens of {namespace} forgotten")
+    return 0
+
+
+def _namespaces(store: RemoteStore, namespace: str | None, tenant: str | None) -> list[str]:
+    """What to purge. The replicas may hold text that the store no longer has a record of."""
+    from specserve.trie.namespaces import is_of_tenant
+    from specserve.trie.namespaces import namespace as name_of
+
+    if tenant is None:
+        assert namespace is not None
+        return [namespace]
+    stats = store.stats()
+    held = {each for each in stats.tokens_by_namespace if is_of_tenant(each, tenant)}
+    return sorted(held | {name_of(stats.fingerprint, tenant=tenant)})
+
+
+def _warm(args: argparse.Namespace) -> int:
+    from specserve.cli.warm import Classroom
+
+    room = Classroom.of(args.config, args.application, args.tenant, args.adapter)
+    num_texts = room.check(args.file)
+    with _connected(args.address):
+        num_tokens = room.teach(args.file, num_texts)
+    print(f"{num_tokens:,} tokens of {num_texts:,} texts taught to {room.namespace}")
+    return 0
+
+
+@contextmanager
+def _connected(address: str) -> Iterator[None]:
+    import ray
+    from ray._private.services import canonicalize_bootstrap_address_or_die
+    from ray.exceptions import RayError
+
+    from specserve.core.errors import SpecServeError
+
+    try:
+        found = canonicalize_bootstrap_address_or_die(address)
+        host, _, port = found.rpartition(":")
+        # Where no one listens Ray itself would wait for many minutes.
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+        ray.init(found, log_to_driver=False, logging_level="ERROR")
+    except (OSError, RuntimeError, ValueError, RayError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise SpecServeError(f"no Ray cluster at {address}: {reason}") from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _stores() -> dict[str, RemoteStore]:
+    from specserve.core.errors import StoreError
+    from specserve.trie.store_actor import RemoteStore, list_stores
+
+    names = list_stores()
+    if not names:
+        raise StoreError("no draft memory runs in this cluster")
+    return {name: RemoteStore(name) for name in names}
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(soft_wrap=True, highlight=False)
+
+
+def _print_stats(console: Console, name: str, stats: StoreStats) -> None:
+    from rich.table import Table
+
+    rows = {
+        "model": stats.fingerprint,
+        "tokens": f"{stats.num_tokens:,} ({stats.dropped_tokens:,} dropped for want of room)",
+        "bytes": f"{stats.num_bytes:,} of {stats.max_bytes:,}",
+        "positions": f"{stats.num_records:,}",
+        "replicas": str(stats.num_replicas),
+        "up": f"{stats.up_s:,.0f} s",
+        "last snapshot": _last_snapshot(stats),
+    }
+    grid = Table.grid(padding=(0, 2))
+    for title, text in rows.items():
+        grid.add_row(f"[bold]{title}[/bold]", text)
+    table = Table("namespace", box=None, padding=(0, 2, 0, 0))
+    table.add_column("tokens", justify="right")
+    for namespace, num_tokens in sorted(
+        stats.tokens_by_namespace.items(), key=lambda item: -item[1]
+    ):
+        table.add_row(namespace, f"{num_tokens:,}")
+    console.print(f"[bold]{name}[/bold]")
+    console.print(grid)
+    console.print(table)
+
+
+def _last_snapshot(stats: StoreStats) -> str:
+    snapshot = stats.snapshot
+    if snapshot is None:
+        return "none are kept"
+    if snapshot.last_error:
+        return f"failed: {snapshot.last_error}"
+    if snapshot.age_s < 0:
+        return f"not yet; {snapshot.url}"
+    return f"{snapshot.age_s:,.0f} s ago, {snapshot.num_bytes:,} bytes; {snapshot.url}"

@@ -1,0 +1,161 @@
+"""The arguments and the files of ``specserve trie``; what needs a cluster is tested with one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from specserve.cli.main import main
+from specserve.cli.warm import Classroom
+from specserve.core.config import ModelConfig
+from specserve.engine.checkpoint import model_identity
+from specserve.trie.lessons import Lesson
+from specserve.trie.namespaces import namespace
+
+MODEL = str(Path(__file__).parents[2] / "configs/models/demo-draft")
+NOWHERE = ("--address", "127.0.0.1:1")  # no one listens there
+KEYS = [{"env": "A_KEY", "tenant": "team-a"}, {"env": "B_KEY", "tenant": "team-b"}]
+
+
+def serve_file(folder: Path, *args: dict[str, Any]) -> Path:
+    path = folder / "app.yaml"
+    applications = [
+        {
+            "name": f"app{number}",
+            "route_prefix": f"/{number}",
+            "import_path": "specserve.app:build",
+            "args": {"model": {"path": MODEL}, "speculation": [{"kind": "trie"}]} | each,
+        }
+        for number, each in enumerate(args)
+    ]
+    path.write_text(yaml.safe_dump({"applications": applications}))
+    return path
+
+
+def lessons(folder: Path, *lines: object) -> Path:
+    path = folder / "lessons.jsonl"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return path
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """What the command says when it ends with code 2, in one line."""
+    assert main(["trie", *map(str, arguments)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    return captured.err.removeprefix("specserve: error: ").rstrip()
+
+
+@pytest.mark.parametrize("command", [["stats"], ["snapshot"], ["purge", "--tenant", "team-a"]])
+def test_without_a_cluster_there_is_one_line(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refusal(capsys, *command, *NOWHERE)
+    assert said.startswith("no Ray cluster at 127.0.0.1:1: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--namespace", "../x"], "--namespace: '../x' is not allowed; allowed: 32 hexadecimal"),
+        (["--namespace", "A" * 32], "--namespace: 'AAAA"),
+        (["--tenant", ""], "--tenant: '' is not allowed; allowed: 1 .. 64 letters"),
+    ],
+)
+def test_what_cannot_be_purged_is_told_before_the_cluster_is_looked_for(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert refusal(capsys, "purge", *arguments, *NOWHERE).startswith(message)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--tenant", "a", "--namespace", "0" * 32]])
+def test_a_purge_is_of_either_a_namespace_or_a_tenant(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["trie", "purge", *arguments])
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "message"),
+    [
+        ({"speculation": [{"kind": "ngram"}]}, [], "app.yaml: speculation: ['ngram'] is not"),
+        (
+            {"speculation": [{"kind": "trie", "share": "replica"}]},
+            [],
+            "app.yaml: speculation.0.share: 'replica' is not allowed; allowed: cluster",
+        ),
+        ({}, ["--tenant", "a"], "--tenant: 'a' is not allowed; allowed: nothing"),
+        ({"http": {"api_keys": KEYS}}, [], "--tenant: '' is not allowed; allowed: team-a, team-b"),
+        ({"http": {"api_keys": KEYS}}, ["--tenant", "c"], "--tenant: 'c' is not allowed"),
+        (
+            {
+                "http": {"api_keys": KEYS},
+                "speculation": [{"kind": "trie", "share_tenants": True}],
+            },
+            ["--tenant", "team-a"],
+            "--tenant: 'team-a' is not allowed; allowed: nothing: all requests share one",
+        ),
+        ({}, ["--application", "x"], "--application: 'x' is not allowed; allowed: app0"),
+        ({"model": {"path": "no/such/model/at/all"}}, [], "app.yaml: model.path: "),
+        ({"modell": {}}, [], "app.yaml: applications.0.args.modell: "),
+    ],
+)
+def test_an_application_that_cannot_be_taught_is_told(
+    args: dict[str, Any],
+    options: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    serve_file(tmp_path, args)
+    path = lessons(tmp_path, {"text": "a"})
+    said = refusal(capsys, "warm", path, "--config", "app.yaml", *options, *NOWHERE)
+    assert said.startswith(message)
+
+
+def test_of_several_applications_one_has_to_be_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = serve_file(tmp_path, {}, {})
+    said = refusal(capsys, "warm", lessons(tmp_path, {"text": "a"}), "--config", path, *NOWHERE)
+    assert said == "--application: '' is not allowed; allowed: app0, app1"
+
+
+def test_a_file_with_a_bad_line_is_refused_before_anything_is_taught(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = lessons(tmp_path, {"text": "a"}, {"token_ids": [4096]})
+    said = refusal(capsys, "warm", path, "--config", serve_file(tmp_path, {}), *NOWHERE)
+    assert said.startswith(f"{path}: line 2: token_ids.0: 4096 is not allowed; allowed: an integer")
+
+
+def test_texts_are_taught_under_the_namespace_of_the_requests_they_are_for(tmp_path: Path) -> None:
+    identity = model_identity(ModelConfig(path=MODEL))
+    plain = Classroom.of(serve_file(tmp_path, {}), "", "", "")
+    assert plain.namespace == namespace(identity)
+    assert plain.store.fingerprint == identity
+    path = serve_file(tmp_path, {}, {"http": {"api_keys": KEYS}})
+    taught = Classroom.of(path, "app1", "team-b", "an-adapter")
+    assert taught.namespace == namespace(identity, "an-adapter", "team-b")
+
+
+def test_texts_become_the_tokens_that_requests_have(tmp_path: Path) -> None:
+    room = Classroom.of(serve_file(tmp_path, {}), "", "", "")
+    encode = room.tokenizer.encode
+
+    tokens, num_prompt_tokens = room.tokens(Lesson(prompt="def f(", completion="x):"))
+    assert tokens[:num_prompt_tokens].tolist() == encode("def f(")
+    assert tokens[num_prompt_tokens:].tolist() == encode("x):", add_special_tokens=False)
+
+    tokens, num_prompt_tokens = room.tokens(Lesson(completion="return x"))
+    assert tokens.tolist() == encode("return x", add_special_tokens=False)
+    assert num_prompt_tokens == 0
+
+    tokens, num_prompt_tokens = room.tokens(Lesson(token_ids=(7, 8)))
+    assert (tokens.tolist(), num_prompt_tokens) == ([7, 8], 0)

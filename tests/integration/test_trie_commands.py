@@ -1,0 +1,111 @@
+"""``specserve trie`` on a cluster with a store, as an operator would run it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import yaml
+
+from specserve.core.config import ModelConfig
+from specserve.engine.checkpoint import model_identity
+from specserve.trie.namespaces import namespace
+from tests.integration.cluster import Cluster, model_path, running_cluster
+
+MODEL = model_path("demo-draft")
+IDENTITY = model_identity(ModelConfig(path=str(MODEL)))
+TENANTS = ("team-a", "team-b")
+A, B = (namespace(IDENTITY, tenant=tenant) for tenant in TENANTS)
+
+START = """
+import ray, sys
+from specserve.trie.store import StoreOptions
+from specserve.trie.store_actor import get_or_start
+ray.init(sys.argv[1], log_to_driver=False, logging_level="ERROR")
+options = StoreOptions(fingerprint=sys.argv[2], vocab_size=4096, snapshot_url=sys.argv[3])
+ray.get(get_or_start(options).stats.remote())
+print(options.name)
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """A cluster of this module's own: no test of another one leaves a store in it."""
+    with running_cluster(1) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """The Serve file of an application with two tenants."""
+    keys = [{"env": f"KEY_{number}", "tenant": name} for number, name in enumerate(TENANTS)]
+    args = {
+        "model": {"path": str(MODEL)},
+        "speculation": [{"kind": "trie"}],
+        "http": {"api_keys": keys},
+    }
+    application = {"name": "demo", "import_path": "specserve.app:build", "args": args}
+    path = tmp_path / "app.yaml"
+    path.write_text(yaml.safe_dump({"applications": [application]}))
+    return path
+
+
+def trie(cluster: Cluster, *arguments: object, code: int = 0) -> str:
+    """What a command prints, on stderr where it fails."""
+    command = [sys.executable, "-m", "specserve.cli.main", "trie", *map(str, arguments)]
+    done = subprocess.run(
+        [*command, "--address", cluster.address],
+        env=cluster.environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == code, done.stderr
+    return done.stderr if code else done.stdout
+
+
+def start_store(cluster: Cluster, folder: Path) -> str:
+    """Starts the demo model's store; its name."""
+    command = [sys.executable, "-c", START, cluster.address, IDENTITY, str(folder)]
+    done = subprocess.run(
+        command, env=cluster.environment, capture_output=True, text=True, check=True, timeout=240
+    )
+    return done.stdout.strip()
+
+
+def test_an_operator_fills_looks_at_keeps_and_clears_the_memory(
+    cluster: Cluster, config: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "lessons.jsonl"
+    file.write_text(json.dumps({"token_ids": list(range(1234))}))
+    warm = ("warm", file, "--config", config, "--tenant")
+
+    none = "specserve: error: no draft memory runs in this cluster\n"
+    assert trie(cluster, "stats", code=2) == none
+    missing = "specserve: error: no draft memory of this model runs in this cluster\n"
+    assert trie(cluster, *warm, "team-a", code=2) == missing
+
+    name = start_store(cluster, tmp_path / "snapshots")
+    for tenant, own in zip(TENANTS, (A, B), strict=True):
+        out = trie(cluster, *warm, tenant)
+        assert out == f"1,234 tokens of 1 texts taught to {own}\n"
+    shown = trie(cluster, "stats").split()
+    assert shown[0] == name
+    assert {(own, "1,234") for own in (A, B)} <= set(pairwise(shown))
+
+    assert "bytes written" in trie(cluster, "snapshot")
+    assert (tmp_path / "snapshots" / f"{name}.snapshot").stat().st_size > 2 * 4 * 1234
+
+    out = trie(cluster, "purge", "--tenant", "team-a")
+    assert out == f"{name}: 1,234 tokens of {A} forgotten\n"
+    shown = trie(cluster, "stats").split()
+    assert (B, "1,234") in set(pairwise(shown))
+    assert (A, "1,234") not in set(pairwise(shown))
+    out = trie(cluster, "purge", "--namespace", B)
+    assert out == f"{name}: 1,234 tokens of {B} forgotten\n"
