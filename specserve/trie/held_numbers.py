@@ -1,0 +1,102 @@
+"""Which records of each origin have been taken: what makes taking them idempotent."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+
+from specserve.trie.records import Ranges
+
+MAX_RANGES = 64
+"""Ranges kept for one origin. With more gaps than that between them the oldest gap is closed: what
+would have filled it counts as taken."""
+
+
+class HeldNumbers:
+    """Sets of record numbers by origin, kept as ranges.
+
+    Records of one origin may come in any order: after the store has lost its memory several
+    replicas send the same records again, each those that it still has.
+
+    Args:
+        ranges: what is held to begin with.
+        max_origins: more origins than that are forgotten, see :meth:`add`.
+    """
+
+    def __init__(
+        self,
+        ranges: Mapping[str, Sequence[tuple[int, int]]] | None = None,
+        max_origins: int = 4096,
+    ) -> None:
+        self._max_origins = max_origins
+        # In the order of their last additions.
+        self._ranges: dict[str, list[list[int]]] = {
+            origin: [list(pair) for pair in pairs] for origin, pairs in (ranges or {}).items()
+        }
+
+    def __len__(self) -> int:
+        return len(self._ranges)
+
+    def has(self, origin: str, number: int) -> bool:
+        """Whether the record was added."""
+        ranges = self._ranges.get(origin)
+        if ranges is None:
+            return False
+        index = bisect_right(ranges, number, key=_first) - 1
+        return index >= 0 and number <= ranges[index][1]
+
+    def add(
+        self, origin: str, number: int, is_needed: Callable[[str], bool] = lambda _: False
+    ) -> bool:
+        """Adds a record; False if it was there.
+
+        Above ``max_origins`` the origin that was silent longest is forgotten, among those of which
+        ``is_needed`` says no.
+        """
+        ranges = self._ranges.pop(origin, None)
+        if ranges is None:
+            self._make_room(is_needed)
+            ranges = []
+        self._ranges[origin] = ranges
+        if ranges and number == ranges[-1][1] + 1:  # as it mostly is
+            ranges[-1][1] = number
+            return True
+        return _insert(ranges, number)
+
+    def ranges(self) -> Ranges:
+        """All numbers, as ranges from first to last."""
+        return {
+            origin: [(first, last) for first, last in pairs]
+            for origin, pairs in self._ranges.items()
+        }
+
+    def _make_room(self, is_needed: Callable[[str], bool]) -> None:
+        if len(self._ranges) >= self._max_origins:
+            for origin in self._ranges:
+                if not is_needed(origin):
+                    del self._ranges[origin]
+                    return
+
+
+def _first(pair: list[int]) -> int:
+    return pair[0]
+
+
+def _insert(ranges: list[list[int]], number: int) -> bool:
+    after = bisect_right(ranges, number, key=_first)
+    before = after - 1
+    if before >= 0 and number <= ranges[before][1]:
+        return False
+    joins_before = before >= 0 and ranges[before][1] == number - 1
+    joins_after = after < len(ranges) and ranges[after][0] == number + 1
+    if joins_before and joins_after:
+        ranges[before][1] = ranges.pop(after)[1]
+    elif joins_before:
+        ranges[before][1] = number
+    elif joins_after:
+        ranges[after][0] = number
+    else:
+        ranges.insert(after, [number, number])
+        if len(ranges) > MAX_RANGES:
+            ranges[0][1] = ranges.pop(1)[1]
+    return True

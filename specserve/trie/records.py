@@ -1,0 +1,185 @@
+"""What replicas and the store tell each other: records of text, in batches, and their answers."""
+
+from __future__ import annotations
+
+import sys
+import time
+import zlib
+from math import isfinite
+from typing import Literal, Protocol
+
+import msgspec
+import numpy as np
+
+from specserve.core.types import Int32Array
+
+MAX_RECORD_TOKENS = 4096
+"""Longer text travels as several records."""
+
+MAX_NAME_CHARS = 128
+"""Longest origin, namespace or sequence, in ASCII characters."""
+
+RECORD_OVERHEAD_BYTES = 288
+"""Memory of a record beside its tokens and its sequence's characters: the objects, its numbers and
+its place in a log. A test holds it against what Python allocates."""
+
+LAST = 1 << 62
+"""Numbers and positions in a text stay below this."""
+
+MAX_AHEAD_S = 3600.0
+"""A stamp further in the future is a broken clock."""
+
+Kind = Literal["text", "purge", "remove"]
+
+
+class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A piece of one request's text, or the order to forget some.
+
+    Attributes:
+        origin: who wrote it; unique for each start of a process.
+        number: 1, 2, 3 ... for each origin: with it, the record's identity in the cluster.
+        stamp: when its first token was written, in seconds since 1970 by the writer's clock.
+        namespace: whose text it is; opaque. Text of one namespace is never shown to another.
+        kind: ``text``; ``purge`` forgets the namespace, ``remove`` one sequence of it, each as far
+            as it was written up to ``stamp``. So nodes' clocks have to agree, within the time that
+            may pass between a purge and the next text that counts.
+        sequence: the request whose text this is; unique in the cluster.
+        start: position of the first token in the request's text. The pieces of a text may come
+            with gaps between them, since memory is bounded everywhere.
+        tokens: token ids, int32, little-endian.
+        num_prompt_tokens: how many of the first tokens belong to the prompt; the others are output.
+        final: the text ends here.
+    """
+
+    origin: str
+    number: int
+    stamp: float
+    namespace: str
+    kind: Kind = "text"
+    sequence: str = ""
+    start: int = 0
+    tokens: bytes = b""
+    num_prompt_tokens: int = 0
+    final: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens."""
+        return len(self.tokens) // 4
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes in a log, in bytes."""
+        return RECORD_OVERHEAD_BYTES + len(self.sequence) + len(self.tokens)
+
+    def token_array(self) -> Int32Array:
+        """The token ids, ``[num_tokens]``; a read-only view."""
+        return np.frombuffer(self.tokens, dtype="<i4")
+
+    def with_shared_names(self) -> Record:
+        """The same record, its names shared with all records that have the same ones."""
+        return Record(
+            sys.intern(self.origin),
+            self.number,
+            self.stamp,
+            sys.intern(self.namespace),
+            self.kind,
+            sys.intern(self.sequence),
+            self.start,
+            self.tokens,
+            self.num_prompt_tokens,
+            self.final,
+        )
+
+
+def problem_of(record: Record, vocab_size: int) -> str:
+    """Why the record must not be taken, in words; empty: it is well formed.
+
+    A token outside the vocabulary would be looked up outside of the target's embedding.
+    """
+    for name in (record.origin, record.namespace):
+        if not 0 < len(name) <= MAX_NAME_CHARS or not name.isascii():
+            return f"origin and namespace need 1 .. {MAX_NAME_CHARS} ASCII characters"
+    if len(record.sequence) > MAX_NAME_CHARS or not record.sequence.isascii():
+        return f"sequence has at most {MAX_NAME_CHARS} ASCII characters"
+    if bool(record.sequence) == (record.kind == "purge"):
+        return "a text and its removal need a sequence, a purge has none"
+    if not (0 < record.number < LAST and 0 <= record.start < LAST):
+        return "number or start is out of bounds"
+    if not isfinite(record.stamp) or record.stamp > time.time() + MAX_AHEAD_S:
+        return "its stamp is no time, or in the future: compare the nodes' clocks"
+    size = len(record.tokens)
+    if size and record.kind != "text":
+        return f"a {record.kind} has no tokens"
+    if size % 4 or size > 4 * MAX_RECORD_TOKENS:
+        return f"tokens are {size} bytes, not 4 for each of 0 .. {MAX_RECORD_TOKENS} tokens"
+    if not 0 <= record.num_prompt_tokens <= size // 4:
+        return "more prompt tokens than tokens"
+    # Read as unsigned, a negative id is a very large one.
+    if size and int(np.frombuffer(record.tokens, dtype="<u4").max()) >= vocab_size:
+        return f"a token id is not in 0 .. {vocab_size - 1}"
+    return ""
+
+
+Ranges = dict[str, list[tuple[int, int]]]
+"""Numbers of records by origin, as ranges from first to last."""
+
+
+class ExchangeRequest(msgspec.Struct, frozen=True, array_like=True):
+    """What a replica tells the store.
+
+    Attributes:
+        fingerprint: identity of the model and tokenizer whose tokens these are.
+        origin: the replica; it is not told its own records.
+        epoch: the store's epoch as far as the replica knows; empty: none yet.
+        position: where in that epoch's log the replica goes on reading.
+        records: what the store may not have.
+        max_bytes: how much the answer may carry.
+    """
+
+    fingerprint: str
+    origin: str
+    epoch: str
+    position: int
+    records: list[Record]
+    max_bytes: int
+
+
+class ExchangeReply(msgspec.Struct, frozen=True, array_like=True):
+    """What the store answers; all records of the request have been dealt with.
+
+    Attributes:
+        epoch: identity of this start of the store.
+        position: where to go on reading.
+        records: others' records, in the log's order.
+        behind: how many positions of the log are left to read.
+        lost: how many positions were dropped from the log before the reader came to them.
+        held: the store's records by number, those of the request included. Only for a caller that
+            did not know the epoch: what it has beyond these, the store has lost.
+        refused: why the store will have nothing to do with the caller; empty: it is welcome.
+    """
+
+    epoch: str
+    position: int = 0
+    records: list[Record] = []
+    behind: int = 0
+    lost: int = 0
+    held: Ranges = {}
+    refused: str = ""
+
+
+class StoreClient(Protocol):
+    """A replica's way to the store."""
+
+    def exchange(self, request: ExchangeRequest, timeout_s: float) -> ExchangeReply:
+        """Hands over records and gets others'. Asking twice does no harm.
+
+        Raises:
+            StoreError: no answer within ``timeout_s`` seconds, or no store.
+        """
+        ...
+
+
+def shard_of(namespace: str, num_shards: int) -> int:
+    """Which of several stores keeps a namespace."""
+    return zlib.crc32(namespace.encode()) % num_shards

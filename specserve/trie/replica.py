@@ -1,0 +1,299 @@
+"""A replica's link to the cluster's draft memory: a thread beside the decoding loop."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+
+from specserve.core.errors import StoreError
+from specserve.core.types import Int32Array
+from specserve.trie.outbox import Outbox
+from specserve.trie.pieces import PieceQueue
+from specserve.trie.records import ExchangeReply, ExchangeRequest, Record, StoreClient
+
+logger = logging.getLogger(__name__)
+
+BATCH_BYTES = 256 << 10
+"""Records that one call carries, each way."""
+
+LONGEST_REST_S = 1.0
+"""Between two calls while the store does not answer."""
+
+REFUSED_REST_S = 30.0
+"""Between two calls after the store has refused this replica."""
+
+STARTING_CALLS = 2
+"""Calls that may fail before anything is said of it: a store that is just being started takes some
+seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaOptions:
+    """How a replica shares what it learns.
+
+    Attributes:
+        fingerprint: identity of the model and tokenizer.
+        vocab_size: token ids are below it.
+        max_bytes: memory for recent records of all replicas, in bytes. They are what a store that
+            has lost its memory gets back from this replica.
+        max_queued_tokens: tokens that wait for the thread; more are dropped.
+        interval_s: time from the start of one call to the next, in seconds, while the replica
+            keeps up.
+        max_delay_s: how long a few tokens wait for more of the same text, in seconds.
+        deadline_s: how long a call may take, in seconds.
+    """
+
+    fingerprint: str
+    vocab_size: int
+    max_bytes: int = 64 << 20
+    max_queued_tokens: int = 1 << 18
+    interval_s: float = 0.1
+    max_delay_s: float = 0.25
+    deadline_s: float = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaStats:
+    """The link at one moment; totals count from its start.
+
+    Attributes:
+        up: whether the store answered the last call.
+        refused: why the store refuses this replica; empty: it does not.
+        epoch: identity of the store's start; empty before the first answer.
+        num_epochs: starts of the store that this replica has seen.
+        published_tokens: tokens given to :meth:`TrieReplica.publish` and not dropped there.
+        dropped_tokens: own tokens that no other replica will see: the store was away for longer
+            than memory lasted, or the thread was.
+        unsent_s: age of the oldest own token that the store has not confirmed, in seconds.
+        received_tokens: tokens of other replicas' records.
+        receive_lag_s: age of the oldest token of the last batch received, in seconds, by the
+            writers' clocks. Counts what was written since this replica had read all there was.
+        behind: positions of the store's log left to read.
+        lost_positions: positions that the store dropped before this replica came to them.
+        invalid_records: records that were not well formed, and so were dropped.
+        num_failed_calls: calls that the store did not answer.
+        apply_errors: records that the index did not take.
+    """
+
+    up: bool
+    refused: str
+    epoch: str
+    num_epochs: int
+    published_tokens: int
+    dropped_tokens: int
+    unsent_s: float
+    received_tokens: int
+    receive_lag_s: float
+    behind: int
+    lost_positions: int
+    invalid_records: int
+    num_failed_calls: int
+    apply_errors: int
+
+
+class TrieReplica:
+    """Publishes this replica's text to the store and applies what others publish.
+
+    Args:
+        client: the way to the store.
+        apply: told of each record of another replica, once, on the link's own thread; an order to
+            forget (``record.kind``) is one of them.
+        options: see there.
+
+    Raises:
+        ConfigError: an option that cannot be used.
+    """
+
+    def __init__(
+        self, client: StoreClient, apply: Callable[[Record], None], options: ReplicaOptions
+    ) -> None:
+        self.origin = uuid.uuid4().hex[:16]
+        self._client = client
+        self._apply = apply
+        self._options = options
+        self._queue = PieceQueue(options.max_queued_tokens, options.max_delay_s)
+        self._outbox = Outbox(self.origin, options.max_bytes, options.vocab_size)
+        self._epoch = ""
+        self._position = 0
+        self._up = self._is_missed = False
+        self._refused = ""
+        self._oldest_unsent = inf
+        self._caught_up_at = inf
+        self._receive_lag_s = 0.0
+        self._behind = self._lost_positions = self._num_epochs = self._received_tokens = 0
+        self._failures_in_a_row = self._num_failed_calls = self._apply_errors = 0
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="trie-replica", daemon=True)
+        self._last_call_at = inf  # once stopping, none begins later
+
+    def start(self) -> None:
+        """Starts the thread; returns at once."""
+        self._thread.start()
+
+    def publish(
+        self,
+        namespace: str,
+        sequence: str,
+        start: int,
+        tokens: Int32Array,
+        num_prompt_tokens: int = 0,
+        final: bool = False,
+    ) -> bool:
+        """Shares a piece of a request's text; takes microseconds and never waits.
+
+        For one thread at a time. Pieces of one request follow each other.
+
+        Args:
+            namespace: whose text it is.
+            sequence: the request; unique in the cluster.
+            start: position of the first token in the request's text.
+            tokens: int32 ``[n]``, copied.
+            num_prompt_tokens: how many of the first of these tokens belong to the prompt.
+            final: the text ends here.
+
+        Returns:
+            False if the piece was dropped because the thread does not keep up.
+        """
+        return self._queue.put(namespace, sequence, start, tokens, num_prompt_tokens, final)
+
+    def stop(self, timeout_s: float = 3.0) -> bool:
+        """Sends what is left, then ends the thread.
+
+        Returns:
+            Whether the store has confirmed everything within ``timeout_s`` seconds.
+        """
+        self._last_call_at = time.monotonic() + timeout_s
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive() and self._oldest_unsent == inf
+
+    def stats(self) -> ReplicaStats:
+        """The link at this moment; for any thread."""
+        return ReplicaStats(
+            up=self._up,
+            refused=self._refused,
+            epoch=self._epoch,
+            num_epochs=self._num_epochs,
+            published_tokens=self._queue.put_tokens,
+            dropped_tokens=self._queue.dropped_tokens + self._outbox.dropped_tokens,
+            unsent_s=max(0.0, time.time() - self._oldest_unsent),
+            received_tokens=self._received_tokens,
+            receive_lag_s=self._receive_lag_s,
+            behind=self._behind,
+            lost_positions=self._lost_positions,
+            invalid_records=self._outbox.invalid_records,
+            num_failed_calls=self._num_failed_calls,
+            apply_errors=self._apply_errors,
+        )
+
+    def take_turn(self, is_last: bool = False) -> float:
+        """Writes, sends and receives once. The thread's work; to be called where none was started.
+
+        Args:
+            is_last: sends also what could wait for more of the same text.
+
+        Returns:
+            Time from the start of this turn to the next, in seconds.
+        """
+        try:
+            for piece in self._queue.joined(everything=is_last):
+                self._outbox.write(piece)
+            rest_s = self._exchange()
+            self._oldest_unsent = min(self._outbox.oldest_unsent_stamp, self._queue.oldest_stamp)
+        except Exception:  # the link must outlive whatever it meets
+            logger.exception("The link to the draft memory failed; it goes on")
+            self._up = False
+            rest_s = LONGEST_REST_S
+        return rest_s
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            began = time.monotonic()
+            rest_s = self.take_turn()
+            self._stopping.wait(max(0.0, began + rest_s - time.monotonic()))
+        while time.monotonic() < self._last_call_at:
+            self.take_turn(is_last=True)
+            if not self._up or self._oldest_unsent == inf:
+                return
+
+    def _exchange(self) -> float:
+        records = self._outbox.pending(BATCH_BYTES)
+        request = ExchangeRequest(
+            self._options.fingerprint,
+            self.origin,
+            self._epoch,
+            self._position,
+            records,
+            BATCH_BYTES,
+        )
+        deadline_s = min(self._options.deadline_s, self._last_call_at - time.monotonic())
+        try:
+            reply = self._client.exchange(request, max(0.0, deadline_s))
+        except StoreError as error:
+            return self._go_without(error)
+        if reply.refused:
+            return self._accept_refusal(reply.refused)
+        self._note_answer()
+        self._outbox.confirm()
+        if reply.epoch != self._epoch:
+            self._start_over(reply)
+        for record in reply.records:
+            if self._outbox.receive(record):
+                self._apply_one(record)
+        self._note_progress(reply)
+        if reply.behind or self._outbox.pending(1):
+            return 0.0
+        return self._options.interval_s
+
+    def _start_over(self, reply: ExchangeReply) -> None:
+        if self._epoch:
+            logger.warning("The draft memory has started again; it is sent what it has lost")
+        self._epoch = reply.epoch
+        self._num_epochs += 1
+        self._outbox.start_over(reply.held)
+
+    def _apply_one(self, record: Record) -> None:
+        self._received_tokens += record.num_tokens
+        try:
+            self._apply(record)
+        except Exception:  # one record is no reason to go without all others
+            self._apply_errors += 1
+            if self._apply_errors == 1:
+                logger.exception("A record was not applied. Further ones are only counted")
+
+    def _note_progress(self, reply: ExchangeReply) -> None:
+        self._lost_positions += reply.lost
+        self._position, self._behind = reply.position, reply.behind
+        now = time.time()
+        stamps = [each.stamp for each in reply.records if each.stamp > self._caught_up_at]
+        self._receive_lag_s = max(0.0, now - min(stamps, default=now))
+        if not reply.behind:
+            self._caught_up_at = min(self._caught_up_at, now)
+
+    def _note_answer(self) -> None:
+        if self._is_missed:
+            logger.warning("The draft memory answers again")
+        self._up, self._is_missed, self._refused, self._failures_in_a_row = True, False, "", 0
+
+    def _go_without(self, error: StoreError) -> float:
+        self._up = False
+        self._num_failed_calls += 1
+        self._failures_in_a_row += 1
+        if not self._is_missed and (self._epoch or self._failures_in_a_row > STARTING_CALLS):
+            self._is_missed = True
+            logger.warning("The draft memory does not answer, drafts go on without it: %s", error)
+        longest_s = min(LONGEST_REST_S, 0.1 * 2.0 ** min(self._failures_in_a_row, 10))
+        return random.uniform(0.5, 1.0) * longest_s
+
+    def _accept_refusal(self, reason: str) -> float:
+        if not self._refused:
+            logger.error("Drafts go on without the cluster's memory: %s", reason)
+        self._up, self._refused = False, reason
+        return REFUSED_REST_S

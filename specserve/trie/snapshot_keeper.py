@@ -1,0 +1,147 @@
+"""Reads the store's snapshot at start and writes one on a schedule."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from specserve.core.errors import SnapshotError
+from specserve.trie.log_snapshot import SnapshotFile
+from specserve.trie.token_log import LogState
+
+logger = logging.getLogger(__name__)
+
+
+class SnapshotStats(msgspec.Struct, frozen=True, kw_only=True):
+    """A keeper at one moment; totals count from its start.
+
+    Attributes:
+        url: the file.
+        num_saved: snapshots written.
+        num_errors: snapshots that could not be written, or not be read.
+        last_error: the last of these; empty once one was written again.
+        age_s: time since the last one was written, in seconds; -1: none was.
+        num_bytes: its size.
+    """
+
+    url: str
+    num_saved: int
+    num_errors: int
+    last_error: str
+    age_s: float
+    num_bytes: int
+
+
+class SnapshotKeeper:
+    """Keeps one snapshot file up to date; safe for threads.
+
+    A snapshot that can neither be read nor moved aside, since a file system is away, is tried again
+    at each interval, and none is written in its place until then.
+
+    Args:
+        file: the file.
+        fingerprint: identity of the model and tokenizer.
+        epoch: identity of this start of the store.
+        state: tells what is to be kept.
+        take_over: given the epoch that wrote the snapshot, and what it holds.
+    """
+
+    def __init__(
+        self,
+        file: SnapshotFile,
+        fingerprint: str,
+        epoch: str,
+        state: Callable[[], LogState],
+        take_over: Callable[[str, LogState], None],
+    ) -> None:
+        self._file = file
+        self._fingerprint = fingerprint
+        self._epoch = epoch
+        self._state = state
+        self._take_over = take_over
+        self._lock = threading.Lock()
+        self._was_read = False
+        self._saved_end = -1
+        self._saved_at = 0.0
+        self._num_saved = self._num_errors = self._num_bytes = 0
+        self._last_error = ""
+        self._interval_s = 0.0
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="snapshots", daemon=True)
+
+    def start(self, interval_s: float) -> None:
+        """Takes over the snapshot, if there is one, then starts the schedule."""
+        self._interval_s = interval_s
+        self._try()
+        self._thread.start()
+
+    def save_now(self) -> int:
+        """Writes a snapshot; its size in bytes.
+
+        Raises:
+            SnapshotError: it could not be written; the one before is still whole.
+        """
+        with self._lock:
+            try:
+                return self._save()
+            except SnapshotError as error:
+                self._count(error)
+                raise
+
+    def stop(self) -> None:
+        """Writes a last snapshot and ends the schedule; a failure is logged."""
+        self._stopping.set()
+        self._thread.join()
+        self._try()
+
+    def stats(self) -> SnapshotStats:
+        """The keeper at this moment."""
+        return SnapshotStats(
+            url=self._file.url,
+            num_saved=self._num_saved,
+            num_errors=self._num_errors,
+            last_error=self._last_error,
+            age_s=time.monotonic() - self._saved_at if self._num_saved else -1.0,
+            num_bytes=self._num_bytes,
+        )
+
+    def _run(self) -> None:
+        while not self._stopping.wait(self._interval_s):
+            self._try()
+
+    def _try(self) -> None:
+        with self._lock:
+            try:
+                if self._was_read:
+                    self._save(only_news=True)
+                else:
+                    self._read()
+            except SnapshotError as error:
+                self._count(error)
+                logger.error("%s; tried again in %g s", error, self._interval_s)
+
+    def _read(self) -> None:
+        loaded = self._file.load_or_set_aside(self._fingerprint)
+        self._was_read = True
+        if loaded is not None:
+            self._take_over(*loaded)
+
+    def _save(self, only_news: bool = False) -> int:
+        if not self._was_read:
+            self._read()
+        state = self._state()
+        if only_news and state.end == self._saved_end:
+            return self._num_bytes
+        self._num_bytes = self._file.save(self._fingerprint, self._epoch, state)
+        self._saved_end, self._saved_at = state.end, time.monotonic()
+        self._num_saved += 1
+        self._last_error = ""
+        return self._num_bytes
+
+    def _count(self, error: SnapshotError) -> None:
+        self._num_errors += 1
+        self._last_error = str(error)

@@ -1,0 +1,308 @@
+"""The cluster's draft memory: a log that all replicas write to and read from."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+import uuid
+from dataclasses import dataclass
+
+import msgspec
+
+from specserve.core.errors import ConfigError
+from specserve.trie.log_snapshot import SnapshotFile
+from specserve.trie.records import (
+    MAX_NAME_CHARS,
+    ExchangeReply,
+    ExchangeRequest,
+    Kind,
+    Record,
+)
+from specserve.trie.snapshot_keeper import SnapshotKeeper, SnapshotStats
+from specserve.trie.token_log import LogState, TokenLog
+
+logger = logging.getLogger(__name__)
+
+NAME_PREFIX = "specserve-trie-"
+
+SEEN_S = 10.0
+"""A replica that has not asked for this long counts as gone."""
+
+MAX_REPLY_BYTES = 4 << 20
+"""No reader is given more at once, whatever it asks for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreOptions:
+    """What a store is made with.
+
+    Attributes:
+        fingerprint: identity of the model and tokenizer; replicas of another one are refused.
+        vocab_size: token ids are below it.
+        shard: which of several stores this is, each with namespaces of its own.
+        max_bytes: memory of the log, in bytes.
+        snapshot_url: folder of the snapshot, a path or a URL; empty: none is kept.
+        snapshot_interval_s: time between two snapshots, in seconds.
+    """
+
+    fingerprint: str
+    vocab_size: int
+    shard: int = 0
+    max_bytes: int = 256 << 20
+    snapshot_url: str = ""
+    snapshot_interval_s: float = 300.0
+
+    @property
+    def name(self) -> str:
+        """Name of the store in the cluster, another one for each fingerprint and shard."""
+        digest = hashlib.blake2b(self.fingerprint.encode(), digest_size=6)
+        return f"{NAME_PREFIX}{digest.hexdigest()}-{self.shard}"
+
+    @property
+    def snapshot_file(self) -> str:
+        """URL of the snapshot; empty: none is kept."""
+        return self.snapshot_url and f"{self.snapshot_url.rstrip('/')}/{self.name}.snapshot"
+
+
+def check(options: StoreOptions) -> None:
+    """Finds out whether a store can be made with these options.
+
+    Raises:
+        ConfigError: one of them cannot be used.
+    """
+    TokenLog(options.max_bytes, options.vocab_size)
+    if options.snapshot_url:
+        SnapshotFile(options.snapshot_file)
+
+
+class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
+    """A store at one moment; totals count from its start.
+
+    Attributes:
+        fingerprint: identity of the model and tokenizer.
+        epoch: identity of this start of the store.
+        up_s: time since then, in seconds.
+        num_replicas: replicas that asked within the last ``SEEN_S`` seconds.
+        num_records: records held.
+        num_tokens: tokens held.
+        num_bytes: memory of the log in use.
+        max_bytes: its limit.
+        tokens_by_namespace: tokens held.
+        restored_tokens: tokens that came from the snapshot at start.
+        taken_tokens: tokens taken from replicas.
+        dropped_tokens: tokens dropped for want of room, oldest first.
+        forgotten_tokens: tokens forgotten by order.
+        duplicate_records: records that came again.
+        invalid_records: records that were not well formed.
+        num_calls: calls of replicas.
+        refused_calls: those of replicas with another fingerprint.
+        snapshot: how the snapshots are doing; None: none are kept.
+    """
+
+    fingerprint: str
+    epoch: str
+    up_s: float
+    num_replicas: int
+    num_records: int
+    num_tokens: int
+    num_bytes: int
+    max_bytes: int
+    tokens_by_namespace: dict[str, int]
+    restored_tokens: int
+    taken_tokens: int
+    dropped_tokens: int
+    forgotten_tokens: int
+    duplicate_records: int
+    invalid_records: int
+    num_calls: int
+    refused_calls: int
+    snapshot: SnapshotStats | None
+
+
+class TrieStore:
+    """Takes records from replicas and hands them to the others; safe for threads.
+
+    Its memory is the log alone: what a draft is looked up in is built by each replica. At start it
+    takes over the snapshot, if there is one.
+
+    Args:
+        options: see there.
+
+    Raises:
+        ConfigError: an option that cannot be used.
+    """
+
+    def __init__(self, options: StoreOptions) -> None:
+        self.epoch = uuid.uuid4().hex
+        self._options = options
+        self._log = TokenLog(options.max_bytes, options.vocab_size)
+        self._lock = threading.Lock()  # of the log and the fields below
+        self._began = time.monotonic()
+        self._last_seen: dict[str, float] = {}
+        self._num_calls = self._refused_calls = 0
+        self._num_orders = 0
+        self._restored_epoch, self._restored_end, self._restored_tokens = "", 0, 0
+
+        self._keeper: SnapshotKeeper | None = None
+        if options.snapshot_url:
+            self._keeper = SnapshotKeeper(
+                SnapshotFile(options.snapshot_file),
+                options.fingerprint,
+                self.epoch,
+                self._state,
+                self._take_over,
+            )
+            self._keeper.start(options.snapshot_interval_s)
+
+    def exchange(self, request: ExchangeRequest) -> ExchangeReply:
+        """Takes a replica's records and answers with others' (:class:`ExchangeReply`)."""
+        with self._lock:
+            self._num_calls += 1
+            if request.fingerprint != self._options.fingerprint:
+                return self._refuse(request)
+            is_new = request.epoch != self.epoch
+            if is_new:
+                self._forget_the_unseen()
+            self._last_seen[request.origin] = time.monotonic()
+            for record in request.records:
+                self._log.append(record)
+            position = self._position_of(request)
+            batch = self._log.since(
+                position,
+                min(request.max_bytes, MAX_REPLY_BYTES),
+                lambda record: record.origin != request.origin,
+            )
+            return ExchangeReply(
+                epoch=self.epoch,
+                position=batch.position,
+                records=batch.records,
+                behind=batch.behind,
+                lost=batch.lost if position else 0,  # who begins has lost nothing
+                held=self._log.held.ranges() if is_new else {},
+            )
+
+    def purge(self, namespace: str) -> int:
+        """Forgets a namespace, here and in the snapshot before this returns, then on all replicas.
+
+        Snapshots that were set aside are the operator's.
+
+        Returns:
+            How many tokens the store has forgotten.
+
+        Raises:
+            ConfigError: that is no namespace.
+            SnapshotError: forgotten, but the snapshot could not be written and still has the text.
+        """
+        return self._forget("purge", namespace, "")
+
+    def remove(self, namespace: str, sequence: str) -> int:
+        """Forgets one request's text in the same way.
+
+        Raises:
+            ConfigError: that is no namespace or no sequence.
+            SnapshotError: as for :meth:`purge`.
+        """
+        return self._forget("remove", namespace, sequence)
+
+    def snapshot_now(self) -> int:
+        """Writes the snapshot; its size in bytes, 0 where none is kept.
+
+        Raises:
+            SnapshotError: it could not be written; the one before is still whole.
+        """
+        return self._keeper.save_now() if self._keeper is not None else 0
+
+    def close(self) -> None:
+        """Writes a last snapshot; a failure is logged."""
+        if self._keeper is not None:
+            self._keeper.stop()
+
+    def stats(self) -> StoreStats:
+        """The store at this moment."""
+        now = time.monotonic()
+        with self._lock:
+            log, counts = self._log, self._log.counts
+            self._forget_the_unseen()
+            return StoreStats(
+                fingerprint=self._options.fingerprint,
+                epoch=self.epoch,
+                up_s=now - self._began,
+                num_replicas=len(self._last_seen),
+                num_records=log.num_records,
+                num_tokens=log.num_tokens,
+                num_bytes=log.num_bytes,
+                max_bytes=self._options.max_bytes,
+                tokens_by_namespace=log.num_tokens_of(),
+                restored_tokens=self._restored_tokens,
+                taken_tokens=counts.taken_tokens,
+                dropped_tokens=counts.dropped_tokens,
+                forgotten_tokens=counts.forgotten_tokens,
+                duplicate_records=counts.duplicate_records,
+                invalid_records=counts.invalid_records,
+                num_calls=self._num_calls,
+                refused_calls=self._refused_calls,
+                snapshot=self._keeper.stats() if self._keeper is not None else None,
+            )
+
+    def _forget_the_unseen(self) -> None:
+        since = time.monotonic() - SEEN_S
+        self._last_seen = {origin: at for origin, at in self._last_seen.items() if at > since}
+
+    def _refuse(self, request: ExchangeRequest) -> ExchangeReply:
+        self._refused_calls += 1
+        reason = (
+            f"this draft memory is of {self._options.fingerprint}, and the replica "
+            f"{request.origin} of {request.fingerprint}: their tokens must not mix"
+        )
+        logger.warning("Refused: %s", reason)
+        return ExchangeReply(epoch=self.epoch, refused=reason)
+
+    def _position_of(self, request: ExchangeRequest) -> int:
+        """Where the caller goes on reading.
+
+        Positions are one epoch's. Up to the snapshot's end they are also those of the epoch that
+        wrote the snapshot, so its readers need not start again.
+        """
+        if request.epoch == self.epoch:
+            return request.position
+        if request.epoch and request.epoch == self._restored_epoch:
+            return min(request.position, self._restored_end)
+        return 0
+
+    def _forget(self, kind: Kind, namespace: str, sequence: str) -> int:
+        with self._lock:
+            self._num_orders += 1
+            before = self._log.num_tokens
+            order = Record(
+                origin=self.epoch,
+                number=self._num_orders,
+                # Also what a replica wrote whose clock is fast.
+                stamp=max(time.time(), self._log.newest_stamp(namespace)),
+                namespace=namespace,
+                kind=kind,
+                sequence=sequence,
+            )
+            if not self._log.append(order):
+                name = f"{namespace}/{sequence}" if kind == "remove" else namespace
+                raise ConfigError(kind, name, f"names of 1 .. {MAX_NAME_CHARS} ASCII characters")
+            forgotten = before - self._log.num_tokens
+        self.snapshot_now()
+        return forgotten
+
+    def _state(self) -> LogState:
+        with self._lock:
+            return self._log.state()
+
+    def _take_over(self, epoch: str, state: LogState) -> None:
+        """Takes over what a snapshot holds."""
+        with self._lock:
+            before = self._log.num_tokens
+            if self._log.end == 0:
+                self._log.restore(state)
+                self._restored_epoch, self._restored_end = epoch, state.end
+            else:  # it could not be read at once, and replicas have written since
+                for record in (*state.orders, *state.records):
+                    self._log.append(record)
+            self._restored_tokens = self._log.num_tokens - before

@@ -1,0 +1,193 @@
+"""The store as a Ray actor of the whole cluster, and the ways to it."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+import ray
+from ray.exceptions import GetTimeoutError, RayTaskError
+
+from specserve.core.errors import SpecServeError, StoreError, shorten
+from specserve.trie.records import ExchangeReply, ExchangeRequest
+from specserve.trie.store import NAME_PREFIX, StoreOptions, StoreStats, TrieStore, check
+
+NAMESPACE = "specserve"
+"""Ray's namespace of the actors."""
+
+NUM_THREADS = 8
+"""Calls that an actor works on at a time: none has to wait for a snapshot to be written."""
+
+CONTROL_TIMEOUT_S = 60.0
+"""For what an operator asks; a large snapshot takes a while to write."""
+
+T = TypeVar("T")
+
+_encode = msgspec.msgpack.encode
+_decode_reply = msgspec.msgpack.Decoder(ExchangeReply).decode
+_decode_request = msgspec.msgpack.Decoder(ExchangeRequest).decode
+
+
+class TrieStoreActor:
+    """A :class:`TrieStore` in a process of its own, started again by Ray when that ends."""
+
+    def __init__(self, options: StoreOptions) -> None:
+        self._store = TrieStore(options)
+
+    def exchange(self, request: bytes) -> bytes:
+        """:meth:`TrieStore.exchange`, encoded."""
+        try:
+            decoded = _decode_request(request)
+        except msgspec.MsgspecError as error:
+            reason = f"this draft memory cannot read the replica's call, is it as new? {error}"
+            return _encode(ExchangeReply(epoch="", refused=reason))
+        return _encode(self._store.exchange(decoded))
+
+    def purge(self, namespace: str) -> int:
+        """:meth:`TrieStore.purge`."""
+        return self._store.purge(namespace)
+
+    def remove(self, namespace: str, sequence: str) -> int:
+        """:meth:`TrieStore.remove`."""
+        return self._store.remove(namespace, sequence)
+
+    def snapshot_now(self) -> int:
+        """:meth:`TrieStore.snapshot_now`."""
+        return self._store.snapshot_now()
+
+    def stats(self) -> StoreStats:
+        """:meth:`TrieStore.stats`."""
+        return self._store.stats()
+
+    def close(self) -> None:
+        """:meth:`TrieStore.close`."""
+        self._store.close()
+
+    def __ray_shutdown__(self) -> None:
+        self._store.close()
+
+
+_ACTOR: Any = ray.remote(
+    num_cpus=0, max_restarts=-1, max_task_retries=0, max_concurrency=NUM_THREADS
+)(TrieStoreActor)
+
+
+def get_or_start(options: StoreOptions) -> Any:
+    """Handle of the store's actor, which is started where there is none; it outlives the caller."""
+    actor = _ACTOR.options(
+        name=options.name, namespace=NAMESPACE, lifetime="detached", get_if_exists=True
+    )
+    return actor.remote(options)
+
+
+class RayStoreClient:
+    """A replica's way to the store, which it starts where there is none; for one thread.
+
+    Needs a process that is connected to Ray.
+
+    Args:
+        options: of the store. The one that starts it decides.
+
+    Raises:
+        ConfigError: an option that cannot be used.
+    """
+
+    def __init__(self, options: StoreOptions) -> None:
+        check(options)
+        self._options = options
+        self._actor: Any = None
+        self._unanswered: Any = None
+
+    def exchange(self, request: ExchangeRequest, timeout_s: float) -> ExchangeReply:
+        """See :class:`StoreClient`."""
+        try:
+            self._await_the_last(timeout_s)
+            self._unanswered = self._store().exchange.remote(_encode(request))
+            content = ray.get(self._unanswered, timeout=timeout_s)
+        except GetTimeoutError:
+            raise StoreError(f"no answer within {timeout_s:g} s") from None
+        except Exception as error:  # Ray has many; after each the actor is looked up again
+            self._actor = self._unanswered = None
+            raise StoreError(_say(error)) from error
+        self._unanswered = None
+        return _decode_reply(content)
+
+    def _await_the_last(self, timeout_s: float) -> None:
+        """A store that hangs is not given more to do; what it answers late is of no use."""
+        if self._unanswered is not None:
+            ray.get(self._unanswered, timeout=timeout_s)
+
+    def _store(self) -> Any:
+        if not ray.is_initialized():  # or Ray would start a cluster of its own
+            raise StoreError("this process is not connected to Ray")
+        if self._actor is None:
+            self._actor = get_or_start(self._options)
+        return self._actor
+
+
+class RemoteStore:
+    """An operator's way to a store that runs.
+
+    Each call raises ``StoreError`` where the store does not answer, and what the store itself
+    raises.
+
+    Args:
+        name: one of :func:`list_stores`.
+    """
+
+    def __init__(self, name: str) -> None:
+        try:
+            self._actor = ray.get_actor(name, namespace=NAMESPACE)
+        except ValueError:
+            running = ", ".join(list_stores()) or "none"
+            raise StoreError(f"no draft memory {shorten(name)} runs; running: {running}") from None
+
+    def stats(self) -> StoreStats:
+        """:meth:`TrieStore.stats`."""
+        return _result(self._actor.stats.remote(), StoreStats)
+
+    def purge(self, namespace: str) -> int:
+        """:meth:`TrieStore.purge`."""
+        return _result(self._actor.purge.remote(namespace), int)
+
+    def remove(self, namespace: str, sequence: str) -> int:
+        """:meth:`TrieStore.remove`."""
+        return _result(self._actor.remove.remote(namespace, sequence), int)
+
+    def snapshot_now(self) -> int:
+        """:meth:`TrieStore.snapshot_now`."""
+        return _result(self._actor.snapshot_now.remote(), int)
+
+    def stop(self) -> None:
+        """Has a last snapshot written, and ends the store for good."""
+        _result(self._actor.close.remote(), type(None))
+        ray.kill(self._actor, no_restart=True)
+
+
+def list_stores() -> list[str]:
+    """Names of the stores that run in the cluster."""
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    return sorted(
+        actor["name"]
+        for actor in actors
+        if actor["namespace"] == NAMESPACE and actor["name"].startswith(NAME_PREFIX)
+    )
+
+
+def _result(reference: Any, kind: type[T]) -> T:
+    try:
+        result = ray.get(reference, timeout=CONTROL_TIMEOUT_S)
+    except GetTimeoutError:
+        raise StoreError(f"no answer within {CONTROL_TIMEOUT_S:g} s") from None
+    except RayTaskError as error:
+        if isinstance(error.cause, SpecServeError):
+            raise error.cause from None
+        raise
+    except ray.exceptions.RayError as error:
+        raise StoreError(_say(error)) from error
+    assert isinstance(result, kind)
+    return result
+
+
+def _say(error: Exception) -> str:
+    return f"{type(error).__name__}: {shorten(str(error), 200)}"

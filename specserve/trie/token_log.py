@@ -1,0 +1,274 @@
+"""A bounded log of records in memory: the store's whole state, and a replica's recent past."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from specserve.core.errors import ConfigError
+from specserve.trie.held_numbers import HeldNumbers
+from specserve.trie.orders import Orders, is_meant
+from specserve.trie.records import MAX_RECORD_TOKENS, Ranges, Record, problem_of
+
+logger = logging.getLogger(__name__)
+
+MIN_BYTES = 1 << 16
+"""Smallest log: a few of the longest records."""
+
+SLOT_BYTES = 8
+"""What a forgotten record still takes until the log has moved past its position."""
+
+SCANNED = 20_000
+"""Positions that one read looks at, so that it holds nobody up for long."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogBatch:
+    """Some records of a log.
+
+    Attributes:
+        records: in the log's order.
+        position: where to go on reading.
+        behind: positions left to read from there.
+        lost: positions that were dropped before they could be read.
+    """
+
+    records: list[Record]
+    position: int
+    behind: int
+    lost: int
+
+
+@dataclass(slots=True)
+class LogCounts:
+    """What a log has done since it was made.
+
+    Attributes:
+        taken_tokens: tokens of records taken.
+        dropped_tokens: tokens of records dropped for want of room, oldest first.
+        forgotten_tokens: tokens of records forgotten by order, or refused because of one.
+        duplicate_records: records that came again.
+        invalid_records: records that were not well formed.
+    """
+
+    taken_tokens: int = 0
+    dropped_tokens: int = 0
+    forgotten_tokens: int = 0
+    duplicate_records: int = 0
+    invalid_records: int = 0
+
+
+class LogState(msgspec.Struct, frozen=True):
+    """All that a log holds, for a snapshot.
+
+    Attributes:
+        end: position after the last record.
+        held: numbers of all records ever taken.
+        orders: orders to forget that are in force.
+        records: the log's records, in order.
+    """
+
+    end: int
+    held: Ranges
+    orders: list[Record]
+    records: list[Record]
+
+
+class TokenLog:
+    """Records by position, the oldest dropped first; each record is taken once.
+
+    Not safe for threads.
+
+    Args:
+        max_bytes: memory of the records, never exceeded, in bytes, at least ``MIN_BYTES``. What is
+            known of origins comes on top, at most some MB.
+        vocab_size: token ids are below it.
+        on_drop: told of each record that is dropped for want of room.
+
+    Raises:
+        ConfigError: ``max_bytes`` is too small.
+    """
+
+    def __init__(
+        self, max_bytes: int, vocab_size: int, on_drop: Callable[[Record], None] | None = None
+    ) -> None:
+        if max_bytes < MIN_BYTES:
+            raise ConfigError("max_bytes", max_bytes, f"at least {MIN_BYTES}")
+        assert MIN_BYTES > 4 * MAX_RECORD_TOKENS
+        self.counts = LogCounts()
+        self.held = HeldNumbers()
+        self.num_tokens = 0
+        self._record_bytes = 0
+        self._max_bytes = max_bytes
+        self._vocab_size = vocab_size
+        self._on_drop = on_drop
+        self._slots: list[Record | None] = []
+        self._head = 0  # slots before it are used up
+        self._end = 0
+        self._num_records_of: Counter[str] = Counter()
+        self._orders = Orders(max_bytes // 2)
+
+    @property
+    def start(self) -> int:
+        """Position of the oldest record; ``end`` if there is none."""
+        return self._end - (len(self._slots) - self._head)
+
+    @property
+    def end(self) -> int:
+        """Position after the newest record."""
+        return self._end
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of what is held, in bytes."""
+        return self._record_bytes + self._orders.num_bytes
+
+    @property
+    def num_records(self) -> int:
+        """Records held."""
+        return self._num_records_of.total()
+
+    def append(self, record: Record) -> bool:
+        """Takes a record, unless it was taken before, is to be forgotten or is not well formed.
+
+        An order to forget is carried out at once, and kept so that readers do the same.
+        """
+        if problem := problem_of(record, self._vocab_size):
+            if not self.counts.invalid_records:
+                logger.warning("A record is dropped: %s. Further ones are only counted", problem)
+            self.counts.invalid_records += 1
+            return False
+        if not self.held.add(record.origin, record.number, self._is_needed):
+            self.counts.duplicate_records += 1
+            return False
+        if record.kind == "text" and self._orders.cover(record):
+            self.counts.forgotten_tokens += record.num_tokens
+            return False
+        record = record.with_shared_names()
+        if record.kind != "text":
+            self._carry_out(record)
+        self._put(record)
+        self.counts.taken_tokens += record.num_tokens
+        return True
+
+    def since(
+        self, position: int, max_bytes: int, wanted: Callable[[Record], bool] = lambda _: True
+    ) -> LogBatch:
+        """Reads on from a position.
+
+        A reader for whom records were dropped is given all orders in force, since it may have
+        missed some.
+
+        Args:
+            position: as an earlier batch told; 0 begins with the oldest record.
+            max_bytes: bounds the batch, which may exceed it by one record.
+            wanted: which records the reader wants.
+        """
+        start = self.start
+        lost = max(0, start - position)
+        records = [order for order in self._orders.in_force() if lost and wanted(order)]
+        position = min(max(position, start), self._end)
+        offset = len(self._slots) - self._end
+        stop = min(self._end, position + SCANNED)
+        size = 0
+        while position < stop and size < max_bytes:
+            record = self._slots[position + offset]
+            position += 1
+            if record is not None and wanted(record):
+                records.append(record)
+                size += record.num_bytes
+        return LogBatch(records, position, self._end - position, lost)
+
+    def newest_stamp(self, namespace: str) -> float:
+        """Stamp of the newest record of a namespace; 0 if there is none."""
+        stamps = (each.stamp for each in self._records() if each.namespace == namespace)
+        return max(stamps, default=0.0)
+
+    def num_tokens_of(self) -> dict[str, int]:
+        """Tokens held, by namespace."""
+        tokens: Counter[str] = Counter()
+        for record in self._records():
+            tokens[record.namespace] += record.num_tokens
+        return dict(tokens)
+
+    def state(self) -> LogState:
+        """All of it; the log may change afterwards."""
+        return LogState(
+            self._end, self.held.ranges(), self._orders.in_force(), list(self._records())
+        )
+
+    def restore(self, state: LogState) -> None:
+        """Takes over what another log held; only for a log that is still empty.
+
+        A reader may go on at the position that it had in the other log. Where records had been
+        forgotten it reads some again, and never misses one.
+        """
+        assert self._end == 0
+        self.held = HeldNumbers(state.held)
+        for order in state.orders:
+            if not problem_of(order, self._vocab_size):
+                self._orders.keep(order.with_shared_names())
+        self._end = state.end - len(state.records)
+        for record in state.records:
+            if problem_of(record, self._vocab_size):
+                self.counts.invalid_records += 1
+                self._slots.append(None)  # the positions of the others stay
+                self._end += 1
+                self._record_bytes += SLOT_BYTES
+            else:
+                self._put(record.with_shared_names())
+
+    def _records(self) -> Iterator[Record]:
+        for index in range(self._head, len(self._slots)):
+            record = self._slots[index]
+            if record is not None:
+                yield record
+
+    def _put(self, record: Record) -> None:
+        self._slots.append(record)
+        self._end += 1
+        self._num_records_of[record.origin] += 1
+        self.num_tokens += record.num_tokens
+        self._record_bytes += record.num_bytes
+        self._shrink()
+
+    def _shrink(self) -> None:
+        """Drops the oldest records until the rest fits."""
+        while self.num_bytes > self._max_bytes and self._head < len(self._slots):
+            record = self._slots[self._head]
+            self._slots[self._head] = None
+            self._head += 1
+            if record is None:
+                self._record_bytes -= SLOT_BYTES
+                continue
+            self._release(record)
+            self.counts.dropped_tokens += record.num_tokens
+            if self._on_drop is not None:
+                self._on_drop(record)
+        if self._head > 1024 and 2 * self._head > len(self._slots):
+            del self._slots[: self._head]
+            self._head = 0
+
+    def _release(self, record: Record) -> None:
+        self.num_tokens -= record.num_tokens
+        self._record_bytes -= record.num_bytes
+        self._num_records_of[record.origin] -= 1
+        if not self._num_records_of[record.origin]:
+            del self._num_records_of[record.origin]
+
+    def _is_needed(self, origin: str) -> bool:
+        return origin in self._num_records_of
+
+    def _carry_out(self, order: Record) -> None:
+        for index in range(self._head, len(self._slots)):
+            record = self._slots[index]
+            if record is not None and record.kind == "text" and is_meant(order, record):
+                self._slots[index] = None
+                self._release(record)
+                self._record_bytes += SLOT_BYTES
+                self.counts.forgotten_tokens += record.num_tokens
+        self._orders.keep(order)

@@ -1,0 +1,339 @@
+"""The cluster's draft memory under faults, with a real Ray and real processes that die."""
+
+from __future__ import annotations
+
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from specserve.trie.store import StoreOptions
+from tests.integration.cluster import Cluster, eventually, running_cluster
+from tests.integration.trie_host import VOCAB_SIZE, TrieHost
+
+WAIT_S = 60.0
+numbers = count()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with running_cluster(1) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def hosts(cluster: Cluster) -> Iterator[list[TrieHost]]:
+    """Two processes with links, and a third to be killed."""
+    hosts = [TrieHost(cluster) for _ in range(3)]
+    yield hosts
+    for host in hosts:
+        host.stop()
+
+
+@dataclass
+class Replica:
+    """A link in one of the hosts."""
+
+    name: str
+    host: TrieHost
+
+    def __call__(self, command: str, *args: Any) -> Any:
+        return self.host(command, self.name, *args)
+
+    def reads(self, texts: dict[str, int]) -> None:
+        """Waits until it was told all of these texts."""
+
+        def all_there() -> bool:
+            read = self("read")
+            return all(read.get(sequence, 0) >= size for sequence, size in texts.items())
+
+        eventually(all_there, lambda: f"{texts}; there: {self('read')}, {self('link')}", WAIT_S)
+        assert self("link")["apply_errors"] == 0
+
+    def awaits(self, what: Callable[[dict[str, Any]], bool]) -> None:
+        """Waits for something in its stats."""
+        eventually(lambda: what(self("link")), lambda: str(self("link")), WAIT_S)
+
+
+class Memory:
+    """One draft memory, for one test.
+
+    Args:
+        cluster: where it runs.
+        hosts: where its replicas run.
+        folder: of snapshots; None: none are kept.
+    """
+
+    def __init__(self, cluster: Cluster, hosts: list[TrieHost], folder: Path | None) -> None:
+        self._cluster = cluster
+        self._hosts = hosts
+        self.fingerprint = f"model-{next(numbers)}"
+        self.options: dict[str, Any] = {
+            "fingerprint": self.fingerprint,
+            "snapshot_url": str(folder or ""),
+            "snapshot_interval_s": 3600.0,
+        }
+        self._replicas: list[Replica] = []
+        self._before = {process.pid for process in cluster.processes("TrieStore")}
+        options = StoreOptions(vocab_size=VOCAB_SIZE, **self.options)
+        self.name, self.file = options.name, Path(options.snapshot_file)
+
+    def replica(self, host: int = 0, fingerprint: str = "") -> Replica:
+        replica = Replica(f"replica-{next(numbers)}", self._hosts[host])
+        assert replica("start", self.options, fingerprint or self.fingerprint) is None
+        self._replicas.append(replica)
+        return replica
+
+    def process(self) -> psutil.Process:
+        """The store's."""
+
+        def find() -> psutil.Process | None:
+            found = [
+                process
+                for process in self._cluster.processes("TrieStore")
+                if process.pid not in self._before
+            ]
+            assert len(found) < 2
+            return found[0] if found else None
+
+        return eventually(find, "the store's process", WAIT_S)
+
+    def kill(self, how: signal.Signals = signal.SIGKILL) -> None:
+        """Ends the store's process; Ray starts another one."""
+        process = self.process()
+        self._before.add(process.pid)
+        process.send_signal(how)
+        process.wait(WAIT_S)
+
+    def log(self) -> str:
+        """What the stores of this cluster have written into their logs."""
+        logs = (self._cluster.folder / "session_latest/logs").glob("worker-*.err")
+        return "".join(log.read_text() for log in logs)
+
+    def ask(self, question: str, *args: Any) -> Any:
+        """As an operator."""
+        return self._hosts[0]("ask", self.name, question, *args)
+
+    def close(self) -> None:
+        for replica in self._replicas:
+            if replica.host in self._hosts:
+                replica("stop")
+        self.ask("stop")
+
+
+Start = Callable[..., Memory]
+
+
+def is_past(epoch: str, received_tokens: int) -> Callable[[dict[str, Any]], bool]:
+    """Whether a link works with a later start of the store, and has got further."""
+    return lambda link: (
+        link["up"] and link["epoch"] != epoch and link["received_tokens"] > received_tokens
+    )
+
+
+@pytest.fixture
+def start(cluster: Cluster, hosts: list[TrieHost]) -> Iterator[Start]:
+    started: list[Memory] = []
+
+    def start(folder: Path | None = None) -> Memory:
+        started.append(Memory(cluster, hosts, folder))
+        return started[-1]
+
+    yield start
+    for memory in started:
+        memory.close()
+
+
+def test_replicas_that_start_at_once_find_one_store_and_read_each_other(start: Start) -> None:
+    memory = start()
+    replicas = [memory.replica(host) for host in (0, 1, 2)]
+    for number, replica in enumerate(replicas):
+        replica("write", f"text-{number}", 100 * (number + 1))
+    for number, replica in enumerate(replicas):
+        others = {f"text-{n}": 100 * (n + 1) for n in range(3) if n != number}
+        replica.reads(others)
+        assert f"text-{number}" not in replica("read")
+    assert len({replica("link")["epoch"] for replica in replicas}) == 1
+    stats = memory.ask("stats")
+    assert (stats["num_replicas"], stats["num_tokens"]) == (3, 600)
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["no snapshot", "a snapshot"])
+def test_a_store_killed_in_mid_traffic_loses_nothing_that_a_living_replica_has(
+    start: Start, tmp_path: Path, kept: bool
+) -> None:
+    memory = start(tmp_path if kept else None)
+    one, two = memory.replica(0), memory.replica(1)
+    one("begin", "a", "b")
+    two("begin", "c")
+    one.awaits(lambda link: link["received_tokens"] > 100)
+    if kept:
+        assert memory.ask("snapshot_now") > 0
+    for _ in range(2):
+        epoch, read = one("link")["epoch"], one("link")["received_tokens"]
+        memory.kill()
+        one.awaits(is_past(epoch, read + 1000))
+    wrote = one("end") | two("end")
+    third = memory.replica(0)
+    third.reads(wrote)
+    stats = memory.ask("stats")
+    assert stats["num_tokens"] == sum(wrote.values())
+    assert bool(stats["restored_tokens"]) == kept
+    for replica in (one, two):
+        replica.awaits(lambda link: link["unsent_s"] == 0)
+        assert replica("link")["dropped_tokens"] == 0
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_what_only_dead_replicas_knew_comes_back_from_the_snapshot(
+    start: Start, tmp_path: Path, how: signal.Signals
+) -> None:
+    memory = start(tmp_path)
+    writer = memory.replica(0)
+    writer("write", "a", 500)
+    reader = memory.replica(1)
+    reader.reads({"a": 500})
+    if how == signal.SIGKILL:  # which leaves no time to write another one
+        assert memory.ask("snapshot_now") > 0
+    for replica in (writer, reader):
+        assert replica("stop")
+    memory.kill(how)
+    fresh = memory.replica(1)
+    fresh.reads({"a": 500})
+    assert memory.ask("stats")["restored_tokens"] == 500
+
+
+def test_what_a_dead_replica_published_is_still_served(
+    start: Start, cluster: Cluster, hosts: list[TrieHost]
+) -> None:
+    memory = start()
+    survivor, victim = memory.replica(0), memory.replica(2)
+    victim("write", "a", 300)
+    survivor.reads({"a": 300})
+    hosts.pop().kill()
+    survivor("write", "b", 10)
+    memory.replica(1).reads({"a": 300, "b": 10})
+    memory.kill()  # and the survivor has it too
+    memory.replica(1).reads({"a": 300, "b": 10})
+    hosts.append(TrieHost(cluster))
+
+
+def test_a_store_that_hangs_holds_nobody_up_and_is_caught_up_with(start: Start) -> None:
+    memory = start()
+    one, two = memory.replica(0), memory.replica(1)
+    one("write", "a", 10)
+    two.reads({"a": 10})
+    process = memory.process()
+    process.suspend()
+    try:
+        one("begin", "b")
+        one.awaits(lambda link: not link["up"] and link["unsent_s"] > 0)
+    finally:
+        process.resume()
+    one.awaits(lambda link: link["up"])
+    two.reads(one("end"))
+    assert one("link")["dropped_tokens"] == 0
+
+
+def test_a_damaged_snapshot_is_set_aside_and_the_memory_goes_on_empty(
+    start: Start, tmp_path: Path
+) -> None:
+    memory = start(tmp_path)
+    memory.file.write_bytes(b"SPECTRIE" + bytes(1000))
+    one, two = memory.replica(0), memory.replica(1)
+    one("write", "a", 100)
+    two.reads({"a": 100})
+    assert memory.ask("stats")["restored_tokens"] == 0
+    aside = Path(f"{memory.file}.refused-1")
+    assert aside.read_bytes() == b"SPECTRIE" + bytes(1000)
+    assert f"Snapshot {memory.file} cannot be used" in memory.log()
+    assert str(aside) in memory.log()
+    assert memory.ask("snapshot_now") > 100
+    memory.kill()
+    memory.replica(1).reads({"a": 100})
+
+
+def test_a_full_disk_costs_the_new_snapshot_and_not_the_old_one(
+    start: Start, tmp_path: Path
+) -> None:
+    memory = start(tmp_path)
+    one, two = memory.replica(0), memory.replica(1)
+    one("write", "a", 100)
+    two.reads({"a": 100})
+    assert memory.ask("snapshot_now") > 0
+    before = memory.file.read_bytes()
+    # Files of this process cannot grow: the same error in the midst of writing as on a full disk.
+    limit = len(before) + 1000
+    memory.process().rlimit(psutil.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    one("write", "b", 4000)
+    two.reads({"b": 4000})
+    assert memory.ask("snapshot_now").startswith("SnapshotError: snapshot")
+    assert memory.file.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [memory.file]
+    one("write", "c", 10)
+    two.reads({"c": 10})
+    stats = memory.ask("stats")["snapshot"]
+    assert (stats["num_errors"], stats["num_saved"]) == (1, 1)
+    memory.process().rlimit(psutil.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert memory.ask("snapshot_now") > len(before)
+
+
+def test_a_replica_of_another_model_is_refused(start: Start) -> None:
+    memory = start()
+    own, other = memory.replica(0), memory.replica(1, fingerprint="another model")
+    own("write", "a", 10)
+    other("write", "b", 10)
+    other.awaits(lambda link: memory.fingerprint in link["refused"])
+    memory.replica(1).reads({"a": 10})
+    assert other("link")["received_tokens"] == 0
+    stats = memory.ask("stats")
+    assert stats["num_tokens"] == 10
+    refusals = [line for line in memory.log().splitlines() if "another model" in line]
+    assert len(refusals) == stats["refused_calls"] > 0
+    assert "must not mix" in refusals[0]
+
+
+def test_records_out_of_order_twice_and_out_of_the_vocabulary_do_no_harm(start: Start) -> None:
+    memory = start()
+    one = memory.replica(0)
+    one("send", [{"number": 3, "tokens": [1]}, {"number": 1, "tokens": [2, 3]}])
+    one("send", [{"number": 3, "tokens": [1]}, {"number": 2, "tokens": [VOCAB_SIZE]}])
+    one("send", [{"number": 4, "tokens": [-1]}, {"number": 5, "tokens": [4]}])
+    one("write", "a", 10)
+    memory.replica(1).reads({"a": 10})
+    stats = memory.ask("stats")
+    assert (stats["num_tokens"], stats["duplicate_records"]) == (14, 1)
+    assert stats["invalid_records"] == 2
+
+
+def test_a_purge_reaches_the_replicas_and_outlives_a_restart(start: Start, tmp_path: Path) -> None:
+    memory = start(tmp_path)
+    one, two = memory.replica(0), memory.replica(1)
+    one("write", "a", 10)
+    two.reads({"a": 10})
+    assert memory.ask("purge", "tenant") == 10
+    memory.kill()
+    one("write", "b", 10)
+    fresh = memory.replica(1)
+    fresh.reads({"b": 10})
+    assert "a" not in fresh("read")
+    assert memory.ask("purge", "").startswith("ConfigError: purge")
+
+
+def test_a_store_that_is_stopped_has_written_its_snapshot(start: Start, tmp_path: Path) -> None:
+    memory = start(tmp_path)
+    one = memory.replica(0)
+    one("write", "a", 10)
+    one.awaits(lambda link: link["up"] and link["unsent_s"] == 0)
+    assert memory.name in one.host("stores")
+    assert one("stop")
+    memory.ask("stop")
+    eventually(lambda: memory.name not in one.host("stores"), "it is gone", WAIT_S)
+    assert "runs; running: " in memory.ask("stats")
+    memory.replica(1).reads({"a": 10})

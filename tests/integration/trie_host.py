@@ -1,0 +1,220 @@
+"""Replicas' links to the draft memory, in processes of their own that a test may kill.
+
+`TrieHost` starts such a process and asks it to do things; `Links` does them there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import ray
+
+from specserve.trie.records import ExchangeRequest, Record
+from specserve.trie.replica import ReplicaOptions, TrieReplica
+from specserve.trie.store import StoreOptions
+from specserve.trie.store_actor import RayStoreClient, RemoteStore, list_stores
+from tests.integration.cluster import Cluster, Failed
+
+VOCAB_SIZE = 5000
+STEP_TOKENS, STEP_S = 8, 0.01
+
+SENDER = "sender"
+"""Origin of records whose tokens are those of no text."""
+
+
+class TrieHost:
+    """A process that is connected to a cluster.
+
+    Args:
+        cluster: which one.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__, cluster.address],
+            cwd=Path(__file__).parents[2],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=cluster.environment,
+            text=True,
+        )
+
+    def __call__(self, command: str, *args: Any) -> Any:
+        """Runs a method of :class:`Links` there; what it returns, or the text of what it raises."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps([command, *args]) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise Failed(f"the host ended with {self._process.wait()} at {command}")
+        return json.loads(answer)
+
+    def kill(self) -> None:
+        """As a node that loses power."""
+        self._process.kill()
+        self._process.wait()
+
+    def stop(self) -> None:
+        """Ends the process when its links have sent what they have."""
+        if self._process.poll() is None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            try:
+                self._process.wait(60)
+            finally:
+                self._process.kill()
+
+
+def text(sequence: str, start: int, stop: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """The tokens of a sequence: everybody knows what they are at each position."""
+    seed = sum(map(ord, sequence))
+    return ((np.arange(start, stop) * 2654435761 + seed) % VOCAB_SIZE).astype(np.int32)
+
+
+class Link:
+    """One replica: what it wrote, and what it was told."""
+
+    def __init__(self, store: Mapping[str, Any], fingerprint: str) -> None:
+
+        self.store = StoreOptions(**store, vocab_size=VOCAB_SIZE)
+        self.client = RayStoreClient(self.store)
+        options = ReplicaOptions(fingerprint=fingerprint, vocab_size=VOCAB_SIZE)
+        self.link = TrieReplica(self.client, self.apply, options)
+        self.read: dict[str, set[int]] = defaultdict(set)
+        self.wrote: dict[str, int] = {}
+        self._traffic: threading.Thread | None = None
+        self._quiet = threading.Event()
+        self.link.start()
+
+    def apply(self, record: Record) -> None:
+        if record.kind == "text" and record.origin != SENDER:
+            stop = record.start + record.num_tokens
+            positions = set(range(record.start, stop))
+            known = text(record.sequence, record.start, stop)
+            assert np.array_equal(record.token_array(), known)
+            assert not positions & self.read[record.sequence]
+            self.read[record.sequence] |= positions
+
+    def write(self, sequence: str, num_tokens: int) -> None:
+        start = self.wrote.get(sequence, 0)
+        tokens = text(sequence, start, start + num_tokens)
+        assert self.link.publish("tenant", sequence, start, tokens)
+        self.wrote[sequence] = start + num_tokens
+
+    def begin(self, sequences: Sequence[str]) -> None:
+        """Writes on and on, as requests that are being decoded."""
+
+        def run() -> None:
+            while not self._quiet.wait(STEP_S):
+                for sequence in sequences:
+                    self.write(sequence, STEP_TOKENS)
+
+        self._quiet.clear()
+        self._traffic = threading.Thread(target=run)
+        self._traffic.start()
+
+    def end(self) -> dict[str, int]:
+        """Stops writing; how much was written."""
+        if self._traffic is not None:
+            self._quiet.set()
+            self._traffic.join()
+        return self.wrote
+
+
+class Links:
+    """What a host can be asked to do with links by their names."""
+
+    def __init__(self) -> None:
+        self._links: dict[str, Link] = {}
+
+    def start(self, name: str, store: Mapping[str, Any], fingerprint: str) -> None:
+        self._links[name] = Link(store, fingerprint)
+
+    def write(self, name: str, sequence: str, num_tokens: int) -> None:
+        self._links[name].write(sequence, num_tokens)
+
+    def begin(self, name: str, *sequences: str) -> None:
+        self._links[name].begin(sequences)
+
+    def end(self, name: str) -> dict[str, int]:
+        return self._links[name].end()
+
+    def read(self, name: str) -> dict[str, int]:
+        """How many tokens of each sequence it was told, from the first one on without a gap."""
+        read = self._links[name].read
+        return {
+            sequence: next(n for n in range(len(positions) + 1) if n not in positions)
+            for sequence, positions in list(read.items())
+        }
+
+    def link(self, name: str) -> dict[str, Any]:
+        return asdict(self._links[name].link.stats())
+
+    def stop(self, name: str) -> bool:
+        self._links[name].end()
+        return self._links.pop(name).link.stop()
+
+    def send(self, name: str, records: list[dict[str, Any]]) -> None:
+        """Sends records as they are, past the link."""
+
+        link = self._links[name]
+        base: dict[str, Any] = {"stamp": 1e9, "namespace": "tenant", "sequence": "raw"}
+        made = [
+            Record(
+                **base,
+                origin=SENDER,
+                number=each["number"],
+                tokens=np.array(each["tokens"], dtype="<i4").tobytes(),
+            )
+            for each in records
+        ]
+        request = ExchangeRequest(link.store.fingerprint, SENDER, "", 0, made, 1000)
+        link.client.exchange(request, 10)
+
+    def ask(self, store: str, question: str, *args: Any) -> Any:
+        """What an operator may ask a store."""
+
+        return msgspec.to_builtins(getattr(RemoteStore(store), question)(*args))
+
+    def stores(self) -> list[str]:
+
+        return list_stores()
+
+    def close(self) -> None:
+        for name in list(self._links):
+            self.stop(name)
+
+
+def main() -> None:
+    """The process: one command a line, one answer a line."""
+    # Ray prints to the standard output too.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    ray.init(sys.argv[1], log_to_driver=False, logging_level="ERROR")
+    links = Links()
+    try:
+        for line in sys.stdin:
+            command, *args = json.loads(line)
+            try:
+                answer = getattr(links, command)(*args)
+            except Exception as error:
+                answer = f"{type(error).__name__}: {error}"
+            answers.write(json.dumps(answer) + "\n")
+    finally:
+        links.close()
+
+
+if __name__ == "__main__":
+    main()

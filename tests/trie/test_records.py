@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import time
+import tracemalloc
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from specserve.trie.records import MAX_NAME_CHARS, MAX_RECORD_TOKENS, Record, problem_of, shard_of
+from specserve.trie.token_log import TokenLog
+from tests.trie.texts import VOCAB_SIZE, purge, record, removal
+
+
+@pytest.mark.parametrize(
+    "good",
+    [
+        record(tokens=[0, VOCAB_SIZE - 1], num_prompt_tokens=2),
+        record(tokens=[], final=True),
+        record(tokens=[1] * MAX_RECORD_TOKENS),
+        record(sequence="s" * MAX_NAME_CHARS),
+        record(stamp=time.time() + 5),
+        purge(),
+        removal(),
+    ],
+)
+def test_a_well_formed_record_has_no_problem(good: Record) -> None:
+    assert problem_of(good, VOCAB_SIZE) == ""
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"tokens": [VOCAB_SIZE]}, "not in 0 .. 999"),
+        ({"tokens": [-1]}, "not in 0 .. 999"),
+        ({"tokens": [1] * (MAX_RECORD_TOKENS + 1)}, "bytes"),
+        ({"num_prompt_tokens": 4}, "prompt"),
+        ({"num_prompt_tokens": -1}, "prompt"),
+        ({"number": 0}, "number"),
+        ({"number": 1 << 63}, "number"),
+        ({"start": -1}, "start"),
+        ({"stamp": float("nan")}, "clocks"),
+        ({"stamp": time.time() + 1e6}, "clocks"),
+        ({"origin": ""}, "origin"),
+        ({"namespace": ""}, "namespace"),
+        ({"namespace": "n" * (MAX_NAME_CHARS + 1)}, "namespace"),
+        ({"namespace": "ä"}, "ASCII"),
+        ({"sequence": ""}, "sequence"),
+        ({"sequence": "s" * (MAX_NAME_CHARS + 1)}, "sequence"),
+        ({"kind": "purge", "tokens": []}, "sequence"),
+        ({"kind": "remove"}, "no tokens"),
+    ],
+)
+def test_a_record_that_must_not_be_taken_is_told_why(fields: dict[str, Any], said: str) -> None:
+    assert said in problem_of(record(**fields), VOCAB_SIZE)
+
+
+def test_a_part_of_a_token_is_refused() -> None:
+    bad = msgspec.structs.replace(record(), tokens=b"12345")
+    assert "5 bytes" in problem_of(bad, VOCAB_SIZE)
+
+
+def test_tokens_come_back_as_they_were_written() -> None:
+    assert record(tokens=[7, 0, 999]).token_array().tolist() == [7, 0, 999]
+    assert record(tokens=[7, 0, 999]).num_tokens == 3
+
+
+def test_a_record_takes_no_more_memory_than_is_counted_for_it() -> None:
+    records = [
+        record(number, range(40), start=1000 + number, sequence=f"request-{number:032d}")
+        for number in range(1000, 3000)
+    ]
+    encoded = [msgspec.msgpack.encode(each) for each in records]
+    log = TokenLog(1 << 30, VOCAB_SIZE)
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        for each in encoded:
+            log.append(msgspec.msgpack.decode(each, type=Record))
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 0.5 * log.num_bytes < after - before < log.num_bytes
+
+
+def test_namespaces_spread_over_the_shards() -> None:
+    shards = [shard_of(f"namespace-{number}", 4) for number in range(400)]
+    assert shards == [shard_of(f"namespace-{number}", 4) for number in range(400)]
+    assert min(np.bincount(shards, minlength=4)) > 50

@@ -1,0 +1,300 @@
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from specserve.trie.records import Record
+from specserve.trie.replica import ReplicaOptions, TrieReplica
+from specserve.trie.store import StoreOptions, TrieStore
+from tests.integration.cluster import eventually
+from tests.trie.texts import FINGERPRINT, VOCAB_SIZE, DirectClient
+
+WAIT_S = 30.0
+OPTIONS = ReplicaOptions(
+    fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE, interval_s=0.01, max_delay_s=0.02
+)
+
+Texts = dict[tuple[str, str], dict[int, int]]
+"""Token by position, by namespace and sequence."""
+
+
+class Reader:
+    """What a replica was told; insists on being told each record once."""
+
+    def __init__(self) -> None:
+        self.texts: Texts = {}
+        self.orders: list[Record] = []
+        self._seen: set[tuple[str, int]] = set()
+
+    def __call__(self, record: Record) -> None:
+        assert (record.origin, record.number) not in self._seen
+        self._seen.add((record.origin, record.number))
+        if record.kind != "text":
+            self.orders.append(record)
+        text = self.texts.setdefault((record.namespace, record.sequence), {})
+        for offset, token in enumerate(record.token_array().tolist()):
+            assert record.start + offset not in text
+            text[record.start + offset] = token
+
+
+class Replica:
+    """A replica with what it wrote and was told."""
+
+    def __init__(self, client: DirectClient, options: ReplicaOptions = OPTIONS) -> None:
+        self.read = Reader()
+        self.wrote: Texts = {}
+        self.link = TrieReplica(client, self.read, options)
+
+    def write(self, sequence: str, tokens: list[int], namespace: str = "tenant") -> None:
+        text = self.wrote.setdefault((namespace, sequence), {})
+        start = len(text)
+        array = np.array(tokens, dtype=np.int32)
+        assert self.link.publish(namespace, sequence, start, array)
+        text |= {start + offset: token for offset, token in enumerate(tokens)}
+
+
+def new_store(snapshot_url: str = "") -> TrieStore:
+    return TrieStore(
+        StoreOptions(fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE, snapshot_url=snapshot_url)
+    )
+
+
+@pytest.fixture
+def client() -> DirectClient:
+    return DirectClient(new_store())
+
+
+@pytest.fixture
+def start(client: DirectClient) -> Iterator[Callable[[], Replica]]:
+    started: list[Replica] = []
+
+    def start() -> Replica:
+        replica = Replica(client)
+        replica.link.start()
+        started.append(replica)
+        return replica
+
+    yield start
+    for replica in started:
+        assert not replica.link.stats().apply_errors
+        replica.link.stop()
+
+
+Start = Callable[[], Replica]
+
+
+def test_what_one_replica_writes_the_others_read(start: Start) -> None:
+    first, second = start(), start()
+    first.write("a", [1, 2, 3])
+    second.write("b", [4], namespace="other")
+    first.write("a", [5])
+    eventually(lambda: second.read.texts == first.wrote, "first's text", WAIT_S, 0.01)
+    eventually(lambda: first.read.texts == second.wrote, "second's text", WAIT_S, 0.01)
+    third = start()
+    both = first.wrote | second.wrote
+    eventually(lambda: third.read.texts == both, "all of it", WAIT_S, 0.01)
+    stats = second.link.stats()
+    assert (stats.up, stats.received_tokens, stats.num_epochs) == (True, 4, 1)
+
+
+def test_stopping_sends_what_is_left(client: DirectClient, start: Start) -> None:
+    slow = Replica(
+        client,
+        ReplicaOptions(
+            fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE, interval_s=3600, max_delay_s=3600
+        ),
+    )
+    slow.link.start()
+    eventually(lambda: slow.link.stats().up, "the first answer", WAIT_S, 0.01)
+    slow.write("a", [1, 2, 3])
+    assert slow.link.stop()
+    reader = start()
+    eventually(lambda: reader.read.texts == slow.wrote, "its last words", WAIT_S, 0.01)
+
+
+def test_stopping_ends_though_there_is_no_store(start: Start, client: DirectClient) -> None:
+    client.store = None
+    replica = start()
+    replica.write("a", [1])
+    began = time.monotonic()
+    assert not replica.link.stop(timeout_s=1.0)
+    assert time.monotonic() - began < WAIT_S
+
+
+def test_without_a_store_text_waits_and_is_sent_when_one_is_there(
+    start: Start, client: DirectClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, client.store = client.store, None
+    writer, reader = start(), start()
+    writer.write("a", [1, 2, 3])
+    eventually(lambda: caplog.text.count("does not answer") == 2, "warnings", WAIT_S, 0.01)
+    stats = writer.link.stats()
+    assert (stats.up, stats.dropped_tokens) == (False, 0)
+    assert stats.unsent_s > 0
+    assert stats.num_failed_calls > 0
+    client.store = store
+    eventually(lambda: reader.read.texts == writer.wrote, "the text", WAIT_S, 0.01)
+    eventually(lambda: writer.link.stats().unsent_s == 0, "nothing left", WAIT_S, 0.01)
+    eventually(lambda: caplog.text.count("answers again") == 2, "all is well", WAIT_S, 0.01)
+    assert caplog.text.count("does not answer") == 2
+
+
+def test_without_a_store_memory_is_bounded_and_what_is_dropped_is_counted() -> None:
+    options = ReplicaOptions(
+        fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE, max_bytes=1 << 16, max_delay_s=0.0
+    )
+    client = DirectClient()
+    replica = Replica(client, options)
+    for number in range(100):
+        replica.write(f"{number}", [1] * 500)
+        replica.link.take_turn()
+    client.store = new_store()
+    while replica.link.take_turn() == 0:
+        pass
+    kept = client.store.stats().num_tokens
+    assert 0 < kept < 1 << 14
+    assert replica.link.stats().dropped_tokens == 100 * 500 - kept
+
+
+def test_a_thread_that_does_not_keep_up_costs_text_and_no_memory(client: DirectClient) -> None:
+    options = ReplicaOptions(fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE, max_queued_tokens=10)
+    link = TrieReplica(client, Reader(), options)
+    tokens = np.arange(6, dtype=np.int32)
+    assert link.publish("tenant", "a", 0, tokens)
+    assert not link.publish("tenant", "a", 6, tokens)
+    stats = link.stats()
+    assert (stats.published_tokens, stats.dropped_tokens) == (6, 6)
+
+
+def test_a_replica_of_another_model_says_so_once_and_shares_nothing(
+    client: DirectClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = ReplicaOptions(fingerprint="another", vocab_size=VOCAB_SIZE, max_delay_s=0.0)
+    replica = Replica(client, options)
+    replica.write("a", [1])
+    rests_s = [replica.link.take_turn() for _ in range(3)]
+    assert min(rests_s) > 10
+    assert "another" in replica.link.stats().refused
+    assert not replica.link.stats().up
+    assert client.store is not None
+    assert client.store.stats().num_records == 0
+    assert [each.name for each in caplog.records].count("specserve.trie.replica") == 1
+
+
+def test_a_record_that_the_index_does_not_take_is_counted_and_the_next_one_comes(
+    client: DirectClient,
+) -> None:
+    writer = Replica(client)
+    writer.write("bad", [1])
+    writer.write("good", [2])
+    writer.link.take_turn(is_last=True)
+    got: list[str] = []
+
+    def apply(record: Record) -> None:
+        if record.sequence == "bad":
+            raise RuntimeError("no")
+        got.append(record.sequence)
+
+    reader = TrieReplica(client, apply, OPTIONS)
+    reader.take_turn()
+    assert got == ["good"]
+    assert reader.stats().apply_errors == 1
+
+
+def test_a_purge_reaches_every_replica(client: DirectClient, start: Start) -> None:
+    first, second = start(), start()
+    first.write("a", [1])
+    eventually(lambda: second.read.texts, "the text", WAIT_S, 0.01)
+    assert client.store is not None
+    client.store.purge("tenant")
+    eventually(lambda: first.read.orders and second.read.orders, "the order", WAIT_S, 0.01)
+
+
+def test_a_store_that_lost_its_memory_gets_it_back_but_not_what_was_purged(
+    client: DirectClient,
+) -> None:
+    writer, reader = Replica(client), Replica(client)
+    writer.write("a", [1, 2])
+    writer.write("b", [3, 4], namespace="purged")
+    writer.link.take_turn(is_last=True)
+    reader.link.take_turn()
+    assert client.store is not None
+    client.store.purge("purged")
+    writer.link.take_turn()  # the reader has not heard of it
+    client.store = new_store()
+    for each in (reader, writer, reader, reader):
+        while each.link.take_turn() == 0:
+            pass
+    assert client.store.stats().tokens_by_namespace == {"tenant": 2, "purged": 0}
+    assert [each.namespace for each in reader.read.orders] == ["purged"]
+
+
+def test_the_lag_of_old_text_does_not_count(client: DirectClient) -> None:
+    writer = Replica(client)
+    writer.write("a", [1])
+    writer.link.take_turn(is_last=True)
+    reader = Replica(client)
+    reader.link.take_turn()
+    assert reader.link.stats().receive_lag_s == 0
+    writer.write("a", [2])
+    written_at = time.time()
+    writer.link.take_turn(is_last=True)
+    reader.link.take_turn()
+    assert reader.link.stats().receive_lag_s > 0
+    assert reader.link.stats().receive_lag_s <= time.time() - written_at + 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nothing_that_a_living_replica_holds_is_ever_lost(seed: int, tmp_path: Path) -> None:
+    """Any order of writes, turns, lost answers, restarts from a snapshot or none, and deaths."""
+    chance = random.Random(seed)
+    url = str(tmp_path)
+    stores = [new_store(url)]
+    client = DirectClient(stores[0])
+    replicas = [Replica(client) for _ in range(3)]
+    for _ in range(300):
+        one = chance.choice(replicas)
+        match chance.choices(
+            ("write", "turn", "lose", "save", "crash", "wipe", "join", "die"),
+            (100, 100, 10, 5, 5, 3, 3, 3),
+        )[0]:
+            case "write":
+                tokens = [chance.randrange(VOCAB_SIZE) for _ in range(chance.randrange(1, 90))]
+                one.write(f"{one.link.origin}-{chance.randrange(3)}", tokens)
+            case "turn":
+                one.link.take_turn(is_last=chance.random() < 0.5)
+            case "lose":
+                client.loses_answers = True
+                one.link.take_turn(is_last=True)
+                client.loses_answers = False
+            case "save":
+                stores[-1].snapshot_now()
+            case "crash":
+                stores.append(new_store(url))
+            case "wipe":
+                for file in tmp_path.iterdir():
+                    file.unlink()
+                stores.append(new_store(url))
+            case "join":
+                replicas.append(Replica(client))
+            case "die" if len(replicas) > 1:
+                replicas.remove(one)
+        client.store = stores[-1]
+    for _ in range(3):  # sent, handed out, and read
+        for each in replicas:
+            while each.link.take_turn(is_last=True) == 0:
+                pass
+    fresh = Replica(client)
+    while fresh.link.take_turn() == 0:
+        pass
+    for each in replicas:
+        assert fresh.read.texts == each.read.texts | each.wrote
+        assert each.link.stats().dropped_tokens == 0
+        assert each.link.stats().apply_errors == 0
+    for store in stores:
+        store.close()

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from specserve.core.errors import SnapshotError
+from specserve.trie.log_snapshot import SnapshotFile
+from specserve.trie.snapshot_keeper import SnapshotKeeper
+from specserve.trie.token_log import LogState, TokenLog
+from tests.integration.cluster import eventually
+from tests.trie.texts import FINGERPRINT, VOCAB_SIZE, record
+
+WAIT_S = 30.0
+
+
+class Kept:
+    """A log with a keeper."""
+
+    def __init__(self, path: Path) -> None:
+        self._log = TokenLog(1 << 20, VOCAB_SIZE)
+        self._lock = threading.Lock()
+        self.taken_over: list[tuple[str, LogState]] = []
+        self.file = SnapshotFile(str(path))
+        self.keeper = SnapshotKeeper(
+            self.file,
+            FINGERPRINT,
+            "epoch",
+            self.state,
+            lambda epoch, state: self.taken_over.append((epoch, state)),
+        )
+
+    def append(self, number: int) -> None:
+        with self._lock:
+            self._log.append(record(number))
+
+    def state(self) -> LogState:
+        with self._lock:
+            return self._log.state()
+
+    def saved(self) -> LogState | None:
+        loaded = self.file.load_or_set_aside(FINGERPRINT)
+        return loaded[1] if loaded is not None else None
+
+
+@contextmanager
+def kept(path: Path, interval_s: float = 3600.0) -> Iterator[Kept]:
+    kept = Kept(path)
+    kept.keeper.start(interval_s)
+    try:
+        yield kept
+    finally:
+        kept.keeper.stop()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "folder" / "trie.snapshot"
+
+
+def test_a_snapshot_is_written_on_a_schedule_as_long_as_there_is_news(path: Path) -> None:
+    with kept(path, interval_s=0.01) as it:
+        for number in (1, 2):
+            it.append(number)
+            eventually(lambda: it.saved() == it.state(), "a snapshot", WAIT_S, 0.01)
+    assert it.keeper.stats().num_saved == 2
+    assert it.keeper.stats().age_s >= 0
+
+
+def test_one_is_written_when_somebody_asks(path: Path) -> None:
+    with kept(path) as it:
+        it.append(1)
+        assert it.keeper.save_now() == path.stat().st_size
+        assert it.saved() == it.state()
+
+
+def test_the_last_one_is_written_at_the_end(path: Path) -> None:
+    with kept(path) as it:
+        it.append(1)
+    assert it.saved() == it.state()
+    it.keeper.stop()
+    assert it.keeper.stats().num_saved == 1
+
+
+def test_what_is_there_is_taken_over_at_the_start(path: Path) -> None:
+    with kept(path) as first:
+        first.append(1)
+    with kept(path) as second:
+        assert second.taken_over == [("epoch", first.state())]
+
+
+def test_a_failure_is_counted_and_the_next_attempt_succeeds(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with kept(path, interval_s=0.01) as it:
+        path.parent.touch()  # a file where the folder is to be
+        it.append(1)
+        eventually(lambda: it.keeper.stats().num_errors > 1, "errors", WAIT_S, 0.01)
+        assert "was not written" in it.keeper.stats().last_error
+        assert "tried again" in caplog.text
+        with pytest.raises(SnapshotError):
+            it.keeper.save_now()
+        path.parent.unlink()
+        eventually(lambda: it.keeper.stats().num_saved, "a snapshot", WAIT_S, 0.01)
+        assert it.keeper.stats().last_error == ""
+    assert it.saved() == it.state()
+
+
+def test_a_snapshot_that_cannot_be_read_yet_is_not_overwritten(path: Path) -> None:
+    with kept(path) as first:
+        first.append(1)
+    away = path.parent.with_name("away")
+    path.parent.rename(away)
+    path.parent.touch()  # the file system is not there
+    with kept(path, interval_s=0.01) as it:
+        it.append(2)
+        eventually(lambda: it.keeper.stats().num_errors > 1, "errors", WAIT_S, 0.01)
+        path.parent.unlink()
+        away.rename(path.parent)
+        eventually(lambda: it.taken_over, "the snapshot taken over", WAIT_S, 0.01)
+        assert it.taken_over == [("epoch", first.state())]

@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from specserve.core.errors import ConfigError, SnapshotError
+from specserve.trie.log_snapshot import SnapshotFile
+from specserve.trie.records import ExchangeReply, Record
+from specserve.trie.store import StoreOptions, TrieStore, check
+from specserve.trie.token_log import MIN_BYTES
+from tests.trie.texts import FINGERPRINT, VOCAB_SIZE, call, record
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> StoreOptions:
+    return StoreOptions(
+        fingerprint=FINGERPRINT,
+        vocab_size=VOCAB_SIZE,
+        max_bytes=1 << 20,
+        snapshot_url=str(tmp_path),
+        snapshot_interval_s=3600.0,
+    )
+
+
+@pytest.fixture
+def store(options: StoreOptions) -> Iterator[TrieStore]:
+    store = TrieStore(options)
+    yield store
+    store.close()
+
+
+def read(store: TrieStore, reply: ExchangeReply | None = None) -> tuple[list[Record], int]:
+    """All that is left for a reader, and where it has come to."""
+    records: list[Record] = []
+    epoch, position = (reply.epoch, reply.position) if reply is not None else ("", 0)
+    while True:
+        answer = store.exchange(call(epoch=epoch, position=position, max_bytes=500))
+        records += answer.records
+        epoch, position = answer.epoch, answer.position
+        if not answer.behind:
+            return records, position
+
+
+def test_a_replica_gets_what_others_wrote_and_not_its_own(store: TrieStore) -> None:
+    store.exchange(call([record(1), record(2)], origin="replica"))
+    reply = store.exchange(call([record(1, origin="reader")]))
+    assert reply.records == [record(1), record(2)]
+    again = store.exchange(call(epoch=reply.epoch, position=reply.position))
+    assert again.records == []
+    other, _ = read(store)
+    assert other == [record(1), record(2)]
+
+
+def test_numbers_that_are_held_are_told_to_those_who_do_not_know_the_epoch(
+    store: TrieStore,
+) -> None:
+    first = store.exchange(call([record(1), record(2), record(4)], origin="replica"))
+    assert first.held == {"replica": [(1, 2), (4, 4)]}
+    again = store.exchange(call(origin="replica", epoch=first.epoch, position=first.position))
+    assert (again.epoch, again.held) == (first.epoch, {})
+
+
+def test_a_replica_of_another_model_is_refused_and_nothing_of_it_taken(
+    store: TrieStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    reply = store.exchange(call([record(1)], fingerprint="another"))
+    assert FINGERPRINT in reply.refused
+    assert "another" in reply.refused
+    assert (reply.records, store.stats().num_records, store.stats().refused_calls) == ([], 0, 1)
+    assert len(caplog.records) == 1
+
+
+def test_bad_and_repeated_records_are_dropped_and_counted(store: TrieStore) -> None:
+    records = [record(3), record(1), record(1), record(2, [VOCAB_SIZE]), record(4, [-1])]
+    assert store.exchange(call(records, origin="replica")).refused == ""
+    stats = store.stats()
+    assert (stats.num_records, stats.duplicate_records, stats.invalid_records) == (2, 1, 2)
+
+
+def test_a_slow_reader_is_told_what_it_lost_and_one_that_begins_has_lost_nothing(
+    options: StoreOptions,
+) -> None:
+    store = TrieStore(StoreOptions(fingerprint=FINGERPRINT, vocab_size=99, max_bytes=MIN_BYTES))
+    first = store.exchange(call([record(1)], origin="replica"))
+    for number in range(2, 1000):
+        store.exchange(call([record(number)], origin="replica"))
+    assert store.exchange(call(epoch=first.epoch, position=first.position)).lost > 0
+    assert store.exchange(call()).lost == 0
+
+
+def test_a_restarted_store_goes_on_from_its_snapshot(options: StoreOptions) -> None:
+    first = TrieStore(options)
+    first.exchange(call([record(1), record(2)], origin="replica"))
+    before = first.exchange(call())
+    first.close()
+    second = TrieStore(options)
+    assert second.epoch != first.epoch
+    assert second.stats().restored_tokens == 6
+    reply = second.exchange(call([record(1), record(3)], origin="replica"))
+    assert reply.held == {"replica": [(1, 3)]}
+    # A reader of the epoch that wrote the snapshot goes on where it was, others begin.
+    assert read(second, before)[0] == [record(3)]
+    assert read(second)[0] == [record(1), record(2), record(3)]
+    second.close()
+
+
+def test_a_reader_that_was_ahead_of_the_snapshot_misses_nothing(options: StoreOptions) -> None:
+    first = TrieStore(options)
+    first.exchange(call([record(1)], origin="replica"))
+    first.snapshot_now()
+    first.exchange(call([record(2)], origin="replica"))
+    _, position = read(first)
+    second = TrieStore(options)  # the first one has ended without a word
+    second.exchange(call([record(7), record(8)], origin="another"))
+    reply = second.exchange(call(epoch=first.epoch, position=position))
+    assert [each.number for each in reply.records] == [7, 8]
+    first.close()
+    second.close()
+
+
+def test_a_store_without_a_snapshot_has_readers_begin_again(options: StoreOptions) -> None:
+    old = ExchangeReply(epoch="some other", position=17)
+    store = TrieStore(StoreOptions(fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE))
+    store.exchange(call([record(1)], origin="replica"))
+    assert read(store, old)[0] == [record(1)]
+    assert store.snapshot_now() == 0
+    store.close()
+
+
+def test_a_purge_reaches_readers_the_snapshot_and_what_comes_later(options: StoreOptions) -> None:
+    store = TrieStore(options)
+    now = time.time()
+    store.exchange(
+        call([record(1, stamp=now + 60), record(2, namespace="other")], origin="replica")
+    )
+    before = store.exchange(call())
+    assert store.purge("tenant") == 3
+    store.exchange(call([record(3, stamp=now + 60)], origin="replica"))
+    (order,) = read(store, before)[0]
+    assert (order.kind, order.namespace) == ("purge", "tenant")
+    loaded = SnapshotFile(options.snapshot_file).load_or_set_aside(FINGERPRINT)
+    assert loaded is not None
+    assert [each.namespace for each in loaded[1].records if each.num_tokens] == ["other"]
+    store.close()
+
+
+def test_a_purge_that_the_snapshot_cannot_follow_says_so(options: StoreOptions) -> None:
+    store = TrieStore(options)
+    store.exchange(call([record(1)], origin="replica"))
+    folder = Path(options.snapshot_url)
+    folder.rmdir()
+    folder.touch()  # no folder can be there any more
+    with pytest.raises(SnapshotError, match="was not written"):
+        store.purge("tenant")
+    assert store.stats().num_tokens == 0
+    store.close()
+
+
+def test_a_removal_forgets_one_request(store: TrieStore) -> None:
+    store.exchange(call([record(1), record(2, sequence="another")], origin="replica"))
+    assert store.remove("tenant", "request") == 3
+    assert [each.sequence for each in read(store)[0] if each.num_tokens] == ["another"]
+
+
+@pytest.mark.parametrize("namespace", ["", "n" * 200])
+def test_a_purge_of_what_is_no_namespace_is_refused(store: TrieStore, namespace: str) -> None:
+    with pytest.raises(ConfigError, match="purge"):
+        store.purge(namespace)
+
+
+def test_stats_tell_what_is_held(store: TrieStore) -> None:
+    store.exchange(call([record(1), record(2, namespace="other")], origin="replica"))
+    store.exchange(call())
+    stats = store.stats()
+    assert stats.tokens_by_namespace == {"tenant": 3, "other": 3}
+    assert (stats.num_replicas, stats.num_calls, stats.num_tokens) == (2, 2, 6)
+    assert 0 < stats.num_bytes < stats.max_bytes
+
+
+def test_stores_of_different_models_and_shards_have_names_and_snapshots_of_their_own() -> None:
+    kinds = [
+        StoreOptions(fingerprint=fingerprint, vocab_size=9, shard=shard, snapshot_url="s3://b/f/")
+        for fingerprint in ("a", "b")
+        for shard in (0, 1)
+    ]
+    assert len({each.name for each in kinds}) == 4
+    assert [each.snapshot_file for each in kinds] == [f"s3://b/f/{k.name}.snapshot" for k in kinds]
+
+
+def test_options_that_cannot_be_used_are_found_before_a_store_is_made() -> None:
+    with pytest.raises(ConfigError, match="max_bytes"):
+        check(StoreOptions(fingerprint=FINGERPRINT, vocab_size=9, max_bytes=5))
+    with pytest.raises(ConfigError, match="snapshot_url"):
+        check(StoreOptions(fingerprint=FINGERPRINT, vocab_size=9, snapshot_url="no://where"))

@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from specserve.core.errors import ConfigError
+from specserve.trie.records import Record
+from specserve.trie.token_log import MIN_BYTES, SCANNED, TokenLog
+from tests.trie.texts import VOCAB_SIZE, purge, record, removal
+
+
+def new_log(max_bytes: int = 1 << 20) -> TokenLog:
+    return TokenLog(max_bytes, VOCAB_SIZE)
+
+
+def read(log: TokenLog, position: int = 0) -> list[Record]:
+    """All records from a position on, in small batches."""
+    found: list[Record] = []
+    while True:
+        batch = log.since(position, 1000)
+        found += batch.records
+        position = batch.position
+        if not batch.behind:
+            return found
+
+
+def test_a_reader_gets_all_records_in_order_and_each_once() -> None:
+    log = new_log()
+    records = [record(number, [number]) for number in range(1, 50)]
+    for each in records:
+        assert log.append(each)
+    assert read(log) == records
+    position = log.end
+    assert read(log, position) == []
+    log.append(record(50))
+    assert read(log, position) == [record(50)]
+
+
+def test_a_batch_holds_what_it_may_and_says_how_much_is_left() -> None:
+    log = new_log()
+    for number in range(1, 11):
+        log.append(record(number, range(100)))
+    batch = log.since(0, 2 * record(1, range(100)).num_bytes)
+    assert (len(batch.records), batch.position, batch.behind) == (2, 2, 8)
+    assert len(log.since(0, 1).records) == 1
+
+
+def test_a_reader_may_leave_out_records_and_still_moves_on() -> None:
+    log = new_log(1 << 24)
+    for number in range(1, SCANNED + 10):
+        log.append(record(number, [], final=True))
+    log.append(record(1, origin="other"))
+    batch = log.since(0, 1000, lambda each: each.origin == "other")
+    assert (batch.records, batch.position, batch.behind) == ([], SCANNED, 10)
+    batch = log.since(batch.position, 1000, lambda each: each.origin == "other")
+    assert (batch.records, batch.behind) == ([record(1, origin="other")], 0)
+
+
+def test_a_record_is_taken_once_in_whatever_order_records_come() -> None:
+    log = new_log()
+    taken = [log.append(record(number)) for number in (2, 1, 2, 4, 1, 3)]
+    assert taken == [True, True, False, True, False, True]
+    assert log.append(record(2, origin="other"))
+    assert log.counts.duplicate_records == 2
+
+
+def test_a_bad_record_is_dropped_and_counted() -> None:
+    log = new_log()
+    assert not log.append(record(1, [VOCAB_SIZE]))
+    assert not log.append(record(2, [-5]))
+    assert log.append(record(3))
+    assert (log.counts.invalid_records, log.num_records) == (2, 1)
+
+
+def test_memory_is_never_above_the_limit_and_the_oldest_go_first() -> None:
+    dropped: list[Record] = []
+    log = TokenLog(MIN_BYTES, VOCAB_SIZE, dropped.append)
+    records = [record(number, range(number % 300)) for number in range(1, 3000)]
+    for each in records:
+        log.append(each)
+        assert log.num_bytes <= MIN_BYTES
+    assert dropped + read(log) == records
+    assert log.counts.dropped_tokens == sum(each.num_tokens for each in dropped)
+    assert log.num_tokens == sum(each.num_tokens for each in read(log))
+    assert log.num_bytes == sum(each.num_bytes for each in read(log))
+    assert log.num_records == len(read(log))
+
+
+def test_a_slow_reader_goes_on_with_the_oldest_record_and_is_told_what_it_lost() -> None:
+    log = new_log(MIN_BYTES)
+    log.append(record(1))
+    position = log.since(0, 1).position
+    for number in range(2, 1000):
+        log.append(record(number, range(100)))
+    batch = log.since(position, 1)
+    assert batch.lost == log.start - position > 0
+    assert batch.records == [record(log.start + 1, range(100))]
+
+
+def test_a_position_after_the_end_reads_nothing() -> None:
+    log = new_log()
+    log.append(record())
+    batch = log.since(99, 1000)
+    assert (batch.records, batch.position, batch.lost) == ([], 1, 0)
+
+
+def test_a_purge_forgets_the_namespace_and_nothing_else() -> None:
+    log = new_log()
+    log.append(record(1))
+    log.append(record(2, namespace="other"))
+    log.append(record(3))
+    position = log.end
+    log.append(purge(stamp=1e9))
+    assert read(log) == [record(2, namespace="other"), purge(stamp=1e9)]
+    assert read(log, position) == [purge(stamp=1e9)]
+    assert (log.counts.forgotten_tokens, log.num_tokens) == (6, 3)
+    assert log.num_tokens_of() == {"other": 3, "tenant": 0}
+
+
+def test_a_removal_forgets_one_sequence() -> None:
+    log = new_log()
+    log.append(record(1))
+    log.append(record(2, sequence="another"))
+    log.append(removal(stamp=1e9))
+    assert read(log) == [record(2, sequence="another"), removal(stamp=1e9)]
+
+
+@pytest.mark.parametrize("order", [purge(stamp=1e9), removal(stamp=1e9)])
+def test_what_was_forgotten_does_not_come_back_and_newer_text_does(order: Record) -> None:
+    log = new_log()
+    log.append(order)
+    assert not log.append(record(1, stamp=1e9))
+    assert log.append(record(2, stamp=1e9 + 1))
+    assert log.append(record(3, namespace="other"))
+    assert log.counts.forgotten_tokens == 3
+
+
+def test_a_reader_that_lost_records_is_given_the_orders_among_them() -> None:
+    log = new_log(MIN_BYTES)
+    log.append(record(1, namespace="other"))
+    position = log.end
+    log.append(purge(stamp=1e9))
+    for number in range(2, 1000):
+        log.append(record(number, range(100), stamp=1e9 + 1))
+    assert log.since(position, 1).records[0] == purge(stamp=1e9)
+    assert purge(stamp=1e9) not in read(log, log.start)
+
+
+def test_orders_without_end_take_half_of_the_memory_at_most() -> None:
+    log = new_log(MIN_BYTES)
+    for number in range(1, 2000):
+        log.append(purge(number, namespace=f"tenant-{number}"))
+        assert log.num_bytes <= MIN_BYTES
+    for number in range(1, 100):
+        log.append(record(number, range(100)))
+    assert log.num_tokens >= MIN_BYTES // 4 // 4
+
+
+def test_an_origin_is_remembered_while_the_log_has_a_record_of_it() -> None:
+    log = new_log(1 << 24)
+    log.append(record(1, origin="old"))
+    for number in range(5000):
+        log.append(record(1, namespace=f"{number % 2}", stamp=1e9, origin=f"origin-{number}"))
+    assert not log.append(record(1, origin="old"))
+
+
+def test_a_restored_log_goes_on_where_the_other_one_was() -> None:
+    log = new_log(MIN_BYTES)
+    for number in range(1, 1000):
+        log.append(record(number, range(number % 50), namespace=f"tenant-{number % 3}"))
+    log.append(purge(namespace="tenant-1", stamp=1e9))
+    log.append(record(1000))
+    restored = new_log(MIN_BYTES)
+    restored.restore(log.state())
+    assert restored.end == log.end
+    assert restored.num_tokens == log.num_tokens
+    assert restored.num_bytes <= log.num_bytes
+    for position in range(log.start, log.end + 1):
+        unread = set(read(log, position))
+        assert unread <= set(read(restored, position))
+    assert not restored.append(record(1))
+    assert not restored.append(record(2000, namespace="tenant-1"))
+    assert restored.append(record(2001))
+
+
+def test_a_restored_log_leaves_out_what_this_vocabulary_does_not_have() -> None:
+    log = new_log()
+    log.append(record(1, [1]))
+    log.append(record(2, [900]))
+    restored = TokenLog(1 << 20, 500)
+    restored.restore(log.state())
+    assert read(restored) == [record(1, [1])]
+    assert (restored.end, restored.counts.invalid_records) == (2, 1)
+
+
+def test_a_log_that_holds_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"max_bytes: 10 .* at least 65536"):
+        new_log(10)
+
+
+def test_the_newest_stamp_is_a_namespaces_own() -> None:
+    log = new_log()
+    now = time.time()
+    log.append(record(1, stamp=now))
+    log.append(record(2, stamp=now - 1))
+    log.append(record(3, stamp=now + 1, namespace="other"))
+    assert log.newest_stamp("tenant") == now
+    assert log.newest_stamp("nobody") == 0
