@@ -28,11 +28,13 @@ class Method:
         name: without its argument.
         argument: what follows the colon of a peer's name; empty: its default.
         sources: kinds of our sources in play; empty for ``none`` and for peers.
+        on_our_kernels: a peer runs on CPU with our kernels instead of vLLM's; no name says so.
     """
 
     name: str
     argument: str = ""
     sources: tuple[str, ...] = ()
+    on_our_kernels: bool = False
 
     def __str__(self) -> str:
         return f"{self.name}:{self.argument}" if self.argument else self.name

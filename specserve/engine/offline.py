@@ -25,7 +25,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from specserve.core.config import AppConfig
 from specserve.core.errors import ConfigError, EngineError
 from specserve.core.metrics import AcceptanceSnapshot, SpeculationSnapshot
-from specserve.engine.args import engine_args, ray_engine_args
+from specserve.engine.args import engine_args, ray_engine_args, worker_cls
 from specserve.engine.generation import Completion, Job, RunResult, Sampling
 from specserve.engine.methods import Method
 
@@ -216,6 +216,8 @@ def _offline_args(config: AppConfig, method: Method) -> EngineArgs:
     """The served engine's arguments, for one process and with statistics."""
     if method.is_peer:
         served = engine_args(config, _peer_speculation(config, method))
+        if method.on_our_kernels:
+            served.worker_cls = worker_cls(drafts=False)
     else:
         served = ray_engine_args(method.narrowed(config))
     fields = {f.name: getattr(served, f.name) for f in dataclasses.fields(EngineArgs) if f.init}

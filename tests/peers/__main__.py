@@ -1,6 +1,6 @@
 """``make bench``: this project beside others, in one run on one machine.
 
-    python -m tests.peers [engine] [server] [ngram] [--config configs/demo.yaml]
+    python -m tests.peers [ngram] [engine] [memory] [server] [--config configs/demo.yaml]
 
 Without names all are run. Each prints its tables and ends with one line of JSON that holds
 versions, machine, configuration and seed.
@@ -17,6 +17,7 @@ from specserve.core.errors import SpecServeError
 BENCHMARKS = {
     "ngram": "prompt lookup alone, beside vLLM's: time a request and step, accepted length",
     "engine": "one engine: no speculation, ours, vLLM's own ngram",
+    "memory": "one engine with a memory: ours beside vLLM's suffix decoding",
     "server": "over HTTP: ours beside `vllm serve`, the same drafts on both sides",
 }
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import argparse
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from specserve.bench.compare import warm_up
+from specserve.bench.compare import WARM_UP_TOKENS
 from specserve.bench.engine_process import EngineProcess
 from specserve.bench.machine import circumstances
 from specserve.bench.prompts import BUILT_IN, Prompt, load_prompts, load_tokenizer
@@ -46,6 +46,7 @@ class Contender:
     name: str
     method: str
     config: AppConfig
+    on_our_kernels: bool = False
 
 
 def contenders(config: AppConfig) -> list[Contender]:
@@ -89,14 +90,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in args.sets.split(",")
     }
     entrants = contenders(config)
-    results = measure(console, entrants, prompts, args.max_tokens, args.rounds)
-    rows = [row for name in prompts for row in summarise(entrants, name, results)]
-    for concurrency in CONCURRENCIES:
-        print_table(console, concurrency, [r for r in rows if r["concurrency"] == concurrency])
+    jobs = {
+        name: _jobs(of_set, args.max_tokens or MAX_TOKENS.get(name, OTHER_MAX_TOKENS))
+        for name, of_set in prompts.items()
+    }
+    rows = compare(console, entrants, [jobs] * args.rounds)
     options = {key: value for key, value in vars(args).items() if key != "config"}
     document = {"options": options, "config": config.model_dump(mode="json"), "rows": rows}
     print(json.dumps({"benchmark": "engine", **circumstances(), **document}))
     return 0
+
+
+def compare(
+    console: Console, entrants: Sequence[Contender], rounds: Sequence[Mapping[str, list[Job]]]
+) -> list[dict[str, Any]]:
+    """Measures, and prints a table a concurrency.
+
+    Args:
+        console: where tables and progress go.
+        entrants: what is compared; the first is what the others are compared to.
+        rounds: the jobs of each set, for each round.
+
+    Returns:
+        A row for each set, contender and concurrency.
+    """
+    results = measure(console, entrants, rounds)
+    rows = [row for name in rounds[0] for row in summarise(entrants, name, results)]
+    for concurrency in CONCURRENCIES:
+        print_table(console, concurrency, [r for r in rows if r["concurrency"] == concurrency])
+    return rows
 
 
 Key = tuple[str, int, str]
@@ -106,9 +128,7 @@ Key = tuple[str, int, str]
 def measure(
     console: Console,
     entrants: Sequence[Contender],
-    prompts: dict[str, list[Prompt]],
-    max_tokens: int,
-    rounds: int,
+    rounds: Sequence[Mapping[str, list[Job]]],
 ) -> dict[Key, list[RunResult]]:
     """A result a round."""
     results: dict[Key, list[RunResult]] = defaultdict(list)
@@ -117,20 +137,21 @@ def measure(
         loading = bars.add_task("loading engines", total=len(entrants))
         engines: list[EngineProcess] = []
         for entrant in entrants:
-            method = parse_method(entrant.method, entrant.config)
+            method = replace(
+                parse_method(entrant.method, entrant.config), on_our_kernels=entrant.on_our_kernels
+            )
             engines.append(stack.enter_context(EngineProcess(entrant.config, method)))
             engines[-1].wait_ready()
             for concurrency in CONCURRENCIES:
-                warm_up(engines[-1], next(iter(prompts.values())), concurrency)
+                _warm_up(engines[-1], next(iter(rounds[0].values())), concurrency)
             bars.advance(loading)
-        total = rounds * len(prompts) * len(CONCURRENCIES) * len(entrants)
+        total = len(rounds) * len(rounds[0]) * len(CONCURRENCIES) * len(entrants)
         bar = bars.add_task("measuring", total=total)
-        for number in range(rounds):
+        for number, sets in enumerate(rounds):
             # Another one goes first in each round.
             turns = list(zip(entrants, engines, strict=True))
             turns = turns[number % len(turns) :] + turns[: number % len(turns)]
-            for name, of_set in prompts.items():
-                jobs = _jobs(of_set, max_tokens or MAX_TOKENS.get(name, OTHER_MAX_TOKENS))
+            for name, jobs in sets.items():
                 for concurrency in CONCURRENCIES:
                     for entrant, engine in turns:
                         results[name, concurrency, entrant.name].append(
@@ -189,6 +210,12 @@ def print_table(console: Console, concurrency: int, rows: Sequence[dict[str, Any
             end_section=row is rows[-1] or rows[rows.index(row) + 1]["set"] != row["set"],
         )
     console.print(table)
+
+
+def _warm_up(engine: EngineProcess, jobs: Sequence[Job], concurrency: int) -> None:
+    sampling = Sampling(max_tokens=WARM_UP_TOKENS)
+    few = jobs[: max(2, concurrency)]
+    engine.run([Job(job.prompt_token_ids, sampling) for job in few], concurrency)
 
 
 def _jobs(prompts: Sequence[Prompt], max_tokens: int) -> list[Job]:

@@ -32,7 +32,8 @@ def config() -> AppConfig:
                     "max_matching_ngram_size": 3,
                     "min_matching_ngram_size": 1,
                     "dynamic": False,
-                }
+                },
+                {"kind": "trie", "max_bytes": 16 << 20, "dynamic": False},
             ],
         }
     )

@@ -38,13 +38,27 @@ def test_greedy_output_with_drafts_is_the_output_without(
     assert drafts.num_accepted_tokens == sum(c.num_accepted_tokens for c in got.completions)
 
 
+def test_so_it_is_with_drafts_of_what_was_written_before(
+    none_engine: EngineProcess, config: AppConfig, jobs: list[Job]
+) -> None:
+    expected = [c.token_ids for c in none_engine.run(jobs, 8).completions]
+    with running_engine(config, "trie") as engine:
+        first, again = engine.run(jobs, 8), engine.run(jobs, 8)
+    assert [c.token_ids for c in first.completions] == expected
+    assert [c.token_ids for c in again.completions] == expected
+    (drafts,) = again.drafts
+    assert drafts.source == "trie_local"
+    assert sum(map(len, expected)) / 2 < drafts.num_accepted_tokens < drafts.num_draft_tokens
+
+
 def test_so_it_is_with_latent_attention_and_experts(config: AppConfig, jobs: list[Job]) -> None:
     model = config.model.model_copy(update={"path": str(model_path("demo-base"))})
     base = config.model_copy(update={"model": model})
     with running_engine(base, "none") as engine:
         expected = engine.run(jobs, 4)
-    with running_engine(base, "ngram") as engine:
+    with running_engine(base, "all") as engine:
         got = engine.run(jobs, 4)
     assert [c.token_ids for c in got.completions] == [c.token_ids for c in expected.completions]
-    (drafts,) = got.drafts
-    assert 0 < drafts.num_accepted_tokens < drafts.num_draft_tokens
+    assert {drafts.source for drafts in got.drafts} == {"ngram", "trie_local"}
+    for drafts in got.drafts:
+        assert 0 < drafts.num_accepted_tokens < drafts.num_draft_tokens

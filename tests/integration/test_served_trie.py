@@ -1,0 +1,80 @@
+"""Two replicas with one memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.integration.api import OFF, Api
+from tests.integration.cluster import Cluster, Deployment, kill
+from tests.integration.conftest import Stage, application
+
+pytestmark = pytest.mark.timeout(900)
+
+TEXT: dict[str, Any] = {"max_tokens": 60, "ignore_eos": True}
+NUM_ASKED = 12
+
+
+@pytest.fixture(scope="module")
+def app(stage: Stage) -> Iterator[Deployment]:
+    args = application(placement={"num_replicas": 2})
+    # Every draft is sent, also the ones that do not pay.
+    args["speculation"] = [{"kind": "trie", "max_bytes": 16 << 20, "dynamic": False}]
+    deployment = stage.serve({"/": args})
+    deployment.await_ready()
+    yield deployment
+    stage.clear()
+
+
+@pytest.fixture
+def api(app: Deployment) -> Iterator[Api]:
+    api = Api(app.base_url())
+    with api.http:
+        yield api
+
+
+def stores(cluster: Cluster) -> list[int]:
+    """Process ids of the draft memory's actors."""
+    return [process.pid for process in cluster.processes("ray::TrieStore")]
+
+
+def taught_by_others(api: Api) -> int:
+    """Accepted tokens that another replica had taught, of the replica that happens to answer."""
+    acceptance = api.speculation()["acceptance"]
+    tokens: int = acceptance.get("trie_cluster", {"accepted_tokens": 0})["accepted_tokens"]
+    return tokens
+
+
+def await_drafts_of_the_others(api: Api, app: Deployment, prompt: str) -> None:
+    """Asks the same until a replica drafts for it what another one wrote."""
+    most = max(taught_by_others(api) for _ in range(10))
+
+    def ask() -> bool:
+        api.complete(prompt=prompt, **TEXT)
+        return taught_by_others(api) > most
+
+    app.eventually(ask, "an accepted draft that another replica taught", 120)
+
+
+def test_what_one_replica_wrote_the_other_drafts(api: Api, app: Deployment) -> None:
+    await_drafts_of_the_others(api, app, "def read(path):\n")
+
+
+def test_the_store_may_die_in_the_midst_and_nobody_notices(api: Api, app: Deployment) -> None:
+    prompts = [f"def function_{i}(value):\n" for i in range(NUM_ASKED)]
+    expected = [api.complete(prompt=p, vllm_xargs=OFF, **TEXT)["choices"] for p in prompts]
+    before = stores(app.cluster)
+    assert len(before) == 1
+    with ThreadPoolExecutor(3) as pool:
+        answers = pool.map(lambda p: api.complete(prompt=p, **TEXT), 2 * prompts)
+        kill([p for p in app.cluster.processes("ray::TrieStore") if p.pid in before])
+        texts = [answer["choices"][0]["text"] for answer in answers]
+    assert texts == [choices[0]["text"] for choices in 2 * expected]
+
+    app.eventually(
+        lambda: stores(app.cluster) and stores(app.cluster) != before, "a new store", 120
+    )
+    await_drafts_of_the_others(api, app, "class Shape:\n")
