@@ -7,7 +7,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from specserve.core.config import AppConfig, NgramConfig
+from specserve.core.config import AppConfig, NgramConfig, TrieConfig
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 
@@ -26,15 +26,17 @@ def expected() -> dict[str, str]:
     """Every key of ``args`` with its default, as the README has to say it."""
     rows: dict[str, str] = {}
     for name, section in AppConfig.model_fields.items():
-        kind: Any = section.annotation
-        if get_origin(kind) is tuple:
-            kind, name = NgramConfig, f"{name}.N"
-        assert issubclass(kind, BaseModel)
-        for key, field in kind.model_fields.items():
-            rows[f"{name}.{key}"] = default(field)
-            if get_origin(field.annotation) is tuple:
-                for each, part in get_args(field.annotation)[0].model_fields.items():
-                    rows[f"{name}.{key}.N.{each}"] = default(part)
+        kinds: tuple[Any, ...] = (section.annotation,)
+        if get_origin(section.annotation) is tuple:
+            kinds, name = (NgramConfig, TrieConfig), f"{name}.N"
+        for kind in kinds:
+            assert issubclass(kind, BaseModel)
+            for key, field in kind.model_fields.items():
+                row = f"{name}.{key}"
+                assert rows.setdefault(row, default(field)) == default(field)
+                if get_origin(field.annotation) is tuple:
+                    for each, part in get_args(field.annotation)[0].model_fields.items():
+                        rows[f"{row}.N.{each}"] = default(part)
     return rows
 
 
