@@ -14,20 +14,22 @@ from tests.integration.api import MODEL, TIMEOUT_S
 from tests.integration.cluster import Cluster, Deployment, serving
 from tests.integration.conftest import application
 
-KEYS = {"SPECSERVE_TEST_KEY_A": "sk-a" * 8, "SPECSERVE_TEST_KEY_B": "sk-b" * 8}
-TENANTS = ("team-a", "team-b")
-A, B = ({"Authorization": f"Bearer {key}"} for key in KEYS.values())
+TENANTS = ("team-a", "team-b", "team-c", "team-d")
+KEYS = {f"SPECSERVE_TEST_KEY_{number}": f"sk-{number}" * 8 for number in range(len(TENANTS))}
+A, B, C, D = ({"Authorization": f"Bearer {key}"} for key in KEYS.values())
 
 
 @pytest.fixture(scope="module")
 def deployment() -> Iterator[Deployment]:
-    """An application with two tenants; its keys are in the environment of the nodes alone."""
+    """An application with tenants; their keys are in the environment of the nodes alone."""
     keys = [{"env": env, "tenant": name} for env, name in zip(KEYS, TENANTS, strict=True)]
     cluster = Cluster((2,))
     cluster.environment |= KEYS
     try:
         cluster.start()
-        args = application(http={"api_keys": keys})
+        # Every draft is sent, also the ones that do not pay.
+        source = {"kind": "trie", "dynamic": False}
+        args = application(http={"api_keys": keys}) | {"speculation": [source]}
         with serving(cluster, {"/": args}) as deployment:
             yield deployment
     finally:
@@ -77,6 +79,20 @@ def num_reused_tokens(http: httpx.Client) -> float:
     )
 
 
+def counts(http: httpx.Client, key: Mapping[str, str]) -> tuple[int, int]:
+    """Draft tokens verified so far, and how many of them were accepted."""
+    answer = http.get("/v1/speculation", headers=dict(key))
+    assert answer.status_code == 200, answer.text
+    sources: list[dict[str, int]] = list(answer.json()["acceptance"].values())
+    drafted = sum(each["draft_tokens"] for each in sources)
+    return drafted, sum(each["accepted_tokens"] for each in sources)
+
+
+def some_text() -> str:
+    """A text that no one has asked before, of several blocks of the KV cache."""
+    return "".join(random.choices(string.ascii_lowercase + " ", k=1200))
+
+
 def ask(http: httpx.Client, key: Mapping[str, str], path: str, body: Mapping[str, Any]) -> float:
     """Asks, and returns how many tokens of the prompt were known to the prefix cache."""
     before = num_reused_tokens(http)
@@ -92,16 +108,30 @@ def test_by_every_route_a_tenant_finds_its_own_text_cached_and_no_one_elses(
     body: Callable[[str], dict[str, Any]],
     options: dict[str, Any],
 ) -> None:
-    text = "".join(random.choices(string.ascii_lowercase + " ", k=1200))
-    request = body(text) | options
+    request = body(some_text()) | options
     own = ask(http, A, path, request)  # a request with n samples meets itself
     assert ask(http, A, path, request) > own
     assert ask(http, B, path, request) == own
 
 
+def test_a_tenant_is_drafted_for_as_if_no_other_tenant_had_asked(http: httpx.Client) -> None:
+    text = "".join(random.Random(1).choices(string.ascii_lowercase + " ", k=1200))
+    body = completion(text) | {"model": MODEL, "temperature": 0, "max_tokens": 64}
+
+    def counted(key: Mapping[str, str]) -> tuple[int, int]:
+        before = counts(http, key)
+        assert http.post("/v1/completions", headers=dict(key), json=body).status_code == 200
+        after = counts(http, key)
+        return after[0] - before[0], after[1] - before[1]
+
+    first = counted(C)
+    _, num_accepted = counted(C)
+    assert num_accepted > first[1], first
+    assert counted(D) == first
+
+
 def test_a_clients_own_salt_does_not_open_another_tenants_cache(http: httpx.Client) -> None:
-    text = "".join(random.choices(string.ascii_lowercase + " ", k=1200))
-    request = completion(text) | {"cache_salt": TENANTS[0]}
+    request = completion(some_text()) | {"cache_salt": TENANTS[0]}
     ask(http, A, "/v1/completions", request)
     assert ask(http, A, "/v1/completions", request) > 0
     assert ask(http, B, "/v1/completions", request) == 0
