@@ -12,7 +12,7 @@ import numpy as np
 
 from specserve.core.types import Int32Array
 
-FULL_TOKENS = 64
+FULL_TOKENS = 128
 """A text is passed on once this much of it has come; less waits a while for more, since a record
 costs more memory than its tokens."""
 

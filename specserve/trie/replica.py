@@ -54,7 +54,7 @@ class ReplicaOptions:
     max_bytes: int = 64 << 20
     max_queued_tokens: int = 1 << 18
     interval_s: float = 0.1
-    max_delay_s: float = 0.25
+    max_delay_s: float = 0.4
     deadline_s: float = 2.0
 
 

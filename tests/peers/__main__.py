@@ -1,6 +1,6 @@
 """``make bench``: this project beside others, in one run on one machine.
 
-    python -m tests.peers [ngram] [engine] [memory] [server] [--config configs/demo.yaml]
+    python -m tests.peers [NAME ...] [--config configs/demo.yaml]
 
 Without names all are run. Each prints its tables and ends with one line of JSON that holds
 versions, machine, configuration and seed.
@@ -18,6 +18,7 @@ BENCHMARKS = {
     "ngram": "prompt lookup alone, beside vLLM's: time a request and step, accepted length",
     "engine": "one engine: no speculation, ours, vLLM's own ngram",
     "memory": "one engine with a memory: ours beside vLLM's suffix decoding",
+    "replication": "how soon replicas learn from each other, and where their store saturates",
     "server": "over HTTP: ours beside `vllm serve`, the same drafts on both sides",
 }
 
