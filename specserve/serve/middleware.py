@@ -146,8 +146,10 @@ class FreshMetricsMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles one ASGI connection."""
-        if scope["type"] == "http" and scope["path"].rstrip("/") == "/metrics":
-            await self._refresh()
+        if scope["type"] == "http":
+            path = scope["path"].removeprefix(scope.get("root_path", ""))
+            if path.rstrip("/") == "/metrics":
+                await self._refresh()
         await self._app(scope, receive, send)
 
 

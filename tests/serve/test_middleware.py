@@ -13,6 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 from specserve.serve.middleware import (
     ControlsMiddleware,
     DisconnectMiddleware,
+    FreshMetricsMiddleware,
     RetryAfterMiddleware,
 )
 
@@ -72,6 +73,23 @@ def test_a_body_that_cannot_be_read_is_left_to_the_application(
 def test_a_busy_server_and_no_other_says_when_to_come_back(status: int, header: str | None) -> None:
     application = RetryAfterMiddleware(Response(status_code=status), 7)
     assert TestClient(application).get("/").headers.get("Retry-After") == header
+
+
+@pytest.mark.parametrize(
+    ("path", "root_path", "refreshed"),
+    [("/metrics", "", 1), ("/demo/metrics/", "/demo", 1), ("/health", "", 0)],
+)
+def test_metrics_are_fresh_also_under_a_route_prefix(
+    path: str, root_path: str, refreshed: int
+) -> None:
+    calls = []
+
+    async def refresh() -> None:
+        calls.append(path)
+
+    application = FreshMetricsMiddleware(Response(), refresh)
+    TestClient(application, root_path=root_path).get(path)
+    assert len(calls) == refreshed
 
 
 async def waiting_request() -> Message:
