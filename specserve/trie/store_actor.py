@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import threading
+import time
 from typing import Any, TypeVar
 
 import msgspec
 import ray
+from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.exceptions import GetTimeoutError, RayTaskError
 
 from specserve.core.errors import SpecServeError, StoreError, shorten
 from specserve.trie.records import ExchangeReply, ExchangeRequest
 from specserve.trie.store import NAME_PREFIX, StoreOptions, StoreStats, TrieStore, check
 
+logger = logging.getLogger(__name__)
+
 NAMESPACE = "specserve"
 """Ray's namespace of the actors."""
 
 NUM_THREADS = 8
 """Calls that an actor works on at a time: none has to wait for a snapshot to be written."""
+
+DRAIN_CHECK_S = 1.0
+"""How often an actor asks whether its node is about to go."""
 
 CONTROL_TIMEOUT_S = 60.0
 """For what an operator asks; a large snapshot takes a while to write."""
@@ -33,6 +43,7 @@ class TrieStoreActor:
 
     def __init__(self, options: StoreOptions) -> None:
         self._store = TrieStore(options)
+        threading.Thread(target=self._leave_with_the_node, daemon=True).start()
 
     def exchange(self, request: bytes) -> bytes:
         """:meth:`TrieStore.exchange`, encoded."""
@@ -65,6 +76,27 @@ class TrieStoreActor:
 
     def __ray_shutdown__(self) -> None:
         self._store.close()
+
+    def _leave_with_the_node(self) -> None:
+        """Ends the process, after a last snapshot, when its node is drained.
+
+        Ray asks no actor to leave: a node that is stopped waits for them for half a minute, then
+        kills them. On another node, if there is one, Ray starts the actor again.
+        """
+        context = ray.get_runtime_context()
+        cluster = GcsClient(address=context.gcs_address)
+        node = context.get_node_id()
+        while not self._is_drained(cluster, node):
+            time.sleep(DRAIN_CHECK_S)
+        logger.warning("This node is drained: the draft memory leaves it")
+        self._store.close()
+        os._exit(1)
+
+    def _is_drained(self, cluster: Any, node: str) -> bool:
+        try:
+            return node in cluster.get_draining_nodes(timeout=CONTROL_TIMEOUT_S)
+        except Exception:  # the cluster's head is away; it may come back
+            return False
 
 
 _ACTOR: Any = ray.remote(
@@ -100,10 +132,12 @@ class RayStoreClient:
 
     def exchange(self, request: ExchangeRequest, timeout_s: float) -> ExchangeReply:
         """See :class:`StoreClient`."""
+        deadline = time.monotonic() + timeout_s
         try:
             self._await_the_last(timeout_s)
             self._unanswered = self._store().exchange.remote(_encode(request))
-            content = ray.get(self._unanswered, timeout=timeout_s)
+            left_s = max(0.0, deadline - time.monotonic())
+            content = ray.get(self._unanswered, timeout=left_s)
         except GetTimeoutError:
             raise StoreError(f"no answer within {timeout_s:g} s") from None
         except Exception as error:  # Ray has many; after each the actor is looked up again

@@ -110,6 +110,7 @@ class TokenLog:
         self._head = 0  # slots before it are used up
         self._end = 0
         self._num_records_of: Counter[str] = Counter()
+        self._num_tokens_of: Counter[str] = Counter()
         self._orders = Orders(max_bytes // 2)
 
     @property
@@ -190,10 +191,7 @@ class TokenLog:
 
     def num_tokens_of(self) -> dict[str, int]:
         """Tokens held, by namespace."""
-        tokens: Counter[str] = Counter()
-        for record in self._records():
-            tokens[record.namespace] += record.num_tokens
-        return dict(tokens)
+        return dict(self._num_tokens_of)
 
     def state(self) -> LogState:
         """All of it; the log may change afterwards."""
@@ -232,7 +230,7 @@ class TokenLog:
         self._slots.append(record)
         self._end += 1
         self._num_records_of[record.origin] += 1
-        self.num_tokens += record.num_tokens
+        self._count(record, record.num_tokens)
         self._record_bytes += record.num_bytes
         self._shrink()
 
@@ -254,11 +252,17 @@ class TokenLog:
             self._head = 0
 
     def _release(self, record: Record) -> None:
-        self.num_tokens -= record.num_tokens
+        self._count(record, -record.num_tokens)
         self._record_bytes -= record.num_bytes
         self._num_records_of[record.origin] -= 1
         if not self._num_records_of[record.origin]:
             del self._num_records_of[record.origin]
+
+    def _count(self, record: Record, num_tokens: int) -> None:
+        self.num_tokens += num_tokens
+        self._num_tokens_of[record.namespace] += num_tokens
+        if not self._num_tokens_of[record.namespace]:
+            del self._num_tokens_of[record.namespace]
 
     def _is_needed(self, origin: str) -> bool:
         return origin in self._num_records_of

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from specserve.trie.log_snapshot import SnapshotFile
 from specserve.trie.store import StoreOptions
 from tests.integration.cluster import Cluster, eventually, running_cluster
 from tests.integration.trie_host import VOCAB_SIZE, TrieHost
@@ -337,3 +338,19 @@ def test_a_store_that_is_stopped_has_written_its_snapshot(start: Start, tmp_path
     eventually(lambda: memory.name not in one.host("stores"), "it is gone", WAIT_S)
     assert "runs; running: " in memory.ask("stats")
     memory.replica(1).reads({"a": 10})
+
+
+def test_a_node_that_is_stopped_lets_its_store_write_a_last_snapshot(tmp_path: Path) -> None:
+    with running_cluster(1) as cluster:
+        host = TrieHost(cluster)
+        try:
+            memory = Memory(cluster, [host], tmp_path)
+            one = memory.replica()
+            one("write", "a", 10)
+            one.awaits(lambda link: link["up"] and link["unsent_s"] == 0)
+            assert not memory.file.exists()
+        finally:
+            host.stop()
+    loaded = SnapshotFile(str(memory.file)).load_or_set_aside(memory.fingerprint)
+    assert loaded is not None
+    assert sum(record.num_tokens for record in loaded[1].records) == 10
