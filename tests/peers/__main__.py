@@ -16,11 +16,16 @@ from specserve.core.errors import SpecServeError
 
 BENCHMARKS = {
     "ngram": "prompt lookup alone, beside vLLM's: time a request and step, accepted length",
+    "trie": "the draft memory alone, beside Arctic's suffix trees: time, bytes, accepted length",
+    "cluster": "a simulation: one memory for 1 to 256 replicas, what it gains and what it costs",
     "engine": "one engine: no speculation, ours, vLLM's own ngram",
     "memory": "one engine with a memory: ours beside vLLM's suffix decoding",
     "replication": "how soon replicas learn from each other, and where their store saturates",
     "server": "over HTTP: ours beside `vllm serve`, the same drafts on both sides",
 }
+
+WITHOUT_ENGINE = ("ngram", "trie", "cluster")
+"""These need no Serve file."""
 
 
 def main() -> int:
@@ -35,17 +40,18 @@ def main() -> int:
             parser.error(f"{name}: unknown; known are {', '.join(BENCHMARKS)}")
     if rest and len(args.names) != 1:
         parser.error(f"{' '.join(rest)}: options of a benchmark need its name, and one name only")
+    status = 0
     for name in args.names or BENCHMARKS:
         options = list(rest)
-        if args.config and name != "ngram":
+        if args.config and name not in WITHOUT_ENGINE:
             options += ["--config", args.config]
         print(f"\n=== {name}: {BENCHMARKS[name]}", flush=True)
         try:
             import_module(f"tests.peers.bench_{name}").main(options)
         except SpecServeError as error:
             print(f"error: {error}", file=sys.stderr)
-            return 2
-    return 0
+            status = 2  # a missing peer is no reason to go without the others
+    return status
 
 
 if __name__ == "__main__":

@@ -1,0 +1,354 @@
+"""What replicas gain by one memory, and what it costs: a simulation with the real parts.
+
+    python -m tests.peers cluster [--seed 0] [--requests 1024] [--plot tests/peers/cluster.svg]
+
+Traffic: see traffic.py; 16 requests a second come to the whole cluster, each to a replica at
+random, and are replayed (replay.py) one after the other, with drafts of up to 16 tokens and no
+gate. Accepted tokens a step are means over the second half of the requests; at first all memories
+are empty.
+
+``separate``: each replica has learned from its own requests alone. Exact.
+``cluster``: each replica's memory, its learner, and the store, all real; replicas call the store
+so often that no text comes later than 1 s. Exact, up to 8 replicas.
+``late``: one memory that gets every text 1 s late, also what the replica itself wrote: no replica
+of a cluster of any size knows less. None knows more than the one replica of ``separate``.
+``vllm suffix``: the peer, separate. Left out where it is not installed.
+``cold``: a replica that starts at the end of the traffic and has called the store once, beside one
+that was there all the time: further requests, each as if it were the first.
+
+Not simulated: requests that overlap, memories that are full.
+
+Costs are measured one by one and added up, see cluster_costs.py. A store is full when it needs one
+whole CPU: it is one Python process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+from tokenizers import Tokenizer
+
+from specserve.bench.machine import circumstances
+from specserve.core.errors import SpecServeError
+from specserve.trie.layout import PAGE
+from specserve.trie.learner import ClusterLearner
+from specserve.trie.memory import TrieMemory
+from specserve.trie.records import ExchangeRequest, Record
+from specserve.trie.store import TrieStore
+from specserve.trie.token_trie import TokenTrie
+from tests.peers.cluster_costs import FINGERPRINT, STORE, Costs, measure_costs, records_of
+from tests.peers.replay import NAMESPACE, Drafter, SuffixDrafter, Tally, Text, replay, replay_one
+from tests.peers.sources import Sources
+from tests.peers.suffix_peer import arctic
+from tests.peers.svg import Chart, Line, page
+from tests.peers.tables import print_rows
+from tests.peers.traffic import OUTPUT_TOKENS, PROMPT_TOKENS, traffic
+
+REPLICAS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+WITH_STORE = (2, 4, 8)
+OF_PEER = (1, 2, 8, 64, 256)
+REQUESTS_PER_S, LATE_S = 16, 1.0
+LATE_REQUESTS = round(REQUESTS_PER_S * LATE_S)
+DRAFT_LEN = 16
+NUM_PROBES = 100
+REQUEST_BYTES = 68 * PAGE * -(-(PROMPT_TOKENS + OUTPUT_TOKENS) // PAGE)
+"""Of a trie, for a request: whole pages."""
+TOKENS_PER_S = (100, 1000, 5000)
+"""Of each replica, prompt and output."""
+SHARDS = (1, 4)
+
+
+def room_for(num_requests: int) -> int:
+    """Bytes of a trie that holds so many requests."""
+    return max(1 << 20, REQUEST_BYTES * (num_requests + 1))
+
+
+class TrieDrafter:
+    """One replica's trie, without the proposer around it.
+
+    Args:
+        trie: drafts, and learns.
+        private: it forgets each request when that ends.
+    """
+
+    def __init__(self, trie: TokenTrie, *, private: bool = False) -> None:
+        self._trie = trie
+        self._private = private
+        self._limit = np.full(1, DRAFT_LEN, np.int32)
+
+    def learn(self, name: str, text: Any) -> None:
+        self._trie.open(name)
+        self._trie.append(name, text)
+        self._trie.finish(name)
+
+    def draft(self, text: Text, num_tokens: int, num_new: int) -> Sequence[int]:
+        begin = num_tokens - num_new
+        if begin == text.num_prompt_tokens:
+            self._trie.open(text.name, private=self._private)
+            self._trie.append(text.name, text.tokens[:begin], num_prompt_tokens=begin)
+        self._trie.append(text.name, text.tokens[begin:num_tokens])
+        found = self._trie.lookup(
+            text.tokens[None], np.array([num_tokens], np.int32), self._limit, [text.name]
+        )
+        guess: list[int] = found.tokens[0, : found.lengths[0]].tolist()
+        return guess
+
+    def finish(self, text: Text) -> None:
+        self._trie.finish(text.name)
+
+
+class Replica:
+    """A replica's memory with its way to the store, in the simulation's own time.
+
+    Args:
+        name: of the replica.
+        store: the cluster's.
+        max_bytes: of its trie.
+    """
+
+    def __init__(self, name: str, store: TrieStore, max_bytes: int) -> None:
+        self.name = name
+        self._store = store
+        memory = TrieMemory(max_bytes)
+        self._learner = ClusterLearner(memory)
+        trie = memory.of(NAMESPACE)
+        assert trie is not None
+        self.trie = trie
+        self.drafter = TrieDrafter(trie)
+        self._unsent: list[Record] = []
+        self._num_records = 0
+        self._epoch, self._position = "", 0
+
+    def publish(self, text: Text) -> None:
+        records = list(records_of(text, self.name, self._num_records + 1))
+        self._num_records += len(records)
+        self._unsent += records
+
+    def exchange(self) -> None:
+        """Sends what is new, and learns what the others have sent."""
+        behind = 1
+        while behind:
+            request = ExchangeRequest(
+                FINGERPRINT, self.name, self._epoch, self._position, self._unsent, 4 << 20
+            )
+            reply = self._store.exchange(request)
+            assert not reply.refused
+            self._unsent = []
+            self._epoch, self._position, behind = reply.epoch, reply.position, reply.behind
+            for record in reply.records:
+                self._learner.apply(record)
+
+
+class Count:
+    """Counts the second half of the requests."""
+
+    def __init__(self, num_requests: int) -> None:
+        self._half = num_requests // 2
+        self._warm_up, self._counted = Tally(), Tally()
+
+    def of(self, number: int) -> Tally:
+        return self._warm_up if number < self._half else self._counted
+
+    @property
+    def accepted_per_step(self) -> float:
+        return round(self._counted.accepted / self._counted.steps, 3)
+
+
+def separate(texts: Sequence[Text], owners: Sequence[int], make: Callable[[int], Drafter]) -> float:
+    """Each replica for itself: one after the other, since none meets another."""
+    count = Count(len(texts))
+    for replica in sorted(set(owners)):
+        drafter = make(owners.count(replica))
+        for number, text in enumerate(texts):
+            if owners[number] == replica:
+                replay_one(drafter, text, count.of(number))
+    return count.accepted_per_step
+
+
+def with_store(texts: Sequence[Text], owners: Sequence[int]) -> tuple[float, list[Replica]]:
+    """All of it: each replica learns its own text at once, and the others' through the store.
+
+    Returns:
+        (accepted tokens a step, the replicas at the end and one that was started there).
+    """
+    count, store, room = Count(len(texts)), TrieStore(STORE), room_for(len(texts))
+    replicas = [Replica(f"replica-{number}", store, room) for number in range(max(owners) + 1)]
+    for number, text in enumerate(texts):
+        if number % (LATE_REQUESTS // 2) == 0:  # a text waits for its sender, then for its reader
+            for replica in replicas:
+                replica.exchange()
+        replay_one(replicas[owners[number]].drafter, text, count.of(number))
+        replicas[owners[number]].publish(text)
+    cold = Replica("cold", store, room)
+    for replica in [*replicas, *replicas, cold]:
+        replica.exchange()
+    assert not any(each.trie.num_evicted_tokens for each in replicas)
+    return count.accepted_per_step, [*replicas, cold]
+
+
+def first_requests(replica: Replica, texts: Sequence[Text]) -> float:
+    """Accepted tokens a step of requests of which nothing is learned."""
+    tally = replay(TrieDrafter(replica.trie, private=True), texts)
+    return round(tally.accepted / tally.steps, 3)
+
+
+def late(texts: Sequence[Text]) -> float:
+    """One memory that gets each text some requests after its end."""
+    count, trie = Count(len(texts)), TokenTrie(room_for(len(texts)))
+    drafter, waiting = TrieDrafter(trie, private=True), deque[Text]()
+    for number, text in enumerate(texts):
+        if len(waiting) > LATE_REQUESTS:
+            known = waiting.popleft()
+            trie.open(known.name)
+            trie.append(known.name, known.tokens, num_prompt_tokens=known.num_prompt_tokens)
+            trie.finish(known.name)
+        replay_one(drafter, text, count.of(number))
+        waiting.append(text)
+    return count.accepted_per_step
+
+
+def simulate(
+    console: Console, texts: Sequence[Text], probes: Sequence[Text], seed: int
+) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """(a row a number of replicas, in which what was not simulated is empty; a cold start)."""
+    has_peer = _has_peer(console)
+    rows, cold_start = [], {}
+    with Progress(console=console) as bars:
+        bar = bars.add_task("simulating", total=len(REPLICAS) + 1)
+        lower = late(texts)
+        bars.advance(bar)
+        for num_replicas in REPLICAS:
+            rng = random.Random(seed)
+            owners = [rng.randrange(num_replicas) for _ in texts]
+            row: dict[str, Any] = {
+                "replicas": num_replicas,
+                "separate": separate(texts, owners, _new_trie),
+                "cluster": "",
+                "late": lower,
+                "vllm_suffix": "",
+            }
+            if num_replicas in WITH_STORE:
+                row["cluster"], replicas = with_store(texts, owners)
+                warm, cold = (first_requests(replicas[i], probes) for i in (0, -1))
+                cold_start = {"warm": warm, "cold": cold, "ratio": round(cold / warm, 3)}
+            if has_peer and num_replicas in OF_PEER:
+                row["vllm_suffix"] = separate(texts, owners, lambda _: SuffixDrafter(DRAFT_LEN))
+            known = row["cluster"] or (row["separate"] if num_replicas == 1 else lower)
+            row["gain"] = round(known / row["separate"], 2)
+            row["gain_over_vllm"] = row["vllm_suffix"] and round(known / row["vllm_suffix"], 2)
+            rows.append(row)
+            bars.advance(bar)
+    return rows, cold_start
+
+
+def _new_trie(num_requests: int) -> TrieDrafter:
+    return TrieDrafter(TokenTrie(room_for(num_requests)))
+
+
+def tabulate(costs: Costs) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(costs by number of replicas, with how many a store is full)."""
+    loads = [
+        {
+            "replicas": number,
+            "store_cpus": round(at["store_cpus"], 3),
+            "store_mb_per_s": round(at["store_bytes_per_s"] / 1e6, 2),
+            "replica_cpus": round(at["replica_cpus"], 4),
+            "replica_kb_per_s": round(at["replica_bytes_per_s"] / 1e3, 1),
+        }
+        for number in REPLICAS
+        for at in [costs.at(number, 1000)]
+    ]
+    limits = [
+        {
+            "tokens_per_s_of_a_replica": rate,
+            **{f"replicas_with_{n}_shards": costs.most_replicas(rate, n) for n in SHARDS},
+        }
+        for rate in TOKENS_PER_S
+    ]
+    return loads, limits
+
+
+def charts(rows: Sequence[dict[str, Any]], costs: Costs) -> list[Chart]:
+    def points(name: str) -> list[tuple[float, float]]:
+        return [(row["replicas"], row[name]) for row in rows if row[name] != ""]
+
+    gain = [
+        Line("cluster's memory, every text 1 s late (lower bound)", points("late")),
+        Line("each replica's memory for itself", points("separate")),
+    ]
+    if points("vllm_suffix"):
+        gain.append(Line("vLLM suffix, each replica for itself", points("vllm_suffix")))
+    loads = [
+        Line(
+            f"{part}, {rate:,} tokens/s a replica",
+            [(number, costs.at(number, rate)[key]) for number in REPLICAS[1:]],
+            dashed=rate == TOKENS_PER_S[0],
+        )
+        for part, key in (("store", "store_cpus"), ("each replica", "replica_cpus"))
+        for rate in TOKENS_PER_S[:2]
+    ]
+    return [
+        Chart("Accepted draft tokens a step", "replicas", gain, REPLICAS),
+        Chart("CPUs busy with sharing", "replicas", loads, REPLICAS, log_y=True),
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints four tables and, last, one line of JSON; draws the plot."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", type=Path, default=Path("configs/models/demo-base"))
+    parser.add_argument("--requests", type=int, default=1024)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--plot", type=Path, default=Path(__file__).with_name("cluster.svg"))
+    parser.add_argument("--without-ray", action="store_true", help="leave out what Ray costs")
+    args = parser.parse_args(argv)
+    console, made_with = Console(), circumstances()
+    sources = Sources(Tokenizer.from_file(str(args.model / "tokenizer.json")), args.seed)
+    texts = traffic(sources, args.requests + NUM_PROBES, args.seed)
+    texts, probes = texts[:-NUM_PROBES], texts[-NUM_PROBES:]
+
+    rows, cold_start = simulate(console, texts, probes, args.seed)
+    print_rows(console, f"accepted tokens a step, {len(texts):,} requests", rows)
+    print_rows(console, "a replica that has just started", [cold_start])
+    measure_costs(texts[:50], with_ray=False)  # warms up
+    costs = measure_costs(texts[:600], with_ray=not args.without_ray)
+    in_us = {key: round(1e6 * value, 2) for key, value in asdict(costs).items() if key[-2:] == "_s"}
+    console.print("us of CPU:", in_us, f"bytes a record: {costs.record_bytes:.0f}")
+    loads, limits = tabulate(costs)
+    print_rows(console, "cost of sharing, 1,000 tokens/s a replica", loads)
+    print_rows(console, "one store is full with", limits)
+    args.plot.write_text(page(charts(rows, costs)), encoding="utf-8")
+    console.print(f"plot: {args.plot}")
+    options = {"seed": args.seed, "requests": args.requests}
+    result = {
+        "rows": rows,
+        "cold_start": cold_start,
+        "costs": asdict(costs),
+        "loads": loads,
+        "limits": limits,
+    }
+    print(json.dumps({"benchmark": "cluster", **made_with, "options": options, **result}))
+    return 0
+
+
+def _has_peer(console: Console) -> bool:
+    try:
+        arctic()
+    except SpecServeError as error:
+        console.print(f"without vLLM suffix: {error}")
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,202 @@
+"""What sharing a memory costs: CPU of the store and of a replica, and bytes, by number of replicas.
+
+Each piece is measured with the real code, and the pieces are added up: no cluster of this size is
+run here.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+
+from specserve.trie.learner import ClusterLearner
+from specserve.trie.memory import TrieMemory
+from specserve.trie.outbox import Outbox
+from specserve.trie.pieces import FULL_TOKENS
+from specserve.trie.records import ExchangeReply, ExchangeRequest, Record
+from specserve.trie.replica import BATCH_BYTES, ReplicaOptions
+from specserve.trie.store import StoreOptions, TrieStore
+from specserve.trie.store_actor import get_or_start
+from tests.integration.cluster import running_cluster
+from tests.peers.replay import NAMESPACE, Text
+
+FINGERPRINT, VOCAB_SIZE = "benchmark", 1 << 20
+MEMORY_BYTES = 64 << 20
+STORE = StoreOptions(fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE, max_bytes=64 << 20)
+LINK = ReplicaOptions(fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE)
+
+_encode = msgspec.msgpack.encode
+_decode_reply = msgspec.msgpack.Decoder(ExchangeReply).decode
+_decode_request = msgspec.msgpack.Decoder(ExchangeRequest).decode
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """CPU seconds on this machine, and bytes; a record holds ``FULL_TOKENS`` tokens.
+
+    Attributes:
+        call_s: of the store, for a call that carries nothing.
+        ray_call_s: of the store's process, for Ray's part in a call.
+        taken_s: of the store, for a record from a replica.
+        given_s: of the store, for a record to a replica.
+        kept_s: of a replica, for a record that comes: decoding it, and keeping it for a store that
+            may lose its memory.
+        learned_s: of a replica, for learning it.
+        record_bytes: of a record in a call.
+    """
+
+    call_s: float
+    ray_call_s: float
+    taken_s: float
+    given_s: float
+    kept_s: float
+    learned_s: float
+    record_bytes: float
+
+    def at(self, num_replicas: int, tokens_per_s: float, num_shards: int = 1) -> dict[str, float]:
+        """A cluster in which each replica reads and writes ``tokens_per_s`` tokens.
+
+        Every replica asks every shard, each of which has an equal part of the text.
+        """
+        calls_per_s = num_replicas / LINK.interval_s
+        taken_per_s = num_replicas * tokens_per_s / FULL_TOKENS
+        come_per_s = taken_per_s * (num_replicas - 1) / num_replicas
+        given_per_s = num_replicas * come_per_s
+        store = calls_per_s * (self.call_s + self.ray_call_s)
+        store += (taken_per_s * self.taken_s + given_per_s * self.given_s) / num_shards
+        return {
+            "store_cpus": store,
+            "store_bytes_per_s": given_per_s * self.record_bytes / num_shards,
+            "replica_cpus": come_per_s * (self.kept_s + self.learned_s),
+            "replica_bytes_per_s": come_per_s * self.record_bytes,
+        }
+
+    def most_replicas(self, tokens_per_s: float, num_shards: int = 1) -> int:
+        """With how many replicas a shard still needs less than one CPU."""
+        number = 1
+        while self.at(number + 1, tokens_per_s, num_shards)["store_cpus"] < 1:
+            number += 1
+        return number
+
+
+def records_of(text: Text, origin: str, first_number: int) -> Iterator[Record]:
+    """A request's text as the link publishes it: prompt and output apart, in full records."""
+    end_of_text = len(text.tokens)
+    cuts = {0, *range(text.num_prompt_tokens, end_of_text, FULL_TOKENS), end_of_text}
+    for number, (begin, end) in enumerate(pairwise(sorted(cuts)), first_number):
+        yield Record(
+            origin=origin,
+            number=number,
+            stamp=time.time(),
+            namespace=NAMESPACE,
+            sequence=f"{origin}-{text.name}",
+            start=begin,
+            tokens=text.tokens[begin:end].astype("<i4").tobytes(),
+            num_prompt_tokens=max(0, min(end, text.num_prompt_tokens) - begin),
+            final=end == end_of_text,
+        )
+
+
+def measure_costs(texts: Sequence[Text], *, with_ray: bool) -> Costs:
+    """Each cost by itself, on one thread."""
+    full = [_as_output(text) for text in texts]
+    records = [
+        record
+        for number, text in enumerate(full)
+        for record in records_of(text, "writer", 1 + number * len(text.tokens))
+    ]
+    store = TrieStore(STORE)
+    epoch = store.epoch
+    calls = [_ask(epoch, 0, [], "idle")] * 2000
+    call_s = _cpu_seconds(lambda: [_exchange(store, call) for call in calls]) / len(calls)
+    batches = [records[begin : begin + 100] for begin in range(0, len(records), 100)]
+    requests = [_ask(epoch, 0, batch, "writer") for batch in batches]
+    taken = _cpu_seconds(lambda: [_exchange(store, request) for request in requests])
+    replies: list[bytes] = []
+    given = _cpu_seconds(lambda: replies.extend(_read_all(store, epoch)))
+    kept = _cpu_seconds(lambda: _keep(replies))
+    memory = TrieMemory(MEMORY_BYTES)
+    learner = ClusterLearner(memory)
+    learned = _cpu_seconds(lambda: _learn(learner, records))
+    size = len(records)
+    return Costs(
+        call_s=call_s,
+        ray_call_s=max(_ray_call_seconds() - call_s, 0) if with_ray else 0.0,
+        taken_s=max(taken - len(requests) * call_s, 0) / size,
+        given_s=max(given - len(replies) * call_s, 0) / size,
+        kept_s=kept / size,
+        learned_s=learned / size,
+        record_bytes=sum(map(len, replies)) / size,
+    )
+
+
+def _as_output(text: Text) -> Text:
+    """All of it as output, in whole records."""
+    length = len(text.tokens) // FULL_TOKENS * FULL_TOKENS
+    return Text(text.name, text.tokens[:length], 0)
+
+
+def _ask(epoch: str, position: int, records: list[Record], origin: str = "reader") -> bytes:
+    return _encode(ExchangeRequest(FINGERPRINT, origin, epoch, position, records, BATCH_BYTES))
+
+
+def _exchange(store: TrieStore, request: bytes) -> bytes:
+    """A call as the store's actor answers it."""
+    return _encode(store.exchange(_decode_request(request)))
+
+
+def _read_all(store: TrieStore, epoch: str) -> Iterator[bytes]:
+    position, behind = 0, 1
+    while behind:
+        content = _exchange(store, _ask(epoch, position, []))
+        yield content
+        reply = _decode_reply(content)
+        position, behind = reply.position, reply.behind
+
+
+def _keep(replies: Sequence[bytes]) -> None:
+    outbox = Outbox("reader", MEMORY_BYTES, VOCAB_SIZE)
+    for content in replies:
+        for record in _decode_reply(content).records:
+            outbox.receive(record)
+
+
+def _learn(learner: ClusterLearner, records: Sequence[Record]) -> None:
+    for record in records:
+        learner.apply(record)
+
+
+def _cpu_seconds(work: Callable[[], Any]) -> float:
+    """CPU time of this thread, so that others on the machine disturb little."""
+    begin = time.thread_time()
+    work()
+    return time.thread_time() - begin
+
+
+def _ray_call_seconds(number: int = 2000) -> float:
+    """CPU time of the store's process for an empty call, many being under way at a time."""
+    import ray
+
+    with running_cluster(1) as cluster:
+        of_ray = {k: v for k, v in cluster.environment.items() if k.startswith("RAY_")}
+        os.environ.update(of_ray)
+        ray.init(cluster.address, log_to_driver=False, logging_level="ERROR")
+        try:
+            actor = get_or_start(STORE)
+            epoch = _decode_reply(ray.get(actor.exchange.remote(_ask("", 0, [])))).epoch
+            (process,) = cluster.processes("ray::TrieStoreActor")
+            for count in (number // 4, number):  # the first time to warm up
+                before = process.cpu_times()
+                call = _ask(epoch, 0, [])
+                ray.get([actor.exchange.remote(call) for _ in range(count)])
+                after = process.cpu_times()
+        finally:
+            ray.shutdown()
+    seconds: float = after.user + after.system - before.user - before.system
+    return seconds / number
