@@ -55,8 +55,8 @@ from tests.peers.tables import print_rows
 from tests.peers.traffic import OUTPUT_TOKENS, PROMPT_TOKENS, traffic
 
 REPLICAS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-WITH_STORE = (2, 4, 8)
-OF_PEER = (1, 2, 8, 64, 256)
+WITH_STORE = (2, 8)
+OF_PEER = (1, 2, 8, 64)
 REQUESTS_PER_S, LATE_S = 16, 1.0
 LATE_REQUESTS = round(REQUESTS_PER_S * LATE_S)
 DRAFT_LEN = 16
