@@ -124,9 +124,14 @@ class TrieConfig(Section):
         return self.decoding_length
 
     @model_validator(mode="after")
-    def _snapshots_are_shared(self) -> Self:
-        if self.snapshot_url and self.share != "cluster":
-            raise ConfigError("snapshot_url", self.snapshot_url, "empty, unless share is cluster")
+    def _snapshots_are_the_clusters(self) -> Self:
+        url = self.snapshot_url
+        if url and self.share != "cluster":
+            raise ConfigError("snapshot_url", url, "empty, unless share is cluster")
+        if url and "://" not in url and not url.startswith("/"):
+            raise ConfigError(
+                "snapshot_url", url, "an absolute path, or a URL: any node may read it"
+            )
         return self
 
 

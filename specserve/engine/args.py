@@ -14,7 +14,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from specserve.core.config import AppConfig, EngineConfig
 from specserve.core.errors import ConfigError
-from specserve.engine.executor import CpuRayExecutor
+from specserve.engine.executor import CpuRayExecutor, RayExecutor
 
 CPU_KV_CACHE_BYTES = 1 << 30
 """KV cache of a shard on CPU where the configuration names none."""
@@ -134,7 +134,8 @@ def ray_engine_args(config: AppConfig) -> AsyncEngineArgs:
             "specserve": config.model_dump(mode="json"),
         }
     arguments.worker_cls = worker_cls(drafts=bool(config.speculation))
-    arguments.distributed_executor_backend = CpuRayExecutor if current_platform.is_cpu() else "ray"
+    on_cpu = current_platform.is_cpu()
+    arguments.distributed_executor_backend = CpuRayExecutor if on_cpu else RayExecutor
     return arguments
 
 

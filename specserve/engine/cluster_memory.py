@@ -10,8 +10,9 @@ from specserve.trie.replica import ReplicaOptions, TrieReplica
 from specserve.trie.store import StoreOptions
 from specserve.trie.store_actor import RayStoreClient
 
-_LOG_SHARE = 16
-"""A log takes 4 bytes a token where a trie takes 65: so the log holds what the trie does."""
+_LOG_SHARE = 8
+"""A log takes 4 bytes a token and some 300 a record of 16 to 4096 tokens, a trie takes 65 a token:
+so the log holds about what the trie does."""
 
 _LEAST_LOG_BYTES = 1 << 20
 

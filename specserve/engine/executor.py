@@ -1,21 +1,27 @@
-"""Runs the tensor-parallel shards as Ray actors where there is no GPU.
+"""Runs the tensor-parallel shards as Ray actors, on GPUs and where there are none.
 
-On GPU nodes vLLM's own Ray executor is used unchanged. It refuses CPUs, because the CPU platform
-names no Ray resource for a device; everything else in it works. This subclass counts CPUs as
-devices, and answers the one question that has no answer there: which GPUs a shard was given.
+vLLM's own Ray executor waits for ever for a shard that has died on another node. It also refuses
+CPUs, because the CPU platform names no Ray resource for a device; everything else in it works. The
+subclass for CPU counts CPUs as devices, and answers the one question that has no answer there:
+which GPUs a shard was given.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from functools import partial
 
 import ray
 from vllm.config import ParallelConfig
 from vllm.distributed.device_communicators import shm_broadcast
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.platforms import current_platform
 from vllm.v1.executor import ray_executor_v2
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2, RayWorkerProc
+
+_LOOK_S = 1.0
+"""How often a reader of another node's queue looks whether it is to end."""
 
 
 class CpuRayWorkerProc(RayWorkerProc):
@@ -32,8 +38,40 @@ class CpuRayWorkerProc(RayWorkerProc):
         super()._init_message_queues(*args, **kwargs)
 
 
-class CpuRayExecutor(RayExecutorV2):
-    """vLLM's Ray executor for nodes without GPUs; needs ``parallel_config.placement_group``."""
+class RayExecutor(RayExecutorV2):
+    """vLLM's Ray executor, whose engine ends also where a shard dies on another node."""
+
+    def _init_executor(self) -> None:
+        super()._init_executor()
+        for queue in self.response_mqs:
+            if queue._is_remote_reader:
+                queue.dequeue = partial(_dequeue, queue)
+
+
+def _dequeue(queue: MessageQueue, timeout: float | None = None, indefinite: bool = False) -> object:
+    """Reads from a queue of another node, unless it is shut down meanwhile.
+
+    After a shard's death vLLM shuts the queues down, but wakes only the readers of its own node.
+
+    Args:
+        queue: vLLM's queue.
+        timeout: in seconds; None: none.
+        indefinite: unused, as for all of vLLM's remote readers.
+    """
+    deadline = float("inf") if timeout is None else time.monotonic() + timeout
+    while True:
+        rest_s = min(deadline - time.monotonic(), _LOOK_S)
+        try:
+            return MessageQueue.dequeue(queue, max(rest_s, 0.0), indefinite)
+        except TimeoutError:
+            if queue.shutting_down:
+                raise RuntimeError("cancelled") from None
+            if time.monotonic() >= deadline:
+                raise
+
+
+class CpuRayExecutor(RayExecutor):
+    """The executor for nodes without GPUs; needs ``parallel_config.placement_group``."""
 
     @staticmethod
     def _get_actor_resource_kwargs() -> dict[str, object]:

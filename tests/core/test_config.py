@@ -60,6 +60,18 @@ def test_nothing_changes_after_validation() -> None:
             r"^speculation\.0\.max_draft_len: 8 .* less than engine\.max_num_batched_tokens \(4\)$",
         ),
         (
+            {"speculation": [{"kind": "trie", "snapshot_url": "memory"}]},
+            r"^speculation\.0\.snapshot_url: 'memory' .* an absolute path, or a URL",
+        ),
+        (
+            {"speculation": [{"kind": "trie", "snapshot_url": "/m", "share": "replica"}]},
+            r"^speculation\.0\.snapshot_url: '/m' .* empty, unless share is cluster$",
+        ),
+        (
+            {"engine": {"max_model_len": 8}, "speculation": [{"kind": "trie"}]},
+            r"^speculation\.0\.decoding_length: 16 .* less than engine\.max_model_len \(8\)$",
+        ),
+        (
             {"placement": {"shard_resources": {"fast": 0.0}}},
             r"^placement\.shard_resources\.fast: 0\.0 .* a number > 0$",
         ),

@@ -26,7 +26,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.executor import ray_executor_v2
-from vllm.v1.executor.multiproc_executor import WorkerProc
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2, RayWorkerProc
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase, PrometheusStatLogger
 from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
@@ -38,7 +38,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from specserve.core.config import MAX_DRAFT_TOKENS
 from specserve.engine.cpu_mla import VerifyingMetadataBuilder
-from specserve.engine.executor import CpuRayExecutor, CpuRayWorkerProc
+from specserve.engine.executor import CpuRayExecutor, CpuRayWorkerProc, _dequeue
 from specserve.engine.hook import ProposerHook
 from specserve.engine.worker import SpeculationMixin
 
@@ -161,6 +161,23 @@ def test_the_workers_methods_take_what_the_mixin_passes_on() -> None:
     assert parameters(Worker.init_device) == parameters(SpeculationMixin.init_device) == ["self"]
     assert parameters(Worker.execute_model)[:2] == ["self", "scheduler_output"]
     assert "self.rank" in source(Worker) or "rank" in parameters(Worker.__init__)
+
+
+def test_a_queue_of_another_node_is_read_by_the_method_that_the_executor_replaces() -> None:
+    assert "mq.dequeue(timeout=" in source(MultiprocExecutor.collective_rpc)
+    assert "mq.shutdown()" in source(RayExecutorV2.shutdown)
+    assert "self.shutting_down = True" in source(shm_broadcast.MessageQueue.shutdown)
+    assert "_is_remote_reader" in source(shm_broadcast.MessageQueue.create_from_handle)
+
+
+def test_a_reader_of_another_nodes_queue_ends_with_the_queue() -> None:
+    queue = shm_broadcast.MessageQueue(n_reader=1, n_local_reader=0, connect_ip="127.0.0.1")
+    reader = shm_broadcast.MessageQueue.create_from_handle(queue.export_handle(), 0)
+    with pytest.raises(TimeoutError):
+        _dequeue(reader, 0.01)
+    reader.shutdown()
+    with pytest.raises(RuntimeError, match="cancelled"):
+        _dequeue(reader)
 
 
 def test_the_message_queues_wait_by_the_function_that_the_cpu_executor_replaces() -> None:
