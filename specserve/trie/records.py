@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-import zlib
 from math import isfinite
 from typing import Literal, Protocol
 
@@ -178,8 +177,3 @@ class StoreClient(Protocol):
             StoreError: no answer within ``timeout_s`` seconds, or no store.
         """
         ...
-
-
-def shard_of(namespace: str, num_shards: int) -> int:
-    """Which of several stores keeps a namespace."""
-    return zlib.crc32(namespace.encode()) % num_shards

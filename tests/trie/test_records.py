@@ -5,10 +5,9 @@ import tracemalloc
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
-from specserve.trie.records import MAX_NAME_CHARS, MAX_RECORD_TOKENS, Record, problem_of, shard_of
+from specserve.trie.records import MAX_NAME_CHARS, MAX_RECORD_TOKENS, Record, problem_of
 from specserve.trie.token_log import TokenLog
 from tests.trie.texts import VOCAB_SIZE, purge, record, removal
 
@@ -82,9 +81,3 @@ def test_a_record_takes_no_more_memory_than_is_counted_for_it() -> None:
     finally:
         tracemalloc.stop()
     assert 0.5 * log.num_bytes < after - before < log.num_bytes
-
-
-def test_namespaces_spread_over_the_shards() -> None:
-    shards = [shard_of(f"namespace-{number}", 4) for number in range(400)]
-    assert shards == [shard_of(f"namespace-{number}", 4) for number in range(400)]
-    assert min(np.bincount(shards, minlength=4)) > 50
