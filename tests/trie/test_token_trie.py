@@ -42,7 +42,7 @@ def look(
     name: str = "asking",
     *,
     min_match_len: int = 2,
-    floor: float = 0.1,
+    floor: float = 0.0,
 ) -> TrieDrafts:
     return trie.lookup(
         context[None],
@@ -129,8 +129,17 @@ def test_the_more_frequent_branch_is_taken_and_the_draft_ends_where_it_gets_unli
     learn(trie, tokens(1, 2, 3, 51, 9), "seldom")
     found = look(trie, tokens(1, 2, 3), floor=0.3)
     assert found.tokens[0, : found.lengths[0]].tolist() == [50]
-    assert 0.5 < found.expected[0] < 1
-    assert look(trie, tokens(1, 2, 3), floor=0.05).lengths[0] == 3
+    assert 0.4 < found.expected[0] < 6 / 7
+    assert look(trie, tokens(1, 2, 3), floor=0.01).lengths[0] == 3
+
+
+def test_a_draft_after_a_short_match_is_short_and_after_a_long_one_long(trie: TokenTrie) -> None:
+    text = noise(64)
+    learn(trie, text, "a")
+    found = [look(trie, text[20 - match : 20], 16, floor=0.1) for match in (2, 20)]
+    lengths = [int(each.lengths[0]) for each in found]
+    assert lengths[1] == 16
+    assert 1 <= lengths[0] <= 4
 
 
 def test_outputs_weigh_more_than_prompts(trie: TokenTrie) -> None:
