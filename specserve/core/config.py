@@ -29,6 +29,15 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
+def _check_further_resources(value: dict[str, float]) -> dict[str, float]:
+    for name, amount in value.items():
+        if name in ("CPU", "GPU"):
+            raise ConfigError(name, amount, "names other than CPU and GPU, which are set apart")
+        if not 0 < amount < float("inf"):
+            raise ConfigError(name, amount, "a number > 0")
+    return value
+
+
 class ModelConfig(Section):
     """The target model."""
 
@@ -135,6 +144,49 @@ class TrieConfig(Section):
         return self
 
 
+class DrafterConfig(Section):
+    """What the models that draft have in common: actors of their own, shared by the replicas."""
+
+    max_draft_len: int = Field(default=3, ge=1, le=MAX_DRAFT_TOKENS)
+    """Longest draft in tokens."""
+    dynamic: bool = True
+    """Shorten or skip drafts that do not pay, by recent acceptance and the cost of verifying."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Type to compute in; auto: float32 on CPU, bfloat16 on a GPU."""
+    num_actors: int = Field(default=1, ge=1, le=1024)
+    """Drafters that the replicas share; each replica talks to one of them."""
+    num_cpus: float = Field(default=1.0, ge=0)
+    """CPUs that a drafter reserves; on CPU also its number of threads, at least 1."""
+    num_gpus: float = Field(default=0.0, ge=0)
+    """GPUs that a drafter reserves, or a part of one."""
+    resources: dict[str, float] = Field(default_factory=dict)
+    """Further Ray resources that a drafter reserves, by name; amounts greater than 0."""
+    max_texts: int = Field(default=64, ge=1)
+    """Texts that a drafter remembers, of all replicas together; the KV cache has room for these."""
+    timeout_s: float = Field(default=0.25, gt=0, le=60)
+    """How long a decoding step waits for a draft, in seconds; then it goes on without."""
+
+    _check_resources = field_validator("resources")(_check_further_resources)
+
+
+class DraftModelConfig(DrafterConfig):
+    """A smaller model with the target's vocabulary."""
+
+    kind: Literal["draft_model"]
+    model: str = Field(min_length=1)
+    """Folder of a Hugging Face checkpoint, or its id on the hub."""
+
+
+class MtpConfig(DrafterConfig):
+    """The target's multi-token prediction module."""
+
+    kind: Literal["mtp"]
+    model: str = ""
+    """Folder of its weights as ``specserve split-mtp`` writes them; empty: the target's own."""
+    max_draft_len: int = Field(default=1, ge=1, le=MAX_DRAFT_TOKENS)
+    """Longest draft in tokens; from the second one on it is fed its own hidden states."""
+
+
 SourceConfig = Annotated[NgramConfig | TrieConfig, Field(discriminator="kind")]
 """One entry of ``speculation``; ``kind`` tells which."""
 
@@ -152,15 +204,7 @@ class PlacementConfig(Section):
     timeout_s: float = Field(default=120.0, gt=0)
     """How long to wait for the cluster to hold a replica's shards, in seconds."""
 
-    @field_validator("shard_resources")
-    @classmethod
-    def _are_further_ones(cls, value: dict[str, float]) -> dict[str, float]:
-        for name, amount in value.items():
-            if name in ("CPU", "GPU"):
-                raise ConfigError(name, amount, "names other than CPU and GPU, which are set apart")
-            if not 0 < amount < float("inf"):
-                raise ConfigError(name, amount, "a number > 0")
-        return value
+    _check_resources = field_validator("shard_resources")(_check_further_resources)
 
 
 class ApiKeyConfig(Section):

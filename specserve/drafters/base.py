@@ -1,0 +1,116 @@
+"""What a drafter's server asks of a model, and what it answers: rows of text, drafts back.
+
+A row always says from which position on its text counts. So sending it twice does no harm, rolling
+refused drafts back needs no message, and a drafter that has forgotten a text says how much of it
+it holds, and is sent the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from specserve.core.types import Int32Array
+
+Key = tuple[bytes, int]
+"""A text's name: the client's, and the client's own number for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One text of a call.
+
+    Attributes:
+        key: whose text it is.
+        salt: texts of different salts share nothing, not even a common beginning.
+        start: position of the first of ``tokens``; what was held from there on is dropped.
+        tokens: int32 ``[m]``, the text from ``start`` to its end.
+        states_start: position of the first of ``states``.
+        states: ``[s, hidden_size]``, the target's last hidden states after the final norm, of
+            positions ``states_start ..``; uint16 holds the bits of bfloat16; None: none.
+        max_draft_tokens: longest draft; 0: the text is only to be remembered.
+    """
+
+    key: Key
+    salt: int
+    start: int
+    tokens: Int32Array
+    states_start: int = 0
+    states: npt.NDArray[Any] | None = None
+    max_draft_tokens: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the whole text."""
+        return self.start + len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What became of a row.
+
+    Attributes:
+        held: how many positions, from the first one on, need not be sent again; the next row of
+            this text starts there or before. Less than ``row.start``: the text was forgotten, and
+            nothing was drafted.
+        tokens: the draft; empty: none.
+    """
+
+    held: int
+    tokens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """What a drafter tells of itself, for a client to see whether it fits its target.
+
+    Attributes:
+        kind: ``draft_model`` or ``mtp``.
+        model: the checkpoint's path, for messages.
+        vocab_size: drafted tokens are 0 .. ``vocab_size - 1``.
+        tokenizer: hash of the vocabulary, :func:`specserve.drafters.vocabulary.fingerprint`; empty:
+            unknown.
+        hidden_size: width of the hidden states it wants; 0: none.
+        max_tokens: longest text in tokens.
+    """
+
+    kind: str
+    model: str
+    vocab_size: int
+    tokenizer: str
+    hidden_size: int
+    max_tokens: int
+
+
+class Drafter(Protocol):
+    """A model that drafts. All calls come from one thread."""
+
+    @property
+    def card(self) -> Card:
+        """What it is."""
+        ...
+
+    def draft(self, rows: Sequence[Row]) -> list[Answer]:
+        """Brings every row's text up to date in one forward, and drafts for the rows that want it.
+
+        Drafts are greedy, so that the same text gives the same draft whatever it is batched with.
+
+        Args:
+            rows: n, each of another key.
+
+        Returns:
+            n answers. A row that cannot be served (its text too long, no place for it) is
+            answered with what is held of it and no draft; it raises nothing.
+        """
+        ...
+
+    def forget(self, keys: Sequence[Key]) -> None:
+        """These texts have ended; unknown keys are fine."""
+        ...
+
+
+NO_TOKENS: Int32Array = np.empty(0, np.int32)

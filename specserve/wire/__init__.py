@@ -1,0 +1,1 @@
+"""Messages between a replica and its drafters: ZeroMQ, msgspec structs and raw tensor frames."""
