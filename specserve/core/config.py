@@ -187,7 +187,9 @@ class MtpConfig(DrafterConfig):
     """Longest draft in tokens; from the second one on it is fed its own hidden states."""
 
 
-SourceConfig = Annotated[NgramConfig | TrieConfig, Field(discriminator="kind")]
+SourceConfig = Annotated[
+    NgramConfig | TrieConfig | DraftModelConfig | MtpConfig, Field(discriminator="kind")
+]
 """One entry of ``speculation``; ``kind`` tells which."""
 
 
