@@ -7,6 +7,7 @@
     ├── EngineError         the engine did not start or died
     ├── SnapshotError       the draft memory's snapshot could not be written, or moved aside
     ├── StoreError          the cluster's draft memory did not answer in time, or is not there
+    ├── WireError           a message between a replica and a drafter is malformed or too large
     └── RequestError        an HTTP request asks for something that is not allowed (HTTP 400)
 
 All derive from ``ValueError`` or ``RuntimeError`` as well, so that code which knows nothing of
@@ -66,6 +67,10 @@ class SnapshotError(SpecServeError, RuntimeError):
 
 class StoreError(SpecServeError, RuntimeError):
     """The cluster's draft memory did not answer in time, or is not there; asking again may help."""
+
+
+class WireError(SpecServeError, ValueError):
+    """What came over the wire is no message, or a larger one than is allowed; it was not used."""
 
 
 def shorten(value: object, limit: int = 80) -> str:

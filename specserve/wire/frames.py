@@ -1,0 +1,156 @@
+"""Messages as lists of frames: a header in MessagePack, and raw tensors.
+
+A request for drafts has three frames: its header, all rows' tokens as int32, and all rows' hidden
+states as the bits of bfloat16, each without gaps and in the rows' order. Everything else is one
+frame. Numbers are little-endian. Nothing that comes in is executed, and nothing is taken from it
+before the sizes agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isfinite
+
+import msgspec
+import numpy as np
+
+from specserve.core.errors import WireError, shorten
+from specserve.wire.messages import (
+    LAST,
+    MAX_ROWS,
+    MAX_STATE_BYTES,
+    MAX_TOKENS,
+    DraftRequest,
+    Hello,
+    Ping,
+    Question,
+    Reply,
+    RequestHead,
+    RowHead,
+    TextRow,
+)
+
+MAX_HEADER_BYTES = 1 << 20
+"""A header with ``MAX_ROWS`` rows, or an answer to it with drafts of usual length, is smaller."""
+
+MAX_FRAME_BYTES = max(MAX_HEADER_BYTES, 4 * MAX_TOKENS, MAX_STATE_BYTES)
+"""What a socket needs to let in."""
+
+_encode = msgspec.msgpack.encode
+_question: msgspec.msgpack.Decoder[Hello | Ping | RequestHead]
+_question = msgspec.msgpack.Decoder(Hello | Ping | RequestHead)
+_reply: msgspec.msgpack.Decoder[Reply]
+_reply = msgspec.msgpack.Decoder(Reply)
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+def encode(message: Question | Reply) -> list[bytes]:
+    """The frames of a message."""
+    if not isinstance(message, DraftRequest):
+        return [_encode(message)]
+    rows = message.rows
+    states = [np.ascontiguousarray(row.states, "<u2") for row in rows if row.states is not None]
+    head = RequestHead(
+        message.number,
+        message.budget_s,
+        states[0].shape[1] if states else 0,
+        tuple(_head(row) for row in rows),
+        message.forget,
+    )
+    tokens = b"".join(np.ascontiguousarray(row.tokens, "<i4").data for row in rows)
+    frames = [_encode(head), tokens, b"".join(each.data for each in states)]
+    assert len(rows) <= MAX_ROWS
+    assert len(message.forget) <= MAX_ROWS
+    assert len(tokens) <= 4 * MAX_TOKENS
+    assert len(frames[2]) <= MAX_STATE_BYTES
+    return frames
+
+
+def decode_question(frames: Sequence[bytes]) -> Question:
+    """What a drafter was sent; the arrays of its rows are views of the frames.
+
+    Raises:
+        WireError: it is malformed, or larger than is allowed.
+    """
+    try:
+        head = _question.decode(_header(frames))
+    except _UNREADABLE as error:
+        raise WireError(f"no question: {shorten(str(error), 200)}") from None
+    if isinstance(head, RequestHead):
+        return _request(head, frames)
+    _expect(len(frames) == 1, f"{len(frames)} frames instead of 1")
+    return head
+
+
+def decode_reply(frames: Sequence[bytes]) -> Reply:
+    """What a replica was sent.
+
+    Raises:
+        WireError: it is malformed, or larger than is allowed.
+    """
+    _expect(len(frames) == 1, f"{len(frames)} frames instead of 1")
+    try:
+        return _reply.decode(_header(frames))
+    except _UNREADABLE as error:
+        raise WireError(f"no reply: {shorten(str(error), 200)}") from None
+
+
+def _head(row: TextRow) -> RowHead:
+    num_states = 0 if row.states is None else len(row.states)
+    return RowHead(
+        row.text,
+        row.salt,
+        row.start,
+        len(row.tokens),
+        row.states_start,
+        num_states,
+        row.max_draft_tokens,
+    )
+
+
+def _header(frames: Sequence[bytes]) -> bytes:
+    _expect(bool(frames), "no frames")
+    _expect(len(frames[0]) <= MAX_HEADER_BYTES, f"a header of {len(frames[0])} bytes")
+    return frames[0]
+
+
+def _request(head: RequestHead, frames: Sequence[bytes]) -> DraftRequest:
+    _expect(len(frames) == 3, f"{len(frames)} frames instead of 3")
+    _expect(isfinite(head.budget_s), "a budget that is no number")
+    _expect(len({row.text for row in head.rows}) == len(head.rows), "a text with two rows")
+    num_tokens = sum(row.num_tokens for row in head.rows)
+    num_states = sum(row.num_states for row in head.rows)
+    state_bytes = 2 * num_states * head.hidden_size
+    _expect(num_tokens <= MAX_TOKENS, f"{num_tokens} tokens")
+    _expect(state_bytes <= MAX_STATE_BYTES, f"{state_bytes} bytes of states")
+    _expect(head.hidden_size > 0 or not num_states, "states without a width")
+    for frame, size in ((frames[1], 4 * num_tokens), (frames[2], state_bytes)):
+        _expect(len(frame) == size, f"a frame of {len(frame)} bytes instead of {size}")
+    tokens = np.frombuffer(frames[1], "<i4")
+    states = np.frombuffer(frames[2], "<u2").reshape(num_states, head.hidden_size)
+    _expect(not num_tokens or int(tokens.min()) >= 0, "a token id below 0")
+    rows, token, state = [], 0, 0
+    for row in head.rows:
+        _expect(row.start + row.num_tokens <= LAST, "a text that is too long")
+        _expect(row.states_start + row.num_states <= LAST, "states beyond any text")
+        rows.append(
+            TextRow(
+                text=row.text,
+                salt=row.salt,
+                start=row.start,
+                tokens=tokens[token : token + row.num_tokens],
+                states_start=row.states_start,
+                states=states[state : state + row.num_states] if row.num_states else None,
+                max_draft_tokens=row.max_draft_tokens,
+            )
+        )
+        token += row.num_tokens
+        state += row.num_states
+    return DraftRequest(
+        number=head.number, budget_s=head.budget_s, rows=tuple(rows), forget=head.forget
+    )
+
+
+def _expect(condition: bool, otherwise: str) -> None:
+    if not condition:
+        raise WireError(f"malformed or too large: {otherwise}")

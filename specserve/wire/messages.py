@@ -1,0 +1,187 @@
+"""What a replica and a drafter tell each other.
+
+A replica asks; every question has a number of the asker's own, which its answer repeats. Texts
+have numbers too, again the asker's own: who asks is told by the connection.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from specserve.core.config import MAX_DRAFT_TOKENS
+from specserve.core.types import Int32Array
+
+PROTOCOL = 1
+"""Raised with every change that an older side would misread."""
+
+MAX_ROWS = 4096
+"""Rows, or texts to forget, of a request; an engine decodes fewer requests in a step."""
+
+MAX_TOKENS = 1 << 20
+"""Tokens of a request, of all rows together: one text as long as contexts get, or many short."""
+
+MAX_STATE_BYTES = 128 << 20
+"""Hidden states of a request: 4096 of 16384 values."""
+
+LAST = (1 << 31) - 1
+"""Positions in a text, and token ids, are at most this."""
+
+Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Position = Annotated[int, msgspec.Meta(ge=0, le=LAST)]
+Width = Annotated[int, msgspec.Meta(ge=0, le=MAX_STATE_BYTES // 2)]
+Name = Annotated[str, msgspec.Meta(max_length=4096)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
+
+UInt16Array = npt.NDArray[np.uint16]
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+    """Who are you? Answered by a :class:`Card`, whatever the protocol."""
+
+    number: Number
+    protocol: int = PROTOCOL
+
+
+class Card(msgspec.Struct, frozen=True, array_like=True, tag="card"):
+    """What a drafter is; :class:`specserve.drafters.base.Card` says more of the last six.
+
+    Attributes:
+        number: the question's.
+        protocol: what the drafter speaks.
+        instance: the process's random name; another one means that all texts are forgotten.
+        kind: ``draft_model`` or ``mtp``.
+        model: the checkpoint's path, for messages.
+        vocab_size: token ids are below it.
+        tokenizer: hash of the vocabulary; empty: unknown.
+        hidden_size: width of the hidden states it wants; 0: none.
+        max_tokens: longest text in tokens.
+    """
+
+    number: Number
+    protocol: int
+    instance: Name
+    kind: Name
+    model: Name
+    vocab_size: Position
+    tokenizer: Name
+    hidden_size: Width
+    max_tokens: Position
+
+
+class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
+    """Are you there?"""
+
+    number: Number
+
+
+class Pong(msgspec.Struct, frozen=True, array_like=True, tag="pong"):
+    """Yes; behind what was being computed, so that it comes late where drafts would."""
+
+    number: Number
+    instance: Name
+
+
+class RowHead(msgspec.Struct, frozen=True, array_like=True):
+    """A :class:`TextRow` without its arrays, whose lengths it tells."""
+
+    text: Number
+    salt: Annotated[int, msgspec.Meta(ge=0)]
+    start: Position
+    num_tokens: Position
+    states_start: Position
+    num_states: Position
+    max_draft_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_DRAFT_TOKENS)]
+
+
+class RequestHead(msgspec.Struct, frozen=True, array_like=True, tag="draft"):
+    """A :class:`DraftRequest` without its rows' arrays; ``hidden_size`` is 0 without states."""
+
+    number: Number
+    budget_s: Seconds
+    hidden_size: Width
+    rows: Annotated[tuple[RowHead, ...], msgspec.Meta(max_length=MAX_ROWS)]
+    forget: Annotated[tuple[Number, ...], msgspec.Meta(max_length=MAX_ROWS)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextRow:
+    """One text of a request; see :class:`specserve.drafters.base.Row`.
+
+    Attributes:
+        text: its number.
+        salt: 0 .. 2**64 - 1.
+        start: position of the first of ``tokens``.
+        tokens: int32 ``[m]``.
+        states_start: position of the first of ``states``.
+        states: uint16 ``[s, hidden_size]``, bits of bfloat16; None: none.
+        max_draft_tokens: 0: nothing is to be drafted.
+    """
+
+    text: int
+    salt: int
+    start: int
+    tokens: Int32Array
+    states_start: int = 0
+    states: UInt16Array | None = None
+    max_draft_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftRequest:
+    """Bring these texts up to date, draft for those that want it.
+
+    Attributes:
+        number: of the question.
+        budget_s: how long the answer is of use, in seconds from its arrival.
+        rows: each of another text; their states are of one width.
+        forget: texts that have ended.
+    """
+
+    number: int
+    budget_s: float
+    rows: tuple[TextRow, ...]
+    forget: tuple[int, ...] = ()
+
+
+class RowAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """What became of a row; see :class:`specserve.drafters.base.Answer`."""
+
+    held: Position
+    tokens: Annotated[tuple[Position, ...], msgspec.Meta(max_length=MAX_DRAFT_TOKENS)] = ()
+
+
+class DraftAnswer(msgspec.Struct, frozen=True, array_like=True, tag="drafts"):
+    """A request's answers, one for each row.
+
+    Attributes:
+        number: the request's.
+        instance: the drafter's.
+        rows: in the request's order.
+        compute_s: how long it was computed, in seconds, together with what else was waiting.
+    """
+
+    number: Number
+    instance: Name
+    rows: Annotated[tuple[RowAnswer, ...], msgspec.Meta(max_length=MAX_ROWS)]
+    compute_s: float
+
+
+Reason = Literal["expired", "failed", "unfit", "crowded"]
+"""Why there is no answer: its time was over; the model raised; a token or state is not the
+model's; the client has too much waiting already."""
+
+
+class Refusal(msgspec.Struct, frozen=True, array_like=True, tag="refusal"):
+    """A request was dropped; what is held of its texts is not known."""
+
+    number: Number
+    reason: Reason
+
+
+Question = Hello | Ping | DraftRequest
+Reply = Card | Pong | DraftAnswer | Refusal
