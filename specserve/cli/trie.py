@@ -32,6 +32,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add(commands, "stats", _stats, "print what the memory holds")
     _add(commands, "snapshot", _snapshot, "write the snapshot now")
+    _add(
+        commands,
+        "stop",
+        _stop,
+        "write a last snapshot and end it; replicas that run start a new one",
+    )
     purge = _add(commands, "purge", _purge, "forget a namespace, in the whole cluster")
     what = purge.add_mutually_exclusive_group(required=True)
     what.add_argument("--namespace", metavar="HEX", help="the namespace, as `stats` prints it")
@@ -92,6 +98,14 @@ def _snapshot(args: argparse.Namespace) -> int:
         print(f"{name}: {kept}")
     if not any(sizes.values()):
         raise SpecServeError("no snapshot was written")
+    return 0
+
+
+def _stop(args: argparse.Namespace) -> int:
+    with _connected(args.address):
+        for name, store in _stores().items():
+            store.stop()
+            print(f"{name}: stopped")
     return 0
 
 

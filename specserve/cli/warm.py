@@ -19,7 +19,7 @@ from specserve.engine.checkpoint import find_checkpoint, model_identity
 from specserve.engine.cluster_memory import store_options
 from specserve.serve.config_file import Application, read
 from specserve.trie.lessons import Lesson, read_lessons
-from specserve.trie.namespaces import namespace
+from specserve.trie.namespaces import namespace, shard_of
 from specserve.trie.store import StoreOptions
 from specserve.trie.store_actor import RayStoreClient, list_stores
 from specserve.trie.teacher import Teacher
@@ -58,8 +58,9 @@ class Classroom:
             _check_tenant(config, source, tenant)
             identity = model_identity(config.model)
             tokenizer, vocab_size = _load(config)
-        options = store_options(source, identity, vocab_size)
-        return cls(namespace(identity, adapter, tenant), options, tokenizer)
+        name = namespace(identity, adapter, tenant)
+        shard = shard_of(name, source.num_store_shards)
+        return cls(name, store_options(source, identity, vocab_size, shard), tokenizer)
 
     def check(self, path: Path) -> int:
         """Reads a file of lessons through; how many there are.

@@ -122,6 +122,8 @@ class TrieConfig(Section):
     """One memory for all tenants. Then a request's speed tells what others asked before."""
     learn_prompts: bool = True
     """Learn from prompts too, not only from what the model wrote."""
+    num_store_shards: int = Field(default=1, ge=1, le=64)
+    """Actors that hold the cluster's memory, each with namespaces of its own."""
     snapshot_url: str = ""
     """Folder or fsspec URL where the cluster's memory survives restarts; empty: nowhere."""
     snapshot_interval_s: float = Field(default=60.0, ge=1.0)

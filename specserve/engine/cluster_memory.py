@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from specserve.core.config import TrieConfig
 from specserve.core.metrics import LinkSnapshot
+from specserve.core.types import Int32Array
 from specserve.trie.learner import ClusterLearner
 from specserve.trie.memory import TrieMemory
+from specserve.trie.namespaces import shard_of
 from specserve.trie.replica import ReplicaOptions, TrieReplica
 from specserve.trie.store import StoreOptions
 from specserve.trie.store_actor import RayStoreClient
@@ -30,28 +32,51 @@ class ClusterMemory:
     def __init__(
         self, config: TrieConfig, memory: TrieMemory, model_identity: str, vocab_size: int
     ) -> None:
-        store = store_options(config, model_identity, vocab_size)
-        options = ReplicaOptions(
-            fingerprint=model_identity, vocab_size=vocab_size, max_bytes=store.max_bytes
-        )
         learner = ClusterLearner(memory)
-        self._replica = TrieReplica(RayStoreClient(store), learner.apply, options)
-        self._replica.start()
-        self.publish = self._replica.publish
+        self._links = []
+        for shard in range(config.num_store_shards):
+            store = store_options(config, model_identity, vocab_size, shard)
+            options = ReplicaOptions(
+                fingerprint=model_identity, vocab_size=vocab_size, max_bytes=store.max_bytes
+            )
+            self._links.append(TrieReplica(RayStoreClient(store), learner.apply, options))
+        for link in self._links:
+            link.start()
+
+    def publish(
+        self,
+        namespace: str,
+        sequence: str,
+        start: int,
+        tokens: Int32Array,
+        num_prompt_tokens: int = 0,
+        final: bool = False,
+    ) -> bool:
+        """See :meth:`TrieReplica.publish`; the namespace tells the store."""
+        link = self._links[shard_of(namespace, len(self._links))]
+        return link.publish(namespace, sequence, start, tokens, num_prompt_tokens, final)
 
     def link(self) -> LinkSnapshot:
-        """How the way to the other replicas is now."""
-        stats = self._replica.stats()
-        lag_s = max(stats.unsent_s, stats.receive_lag_s)
-        return LinkSnapshot(stats.up, lag_s, stats.received_tokens, stats.dropped_tokens)
+        """How the way to the other replicas is now; of several stores the worst."""
+        stats = [link.stats() for link in self._links]
+        return LinkSnapshot(
+            up=all(each.up for each in stats),
+            lag_s=max(max(each.unsent_s, each.receive_lag_s) for each in stats),
+            received_tokens=sum(each.received_tokens for each in stats),
+            dropped_tokens=sum(each.dropped_tokens for each in stats),
+        )
 
 
-def store_options(config: TrieConfig, model_identity: str, vocab_size: int) -> StoreOptions:
-    """The store that a configuration describes."""
+def store_options(
+    config: TrieConfig, model_identity: str, vocab_size: int, shard: int = 0
+) -> StoreOptions:
+    """One of the stores that a configuration describes."""
+    log_bytes = config.max_bytes // _LOG_SHARE // config.num_store_shards
     return StoreOptions(
         fingerprint=model_identity,
         vocab_size=vocab_size,
-        max_bytes=max(config.max_bytes // _LOG_SHARE, _LEAST_LOG_BYTES),
+        shard=shard,
+        max_bytes=max(log_bytes, _LEAST_LOG_BYTES),
         snapshot_url=config.snapshot_url,
         snapshot_interval_s=config.snapshot_interval_s,
     )

@@ -27,6 +27,11 @@ def is_of_tenant(name: str, tenant: str) -> bool:
     return name.endswith(_digest(tenant))
 
 
+def shard_of(name: str, num_shards: int) -> int:
+    """Which of the stores 0 .. ``num_shards - 1`` holds the namespace ``name``."""
+    return int(_digest(name), 16) % num_shards
+
+
 def _digest(*parts: str) -> str:
     digest = blake2b(digest_size=_DIGEST_BYTES)
     for part in parts:

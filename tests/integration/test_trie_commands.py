@@ -14,7 +14,7 @@ import yaml
 
 from specserve.core.config import ModelConfig
 from specserve.engine.checkpoint import model_identity
-from specserve.trie.namespaces import namespace
+from specserve.trie.namespaces import namespace, shard_of
 from tests.integration.cluster import Cluster, model_path, running_cluster
 
 MODEL = model_path("demo-draft")
@@ -109,3 +109,48 @@ def test_an_operator_fills_looks_at_keeps_and_clears_the_memory(
     assert (A, "1,234") not in set(pairwise(shown))
     out = trie(cluster, "purge", "--namespace", B)
     assert out == f"{name}: 1,234 tokens of {B} forgotten\n"
+
+
+SHARE = """
+import json, sys, time
+import numpy as np, ray
+from specserve.core.config import TrieConfig
+from specserve.engine.cluster_memory import ClusterMemory
+from specserve.trie.memory import TrieMemory
+from specserve.trie.store_actor import list_stores
+ray.init(sys.argv[1], log_to_driver=False, logging_level="ERROR")
+config, namespaces = TrieConfig(kind="trie", num_store_shards=2), sys.argv[3:]
+memories = [TrieMemory(1 << 24, 2), TrieMemory(1 << 24, 2)]
+writer, reader = [ClusterMemory(config, memory, sys.argv[2], 4096) for memory in memories]
+for namespace in namespaces:
+    writer.publish(namespace, f"text of {namespace}", 0, np.arange(500, dtype=np.int32), 0, True)
+deadline = time.monotonic() + 60
+while True:
+    held = [memories[1].of(namespace).num_tokens for namespace in namespaces]
+    if min(held) == 500 or time.monotonic() > deadline:
+        break
+    time.sleep(0.05)
+print(json.dumps([held, list_stores()]))
+"""
+
+
+def test_namespaces_are_shared_through_the_store_that_each_belongs_to(cluster: Cluster) -> None:
+    names = [namespace(IDENTITY, tenant=f"tenant-{number}") for number in range(20)]
+    of_shard = [next(name for name in names if shard_of(name, 2) == shard) for shard in (0, 1)]
+    done = subprocess.run(
+        [sys.executable, "-c", SHARE, cluster.address, IDENTITY, *of_shard],
+        env=cluster.environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=240,
+    )
+    held, stores = json.loads(done.stdout)
+    assert held == [500, 500]
+    assert [store[-2:] for store in stores] == ["-0", "-1"]
+    shown = trie(cluster, "stats").split()
+    first, second = shown.index(stores[0]), shown.index(stores[1])
+    assert first < shown.index(of_shard[0]) < second < shown.index(of_shard[1])
+
+    assert trie(cluster, "stop") == "".join(f"{store}: stopped\n" for store in stores)
+    assert "no draft memory runs" in trie(cluster, "stats", code=2)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import re
 from itertools import combinations
 
-from specserve.trie.namespaces import is_of_tenant, namespace
+from specserve.trie.namespaces import is_of_tenant, namespace, shard_of
 
 
 def test_the_same_names_give_the_same_namespace() -> None:
@@ -30,3 +30,11 @@ def test_what_is_a_tenants_is_known_under_every_model_and_adapter() -> None:
         assert is_of_tenant(name, "a")
         assert not is_of_tenant(name, "b")
         assert not is_of_tenant(name, "")
+
+
+def test_namespaces_are_spread_over_the_stores_each_in_one() -> None:
+    names = [namespace("m", "", f"tenant-{number}") for number in range(400)]
+    shards = [shard_of(name, 4) for name in names]
+    assert shards == [shard_of(name, 4) for name in names]
+    assert all(60 < shards.count(shard) < 140 for shard in range(4))
+    assert {shard_of(name, 1) for name in names} == {0}
