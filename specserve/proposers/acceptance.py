@@ -25,14 +25,20 @@ _REQUEST_MEMORY = 0.97
 class Acceptance:
     """Estimates ``P(token j accepted | tokens before j accepted)``.
 
-    Shared by all requests: one rate for each source, match length and position, from decayed
-    counts. Each request moves these rates by one factor: the tokens that it accepted over the
-    tokens that the shared rates expected of its recent drafts.
+    Shared by a tenant's requests: one rate for each source, match length and position, from decayed
+    counts; what is accepted of one tenant's drafts does not change another's. Each request moves
+    these rates by one factor: the tokens that it accepted over the tokens that the shared rates
+    expected of its recent drafts.
     """
 
     def __init__(self) -> None:
-        self._shared: dict[str, list[_Rates]] = {}
+        self._shared: dict[tuple[str, str], list[_Rates]] = {}
+        self._tenants: dict[str, str] = {}
         self._requests: dict[str, _Record] = {}
+
+    def assign(self, request_id: str, tenant: str) -> None:
+        """Says whose request it is; one of which nothing was said is nobody's."""
+        self._tenants[request_id] = tenant
 
     def observe(self, outcome: Outcome) -> None:
         """Counts the verified draft of an outcome: its tokens up to the first refused one."""
@@ -42,7 +48,7 @@ class Acceptance:
         record = self._requests.get(outcome.request_id)
         if record is None:
             record = self._requests[outcome.request_id] = _Record()
-        shared = self._rates_of(draft)
+        shared = self._rates_of(outcome.request_id, draft)
         num_hits = outcome.num_accepted
         for index in range(min(num_hits + 1, len(draft.tokens))):
             position = min(index, POSITION_BUCKETS - 1)
@@ -75,7 +81,7 @@ class Acceptance:
 
         The list ends before the first token that is less likely than ``LEAST_LIKELY``.
         """
-        rates = self._rates_of(draft).rates
+        rates = self._rates_of(request_id, draft).rates
         record = self._requests.get(request_id)
         factor = 1.0 if record is None else record.factor
         gains = []
@@ -92,12 +98,14 @@ class Acceptance:
         """Drops the factors of these requests; the shared rates keep what they taught."""
         for request_id in request_ids:
             self._requests.pop(request_id, None)
+            self._tenants.pop(request_id, None)
 
-    def _rates_of(self, draft: Draft) -> _Rates:
-        buckets = self._shared.get(draft.source)
+    def _rates_of(self, request_id: str, draft: Draft) -> _Rates:
+        key = (self._tenants.get(request_id, ""), draft.source)
+        buckets = self._shared.get(key)
         if buckets is None:
             buckets = [_Rates(match_len) for match_len in range(MATCH_BUCKETS)]
-            self._shared[draft.source] = buckets
+            self._shared[key] = buckets
         return buckets[min(draft.match_len, MATCH_BUCKETS - 1)]
 
 

@@ -16,13 +16,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from specserve.core.config import SourceConfig
+from specserve.core.config import DrafterConfig, SourceConfig
 from specserve.core.metrics import SpeculationMetrics
 from specserve.core.types import Draft, DraftBatch, Int32Array, Outcome, RequestControls
 from specserve.proposers.arbiter import Arbiter
 from specserve.proposers.base import Proposer, Surroundings
 from specserve.proposers.gate import Gate
 from specserve.proposers.guard import GuardedSource, is_well_formed
+from specserve.proposers.inquiry import Inquiry
 from specserve.proposers.registry import build_proposer
 
 NO_DRAFT = Draft((), "ngram")
@@ -36,6 +37,8 @@ class ProposerChain:
         sources: (kind, proposer); of equally promising drafts the first source's is taken.
         metrics: where drafts, calls and errors are counted.
         gated_kinds: the kinds whose drafts are trimmed to the length that pays.
+        remote_kinds: the kinds whose answers take time: they are asked last, and, if gated, only
+            for what pays.
         vocab_size: draft tokens are 0 .. ``vocab_size - 1``; a draft with others is dropped.
         clock: monotonic seconds.
     """
@@ -46,16 +49,22 @@ class ProposerChain:
         metrics: SpeculationMetrics,
         *,
         gated_kinds: frozenset[str] = frozenset(),
+        remote_kinds: frozenset[str] = frozenset(),
         vocab_size: int = 2**31 - 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.kinds = tuple(kind for kind, _ in sources)
-        self._sources = [GuardedSource(kind, source, metrics, clock) for kind, source in sources]
+        self._sources = [
+            GuardedSource(kind, source, metrics, clock)
+            for kind, source in sorted(sources, key=lambda source: source[0] in remote_kinds)
+        ]
         self._metrics = metrics
         self._gate = Gate()
         self._gated_kinds = gated_kinds
         self._vocab_size = vocab_size
         self._arbiter = Arbiter(self._gate.acceptance)
+        self._inquiries = {kind: Inquiry(kind, self._gate) for kind in gated_kinds & remote_kinds}
+        self._clock = clock
 
     def step(
         self, batch: DraftBatch, outcomes: list[Outcome], controls: Sequence[RequestControls]
@@ -73,6 +82,9 @@ class ProposerChain:
         """
         assert len(controls) == len(batch)
         self.observe(outcomes)
+        for request_id, control in zip(batch.request_ids, controls, strict=True):
+            if control.tenant:
+                self._gate.acceptance.assign(request_id, control.tenant)
         offers = self._offers(replace(batch, controls=tuple(controls)))
         return self._sent(batch.request_ids, offers)
 
@@ -118,7 +130,14 @@ class ProposerChain:
             if not source.ready:
                 continue
             limits = self._limits(source.kind, batch)
+            if (inquiry := self._inquiries.get(source.kind)) is not None:
+                held = [[draft for _, draft in each] for each in offers]
+                limits = inquiry.limits(batch.request_ids, limits, held)
+            began = self._clock()
             answer = source.propose(replace(batch, max_draft_tokens=limits))
+            if inquiry is not None and limits.any():
+                num_asked = int(np.count_nonzero(limits))
+                inquiry.observe_call(num_asked, int(limits.max()), self._clock() - began)
             for row, (draft, limit) in enumerate(zip(answer or (), limits.tolist(), strict=False)):
                 draft = self._checked(source.kind, draft, limit)
                 if draft.tokens:
@@ -175,5 +194,8 @@ def build_chain(
         [(config.kind, build_proposer(config, surroundings)) for config in configs],
         metrics,
         gated_kinds=frozenset(config.kind for config in configs if config.dynamic),
+        remote_kinds=frozenset(
+            config.kind for config in configs if isinstance(config, DrafterConfig)
+        ),
         vocab_size=surroundings.vocab_size,
     )

@@ -42,11 +42,12 @@ class Gate:
 
     Attributes:
         acceptance: what was accepted of the sources' drafts.
+        cost: of steps.
     """
 
     def __init__(self) -> None:
         self.acceptance = Acceptance()
-        self._cost = StepCost()
+        self.cost = StepCost()
         self._credit = _FIRST_CREDIT  # in plain steps
         self._num_steps = 0
         self._steps_since_plain = 0
@@ -69,8 +70,8 @@ class Gate:
             return drafts
         gains = {row: self.acceptance.gains(request_ids[row], drafts[row]) for row in offered}
         lengths = dict.fromkeys(offered, 0)
-        if self._cost.is_calibrated or self._num_steps > _PATIENCE_STEPS:
-            plain, base, per_token = self._cost.at(len(drafts))
+        if self.cost.is_calibrated or self._num_steps > _PATIENCE_STEPS:
+            plain, base, per_token = self.cost.at(len(drafts))
             # In plain steps from here on: all decisions are about ratios.
             base, per_token = base / plain, per_token / plain
             least = self._least_gain(gains, len(drafts), base, per_token)
@@ -89,7 +90,7 @@ class Gate:
     def observe_step(self, num_requests: int, num_draft_tokens: int, seconds: float) -> None:
         """Learns what a step costs; see :meth:`ProposerChain.observe_step`."""
         self._steps_since_plain = self._steps_since_plain + 1 if num_draft_tokens else 0
-        self._cost.observe(num_requests, num_draft_tokens, seconds)
+        self.cost.observe(num_requests, num_draft_tokens, seconds)
 
     def forget(self, request_ids: list[str]) -> None:
         """Drops what is kept of these requests."""
@@ -102,13 +103,7 @@ class Gate:
     ) -> float:
         """The chance of acceptance from which on a token is drafted; above 1: a plain step."""
         falling = sorted((gain for row in gains.values() for gain in row), reverse=True)
-        tokens, seconds, rate, least = float(num_requests), base, 0.0, _NO_TOKEN
-        for gain in falling[: self._reach()]:
-            tokens += gain
-            seconds += per_token
-            if tokens / seconds <= rate:
-                break  # each further token brings less, and costs the same
-            rate, least = tokens / seconds, gain
+        rate, least = best_rate(falling[: self._reach()], num_requests, base, per_token)
         excess = rate / num_requests - 1
         if excess < LEAST_GAIN:
             return _NO_TOKEN
@@ -120,9 +115,9 @@ class Gate:
 
     def _reach(self) -> int | None:
         """Draft tokens that a step may have: at first few, so that a dear step is a short one."""
-        if not self._cost.is_calibrated:
+        if not self.cost.is_calibrated:
             return None
-        return max(2 * self._cost.most_draft_tokens, _FIRST_DRAFT_TOKENS)
+        return max(2 * self.cost.most_draft_tokens, _FIRST_DRAFT_TOKENS)
 
     def _probe_drafts(
         self,
@@ -149,6 +144,31 @@ class Gate:
             price = 0.0
             lengths[row] = length
             skipped[request_ids[row]] = 0
+
+
+def best_rate(
+    falling: Sequence[float], num_requests: int, base: float, per_token: float
+) -> tuple[float, float]:
+    """The most output tokens a unit of time that a step with drafts can bring.
+
+    Args:
+        falling: chances of acceptance of the draft tokens that there are, falling.
+        num_requests: each writes a token of its own.
+        base: cost of the step but for draft tokens.
+        per_token: cost of a draft token.
+
+    Returns:
+        (the rate, the least chance among the tokens that bring it); without any token
+        ``(0, 2)``.
+    """
+    tokens, seconds, rate, least = float(num_requests), base, 0.0, _NO_TOKEN
+    for gain in falling:
+        tokens += gain
+        seconds += per_token
+        if tokens / seconds <= rate:
+            break  # each further token brings less, and costs the same
+        rate, least = tokens / seconds, gain
+    return rate, least
 
 
 def _num_at_least(falling: list[float], least: float) -> int:

@@ -42,8 +42,8 @@ class StepCost:
         self.most_draft_tokens = 0
         """Of all steps measured so far: the lines are not to be trusted far beyond."""
         self._first: list[float] = []
-        self._plain = _Line(np.array([1.0, 0.0]), np.array([0.01, 0.1]))
-        self._spec = _Line(np.array([1.0, 0.0, ASSUMED_TOKEN_SHARE]), np.array([1.0, 10.0, 50.0]))
+        self._plain = Line(np.array([1.0, 0.0]), np.array([0.01, 0.1]))
+        self._spec = Line(np.array([1.0, 0.0, ASSUMED_TOKEN_SHARE]), np.array([1.0, 10.0, 50.0]))
 
     def observe(self, num_requests: int, num_draft_tokens: int, seconds: float) -> None:
         """One step; ``seconds`` greater than 0, else it is ignored."""
@@ -83,8 +83,10 @@ class StepCost:
         return plain, spec, max(token, 0.0)
 
 
-class _Line:
-    """Ridge regression towards ``prior``, with forgetting and clipped residuals.
+class Line:
+    """A cost that is linear in its features, learned from what was measured.
+
+    Ridge regression towards ``prior``, with forgetting and clipped residuals.
 
     Args:
         prior: coefficients before any observation.
@@ -96,6 +98,7 @@ class _Line:
         self.restart(prior)
 
     def restart(self, prior: FloatArray) -> None:
+        """Forgets all observations."""
         self.prior = prior
         self.num_observations = 0
         self._squares = np.zeros((len(prior), len(prior)))
@@ -105,6 +108,7 @@ class _Line:
         self.coefficients: list[float] = prior.tolist()
 
     def add(self, features: FloatArray, seconds: float) -> None:
+        """One observation."""
         pairs = zip(self.coefficients, features.tolist(), strict=True)
         expected = max(sum(a * b for a, b in pairs), _LEAST_SECONDS)
         error = (seconds - expected) / expected
@@ -125,6 +129,7 @@ class _Line:
             self.refit()
 
     def refit(self) -> None:
+        """Takes a new ``prior`` into account."""
         left = self._squares + np.diag(self._precision)
         right = self._products + self._precision * self.prior
         self.coefficients = np.linalg.solve(left, right).tolist()

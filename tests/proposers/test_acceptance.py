@@ -81,3 +81,14 @@ def test_a_draft_that_was_not_sent_teaches_as_far_as_the_targets_text_is_known()
     unsent.observe_unsent("a", DRAFT, (1,))
     sent.observe(Outcome("a", DRAFT.cut(1), 1, (1, 9)))
     assert unsent.gains("new", DRAFT) == sent.gains("new", DRAFT)
+
+
+def test_a_tenant_learns_nothing_from_what_is_accepted_of_anothers_drafts() -> None:
+    acceptance, alone = Acceptance(), Acceptance()
+    for each in (acceptance, alone):
+        each.assign("mine", "team-a")
+    acceptance.assign("theirs", "team-b")
+    for _ in range(300):
+        acceptance.observe(Outcome("theirs", DRAFT, 4, ()))
+    assert chances(acceptance, "mine") == chances(alone, "mine")
+    assert first(acceptance, "theirs") > 0.9

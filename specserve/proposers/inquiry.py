@@ -1,0 +1,119 @@
+"""Whether a model in another process is asked for drafts: the answer takes time.
+
+A step that asks expects more tokens and takes longer. It asks where output tokens over time, both
+as :mod:`specserve.proposers.gate` expects them, are more with the answer than without.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import cast
+
+import numpy as np
+
+from specserve.core.types import Draft, Int32Array, Source
+from specserve.proposers.gate import LEAST_GAIN, PROBE_SHARE, Gate, best_rate
+from specserve.proposers.step_cost import Line
+
+logger = logging.getLogger(__name__)
+
+MOST_CREDIT = 2.0
+"""Probes that may be saved up for, in plain steps."""
+
+_FIRST_SHARE, _ROW_SHARE = 0.2, 0.01
+"""Cost of a call before any was measured, as shares of a plain step: of each token, of each row."""
+
+
+class Inquiry:
+    """Decides for one kind of source, step by step, which requests it is asked for.
+
+    What is not asked cannot be learned from. So a probe is sent now and then, paid from an account
+    that earns ``PROBE_SHARE`` of the time. Same calls, same answers: nothing is random.
+
+    Args:
+        kind: of the source; also what its drafts are called in ``gate.acceptance``.
+        gate: what is known of acceptance and of steps.
+    """
+
+    def __init__(self, kind: str, gate: Gate) -> None:
+        self._kind = kind
+        self._gate = gate
+        self._credit = MOST_CREDIT
+        self._cost: Line | None = None
+
+    def limits(
+        self, request_ids: Sequence[str], limits: Int32Array, offers: Sequence[Sequence[Draft]]
+    ) -> Int32Array:
+        """How long a draft to ask for, for each request.
+
+        Args:
+            request_ids: n.
+            limits: int32 ``[n]``, the longest draft that each can use.
+            offers: n, the drafts that there are already, which cost nothing more.
+
+        Returns:
+            int32 ``[n]``, 0: none; all 0: the source is not asked.
+        """
+        self._credit = min(self._credit + PROBE_SHARE, MOST_CREDIT)
+        rows = np.flatnonzero(limits).tolist()
+        if not rows or not self._gate.cost.is_calibrated:
+            return limits
+        acceptance = self._gate.acceptance
+        held = [
+            max((acceptance.gains(name, draft) for draft in each), key=sum, default=[])
+            for name, each in zip(request_ids, offers, strict=True)
+        ]
+        plain, base, per_token = (each for each in self._gate.cost.at(len(request_ids)))
+        without = max(self._rate(held, base / plain, per_token / plain), float(len(held)))
+        best, asked = without * (1 + LEAST_GAIN), np.zeros_like(limits)
+        for length in _lengths(int(limits.max())):
+            wanted = list(held)
+            for row in rows:
+                tokens = (0,) * min(length, int(limits[row]))
+                draft = Draft(tokens, cast(Source, self._kind))
+                gains = acceptance.gains(request_ids[row], draft)
+                if sum(gains) > sum(held[row]):
+                    wanted[row] = gains
+            wanting = [row for row in rows if wanted[row] is not held[row]]
+            price = self._price(len(wanting), length, plain)
+            rate = self._rate(wanted, base / plain + price, per_token / plain)
+            logger.debug(
+                "%s: %d requests, %d tokens: %.3f a plain step with, %.3f without, call %.3f",
+                *(self._kind, len(wanting), length, rate, without, price),
+            )
+            if wanting and rate > best:
+                best, asked = rate, np.zeros_like(limits)
+                asked[wanting] = np.minimum(limits[wanting], length)
+        return asked if asked.any() else self._probe(limits, plain)
+
+    def observe_call(self, num_rows: int, length: int, seconds: float) -> None:
+        """What a call took that asked for ``num_rows`` drafts of up to ``length`` tokens."""
+        if self._cost is not None:
+            self._cost.add(np.array([1.0, num_rows, length]), seconds)
+
+    def _rate(self, gains: Sequence[Sequence[float]], base: float, per_token: float) -> float:
+        """Output tokens in a plain step's time, with these drafts cut to the best length."""
+        falling = sorted((gain for row in gains for gain in row), reverse=True)
+        return best_rate(falling, len(gains), base, per_token)[0]
+
+    def _price(self, num_rows: int, length: int, plain: float) -> float:
+        """Of a call, in plain steps."""
+        if self._cost is None:
+            share = np.array([0.0, _ROW_SHARE, _FIRST_SHARE]) * plain
+            self._cost = Line(share, np.array([0.1, 1.0, 0.1]))
+        pairs = zip(self._cost.coefficients, (1.0, num_rows, length), strict=True)
+        return max(sum(a * b for a, b in pairs), 0.0) / plain
+
+    def _probe(self, limits: Int32Array, plain: float) -> Int32Array:
+        """Asks for all of them, where there is credit for it; else for none."""
+        price = self._price(int(np.count_nonzero(limits)), int(limits.max()), plain)
+        if price > self._credit:
+            return np.zeros_like(limits)
+        self._credit -= price
+        return limits
+
+
+def _lengths(longest: int) -> list[int]:
+    """1, 2, 4, .. and the longest."""
+    return sorted({longest, *(1 << i for i in range(longest.bit_length()) if 1 << i < longest)})
