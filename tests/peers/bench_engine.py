@@ -1,7 +1,7 @@
 """One engine, without HTTP: no speculation, our prompt lookup, vLLM's own.
 
 All engines live at the same time, each in a process of its own, and take turns, so that what else
-the machine does meets all of them; a ratio is taken within a round, and its median over the rounds
+the machine does meets all of them; a ratio is taken within a turn, and its median over the turns
 is shown. Greedy, every round the same prompts. ``accepted`` is accepted tokens a draft.
 """
 
@@ -130,7 +130,7 @@ def measure(
     entrants: Sequence[Contender],
     rounds: Sequence[Mapping[str, list[Job]]],
 ) -> dict[Key, list[RunResult]]:
-    """A result a round."""
+    """A result a turn."""
     results: dict[Key, list[RunResult]] = defaultdict(list)
     with ExitStack() as stack:
         bars = stack.enter_context(Progress(console=console))
@@ -145,19 +145,22 @@ def measure(
             for concurrency in CONCURRENCIES:
                 _warm_up(engines[-1], next(iter(rounds[0].values())), concurrency)
             bars.advance(loading)
-        total = len(rounds) * len(rounds[0]) * len(CONCURRENCIES) * len(entrants)
+        total = len(rounds) * len(rounds[0]) * len(CONCURRENCIES)
         bar = bars.add_task("measuring", total=total)
-        for number, sets in enumerate(rounds):
-            # Another one goes first in each round.
+        for sets in rounds:
             turns = list(zip(entrants, engines, strict=True))
-            turns = turns[number % len(turns) :] + turns[: number % len(turns)]
             for name, jobs in sets.items():
                 for concurrency in CONCURRENCIES:
-                    for entrant, engine in turns:
-                        results[name, concurrency, entrant.name].append(
-                            engine.run(jobs, concurrency)
-                        )
-                        bars.advance(bar)
+                    # As few jobs a turn as keep the engine busy: what is compared is run within
+                    # seconds, on a machine whose speed changes within minutes.
+                    for begin in range(0, len(jobs), concurrency):
+                        few = jobs[begin : begin + concurrency]
+                        for entrant, engine in turns:
+                            results[name, concurrency, entrant.name].append(
+                                engine.run(few, concurrency)
+                            )
+                        turns = turns[1:] + turns[:1]
+                    bars.advance(bar)
     return results
 
 

@@ -49,8 +49,6 @@ def contenders(config: AppConfig) -> list[Contender]:
     with_usual = config.model_copy(update={"speculation": (usual,)})
     return [
         Contender("none", "none", config),
-        Contender("ngram", "ngram", config),
-        Contender("trie", "trie", config),
         Contender("ngram+trie", "ngram+trie", config),
         Contender("vLLM ngram (k=5, 2..3)", "vllm-ngram", with_usual),
         Contender("the same, our kernels", "vllm-ngram", with_usual, on_our_kernels=True),
