@@ -1,0 +1,103 @@
+"""Whether a model in another process is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from specserve.core.types import Draft, Int32Array, Outcome
+from specserve.proposers.gate import Gate
+from specserve.proposers.inquiry import MOST_CREDIT, Inquiry
+
+PLAIN_S = 0.01
+MTP = Draft((1, 2, 3), "mtp")
+SURE = Draft((1, 2, 3), "trie_local", match_len=20)
+
+
+def taught(*lessons: tuple[Draft, int]) -> Gate:
+    """A gate that knows steps of 10 ms, and what was accepted of drafts."""
+    gate = Gate()
+    for draft, num_accepted in lessons:
+        for _ in range(200):
+            gate.observe([Outcome("teacher", draft, num_accepted, ())])
+    for _ in range(30):
+        gate.observe_step(1, 0, PLAIN_S)
+        gate.observe_step(1, 3, 1.03 * PLAIN_S)
+    return gate
+
+
+def priced(gate: Gate, share: float) -> Inquiry:
+    """An inquiry whose calls were seen to take this share of a plain step, whatever is asked."""
+    inquiry = Inquiry("mtp", gate)
+    inquiry.limits(["first"], limits(3), [[]])
+    for _ in range(60):
+        for length in (1, 3):
+            inquiry.observe_call(1, length, share * PLAIN_S)
+    while inquiry.limits(["spender"], limits(3), [[SURE]]).any():
+        pass  # spends what it may spend on probes
+    return inquiry
+
+
+def limits(*numbers: int) -> Int32Array:
+    return np.array(numbers, np.int32)
+
+
+def asked(inquiry: Inquiry, *offers: Sequence[Draft]) -> list[int]:
+    names = [f"request {row}" for row in range(len(offers))]
+    found: list[int] = inquiry.limits(names, limits(*[3] * len(offers)), offers).tolist()
+    return found
+
+
+def test_it_is_asked_where_what_it_brings_is_worth_the_wait() -> None:
+    gate = taught((MTP, 3), (SURE, 3))
+    assert asked(priced(gate, 0.3), ()) == [3]
+
+
+def test_it_is_not_asked_where_it_takes_longer_than_it_brings() -> None:
+    gate = taught((MTP, 1), (SURE, 3))
+    assert asked(priced(gate, 1.5), ()) == [0]
+
+
+def test_only_as_many_tokens_are_asked_for_as_are_likely() -> None:
+    gate = taught((MTP, 1), (SURE, 3))
+    inquiry = priced(gate, 0.3)
+    for _ in range(60):
+        inquiry.observe_call(1, 1, 0.1 * PLAIN_S)
+        inquiry.observe_call(1, 3, 0.3 * PLAIN_S)
+    assert asked(inquiry, ()) == [1]
+
+
+def test_a_request_that_has_a_better_draft_already_is_left_out() -> None:
+    gate = taught((MTP, 1), (SURE, 3))
+    assert asked(priced(gate, 0.1), (SURE,), ()) == [0, 1]
+
+
+def test_what_is_never_asked_is_probed_for_a_hundredth_of_the_time() -> None:
+    inquiry = priced(taught((MTP, 0), (SURE, 3)), 0.5)
+    num_steps = 2000
+    num_probes = sum(any(asked(inquiry, ())) for _ in range(num_steps))
+    assert 0 < num_probes * 0.5 <= 0.011 * num_steps + MOST_CREDIT
+
+
+def test_a_source_that_gets_better_is_found_by_its_probes() -> None:
+    gate = taught((MTP, 0), (SURE, 3))
+    inquiry = priced(gate, 0.2)
+    assert asked(inquiry, ()) == [0]
+    last = [0, 0, 0]
+    for _ in range(6000):
+        last = [*last[1:], asked(inquiry, ())[0]]
+        if last[-1]:
+            gate.observe([Outcome("request 0", Draft(MTP.tokens[: last[-1]], "mtp"), last[-1], ())])
+        if all(last):
+            return
+    pytest.fail("never asked for good")
+
+
+def test_the_same_history_gives_the_same_decisions() -> None:
+    runs = [
+        [asked(inquiry, ()) for _ in range(300)]
+        for inquiry in (priced(taught((MTP, 1), (SURE, 3)), 0.4) for _ in range(2))
+    ]
+    assert runs[0] == runs[1]
