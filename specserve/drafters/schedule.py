@@ -1,0 +1,158 @@
+"""What a drafter does next: drafts first, long texts piece by piece between them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from specserve.drafters.base import Answer, Key, Row
+
+FEED_TOKENS = 256
+"""Positions of long texts that are computed at a time; a draft waits for no more than that."""
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A client's request while it is worked on.
+
+    Attributes:
+        client: who asks.
+        number: the client's number for it.
+        expires_at: monotonic time after which nobody waits for it.
+        num_bytes: what it takes of memory.
+        answers: one for each row, as far as they are there.
+        compute_s: time spent so far on calls that its rows were part of, in seconds.
+    """
+
+    client: bytes
+    number: int
+    expires_at: float
+    num_bytes: int
+    answers: list[Answer | None]
+    compute_s: float = 0.0
+
+    @property
+    def is_done(self) -> bool:
+        """Whether each row has its answer."""
+        return None not in self.answers
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """A row of a call, and how far it has been brought.
+
+    Attributes:
+        call: whose.
+        index: of the row in the call.
+        row: all of it.
+        done: position up to which the drafter holds the text.
+    """
+
+    call: Call
+    index: int
+    row: Row
+    done: int
+
+    @property
+    def begin(self) -> int:
+        """First position of the next piece that takes time; where states are missing none does."""
+        return self.done if self.row.states is None else max(self.done, self.row.states_start)
+
+    @property
+    def end(self) -> int:
+        """End of the next piece."""
+        return min(self.begin + FEED_TOKENS, self.row.num_tokens)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the next piece is all that is left."""
+        return self.end == self.row.num_tokens
+
+    @property
+    def wants_draft(self) -> bool:
+        """Whether a draft follows the next piece."""
+        return self.is_last and self.row.max_draft_tokens > 0
+
+    def piece(self) -> Row:
+        """What the drafter is told next."""
+        row, end, states = self.row, self.end, self.row.states
+        if states is not None:
+            last = None if self.is_last else max(end - row.states_start, 0)
+            states = states[self.begin - row.states_start : last]
+        return replace(
+            row,
+            start=self.done,
+            tokens=row.tokens[self.done - row.start : end - row.start],
+            states_start=self.begin,
+            states=states if states is not None and len(states) else None,
+            max_draft_tokens=row.max_draft_tokens if self.is_last else 0,
+        )
+
+    def advance(self, answer: Answer) -> bool:
+        """Takes the answer to the piece; false: that was the last one.
+
+        So it is too where the drafter has forgotten the text, or has no place for more of it.
+        """
+        if not self.is_last and self.done < answer.held <= self.row.num_tokens:
+            self.done = answer.held
+            return True
+        self.call.answers[self.index] = answer
+        return False
+
+
+class Schedule:
+    """Tasks that wait: the texts take turns, a text's own tasks go one after the other."""
+
+    def __init__(self) -> None:
+        self._queues: dict[Key, deque[Task]] = {}
+
+    def __len__(self) -> int:
+        return len(self._queues)
+
+    def add(self, task: Task) -> None:
+        """Comes after all that wait."""
+        self._queues.setdefault(task.row.key, deque()).append(task)
+
+    def drafts(self) -> list[Task]:
+        """All tasks that a draft follows now, one for a text."""
+        return [queue[0] for queue in self._queues.values() if queue[0].wants_draft]
+
+    def feed(self) -> list[Task]:
+        """The next other tasks, as many as make up a piece, one for a text."""
+        taken: list[Task] = []
+        num_positions = 0
+        for queue in self._queues.values():
+            task = queue[0]
+            if task.wants_draft:
+                continue
+            num_positions += task.end - task.begin
+            if taken and num_positions > FEED_TOKENS:
+                break
+            taken.append(task)
+        return taken
+
+    def rest(self, task: Task) -> None:
+        """The other texts have their turns first."""
+        self._queues[task.row.key] = self._queues.pop(task.row.key)
+
+    def drop(self, calls: Collection[Call]) -> None:
+        """Removes all tasks of these calls."""
+        for key, queue in list(self._queues.items()):
+            self._keep(key, [task for task in queue if task.call not in calls])
+
+    def finish(self, task: Task) -> None:
+        """Removes a text's first task."""
+        queue = self._queues[task.row.key]
+        self._keep(task.row.key, [each for each in queue if each is not task])
+
+    def end_text(self, key: Key) -> None:
+        """The text has ended: nothing of it will be held."""
+        for task in self._queues.pop(key, ()):
+            task.call.answers[task.index] = Answer(0)
+
+    def _keep(self, key: Key, tasks: list[Task]) -> None:
+        if tasks:
+            self._queues[key] = deque(tasks)
+        else:
+            del self._queues[key]

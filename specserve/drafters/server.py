@@ -1,0 +1,315 @@
+"""A drafter that serves replicas: whatever waits when the model is free goes through it together.
+
+One thread reads and writes messages (:mod:`specserve.drafters.router`), another computes. So a
+request's time begins when it arrives, not when it is looked at.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass, field
+from secrets import token_hex
+from typing import get_args
+
+from specserve.core.errors import WireError, shorten
+from specserve.drafters.base import Drafter, Row
+from specserve.drafters.router import Arrival, Router
+from specserve.drafters.schedule import Call, Schedule, Task
+from specserve.wire import messages
+from specserve.wire.messages import (
+    PROTOCOL,
+    DraftAnswer,
+    DraftRequest,
+    Hello,
+    Ping,
+    Pong,
+    Reason,
+    Refusal,
+    RowAnswer,
+    TextRow,
+)
+
+logger = logging.getLogger(__name__)
+
+CLIENT_IDLE_S = 60.0
+"""Replicas say something every second."""
+
+MAX_WAITING = 256
+"""Questions of one client that wait; it has one for its drafts, and one for each long text."""
+
+MAX_WAITING_BYTES = 256 << 20
+"""Of one client's requests that wait."""
+
+MAX_CLIENT_TEXTS = 4096
+"""A client with more texts does not say when they end; all of them are forgotten then."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ServerCounters:
+    """What has happened since the start; may be read from any thread.
+
+    Attributes:
+        num_requests: requests for drafts that arrived whole.
+        num_rows: their rows.
+        num_calls: calls of the model.
+        num_feed_calls: those of them that only brought texts up to date.
+        num_drafts: drafts of at least one token.
+        num_malformed: messages that were none.
+        num_refused: requests that got no answer, by reason.
+        compute_s: time in the model, in seconds.
+    """
+
+    num_requests: int = 0
+    num_rows: int = 0
+    num_calls: int = 0
+    num_feed_calls: int = 0
+    num_drafts: int = 0
+    num_malformed: int = 0
+    num_refused: dict[Reason, int] = field(
+        default_factory=lambda: dict.fromkeys(get_args(Reason), 0)
+    )
+    compute_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Client:
+    """A client as the computing thread knows it."""
+
+    heard_at: float
+    texts: set[int] = field(default_factory=set)
+    num_calls: int = 0
+    num_bytes: int = 0
+
+
+class DrafterServer:
+    """Answers replicas' requests with one drafter.
+
+    Texts that want a draft go first, all together. Long texts are brought up to date between
+    them, a piece at a time. What a client does wrong is counted and costs the others nothing.
+
+    Args:
+        drafter: called from one thread, of this server.
+        bind: ZeroMQ address, port 0 for any free one.
+        client_idle_s: a client that was not heard for so long has gone, and its texts with it.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        bind: str = "tcp://127.0.0.1:0",
+        client_idle_s: float = CLIENT_IDLE_S,
+    ) -> None:
+        self.counters = ServerCounters()
+        self._drafter = drafter
+        self._client_idle_s = client_idle_s
+        self._card = drafter.card
+        self._instance = token_hex(8)
+        self._router = Router(bind, self._note_malformed)
+        self._clients: dict[bytes, _Client] = {}
+        self._schedule = Schedule()
+        self._calls: list[Call] = []
+        self._logged: set[str] = set()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._compute, name="drafter-model", daemon=True)
+        self._thread.start()
+
+    @property
+    def address(self) -> str:
+        """Where clients connect to."""
+        return self._router.address
+
+    @property
+    def idle_s(self) -> float:
+        """Time since any client was heard, or since the start, in seconds."""
+        return time.monotonic() - self._router.heard_at
+
+    def close(self) -> None:
+        """Ends the threads after the call of the model that runs; what waits is dropped."""
+        self._closing.set()
+        self._router.wake()
+        self._thread.join()
+
+    def _compute(self) -> None:
+        while not self._closing.is_set():
+            try:
+                self._take_turn()
+            except Exception as error:  # nothing that a client causes may end the thread
+                self._log_once(type(error).__name__, str(error), error)
+                self._drop(list(self._calls), "failed")
+        self._router.close()
+
+    def _take_turn(self) -> None:
+        self._take_arrivals()
+        self._forget_idle_clients()
+        self._expire()
+        self._run(self._schedule.drafts())
+        self._answer_done()
+        feed = self._schedule.feed()
+        self.counters.num_feed_calls += bool(feed)
+        self._run(feed)
+        self._answer_done()
+
+    def _take_arrivals(self) -> None:
+        """Takes what has come; waits for something where there is nothing to do."""
+        arrival = self._router.get(0.0 if self._schedule else self._client_idle_s)
+        while arrival is not None:
+            self._take(arrival)
+            arrival = self._router.get(0.0)
+
+    def _take(self, arrival: Arrival) -> None:
+        name, question = arrival.client, arrival.question
+        client = self._clients.setdefault(name, _Client(arrival.at))
+        client.heard_at = arrival.at
+        if isinstance(question, Hello):
+            self._router.reply(name, self._introduce(question))
+        elif isinstance(question, Ping):
+            self._router.reply(name, Pong(question.number, self._instance))
+        else:
+            self.counters.num_requests += 1
+            self.counters.num_rows += len(question.rows)
+            self._forget(name, client, question.forget)
+            if reason := self._objection(client, arrival, question):
+                self._refuse(name, question.number, reason)
+            else:
+                self._open(client, arrival, question)
+
+    def _introduce(self, hello: Hello) -> messages.Card:
+        card = self._card
+        return messages.Card(
+            hello.number,
+            PROTOCOL,
+            self._instance,
+            card.kind,
+            card.model,
+            card.vocab_size,
+            card.tokenizer,
+            card.hidden_size,
+            card.max_tokens,
+        )
+
+    def _objection(self, client: _Client, arrival: Arrival, request: DraftRequest) -> Reason | None:
+        """Why a request is not let in."""
+        num_bytes = client.num_bytes + arrival.num_bytes
+        if client.num_calls >= MAX_WAITING or num_bytes > MAX_WAITING_BYTES:
+            return "crowded"
+        return None if all(map(self._fits, request.rows)) else "unfit"
+
+    def _fits(self, row: TextRow) -> bool:
+        """Whether the model can be given the row: a wrong token is beyond its embedding's end."""
+        if row.states is not None and row.states.shape[1] != self._card.hidden_size:
+            return False
+        return not len(row.tokens) or int(row.tokens.max()) < self._card.vocab_size
+
+    def _open(self, client: _Client, arrival: Arrival, request: DraftRequest) -> None:
+        call = Call(
+            arrival.client,
+            request.number,
+            arrival.at + request.budget_s,
+            arrival.num_bytes,
+            [None] * len(request.rows),
+        )
+        client.num_calls += 1
+        client.num_bytes += call.num_bytes
+        self._calls.append(call)
+        for index, row in enumerate(request.rows):
+            self._schedule.add(Task(call, index, _row(arrival.client, row), row.start))
+            client.texts.add(row.text)
+        if len(client.texts) > MAX_CLIENT_TEXTS:
+            self._forget(arrival.client, client, tuple(client.texts))
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        self._drop([call for call in self._calls if call.expires_at < now], "expired")
+
+    def _run(self, tasks: list[Task]) -> None:
+        """Has the drafter work on the next pieces of these tasks."""
+        if not tasks:
+            return
+        calls = list(dict.fromkeys(task.call for task in tasks))
+        began = time.monotonic()
+        try:
+            answers = self._drafter.draft([task.piece() for task in tasks])
+            assert len(answers) == len(tasks)
+        except Exception as error:  # out of memory is one of them; the next call may be smaller
+            self._log_once(type(error).__name__, str(error), error)
+            self._drop(calls, "failed")
+            return
+        spent_s = time.monotonic() - began
+        self.counters.num_calls += 1
+        self.counters.compute_s += spent_s
+        for call in calls:
+            call.compute_s += spent_s
+        for task, answer in zip(tasks, answers, strict=True):
+            self.counters.num_drafts += bool(answer.tokens)
+            if task.advance(answer):
+                self._schedule.rest(task)
+            else:
+                self._schedule.finish(task)
+
+    def _answer_done(self) -> None:
+        for call in [call for call in self._calls if call.is_done]:
+            self._close(call)
+            rows = tuple(RowAnswer(answer.held, answer.tokens) for answer in call.answers if answer)
+            answer = DraftAnswer(call.number, self._instance, rows, call.compute_s)
+            self._router.reply(call.client, answer)
+
+    def _drop(self, calls: list[Call], reason: Reason) -> None:
+        if not calls:
+            return
+        self._schedule.drop(calls)
+        for call in calls:
+            self._close(call)
+            self._refuse(call.client, call.number, reason)
+
+    def _close(self, call: Call) -> None:
+        self._calls.remove(call)
+        client = self._clients[call.client]
+        client.num_calls -= 1
+        client.num_bytes -= call.num_bytes
+
+    def _forget(self, name: bytes, client: _Client, texts: tuple[int, ...]) -> None:
+        """These texts of a client have ended."""
+        if not texts:
+            return
+        keys = [(name, text) for text in texts]
+        for key in keys:
+            self._schedule.end_text(key)
+        client.texts.difference_update(texts)
+        self._drafter.forget(keys)
+
+    def _forget_idle_clients(self) -> None:
+        latest = time.monotonic() - self._client_idle_s
+        for name, client in list(self._clients.items()):
+            if client.heard_at < latest and not client.num_calls:
+                self._forget(name, client, tuple(client.texts))
+                del self._clients[name]
+
+    def _refuse(self, client: bytes, number: int, reason: Reason) -> None:
+        self.counters.num_refused[reason] += 1
+        self._router.reply(client, Refusal(number, reason))
+
+    def _note_malformed(self, error: WireError) -> None:
+        self.counters.num_malformed += 1
+        self._log_once("malformed message", str(error))
+
+    def _log_once(self, kind: str, text: str, error: Exception | None = None) -> None:
+        """Says what went wrong, the first time that this kind of thing did; it is counted too."""
+        if kind not in self._logged:
+            self._logged.add(kind)
+            logger.warning(
+                "%s: %s. Further ones are only counted", kind, shorten(text, 200), exc_info=error
+            )
+
+
+def _row(client: bytes, row: TextRow) -> Row:
+    return Row(
+        key=(client, row.text),
+        salt=row.salt,
+        start=row.start,
+        tokens=row.tokens,
+        states_start=row.states_start,
+        states=row.states,
+        max_draft_tokens=row.max_draft_tokens,
+    )

@@ -1,0 +1,109 @@
+"""A drafter without a model, whose drafts follow from the whole text: one wrong token shows."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from zlib import crc32
+
+import numpy as np
+import numpy.typing as npt
+
+from specserve.core.types import Int32Array
+from specserve.drafters.base import Answer, Card, Key, Row
+
+VOCAB_SIZE = 1000
+WAIT_S = 20.0
+
+
+def draft_of(text: Sequence[int], num_tokens: int) -> tuple[int, ...]:
+    """What the fake drafts after ``text``."""
+    text = list(text)
+    for _ in range(num_tokens):
+        text.append(crc32(np.array(text, np.int32).tobytes()) % VOCAB_SIZE)
+    return tuple(text[len(text) - num_tokens :])
+
+
+def states_of(text: Int32Array, hidden_size: int) -> npt.NDArray[np.uint16]:
+    """The states that belong to a text, each told by its position and token."""
+    values = (np.arange(len(text)) * 31 + text * 7) % 65536
+    return np.repeat(values.astype(np.uint16)[:, None], hidden_size, axis=1)
+
+
+class FakeDrafter:
+    """Holds texts as the real ones do, as many as there are; with ``hidden_size`` like the MTP one.
+
+    Attributes:
+        calls: the rows of each call so far.
+        forgotten: all keys that it was told to forget.
+        begins: first position that a text's states were there for.
+        entered: set whenever a call begins.
+        may_go: a call waits for this event.
+        error: raised by a call, where it is set.
+    """
+
+    def __init__(self, hidden_size: int = 0, tokenizer: str = "") -> None:
+        kind = "mtp" if hidden_size else "draft_model"
+        self.card = Card(
+            kind=kind,
+            model="/models/fake",
+            vocab_size=VOCAB_SIZE,
+            tokenizer=tokenizer,
+            hidden_size=hidden_size,
+            max_tokens=1 << 20,
+        )
+        self.calls: list[list[Row]] = []
+        self.forgotten: list[Key] = []
+        self.begins: dict[Key, int] = {}
+        self.entered = threading.Event()
+        self.may_go = threading.Event()
+        self.may_go.set()
+        self.error: Exception | None = None
+        self._texts: dict[Key, list[int]] = {}
+        self._held: dict[Key, int] = {}
+
+    def draft(self, rows: Sequence[Row]) -> list[Answer]:
+        assert len({row.key for row in rows}) == len(rows)
+        self.calls.append(list(rows))
+        self.entered.set()
+        assert self.may_go.wait(WAIT_S)
+        if self.error is not None:
+            raise self.error
+        return [self._draft(row) for row in rows]
+
+    def forget(self, keys: Sequence[Key]) -> None:
+        self.forgotten.extend(keys)
+        for key in keys:
+            self._texts.pop(key, None)
+            self._held.pop(key, None)
+
+    def lose(self) -> None:
+        """Forgets all texts, as a drafter does that has no more room."""
+        self._texts.clear()
+        self._held.clear()
+
+    def _draft(self, row: Row) -> Answer:
+        held = self._held.get(row.key, 0)
+        if row.start > held:
+            return Answer(held)
+        text = self._texts.setdefault(row.key, [])
+        text[row.start :] = row.tokens.tolist()
+        held = self._hold(row, held, text)
+        self._held[row.key] = held
+        is_whole = held == len(text) - (self.card.hidden_size > 0)
+        return Answer(held, draft_of(text, row.max_draft_tokens) if is_whole else ())
+
+    def _hold(self, row: Row, held: int, text: list[int]) -> int:
+        if not self.card.hidden_size:
+            return len(text)
+        held = min(held, len(text) - 1)
+        if row.states is None:
+            return held
+        end = row.states_start + len(row.states)
+        expected = states_of(np.array(text[:end], np.int32), self.card.hidden_size)
+        assert np.array_equal(
+            row.states[: len(text) - row.states_start], expected[row.states_start :]
+        )
+        if row.states_start > held:
+            self.begins[row.key] = row.states_start
+        return min(max(held, end), len(text) - 1)

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import numpy as np
+
+from specserve.drafters.base import Answer, Row
+from specserve.drafters.schedule import FEED_TOKENS, Call, Schedule, Task
+from tests.drafters.fakes import states_of
+
+CLIENT = b"c"
+
+
+def task(text: int, num_tokens: int, *, start: int = 0, draft: int = 0, states: int = -1) -> Task:
+    """A task of a call of its own; with ``states`` the row has them from that position on."""
+    tokens = np.arange(start, num_tokens, dtype=np.int32)
+    row = Row(
+        key=(CLIENT, text),
+        salt=0,
+        start=start,
+        tokens=tokens,
+        states_start=max(states, 0),
+        states=None
+        if states < 0
+        else states_of(np.arange(num_tokens - 1, dtype=np.int32), 2)[states:],
+        max_draft_tokens=draft,
+    )
+    return Task(Call(CLIENT, 1, 0.0, 0, [None]), 0, row, start)
+
+
+def test_a_long_text_is_cut_into_pieces_and_the_draft_follows_the_last_one() -> None:
+    long = task(1, 2 * FEED_TOKENS + 10, draft=3)
+    ends, drafts = [], []
+    while True:
+        piece = long.piece()
+        ends.append(piece.num_tokens)
+        drafts.append(piece.max_draft_tokens)
+        assert piece.tokens.tolist() == list(range(piece.start, piece.num_tokens))
+        if not long.advance(Answer(piece.num_tokens)):
+            break
+    assert ends == [FEED_TOKENS, 2 * FEED_TOKENS, 2 * FEED_TOKENS + 10]
+    assert drafts == [0, 0, 3]
+    assert long.call.is_done
+
+
+def test_pieces_with_states_go_on_where_the_drafter_holds_them() -> None:
+    long = task(1, 600, states=0)
+    first = long.piece()
+    assert first.states is not None
+    assert (first.num_tokens, len(first.states)) == (FEED_TOKENS, FEED_TOKENS)
+    assert long.advance(Answer(FEED_TOKENS - 1))
+    second = long.piece()
+    assert second.states is not None
+    assert (second.start, second.states_start) == (FEED_TOKENS - 1, FEED_TOKENS - 1)
+    assert second.states[0].tolist() == states_of(np.arange(600, dtype=np.int32), 2)[255].tolist()
+
+
+def test_positions_whose_states_are_lost_come_with_the_first_piece() -> None:
+    long = task(1, 5000, states=4000)
+    piece = long.piece()
+    assert piece.states is not None
+    assert (piece.start, piece.num_tokens, piece.states_start) == (0, 4000 + FEED_TOKENS, 4000)
+    assert len(piece.states) == FEED_TOKENS
+
+
+def test_a_text_that_the_drafter_has_forgotten_is_done() -> None:
+    long = task(1, 600, start=300)
+    assert not long.advance(Answer(0))
+    assert long.call.answers == [Answer(0)]
+
+
+def test_drafts_are_apart_from_what_only_brings_texts_up_to_date() -> None:
+    schedule = Schedule()
+    draft, feed, long = task(1, 5, draft=2), task(2, 5), task(3, 400, draft=2)
+    for each in (draft, feed, long):
+        schedule.add(each)
+    assert schedule.drafts() == [draft]
+    assert schedule.feed() == [feed]
+
+
+def test_long_texts_take_turns() -> None:
+    schedule = Schedule()
+    first, second = task(1, 1000), task(2, 1000)
+    for each in (first, second):
+        schedule.add(each)
+    assert schedule.feed() == [first]
+    assert first.advance(Answer(FEED_TOKENS))
+    schedule.rest(first)
+    assert schedule.feed() == [second]
+
+
+def test_short_texts_share_a_piece() -> None:
+    schedule = Schedule()
+    short = [task(number, 100) for number in range(4)]
+    for each in short:
+        schedule.add(each)
+    assert schedule.feed() == short[:2]
+
+
+def test_one_texts_tasks_go_one_after_the_other() -> None:
+    schedule = Schedule()
+    first, second = task(1, 5, draft=1), task(1, 6, start=5, draft=1)
+    schedule.add(first)
+    schedule.add(second)
+    assert schedule.drafts() == [first]
+    schedule.finish(first)
+    assert schedule.drafts() == [second]
+    schedule.finish(second)
+    assert not len(schedule)
+
+
+def test_an_ended_text_and_a_dropped_call_leave_nothing() -> None:
+    schedule = Schedule()
+    ended, dropped = task(1, 500), task(2, 500)
+    schedule.add(ended)
+    schedule.add(dropped)
+    schedule.end_text((CLIENT, 1))
+    assert ended.call.answers == [Answer(0)]
+    schedule.drop([dropped.call])
+    assert not len(schedule)

@@ -1,0 +1,349 @@
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+
+import numpy as np
+import pytest
+import zmq
+
+from specserve.drafters.schedule import FEED_TOKENS
+from specserve.drafters.server import MAX_CLIENT_TEXTS, MAX_WAITING, DrafterServer
+from specserve.wire.frames import decode_reply, encode
+from specserve.wire.messages import (
+    PROTOCOL,
+    Card,
+    DraftAnswer,
+    DraftRequest,
+    Hello,
+    Ping,
+    Pong,
+    Question,
+    Refusal,
+    Reply,
+    RowAnswer,
+    TextRow,
+)
+from tests.drafters.fakes import VOCAB_SIZE, WAIT_S, FakeDrafter, draft_of
+from tests.integration.cluster import eventually
+
+TEXT = np.random.default_rng(0).integers(0, VOCAB_SIZE, 5000).astype(np.int32)
+
+
+class Client:
+    """A replica's socket."""
+
+    def __init__(self, server: DrafterServer, name: bytes = b"client") -> None:
+        self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.ROUTING_ID, name)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.connect(server.address)
+        self._number = 0
+
+    def send(self, question: Question) -> None:
+        self._socket.send_multipart(encode(question))
+
+    def send_raw(self, *frames: bytes) -> None:
+        self._socket.send_multipart(frames)
+
+    def receive(self) -> Reply:
+        assert self._socket.poll(WAIT_S * 1000), "no reply"
+        return decode_reply(self._socket.recv_multipart())
+
+    def request(self, *rows: TextRow, budget_s: float = 60.0, forget: tuple[int, ...] = ()) -> int:
+        """Sends rows; returns the request's number."""
+        self._number += 1
+        self.send(
+            DraftRequest(number=self._number, budget_s=budget_s, rows=tuple(rows), forget=forget)
+        )
+        return self._number
+
+    def ask(self, *rows: TextRow) -> tuple[RowAnswer, ...]:
+        number = self.request(*rows)
+        answer = self.receive()
+        assert isinstance(answer, DraftAnswer), answer
+        assert answer.number == number
+        return answer.rows
+
+    def refused(self) -> str:
+        reply = self.receive()
+        assert isinstance(reply, Refusal), reply
+        return reply.reason
+
+    def ping(self) -> None:
+        """Returns when the server has taken all that was sent before."""
+        self.send(Ping(99))
+        assert isinstance(self.receive(), Pong)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def row(text: int, end: int, *, start: int = 0, draft: int = 2) -> TextRow:
+    return TextRow(text=text, salt=0, start=start, tokens=TEXT[start:end], max_draft_tokens=draft)
+
+
+@pytest.fixture
+def drafter() -> Iterator[FakeDrafter]:
+    drafter = FakeDrafter()
+    yield drafter
+    drafter.may_go.set()
+
+
+@pytest.fixture
+def server(drafter: FakeDrafter) -> Iterator[DrafterServer]:
+    with closing(DrafterServer(drafter)) as server:
+        yield server
+        drafter.may_go.set()
+
+
+@pytest.fixture
+def connect(server: DrafterServer) -> Iterator[Callable[[bytes], Client]]:
+    clients: list[Client] = []
+
+    def connect(name: bytes) -> Client:
+        clients.append(Client(server, name))
+        return clients[-1]
+
+    yield connect
+    for client in clients:
+        client.close()
+
+
+Connect = Callable[[bytes], Client]
+
+
+def hold(drafter: FakeDrafter, client: Client) -> None:
+    """Has the drafter at work until ``may_go`` is set, so that what comes meanwhile waits."""
+    drafter.may_go.clear()
+    drafter.entered.clear()
+    client.request(row(0, 3))
+    assert drafter.entered.wait(WAIT_S)
+
+
+def test_a_client_is_told_who_drafts(connect: Connect) -> None:
+    client = connect(b"a")
+    client.send(Hello(7))
+    card = client.receive()
+    assert isinstance(card, Card)
+    assert (card.number, card.protocol, card.kind) == (7, PROTOCOL, "draft_model")
+    assert (card.vocab_size, card.hidden_size) == (VOCAB_SIZE, 0)
+    client.send(Ping(8))
+    assert client.receive() == Pong(8, card.instance)
+
+
+def test_a_text_that_grows_is_drafted_for_from_what_is_new(connect: Connect) -> None:
+    client = connect(b"a")
+    assert client.ask(row(1, 50)) == (RowAnswer(50, draft_of(TEXT[:50].tolist(), 2)),)
+    assert client.ask(row(1, 53, start=50, draft=4)) == (
+        RowAnswer(53, draft_of(TEXT[:53].tolist(), 4)),
+    )
+
+
+def test_a_text_that_is_not_held_is_answered_by_what_is(connect: Connect) -> None:
+    assert connect(b"a").ask(row(1, 53, start=50)) == (RowAnswer(0),)
+
+
+def queued(server: DrafterServer, number: int) -> None:
+    """Returns when so many questions wait for the drafter to be free."""
+    eventually(lambda: server._router._arrivals.qsize() == number, "questions", WAIT_S, 0.001)
+
+
+def test_what_waits_of_several_clients_goes_through_the_model_together(
+    server: DrafterServer, connect: Connect, drafter: FakeDrafter
+) -> None:
+    first, second, third = connect(b"1"), connect(b"2"), connect(b"3")
+    hold(drafter, first)
+    second.request(row(0, 10), row(1, 11))
+    third.request(row(0, 12))
+    queued(server, 2)
+    drafter.may_go.set()
+    assert isinstance(second.receive(), DraftAnswer)
+    answer = third.receive()
+    assert isinstance(answer, DraftAnswer)
+    assert answer.rows == (RowAnswer(12, draft_of(TEXT[:12].tolist(), 2)),)
+    assert [len(call) for call in drafter.calls] == [1, 3]
+    assert {each.key for each in drafter.calls[1]} == {(b"2", 0), (b"2", 1), (b"3", 0)}
+
+
+def test_a_draft_waits_for_one_piece_of_another_text_at_most(
+    server: DrafterServer, connect: Connect, drafter: FakeDrafter
+) -> None:
+    client, other = connect(b"a"), connect(b"b")
+    drafter.may_go.clear()
+    client.request(row(1, 5000, draft=0))
+    assert drafter.entered.wait(WAIT_S)
+    other.request(row(1, 10))
+    queued(server, 1)
+    drafter.may_go.set()
+    assert isinstance(other.receive(), DraftAnswer)
+    answer = client.receive()
+    assert isinstance(answer, DraftAnswer)
+    assert answer.rows == (RowAnswer(5000),)
+    sizes = [[len(each.tokens) for each in call] for call in drafter.calls]
+    assert sizes[:3] == [[FEED_TOKENS], [10], [FEED_TOKENS]]
+    assert server.counters.num_feed_calls == len(sizes) - 1 == -(-5000 // FEED_TOKENS)
+
+
+def test_a_long_text_that_wants_a_draft_gets_it_after_its_last_piece(
+    connect: Connect, drafter: FakeDrafter
+) -> None:
+    (answer,) = connect(b"a").ask(row(1, 600))
+    assert answer == RowAnswer(600, draft_of(TEXT[:600].tolist(), 2))
+    assert [call[0].max_draft_tokens for call in drafter.calls] == [0, 0, 2]
+
+
+def test_a_request_that_waited_too_long_is_not_computed(
+    server: DrafterServer, connect: Connect, drafter: FakeDrafter
+) -> None:
+    first, late, patient = connect(b"1"), connect(b"2"), connect(b"3")
+    hold(drafter, first)
+    late.request(row(0, 10), budget_s=0.0)
+    patient.request(row(0, 10))
+    queued(server, 2)
+    drafter.may_go.set()
+    assert late.refused() == "expired"
+    assert isinstance(patient.receive(), DraftAnswer)
+    assert [each.key[0] for call in drafter.calls for each in call] == [b"1", b"3"]
+    assert server.counters.num_refused["expired"] == 1
+
+
+def test_an_error_of_the_model_is_told_to_those_it_met_and_said_once(
+    server: DrafterServer,
+    connect: Connect,
+    drafter: FakeDrafter,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    client = connect(b"a")
+    drafter.error = MemoryError("no room")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            client.request(row(1, 10))
+            assert client.refused() == "failed"
+    assert caplog.text.count("no room") >= 1
+    assert len(caplog.records) == 1
+    drafter.error = None
+    assert client.ask(row(1, 10))[0].held == 10
+    assert server.counters.num_refused["failed"] == 3
+
+
+def test_garbage_is_counted_and_costs_the_others_nothing(
+    server: DrafterServer, connect: Connect
+) -> None:
+    wild, tame = connect(b"wild"), connect(b"tame")
+    for frames in ([b"nonsense"], [b""], [b"\x91\xa4ping", b"more"], encode(Refusal(1, "failed"))):
+        wild.send_raw(*frames)
+    assert tame.ask(row(1, 10))[0].held == 10
+    eventually(lambda: server.counters.num_malformed == 4, "all counted", WAIT_S, 0.001)
+    wild.ping()
+
+
+def test_tokens_and_states_that_are_not_the_models_do_not_reach_it(
+    server: DrafterServer, connect: Connect, drafter: FakeDrafter
+) -> None:
+    client = connect(b"a")
+    beyond = np.array([VOCAB_SIZE], np.int32)
+    client.request(TextRow(text=1, salt=0, start=0, tokens=beyond))
+    assert client.refused() == "unfit"
+    states = np.zeros((1, 4), np.uint16)
+    client.request(TextRow(text=1, salt=0, start=0, tokens=TEXT[:2], states=states))
+    assert client.refused() == "unfit"
+    assert drafter.calls == []
+    assert server.counters.num_refused["unfit"] == 2
+
+
+def test_a_client_that_floods_is_refused_and_the_others_are_served(
+    server: DrafterServer, connect: Connect, drafter: FakeDrafter
+) -> None:
+    wild, tame = connect(b"wild"), connect(b"tame")
+    hold(drafter, wild)
+    for number in range(MAX_WAITING + 5):
+        wild.request(row(number, 10))
+    queued(server, MAX_WAITING + 5)
+    tame.request(row(1, 10))
+    queued(server, MAX_WAITING + 6)
+    drafter.may_go.set()
+    assert isinstance(tame.receive(), DraftAnswer)
+    replies = [wild.receive() for _ in range(MAX_WAITING + 6)]
+    assert sum(isinstance(reply, Refusal) for reply in replies) == 5
+    assert server.counters.num_refused["crowded"] == 5
+
+
+def test_ended_texts_are_forgotten_with_the_next_request(
+    connect: Connect, drafter: FakeDrafter
+) -> None:
+    client = connect(b"a")
+    client.ask(row(1, 10), row(2, 10))
+    client.request(row(2, 11, start=10), forget=(1,))
+    assert isinstance(client.receive(), DraftAnswer)
+    assert drafter.forgotten == [(b"a", 1)]
+    assert client.ask(row(1, 11, start=10)) == (RowAnswer(0),)
+
+
+def test_a_text_that_ends_while_it_is_brought_up_to_date_is_left_alone(
+    server: DrafterServer, connect: Connect, drafter: FakeDrafter
+) -> None:
+    client = connect(b"a")
+    drafter.may_go.clear()
+    client.request(row(1, 5000, draft=0))
+    assert drafter.entered.wait(WAIT_S)
+    client.request(forget=(1,))
+    queued(server, 1)
+    drafter.may_go.set()
+    replies = [client.receive(), client.receive()]
+    held = [reply.rows for reply in replies if isinstance(reply, DraftAnswer)]
+    assert sorted(held) == [(), (RowAnswer(0),)]
+    assert len(drafter.calls) == 1
+
+
+def test_a_client_that_has_gone_loses_its_texts(drafter: FakeDrafter) -> None:
+    with closing(DrafterServer(drafter, client_idle_s=0.05)) as server:
+        with closing(Client(server)) as client:
+            client.ask(row(1, 10))
+        eventually(lambda: drafter.forgotten == [(b"client", 1)], "forgotten", WAIT_S, 0.01)
+        eventually(lambda: server.idle_s > 0.05, "idle", WAIT_S, 0.01)
+
+
+def test_a_client_that_never_ends_a_text_loses_all_at_some_number(
+    connect: Connect, drafter: FakeDrafter
+) -> None:
+    client = connect(b"a")
+    for begin in range(0, MAX_CLIENT_TEXTS + 1, 1024):
+        client.ask(*(row(text, 1, draft=0) for text in range(begin, begin + 1024)))
+    assert len(drafter.forgotten) > MAX_CLIENT_TEXTS
+
+
+def test_a_client_that_connects_anew_under_its_name_goes_on_with_its_texts(
+    server: DrafterServer, connect: Connect
+) -> None:
+    connect(b"a").ask(row(1, 10))
+    assert connect(b"a").ask(row(1, 12, start=10))[0].held == 12
+
+
+def test_two_requests_for_one_text_are_worked_on_one_after_the_other(
+    server: DrafterServer, connect: Connect, drafter: FakeDrafter
+) -> None:
+    other, client = connect(b"o"), connect(b"a")
+    hold(drafter, other)
+    client.request(row(1, 10))
+    client.request(row(1, 12, start=10))
+    queued(server, 2)
+    drafter.may_go.set()
+    held = [
+        reply.rows[0].held
+        for reply in (client.receive(), client.receive())
+        if isinstance(reply, DraftAnswer)
+    ]
+    assert held == [10, 12]
+
+
+def test_closing_waits_for_nobody(drafter: FakeDrafter) -> None:
+    before = threading.active_count()
+    server = DrafterServer(drafter)
+    client = Client(server)
+    client.ping()
+    server.close()
+    client.close()
+    assert threading.active_count() == before
