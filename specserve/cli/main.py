@@ -13,6 +13,7 @@ from specserve.core.errors import SpecServeError
 _COMMANDS = (
     "specserve.cli.check",
     "specserve.cli.trie",
+    "specserve.cli.split_mtp",
     "specserve.bench.command",
     "specserve.demo.command",
 )

@@ -1,0 +1,43 @@
+"""``specserve split-mtp CHECKPOINT OUT``: the MTP module of a checkpoint as a folder of its own."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command to ``subparsers``."""
+    parser = subparsers.add_parser(
+        "split-mtp",
+        help="write a checkpoint's MTP module as a folder of its own",
+        description="Writes what a drafter of kind mtp loads: the module's tensors as they are, "
+        "config.json and the tokenizer. Only the files that the module is in need to be there. "
+        "Exit code 2 if the checkpoint has no such module, or OUT holds something.",
+    )
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of the whole checkpoint")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write, new or empty")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes the folder, with a progress bar.
+
+    Raises:
+        SpecServeError: an argument is wrong, or a file cannot be read or written.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+
+    from specserve.drafters.mtp_files import find_mtp
+    from specserve.drafters.mtp_split import check_out, split_mtp
+
+    check_out(args.out)
+    files = find_mtp(args.checkpoint, "CHECKPOINT")
+    total = sum(tensor.num_bytes for tensor in files.tensors.values())
+    columns = ("writing", BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=total)
+        split_mtp(files, args.out, advance=lambda size: progress.advance(task, size))
+    print(f"{len(files.tensors):,} tensors, {total:,} bytes written to {args.out}")
+    return 0

@@ -1,0 +1,87 @@
+"""A mixture of experts as DeepSeek-V3 routes it (arXiv 2412.19437, section 2.1.2)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from specserve.drafters.latent_attention import Weights
+
+
+class MixtureOfExperts:
+    """Shared experts for every token, and a few routed ones for each.
+
+    Args:
+        config: transformers' DeepseekV3Config.
+        weights: of ``mlp``.
+    """
+
+    def __init__(self, config: Any, weights: Weights) -> None:
+        width, inner = config.hidden_size, config.moe_intermediate_size
+        count = config.n_routed_experts
+        self._top_k = config.num_experts_per_tok
+        self._num_groups, self._top_groups = config.n_group or 1, config.topk_group or 1
+        self._normalized = config.norm_topk_prob
+        self._scale = config.routed_scaling_factor
+        # The choice turns on small differences, so it is made in float32, whatever the model's.
+        self._gate = weights.get("gate.weight", count, width, dtype=torch.float32)
+        self._bias = weights.get("gate.e_score_correction_bias", count, dtype=torch.float32)
+        self._shared = _Expert(weights, "shared_experts", width, inner * config.n_shared_experts)
+        self._experts = [_Expert(weights, f"experts.{i}", width, inner) for i in range(count)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[tokens, hidden_size]``, as ``x``."""
+        weights, experts = self.route(x)
+        out = self._shared.forward(x)
+        if len(x) == 1:  # decoding: nothing to sort
+            for expert, weight in zip(experts[0].tolist(), weights[0], strict=True):
+                out += self._experts[expert].forward(x) * weight
+            return out
+        pairs = experts.flatten()
+        order = pairs.argsort(stable=True)
+        tokens = order // self._top_k
+        counts = pairs.bincount(minlength=len(self._experts)).tolist()
+        mixed = x[tokens]
+        for expert, part in zip(self._experts, torch.split(mixed, counts), strict=True):
+            if len(part):
+                part.copy_(expert.forward(part))
+        mixed *= weights.flatten()[order].unsqueeze(1)
+        return out.index_add_(0, tokens, mixed)
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Which experts each token goes to.
+
+        A bias that balances the experts' load steers the choice but not the weights. Experts stand
+        in groups; only those of the best groups, by the sum of their two best, can be chosen.
+
+        Returns:
+            weights, in ``x``'s type, and experts, int64; both ``[tokens, num_experts_per_tok]``.
+        """
+        scores = F.linear(x.float(), self._gate).sigmoid()
+        choice = scores + self._bias
+        if self._num_groups > 1:
+            groups = choice.view(len(x), self._num_groups, -1)
+            best = groups.topk(2, -1).values.sum(-1).topk(self._top_groups, -1).indices
+            barred = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, False)
+            choice = groups.masked_fill(barred.unsqueeze(-1), -torch.inf).flatten(1)
+        experts = choice.topk(self._top_k, -1).indices
+        weights = scores.gather(1, experts)
+        if self._normalized:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return (weights * self._scale).to(x.dtype), experts
+
+
+class _Expert:
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, weights: Weights, name: str, width: int, inner: int) -> None:
+        gate = weights.get(f"{name}.gate_proj.weight", inner, width)
+        self._gate_up = torch.cat([gate, weights.get(f"{name}.up_proj.weight", inner, width)])
+        self._down = weights.get(f"{name}.down_proj.weight", width, inner)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = F.linear(x, self._gate_up).chunk(2, -1)
+        return F.linear(F.silu(gate).mul_(up), self._down)

@@ -1,0 +1,227 @@
+"""Multi-head latent attention over a cache of latents, with its matrices absorbed.
+
+DeepSeek-V2 (arXiv 2405.04434, section 2.1 and appendix C): a cache entry is what all heads' keys
+and values are made of, ``kv_lora_rank`` numbers, and one rotated key that all heads share. Queries
+are taken into the latents' space and results out of it, so that the cache is never expanded: a new
+token costs little more than reading it once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+MAX_SCORES = 1 << 25
+"""Attention weights computed at once; bounds the memory that a long prompt takes."""
+
+
+class Weights(Protocol):
+    """Where a layer gets its weights from."""
+
+    def get(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor ``name`` of the layer, which must have this shape; dtype None: the model's."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Neighbouring entries of one text, all new.
+
+    Attributes:
+        slot: row of the cache.
+        begin: first entry that they may see.
+        start: position of the first of them.
+        end: position after the last of them.
+    """
+
+    slot: int
+    begin: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """New entries of several texts, one after the other without padding.
+
+    Attributes:
+        spans: whose they are, in this order.
+        slots: int64 ``[total]``, each entry's row of the cache.
+        positions: int64 ``[total]``, each entry's place in it.
+    """
+
+    spans: tuple[Span, ...]
+    slots: Tensor
+    positions: Tensor
+
+    @classmethod
+    def of(cls, spans: Sequence[Span], device: torch.device) -> Self:
+        """Packs them."""
+        slots = np.repeat([span.slot for span in spans], [s.end - s.start for s in spans])
+        positions = np.concatenate([np.arange(span.start, span.end) for span in spans])
+        return cls(
+            tuple(spans),
+            torch.from_numpy(slots).to(device),
+            torch.from_numpy(positions).to(device),
+        )
+
+
+class LatentAttention:
+    """The attention of one layer, and its cache.
+
+    Args:
+        config: transformers' DeepseekV3Config.
+        weights: of ``self_attn``.
+        num_slots: texts that the cache holds.
+        max_entries: entries of each.
+    """
+
+    def __init__(self, config: Any, weights: Weights, num_slots: int, max_entries: int) -> None:
+        self._heads = heads = config.num_attention_heads
+        self._nope, self._rope = config.qk_nope_head_dim, config.qk_rope_head_dim
+        self._value, self._latent = config.v_head_dim, config.kv_lora_rank
+        self._eps = config.rms_norm_eps
+        width, rank = config.hidden_size, config.q_lora_rank
+        queries = heads * (self._nope + self._rope)
+        kv_down = weights.get("kv_a_proj_with_mqa.weight", self._latent + self._rope, width)
+        # The input's projections are one product: the query (or its latent) and the cache entry.
+        self._query_norm = self._query_up = None
+        if rank is None:
+            query_down = weights.get("q_proj.weight", queries, width)
+        else:
+            query_down = weights.get("q_a_proj.weight", rank, width)
+            self._query_norm = weights.get("q_a_layernorm.weight", rank)
+            self._query_up = weights.get("q_b_proj.weight", queries, rank)
+        self._down = torch.cat([query_down, kv_down])
+        self._query_width = len(query_down)
+        self._kv_norm = weights.get("kv_a_layernorm.weight", self._latent)
+        kv_up = weights.get("kv_b_proj.weight", heads * (self._nope + self._value), self._latent)
+        kv_up = kv_up.view(heads, -1, self._latent)
+        key_up, value_up = torch.split(kv_up, [self._nope, self._value], 1)
+        self._key_up = key_up.contiguous()
+        self._value_up = value_up.transpose(1, 2).contiguous()
+        self._out = weights.get("o_proj.weight", width, heads * self._value)
+        self._scale = softmax_scale(config)
+        self._cos, self._sin = (table.to(kv_up) for table in rotation_tables(config, max_entries))
+        # Not zeroed: memory is taken only as texts grow into it.
+        self.cache = kv_up.new_empty(num_slots, max_entries, self._latent + self._rope)
+        """``[num_slots, max_entries, kv_lora_rank + qk_rope_head_dim]``."""
+
+    def forward(self, x: Tensor, packed: Packed) -> Tensor:
+        """Writes the new entries into the cache and attends to all up to each of them.
+
+        Args:
+            x: ``[total, hidden_size]``, normed.
+            packed: where they belong.
+
+        Returns:
+            ``[total, hidden_size]``.
+        """
+        down = F.linear(x, self._down)
+        query, latent, key = torch.split(down, [self._query_width, self._latent, self._rope], 1)
+        cos, sin = self._cos[packed.positions], self._sin[packed.positions]
+        latent = F.rms_norm(latent, (self._latent,), self._kv_norm, self._eps)
+        entries = torch.cat([latent, rotate(key, cos, sin)], 1)
+        self.cache[packed.slots, packed.positions] = entries
+
+        if self._query_norm is not None and self._query_up is not None:
+            query = F.rms_norm(query, self._query_norm.shape, self._query_norm, self._eps)
+            query = F.linear(query, self._query_up)
+        query = query.reshape(len(x), self._heads, -1)
+        plain, turned = torch.split(query, [self._nope, self._rope], 2)
+        plain = torch.bmm(plain.transpose(0, 1), self._key_up).transpose(0, 1)
+        turned = rotate(turned, cos.unsqueeze(1), sin.unsqueeze(1))
+        out = self._attend(torch.cat([plain, turned], 2) * self._scale, packed.spans)
+        out = torch.bmm(out.transpose(0, 1), self._value_up).transpose(0, 1)
+        return F.linear(out.reshape(len(x), -1), self._out)
+
+    def _attend(self, queries: Tensor, spans: Sequence[Span]) -> Tensor:
+        """Each text over its own entries, which are read in place.
+
+        ``queries`` is ``[total, heads, kv_lora_rank + qk_rope_head_dim]``, the result
+        ``[total, heads, kv_lora_rank]``.
+        """
+        outs = []
+        texts = torch.split(queries, [span.end - span.start for span in spans])
+        for span, own in zip(spans, texts, strict=True):
+            size = max(1, MAX_SCORES // (self._heads * (span.end - span.begin)))
+            start = span.start
+            for part in torch.split(own, size):
+                entries = self.cache[span.slot, span.begin : start + len(part)]
+                outs.append(attend(part, entries, self._latent))
+                start += len(part)
+        return torch.cat(outs)
+
+
+def attend(queries: Tensor, entries: Tensor, latent: int) -> Tensor:
+    """Causal attention of all heads over one text's entries.
+
+    Args:
+        queries: ``[new, heads, width]`` of the last ``new`` entries, scaled.
+        entries: ``[seen, width]``.
+        latent: how many numbers of an entry are its value.
+
+    Returns:
+        ``[new, heads, latent]``.
+    """
+    new, heads, width = queries.shape
+    scores = queries.reshape(new * heads, width) @ entries.T
+    if new > 1:
+        future = scores.new_ones(new, len(entries), dtype=torch.bool).triu_(len(entries) - new + 1)
+        scores.view(new, heads, -1).masked_fill_(future.unsqueeze(1), -math.inf)
+    shares = scores.softmax(1, dtype=torch.float32).to(entries.dtype)
+    return (shares @ entries[:, :latent]).view(new, heads, latent)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of the pairs (0, 1), (2, 3), ... of the last dimension.
+
+    The result has the pairs' first members in front of the second: queries and keys meet in dot
+    products alone, which do not see the order.
+    """
+    first, second = x[..., 0::2], x[..., 1::2]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def softmax_scale(config: Any) -> float:
+    """What scores are multiplied by; YaRN sharpens them as texts grow longer."""
+    scale = float((config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5)
+    rope = config.rope_parameters
+    if rope["rope_type"] == "default":
+        return scale
+    return scale * _mscale(rope["factor"], rope.get("mscale_all_dim") or 0.0) ** 2
+
+
+def rotation_tables(config: Any, num_positions: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, each float32 ``[num_positions, qk_rope_head_dim / 2]``.
+
+    Under YaRN (arXiv 2309.00071) fast pairs keep their frequency, slow ones are divided by
+    ``factor``, with a ramp between; magnitudes as DeepSeek computes them.
+    """
+    rope, dim = config.rope_parameters, config.qk_rope_head_dim
+    base = rope["rope_theta"]
+    frequencies = base ** -(torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    magnitude = 1.0
+    if rope["rope_type"] != "default":
+        factor = rope["factor"]
+        ends = (rope.get("beta_fast") or 32, rope.get("beta_slow") or 1)
+        turns = [rope["original_max_position_embeddings"] / (end * 2 * math.pi) for end in ends]
+        low, high = (dim * math.log(turn) / (2 * math.log(base)) for turn in turns)
+        low, high = max(math.floor(low), 0), min(math.ceil(high), dim - 1)
+        ramp = (torch.arange(dim // 2) - low) / max(high - low, 0.001)
+        frequencies *= 1 - ramp.clamp(0, 1) * (1 - 1 / factor)
+        magnitude = _mscale(factor, rope.get("mscale") or 1.0)
+        magnitude /= _mscale(factor, rope.get("mscale_all_dim") or 0.0)
+    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
+    return angles.cos() * magnitude, angles.sin() * magnitude
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

@@ -1,0 +1,267 @@
+"""The target's multi-token prediction module as a drafter of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from transformers import DeepseekV3Config
+
+from specserve.core.errors import ConfigError
+from specserve.drafters.base import Answer, Card, Key, Row
+from specserve.drafters.latent_attention import Packed, Span
+from specserve.drafters.mtp_files import find_mtp
+from specserve.drafters.mtp_module import MtpModule
+from specserve.drafters.mtp_weights import MtpWeights
+from specserve.drafters.slots import Slot, SlotTable
+from specserve.drafters.vocabulary import fingerprint
+
+_CONFIG = {
+    "hidden_act": ("silu",),
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+    "attention_bias": (False,),
+}
+"""What of config.json the module's arithmetic rests on, and cannot be seen from its tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What a row asks for, as far as it can be done.
+
+    Attributes:
+        row: the row.
+        slot: its text's.
+        span: entries to compute; may be none.
+        num_drafts: tokens to draft.
+    """
+
+    row: Row
+    slot: Slot
+    span: Span
+    num_drafts: int
+
+
+class MtpDrafter:
+    """A :class:`~specserve.drafters.base.Drafter` that continues the target's own hidden states.
+
+    A text of n tokens is held as n - 1 entries: entry i needs the target's state of position i and
+    the token at i + 1. ``Answer.held`` counts entries.
+
+    Args:
+        module: the model, with ``max_texts`` slots.
+        card: what it tells of itself.
+        max_texts: texts that are remembered.
+    """
+
+    def __init__(self, module: MtpModule, card: Card, max_texts: int) -> None:
+        self.card = card
+        self.num_partial = 0
+        """Texts continued from the middle on, as states before it never came."""
+        self._module = module
+        self._slots = SlotTable(max_texts, card.max_tokens)
+
+    @classmethod
+    def load(
+        cls,
+        model: str,
+        *,
+        max_texts: int,
+        max_tokens: int,
+        dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto",
+        device: str = "cpu",
+        num_threads: int | None = None,
+    ) -> MtpDrafter:
+        """Loads the module from its target's checkpoint or from a folder of its own.
+
+        Args:
+            model: the folder.
+            max_texts: texts that are remembered.
+            max_tokens: longest text in tokens; the module's own limit holds as well.
+            dtype: to compute in; auto: float32 on CPU, bfloat16 elsewhere.
+            device: torch's name of it.
+            num_threads: of this process, for computing on CPU; None: as torch has it.
+
+        Raises:
+            ConfigError: the folder has no MTP module, or one that is not as DeepSeek-V3's.
+        """
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        if dtype == "auto":
+            dtype = "float32" if torch.device(device).type == "cpu" else "bfloat16"
+        files = find_mtp(model, "model")
+        config = _read_config(model, files.config)
+        weights = MtpWeights(files, "model", getattr(torch, dtype), torch.device(device))
+        card = Card(
+            kind="mtp",
+            model=model,
+            vocab_size=config.vocab_size,
+            tokenizer=fingerprint(model),
+            hidden_size=config.hidden_size,
+            max_tokens=min(max_tokens, config.max_position_embeddings),
+        )
+        return cls(MtpModule(config, weights, max_texts, card.max_tokens), card, max_texts)
+
+    @torch.inference_mode()
+    def draft(self, rows: Sequence[Row]) -> list[Answer]:
+        """See :meth:`specserve.drafters.base.Drafter.draft`."""
+        keys = {row.key for row in rows}
+        works = [self._prepare(row, keys) for row in rows]
+        drafts = self._compute([work for work in works if work and work.span.end > work.span.start])
+        answers = []
+        for row in rows:
+            slot = self._slots.get(row.key)
+            held = slot.length if slot else 0
+            answers.append(Answer(held, tuple(drafts.get(row.key, ()))))
+        return answers
+
+    def forget(self, keys: Sequence[Key]) -> None:
+        """See :meth:`specserve.drafters.base.Drafter.forget`."""
+        for key in keys:
+            self._slots.close(key)
+
+    def _prepare(self, row: Row, keys: Collection[Key]) -> _Work | None:
+        """Brings the row's slot to where the row goes on; None: it cannot be served."""
+        if not self._fits(row):
+            return None
+        slot = self._place(row, keys) if row.start == 0 else self._resume(row)
+        if slot is None:
+            return None
+        num_entries = row.num_tokens - 1
+        end = min(num_entries, row.states_start + _num_states(row))
+        if row.states_start >= end:
+            return None  # nothing that it brings can be used
+        num_drafts = 0
+        if end == num_entries:
+            num_drafts = min(row.max_draft_tokens, self.card.max_tokens - row.num_tokens)
+        if num_drafts > 0:
+            # A text that is held whole: its last result was not kept, and makes the first draft.
+            self._truncate(slot, end - 1)
+        if row.states_start > slot.length:
+            self._slots.restart(slot, row.tokens[:0])
+            slot.begin = slot.length = row.states_start
+            self.num_partial += 1
+        end = max(end, slot.length)
+        return _Work(row, slot, Span(slot.index, slot.begin, slot.length, end), num_drafts)
+
+    def _fits(self, row: Row) -> bool:
+        """Whether the row can be computed at all; others' rows must not fail with it."""
+        card = self.card
+        return (
+            0 < row.num_tokens <= card.max_tokens
+            and (row.states is None or row.states.shape[1:] == (card.hidden_size,))
+            and bool(np.all((row.tokens >= 0) & (row.tokens < card.vocab_size)))
+        )
+
+    def _place(self, row: Row, keys: Collection[Key]) -> Slot | None:
+        """A slot for a text that is told from its beginning, with what another slot has of it."""
+        self._slots.close(row.key)
+        # Entry i holds token i + 1, so the table never sees token 0: it goes into the salt.
+        salt = row.salt * 2**31 + int(row.tokens[0])
+        slot = self._slots.open(row.key, salt, keys)
+        if slot is not None:
+            shared = self._slots.restart(slot, row.tokens[1:])
+            if shared.slot != slot.index:
+                cache = self._module.attention.cache
+                cache[slot.index, : shared.length] = cache[shared.slot, : shared.length]
+        return slot
+
+    def _resume(self, row: Row) -> Slot | None:
+        """The slot of a text that goes on from ``start``."""
+        slot = self._slots.get(row.key)
+        if slot is None or row.start > slot.length:
+            return None
+        kept = row.start
+        # The last entry before start has the token at start in it, which may be another one now.
+        last = self._slots.tokens[slot.index, kept - 1]
+        if kept > slot.begin and (not len(row.tokens) or last != row.tokens[0]):
+            kept -= 1
+        self._truncate(slot, kept)
+        return slot
+
+    def _truncate(self, slot: Slot, length: int) -> None:
+        self._slots.truncate(slot, length)
+        slot.begin = min(slot.begin, slot.length)
+
+    def _compute(self, works: Sequence[_Work]) -> dict[Key, list[int]]:
+        """All new entries in one forward, then the drafts, one forward for each further token."""
+        if not works:
+            return {}
+        tokens = [_entry_tokens(work) for work in works]
+        packed = Packed.of([work.span for work in works], self._module.device)
+        hidden = self._module.forward(
+            torch.cat([self._states(work) for work in works]), self._tensor(tokens), packed
+        )
+        ends = np.cumsum([len(each) for each in tokens])
+        for work, new in zip(works, tokens, strict=True):
+            self._slots.extend(work.slot, new)
+        # Longest drafts first: those that go on are always the first ones.
+        order = sorted(range(len(works)), key=lambda i: -works[i].num_drafts)
+        drafting = [works[i] for i in order if works[i].num_drafts > 0]
+        last = torch.from_numpy(ends[order[: len(drafting)]] - 1).to(hidden.device)
+        return self._continue(drafting, hidden[last])
+
+    def _continue(self, works: Sequence[_Work], hidden: Tensor) -> dict[Key, list[int]]:
+        """Drafts from the last entries' results, ``[n, hidden_size]``.
+
+        Drafted entries stand behind the text and do not count: the next row overwrites them.
+        """
+        drafts: dict[Key, list[int]] = {work.row.key: [] for work in works}
+        steps: list[tuple[Sequence[_Work], Tensor]] = []
+        for step in range(works[0].num_drafts if works else 0):
+            works = [work for work in works if work.num_drafts > step]
+            hidden = hidden[: len(works)]
+            if step:
+                ends = [(work.span, work.span.end + step) for work in works]
+                spans = [Span(span.slot, span.begin, end - 1, end) for span, end in ends]
+                packed = Packed.of(spans, hidden.device)
+                hidden = self._module.forward(hidden, steps[-1][1][: len(works)], packed)
+            steps.append((works, self._module.next_tokens(hidden)))
+        for works, tokens in steps:
+            for work, token in zip(works, tokens.tolist(), strict=True):
+                drafts[work.row.key].append(token)
+        return drafts
+
+    def _states(self, work: _Work) -> Tensor:
+        """The target's states of the work's new entries, ``[new, hidden_size]``."""
+        row, span = work.row, work.span
+        assert row.states is not None
+        states = row.states[span.start - row.states_start : span.end - row.states_start]
+        if states.dtype == np.uint16:
+            bits = torch.tensor(states.view(np.int16), device=self._module.device)
+            return bits.view(torch.bfloat16).to(self._module.dtype)
+        return torch.tensor(states, device=self._module.device, dtype=self._module.dtype)
+
+    def _tensor(self, tokens: Sequence[npt.NDArray[Any]]) -> Tensor:
+        return torch.from_numpy(np.concatenate(tokens).astype(np.int64)).to(self._module.device)
+
+
+def _num_states(row: Row) -> int:
+    return 0 if row.states is None else len(row.states)
+
+
+def _entry_tokens(work: _Work) -> npt.NDArray[np.int32]:
+    """The tokens behind the positions of the new entries."""
+    row, span = work.row, work.span
+    return row.tokens[span.start + 1 - row.start : span.end + 1 - row.start]
+
+
+def _read_config(folder: str, raw: dict[str, Any]) -> Any:
+    """The checkpoint's config by transformers, which knows its older forms."""
+    for name, allowed in _CONFIG.items():
+        if raw.get(name, allowed[0]) not in allowed:
+            raise ConfigError(f"model: {name}", raw[name], str(allowed[0]))
+    try:
+        config = DeepseekV3Config.from_pretrained(folder)
+    except (OSError, ValueError, TypeError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError("model", folder, f"a valid config.json: {reason}") from None
+    kind = config.rope_parameters["rope_type"]
+    if kind not in ("default", "yarn"):
+        raise ConfigError("model: rope_type", kind, "default, yarn")
+    return config

@@ -1,0 +1,190 @@
+"""Which tensors of a checkpoint make up its MTP module, and where in its files they are.
+
+Reads headers alone, and only of the files that the module is in: of a checkpoint of many shards no
+others need to be there. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specserve.core.errors import ConfigError
+
+ARCHITECTURE = "DeepseekV3ForCausalLM"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+OWN_EMBEDDING, OWN_HEAD = "embed_tokens.weight", "shared_head.head.weight"
+
+_MAX_HEADER_BYTES = 100_000_000
+"""What the safetensors library itself accepts."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor as it lies in a safetensors file.
+
+    Attributes:
+        file: which.
+        dtype: by safetensors' name: ``BF16``, ``F8_E4M3``, ...
+        shape: of the tensor.
+        begin: first byte in the file.
+        end: byte after the last one.
+    """
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size."""
+        return self.end - self.begin
+
+
+@dataclass(frozen=True, slots=True)
+class MtpFiles:
+    """The MTP module's part of a checkpoint, whole or split off.
+
+    Attributes:
+        folder: of the checkpoint.
+        config: its config.json.
+        layer: what the names of the module's own tensors begin with: ``model.layers.61.``.
+        tensors: by their full names; the target's embedding and head are among them where the
+            module has no copies of its own.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    layer: str
+    tensors: dict[str, StoredTensor]
+
+    @property
+    def embedding(self) -> str:
+        """Name of the embedding's tensor."""
+        return next(n for n in (self.layer + OWN_EMBEDDING, EMBEDDING) if n in self.tensors)
+
+    @property
+    def head(self) -> str:
+        """Name of the head's tensor; the embedding's where they are one."""
+        names = (self.layer + OWN_HEAD, HEAD, self.embedding)
+        return next(name for name in names if name in self.tensors)
+
+
+def find_mtp(folder: str, field: str) -> MtpFiles:
+    """Finds the module in a checkpoint.
+
+    Args:
+        folder: of the checkpoint.
+        field: what the user named it by, for errors.
+
+    Raises:
+        ConfigError: it is no checkpoint of DeepSeek-V3's architecture, has no MTP layer or more
+            than one, or a file that the module is in is missing or damaged.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise ConfigError(field, folder, "a folder with a config.json and safetensors files")
+    try:
+        return _find(path)
+    except _Unfit as unfit:
+        raise ConfigError(field, folder, str(unfit)) from None
+
+
+class _Unfit(Exception):
+    """What would have been accepted, in words."""
+
+
+def _find(folder: Path) -> MtpFiles:
+    config = _read_json(folder / "config.json")
+    architectures = config.get("architectures")
+    if architectures != [ARCHITECTURE]:
+        raise _Unfit(f"a checkpoint of {ARCHITECTURE}, not of {architectures}")
+    number = config.get("num_hidden_layers")
+    layer = f"model.layers.{number}."
+    places = _places(folder)
+    own = [name for name in places if name.startswith(layer)]
+    if not isinstance(number, int) or f"{layer}eh_proj.weight" not in own:
+        raise _Unfit(f"a checkpoint with an MTP layer, {layer}*")
+    if f"model.layers.{number + 1}.eh_proj.weight" in places:
+        raise _Unfit("a checkpoint with one MTP layer, not with several")
+    if layer + OWN_EMBEDDING not in own:
+        own.append(EMBEDDING)
+    if layer + OWN_HEAD not in own and not config.get("tie_word_embeddings"):
+        own.append(HEAD)
+    missing = [name for name in own if name not in places]
+    if missing:
+        raise _Unfit(f"a checkpoint with {missing[0]}")
+    stored: dict[str, StoredTensor] = {}
+    for file in sorted({places[name] for name in own}):
+        stored |= read_header(file)
+    absent = [name for name in own if name not in stored]
+    if absent:
+        raise _Unfit(f"files that hold what {INDEX} says: {absent[0]} is missing")
+    # In the order of the files, so that they are read from front to back.
+    order = sorted(own, key=lambda name: (stored[name].file, stored[name].begin))
+    return MtpFiles(folder, config, layer, {name: stored[name] for name in order})
+
+
+def _places(folder: Path) -> dict[str, Path]:
+    """Every tensor's file."""
+    if not (folder / INDEX).exists():
+        return dict.fromkeys(read_header(folder / SINGLE), folder / SINGLE)
+    files = _read_json(folder / INDEX).get("weight_map")
+    if not isinstance(files, dict) or not _are_file_names(files.values()):
+        raise _Unfit(f"a {INDEX} with a `weight_map` of file names")
+    return {name: folder / file for name, file in files.items()}
+
+
+def _are_file_names(values: Iterable[object]) -> bool:
+    return all(isinstance(value, str) and Path(value).name == value for value in values)
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """A safetensors file's tensors by their names."""
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if length > _MAX_HEADER_BYTES:
+                raise ValueError(length)
+            header = json.loads(stream.read(length))
+            size = os.fstat(stream.fileno()).st_size
+        header.pop("__metadata__", None)
+        data = 8 + length
+        tensors = {
+            name: StoredTensor(
+                file,
+                entry["dtype"],
+                tuple(entry["shape"]),
+                data + entry["data_offsets"][0],
+                data + entry["data_offsets"][1],
+            )
+            for name, entry in header.items()
+        }
+    except FileNotFoundError:
+        raise _Unfit(f"a checkpoint with all its files: {file.name} is missing") from None
+    except OSError as error:
+        raise _Unfit(f"a readable {file.name} ({error.strerror})") from None
+    except (ValueError, AttributeError, LookupError, TypeError):
+        raise _Unfit(f"a whole {file.name}: its header is not safetensors'") from None
+    if any(tensor.end > size for tensor in tensors.values()):
+        raise _Unfit(f"a whole {file.name}: its end is missing")
+    return tensors
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise _Unfit(f"a folder with a readable {path.name} ({error.strerror})") from None
+    except ValueError:
+        raise _Unfit(f"a {path.name} of valid JSON") from None
+    if not isinstance(content, dict):
+        raise _Unfit(f"a {path.name} that is a JSON object")
+    return content

@@ -1,0 +1,79 @@
+"""DeepSeek-V3's multi-token prediction module (arXiv 2412.19437, section 2.2) as vLLM runs it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from specserve.drafters.experts import MixtureOfExperts
+from specserve.drafters.latent_attention import LatentAttention, Packed
+from specserve.drafters.mtp_weights import MtpWeights
+
+
+class MtpModule:
+    """Predicts the token after next from the target's hidden state and the next token.
+
+    Entry i of its cache is position i: the hidden state of token i with token i + 1. From the
+    second draft token on the hidden state is the module's own last result.
+
+    Args:
+        config: transformers' DeepseekV3Config.
+        weights: of the module.
+        num_slots: texts that the cache holds.
+        max_entries: entries of each.
+    """
+
+    def __init__(self, config: Any, weights: MtpWeights, num_slots: int, max_entries: int) -> None:
+        width, vocab = config.hidden_size, config.vocab_size
+        self._eps = config.rms_norm_eps
+        self._embedding = weights.embedding(vocab, width)
+        self._enorm = weights.get("enorm.weight", width)
+        self._hnorm = weights.get("hnorm.weight", width)
+        self._join = weights.get("eh_proj.weight", width, 2 * width)
+        self._input_norm = weights.get("input_layernorm.weight", width)
+        self.attention = LatentAttention(config, weights.part("self_attn"), num_slots, max_entries)
+        self._mlp_norm = weights.get("post_attention_layernorm.weight", width)
+        self._experts = MixtureOfExperts(config, weights.part("mlp"))
+        self._norm = weights.get("shared_head.norm.weight", width)
+        self._head = weights.head(vocab, width)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it computes in."""
+        return self._norm.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self._norm.device
+
+    def forward(self, states: Tensor, next_tokens: Tensor, packed: Packed) -> Tensor:
+        """Computes new entries and writes them into the cache.
+
+        Args:
+            states: ``[total, hidden_size]``, hidden states after the final norm: the target's, or
+                this method's own result for the position before.
+            next_tokens: int64 ``[total]``, the tokens behind those.
+            packed: where the entries belong.
+
+        Returns:
+            ``[total, hidden_size]``, after the final norm.
+        """
+        embedded = F.embedding(next_tokens, self._embedding)
+        # At position 0 the module was trained without the next token.
+        embedded.masked_fill_((packed.positions == 0).unsqueeze(1), 0)
+        both = torch.cat([self._rms(embedded, self._enorm), self._rms(states, self._hnorm)], 1)
+        x = F.linear(both, self._join)
+        x += self.attention.forward(self._rms(x, self._input_norm), packed)
+        x += self._experts.forward(self._rms(x, self._mlp_norm))
+        return self._rms(x, self._norm)
+
+    def next_tokens(self, hidden: Tensor) -> Tensor:
+        """The likeliest tokens, int64 ``[n]``, by what :meth:`forward` returned of n entries."""
+        return F.linear(hidden, self._head).argmax(1)
+
+    def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, self._eps)
