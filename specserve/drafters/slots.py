@@ -68,7 +68,7 @@ class SlotTable:
         self._slots = [Slot(index) for index in range(num_slots)]
         self._by_key: dict[Key, Slot] = {}
         self._by_age: OrderedDict[int, Slot] = OrderedDict((s.index, s) for s in self._slots)
-        self._blocks: dict[int, tuple[int, int]] = {}
+        self._holders: dict[int, dict[int, None]] = {}  # hash of a beginning -> slots, by age
         self._hashes: list[list[int]] = [[] for _ in self._slots]
 
     def get(self, key: Key) -> Slot | None:
@@ -98,6 +98,8 @@ class SlotTable:
             return None
         if slot.key is not None:
             del self._by_key[slot.key]
+        if slot.salt != salt:  # what stands there was never this salt's
+            self.truncate(slot, 0)
         slot.key, slot.salt = key, salt
         self._by_key[key] = slot
         self._by_age.move_to_end(slot.index)
@@ -116,11 +118,12 @@ class SlotTable:
         """
         shared = Shared(slot.index, 0)
         for number, found in enumerate(_chain(slot.salt, text)):
-            source, block = self._blocks.get(found, (-1, 0))
-            end = (number + 1) * BLOCK
-            if source < 0 or block != number or not self._holds(source, slot.salt, text[:end]):
+            if found not in self._holders:
                 break
-            shared = Shared(source, end)
+            end = (number + 1) * BLOCK
+            shared = Shared(self._best_holder(found, slot.index), end)
+        if not self._holds(shared.slot, slot.salt, text[: shared.length]):
+            shared = Shared(slot.index, 0)
         self._drop_blocks(slot.index, 0)
         slot.begin, slot.length = 0, shared.length
         self.tokens[slot.index, : shared.length] = text[: shared.length]
@@ -143,7 +146,7 @@ class SlotTable:
         known = len(hashes) * BLOCK
         previous = hashes[-1] if hashes else slot.salt
         for found in _chain(previous, self.tokens[slot.index, known:end]):
-            self._blocks[found] = (slot.index, len(hashes))
+            self._holders.setdefault(found, {})[slot.index] = None
             hashes.append(found)
 
     def close(self, key: Key) -> None:
@@ -151,6 +154,11 @@ class SlotTable:
         slot = self._by_key.pop(key, None)
         if slot is not None:
             slot.key = None
+
+    def _best_holder(self, found: int, index: int) -> int:
+        """A slot that holds a beginning; slot ``index`` itself if it does, to save the copy."""
+        holders = self._holders[found]
+        return index if index in holders else next(iter(holders))
 
     def _holds(self, index: int, salt: int, text: Int32Array) -> bool:
         """Whether a slot holds this beginning; hashes are only hints."""
@@ -165,8 +173,10 @@ class SlotTable:
     def _drop_blocks(self, index: int, num_kept: int) -> None:
         hashes = self._hashes[index]
         for found in hashes[num_kept:]:
-            if self._blocks.get(found, (-1, 0))[0] == index:
-                del self._blocks[found]
+            holders = self._holders[found]
+            del holders[index]
+            if not holders:
+                del self._holders[found]
         del hashes[num_kept:]
 
 

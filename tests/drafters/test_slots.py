@@ -87,6 +87,24 @@ def test_texts_of_different_salts_share_nothing() -> None:
     assert table.restart(slot, text(48)).length == 0
 
 
+def test_what_a_slot_holds_under_another_salt_is_not_shared_with_its_next_text() -> None:
+    table = SlotTable(1, 128)
+    write(table, 0, text(48), salt=1)
+    slot = table.open(key(1), 2)
+    assert slot is not None
+    assert table.restart(slot, text(48)).length == 0
+
+
+def test_a_beginning_is_shared_as_long_as_any_slot_holds_it() -> None:
+    table = SlotTable(3, 128)
+    first = write(table, 0, text(48))
+    second = write(table, 1, text(48))
+    table.truncate(second, 0)
+    slot = table.open(key(2), 0)
+    assert slot is not None
+    assert table.restart(slot, text(48)).slot == first.index
+
+
 @pytest.mark.parametrize("kept", [0, 15, 16, 33])
 def test_what_was_rolled_back_is_not_shared(kept: int) -> None:
     table = SlotTable(2, 128)

@@ -1,0 +1,204 @@
+"""Attention of new tokens of many texts at once, each over its own text in the KV cache.
+
+The new tokens of all texts stand one after the other in a batch of one row, so that no padding is
+computed outside of attention. transformers calls :func:`attend` in place of its own attention
+(its ``AttentionInterface``); what it needs to know comes as the model's keyword ``step``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from specserve.drafters.kv_cache import KVCache
+
+NAME = "specserve_slots"
+"""Of this attention among transformers' implementations."""
+
+_REFUSED_OPTIONS = ("sliding_window", "softcap", "s_aux", "position_bias")
+"""What a model may ask of attention beyond the plain one, by transformers' names."""
+
+
+class UnsupportedAttention(ValueError):
+    """A model asks for attention other than the plain causal one; the message names what."""
+
+
+class Step(Protocol):
+    """One forward's part of attention."""
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None
+    ) -> Tensor:
+        """Attention of one layer.
+
+        Args:
+            layer: its index.
+            query: ``[query_heads, n, key_dim]`` of the n new tokens.
+            key: ``[heads, n, key_dim]``, positions already turned in.
+            value: ``[heads, n, value_dim]``.
+            scale: of the scores; None: ``key_dim ** -0.5``.
+
+        Returns:
+            ``[n, query_heads, value_dim]``.
+        """
+        ...
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    *,
+    step: Step | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it; tensors are ``[1, heads, n, dim]``.
+
+    Raises:
+        UnsupportedAttention: the model wants more than plain causal attention, or keeps its
+            keywords to itself.
+    """
+    if step is None:
+        raise UnsupportedAttention("layers that pass no keywords on to their attention")
+    for name in _REFUSED_OPTIONS:
+        if options.get(name) is not None:
+            raise UnsupportedAttention(f"{name} in its attention")
+    return step.attend(module.layer_idx, query[0], key[0], value[0], scaling)[None], None
+
+
+AttentionInterface.register(NAME, attend)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """New tokens of one text: positions ``begin .. end - 1`` of slot ``slot``."""
+
+    slot: int
+    begin: int
+    end: int
+
+
+class CachedStep:
+    """A forward that writes its entries into the cache and reads those before them.
+
+    Args:
+        cache: of all texts.
+        spans: the new tokens in their order, each of another slot, none empty.
+    """
+
+    def __init__(self, cache: KVCache, spans: Sequence[Span]) -> None:
+        self._cache = cache
+        device = cache.keys[0].device
+        positions = np.concatenate([np.arange(span.begin, span.end) for span in spans])
+        offsets = np.repeat(
+            [span.slot * cache.max_tokens for span in spans],
+            [span.end - span.begin for span in spans],
+        )
+        self.positions = torch.as_tensor(positions, device=device)
+        """int64 ``[n]``, each new token's position in its text."""
+        self._places = torch.as_tensor(positions + offsets, device=device)
+        reader = RowByRow if device.type == "cpu" else Padded
+        self._reader = reader(cache, spans)
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None
+    ) -> Tensor:
+        """See :class:`Step`."""
+        self._cache.write(layer, self._places, key.transpose(0, 1), value.transpose(0, 1))
+        return self._reader.attend(layer, query, scale)
+
+
+class RowByRow:
+    """Reads the cache where it stands, text by text: on a CPU copies cost more than calls."""
+
+    def __init__(self, cache: KVCache, spans: Sequence[Span]) -> None:
+        self._cache = cache
+        self._spans = spans
+        self._masks = [_causal_mask(span) for span in spans]
+
+    def attend(self, layer: int, query: Tensor, scale: float | None) -> Tensor:
+        """``[query_heads, n, key_dim]`` to ``[n, query_heads, value_dim]``."""
+        outputs = []
+        lengths = [span.end - span.begin for span in self._spans]
+        parts = torch.split(query, lengths, dim=1)
+        for span, mask, part in zip(self._spans, self._masks, parts, strict=True):
+            keys = self._cache.keys[layer][span.slot, : span.end].transpose(0, 1)
+            values = self._cache.values[layer][span.slot, : span.end].transpose(0, 1)
+            outputs.append(_grouped(part[None], keys[None], values[None], mask, scale)[0])
+        return torch.cat(outputs, dim=1).transpose(0, 1)
+
+
+class Padded:
+    """Gathers all texts into one batch: on an accelerator calls cost more than copies.
+
+    Shorter texts repeat their last position, so that nothing unwritten is read.
+    """
+
+    def __init__(self, cache: KVCache, spans: Sequence[Span]) -> None:
+        self._cache = cache
+        device = cache.keys[0].device
+        slots, begins, ends = np.array([(s.slot, s.begin, s.end) for s in spans]).T[..., None]
+        counts = ends - begins
+        positions = np.minimum(np.arange(ends.max()), ends - 1)
+        steps = np.minimum(np.arange(counts.max()), counts - 1)
+        sees = np.arange(ends.max()) <= (begins + steps)[..., None]
+        firsts = np.cumsum(counts)[:, None] - counts
+        self._read = torch.as_tensor(slots * cache.max_tokens + positions, device=device)
+        self._queries = torch.as_tensor(firsts + steps, device=device)
+        self._mask = torch.as_tensor(sees, device=device)[:, None]
+        self._real = torch.as_tensor(np.arange(counts.max()) < counts, device=device)
+
+    def attend(self, layer: int, query: Tensor, scale: float | None) -> Tensor:
+        """``[query_heads, n, key_dim]`` to ``[n, query_heads, value_dim]``."""
+        keys = self._cache.keys[layer].flatten(0, 1)[self._read].transpose(1, 2)
+        values = self._cache.values[layer].flatten(0, 1)[self._read].transpose(1, 2)
+        queries = query[:, self._queries].transpose(0, 1)
+        output = _grouped(queries, keys, values, self._mask, scale)
+        return output.transpose(1, 2)[self._real]
+
+
+def _causal_mask(span: Span) -> Tensor | None:
+    """bool ``[1, 1, m, end]``, what each new token sees; None: the only one sees all."""
+    if span.end - span.begin == 1:
+        return None
+    return (torch.arange(span.end) <= torch.arange(span.begin, span.end)[:, None])[None, None]
+
+
+def _grouped(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None
+) -> Tensor:
+    """Attention of query heads that share heads of keys, without repeating any key.
+
+    The query heads of a group stand as further queries of their head of keys.
+
+    Args:
+        query: ``[b, query_heads, m, key_dim]``.
+        keys: ``[b, heads, t, key_dim]``.
+        values: ``[b, heads, t, value_dim]``.
+        mask: bool ``[b, 1, m, t]``; None: all is seen.
+        scale: of the scores.
+
+    Returns:
+        ``[b, query_heads, m, value_dim]``.
+    """
+    batch, num_query_heads, num_queries, _ = query.shape
+    num_heads = keys.shape[1]
+    group = num_query_heads // num_heads
+    output = scaled_dot_product_attention(
+        query.reshape(batch, num_heads, group * num_queries, -1),
+        keys,
+        values,
+        None if mask is None else mask.repeat(1, 1, group, 1),
+        scale=scale,
+    )
+    return output.reshape(batch, num_query_heads, num_queries, -1)

@@ -1,0 +1,203 @@
+"""The draft model: a smaller model with the target's vocabulary writes on, greedily."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specserve.core.types import Int32Array
+from specserve.drafters.attention import Span
+from specserve.drafters.base import Answer, Card, Key, Row
+from specserve.drafters.causal_model import CausalModel
+from specserve.drafters.kv_cache import KVCache
+from specserve.drafters.slots import Slot, SlotTable
+from specserve.drafters.vocabulary import fingerprint
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A row's part of a call.
+
+    Attributes:
+        row: its index in the call.
+        slot: its text's, up to before the new tokens.
+        tokens: int32 ``[m]``, the new tokens, at least one.
+        draft_len: tokens to draft after them.
+    """
+
+    row: int
+    slot: Slot
+    tokens: Int32Array
+    draft_len: int
+
+    @property
+    def end(self) -> int:
+        """Length of the whole text."""
+        return self.slot.length + len(self.tokens)
+
+
+class CausalDrafter:
+    """Drafts with a causal language model; keeps the keys and values of the texts.
+
+    A draft's own entries are written behind the text and count for nothing: the next call
+    overwrites them.
+
+    Args:
+        model: the draft model.
+        card: what to tell of it; texts are ``card.max_tokens`` long at most.
+        max_texts: texts to remember.
+
+    Raises:
+        ConfigError: so many texts do not fit into memory.
+    """
+
+    def __init__(self, model: CausalModel, card: Card, max_texts: int) -> None:
+        self._model = model
+        self._card = card
+        self._table = SlotTable(max_texts, card.max_tokens)
+        self._cache = KVCache(model.layers, max_texts, card.max_tokens, model.dtype, model.device)
+
+    @classmethod
+    def load(
+        cls,
+        model: str,
+        *,
+        max_texts: int,
+        max_tokens: int,
+        dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto",
+        device: str = "cpu",
+        num_threads: int | None = None,
+    ) -> Self:
+        """Loads a draft model.
+
+        Args:
+            model: folder of a Hugging Face checkpoint, or its id on the hub.
+            max_texts: texts to remember.
+            max_tokens: longest text; the model's own limit holds as well.
+            dtype: to compute in; auto: float32 on a CPU, bfloat16 elsewhere.
+            device: as torch names it.
+            num_threads: of this process's torch; None: as they are.
+
+        Raises:
+            ConfigError: the checkpoint is missing or no model of plain causal attention, or the KV
+                cache does not fit into memory.
+        """
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        where = torch.device(device)
+        if dtype == "auto":
+            dtype = "float32" if where.type == "cpu" else "bfloat16"
+        loaded = CausalModel.load(model, getattr(torch, dtype), where)
+        card = Card(
+            kind="draft_model",
+            model=model,
+            vocab_size=loaded.vocab_size,
+            tokenizer=fingerprint(model),
+            hidden_size=0,
+            max_tokens=min(max_tokens, loaded.max_positions),
+        )
+        return cls(loaded, card, max_texts)
+
+    @property
+    def card(self) -> Card:
+        """What it is."""
+        return self._card
+
+    @torch.inference_mode()
+    def draft(self, rows: Sequence[Row]) -> list[Answer]:
+        """See :class:`~specserve.drafters.base.Drafter`; ``held`` counts whole texts."""
+        keys = {row.key for row in rows}
+        slots = [self._place(row, keys) for row in rows]
+        answers = [Answer(slot.length if slot else 0) for slot in slots]
+        turns = []
+        for index, (row, slot) in enumerate(zip(rows, slots, strict=True)):
+            turn = self._turn(index, row, slot) if slot else None
+            if turn is not None:
+                turns.append(turn)
+        # The rows that go on drafting are always the first ones.
+        turns.sort(key=lambda turn: turn.draft_len, reverse=True)
+        for turn, tokens in zip(turns, self._run(turns), strict=True):
+            self._table.extend(turn.slot, turn.tokens)  # not sooner: none may share it uncomputed
+            answers[turn.row] = Answer(turn.slot.length, tokens)
+        return answers
+
+    def forget(self, keys: Sequence[Key]) -> None:
+        """These texts have ended; unknown keys are fine."""
+        for key in keys:
+            self._table.close(key)
+
+    def _place(self, row: Row, keys: Collection[Key]) -> Slot | None:
+        """The slot of a row's text, rolled back to where the row starts; None: it has none."""
+        slot = self._table.get(row.key)
+        if slot is not None:
+            if 0 <= row.start <= slot.length:
+                self._table.truncate(slot, row.start)
+            return slot
+        if row.start != 0 or not self._is_fit(row):
+            return None
+        slot = self._table.open(row.key, row.salt, keys)
+        if slot is not None:
+            shared = self._table.restart(slot, row.tokens)
+            if shared.slot != slot.index:
+                self._cache.copy(shared.slot, slot.index, shared.length)
+        return slot
+
+    def _is_fit(self, row: Row) -> bool:
+        """Whether a text is not too long, and of the model's own tokens."""
+        tokens = row.tokens
+        return row.num_tokens <= self._card.max_tokens and bool(
+            ((tokens >= 0) & (tokens < self._card.vocab_size)).all()
+        )
+
+    def _turn(self, index: int, row: Row, slot: Slot) -> _Turn | None:
+        """What is to be computed for a row; None: nothing."""
+        if not 0 <= row.start <= slot.length or not self._is_fit(row):
+            return None
+        room = self._card.max_tokens - row.num_tokens
+        draft_len = max(0, min(row.max_draft_tokens, room))
+        if draft_len and slot.length == row.num_tokens > 0:
+            # A draft needs the last token's logits, which are not kept.
+            self._table.truncate(slot, slot.length - 1)
+            last = self._table.tokens[slot.index, slot.length : slot.length + 1].copy()
+            return _Turn(index, slot, last, draft_len)
+        tokens = row.tokens[slot.length - row.start :]
+        return _Turn(index, slot, tokens, draft_len) if len(tokens) else None
+
+    def _run(self, turns: Sequence[_Turn]) -> list[tuple[int, ...]]:
+        """Computes the turns, longest draft first; their drafts."""
+        if not turns:
+            return []
+        ids = torch.as_tensor(
+            np.concatenate([turn.tokens for turn in turns], dtype=np.int64),
+            device=self._model.device,
+        )
+        spans = [Span(turn.slot.index, turn.slot.length, turn.end) for turn in turns]
+        lasts = np.cumsum([len(turn.tokens) for turn in turns]) - 1
+        num_left = _num_drafting(turns, 0)
+        ids = self._best(ids, spans, lasts[:num_left].tolist())
+        columns = [ids]
+        for step in range(1, turns[0].draft_len):
+            num_left = _num_drafting(turns, step)
+            ends = [(turn.slot.index, turn.end + step) for turn in turns[:num_left]]
+            spans = [Span(slot, end - 1, end) for slot, end in ends]
+            ids = self._best(ids[:num_left], spans, list(range(num_left)))
+            columns.append(ids)
+        drafts: list[list[int]] = [[] for _ in turns]
+        for column in columns:
+            for draft, token in zip(drafts, column.tolist(), strict=False):
+                draft.append(token)
+        return [tuple(draft) for draft in drafts]
+
+    def _best(self, ids: Tensor, spans: Sequence[Span], wanted: list[int]) -> Tensor:
+        """Computes new tokens; int64 ``[m]``, the likeliest tokens after the ``wanted`` ones."""
+        return self._model.forward(ids, self._cache, spans, wanted).argmax(-1)
+
+
+def _num_drafting(turns: Sequence[_Turn], step: int) -> int:
+    """How many of the turns want a token more after ``step`` drafted ones."""
+    return sum(turn.draft_len > step for turn in turns)

@@ -1,0 +1,149 @@
+"""A causal language model of transformers that computes over slots of a KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from specserve.core.errors import ConfigError
+from specserve.drafters.attention import NAME, CachedStep, Span, Step, UnsupportedAttention
+from specserve.drafters.kv_cache import KVCache, LayerShape
+
+_PROBE_TOKENS = 24
+
+
+class CausalModel:
+    """Any causal model whose attention goes through transformers' ``AttentionInterface``.
+
+    Attributes:
+        dtype: of weights and cache.
+        device: where it computes.
+        layers: what a position takes in the cache, a shape a layer.
+        vocab_size: logits a token.
+        max_positions: longest text that it was made for, in tokens.
+    """
+
+    def __init__(self, model: Any, layers: list[LayerShape]) -> None:
+        config = model.config.get_text_config()
+        self._model = model
+        self.dtype: torch.dtype = model.dtype
+        self.device: torch.device = model.device
+        self.layers = layers
+        self.vocab_size: int = config.vocab_size
+        self.max_positions: int = config.max_position_embeddings
+
+    @classmethod
+    def load(cls, path: str, dtype: torch.dtype, device: torch.device) -> Self:
+        """Loads a checkpoint and sees to it that what it computes over slots is right.
+
+        Args:
+            path: folder of a Hugging Face checkpoint, or its id on the hub.
+            dtype: to compute in.
+            device: to compute on.
+
+        Raises:
+            ConfigError: no such checkpoint, or the model is not one of plain causal attention.
+        """
+        try:
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise ConfigError("model", path, f"a causal model's checkpoint ({reason})") from error
+        try:
+            return cls.attach(model)
+        except UnsupportedAttention as error:
+            allowed = f"a model of plain causal attention; this one has {error}"
+            raise ConfigError("model", path, allowed) from None
+
+    @classmethod
+    @torch.inference_mode()
+    def attach(cls, model: Any) -> Self:
+        """Gives a loaded model attention over slots.
+
+        Raises:
+            UnsupportedAttention: it does not compute the same with it as with its own.
+        """
+        _check_config(model.config.get_text_config())
+        ids = torch.arange(_PROBE_TOKENS, device=model.device) * 7919 % model.config.vocab_size
+        wanted = model(input_ids=ids[None], use_cache=False).logits[0, -1]
+        model.set_attn_implementation(NAME)
+        probe = _Probe()
+        _forward(model, ids[:1], torch.zeros_like(ids[:1]), probe, [0])
+        num_layers = model.config.get_text_config().num_hidden_layers
+        if sorted(probe.shapes) != list(range(num_layers)):
+            raise UnsupportedAttention("layers without transformers' attention interface")
+        attached = cls(model, [probe.shapes[layer] for layer in range(num_layers)])
+        found = attached._in_pieces(ids)
+        # Rounding in bfloat16 is some percent of the largest logit; another function is not near.
+        if found.shape != wanted.shape or _distance(found, wanted) > 0.1:
+            raise UnsupportedAttention("other state than keys and values, or positions of its own")
+        return attached
+
+    def forward(
+        self, ids: Tensor, cache: KVCache, spans: Sequence[Span], wanted: list[int]
+    ) -> Tensor:
+        """Computes new tokens of any texts, and writes their entries.
+
+        Args:
+            ids: int64 ``[n]``, the spans' tokens one after the other.
+            cache: holds for each span all entries before it.
+            spans: where the tokens stand; each of another slot, none empty.
+            wanted: indexes into ``ids`` of the m tokens whose logits are wanted.
+
+        Returns:
+            ``[m, vocab_size]``.
+        """
+        step = CachedStep(cache, spans)
+        return _forward(self._model, ids, step.positions, step, wanted)
+
+    def _in_pieces(self, ids: Tensor) -> Tensor:
+        """The last token's logits, computed in two pieces and beside another text."""
+        cache = KVCache(self.layers, 2, len(ids), self.dtype, self.device)
+        half = len(ids) // 2
+        self.forward(ids[:half], cache, [Span(1, 0, half)], [])
+        spans = [Span(1, half, len(ids)), Span(0, 0, half)]
+        both = torch.cat([ids[half:], ids[:half].flip(0)])
+        return self.forward(both, cache, spans, [len(ids) - half - 1])[0]
+
+
+class _Probe:
+    """A step that notes what the layers are like, and computes nothing."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, LayerShape] = {}
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None
+    ) -> Tensor:
+        self.shapes[layer] = LayerShape(key.shape[0], key.shape[2], value.shape[2])
+        return query.new_zeros(query.shape[1], query.shape[0], value.shape[2])
+
+
+def _forward(model: Any, ids: Tensor, positions: Tensor, step: Step, wanted: list[int]) -> Tensor:
+    logits: Tensor = model(
+        input_ids=ids[None],
+        position_ids=positions[None],
+        use_cache=False,
+        logits_to_keep=torch.tensor(wanted, dtype=torch.int64, device=ids.device),
+        step=step,
+    ).logits[0]
+    return logits
+
+
+def _check_config(config: Any) -> None:
+    """Refuses what shows only in long texts, longer than a probe's."""
+    for kind in getattr(config, "layer_types", None) or ():
+        if kind != "full_attention":
+            raise UnsupportedAttention(f"layers of {kind}")
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        raise UnsupportedAttention(f"{rope['rope_type']} positions, which change with the length")
+
+
+def _distance(found: Tensor, wanted: Tensor) -> float:
+    """Largest difference, as a share of the largest wanted value."""
+    return float((found - wanted).abs().max() / wanted.abs().max())

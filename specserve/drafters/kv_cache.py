@@ -1,0 +1,96 @@
+"""The keys and values of many texts: a row of each layer's tensors for each text."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specserve.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one position of one layer takes.
+
+    Attributes:
+        num_heads: heads of keys and values.
+        key_dim: elements of a head's key.
+        value_dim: elements of a head's value.
+    """
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+
+
+class KVCache:
+    """Keys ``[num_slots, max_tokens, heads, key_dim]`` of each layer, and values alike.
+
+    Positions stand before heads so that the entries of any texts are written by one call, and a
+    beginning is copied as one piece. What was never written holds anything, and must not be read.
+
+    Args:
+        layers: one shape a layer.
+        num_slots: texts.
+        max_tokens: positions of each.
+        dtype: of all entries.
+        device: where they stand.
+
+    Raises:
+        ConfigError: the device's memory is too small; says how many bytes are needed.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerShape],
+        num_slots: int,
+        max_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.max_tokens = max_tokens
+        elements = sum(layer.num_heads * (layer.key_dim + layer.value_dim) for layer in layers)
+        self.num_bytes = num_slots * max_tokens * elements * dtype.itemsize
+        available = _memory_bytes(device)
+        if self.num_bytes > available:
+            raise ConfigError(
+                "max_texts",
+                num_slots,
+                f"fewer: {num_slots} texts of {max_tokens} tokens need {self.num_bytes:,} bytes of "
+                f"KV cache, and {device} has {available:,}",
+            )
+
+        def entries(num_heads: int, dim: int) -> Tensor:
+            size = (num_slots, max_tokens, num_heads, dim)
+            return torch.empty(size, dtype=dtype, device=device)
+
+        self.keys = [entries(layer.num_heads, layer.key_dim) for layer in layers]
+        self.values = [entries(layer.num_heads, layer.value_dim) for layer in layers]
+
+    def write(self, layer: int, places: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Writes entries of any slots.
+
+        Args:
+            layer: which layer's.
+            places: int64 ``[n]``, ``slot * max_tokens + position``.
+            keys: ``[n, heads, key_dim]``.
+            values: ``[n, heads, value_dim]``.
+        """
+        self.keys[layer].flatten(0, 1).index_copy_(0, places, keys)
+        self.values[layer].flatten(0, 1).index_copy_(0, places, values)
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copies the first ``length`` entries of a slot into another."""
+        for entries in (*self.keys, *self.values):
+            entries[target, :length] = entries[source, :length]
+
+
+def _memory_bytes(device: torch.device) -> int:
+    """The machine's memory, or what is free of the accelerator's."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

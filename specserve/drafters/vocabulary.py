@@ -1,0 +1,33 @@
+"""A hash of a tokenizer's vocabulary: a draft of another vocabulary's tokens would be noise."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+
+from transformers import AutoTokenizer
+
+logger = logging.getLogger(__name__)
+
+
+def fingerprint(path: str, revision: str = "") -> str:
+    """Hash of which number each token has, added tokens among them.
+
+    Two tokenizers of one vocabulary have one fingerprint, however their files are written.
+
+    Args:
+        path: folder of a Hugging Face checkpoint, or its id on the hub.
+        revision: branch, tag or commit on the hub; empty: the default one.
+
+    Returns:
+        64 hexadecimal digits; empty, after a warning: there is no tokenizer that can be read.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision or None)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        logger.warning("The vocabulary of %s is unknown and so not checked: %s", path, reason)
+        return ""
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()

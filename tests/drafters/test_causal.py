@@ -1,0 +1,287 @@
+"""The draft model's drafter, with the demo draft model in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from specserve.core.errors import ConfigError
+from specserve.core.types import Int32Array
+from specserve.drafters.attention import Span
+from specserve.drafters.base import NO_TOKENS, Answer, Card, Row
+from specserve.drafters.causal import CausalDrafter
+from specserve.drafters.causal_model import CausalModel
+from specserve.drafters.kv_cache import KVCache
+
+MODEL = str(Path(__file__).parents[2] / "configs/models/demo-draft")
+CPU = torch.device("cpu")
+
+
+class CountingModel(CausalModel):
+    """Counts the tokens that it computes, and fails where it is told to."""
+
+    num_computed = 0
+    is_broken = False
+
+    def forward(
+        self, ids: Tensor, cache: KVCache, spans: Sequence[Span], wanted: list[int]
+    ) -> Tensor:
+        if self.is_broken:
+            raise RuntimeError("no memory left")
+        self.num_computed += len(ids)
+        return super().forward(ids, cache, spans, wanted)
+
+
+@pytest.fixture(scope="module")
+def shared_model() -> CountingModel:
+    return CountingModel.load(MODEL, torch.float32, CPU)
+
+
+@pytest.fixture
+def model(shared_model: CountingModel) -> CountingModel:
+    shared_model.num_computed, shared_model.is_broken = 0, False
+    return shared_model
+
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    reference = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    reference.generation_config.eos_token_id = None
+    return reference
+
+
+def drafter_of(model: CausalModel, max_texts: int = 8, max_tokens: int = 256) -> CausalDrafter:
+    card = Card(
+        kind="draft_model",
+        model=MODEL,
+        vocab_size=model.vocab_size,
+        tokenizer="",
+        hidden_size=0,
+        max_tokens=max_tokens,
+    )
+    return CausalDrafter(model, card, max_texts)
+
+
+def text(length: int, seed: int = 0) -> Int32Array:
+    return np.random.default_rng(seed).integers(6, 4096, length).astype(np.int32)
+
+
+def key(number: int) -> tuple[bytes, int]:
+    return (b"client", number)
+
+
+def row(
+    number: int, tokens: Int32Array, draft_len: int = 0, *, start: int = 0, salt: int = 0
+) -> Row:
+    """A text's row from ``start`` on; ``tokens`` are the whole text."""
+    return Row(
+        key=key(number), salt=salt, start=start, tokens=tokens[start:], max_draft_tokens=draft_len
+    )
+
+
+def greedy(reference: Any, tokens: Int32Array, length: int) -> tuple[int, ...]:
+    ids = torch.as_tensor(tokens.astype(np.int64))[None]
+    written = reference.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=length
+    )
+    return tuple(written[0, len(tokens) :].tolist())
+
+
+def test_a_draft_is_what_transformers_generates(model: CountingModel, reference: Any) -> None:
+    tokens = text(40)
+    answer = drafter_of(model).draft([row(0, tokens, 6)])
+    assert answer == [Answer(40, greedy(reference, tokens, 6))]
+
+
+def test_texts_in_one_call_get_the_drafts_that_each_gets_alone(
+    model: CountingModel, reference: Any
+) -> None:
+    lengths, draft_lens = [1, 30, 7, 100, 16], [3, 0, 6, 1, 4]
+    texts = [text(length, seed) for seed, length in enumerate(lengths)]
+    rows = [row(i, tokens, draft_lens[i]) for i, tokens in enumerate(texts)]
+    together = drafter_of(model).draft(rows)
+    assert together == [drafter_of(model).draft([each])[0] for each in rows]
+    for answer, tokens, draft_len in zip(together, texts, draft_lens, strict=True):
+        wanted = greedy(reference, tokens, draft_len) if draft_len else ()
+        assert answer == Answer(len(tokens), wanted)
+
+
+def test_steps_over_many_texts_go_on_from_what_is_held(
+    model: CountingModel, reference: Any
+) -> None:
+    drafter = drafter_of(model)
+    texts = [text(20 + 9 * i, i) for i in range(3)]
+    held = [0, 0, 0]
+    for step in range(4):
+        rows = [row(i, tokens, 3, start=held[i]) for i, tokens in enumerate(texts)]
+        for i, answer in enumerate(drafter.draft(rows)):
+            assert answer.tokens == greedy(reference, texts[i], 3)
+            held[i] = answer.held
+            # As many drafted tokens are accepted as the step's number, then another one follows.
+            accepted = np.array(answer.tokens[:step], np.int32)
+            texts[i] = np.concatenate([texts[i], accepted, text(1, 100 * step + i)])
+
+
+def test_a_text_rolled_back_to_its_middle_goes_on_otherwise(
+    model: CountingModel, reference: Any
+) -> None:
+    drafter = drafter_of(model)
+    drafter.draft([row(0, text(50), 4)])
+    other = np.concatenate([text(50)[:21], text(8, seed=1)])
+    model.num_computed = 0
+    assert drafter.draft([row(0, other, 1, start=21)]) == [Answer(29, greedy(reference, other, 1))]
+    assert model.num_computed == 8
+
+
+def test_the_same_row_again_gets_the_same_answer(model: CountingModel) -> None:
+    drafter = drafter_of(model)
+    first = drafter.draft([row(0, text(33), 4)])
+    assert drafter.draft([row(0, text(33), 4)]) == first
+    model.num_computed = 0
+    assert drafter.draft([row(0, text(33), 4, start=33)]) == first
+    assert model.num_computed == 4
+
+
+def test_a_text_in_pieces_gets_the_draft_of_the_whole(model: CountingModel, reference: Any) -> None:
+    drafter = drafter_of(model)
+    tokens = text(90)
+    for start, end in [(0, 32), (32, 70)]:
+        assert drafter.draft([row(0, tokens[:end], start=start)]) == [Answer(end)]
+    answer = drafter.draft([row(0, tokens, 3, start=70)])
+    assert answer == [Answer(90, greedy(reference, tokens, 3))]
+    assert model.num_computed == 90 + 2
+
+
+def test_a_text_that_lost_its_slot_says_so_and_is_sent_again(
+    model: CountingModel, reference: Any
+) -> None:
+    drafter = drafter_of(model, max_texts=2)
+    for number in range(3):
+        drafter.draft([row(number, text(20, number), 1)])
+    assert drafter.draft([row(0, text(21), 2, start=20)]) == [Answer(0)]
+    answer = drafter.draft([row(0, text(21), 2)])
+    assert answer == [Answer(21, greedy(reference, text(21), 2))]
+
+
+def test_texts_for_which_there_is_no_slot_are_not_held(model: CountingModel) -> None:
+    rows = [row(number, text(20, number), 1) for number in range(3)]
+    answers = drafter_of(model, max_texts=2).draft(rows)
+    assert [answer.held for answer in answers] == [20, 20, 0]
+    assert [len(answer.tokens) for answer in answers] == [1, 1, 0]
+
+
+def test_a_shared_beginning_is_computed_once(model: CountingModel, reference: Any) -> None:
+    drafter = drafter_of(model)
+    drafter.draft([row(0, text(48))])
+    other = np.concatenate([text(40), text(5, seed=1)])
+    model.num_computed = 0
+    answer = drafter.draft([row(1, other, 2)])
+    assert answer == [Answer(45, greedy(reference, other, 2))]
+    assert model.num_computed == 45 - 32 + 1
+
+
+def test_a_text_that_is_held_to_its_end_under_another_name_is_drafted_for(
+    model: CountingModel, reference: Any
+) -> None:
+    drafter = drafter_of(model)
+    drafter.draft([row(0, text(48))])
+    assert drafter.draft([row(1, text(48), 2)]) == [Answer(48, greedy(reference, text(48), 2))]
+    assert model.num_computed == 48 + 2
+
+
+def test_two_new_texts_of_one_beginning_in_one_call_do_not_read_each_other(
+    model: CountingModel, reference: Any
+) -> None:
+    tokens = text(40)
+    answers = drafter_of(model).draft([row(0, tokens, 2), row(1, tokens, 2)])
+    assert answers == [Answer(40, greedy(reference, tokens, 2))] * 2
+
+
+def test_another_salt_shares_nothing(model: CountingModel) -> None:
+    drafter = drafter_of(model)
+    drafter.draft([row(0, text(48), salt=1)])
+    drafter.draft([row(1, text(48), salt=2)])
+    assert model.num_computed == 2 * 48
+
+
+def test_an_ended_text_is_forgotten_but_its_beginning_serves_the_next(
+    model: CountingModel,
+) -> None:
+    drafter = drafter_of(model, max_texts=1)
+    drafter.draft([row(0, text(32))])
+    drafter.forget([key(0), key(99)])
+    assert drafter.draft([row(0, text(33), 1, start=32)]) == [Answer(0)]
+    drafter.draft([row(1, text(33))])
+    assert model.num_computed == 33
+
+
+@pytest.mark.parametrize(("length", "draft_len"), [(60, 4), (62, 2), (63, 1), (64, 0)])
+def test_a_draft_ends_where_the_longest_text_does(
+    model: CountingModel, reference: Any, length: int, draft_len: int
+) -> None:
+    answer = drafter_of(model, max_tokens=64).draft([row(0, text(length), 4)])
+    wanted = greedy(reference, text(length), draft_len) if draft_len else ()
+    assert answer == [Answer(length, wanted)]
+
+
+def test_a_text_too_long_is_answered_with_what_is_held(model: CountingModel) -> None:
+    drafter = drafter_of(model, max_tokens=64)
+    assert drafter.draft([row(0, text(65), 2)]) == [Answer(0)]
+    drafter.draft([row(0, text(60))])
+    assert drafter.draft([row(0, text(65), 2, start=60)]) == [Answer(60)]
+
+
+@pytest.mark.parametrize(
+    ("garbage", "held"),
+    [
+        (row(0, text(40), 2, start=31), 30),
+        (Row(key=key(0), salt=0, start=-1, tokens=text(40), max_draft_tokens=2), 30),
+        (Row(key=key(0), salt=0, start=30, tokens=np.array([4096], np.int32)), 30),
+        (Row(key=key(0), salt=0, start=20, tokens=np.array([-1], np.int32)), 20),
+        (Row(key=key(7), salt=0, start=-1, tokens=text(5), max_draft_tokens=2), 0),
+        (Row(key=key(7), salt=0, start=0, tokens=NO_TOKENS, max_draft_tokens=2), 0),
+    ],
+    ids=["beyond held", "negative start", "no such token", "negative token", "unknown", "empty"],
+)
+def test_a_row_that_makes_no_sense_gets_no_draft_and_harms_no_other(
+    model: CountingModel, reference: Any, garbage: Row, held: int
+) -> None:
+    drafter = drafter_of(model)
+    drafter.draft([row(0, text(30))])
+    answers = drafter.draft([garbage, row(1, text(25, 1), 2)])
+    assert answers == [Answer(held), Answer(25, greedy(reference, text(25, 1), 2))]
+
+
+def test_a_failed_forward_leaves_the_texts_usable(model: CountingModel, reference: Any) -> None:
+    drafter = drafter_of(model)
+    drafter.draft([row(0, text(30))])
+    model.is_broken = True
+    with pytest.raises(RuntimeError, match="no memory left"):
+        drafter.draft([row(0, text(34), 2, start=28), row(1, text(20, 1), 2)])
+    model.is_broken = False
+    answers = drafter.draft([row(0, text(34), 2, start=28), row(1, text(20, 1), 2)])
+    assert answers == [
+        Answer(34, greedy(reference, text(34), 2)),
+        Answer(20, greedy(reference, text(20, 1), 2)),
+    ]
+
+
+def test_a_loaded_drafter_tells_what_it_is_and_drafts_no_further_than_its_model_can() -> None:
+    drafter = CausalDrafter.load(MODEL, max_texts=2, max_tokens=100_000)
+    card = drafter.card
+    assert (card.kind, card.vocab_size, card.hidden_size) == ("draft_model", 4096, 0)
+    assert card.max_tokens == 4096
+    assert len(card.tokenizer) == 64
+    assert len(drafter.draft([row(0, text(20), 3)])[0].tokens) == 3
+
+
+def test_a_cache_larger_than_the_memory_is_refused_with_its_size() -> None:
+    with pytest.raises(ConfigError, match=r"max_texts: 1000000 .* need 33,554,432,000,000 bytes"):
+        CausalDrafter.load(MODEL, max_texts=1_000_000, max_tokens=4096)

@@ -1,0 +1,99 @@
+"""Which models of transformers can draft, and that they compute what they do by themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+from specserve.core.errors import ConfigError
+from specserve.drafters.attention import Span, UnsupportedAttention
+from specserve.drafters.causal_model import CausalModel
+from specserve.drafters.kv_cache import KVCache
+
+SIZES = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+}
+NO_WINDOW = {"sliding_window": None}
+DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
+
+
+def build(config_class: Any, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return hf.AutoModelForCausalLM.from_config(config_class(**SIZES | options)).eval()
+
+
+@pytest.mark.parametrize(
+    ("config_class", "options"),
+    [
+        (hf.LlamaConfig, {}),
+        (hf.Qwen2Config, {}),
+        (hf.Qwen3Config, {"head_dim": 32}),
+        (hf.MistralConfig, NO_WINDOW),
+        (hf.GPT2Config, {"n_embd": 64, "n_layer": 2, "n_head": 4}),
+    ],
+    ids=["llama", "qwen2", "qwen3", "mistral", "gpt2"],
+)
+def test_logits_over_slots_are_the_models_own(config_class: Any, options: dict[str, Any]) -> None:
+    plain, model = (
+        build(config_class, **options),
+        CausalModel.attach(build(config_class, **options)),
+    )
+    ids = torch.arange(10, 50)
+    cache = KVCache(model.layers, 3, 64, torch.float32, torch.device("cpu"))
+    with torch.inference_mode():
+        model.forward(ids[:30], cache, [Span(2, 0, 25), Span(0, 0, 5)], [])
+        texts = torch.cat([ids[5:20], ids[25:40]])
+        found = model.forward(texts, cache, [Span(0, 5, 20), Span(2, 25, 40)], [29, 14])
+        # Slot 0 holds tokens 25 .. 29 of `ids`, then 5 .. 19; slot 2 holds the first 40.
+        others = torch.cat([ids[25:30], ids[5:20]])
+        wanted = torch.stack([plain(text[None]).logits[0, -1] for text in (ids[:40], others)])
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("config_class", "options", "reason"),
+    [
+        (hf.MistralConfig, {"sliding_window": 128}, "sliding_window"),
+        (hf.Gemma2Config, {}, "sliding_attention"),
+        (hf.MambaConfig, {}, "linear_attention"),
+        (hf.LlamaConfig, DYNAMIC, "dynamic positions"),
+        (hf.BloomConfig, {"n_head": 4, "n_layer": 2}, "without transformers' attention interface"),
+        (hf.StableLmConfig, {}, "pass no keywords on"),
+    ],
+    ids=["sliding", "partly sliding", "recurrent", "dynamic", "no interface", "no keywords"],
+)
+def test_a_model_of_another_attention_is_refused(
+    config_class: Any, options: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(UnsupportedAttention, match=reason):
+        CausalModel.attach(build(config_class, **options))
+
+
+def test_a_model_that_computes_something_else_over_slots_is_refused() -> None:
+    model = build(hf.LlamaConfig, initializer_range=0.5)
+    forward = model.forward
+    model.forward = lambda position_ids=None, **options: forward(**options)
+    with pytest.raises(UnsupportedAttention, match="positions of its own"):
+        CausalModel.attach(model)
+
+
+def test_what_is_no_checkpoint_is_refused_by_its_path(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"model: '{tmp_path}' is not allowed.*checkpoint"):
+        CausalModel.load(str(tmp_path), torch.float32, torch.device("cpu"))
+
+
+def test_a_checkpoint_of_another_attention_is_refused_by_its_path(tmp_path: Path) -> None:
+    build(hf.MistralConfig, sliding_window=128).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=rf"model: '{tmp_path}' .*sliding_window"):
+        CausalModel.load(str(tmp_path), torch.float32, torch.device("cpu"))

@@ -1,0 +1,60 @@
+"""The fingerprint of a vocabulary."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, Tokenizer
+
+from specserve.drafters.vocabulary import fingerprint
+
+MODELS = Path(__file__).parents[2] / "configs/models"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODELS / "demo-draft" / name, tmp_path)
+    return tmp_path
+
+
+def test_models_of_one_vocabulary_have_one_fingerprint() -> None:
+    assert fingerprint(str(MODELS / "demo-draft")) == fingerprint(str(MODELS / "demo-base"))
+
+
+def test_how_the_file_is_written_does_not_matter(folder: Path) -> None:
+    before = fingerprint(str(folder))
+    file = folder / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()), indent=1, sort_keys=True))
+    assert fingerprint(str(folder)) == before
+
+
+def test_two_tokens_that_change_places_change_it(folder: Path) -> None:
+    before = fingerprint(str(folder))
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocabulary = content["model"]["vocab"]
+    first, second = [token for token, number in vocabulary.items() if number in (4000, 4001)]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    file.write_text(json.dumps(content))
+    assert fingerprint(str(folder)) != before
+
+
+def test_an_added_token_changes_it(folder: Path) -> None:
+    before = fingerprint(str(folder))
+    file = str(folder / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(file)
+    tokenizer.add_special_tokens([AddedToken("<|tool|>")])
+    tokenizer.save(file)
+    assert fingerprint(str(folder)) != before
+
+
+def test_a_folder_without_a_tokenizer_has_none_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copy(MODELS / "demo-draft" / "config.json", tmp_path)
+    assert fingerprint(str(tmp_path)) == ""
+    assert f"The vocabulary of {tmp_path} is unknown" in caplog.text
