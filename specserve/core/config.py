@@ -149,6 +149,9 @@ class TrieConfig(Section):
 class DrafterConfig(Section):
     """What the models that draft have in common: actors of their own, shared by the replicas."""
 
+    placement: Literal["actor", "in_engine"] = "actor"
+    """Where it runs: in actors of its own, or in vLLM's engine by vLLM's own method, which drafts
+    alone and knows neither ``dynamic`` nor requests' controls."""
     max_draft_len: int = Field(default=3, ge=1, le=MAX_DRAFT_TOKENS)
     """Longest draft in tokens."""
     dynamic: bool = True
@@ -293,6 +296,26 @@ class AppConfig(Section):
                         f"less than engine.{option} ({limit})",
                     )
         return self
+
+    @model_validator(mode="after")
+    def _in_engine_is_alone(self) -> Self:
+        for index, source in enumerate(self.speculation):
+            if (
+                isinstance(source, DrafterConfig)
+                and source.placement == "in_engine"
+                and len(self.speculation) > 1
+            ):
+                field = f"speculation.{index}.placement"
+                raise ConfigError(field, source.placement, "actor, where there are other sources")
+        return self
+
+    @property
+    def drafts_in_engine(self) -> bool:
+        """Whether vLLM drafts by a method of its own instead of our sources."""
+        return any(
+            isinstance(source, DrafterConfig) and source.placement == "in_engine"
+            for source in self.speculation
+        )
 
     @property
     def num_speculative_tokens(self) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -36,16 +37,21 @@ class RequestControls:
 
 @dataclass(frozen=True, slots=True)
 class HiddenStates:
-    """The target's last hidden states of the step that has just run.
+    """The target's last hidden states of the step that has just run, after the final norm.
+
+    The last rows of a request may be of draft tokens that were refused: of a request with n tokens
+    now, the states of positions up to n - 2 count.
 
     Attributes:
-        values: torch tensor ``[sum(num_tokens), hidden_size]``, after the final norm, on the
-            target's device; the requests' tokens follow one another in the batch's order.
-        num_tokens: how many of its rows belong to each request.
+        to_host: copies them: uint16 ``[sum(num_tokens), hidden_size]``, the bits of bfloat16; the
+            requests' rows follow one another in the batch's order. To be called within the step.
+        num_tokens: how many of the rows belong to each request.
+        starts: position in the request's text of the first of its rows.
     """
 
-    values: Any
+    to_host: Callable[[], npt.NDArray[np.uint16]]
     num_tokens: tuple[int, ...]
+    starts: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from vllm.entrypoints.launchers.cli_args import FrontendArgs, make_arg_parser
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from specserve.core.config import AppConfig, EngineConfig
+from specserve.core.config import AppConfig, DraftModelConfig, EngineConfig
 from specserve.core.errors import ConfigError
 from specserve.engine.executor import CpuRayExecutor, RayExecutor
 
@@ -118,8 +118,9 @@ def engine_args(config: AppConfig, speculative_config: dict[str, Any] | None) ->
 
 def ray_engine_args(config: AppConfig) -> AsyncEngineArgs:
     """Engine arguments for shards that are Ray actors and draft from the configured sources."""
-    if not config.speculation:
-        arguments = engine_args(config, None)
+    drafts = bool(config.speculation) and not config.drafts_in_engine
+    if not drafts:
+        arguments = engine_args(config, _vllm_speculation(config))
     else:
         arguments = engine_args(
             config,
@@ -133,10 +134,23 @@ def ray_engine_args(config: AppConfig) -> AsyncEngineArgs:
             **(arguments.additional_config or {}),
             "specserve": config.model_dump(mode="json"),
         }
-    arguments.worker_cls = worker_cls(drafts=bool(config.speculation))
+    arguments.worker_cls = worker_cls(drafts=drafts)
     on_cpu = current_platform.is_cpu()
     arguments.distributed_executor_backend = CpuRayExecutor if on_cpu else RayExecutor
     return arguments
+
+
+def _vllm_speculation(config: AppConfig) -> dict[str, Any] | None:
+    """``speculative_config`` of vLLM's own method that the configuration asks for, if it does."""
+    for source in config.speculation:
+        options: dict[str, Any] = {
+            "method": source.kind,
+            "num_speculative_tokens": source.max_draft_len,
+        }
+        if isinstance(source, DraftModelConfig):
+            options["model"] = source.model
+        return options
+    return None
 
 
 def worker_cls(*, drafts: bool) -> str:

@@ -11,11 +11,14 @@ import logging
 import time
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import ray
+import torch
 from vllm.config import VllmConfig
 from vllm.utils.torch_utils import PIN_MEMORY
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
@@ -193,10 +196,12 @@ class ProposerHook:
             num_prompt_tokens=input_batch.num_prompt_tokens[:size].astype(np.int32),
             max_draft_tokens=np.where(sampled_any, room, 0).astype(np.int32),
             hidden_states=HiddenStates(
-                hidden[: scheduler_output.total_num_scheduled_tokens],
+                partial(_to_host, hidden, scheduler_output.total_num_scheduled_tokens),
                 tuple(
                     scheduler_output.num_scheduled_tokens[request_id] for request_id in request_ids
                 ),
+                # Of before the step: the scheduler tells what it has computed with the next one.
+                tuple(input_batch.num_computed_tokens_cpu[:size].tolist()),
             ),
         )
 
@@ -224,6 +229,12 @@ class ProposerHook:
         if self._config.http.api_keys:
             controls = with_tenant(controls, extra_args)
         return controls
+
+
+def _to_host(hidden: torch.Tensor, num_tokens: int) -> npt.NDArray[np.uint16]:
+    """The first rows of ``hidden``, ``[num_tokens, hidden_size]``, as the bits of bfloat16."""
+    bits = hidden[:num_tokens].bfloat16().contiguous().view(torch.uint16)
+    return np.asarray(bits.cpu().numpy(), np.uint16)
 
 
 def restore_logits_processors(runner: Any) -> None:

@@ -70,8 +70,9 @@ class Engine:
             )
         except (RuntimeError, ValueError) as error:
             raise EngineError(f"the engine did not start: {_last_line(error)}") from error
-        # It would refuse `min_p` and `logit_bias`; see restore_logits_processors for why not.
-        llm.input_processor.speculative_config = None
+        if not config.drafts_in_engine:
+            # It would refuse `min_p` and `logit_bias`; see restore_logits_processors for why not.
+            llm.input_processor.speculative_config = None
         if config.http.api_keys:
             stamp_requests(llm.engine_core)
         return cls(config, llm)
@@ -91,8 +92,8 @@ class Engine:
         return app
 
     async def speculation(self) -> SpeculationSnapshot | None:
-        """What rank 0 has counted so far; None without speculation."""
-        if not self._config.speculation:
+        """What rank 0 has counted so far; None without speculation of our own."""
+        if not self._config.speculation or self._config.drafts_in_engine:
             return None
         answers: list[bytes] = await self._llm.collective_rpc("speculation_snapshot")
         return msgspec.json.decode(answers[0], type=SpeculationSnapshot)

@@ -46,6 +46,7 @@ class OfflineEngine:
     def __init__(self, config: AppConfig, method: Method) -> None:
         self._counter = _DraftCounter()
         self._method = method
+        self._vllm_drafts = method.is_peer or method.narrowed(config).drafts_in_engine
         args = _offline_args(config, method)
         try:
             self._engine = LLMEngine.from_engine_args(
@@ -105,13 +106,13 @@ class OfflineEngine:
             ) from error
 
     def _drafts(self, before: SpeculationSnapshot) -> tuple[AcceptanceSnapshot, ...]:
-        if self._method.is_peer:
+        if self._vllm_drafts:
             return (self._counter.counts(str(self._method)),)
         return self._snapshot().since(before).acceptance
 
     def _snapshot(self) -> SpeculationSnapshot:
         """Our own counters, which alone tell the sources apart."""
-        if not self._method.sources:
+        if not self._method.sources or self._vllm_drafts:
             return SpeculationSnapshot()
         (first, *_) = self._engine.collective_rpc("speculation_snapshot")
         return msgspec.json.decode(first, type=SpeculationSnapshot)

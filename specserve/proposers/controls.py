@@ -12,6 +12,8 @@ from specserve.core.types import RequestControls
 DEFAULT_CONTROLS = RequestControls()
 """Of a request that asks for nothing."""
 
+_KEYS = ("speculation", "max_draft_tokens", "learn")
+
 TENANT_KEY = "specserve_tenant"
 """Where, among a request's extra arguments, the server tells the engine the tenant."""
 
@@ -21,18 +23,24 @@ so, and nothing is learned for it: it sees no one's text and no one sees its."""
 
 
 def parse_controls(
-    extra_args: Mapping[str, object] | None, kinds: Sequence[str]
+    extra_args: Mapping[str, object] | None, kinds: Sequence[str] | None
 ) -> RequestControls:
     """Reads ``speculation``, ``max_draft_tokens`` and ``learn``; other keys belong to others.
 
     Args:
         extra_args: the request's ``vllm_xargs``; JSON values.
-        kinds: kinds of the configured sources.
+        kinds: kinds of the configured sources; None: vLLM drafts itself, and takes no controls.
 
     Raises:
         RequestError: a value is not allowed; names the field, the value and what is allowed.
     """
     if not extra_args:
+        return DEFAULT_CONTROLS
+    if kinds is None:
+        for key in _KEYS:
+            if key in extra_args:
+                nothing = "nothing: vLLM drafts by a method of its own (placement: in_engine)"
+                raise RequestError(f"vllm_xargs.{key}", extra_args[key], nothing)
         return DEFAULT_CONTROLS
     speculation = extra_args.get("speculation", "auto")
     allowed = ("auto", "off", *kinds)

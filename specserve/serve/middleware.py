@@ -29,10 +29,10 @@ class ControlsMiddleware:
 
     Args:
         app: the application behind.
-        kinds: kinds of the configured sources.
+        kinds: kinds of the configured sources; None: no controls are allowed.
     """
 
-    def __init__(self, app: ASGIApp, kinds: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, kinds: Sequence[str] | None) -> None:
         self._app = app
         self._kinds = kinds
 

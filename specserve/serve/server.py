@@ -66,7 +66,8 @@ class ModelServer:
         app.add_exception_handler(HTTPException, answer_http_error)
         # vLLM's application has built its stack already, with the handlers it then had.
         app.middleware_stack = app.build_middleware_stack()
-        kinds = [source.kind for source in self._config.speculation]
+        in_engine = self._config.drafts_in_engine
+        kinds = None if in_engine else [source.kind for source in self._config.speculation]
         wrapped: ASGIApp = ControlsMiddleware(FreshMetricsMiddleware(app, monitor.refresh), kinds)
         if self._keys:
             wrapped = TenantMiddleware(wrapped, self._keys)

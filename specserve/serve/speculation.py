@@ -59,12 +59,13 @@ class SpeculationMonitor:
 
     def _answer(self, snapshot: SpeculationSnapshot) -> dict[str, Any]:
         up = {entry.source: entry.up for entry in snapshot.health}
+        in_engine = self._config.drafts_in_engine
         return {
             "object": "speculation",
             "model": self._config.model.name,
             "num_speculative_tokens": self._config.num_speculative_tokens,
             "sources": [
-                {**source.model_dump(mode="json"), "up": up.get(source.kind, False)}
+                {**source.model_dump(mode="json"), "up": up.get(source.kind, in_engine)}
                 for source in self._config.speculation
             ],
             "acceptance": {entry.source: _acceptance(entry) for entry in snapshot.acceptance},

@@ -116,3 +116,12 @@ def test_args_that_are_no_mapping_are_told_as_args() -> None:
 def test_a_tenant_may_have_several_keys() -> None:
     keys = [{"env": "A_OLD", "tenant": "a"}, {"env": "A_NEW", "tenant": "a"}]
     assert [key.tenant for key in parse(args(http={"api_keys": keys})).http.api_keys] == ["a", "a"]
+
+
+def test_a_source_in_the_engine_drafts_alone() -> None:
+    in_engine = {"kind": "mtp", "placement": "in_engine"}
+    assert parse({"model": {"path": "m"}, "speculation": [in_engine]}).drafts_in_engine
+    with pytest.raises(ConfigError) as refused:
+        parse({"model": {"path": "m"}, "speculation": [{"kind": "ngram"}, in_engine]})
+    assert refused.value.field == "speculation.1.placement"
+    assert refused.value.value == "in_engine"

@@ -99,3 +99,18 @@ def test_the_served_name_is_the_path_unless_one_is_given() -> None:
 
     assert serve_namespace(config()).served_model_name == ["m"]
     assert serve_namespace(named).served_model_name == ["demo"]
+
+
+@pytest.mark.parametrize("source", [{"kind": "mtp"}, {"kind": "draft_model", "model": "small"}])
+def test_a_source_in_the_engine_is_vllms_own_method_without_our_hook(
+    source: dict[str, Any],
+) -> None:
+    arguments = ray_engine_args(
+        config(speculation=[{**source, "placement": "in_engine", "max_draft_len": 2}])
+    )
+    expected = {"method": source["kind"], "num_speculative_tokens": 2}
+    if "model" in source:
+        expected["model"] = source["model"]
+    assert arguments.speculative_config == expected
+    assert "Speculation" not in arguments.worker_cls
+    assert not arguments.additional_config

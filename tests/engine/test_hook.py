@@ -29,6 +29,7 @@ class Runner:
             token_ids_cpu=np.zeros((8, MAX_MODEL_LEN), np.int32),
             num_tokens_no_spec=np.zeros(8, np.int32),
             num_prompt_tokens=np.full(8, 4, np.int32),
+            num_computed_tokens_cpu=np.zeros(8, np.int32),
         )
         for row, text in enumerate(texts.values()):
             self.input_batch.token_ids_cpu[row, : len(text)] = text

@@ -104,7 +104,8 @@ def test_the_model_runner_has_the_attributes_that_the_hook_uses(attribute: str) 
 
 def test_the_input_batch_has_the_arrays_that_the_hook_reads() -> None:
     body = source(InputBatch)
-    for name in ("token_ids_cpu", "num_tokens_no_spec", "num_prompt_tokens", "logitsprocs"):
+    arrays = ("token_ids_cpu", "num_tokens_no_spec", "num_prompt_tokens", "num_computed_tokens_cpu")
+    for name in (*arrays, "logitsprocs"):
         assert f"self.{name} =" in body, name
     assert isinstance(inspect.getattr_static(InputBatch, "req_ids"), property)
 

@@ -68,3 +68,10 @@ def test_of_a_request_without_a_tenant_nothing_is_learned(
 ) -> None:
     controls = with_tenant(RequestControls(), extra_args)
     assert (controls.tenant, controls.learn) == (NO_TENANT, False)
+
+
+@pytest.mark.parametrize("key", ["speculation", "max_draft_tokens", "learn"])
+def test_where_vllm_drafts_itself_controls_are_refused(key: str) -> None:
+    with pytest.raises(RequestError, match=f"vllm_xargs.{key}"):
+        parse_controls({key: 0}, None)
+    assert parse_controls({"another": 0}, None) == RequestControls()
