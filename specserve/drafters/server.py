@@ -14,7 +14,7 @@ from secrets import token_hex
 from typing import get_args
 
 from specserve.core.errors import WireError, shorten
-from specserve.drafters.base import Drafter, Row
+from specserve.drafters.base import Answer, Drafter, Row
 from specserve.drafters.router import Arrival, Router
 from specserve.drafters.schedule import Call, Schedule, Task
 from specserve.wire import messages
@@ -23,8 +23,6 @@ from specserve.wire.messages import (
     DraftAnswer,
     DraftRequest,
     Hello,
-    Ping,
-    Pong,
     Reason,
     Refusal,
     RowAnswer,
@@ -57,6 +55,8 @@ class ServerCounters:
         num_feed_calls: those of them that only brought texts up to date.
         num_drafts: drafts of at least one token.
         num_malformed: messages that were none.
+        num_unfit_rows: rows with a token or a state that is not the model's; nothing is held of
+            them.
         num_refused: requests that got no answer, by reason.
         compute_s: time in the model, in seconds.
     """
@@ -67,6 +67,7 @@ class ServerCounters:
     num_feed_calls: int = 0
     num_drafts: int = 0
     num_malformed: int = 0
+    num_unfit_rows: int = 0
     num_refused: dict[Reason, int] = field(
         default_factory=lambda: dict.fromkeys(get_args(Reason), 0)
     )
@@ -164,16 +165,15 @@ class DrafterServer:
         client.heard_at = arrival.at
         if isinstance(question, Hello):
             self._router.reply(name, self._introduce(question))
-        elif isinstance(question, Ping):
-            self._router.reply(name, Pong(question.number, self._instance))
         else:
             self.counters.num_requests += 1
             self.counters.num_rows += len(question.rows)
             self._forget(name, client, question.forget)
-            if reason := self._objection(client, arrival, question):
-                self._refuse(name, question.number, reason)
-            else:
+            num_bytes = client.num_bytes + arrival.num_bytes
+            if client.num_calls < MAX_WAITING and num_bytes <= MAX_WAITING_BYTES:
                 self._open(client, arrival, question)
+            else:
+                self._refuse(name, question.number, "crowded")
 
     def _introduce(self, hello: Hello) -> messages.Card:
         card = self._card
@@ -188,13 +188,6 @@ class DrafterServer:
             card.hidden_size,
             card.max_tokens,
         )
-
-    def _objection(self, client: _Client, arrival: Arrival, request: DraftRequest) -> Reason | None:
-        """Why a request is not let in."""
-        num_bytes = client.num_bytes + arrival.num_bytes
-        if client.num_calls >= MAX_WAITING or num_bytes > MAX_WAITING_BYTES:
-            return "crowded"
-        return None if all(map(self._fits, request.rows)) else "unfit"
 
     def _fits(self, row: TextRow) -> bool:
         """Whether the model can be given the row: a wrong token is beyond its embedding's end."""
@@ -214,8 +207,12 @@ class DrafterServer:
         client.num_bytes += call.num_bytes
         self._calls.append(call)
         for index, row in enumerate(request.rows):
-            self._schedule.add(Task(call, index, _row(arrival.client, row), row.start))
-            client.texts.add(row.text)
+            if self._fits(row):
+                self._schedule.add(Task(call, index, _row(arrival.client, row), row.start))
+                client.texts.add(row.text)
+            else:
+                self.counters.num_unfit_rows += 1
+                call.answers[index] = Answer(0)
         if len(client.texts) > MAX_CLIENT_TEXTS:
             self._forget(arrival.client, client, tuple(client.texts))
 

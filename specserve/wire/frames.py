@@ -22,7 +22,6 @@ from specserve.wire.messages import (
     MAX_TOKENS,
     DraftRequest,
     Hello,
-    Ping,
     Question,
     Reply,
     RequestHead,
@@ -37,8 +36,8 @@ MAX_FRAME_BYTES = max(MAX_HEADER_BYTES, 4 * MAX_TOKENS, MAX_STATE_BYTES)
 """What a socket needs to let in."""
 
 _encode = msgspec.msgpack.encode
-_question: msgspec.msgpack.Decoder[Hello | Ping | RequestHead]
-_question = msgspec.msgpack.Decoder(Hello | Ping | RequestHead)
+_question: msgspec.msgpack.Decoder[Hello | RequestHead]
+_question = msgspec.msgpack.Decoder(Hello | RequestHead)
 _reply: msgspec.msgpack.Decoder[Reply]
 _reply = msgspec.msgpack.Decoder(Reply)
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)

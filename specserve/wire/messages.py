@@ -41,7 +41,10 @@ UInt16Array = npt.NDArray[np.uint16]
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """Who are you? Answered by a :class:`Card`, whatever the protocol."""
+    """Who are you, and are you there? Answered by a :class:`Card`, whatever the protocol.
+
+    The answer comes behind what was being computed, so that it is late where drafts would be.
+    """
 
     number: Number
     protocol: int = PROTOCOL
@@ -71,19 +74,6 @@ class Card(msgspec.Struct, frozen=True, array_like=True, tag="card"):
     tokenizer: Name
     hidden_size: Width
     max_tokens: Position
-
-
-class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
-    """Are you there?"""
-
-    number: Number
-
-
-class Pong(msgspec.Struct, frozen=True, array_like=True, tag="pong"):
-    """Yes; behind what was being computed, so that it comes late where drafts would."""
-
-    number: Number
-    instance: Name
 
 
 class RowHead(msgspec.Struct, frozen=True, array_like=True):
@@ -171,9 +161,9 @@ class DraftAnswer(msgspec.Struct, frozen=True, array_like=True, tag="drafts"):
     compute_s: float
 
 
-Reason = Literal["expired", "failed", "unfit", "crowded"]
-"""Why there is no answer: its time was over; the model raised; a token or state is not the
-model's; the client has too much waiting already."""
+Reason = Literal["expired", "failed", "crowded"]
+"""Why there is no answer: its time was over, the model raised, or the client has too much waiting
+already."""
 
 
 class Refusal(msgspec.Struct, frozen=True, array_like=True, tag="refusal"):
@@ -183,5 +173,5 @@ class Refusal(msgspec.Struct, frozen=True, array_like=True, tag="refusal"):
     reason: Reason
 
 
-Question = Hello | Ping | DraftRequest
-Reply = Card | Pong | DraftAnswer | Refusal
+Question = Hello | DraftRequest
+Reply = Card | DraftAnswer | Refusal

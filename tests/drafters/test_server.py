@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 
+import msgspec
 import numpy as np
 import pytest
 import zmq
@@ -18,8 +19,6 @@ from specserve.wire.messages import (
     DraftAnswer,
     DraftRequest,
     Hello,
-    Ping,
-    Pong,
     Question,
     Refusal,
     Reply,
@@ -36,7 +35,7 @@ class Client:
     """A replica's socket."""
 
     def __init__(self, server: DrafterServer, name: bytes = b"client") -> None:
-        self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.ROUTING_ID, name)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(server.address)
@@ -74,8 +73,8 @@ class Client:
 
     def ping(self) -> None:
         """Returns when the server has taken all that was sent before."""
-        self.send(Ping(99))
-        assert isinstance(self.receive(), Pong)
+        self.send(Hello(99))
+        assert isinstance(self.receive(), Card)
 
     def close(self) -> None:
         self._socket.close()
@@ -130,8 +129,8 @@ def test_a_client_is_told_who_drafts(connect: Connect) -> None:
     assert isinstance(card, Card)
     assert (card.number, card.protocol, card.kind) == (7, PROTOCOL, "draft_model")
     assert (card.vocab_size, card.hidden_size) == (VOCAB_SIZE, 0)
-    client.send(Ping(8))
-    assert client.receive() == Pong(8, card.instance)
+    client.send(Hello(8))
+    assert client.receive() == msgspec.structs.replace(card, number=8)
 
 
 def test_a_text_that_grows_is_drafted_for_from_what_is_new(connect: Connect) -> None:
@@ -233,7 +232,7 @@ def test_garbage_is_counted_and_costs_the_others_nothing(
     server: DrafterServer, connect: Connect
 ) -> None:
     wild, tame = connect(b"wild"), connect(b"tame")
-    for frames in ([b"nonsense"], [b""], [b"\x91\xa4ping", b"more"], encode(Refusal(1, "failed"))):
+    for frames in ([b"nonsense"], [b""], [b"\x91\xa5hello", b"more"], encode(Refusal(1, "failed"))):
         wild.send_raw(*frames)
     assert tame.ask(row(1, 10))[0].held == 10
     eventually(lambda: server.counters.num_malformed == 4, "all counted", WAIT_S, 0.001)
@@ -245,13 +244,15 @@ def test_tokens_and_states_that_are_not_the_models_do_not_reach_it(
 ) -> None:
     client = connect(b"a")
     beyond = np.array([VOCAB_SIZE], np.int32)
-    client.request(TextRow(text=1, salt=0, start=0, tokens=beyond))
-    assert client.refused() == "unfit"
     states = np.zeros((1, 4), np.uint16)
-    client.request(TextRow(text=1, salt=0, start=0, tokens=TEXT[:2], states=states))
-    assert client.refused() == "unfit"
-    assert drafter.calls == []
-    assert server.counters.num_refused["unfit"] == 2
+    answers = client.ask(
+        row(1, 10),
+        TextRow(text=2, salt=0, start=0, tokens=beyond),
+        TextRow(text=3, salt=0, start=0, tokens=TEXT[:2], states=states),
+    )
+    assert [answer.held for answer in answers] == [10, 0, 0]
+    assert [each.key for call in drafter.calls for each in call] == [(b"a", 1)]
+    assert server.counters.num_unfit_rows == 2
 
 
 def test_a_client_that_floods_is_refused_and_the_others_are_served(

@@ -20,8 +20,6 @@ from specserve.wire.messages import (
     DraftAnswer,
     DraftRequest,
     Hello,
-    Ping,
-    Pong,
     Question,
     Refusal,
     Reply,
@@ -33,7 +31,6 @@ HIDDEN_SIZE = 3
 CARD = Card(7, PROTOCOL, "abc", "mtp", "/models/m", 100, "", HIDDEN_SIZE, 4096)
 QUESTIONS: list[Question] = [
     Hello(1),
-    Ping(2),
     DraftRequest(number=3, budget_s=0.0, rows=(), forget=(5, 6)),
     DraftRequest(
         number=4,
@@ -54,7 +51,6 @@ QUESTIONS: list[Question] = [
 ]
 REPLIES: list[Reply] = [
     CARD,
-    Pong(2, "abc"),
     DraftAnswer(3, "abc", (RowAnswer(5), RowAnswer(0, (1, 2))), 0.1),
     Refusal(4, "expired"),
 ]
@@ -112,11 +108,11 @@ def test_a_request_arrives_as_it_was_sent(request: DraftRequest) -> None:
     assert all(row.tokens.dtype == np.int32 for row in arrived.rows)
 
 
-@pytest.mark.parametrize("message", [Hello(1), Ping(2), *REPLIES])
+@pytest.mark.parametrize("message", [Hello(1), *REPLIES])
 def test_everything_else_is_one_frame_and_arrives_as_it_was_sent(message: Any) -> None:
     (frame,) = encode(message)
     decode: Callable[[list[bytes]], object] = (
-        decode_question if isinstance(message, Hello | Ping) else decode_reply
+        decode_question if isinstance(message, Hello) else decode_reply
     )
     assert decode([frame]) == message
 
@@ -161,7 +157,7 @@ def test_a_damaged_message_is_read_or_raises_a_wire_error(
 
 
 def damaged(change: Callable[[list[bytes]], object]) -> list[bytes]:
-    frames = encode(QUESTIONS[3])
+    frames = encode(QUESTIONS[2])
     change(frames)
     return frames
 
@@ -174,9 +170,9 @@ def damaged(change: Callable[[list[bytes]], object]) -> list[bytes]:
         damaged(lambda frames: frames.insert(1, frames.pop(1) + b"\0\0\0\0")),
         damaged(lambda frames: frames.insert(2, frames.pop(2)[:-1])),
         damaged(lambda frames: frames.insert(1, b"\xff" * len(frames.pop(1)))),
-        [*encode(Ping(1)), b""],
+        [*encode(Hello(1)), b""],
         [b" " * (MAX_HEADER_BYTES + 1)],
-        [b"\x93\xa4ping\x01" + b"\x91" * 100_000],
+        [b"\x94\xa5hello\x01\x01" + b"\x91" * 100_000],
         [],
     ],
 )
