@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from specserve.core.config import TrieConfig
+from specserve.core.config import DraftModelConfig, MtpConfig, TrieConfig
 from specserve.core.metrics import SpeculationMetrics
 from specserve.core.types import Draft, DraftBatch, Outcome
 
@@ -60,6 +60,10 @@ class Surroundings:
         num_adapters: LoRA adapters that may be loaded beside the model itself.
         metrics: where a source shows what is its own.
         share: joins a memory to the cluster's; None: there is no cluster.
+        tokenizer: hash of the target's vocabulary; empty: unknown.
+        hidden_size: width of the target's hidden states; 0: unknown.
+        find_drafter: how to find the drafter of a source, by a call that may take seconds and
+            gives its address, None while there is none; None: there is no cluster.
     """
 
     vocab_size: int = 2**31 - 1
@@ -68,3 +72,6 @@ class Surroundings:
     num_adapters: int = 0
     metrics: SpeculationMetrics = field(default_factory=SpeculationMetrics)
     share: Callable[[TrieConfig, TrieMemory], SharedMemory] | None = None
+    tokenizer: str = ""
+    hidden_size: int = 0
+    find_drafter: Callable[[DraftModelConfig | MtpConfig], Callable[[], str | None]] | None = None

@@ -12,6 +12,8 @@ from specserve.proposers.base import Proposer, Surroundings
 _SOURCES = {
     "ngram": "specserve.proposers.ngram:NgramProposer",
     "trie": "specserve.proposers.trie:TrieProposer",
+    "draft_model": "specserve.proposers.remote:RemoteProposer",
+    "mtp": "specserve.proposers.remote:RemoteProposer",
 }
 """Kind to ``module:class``; the class makes itself by ``build(config, surroundings)``."""
 

@@ -48,7 +48,7 @@ class Client:
         self._socket.send_multipart(frames)
 
     def receive(self) -> Reply:
-        assert self._socket.poll(WAIT_S * 1000), "no reply"
+        assert self._socket.poll(int(WAIT_S * 1000)), "no reply"
         return decode_reply(self._socket.recv_multipart())
 
     def request(self, *rows: TextRow, budget_s: float = 60.0, forget: tuple[int, ...] = ()) -> int:

@@ -12,6 +12,7 @@ import torch
 
 from specserve.core.config import AppConfig, parse
 from specserve.core.metrics import SpeculationSnapshot
+from specserve.core.types import Draft, DraftBatch, HiddenStates
 from specserve.engine.hook import ProposerHook
 
 MAX_MODEL_LEN = 64
@@ -55,7 +56,7 @@ def _step(
     hook: ProposerHook, runner: Runner, sampled: list[list[int]], **drafts: list[int]
 ) -> list[list[int]]:
     scheduled = _scheduled(runner, **drafts)
-    hidden = torch.zeros(scheduled.total_num_scheduled_tokens, 2)
+    hidden = torch.ones(scheduled.total_num_scheduled_tokens + 2, 2)  # graphs pad it
     return hook.propose_draft_token_ids(scheduled, sampled, None, hidden)
 
 
@@ -193,3 +194,27 @@ def test_a_forgotten_request_starts_anew_under_the_same_id(hook: ProposerHook) -
 def test_without_our_worker_the_proposer_says_what_is_wrong(hook: ProposerHook) -> None:
     with pytest.raises(AssertionError, match="worker_cls"):
         hook.propose([[1]], None, None)
+
+
+def test_hidden_states_come_with_the_position_of_each_requests_first(
+    hook: ProposerHook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = Runner(a=REPEATING, b=REPEATING)
+    runner.input_batch.num_computed_tokens_cpu[:2] = [11, 15]
+    hook.attach(runner)
+    seen: list[HiddenStates | None] = []
+    step = hook._chain.step
+
+    def watch(batch: DraftBatch, *rest: Any) -> list[Draft]:
+        seen.append(batch.hidden_states)
+        return step(batch, *rest)
+
+    monkeypatch.setattr(hook._chain, "step", watch)
+    _step(hook, runner, [[1, 2, 3, 4], [4]], a=[1, 2, 3, 4])
+
+    (states,) = seen
+    assert states is not None
+    assert (states.starts, states.num_tokens) == ((11, 15), (5, 1))
+    values = states.to_host()
+    assert values.dtype == np.uint16
+    assert values.tolist() == [[0x3F80, 0x3F80]] * 6

@@ -1,0 +1,83 @@
+"""A replica's way to its drafter; used by the thread of the decoding steps alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from secrets import token_bytes
+
+import zmq
+
+from specserve.proposers.drafter_lookout import Find, Lookout, Peer, Wanted
+from specserve.wire.frames import MAX_HEADER_BYTES, decode_reply, encode
+from specserve.wire.messages import DraftRequest, Reply
+
+
+class DrafterLink:
+    """Sends requests and receives what is answered, to the drafter that a lookout has found.
+
+    The drafter knows the link by one name, whichever connection it uses.
+
+    Args:
+        wanted: what the drafter has to be.
+        find: where it is; called from a thread of its own.
+        report: told several times a second, from that thread, whether there is one.
+    """
+
+    def __init__(self, wanted: Wanted, find: Find, report: Callable[[bool], None]) -> None:
+        self._lookout = Lookout(wanted, find, report)
+        self._name = b"replica-" + token_bytes(8)
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] | None = None
+        self._peer: Peer | None = None
+
+    def connect(self) -> Peer | None:
+        """The drafter to ask in this step, connected to; None: there is none.
+
+        Another object than before: what was sent to the one before may never be answered.
+        """
+        peer = self._lookout.peer
+        if peer is not None and peer is not self._peer:
+            self._hang_up()
+            self._socket = self._context.socket(zmq.DEALER)
+            self._socket.setsockopt(zmq.ROUTING_ID, self._name)
+            self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_HEADER_BYTES)
+            self._socket.setsockopt(zmq.LINGER, 0)
+            self._socket.connect(peer.address)
+            self._peer = peer
+        return peer
+
+    def send(self, request: DraftRequest) -> None:
+        """Sends to the drafter last connected to; never waits. What cannot be sent is lost."""
+        assert self._socket is not None
+        with suppress(zmq.Again):
+            self._socket.send_multipart(encode(request), zmq.NOBLOCK)
+
+    def receive(self, timeout_s: float) -> Reply | None:
+        """The next reply of the drafter last connected to; None: none came in time.
+
+        Raises:
+            WireError: what came is no reply.
+        """
+        if self._socket is None or not self._socket.poll(max(0, round(timeout_s * 1000))):
+            return None
+        return decode_reply(self._socket.recv_multipart())
+
+    def doubt(self) -> None:
+        """The drafter did not answer in time: it is asked again once it answers the lookout."""
+        self._lookout.doubt()
+
+    def trust(self) -> None:
+        """The drafter answered in time."""
+        self._lookout.trust()
+
+    def close(self) -> None:
+        """Ends the lookout's thread and the connection."""
+        self._lookout.close()
+        self._hang_up()
+        self._context.term()
+
+    def _hang_up(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None

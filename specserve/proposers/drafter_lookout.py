@@ -1,0 +1,210 @@
+"""Finds a replica's drafter and watches it, in a thread beside the decoding steps."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq
+
+from specserve.core.errors import WireError
+from specserve.wire.frames import decode_reply, encode
+from specserve.wire.messages import PROTOCOL, Card, Hello
+
+logger = logging.getLogger(__name__)
+
+Find = Callable[[], str | None]
+"""Address of a drafter, None: there is none now. May take seconds, may start one."""
+
+GREET_UP_S, GREET_DOWN_S = 1.0, 0.2
+"""Time from one hello to the next, while the drafter is used and while it is not."""
+
+SILENT_S = 2.0
+"""A drafter that has left a hello without an answer for so long is looked for anew."""
+
+LONGEST_REST_S = 10.0
+"""Before a drafter is used again that has answered hellos in time, but no request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What a drafter has to be.
+
+    Attributes:
+        kind: ``draft_model`` or ``mtp``.
+        vocab_size: of the target.
+        tokenizer: hash of the target's vocabulary; empty: unknown.
+        hidden_size: width of the target's states; 0: none are given.
+    """
+
+    kind: str
+    vocab_size: int
+    tokenizer: str
+    hidden_size: int
+
+    def objection(self, card: Card) -> str:
+        """Why a drafter does not fit, naming both values; empty: it does.
+
+        Vocabularies that are known to be one may be padded to different sizes.
+        """
+        pairs = [("protocol", card.protocol, PROTOCOL), ("kind", card.kind, self.kind)]
+        if card.tokenizer and self.tokenizer:
+            pairs.append(("tokenizer", card.tokenizer, self.tokenizer))
+        else:
+            pairs.append(("vocab_size", card.vocab_size, self.vocab_size))
+        pairs.append(("hidden_size", card.hidden_size, self.hidden_size))
+        return ", ".join(
+            f"{name} {theirs!r} instead of {ours!r}"
+            for name, theirs, ours in pairs
+            if theirs != ours
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Peer:
+    """A drafter that answers; a new object whenever it has begun to.
+
+    Attributes:
+        address: where it listens.
+        instance: the process; another one has none of the texts.
+    """
+
+    address: str
+    instance: str
+
+
+class Lookout:
+    """Knows whether there is a drafter to ask.
+
+    Args:
+        wanted: what the drafter has to be; another one is refused with one line in the log.
+        find: where it is; called from this lookout's thread.
+        report: told several times a second whether there is one.
+    """
+
+    def __init__(self, wanted: Wanted, find: Find, report: Callable[[bool], None]) -> None:
+        self._wanted, self._find, self._report = wanted, find, report
+        self._peer: Peer | None = None
+        self._lock = threading.Lock()  # between doubts and what is heard of the peer
+        self._num_doubts = 0
+        self._rest_until = 0.0
+        self._believed_from = 0  # answers to earlier hellos do not count
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] | None = None
+        self._address = ""
+        self._number = 0
+        self._said_at = 0.0
+        self._unheard_since: float | None = None
+        self._refused = ""
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="drafter-lookout", daemon=True)
+        self._thread.start()
+
+    @property
+    def peer(self) -> Peer | None:
+        """The drafter that may be asked now."""
+        return self._peer
+
+    def doubt(self) -> None:
+        """A request was not answered in time: nobody is asked before a new hello is answered.
+
+        One that answers hellos and no request is given longer and longer rests.
+        """
+        with self._lock:
+            self._peer = None
+            self._believed_from = self._number + 1
+            rest_s = 0.0 if not self._num_doubts else GREET_DOWN_S * 2.0 ** min(self._num_doubts, 9)
+            self._rest_until = time.monotonic() + min(rest_s, LONGEST_REST_S)
+            self._num_doubts += 1
+
+    def trust(self) -> None:
+        """A request was answered in time."""
+        self._num_doubts = 0
+
+    def close(self) -> None:
+        """Ends the thread; waits for a ``find`` that runs."""
+        self._closing.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            try:
+                if self._socket is None or self._is_silent():
+                    self._look()
+                self._greet()
+                self._listen()
+            except Exception:  # the lookout must outlive whatever it meets
+                logger.exception("Looking for the %s drafter failed; it goes on", self._wanted.kind)
+                self._closing.wait(SILENT_S)
+            self._report(self._peer is not None)
+        self._hang_up()
+        self._context.term()
+
+    def _is_silent(self) -> bool:
+        since = self._unheard_since
+        return since is not None and time.monotonic() - since > SILENT_S
+
+    def _look(self) -> None:
+        """Asks where the drafter is, and connects anew, also where it is still there."""
+        self._lose()
+        self._address = self._find() or self._address
+        self._hang_up()
+        if not self._address:
+            self._closing.wait(GREET_UP_S)
+            return
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.connect(self._address)
+        self._said_at = 0.0
+        self._unheard_since = None
+
+    def _greet(self) -> None:
+        now = time.monotonic()
+        pause_s = GREET_DOWN_S if self._peer is None else GREET_UP_S
+        if self._socket is None or now - self._said_at < pause_s:
+            return
+        self._said_at = now
+        self._number += 1
+        if self._unheard_since is None:
+            self._unheard_since = now
+        self._socket.send_multipart(encode(Hello(self._number)), zmq.NOBLOCK)
+
+    def _listen(self) -> None:
+        if self._socket is None or not self._socket.poll(int(GREET_DOWN_S * 1000)):
+            return
+        try:
+            reply = decode_reply(self._socket.recv_multipart())
+        except WireError as error:
+            self._refuse(str(error))
+            return
+        if isinstance(reply, Card):
+            self._unheard_since = None
+            if objection := self._wanted.objection(reply):
+                self._refuse(f"{reply.model} at {self._address} has {objection}")
+            else:
+                self._believe(reply)
+
+    def _believe(self, card: Card) -> None:
+        with self._lock:
+            if card.number < self._believed_from or time.monotonic() < self._rest_until:
+                return
+            if self._peer is None or self._peer.instance != card.instance:
+                self._peer = Peer(self._address, card.instance)
+
+    def _refuse(self, reason: str) -> None:
+        self._lose()
+        if reason != self._refused:
+            self._refused = reason
+            logger.warning("No drafts from the %s drafter: %s", self._wanted.kind, reason)
+
+    def _lose(self) -> None:
+        with self._lock:
+            self._peer = None
+
+    def _hang_up(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None

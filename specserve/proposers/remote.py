@@ -1,0 +1,314 @@
+"""Drafts of a model in another process: the draft model, or the MTP module.
+
+A step sends what is new of each text and waits for the drafts, for at most ``timeout_s``. A drafter
+that is late once is not waited for again before it has answered its lookout.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+from secrets import randbits
+from typing import Self
+
+import numpy as np
+
+from specserve.core.config import DraftModelConfig, MtpConfig
+from specserve.core.errors import ConfigError, WireError
+from specserve.core.types import Draft, DraftBatch, Outcome, RequestControls
+from specserve.proposers.base import Surroundings
+from specserve.proposers.controls import DEFAULT_CONTROLS
+from specserve.proposers.drafter_link import DrafterLink
+from specserve.proposers.drafter_lookout import Find, Peer, Wanted
+from specserve.proposers.pending_states import PendingStates
+from specserve.trie.namespaces import namespace
+from specserve.wire.messages import (
+    MAX_ROWS,
+    MAX_TOKENS,
+    DraftAnswer,
+    DraftRequest,
+    Refusal,
+    TextRow,
+)
+
+NEAR_TOKENS = 64
+"""Positions that a draft may wait for: some steps' tokens, or a short prompt. A text that lacks
+more is brought up to date first, and nobody waits for that."""
+
+FEED_TOKENS = 4096
+"""Positions of a text that are brought up to date by one request."""
+
+FEED_BUDGET_S = 60.0
+"""How long such a request may wait for its turns, in seconds."""
+
+PENDING_STATES = 4096
+"""Hidden states that wait to be confirmed, of all requests; 58 MiB where they have 7168 values."""
+
+_MAX_REPLIES = 1000
+"""Read in a step: a drafter that floods must not hold it up."""
+
+
+@dataclass(slots=True, eq=False)
+class _Text:
+    """A request's text as the drafter knows it.
+
+    Attributes:
+        number: its name.
+        salt: who may share its beginning.
+        held: positions that the drafter holds, by its last answer.
+        is_sent: a request with a row of it is not answered yet.
+    """
+
+    number: int
+    salt: int
+    held: int = 0
+    is_sent: bool = False
+
+
+_Rows = list[tuple[int, _Text, TextRow]]
+"""Rows to send, each with its row of the batch."""
+
+
+class RemoteProposer:
+    """Asks a drafter for drafts, and keeps it up to date.
+
+    Args:
+        config: the source's configuration.
+        surroundings: the replica.
+        find: where the drafter is; called from a thread of its own.
+    """
+
+    def __init__(
+        self, config: DraftModelConfig | MtpConfig, surroundings: Surroundings, find: Find
+    ) -> None:
+        self._config = config
+        self._kind = config.kind
+        self._identity = surroundings.model_identity
+        self._metrics = surroundings.metrics
+        self._states = PendingStates(PENDING_STATES) if config.kind == "mtp" else None
+        self._no_draft = Draft((), config.kind)
+        wanted = Wanted(
+            kind=config.kind,
+            vocab_size=surroundings.vocab_size,
+            tokenizer=surroundings.tokenizer,
+            hidden_size=surroundings.hidden_size if config.kind == "mtp" else 0,
+        )
+        self._link = DrafterLink(
+            wanted, find, lambda up: surroundings.metrics.set_up(config.kind, up)
+        )
+        self._peer: Peer | None = None
+        self._texts: dict[str, _Text] = {}
+        self._num_texts = self._num_requests = 0
+        self._ended: deque[int] = deque(maxlen=MAX_ROWS)
+        self._sent: dict[int, tuple[_Text, ...]] = {}
+
+    @classmethod
+    def build(cls, config: DraftModelConfig | MtpConfig, surroundings: Surroundings) -> Self:
+        """For the registry: with a drafter of the cluster.
+
+        Raises:
+            ConfigError: there is no cluster.
+        """
+        if surroundings.find_drafter is None:
+            raise ConfigError(
+                "speculation.kind", config.kind, "kinds that need no Ray cluster here"
+            )
+        return cls(config, surroundings, surroundings.find_drafter(config))
+
+    def propose(self, batch: DraftBatch) -> list[Draft]:
+        """Sends what is new of the batch's texts, and waits for drafts of those that are near."""
+        texts = [self._text_of(batch, row) for row in range(len(batch))]
+        self._keep_states(batch, texts)
+        drafts = [self._no_draft] * len(batch)
+        peer = self._link.connect()
+        for _ in self._replies():
+            pass
+        if peer is None:
+            return drafts
+        if peer is not self._peer:
+            self._meet(peer)
+        asked, fed = self._rows(batch, texts)
+        number = self._send(asked, self._config.timeout_s) if asked else 0
+        if fed:
+            self._send(fed, FEED_BUDGET_S)
+        if asked and (answer := self._await(number)) is not None:
+            for (row, _, sent), answered in zip(asked, answer.rows, strict=True):
+                tokens = answered.tokens[: sent.max_draft_tokens]
+                drafts[row] = Draft(tokens, self._kind) if tokens else self._no_draft
+        return drafts
+
+    def observe(self, outcomes: list[Outcome]) -> None:
+        """Nothing to learn: the text itself is in the next batch."""
+
+    def forget(self, request_ids: list[str]) -> None:
+        """Tells the drafter with the next request."""
+        for request_id in request_ids:
+            text = self._texts.pop(request_id, None)
+            if text is not None:
+                self._ended.append(text.number)
+                if self._states is not None:
+                    self._states.forget(text.number)
+
+    def close(self) -> None:
+        """Ends the link."""
+        self._link.close()
+
+    def _text_of(self, batch: DraftBatch, row: int) -> _Text | None:
+        """A request's text; None: it wants no drafts of this source."""
+        controls = batch.controls[row] if batch.controls else DEFAULT_CONTROLS
+        if controls.speculation not in ("auto", self._kind) or not controls.max_draft_tokens:
+            return None
+        text = self._texts.get(batch.request_ids[row])
+        if text is None:
+            text = _Text(self._num_texts, self._salt(controls))
+            self._texts[batch.request_ids[row]] = text
+            self._num_texts += 1
+        return text
+
+    def _salt(self, controls: RequestControls) -> int:
+        """Equal for those that may find out that others have sent the same text before."""
+        if not controls.learn:
+            return randbits(64)
+        name = namespace(self._identity, controls.adapter, controls.tenant)
+        return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
+
+    def _keep_states(self, batch: DraftBatch, texts: list[_Text | None]) -> None:
+        """Keeps the step's states, but for those of refused drafts: the last token has none yet."""
+        hidden = batch.hidden_states
+        if self._states is None or hidden is None or not any(texts):
+            return
+        values, begin = hidden.to_host(), 0
+        lengths = batch.num_tokens.tolist()
+        for text, size, start, length in zip(
+            texts, hidden.num_tokens, hidden.starts, lengths, strict=True
+        ):
+            if text is not None:
+                valid = max(0, min(size, length - 1 - start))
+                self._states.add(text.number, start, values[begin : begin + valid])
+            begin += size
+
+    def _meet(self, peer: Peer) -> None:
+        """Another connection: what is on its way may be lost; another process: all is."""
+        self._sent.clear()
+        is_new = self._peer is None or self._peer.instance != peer.instance
+        for text in self._texts.values():
+            text.is_sent = False
+            if is_new:
+                text.held = 0
+        self._peer = peer
+
+    def _rows(self, batch: DraftBatch, texts: list[_Text | None]) -> tuple[_Rows, _Rows]:
+        """What is to be sent: rows to be drafted for, and rows of texts that lack too much."""
+        asked: _Rows = []
+        fed: _Rows = []
+        num_tokens = 0
+        limits = np.minimum(batch.max_draft_tokens, self._config.max_draft_len).tolist()
+        for row, (text, length) in enumerate(zip(texts, batch.num_tokens.tolist(), strict=True)):
+            if text is None or text.is_sent:
+                continue
+            begin, end = self._unsent(text, length)
+            is_near = end - begin <= NEAR_TOKENS
+            if not (is_near and end == length and limits[row]):
+                limits[row], end = 0, min(end, begin + FEED_TOKENS)
+            start = min(text.held, end - 1)
+            if num_tokens + end - start > MAX_TOKENS or len(asked) + len(fed) >= MAX_ROWS:
+                continue
+            num_tokens += end - start
+            if limits[row]:
+                asked.append((row, text, self._row(batch, row, text, start, end, limits[row])))
+            elif not is_near:
+                fed.append((row, text, self._row(batch, row, text, start, end, 0)))
+        return asked, fed
+
+    def _unsent(self, text: _Text, length: int) -> tuple[int, int]:
+        """First position that the drafter will compute, and the end of what can be sent.
+
+        With states, position i is computed of the state of i and the token at i + 1.
+        """
+        if self._states is None:
+            return text.held, length
+        return (
+            self._states.start(text.number, text.held),
+            min(self._states.end(text.number) + 1, length),
+        )
+
+    def _row(
+        self, batch: DraftBatch, row: int, text: _Text, start: int, end: int, limit: int
+    ) -> TextRow:
+        states_start, states = 0, None
+        if self._states is not None:
+            states_start = self._states.start(text.number, start)
+            if states_start < end - 1:
+                states = self._states.between(text.number, states_start, end - 1)
+        return TextRow(
+            text=text.number,
+            salt=text.salt,
+            start=start,
+            tokens=batch.token_ids[row, start:end],
+            states_start=states_start,
+            states=states,
+            max_draft_tokens=limit,
+        )
+
+    def _send(self, rows: _Rows, budget_s: float) -> int:
+        """Sends a request; returns its number."""
+        self._num_requests += 1
+        ended, self._ended = tuple(self._ended), deque(maxlen=MAX_ROWS)
+        texts = tuple(text for _, text, _ in rows)
+        for text in texts:
+            text.is_sent = True
+        self._sent[self._num_requests] = texts
+        request = DraftRequest(
+            number=self._num_requests,
+            budget_s=budget_s,
+            rows=tuple(row for _, _, row in rows),
+            forget=ended,
+        )
+        self._link.send(request)
+        return self._num_requests
+
+    def _await(self, number: int) -> DraftAnswer | None:
+        """The answer to a request, if it comes in time."""
+        for reply in self._replies(time.monotonic() + self._config.timeout_s):
+            if reply.number == number:
+                self._link.trust()
+                return reply if isinstance(reply, DraftAnswer) else None
+        self._metrics.count_timeout(self._kind)
+        self._link.doubt()
+        return None
+
+    def _replies(self, deadline: float = 0.0) -> Iterator[DraftAnswer | Refusal]:
+        """Takes what comes until a monotonic time; without one, what has come."""
+        for _ in range(_MAX_REPLIES):
+            try:
+                reply = self._link.receive(deadline - time.monotonic())
+            except WireError:
+                self._metrics.count_error(self._kind)
+                continue
+            if reply is None:
+                return
+            if isinstance(reply, DraftAnswer | Refusal) and self._take(reply):
+                yield reply
+
+    def _take(self, reply: DraftAnswer | Refusal) -> bool:
+        """Notes what is held now; false: the reply is none to what was sent."""
+        texts = self._sent.pop(reply.number, None)
+        if texts is None:
+            return False
+        for text in texts:
+            text.is_sent = False
+        if isinstance(reply, Refusal):
+            if reply.reason != "expired":
+                self._metrics.count_error(self._kind)
+            return True
+        if len(reply.rows) != len(texts):
+            self._metrics.count_error(self._kind)
+            return False
+        for text, row in zip(texts, reply.rows, strict=True):
+            text.held = row.held
+            if self._states is not None:
+                self._states.confirm(text.number, row.held)
+        return True

@@ -1,0 +1,518 @@
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+
+from specserve.core.config import DraftModelConfig, MtpConfig
+from specserve.core.errors import ConfigError, WireError
+from specserve.core.metrics import HealthSnapshot, SpeculationMetrics
+from specserve.core.types import DraftBatch, HiddenStates, Int32Array, RequestControls
+from specserve.drafters.server import DrafterServer
+from specserve.proposers.base import Surroundings
+from specserve.proposers.remote import FEED_TOKENS, NEAR_TOKENS, RemoteProposer
+from specserve.wire.frames import decode_question, encode
+from specserve.wire.messages import PROTOCOL, Card, Hello
+from tests.drafters.fakes import VOCAB_SIZE, WAIT_S, FakeDrafter, draft_of, states_of
+from tests.integration.cluster import eventually
+
+HIDDEN_SIZE = 2
+TEXT = np.random.default_rng(0).integers(0, VOCAB_SIZE, 20_000).astype(np.int32)
+
+
+class Replica:
+    """A source with its requests' texts; what is drafted has to follow from them."""
+
+    def __init__(self, find: Callable[[], str | None], kind: str = "draft_model", **options: Any):
+        self.metrics = SpeculationMetrics((kind,))
+        self.texts: dict[str, Int32Array] = {}
+        surroundings = Surroundings(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=HIDDEN_SIZE,
+            metrics=self.metrics,
+            find_drafter=lambda config: find,
+        )
+        options = {"max_draft_len": 3, "timeout_s": WAIT_S, **options}
+        config: DraftModelConfig | MtpConfig
+        if kind == "mtp":
+            config = MtpConfig(kind="mtp", **options)
+        else:
+            config = DraftModelConfig(kind="draft_model", model="m", **options)
+        self.proposer = RemoteProposer.build(config, surroundings)
+        self.kind = kind
+
+    def propose(
+        self,
+        *names: str,
+        limit: int = 3,
+        controls: tuple[RequestControls, ...] = (),
+        hidden: HiddenStates | None = None,
+    ) -> list[tuple[int, ...]]:
+        texts = [self.texts[name] for name in names]
+        lengths = np.array([len(text) for text in texts], np.int32)
+        rows = np.zeros((len(texts), lengths.max() + 8), np.int32)
+        for row, text in zip(rows, texts, strict=True):
+            row[: len(text)] = text
+        batch = DraftBatch(
+            list(names),
+            rows,
+            lengths,
+            lengths,
+            np.full(len(names), limit, np.int32),
+            controls,
+            hidden,
+        )
+        drafts = self.proposer.propose(batch)
+        for text, draft in zip(texts, drafts, strict=True):
+            assert draft.source == self.kind
+            assert len(draft.tokens) <= limit
+            assert draft.tokens == draft_of(text.tolist(), 3)[: len(draft.tokens)]
+        return [draft.tokens for draft in drafts]
+
+    def grow(self, name: str, end: int) -> None:
+        self.texts[name] = TEXT[:end]
+
+    def health(self) -> HealthSnapshot:
+        (health,) = self.metrics.snapshot().health
+        return health
+
+    def until_up(self) -> None:
+        eventually(lambda: self.proposer._link._lookout.peer, "a drafter", WAIT_S, 0.005)
+
+    def until_drafts(self, *names: str) -> None:
+        eventually(lambda: all(self.propose(*names)), "drafts", WAIT_S, 0.005)
+
+
+class Place:
+    """Where the drafter is, for replicas to find it."""
+
+    def __init__(self) -> None:
+        self.address: str | None = None
+
+    def __call__(self) -> str | None:
+        return self.address
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def place() -> Place:
+    return Place()
+
+
+@pytest.fixture
+def drafter() -> FakeDrafter:
+    return FakeDrafter()
+
+
+def serve(stack: ExitStack, place: Place, drafter: FakeDrafter) -> DrafterServer:
+    server = stack.enter_context(closing(DrafterServer(drafter)))
+    stack.callback(drafter.may_go.set)
+    place.address = server.address
+    return server
+
+
+def replica(stack: ExitStack, place: Place, kind: str = "draft_model", **options: Any) -> Replica:
+    made = Replica(place, kind, **options)
+    stack.enter_context(closing(made.proposer))
+    return made
+
+
+@pytest.fixture
+def served(stack: ExitStack, place: Place, drafter: FakeDrafter) -> Replica:
+    """A replica whose drafter is there."""
+    serve(stack, place, drafter)
+    made = replica(stack, place)
+    made.until_up()
+    return made
+
+
+def test_texts_that_grow_are_drafted_for_step_by_step(served: Replica) -> None:
+    random = np.random.default_rng(1)
+    ends = {"a": 5, "b": 60, "c": 30}
+    for _ in range(30):
+        for name in ends:
+            served.grow(name, ends[name])
+        assert all(len(draft) == 3 for draft in served.propose(*ends))
+        ends = {name: end + int(random.integers(1, 5)) for name, end in ends.items()}
+
+
+def test_only_what_is_new_is_sent(served: Replica, drafter: FakeDrafter) -> None:
+    for end in (40, 41, 44):
+        served.grow("a", end)
+        served.propose("a")
+    assert [(row.start, len(row.tokens)) for (row,) in drafter.calls] == [(0, 40), (40, 1), (41, 3)]
+
+
+def test_no_more_is_asked_for_than_can_be_used(served: Replica, drafter: FakeDrafter) -> None:
+    served.grow("a", 10)
+    assert [len(draft) for draft in served.propose("a", limit=1)] == [1]
+    assert [len(draft) for draft in served.propose("a", limit=9)] == [3]
+    assert [call[0].max_draft_tokens for call in drafter.calls] == [1, 3]
+
+
+def test_nobody_waits_for_a_long_prompt_and_it_is_drafted_for_when_it_is_known(
+    served: Replica, drafter: FakeDrafter
+) -> None:
+    served.grow("long", 2 * FEED_TOKENS + 100)
+    served.grow("short", 10)
+    drafter.may_go.clear()
+    assert served.propose("long") == [()]
+    assert drafter.entered.wait(WAIT_S)
+    assert served.propose("long", limit=0) == [()]
+    drafter.may_go.set()
+    assert served.propose("short") != [()]
+    served.until_drafts("long")
+    assert served.health().num_timeouts == 0
+    sent = [row.start for call in drafter.calls for row in call if row.key[1] == 0]
+    assert sent == sorted(set(sent))  # nothing was sent twice
+
+
+def test_a_text_that_falls_behind_is_brought_up_to_date_though_no_draft_is_wanted(
+    served: Replica, drafter: FakeDrafter
+) -> None:
+    served.grow("a", NEAR_TOKENS)
+    served.propose("a", limit=0)
+    served.grow("b", 5)
+    served.propose("b")
+    assert [row.key[1] for call in drafter.calls for row in call] == [1]
+    served.grow("a", NEAR_TOKENS + 1)
+    served.propose("a", limit=0)
+    eventually(lambda: len(drafter.calls) == 2, "the text", WAIT_S, 0.001)
+
+
+def test_what_the_drafter_has_forgotten_is_sent_again(
+    served: Replica, drafter: FakeDrafter
+) -> None:
+    served.grow("a", 20)
+    served.propose("a")
+    drafter.lose()
+    served.grow("a", 22)
+    assert served.propose("a") == [()]
+    served.grow("a", 23)
+    assert served.propose("a") != [()]
+
+
+def test_an_error_of_the_drafter_costs_one_draft(served: Replica, drafter: FakeDrafter) -> None:
+    served.grow("a", 20)
+    drafter.error = MemoryError()
+    assert served.propose("a") == [()]
+    drafter.error = None
+    assert served.propose("a") != [()]
+    assert (served.health().num_errors, served.health().num_timeouts) == (1, 0)
+
+
+def test_a_drafter_that_stops_is_waited_for_once_and_used_again_when_it_goes_on(
+    stack: ExitStack, place: Place, drafter: FakeDrafter
+) -> None:
+    serve(stack, place, drafter)
+    stopped = replica(stack, place, timeout_s=0.1)
+    stopped.until_up()
+    stopped.grow("a", 20)
+    stopped.until_drafts("a")
+    timeouts = stopped.health().num_timeouts
+    drafter.may_go.clear()
+    began = time.monotonic()
+    for end in range(21, 40):
+        stopped.grow("a", end)
+        assert stopped.propose("a") == [()]
+    assert time.monotonic() - began < 5 * 0.1
+    assert stopped.health().num_timeouts == timeouts + 1
+    eventually(lambda: not stopped.health().up, "down", WAIT_S, 0.01)
+    drafter.may_go.set()
+    stopped.until_drafts("a")
+    eventually(lambda: stopped.health().up, "up", WAIT_S, 0.01)
+    assert drafter.calls[-1][0].start >= 20  # its late answer told what it holds
+
+
+def test_a_drafter_that_is_always_late_is_asked_less_and_less(
+    stack: ExitStack, place: Place, drafter: FakeDrafter
+) -> None:
+    serve(stack, place, drafter)
+    slow = replica(stack, place, timeout_s=0.001)
+    lookout = slow.proposer._link._lookout
+    rests = []
+    for _ in range(3):
+        slow.until_up()
+        drafter.may_go.clear()
+        slow.grow("a", 20)
+        assert slow.propose("a") == [()]
+        rests.append(lookout._rest_until - time.monotonic())
+        drafter.may_go.set()
+    assert rests[0] <= 0.0 < rests[1] < rests[2]
+
+
+def test_a_drafter_that_was_restarted_elsewhere_is_found_and_gets_the_texts_again(
+    stack: ExitStack, place: Place
+) -> None:
+    first, second = FakeDrafter(), FakeDrafter()
+    server = DrafterServer(first)
+    place.address = server.address
+    made = replica(stack, place, timeout_s=0.2)
+    made.until_up()
+    made.grow("a", 20)
+    made.until_drafts("a")
+    server.close()
+    made.grow("a", 22)
+    assert made.propose("a") == [()]
+    serve(stack, place, second)
+    made.until_drafts("a")
+    assert second.calls[0][0].start == 0
+
+
+def test_a_drafter_that_is_not_there_yet_is_waited_for_by_nobody(
+    stack: ExitStack, place: Place, drafter: FakeDrafter
+) -> None:
+    made = replica(stack, place)
+    made.grow("a", 20)
+    assert made.propose("a") == [()]
+    eventually(lambda: not made.health().up, "down", WAIT_S, 0.01)
+    serve(stack, place, drafter)
+    made.until_drafts("a")
+    assert made.health().num_timeouts == 0
+
+
+def test_a_drafter_that_does_not_fit_is_refused_with_one_line(
+    stack: ExitStack, place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrong = FakeDrafter(HIDDEN_SIZE)
+    serve(stack, place, wrong)
+    with caplog.at_level(logging.WARNING):
+        made = replica(stack, place)
+        eventually(lambda: caplog.records, "a warning", WAIT_S, 0.01)
+    made.grow("a", 20)
+    assert made.propose("a") == [()]
+    (record,) = caplog.records
+    assert "kind 'mtp' instead of 'draft_model'" in record.getMessage()
+    assert "/models/fake" in record.getMessage()
+    assert wrong.calls == []
+
+
+class Babbler:
+    """Introduces itself as a drafter, and answers requests with whatever it was given."""
+
+    def __init__(self, answers: Sequence[bytes]) -> None:
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind("tcp://127.0.0.1:0")
+        self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._answers = answers
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join()
+        self._socket.close()
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            if not self._socket.poll(20):
+                continue
+            client, *frames = self._socket.recv_multipart()
+            try:
+                question = decode_question(frames)
+            except WireError:
+                continue
+            if isinstance(question, Hello):
+                card = Card(
+                    question.number, PROTOCOL, "x", "draft_model", "m", VOCAB_SIZE, "", 0, 100
+                )
+                self._socket.send_multipart([client, *encode(card)])
+            else:
+                for answer in self._answers:
+                    self._socket.send_multipart([client, answer])
+
+
+def test_answers_that_are_none_are_counted_and_change_nothing(
+    stack: ExitStack, place: Place
+) -> None:
+    babbler = stack.enter_context(closing(Babbler([b"nonsense", b"", b"\x91\xa6drafts"])))
+    place.address = babbler.address
+    made = replica(stack, place, timeout_s=0.2)
+    made.until_up()
+    made.grow("a", 20)
+    assert made.propose("a") == [()]
+    assert (made.health().num_errors, made.health().num_timeouts) == (3, 1)
+
+
+def test_several_replicas_share_a_drafter(
+    stack: ExitStack, place: Place, drafter: FakeDrafter
+) -> None:
+    serve(stack, place, drafter)
+    replicas = [replica(stack, place) for _ in range(2)]
+    for number, each in enumerate(replicas):
+        each.until_up()
+        each.texts["a"] = TEXT[number : number + 30]
+    for _ in range(3):
+        assert all(each.propose("a") != [()] for each in replicas)
+    assert len({row.key for call in drafter.calls for row in call}) == 2
+
+
+def test_ended_requests_are_forgotten_and_their_ids_may_come_again(
+    served: Replica, drafter: FakeDrafter
+) -> None:
+    served.grow("a", 20)
+    served.propose("a")
+    served.proposer.forget(["a", "unknown"])
+    served.texts["a"] = TEXT[100:130]
+    assert served.propose("a") != [()]
+    assert [key[1] for key in drafter.forgotten] == [0]
+    assert [row.key[1] for call in drafter.calls for row in call] == [0, 1]
+
+
+def test_requests_that_want_no_drafts_of_this_source_do_not_reach_it(
+    served: Replica, drafter: FakeDrafter
+) -> None:
+    names = ("a", "b", "c", "d")
+    for name in names:
+        served.grow(name, 20)
+    controls = (
+        RequestControls(speculation="off"),
+        RequestControls(speculation="ngram"),
+        RequestControls(max_draft_tokens=0),
+        RequestControls(speculation="draft_model"),
+    )
+    assert [bool(draft) for draft in served.propose(*names, controls=controls)] == [
+        *(False, False, False, True)
+    ]
+    assert [len(call) for call in drafter.calls] == [1]
+
+
+def test_only_texts_of_one_tenant_and_adapter_may_share_a_beginning(
+    served: Replica, drafter: FakeDrafter
+) -> None:
+    names = tuple("abcdef")
+    for name in names:
+        served.grow(name, 20)
+    secret = RequestControls(tenant="x", learn=False)
+    served.propose(
+        *names,
+        controls=(
+            RequestControls(tenant="x"),
+            RequestControls(tenant="x"),
+            RequestControls(tenant="y"),
+            RequestControls(tenant="x", adapter="l"),
+            secret,
+            secret,
+        ),
+    )
+    salts = [row.salt for row in sorted(drafter.calls[0], key=lambda row: row.key[1])]
+    assert salts[0] == salts[1]
+    assert len(set(salts)) == 5
+
+
+def test_without_a_cluster_the_source_says_so() -> None:
+    config = DraftModelConfig(kind="draft_model", model="m")
+    with pytest.raises(ConfigError, match="Ray cluster"):
+        RemoteProposer.build(config, Surroundings())
+
+
+class Target:
+    """An engine that hands over the states of what it computes, refused draft tokens included."""
+
+    def __init__(self, made: Replica) -> None:
+        self._made = made
+        self.computed: dict[str, int] = {}
+
+    def step(self, scheduled: dict[str, int], sampled: dict[str, int]) -> list[tuple[int, ...]]:
+        """Computes so many positions of each request, then takes so many new tokens of ``TEXT``."""
+        values = []
+        for name, size in scheduled.items():
+            start = self.computed[name]
+            states = states_of(TEXT[: start + size], HIDDEN_SIZE)[start:].copy()
+            known = len(self._made.texts[name]) + max(sampled[name] - 1, 0)
+            states[max(known - start, 0) :] = 7  # of refused tokens
+            values.append(states)
+        hidden = HiddenStates(
+            lambda: np.concatenate(values),
+            tuple(scheduled.values()),
+            tuple(self.computed[name] for name in scheduled),
+        )
+        for name, size in scheduled.items():
+            new = sampled[name]
+            length = len(self._made.texts[name])
+            self._made.grow(name, length + new)
+            self.computed[name] = length + new - 1 if new else self.computed[name] + size
+        limit = 3 if all(sampled.values()) else 0
+        return self._made.propose(*scheduled, limit=limit, hidden=hidden)
+
+
+@pytest.fixture
+def mtp(stack: ExitStack, place: Place) -> tuple[Replica, Target, FakeDrafter]:
+    drafter = FakeDrafter(HIDDEN_SIZE)
+    serve(stack, place, drafter)
+    made = replica(stack, place, "mtp")
+    made.until_up()
+    return made, Target(made), drafter
+
+
+Mtp = tuple[Replica, Target, FakeDrafter]
+
+
+def open_text(made: Replica, target: Target, name: str, length: int, cached: int = 0) -> None:
+    made.grow(name, length)
+    target.computed[name] = cached
+
+
+def test_states_go_with_their_tokens_and_those_of_refused_drafts_do_not(mtp: Mtp) -> None:
+    made, target, _ = mtp
+    open_text(made, target, "a", 20)
+    open_text(made, target, "b", 30)
+    assert all(target.step({"a": 20, "b": 30}, {"a": 1, "b": 1}))
+    for accepted in (0, 3, 1, 2, 0):
+        drafts = target.step({"a": 4, "b": 4}, {"a": 1 + accepted, "b": 1})
+        assert [len(draft) for draft in drafts] == [3, 3]
+
+
+def test_a_long_prompt_is_brought_up_to_date_while_it_is_read(mtp: Mtp) -> None:
+    made, target, drafter = mtp
+    open_text(made, target, "a", 1000)
+    assert target.step({"a": 512}, {"a": 0}) == [()]
+    eventually(lambda: drafter.calls, "the first part", WAIT_S, 0.001)
+    target.step({"a": 488}, {"a": 1})
+    drafts: list[tuple[int, ...]] = [()]
+    deadline = time.monotonic() + WAIT_S
+    while drafts == [()]:
+        assert time.monotonic() < deadline
+        drafts = target.step({"a": 1}, {"a": 1})
+    assert drafter.begins == {}
+
+
+def test_a_prompt_whose_beginning_the_target_had_cached_begins_where_states_are(mtp: Mtp) -> None:
+    made, target, drafter = mtp
+    open_text(made, target, "a", 500, cached=480)
+    assert target.step({"a": 20}, {"a": 1}) != [()]
+    assert list(drafter.begins.values()) == [480]
+    assert drafter.calls[0][0].start == 0
+
+
+def test_a_drafter_that_forgot_begins_at_the_first_state_that_is_left(mtp: Mtp) -> None:
+    made, target, drafter = mtp
+    open_text(made, target, "a", 20)
+    assert target.step({"a": 20}, {"a": 1}) != [()]
+    drafter.lose()
+    assert target.step({"a": 4}, {"a": 3}) == [()]
+    assert target.step({"a": 4}, {"a": 2}) != [()]
+    assert list(drafter.begins.values()) == [20]
+
+
+def test_a_request_that_was_preempted_goes_on(mtp: Mtp) -> None:
+    made, target, _ = mtp
+    open_text(made, target, "a", 20)
+    assert target.step({"a": 20}, {"a": 1}) != [()]
+    target.computed["a"] = 0
+    assert target.step({"a": 21}, {"a": 1}) != [()]
+    assert target.step({"a": 1}, {"a": 1}) != [()]
