@@ -22,10 +22,11 @@ from specserve.drafters.slots import Slot, SlotTable
 from specserve.drafters.vocabulary import fingerprint
 
 _CONFIG = {
-    "hidden_act": ("silu",),
-    "scoring_func": ("sigmoid",),
-    "topk_method": ("noaux_tc",),
-    "attention_bias": (False,),
+    "hidden_act": "silu",
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "attention_bias": False,
+    "rope_interleave": True,
 }
 """What of config.json the module's arithmetic rests on, and cannot be seen from its tensors."""
 
@@ -63,7 +64,7 @@ class MtpDrafter:
         self.card = card
         self.num_partial = 0
         """Texts continued from the middle on, as states before it never came."""
-        self._module = module
+        self.module = module
         self._slots = SlotTable(max_texts, card.max_tokens)
 
     @classmethod
@@ -167,7 +168,7 @@ class MtpDrafter:
         if slot is not None:
             shared = self._slots.restart(slot, row.tokens[1:])
             if shared.slot != slot.index:
-                cache = self._module.attention.cache
+                cache = self.module.attention.cache
                 cache[slot.index, : shared.length] = cache[shared.slot, : shared.length]
         return slot
 
@@ -193,8 +194,8 @@ class MtpDrafter:
         if not works:
             return {}
         tokens = [_entry_tokens(work) for work in works]
-        packed = Packed.of([work.span for work in works], self._module.device)
-        hidden = self._module.forward(
+        packed = Packed.of([work.span for work in works], self.module.device)
+        hidden = self.module.forward(
             torch.cat([self._states(work) for work in works]), self._tensor(tokens), packed
         )
         ends = np.cumsum([len(each) for each in tokens])
@@ -220,8 +221,8 @@ class MtpDrafter:
                 ends = [(work.span, work.span.end + step) for work in works]
                 spans = [Span(span.slot, span.begin, end - 1, end) for span, end in ends]
                 packed = Packed.of(spans, hidden.device)
-                hidden = self._module.forward(hidden, steps[-1][1][: len(works)], packed)
-            steps.append((works, self._module.next_tokens(hidden)))
+                hidden = self.module.forward(hidden, steps[-1][1][: len(works)], packed)
+            steps.append((works, self.module.next_tokens(hidden)))
         for works, tokens in steps:
             for work, token in zip(works, tokens.tolist(), strict=True):
                 drafts[work.row.key].append(token)
@@ -233,12 +234,12 @@ class MtpDrafter:
         assert row.states is not None
         states = row.states[span.start - row.states_start : span.end - row.states_start]
         if states.dtype == np.uint16:
-            bits = torch.tensor(states.view(np.int16), device=self._module.device)
-            return bits.view(torch.bfloat16).to(self._module.dtype)
-        return torch.tensor(states, device=self._module.device, dtype=self._module.dtype)
+            bits = torch.tensor(states.view(np.int16), device=self.module.device)
+            return bits.view(torch.bfloat16).to(self.module.dtype)
+        return torch.tensor(states, device=self.module.device, dtype=self.module.dtype)
 
     def _tensor(self, tokens: Sequence[npt.NDArray[Any]]) -> Tensor:
-        return torch.from_numpy(np.concatenate(tokens).astype(np.int64)).to(self._module.device)
+        return torch.from_numpy(np.concatenate(tokens).astype(np.int64)).to(self.module.device)
 
 
 def _num_states(row: Row) -> int:
@@ -254,8 +255,8 @@ def _entry_tokens(work: _Work) -> npt.NDArray[np.int32]:
 def _read_config(folder: str, raw: dict[str, Any]) -> Any:
     """The checkpoint's config by transformers, which knows its older forms."""
     for name, allowed in _CONFIG.items():
-        if raw.get(name, allowed[0]) not in allowed:
-            raise ConfigError(f"model: {name}", raw[name], str(allowed[0]))
+        if raw.get(name, allowed) != allowed:
+            raise ConfigError(f"model: {name}", raw[name], str(allowed))
     try:
         config = DeepseekV3Config.from_pretrained(folder)
     except (OSError, ValueError, TypeError) as error:

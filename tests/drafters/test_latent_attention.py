@@ -1,0 +1,121 @@
+"""Our absorbed attention beside the expanded one of transformers."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
+    DeepseekV3Attention,
+    DeepseekV3RotaryEmbedding,
+)
+
+from specserve.drafters import latent_attention
+from specserve.drafters.latent_attention import LatentAttention, Packed, Span, rotation_tables
+from tests.drafters.given_weights import GivenWeights, randomise, small_config
+
+CPU = torch.device("cpu")
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 0.707,
+    "mscale_all_dim": 1.3,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
+CONFIGS: list[dict[str, Any]] = [
+    {"rope_parameters": YARN},
+    {"rope_parameters": YARN, "q_lora_rank": None},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},
+]
+
+
+class Both:
+    """Ours with 3 slots of 128 entries, and theirs, of the same weights."""
+
+    def __init__(self, config: Any) -> None:
+        config._attn_implementation = "sdpa"
+        self._theirs = DeepseekV3Attention(config, 0).eval()
+        self._rotary = DeepseekV3RotaryEmbedding(config)
+        randomise(self._theirs)
+        self.ours = LatentAttention(config, GivenWeights(self._theirs.state_dict()), 3, 128)
+        self.ours.cache.fill_(torch.nan)  # nothing is to be read that was not written
+
+    def expected(self, x: Tensor, begin: int = 0) -> Tensor:
+        """A whole text, ``[tokens, hidden_size]``, whose first token is at position begin."""
+        positions = torch.arange(begin, begin + len(x)).unsqueeze(0)
+        rotary = self._rotary(x, positions)
+        out: Tensor = self._theirs(x.unsqueeze(0), rotary, attention_mask=None)[0][0]
+        return out
+
+    def forward(self, x: Tensor, *spans: Span) -> Tensor:
+        return self.ours.forward(x, Packed.of(spans, CPU))
+
+
+@pytest.fixture
+def inputs() -> Tensor:
+    return torch.randn(100, 48, generator=torch.Generator().manual_seed(1))
+
+
+def close(ours: Tensor, expected: Tensor) -> bool:
+    return torch.allclose(ours, expected, atol=2e-5) and bool(expected.std() > 0.1)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("changes", CONFIGS)
+def test_absorbed_attention_equals_the_expanded_one(
+    changes: dict[str, Any], inputs: Tensor
+) -> None:
+    both = Both(small_config(**changes))
+    assert close(both.forward(inputs, Span(1, 0, 0, 100)), both.expected(inputs))
+
+
+@torch.inference_mode()
+def test_entries_may_come_one_by_one_and_in_pieces(inputs: Tensor) -> None:
+    both = Both(small_config(**CONFIGS[0]))
+    bounds = [0, 1, 2, 40, 41, 99, 100]
+    pieces = [
+        both.forward(inputs[start:end], Span(0, 0, start, end)) for start, end in pairwise(bounds)
+    ]
+    assert close(torch.cat(pieces), both.expected(inputs))
+
+
+@torch.inference_mode()
+def test_texts_of_one_call_do_not_see_each_other(inputs: Tensor) -> None:
+    both = Both(small_config(**CONFIGS[0]))
+    both.forward(inputs[:30], Span(2, 0, 0, 30))
+    packed = torch.cat([inputs[50:57], inputs[30:31], inputs[60:90]])
+    out = both.forward(packed, Span(0, 0, 0, 7), Span(2, 0, 30, 31), Span(1, 0, 0, 30))
+    assert close(out[:7], both.expected(inputs[50:57]))
+    assert close(out[7:8], both.expected(inputs[:31])[30:])
+    assert close(out[8:], both.expected(inputs[60:90]))
+
+
+@torch.inference_mode()
+def test_a_text_may_begin_later_than_at_position_0(inputs: Tensor) -> None:
+    both = Both(small_config(**CONFIGS[0]))
+    out = both.forward(inputs[:20], Span(0, 70, 70, 90))
+    assert close(out, both.expected(inputs[:20], begin=70))
+
+
+@torch.inference_mode()
+def test_a_long_piece_is_done_in_parts_that_fit(
+    inputs: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = Both(small_config(**CONFIGS[0]))
+    monkeypatch.setattr(latent_attention, "MAX_SCORES", 3 * 100 * 7)
+    assert close(both.forward(inputs, Span(0, 0, 0, 100)), both.expected(inputs))
+
+
+@pytest.mark.parametrize("changes", CONFIGS)
+def test_positions_are_turned_as_by_transformers(changes: dict[str, Any]) -> None:
+    config = small_config(**changes)
+    cos, sin = rotation_tables(config, 4096)
+    expected = DeepseekV3RotaryEmbedding(config)(torch.zeros(1), torch.arange(4096).unsqueeze(0))
+    for ours, theirs in zip((cos, sin), expected, strict=True):
+        assert torch.allclose(ours, theirs[0, :, :4], atol=1e-5)

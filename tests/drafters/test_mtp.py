@@ -1,0 +1,288 @@
+"""The MTP drafter on the demo base's own hidden states."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from specserve.core.errors import ConfigError
+from specserve.drafters.base import Answer, Key, Row
+from specserve.drafters.latent_attention import Packed, Span
+from specserve.drafters.mtp import MtpDrafter
+from tests.drafters.mtp_reference import MODEL, NUM_TOKENS, texts
+
+ROOM = NUM_TOKENS + 40
+NUM_SLOTS = 4
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Iterator[MtpDrafter]:
+    before = torch.get_num_threads()
+    yield MtpDrafter.load(str(MODEL), max_texts=NUM_SLOTS, max_tokens=ROOM, num_threads=1)
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def drafter(loaded: MtpDrafter) -> MtpDrafter:
+    """One that has seen no text yet."""
+    return MtpDrafter(loaded.module, loaded.card, NUM_SLOTS)
+
+
+def key(number: int) -> Key:
+    return (b"client", number)
+
+
+def row(
+    num_tokens: int,
+    *,
+    start: int = 0,
+    states: tuple[int, int] | None = None,
+    text: int = 0,
+    number: int = 0,
+    drafts: int = 1,
+    salt: int = 7,
+) -> Row:
+    """The first ``num_tokens`` tokens of a text, from ``start`` on; all states from there on,
+    but for the last one's, unless ``states`` says which."""
+    begin, end = (start, num_tokens - 1) if states is None else states
+    return Row(
+        key=key(number),
+        salt=salt,
+        start=start,
+        tokens=texts()[text].tokens[start:num_tokens],
+        states_start=begin,
+        states=texts()[text].states[begin:end],
+        max_draft_tokens=drafts,
+    )
+
+
+def test_entries_are_what_the_training_code_computes(drafter: MtpDrafter) -> None:
+    text, end = texts()[0], NUM_TOKENS - 1
+    with torch.inference_mode():
+        ours = drafter.module.forward(
+            torch.from_numpy(text.states[:end]),
+            torch.from_numpy(text.tokens[1:]).long(),
+            Packed.of([Span(0, 0, 0, end)], torch.device("cpu")),
+        )
+    expected = text.entries(end)
+    assert (ours - expected).abs().max() < 2e-3
+    assert expected.abs().max() > 1
+
+
+def test_a_text_that_grows_is_continued_as_the_training_code_would(drafter: MtpDrafter) -> None:
+    text = texts()[0]
+    assert drafter.draft([row(200)]) == [Answer(199, text.draft(200))]
+    for num_tokens in range(202, 230, 3):
+        growing = row(num_tokens, start=max(199, num_tokens - 4))
+        assert drafter.draft([growing]) == [Answer(num_tokens - 1, text.draft(num_tokens))]
+
+
+def test_from_the_second_token_on_it_continues_its_own_states(drafter: MtpDrafter) -> None:
+    for num_tokens in (150, 153, 180):
+        start = 0 if num_tokens == 150 else num_tokens - 4 if num_tokens == 153 else 152
+        (answer,) = drafter.draft([row(num_tokens, start=start, drafts=3)])
+        assert answer == Answer(num_tokens - 1, texts()[0].draft(num_tokens, 3))
+
+
+def test_rows_of_one_call_are_answered_as_if_alone(drafter: MtpDrafter) -> None:
+    first = [row(30 + 90 * n, text=n, number=n, drafts=0) for n in range(3)]
+    assert [answer.tokens for answer in drafter.draft(first)] == [(), (), ()]
+    rows = [
+        row(100, start=29, text=0, number=0, drafts=1),
+        row(122, start=119, text=1, number=1, drafts=0),
+        row(212, start=209, text=2, number=2, drafts=3),
+        row(50, text=1, number=3, drafts=2),
+    ]
+    answers = drafter.draft(rows)
+    assert answers == [
+        Answer(99, texts()[0].draft(100)),
+        Answer(121),
+        Answer(211, texts()[2].draft(212, 3)),
+        Answer(49, texts()[1].draft(50, 2)),
+    ]
+
+
+def test_a_prompt_may_come_in_pieces(drafter: MtpDrafter) -> None:
+    whole = row(400)
+    for begin, end in ((0, 130), (130, 131), (131, 398)):
+        # The tokens are known at once, the states only piece by piece.
+        piece = row(400, start=begin, states=(begin, end), drafts=0)
+        assert drafter.draft([piece]) == [Answer(end)]
+    last = row(400, start=398, states=(398, 399))
+    assert drafter.draft([last]) == [Answer(399, texts()[0].draft(400))]
+    assert drafter.draft([replace(whole, key=key(1))])[0].tokens == texts()[0].draft(400)
+
+
+def test_a_row_sent_twice_is_answered_alike(drafter: MtpDrafter) -> None:
+    drafter.draft([row(100)])
+    again = row(103, start=99)
+    first = drafter.draft([again])
+    assert drafter.draft([again]) == first == [Answer(102, texts()[0].draft(103))]
+
+
+def test_states_that_come_again_change_nothing(drafter: MtpDrafter) -> None:
+    drafter.draft([row(100)])
+    recomputed = row(103, start=99, states=(40, 102))
+    assert drafter.draft([recomputed]) == [Answer(102, texts()[0].draft(103))]
+
+
+@pytest.mark.parametrize("start", [50, 64])
+def test_a_text_that_goes_on_differently_is_rolled_back(drafter: MtpDrafter, start: int) -> None:
+    other, common = texts()[1], texts()[0]
+    tokens = np.concatenate([common.tokens[:start], other.tokens[start:90]])
+    states = np.concatenate([common.states[:start], other.states[start:89]])
+    fresh = Row(key=key(1), salt=0, start=0, tokens=tokens, states=states, max_draft_tokens=3)
+    expected = drafter.draft([fresh])
+    drafter.draft([row(100)])
+    # Entry start - 1 has the token at start in it, so its state comes again.
+    resumed = Row(
+        key=key(0),
+        salt=7,
+        start=start,
+        tokens=tokens[start:],
+        states_start=start - 1,
+        states=states[start - 1 :],
+        max_draft_tokens=3,
+    )
+    assert drafter.draft([resumed]) == expected
+    assert drafter.num_partial == 0
+
+
+def test_a_text_whose_first_states_are_missing_begins_later(drafter: MtpDrafter) -> None:
+    late = row(200, states=(160, 199), drafts=3)
+    assert drafter.draft([late]) == [Answer(199, texts()[0].draft(200, 3, begin=160))]
+    assert drafter.num_partial == 1
+    grown = row(203, start=199)
+    assert drafter.draft([grown]) == [Answer(202, texts()[0].draft(203, begin=160))]
+    assert drafter.num_partial == 1
+
+
+def test_a_gap_between_states_makes_the_text_begin_behind_it(drafter: MtpDrafter) -> None:
+    drafter.draft([row(100)])
+    gap = row(140, start=99, states=(120, 139))
+    assert drafter.draft([gap]) == [Answer(139, texts()[0].draft(140, begin=120))]
+    assert drafter.num_partial == 1
+
+
+def test_a_partial_text_rolled_back_before_its_beginning_starts_anew(drafter: MtpDrafter) -> None:
+    drafter.draft([row(200, states=(160, 199))])
+    back = row(150, start=120, states=(120, 149))
+    assert drafter.draft([back]) == [Answer(149, texts()[0].draft(150, begin=120))]
+
+
+def test_missing_states_are_made_up_for_by_a_text_that_began_alike(drafter: MtpDrafter) -> None:
+    drafter.draft([row(200)])
+    hit = row(230, states=(192, 229), number=1, drafts=3)
+    assert drafter.draft([hit]) == [Answer(229, texts()[0].draft(230, 3))]
+    drafter.forget([key(0), key(1)])
+    again = row(230, states=(224, 229), number=2)
+    assert drafter.draft([again]) == [Answer(229, texts()[0].draft(230))]
+    assert drafter.num_partial == 0
+
+
+def test_what_a_text_shares_need_not_be_sent(drafter: MtpDrafter) -> None:
+    drafter.draft([row(200)])
+    asked = row(200, number=1, states=(0, 0))
+    assert drafter.draft([asked]) == [Answer(192)]
+    rest = row(200, number=1, start=192)
+    assert drafter.draft([rest]) == [Answer(199, texts()[0].draft(200))]
+
+
+def test_texts_with_another_salt_or_first_token_share_nothing(drafter: MtpDrafter) -> None:
+    drafter.draft([row(200)])
+    asked = row(200, number=1, states=(0, 0))
+    assert drafter.draft([replace(asked, salt=8)]) == [Answer(0)]
+    tokens = asked.tokens.copy()
+    tokens[0] += 1
+    assert drafter.draft([replace(asked, key=key(2), tokens=tokens)]) == [Answer(0)]
+
+
+def test_a_text_that_is_not_held_so_far_is_told_so(drafter: MtpDrafter) -> None:
+    assert drafter.draft([row(103, start=99)]) == [Answer(0)]
+    drafter.draft([row(100)])
+    assert drafter.draft([row(120, start=110)]) == [Answer(99)]
+    drafter.forget([key(0), key(5)])
+    assert drafter.draft([row(103, start=99)]) == [Answer(0)]
+
+
+def test_without_the_last_state_nothing_is_drafted(drafter: MtpDrafter) -> None:
+    assert drafter.draft([row(100, states=(0, 98))]) == [Answer(98)]
+    stateless = replace(row(100, start=98), states=None)
+    assert drafter.draft([stateless]) == [Answer(98)]
+
+
+def test_drafts_end_where_texts_must(loaded: MtpDrafter) -> None:
+    card = replace(loaded.card, max_tokens=100)
+    drafter = MtpDrafter(loaded.module, card, NUM_SLOTS)
+    assert drafter.draft([row(98, drafts=5)]) == [Answer(97, texts()[0].draft(98, 2))]
+    assert drafter.draft([row(100, start=97)]) == [Answer(99)]
+    assert drafter.draft([row(101, start=99)]) == [Answer(99)]
+    assert drafter.draft([row(101, number=1)]) == [Answer(0)]
+
+
+def test_more_texts_than_there_is_room_for_are_not_served(drafter: MtpDrafter) -> None:
+    rows = [row(20 + number, number=number) for number in range(NUM_SLOTS + 1)]
+    answers = drafter.draft(rows)
+    assert [answer.held for answer in answers] == [19, 20, 21, 22, 0]
+    assert drafter.draft(rows[-1:]) == [Answer(23, texts()[0].draft(24))]
+
+
+def test_a_row_that_cannot_be_computed_leaves_the_others_alone(drafter: MtpDrafter) -> None:
+    wide = replace(row(50, number=1), states=np.zeros((49, 12), np.float32))
+    foreign = replace(row(50, number=2), tokens=np.full(50, 5000, np.int32))
+    answers = drafter.draft([wide, foreign, row(50)])
+    assert answers == [Answer(0), Answer(0), Answer(49, texts()[0].draft(50))]
+
+
+def test_states_may_be_the_bits_of_bfloat16(drafter: MtpDrafter) -> None:
+    states = torch.from_numpy(texts()[0].states[:149]).bfloat16()
+    bits = states.view(torch.int16).numpy().view(np.uint16)
+    bits.flags.writeable = False  # as they come from the wire
+    as_floats = replace(row(150, number=1, salt=1, drafts=3), states=states.float().numpy())
+    expected = drafter.draft([as_floats])
+    assert drafter.draft([replace(row(150, drafts=3), states=bits)]) == expected
+    assert expected[0].tokens
+
+
+def copy_of_base(folder: Path, **changes: Any) -> str:
+    shutil.copytree(MODEL, folder)
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, r"a checkpoint of DeepseekV3ForCausalLM, not"),
+        ({"num_hidden_layers": 5}, r"a checkpoint with an MTP layer, model\.layers\.5\.\*"),
+        ({"hidden_size": 128}, r"embed_tokens\.weight of shape \[4096, 128\], not \[4096, 256\]"),
+        ({"scoring_func": "softmax"}, r"scoring_func: 'softmax' is not allowed; allowed: sigmoid"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+            r"rope_type: 'linear' is not allowed; allowed: default, yarn",
+        ),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused_in_one_line(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    folder = copy_of_base(tmp_path / "model", **changes)
+    with pytest.raises(ConfigError, match=message) as caught:
+        MtpDrafter.load(folder, max_texts=1, max_tokens=64, num_threads=1)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_card_tells_what_a_client_must_know(loaded: MtpDrafter) -> None:
+    card = loaded.card
+    assert (card.kind, card.vocab_size, card.hidden_size) == ("mtp", 4096, 256)
+    assert card.max_tokens == ROOM
+    assert card.tokenizer
