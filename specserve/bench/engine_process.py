@@ -18,9 +18,9 @@ from typing import Self
 
 from specserve.core.config import AppConfig
 from specserve.core.errors import EngineError, MissingExtraError
+from specserve.core.openmp import openmp_environment
 from specserve.engine.generation import Job, RunResult
 from specserve.engine.methods import Method
-from specserve.engine.openmp import openmp_environment
 
 STOP_TIMEOUT_S = 20.0
 """How long an engine may take to end by itself."""

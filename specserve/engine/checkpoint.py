@@ -53,12 +53,12 @@ def find_checkpoint(model: ModelConfig, prefix: str = "model") -> Checkpoint:
     Raises:
         ConfigError: no such folder, or its config.json is missing or not a model's.
     """
-    path = _folder_or_id(model.path, f"{prefix}.path")
+    path = folder_or_id(model.path, f"{prefix}.path")
     tokenizer = model.path if not model.tokenizer else model.tokenizer
     is_local = Path(path).is_absolute()
     return Checkpoint(
         path=path,
-        tokenizer=_folder_or_id(tokenizer, f"{prefix}.tokenizer"),
+        tokenizer=folder_or_id(tokenizer, f"{prefix}.tokenizer"),
         is_local=is_local,
         architecture=_architecture(Path(path), model.path, f"{prefix}.path") if is_local else "",
     )
@@ -104,7 +104,12 @@ def _contents(place: str, names: Sequence[str], value: str, field: str) -> list[
     return parts
 
 
-def _folder_or_id(value: str, field: str) -> str:
+def folder_or_id(value: str, field: str) -> str:
+    """Absolute path of the folder ``value``, or itself where it is a hub id.
+
+    Raises:
+        ConfigError: it is neither; names ``field``.
+    """
     folder = Path(value)
     if folder.is_dir():
         return str(folder.resolve())

@@ -23,11 +23,13 @@ from vllm.config import VllmConfig
 from vllm.utils.torch_utils import PIN_MEMORY
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 
-from specserve.core.config import AppConfig, TrieConfig
+from specserve.core.config import AppConfig, DrafterConfig, TrieConfig
 from specserve.core.errors import RequestError
 from specserve.core.metrics import SpeculationMetrics
 from specserve.core.types import Draft, DraftBatch, HiddenStates, Outcome, RequestControls
-from specserve.engine.checkpoint import model_identity
+from specserve.drafters.vocabulary import fingerprint
+from specserve.engine.checkpoint import find_checkpoint, model_identity
+from specserve.engine.cluster_drafters import drafter_finder
 from specserve.engine.cluster_memory import ClusterMemory
 from specserve.proposers.base import Surroundings
 from specserve.proposers.chain import ProposerChain, build_chain
@@ -43,6 +45,7 @@ class ProposerHook:
     def __init__(self, vllm_config: VllmConfig) -> None:
         config = AppConfig.model_validate(vllm_config.additional_config["specserve"], strict=False)
         self.model_name = config.model.name
+        self._model_config = vllm_config.model_config
         self._max_model_len: int = vllm_config.model_config.max_model_len
         self._max_draft_len = config.num_speculative_tokens
         self._config = config
@@ -75,21 +78,33 @@ class ProposerHook:
         runner.effective_drafter_max_model_len = self._max_model_len + self._max_draft_len
 
     def _surroundings(self) -> Surroundings:
-        # Only memories ask for it, and it takes the checkpoint's files.
-        identity = model_identity(self._config.model) if "trie" in self._kinds else ""
+        # Only some sources ask for these, and they take the checkpoint's files.
+        has_drafters = any(isinstance(each, DrafterConfig) for each in self._config.speculation)
+        has_identity = has_drafters or "trie" in self._kinds
+        identity = model_identity(self._config.model) if has_identity else ""
         vocab_size = self._vocab_size
 
         def share(config: TrieConfig, memory: TrieMemory) -> SharedMemory:
             return ClusterMemory(config, memory, identity, vocab_size)
 
+        in_cluster = ray.is_initialized()  # an offline engine is on its own
         return Surroundings(
             vocab_size=vocab_size,
             model_identity=identity,
             num_tenants=len({key.tenant for key in self._config.http.api_keys}),
             num_adapters=self._num_adapters,
             metrics=self.metrics,
-            share=share if ray.is_initialized() else None,  # an offline engine is on its own
+            share=share if in_cluster else None,
+            tokenizer=self._vocabulary() if has_drafters else "",
+            hidden_size=self._model_config.get_hidden_size() if has_drafters else 0,
+            find_drafter=partial(drafter_finder, self._config.model, self._max_model_len)
+            if in_cluster
+            else None,
         )
+
+    def _vocabulary(self) -> str:
+        model = self._config.model
+        return fingerprint(find_checkpoint(model).tokenizer, model.revision)
 
     def propose_draft_token_ids(
         self,

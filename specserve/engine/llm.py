@@ -22,8 +22,8 @@ from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
 from specserve.core.config import AppConfig
 from specserve.core.errors import EngineError
 from specserve.core.metrics import SpeculationSnapshot
+from specserve.core.openmp import openmp_environment
 from specserve.engine.args import ray_engine_args, serve_namespace
-from specserve.engine.openmp import openmp_environment
 from specserve.engine.tenants import stamp_requests
 
 

@@ -78,25 +78,31 @@ class TrieStoreActor:
         self._store.close()
 
     def _leave_with_the_node(self) -> None:
-        """Ends the process, after a last snapshot, when its node is drained.
-
-        Ray asks no actor to leave: a node that is stopped waits for them for half a minute, then
-        kills them. On another node, if there is one, Ray starts the actor again.
-        """
-        context = ray.get_runtime_context()
-        cluster = GcsClient(address=context.gcs_address)
-        node = context.get_node_id()
-        while not self._is_drained(cluster, node):
-            time.sleep(DRAIN_CHECK_S)
+        """Ends the process, after a last snapshot, when its node is drained."""
+        await_drain()
         logger.warning("This node is drained: the draft memory leaves it")
         self._store.close()
         os._exit(1)
 
-    def _is_drained(self, cluster: Any, node: str) -> bool:
-        try:
-            return node in cluster.get_draining_nodes(timeout=CONTROL_TIMEOUT_S)
-        except Exception:  # the cluster's head is away; it may come back
-            return False
+
+def await_drain() -> None:
+    """Returns when this actor's node is drained: the actor has to leave it then.
+
+    Ray asks no actor to leave: a node that is stopped waits for them for half a minute, then
+    kills them. On another node, if there is one, Ray starts the actor again.
+    """
+    context = ray.get_runtime_context()
+    cluster = GcsClient(address=context.gcs_address)
+    node = context.get_node_id()
+    while not _is_drained(cluster, node):
+        time.sleep(DRAIN_CHECK_S)
+
+
+def _is_drained(cluster: Any, node: str) -> bool:
+    try:
+        return node in cluster.get_draining_nodes(timeout=CONTROL_TIMEOUT_S)
+    except Exception:  # the cluster's head is away; it may come back
+        return False
 
 
 _ACTOR: Any = ray.remote(

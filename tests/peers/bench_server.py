@@ -28,7 +28,7 @@ from specserve.bench.machine import circumstances
 from specserve.bench.prompts import load_prompts, load_tokenizer
 from specserve.core.config import AppConfig, NgramConfig
 from specserve.core.errors import SpecServeError
-from specserve.engine.openmp import openmp_environment
+from specserve.core.openmp import openmp_environment
 from specserve.serve.config_file import read
 from tests.integration.cluster import (
     HAPROXY,

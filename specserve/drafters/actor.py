@@ -1,0 +1,210 @@
+"""Drafters as Ray actors of the whole cluster, and how a replica finds its own."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from importlib import import_module
+from typing import Any
+from zlib import crc32
+
+import ray
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
+
+from specserve.core.config import DraftModelConfig, MtpConfig
+from specserve.core.errors import shorten
+from specserve.core.openmp import openmp_environment
+from specserve.drafters.server import DrafterServer, ServerCounters
+from specserve.trie.store_actor import NAMESPACE, await_drain
+
+logger = logging.getLogger(__name__)
+
+NAME_PREFIX = "specserve-drafter-"
+
+IDLE_S = 60.0
+"""A drafter that no replica was heard of for so long ends itself."""
+
+FIND_S = 5.0
+"""How long a drafter may take to say where it listens; then the next one is asked."""
+
+FAILED_REST_S = 30.0
+"""Before a drafter is started again that could not load its model."""
+
+_DRAFTERS = {
+    "draft_model": "specserve.drafters.causal:CausalDrafter",
+    "mtp": "specserve.drafters.mtp:MtpDrafter",
+}
+"""Kind to ``module:class``; they import torch, and so only the actors import them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterOptions:
+    """What a drafter is made with. Replicas with equal ones share it.
+
+    Attributes:
+        kind: ``draft_model`` or ``mtp``.
+        model: folder or hub id of what it loads.
+        max_texts: texts that it remembers.
+        max_tokens: longest text in tokens.
+        dtype: as configured.
+        num_cpus: reserved for it.
+        num_gpus: reserved for it; it computes on a GPU where that is not 0.
+        resources: further Ray resources.
+    """
+
+    kind: str
+    model: str
+    max_texts: int
+    max_tokens: int
+    dtype: str
+    num_cpus: float
+    num_gpus: float
+    resources: dict[str, float]
+
+    @property
+    def num_threads(self) -> int:
+        """Of a drafter on CPU."""
+        return max(1, int(self.num_cpus))
+
+    def name(self, index: int) -> str:
+        """Name in the cluster of the actor of this number."""
+        content = json.dumps(asdict(self), sort_keys=True).encode()
+        digest = blake2b(content, digest_size=6).hexdigest()
+        return f"{NAME_PREFIX}{self.kind}-{digest}-{index}"
+
+
+def drafter_options(
+    config: DraftModelConfig | MtpConfig, model: str, max_tokens: int
+) -> DrafterOptions:
+    """The drafter that a source's configuration describes.
+
+    Args:
+        config: the source's.
+        model: where its weights are, as all nodes find them.
+        max_tokens: the target's context length.
+    """
+    return DrafterOptions(
+        kind=config.kind,
+        model=model,
+        max_texts=config.max_texts,
+        max_tokens=max_tokens,
+        dtype=config.dtype,
+        num_cpus=config.num_cpus,
+        num_gpus=config.num_gpus,
+        resources=config.resources,
+    )
+
+
+class _DrafterActor:
+    """A drafter's server in a process of its own, started again by Ray when that ends."""
+
+    def __init__(self, options: DrafterOptions) -> None:
+        module, name = _DRAFTERS[options.kind].split(":")
+        on_gpu = options.num_gpus > 0
+        drafter = getattr(import_module(module), name).load(
+            options.model,
+            max_texts=options.max_texts,
+            max_tokens=options.max_tokens,
+            dtype=options.dtype,
+            device="cuda" if on_gpu else "cpu",
+            num_threads=None if on_gpu else options.num_threads,
+        )
+        self._server = DrafterServer(drafter, f"tcp://{ray.util.get_node_ip_address()}:0")
+        for end in (self._end_when_idle, self._leave_with_the_node):
+            threading.Thread(target=end, daemon=True).start()
+
+    def address(self) -> str:
+        """Where replicas connect to."""
+        return self._server.address
+
+    def stats(self) -> ServerCounters:
+        """What has happened since the start."""
+        return self._server.counters
+
+    def _end_when_idle(self) -> None:
+        while (left_s := IDLE_S - self._server.idle_s) > 0:
+            time.sleep(left_s)
+        logger.warning("No replica was heard for %g s: this drafter ends", IDLE_S)
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+    def _leave_with_the_node(self) -> None:
+        await_drain()
+        logger.warning("This node is drained: the drafter leaves it")
+        os._exit(1)  # Ray starts it again on another node
+
+
+class DraftModelDrafter(_DrafterActor):
+    """Serves a draft model."""
+
+
+class MtpDrafter(_DrafterActor):
+    """Serves an MTP module."""
+
+
+_ACTORS: dict[str, Any] = {
+    "draft_model": ray.remote(max_restarts=-1)(DraftModelDrafter),
+    "mtp": ray.remote(max_restarts=-1)(MtpDrafter),
+}
+
+
+def get_or_start(options: DrafterOptions, index: int) -> Any:
+    """Handle of a drafter's actor, which is started where there is none; it outlives the caller."""
+    environment = {} if options.num_gpus else openmp_environment(options.num_threads)
+    actor = _ACTORS[options.kind].options(
+        name=options.name(index),
+        namespace=NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        num_cpus=options.num_cpus,
+        num_gpus=options.num_gpus,
+        resources=options.resources,
+        runtime_env={"env_vars": environment},
+    )
+    return actor.remote(options)
+
+
+class DrafterFinder:
+    """Asks Ray for a replica's drafter; for processes that are connected to Ray, and one thread.
+
+    Args:
+        options: of the drafter.
+        num_actors: how many there are of it.
+        replica: name of the replica; different ones begin with different drafters.
+    """
+
+    def __init__(self, options: DrafterOptions, num_actors: int, replica: str) -> None:
+        self._options = options
+        self._num_actors = num_actors
+        self._index = crc32(replica.encode()) % num_actors
+        self._rest_until = 0.0
+        self._said = ""
+
+    def __call__(self) -> str | None:
+        """The drafter's address; None: it did not tell within ``FIND_S`` seconds."""
+        if time.monotonic() < self._rest_until:
+            return None
+        try:
+            actor = get_or_start(self._options, self._index)
+            address: str = ray.get(actor.address.remote(), timeout=FIND_S)
+            return address
+        except GetTimeoutError:  # it is being started, waits for its resources, or hangs
+            self._index = (self._index + 1) % self._num_actors
+        except (RayError, ValueError) as error:
+            self._note(error)
+        return None
+
+    def _note(self, error: Exception) -> None:
+        self._index = (self._index + 1) % self._num_actors
+        if isinstance(error, ActorDiedError):
+            self._rest_until = time.monotonic() + FAILED_REST_S
+        reason = str(error).strip().splitlines()[-1]
+        if reason != self._said:
+            self._said = reason
+            logger.warning(
+                "The %s drafter cannot be had: %s", self._options.kind, shorten(reason, 300)
+            )
