@@ -17,6 +17,7 @@ from specserve.core.errors import SpecServeError
 BENCHMARKS = {
     "ngram": "prompt lookup alone, beside vLLM's: time a request and step, accepted length",
     "trie": "the draft memory alone, beside Arctic's suffix trees: time, bytes, accepted length",
+    "mtp-context": "the MTP layer beside transformers': time of a token by length of the context",
     "cluster": "a simulation: one memory for 1 to 256 replicas, what it gains and what it costs",
     "engine": "one engine: no speculation, ours, vLLM's own ngram",
     "memory": "one engine with a memory: ours beside vLLM's suffix decoding",
@@ -24,7 +25,7 @@ BENCHMARKS = {
     "server": "over HTTP: ours beside `vllm serve`, the same drafts on both sides",
 }
 
-WITHOUT_ENGINE = ("ngram", "trie", "cluster")
+WITHOUT_ENGINE = ("ngram", "trie", "mtp-context", "cluster")
 """These need no Serve file."""
 
 
@@ -47,7 +48,7 @@ def main() -> int:
             options += ["--config", args.config]
         print(f"\n=== {name}: {BENCHMARKS[name]}", flush=True)
         try:
-            import_module(f"tests.peers.bench_{name}").main(options)
+            import_module(f"tests.peers.bench_{name.replace('-', '_')}").main(options)
         except SpecServeError as error:
             print(f"error: {error}", file=sys.stderr)
             status = 2  # a missing peer is no reason to go without the others
