@@ -132,19 +132,16 @@ class CausalDrafter:
             self._table.close(key)
 
     def _place(self, row: Row, keys: Collection[Key]) -> Slot | None:
-        """The slot of a row's text, rolled back to where the row starts; None: it has none."""
+        """The slot of a row's text, which it holds up to the row's start or further; None: none."""
         slot = self._table.get(row.key)
-        if slot is not None:
-            if 0 <= row.start <= slot.length:
-                self._table.truncate(slot, row.start)
-            return slot
-        if row.start != 0 or not self._is_fit(row):
-            return None
-        slot = self._table.open(row.key, row.salt, keys)
-        if slot is not None:
-            shared = self._table.restart(slot, row.tokens)
-            if shared.slot != slot.index:
-                self._cache.copy(shared.slot, slot.index, shared.length)
+        if row.start == 0 and self._is_fit(row):
+            slot = slot or self._table.open(row.key, row.salt, keys)
+            if slot is not None:
+                shared = self._table.restart(slot, row.tokens)
+                if shared.slot != slot.index:
+                    self._cache.copy(shared.slot, slot.index, shared.length)
+        elif slot is not None and 0 <= row.start <= slot.length:
+            self._table.truncate(slot, row.start)
         return slot
 
     def _is_fit(self, row: Row) -> bool:

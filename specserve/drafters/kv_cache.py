@@ -55,14 +55,7 @@ class KVCache:
         self.max_tokens = max_tokens
         elements = sum(layer.num_heads * (layer.key_dim + layer.value_dim) for layer in layers)
         self.num_bytes = num_slots * max_tokens * elements * dtype.itemsize
-        available = _memory_bytes(device)
-        if self.num_bytes > available:
-            raise ConfigError(
-                "max_texts",
-                num_slots,
-                f"fewer: {num_slots} texts of {max_tokens} tokens need {self.num_bytes:,} bytes of "
-                f"KV cache, and {device} has {available:,}",
-            )
+        check_room(num_slots, max_tokens, self.num_bytes, device)
 
         def entries(num_heads: int, dim: int) -> Tensor:
             size = (num_slots, max_tokens, num_heads, dim)
@@ -87,6 +80,18 @@ class KVCache:
         """Copies the first ``length`` entries of a slot into another."""
         for entries in (*self.keys, *self.values):
             entries[target, :length] = entries[source, :length]
+
+
+def check_room(num_slots: int, max_tokens: int, num_bytes: int, device: torch.device) -> None:
+    """Raises ConfigError where a cache of ``num_bytes`` is larger than the device's memory."""
+    available = _memory_bytes(device)
+    if num_bytes > available:
+        raise ConfigError(
+            "max_texts",
+            num_slots,
+            f"fewer: {num_slots} texts of {max_tokens} tokens need {num_bytes:,} bytes of "
+            f"KV cache, and {device} has {available:,}",
+        )
 
 
 def _memory_bytes(device: torch.device) -> int:

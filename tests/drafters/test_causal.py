@@ -140,10 +140,14 @@ def test_a_text_rolled_back_to_its_middle_goes_on_otherwise(
     assert model.num_computed == 8
 
 
-def test_the_same_row_again_gets_the_same_answer(model: CountingModel) -> None:
+def test_a_row_sent_again_gets_the_same_answer_and_is_not_computed_again(
+    model: CountingModel,
+) -> None:
     drafter = drafter_of(model)
     first = drafter.draft([row(0, text(33), 4)])
+    model.num_computed = 0
     assert drafter.draft([row(0, text(33), 4)]) == first
+    assert model.num_computed == 33 - 32 + 3
     model.num_computed = 0
     assert drafter.draft([row(0, text(33), 4, start=33)]) == first
     assert model.num_computed == 4
