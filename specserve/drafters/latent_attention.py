@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specserve.drafters.kv_cache import check_room
+
 MAX_SCORES = 1 << 25
 """Attention weights computed at once; bounds the memory that a long prompt takes."""
 
@@ -81,6 +83,9 @@ class LatentAttention:
         weights: of ``self_attn``.
         num_slots: texts that the cache holds.
         max_entries: entries of each.
+
+    Raises:
+        ConfigError: the cache does not fit into the device's memory.
     """
 
     def __init__(self, config: Any, weights: Weights, num_slots: int, max_entries: int) -> None:
@@ -110,8 +115,10 @@ class LatentAttention:
         self._out = weights.get("o_proj.weight", width, heads * self._value)
         self._scale = softmax_scale(config)
         self._cos, self._sin = (table.to(kv_up) for table in rotation_tables(config, max_entries))
+        num_bytes = num_slots * max_entries * len(kv_down) * kv_up.itemsize
+        check_room(num_slots, max_entries, num_bytes, kv_up.device)
         # Not zeroed: memory is taken only as texts grow into it.
-        self.cache = kv_up.new_empty(num_slots, max_entries, self._latent + self._rope)
+        self.cache = kv_up.new_empty(num_slots, max_entries, len(kv_down))
         """``[num_slots, max_entries, kv_lora_rank + qk_rope_head_dim]``."""
 
     def forward(self, x: Tensor, packed: Packed) -> Tensor:

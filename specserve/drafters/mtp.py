@@ -89,7 +89,8 @@ class MtpDrafter:
             num_threads: of this process, for computing on CPU; None: as torch has it.
 
         Raises:
-            ConfigError: the folder has no MTP module, or one that is not as DeepSeek-V3's.
+            ConfigError: the folder has no MTP module or one that is not as DeepSeek-V3's, or the
+                cache does not fit into memory.
         """
         if num_threads is not None:
             torch.set_num_threads(num_threads)

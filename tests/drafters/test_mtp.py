@@ -32,7 +32,8 @@ def loaded() -> Iterator[MtpDrafter]:
 
 @pytest.fixture
 def drafter(loaded: MtpDrafter) -> MtpDrafter:
-    """One that has seen no text yet."""
+    """One that has seen no text yet; what it reads unwritten would show."""
+    loaded.module.attention.cache.fill_(torch.nan)
     return MtpDrafter(loaded.module, loaded.card, NUM_SLOTS)
 
 
@@ -279,6 +280,11 @@ def test_a_checkpoint_that_does_not_fit_is_refused_in_one_line(
     with pytest.raises(ConfigError, match=message) as caught:
         MtpDrafter.load(folder, max_texts=1, max_tokens=64, num_threads=1)
     assert "\n" not in str(caught.value)
+
+
+def test_a_cache_that_does_not_fit_is_refused_by_its_bytes() -> None:
+    with pytest.raises(ConfigError, match=r"max_texts: 1000000 .* 9,437,184,000,000 bytes"):
+        MtpDrafter.load(str(MODEL), max_texts=1_000_000, max_tokens=4096, num_threads=1)
 
 
 def test_the_card_tells_what_a_client_must_know(loaded: MtpDrafter) -> None:
