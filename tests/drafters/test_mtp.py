@@ -129,6 +129,12 @@ def test_a_row_sent_twice_is_answered_alike(drafter: MtpDrafter) -> None:
     assert drafter.draft([again]) == first == [Answer(102, texts()[0].draft(103))]
 
 
+def test_a_text_that_is_held_whole_is_drafted_for_by_its_last_state(drafter: MtpDrafter) -> None:
+    drafter.draft([row(193)])
+    same = row(193, states=(176, 192), number=1)  # shares all of its 192 entries
+    assert drafter.draft([same]) == [Answer(192, texts()[0].draft(193))]
+
+
 def test_states_that_come_again_change_nothing(drafter: MtpDrafter) -> None:
     drafter.draft([row(100)])
     recomputed = row(103, start=99, states=(40, 102))
@@ -155,6 +161,8 @@ def test_a_text_that_goes_on_differently_is_rolled_back(drafter: MtpDrafter, sta
     )
     assert drafter.draft([resumed]) == expected
     assert drafter.num_partial == 0
+    first, second = drafter.module.attention.cache[:2, :89]
+    assert torch.allclose(first, second, atol=1e-4)
 
 
 def test_a_text_whose_first_states_are_missing_begins_later(drafter: MtpDrafter) -> None:
@@ -175,8 +183,8 @@ def test_a_gap_between_states_makes_the_text_begin_behind_it(drafter: MtpDrafter
 
 def test_a_partial_text_rolled_back_before_its_beginning_starts_anew(drafter: MtpDrafter) -> None:
     drafter.draft([row(200, states=(160, 199))])
-    back = row(150, start=120, states=(120, 149))
-    assert drafter.draft([back]) == [Answer(149, texts()[0].draft(150, begin=120))]
+    back = row(150, start=120, states=(120, 149), drafts=8)
+    assert drafter.draft([back]) == [Answer(149, texts()[0].draft(150, 8, begin=120))]
 
 
 def test_missing_states_are_made_up_for_by_a_text_that_began_alike(drafter: MtpDrafter) -> None:
