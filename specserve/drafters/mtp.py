@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import DeepseekV3Config
 
@@ -52,19 +53,24 @@ class MtpDrafter:
     """A :class:`~specserve.drafters.base.Drafter` that continues the target's own hidden states.
 
     A text of n tokens is held as n - 1 entries: entry i needs the target's state of position i and
-    the token at i + 1. ``Answer.held`` counts entries.
+    the token at i + 1. ``Answer.held`` counts entries. Where states never came, the text's entries
+    begin behind the gap; its drafts are guessed from what there is.
 
     Args:
         module: the model, with ``max_texts`` slots.
         card: what it tells of itself.
         max_texts: texts that are remembered.
+
+    Attributes:
+        module: the model.
+        card: what it tells of itself.
+        num_partial: how often a text had to begin behind a gap.
     """
 
     def __init__(self, module: MtpModule, card: Card, max_texts: int) -> None:
+        self.module = module
         self.card = card
         self.num_partial = 0
-        """Texts continued from the middle on, as states before it never came."""
-        self.module = module
         self._slots = SlotTable(max_texts, card.max_tokens)
 
     @classmethod
@@ -77,7 +83,7 @@ class MtpDrafter:
         dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto",
         device: str = "cpu",
         num_threads: int | None = None,
-    ) -> MtpDrafter:
+    ) -> Self:
         """Loads the module from its target's checkpoint or from a folder of its own.
 
         Args:
@@ -260,7 +266,7 @@ def _read_config(folder: str, raw: dict[str, Any]) -> Any:
             raise ConfigError(f"model: {name}", raw[name], str(allowed))
     try:
         config = DeepseekV3Config.from_pretrained(folder)
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError("model", folder, f"a valid config.json: {reason}") from None
     kind = config.rope_parameters["rope_type"]

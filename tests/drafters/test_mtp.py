@@ -274,6 +274,7 @@ def copy_of_base(folder: Path, **changes: Any) -> str:
         ({"architectures": ["LlamaForCausalLM"]}, r"a checkpoint of DeepseekV3ForCausalLM, not"),
         ({"num_hidden_layers": 5}, r"a checkpoint with an MTP layer, model\.layers\.5\.\*"),
         ({"hidden_size": 128}, r"embed_tokens\.weight of shape \[4096, 128\], not \[4096, 256\]"),
+        ({"hidden_size": "wide"}, r"a valid config\.json: .*hidden_size"),
         ({"scoring_func": "softmax"}, r"scoring_func: 'softmax' is not allowed; allowed: sigmoid"),
         (
             {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
