@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
 import time
-from dataclasses import asdict, dataclass
-from hashlib import blake2b
-from importlib import import_module
 from typing import Any
 from zlib import crc32
 
 import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 
-from specserve.core.config import DraftModelConfig, MtpConfig
 from specserve.core.errors import shorten
 from specserve.core.openmp import openmp_environment
+from specserve.drafters.options import DrafterOptions, load
 from specserve.drafters.server import DrafterServer, ServerCounters
 from specserve.trie.store_actor import NAMESPACE, await_drain
 
 logger = logging.getLogger(__name__)
-
-NAME_PREFIX = "specserve-drafter-"
 
 IDLE_S = 60.0
 """A drafter that no replica was heard of for so long ends itself."""
@@ -35,86 +29,12 @@ FIND_S = 5.0
 FAILED_REST_S = 30.0
 """Before a drafter is started again that could not load its model."""
 
-_DRAFTERS = {
-    "draft_model": "specserve.drafters.causal:CausalDrafter",
-    "mtp": "specserve.drafters.mtp:MtpDrafter",
-}
-"""Kind to ``module:class``; they import torch, and so only the actors import them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrafterOptions:
-    """What a drafter is made with. Replicas with equal ones share it.
-
-    Attributes:
-        kind: ``draft_model`` or ``mtp``.
-        model: folder or hub id of what it loads.
-        max_texts: texts that it remembers.
-        max_tokens: longest text in tokens.
-        dtype: as configured.
-        num_cpus: reserved for it.
-        num_gpus: reserved for it; it computes on a GPU where that is not 0.
-        resources: further Ray resources.
-    """
-
-    kind: str
-    model: str
-    max_texts: int
-    max_tokens: int
-    dtype: str
-    num_cpus: float
-    num_gpus: float
-    resources: dict[str, float]
-
-    @property
-    def num_threads(self) -> int:
-        """Of a drafter on CPU."""
-        return max(1, int(self.num_cpus))
-
-    def name(self, index: int) -> str:
-        """Name in the cluster of the actor of this number."""
-        content = json.dumps(asdict(self), sort_keys=True).encode()
-        digest = blake2b(content, digest_size=6).hexdigest()
-        return f"{NAME_PREFIX}{self.kind}-{digest}-{index}"
-
-
-def drafter_options(
-    config: DraftModelConfig | MtpConfig, model: str, max_tokens: int
-) -> DrafterOptions:
-    """The drafter that a source's configuration describes.
-
-    Args:
-        config: the source's.
-        model: where its weights are, as all nodes find them.
-        max_tokens: the target's context length.
-    """
-    return DrafterOptions(
-        kind=config.kind,
-        model=model,
-        max_texts=config.max_texts,
-        max_tokens=max_tokens,
-        dtype=config.dtype,
-        num_cpus=config.num_cpus,
-        num_gpus=config.num_gpus,
-        resources=config.resources,
-    )
-
 
 class _DrafterActor:
     """A drafter's server in a process of its own, started again by Ray when that ends."""
 
     def __init__(self, options: DrafterOptions) -> None:
-        module, name = _DRAFTERS[options.kind].split(":")
-        on_gpu = options.num_gpus > 0
-        drafter = getattr(import_module(module), name).load(
-            options.model,
-            max_texts=options.max_texts,
-            max_tokens=options.max_tokens,
-            dtype=options.dtype,
-            device="cuda" if on_gpu else "cpu",
-            num_threads=None if on_gpu else options.num_threads,
-        )
-        self._server = DrafterServer(drafter, f"tcp://{ray.util.get_node_ip_address()}:0")
+        self._server = DrafterServer(load(options), f"tcp://{ray.util.get_node_ip_address()}:0")
         for end in (self._end_when_idle, self._leave_with_the_node):
             threading.Thread(target=end, daemon=True).start()
 

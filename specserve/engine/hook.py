@@ -29,8 +29,8 @@ from specserve.core.metrics import SpeculationMetrics
 from specserve.core.types import Draft, DraftBatch, HiddenStates, Outcome, RequestControls
 from specserve.drafters.vocabulary import fingerprint
 from specserve.engine.checkpoint import find_checkpoint, model_identity
-from specserve.engine.cluster_drafters import drafter_finder
 from specserve.engine.cluster_memory import ClusterMemory
+from specserve.engine.drafters import drafter_finder
 from specserve.proposers.base import Surroundings
 from specserve.proposers.chain import ProposerChain, build_chain
 from specserve.proposers.controls import parse_controls, with_tenant
@@ -87,19 +87,16 @@ class ProposerHook:
         def share(config: TrieConfig, memory: TrieMemory) -> SharedMemory:
             return ClusterMemory(config, memory, identity, vocab_size)
 
-        in_cluster = ray.is_initialized()  # an offline engine is on its own
         return Surroundings(
             vocab_size=vocab_size,
             model_identity=identity,
             num_tenants=len({key.tenant for key in self._config.http.api_keys}),
             num_adapters=self._num_adapters,
             metrics=self.metrics,
-            share=share if in_cluster else None,
+            share=share if ray.is_initialized() else None,  # an offline engine is on its own
             tokenizer=self._vocabulary() if has_drafters else "",
             hidden_size=self._model_config.get_hidden_size() if has_drafters else 0,
-            find_drafter=partial(drafter_finder, self._config.model, self._max_model_len)
-            if in_cluster
-            else None,
+            find_drafter=partial(drafter_finder, self._config.model, self._max_model_len),
         )
 
     def _vocabulary(self) -> str:

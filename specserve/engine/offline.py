@@ -33,6 +33,10 @@ Progress = Callable[[int, int], None]
 """Called now and then with the number of finished prompts and of generated tokens."""
 
 
+SOURCES_TIMEOUT_S = 300.0
+"""How long drafters may take to load their models."""
+
+
 class OfflineEngine:
     """Runs prompts through one engine in this process.
 
@@ -57,6 +61,7 @@ class OfflineEngine:
         except (RuntimeError, ValueError, OSError, ImportError) as error:
             raise EngineError(f"method {method}: {_one_line(error)}") from error
         self._num_requests = 0
+        self._await_sources()
 
     def run(self, jobs: Sequence[Job], concurrency: int, progress: Progress) -> RunResult:
         """Continues all jobs, at most ``concurrency`` at a time, in their order.
@@ -104,6 +109,18 @@ class OfflineEngine:
             raise ConfigError(
                 "prompt", f"{len(job.prompt_token_ids)} tokens", _one_line(error)
             ) from error
+
+    def _await_sources(self) -> None:
+        """Drafters load their models meanwhile: what is measured is all of them."""
+        deadline = time.monotonic() + SOURCES_TIMEOUT_S
+        while down := [each.source for each in self._snapshot().health if not each.up]:
+            if time.monotonic() > deadline:
+                self.close()
+                names = ", ".join(down)
+                raise EngineError(
+                    f"method {self._method}: {names} not up within {SOURCES_TIMEOUT_S:g} s"
+                )
+            time.sleep(0.1)
 
     def _drafts(self, before: SpeculationSnapshot) -> tuple[AcceptanceSnapshot, ...]:
         if self._vllm_drafts:

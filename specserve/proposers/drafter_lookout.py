@@ -70,10 +70,12 @@ class Peer:
     Attributes:
         address: where it listens.
         instance: the process; another one has none of the texts.
+        max_tokens: longest text that it drafts for.
     """
 
     address: str
     instance: str
+    max_tokens: int
 
 
 class Lookout:
@@ -130,6 +132,7 @@ class Lookout:
         self._thread.join()
 
     def _run(self) -> None:
+        self._report(False)
         while not self._closing.is_set():
             try:
                 if self._socket is None or self._is_silent():
@@ -192,7 +195,7 @@ class Lookout:
             if card.number < self._believed_from or time.monotonic() < self._rest_until:
                 return
             if self._peer is None or self._peer.instance != card.instance:
-                self._peer = Peer(self._address, card.instance)
+                self._peer = Peer(self._address, card.instance, card.max_tokens)
 
     def _refuse(self, reason: str) -> None:
         self._lose()

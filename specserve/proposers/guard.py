@@ -44,7 +44,6 @@ class GuardedSource:
         self._up = True
         self._rest_s = FIRST_REST_S
         self._resume_at = 0.0
-        metrics.set_up(kind, True)
 
     @property
     def ready(self) -> bool:

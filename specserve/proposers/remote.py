@@ -130,7 +130,7 @@ class RemoteProposer:
             return drafts
         if peer is not self._peer:
             self._meet(peer)
-        asked, fed = self._rows(batch, texts)
+        asked, fed = self._rows(batch, texts, peer.max_tokens)
         number = self._send(asked, self._config.timeout_s) if asked else 0
         if fed:
             self._send(fed, FEED_BUDGET_S)
@@ -200,14 +200,16 @@ class RemoteProposer:
                 text.held = 0
         self._peer = peer
 
-    def _rows(self, batch: DraftBatch, texts: list[_Text | None]) -> tuple[_Rows, _Rows]:
+    def _rows(
+        self, batch: DraftBatch, texts: list[_Text | None], max_tokens: int
+    ) -> tuple[_Rows, _Rows]:
         """What is to be sent: rows to be drafted for, and rows of texts that lack too much."""
         asked: _Rows = []
         fed: _Rows = []
         num_tokens = 0
         limits = np.minimum(batch.max_draft_tokens, self._config.max_draft_len).tolist()
         for row, (text, length) in enumerate(zip(texts, batch.num_tokens.tolist(), strict=True)):
-            if text is None or text.is_sent:
+            if text is None or text.is_sent or length > max_tokens:
                 continue
             begin, end = self._unsent(text, length)
             is_near = end - begin <= NEAR_TOKENS

@@ -18,7 +18,8 @@ import ray
 from specserve.core.config import DraftModelConfig
 from specserve.core.metrics import SpeculationMetrics
 from specserve.core.types import DraftBatch
-from specserve.drafters.actor import DrafterFinder, drafter_options
+from specserve.drafters.actor import DrafterFinder
+from specserve.drafters.options import drafter_options
 from specserve.proposers.base import Surroundings
 from specserve.proposers.remote import RemoteProposer
 from tests.integration.cluster import Cluster, Failed, model_path

@@ -1,18 +1,21 @@
-"""The cluster's drafters, as a replica's configuration describes them."""
+"""Drafters as an application's configuration describes them, in the cluster or without one."""
 
 from __future__ import annotations
 
 import ray
 
 from specserve.core.config import DraftModelConfig, ModelConfig, MtpConfig
-from specserve.drafters.actor import DrafterFinder, drafter_options
+from specserve.drafters.actor import DrafterFinder
+from specserve.drafters.host import HostedDrafter
+from specserve.drafters.options import drafter_options
 from specserve.engine.checkpoint import find_checkpoint, folder_or_id
+from specserve.proposers.drafter_lookout import Find
 
 
 def drafter_finder(
     target: ModelConfig, max_tokens: int, config: DraftModelConfig | MtpConfig
-) -> DrafterFinder:
-    """Finds the drafter of a source; for a process that is an actor of Ray.
+) -> Find:
+    """Finds the drafter of a source: one of the cluster's, or without a cluster one of its own.
 
     Args:
         target: the model that is drafted for.
@@ -26,6 +29,8 @@ def drafter_finder(
         model = folder_or_id(config.model, f"speculation.{config.kind}.model")
     else:
         model = find_checkpoint(target).path
-    replica = ray.get_runtime_context().get_actor_id() or ""
     options = drafter_options(config, model, max_tokens)
+    if not ray.is_initialized():
+        return HostedDrafter(options)
+    replica = ray.get_runtime_context().get_actor_id() or ""
     return DrafterFinder(options, config.num_actors, replica)

@@ -1,0 +1,61 @@
+"""A drafter in a child process, for an engine on its own that has no Ray cluster.
+
+    python -m specserve.drafters.host '{"kind": "mtp", ...}'
+
+prints the address on standard output, and ends when standard input does: with its parent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+
+from specserve.core.openmp import openmp_environment
+from specserve.drafters.options import DrafterOptions, load
+from specserve.drafters.server import DrafterServer
+
+
+class HostedDrafter:
+    """Finds a drafter of the caller's own, which it starts, and starts again when it has ended.
+
+    Args:
+        options: of the drafter.
+    """
+
+    def __init__(self, options: DrafterOptions) -> None:
+        self._options = options
+        self._process: subprocess.Popen[str] | None = None
+        self._address = ""
+
+    def __call__(self) -> str | None:
+        """The drafter's address, when it has loaded its model; None: it could not."""
+        if self._process is None or self._process.poll() is not None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, json.dumps(asdict(self._options))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=os.environ | openmp_environment(self._options.num_threads),
+                text=True,
+            )
+            assert self._process.stdout is not None
+            self._address = self._process.stdout.readline().strip()
+        return self._address or None
+
+
+def main() -> None:
+    """The child."""
+    options = DrafterOptions(**json.loads(sys.argv[1]))
+    # What libraries print must not be taken for the address.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    server = DrafterServer(load(options), "tcp://127.0.0.1:0")
+    print(server.address, file=answers, flush=True)
+    sys.stdin.read()
+    server.close()
+
+
+if __name__ == "__main__":
+    main()

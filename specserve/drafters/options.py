@@ -1,0 +1,97 @@
+"""What a drafter is made with, and the making."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from importlib import import_module
+from typing import cast
+
+from specserve.core.config import DraftModelConfig, MtpConfig
+from specserve.drafters.base import Drafter
+
+NAME_PREFIX = "specserve-drafter-"
+
+_DRAFTERS = {
+    "draft_model": "specserve.drafters.causal:CausalDrafter",
+    "mtp": "specserve.drafters.mtp:MtpDrafter",
+}
+"""Kind to ``module:class``; they import torch, and so only the actors import them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterOptions:
+    """What a drafter is made with. Replicas with equal ones share it.
+
+    Attributes:
+        kind: ``draft_model`` or ``mtp``.
+        model: folder or hub id of what it loads.
+        max_texts: texts that it remembers.
+        max_tokens: longest text in tokens.
+        dtype: as configured.
+        num_cpus: reserved for it.
+        num_gpus: reserved for it; it computes on a GPU where that is not 0.
+        resources: further Ray resources.
+    """
+
+    kind: str
+    model: str
+    max_texts: int
+    max_tokens: int
+    dtype: str
+    num_cpus: float
+    num_gpus: float
+    resources: dict[str, float]
+
+    @property
+    def num_threads(self) -> int:
+        """Of a drafter on CPU."""
+        return max(1, int(self.num_cpus))
+
+    def name(self, index: int) -> str:
+        """Name in the cluster of the actor of this number."""
+        content = json.dumps(asdict(self), sort_keys=True).encode()
+        digest = blake2b(content, digest_size=6).hexdigest()
+        return f"{NAME_PREFIX}{self.kind}-{digest}-{index}"
+
+
+def drafter_options(
+    config: DraftModelConfig | MtpConfig, model: str, max_tokens: int
+) -> DrafterOptions:
+    """The drafter that a source's configuration describes.
+
+    Args:
+        config: the source's.
+        model: where its weights are, as all nodes find them.
+        max_tokens: the target's context length.
+    """
+    return DrafterOptions(
+        kind=config.kind,
+        model=model,
+        max_texts=config.max_texts,
+        max_tokens=max_tokens,
+        dtype=config.dtype,
+        num_cpus=config.num_cpus,
+        num_gpus=config.num_gpus,
+        resources=config.resources,
+    )
+
+
+def load(options: DrafterOptions) -> Drafter:
+    """Loads a drafter's model.
+
+    Raises:
+        ValueError: it is no model that can draft.
+    """
+    module, name = _DRAFTERS[options.kind].split(":")
+    on_gpu = options.num_gpus > 0
+    drafter = getattr(import_module(module), name).load(
+        options.model,
+        max_texts=options.max_texts,
+        max_tokens=options.max_tokens,
+        dtype=options.dtype,
+        device="cuda" if on_gpu else "cpu",
+        num_threads=None if on_gpu else options.num_threads,
+    )
+    return cast(Drafter, drafter)
