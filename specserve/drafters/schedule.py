@@ -77,6 +77,12 @@ class Task:
     def piece(self) -> Row:
         """What the drafter is told next."""
         row, end, states = self.row, self.end, self.row.states
+        if (
+            self.is_last
+            and self.done == row.start
+            and (states is None or row.states_start == self.begin)
+        ):
+            return row  # as most are: there is nothing to cut
         if states is not None:
             last = None if self.is_last else max(end - row.states_start, 0)
             states = states[self.begin - row.states_start : last]
@@ -139,20 +145,20 @@ class Schedule:
     def drop(self, calls: Collection[Call]) -> None:
         """Removes all tasks of these calls."""
         for key, queue in list(self._queues.items()):
-            self._keep(key, [task for task in queue if task.call not in calls])
+            if kept := [task for task in queue if task.call not in calls]:
+                self._queues[key] = deque(kept)
+            else:
+                del self._queues[key]
 
     def finish(self, task: Task) -> None:
         """Removes a text's first task."""
         queue = self._queues[task.row.key]
-        self._keep(task.row.key, [each for each in queue if each is not task])
+        first = queue.popleft()
+        assert first is task
+        if not queue:
+            del self._queues[task.row.key]
 
     def end_text(self, key: Key) -> None:
         """The text has ended: nothing of it will be held."""
         for task in self._queues.pop(key, ()):
             task.call.answers[task.index] = Answer(0)
-
-    def _keep(self, key: Key, tasks: list[Task]) -> None:
-        if tasks:
-            self._queues[key] = deque(tasks)
-        else:
-            del self._queues[key]

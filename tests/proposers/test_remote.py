@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -346,6 +347,20 @@ def test_answers_that_are_none_are_counted_and_change_nothing(
     made.grow("a", 20)
     assert made.propose("a") == [()]
     assert (made.health().num_errors, made.health().num_timeouts) == (3, 1)
+
+
+def test_texts_that_are_too_long_for_the_drafter_are_not_sent(
+    stack: ExitStack, place: Place, drafter: FakeDrafter
+) -> None:
+    drafter.card = replace(drafter.card, max_tokens=20)
+    serve(stack, place, drafter)
+    made = replica(stack, place)
+    made.until_up()
+    made.grow("a", 20)
+    assert made.propose("a") != [()]
+    made.grow("a", 21)
+    assert made.propose("a") == [()]
+    assert len(drafter.calls) == 1
 
 
 def test_several_replicas_share_a_drafter(
