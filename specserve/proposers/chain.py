@@ -130,19 +130,26 @@ class ProposerChain:
             if not source.ready:
                 continue
             limits = self._limits(source.kind, batch)
-            if (inquiry := self._inquiries.get(source.kind)) is not None:
+            if (inquiry := self._inquiries.get(source.kind)) is None:
+                drafts = self._ask(source, batch, limits)
+            else:
                 held = [[draft for _, draft in each] for each in offers]
                 limits = inquiry.limits(batch.request_ids, limits, held)
-            began = self._clock()
-            answer = source.propose(replace(batch, max_draft_tokens=limits))
-            if inquiry is not None and limits.any():
-                num_asked = int(np.count_nonzero(limits))
-                inquiry.observe_call(num_asked, int(limits.max()), self._clock() - began)
-            for row, (draft, limit) in enumerate(zip(answer or (), limits.tolist(), strict=False)):
-                draft = self._checked(source.kind, draft, limit)
+                began = self._clock()
+                drafts = self._ask(source, batch, limits)
+                inquiry.observe_call(limits, drafts, self._clock() - began)
+            for each, draft in zip(offers, drafts, strict=True):
                 if draft.tokens:
-                    offers[row].append((source.kind, draft))
+                    each.append((source.kind, draft))
         return offers
+
+    def _ask(self, source: GuardedSource, batch: DraftBatch, limits: Int32Array) -> list[Draft]:
+        """A source's drafts, each with nothing but tokens and not beyond its limit."""
+        answer = source.propose(replace(batch, max_draft_tokens=limits))
+        if answer is None:
+            return [NO_DRAFT] * len(batch)
+        pairs = zip(answer, limits.tolist(), strict=True)
+        return [self._checked(source.kind, draft, limit) for draft, limit in pairs]
 
     def _sent(self, request_ids: list[str], offers: list[list[tuple[str, Draft]]]) -> list[Draft]:
         """The rule of choice: each request's best draft, at the length that pays."""

@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 MOST_CREDIT = 2.0
 """Probes that may be saved up for, in plain steps."""
 
+AWAY_S = 1e-3
+"""A call without drafts that took less was none: the source is away, and knows it."""
+
 _FIRST_SHARE, _ROW_SHARE = 0.2, 0.01
 """Cost of a call before any was measured, as shares of a plain step: of each token, of each row."""
 
@@ -87,10 +90,20 @@ class Inquiry:
                 asked[wanting] = np.minimum(limits[wanting], length)
         return asked if asked.any() else self._probe(limits, plain)
 
-    def observe_call(self, num_rows: int, length: int, seconds: float) -> None:
-        """What a call took that asked for ``num_rows`` drafts of up to ``length`` tokens."""
-        if self._cost is not None:
-            self._cost.add(np.array([1.0, num_rows, length]), seconds)
+    def observe_call(self, limits: Int32Array, drafts: Sequence[Draft], seconds: float) -> None:
+        """What a call took.
+
+        Args:
+            limits: int32 ``[n]``, what was asked for.
+            drafts: n, the answer.
+            seconds: its duration.
+        """
+        num_rows = int(np.count_nonzero(limits))
+        if self._cost is None or not num_rows:
+            return
+        if seconds < AWAY_S and not any(draft.tokens for draft in drafts):
+            return
+        self._cost.add(np.array([1.0, num_rows, int(limits.max())]), seconds)
 
     def _rate(self, gains: Sequence[Sequence[float]], base: float, per_token: float) -> float:
         """Output tokens in a plain step's time, with these drafts cut to the best length."""

@@ -34,7 +34,7 @@ def priced(gate: Gate, share: float) -> Inquiry:
     inquiry.limits(["first"], limits(3), [[]])
     for _ in range(60):
         for length in (1, 3):
-            inquiry.observe_call(1, length, share * PLAIN_S)
+            inquiry.observe_call(limits(length), [MTP], share * PLAIN_S)
     while inquiry.limits(["spender"], limits(3), [[SURE]]).any():
         pass  # spends what it may spend on probes
     return inquiry
@@ -64,14 +64,21 @@ def test_only_as_many_tokens_are_asked_for_as_are_likely() -> None:
     gate = taught((MTP, 1), (SURE, 3))
     inquiry = priced(gate, 0.3)
     for _ in range(60):
-        inquiry.observe_call(1, 1, 0.1 * PLAIN_S)
-        inquiry.observe_call(1, 3, 0.3 * PLAIN_S)
+        inquiry.observe_call(limits(1), [MTP], 0.1 * PLAIN_S)
+        inquiry.observe_call(limits(3), [MTP], 0.3 * PLAIN_S)
     assert asked(inquiry, ()) == [1]
 
 
 def test_a_request_that_has_a_better_draft_already_is_left_out() -> None:
     gate = taught((MTP, 1), (SURE, 3))
     assert asked(priced(gate, 0.1), (SURE,), ()) == [0, 1]
+
+
+def test_a_drafter_that_is_away_does_not_pass_for_a_quick_one() -> None:
+    inquiry = priced(taught((MTP, 1), (SURE, 3)), 1.5)
+    for _ in range(60):
+        inquiry.observe_call(limits(3), [Draft((), "mtp")], 1e-5)
+    assert asked(inquiry, ()) == [0]
 
 
 def test_what_is_never_asked_is_probed_for_a_hundredth_of_the_time() -> None:
