@@ -267,10 +267,11 @@ def _peer_speculation(config: AppConfig, method: Method) -> dict[str, Any]:
     if method.name == "vllm-mtp":
         return {"method": "mtp", "num_speculative_tokens": method.number(default=1)}
     assert method.name == "vllm-draft"
+    models = [each for each in config.speculation if each.kind == "draft_model"]
     return {
         "method": "draft_model",
         "model": method.argument,
-        "num_speculative_tokens": 5,
+        "num_speculative_tokens": models[0].max_draft_len if models else 5,
     }
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import argparse
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -190,10 +191,20 @@ def summarise(
                     "drafts": num_drafts,
                     "drafted_tokens": drafted,
                     "accepted_tokens": accepted,
+                    "drafted_at_position": _sums(
+                        each.drafted_at_position for one in passes for each in one.drafts
+                    ),
+                    "accepted_at_position": _sums(
+                        each.accepted_at_position for one in passes for each in one.drafts
+                    ),
                     "accepted_per_draft": round(accepted / num_drafts, 3) if num_drafts else 0.0,
                 }
             )
     return rows
+
+
+def _sums(counts: Iterable[Sequence[int]]) -> list[int]:
+    return [sum(column) for column in zip_longest(*counts, fillvalue=0)]
 
 
 def print_table(console: Console, concurrency: int, rows: Sequence[dict[str, Any]]) -> None:
