@@ -4,7 +4,7 @@ import pytest
 
 from specserve.bench.engine_process import EngineProcess
 from specserve.bench.prompts import load_prompts, load_tokenizer
-from specserve.core.config import AppConfig
+from specserve.core.config import AppConfig, DraftModelConfig, MtpConfig
 from specserve.engine.generation import Job, Sampling
 from tests.integration.cluster import model_path
 from tests.integration.offline.conftest import running_engine
@@ -62,3 +62,22 @@ def test_so_it_is_with_latent_attention_and_experts(config: AppConfig, jobs: lis
     assert {drafts.source for drafts in got.drafts} == {"ngram", "trie_local"}
     for drafts in got.drafts:
         assert 0 < drafts.num_accepted_tokens < drafts.num_draft_tokens
+
+
+def test_so_it_is_with_models_that_draft_in_processes_of_their_own(
+    config: AppConfig, jobs: list[Job]
+) -> None:
+    model = config.model.model_copy(update={"path": str(model_path("demo-base"))})
+    draft_model = DraftModelConfig(
+        kind="draft_model", model=str(model_path("demo-draft")), dynamic=False
+    )
+    speculation = (MtpConfig(kind="mtp", max_draft_len=3, dynamic=False), draft_model)
+    base = config.model_copy(update={"model": model, "speculation": speculation})
+    with running_engine(base, "none") as engine:
+        expected = engine.run(jobs, 4)
+    with running_engine(base, "all") as engine:
+        got = engine.run(jobs, 4)
+    assert [c.token_ids for c in got.completions] == [c.token_ids for c in expected.completions]
+    assert {drafts.source for drafts in got.drafts} == {"mtp", "draft_model"}
+    for drafts in got.drafts:
+        assert 0.4 * drafts.num_drafts < drafts.num_accepted_tokens < drafts.num_draft_tokens

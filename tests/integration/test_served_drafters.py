@@ -1,0 +1,122 @@
+"""A draft model in an actor of its own: requests go on without it."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.integration.api import OFF, Api
+from tests.integration.cluster import Deployment, model_path
+from tests.integration.conftest import Stage, application
+
+pytestmark = pytest.mark.timeout(900)
+
+TEXT: dict[str, Any] = {"max_tokens": 60, "ignore_eos": True}
+PROMPTS = [f"def function_{number}(value):\n" for number in range(12)]
+WAIT_S = 180.0
+
+
+@pytest.fixture(scope="module")
+def app(stage: Stage) -> Iterator[Deployment]:
+    args = application()
+    # The target drafts for itself: nearly all is accepted, whatever it writes.
+    model = {"kind": "draft_model", "model": str(model_path("demo-draft")), "num_cpus": 0}
+    args["speculation"] = [{**model, "dynamic": False}]
+    deployment = stage.serve({"/": args})
+    deployment.await_ready()
+    yield deployment
+    stage.clear()
+
+
+@pytest.fixture
+def api(app: Deployment) -> Iterator[Api]:
+    api = Api(app.base_url())
+    with api.http:
+        yield api
+
+
+@pytest.fixture(scope="module")
+def expected(app: Deployment) -> list[str]:
+    """What the model writes without speculation."""
+    api = Api(app.base_url())
+    with api.http:
+        return [write(api, prompt, vllm_xargs=OFF) for prompt in PROMPTS]
+
+
+def write(api: Api, prompt: str, **options: Any) -> str:
+    text: str = api.complete(prompt=prompt, **options, **TEXT)["choices"][0]["text"]
+    return text
+
+
+def drafter(app: Deployment) -> psutil.Process | None:
+    """The drafter's process, if there is one."""
+    return next(iter(app.cluster.processes("ray::DraftModelDrafter")), None)
+
+
+def num_accepted(api: Api) -> int:
+    acceptance = api.speculation()["acceptance"]
+    tokens: int = acceptance.get("draft_model", {"accepted_tokens": 0})["accepted_tokens"]
+    return tokens
+
+
+def is_up(api: Api) -> bool:
+    (source,) = api.speculation()["sources"]
+    return bool(source["up"])
+
+
+def await_drafts(api: Api, app: Deployment) -> None:
+    before = num_accepted(api)
+
+    def ask() -> bool:
+        write(api, "class Shape:\n")
+        return num_accepted(api) > before
+
+    app.eventually(ask, "accepted drafts of the draft model", WAIT_S)
+
+
+def test_a_model_in_another_process_drafts(api: Api, app: Deployment, expected: list[str]) -> None:
+    await_drafts(api, app)
+    assert is_up(api)
+    assert [write(api, prompt) for prompt in PROMPTS] == expected
+    acceptance = api.speculation()["acceptance"]["draft_model"]
+    assert acceptance["acceptance_rate_at_position"][0] > 0.95
+    assert len(acceptance["acceptance_rate_at_position"]) == 3
+
+
+def test_it_may_be_killed_in_the_midst_and_nobody_notices(
+    api: Api, app: Deployment, expected: list[str]
+) -> None:
+    await_drafts(api, app)
+    killed = drafter(app)
+    assert killed is not None
+    with ThreadPoolExecutor(3) as pool:
+        texts = pool.map(lambda prompt: write(api, prompt), 2 * PROMPTS)
+        killed.kill()
+        assert list(texts) == 2 * expected
+    app.eventually(
+        lambda: (found := drafter(app)) is not None and found.pid != killed.pid,
+        "a new drafter",
+        WAIT_S,
+    )
+    await_drafts(api, app)
+
+
+def test_it_may_hang_and_is_told_to_be_down_until_it_goes_on(
+    api: Api, app: Deployment, expected: list[str]
+) -> None:
+    await_drafts(api, app)
+    hung = drafter(app)
+    assert hung is not None
+    hung.send_signal(signal.SIGSTOP)
+    try:
+        assert [write(api, prompt) for prompt in PROMPTS] == expected
+        app.eventually(lambda: not is_up(api), "the drafter to be told down", WAIT_S)
+    finally:
+        hung.send_signal(signal.SIGCONT)
+    await_drafts(api, app)
+    assert is_up(api)
