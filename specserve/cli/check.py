@@ -58,6 +58,7 @@ def _check(file: ServeFile, application: Application) -> dict[str, str]:
     config = application.config
     try:
         checkpoint = find_checkpoint(config.model)
+        _check_drafters(config, checkpoint)
         if config.engine.vllm and _has_vllm():  # importing vLLM takes seconds
             from specserve.engine.args import check_engine_options
 
@@ -76,6 +77,35 @@ def _check(file: ServeFile, application: Application) -> dict[str, str]:
         "limits": _limits(config),
         "API keys": _keys(config),
     }
+
+
+def _check_drafters(config: AppConfig, checkpoint: Checkpoint) -> None:
+    """Checks that the models that draft are there and fit, as far as they are on this machine.
+
+    Raises:
+        ConfigError: one is missing, has no MTP module, or another vocabulary.
+    """
+    from specserve.core.config import DraftModelConfig, MtpConfig
+    from specserve.core.errors import ConfigError
+    from specserve.engine.checkpoint import folder_or_id
+
+    for index, source in enumerate(config.speculation):
+        field = f"speculation.{index}.model"
+        if isinstance(source, MtpConfig):
+            path = folder_or_id(source.model, field) if source.model else checkpoint.path
+            if Path(path).is_absolute():
+                from specserve.drafters.mtp_files import find_mtp
+
+                find_mtp(path, field if source.model else "model.path")
+        elif isinstance(source, DraftModelConfig):
+            path = folder_or_id(source.model, field)
+            if Path(path).is_absolute() and Path(checkpoint.tokenizer).is_absolute():
+                from specserve.drafters.vocabulary import fingerprint  # imports transformers
+
+                ours, theirs = fingerprint(checkpoint.tokenizer), fingerprint(path)
+                if ours and theirs and ours != theirs:
+                    allowed = f"a model with the vocabulary of {config.model.path}"
+                    raise ConfigError(field, source.model, allowed)
 
 
 def _origin(checkpoint: Checkpoint) -> str:

@@ -135,3 +135,47 @@ def test_a_missing_file_ends_the_command_with_code_2(tmp_path: Path) -> None:
     assert done.returncode == 2
     expected = "specserve: error: none.yaml: cannot be read: No such file or directory\n"
     assert done.stderr == expected
+
+
+MODELS = Path(__file__).parents[2] / "configs/models"
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *sources: dict[str, Any], path: Path) -> str:
+    args = {"model": {"path": str(path)}, "speculation": list(sources)}
+    assert main(["check", write(serve_file(args))]) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_model_without_an_mtp_module_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refusal(capsys, {"kind": "mtp"}, path=MODELS / "demo-draft")
+    assert "args.model.path" in said
+    assert "DeepseekV3ForCausalLM" in said
+    elsewhere = {"kind": "mtp", "model": str(MODELS / "demo-draft")}
+    assert "args.speculation.0.model" in refusal(capsys, elsewhere, path=MODELS / "demo-base")
+
+
+def test_a_draft_model_with_another_vocabulary_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = folder / "models/tiny"
+    tokenizer = json.loads((MODELS / "demo-draft/tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["another token"] = vocabulary.pop(max(vocabulary, key=vocabulary.get))
+    tokenizer["model"]["merges"] = []
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    source = {"kind": "draft_model", "model": str(other)}
+    said = refusal(capsys, source, path=MODELS / "demo-base")
+    assert "args.speculation.0.model" in said
+    assert str(other) in said
+    assert f"a model with the vocabulary of {MODELS / 'demo-base'}" in said
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("name", ["mtp", "draft_model", "demo"])
+def test_the_projects_own_files_are_valid(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(MODELS.parents[1])
+    assert main(["check", f"configs/{name}.yaml"]) == 0
+    assert f"configs/{name}.yaml: valid" in capsys.readouterr().out

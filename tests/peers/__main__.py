@@ -20,6 +20,7 @@ BENCHMARKS = {
     "mtp-context": "the MTP layer beside transformers': time of a token by length of the context",
     "cluster": "a simulation: one memory for 1 to 256 replicas, what it gains and what it costs",
     "engine": "one engine: no speculation, ours, vLLM's own ngram",
+    "arbiter": "one engine: all sources together, beside each alone",
     "drafters": "a model that drafts: in a process of its own, and in vLLM's engine",
     "memory": "one engine with a memory: ours beside vLLM's suffix decoding",
     "replication": "how soon replicas learn from each other, and where their store saturates",

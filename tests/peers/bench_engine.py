@@ -34,6 +34,9 @@ from specserve.engine.methods import parse_method
 from specserve.serve.config_file import read
 
 CONCURRENCIES = (1, 8)
+LEAST_JOBS = 8
+"""Jobs of a set and round, where fewer run at once."""
+
 KV_CACHE_BYTES = 256 << 20
 MAX_TOKENS = {"code": 128}
 """Tokens a prompt by set; :data:`OTHER_MAX_TOKENS` for the others."""
@@ -103,21 +106,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def compare(
-    console: Console, entrants: Sequence[Contender], rounds: Sequence[Mapping[str, list[Job]]]
+    console: Console,
+    entrants: Sequence[Contender],
+    rounds: Sequence[Mapping[str, list[Job]]],
+    concurrencies: Sequence[int] = CONCURRENCIES,
 ) -> list[dict[str, Any]]:
     """Measures, and prints a table a concurrency.
 
     Args:
         console: where tables and progress go.
         entrants: what is compared; the first is what the others are compared to.
-        rounds: the jobs of each set, for each round.
+        rounds: the jobs of each set, for each round; a turn takes as many of them as run at once.
+        concurrencies: how many run at once; all jobs are run at the largest, ``LEAST_JOBS`` or as
+            many as run at once at the others.
 
     Returns:
         A row for each set, contender and concurrency.
     """
-    results = measure(console, entrants, rounds)
+    results = measure(console, entrants, rounds, concurrencies)
     rows = [row for name in rounds[0] for row in summarise(entrants, name, results)]
-    for concurrency in CONCURRENCIES:
+    for concurrency in concurrencies:
         print_table(console, concurrency, [r for r in rows if r["concurrency"] == concurrency])
     return rows
 
@@ -130,6 +138,7 @@ def measure(
     console: Console,
     entrants: Sequence[Contender],
     rounds: Sequence[Mapping[str, list[Job]]],
+    concurrencies: Sequence[int],
 ) -> dict[Key, list[RunResult]]:
     """A result a turn."""
     results: dict[Key, list[RunResult]] = defaultdict(list)
@@ -143,18 +152,19 @@ def measure(
             )
             engines.append(stack.enter_context(EngineProcess(entrant.config, method)))
             engines[-1].wait_ready()
-            for concurrency in CONCURRENCIES:
+            for concurrency in concurrencies:
                 _warm_up(engines[-1], next(iter(rounds[0].values())), concurrency)
             bars.advance(loading)
-        total = len(rounds) * len(rounds[0]) * len(CONCURRENCIES)
+        total = len(rounds) * len(rounds[0]) * len(concurrencies)
         bar = bars.add_task("measuring", total=total)
         for sets in rounds:
             turns = list(zip(entrants, engines, strict=True))
             for name, jobs in sets.items():
-                for concurrency in CONCURRENCIES:
+                for concurrency in concurrencies:
                     # As few jobs a turn as keep the engine busy: what is compared is run within
                     # seconds, on a machine whose speed changes within minutes.
-                    for begin in range(0, len(jobs), concurrency):
+                    num_jobs = min(max(LEAST_JOBS, concurrency), len(jobs))
+                    for begin in range(0, num_jobs, concurrency):
                         few = jobs[begin : begin + concurrency]
                         for entrant, engine in turns:
                             results[name, concurrency, entrant.name].append(
@@ -170,7 +180,7 @@ def summarise(
 ) -> list[dict[str, Any]]:
     """A row for each contender and concurrency."""
     rows = []
-    for concurrency in CONCURRENCIES:
+    for concurrency in sorted({key[1] for key in results}):
         base = results[name, concurrency, entrants[0].name]
         for entrant in entrants:
             passes = results[name, concurrency, entrant.name]
