@@ -1,0 +1,135 @@
+"""The Serve files in ``configs``, against our own configuration and vLLM's, without weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specserve.core.config import AppConfig
+from specserve.engine.args import check_engine_options, ray_engine_args
+from specserve.serve.config_file import read
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+FILES = sorted(path.name for path in CONFIGS.glob("*.yaml"))
+
+DEEPSEEK_R1 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "first_k_dense_replace": 3,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "moe_intermediate_size": 2048,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+    "scoring_func": "sigmoid",
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+FP8 = {
+    "quantization_config": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }
+}
+LLAMA_70B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+    "num_key_value_heads": 8,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+
+
+def config(name: str) -> AppConfig:
+    (application,) = read(CONFIGS / name).applications
+    return application.config
+
+
+def engine_config(name: str, checkpoint: dict[str, Any], folder: Path) -> Any:
+    """What vLLM makes of the file where the model's folder holds this config.json."""
+    (folder / "config.json").write_text(json.dumps(checkpoint))
+    file = config(name)
+    model = file.model.model_copy(update={"path": str(folder)})
+    return ray_engine_args(file.model_copy(update={"model": model})).create_engine_config()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_is_valid_for_serve_for_us_and_for_vllm(name: str) -> None:
+    check_engine_options(config(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "checkpoint", "quantization", "num_shards", "longest_draft"),
+    [
+        ("r1_mtp.yaml", DEEPSEEK_R1 | FP8, "fp8", 16, 1),
+        ("r1_mtp_int8.yaml", DEEPSEEK_R1, "int8_per_channel_weight_only", 16, 1),
+        ("r1_mtp_hybrid.yaml", DEEPSEEK_R1 | FP8, "fp8", 16, 16),
+        ("llama_draft.yaml", LLAMA_70B, None, 4, 3),
+    ],
+)
+def test_vllm_takes_the_file_for_a_checkpoint_of_that_architecture(
+    name: str,
+    checkpoint: dict[str, Any],
+    quantization: str | None,
+    num_shards: int,
+    longest_draft: int,
+    tmp_path: Path,
+) -> None:
+    made = engine_config(name, checkpoint, tmp_path)
+    assert made.model_config.architecture == checkpoint["architectures"][0]
+    assert made.model_config.quantization == quantization
+    assert made.model_config.max_model_len == config(name).engine.max_model_len
+    assert made.parallel_config.tensor_parallel_size == num_shards
+    assert made.speculative_config.num_speculative_tokens == longest_draft
+
+
+def test_the_int8_file_needs_a_checkpoint_without_fp8(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="fp8"):
+        engine_config("r1_mtp_int8.yaml", DEEPSEEK_R1 | FP8, tmp_path)
+
+
+def test_the_files_for_r1_part_only_in_checkpoint_and_sources() -> None:
+    fp8, hybrid, int8 = map(config, ("r1_mtp.yaml", "r1_mtp_hybrid.yaml", "r1_mtp_int8.yaml"))
+    assert hybrid.model_copy(update={"speculation": hybrid.speculation[:1]}) == fp8
+    engine = int8.engine.model_copy(update={"vllm": {}})
+    mtp = int8.speculation[0].model_copy(update={"model": "/models/DeepSeek-R1-MTP"})
+    same = {"engine": engine, "model": fp8.model, "speculation": (mtp,)}
+    assert int8.model_copy(update=same) == fp8
