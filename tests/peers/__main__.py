@@ -23,11 +23,12 @@ BENCHMARKS = {
     "arbiter": "one engine: all sources together, beside each alone",
     "drafters": "a model that drafts: in a process of its own, and in vLLM's engine",
     "memory": "one engine with a memory: ours beside vLLM's suffix decoding",
+    "wire": "asking a drafter but for its model, beside a call of a Ray actor",
     "replication": "how soon replicas learn from each other, and where their store saturates",
     "server": "over HTTP: ours beside `vllm serve`, the same drafts on both sides",
 }
 
-WITHOUT_ENGINE = ("ngram", "trie", "mtp-context", "cluster")
+WITHOUT_ENGINE = ("ngram", "trie", "mtp-context", "cluster", "wire")
 """These need no Serve file."""
 
 

@@ -5,17 +5,24 @@
 As ``engine``. The same MTP module and the same draft model draft on both sides, always as many
 tokens: what differs is where they run and who wrote them. Acceptance at a position is the share of
 all drafts whose token there was accepted.
+
+On CPU vLLM cannot serve a draft model beside a target with latent attention (no block size suits
+both). So that target is a copy of the draft model itself, with noise in its weights.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 
 from specserve.bench.machine import circumstances
 from specserve.bench.prompts import load_prompts, load_tokenizer
@@ -27,29 +34,50 @@ from tests.peers.tables import print_rows
 
 DRAFT_MODEL = "configs/models/demo-draft"
 
+NOISE = 0.1
+"""In the target of the draft model, as a share of each matrix's standard deviation."""
 
-def contenders(config: AppConfig, mtp_tokens: int, draft_tokens: int) -> list[Contender]:
-    """No speculation, and each module on both sides; on CPU vLLM's also with our kernels."""
-    mtp = _with(config, MtpConfig(kind="mtp", max_draft_len=mtp_tokens, dynamic=False, num_cpus=0))
-    model = DraftModelConfig(
+
+def mtp_contenders(config: AppConfig, num_tokens: int) -> list[Contender]:
+    """No speculation, and the MTP module on both sides; vLLM's also with our CPU kernels."""
+    source = MtpConfig(kind="mtp", max_draft_len=num_tokens, dynamic=False, num_cpus=0)
+    config = config.model_copy(update={"speculation": (source,)})
+    return _on_both_sides(config, "mtp", f"vllm-mtp:{num_tokens}")
+
+
+def draft_model_contenders(config: AppConfig, target: Path, num_tokens: int) -> list[Contender]:
+    """The same with the draft model, for a target whose attention vLLM can serve beside it."""
+    source = DraftModelConfig(
         kind="draft_model",
         model=DRAFT_MODEL,
-        max_draft_len=draft_tokens,
+        max_draft_len=num_tokens,
         dynamic=False,
         num_cpus=0,
     )
-    draft = _with(config, model)
+    model = config.model.model_copy(update={"path": str(target)})
+    config = config.model_copy(update={"model": model, "speculation": (source,)})
+    return _on_both_sides(config, "draft_model", f"vllm-draft:{DRAFT_MODEL}")
+
+
+def _on_both_sides(config: AppConfig, ours: str, theirs: str) -> list[Contender]:
     return [
-        Contender("none", "none", mtp),
-        Contender("mtp", "mtp", mtp),
-        Contender("vLLM mtp, our kernels", f"vllm-mtp:{mtp_tokens}", mtp, on_our_kernels=True),
-        Contender("vLLM mtp", f"vllm-mtp:{mtp_tokens}", mtp),
-        Contender("draft_model", "draft_model", draft),
-        Contender(
-            "vLLM draft_model, our kernels", f"vllm-draft:{DRAFT_MODEL}", draft, on_our_kernels=True
-        ),
-        Contender("vLLM draft_model", f"vllm-draft:{DRAFT_MODEL}", draft),
+        Contender("none", "none", config),
+        Contender(ours, ours, config),
+        Contender(f"vLLM {ours}, our kernels", theirs, config, on_our_kernels=True),
+        Contender(f"vLLM {ours}", theirs, config),
     ]
+
+
+def blurred_copy(model: Path, out: Path, seed: int) -> None:
+    """A model that is like another one but for noise in its matrices."""
+    shutil.copytree(model, out)
+    generator = torch.Generator().manual_seed(seed)
+    weights = load_file(out / "model.safetensors")
+    for name, tensor in weights.items():
+        if tensor.ndim == 2:
+            noise = torch.randn(tensor.shape, generator=generator) * tensor.float().std() * NOISE
+            weights[name] = (tensor.float() + noise).to(tensor.dtype)
+    save_file(weights, out / "model.safetensors", {"format": "pt"})
 
 
 def acceptance(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -110,8 +138,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in args.sets.split(",")
     }
     console = Console()
-    entrants = contenders(config, args.mtp_tokens, args.draft_tokens)
-    rows = compare(console, entrants, [jobs] * args.rounds)
+    rows = compare(console, mtp_contenders(config, args.mtp_tokens), [jobs] * args.rounds)
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder, "target")
+        blurred_copy(Path(DRAFT_MODEL), target, args.seed)
+        entrants = draft_model_contenders(config, target, args.draft_tokens)
+        rows += compare(console, entrants, [jobs] * args.rounds)
     accepted = acceptance(rows)
     print_rows(console, "acceptance at each position", accepted)
     options = {key: value for key, value in vars(args).items() if key != "config"}
@@ -120,10 +152,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         json.dumps({"benchmark": "drafters", **circumstances(), **document, "acceptance": accepted})
     )
     return 0
-
-
-def _with(config: AppConfig, source: MtpConfig | DraftModelConfig) -> AppConfig:
-    return config.model_copy(update={"speculation": (source,)})
 
 
 if __name__ == "__main__":
