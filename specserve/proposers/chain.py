@@ -11,7 +11,7 @@ The way of a step, for the engine's hook::
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -37,8 +37,8 @@ class ProposerChain:
         sources: (kind, proposer); of equally promising drafts the first source's is taken.
         metrics: where drafts, calls and errors are counted.
         gated_kinds: the kinds whose drafts are trimmed to the length that pays.
-        remote_kinds: the kinds whose answers take time: they are asked last, and, if gated, only
-            for what pays.
+        remote_kinds: the kinds whose answers take time, with the longest draft of each: they are
+            asked last, and, if gated, only for what pays.
         vocab_size: draft tokens are 0 .. ``vocab_size - 1``; a draft with others is dropped.
         clock: monotonic seconds.
     """
@@ -49,21 +49,24 @@ class ProposerChain:
         metrics: SpeculationMetrics,
         *,
         gated_kinds: frozenset[str] = frozenset(),
-        remote_kinds: frozenset[str] = frozenset(),
+        remote_kinds: Mapping[str, int] | None = None,
         vocab_size: int = 2**31 - 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._remote_kinds = remote_kinds or {}
         self.kinds = tuple(kind for kind, _ in sources)
         self._sources = [
             GuardedSource(kind, source, metrics, clock)
-            for kind, source in sorted(sources, key=lambda source: source[0] in remote_kinds)
+            for kind, source in sorted(sources, key=lambda source: source[0] in self._remote_kinds)
         ]
         self._metrics = metrics
         self._gate = Gate()
         self._gated_kinds = gated_kinds
         self._vocab_size = vocab_size
         self._arbiter = Arbiter(self._gate.acceptance)
-        self._inquiries = {kind: Inquiry(kind, self._gate) for kind in gated_kinds & remote_kinds}
+        self._inquiries = {
+            kind: Inquiry(kind, self._gate) for kind in gated_kinds & self._remote_kinds.keys()
+        }
         self._clock = clock
 
     def step(
@@ -134,6 +137,7 @@ class ProposerChain:
                 drafts = self._ask(source, batch, limits)
             else:
                 held = [[draft for _, draft in each] for each in offers]
+                limits = np.minimum(limits, self._remote_kinds[source.kind])
                 limits = inquiry.limits(batch.request_ids, limits, held)
                 began = self._clock()
                 drafts = self._ask(source, batch, limits)
@@ -201,8 +205,10 @@ def build_chain(
         [(config.kind, build_proposer(config, surroundings)) for config in configs],
         metrics,
         gated_kinds=frozenset(config.kind for config in configs if config.dynamic),
-        remote_kinds=frozenset(
-            config.kind for config in configs if isinstance(config, DrafterConfig)
-        ),
+        remote_kinds={
+            config.kind: config.max_draft_len
+            for config in configs
+            if isinstance(config, DrafterConfig)
+        },
         vocab_size=surroundings.vocab_size,
     )

@@ -291,3 +291,57 @@ def test_a_dynamic_source_stops_drafting_what_is_never_accepted_at_a_price() -> 
             ]
     assert drafted[fixed] == 200 * 4 * 8
     assert drafted[chain] < 100
+
+
+def test_a_source_that_takes_time_is_asked_last_and_for_no_more_than_it_can_draft() -> None:
+    order: list[str] = []
+
+    def answering(name: str) -> Source:
+        def answer(batch: DraftBatch) -> list[Draft]:
+            order.append(name)
+            return [Draft((), "ngram")] * len(batch)
+
+        return Source(answer)
+
+    remote, near = answering("mtp"), answering("ngram")
+    chain = ProposerChain(
+        [("mtp", remote), ("ngram", near)],
+        SpeculationMetrics(),
+        gated_kinds=frozenset({"mtp"}),
+        remote_kinds={"mtp": 2},
+    )
+    chain.step(batch(16, 1, 0), [], [AUTO] * 3)
+    assert order == ["ngram", "mtp"]
+    assert near.limits == [[16, 1, 0]]
+    assert remote.limits == [[2, 1, 0]]
+
+
+@pytest.mark.parametrize(("call_s", "is_asked"), [(0.003, True), (0.02, False)])
+def test_a_source_that_takes_time_is_asked_where_its_only_token_is_worth_it(
+    call_s: float, is_asked: bool
+) -> None:
+    clock = Clock()
+
+    def answer(batch: DraftBatch) -> list[Draft]:
+        if not batch.max_draft_tokens.any():
+            return [Draft((), "mtp")]
+        clock.now += call_s
+        return [Draft((7,), "mtp")]
+
+    remote = Source(answer)
+    chain = ProposerChain(
+        [("mtp", remote)],
+        SpeculationMetrics(),
+        gated_kinds=frozenset({"mtp"}),
+        remote_kinds={"mtp": 1},
+        clock=clock,
+    )
+    drafts = [Draft((), "mtp")]
+    for number in range(400):
+        sent = drafts[0] if drafts[0].tokens else None
+        num_accepted = int(sent is not None and number % 5 != 0)
+        outcome = Outcome("r0", sent, num_accepted, (7,) * (num_accepted + 1))
+        chain.observe_step(1, len(drafts[0].tokens), 0.010)
+        drafts = chain.step(batch(16), [outcome], [AUTO])
+    num_asked = sum(limits != [0] for limits in remote.limits[20:])
+    assert num_asked > 350 if is_asked else num_asked < 20
