@@ -1,10 +1,14 @@
 """One engine: all sources together, beside each of them alone and no speculation.
 
-    python -m tests.peers arbiter [--rounds 2]
+    python -m tests.peers arbiter [--rounds 2] [--extra-layers 12]
 
 As ``engine``, at concurrency 1, 8 and 32. To hold: all together at least as fast as the best alone,
 and never slower than no speculation. The built-in sets have 16 prompts, so that at concurrency 32
 each is asked twice at once, and what the trie learned at one concurrency it knows at the next.
+
+``--extra-layers`` gives the target so many more layers that change nothing (inflate.py): the same
+text at the price of a larger model, so that the cost of drafting is as small beside it as where
+real models are served.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +31,7 @@ from specserve.engine.generation import Job, Sampling
 from specserve.serve.config_file import read
 from tests.peers.bench_engine import KV_CACHE_BYTES, Contender, compare
 from tests.peers.bench_memory import FILE_CHARS, NUM_FILES, again_jobs
+from tests.peers.inflate import inflate
 from tests.peers.tables import print_rows
 
 CONCURRENCIES = (1, 8, 32)
@@ -65,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--config", type=Path, default=Path("configs/demo.yaml"))
     parser.add_argument("--max-tokens", type=int, default=48)
+    parser.add_argument("--extra-layers", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
@@ -88,7 +95,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         jobs["again"] = again_jobs(tokenizer, files, most, args.max_tokens, seed)
         rounds.append(jobs)
     console = Console()
-    rows = compare(console, contenders(config), rounds, CONCURRENCIES)
+    with tempfile.TemporaryDirectory() as folder:
+        if args.extra_layers:
+            target = Path(folder, "target")
+            inflate(Path(config.model.path), target, args.extra_layers)
+            model = config.model.model_copy(update={"path": str(target)})
+            config = config.model_copy(update={"model": model})
+        rows = compare(console, contenders(config), rounds, CONCURRENCIES)
     answers = verdicts(rows)
     print_rows(console, "all sources together, and the best alone", answers)
     options = {key: value for key, value in vars(args).items() if key != "config"}

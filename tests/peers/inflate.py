@@ -1,0 +1,41 @@
+"""A model that computes the same at a higher price: with layers that write nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+_LAYER = re.compile(r"(model\.layers\.)(\d+)(\..*)")
+_WRITES = ("o_proj.weight", "down_proj.weight")
+"""Projections that write into the hidden state."""
+
+
+def inflate(model: Path, out: Path, num_layers: int) -> None:
+    """Copies a DeepSeek-V3-architecture checkpoint, with ``num_layers`` more layers.
+
+    They are copies of its last one whose output projections are zero: to compute them costs what
+    the others cost, and changes nothing. The MTP layer stays behind all of them.
+    """
+    shutil.copytree(model, out)
+    config = json.loads((out / "config.json").read_text())
+    last = config["num_hidden_layers"]
+    config["num_hidden_layers"] = last + num_layers
+    (out / "config.json").write_text(json.dumps(config, indent=2))
+    weights: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(model / "model.safetensors").items():
+        match = _LAYER.fullmatch(name)
+        if match is None:
+            weights[name] = tensor
+            continue
+        before, number, rest = match[1], int(match[2]), match[3]
+        weights[f"{before}{number + num_layers if number == last else number}{rest}"] = tensor
+        if number == last - 1:
+            blank = torch.zeros_like(tensor) if rest.endswith(_WRITES) else tensor
+            for added in range(last, last + num_layers):
+                weights[f"{before}{added}{rest}"] = blank.clone()
+    save_file(weights, out / "model.safetensors", {"format": "pt"})
