@@ -187,9 +187,16 @@ class MtpConfig(DrafterConfig):
 
     kind: Literal["mtp"]
     model: str = ""
-    """Folder of its weights as ``specserve split-mtp`` writes them; empty: the target's own."""
+    """Folder of its weights as ``specserve split-mtp`` writes them; empty: the target's own, as it
+    must be ``in_engine``."""
     max_draft_len: int = Field(default=1, ge=1, le=MAX_DRAFT_TOKENS)
     """Longest draft in tokens; from the second one on it is fed its own hidden states."""
+
+    @model_validator(mode="after")
+    def _in_engine_it_is_the_targets_own(self) -> Self:
+        if self.model and self.placement == "in_engine":
+            raise ConfigError("model", self.model, "empty, where placement is in_engine")
+        return self
 
 
 SourceConfig = Annotated[

@@ -60,6 +60,10 @@ def test_nothing_changes_after_validation() -> None:
             r"^speculation\.0\.max_draft_len: 8 .* less than engine\.max_num_batched_tokens \(4\)$",
         ),
         (
+            {"speculation": [{"kind": "mtp", "placement": "in_engine", "model": "module"}]},
+            r"^speculation\.0\.model: 'module' .* empty, where placement is in_engine$",
+        ),
+        (
             {"speculation": [{"kind": "trie", "snapshot_url": "memory"}]},
             r"^speculation\.0\.snapshot_url: 'memory' .* an absolute path, or a URL",
         ),
