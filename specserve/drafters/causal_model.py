@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from specserve.core.errors import ConfigError
 from specserve.drafters.attention import NAME, CachedStep, Span, Step, UnsupportedAttention
 from specserve.drafters.kv_cache import KVCache, LayerShape
+from specserve.drafters.unreadable import UNREADABLE, reason_of
 
 _PROBE_TOKENS = 24
 
@@ -50,9 +51,9 @@ class CausalModel:
         """
         try:
             model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
-        except (OSError, ValueError) as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise ConfigError("model", path, f"a causal model's checkpoint ({reason})") from error
+        except UNREADABLE as error:
+            allowed = f"a causal model's checkpoint ({reason_of(error)})"
+            raise ConfigError("model", path, allowed) from error
         try:
             return cls.attach(model)
         except UnsupportedAttention as error:

@@ -9,7 +9,6 @@ from typing import Any, Literal, Self
 import numpy as np
 import numpy.typing as npt
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import DeepseekV3Config
 
@@ -20,6 +19,7 @@ from specserve.drafters.mtp_files import find_mtp
 from specserve.drafters.mtp_module import MtpModule
 from specserve.drafters.mtp_weights import MtpWeights
 from specserve.drafters.slots import Slot, SlotTable
+from specserve.drafters.unreadable import UNREADABLE, reason_of
 from specserve.drafters.vocabulary import fingerprint
 
 _CONFIG = {
@@ -266,9 +266,8 @@ def _read_config(folder: str, raw: dict[str, Any]) -> Any:
             raise ConfigError(f"model: {name}", raw[name], str(allowed))
     try:
         config = DeepseekV3Config.from_pretrained(folder)
-    except (OSError, ValueError, TypeError, StrictDataclassError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError("model", folder, f"a valid config.json: {reason}") from None
+    except UNREADABLE as error:
+        raise ConfigError("model", folder, f"a valid config.json: {reason_of(error)}") from None
     kind = config.rope_parameters["rope_type"]
     if kind not in ("default", "yarn"):
         raise ConfigError("model: rope_type", kind, "default, yarn")

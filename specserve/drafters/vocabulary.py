@@ -8,6 +8,8 @@ import logging
 
 from transformers import AutoTokenizer
 
+from specserve.drafters.unreadable import UNREADABLE, reason_of
+
 logger = logging.getLogger(__name__)
 
 
@@ -25,9 +27,10 @@ def fingerprint(path: str, revision: str = "") -> str:
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision or None)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        logger.warning("The vocabulary of %s is unknown and so not checked: %s", path, reason)
+    except UNREADABLE as error:
+        logger.warning(
+            "The vocabulary of %s is unknown and so not checked: %s", path, reason_of(error)
+        )
         return ""
     vocabulary = sorted(tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()

@@ -97,3 +97,10 @@ def test_a_checkpoint_of_another_attention_is_refused_by_its_path(tmp_path: Path
     build(hf.MistralConfig, sliding_window=128).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=rf"model: '{tmp_path}' .*sliding_window"):
         CausalModel.load(str(tmp_path), torch.float32, torch.device("cpu"))
+
+
+def test_an_invalid_config_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": "wide"}')
+    with pytest.raises(ConfigError, match=r"checkpoint \(.*'hidden_size' .*'wide'") as caught:
+        CausalModel.load(str(tmp_path), torch.float32, torch.device("cpu"))
+    assert "\n" not in str(caught.value)

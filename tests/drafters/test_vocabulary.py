@@ -52,6 +52,17 @@ def test_an_added_token_changes_it(folder: Path) -> None:
     assert fingerprint(str(folder)) != before
 
 
+def test_an_invalid_config_leaves_the_vocabulary_unknown_and_is_told(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = json.loads((MODELS / "demo-draft/config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": "wide"}))
+    (folder / "tokenizer_config.json").unlink()  # without a class of its own it is the model's
+    assert fingerprint(str(folder)) == ""
+    assert f"The vocabulary of {folder} is unknown and so not checked: " in caplog.text
+    assert "'hidden_size'" in caplog.text
+
+
 def test_a_folder_without_a_tokenizer_has_none_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
