@@ -1,0 +1,77 @@
+"""The overlays as kubectl renders them, and KubeRay's schema to hold them against."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+OVERLAYS = sorted(path.name for path in (ROOT / "k8s/overlays").iterdir())
+SCHEMAS = Path(os.environ.get("SPECSERVE_KUBERAY_SCHEMAS", ROOT / "../shared/kuberay"))
+
+
+@cache
+def rendered(overlay: str) -> list[dict[str, Any]]:
+    """All documents of an overlay."""
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed")
+    command = ["kubectl", "kustomize", str(ROOT / "k8s/overlays" / overlay)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return list(yaml.safe_load_all(done.stdout))
+
+
+def of_kind(overlay: str, kind: str) -> list[dict[str, Any]]:
+    """Those of one kind."""
+    return [document for document in rendered(overlay) if document["kind"] == kind]
+
+
+def ray_service(overlay: str) -> dict[str, Any]:
+    """The overlay's only RayService."""
+    (document,) = of_kind(overlay, "RayService")
+    return document
+
+
+def groups(overlay: str) -> dict[str, dict[str, Any]]:
+    """The head's group and the workers', by name."""
+    cluster = ray_service(overlay)["spec"]["rayClusterConfig"]
+    workers = {group["groupName"]: group for group in cluster["workerGroupSpecs"]}
+    return {"head": cluster["headGroupSpec"], **workers}
+
+
+def pods(overlay: str) -> list[dict[str, Any]]:
+    """The pod templates of all groups, each with one container."""
+    return [group["template"] for group in groups(overlay).values()]
+
+
+@cache
+def ray_service_schema() -> dict[str, Any]:
+    """KubeRay's schema of a RayService v1, closed: an unknown key is an error."""
+    path = SCHEMAS / "ray.io_rayservices.yaml"
+    if not path.exists():
+        pytest.skip(
+            f"no KubeRay schemas in {SCHEMAS}; SPECSERVE_KUBERAY_SCHEMAS names their folder"
+        )
+    definition = yaml.load(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    (version,) = (each for each in definition["spec"]["versions"] if each["name"] == "v1")
+    schema: dict[str, Any] = version["schema"]["openAPIV3Schema"]
+    return closed(schema)
+
+
+def closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema with ``additionalProperties: false`` wherever it lists properties."""
+    made = dict(schema)
+    if "properties" in made:
+        made["properties"] = {key: closed(part) for key, part in made["properties"].items()}
+        made.setdefault("additionalProperties", False)
+    for key in ("items", "additionalProperties"):
+        if isinstance(made.get(key), dict):
+            made[key] = closed(made[key])
+    return made

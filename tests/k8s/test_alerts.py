@@ -1,0 +1,73 @@
+"""The alert rules, which name metrics by strings that nothing else checks."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from specserve.core.metric_specs import ALL
+from tests.k8s.manifests import ROOT
+
+RULES: dict[str, Any] = yaml.safe_load(
+    (ROOT / "deploy/prometheus/specserve.rules.yaml").read_text()
+)
+ALERTS: dict[str, dict[str, Any]] = {
+    rule["alert"]: rule for group in RULES["groups"] for rule in group["rules"]
+}
+LABELS = {f"ray_{spec.name}": {"model", *spec.labels} for spec in ALL}
+VLLM_LABELS = {"ray_vllm_admission_rejections_total": {"model_name", "reason"}}
+
+every_alert = pytest.mark.parametrize("alert", ALERTS)
+
+
+def metrics(alert: str) -> list[str]:
+    return re.findall(r"\bray_\w+", ALERTS[alert]["expr"])
+
+
+def test_there_is_an_alert_for_each_way_to_fail() -> None:
+    assert set(ALERTS) == {
+        "SpecserveAcceptanceCollapsed",
+        "SpecserveDrafterDown",
+        "SpecserveReplicationLag",
+        "SpecserveQueueFull",
+        "SpecserveTrieAtItsBudget",
+    }
+
+
+@every_alert
+def test_an_alert_asks_for_metrics_and_labels_that_there_are(alert: str) -> None:
+    known = LABELS | VLLM_LABELS
+    names = metrics(alert)
+    assert names
+    assert set(names) <= set(known)
+    for listed in re.findall(r"\bby \((.*?)\)", ALERTS[alert]["expr"]):
+        labels = set(listed.split(", "))
+        assert all(labels <= known[name] for name in names)
+
+
+@every_alert
+def test_an_alert_tells_of_labels_that_its_result_has(alert: str) -> None:
+    rule = ALERTS[alert]
+    used = set(re.findall(r"\$labels\.(\w+)", " ".join(rule["annotations"].values())))
+    (kept,) = set(re.findall(r"\bby \((.*?)\)", rule["expr"]))
+    assert used <= set(kept.split(", "))
+
+
+def test_vllm_counts_what_its_queue_turns_away() -> None:
+    spec = find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    loggers = (Path(spec.origin).parent / "v1/metrics/loggers.py").read_text()
+    declared = re.search(r'"vllm:admission_rejections",.*?labelnames=\[(.*?)\]', loggers, re.DOTALL)
+    assert declared is not None
+    assert declared[1] == '"model_name", "reason"'
+
+
+def test_the_operators_rules_are_the_same() -> None:
+    rule = yaml.safe_load((ROOT / "k8s/base/prometheusrule.yaml").read_text())
+    assert rule["spec"] == RULES

@@ -1,0 +1,237 @@
+"""Every overlay as kubectl renders it, against KubeRay's, Kubernetes' and Serve's own schemas."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from ray.serve.schema import ServeDeploySchema
+
+from specserve.core.config import DrafterConfig
+from specserve.serve.config_file import Application, read
+from tests.k8s.manifests import (
+    OVERLAYS,
+    ROOT,
+    groups,
+    of_kind,
+    pods,
+    ray_service,
+    ray_service_schema,
+    rendered,
+)
+
+R1_OVERLAYS = ["r1-two-nodes", "rdma"]
+SERVE_FILES = {
+    "kind-cpu": "demo.yaml",
+    "r1-two-nodes": "r1_mtp_hybrid.yaml",
+    "rdma": "r1_mtp_hybrid.yaml",
+}
+SECRETS = {"specserve-ray-auth", "specserve-redis", "specserve-api-keys"}
+"""They hold what no file may: the user makes them."""
+CUSTOM_KINDS = {"RayService", "PodMonitor", "PrometheusRule"}
+
+every_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
+
+
+def serve_config(overlay: str) -> dict[str, Any]:
+    content: dict[str, Any] = yaml.safe_load(ray_service(overlay)["spec"]["serveConfigV2"])
+    return content
+
+
+def application(overlay: str, folder: Path) -> Application:
+    path = folder / "serve.yaml"
+    path.write_text(ray_service(overlay)["spec"]["serveConfigV2"])
+    (found,) = read(path).applications
+    return found
+
+
+def ray_resources(group: dict[str, Any]) -> dict[str, float]:
+    """What one host of a group offers to Ray."""
+    marks: dict[str, float] = json.loads(json.loads(group["rayStartParams"]["resources"]))
+    limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+    return {"CPU": float(limits["cpu"]), "GPU": float(limits.get("nvidia.com/gpu", 0)), **marks}
+
+
+@every_overlay
+def test_the_ray_service_is_one_for_kuberay(overlay: str) -> None:
+    jsonschema.validate(ray_service(overlay), ray_service_schema())
+
+
+def test_a_misspelt_key_in_the_ray_service_would_be_seen() -> None:
+    document = copy.deepcopy(ray_service("kind-cpu"))
+    container = document["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]
+    container["containers"][0]["readinesProbe"] = {}
+    with pytest.raises(jsonschema.ValidationError, match="readinesProbe"):
+        jsonschema.validate(document, ray_service_schema())
+
+
+@every_overlay
+def test_all_else_is_valid_for_kubernetes(overlay: str) -> None:
+    own = [document for document in rendered(overlay) if document["kind"] not in CUSTOM_KINDS]
+    assert own
+    for document in own:
+        kubernetes_validate.validate(document, "1.32", strict=True)
+
+
+@every_overlay
+def test_the_serve_configuration_is_the_one_in_configs(overlay: str) -> None:
+    expected = yaml.safe_load((ROOT / "configs" / SERVE_FILES[overlay]).read_text())
+    expected["http_options"]["host"] = "0.0.0.0"  # a pod's proxy is reached from outside
+    assert serve_config(overlay) == expected
+
+
+@every_overlay
+def test_serve_and_we_take_the_serve_configuration(overlay: str, tmp_path: Path) -> None:
+    ServeDeploySchema.model_validate(serve_config(overlay))
+    assert application(overlay, tmp_path).name == "specserve"
+
+
+@every_overlay
+def test_the_hosts_have_what_the_application_reserves(overlay: str, tmp_path: Path) -> None:
+    config = application(overlay, tmp_path).config
+    engine = groups(overlay)["engine"]
+    num_gpus = float(overlay in R1_OVERLAYS)
+    shard = {"GPU": num_gpus, "CPU": float(config.placement.num_cpus_per_shard)}
+    shard |= config.placement.shard_resources
+    num_shards = config.engine.tensor_parallel_size / engine["numOfHosts"]
+    offered = ray_resources(engine)
+    assert {name: num_shards * amount <= offered[name] for name, amount in shard.items()} == (
+        dict.fromkeys(shard, True)
+    )
+    assert offered["GPU"] == num_shards * num_gpus  # none is left over
+
+
+@pytest.mark.parametrize("overlay", R1_OVERLAYS)
+def test_the_drafter_and_the_replica_find_their_marks(overlay: str, tmp_path: Path) -> None:
+    (drafter,) = (
+        source
+        for source in application(overlay, tmp_path).config.speculation
+        if isinstance(source, DrafterConfig)
+    )
+    offered = ray_resources(groups(overlay)["drafter"])
+    asked = {"GPU": drafter.num_gpus, "CPU": drafter.num_cpus, **drafter.resources}
+    assert all(amount <= offered[name] for name, amount in asked.items())
+
+    (deployment,) = serve_config(overlay)["applications"][0]["deployments"]
+    marks = deployment["ray_actor_options"]["resources"]
+    assert deployment["name"] == "ModelServer"
+    assert set(marks) <= set(ray_resources(groups(overlay)["engine"]))
+
+
+@every_overlay
+def test_the_head_computes_nothing(overlay: str) -> None:
+    head = groups(overlay)["head"]
+    assert head["rayStartParams"]["num-cpus"] == head["rayStartParams"]["num-gpus"] == "0"
+    assert "nvidia.com/gpu" not in head["template"]["spec"]["containers"][0]["resources"]["limits"]
+
+
+@every_overlay
+def test_a_worker_is_ready_without_a_serve_proxy(overlay: str) -> None:
+    assert serve_config(overlay)["proxy_location"] == "HeadOnly"
+    (service,) = of_kind(overlay, "Service")
+    assert service["spec"]["selector"]["ray.io/node-type"] == "head"
+    for name, group in groups(overlay).items():
+        probe = group["template"]["spec"]["containers"][0]["readinessProbe"]["httpGet"]
+        expected = "/api/gcs_healthz" if name == "head" else "/api/local_raylet_healthz"
+        assert probe["path"] == expected
+
+
+@every_overlay
+def test_no_pod_runs_as_root_or_may_become_it(overlay: str) -> None:
+    for pod in pods(overlay):
+        (container,) = pod["spec"]["containers"]
+        assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
+        assert pod["spec"]["securityContext"]["runAsUser"] > 0
+        assert pod["spec"]["automountServiceAccountToken"] is False
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+        }
+
+
+@every_overlay
+def test_each_pod_has_shared_memory_checkpoints_and_a_place_for_snapshots(overlay: str) -> None:
+    for pod in pods(overlay):
+        (container,) = pod["spec"]["containers"]
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+        assert set(mounts) == {"/dev/shm", "/models", "/snapshots"}
+        assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
+        assert set(mounts.values()) == set(volumes)
+
+
+@every_overlay
+def test_what_the_pods_name_is_there(overlay: str) -> None:
+    there = {(each["kind"], each["metadata"]["name"]) for each in rendered(overlay)}
+    named = set()
+    for pod in pods(overlay):
+        for source in pod["spec"]["containers"][0]["envFrom"]:
+            if "configMapRef" in source:
+                named.add(("ConfigMap", source["configMapRef"]["name"]))
+            else:
+                assert source["secretRef"]["name"] in SECRETS
+        for volume in pod["spec"]["volumes"]:
+            if claim := volume.get("persistentVolumeClaim"):
+                named.add(("PersistentVolumeClaim", claim["claimName"]))
+    assert named <= there
+
+
+@pytest.mark.parametrize("overlay", R1_OVERLAYS)
+def test_the_cluster_asks_for_a_token_and_keeps_its_state_in_redis(overlay: str) -> None:
+    cluster = ray_service(overlay)["spec"]["rayClusterConfig"]
+    assert cluster["authOptions"] == {"mode": "token", "secretName": "specserve-ray-auth"}
+    password = cluster["gcsFaultToleranceOptions"]["redisPassword"]
+    assert password["valueFrom"]["secretKeyRef"]["name"] in SECRETS
+
+
+def test_the_demo_needs_no_secret_and_no_volume() -> None:
+    cluster = ray_service("kind-cpu")["spec"]["rayClusterConfig"]
+    assert cluster["authOptions"] == {"mode": "token"}
+    assert "gcsFaultToleranceOptions" not in cluster
+    assert of_kind("kind-cpu", "PersistentVolumeClaim") == []
+
+
+@every_overlay
+def test_each_pod_runs_the_overlays_image(overlay: str) -> None:
+    images = {pod["spec"]["containers"][0]["image"] for pod in pods(overlay)}
+    assert images == {"specserve:gpu" if overlay in R1_OVERLAYS else "specserve:cpu"}
+
+
+@every_overlay
+def test_the_pods_can_be_reached_where_they_are_to_be(overlay: str) -> None:
+    (policy,) = of_kind(overlay, "NetworkPolicy")
+    selectors = [policy["spec"]["podSelector"]["matchLabels"]]
+    selectors += [
+        each["spec"]["selector"]["matchLabels"] for each in of_kind(overlay, "PodMonitor")
+    ]
+    open_ports = {
+        port["port"] for rule in policy["spec"]["ingress"] for port in rule.get("ports", [])
+    }
+    for pod in pods(overlay):
+        assert all(pod["metadata"]["labels"].items() >= selector.items() for selector in selectors)
+        ports = {
+            each["name"]: each["containerPort"] for each in pod["spec"]["containers"][0]["ports"]
+        }
+        assert ports["metrics"] in open_ports
+    assert 8000 in open_ports
+
+
+@pytest.mark.parametrize("variable", ["NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"])
+def test_the_nodes_find_one_another_over_the_pods_interface(variable: str) -> None:
+    for overlay in OVERLAYS:
+        (environment,) = of_kind(overlay, "ConfigMap")
+        assert environment["data"][variable] == "eth0"
+
+
+def test_tensors_go_over_infiniband_with_rdma_alone() -> None:
+    values = {overlay: of_kind(overlay, "ConfigMap")[0]["data"] for overlay in OVERLAYS}
+    disabled = {overlay: data["NCCL_IB_DISABLE"] for overlay, data in values.items()}
+    assert disabled == {"kind-cpu": "1", "r1-two-nodes": "1", "rdma": "0"}
+    limits = groups("rdma")["engine"]["template"]["spec"]["containers"][0]["resources"]["limits"]
+    assert limits["rdma/hca_shared_devices_a"] == "1"
