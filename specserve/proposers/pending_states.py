@@ -32,10 +32,10 @@ class _Text:
 
 
 class PendingStates:
-    """Keeps states until they are confirmed; the oldest are lost where there are too many.
+    """Keeps states until they are confirmed.
 
     Args:
-        max_tokens: how many are kept, of all texts together.
+        max_tokens: how many are left by :meth:`trim`, of all texts together.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -57,12 +57,23 @@ class PendingStates:
             known.end = start + len(states)
             self._num_pieces += 1
             self.num_tokens += len(states)
-        while self.num_tokens > self._max_tokens:
+
+    def trim(self) -> None:
+        """Loses the oldest states where there are too many; once those of a step have been sent.
+
+        What is left of a piece still takes the memory of all of it; there is one such at a time.
+        """
+        while (excess := self.num_tokens - self._max_tokens) > 0:
             oldest = min(
                 (each for each in self._texts.values() if each.pieces),
                 key=lambda each: each.pieces[0].age,
             )
-            self._drop(oldest, oldest.pieces[0].end)
+            piece = oldest.pieces[0]
+            if excess >= len(piece.states):
+                self._drop(oldest, piece.end)
+            else:
+                oldest.pieces[0] = _Piece(piece.age, piece.start + excess, piece.states[excess:])
+                self.num_tokens -= excess
 
     def end(self, text: int) -> int:
         """Position after the last state that came of a text."""

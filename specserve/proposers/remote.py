@@ -44,8 +44,9 @@ FEED_TOKENS = 4096
 FEED_BUDGET_S = 60.0
 """How long such a request may wait for its turns, in seconds."""
 
-PENDING_STATES = 4096
-"""Hidden states that wait to be confirmed, of all requests; 58 MiB where they have 7168 values."""
+PENDING_STATES = 32_768
+"""Hidden states that wait to be confirmed, of all requests: some steps that read prompts. 448 MiB
+where they have 7168 values."""
 
 _MAX_REPLIES = 1000
 """Read in a step: a drafter that floods must not hold it up."""
@@ -122,22 +123,9 @@ class RemoteProposer:
         """Sends what is new of the batch's texts, and waits for drafts of those that are near."""
         texts = [self._text_of(batch, row) for row in range(len(batch))]
         self._keep_states(batch, texts)
-        drafts = [self._no_draft] * len(batch)
-        peer = self._link.connect()
-        for _ in self._replies():
-            pass
-        if peer is None:
-            return drafts
-        if peer is not self._peer:
-            self._meet(peer)
-        asked, fed = self._rows(batch, texts, peer.max_tokens)
-        number = self._send(asked, self._config.timeout_s) if asked else 0
-        if fed:
-            self._send(fed, FEED_BUDGET_S)
-        if asked and (answer := self._await(number)) is not None:
-            for (row, _, sent), answered in zip(asked, answer.rows, strict=True):
-                tokens = answered.tokens[: sent.max_draft_tokens]
-                drafts[row] = Draft(tokens, self._kind) if tokens else self._no_draft
+        drafts = self._drafts(batch, texts)
+        if self._states is not None:
+            self._states.trim()
         return drafts
 
     def observe(self, outcomes: list[Outcome]) -> None:
@@ -155,6 +143,25 @@ class RemoteProposer:
     def close(self) -> None:
         """Ends the link."""
         self._link.close()
+
+    def _drafts(self, batch: DraftBatch, texts: list[_Text | None]) -> list[Draft]:
+        drafts = [self._no_draft] * len(batch)
+        peer = self._link.connect()
+        for _ in self._replies():
+            pass
+        if peer is None:
+            return drafts
+        if peer is not self._peer:
+            self._meet(peer)
+        asked, fed = self._rows(batch, texts, peer.max_tokens)
+        number = self._send(asked, self._config.timeout_s) if asked else 0
+        if fed:
+            self._send(fed, FEED_BUDGET_S)
+        if asked and (answer := self._await(number)) is not None:
+            for (row, _, sent), answered in zip(asked, answer.rows, strict=True):
+                tokens = answered.tokens[: sent.max_draft_tokens]
+                drafts[row] = Draft(tokens, self._kind) if tokens else self._no_draft
+        return drafts
 
     def _text_of(self, batch: DraftBatch, row: int) -> _Text | None:
         """A request's text; None: it wants no drafts of this source."""

@@ -506,6 +506,23 @@ def test_a_long_prompt_is_brought_up_to_date_while_it_is_read(mtp: Mtp) -> None:
     assert drafter.begins == {}
 
 
+def test_a_step_that_reads_much_loses_no_state_of_the_texts_beside_it(
+    mtp: Mtp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, target, drafter = mtp
+    assert made.proposer._states is not None
+    monkeypatch.setattr(made.proposer._states, "_max_tokens", 400)
+    open_text(made, target, "a", 20)
+    assert target.step({"a": 20}, {"a": 1}) != [()]
+    open_text(made, target, "long", 500)
+    draft, _ = target.step({"a": 1, "long": 500}, {"a": 1, "long": 1})
+    assert len(draft) == 3
+    assert made.proposer._states.num_tokens <= 400
+    draft, _ = target.step({"a": 1, "long": 1}, {"a": 1, "long": 1})
+    assert len(draft) == 3
+    assert drafter.begins == {}
+
+
 def test_a_prompt_whose_beginning_the_target_had_cached_begins_where_states_are(mtp: Mtp) -> None:
     made, target, drafter = mtp
     open_text(made, target, "a", 500, cached=480)
