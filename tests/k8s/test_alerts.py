@@ -40,6 +40,14 @@ def test_there_is_an_alert_for_each_way_to_fail() -> None:
 
 
 @every_alert
+def test_an_alert_is_whole(alert: str) -> None:
+    rule = ALERTS[alert]
+    assert set(rule) == {"alert", "expr", "for", "labels", "annotations"}
+    assert rule["labels"]["severity"] in {"info", "warning", "critical"}
+    assert set(rule["annotations"]) == {"summary", "description"}
+
+
+@every_alert
 def test_an_alert_asks_for_metrics_and_labels_that_there_are(alert: str) -> None:
     known = LABELS | VLLM_LABELS
     names = metrics(alert)

@@ -1,0 +1,34 @@
+"""The image's recipe, as far as it can be read without building it."""
+
+from __future__ import annotations
+
+import re
+
+from tests.k8s.manifests import ROOT
+
+RECIPE = (ROOT / "deploy/Dockerfile").read_text()
+STAGES = {
+    match[2]: (match[1], match[3])
+    for match in re.finditer(r"^FROM (\S+) AS (\S+)\n(.*?)(?=^FROM |\Z)", RECIPE, re.M | re.S)
+}
+"""Name of a stage: what it starts from, and its instructions."""
+
+
+def test_there_is_a_target_for_each_tag_that_the_manifests_name() -> None:
+    assert {"cpu", "gpu"} <= set(STAGES)
+
+
+def test_each_target_runs_as_the_user_of_the_manifests() -> None:
+    for target in ("cpu", "gpu"):
+        assert re.findall(r"^USER (.*)$", STAGES[target][1], re.M) == ["1000:1000"]
+
+
+def test_what_is_copied_is_there_and_not_ignored() -> None:
+    ignore = (ROOT / "deploy/Dockerfile.dockerignore").read_text().splitlines()
+    kept = {line.removeprefix("!") for line in ignore if line.startswith("!")}
+    assert all((ROOT / path).exists() for path in kept)
+    for sources in re.findall(r"^COPY (.*) \S+$", RECIPE, re.M):
+        assert set(sources.split()) <= kept | {"."}
+    served = re.search(r"HAPROXY_BINARY_PATH=/app/(\S+)", RECIPE)
+    assert served is not None
+    assert served[1] in kept
