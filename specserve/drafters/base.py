@@ -16,6 +16,9 @@ import numpy.typing as npt
 
 from specserve.core.types import Int32Array
 
+ALL_TOKENS = 1 << 31
+"""More than any text has."""
+
 Key = tuple[bytes, int]
 """A text's name: the client's, and the client's own number for it."""
 
@@ -33,6 +36,8 @@ class Row:
         states: ``[s, hidden_size]``, the target's last hidden states after the final norm, of
             positions ``states_start ..``; uint16 holds the bits of bfloat16; None: none.
         max_draft_tokens: longest draft; 0: the text is only to be remembered.
+        max_feed_tokens: most positions that this call may compute before the draft. With fewer
+            than the text lacks the answer says how far it came, and nothing is drafted.
     """
 
     key: Key
@@ -42,6 +47,7 @@ class Row:
     states_start: int = 0
     states: npt.NDArray[Any] | None = None
     max_draft_tokens: int = 0
+    max_feed_tokens: int = ALL_TOKENS
 
     @property
     def num_tokens(self) -> int:

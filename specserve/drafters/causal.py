@@ -162,7 +162,10 @@ class CausalDrafter:
             self._table.truncate(slot, slot.length - 1)
             last = self._table.tokens[slot.index, slot.length : slot.length + 1].copy()
             return _Turn(index, slot, last, draft_len)
-        tokens = row.tokens[slot.length - row.start :]
+        missing = row.tokens[slot.length - row.start :]
+        tokens = missing[: row.max_feed_tokens]
+        if len(tokens) < len(missing):
+            draft_len = 0
         return _Turn(index, slot, tokens, draft_len) if len(tokens) else None
 
     def _run(self, turns: Sequence[_Turn]) -> list[tuple[int, ...]]:

@@ -141,7 +141,8 @@ class MtpDrafter:
         if slot is None:
             return None
         num_entries = row.num_tokens - 1
-        end = min(num_entries, row.states_start + _num_states(row))
+        begin = max(row.states_start, slot.length)
+        end = min(num_entries, row.states_start + _num_states(row), begin + row.max_feed_tokens)
         if row.states_start >= end:
             return None  # nothing that it brings can be used
         num_drafts = 0

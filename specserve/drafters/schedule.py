@@ -83,6 +83,9 @@ class Task:
             and (states is None or row.states_start == self.begin)
         ):
             return row  # as most are: there is nothing to cut
+        if self.done == 0:
+            # All of it, though not all is computed: other texts may hold more of its beginning.
+            return replace(row, max_feed_tokens=FEED_TOKENS)
         if states is not None:
             last = None if self.is_last else max(end - row.states_start, 0)
             states = states[self.begin - row.states_start : last]
@@ -100,7 +103,8 @@ class Task:
 
         So it is too where the drafter has forgotten the text, or has no place for more of it.
         """
-        if not self.is_last and self.done < answer.held <= self.row.num_tokens:
+        is_done = self.is_last or bool(answer.tokens)
+        if not is_done and self.done < answer.held <= self.row.num_tokens:
             self.done = answer.held
             return True
         self.call.answers[self.index] = answer

@@ -8,7 +8,7 @@ they share, found by chained hashes of blocks of tokens as vLLM's prefix cache d
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -180,10 +180,8 @@ class SlotTable:
         del hashes[num_kept:]
 
 
-def _chain(previous: int, tokens: Int32Array) -> list[int]:
+def _chain(previous: int, tokens: Int32Array) -> Iterator[int]:
     """Hashes of the whole blocks of ``tokens``, each with all that stands before it."""
-    hashes = []
     for begin in range(0, len(tokens) - BLOCK + 1, BLOCK):
         previous = hash((previous, tokens[begin : begin + BLOCK].tobytes()))
-        hashes.append(previous)
-    return hashes
+        yield previous

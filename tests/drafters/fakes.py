@@ -95,7 +95,7 @@ class FakeDrafter:
 
     def _hold(self, row: Row, held: int, text: list[int]) -> int:
         if not self.card.hidden_size:
-            return len(text)
+            return min(len(text), row.start + row.max_feed_tokens)
         held = min(held, len(text) - 1)
         if row.states is None:
             return held
@@ -106,4 +106,5 @@ class FakeDrafter:
         )
         if row.states_start > held:
             self.begins[row.key] = row.states_start
+        end = min(end, max(held, row.states_start) + row.max_feed_tokens)
         return min(max(held, end), len(text) - 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from specserve.drafters.base import NO_TOKENS, Answer, Card, Row
 from specserve.drafters.causal import CausalDrafter
 from specserve.drafters.causal_model import CausalModel
 from specserve.drafters.kv_cache import KVCache
+from specserve.drafters.schedule import Call, Task
 
 MODEL = str(Path(__file__).parents[2] / "configs/models/demo-draft")
 CPU = torch.device("cpu")
@@ -84,6 +86,16 @@ def row(
     return Row(
         key=key(number), salt=salt, start=start, tokens=tokens[start:], max_draft_tokens=draft_len
     )
+
+
+def fed(drafter: CausalDrafter, whole: Row) -> Answer:
+    """The answer to a row that is computed in pieces, as a server does it."""
+    task = Task(Call(b"client", 1, 0.0, 0, [None]), 0, whole, whole.start)
+    while task.advance(*drafter.draft([task.piece()])):
+        pass
+    (answer,) = task.call.answers
+    assert answer is not None
+    return answer
 
 
 def greedy(reference: Any, tokens: Int32Array, length: int) -> tuple[int, ...]:
@@ -189,6 +201,30 @@ def test_a_shared_beginning_is_computed_once(model: CountingModel, reference: An
     answer = drafter.draft([row(1, other, 2)])
     assert answer == [Answer(45, greedy(reference, other, 2))]
     assert model.num_computed == 45 - 32 + 1
+
+
+@pytest.mark.parametrize("max_texts", [8, 1])
+def test_a_shared_beginning_longer_than_a_piece_is_computed_once(
+    model: CountingModel, reference: Any, max_texts: int
+) -> None:
+    drafter = drafter_of(model, max_texts, max_tokens=1024)
+    fed(drafter, row(0, text(900)))
+    drafter.forget([key(0)])
+    model.num_computed = 0
+    other = np.concatenate([text(800), text(100, seed=1)])
+    assert fed(drafter, row(1, other, 2)) == Answer(900, greedy(reference, other, 2))
+    assert model.num_computed == 900 - 800 + 1
+
+
+def test_no_more_is_computed_than_a_call_may_and_the_draft_waits_for_the_end(
+    model: CountingModel, reference: Any
+) -> None:
+    drafter, whole = drafter_of(model), row(0, text(90), 2)
+    assert drafter.draft([replace(whole, max_feed_tokens=40)]) == [Answer(40)]
+    assert model.num_computed == 40
+    rest = row(0, text(90), 2, start=40)
+    draft = greedy(reference, text(90), 2)
+    assert drafter.draft([replace(rest, max_feed_tokens=50)]) == [Answer(90, draft)]
 
 
 def test_a_text_that_is_held_to_its_end_under_another_name_is_drafted_for(

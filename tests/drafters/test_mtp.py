@@ -122,6 +122,15 @@ def test_a_prompt_may_come_in_pieces(drafter: MtpDrafter) -> None:
     assert drafter.draft([replace(whole, key=key(1))])[0].tokens == texts()[0].draft(400)
 
 
+def test_a_text_in_pieces_takes_over_all_that_another_has_of_it(drafter: MtpDrafter) -> None:
+    drafter.draft([row(400)])
+    drafter.module.attention.cache[1:].fill_(torch.nan)
+    piece = replace(row(400, number=1), max_feed_tokens=8)
+    assert drafter.draft([piece]) == [Answer(392)]  # 24 whole blocks, and 8 of its own
+    rest = replace(row(400, number=1, start=392), max_feed_tokens=8)
+    assert drafter.draft([rest]) == [Answer(399, texts()[0].draft(400))]
+
+
 def test_a_row_sent_twice_is_answered_alike(drafter: MtpDrafter) -> None:
     drafter.draft([row(100)])
     again = row(103, start=99)

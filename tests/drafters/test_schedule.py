@@ -27,7 +27,8 @@ def task(text: int, num_tokens: int, *, start: int = 0, draft: int = 0, states: 
 
 
 def test_a_long_text_is_cut_into_pieces_and_the_draft_follows_the_last_one() -> None:
-    long = task(1, 2 * FEED_TOKENS + 10, draft=3)
+    long = task(1, 3 * FEED_TOKENS + 10, draft=3)
+    assert long.advance(Answer(FEED_TOKENS))
     ends, drafts = [], []
     while True:
         piece = long.piece()
@@ -36,16 +37,34 @@ def test_a_long_text_is_cut_into_pieces_and_the_draft_follows_the_last_one() -> 
         assert piece.tokens.tolist() == list(range(piece.start, piece.num_tokens))
         if not long.advance(Answer(piece.num_tokens)):
             break
-    assert ends == [FEED_TOKENS, 2 * FEED_TOKENS, 2 * FEED_TOKENS + 10]
+    assert ends == [2 * FEED_TOKENS, 3 * FEED_TOKENS, 3 * FEED_TOKENS + 10]
     assert drafts == [0, 0, 3]
     assert long.call.is_done
+
+
+def test_the_first_piece_tells_the_whole_text_and_the_next_one_goes_on_behind_what_is_held() -> (
+    None
+):
+    long = task(1, 4000, draft=3)
+    first = long.piece()
+    assert first.tokens.tolist() == list(range(4000))
+    assert first.max_feed_tokens == FEED_TOKENS
+    assert long.advance(Answer(3000 + FEED_TOKENS))
+    assert long.piece().start == 3000 + FEED_TOKENS
+
+
+def test_a_text_of_which_others_hold_nearly_all_is_done_with_the_first_piece() -> None:
+    long = task(1, 4000, draft=3)
+    answer = Answer(4000, (1, 2, 3))
+    assert not long.advance(answer)
+    assert long.call.answers == [answer]
 
 
 def test_pieces_with_states_go_on_where_the_drafter_holds_them() -> None:
     long = task(1, 600, states=0)
     first = long.piece()
     assert first.states is not None
-    assert (first.num_tokens, len(first.states)) == (FEED_TOKENS, FEED_TOKENS)
+    assert (first.num_tokens, len(first.states)) == (600, 599)
     assert long.advance(Answer(FEED_TOKENS - 1))
     second = long.piece()
     assert second.states is not None
@@ -57,8 +76,8 @@ def test_positions_whose_states_are_lost_come_with_the_first_piece() -> None:
     long = task(1, 5000, states=4000)
     piece = long.piece()
     assert piece.states is not None
-    assert (piece.start, piece.num_tokens, piece.states_start) == (0, 4000 + FEED_TOKENS, 4000)
-    assert len(piece.states) == FEED_TOKENS
+    assert (piece.start, piece.num_tokens, piece.states_start) == (0, 5000, 4000)
+    assert (len(piece.states), piece.max_feed_tokens) == (999, FEED_TOKENS)
 
 
 def test_a_text_that_the_drafter_has_forgotten_is_done() -> None:
