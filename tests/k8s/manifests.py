@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 
@@ -52,8 +53,8 @@ def pods(overlay: str) -> list[dict[str, Any]]:
 
 
 @cache
-def ray_service_schema() -> dict[str, Any]:
-    """KubeRay's schema of a RayService v1, closed: an unknown key is an error."""
+def ray_service_validator() -> Any:
+    """For KubeRay's schema of a RayService v1, closed: an unknown key is an error."""
     path = SCHEMAS / "ray.io_rayservices.yaml"
     if not path.exists():
         pytest.skip(
@@ -61,8 +62,8 @@ def ray_service_schema() -> dict[str, Any]:
         )
     definition = yaml.load(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     (version,) = (each for each in definition["spec"]["versions"] if each["name"] == "v1")
-    schema: dict[str, Any] = version["schema"]["openAPIV3Schema"]
-    return closed(schema)
+    # Not jsonschema.validate(), which checks the schema's megabyte anew at each call.
+    return jsonschema.Draft202012Validator(closed(version["schema"]["openAPIV3Schema"]))
 
 
 def closed(schema: dict[str, Any]) -> dict[str, Any]:

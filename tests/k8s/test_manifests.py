@@ -22,7 +22,7 @@ from tests.k8s.manifests import (
     of_kind,
     pods,
     ray_service,
-    ray_service_schema,
+    ray_service_validator,
     rendered,
 )
 
@@ -60,7 +60,7 @@ def ray_resources(group: dict[str, Any]) -> dict[str, float]:
 
 @every_overlay
 def test_the_ray_service_is_one_for_kuberay(overlay: str) -> None:
-    jsonschema.validate(ray_service(overlay), ray_service_schema())
+    ray_service_validator().validate(ray_service(overlay))
 
 
 def test_a_misspelt_key_in_the_ray_service_would_be_seen() -> None:
@@ -68,7 +68,7 @@ def test_a_misspelt_key_in_the_ray_service_would_be_seen() -> None:
     container = document["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]
     container["containers"][0]["readinesProbe"] = {}
     with pytest.raises(jsonschema.ValidationError, match="readinesProbe"):
-        jsonschema.validate(document, ray_service_schema())
+        ray_service_validator().validate(document)
 
 
 @every_overlay
