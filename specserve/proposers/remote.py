@@ -27,6 +27,7 @@ from specserve.proposers.pending_states import PendingStates
 from specserve.trie.namespaces import namespace
 from specserve.wire.messages import (
     MAX_ROWS,
+    MAX_STATE_BYTES,
     MAX_TOKENS,
     DraftAnswer,
     DraftRequest,
@@ -43,6 +44,9 @@ FEED_TOKENS = 4096
 
 FEED_BUDGET_S = 60.0
 """How long such a request may wait for its turns, in seconds."""
+
+MAX_SENT = 128
+"""Requests on their way that a further text is sent with; the drafter refuses more than 256."""
 
 PENDING_STATES = 32_768
 """Hidden states that wait to be confirmed, of all requests: some steps that read prompts. 448 MiB
@@ -73,6 +77,37 @@ _Rows = list[tuple[int, _Text, TextRow]]
 """Rows to send, each with its row of the batch."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """A request that is not answered yet.
+
+    Attributes:
+        texts: of its rows.
+        state_bytes: size of their states.
+    """
+
+    texts: tuple[_Text, ...]
+    state_bytes: int
+
+
+@dataclass(slots=True)
+class _Room:
+    """What more may be sent in this step."""
+
+    rows: int
+    tokens: int
+    state_bytes: int
+
+    def take(self, tokens: int, state_bytes: int) -> bool:
+        """Whether there is room for a row, which then is taken."""
+        if self.rows <= 0 or tokens > self.tokens or state_bytes > self.state_bytes:
+            return False
+        self.rows -= 1
+        self.tokens -= tokens
+        self.state_bytes -= state_bytes
+        return True
+
+
 class RemoteProposer:
     """Asks a drafter for drafts, and keeps it up to date.
 
@@ -91,11 +126,13 @@ class RemoteProposer:
         self._metrics = surroundings.metrics
         self._states = PendingStates(PENDING_STATES) if config.kind == "mtp" else None
         self._no_draft = Draft((), config.kind)
+        hidden_size = surroundings.hidden_size if config.kind == "mtp" else 0
+        self._state_bytes = 2 * hidden_size
         wanted = Wanted(
             kind=config.kind,
             vocab_size=surroundings.vocab_size,
             tokenizer=surroundings.tokenizer,
-            hidden_size=surroundings.hidden_size if config.kind == "mtp" else 0,
+            hidden_size=hidden_size,
         )
         self._link = DrafterLink(
             wanted, find, lambda up: surroundings.metrics.set_up(config.kind, up)
@@ -104,7 +141,7 @@ class RemoteProposer:
         self._texts: dict[str, _Text] = {}
         self._num_texts = self._num_requests = 0
         self._ended: deque[int] = deque(maxlen=MAX_ROWS)
-        self._sent: dict[int, tuple[_Text, ...]] = {}
+        self._sent: dict[int, _Sent] = {}
 
     @classmethod
     def build(cls, config: DraftModelConfig | MtpConfig, surroundings: Surroundings) -> Self:
@@ -155,8 +192,8 @@ class RemoteProposer:
             self._meet(peer)
         asked, fed = self._rows(batch, texts, peer.max_tokens)
         number = self._send(asked, self._config.timeout_s) if asked else 0
-        if fed:
-            self._send(fed, FEED_BUDGET_S)
+        for each in fed:  # each for itself: a short one is not answered with the longest
+            self._send([each], FEED_BUDGET_S)
         if asked and (answer := self._await(number)) is not None:
             for (row, _, sent), answered in zip(asked, answer.rows, strict=True):
                 tokens = answered.tokens[: sent.max_draft_tokens]
@@ -213,22 +250,23 @@ class RemoteProposer:
         """What is to be sent: rows to be drafted for, and rows of texts that lack too much."""
         asked: _Rows = []
         fed: _Rows = []
-        num_tokens = 0
+        room = _Room(MAX_ROWS, MAX_TOKENS, MAX_STATE_BYTES)
+        sent_bytes = sum(each.state_bytes for each in self._sent.values())
+        feed_room = _Room(MAX_SENT - len(self._sent), MAX_TOKENS, MAX_STATE_BYTES - sent_bytes)
         limits = np.minimum(batch.max_draft_tokens, self._config.max_draft_len).tolist()
         for row, (text, length) in enumerate(zip(texts, batch.num_tokens.tolist(), strict=True)):
             if text is None or text.is_sent or length > max_tokens:
                 continue
             begin, end = self._unsent(text, length)
             is_near = end - begin <= NEAR_TOKENS
-            if not (is_near and end == length and limits[row]):
-                limits[row], end = 0, min(end, begin + FEED_TOKENS)
-            start = min(text.held, end - 1)
-            if num_tokens + end - start > MAX_TOKENS or len(asked) + len(fed) >= MAX_ROWS:
+            if is_near and not (end == length and limits[row]):
                 continue
-            num_tokens += end - start
-            if limits[row]:
+            end = min(end, begin + FEED_TOKENS)
+            start = min(text.held, end - 1)
+            size = end - start, self._state_bytes * (end - begin)
+            if is_near and room.take(*size):
                 asked.append((row, text, self._row(batch, row, text, start, end, limits[row])))
-            elif not is_near:
+            elif not is_near and feed_room.take(*size):
                 fed.append((row, text, self._row(batch, row, text, start, end, 0)))
         return asked, fed
 
@@ -269,7 +307,10 @@ class RemoteProposer:
         texts = tuple(text for _, text, _ in rows)
         for text in texts:
             text.is_sent = True
-        self._sent[self._num_requests] = texts
+        states = (row.states for _, _, row in rows)
+        self._sent[self._num_requests] = _Sent(
+            texts, sum(each.nbytes for each in states if each is not None)
+        )
         request = DraftRequest(
             number=self._num_requests,
             budget_s=budget_s,
@@ -304,19 +345,19 @@ class RemoteProposer:
 
     def _take(self, reply: DraftAnswer | Refusal) -> bool:
         """Notes what is held now; false: the reply is none to what was sent."""
-        texts = self._sent.pop(reply.number, None)
-        if texts is None:
+        sent = self._sent.pop(reply.number, None)
+        if sent is None:
             return False
-        for text in texts:
+        for text in sent.texts:
             text.is_sent = False
         if isinstance(reply, Refusal):
             if reply.reason != "expired":
                 self._metrics.count_error(self._kind)
             return True
-        if len(reply.rows) != len(texts):
+        if len(reply.rows) != len(sent.texts):
             self._metrics.count_error(self._kind)
             return False
-        for text, row in zip(texts, reply.rows, strict=True):
+        for text, row in zip(sent.texts, reply.rows, strict=True):
             text.held = row.held
             if self._states is not None:
                 self._states.confirm(text.number, row.held)

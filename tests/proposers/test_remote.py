@@ -17,6 +17,7 @@ from specserve.core.errors import ConfigError, WireError
 from specserve.core.metrics import HealthSnapshot, SpeculationMetrics
 from specserve.core.types import DraftBatch, HiddenStates, Int32Array, RequestControls
 from specserve.drafters.server import DrafterServer
+from specserve.proposers import remote
 from specserve.proposers.base import Surroundings
 from specserve.proposers.remote import FEED_TOKENS, NEAR_TOKENS, RemoteProposer
 from specserve.wire.frames import decode_question, encode
@@ -178,6 +179,20 @@ def test_nobody_waits_for_a_long_prompt_and_it_is_drafted_for_when_it_is_known(
     assert served.health().num_timeouts == 0
     sent = [row.start for call in drafter.calls for row in call if row.key[1] == 0]
     assert sent == sorted(set(sent))  # nothing was sent twice
+
+
+def test_long_texts_of_one_step_are_answered_each_for_itself(
+    stack: ExitStack, place: Place, drafter: FakeDrafter
+) -> None:
+    server = serve(stack, place, drafter)
+    made = replica(stack, place)
+    made.until_up()
+    made.grow("longest", FEED_TOKENS)
+    made.grow("shorter", 2 * NEAR_TOKENS)
+    made.propose("longest", "shorter")
+    eventually(lambda: server.counters.num_requests == 2, "two requests", WAIT_S, 0.001)
+    made.until_drafts("shorter")
+    made.until_drafts("longest")
 
 
 def test_a_text_that_falls_behind_is_brought_up_to_date_though_no_draft_is_wanted(
@@ -520,6 +535,27 @@ def test_a_step_that_reads_much_loses_no_state_of_the_texts_beside_it(
     assert made.proposer._states.num_tokens <= 400
     draft, _ = target.step({"a": 1, "long": 1}, {"a": 1, "long": 1})
     assert len(draft) == 3
+    assert drafter.begins == {}
+
+
+@pytest.mark.parametrize("length", [NEAR_TOKENS - 1, 2 * NEAR_TOKENS])
+def test_states_that_are_too_large_for_one_request_go_one_text_after_the_other(
+    stack: ExitStack, place: Place, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    drafter = FakeDrafter(HIDDEN_SIZE)
+    serve(stack, place, drafter)
+    made = replica(stack, place, "mtp", timeout_s=0.1)
+    made.until_up()
+    target = Target(made)
+    monkeypatch.setattr(remote, "MAX_STATE_BYTES", 3 * length * HIDDEN_SIZE)
+    drafter.may_go.clear()
+    for name in "ab":
+        open_text(made, target, name, length)
+    target.step({"a": length, "b": length}, {"a": 1, "b": 1})
+    assert [len(sent.texts) for sent in made.proposer._sent.values()] == [1]
+    drafter.may_go.set()
+    made.until_drafts("a")
+    made.until_drafts("b")
     assert drafter.begins == {}
 
 
