@@ -90,6 +90,8 @@ class HealthSnapshot(msgspec.Struct, frozen=True):
         num_timeouts: calls that missed their deadline.
         latency: calls by duration, one count a bucket of ``LATENCY_BUCKETS_S`` and an open one.
         latency_sum_s: duration of all calls, in seconds.
+        refused: why the drafter that was found or started is none to ask; empty: it is not known
+            to be so.
     """
 
     source: str
@@ -98,6 +100,7 @@ class HealthSnapshot(msgspec.Struct, frozen=True):
     num_timeouts: int
     latency: tuple[int, ...]
     latency_sum_s: float
+    refused: str = ""
 
 
 class NamespaceSnapshot(msgspec.Struct, frozen=True):
@@ -149,7 +152,7 @@ class SpeculationSnapshot(msgspec.Struct, frozen=True):
     trie: TrieSnapshot | None = None
 
     def since(self, earlier: SpeculationSnapshot) -> SpeculationSnapshot:
-        """What was counted after ``earlier``; ``up`` is this snapshot's.
+        """What was counted after ``earlier``; ``up`` and ``refused`` are this snapshot's.
 
         A counter below its earlier value means that the process behind it is a new one: then
         everything that this snapshot holds came after.
@@ -263,6 +266,10 @@ class SpeculationMetrics:
         """A source is being asked from now on, or is switched off."""
         self._of(kind).up = up
 
+    def set_refused(self, kind: str, reason: str) -> None:
+        """Why the drafter of a source is none to ask; empty: it is not known to be so."""
+        self._of(kind).refused = reason
+
     def snapshot(self) -> SpeculationSnapshot:
         """The state now; costs some microseconds, meant for once a second or on request.
 
@@ -285,6 +292,7 @@ class SpeculationMetrics:
                     health.num_timeouts,
                     tuple(health.latency),
                     health.latency_sum_s,
+                    health.refused,
                 )
                 for kind, health in list(self._health.items())
             ),
@@ -308,7 +316,7 @@ class _Acceptance:
 
 
 class _Health:
-    __slots__ = ("latency", "latency_sum_s", "num_errors", "num_timeouts", "up")
+    __slots__ = ("latency", "latency_sum_s", "num_errors", "num_timeouts", "refused", "up")
 
     def __init__(self) -> None:
         self.up = True
@@ -316,6 +324,7 @@ class _Health:
         self.num_timeouts = 0
         self.latency = [0] * (len(LATENCY_BUCKETS_S) + 1)
         self.latency_sum_s = 0.0
+        self.refused = ""
 
 
 def _at_least(counts: tuple[int, ...]) -> tuple[int, ...]:
@@ -348,6 +357,7 @@ def _health_since(now: HealthSnapshot, before: HealthSnapshot | None) -> HealthS
         max(now.num_timeouts - before.num_timeouts, 0),
         _minus(now.latency, before.latency),
         max(now.latency_sum_s - before.latency_sum_s, 0.0),
+        now.refused,
     )
 
 

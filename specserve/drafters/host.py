@@ -2,7 +2,8 @@
 
     python -m specserve.drafters.host '{"kind": "mtp", ...}'
 
-prints the address on standard output, and ends when standard input does: with its parent.
+prints the address on standard output, or one line that says why there is none. It ends when
+standard input does: with its parent.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import subprocess
 import sys
 from dataclasses import asdict
 
+from specserve.core.errors import EngineError, SpecServeError
 from specserve.core.openmp import openmp_environment
 from specserve.drafters.options import DrafterOptions, load
 from specserve.drafters.server import DrafterServer
@@ -29,20 +31,36 @@ class HostedDrafter:
         self._options = options
         self._process: subprocess.Popen[str] | None = None
         self._address = ""
+        self._failure = ""
 
-    def __call__(self) -> str | None:
-        """The drafter's address, when it has loaded its model; None: it could not."""
+    def __call__(self) -> str:
+        """The drafter's address, when it has loaded its model.
+
+        Raises:
+            EngineError: it could not; it is not tried again, as it would end alike.
+        """
+        if self._failure:
+            raise EngineError(self._failure)
         if self._process is None or self._process.poll() is not None:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, json.dumps(asdict(self._options))],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env=os.environ | openmp_environment(self._options.num_threads),
-                text=True,
-            )
-            assert self._process.stdout is not None
-            self._address = self._process.stdout.readline().strip()
-        return self._address or None
+            self._start()
+        return self._address
+
+    def _start(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__, json.dumps(asdict(self._options))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | openmp_environment(self._options.num_threads),
+            text=True,
+        )
+        assert self._process.stdout is not None
+        said = self._process.stdout.readline().strip()
+        if said.startswith("tcp://"):
+            self._address = said
+        else:
+            reason = said or f"it ended with exit code {self._process.wait()}"
+            self._failure = f"the drafter did not start: {reason}"
+            raise EngineError(self._failure)
 
 
 def main() -> None:
@@ -51,7 +69,14 @@ def main() -> None:
     # What libraries print must not be taken for the address.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    server = DrafterServer(load(options), "tcp://127.0.0.1:0")
+    try:
+        server = DrafterServer(load(options), "tcp://127.0.0.1:0")
+    except SpecServeError as error:
+        print(error, file=answers, flush=True)
+        sys.exit(1)
+    except Exception as error:
+        print(f"{type(error).__name__}:", *str(error).split(), file=answers, flush=True)
+        raise
     print(server.address, file=answers, flush=True)
     sys.stdin.read()
     server.close()

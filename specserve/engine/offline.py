@@ -113,13 +113,13 @@ class OfflineEngine:
     def _await_sources(self) -> None:
         """Drafters load their models meanwhile: what is measured is all of them."""
         deadline = time.monotonic() + SOURCES_TIMEOUT_S
-        while down := [each.source for each in self._snapshot().health if not each.up]:
-            if time.monotonic() > deadline:
+        while down := [each for each in self._snapshot().health if not each.up]:
+            refused = [f"{each.source}: {each.refused}" for each in down if each.refused]
+            if refused or time.monotonic() > deadline:
                 self.close()
-                names = ", ".join(down)
-                raise EngineError(
-                    f"method {self._method}: {names} not up within {SOURCES_TIMEOUT_S:g} s"
-                )
+                names = ", ".join(each.source for each in down)
+                late = f"{names} not up within {SOURCES_TIMEOUT_S:g} s"
+                raise EngineError(f"method {self._method}: {', '.join(refused) or late}")
             time.sleep(0.1)
 
     def _drafts(self, before: SpeculationSnapshot) -> tuple[AcceptanceSnapshot, ...]:

@@ -1,0 +1,77 @@
+"""A drafter in a child process, with the demo draft model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from specserve.core.errors import EngineError
+from specserve.drafters.host import HostedDrafter
+from specserve.drafters.options import DrafterOptions
+from tests.drafters.fakes import WAIT_S
+from tests.integration.cluster import eventually
+
+MODELS = Path(__file__).parents[2] / "configs/models"
+
+
+def hosted(model: Path) -> HostedDrafter:
+    options = DrafterOptions(
+        kind="draft_model",
+        model=str(model),
+        max_texts=1,
+        max_tokens=64,
+        dtype="auto",
+        num_cpus=1.0,
+        num_gpus=0.0,
+        resources={},
+    )
+    return HostedDrafter(options)
+
+
+@pytest.fixture
+def find() -> Iterator[HostedDrafter]:
+    find = hosted(MODELS / "demo-draft")
+    yield find
+    end(find)
+
+
+def end(find: HostedDrafter) -> None:
+    """Kills the child."""
+    assert find._process is not None
+    find._process.kill()
+    find._process.wait()
+
+
+def test_a_drafter_that_has_ended_is_started_again(find: HostedDrafter) -> None:
+    first = find()
+    assert first.startswith("tcp://127.0.0.1:")
+    assert find() == first
+    end(find)
+    assert find() != first
+
+
+def test_a_drafter_that_cannot_load_says_why_and_is_not_started_again(tmp_path: Path) -> None:
+    find = hosted(tmp_path)
+    reason = rf"^the drafter did not start: model: '{tmp_path}' is not allowed; allowed: a causal"
+    with pytest.raises(EngineError, match=reason) as first:
+        find()
+    tried = find._process
+    with pytest.raises(EngineError) as again:
+        find()
+    assert str(again.value) == str(first.value)
+    assert "\n" not in str(first.value)
+    assert find._process is tried
+
+
+def test_a_drafter_that_is_killed_while_it_loads_is_not_started_again(
+    find: HostedDrafter,
+) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        address = threads.submit(find)
+        eventually(lambda: find._process, "a child", WAIT_S, 0.001)
+        end(find)
+        with pytest.raises(EngineError, match=r"did not start: it ended with exit code -9$"):
+            address.result(WAIT_S)

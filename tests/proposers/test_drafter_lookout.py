@@ -1,0 +1,57 @@
+"""What a lookout tells of the drafter that it looks for."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+
+import pytest
+
+from specserve.core.errors import EngineError
+from specserve.drafters.server import DrafterServer
+from specserve.proposers.drafter_lookout import Find, Lookout, Wanted
+from tests.drafters.fakes import VOCAB_SIZE, WAIT_S, FakeDrafter
+
+Reports = Iterator[tuple[bool, str]]
+
+
+@pytest.fixture
+def watch() -> Iterator[Callable[[Find], Reports]]:
+    """Starts a lookout; the reports as they come."""
+    with ExitStack() as stack:
+
+        def watch(find: Find) -> Reports:
+            reports: queue.SimpleQueue[tuple[bool, str]] = queue.SimpleQueue()
+            wanted = Wanted(kind="draft_model", vocab_size=500, tokenizer="", hidden_size=0)
+            stack.enter_context(closing(Lookout(wanted, find, lambda *each: reports.put(each))))
+            return iter(lambda: reports.get(timeout=WAIT_S), None)
+
+        yield watch
+
+
+Watch = Callable[[Find], Reports]
+
+
+def test_a_drafter_that_does_not_fit_is_reported_with_what_it_lacks(watch: Watch) -> None:
+    with closing(DrafterServer(FakeDrafter())) as server:
+        reports = watch(lambda: server.address)
+        up, refused = next(report for report in reports if report != (False, ""))
+    assert not up
+    assert refused.endswith(f" has vocab_size {VOCAB_SIZE} instead of 500")
+
+
+def test_why_there_will_be_no_drafter_is_reported_and_it_is_asked_for_again(watch: Watch) -> None:
+    server = DrafterServer(FakeDrafter())
+    answers = iter([EngineError("it did not start")])
+
+    def find() -> str:
+        if (error := next(answers, None)) is not None:
+            raise error
+        return server.address
+
+    with closing(server):
+        reports = watch(find)
+        told = [next(reports), next(reports)]
+        assert told == [(False, ""), (False, "it did not start")]
+        assert next(refused for _, refused in reports if "vocab_size" in refused)
