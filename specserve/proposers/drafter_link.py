@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from secrets import token_bytes
 
 import zmq
 
-from specserve.proposers.drafter_lookout import Find, Lookout, Peer, Report, Wanted
+from specserve.proposers.drafter_lookout import Find, Lookout, Peer, Wanted
 from specserve.wire.frames import MAX_HEADER_BYTES, decode_reply, encode
 from specserve.wire.messages import DraftRequest, Reply
 
@@ -20,10 +21,10 @@ class DrafterLink:
     Args:
         wanted: what the drafter has to be.
         find: where it is; called from a thread of its own.
-        report: told several times a second, from that thread, how it stands.
+        report: told several times a second, from that thread, whether there is one.
     """
 
-    def __init__(self, wanted: Wanted, find: Find, report: Report) -> None:
+    def __init__(self, wanted: Wanted, find: Find, report: Callable[[bool], None]) -> None:
         self._lookout = Lookout(wanted, find, report)
         self._name = b"replica-" + token_bytes(8)
         self._context = zmq.Context()
@@ -33,17 +34,19 @@ class DrafterLink:
     def connect(self) -> Peer | None:
         """The drafter to ask in this step, connected to; None: there is none.
 
-        Another object than before: what was sent to the one before may never be answered.
+        Another object than before: some of what was sent to the one before may be lost.
         """
         peer = self._lookout.peer
-        if peer is not None and peer is not self._peer:
+        if peer is None or peer is self._peer:
+            return peer
+        if self._peer is None or peer.connection != self._peer.connection:
             self._hang_up()
             self._socket = self._context.socket(zmq.DEALER)
             self._socket.setsockopt(zmq.ROUTING_ID, self._name)
             self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_HEADER_BYTES)
             self._socket.setsockopt(zmq.LINGER, 0)
             self._socket.connect(peer.address)
-            self._peer = peer
+        self._peer = peer
         return peer
 
     def send(self, request: DraftRequest) -> None:

@@ -10,19 +10,14 @@ from dataclasses import dataclass
 
 import zmq
 
-from specserve.core.errors import SpecServeError, WireError
+from specserve.core.errors import WireError
 from specserve.wire.frames import decode_reply, encode
 from specserve.wire.messages import PROTOCOL, Card, Hello
 
 logger = logging.getLogger(__name__)
 
 Find = Callable[[], str | None]
-"""Address of a drafter, None: there is none now. May take seconds, may start one. A
-:class:`SpecServeError` says why there will be none."""
-
-Report = Callable[[bool, str], None]
-"""Whether there is a drafter to ask; why the one that was found, or should be there, is none to
-ask, empty: that is not known."""
+"""Address of a drafter, None: there is none now. May take seconds, may start one."""
 
 GREET_UP_S, GREET_DOWN_S = 1.0, 0.2
 """Time from one hello to the next, while the drafter is used and while it is not."""
@@ -76,11 +71,13 @@ class Peer:
         address: where it listens.
         instance: the process; another one has none of the texts.
         max_tokens: longest text that it drafts for.
+        connection: another number: it is to be connected to anew.
     """
 
     address: str
     instance: str
     max_tokens: int
+    connection: int
 
 
 class Lookout:
@@ -89,13 +86,14 @@ class Lookout:
     Args:
         wanted: what the drafter has to be; another one is refused with one line in the log.
         find: where it is; called from this lookout's thread.
-        report: told several times a second how it stands, from this lookout's thread.
+        report: told several times a second whether there is one.
     """
 
-    def __init__(self, wanted: Wanted, find: Find, report: Report) -> None:
+    def __init__(self, wanted: Wanted, find: Find, report: Callable[[bool], None]) -> None:
         self._wanted, self._find, self._report = wanted, find, report
         self._peer: Peer | None = None
         self._lock = threading.Lock()  # between doubts and what is heard of the peer
+        self._connection = 0
         self._num_doubts = 0
         self._rest_until = 0.0
         self._believed_from = 0  # answers to earlier hellos do not count
@@ -122,6 +120,7 @@ class Lookout:
         """
         with self._lock:
             self._peer = None
+            self._connection += self._num_doubts > 0  # it may be the connection that is broken
             self._believed_from = self._number + 1
             rest_s = 0.0 if not self._num_doubts else GREET_DOWN_S * 2.0 ** min(self._num_doubts, 9)
             self._rest_until = time.monotonic() + min(rest_s, LONGEST_REST_S)
@@ -137,20 +136,17 @@ class Lookout:
         self._thread.join()
 
     def _run(self) -> None:
-        self._report(False, "")
+        self._report(False)
         while not self._closing.is_set():
             try:
                 if self._socket is None or self._is_silent():
                     self._look()
                 self._greet()
                 self._listen()
-            except SpecServeError as error:
-                self._refuse(str(error))
-                self._closing.wait(SILENT_S)
             except Exception:  # the lookout must outlive whatever it meets
                 logger.exception("Looking for the %s drafter failed; it goes on", self._wanted.kind)
                 self._closing.wait(SILENT_S)
-            self._report(self._peer is not None, self._refused)
+            self._report(self._peer is not None)
         self._hang_up()
         self._context.term()
 
@@ -160,7 +156,9 @@ class Lookout:
 
     def _look(self) -> None:
         """Asks where the drafter is, and connects anew, also where it is still there."""
-        self._lose()
+        with self._lock:
+            self._peer = None
+            self._connection += 1
         self._address = self._find() or self._address
         self._hang_up()
         if not self._address:
@@ -203,8 +201,7 @@ class Lookout:
             if card.number < self._believed_from or time.monotonic() < self._rest_until:
                 return
             if self._peer is None or self._peer.instance != card.instance:
-                self._peer = Peer(self._address, card.instance, card.max_tokens)
-                self._refused = ""
+                self._peer = Peer(self._address, card.instance, card.max_tokens, self._connection)
 
     def _refuse(self, reason: str) -> None:
         self._lose()

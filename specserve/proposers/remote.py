@@ -6,6 +6,7 @@ that is late once is not waited for again before it has answered its lookout.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -52,6 +53,9 @@ PENDING_STATES = 32_768
 """Hidden states that wait to be confirmed, of all requests: some steps that read prompts. 448 MiB
 where they have 7168 values."""
 
+LOST_S = 1.0
+"""An answer that comes so much later than its request's budget is not waited for."""
+
 _MAX_REPLIES = 1000
 """Read in a step: a drafter that floods must not hold it up."""
 
@@ -84,10 +88,12 @@ class _Sent:
     Attributes:
         texts: of its rows.
         state_bytes: size of their states.
+        expires_at: monotonic time when its budget is over.
     """
 
     texts: tuple[_Text, ...]
     state_bytes: int
+    expires_at: float
 
 
 @dataclass(slots=True)
@@ -134,7 +140,9 @@ class RemoteProposer:
             tokenizer=surroundings.tokenizer,
             hidden_size=hidden_size,
         )
-        self._link = DrafterLink(wanted, find, self._report)
+        self._link = DrafterLink(
+            wanted, find, lambda up: surroundings.metrics.set_up(config.kind, up)
+        )
         self._peer: Peer | None = None
         self._texts: dict[str, _Text] = {}
         self._num_texts = self._num_requests = 0
@@ -179,18 +187,14 @@ class RemoteProposer:
         """Ends the link."""
         self._link.close()
 
-    def _report(self, up: bool, refused: str) -> None:
-        """Called by the lookout's thread."""
-        self._metrics.set_up(self._kind, up)
-        self._metrics.set_refused(self._kind, refused)
-
     def _drafts(self, batch: DraftBatch, texts: list[_Text | None]) -> list[Draft]:
         drafts = [self._no_draft] * len(batch)
-        peer = self._link.connect()
-        for _ in self._replies():
+        for _ in self._replies():  # before a new connection would lose them
             pass
+        peer = self._link.connect()
         if peer is None:
             return drafts
+        self._give_up(time.monotonic() - LOST_S)
         if peer is not self._peer:
             self._meet(peer)
         asked, fed = self._rows(batch, texts, peer.max_tokens)
@@ -238,14 +242,21 @@ class RemoteProposer:
             begin += size
 
     def _meet(self, peer: Peer) -> None:
-        """Another connection: what is on its way may be lost; another process: all is."""
-        self._sent.clear()
+        """It answers again: what was sent for longer may be under way; another process: nothing."""
         is_new = self._peer is None or self._peer.instance != peer.instance
-        for text in self._texts.values():
-            text.is_sent = False
-            if is_new:
+        self._give_up(math.inf if is_new else time.monotonic())
+        if is_new:
+            for text in self._texts.values():
                 text.held = 0
         self._peer = peer
+
+    def _give_up(self, latest: float) -> None:
+        """Requests whose budget was over before are not waited for; their texts go out again."""
+        for number, sent in list(self._sent.items()):
+            if sent.expires_at < latest:
+                del self._sent[number]
+                for text in sent.texts:
+                    text.is_sent = False
 
     def _rows(
         self, batch: DraftBatch, texts: list[_Text | None], max_tokens: int
@@ -312,7 +323,9 @@ class RemoteProposer:
             text.is_sent = True
         states = (row.states for _, _, row in rows)
         self._sent[self._num_requests] = _Sent(
-            texts, sum(each.nbytes for each in states if each is not None)
+            texts,
+            sum(each.nbytes for each in states if each is not None),
+            time.monotonic() + budget_s,
         )
         request = DraftRequest(
             number=self._num_requests,

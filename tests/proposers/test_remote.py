@@ -252,6 +252,25 @@ def test_a_drafter_that_stops_is_waited_for_once_and_used_again_when_it_goes_on(
     assert drafter.calls[-1][0].start >= 20  # its late answer told what it holds
 
 
+def test_a_late_answer_does_not_have_long_texts_sent_twice(
+    stack: ExitStack, place: Place, drafter: FakeDrafter
+) -> None:
+    serve(stack, place, drafter)
+    made = replica(stack, place, timeout_s=0.1)
+    made.until_up()
+    made.grow("long", 2 * FEED_TOKENS)
+    made.grow("short", 20)
+    drafter.may_go.clear()
+    made.propose("long")
+    assert drafter.entered.wait(WAIT_S)
+    assert made.propose("short") == [()]
+    assert made.health().num_timeouts == 1
+    drafter.may_go.set()
+    made.until_drafts("long", "short")
+    starts = [row.start for call in drafter.calls for row in call if row.key[1] == 0]
+    assert starts == sorted(set(starts))
+
+
 def test_a_drafter_that_is_always_late_is_asked_less_and_less(
     stack: ExitStack, place: Place, drafter: FakeDrafter
 ) -> None:
@@ -324,6 +343,7 @@ class Babbler:
         self._socket.bind("tcp://127.0.0.1:0")
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._answers = answers
+        self.num_requests = 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -344,10 +364,11 @@ class Babbler:
                 continue
             if isinstance(question, Hello):
                 card = Card(
-                    question.number, PROTOCOL, "x", "draft_model", "m", VOCAB_SIZE, "", 0, 100
+                    question.number, PROTOCOL, "x", "draft_model", "m", VOCAB_SIZE, "", 0, 1000
                 )
                 self._socket.send_multipart([client, *encode(card)])
             else:
+                self.num_requests += 1
                 for answer in self._answers:
                     self._socket.send_multipart([client, answer])
 
@@ -362,6 +383,25 @@ def test_answers_that_are_none_are_counted_and_change_nothing(
     made.grow("a", 20)
     assert made.propose("a") == [()]
     assert (made.health().num_errors, made.health().num_timeouts) == (3, 1)
+
+
+def test_a_text_whose_answer_was_lost_is_sent_again(
+    stack: ExitStack, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "FEED_BUDGET_S", 0.05)
+    monkeypatch.setattr(remote, "LOST_S", 0.05)
+    babbler = stack.enter_context(closing(Babbler([])))
+    place.address = babbler.address
+    made = replica(stack, place)
+    made.until_up()
+    made.grow("long", 2 * NEAR_TOKENS)
+
+    def is_sent_again() -> bool:
+        made.propose("long")
+        return babbler.num_requests > 1
+
+    eventually(is_sent_again, "the text again", WAIT_S, 0.005)
+    assert made.health().num_timeouts == 0
 
 
 def test_texts_that_are_too_long_for_the_drafter_are_not_sent(
