@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from secrets import token_bytes
 
 import zmq
 
-from specserve.proposers.drafter_lookout import Find, Lookout, Peer, Wanted
+from specserve.proposers.drafter_lookout import Find, Lookout, Peer, Report, Wanted
 from specserve.wire.frames import MAX_HEADER_BYTES, decode_reply, encode
 from specserve.wire.messages import DraftRequest, Reply
 
@@ -21,10 +20,10 @@ class DrafterLink:
     Args:
         wanted: what the drafter has to be.
         find: where it is; called from a thread of its own.
-        report: told several times a second, from that thread, whether there is one.
+        report: told several times a second, from that thread, how it stands.
     """
 
-    def __init__(self, wanted: Wanted, find: Find, report: Callable[[bool], None]) -> None:
+    def __init__(self, wanted: Wanted, find: Find, report: Report) -> None:
         self._lookout = Lookout(wanted, find, report)
         self._name = b"replica-" + token_bytes(8)
         self._context = zmq.Context()

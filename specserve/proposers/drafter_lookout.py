@@ -10,14 +10,19 @@ from dataclasses import dataclass
 
 import zmq
 
-from specserve.core.errors import WireError
+from specserve.core.errors import SpecServeError, WireError
 from specserve.wire.frames import decode_reply, encode
 from specserve.wire.messages import PROTOCOL, Card, Hello
 
 logger = logging.getLogger(__name__)
 
 Find = Callable[[], str | None]
-"""Address of a drafter, None: there is none now. May take seconds, may start one."""
+"""Address of a drafter, None: there is none now. May take seconds, may start one. A
+:class:`SpecServeError` says why there will be none."""
+
+Report = Callable[[bool, str], None]
+"""Whether there is a drafter to ask; why the one that was found, or should be there, is none to
+ask, empty: that is not known."""
 
 GREET_UP_S, GREET_DOWN_S = 1.0, 0.2
 """Time from one hello to the next, while the drafter is used and while it is not."""
@@ -86,10 +91,10 @@ class Lookout:
     Args:
         wanted: what the drafter has to be; another one is refused with one line in the log.
         find: where it is; called from this lookout's thread.
-        report: told several times a second whether there is one.
+        report: told several times a second how it stands, from this lookout's thread.
     """
 
-    def __init__(self, wanted: Wanted, find: Find, report: Callable[[bool], None]) -> None:
+    def __init__(self, wanted: Wanted, find: Find, report: Report) -> None:
         self._wanted, self._find, self._report = wanted, find, report
         self._peer: Peer | None = None
         self._lock = threading.Lock()  # between doubts and what is heard of the peer
@@ -136,17 +141,20 @@ class Lookout:
         self._thread.join()
 
     def _run(self) -> None:
-        self._report(False)
+        self._report(False, "")
         while not self._closing.is_set():
             try:
                 if self._socket is None or self._is_silent():
                     self._look()
                 self._greet()
                 self._listen()
+            except SpecServeError as error:
+                self._refuse(str(error))
+                self._closing.wait(SILENT_S)
             except Exception:  # the lookout must outlive whatever it meets
                 logger.exception("Looking for the %s drafter failed; it goes on", self._wanted.kind)
                 self._closing.wait(SILENT_S)
-            self._report(self._peer is not None)
+            self._report(self._peer is not None, self._refused)
         self._hang_up()
         self._context.term()
 
@@ -202,6 +210,7 @@ class Lookout:
                 return
             if self._peer is None or self._peer.instance != card.instance:
                 self._peer = Peer(self._address, card.instance, card.max_tokens, self._connection)
+                self._refused = ""
 
     def _refuse(self, reason: str) -> None:
         self._lose()

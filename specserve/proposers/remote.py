@@ -140,9 +140,7 @@ class RemoteProposer:
             tokenizer=surroundings.tokenizer,
             hidden_size=hidden_size,
         )
-        self._link = DrafterLink(
-            wanted, find, lambda up: surroundings.metrics.set_up(config.kind, up)
-        )
+        self._link = DrafterLink(wanted, find, self._report)
         self._peer: Peer | None = None
         self._texts: dict[str, _Text] = {}
         self._num_texts = self._num_requests = 0
@@ -186,6 +184,11 @@ class RemoteProposer:
     def close(self) -> None:
         """Ends the link."""
         self._link.close()
+
+    def _report(self, up: bool, refused: str) -> None:
+        """Called by the lookout's thread."""
+        self._metrics.set_up(self._kind, up)
+        self._metrics.set_refused(self._kind, refused)
 
     def _drafts(self, batch: DraftBatch, texts: list[_Text | None]) -> list[Draft]:
         drafts = [self._no_draft] * len(batch)
