@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 from zlib import crc32
 
@@ -24,7 +25,13 @@ IDLE_S = 60.0
 """A drafter that no replica was heard of for so long ends itself."""
 
 FIND_S = 5.0
-"""How long a drafter may take to say where it listens; then the next one is asked."""
+"""How long a drafter may take to say where it listens; then it is asked again."""
+
+PENDING_S = 30.0
+"""A drafter that has not answered for so long is told in the log, with what it asks for."""
+
+SILENT_S = 120.0
+"""After so long without an answer the next one is asked: time to load a model."""
 
 FAILED_REST_S = 30.0
 """Before a drafter is started again that could not load its model."""
@@ -88,43 +95,92 @@ def get_or_start(options: DrafterOptions, index: int) -> Any:
     return actor.remote(options)
 
 
+def ask_address(options: DrafterOptions, index: int) -> str:
+    """Where a drafter listens; starts it where there is none.
+
+    Raises:
+        GetTimeoutError: it did not tell within ``FIND_S`` seconds.
+        RayError: there is none, or it has died; ActorDiedError: while it was loaded.
+        ValueError: Ray does not take what it asks for.
+    """
+    address: str = ray.get(get_or_start(options, index).address.remote(), timeout=FIND_S)
+    return address
+
+
 class DrafterFinder:
     """Asks Ray for a replica's drafter; for processes that are connected to Ray, and one thread.
+
+    A replica stays with the drafter that it began with while that loads its model: else all would
+    end up with the one that is ready first.
 
     Args:
         options: of the drafter.
         num_actors: how many there are of it.
         replica: name of the replica; different ones begin with different drafters.
+        ask: as :func:`ask_address`.
+        clock: monotonic seconds.
     """
 
-    def __init__(self, options: DrafterOptions, num_actors: int, replica: str) -> None:
+    def __init__(
+        self,
+        options: DrafterOptions,
+        num_actors: int,
+        replica: str,
+        ask: Callable[[DrafterOptions, int], str] = ask_address,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._options = options
         self._num_actors = num_actors
         self._index = crc32(replica.encode()) % num_actors
+        self._ask = ask
+        self._clock = clock
         self._rest_until = 0.0
-        self._said = ""
+        self._silent_since: float | None = None
+        self._said: set[str] = set()
 
     def __call__(self) -> str | None:
-        """The drafter's address; None: it did not tell within ``FIND_S`` seconds."""
-        if time.monotonic() < self._rest_until:
+        """The drafter's address; None: it has not told it yet."""
+        began = self._clock()
+        if began < self._rest_until:
             return None
         try:
-            actor = get_or_start(self._options, self._index)
-            address: str = ray.get(actor.address.remote(), timeout=FIND_S)
-            return address
+            address = self._ask(self._options, self._index)
         except GetTimeoutError:  # it is being started, waits for its resources, or hangs
-            self._index = (self._index + 1) % self._num_actors
+            self._wait(began)
         except (RayError, ValueError) as error:
-            self._note(error)
+            self._say(shorten(str(error).strip().splitlines()[-1], 300))
+            if isinstance(error, ActorDiedError):
+                self._rest_until = self._clock() + FAILED_REST_S
+                self._move_on()
+            else:
+                self._wait(began)
+        else:
+            self._silent_since = None
+            self._said.clear()
+            return address
         return None
 
-    def _note(self, error: Exception) -> None:
-        self._index = (self._index + 1) % self._num_actors
-        if isinstance(error, ActorDiedError):
-            self._rest_until = time.monotonic() + FAILED_REST_S
-        reason = str(error).strip().splitlines()[-1]
-        if reason != self._said:
-            self._said = reason
-            logger.warning(
-                "The %s drafter cannot be had: %s", self._options.kind, shorten(reason, 300)
+    def _wait(self, began: float) -> None:
+        """Notes that a drafter asked at ``began`` has not told its address."""
+        if self._silent_since is None:
+            self._silent_since = began
+        silent_s = self._clock() - self._silent_since
+        if silent_s >= SILENT_S:
+            self._move_on()
+        elif silent_s >= PENDING_S:
+            options = self._options
+            self._say(
+                f"it has not answered for {PENDING_S:g} s; it loads its model, or no node has free "
+                f"what it asks for: num_cpus {options.num_cpus:g}, num_gpus {options.num_gpus:g}, "
+                f"resources {options.resources}"
             )
+
+    def _move_on(self) -> None:
+        self._index = (self._index + 1) % self._num_actors
+        self._silent_since = None
+
+    def _say(self, reason: str) -> None:
+        """Once, as long as there is no address."""
+        if reason not in self._said:
+            self._said.add(reason)
+            logger.warning("The %s drafter cannot be had: %s", self._options.kind, reason)

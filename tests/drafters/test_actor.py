@@ -1,0 +1,113 @@
+"""Which of the cluster's drafters a replica asks for, without a cluster."""
+
+from __future__ import annotations
+
+import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
+
+from specserve.drafters.actor import FAILED_REST_S, FIND_S, PENDING_S, SILENT_S, DrafterFinder
+from specserve.drafters.options import DrafterOptions
+
+OPTIONS = DrafterOptions(
+    kind="mtp",
+    model="m",
+    max_texts=1,
+    max_tokens=64,
+    dtype="auto",
+    num_cpus=0.5,
+    num_gpus=2.0,
+    resources={"drafters": 1.0},
+)
+NUM_ACTORS = 3
+LOADING = GetTimeoutError("not ready")
+
+
+class Actors:
+    """Drafters that answer with their number or fail, and the time that passes meanwhile."""
+
+    def __init__(self) -> None:
+        self.errors: list[Exception | None] = [None] * NUM_ACTORS
+        self.asked: list[int] = []
+        self.now = 1000.0
+
+    def ask(self, options: DrafterOptions, index: int) -> str:
+        assert options is OPTIONS
+        self.asked.append(index)
+        error = self.errors[index]
+        if error is None:
+            return str(index)
+        if isinstance(error, GetTimeoutError):
+            self.now += FIND_S
+        raise error
+
+    def finder(self, replica: str = "replica") -> DrafterFinder:
+        return DrafterFinder(OPTIONS, NUM_ACTORS, replica, self.ask, lambda: self.now)
+
+    def pass_time(self, find: DrafterFinder, seconds: float) -> None:
+        """Asks every second, for so long at least."""
+        end = self.now + seconds
+        while self.now < end:
+            assert find() is None
+            self.now += 1.0
+
+
+@pytest.fixture
+def actors() -> Actors:
+    return Actors()
+
+
+def test_replicas_begin_with_different_drafters(actors: Actors) -> None:
+    addresses = {actors.finder(f"replica {number}")() for number in range(20)}
+    assert len(addresses) == NUM_ACTORS
+
+
+def test_a_replica_stays_with_its_drafter_while_that_loads(actors: Actors) -> None:
+    find = actors.finder()
+    first = find()
+    assert first is not None
+    actors.errors[int(first)] = LOADING
+    actors.pass_time(find, SILENT_S - 2 * FIND_S)
+    actors.errors[int(first)] = None
+    assert find() == first
+
+
+def test_the_next_drafter_is_asked_when_one_stays_silent(actors: Actors) -> None:
+    actors.errors = [LOADING] * NUM_ACTORS
+    find = actors.finder()
+    actors.pass_time(find, NUM_ACTORS * (SILENT_S + 2 * FIND_S))
+    assert set(actors.asked) == set(range(NUM_ACTORS))
+
+
+@pytest.mark.parametrize("error", [ActorUnavailableError("gone", None), ValueError("no such type")])
+def test_an_error_that_may_pass_is_waited_out(actors: Actors, error: Exception) -> None:
+    actors.errors = [error] * NUM_ACTORS
+    find = actors.finder()
+    actors.pass_time(find, SILENT_S / 2)
+    assert len(set(actors.asked)) == 1
+
+
+def test_after_a_rest_the_next_drafter_is_asked_when_one_has_died(actors: Actors) -> None:
+    find = actors.finder()
+    first = find()
+    assert first is not None
+    actors.errors[int(first)] = ActorDiedError()
+    assert find() is None
+    num_asked = len(actors.asked)
+    actors.pass_time(find, FAILED_REST_S)
+    assert len(actors.asked) == num_asked
+    assert find() not in (None, first)
+
+
+def test_a_drafter_that_is_not_placed_is_told_once_with_what_it_asks_for(
+    actors: Actors, caplog: pytest.LogCaptureFixture
+) -> None:
+    actors.errors = [LOADING] * NUM_ACTORS
+    find = actors.finder()
+    actors.pass_time(find, PENDING_S - 2 * FIND_S)
+    assert not caplog.records
+    actors.pass_time(find, 3 * SILENT_S)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "The mtp drafter cannot be had: it has not answered for 30 s; it loads its model, or no "
+        "node has free what it asks for: num_cpus 0.5, num_gpus 2, resources {'drafters': 1.0}"
+    )
