@@ -210,27 +210,29 @@ def test_a_header_written_by_hand_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "reason"),
     [
-        {"number": -1},
-        {"budget_s": float("nan")},
-        {"budget_s": -0.1},
-        {"budget_s": "soon"},
-        {"hidden_size": -1},
-        {"start": LAST + 1},
-        {"start": -1},
-        {"draft": 129},
-        {"salt": -1},
-        {"tokens": MAX_TOKENS + 1},
-        {"tokens": -1},
-        {"states": 1},
-        {"states": LAST, "hidden_size": 1 << 20},
-        {"forget": list(range(MAX_ROWS + 1))},
-        {"rows": [{"text": 1}]},
+        ({"number": -1}, "int` >= 0"),
+        ({"budget_s": float("nan")}, "float` >= 0"),
+        ({"budget_s": -0.1}, "float` >= 0"),
+        ({"budget_s": "soon"}, "got `str`"),
+        ({"hidden_size": -1}, "int` >= 0"),
+        ({"start": LAST + 1}, f"int` <= {LAST}"),
+        ({"start": -1}, "int` >= 0"),
+        ({"draft": 129}, "int` <= 128"),
+        ({"salt": -1}, "int` >= 0"),
+        ({"tokens": MAX_TOKENS + 1}, f": {MAX_TOKENS + 1} tokens"),
+        ({"tokens": -1}, "int` >= 0"),
+        ({"states": 1}, "without a width"),
+        ({"states": LAST, "hidden_size": 1 << 20}, "bytes of states"),
+        ({"forget": list(range(MAX_ROWS + 1))}, "length <= 4096"),
+        ({"rows": [{"text": 1}]}, "at least length 7"),
     ],
 )
-def test_a_header_with_a_value_out_of_bounds_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(WireError):
+def test_a_header_with_a_value_out_of_bounds_is_refused(
+    changes: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(WireError, match=reason):
         decode_question([head(**changes), b"", b""])
 
 
