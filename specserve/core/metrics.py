@@ -85,7 +85,7 @@ class HealthSnapshot(msgspec.Struct, frozen=True):
 
     Attributes:
         source: the kind, as configured.
-        up: whether it is being asked.
+        up: whether it is being asked, and what it asks itself is there.
         num_errors: calls that raised and drafts that were malformed.
         num_timeouts: calls that missed their deadline.
         latency: calls by duration, one count a bucket of ``LATENCY_BUCKETS_S`` and an open one.
@@ -266,6 +266,10 @@ class SpeculationMetrics:
         """A source is being asked from now on, or is switched off."""
         self._of(kind).up = up
 
+    def set_reachable(self, kind: str, reachable: bool) -> None:
+        """The drafter of a source answers from now on, or does not; for any one thread."""
+        self._of(kind).reachable = reachable
+
     def set_refused(self, kind: str, reason: str) -> None:
         """Why the drafter of a source is none to ask; empty: it is not known to be so."""
         self._of(kind).refused = reason
@@ -287,7 +291,7 @@ class SpeculationMetrics:
             tuple(
                 HealthSnapshot(
                     kind,
-                    health.up,
+                    health.up and health.reachable,
                     health.num_errors,
                     health.num_timeouts,
                     tuple(health.latency),
@@ -316,10 +320,19 @@ class _Acceptance:
 
 
 class _Health:
-    __slots__ = ("latency", "latency_sum_s", "num_errors", "num_timeouts", "refused", "up")
+    __slots__ = (
+        "latency",
+        "latency_sum_s",
+        "num_errors",
+        "num_timeouts",
+        "reachable",
+        "refused",
+        "up",
+    )
 
     def __init__(self) -> None:
         self.up = True
+        self.reachable = True
         self.num_errors = 0
         self.num_timeouts = 0
         self.latency = [0] * (len(LATENCY_BUCKETS_S) + 1)

@@ -32,7 +32,7 @@ from specserve.wire.messages import (
 logger = logging.getLogger(__name__)
 
 CLIENT_IDLE_S = 60.0
-"""Replicas say something every second."""
+"""So long a client keeps its texts without asking for anything; afterwards it sends them again."""
 
 MAX_WAITING = 256
 """Questions of one client that wait; it has one for its drafts, and one for each long text."""
@@ -93,7 +93,7 @@ class DrafterServer:
     Args:
         drafter: called from one thread, of this server.
         bind: ZeroMQ address, port 0 for any free one.
-        client_idle_s: a client that was not heard for so long has gone, and its texts with it.
+        client_idle_s: what is held of a client that has asked nothing for so long is forgotten.
     """
 
     def __init__(

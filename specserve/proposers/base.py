@@ -63,7 +63,7 @@ class Surroundings:
         tokenizer: hash of the target's vocabulary; empty: unknown.
         hidden_size: width of the target's hidden states; 0: unknown.
         find_drafter: how to find the drafter of a source, by a call that may take seconds and
-            gives its address, None while there is none; None: there is no cluster.
+            gives its address, None while there is none.
     """
 
     vocab_size: int = 2**31 - 1
@@ -74,4 +74,6 @@ class Surroundings:
     share: Callable[[TrieConfig, TrieMemory], SharedMemory] | None = None
     tokenizer: str = ""
     hidden_size: int = 0
-    find_drafter: Callable[[DraftModelConfig | MtpConfig], Callable[[], str | None]] | None = None
+    find_drafter: Callable[[DraftModelConfig | MtpConfig], Callable[[], str | None]] = (
+        lambda config: lambda: None
+    )

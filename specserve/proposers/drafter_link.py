@@ -38,7 +38,8 @@ class DrafterLink:
         peer = self._lookout.peer
         if peer is None or peer is self._peer:
             return peer
-        if self._peer is None or peer.connection != self._peer.connection:
+        old = self._peer
+        if old is None or (old.instance, old.connection) != (peer.instance, peer.connection):
             self._hang_up()
             self._socket = self._context.socket(zmq.DEALER)
             self._socket.setsockopt(zmq.ROUTING_ID, self._name)

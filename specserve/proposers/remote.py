@@ -18,7 +18,7 @@ from typing import Self
 import numpy as np
 
 from specserve.core.config import DraftModelConfig, MtpConfig
-from specserve.core.errors import ConfigError, WireError
+from specserve.core.errors import WireError
 from specserve.core.types import Draft, DraftBatch, Outcome, RequestControls
 from specserve.proposers.base import Surroundings
 from specserve.proposers.controls import DEFAULT_CONTROLS
@@ -149,15 +149,7 @@ class RemoteProposer:
 
     @classmethod
     def build(cls, config: DraftModelConfig | MtpConfig, surroundings: Surroundings) -> Self:
-        """For the registry: with a drafter of the cluster.
-
-        Raises:
-            ConfigError: there is no cluster.
-        """
-        if surroundings.find_drafter is None:
-            raise ConfigError(
-                "speculation.kind", config.kind, "kinds that need no Ray cluster here"
-            )
+        """For the registry."""
         return cls(config, surroundings, surroundings.find_drafter(config))
 
     def propose(self, batch: DraftBatch) -> list[Draft]:
@@ -187,7 +179,7 @@ class RemoteProposer:
 
     def _report(self, up: bool, refused: str) -> None:
         """Called by the lookout's thread."""
-        self._metrics.set_up(self._kind, up)
+        self._metrics.set_reachable(self._kind, up)
         self._metrics.set_refused(self._kind, refused)
 
     def _drafts(self, batch: DraftBatch, texts: list[_Text | None]) -> list[Draft]:

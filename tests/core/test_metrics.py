@@ -112,6 +112,16 @@ def test_the_gauge_follows_and_errors_and_timeouts_add_up() -> None:
     assert (health.up, health.num_errors, health.num_timeouts) == (False, 1, 2)
 
 
+def test_a_source_is_up_while_it_is_asked_and_what_it_asks_itself_is_there() -> None:
+    metrics = SpeculationMetrics(("mtp",))
+    shown = []
+    for up, reachable in ((True, True), (False, True), (True, False), (False, False)):
+        metrics.set_up("mtp", up)
+        metrics.set_reachable("mtp", reachable)
+        shown.append(metrics.snapshot().health[0].up)
+    assert shown == [True, False, False, False]
+
+
 @settings(deadline=None)
 @given(DRAFTS, DRAFTS)
 def test_increments_and_the_earlier_totals_make_the_later_totals(

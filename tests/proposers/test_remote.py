@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from specserve.core.config import DraftModelConfig, MtpConfig
-from specserve.core.errors import ConfigError, WireError
+from specserve.core.errors import WireError
 from specserve.core.metrics import HealthSnapshot, SpeculationMetrics
 from specserve.core.types import DraftBatch, HiddenStates, Int32Array, RequestControls
 from specserve.drafters.server import DrafterServer
@@ -318,6 +318,17 @@ def test_a_drafter_that_is_not_there_yet_is_waited_for_by_nobody(
     assert made.health().num_timeouts == 0
 
 
+def test_a_source_that_is_switched_off_is_not_shown_as_up_because_its_drafter_is_there(
+    served: Replica,
+) -> None:
+    lookout = served.proposer._link._lookout
+    eventually(lambda: served.health().up, "up", WAIT_S, 0.01)
+    served.metrics.set_up("draft_model", False)
+    seen = lookout._number
+    eventually(lambda: lookout._number > seen + 1, "further hellos", WAIT_S, 0.01)
+    assert not served.health().up
+
+
 def test_a_drafter_that_does_not_fit_is_refused_with_one_line(
     stack: ExitStack, place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -482,12 +493,6 @@ def test_only_texts_of_one_tenant_and_adapter_may_share_a_beginning(
     salts = [row.salt for row in sorted(drafter.calls[0], key=lambda row: row.key[1])]
     assert salts[0] == salts[1]
     assert len(set(salts)) == 5
-
-
-def test_without_a_cluster_the_source_says_so() -> None:
-    config = DraftModelConfig(kind="draft_model", model="m")
-    with pytest.raises(ConfigError, match="Ray cluster"):
-        RemoteProposer.build(config, Surroundings())
 
 
 class Target:
