@@ -58,6 +58,13 @@ def ray_resources(group: dict[str, Any]) -> dict[str, float]:
     return {"CPU": float(limits["cpu"]), "GPU": float(limits.get("nvidia.com/gpu", 0)), **marks}
 
 
+def environment(overlay: str) -> dict[str, str]:
+    """Variables of all pods."""
+    maps = {each["metadata"]["name"]: each["data"] for each in of_kind(overlay, "ConfigMap")}
+    variables: dict[str, str] = maps["specserve-two-nodes"]
+    return variables
+
+
 @every_overlay
 def test_the_ray_service_is_one_for_kuberay(overlay: str) -> None:
     ray_service_validator().validate(ray_service(overlay))
@@ -225,13 +232,11 @@ def test_the_pods_can_be_reached_where_they_are_to_be(overlay: str) -> None:
 @pytest.mark.parametrize("variable", ["NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"])
 def test_the_nodes_find_one_another_over_the_pods_interface(variable: str) -> None:
     for overlay in OVERLAYS:
-        (environment,) = of_kind(overlay, "ConfigMap")
-        assert environment["data"][variable] == "eth0"
+        assert environment(overlay)[variable] == "eth0"
 
 
 def test_tensors_go_over_infiniband_with_rdma_alone() -> None:
-    values = {overlay: of_kind(overlay, "ConfigMap")[0]["data"] for overlay in OVERLAYS}
-    disabled = {overlay: data["NCCL_IB_DISABLE"] for overlay, data in values.items()}
+    disabled = {overlay: environment(overlay)["NCCL_IB_DISABLE"] for overlay in OVERLAYS}
     assert disabled == {"kind-cpu": "1", "r1-two-nodes": "1", "rdma": "0"}
     limits = groups("rdma")["engine"]["template"]["spec"]["containers"][0]["resources"]["limits"]
     assert limits["rdma/hca_shared_devices_a"] == "1"

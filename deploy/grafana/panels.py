@@ -1,0 +1,256 @@
+"""What the dashboard shows: its rows and their panels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deploy.grafana.series import (
+    BETWEEN_TOKENS,
+    FIRST_TOKEN,
+    GENERATION_TOKENS,
+    PLACEMENT_GROUPS,
+    PROMPT_TOKENS,
+    REPLICAS,
+    REQUESTS_REFUSED,
+    REQUESTS_RUNNING,
+    REQUESTS_WAITING,
+    Series,
+    ours,
+    share,
+)
+from specserve.core import metric_specs as specs
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """Lines over time.
+
+    Attributes:
+        unit: by Grafana's name.
+        queries: PromQL of each line or group of lines, by its legend.
+    """
+
+    title: str
+    description: str
+    unit: str
+    queries: dict[str, str]
+
+
+def rows() -> dict[str, list[Panel]]:
+    """The panels by the title of their row, from the top."""
+    return {
+        "Serving": _serving(),
+        "Acceptance": _acceptance(),
+        "Sources": _sources(),
+        "Draft memory": _draft_memory(),
+        "Placement": _placement(),
+    }
+
+
+def _quantiles(legend: str, series: Series, *by: str) -> dict[str, str]:
+    return {f"{legend} p{q * 100:.0f}": series.quantile(q, *by) for q in (0.5, 0.95, 0.99)}
+
+
+def _serving() -> list[Panel]:
+    by = "{{model_name}}"
+    return [
+        Panel(
+            "Tokens per second",
+            "Generated, and read of prompts.",
+            "short",
+            {
+                f"{by} generated": GENERATION_TOKENS.rate("model_name"),
+                f"{by} prompt": PROMPT_TOKENS.rate("model_name"),
+            },
+        ),
+        Panel(
+            "Time to first token",
+            "From a request's arrival in the engine.",
+            "s",
+            _quantiles(by, FIRST_TOKEN, "model_name"),
+        ),
+        Panel(
+            "Time between tokens",
+            "Between a request's outputs, of which one may bring several tokens.",
+            "s",
+            _quantiles(by, BETWEEN_TOKENS, "model_name"),
+        ),
+        Panel(
+            "Requests",
+            "In the engine's batch, and waiting for it.",
+            "short",
+            {
+                f"{by} running": REQUESTS_RUNNING.value("sum", "model_name"),
+                f"{by} waiting": REQUESTS_WAITING.value("sum", "model_name"),
+            },
+        ),
+        Panel(
+            "Requests refused per second",
+            "Answered 503 because too many were open.",
+            "short",
+            {f"{by} {{{{reason}}}}": REQUESTS_REFUSED.rate("model_name", "reason")},
+        ),
+    ]
+
+
+def _acceptance() -> list[Panel]:
+    by = "{{model}} {{source}}"
+    each = ("model", "source")
+    drafts = ours(specs.DRAFTS).rate(*each)
+    draft_tokens = ours(specs.DRAFT_TOKENS).rate(*each)
+    accepted_tokens = ours(specs.ACCEPTED_TOKENS).rate(*each)
+    drafted = ours(specs.DRAFTED_AT_POSITION).rate(*each, "position")
+    accepted = ours(specs.ACCEPTED_AT_POSITION).rate(*each, "position")
+    return [
+        Panel(
+            "Acceptance rate by source",
+            "Accepted tokens of those drafted.",
+            "percentunit",
+            {by: share(accepted_tokens, draft_tokens)},
+        ),
+        Panel(
+            "Acceptance rate by position",
+            "Of the drafts that had a token there; a draft's first token is at position 1.",
+            "percentunit",
+            {f"{by} {{{{position}}}}": share(accepted, drafted)},
+        ),
+        Panel(
+            "Accepted length",
+            specs.ACCEPTED_LENGTH.description,
+            "short",
+            {
+                f"{by} mean": share(accepted_tokens, drafts),
+                f"{by} p90": ours(specs.ACCEPTED_LENGTH).quantile(0.9, *each),
+            },
+        ),
+        Panel(
+            "Draft tokens per second",
+            "Verified, and accepted.",
+            "short",
+            {
+                f"{by} drafted": draft_tokens,
+                f"{by} accepted": accepted_tokens,
+            },
+        ),
+        Panel(
+            "Hit rate",
+            "Steps of the target, of one request each, for which the source had the draft.",
+            "percentunit",
+            {by: _hit_rate()},
+        ),
+    ]
+
+
+def _hit_rate() -> str:
+    """Drafts by source for each step of the target.
+
+    A step of a request yields one token of the target's and those accepted: hence their difference.
+    """
+    drafts, accepted = ours(specs.DRAFTS), ours(specs.ACCEPTED_TOKENS)
+    by_name = GENERATION_TOKENS.rate("model_name")
+    tokens = f'sum by (model) (label_replace({by_name}, "model", "$1", "model_name", "(.*)"))'
+    steps = f"({tokens} - ({accepted.rate('model')} or 0 * {drafts.rate('model')}))"
+    return f"{drafts.rate('model', 'source')} / on (model) group_left () {steps}"
+
+
+def _sources() -> list[Panel]:
+    by = "{{model}} {{source}}"
+    each = ("model", "source")
+    return [
+        Panel(
+            "Draft latency",
+            specs.DRAFT_LATENCY.description,
+            "s",
+            _quantiles(by, ours(specs.DRAFT_LATENCY), *each),
+        ),
+        Panel(
+            "Sources that are asked",
+            specs.DRAFTER_UP.description + " Of several replicas the worst.",
+            "bool_on_off",
+            {by: ours(specs.DRAFTER_UP).value("min", *each)},
+        ),
+        Panel(
+            "Failed calls per second",
+            "Errors and malformed drafts, and calls that missed their deadline.",
+            "short",
+            {
+                f"{by} errors": ours(specs.DRAFTER_ERRORS).rate(*each),
+                f"{by} timeouts": ours(specs.DRAFTER_TIMEOUTS).rate(*each),
+            },
+        ),
+    ]
+
+
+def _draft_memory() -> list[Panel]:
+    by = "{{model}}"
+    return [
+        Panel(
+            "Size by namespace",
+            specs.TRIE_TOKENS.description + " Of several replicas the largest.",
+            "short",
+            {f"{by} {{{{namespace}}}}": ours(specs.TRIE_TOKENS).value("max", "model", "namespace")},
+        ),
+        Panel(
+            "Memory by node",
+            specs.TRIE_BYTES.description,
+            "bytes",
+            {f"{by} {{{{instance}}}}": ours(specs.TRIE_BYTES).value("sum", "model", "instance")},
+        ),
+        Panel(
+            "Learned and forgotten tokens per second",
+            "Forgotten for want of memory.",
+            "short",
+            {
+                f"{by} learned": ours(specs.TRIE_INGESTED).rate("model"),
+                f"{by} forgotten": ours(specs.TRIE_EVICTED).rate("model"),
+            },
+        ),
+        Panel(
+            "Replication lag",
+            specs.TRIE_LAG.description + " Of several replicas the worst.",
+            "s",
+            {by: ours(specs.TRIE_LAG).value("max", "model")},
+        ),
+        Panel(
+            "Replicated tokens per second",
+            "Taught by other replicas, and lost to them while the store was away.",
+            "short",
+            {
+                f"{by} received": ours(specs.TRIE_RECEIVED).rate("model"),
+                f"{by} dropped": ours(specs.TRIE_DROPPED).rate("model"),
+            },
+        ),
+        Panel(
+            "Store that answers",
+            specs.TRIE_STORE_UP.description + " Of several replicas the worst.",
+            "bool_on_off",
+            {by: ours(specs.TRIE_STORE_UP).value("min", "model")},
+        ),
+    ]
+
+
+def _placement() -> list[Panel]:
+    return [
+        Panel(
+            "Engines by node",
+            "Replicas of a model, on the nodes that run them.",
+            "short",
+            {
+                "{{model_name}} {{instance}}": REQUESTS_RUNNING.value(
+                    "count", "model_name", "instance"
+                )
+            },
+        ),
+        Panel(
+            "Healthy replicas",
+            "Of each of Serve's deployments.",
+            "short",
+            {"{{application}} {{deployment}}": REPLICAS.value("sum", "application", "deployment")},
+        ),
+        Panel(
+            "Placement groups by state",
+            "One that stays PENDING asks for a node or device that the cluster does not have.",
+            "short",
+            {"{{State}}": PLACEMENT_GROUPS.value("sum", "State")},
+        ),
+    ]

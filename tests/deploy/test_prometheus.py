@@ -1,0 +1,44 @@
+"""Prometheus' configuration and alerts, as Prometheus' own checker sees them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from ray._private.ray_constants import PROMETHEUS_SERVICE_DISCOVERY_FILE
+
+from tests.deploy.promtool import promtool
+
+FOLDER = Path(__file__).parents[2] / "deploy/prometheus"
+
+
+def read(name: str) -> Any:
+    return yaml.safe_load((FOLDER / name).read_text())
+
+
+def test_the_configuration_is_valid() -> None:
+    promtool("check", "config", FOLDER / "prometheus.yml")
+
+
+def test_the_nodes_are_those_of_the_file_that_ray_writes() -> None:
+    (scrape,) = read("prometheus.yml")["scrape_configs"]
+    (discovery,) = scrape["file_sd_configs"]
+    (file,) = discovery["files"]
+    assert file == f"/tmp/ray/{PROMETHEUS_SERVICE_DISCOVERY_FILE}"
+
+
+def test_alerts_fire_and_keep_quiet_when_they_should() -> None:
+    promtool("test", "rules", FOLDER / "specserve.rules.test.yaml")
+
+
+def test_each_alert_is_tested_both_ways() -> None:
+    alerts = {
+        rule["alert"] for group in read("specserve.rules.yaml")["groups"] for rule in group["rules"]
+    }
+    tested = [
+        (each["alertname"], bool(each["exp_alerts"]))
+        for test in read("specserve.rules.test.yaml")["tests"]
+        for each in test["alert_rule_test"]
+    ]
+    assert set(tested) == {(alert, fires) for alert in alerts for fires in (True, False)}
