@@ -15,7 +15,7 @@ import yaml
 from deploy.grafana.generate import DASHBOARD, text
 from deploy.grafana.panels import rows
 from deploy.grafana.series import RAY, VLLM, Series, ours
-from specserve.core.metric_specs import ALL, DRAFTER_UP, DRAFTS
+from specserve.core.metric_specs import ALL, DRAFTER_UP, DRAFTS, MetricSpec
 from tests.deploy.promtool import promtool
 from tests.k8s.manifests import OVERLAYS, of_kind
 
@@ -62,7 +62,7 @@ def test_each_series_of_a_panel_is_exported() -> None:
 
 
 @pytest.mark.parametrize("spec", ALL, ids=lambda spec: spec.name)
-def test_each_declared_metric_has_a_panel(spec: Any) -> None:
+def test_each_declared_metric_has_a_panel(spec: MetricSpec) -> None:
     name = exported(ours(spec))
     assert any(re.search(rf"\b{name}\b", query) for query in QUERIES)
 
