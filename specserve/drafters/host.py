@@ -45,6 +45,12 @@ class HostedDrafter:
             self._start()
         return self._address
 
+    def close(self) -> None:
+        """Ends the drafter, also while it loads its model."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
     def _start(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__, json.dumps(asdict(self._options))],

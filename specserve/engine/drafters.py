@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import ray
 
 from specserve.core.config import DraftModelConfig, ModelConfig, MtpConfig
@@ -13,13 +15,17 @@ from specserve.proposers.drafter_lookout import Find
 
 
 def drafter_finder(
-    target: ModelConfig, max_tokens: int, config: DraftModelConfig | MtpConfig
+    target: ModelConfig,
+    max_tokens: int,
+    exits: list[Callable[[], None]],
+    config: DraftModelConfig | MtpConfig,
 ) -> Find:
     """Finds the drafter of a source: one of the cluster's, or without a cluster one of its own.
 
     Args:
         target: the model that is drafted for.
         max_tokens: its context length.
+        exits: gets what ends a drafter of one's own.
         config: the source's.
 
     Raises:
@@ -31,6 +37,8 @@ def drafter_finder(
         model = find_checkpoint(target).path
     options = drafter_options(config, model, max_tokens)
     if not ray.is_initialized():
-        return HostedDrafter(options)
+        hosted = HostedDrafter(options)
+        exits.append(hosted.close)
+        return hosted
     replica = ray.get_runtime_context().get_actor_id() or ""
     return DrafterFinder(options, config.num_actors, replica)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -55,6 +55,7 @@ class ProposerHook:
         self._num_adapters: int = 0 if lora is None else lora.max_cpu_loras or lora.max_loras
         self.metrics = SpeculationMetrics(self._kinds)
         self._chain: ProposerChain  # of the rank that drafts, by `attach`
+        self._exits: list[Callable[[], None]] = []
         self._runner: Any = None
         self._drafts: dict[str, Draft] = {}
         self._controls: dict[str, RequestControls] = {}
@@ -96,7 +97,10 @@ class ProposerHook:
             share=share if ray.is_initialized() else None,  # an offline engine is on its own
             tokenizer=self._vocabulary() if has_drafters else "",
             hidden_size=self._model_config.get_hidden_size() if has_drafters else 0,
-            find_drafter=partial(drafter_finder, self._config.model, self._max_model_len),
+            find_drafter=partial(
+                drafter_finder, self._config.model, self._max_model_len, self._exits
+            ),
+            exits=self._exits,
         )
 
     def _vocabulary(self) -> str:
@@ -149,6 +153,11 @@ class ProposerHook:
             self._controls.pop(request_id, None)
             self._drafts.pop(request_id, None)
         self._chain.forget(list(request_ids))
+
+    def close(self) -> None:
+        """Ends what the sources have started; they are not asked afterwards."""
+        while self._exits:
+            self._exits.pop(0)()
 
     def snapshot(self) -> bytes:
         """The metrics so far: a :class:`SpeculationSnapshot` as JSON."""

@@ -16,11 +16,12 @@ else:
 class SpeculationMixin(_Worker):
     """Mixed into vLLM's GPU and CPU workers; the base follows it in the method resolution order."""
 
+    _hook: ProposerHook | None = None
+
     def init_device(self) -> None:
         """Builds the model runner, then hands it to the proposer hook in rank 0."""
         super().init_device()
         restore_logits_processors(self.model_runner)
-        self._hook: ProposerHook | None = None
         if self.rank == 0:
             drafter = self.model_runner.drafter
             assert isinstance(drafter, ProposerHook), f"unexpected drafter {drafter!r}"
@@ -36,6 +37,12 @@ class SpeculationMixin(_Worker):
         if self._hook is not None:
             self._hook.forget(scheduler_output.finished_req_ids)
         return super().execute_model(scheduler_output)
+
+    def shutdown(self) -> None:
+        """Ends what the sources have started, then the worker."""
+        if self._hook is not None:
+            self._hook.close()
+        super().shutdown()
 
     def speculation_snapshot(self) -> bytes:
         """Rank 0's metrics so far as JSON; empty in other ranks."""

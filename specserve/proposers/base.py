@@ -64,6 +64,7 @@ class Surroundings:
         hidden_size: width of the target's hidden states; 0: unknown.
         find_drafter: how to find the drafter of a source, by a call that may take seconds and
             gives its address, None while there is none.
+        exits: where a source adds what ends what it has started; called in this order.
     """
 
     vocab_size: int = 2**31 - 1
@@ -77,3 +78,4 @@ class Surroundings:
     find_drafter: Callable[[DraftModelConfig | MtpConfig], Callable[[], str | None]] = (
         lambda config: lambda: None
     )
+    exits: list[Callable[[], None]] = field(default_factory=list)

@@ -150,7 +150,9 @@ class RemoteProposer:
     @classmethod
     def build(cls, config: DraftModelConfig | MtpConfig, surroundings: Surroundings) -> Self:
         """For the registry."""
-        return cls(config, surroundings, surroundings.find_drafter(config))
+        proposer = cls(config, surroundings, surroundings.find_drafter(config))
+        surroundings.exits.append(proposer.close)
+        return proposer
 
     def propose(self, batch: DraftBatch) -> list[Draft]:
         """Sends what is new of the batch's texts, and waits for drafts of those that are near."""

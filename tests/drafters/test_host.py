@@ -35,21 +35,14 @@ def hosted(model: Path) -> HostedDrafter:
 def find() -> Iterator[HostedDrafter]:
     find = hosted(MODELS / "demo-draft")
     yield find
-    end(find)
-
-
-def end(find: HostedDrafter) -> None:
-    """Kills the child."""
-    assert find._process is not None
-    find._process.kill()
-    find._process.wait()
+    find.close()
 
 
 def test_a_drafter_that_has_ended_is_started_again(find: HostedDrafter) -> None:
     first = find()
     assert first.startswith("tcp://127.0.0.1:")
     assert find() == first
-    end(find)
+    find.close()
     assert find() != first
 
 
@@ -72,6 +65,6 @@ def test_a_drafter_that_is_killed_while_it_loads_is_not_started_again(
     with ThreadPoolExecutor(1) as threads:
         address = threads.submit(find)
         eventually(lambda: find._process, "a child", WAIT_S, 0.001)
-        end(find)
+        find.close()
         with pytest.raises(EngineError, match=r"did not start: it ended with exit code -9$"):
             address.result(WAIT_S)

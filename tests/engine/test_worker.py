@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import torch
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS
 
+from specserve.engine.hook import ProposerHook
 from specserve.engine.worker import SpeculationMixin
 
 
@@ -12,6 +13,10 @@ class OneOfManyRanks:
     """As much of vLLM's worker as the mixin builds upon, in a rank that does not draft."""
 
     rank = 1
+    is_shut_down = False
+
+    def shutdown(self) -> None:
+        self.is_shut_down = True
 
     def init_device(self) -> None:
         self.model_runner = SimpleNamespace(
@@ -42,3 +47,26 @@ def test_a_rank_that_does_not_draft_has_nothing_to_tell() -> None:
     worker.init_device()
     assert worker.model_runner.propose_draft_token_ids(None, [[1], [2]], None) == [[], []]
     assert worker.speculation_snapshot() == b""
+
+
+class Hook(ProposerHook):
+    """The hook of a rank that drafts, as far as it is to be ended."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._exits = [lambda: self.seen.append(worker.is_shut_down)]
+        self.seen: list[bool] = []
+
+
+def test_what_the_sources_have_started_ends_before_the_worker() -> None:
+    worker = Worker()
+    worker._hook = hook = Hook(worker)
+    worker.shutdown()
+    assert worker.is_shut_down
+    worker.shutdown()
+    assert hook.seen == [False]
+
+
+def test_a_worker_that_never_started_can_be_shut_down() -> None:
+    worker = Worker()
+    worker.shutdown()
+    assert worker.is_shut_down

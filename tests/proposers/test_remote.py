@@ -495,6 +495,16 @@ def test_only_texts_of_one_tenant_and_adapter_may_share_a_beginning(
     assert len(set(salts)) == 5
 
 
+def test_a_source_that_is_ended_leaves_no_thread(place: Place) -> None:
+    before = threading.active_count()
+    surroundings = Surroundings(find_drafter=lambda config: place)
+    RemoteProposer.build(DraftModelConfig(kind="draft_model", model="m"), surroundings)
+    assert threading.active_count() > before
+    for end in surroundings.exits:
+        end()
+    assert threading.active_count() == before
+
+
 class Target:
     """An engine that hands over the states of what it computes, refused draft tokens included."""
 
