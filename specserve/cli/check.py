@@ -8,6 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specserve.cli import plan
+
 if TYPE_CHECKING:
     from specserve.core.config import AppConfig, PlacementConfig
     from specserve.engine.checkpoint import Checkpoint
@@ -22,6 +24,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Validates a Serve file without starting anything. Exit code 2 if it is wrong.",
     )
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a Serve YAML file")
+    plan.add_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -42,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
         _print(console, rows)
     if not _has_vllm() and any(app.config.engine.vllm for app in file.applications):
         console.print("engine.vllm was not checked: vLLM is not installed")
+    if args.cluster:
+        plan.show(console, file, args.cluster, args.gpu_memory, on_cpu=_is_cpu_build())
     console.print(f"{file.path}: valid")
     return 0
 
@@ -119,10 +124,8 @@ def _shards(config: AppConfig) -> str:
 
 
 def _reservation(placement: PlacementConfig) -> str:
-    resources: dict[str, float] = {"CPU": placement.num_cpus_per_shard}
-    resources |= placement.shard_resources
-    device = "" if _is_cpu_build() else ", GPU: 1"
-    return ", ".join(f"{name}: {amount:g}" for name, amount in resources.items()) + device
+    bundle = placement.shard_bundle(on_gpu=not _is_cpu_build())
+    return ", ".join(f"{name}: {amount:g}" for name, amount in bundle.items())
 
 
 def _is_cpu_build() -> bool:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import re
-import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from specserve.cli.cluster import connected
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from specserve.trie.store_actor import RemoteStore
 
 _NAMESPACE = re.compile(r"[0-9a-f]{32}")
-_CONNECT_S = 10.0
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -80,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _stats(args: argparse.Namespace) -> int:
-    with _connected(args.address):
+    with connected(args.address):
         stats = {name: store.stats() for name, store in _stores().items()}
     console = _console()
     for name, each in stats.items():
@@ -91,7 +90,7 @@ def _stats(args: argparse.Namespace) -> int:
 def _snapshot(args: argparse.Namespace) -> int:
     from specserve.core.errors import SpecServeError
 
-    with _connected(args.address):
+    with connected(args.address):
         sizes = {name: store.snapshot_now() for name, store in _stores().items()}
     for name, size in sizes.items():
         kept = f"{size:,} bytes written" if size else "keeps no snapshot: snapshot_url is empty"
@@ -102,7 +101,7 @@ def _snapshot(args: argparse.Namespace) -> int:
 
 
 def _stop(args: argparse.Namespace) -> int:
-    with _connected(args.address):
+    with connected(args.address):
         for name, store in _stores().items():
             store.stop()
             print(f"{name}: stopped")
@@ -117,7 +116,7 @@ def _purge(args: argparse.Namespace) -> int:
         check_tenant(args.tenant, "--tenant")
     elif not _NAMESPACE.fullmatch(args.namespace):
         raise ConfigError("--namespace", args.namespace, "32 hexadecimal digits")
-    with _connected(args.address):
+    with connected(args.address):
         for name, store in _stores().items():
             for namespace in _namespaces(store, args.namespace, args.tenant):
                 num_tokens = store.purge(namespace)
@@ -143,33 +142,10 @@ def _warm(args: argparse.Namespace) -> int:
 
     room = Classroom.of(args.config, args.application, args.tenant, args.adapter)
     num_texts = room.check(args.file)
-    with _connected(args.address):
+    with connected(args.address):
         num_tokens = room.teach(args.file, num_texts)
     print(f"{num_tokens:,} tokens of {num_texts:,} texts taught to {room.namespace}")
     return 0
-
-
-@contextmanager
-def _connected(address: str) -> Iterator[None]:
-    import ray
-    from ray._private.services import canonicalize_bootstrap_address_or_die
-    from ray.exceptions import RayError
-
-    from specserve.core.errors import SpecServeError
-
-    try:
-        found = canonicalize_bootstrap_address_or_die(address)
-        host, _, port = found.rpartition(":")
-        # Where no one listens Ray itself would wait for many minutes.
-        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
-        ray.init(found, log_to_driver=False, logging_level="ERROR")
-    except (OSError, RuntimeError, ValueError, RayError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise SpecServeError(f"no Ray cluster at {address}: {reason}") from None
-    try:
-        yield
-    finally:
-        ray.shutdown()
 
 
 def _stores() -> dict[str, RemoteStore]:

@@ -220,6 +220,11 @@ class PlacementConfig(Section):
 
     _check_resources = field_validator("shard_resources")(_check_further_resources)
 
+    def shard_bundle(self, *, on_gpu: bool) -> dict[str, float]:
+        """The Ray resources that one shard needs, as a placement group's bundle."""
+        bundle = {"CPU": float(self.num_cpus_per_shard), **self.shard_resources}
+        return {"GPU": 1.0, **bundle} if on_gpu else bundle
+
 
 class ApiKeyConfig(Section):
     """An API key and whose it is. The key itself never stands in a file."""

@@ -112,8 +112,7 @@ class Engine:
 
 def shard_bundle(config: AppConfig) -> dict[str, float]:
     """The Ray resources that one shard needs, as a placement group's bundle."""
-    bundle = {"CPU": float(config.placement.num_cpus_per_shard), **config.placement.shard_resources}
-    return bundle if current_platform.is_cpu() else {"GPU": 1.0, **bundle}
+    return config.placement.shard_bundle(on_gpu=not current_platform.is_cpu())
 
 
 def _prepare_environment() -> None:

@@ -10,6 +10,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 
 from specserve.core.config import PlacementConfig
 from specserve.core.errors import PlacementError
+from specserve.serve.nodes import own_resources
+from specserve.serve.plan import describe
 
 
 async def reserve(
@@ -41,9 +43,4 @@ def _nodes() -> str:
 
 def _resources(resources: dict[str, float]) -> str:
     """Resources in words, without the ones that Ray adds by itself."""
-    shown = {
-        name: amount
-        for name, amount in resources.items()
-        if ":" not in name and name not in ("memory", "object_store_memory")
-    }
-    return ", ".join(f"{amount:g} {name}" for name, amount in sorted(shown.items())) or "nothing"
+    return describe(own_resources(resources))

@@ -137,6 +137,106 @@ def test_a_missing_file_ends_the_command_with_code_2(tmp_path: Path) -> None:
     assert done.stderr == expected
 
 
+MLA = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "first_k_dense_replace": 3,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_attention_heads": 128,
+    "num_hidden_layers": 61,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "quantization_config": {"quant_method": "fp8"},
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+"""DeepSeek-R1's, as far as memory depends on it."""
+R1 = {
+    "model": {"path": "models/r1"},
+    "engine": {"tensor_parallel_size": 16, "max_model_len": 32768},
+    "placement": {"num_cpus_per_shard": 2, "shard_resources": {"mark": 0.01}},
+}
+
+
+@pytest.fixture
+def r1(folder: Path) -> Path:
+    """The folder with R1's config.json, without its weights."""
+    (folder / "models/r1").mkdir()
+    (folder / "models/r1/config.json").write_text(json.dumps(MLA))
+    return folder
+
+
+@pytest.mark.usefixtures("r1")
+def test_a_plan_for_two_nodes_tells_ranks_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", write(serve_file(R1)), "--cluster", "2x8"]) == 0
+    out = re.sub(r"\s+", " ", capsys.readouterr().out)
+    for part in (
+        "node 1 8 GPU replica 0: ranks 0-7",
+        "node 2 8 GPU replica 0: ranks 8-15",
+        "a shard: 40.2 GiB of weights, 70,272 bytes of KV cache a token",
+        "on a GPU with 80.0 GiB: 486,254 tokens",
+        "app.yaml: valid",
+    ):
+        assert part in out
+
+
+@pytest.mark.usefixtures("r1")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--cluster", "1x8"], "app.yaml: applications.0.args: needs 16 GPU, the cluster has 8 "),
+        (["--cluster", "2x8cpu"], "app.yaml: applications.0.args: needs 32 CPU, the cluster has 1"),
+        (
+            ["--cluster", "2x8", "--gpu-memory", "40GB"],
+            "app.yaml: applications.0.args: a shard's weights of 40.2 GiB do not fit into 0.9 x 37",
+        ),
+        (["--cluster", "2by8"], "--cluster: '2by8' is not allowed; allowed: running, or groups "),
+        (["--cluster", "2x8", "--gpu-memory", "80"], "--gpu-memory: '80' is not allowed; allow"),
+    ],
+)
+def test_what_does_not_fit_is_told_in_one_line(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", write(serve_file(R1)), *options]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"specserve: error: {message}")
+    assert captured.err.count("\n") == 1
+    assert "valid" not in captured.out
+
+
+@pytest.mark.usefixtures("r1")
+def test_applications_of_one_file_share_the_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    file = serve_file(R1)
+    file["applications"] += [file["applications"][0] | {"name": "more", "route_prefix": "/more"}]
+    assert main(["check", write(file), "--cluster", "4x8"]) == 0
+    capsys.readouterr()
+    assert main(["check", write(file), "--cluster", "3x8"]) == 2
+    assert "applications.1.args: needs 16 GPU, the cluster has 8 free" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("folder")
+def test_memory_that_cannot_be_known_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+    args = GOOD | {"model": {"path": "org/name"}}
+    assert main(["check", write(serve_file(args)), "--cluster", "2x8"]) == 0
+    assert "memory was not estimated: org/name is on the hub" in capsys.readouterr().out
+
+
+def test_drafters_of_the_demo_are_placed_and_counted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(MODELS.parents[1])
+    assert main(["check", "configs/mtp.yaml", "--cluster", "1x2cpu"]) == 0
+    out = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert "node 1 2 CPU replica 0: rank 0 mtp" in out
+    assert "the mtp drafter: 13.9 MiB of weights, 576.0 MiB of KV cache for 64 texts" in out
+
+
 MODELS = Path(__file__).parents[2] / "configs/models"
 
 

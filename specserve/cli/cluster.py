@@ -1,0 +1,37 @@
+"""A connection to a running Ray cluster, for commands that look into one."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_CONNECT_S = 10.0
+
+
+@contextmanager
+def connected(address: str) -> Iterator[None]:
+    """Connects this process to Ray for the length of a block.
+
+    Raises:
+        SpecServeError: there is no cluster at ``address``.
+    """
+    import ray
+    from ray._private.services import canonicalize_bootstrap_address_or_die
+    from ray.exceptions import RayError
+
+    from specserve.core.errors import SpecServeError
+
+    try:
+        found = canonicalize_bootstrap_address_or_die(address)
+        host, _, port = found.rpartition(":")
+        # Where no one listens Ray itself would wait for many minutes.
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+        ray.init(found, log_to_driver=False, logging_level="ERROR")
+    except (OSError, RuntimeError, ValueError, RayError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise SpecServeError(f"no Ray cluster at {address}: {reason}") from None
+    try:
+        yield
+    finally:
+        ray.shutdown()

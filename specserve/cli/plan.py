@@ -1,0 +1,158 @@
+"""``specserve check CONFIG --cluster ...``: what would run where, and the memory that it takes."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import TYPE_CHECKING
+
+from specserve.cli.cluster import connected
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from specserve.core.config import AppConfig, DraftModelConfig, MtpConfig
+    from specserve.serve.config_file import ServeFile
+    from specserve.serve.plan import Node, Plan
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)(GiB|GB)")
+_UNITS = {"GiB": 1 << 30, "GB": 10**9}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options to the command's."""
+    parser.add_argument(
+        "--cluster",
+        metavar="CLUSTER",
+        help="also print what would run where. `running`: on the Ray cluster that runs here, as if "
+        "nothing else ran on it. NODESxGPUS, such as 2x8: on nodes with so many GPUs, and with as "
+        "many CPUs and further resources as CONFIG asks for. NODESxCPUScpu: on nodes without GPUs. "
+        "Groups are joined by +. Exit code 2 if something does not fit",
+    )
+    parser.add_argument(
+        "--gpu-memory",
+        default="80GiB",
+        metavar="SIZE",
+        help="memory of a GPU, in GiB or GB (10^9 bytes), for the plan (default: 80GiB)",
+    )
+
+
+def show(console: Console, file: ServeFile, cluster: str, gpu_memory: str, on_cpu: bool) -> None:
+    """Prints the plan of a file's applications, one after another on the same nodes.
+
+    Args:
+        console: where to.
+        file: the Serve file.
+        cluster: as given for ``--cluster``.
+        gpu_memory: as given for ``--gpu-memory``.
+        on_cpu: whether shards on the running cluster compute on CPU.
+
+    Raises:
+        SpecServeError: an option is wrong, or something does not fit.
+    """
+    from specserve.core.errors import ConfigError, SpecServeError
+    from specserve.serve.plan import plan
+
+    size = _SIZE.fullmatch(gpu_memory)
+    if size is None:
+        raise ConfigError("--gpu-memory", gpu_memory, "a size such as 80GiB or 80GB")
+    configs = [application.config for application in file.applications]
+    nodes, on_gpu = _nodes(cluster, configs, on_cpu)
+    gpu_bytes = float(size[1]) * _UNITS[size[2]] if on_gpu else 0.0
+    for application in file.applications:
+        try:
+            planned = plan(application.config, nodes, on_gpu=on_gpu)
+            _print_plan(console, nodes, planned)
+            _print_memory(console, application.config, gpu_bytes)
+        except SpecServeError as error:
+            raise SpecServeError(f"{file.path}: {application.field}: {error}") from None
+        nodes = list(planned.left)
+
+
+def _nodes(cluster: str, configs: list[AppConfig], on_cpu: bool) -> tuple[list[Node], bool]:
+    from specserve.serve.nodes import described_nodes, running_nodes
+
+    if cluster == "running":
+        with connected("auto"):
+            return running_nodes(), not on_cpu
+    marks = [name for config in configs for name in config.placement.shard_resources]
+    marks += [name for config in configs for each in _drafters(config) for name in each.resources]
+    return described_nodes(cluster, marks)
+
+
+def _drafters(config: AppConfig) -> list[DraftModelConfig | MtpConfig]:
+    """Those that are actors."""
+    from specserve.core.config import DraftModelConfig, MtpConfig
+
+    return [
+        source
+        for source in config.speculation
+        if isinstance(source, DraftModelConfig | MtpConfig) and source.placement == "actor"
+    ]
+
+
+def _print_plan(console: Console, nodes: list[Node], planned: Plan) -> None:
+    from rich.table import Table
+
+    from specserve.serve.plan import describe
+
+    table = Table("node", "free before", "shards", "drafters", box=None, padding=(0, 2, 0, 0))
+    for index, node in enumerate(nodes):
+        shards = [
+            f"replica {number}: {_ranks([r for r, where in enumerate(ranks) if where == index])}"
+            for number, ranks in enumerate(planned.replicas)
+            if index in ranks
+        ]
+        drafters = [kind for kind, where in planned.drafters if where == index]
+        table.add_row(node.name, describe(node.resources), "\n".join(shards), "\n".join(drafters))
+    console.print(table)
+
+
+def _ranks(ranks: list[int]) -> str:
+    """Ranks of one replica on one node, which are neighbours."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
+
+
+def _print_memory(console: Console, config: AppConfig, gpu_bytes: float) -> None:
+    """Prints what a shard and each drafter take; raises PlacementError where that is too much.
+
+    Args:
+        console: where to.
+        config: the application's configuration.
+        gpu_bytes: memory of a GPU; 0: shards compute on CPU.
+    """
+    from specserve.engine.memory_estimate import (
+        NoEstimateError,
+        check_drafter,
+        check_shard,
+        drafter_memory,
+        in_words,
+        shard_memory,
+    )
+
+    try:
+        shard = shard_memory(config)
+        console.print(
+            f"a shard: {in_words(shard.weights_bytes)} of weights, "
+            f"{shard.kv_token_bytes:,} bytes of KV cache a token"
+        )
+        if gpu_bytes:
+            num_tokens = check_shard(config, shard, gpu_bytes)
+            console.print(
+                f"its KV cache on a GPU with {in_words(gpu_bytes)}: {num_tokens:,} tokens, "
+                "less what activations and CUDA graphs take"
+            )
+    except NoEstimateError as error:
+        console.print(f"a shard's memory was not estimated: {error}")
+    for source in _drafters(config):
+        try:
+            drafter = drafter_memory(config, source)
+        except NoEstimateError as error:
+            console.print(f"the {source.kind} drafter's memory was not estimated: {error}")
+            continue
+        console.print(
+            f"the {source.kind} drafter: {in_words(drafter.weights_bytes)} of weights, "
+            f"{in_words(drafter.kv_cache_bytes)} of KV cache for {source.max_texts} texts"
+        )
+        if source.num_gpus:
+            check_drafter(source, drafter, gpu_bytes)

@@ -1,0 +1,151 @@
+"""How many parameters a model has, and how large its KV cache is, by its config.json alone.
+
+Knows the architectures whose models draft or have an MTP module here: DeepSeek-V3's and Llama's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+FP8_BLOCK_BYTES = 1 + 4 / (128 * 128)
+"""Of a parameter in block FP8, with its part of the block's float32 factor."""
+
+DEEPSEEK, LLAMA = "DeepseekV3ForCausalLM", "LlamaForCausalLM"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """Numbers of parameters, by what tensor parallelism and FP8 make of them.
+
+    Attributes:
+        split: of linear layers that are divided among the shards.
+        whole: of linear layers that every shard has.
+        plain_split: as ``split``, of layers that stay as they are in an FP8 checkpoint.
+        plain_whole: as ``whole``, of layers that stay as they are.
+    """
+
+    split: int = 0
+    whole: int = 0
+    plain_split: int = 0
+    plain_whole: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.split + self.whole + self.plain_split + self.plain_whole
+
+    def __add__(self, other: Parameters) -> Parameters:
+        return Parameters(
+            split=self.split + other.split,
+            whole=self.whole + other.whole,
+            plain_split=self.plain_split + other.plain_split,
+            plain_whole=self.plain_whole + other.plain_whole,
+        )
+
+    def __mul__(self, number: int) -> Parameters:
+        return Parameters(
+            split=self.split * number,
+            whole=self.whole * number,
+            plain_split=self.plain_split * number,
+            plain_whole=self.plain_whole * number,
+        )
+
+    def shard_bytes(self, num_shards: int, linear_bytes: float, plain_bytes: float) -> int:
+        """What one of the shards holds, in bytes.
+
+        Args:
+            num_shards: how many there are.
+            linear_bytes: bytes of a parameter that FP8 would make smaller.
+            plain_bytes: bytes of the others.
+        """
+        linear = self.split / num_shards + self.whole
+        plain = self.plain_split / num_shards + self.plain_whole
+        return round(linear * linear_bytes + plain * plain_bytes)
+
+
+def is_known(config: Mapping[str, Any]) -> bool:
+    """Whether the model is of an architecture that the functions below know."""
+    return config.get("architectures") in ([DEEPSEEK], [LLAMA])
+
+
+def model_parameters(config: Mapping[str, Any]) -> Parameters:
+    """Those of the model, without an MTP module.
+
+    Raises:
+        LookupError: ``config`` lacks a key.
+    """
+    hidden: int = config["hidden_size"]
+    layers: int = config["num_hidden_layers"]
+    num_tables = 1 if config.get("tie_word_embeddings") else 2
+    ends = Parameters(plain_split=num_tables * config["vocab_size"] * hidden, plain_whole=hidden)
+    if config["architectures"] == [LLAMA]:
+        return ends + _llama_layer(config) * layers
+    num_dense: int = min(config.get("first_k_dense_replace", 0), layers)
+    attention = _latent_attention(config)
+    dense = Parameters(split=3 * hidden * config["intermediate_size"])
+    return ends + attention * layers + dense * num_dense + _experts(config) * (layers - num_dense)
+
+
+def mtp_parameters(config: Mapping[str, Any]) -> Parameters:
+    """Those of DeepSeek-V3's MTP module, with its own embedding and head.
+
+    Raises:
+        LookupError: ``config`` lacks a key.
+    """
+    hidden = config["hidden_size"]
+    ends = Parameters(
+        plain_split=2 * config["vocab_size"] * hidden, plain_whole=2 * hidden**2 + 3 * hidden
+    )
+    return ends + _latent_attention(config) + _experts(config)
+
+
+def kv_values_per_token(config: Mapping[str, Any], num_shards: int) -> int:
+    """Numbers that a layer keeps of a token in the KV cache of one of the shards.
+
+    Raises:
+        LookupError: ``config`` lacks a key.
+    """
+    if config["architectures"] == [DEEPSEEK]:  # the latent, which all heads share
+        return int(config["kv_lora_rank"] + config["qk_rope_head_dim"])
+    heads, head_dim = _llama_heads(config)
+    return 2 * max(1, heads // num_shards) * head_dim
+
+
+def _llama_heads(config: Mapping[str, Any]) -> tuple[int, int]:
+    """KV heads, and a head's size."""
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    return config.get("num_key_value_heads") or heads, head_dim
+
+
+def _llama_layer(config: Mapping[str, Any]) -> Parameters:
+    hidden, (kv_heads, head_dim) = config["hidden_size"], _llama_heads(config)
+    attention = 2 * hidden * head_dim * (config["num_attention_heads"] + kv_heads)
+    feed_forward = 3 * hidden * config["intermediate_size"]
+    return Parameters(split=attention + feed_forward, plain_whole=2 * hidden)
+
+
+def _latent_attention(config: Mapping[str, Any]) -> Parameters:
+    """A layer's MLA and its norms; the projections to the latents are not divided."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    q_rank, kv_rank = config.get("q_lora_rank") or 0, config["kv_lora_rank"]
+    rope, value = config["qk_rope_head_dim"], config["v_head_dim"]
+    query = heads * (config["qk_nope_head_dim"] + rope) * (q_rank or hidden)
+    key_value = heads * (config["qk_nope_head_dim"] + value) * kv_rank
+    return Parameters(
+        split=query + key_value + heads * value * hidden,
+        whole=hidden * (q_rank + kv_rank + rope),
+        plain_whole=2 * hidden + q_rank + kv_rank,
+    )
+
+
+def _experts(config: Mapping[str, Any]) -> Parameters:
+    """A layer's routed and shared experts, and the router with its biases."""
+    hidden, routed = config["hidden_size"], config["n_routed_experts"]
+    expert = 3 * hidden * config["moe_intermediate_size"]
+    return Parameters(
+        split=expert * (routed + (config.get("n_shared_experts") or 0)),
+        plain_whole=routed * (hidden + 1),
+    )
