@@ -26,6 +26,8 @@ class RequestControls:
         adapter: name of the request's LoRA adapter; empty: none.
         tenant: whose request it is, told by the server and never by the client; empty without
             API keys.
+        cache_salt: the client's own; only requests of the same one may see by their speed what
+            others have sent.
     """
 
     speculation: str = "auto"
@@ -33,6 +35,7 @@ class RequestControls:
     learn: bool = True
     adapter: str = ""
     tenant: str = ""
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from hashlib import blake2b
 from secrets import token_hex
 from typing import Any
 
-from specserve.proposers.controls import NO_TENANT, TENANT_KEY
+from specserve.proposers.controls import NO_TENANT, SALT_KEY, TENANT_KEY
 
 CURRENT_TENANT: ContextVar[str] = ContextVar("specserve_tenant", default=NO_TENANT)
 """Tenant of the HTTP call being answered."""
@@ -39,11 +39,12 @@ def stamp(request: Any, tenant: str) -> None:
 
     The prefix cache would tell by its speed what other tenants have asked. vLLM reuses blocks only
     between requests of one ``cache_salt``, so tenants get different ones; a client's own salt
-    still parts the tenant's requests.
+    still parts the tenant's requests, there and in a drafter.
     """
     params = request.sampling_params
     if params is not None:
-        params.extra_args = {**(params.extra_args or {}), TENANT_KEY: tenant}
+        told = {TENANT_KEY: tenant, SALT_KEY: request.cache_salt or ""}
+        params.extra_args = {**(params.extra_args or {}), **told}
     scope = token_hex() if tenant == NO_TENANT else tenant
     salt = f"{scope}\0{request.cache_salt or ''}"
     request.cache_salt = blake2b(salt.encode(), digest_size=16).hexdigest()

@@ -17,6 +17,9 @@ _KEYS = ("speculation", "max_draft_tokens", "learn")
 TENANT_KEY = "specserve_tenant"
 """Where, among a request's extra arguments, the server tells the engine the tenant."""
 
+SALT_KEY = "specserve_cache_salt"
+"""Where, among them, the server tells the engine the client's own ``cache_salt``."""
+
 NO_TENANT = "-"
 """Tenant of a request that came without one although API keys are configured. No tenant is called
 so, and nothing is learned for it: it sees no one's text and no one sees its."""
@@ -63,16 +66,17 @@ def refuse_tenant(extra_args: Mapping[str, object]) -> None:
 def with_tenant(
     controls: RequestControls, extra_args: Mapping[str, object] | None
 ) -> RequestControls:
-    """A request's controls with its tenant; for the engine's side, where API keys are configured.
+    """The controls with the tenant and the salt; for the engine's side, with API keys configured.
 
     Args:
         controls: what the request asked for.
         extra_args: the request's extra arguments as the server handed them to the engine.
     """
-    tenant = (extra_args or {}).get(TENANT_KEY)
+    extra_args = extra_args or {}
+    tenant = extra_args.get(TENANT_KEY)
     if not isinstance(tenant, str) or tenant == NO_TENANT:
         return replace(controls, tenant=NO_TENANT, learn=False)
-    return replace(controls, tenant=tenant)
+    return replace(controls, tenant=tenant, cache_salt=str(extra_args.get(SALT_KEY, "")))
 
 
 def _integer(extra_args: Mapping[str, object], key: str, high: int) -> int:

@@ -221,7 +221,8 @@ class RemoteProposer:
         if not controls.learn:
             return randbits(64)
         name = namespace(self._identity, controls.adapter, controls.tenant)
-        return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
+        salted = f"{name}\0{controls.cache_salt}"
+        return int.from_bytes(blake2b(salted.encode(), digest_size=8).digest(), "little")
 
     def _keep_states(self, batch: DraftBatch, texts: list[_Text | None]) -> None:
         """Keeps the step's states, but for those of refused drafts: the last token has none yet."""

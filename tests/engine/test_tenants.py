@@ -8,8 +8,9 @@ from typing import Any
 from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
+from specserve.core.types import RequestControls
 from specserve.engine.tenants import CURRENT_TENANT, stamp, stamp_requests
-from specserve.proposers.controls import NO_TENANT, TENANT_KEY
+from specserve.proposers.controls import NO_TENANT, SALT_KEY, TENANT_KEY, with_tenant
 
 
 def request(salt: str | None = None, **extra_args: Any) -> Any:
@@ -35,7 +36,13 @@ def stamped(tenant: str, salt: str | None = None, **extra_args: Any) -> Any:
 
 def test_a_tenant_is_written_over_what_a_client_sent() -> None:
     made = stamped("a", learn=0, **{TENANT_KEY: "b"})
-    assert made.sampling_params.extra_args == {"learn": 0, TENANT_KEY: "a"}
+    assert made.sampling_params.extra_args == {"learn": 0, TENANT_KEY: "a", SALT_KEY: ""}
+
+
+def test_a_clients_own_salt_reaches_the_engines_controls() -> None:
+    made = stamped("a", "x", **{SALT_KEY: "y"})
+    controls = with_tenant(RequestControls(), made.sampling_params.extra_args)
+    assert (controls.tenant, controls.cache_salt) == ("a", "x")
 
 
 def test_what_the_client_handed_over_is_not_changed_in_place() -> None:

@@ -472,10 +472,10 @@ def test_requests_that_want_no_drafts_of_this_source_do_not_reach_it(
     assert [len(call) for call in drafter.calls] == [1]
 
 
-def test_only_texts_of_one_tenant_and_adapter_may_share_a_beginning(
+def test_only_texts_of_one_tenant_adapter_and_salt_may_share_a_beginning(
     served: Replica, drafter: FakeDrafter
 ) -> None:
-    names = tuple("abcdef")
+    names = tuple("abcdefg")
     for name in names:
         served.grow(name, 20)
     secret = RequestControls(tenant="x", learn=False)
@@ -486,13 +486,14 @@ def test_only_texts_of_one_tenant_and_adapter_may_share_a_beginning(
             RequestControls(tenant="x"),
             RequestControls(tenant="y"),
             RequestControls(tenant="x", adapter="l"),
+            RequestControls(tenant="x", cache_salt="s"),
             secret,
             secret,
         ),
     )
     salts = [row.salt for row in sorted(drafter.calls[0], key=lambda row: row.key[1])]
     assert salts[0] == salts[1]
-    assert len(set(salts)) == 5
+    assert len(set(salts)) == 6
 
 
 def test_a_source_that_is_ended_leaves_no_thread(place: Place) -> None:
