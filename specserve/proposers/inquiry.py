@@ -67,28 +67,44 @@ class Inquiry:
             max((acceptance.gains(name, draft) for draft in each), key=sum, default=[])
             for name, each in zip(request_ids, offers, strict=True)
         ]
-        plain, base, per_token = (each for each in self._gate.cost.at(len(request_ids)))
-        without = max(self._rate(held, base / plain, per_token / plain), float(len(held)))
+        gains = {
+            row: acceptance.gains(request_ids[row], self._guess(int(limits[row]))) for row in rows
+        }
+        gains = {row: each for row, each in gains.items() if sum(each) > sum(held[row])}
+        asked = self._best(held, gains, limits) if gains else np.zeros_like(limits)
+        return asked if asked.any() else self._probe(limits)
+
+    def _best(
+        self, held: list[list[float]], gains: dict[int, list[float]], limits: Int32Array
+    ) -> Int32Array:
+        """The lengths that bring most output tokens for their time; all 0: none does.
+
+        Args:
+            held: chances of acceptance of the drafts that there are.
+            gains: the same of a new draft, for the rows where it promises more.
+            limits: see :meth:`limits`.
+        """
+        plain, base, per_token = self._gate.cost.at(len(held))
+        base, per_token = base / plain, per_token / plain
+        without = max(self._rate(held, base, per_token), float(len(held)))
         best, asked = without * (1 + LEAST_GAIN), np.zeros_like(limits)
-        for length in _lengths(int(limits.max())):
-            wanted = list(held)
-            for row in rows:
-                tokens = (0,) * min(length, int(limits[row]))
-                draft = Draft(tokens, cast(Source, self._kind))
-                gains = acceptance.gains(request_ids[row], draft)
-                if sum(gains) > sum(held[row]):
-                    wanted[row] = gains
-            wanting = [row for row in rows if wanted[row] is not held[row]]
-            price = self._price(len(wanting), length, plain)
-            rate = self._rate(wanted, base / plain + price, per_token / plain)
+        for length in _lengths(max(map(len, gains.values()))):
+            cut = {row: each[:length] for row, each in gains.items()}
+            wanted = {row: each for row, each in cut.items() if sum(each) > sum(held[row])}
+            if not wanted:
+                continue
+            price = self._price(len(wanted), length, plain)
+            merged = [wanted.get(row, each) for row, each in enumerate(held)]
+            rate = self._rate(merged, base + price, per_token)
             logger.debug(
                 "%s: %d requests, %d tokens: %.3f a plain step with, %.3f without, call %.3f",
-                *(self._kind, len(wanting), length, rate, without, price),
+                *(self._kind, len(wanted), length, rate, without, price),
             )
-            if wanting and rate > best:
+            if rate > best:
                 best, asked = rate, np.zeros_like(limits)
-                asked[wanting] = np.minimum(limits[wanting], length)
-        return asked if asked.any() else self._probe(limits, plain)
+                rows = list(wanted)
+                asked[rows] = np.minimum(limits[rows], length)
+        return asked
 
     def observe_call(self, limits: Int32Array, drafts: Sequence[Draft], seconds: float) -> None:
         """What a call took.
@@ -118,8 +134,13 @@ class Inquiry:
         pairs = zip(self._cost.coefficients, (1.0, num_rows, length), strict=True)
         return max(sum(a * b for a, b in pairs), 0.0) / plain
 
-    def _probe(self, limits: Int32Array, plain: float) -> Int32Array:
+    def _guess(self, length: int) -> Draft:
+        """A draft of this source, of which only the length is known."""
+        return Draft((0,) * length, cast(Source, self._kind))
+
+    def _probe(self, limits: Int32Array) -> Int32Array:
         """Asks for all of them, where there is credit for it; else for none."""
+        plain, _, _ = self._gate.cost.at(len(limits))
         price = self._price(int(np.count_nonzero(limits)), int(limits.max()), plain)
         if price > self._credit:
             return np.zeros_like(limits)
