@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     from specserve.serve.config_file import read
 
     file = read(args.config)
-    console = Console(soft_wrap=True, highlight=False)
+    console = Console(soft_wrap=True, highlight=False, markup=False)
     tables = [_check(file, application) for application in file.applications]
     for rows in tables:
         _print(console, rows)

@@ -154,5 +154,5 @@ def _print_memory(console: Console, config: AppConfig, gpu_bytes: float) -> None
             f"the {source.kind} drafter: {in_words(drafter.weights_bytes)} of weights, "
             f"{in_words(drafter.kv_cache_bytes)} of KV cache for {source.max_texts} texts"
         )
-        if source.num_gpus:
+        if gpu_bytes and source.num_gpus:
             check_drafter(source, drafter, gpu_bytes)

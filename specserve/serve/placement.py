@@ -11,7 +11,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from specserve.core.config import PlacementConfig
 from specserve.core.errors import PlacementError
 from specserve.serve.nodes import own_resources
-from specserve.serve.plan import describe
+from specserve.serve.plan import Node, describe, shortage
 
 
 async def reserve(
@@ -27,18 +27,19 @@ async def reserve(
     if await asyncio.to_thread(group.wait, placement.timeout_s):
         return group
     remove_placement_group(group)
+    free = ray.available_resources()
+    missing = shortage([bundle] * num_shards, [Node("all", free)])
     raise PlacementError(
         f"placement: {num_shards} shards with {_resources(bundle)} each ({placement.strategy}) "
-        f"did not fit within {placement.timeout_s:g} s; nodes: {_nodes()}"
+        f"did not fit within {placement.timeout_s:g} s{missing and f': {missing}'}; "
+        f"nodes: {_nodes()}; free in all: {_resources(free)}"
     )
 
 
 def _nodes() -> str:
     """All living nodes with what they have in total, equal ones counted together."""
     nodes = Counter(_resources(node["Resources"]) for node in ray.nodes() if node["Alive"])
-    free = _resources(ray.available_resources())
-    listing = ", ".join(f"{count} x ({resources})" for resources, count in nodes.items())
-    return f"{listing}; free in all: {free}"
+    return ", ".join(f"{count} x ({resources})" for resources, count in nodes.items())
 
 
 def _resources(resources: dict[str, float]) -> str:

@@ -62,13 +62,14 @@ def plan(config: AppConfig, nodes: Sequence[Node], *, on_gpu: bool) -> Plan:
     placement, num_shards = config.placement, config.engine.tensor_parallel_size
     bundle = placement.shard_bundle(on_gpu=on_gpu)
     drafters = [
-        (source.kind, drafter_demand(source))
+        (source.kind, _demand(source))
         for source in config.speculation
         if isinstance(source, DrafterConfig) and source.placement == "actor"
         for _ in range(source.num_actors)
     ]
     demands = [bundle] * (placement.num_replicas * num_shards) + [each for _, each in drafters]
-    _check_sums(demands, nodes)
+    if missing := shortage(demands, nodes):
+        raise PlacementError(missing)
     rooms = [dict(node.resources) for node in nodes]
     replicas = []
     for _ in range(placement.num_replicas):
@@ -92,24 +93,26 @@ def plan(config: AppConfig, nodes: Sequence[Node], *, on_gpu: bool) -> Plan:
     return Plan(tuple(replicas), tuple(placed), left)
 
 
-def drafter_demand(source: DrafterConfig) -> dict[str, float]:
-    """The Ray resources that one drafter of a source needs."""
-    demand = {"GPU": source.num_gpus, "CPU": source.num_cpus, **source.resources}
-    return {name: amount for name, amount in demand.items() if amount}
-
-
 def describe(resources: dict[str, float]) -> str:
     """Resources in words, as far as they are known."""
     known = {name: amount for name, amount in resources.items() if math.isfinite(amount)}
     return ", ".join(f"{amount:g} {name}" for name, amount in known.items()) or "nothing"
 
 
-def _check_sums(demands: Sequence[dict[str, float]], nodes: Sequence[Node]) -> None:
+def shortage(demands: Sequence[dict[str, float]], nodes: Sequence[Node]) -> str:
+    """Which resource all nodes together have too little of, in words; empty: none."""
     for name in dict.fromkeys(name for demand in demands for name in demand):
         needed = sum(demand.get(name, 0.0) for demand in demands)
         free = sum(node.resources.get(name, 0.0) for node in nodes)
         if needed > free + _ROUNDING:
-            raise PlacementError(f"needs {needed:g} {name}, the cluster has {free:g} free")
+            return f"needs {needed:g} {name}, the cluster has {free:g} free"
+    return ""
+
+
+def _demand(source: DrafterConfig) -> dict[str, float]:
+    """The Ray resources that one drafter of a source needs."""
+    demand = {"GPU": source.num_gpus, "CPU": source.num_cpus, **source.resources}
+    return {name: amount for name, amount in demand.items() if amount}
 
 
 def _place_shards(

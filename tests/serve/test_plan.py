@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from specserve.core.config import AppConfig, parse
 from specserve.core.errors import ConfigError, PlacementError
+from specserve.serve.config_file import read
 from specserve.serve.nodes import described_nodes
 from specserve.serve.plan import Node, Plan, plan
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 DRAFTER = {"kind": "mtp", "num_gpus": 1}
 
 
@@ -102,6 +105,17 @@ def test_marks_keep_shards_and_drafters_on_their_nodes() -> None:
     there = [Node("a", {**has, "drafter": 1.0}), Node("b", {**has, "engine": 0.02})]
     found = plan(parts, there, on_gpu=True)
     assert (found.replicas, found.drafters) == (((1, 1),), (("mtp", 0),))
+
+
+@pytest.mark.parametrize("name", ["r1_mtp", "r1_mtp_hybrid", "r1_mtp_int8"])
+def test_r1_takes_two_nodes_of_8_gpus_and_its_module_one_more(name: str) -> None:
+    (application,) = read(CONFIGS / f"{name}.yaml").applications
+    engine = {"GPU": 8.0, "CPU": 32.0, "specserve_engine": 1.0}
+    drafter = {"GPU": 1.0, "CPU": 4.0, "specserve_drafter": 1.0}
+    there = [Node("a", drafter), Node("b", engine), Node("c", engine)]
+    found = plan(application.config, there, on_gpu=True)
+    assert (found.replicas, found.drafters) == (((1,) * 8 + (2,) * 8,), (("mtp", 0),))
+    assert refusal(application.config, there[1:]) == "needs 17 GPU, the cluster has 16 free"
 
 
 def test_a_drafter_on_cpu_keeps_off_the_nodes_with_gpus() -> None:
