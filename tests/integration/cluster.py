@@ -91,10 +91,12 @@ class Cluster:
 
     Args:
         num_cpus: CPUs that each node declares; one node for each number.
+        num_gpus: GPUs that each node declares, whether it has them or not.
     """
 
-    def __init__(self, num_cpus: Sequence[int]) -> None:
+    def __init__(self, num_cpus: Sequence[int], num_gpus: int = 0) -> None:
         self._num_cpus = num_cpus
+        self._num_gpus = num_gpus
         self.folder = Path(tempfile.mkdtemp(prefix="ss", dir="/tmp"))  # socket paths are short
         self._mark = f"{MARK}={self.folder}"
         self._heads: list[subprocess.Popen[bytes]] = []
@@ -193,7 +195,8 @@ class Cluster:
         command = [
             *("ray", "start", *options, "--block"),
             *("--node-ip-address", node_ip(len(self._heads))),
-            *("--num-cpus", str(num_cpus), "--object-store-memory", str(100 << 20)),
+            *("--num-cpus", str(num_cpus), "--num-gpus", str(self._num_gpus)),
+            *("--object-store-memory", str(100 << 20)),
             *("--min-worker-port", "0", "--max-worker-port", "0"),
             *("--metrics-export-port", str(ports[0]), "--dashboard-agent-listen-port"),
             *(str(ports[1]), "--disable-usage-stats", "--log-color", "false"),
@@ -353,9 +356,9 @@ class Deployment:
 
 
 @contextmanager
-def running_cluster(*num_cpus: int) -> Iterator[Cluster]:
+def running_cluster(*num_cpus: int, num_gpus: int = 0) -> Iterator[Cluster]:
     """A cluster for the length of a block."""
-    cluster = Cluster(num_cpus)
+    cluster = Cluster(num_cpus, num_gpus)
     try:
         cluster.start()
         yield cluster

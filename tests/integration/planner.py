@@ -1,0 +1,51 @@
+"""Reserves placement groups in a process that is connected to a cluster, and tells where they are.
+
+``python -m tests.integration.planner ADDRESS``: applications' ``args`` come in as a JSON list; the
+node of each rank of each of them goes out, and all nodes as `specserve check` sees them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from dataclasses import asdict
+
+import ray
+from ray.util.placement_group import remove_placement_group
+from vllm.platforms import current_platform
+from vllm.v1.executor.ray_utils import get_bundles_sorted_by_node
+
+from specserve.core.config import AppConfig, parse
+from specserve.serve.nodes import running_nodes
+from specserve.serve.placement import reserve
+from tests.integration.cluster import eventually
+
+
+def main(address: str) -> None:
+    """Answers on standard output."""
+    answers, sys.stdout = sys.stdout, sys.stderr  # Ray prints
+    ray.init(address, log_to_driver=False)
+    type(current_platform).ray_device_key = "GPU"
+    places = [_ranks(parse(args)) for args in json.load(sys.stdin)]
+    nodes = [asdict(node) for node in running_nodes()]
+    answers.write(json.dumps({"places": places, "nodes": nodes}))
+
+
+def _ranks(config: AppConfig) -> list[str]:
+    """Address of the node of each rank, as vLLM's executor orders them."""
+    bundle = config.placement.shard_bundle(on_gpu=True)
+    group = asyncio.run(reserve(config.placement, bundle, config.engine.tensor_parallel_size))
+    places = [address for _, _, address in get_bundles_sorted_by_node(group)]
+    remove_placement_group(group)
+    eventually(_all_is_free, "the shards' places free again", 60)
+    return places
+
+
+def _all_is_free() -> bool:
+    free, there = ray.available_resources(), ray.cluster_resources()
+    return all(free.get(name) == there[name] for name in ("CPU", "GPU"))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

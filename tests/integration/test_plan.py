@@ -1,0 +1,65 @@
+"""The plan beside what Ray and vLLM do, on nodes that declare GPUs which they do not have."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from specserve.core.config import parse
+from specserve.serve.plan import Node, plan
+from tests.integration.cluster import running_cluster
+
+pytestmark = pytest.mark.timeout(300)
+
+CASES = [
+    ("PACK", 16),
+    ("PACK", 8),
+    ("PACK", 10),
+    ("STRICT_PACK", 8),
+    ("SPREAD", 2),
+    ("SPREAD", 7),
+    ("STRICT_SPREAD", 2),
+]
+APPLICATIONS = [
+    {
+        "model": {"path": "m"},
+        "engine": {"tensor_parallel_size": num_shards},
+        "placement": {"strategy": strategy, "timeout_s": 60.0},
+    }
+    for strategy, num_shards in CASES
+]
+
+
+def shares(nodes_of_ranks: list[str] | list[int]) -> list[int]:
+    """How many neighbouring ranks each node has; which of equal nodes is Ray's choice."""
+    shares: list[int] = []
+    for rank, node in enumerate(nodes_of_ranks):
+        if rank and node == nodes_of_ranks[rank - 1]:
+            shares[-1] += 1
+        else:
+            shares.append(1)
+    return sorted(shares)
+
+
+def test_ranks_are_on_the_nodes_that_the_plan_says() -> None:
+    with running_cluster(16, 16, num_gpus=8) as cluster:
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.integration.planner", cluster.address],
+            cwd=Path(__file__).parents[2],
+            env=cluster.environment,
+            input=json.dumps(APPLICATIONS),
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+    answer = json.loads(done.stdout)
+    nodes = [Node(**node) for node in answer["nodes"]]
+    assert [node.resources for node in nodes] == [{"CPU": 16, "GPU": 8}] * 2
+    for args, places in zip(APPLICATIONS, answer["places"], strict=True):
+        planned = plan(parse(args), nodes, on_gpu=True)
+        assert shares(places) == shares(list(planned.replicas[0])), args
+    assert shares(answer["places"][0]) == [8, 8]
