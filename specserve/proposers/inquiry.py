@@ -21,6 +21,15 @@ logger = logging.getLogger(__name__)
 MOST_CREDIT = 2.0
 """Probes that may be saved up for, in plain steps."""
 
+HOPE = 0.9
+"""Share of a draft that might be accepted: a request that is better off already is not probed."""
+
+MOST_PAUSE = 256
+"""Steps between two probes; it doubles with each that nothing came of."""
+
+MOST_RETRIES = 8
+"""Probes in a row of a text that is just being brought up to date and so got no draft."""
+
 AWAY_S = 1e-3
 """A call without drafts that took less was none: the source is away, and knows it."""
 
@@ -31,8 +40,10 @@ _FIRST_SHARE, _ROW_SHARE = 0.2, 0.01
 class Inquiry:
     """Decides for one kind of source, step by step, which requests it is asked for.
 
-    What is not asked cannot be learned from. So a probe is sent now and then, paid from an account
-    that earns ``PROBE_SHARE`` of the time. Same calls, same answers: nothing is random.
+    What is not asked cannot be learned from. So now and then one request is probed, if it could be
+    better off than with the draft that it has: paid from an account that earns ``PROBE_SHARE`` of
+    the time, and the more seldom the longer nothing came of it. Same calls, same answers: nothing
+    is random.
 
     Args:
         kind: of the source; also what its drafts are called in ``gate.acceptance``.
@@ -43,6 +54,9 @@ class Inquiry:
         self._kind = kind
         self._gate = gate
         self._credit = MOST_CREDIT
+        self._pause, self._pause_left = 1, 0  # in steps
+        self._retries_left = MOST_RETRIES
+        self._is_probe = False
         self._cost: Line | None = None
 
     def limits(
@@ -59,6 +73,8 @@ class Inquiry:
             int32 ``[n]``, 0: none; all 0: the source is not asked.
         """
         self._credit = min(self._credit + PROBE_SHARE, MOST_CREDIT)
+        self._pause_left = max(self._pause_left - 1, 0)
+        self._is_probe = False
         rows = np.flatnonzero(limits).tolist()
         if not rows or not self._gate.cost.is_calibrated:
             return limits
@@ -72,7 +88,10 @@ class Inquiry:
         }
         gains = {row: each for row, each in gains.items() if sum(each) > sum(held[row])}
         asked = self._best(held, gains, limits) if gains else np.zeros_like(limits)
-        return asked if asked.any() else self._probe(limits)
+        if asked.any():
+            self._pause = 1
+            return asked
+        return self._probe([row for row in rows if HOPE * limits[row] > sum(held[row])], limits)
 
     def _best(
         self, held: list[list[float]], gains: dict[int, list[float]], limits: Int32Array
@@ -117,7 +136,10 @@ class Inquiry:
         num_rows = int(np.count_nonzero(limits))
         if self._cost is None or not num_rows:
             return
-        if seconds < AWAY_S and not any(draft.tokens for draft in drafts):
+        is_answered = any(draft.tokens for draft in drafts)
+        if self._is_probe:
+            self._note_probe(is_answered)
+        if seconds < AWAY_S and not is_answered:
             return
         self._cost.add(np.array([1.0, num_rows, int(limits.max())]), seconds)
 
@@ -138,14 +160,32 @@ class Inquiry:
         """A draft of this source, of which only the length is known."""
         return Draft((0,) * length, cast(Source, self._kind))
 
-    def _probe(self, limits: Int32Array) -> Int32Array:
-        """Asks for all of them, where there is credit for it; else for none."""
+    def _probe(self, rows: Sequence[int], limits: Int32Array) -> Int32Array:
+        """Asks for the first of these rows, when it is time and there is credit; else for none.
+
+        The first one is the same request for as long as it runs: the source has to be brought up
+        to date on no more than one text.
+        """
+        asked = np.zeros_like(limits)
+        if not rows or self._pause_left:
+            return asked
         plain, _, _ = self._gate.cost.at(len(limits))
-        price = self._price(int(np.count_nonzero(limits)), int(limits.max()), plain)
+        price = self._price(1, int(limits[rows[0]]), plain)
         if price > self._credit:
-            return np.zeros_like(limits)
+            return asked
         self._credit -= price
-        return limits
+        self._is_probe = True
+        asked[rows[0]] = limits[rows[0]]
+        return asked
+
+    def _note_probe(self, is_answered: bool) -> None:
+        """A text that is just being brought up to date gets no draft: it is asked for again."""
+        if not is_answered and self._retries_left:
+            self._retries_left -= 1
+            return
+        self._retries_left = MOST_RETRIES
+        self._pause = min(2 * self._pause, MOST_PAUSE)
+        self._pause_left = self._pause
 
 
 def _lengths(longest: int) -> list[int]:

@@ -56,6 +56,10 @@ where they have 7168 values."""
 LOST_S = 1.0
 """An answer that comes so much later than its request's budget is not waited for."""
 
+_USE_RATE, _IN_USE = 0.1, 0.5
+"""A source that was asked for drafts in half of the last ten steps or so is kept up to date with
+all texts; else only with those that a draft is wanted of."""
+
 _MAX_REPLIES = 1000
 """Read in a step: a drafter that floods must not hold it up."""
 
@@ -146,6 +150,7 @@ class RemoteProposer:
         self._num_texts = self._num_requests = 0
         self._ended: deque[int] = deque(maxlen=MAX_ROWS)
         self._sent: dict[int, _Sent] = {}
+        self._use = 1.0
 
     @classmethod
     def build(cls, config: DraftModelConfig | MtpConfig, surroundings: Surroundings) -> Self:
@@ -157,6 +162,7 @@ class RemoteProposer:
     def propose(self, batch: DraftBatch) -> list[Draft]:
         """Sends what is new of the batch's texts, and waits for drafts of those that are near."""
         texts = [self._text_of(batch, row) for row in range(len(batch))]
+        self._use += _USE_RATE * (bool(batch.max_draft_tokens.any()) - self._use)
         self._keep_states(batch, texts)
         drafts = self._drafts(batch, texts)
         if self._states is not None:
@@ -273,6 +279,8 @@ class RemoteProposer:
             is_near = end - begin <= NEAR_TOKENS
             if is_near and not (end == length and limits[row]):
                 continue
+            if not limits[row] and self._use < _IN_USE:
+                continue  # it would be computed for nothing, perhaps on the target's own cores
             end = min(end, begin + FEED_TOKENS)
             start = min(text.held, end - 1)
             size = end - start, self._state_bytes * (end - begin)

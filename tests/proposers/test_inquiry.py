@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from specserve.core.types import Draft, Int32Array, Outcome
 from specserve.proposers.gate import Gate
-from specserve.proposers.inquiry import MOST_CREDIT, Inquiry
+from specserve.proposers.inquiry import MOST_CREDIT, MOST_PAUSE, MOST_RETRIES, Inquiry
 
 PLAIN_S = 0.01
 MTP = Draft((1, 2, 3), "mtp")
@@ -35,8 +36,9 @@ def priced(gate: Gate, share: float) -> Inquiry:
     for _ in range(60):
         for length in (1, 3):
             inquiry.observe_call(limits(length), [MTP], share * PLAIN_S)
-    while inquiry.limits(["spender"], limits(3), [[SURE]]).any():
-        pass  # spends what it may spend on probes
+    for _ in range(100):
+        if not inquiry.limits(["spender"], limits(3), [[]]).any():
+            break  # has spent what it may spend on probes
     return inquiry
 
 
@@ -84,8 +86,38 @@ def test_a_drafter_that_is_away_does_not_pass_for_a_quick_one() -> None:
 def test_what_is_never_asked_is_probed_for_a_hundredth_of_the_time() -> None:
     inquiry = priced(taught((MTP, 0), (SURE, 3)), 0.5)
     num_steps = 2000
-    num_probes = sum(any(asked(inquiry, ())) for _ in range(num_steps))
+    num_probes = sum(any(asked(inquiry, (), ())) for _ in range(num_steps))
     assert 0 < num_probes * 0.5 <= 0.011 * num_steps + MOST_CREDIT
+
+
+def test_one_request_is_probed_and_the_more_seldom_the_longer_nothing_comes_of_it() -> None:
+    inquiry = priced(taught((MTP, 0), (SURE, 3)), 0.1)
+    probes = []
+    for step in range(3000):
+        found = asked(inquiry, (), ())
+        assert found in ([0, 0], [3, 0])
+        if any(found):
+            inquiry.observe_call(limits(*found), [MTP, Draft((), "mtp")], 0.1 * PLAIN_S)
+            probes.append(step)
+    pauses = [after - before for before, after in pairwise(probes)]
+    assert pauses[-1] == MOST_PAUSE
+    assert len(probes) < 30
+
+
+def test_a_request_that_could_not_be_better_off_is_not_probed() -> None:
+    inquiry = priced(taught((MTP, 0), (SURE, 3)), 0.1)
+    assert not any(any(asked(inquiry, (SURE,))) for _ in range(1000))
+
+
+def test_a_probe_that_is_not_answered_yet_is_sent_again_in_the_next_steps() -> None:
+    inquiry = priced(taught((MTP, 0), (SURE, 3)), 0.01)
+    while not any(asked(inquiry, ())):
+        pass
+    for _ in range(MOST_RETRIES):
+        inquiry.observe_call(limits(3), [Draft((), "mtp")], 1e-5)
+        assert asked(inquiry, ()) == [3]
+    inquiry.observe_call(limits(3), [Draft((), "mtp")], 1e-5)
+    assert asked(inquiry, ()) == [0]
 
 
 def test_a_source_that_gets_better_is_found_by_its_probes() -> None:
@@ -93,7 +125,7 @@ def test_a_source_that_gets_better_is_found_by_its_probes() -> None:
     inquiry = priced(gate, 0.2)
     assert asked(inquiry, ()) == [0]
     last = [0, 0, 0]
-    for _ in range(6000):
+    for _ in range(40_000):
         last = [*last[1:], asked(inquiry, ())[0]]
         if last[-1]:
             gate.observe([Outcome("request 0", Draft(MTP.tokens[: last[-1]], "mtp"), last[-1], ())])

@@ -640,3 +640,21 @@ def test_a_request_that_was_preempted_goes_on(mtp: Mtp) -> None:
     target.computed["a"] = 0
     assert target.step({"a": 21}, {"a": 1}) != [()]
     assert target.step({"a": 1}, {"a": 1}) != [()]
+
+
+def test_a_source_that_is_seldom_asked_is_told_only_of_texts_that_a_draft_is_wanted_of() -> None:
+    drafter = FakeDrafter()
+    with closing(DrafterServer(drafter)) as server:
+        replica = Replica(lambda: server.address)
+        with closing(replica.proposer):
+            replica.texts["asked"] = TEXT[:20]
+            replica.until_drafts("asked")
+            for _ in range(20):
+                replica.propose("asked", limit=0)
+            replica.texts["new"] = TEXT[: 5 * NEAR_TOKENS]
+            num_calls = len(drafter.calls)
+            for _ in range(5):
+                replica.propose("asked", "new", limit=0)
+            replica.until_drafts("asked")  # behind whatever had been sent before
+            assert len(drafter.calls) == num_calls + 1
+            replica.until_drafts("new")
