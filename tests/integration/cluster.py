@@ -179,8 +179,12 @@ class Cluster:
         return self.processes("ray::ServeReplica")
 
     def engine_cores(self) -> list[psutil.Process]:
-        """vLLM's engine core processes."""
-        return self.processes("VLLM::EngineCore")
+        """vLLM's engine core processes.
+
+        Some never get their title: none can be set where the environment's first variable, which
+        is any with Ray, has been changed since the process began.
+        """
+        return [*self.processes("VLLM::EngineCore"), *self.processes("import spawn_main")]
 
     def shards(self) -> list[psutil.Process]:
         """Shard actors' processes."""
