@@ -49,15 +49,23 @@ def taught_by_others(api: Api) -> int:
 
 
 def await_drafts_of_the_others(api: Api, app: Deployment, prompt: str) -> None:
-    """Asks the same until a replica drafts for it what another one wrote."""
-    # Whichever replica answers: its count was one of these, and grows.
-    before = {taught_by_others(api) for _ in range(20)}
+    """Asks the same things until a replica drafts for one of them what another one wrote.
 
-    def ask() -> bool:
-        api.complete(prompt=prompt, **TEXT)
-        return taught_by_others(api) not in before
+    Several at once, since requests that come one by one may all go to one replica.
+    """
+    prompts = [prompt + more for more in ("", "try:", "import", "return", "@", '"""')]
+    with ThreadPoolExecutor(len(prompts)) as pool:
 
-    app.eventually(ask, "an accepted draft that another replica taught", 120)
+        def counts() -> set[int]:
+            return set(pool.map(lambda _: taught_by_others(api), range(24)))
+
+        before = counts()  # whichever replica answers later, its count was one of these, and grows
+
+        def ask() -> bool:
+            list(pool.map(lambda each: api.complete(prompt=each, **TEXT), prompts))
+            return not counts() <= before
+
+        app.eventually(ask, "an accepted draft that another replica taught", 120)
 
 
 def test_what_one_replica_wrote_the_other_drafts(api: Api, app: Deployment) -> None:
