@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,11 +25,9 @@ from rich.console import Console
 from specserve.bench.machine import circumstances
 from specserve.bench.prompts import BUILT_IN, load_prompts, load_tokenizer
 from specserve.core.config import AppConfig
-from specserve.demo.corpus import Module, load_modules
 from specserve.engine.generation import Job, Sampling
-from specserve.serve.config_file import read
-from tests.peers.bench_engine import KV_CACHE_BYTES, Contender, compare
-from tests.peers.bench_memory import FILE_CHARS, NUM_FILES, again_jobs
+from tests.peers.bench_engine import Contender, compare, measured_config
+from tests.peers.bench_memory import again_jobs, asked_again
 from tests.peers.inflate import inflate
 from tests.peers.tables import print_rows
 
@@ -75,13 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    config = read(args.config).applications[0].config
-    engine = config.engine.model_copy(update={"kv_cache_memory_bytes": KV_CACHE_BYTES})
-    config = config.model_copy(update={"engine": engine})
+    config = measured_config(args.config)
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.path, config.model.revision)
-    large = [module for module in load_modules(held_out=True) if len(module.text) >= FILE_CHARS]
-    modules = random.Random(args.seed).sample(large, NUM_FILES)
-    files = [Module(name=module.name, text=module.text[:FILE_CHARS]) for module in modules]
+    files = asked_again(args.seed)
     sampling, most = Sampling(max_tokens=args.max_tokens), max(CONCURRENCIES)
     rounds = []
     for seed in range(args.seed, args.seed + args.rounds):

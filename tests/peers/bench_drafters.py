@@ -28,8 +28,7 @@ from specserve.bench.machine import circumstances
 from specserve.bench.prompts import load_prompts, load_tokenizer
 from specserve.core.config import AppConfig, DraftModelConfig, MtpConfig
 from specserve.engine.generation import Job, Sampling
-from specserve.serve.config_file import read
-from tests.peers.bench_engine import KV_CACHE_BYTES, Contender, compare
+from tests.peers.bench_engine import Contender, compare, measured_config
 from tests.peers.tables import print_rows
 
 DRAFT_MODEL = "configs/models/demo-draft"
@@ -123,9 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    config = read(args.config).applications[0].config
-    engine = config.engine.model_copy(update={"kv_cache_memory_bytes": KV_CACHE_BYTES})
-    config = config.model_copy(update={"engine": engine})
+    config = measured_config(args.config)
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.path, config.model.revision)
     sampling = Sampling(max_tokens=args.max_tokens)
     jobs = {

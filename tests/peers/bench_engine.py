@@ -74,6 +74,13 @@ def contenders(config: AppConfig) -> list[Contender]:
     ]
 
 
+def measured_config(path: Path) -> AppConfig:
+    """A file's application, with a KV cache that leaves room for several engines."""
+    config = read(path).applications[0].config
+    engine = config.engine.model_copy(update={"kv_cache_memory_bytes": KV_CACHE_BYTES})
+    return config.model_copy(update={"engine": engine})
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints a table a concurrency and, last, one line of JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -85,9 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     console = Console()
-    config = read(args.config).applications[0].config
-    engine = config.engine.model_copy(update={"kv_cache_memory_bytes": KV_CACHE_BYTES})
-    config = config.model_copy(update={"engine": engine})
+    config = measured_config(args.config)
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.path, config.model.revision)
     prompts = {
         name: load_prompts(name, tokenizer, num_prompts=args.num_prompts, seed=args.seed)

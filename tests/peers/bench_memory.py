@@ -28,8 +28,7 @@ from specserve.core.errors import ConfigError
 from specserve.demo.corpus import Module, load_modules
 from specserve.demo.tasks import TaskMaker
 from specserve.engine.generation import Job, Sampling
-from specserve.serve.config_file import read
-from tests.peers.bench_engine import KV_CACHE_BYTES, Contender, compare
+from tests.peers.bench_engine import Contender, compare, measured_config
 
 NUM_FILES = 3
 FILE_CHARS = 6000
@@ -67,6 +66,13 @@ def random_jobs(vocab_size: int, number: int, max_tokens: int, seed: int) -> lis
     return [Job(prompt, sampling) for prompt in prompts]
 
 
+def asked_again(seed: int) -> list[Module]:
+    """The files that ``again_jobs`` are about."""
+    large = [module for module in load_modules(held_out=True) if len(module.text) >= FILE_CHARS]
+    modules = random.Random(seed).sample(large, NUM_FILES)
+    return [Module(name=module.name, text=module.text[:FILE_CHARS]) for module in modules]
+
+
 def again_jobs(
     tokenizer: Tokenizer, files: Sequence[Module], number: int, max_tokens: int, seed: int
 ) -> list[Job]:
@@ -92,13 +98,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    config = read(args.config).applications[0].config
-    engine = config.engine.model_copy(update={"kv_cache_memory_bytes": KV_CACHE_BYTES})
-    config = config.model_copy(update={"engine": engine})
+    config = measured_config(args.config)
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.path, config.model.revision)
-    large = [module for module in load_modules(held_out=True) if len(module.text) >= FILE_CHARS]
-    modules = random.Random(args.seed).sample(large, NUM_FILES)
-    files = [Module(name=module.name, text=module.text[:FILE_CHARS]) for module in modules]
+    files = asked_again(args.seed)
     number, max_tokens = args.num_prompts, args.max_tokens
     rounds = []
     for seed in range(args.seed, args.seed + args.rounds):
