@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from deploy.grafana.series import (
+    ACTORS,
     BETWEEN_TOKENS,
     FIRST_TOKEN,
     GENERATION_TOKENS,
@@ -15,6 +16,7 @@ from deploy.grafana.series import (
     REQUESTS_RUNNING,
     REQUESTS_WAITING,
     Series,
+    or_zero,
     ours,
     share,
 )
@@ -53,13 +55,14 @@ def _quantiles(legend: str, series: Series, *by: str) -> dict[str, str]:
 
 def _serving() -> list[Panel]:
     by = "{{model_name}}"
+    generated = GENERATION_TOKENS.rate("model_name")
     return [
         Panel(
             "Tokens per second",
             "Generated, and read of prompts.",
             "short",
             {
-                f"{by} generated": GENERATION_TOKENS.rate("model_name"),
+                f"{by} generated": generated,
                 f"{by} prompt": PROMPT_TOKENS.rate("model_name"),
             },
         ),
@@ -80,15 +83,15 @@ def _serving() -> list[Panel]:
             "In the engine's batch, and waiting for it.",
             "short",
             {
-                f"{by} running": REQUESTS_RUNNING.value("sum", "model_name"),
-                f"{by} waiting": REQUESTS_WAITING.value("sum", "model_name"),
+                f"{by} running": or_zero(REQUESTS_RUNNING.value("sum", "model_name"), generated),
+                f"{by} waiting": or_zero(REQUESTS_WAITING.value("sum", "model_name"), generated),
             },
         ),
         Panel(
             "Requests refused per second",
             "Answered 503 because too many were open.",
             "short",
-            {f"{by} {{{{reason}}}}": REQUESTS_REFUSED.rate("model_name", "reason")},
+            {by: or_zero(REQUESTS_REFUSED.rate("model_name"), generated)},
         ),
     ]
 
@@ -149,13 +152,14 @@ def _hit_rate() -> str:
     drafts, accepted = ours(specs.DRAFTS), ours(specs.ACCEPTED_TOKENS)
     by_name = GENERATION_TOKENS.rate("model_name")
     tokens = f'sum by (model) (label_replace({by_name}, "model", "$1", "model_name", "(.*)"))'
-    steps = f"({tokens} - ({accepted.rate('model')} or 0 * {drafts.rate('model')}))"
+    steps = f"({tokens} - {or_zero(accepted.rate('model'), drafts.rate('model'))})"
     return f"{drafts.rate('model', 'source')} / on (model) group_left () {steps}"
 
 
 def _sources() -> list[Panel]:
     by = "{{model}} {{source}}"
     each = ("model", "source")
+    up = ours(specs.DRAFTER_UP).value("min", *each)
     return [
         Panel(
             "Draft latency",
@@ -167,15 +171,15 @@ def _sources() -> list[Panel]:
             "Sources that are asked",
             specs.DRAFTER_UP.description + " Of several replicas the worst.",
             "bool_on_off",
-            {by: ours(specs.DRAFTER_UP).value("min", *each)},
+            {by: up},
         ),
         Panel(
             "Failed calls per second",
             "Errors and malformed drafts, and calls that missed their deadline.",
             "short",
             {
-                f"{by} errors": ours(specs.DRAFTER_ERRORS).rate(*each),
-                f"{by} timeouts": ours(specs.DRAFTER_TIMEOUTS).rate(*each),
+                f"{by} errors": or_zero(ours(specs.DRAFTER_ERRORS).rate(*each), up),
+                f"{by} timeouts": or_zero(ours(specs.DRAFTER_TIMEOUTS).rate(*each), up),
             },
         ),
     ]
@@ -183,6 +187,8 @@ def _sources() -> list[Panel]:
 
 def _draft_memory() -> list[Panel]:
     by = "{{model}}"
+    learned = ours(specs.TRIE_INGESTED).rate("model")
+    store_up = ours(specs.TRIE_STORE_UP).value("min", "model")
     return [
         Panel(
             "Size by namespace",
@@ -201,8 +207,8 @@ def _draft_memory() -> list[Panel]:
             "Forgotten for want of memory.",
             "short",
             {
-                f"{by} learned": ours(specs.TRIE_INGESTED).rate("model"),
-                f"{by} forgotten": ours(specs.TRIE_EVICTED).rate("model"),
+                f"{by} learned": learned,
+                f"{by} forgotten": or_zero(ours(specs.TRIE_EVICTED).rate("model"), learned),
             },
         ),
         Panel(
@@ -216,15 +222,15 @@ def _draft_memory() -> list[Panel]:
             "Taught by other replicas, and lost to them while the store was away.",
             "short",
             {
-                f"{by} received": ours(specs.TRIE_RECEIVED).rate("model"),
-                f"{by} dropped": ours(specs.TRIE_DROPPED).rate("model"),
+                f"{by} received": or_zero(ours(specs.TRIE_RECEIVED).rate("model"), store_up),
+                f"{by} dropped": or_zero(ours(specs.TRIE_DROPPED).rate("model"), store_up),
             },
         ),
         Panel(
             "Store that answers",
             specs.TRIE_STORE_UP.description + " Of several replicas the worst.",
             "bool_on_off",
-            {by: ours(specs.TRIE_STORE_UP).value("min", "model")},
+            {by: store_up},
         ),
     ]
 
@@ -232,20 +238,16 @@ def _draft_memory() -> list[Panel]:
 def _placement() -> list[Panel]:
     return [
         Panel(
-            "Engines by node",
-            "Replicas of a model, on the nodes that run them.",
+            "Actors by node",
+            "Replicas, shards, drafters and the draft memory's stores, on the nodes that run them.",
             "short",
-            {
-                "{{model_name}} {{instance}}": REQUESTS_RUNNING.value(
-                    "count", "model_name", "instance"
-                )
-            },
+            {"{{Name}} {{NodeAddress}}": ACTORS.value("sum", "Name", "NodeAddress")},
         ),
         Panel(
             "Healthy replicas",
             "Of each of Serve's deployments.",
             "short",
-            {"{{application}} {{deployment}}": REPLICAS.value("sum", "application", "deployment")},
+            {"{{application}} {{deployment}}": REPLICAS.latest("sum", "application", "deployment")},
         ),
         Panel(
             "Placement groups by state",

@@ -24,11 +24,13 @@ class Series:
         kind: Prometheus' type.
         labels: what a query may group by. The first one names the model where it is ``model`` or
             ``model_name``; Prometheus itself adds ``instance``, the node.
+        only: matchers of the series that count, where there are others of that name.
     """
 
     name: str
     kind: Kind
     labels: tuple[str, ...]
+    only: str = ""
 
     def rate(self, *by: str) -> str:
         """A counter's increase per second."""
@@ -40,6 +42,12 @@ class Series:
         assert self.kind == "gauge", self
         return f"{aggregation} by ({self._listed(by)}) ({self.name}{self._chosen()})"
 
+    def latest(self, aggregation: str, *by: str) -> str:
+        """The same of a gauge that is set now and then: between, Ray has no series of it."""
+        assert self.kind == "gauge", self
+        latest = f"last_over_time({self.name}{self._chosen()}[$__rate_interval])"
+        return f"{aggregation} by ({self._listed(by)}) ({latest})"
+
     def quantile(self, quantile: float, *by: str) -> str:
         """A histogram's quantile."""
         assert self.kind == "histogram", self
@@ -48,7 +56,8 @@ class Series:
 
     def _chosen(self) -> str:
         model = self.labels[0]
-        return f'{{{model}=~"$model"}}' if model in ("model", "model_name") else ""
+        matchers = f'{model}=~"$model"' if model in ("model", "model_name") else self.only
+        return f"{{{matchers}}}" if matchers else ""
 
     def _listed(self, by: tuple[str, ...]) -> str:
         unknown = set(by) - {*self.labels, "instance"}
@@ -61,9 +70,18 @@ def ours(spec: MetricSpec) -> Series:
     return Series(f"ray_{spec.name}", spec.kind, ("model", *spec.labels))
 
 
+def or_zero(part: str, present: str) -> str:
+    """The part, and 0 where only ``present`` has a series.
+
+    Ray has no series of a counter that is still 0, nor of a gauge that was not set since its last
+    report, as vLLM's are not while there is nothing to do.
+    """
+    return f"({part} or 0 * {present})"
+
+
 def share(part: str, whole: str) -> str:
-    """Their quotient; 0 where the part has no series, as Ray's counters have none while at 0."""
-    return f"({part} or 0 * {whole}) / {whole}"
+    """Their quotient."""
+    return f"{or_zero(part, whole)} / {whole}"
 
 
 def _vllm(name: str, kind: Kind, *labels: str) -> Series:
@@ -89,4 +107,11 @@ VLLM = (
 
 REPLICAS = Series("ray_serve_deployment_replica_healthy", "gauge", ("application", "deployment"))
 PLACEMENT_GROUPS = Series("ray_placement_groups", "gauge", ("State",))
-RAY = (REPLICAS, PLACEMENT_GROUPS)
+# Of what is told twice, the nodes' word: the head's does not say where an actor is.
+ACTORS = Series(
+    "ray_actors",
+    "gauge",
+    ("Name", "NodeAddress"),
+    only='Source="executor", Name=~"ServeReplica:.*|.*RayWorkerProc|.*Drafter|TrieStoreActor"',
+)
+RAY = (REPLICAS, PLACEMENT_GROUPS, ACTORS)

@@ -17,6 +17,15 @@ def read(name: str) -> Any:
     return yaml.safe_load((FOLDER / name).read_text())
 
 
+RULES = [rule for group in read("specserve.rules.yaml")["groups"] for rule in group["rules"]]
+TESTS = read("specserve.rules.test.yaml")["tests"]
+
+
+def names(kind: str) -> list[str]:
+    """Of the alerts, or of the recorded series."""
+    return [rule[kind] for rule in RULES if kind in rule]
+
+
 def test_the_configuration_is_valid() -> None:
     promtool("check", "config", FOLDER / "prometheus.yml")
 
@@ -33,12 +42,17 @@ def test_alerts_fire_and_keep_quiet_when_they_should() -> None:
 
 
 def test_each_alert_is_tested_both_ways() -> None:
-    alerts = {
-        rule["alert"] for group in read("specserve.rules.yaml")["groups"] for rule in group["rules"]
-    }
     tested = [
         (each["alertname"], bool(each["exp_alerts"]))
-        for test in read("specserve.rules.test.yaml")["tests"]
+        for test in TESTS
         for each in test["alert_rule_test"]
     ]
-    assert set(tested) == {(alert, fires) for alert in alerts for fires in (True, False)}
+    assert set(tested) == {(rule, fires) for rule in names("alert") for fires in (True, False)}
+
+
+def test_each_recorded_series_is_tested_and_used() -> None:
+    tested = str([test.get("promql_expr_test") for test in TESTS])
+    used = str([rule["expr"] for rule in RULES])
+    for name in names("record"):
+        assert name in tested
+        assert name in used
