@@ -260,6 +260,10 @@ class HttpConfig(Section):
     """How long running requests may take to finish at shutdown, in seconds."""
     api_keys: tuple[ApiKeyConfig, ...] = ()
     """Keys that requests may come with, each with its tenant; empty: no key is asked for."""
+    speculation_page: bool = True
+    """Answer ``/speculation``, a page that shows live what is drafted and accepted."""
+    show_text: bool = False
+    """Show the texts of recent requests on that page; otherwise lengths and sources alone."""
 
     @field_validator("api_keys", mode="before")
     @classmethod

@@ -26,6 +26,7 @@ from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsPro
 from specserve.core.config import AppConfig, DrafterConfig, TrieConfig
 from specserve.core.errors import RequestError
 from specserve.core.metrics import SpeculationMetrics
+from specserve.core.recent import MAX_OUTCOMES, RecentSteps
 from specserve.core.types import Draft, DraftBatch, HiddenStates, Outcome, RequestControls
 from specserve.drafters.vocabulary import fingerprint
 from specserve.engine.checkpoint import find_checkpoint, model_identity
@@ -54,6 +55,9 @@ class ProposerHook:
         lora = vllm_config.lora_config
         self._num_adapters: int = 0 if lora is None else lora.max_cpu_loras or lora.max_loras
         self.metrics = SpeculationMetrics(self._kinds)
+        self._recent = RecentSteps(
+            MAX_OUTCOMES if config.http.speculation_page else 0, with_tokens=config.http.show_text
+        )
         self._chain: ProposerChain  # of the rank that drafts, by `attach`
         self._exits: list[Callable[[], None]] = []
         self._runner: Any = None
@@ -135,6 +139,7 @@ class ProposerHook:
         self._observe_step(request_ids, scheduler_output)
         batch = self._draft_batch(request_ids, sampled_token_ids, scheduler_output, hidden_states)
         controls = [self._controls_of(request_id) for request_id in request_ids]
+        self._recent.note(outcomes)
         drafts = self._chain.step(batch, outcomes, controls)
         # A request that had no turn in this step keeps its draft: the scheduler does so too.
         for request_id, draft in zip(request_ids, drafts, strict=True):
@@ -152,6 +157,7 @@ class ProposerHook:
         for request_id in request_ids:
             self._controls.pop(request_id, None)
             self._drafts.pop(request_id, None)
+        self._recent.forget(request_ids)
         self._chain.forget(list(request_ids))
 
     def close(self) -> None:
@@ -162,6 +168,10 @@ class ProposerHook:
     def snapshot(self) -> bytes:
         """The metrics so far: a :class:`SpeculationSnapshot` as JSON."""
         return msgspec.json.encode(self.metrics.snapshot())
+
+    def recent_requests(self, tenant: str) -> bytes:
+        """A tenant's last requests: a list of :class:`RecentRequest` as JSON."""
+        return msgspec.json.encode(self._recent.requests(tenant))
 
     def _outcomes(
         self, request_ids: list[str], sampled: list[list[int]], scheduler_output: Any
@@ -231,6 +241,7 @@ class ProposerHook:
         if controls is None:
             controls = self._read_controls(request_id)
             self._controls[request_id] = controls
+            self._recent.began(request_id, controls)
         return controls
 
     def _read_controls(self, request_id: str) -> RequestControls:

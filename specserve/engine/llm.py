@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +25,7 @@ from specserve.core.config import AppConfig
 from specserve.core.errors import EngineError
 from specserve.core.metrics import SpeculationSnapshot
 from specserve.core.openmp import openmp_environment
+from specserve.core.recent import RecentRequest
 from specserve.engine.args import ray_engine_args, serve_namespace
 from specserve.engine.tenants import stamp_requests
 
@@ -97,6 +100,20 @@ class Engine:
             return None
         answers: list[bytes] = await self._llm.collective_rpc("speculation_snapshot")
         return msgspec.json.decode(answers[0], type=SpeculationSnapshot)
+
+    async def recent_requests(self, tenant: str) -> tuple[RecentRequest, ...]:
+        """A tenant's last requests; empty without speculation of our own."""
+        if not self._config.speculation or self._config.drafts_in_engine:
+            return ()
+        answers: list[bytes] = await self._llm.collective_rpc("recent_requests", args=(tenant,))
+        return msgspec.json.decode(answers[0], type=tuple[RecentRequest, ...])
+
+    def decoder(self) -> Callable[[Sequence[int]], str]:
+        """What turns tokens into text, special tokens included; for any one thread."""
+        # A copy: Rust's part of a tokenizer refuses to be changed, as encoding does, while another
+        # thread decodes.
+        tokenizer = copy.deepcopy(self._llm.get_tokenizer())
+        return lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=False))
 
     async def check_health(self) -> None:
         """Raises EngineError when the engine core or one of its shards has died."""

@@ -48,6 +48,10 @@ class SpeculationMixin(_Worker):
         """Rank 0's metrics so far as JSON; empty in other ranks."""
         return self._hook.snapshot() if self._hook is not None else b""
 
+    def recent_requests(self, tenant: str) -> bytes:
+        """A tenant's last requests in rank 0 as JSON; empty in other ranks."""
+        return self._hook.recent_requests(tenant) if self._hook is not None else b""
+
 
 def _no_drafts(scheduler_output: Any, sampled_token_ids: Any, *rest: object) -> list[list[int]]:
     # vLLM takes the drafts of rank 0 alone.

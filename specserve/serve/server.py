@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Awaitable, Callable
 
 from ray import serve
 from ray.serve.context import _get_global_client
@@ -18,6 +19,7 @@ from specserve.serve.middleware import (
     RetryAfterMiddleware,
     answer_http_error,
 )
+from specserve.serve.page import ReplicaView, SpeculationPage
 from specserve.serve.placement import reserve
 from specserve.serve.progress import Progress
 from specserve.serve.speculation import SpeculationMonitor
@@ -63,6 +65,10 @@ class ModelServer:
         app = await self._engine.asgi_app()
         monitor = SpeculationMonitor(self._config, self._engine.speculation)
         app.include_router(monitor.router())
+        replica = serve.get_replica_context().replica_id.unique_id
+        self._page = SpeculationPage(self._config, self._engine, replica, _asker())
+        if self._config.http.speculation_page:
+            app.include_router(self._page.router())
         app.add_exception_handler(HTTPException, answer_http_error)
         # vLLM's application has built its stack already, with the handlers it then had.
         app.middleware_stack = app.build_middleware_stack()
@@ -74,6 +80,10 @@ class ModelServer:
         self._progress.ready(_base_url())
         return DisconnectMiddleware(RetryAfterMiddleware(wrapped, self._config.http.retry_after_s))
 
+    async def view(self, tenant: str) -> ReplicaView:
+        """What this replica shows of itself; asked by the replica that answers for the page."""
+        return await self._page.view(tenant)
+
     async def check_health(self) -> None:
         """Serve replaces the replica when this raises."""
         await self._engine.check_health()
@@ -82,6 +92,20 @@ class ModelServer:
         """Serve calls it when the running requests have finished, or have been given up."""
         if hasattr(self, "_engine"):
             self._engine.shutdown()
+
+
+def _asker() -> Callable[[str], Awaitable[list[ReplicaView | BaseException]]]:
+    """What asks every replica of this deployment, this one too, for its view."""
+    context = serve.get_replica_context()
+    handle = serve.get_deployment_handle(context.deployment, context.app_name)
+
+    async def ask_all(tenant: str) -> list[ReplicaView | BaseException]:
+        answers: list[ReplicaView | BaseException] = await handle.broadcast(
+            "view", tenant
+        ).results_async(return_exceptions=True)
+        return answers
+
+    return ask_all
 
 
 def _base_url() -> str:

@@ -15,7 +15,7 @@ from specserve.core.config import ApiKeyConfig
 from specserve.core.errors import ConfigError
 from specserve.engine.tenants import CURRENT_TENANT
 
-_OPEN_PATHS = ("/health", "/metrics")
+_OPEN_PATHS = ("/health", "/metrics", "/speculation")
 _POLICY_VIOLATION = 1008
 
 
@@ -64,7 +64,8 @@ def read_keys(
 class TenantMiddleware:
     """Answers 401 to a call without a known key, and notes whose call the others are.
 
-    Without a key only ``/health``, ``/metrics`` and ``OPTIONS`` are answered.
+    Without a key only ``/health``, ``/metrics``, ``OPTIONS`` and ``/speculation`` are answered: a
+    page without data, which asks for the key.
 
     Args:
         app: the application behind.

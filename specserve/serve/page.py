@@ -1,0 +1,263 @@
+"""The page ``/speculation``: live, what is drafted and accepted, of all replicas together.
+
+The page itself holds no data. It asks ``/speculation/data`` once a second while someone looks, and
+the replica that happens to be asked asks the others. Rates come from the difference of two answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import lru_cache
+from importlib.resources import files
+from typing import Protocol
+
+import msgspec
+import prometheus_client
+from fastapi import APIRouter
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from specserve.core.config import AppConfig, TrieConfig
+from specserve.core.metrics import SpeculationSnapshot
+from specserve.core.recent import RecentRequest, RecentStep
+from specserve.engine.tenants import CURRENT_TENANT
+
+ANSWER_TIMEOUT_S = 2.0
+"""How long rank 0 may take."""
+PEERS_TIMEOUT_S = 3.0
+"""How long the replicas may take, all at once."""
+
+_HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
+_CONTENT_SECURITY_POLICY = (
+    "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+)
+_CONTEXT_TOKENS = 8
+_TEXTS_CACHED = 16_384
+
+
+class StepView(msgspec.Struct, frozen=True):
+    """One step of a request: what was drafted, and what the text became.
+
+    Attributes:
+        source: who drafted; empty: nobody did.
+        num_drafted: draft tokens that were verified.
+        num_accepted: how many of them the target accepted.
+        num_new: tokens that the step emitted.
+        accepted: text of the accepted tokens; as the other texts empty where none are shown.
+        own: text of the tokens that were the target's own.
+        refused: text of the draft tokens that were not accepted.
+    """
+
+    source: str
+    num_drafted: int
+    num_accepted: int
+    num_new: int
+    accepted: str = ""
+    own: str = ""
+    refused: str = ""
+
+
+class RequestView(msgspec.Struct, frozen=True):
+    """One request's last steps."""
+
+    request: str
+    steps: tuple[StepView, ...]
+
+
+class ReplicaView(msgspec.Struct, frozen=True):
+    """What one replica shows of itself.
+
+    Attributes:
+        replica: its id.
+        clock_s: its clock, in seconds; only differences mean something.
+        generated_tokens: output tokens since it started.
+        num_running: requests that are being decoded.
+        num_waiting: requests that wait for that.
+        speculation: what it has counted since it started.
+        requests: the caller's last requests.
+    """
+
+    replica: str
+    clock_s: float
+    generated_tokens: float
+    num_running: float
+    num_waiting: float
+    speculation: SpeculationSnapshot
+    requests: tuple[RequestView, ...]
+
+
+class PageData(msgspec.Struct, frozen=True):
+    """What the page is drawn from.
+
+    Attributes:
+        model: its name.
+        kinds: the configured sources.
+        drafts_in_engine: whether vLLM drafts by itself, uncounted by source.
+        trie_max_bytes: what each replica's draft memory may take; 0: there is none.
+        show_text: whether steps have their text.
+        num_replicas: how many are configured.
+        replicas: those that answered.
+    """
+
+    model: str
+    kinds: tuple[str, ...]
+    drafts_in_engine: bool
+    trie_max_bytes: int
+    show_text: bool
+    num_replicas: int
+    replicas: tuple[ReplicaView, ...]
+
+
+class Engine(Protocol):
+    """As much of the engine as the page asks."""
+
+    async def speculation(self) -> SpeculationSnapshot | None:
+        """What rank 0 has counted; None without speculation of our own."""
+        ...
+
+    async def recent_requests(self, tenant: str) -> tuple[RecentRequest, ...]:
+        """A tenant's last requests."""
+        ...
+
+    def decoder(self) -> Callable[[Sequence[int]], str]:
+        """What turns tokens into text."""
+        ...
+
+
+class SpeculationPage:
+    """One replica's part of the page, and the routes that serve all of it.
+
+    Args:
+        config: the application's configuration.
+        engine: this replica's.
+        replica: this replica's id.
+        ask_all: asks every replica for its :meth:`view`; a replica's failure stands for its answer.
+    """
+
+    def __init__(
+        self,
+        config: AppConfig,
+        engine: Engine,
+        replica: str,
+        ask_all: Callable[[str], Awaitable[Sequence[ReplicaView | BaseException]]],
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._replica = replica
+        self._ask_all = ask_all
+        self._decode: Callable[[tuple[int, ...]], str] | None = None
+
+    async def view(self, tenant: str) -> ReplicaView:
+        """What this replica shows to ``tenant``. Raises TimeoutError if rank 0 is silent."""
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            snapshot = await self._engine.speculation()
+            requests = await self._engine.recent_requests(tenant)
+        return ReplicaView(
+            self._replica,
+            time.monotonic(),
+            _vllm("vllm:generation_tokens_total"),
+            _vllm("vllm:num_requests_running"),
+            _vllm("vllm:num_requests_waiting"),
+            snapshot or SpeculationSnapshot(),
+            await asyncio.to_thread(self._with_texts, requests),
+        )
+
+    def router(self) -> APIRouter:
+        """The page and its data."""
+        router = APIRouter()
+        page = files("specserve.serve").joinpath("speculation.html").read_bytes()
+
+        @router.get("/speculation", include_in_schema=False)
+        async def speculation() -> Response:
+            headers = {**_HEADERS, "Content-Security-Policy": _CONTENT_SECURITY_POLICY}
+            return Response(page, media_type="text/html", headers=headers)
+
+        @router.get("/speculation/data", include_in_schema=False)
+        async def data() -> Response:
+            answer = await self._data(CURRENT_TENANT.get() if self._config.http.api_keys else "")
+            return Response(
+                msgspec.json.encode(answer), headers=_HEADERS, media_type="application/json"
+            )
+
+        return router
+
+    async def _data(self, tenant: str) -> PageData:
+        try:
+            async with asyncio.timeout(PEERS_TIMEOUT_S):
+                answers = await self._ask_all(tenant)
+            views = [each for each in answers if isinstance(each, ReplicaView)]
+        except TimeoutError:  # one that hangs keeps all waiting, till Serve's health check ends it
+            views = []
+        config = self._config
+        if not views:
+            try:
+                views = [await self.view(tenant)]
+            except TimeoutError:
+                detail = f"the engine did not answer within {ANSWER_TIMEOUT_S:g} s"
+                raise HTTPException(503, detail) from None
+        return PageData(
+            model=config.model.name,
+            kinds=tuple(source.kind for source in config.speculation),
+            drafts_in_engine=config.drafts_in_engine,
+            trie_max_bytes=sum(
+                source.max_bytes for source in config.speculation if isinstance(source, TrieConfig)
+            ),
+            show_text=config.http.show_text,
+            num_replicas=config.placement.num_replicas,
+            replicas=tuple(sorted(views, key=lambda view: view.replica)),
+        )
+
+    def _with_texts(self, requests: Sequence[RecentRequest]) -> tuple[RequestView, ...]:
+        if self._decode is None and self._config.http.show_text:
+            # Of what is asked for once a second nearly all was asked for a second ago.
+            self._decode = lru_cache(_TEXTS_CACHED)(self._engine.decoder())
+        return tuple(
+            RequestView(each.request, tuple(step_views(each.steps, self._decode)))
+            for each in requests
+        )
+
+
+def step_views(
+    steps: Sequence[RecentStep], decode: Callable[[tuple[int, ...]], str] | None
+) -> Iterator[StepView]:
+    """The steps of one request, in their order, with the text that each added.
+
+    Args:
+        steps: one after the other.
+        decode: turns tokens into text; None: texts are not shown.
+    """
+    context: tuple[int, ...] = ()
+    for step in steps:
+        numbers = (step.source, step.num_drafted, step.num_accepted, step.num_new)
+        if decode is None:
+            yield StepView(*numbers)
+            continue
+        accepted, own = step.new[: step.num_accepted], step.new[step.num_accepted :]
+        after = context + accepted
+        yield StepView(
+            *numbers,
+            _added(decode, context, accepted),
+            _added(decode, after, own),
+            _added(decode, after, step.refused),
+        )
+        context = (after + own)[-_CONTEXT_TOKENS:]
+
+
+def _added(
+    decode: Callable[[tuple[int, ...]], str], context: tuple[int, ...], tokens: tuple[int, ...]
+) -> str:
+    """The text that ``tokens`` add: it depends on what stands before.
+
+    Tokens may end within a character, which is told with the token that completes it.
+    """
+    before = decode(context).rstrip("\ufffd")
+    return decode(context + tokens).rstrip("\ufffd")[len(before) :]
+
+
+def _vllm(series: str) -> float:
+    """The sum of one of vLLM's series in this process; 0 before it is there."""
+    families = prometheus_client.REGISTRY.restricted_registry([series]).collect()
+    return sum(sample.value for family in families for sample in family.samples)
