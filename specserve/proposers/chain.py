@@ -5,7 +5,8 @@ The way of a step, for the engine's hook::
     controls = parse_controls(...)                 once a request
     drafts = chain.step(batch, outcomes, controls) after each step; drafts[i] is for row i
     chain.observe_step(n, draft_tokens, seconds)   after each step of decoding requests alone
-    chain.forget(ids)                              when requests finish or are aborted
+    chain.finish(batch)                            when requests end, if has_unseen_texts
+    chain.forget(ids)                              then, or when they are aborted
 """
 
 from __future__ import annotations
@@ -24,10 +25,14 @@ from specserve.proposers.base import Proposer, Surroundings
 from specserve.proposers.gate import Gate
 from specserve.proposers.guard import GuardedSource, is_well_formed
 from specserve.proposers.inquiry import Inquiry
+from specserve.proposers.pace import Pace
 from specserve.proposers.registry import build_proposer
 
 NO_DRAFT = Draft((), "ngram")
 """No source had a guess, or none that pays."""
+
+_KIND_OF = {"trie_local": "trie", "trie_cluster": "trie"}
+"""Kinds of source whose drafts bear other names."""
 
 
 class ProposerChain:
@@ -67,6 +72,7 @@ class ProposerChain:
         self._inquiries = {
             kind: Inquiry(kind, self._gate) for kind in gated_kinds & self._remote_kinds.keys()
         }
+        self._paces = {kind: Pace() for kind in gated_kinds - self._remote_kinds.keys()}
         self._clock = clock
 
     def step(
@@ -99,6 +105,8 @@ class ProposerChain:
             draft = outcome.draft
             if draft is not None and draft.tokens:
                 self._metrics.count_draft(draft.source, len(draft.tokens), outcome.num_accepted)
+                if pace := self._paces.get(_KIND_OF.get(draft.source, draft.source)):
+                    pace.observe_accepted(outcome.num_accepted)
         for source in self._sources:
             source.observe(outcomes)
         self._gate.observe(outcomes)
@@ -115,6 +123,22 @@ class ProposerChain:
         """
         self._gate.observe_step(num_requests, num_draft_tokens, seconds)
 
+    @property
+    def has_unseen_texts(self) -> bool:
+        """Whether a source is asked so seldom that it may not have seen the texts' ends."""
+        return any(pace.is_slow for pace in self._paces.values())
+
+    def finish(self, batch: DraftBatch) -> None:
+        """Shows requests that end to the sources that have not seen them whole, to learn from.
+
+        Args:
+            batch: the requests as they are now, all ``max_draft_tokens`` 0.
+        """
+        for source in self._sources:
+            pace = self._paces.get(source.kind)
+            if pace is not None and pace.is_slow and source.ready and len(batch):
+                source.propose(batch)
+
     def forget(self, request_ids: list[str]) -> None:
         """Drops all that is kept of these finished or aborted requests; unknown ids are fine."""
         for source in self._sources:
@@ -125,23 +149,27 @@ class ProposerChain:
     def _offers(self, batch: DraftBatch) -> list[list[tuple[str, Draft]]]:
         """What the sources offer: for each request (kind, draft), drafts with tokens alone.
 
-        Every source is asked at every step, with a limit of 0 where no draft is wanted: some learn
-        from what they see.
+        A source that is asked sees the whole batch, with a limit of 0 where no draft is wanted:
+        some learn from what they see.
         """
         offers: list[list[tuple[str, Draft]]] = [[] for _ in batch.request_ids]
+        seconds_per_token = self._gate.cost.at(len(batch))[0] / max(len(batch), 1)
         for source in self._sources:
-            if not source.ready:
+            pace, inquiry = self._paces.get(source.kind), self._inquiries.get(source.kind)
+            if not source.ready or (pace is not None and not pace.is_due(seconds_per_token)):
                 continue
             limits = self._limits(source.kind, batch)
-            if (inquiry := self._inquiries.get(source.kind)) is None:
-                drafts = self._ask(source, batch, limits)
-            else:
+            if inquiry is not None:
                 held = [[draft for _, draft in each] for each in offers]
                 limits = np.minimum(limits, self._remote_kinds[source.kind])
                 limits = inquiry.limits(batch.request_ids, limits, held)
-                began = self._clock()
-                drafts = self._ask(source, batch, limits)
-                inquiry.observe_call(limits, drafts, self._clock() - began)
+            began = self._clock()
+            drafts = self._ask(source, batch, limits)
+            seconds = self._clock() - began
+            if inquiry is not None:
+                inquiry.observe_call(limits, drafts, seconds)
+            elif pace is not None:
+                pace.observe_call(seconds)
             for each, draft in zip(offers, drafts, strict=True):
                 if draft.tokens:
                     each.append((source.kind, draft))

@@ -345,3 +345,44 @@ def test_a_source_that_takes_time_is_asked_where_its_only_token_is_worth_it(
         drafts = chain.step(batch(16), [outcome], [AUTO])
     num_asked = sum(limits != [0] for limits in remote.limits[20:])
     assert num_asked > 350 if is_asked else num_asked < 20
+
+
+def finds_nothing(clock: Clock) -> Source:
+    """A source that takes time, for nothing."""
+
+    def search(batch: DraftBatch) -> list[Draft]:
+        clock.now += 0.0003
+        return [Draft((), "ngram")] * len(batch)
+
+    return Source(search)
+
+
+def test_a_source_that_brings_nothing_is_asked_seldom_and_sees_texts_when_they_end() -> None:
+    clock = Clock()
+    source = finds_nothing(clock)
+    chain = ProposerChain(
+        [("ngram", source)],
+        SpeculationMetrics(("ngram",)),
+        gated_kinds=frozenset({"ngram"}),
+        clock=clock,
+    )
+    for _ in range(1000):
+        chain.step(batch(4), [], [AUTO])
+        chain.observe_step(1, 0, 0.01)
+    num_asked = len(source.limits)
+    assert num_asked < 500
+    assert chain.has_unseen_texts
+
+    chain.finish(batch(0))
+    assert source.limits[num_asked:] == [[0]]
+
+
+def test_a_source_that_is_to_draft_always_is_asked_at_every_step() -> None:
+    clock = Clock()
+    source = finds_nothing(clock)
+    chain = ProposerChain([("ngram", source)], SpeculationMetrics(("ngram",)), clock=clock)
+    for _ in range(1000):
+        chain.step(batch(4), [], [AUTO])
+        chain.observe_step(1, 0, 0.01)
+    assert len(source.limits) == 1000
+    assert not chain.has_unseen_texts

@@ -1,0 +1,62 @@
+"""How often a source in this process is asked: seldom, where its drafts bring less than it costs.
+
+A search takes little time, but it is taken at every step, and no token is computed meanwhile. Text
+that repeats nothing gains nothing from it.
+"""
+
+from __future__ import annotations
+
+MOST_PAUSE = 8
+"""Steps from one call to the next where nothing comes of them: a text that begins to repeat itself
+is noticed after so many steps at the latest."""
+
+_MEMORY = 0.98
+_FIRST_YIELD = 0.5
+_MOST_SECONDS_TIMES = 4.0
+
+
+class Pace:
+    """Compares the time that a source's accepted tokens save with the time that its calls take.
+
+    While they save more, every step is a call; else the pauses double up to ``MOST_PAUSE``. Both
+    sides are means over some fifty calls; a stalled call counts as four usual ones.
+    """
+
+    def __init__(self) -> None:
+        self._yield = _FIRST_YIELD  # accepted tokens a call
+        self._seconds = 0.0  # a call
+        self._pause, self._steps_left = 1, 0
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether the last steps were not all calls."""
+        return self._pause > 1
+
+    def is_due(self, seconds_per_token: float) -> bool:
+        """Whether to ask in this step; to be called once a step.
+
+        Args:
+            seconds_per_token: what an accepted token saves: a plain step's time over its tokens.
+        """
+        if self._yield * seconds_per_token >= self._seconds:
+            self._pause, self._steps_left = 1, 0
+            return True
+        if self._steps_left:
+            self._steps_left -= 1
+            return False
+        self._pause = min(2 * self._pause, MOST_PAUSE)
+        self._steps_left = self._pause - 1
+        return True
+
+    def observe_call(self, seconds: float) -> None:
+        """What a call took."""
+        if self._seconds:
+            seconds = min(seconds, _MOST_SECONDS_TIMES * self._seconds)
+            self._seconds += (1 - _MEMORY) * (seconds - self._seconds)
+        else:
+            self._seconds = seconds
+        self._yield *= _MEMORY
+
+    def observe_accepted(self, num_tokens: int) -> None:
+        """How many tokens of one of its drafts were accepted."""
+        self._yield += (1 - _MEMORY) * num_tokens
