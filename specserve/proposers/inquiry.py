@@ -141,7 +141,7 @@ class Inquiry:
             self._note_probe(is_answered)
         if seconds < AWAY_S and not is_answered:
             return
-        self._cost.add(np.array([1.0, num_rows, int(limits.max())]), seconds)
+        self._cost.add((1.0, num_rows, int(limits.max())), seconds)
 
     def _rate(self, gains: Sequence[Sequence[float]], base: float, per_token: float) -> float:
         """Output tokens in a plain step's time, with these drafts cut to the best length."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import median
 
 import numpy as np
@@ -50,7 +51,7 @@ class StepCost:
         if seconds <= 0 or num_requests <= 0:
             return
         if num_draft_tokens:
-            self._spec.add(np.array([1.0, num_requests, num_draft_tokens]), seconds)
+            self._spec.add((1.0, num_requests, num_draft_tokens), seconds)
             self.most_draft_tokens = max(self.most_draft_tokens, num_draft_tokens)
             return
         if len(self._first) < CALIBRATION_STEPS:
@@ -58,11 +59,12 @@ class StepCost:
             self._first.append(seconds)
             self._plain.restart(np.array([median(self._first), 0.0]))
         else:
-            self._plain.add(np.array([1.0, num_requests]), seconds)
+            self._plain.add((1.0, num_requests), seconds)
         base, slope = self._plain.coefficients
-        self._spec.prior = np.array([base, slope, ASSUMED_TOKEN_SHARE * base])
-        if not self._spec.num_observations:
-            self._spec.refit()
+        if self._spec.prior[0] != base:
+            self._spec.prior = np.array([base, slope, ASSUMED_TOKEN_SHARE * base])
+            if not self._spec.num_observations:
+                self._spec.refit()
 
     @property
     def is_calibrated(self) -> bool:
@@ -105,31 +107,45 @@ class Line:
         self._products = np.zeros(len(prior))
         self._deviation = 0.25
         self._num_clipped = 0
+        self._new: list[tuple[float, ...]] = []
         self.coefficients: list[float] = prior.tolist()
 
-    def add(self, features: FloatArray, seconds: float) -> None:
+    def add(self, features: Sequence[float], seconds: float) -> None:
         """One observation."""
-        pairs = zip(self.coefficients, features.tolist(), strict=True)
+        pairs = zip(self.coefficients, features, strict=True)
         expected = max(sum(a * b for a, b in pairs), _LEAST_SECONDS)
         error = (seconds - expected) / expected
         reach = _CLIP_DEVIATIONS * self._deviation
         self._num_clipped = self._num_clipped + 1 if abs(error) > reach else 0
         if self._num_clipped == _CHANGED_AFTER:
             # No stalls any more: steps have another cost now.
+            self._take_in()
             self._squares *= _KEPT_AT_CHANGE
             self._products *= _KEPT_AT_CHANGE
             self._num_clipped = 0
         else:
             error = min(max(error, -reach), reach)
         self._deviation += 0.1 * (max(abs(error), _LEAST_DEVIATION) - self._deviation)
-        self._squares = MEMORY * self._squares + np.outer(features, features)
-        self._products = MEMORY * self._products + features * (expected * (1 + error))
+        self._new.append((*features, expected * (1 + error)))
         self.num_observations += 1
-        if self.num_observations < _ALWAYS_FITTED or self.num_observations % _FIT_EVERY == 0:
+        if self.num_observations < _ALWAYS_FITTED or len(self._new) == _FIT_EVERY:
             self.refit()
 
     def refit(self) -> None:
-        """Takes a new ``prior`` into account."""
+        """Takes new observations, or a new ``prior``, into account."""
+        self._take_in()
         left = self._squares + np.diag(self._precision)
         right = self._products + self._precision * self.prior
         self.coefficients = np.linalg.solve(left, right).tolist()
+
+    def _take_in(self) -> None:
+        # Some at once: a dozen calls of numpy at every step would be felt.
+        if not self._new:
+            return
+        new = np.array(self._new)
+        weights = MEMORY ** np.arange(len(new) - 1, -1, -1)
+        features = new[:, :-1]
+        faded = MEMORY ** len(new)
+        self._squares = faded * self._squares + (features.T * weights) @ features
+        self._products = faded * self._products + features.T @ (weights * new[:, -1])
+        self._new.clear()
