@@ -77,7 +77,7 @@ class Arrays(NamedTuple):
 
 
 def allocate(num_pages: int) -> Arrays:
-    """Empty arrays. The system gives the memory when it is first written to."""
+    """Empty arrays."""
     size = num_pages * PAGE
     buckets = max(int(size * _ENTRIES_PER_TOKEN) // BUCKET, 1)
     stack = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
@@ -87,10 +87,12 @@ def allocate(num_pages: int) -> Arrays:
     def pages(dtype: type[np.generic], fill: int = 0) -> npt.NDArray[Any]:
         return np.full(num_pages, fill, dtype)
 
+    # The table is written now, all of it: a text touches it everywhere, and would wait while the
+    # system clears hundreds of megabytes.
     return Arrays(
         tokens=np.empty(size, np.int32),
         older=np.empty((len(LEVELS), size), np.int32),
-        table=np.zeros((len(LEVELS), buckets * BUCKET), np.uint64),
+        table=np.full((len(LEVELS), buckets * BUCKET), 0, np.uint64),
         page_next=pages(np.int32, -1),
         page_prev=pages(np.int32, -1),
         page_length=pages(np.int32),

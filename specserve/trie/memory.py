@@ -54,18 +54,18 @@ class TrieMemory:
     """
 
     def __init__(self, max_bytes: int, num_namespaces: int = 1) -> None:
-        self._quota = max_bytes // num_namespaces
-        self._num_namespaces = num_namespaces
+        # All are made now: no request waits for the memory.
+        self._unused = [TokenTrie(max_bytes // num_namespaces) for _ in range(num_namespaces)]
         self._tries: dict[str, TokenTrie] = {}
         self._lock = threading.Lock()
 
     def of(self, namespace: str) -> TokenTrie | None:
-        """The trie of a namespace, made when first asked for; None: there is no room for it."""
+        """The trie of a namespace; None: there is no room for it."""
         trie = self._tries.get(namespace)
         if trie is None:
             with self._lock:
-                if namespace not in self._tries and len(self._tries) < self._num_namespaces:
-                    self._tries[namespace] = TokenTrie(self._quota)
+                if namespace not in self._tries and self._unused:
+                    self._tries[namespace] = self._unused.pop()
                 trie = self._tries.get(namespace)
         return trie
 
