@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import time
 from functools import partial
+from typing import Any
 
 import ray
 from vllm.config import ParallelConfig
@@ -18,10 +19,40 @@ from vllm.distributed.device_communicators import shm_broadcast
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.platforms import current_platform
 from vllm.v1.executor import ray_executor_v2
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2, RayWorkerProc
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
 _LOOK_S = 1.0
 """How often a reader of another node's queue looks whether it is to end."""
+
+
+_NOT_ATTACHED: Any = object()
+
+
+def attach_drafts(output: ModelRunnerOutput, drafts: DraftTokenIds | None) -> None:
+    """Gives a step's output the drafts for the next step to carry to the executor."""
+    output.specserve_drafts = drafts
+
+
+class DraftsWithTokens(MultiprocExecutor):
+    """Takes a step's drafts from the output that brings its tokens: a call to the shards less.
+
+    vLLM asks for them with a call of their own after each step, during which nothing is computed.
+    """
+
+    _drafts: DraftTokenIds | None = _NOT_ATTACHED
+
+    def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
+        """A step's tokens."""
+        output = super().sample_tokens(grammar_output, non_block)
+        self._drafts = getattr(output, "specserve_drafts", _NOT_ATTACHED)
+        return output
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """The drafts for the next step; asks the shards only if the tokens came without."""
+        drafts, self._drafts = self._drafts, _NOT_ATTACHED
+        return super().take_draft_token_ids() if drafts is _NOT_ATTACHED else drafts
 
 
 class CpuRayWorkerProc(RayWorkerProc):
@@ -38,7 +69,7 @@ class CpuRayWorkerProc(RayWorkerProc):
         super()._init_message_queues(*args, **kwargs)
 
 
-class RayExecutor(RayExecutorV2):
+class RayExecutor(DraftsWithTokens, RayExecutorV2):
     """vLLM's Ray executor, whose engine ends also where a shard dies on another node."""
 
     def _init_executor(self) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.outputs import ModelRunnerOutput
+
+from specserve.engine.executor import attach_drafts
 from specserve.engine.hook import ProposerHook, restore_logits_processors
 from specserve.engine.ray_metrics import RayMetricsExporter
 
@@ -37,6 +40,13 @@ class SpeculationMixin(_Worker):
         if self._hook is not None:
             self._hook.forget(scheduler_output.finished_req_ids)
         return super().execute_model(scheduler_output)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """A step's tokens, with the drafts for the next one: the executor need not ask for them."""
+        output = super().sample_tokens(grammar_output)
+        if self._hook is not None and isinstance(output, ModelRunnerOutput):
+            attach_drafts(output, self.take_draft_token_ids())
+        return output
 
     def shutdown(self) -> None:
         """Ends what the sources have started, then the worker."""

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import pytest
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+
+from specserve.engine.executor import DraftsWithTokens, attach_drafts
+
+DRAFTS = DraftTokenIds(["a"], [[1, 2]])
+ASKED_FOR = DraftTokenIds(["a"], [[3]])
+
+
+@pytest.fixture
+def output(monkeypatch: pytest.MonkeyPatch) -> ModelRunnerOutput:
+    """What the shards answer to the next step; asked for drafts they answer ``ASKED_FOR``."""
+    output = ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0})
+    monkeypatch.setattr(MultiprocExecutor, "sample_tokens", lambda *_: output)
+    monkeypatch.setattr(MultiprocExecutor, "take_draft_token_ids", lambda _: ASKED_FOR)
+    return output
+
+
+@pytest.fixture
+def executor() -> DraftsWithTokens:
+    return object.__new__(DraftsWithTokens)  # without shards
+
+
+@pytest.mark.parametrize("drafts", [DRAFTS, None])
+def test_drafts_come_with_the_tokens(
+    drafts: DraftTokenIds | None, output: ModelRunnerOutput, executor: DraftsWithTokens
+) -> None:
+    attach_drafts(output, drafts)
+    assert executor.sample_tokens(None) is output
+    assert executor.take_draft_token_ids() is drafts
+
+
+def test_drafts_that_did_not_come_are_asked_for(
+    output: ModelRunnerOutput, executor: DraftsWithTokens
+) -> None:
+    assert executor.take_draft_token_ids() is ASKED_FOR
+    executor.sample_tokens(None)
+    assert executor.take_draft_token_ids() is ASKED_FOR
+
+
+def test_no_drafts_are_taken_twice(output: ModelRunnerOutput, executor: DraftsWithTokens) -> None:
+    attach_drafts(output, DRAFTS)
+    executor.sample_tokens(None)
+    executor.take_draft_token_ids()
+    assert executor.take_draft_token_ids() is ASKED_FOR
