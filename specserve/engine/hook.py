@@ -51,6 +51,7 @@ class ProposerHook:
         self._max_draft_len = config.num_speculative_tokens
         self._config = config
         self._kinds = tuple(source.kind for source in config.speculation)
+        self._feeds_drafters = any(isinstance(each, DrafterConfig) for each in config.speculation)
         self._vocab_size: int = vllm_config.model_config.get_vocab_size()
         lora = vllm_config.lora_config
         self._num_adapters: int = 0 if lora is None else lora.max_cpu_loras or lora.max_loras
@@ -84,7 +85,7 @@ class ProposerHook:
 
     def _surroundings(self) -> Surroundings:
         # Only some sources ask for these, and they take the checkpoint's files.
-        has_drafters = any(isinstance(each, DrafterConfig) for each in self._config.speculation)
+        has_drafters = self._feeds_drafters
         has_identity = has_drafters or "trie" in self._kinds
         identity = model_identity(self._config.model) if has_identity else ""
         vocab_size = self._vocab_size
@@ -154,6 +155,8 @@ class ProposerHook:
         """Drops all state of finished or aborted requests."""
         if not request_ids:
             return
+        if self._chain.has_unseen_texts:
+            self._chain.finish(self._last_texts(request_ids))
         for request_id in request_ids:
             self._controls.pop(request_id, None)
             self._drafts.pop(request_id, None)
@@ -218,22 +221,46 @@ class ProposerHook:
         size = len(request_ids)
         num_tokens = input_batch.num_tokens_no_spec[:size].astype(np.int32)
         # One token more is always sampled after the draft, and it has to fit in the context too.
-        room = np.clip(self._max_model_len - 1 - num_tokens, 0, self._max_draft_len)
-        sampled_any = np.fromiter((bool(tokens) for tokens in sampled), dtype=np.bool_, count=size)
+        most = self._max_model_len - 1
+        room = [
+            min(max(most - length, 0), self._max_draft_len) if tokens else 0
+            for length, tokens in zip(num_tokens.tolist(), sampled, strict=True)
+        ]
         return DraftBatch(
             request_ids=list(request_ids),
             token_ids=input_batch.token_ids_cpu[:size],
             num_tokens=num_tokens,
             num_prompt_tokens=input_batch.num_prompt_tokens[:size].astype(np.int32),
-            max_draft_tokens=np.where(sampled_any, room, 0).astype(np.int32),
-            hidden_states=HiddenStates(
-                partial(_to_host, hidden, scheduler_output.total_num_scheduled_tokens),
-                tuple(
-                    scheduler_output.num_scheduled_tokens[request_id] for request_id in request_ids
-                ),
-                # Of before the step: the scheduler tells what it has computed with the next one.
-                tuple(input_batch.num_computed_tokens_cpu[:size].tolist()),
-            ),
+            max_draft_tokens=np.array(room, np.int32),
+            hidden_states=self._hidden_states(request_ids, scheduler_output, hidden),
+        )
+
+    def _last_texts(self, request_ids: Collection[str]) -> DraftBatch:
+        """The texts of those of these requests that the model runner still holds."""
+        input_batch = self._runner.input_batch
+        rows = {each: row for row, each in enumerate(input_batch.req_ids) if each in request_ids}
+        chosen = list(rows.values())
+        num_tokens = input_batch.num_tokens_no_spec[chosen].astype(np.int32)
+        return DraftBatch(
+            request_ids=list(rows),
+            token_ids=input_batch.token_ids_cpu[chosen, : num_tokens.max(initial=0)],
+            num_tokens=num_tokens,
+            num_prompt_tokens=input_batch.num_prompt_tokens[chosen].astype(np.int32),
+            max_draft_tokens=np.zeros(len(rows), np.int32),
+            controls=tuple(self._controls_of(request_id) for request_id in rows),
+        )
+
+    def _hidden_states(
+        self, request_ids: list[str], scheduler_output: Any, hidden: Any
+    ) -> HiddenStates | None:
+        if not self._feeds_drafters:
+            return None
+        num_scheduled = scheduler_output.num_scheduled_tokens
+        return HiddenStates(
+            partial(_to_host, hidden, scheduler_output.total_num_scheduled_tokens),
+            tuple(num_scheduled[request_id] for request_id in request_ids),
+            # Of before the step: the scheduler tells what it has computed with the next one.
+            tuple(self._runner.input_batch.num_computed_tokens_cpu[: len(request_ids)].tolist()),
         )
 
     def _controls_of(self, request_id: str) -> RequestControls:

@@ -202,6 +202,7 @@ def test_hidden_states_come_with_the_position_of_each_requests_first(
     runner = Runner(a=REPEATING, b=REPEATING)
     runner.input_batch.num_computed_tokens_cpu[:2] = [11, 15]
     hook.attach(runner)
+    hook._feeds_drafters = True
     seen: list[HiddenStates | None] = []
     step = hook._chain.step
 
@@ -218,3 +219,20 @@ def test_hidden_states_come_with_the_position_of_each_requests_first(
     values = states.to_host()
     assert values.dtype == np.uint16
     assert values.tolist() == [[0x3F80, 0x3F80]] * 6
+
+
+def test_a_text_that_ends_is_shown_to_sources_that_have_not_seen_it_whole(
+    hook: ProposerHook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = Runner(a=REPEATING, b=[5, 6, 7, 8])
+    hook.attach(runner)
+    seen: list[DraftBatch] = []
+    monkeypatch.setattr(type(hook._chain), "has_unseen_texts", True)
+    monkeypatch.setattr(hook._chain, "finish", seen.append)
+
+    hook.forget({"b", "long gone"})
+
+    (texts,) = seen
+    assert texts.request_ids == ["b"]
+    assert texts.token_ids.tolist() == [[5, 6, 7, 8]]
+    assert texts.max_draft_tokens.tolist() == [0]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 from specserve.proposers.pace import MOST_PAUSE, Pace
 
 SECONDS_PER_TOKEN = 0.01
@@ -26,7 +28,7 @@ def test_a_source_that_pays_is_asked_at_every_step() -> None:
 def test_a_source_that_brings_nothing_is_asked_ever_more_seldom_up_to_a_bound() -> None:
     pace = Pace()
     made = calls(pace, 1000, seconds=0.0003)
-    gaps = [b - a for a, b in zip(made, made[1:], strict=False)]
+    gaps = [after - before for before, after in pairwise(made)]
     assert gaps == sorted(gaps)
     assert set(gaps) == {1, 2, 4, MOST_PAUSE}
     assert pace.is_slow
