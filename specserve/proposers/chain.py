@@ -31,6 +31,9 @@ from specserve.proposers.registry import build_proposer
 NO_DRAFT = Draft((), "ngram")
 """No source had a guess, or none that pays."""
 
+_LEARNING_KINDS = frozenset({"trie"})
+"""Kinds of source that learn from one request for others: they must see texts to their ends."""
+
 _KIND_OF = {"trie_local": "trie", "trie_cluster": "trie"}
 """Kinds of source whose drafts bear other names."""
 
@@ -125,18 +128,17 @@ class ProposerChain:
 
     @property
     def has_unseen_texts(self) -> bool:
-        """Whether a source is asked so seldom that it may not have seen the texts' ends."""
-        return any(pace.is_slow for pace in self._paces.values())
+        """Whether a source that learns is asked so seldom that it may have missed the last tokens."""
+        return any(pace.is_slow for kind, pace in self._paces.items() if kind in _LEARNING_KINDS)
 
     def finish(self, batch: DraftBatch) -> None:
-        """Shows requests that end to the sources that have not seen them whole, to learn from.
+        """Shows requests that end to the sources that learn from them.
 
         Args:
             batch: the requests as they are now, all ``max_draft_tokens`` 0.
         """
         for source in self._sources:
-            pace = self._paces.get(source.kind)
-            if pace is not None and pace.is_slow and source.ready and len(batch):
+            if source.kind in _LEARNING_KINDS and source.ready and len(batch):
                 source.propose(batch)
 
     def forget(self, request_ids: list[str]) -> None:

@@ -361,9 +361,9 @@ def test_a_source_that_brings_nothing_is_asked_seldom_and_sees_texts_when_they_e
     clock = Clock()
     source = finds_nothing(clock)
     chain = ProposerChain(
-        [("ngram", source)],
-        SpeculationMetrics(("ngram",)),
-        gated_kinds=frozenset({"ngram"}),
+        [("trie", source)],
+        SpeculationMetrics(("trie",)),
+        gated_kinds=frozenset({"trie"}),
         clock=clock,
     )
     for _ in range(1000):
