@@ -128,7 +128,7 @@ class ProposerChain:
 
     @property
     def has_unseen_texts(self) -> bool:
-        """Whether a source that learns is asked so seldom that it may have missed the last tokens."""
+        """Whether a source that learns is asked seldom, and so may have missed the last tokens."""
         return any(pace.is_slow for kind, pace in self._paces.items() if kind in _LEARNING_KINDS)
 
     def finish(self, batch: DraftBatch) -> None:
