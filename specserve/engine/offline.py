@@ -18,7 +18,6 @@ import msgspec
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.outputs import RequestOutput
-from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.metrics.loggers import StatLoggerBase
@@ -27,7 +26,6 @@ from specserve.core.config import AppConfig
 from specserve.core.errors import ConfigError, EngineError
 from specserve.core.metrics import AcceptanceSnapshot, SpeculationSnapshot
 from specserve.engine.args import engine_args, ray_engine_args, worker_cls
-from specserve.engine.executor import DraftsWithTokens
 from specserve.engine.generation import Completion, Job, RunResult, Sampling
 from specserve.engine.methods import Method
 
@@ -245,10 +243,8 @@ def _offline_args(config: AppConfig, method: Method) -> EngineArgs:
     if fields["speculative_config"]:
         fields["per_request_spec_decode_metrics"] = "summary"
     if config.engine.tensor_parallel_size == 1:
-        # One shard needs no cluster: the same worker in this very process. On CPU vLLM takes one of
-        # its own all the same.
-        ours_on_cpu = current_platform.is_cpu() and not method.is_peer
-        fields["distributed_executor_backend"] = DraftsWithTokens if ours_on_cpu else "uni"
+        # One shard needs no cluster: the same worker in this very process.
+        fields["distributed_executor_backend"] = "uni"
     return EngineArgs(**fields)
 
 
