@@ -7,9 +7,12 @@ the replica that happens to be asked asks the others. Rates come from the differ
 from __future__ import annotations
 
 import asyncio
+import re
 import time
+from base64 import b64encode
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import lru_cache
+from hashlib import sha256
 from importlib.resources import files
 from typing import Protocol
 
@@ -23,6 +26,7 @@ from specserve.core.config import AppConfig, TrieConfig
 from specserve.core.metrics import SpeculationSnapshot
 from specserve.core.recent import RecentRequest, RecentStep
 from specserve.engine.tenants import CURRENT_TENANT
+from specserve.trie.layout import PAGE, pages_in
 
 ANSWER_TIMEOUT_S = 2.0
 """How long rank 0 may take."""
@@ -30,10 +34,6 @@ PEERS_TIMEOUT_S = 3.0
 """How long the replicas may take, all at once."""
 
 _HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
-_CONTENT_SECURITY_POLICY = (
-    "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-)
 _CONTEXT_TOKENS = 8
 _TEXTS_CACHED = 16_384
 
@@ -97,6 +97,7 @@ class PageData(msgspec.Struct, frozen=True):
         kinds: the configured sources.
         drafts_in_engine: whether vLLM drafts by itself, uncounted by source.
         trie_max_bytes: what each replica's draft memory may take; 0: there is none.
+        trie_max_tokens: how many tokens that has room for.
         show_text: whether steps have their text.
         num_replicas: how many are configured.
         replicas: those that answered.
@@ -106,6 +107,7 @@ class PageData(msgspec.Struct, frozen=True):
     kinds: tuple[str, ...]
     drafts_in_engine: bool
     trie_max_bytes: int
+    trie_max_tokens: int
     show_text: bool
     num_replicas: int
     replicas: tuple[ReplicaView, ...]
@@ -168,11 +170,11 @@ class SpeculationPage:
     def router(self) -> APIRouter:
         """The page and its data."""
         router = APIRouter()
-        page = files("specserve.serve").joinpath("speculation.html").read_bytes()
+        page = files("specserve.serve").joinpath("speculation.html").read_text()
+        headers = {**_HEADERS, "Content-Security-Policy": _content_security_policy(page)}
 
         @router.get("/speculation", include_in_schema=False)
         async def speculation() -> Response:
-            headers = {**_HEADERS, "Content-Security-Policy": _CONTENT_SECURITY_POLICY}
             return Response(page, media_type="text/html", headers=headers)
 
         @router.get("/speculation/data", include_in_schema=False)
@@ -198,13 +200,14 @@ class SpeculationPage:
             except TimeoutError:
                 detail = f"the engine did not answer within {ANSWER_TIMEOUT_S:g} s"
                 raise HTTPException(503, detail) from None
+        tries = [source for source in config.speculation if isinstance(source, TrieConfig)]
+        trie_bytes = sum(trie.max_bytes for trie in tries)
         return PageData(
             model=config.model.name,
             kinds=tuple(source.kind for source in config.speculation),
             drafts_in_engine=config.drafts_in_engine,
-            trie_max_bytes=sum(
-                source.max_bytes for source in config.speculation if isinstance(source, TrieConfig)
-            ),
+            trie_max_bytes=trie_bytes,
+            trie_max_tokens=pages_in(trie_bytes) * PAGE if trie_bytes else 0,
             show_text=config.http.show_text,
             num_replicas=config.placement.num_replicas,
             replicas=tuple(sorted(views, key=lambda view: view.replica)),
@@ -218,6 +221,22 @@ class SpeculationPage:
             RequestView(each.request, tuple(step_views(each.steps, self._decode)))
             for each in requests
         )
+
+
+def _content_security_policy(page: str) -> str:
+    """Nothing but the page's own style and script, and nothing from another host.
+
+    The page shows what models wrote and clients sent.
+    """
+
+    def own(tag: str) -> str:
+        (text,) = re.findall(f"<{tag}[^>]*>(.*?)</{tag}>", page, re.DOTALL)
+        return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
+
+    return (
+        f"default-src 'none'; connect-src 'self'; img-src data:; script-src {own('script')}; "
+        f"style-src {own('style')}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
 
 
 def step_views(

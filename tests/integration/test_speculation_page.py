@@ -1,0 +1,270 @@
+"""The page `/speculation` in a real browser, beside real traffic."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from PIL import Image, ImageColor
+
+from tests.integration.api import MODEL, TIMEOUT_S, Api
+from tests.integration.browser import CHROMIUM, Page, browsing
+from tests.integration.cluster import Cluster, Deployment, model_path, serving
+from tests.integration.conftest import Stage, application
+
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(CHROMIUM is None, reason="no `chromium` on the PATH"),
+]
+
+DEMO = Path(__file__).parents[2] / "configs/demo.yaml"
+CODE = "def total(values):\n    result = 0\n    for value in values:\n        result += value\n"
+BRIEF: dict[str, Any] = {"prompt": CODE * 6, "max_tokens": 40}
+"""Of so few tokens that the page shows all of its steps."""
+
+HAS_SOURCES = "document.querySelectorAll('#sources .row').length > 0"
+SHOWN_TEXTS = """[...document.querySelectorAll('.text')].map(box => [...box.childNodes]
+    .filter(node => !node.classList?.contains('refused')).map(node => node.textContent).join(''))"""
+POOR_CONTRASTS = """(() => {
+  const context = document.createElement('canvas').getContext('2d', {willReadFrequently: true})
+  function painted(colours) {  // one over the other
+    context.clearRect(0, 0, 1, 1)
+    for (const colour of colours) { context.fillStyle = colour; context.fillRect(0, 0, 1, 1) }
+    return [...context.getImageData(0, 0, 1, 1).data].slice(0, 3)
+  }
+  const linear = c => (c /= 255) <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4
+  const luminance = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b)
+  const poor = [], texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT)
+  let count = 0
+  for (let node; node = texts.nextNode();) {
+    const element = node.parentElement
+    if (!node.data.trim() || !element.getClientRects().length) continue
+    const below = []
+    for (let each = element; each; each = each.parentElement)
+      below.unshift(getComputedStyle(each).backgroundColor)
+    const style = getComputedStyle(element)
+    const colour = element instanceof SVGElement ? style.fill : style.color
+    const [dark, light] = [painted(below), painted([...below, colour])]
+      .map(luminance).sort((a, b) => a - b)
+    count += 1
+    if ((light + 0.05) / (dark + 0.05) < 4.5) poor.push([node.data, colour, below])
+  }
+  return {count, poor}
+})()"""
+"""Texts whose contrast is below WCAG's 4.5 : 1, and how many texts there are."""
+
+
+@pytest.fixture(scope="module")
+def demo(stage: Stage) -> Iterator[Api]:
+    """What `configs/demo.yaml` serves."""
+    args = yaml.safe_load(DEMO.read_text())["applications"][0]["args"]
+    args["model"]["path"] = str(model_path("demo-base"))
+    args["engine"]["kv_cache_memory_bytes"] = 256 << 20
+    deployment = stage.serve({"/": args})
+    deployment.await_ready()
+    api = Api(deployment.base_url())
+    with api.http:
+        api.complete(**BRIEF)
+        yield api
+    stage.clear()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Page]:
+    with browsing() as page:
+        yield page
+
+
+@pytest.fixture
+def page(browser: Page) -> Page:
+    """An empty tab of a desktop's size."""
+    browser.look()
+    browser.open("about:blank")
+    browser.requested.clear()
+    browser.errors.clear()
+    return browser
+
+
+@pytest.fixture
+def shown(page: Page, demo: Api) -> Page:
+    """The demo's page, drawn."""
+    page.open(f"{demo.base_url}/speculation")
+    page.until(HAS_SOURCES)
+    return page
+
+
+@contextmanager
+def traffic(api: Api) -> Iterator[None]:
+    """A request after another, for the length of a block."""
+    ended = threading.Event()
+
+    def ask() -> None:
+        while not ended.is_set():
+            api.complete(prompt=CODE * 6, max_tokens=64, temperature=0.5)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(TIMEOUT_S)
+
+
+def pixels(picture: bytes) -> set[tuple[int, ...]]:
+    """The colours of which a picture has many pixels."""
+    with Image.open(io.BytesIO(picture)) as image:
+        counted = image.convert("RGB").getcolors(1 << 24) or []
+    return {colour for count, colour in counted if count > 200 and isinstance(colour, tuple)}
+
+
+def test_it_shows_the_acceptance_that_the_api_tells(shown: Page, demo: Api) -> None:
+    rows = shown.run("[...document.querySelectorAll('#sources .row')].map(row => row.innerText)")
+    acceptance = demo.speculation()["acceptance"]
+    assert len(rows) == len(acceptance) > 0
+    for source, counts in acceptance.items():
+        (row,) = (each for each in rows if each.startswith(source))
+        assert f"{counts['accepted_tokens']:,} of {counts['draft_tokens']:,} tokens" in row
+        bars = f"document.querySelectorAll('#positions [data-source={source}] rect').length"
+        assert shown.run(bars) == len(counts["drafted_at_position"])
+
+
+def test_a_requests_text_is_shown_with_its_accepted_tokens_coloured_by_source(
+    shown: Page, demo: Api
+) -> None:
+    text = demo.complete(**BRIEF, vllm_xargs={"speculation": "ngram"})["choices"][0]["text"]
+    # The last step may have brought more than was asked for.
+    shown.until(f"({SHOWN_TEXTS})[0]?.startsWith({text!r})")
+    first = "document.querySelector('.text .accepted[data-source=ngram]')"
+    assert shown.run(f"{first}.textContent") in text
+    bar = "document.querySelector('#sources [data-source=ngram] i')"
+    line = shown.run(f"getComputedStyle({first}).borderBottomColor")
+    assert line == shown.run(f"getComputedStyle({bar}).backgroundColor")
+
+
+def test_it_is_live(shown: Page, demo: Api) -> None:
+    tokens = "document.querySelector('#sources').innerText"
+    before = shown.run(tokens)
+    with traffic(demo):
+        shown.until("Number(document.querySelector('#rate').textContent) > 0")
+        shown.until(f"{tokens} !== {before!r}")
+        shown.until("document.querySelector('#rates polyline').points.length > 2")
+    shown.until("document.querySelector('#rate').textContent === '0'")
+
+
+def test_the_last_minute_is_told_apart_from_all(shown: Page, demo: Api) -> None:
+    shown.run("document.querySelector('[value=minute]').click()")
+    shown.until(f"!({HAS_SOURCES})")
+    demo.complete(**BRIEF)
+    shown.until(HAS_SOURCES)
+
+
+def test_memory_and_drafters_are_shown(shown: Page) -> None:
+    assert "128 MiB" in shown.run("document.querySelector('#memory').innerText")
+    assert shown.run("document.querySelector('#memory-chart polyline').points.length") > 0
+    drafters = "[...document.querySelectorAll('[data-drafter] .dot')].map(dot => dot.innerText)"
+    assert shown.run(drafters) == ["up", "up", "up"]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_it_can_be_read(shown: Page, tmp_path: Path, width: int, scheme: str) -> None:
+    shown.look(width=width, scheme=scheme)
+    shown.until("document.querySelector('#rates svg').viewBox.baseVal.width < innerWidth")
+    assert shown.run("document.documentElement.scrollWidth") <= width
+    contrasts = shown.run(POOR_CONTRASTS)
+    assert contrasts["poor"] == []
+    assert contrasts["count"] > 50
+    picture = shown.screenshot()
+    (tmp_path / f"{width}-{scheme}.png").write_bytes(picture)
+    names = "['--page', '--card', '--ngram']"
+    read = f"{names}.map(name => getComputedStyle(document.documentElement).getPropertyValue(name))"
+    wanted = {ImageColor.getrgb(colour.strip()) for colour in shown.run(read)}
+    assert wanted <= pixels(picture)
+
+
+def test_nothing_is_asked_of_another_host_and_nothing_fails(shown: Page, demo: Api) -> None:
+    paths = {"/speculation", "/speculation/data"}
+    assert set(shown.requested) == {demo.base_url + path for path in paths}
+    assert shown.errors == []
+
+
+def test_without_show_text_no_text_leaves_the_engine(page: Page, api: Api) -> None:
+    text = api.complete(**BRIEF)["choices"][0]["text"]
+    page.open(f"{api.base_url}/speculation")
+    page.until("document.querySelectorAll('.steps .accepted').length > 0")
+    assert page.run("document.querySelectorAll('.text').length") == 0
+    assert text.split()[0] not in page.run("document.querySelector('#requests').innerText")
+    (replica,) = api.http.get("/speculation/data").json()["replicas"]
+    steps = [step for request in replica["requests"] for step in request["steps"]]
+    assert sum(step["num_accepted"] for step in steps) > 0
+    assert {step[key] for step in steps for key in ("accepted", "own", "refused")} == {""}
+
+
+KEYS = {"SPECSERVE_TEST_PAGE_KEY_A": "sk-page-a" * 4, "SPECSERVE_TEST_PAGE_KEY_B": "sk-page-b" * 4}
+A, B = ({"Authorization": f"Bearer {key}"} for key in KEYS.values())
+
+
+@pytest.fixture(scope="module")
+def closed(stage: Stage) -> Iterator[Deployment]:
+    """An application with keys at `/team`, and one without the page at `/off`."""
+    stage.clear()
+    keys = [{"env": env, "tenant": env[-1].lower()} for env in KEYS]
+    cluster = Cluster((2,))
+    cluster.environment |= KEYS
+    try:
+        cluster.start()
+        applications = {
+            "/team": application(http={"api_keys": keys, "show_text": True}),
+            "/off": application(http={"speculation_page": False}),
+        }
+        with serving(cluster, applications) as deployment:
+            yield deployment
+    finally:
+        cluster.stop()
+
+
+def test_switched_off_there_is_no_page(closed: Deployment) -> None:
+    for path in ("/speculation", "/speculation/data"):
+        assert httpx.get(f"{closed.base_url('/off')}{path}").status_code == 404
+
+
+def test_data_need_a_key_and_a_tenant_sees_its_own_requests_alone(closed: Deployment) -> None:
+    url = closed.base_url("/team")
+    asked = httpx.post(
+        f"{url}/v1/completions", headers=A, json={"model": MODEL, **BRIEF}, timeout=TIMEOUT_S
+    )
+    assert asked.status_code == 200, asked.text
+
+    def num_requests(headers: dict[str, str]) -> int:
+        answer = httpx.get(f"{url}/speculation/data", headers=headers, timeout=TIMEOUT_S)
+        assert answer.status_code == 200, answer.text
+        return sum(len(replica["requests"]) for replica in answer.json()["replicas"])
+
+    assert httpx.get(f"{url}/speculation/data").status_code == 401
+    assert httpx.get(f"{url}/speculation").status_code == 200
+    assert num_requests(A) > 0
+    assert num_requests(B) == 0
+
+
+def test_the_page_asks_for_the_key_and_keeps_it_for_the_tab(page: Page, closed: Deployment) -> None:
+    def enter(key: str) -> None:
+        page.run(f"document.querySelector('form input').value = {key!r}")
+        page.run("document.querySelector('form button').click()")
+
+    page.open(f"{closed.base_url('/team')}/speculation")
+    page.until("!document.querySelector('#login').hidden")
+    enter("sk-nobodys")
+    page.until("document.querySelector('#login-note').textContent.includes('not known')")
+    enter(KEYS["SPECSERVE_TEST_PAGE_KEY_A"])
+    page.until(HAS_SOURCES)
+    page.open(f"{closed.base_url('/team')}/speculation")
+    page.until(HAS_SOURCES)
+    assert not any("sk-" in url for url in page.requested)

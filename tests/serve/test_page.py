@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import msgspec
+import prometheus_client
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from specserve.core.config import parse
+from specserve.core.metrics import SpeculationSnapshot
+from specserve.core.recent import RecentRequest, RecentStep
+from specserve.engine.tenants import CURRENT_TENANT
+from specserve.serve import page
+from specserve.serve.page import ReplicaView, SpeculationPage, StepView, step_views
+from specserve.serve.tenants import TenantMiddleware, read_keys
+
+ENVIRONMENT = {"KEY_A": "sk-a", "KEY_B": "sk-b"}
+
+
+def decode(tokens: Sequence[int]) -> str:
+    """A token is a byte of UTF-8."""
+    return bytes(tokens).decode(errors="replace")
+
+
+class Engine:
+    """An engine with one request of each tenant, whose text is the tenant's name."""
+
+    def __init__(self) -> None:
+        self.hangs = False
+
+    async def speculation(self) -> SpeculationSnapshot | None:
+        if self.hangs:
+            await asyncio.Event().wait()
+        return None
+
+    async def recent_requests(self, tenant: str) -> tuple[RecentRequest, ...]:
+        name = tuple(f"of {tenant}".encode())
+        return (RecentRequest("0", (RecentStep("", 0, 0, len(name), name),)),)
+
+    def decoder(self) -> Callable[[Sequence[int]], str]:
+        return decode
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+@pytest.fixture(autouse=True)
+def _registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = prometheus_client.CollectorRegistry()
+    monkeypatch.setattr(prometheus_client, "REGISTRY", registry)
+    monkeypatch.setattr(page, "ANSWER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(page, "PEERS_TIMEOUT_S", 0.1)
+    counter = prometheus_client.Counter("vllm:generation_tokens", "", ["engine"], registry=registry)
+    counter.labels("0").inc(5)
+    counter.labels("1").inc(2)
+
+
+def client(
+    engine: Engine,
+    ask_all: Callable[[SpeculationPage, str], Awaitable[Sequence[ReplicaView | BaseException]]],
+    **http: Any,
+) -> TestClient:
+    """The page of an application of two replicas, behind its keys."""
+    placement, speculation = {"num_replicas": 2}, [{"kind": "trie", "max_bytes": 16 << 20}]
+    sections = {"placement": placement, "speculation": speculation, "http": http}
+    config = parse({"model": {"path": "m"}, **sections})
+    made = SpeculationPage(config, engine, "one", lambda tenant: ask_all(made, tenant))
+    app = FastAPI()
+    app.include_router(made.router())
+    keys = read_keys(config.http.api_keys, ENVIRONMENT)
+    return TestClient(TenantMiddleware(app, keys) if keys else app)
+
+
+async def both(this: SpeculationPage, tenant: str) -> list[ReplicaView | BaseException]:
+    view = await this.view(tenant)
+    return [view, msgspec.structs.replace(view, replica="another")]
+
+
+async def this_alone(this: SpeculationPage, tenant: str) -> list[ReplicaView | BaseException]:
+    return [RuntimeError("its engine has died"), await this.view(tenant)]
+
+
+async def none_in_time(this: SpeculationPage, tenant: str) -> list[ReplicaView | BaseException]:
+    await asyncio.Event().wait()
+    return []
+
+
+def test_all_replicas_are_told(engine: Engine) -> None:
+    data = client(engine, both).get("/speculation/data").json()
+    assert [each["replica"] for each in data["replicas"]] == ["another", "one"]
+    assert [each["generated_tokens"] for each in data["replicas"]] == [7, 7]
+    assert data["num_replicas"] == 2
+    assert data["trie_max_bytes"] == 16 << 20
+    assert 200_000 < data["trie_max_tokens"] < 300_000
+
+
+@pytest.mark.parametrize("ask_all", [this_alone, none_in_time])
+def test_replicas_that_fail_are_missing_and_the_rest_is_told(engine: Engine, ask_all: Any) -> None:
+    data = client(engine, ask_all).get("/speculation/data").json()
+    assert [each["replica"] for each in data["replicas"]] == ["one"]
+    assert data["num_replicas"] == 2
+
+
+def test_an_engine_that_does_not_answer_is_503(engine: Engine) -> None:
+    engine.hangs = True
+    assert client(engine, none_in_time).get("/speculation/data").status_code == 503
+
+
+def shown_texts(answer: Any) -> set[str]:
+    replicas = answer.json()["replicas"]
+    requests = [request for each in replicas for request in each["requests"]]
+    return {step["own"] for request in requests for step in request["steps"]}
+
+
+def test_texts_are_told_where_the_configuration_says_so_alone(engine: Engine) -> None:
+    assert shown_texts(client(engine, both).get("/speculation/data")) == {""}
+    shows = client(engine, both, show_text=True)
+    assert shown_texts(shows.get("/speculation/data")) == {"of "}
+
+
+def test_the_page_is_open_and_its_data_are_the_tenants_own(engine: Engine) -> None:
+    keys = [{"env": name, "tenant": name[-1].lower()} for name in ENVIRONMENT]
+    with client(engine, both, show_text=True, api_keys=keys) as http:
+        assert http.get("/speculation").status_code == 200
+        assert http.get("/speculation/data").status_code == 401
+        for tenant in ("a", "b"):
+            bearer = {"Authorization": f"Bearer sk-{tenant}"}
+            assert shown_texts(http.get("/speculation/data", headers=bearer)) == {f"of {tenant}"}
+    assert CURRENT_TENANT.get() == "-"
+
+
+def test_the_page_may_load_nothing_from_elsewhere_and_names_no_host(engine: Engine) -> None:
+    answer = client(engine, both).get("/speculation")
+    assert answer.headers["content-type"].startswith("text/html")
+    assert set(re.findall(r"https?://[^\"' ]+", answer.text)) == {"http://www.w3.org/2000/svg"}
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+
+
+def test_each_step_tells_the_text_that_it_added() -> None:
+    word = tuple("中文".encode())
+    steps = [
+        RecentStep("", 0, 0, 1, tuple(b"x")),
+        RecentStep("ngram", 4, 4, 5, word[:5]),  # ends within a character
+        RecentStep("trie_local", 2, 0, 1, word[5:], tuple(b"\x87!")),
+    ]
+    assert list(step_views(steps, decode)) == [
+        StepView("", 0, 0, 1, "", "x", ""),
+        StepView("ngram", 4, 4, 5, "中", "", ""),
+        StepView("trie_local", 2, 0, 1, "", "文", "文!"),
+    ]
+
+
+def test_long_texts_are_put_together_from_their_steps() -> None:
+    text = "Grüße aus der 東京タワー, 🗼🗼 und so weiter. " * 3
+    tokens = tuple(text.encode())
+    steps = [
+        RecentStep("mtp", 3, 2, 3, tokens[start : start + 3]) for start in range(0, len(tokens), 3)
+    ]
+    views = step_views(steps, decode)
+    assert "".join(view.accepted + view.own for view in views) == text
