@@ -22,6 +22,7 @@ BENCHMARKS = {
     "engine": "one engine: no speculation, ours, vLLM's own ngram",
     "arbiter": "one engine: all sources together, beside each alone",
     "drafters": "a model that drafts: in a process of its own, and in vLLM's engine",
+    "sharing": "two replicas: one drafter for both, beside a drafter each",
     "memory": "one engine with a memory: ours beside vLLM's suffix decoding",
     "wire": "asking a drafter but for its model, beside a call of a Ray actor",
     "replication": "how soon replicas learn from each other, and where their store saturates",

@@ -1,0 +1,153 @@
+"""Two replicas: one drafter for both, beside a drafter each.
+
+    python -m tests.peers sharing [--rounds 4]
+
+Both pairs of engines live in one Ray cluster and take turns; the two engines of a pair run at the
+same time, each on prompts of its own, always drafting. A pair's drafters are Ray actors, as where
+it is served. All compute on the same CPUs, so that a second drafter is no second machine: what is
+compared is whether asking in turn costs the replicas something.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+from zlib import crc32
+
+import ray
+from rich.console import Console
+from rich.progress import track
+
+from specserve.bench.machine import circumstances
+from specserve.bench.prompts import load_prompts, load_tokenizer
+from specserve.core.config import AppConfig, MtpConfig
+from specserve.core.openmp import openmp_environment
+from specserve.engine.generation import Job, RunResult, Sampling
+from tests.peers.bench_engine import measured_config
+from tests.peers.tables import print_rows
+
+CONCURRENCIES = (1, 8)
+PAIRS = {"a drafter each": 2, "one for both": 1}
+THREADS = 1
+NUM_PROMPTS = 16
+
+
+class Replica:
+    """An engine in a Ray actor."""
+
+    def load(self, config: AppConfig) -> None:
+        """Builds it, and waits for its drafter."""
+        # Imported here: the actor's environment has to be set before vLLM is loaded.
+        from specserve.engine.methods import parse_method
+        from specserve.engine.offline import OfflineEngine
+
+        self._engine = OfflineEngine(config, parse_method("mtp", config))
+
+    def run(self, jobs: list[Job], concurrency: int) -> RunResult:
+        """Continues all jobs."""
+        return self._engine.run(jobs, concurrency, lambda num_done, num_tokens: None)
+
+
+def replicas(config: AppConfig, num_drafters: int) -> list[Any]:
+    """Two replicas' handles, of which none shares its drafter where there are two."""
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+    environment |= openmp_environment(THREADS)
+    # Texts of both replicas; the pairs differ in one, so that they do not share their drafters.
+    source = MtpConfig(
+        kind="mtp", dynamic=False, num_cpus=0, num_actors=num_drafters, max_texts=32 + num_drafters
+    )
+    config = config.model_copy(update={"speculation": (source,)})
+    found: list[Any] = []
+    while len(found) < 2:
+        actor = ray.remote(num_cpus=0, runtime_env={"env_vars": environment})(Replica).remote()
+        # A replica takes the drafter that its id falls on.
+        if crc32(actor._actor_id.hex().encode()) % num_drafters == len(found) % num_drafters:
+            found.append(actor)
+        else:
+            ray.kill(actor)
+    for actor in found:
+        ray.get(actor.load.remote(config))
+    return found
+
+
+def measure(
+    pairs: dict[str, list[Any]], jobs: Sequence[list[Job]], rounds: int
+) -> list[dict[str, Any]]:
+    """A row for each concurrency and pair.
+
+    Args:
+        pairs: the replicas by the pair's name.
+        jobs: of each replica.
+        rounds: turns of each pair and concurrency.
+    """
+    results: dict[tuple[int, str], list[list[RunResult]]] = {}
+    turns = [(c, name) for c in CONCURRENCIES for _ in range(rounds) for name in pairs]
+    for concurrency, name in track(turns, "measuring"):
+        calls = [
+            replica.run.remote(of_replica[: max(concurrency, 4)], concurrency)
+            for replica, of_replica in zip(pairs[name], jobs, strict=True)
+        ]
+        results.setdefault((concurrency, name), []).append(ray.get(calls))
+    rows = []
+    for concurrency in CONCURRENCIES:
+        base = rates(results[concurrency, next(iter(pairs))])
+        for name in pairs:
+            found = rates(results[concurrency, name])
+            ratios = [one / other for one, other in zip(found, base, strict=True)]
+            rows.append(
+                {
+                    "concurrency": concurrency,
+                    "drafters": name,
+                    "tokens_per_second": round(median(found), 1),
+                    "ratio": round(median(ratios), 3),
+                    "ratios": [round(ratio, 3) for ratio in ratios],
+                    "accepted_tokens": sum(
+                        draft.num_accepted_tokens
+                        for turn in results[concurrency, name]
+                        for run in turn
+                        for draft in run.drafts
+                    ),
+                }
+            )
+    return rows
+
+
+def rates(turns: Sequence[Sequence[RunResult]]) -> list[float]:
+    """Output tokens a second of each replica and turn."""
+    return [run.tokens_per_second for turn in turns for run in turn]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints a table and, last, one line of JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--config", type=Path, default=Path("configs/mtp.yaml"))
+    parser.add_argument("--max-tokens", type=int, default=48)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    config = measured_config(args.config)
+    tokenizer = load_tokenizer(config.model.tokenizer or config.model.path, config.model.revision)
+    prompts = load_prompts("code", tokenizer, num_prompts=NUM_PROMPTS, seed=args.seed)
+    sampling = Sampling(max_tokens=args.max_tokens)
+    jobs = [Job(prompt.token_ids, sampling) for prompt in prompts]
+    halves = [jobs[: len(jobs) // 2], jobs[len(jobs) // 2 :]]
+    ray.init("local", include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    try:
+        pairs = {name: replicas(config, number) for name, number in PAIRS.items()}
+        measure(pairs, halves, 1)  # warms up
+        rows = measure(pairs, halves, args.rounds)
+    finally:
+        ray.shutdown()
+    print_rows(Console(), "two replicas, output tokens a second of each", rows)
+    options = {key: value for key, value in vars(args).items() if key != "config"}
+    document = {"options": options, "config": config.model_dump(mode="json"), "rows": rows}
+    print(json.dumps({"benchmark": "sharing", **circumstances(), **document}))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
