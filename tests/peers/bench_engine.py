@@ -34,7 +34,7 @@ from specserve.engine.methods import parse_method
 from specserve.serve.config_file import read
 
 CONCURRENCIES = (1, 8)
-LEAST_JOBS = 8
+LEAST_JOBS = 4
 """Jobs of a set and round, where fewer run at once."""
 
 KV_CACHE_BYTES = 256 << 20
