@@ -114,7 +114,8 @@ def browsing() -> Iterator[Page]:
             )
             tabs = httpx.get(f"http://127.0.0.1:{port}/json/list").json()
             (tab,) = (each for each in tabs if each["type"] == "page")
-            with connect(tab["webSocketDebuggerUrl"], max_size=None) as socket:
+            # Answers to pings would wait behind events, which are read only during a call.
+            with connect(tab["webSocketDebuggerUrl"], max_size=None, ping_interval=None) as socket:
                 yield Page(socket)
         finally:
             process.terminate()

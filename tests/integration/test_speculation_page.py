@@ -83,13 +83,13 @@ def browser() -> Iterator[Page]:
 
 
 @pytest.fixture
-def page(browser: Page) -> Page:
-    """An empty tab of a desktop's size."""
+def page(browser: Page) -> Iterator[Page]:
+    """A tab of a desktop's size, empty before and after."""
     browser.look()
-    browser.open("about:blank")
     browser.requested.clear()
     browser.errors.clear()
-    return browser
+    yield browser
+    browser.open("about:blank")
 
 
 @pytest.fixture
