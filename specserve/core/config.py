@@ -124,10 +124,14 @@ class TrieConfig(Section):
     """Learn from prompts too, not only from what the model wrote."""
     num_store_shards: int = Field(default=1, ge=1, le=64)
     """Actors that hold the cluster's memory, each with namespaces of its own."""
+    store_resources: dict[str, float] = Field(default_factory=dict)
+    """Ray resources that each of these reserves, by name; amounts greater than 0."""
     snapshot_url: str = ""
     """Folder or fsspec URL where the cluster's memory survives restarts; empty: nowhere."""
     snapshot_interval_s: float = Field(default=60.0, ge=1.0)
     """Seconds between two snapshots."""
+
+    _check_resources = field_validator("store_resources")(_check_further_resources)
 
     @property
     def max_draft_len(self) -> int:

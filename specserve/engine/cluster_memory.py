@@ -79,4 +79,5 @@ def store_options(
         max_bytes=max(log_bytes, _LEAST_LOG_BYTES),
         snapshot_url=config.snapshot_url,
         snapshot_interval_s=config.snapshot_interval_s,
+        resources=config.store_resources,
     )

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp
 
 from specserve.core.config import AppConfig
 from specserve.core.errors import SpecServeError
+from specserve.serve.installation import require_same
 from specserve.serve.middleware import (
     ControlsMiddleware,
     DisconnectMiddleware,
@@ -57,6 +58,7 @@ class ModelServer:
         num_shards = config.engine.tensor_parallel_size
         with self._progress.stage(f"placing {num_shards} shard(s)"):
             group = await reserve(config.placement, shard_bundle(config), num_shards)
+            await require_same(group, config.model)
         with self._progress.stage("starting the engine and loading the weights"):
             self._engine = Engine.start(config, group)
 

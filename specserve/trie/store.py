@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -45,6 +45,7 @@ class StoreOptions:
         max_bytes: memory of the log, in bytes.
         snapshot_url: folder of the snapshot, a path or a URL; empty: none is kept.
         snapshot_interval_s: time between two snapshots, in seconds.
+        resources: Ray resources that its actor reserves.
     """
 
     fingerprint: str
@@ -53,6 +54,7 @@ class StoreOptions:
     max_bytes: int = 256 << 20
     snapshot_url: str = ""
     snapshot_interval_s: float = 300.0
+    resources: dict[str, float] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

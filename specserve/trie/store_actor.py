@@ -113,7 +113,11 @@ _ACTOR: Any = ray.remote(
 def get_or_start(options: StoreOptions) -> Any:
     """Handle of the store's actor, which is started where there is none; it outlives the caller."""
     actor = _ACTOR.options(
-        name=options.name, namespace=NAMESPACE, lifetime="detached", get_if_exists=True
+        name=options.name,
+        namespace=NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        resources=options.resources,
     )
     return actor.remote(options)
 

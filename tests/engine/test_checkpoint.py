@@ -8,7 +8,7 @@ import pytest
 
 from specserve.core.config import ModelConfig
 from specserve.core.errors import ConfigError
-from specserve.engine.checkpoint import find_checkpoint, model_identity
+from specserve.engine.checkpoint import find_checkpoint, fingerprint, model_identity
 
 
 @pytest.fixture
@@ -79,3 +79,22 @@ def test_a_folder_that_cannot_be_read_is_told(folder: Path) -> None:
     (folder / "tokenizer.json").mkdir()
     with pytest.raises(ConfigError, match=r"^model\.tokenizer: .* a readable tokenizer\.json"):
         identity(folder)
+
+
+def test_other_weights_of_the_same_model_have_another_fingerprint(
+    folder: Path, tmp_path: Path
+) -> None:
+    def of(path: Path) -> str:
+        return fingerprint(ModelConfig(path=str(path)))
+
+    weights = folder / "model-00001.safetensors"
+    weights.write_bytes(bytes(1 << 20))
+    same, tuned, longer, more = (tmp_path / name for name in ("same", "tuned", "longer", "more"))
+    for copy in (same, tuned, longer, more):
+        shutil.copytree(folder, copy)
+    (tuned / weights.name).write_bytes(bytes(1 << 19) + b"1" * (1 << 19))
+    (longer / weights.name).write_bytes(bytes((1 << 20) + 1))
+    (more / "model-00002.safetensors").write_bytes(b"")
+    assert of(same) == of(folder)
+    assert len({of(copy) for copy in (folder, tuned, longer, more)}) == 4
+    assert identity(folder) == identity(tuned)

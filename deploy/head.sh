@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Starts the first node of a cluster, in the foreground:
+#
+#   deploy/head.sh ADDRESS [OPTIONS OF ray start]
+#
+# ADDRESS is this node's own, by which the others reach it. The token of the cluster is in
+# RAY_AUTH_TOKEN, or in the file that RAY_AUTH_TOKEN_PATH names. Settings: deploy/node.env.
+
+. "$(dirname "$0")/node.sh"
+
+[[ $head == "$VLLM_HOST_IP" ]] || fail "$1 is not an address of this machine"
+exec ray start --head --port "$GCS_PORT" --ray-client-server-port "$CLIENT_PORT" "${options[@]}" "${@:2}"

@@ -1,0 +1,58 @@
+# shellcheck shell=bash
+# Sourced by head.sh and worker.sh, with their arguments: the environment of Ray and vLLM on this
+# node, and the options of `ray start` that a head and a worker have in common.
+#
+# NODE_ENV_FILE  settings, instead of deploy/node.env
+
+set -euo pipefail
+
+fail() {
+  echo "$(basename "$0"): $*" >&2
+  exit 2
+}
+
+[[ $# -gt 0 && $1 != -* ]] || fail "usage: $(basename "$0") HEAD_ADDRESS [OPTIONS OF ray start]"
+
+set -a
+# shellcheck source=deploy/node.env
+. "${NODE_ENV_FILE:-$(dirname "${BASH_SOURCE[0]}")/node.env}"
+RAY_AUTH_MODE=token
+
+# The head's address, this node's own on the way to it, and the interface that has it. Connecting a
+# datagram socket sends nothing: it asks the system for the route.
+found=$(python - "$1" 2> /dev/null << 'EOF_PYTHON'
+import socket, sys
+import psutil
+head = socket.gethostbyname(sys.argv[1])
+route = socket.socket(type=socket.SOCK_DGRAM)
+route.connect((head, 1))
+own = route.getsockname()[0]
+found = psutil.net_if_addrs().items()
+print(head, own, *[name for name, addresses in found if own in (a.address for a in addresses)][:1])
+EOF_PYTHON
+) || fail "$1: no such host, or no way to it; or Python is not specserve's"
+read -r head VLLM_HOST_IP interface <<< "$found"
+: "${NCCL_SOCKET_IFNAME:=$interface}" "${GLOO_SOCKET_IFNAME:=$interface}"
+set +a
+
+if [[ -z ${RAY_AUTH_TOKEN:-} && ! -s ${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token} ]]; then
+  [[ $head == 127.* && -z ${RAY_AUTH_TOKEN_PATH:-} ]] ||
+    fail "no token: set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to a file that holds it;" \
+      "the same on all nodes (openssl rand -hex 32)"
+  ray get-auth-token --generate > /dev/null
+fi
+
+# shellcheck disable=SC2034  # the sourcing script's
+options=(
+  --block
+  --disable-usage-stats
+  --node-ip-address "$VLLM_HOST_IP"
+  --node-manager-port "$NODE_MANAGER_PORT"
+  --object-manager-port "$OBJECT_MANAGER_PORT"
+  --runtime-env-agent-port "$RUNTIME_ENV_AGENT_PORT"
+  --dashboard-agent-grpc-port "$AGENT_GRPC_PORT"
+  --dashboard-agent-listen-port "$AGENT_HTTP_PORT"
+  --metrics-export-port "$METRICS_PORT"
+  --min-worker-port "$MIN_WORKER_PORT"
+  --max-worker-port "$MAX_WORKER_PORT"
+)

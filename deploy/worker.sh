@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Starts a further node of a cluster, in the foreground:
+#
+#   deploy/worker.sh HEAD_ADDRESS [OPTIONS OF ray start]
+#
+# The token is the head's, in RAY_AUTH_TOKEN or in the file that RAY_AUTH_TOKEN_PATH names. Settings:
+# deploy/node.env. It ends when the head does, or has given this node up: have it started again.
+
+. "$(dirname "$0")/node.sh"
+
+# Ray's own attempts take minutes, and end in a stack trace.
+status=0
+said=$(timeout "$HEAD_WAIT_S" ray health-check --address "$head:$GCS_PORT" 2>&1) || status=$?
+case "$status $said" in
+  "0 "*) ;;
+  124*) fail "no head answered at $head:$GCS_PORT within $HEAD_WAIT_S s" ;;
+  *InvalidAuthToken*) fail "the head at $head:$GCS_PORT refuses this node's token" ;;
+  *) fail "the head at $head:$GCS_PORT refuses this node: ${said##*$'\n'}" ;;
+esac
+exec ray start --address "$head:$GCS_PORT" "${options[@]}" "${@:2}"

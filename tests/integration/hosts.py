@@ -1,0 +1,175 @@
+"""Two hosts on this machine: network namespaces with a link, started by the scripts of deploy."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from tests.integration.cluster import Cluster, Deployment
+
+HEAD, WORKER = "198.18.0.1", "198.18.0.2"
+PORT = 8000
+TOKEN = "a token that only the tests know"
+SMALL = ("--num-cpus", "2", "--num-gpus", "0", "--object-store-memory", str(100 << 20))
+ROOT = Path(__file__).parents[2]
+
+
+class NoHostsError(Exception):
+    """Namespaces and links cannot be made here; says why."""
+
+
+class TwoHosts(Cluster):
+    """A head and a worker, with 2 CPUs each, and a network between them that can be cut.
+
+    Clients reach the head over a link of its own.
+
+    Raises:
+        NoHostsError: it is not permitted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__([2, 2])
+        tag = f"ss{os.getpid()}"
+        self.head, self.worker = f"{tag}-head", f"{tag}-worker"
+        self.address = f"{HEAD}:6379"
+        network = f"198.19.{os.getpid() % 256}"  # this one is seen by the whole machine
+        self.client_address = f"{network}.2"
+        self.environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
+        try:
+            for host in (self.head, self.worker):
+                _ip("netns", "add", host)
+            peer = ("type", "veth", "peer", "name")
+            _ip("link", "add", "eth0", "netns", self.head, *peer, "eth0", "netns", self.worker)
+            _ip("link", "add", tag, *peer, "eth1", "netns", self.head)
+        except (OSError, subprocess.CalledProcessError) as error:
+            self._remove_hosts()
+            said = error.stderr if isinstance(error, subprocess.CalledProcessError) else error
+            raise NoHostsError(f"no network namespaces here: {str(said).strip()}") from None
+        for host, interface, address in (
+            (self.head, "eth0", f"{HEAD}/30"),
+            (self.worker, "eth0", f"{WORKER}/30"),
+            (self.head, "eth1", f"{self.client_address}/30"),
+        ):
+            _ip("-n", host, "address", "add", address, "dev", interface)
+            _ip("-n", host, "link", "set", "lo", "up")
+            _ip("-n", host, "link", "set", interface, "up")
+        _ip("address", "add", f"{network}.1/30", "dev", tag)
+        _ip("link", "set", tag, "up")
+
+    def start(self) -> None:
+        """Starts both; returns when they are alive."""
+        self._start_host(
+            *self.on(self.head, "deploy/head.sh", HEAD, "--temp-dir", str(self.folder)),
+            *("--no-monitor", "--include-dashboard", "false"),
+            *("--resources", '{"specserve_head": 1}'),
+        )
+        self.start_worker()
+
+    def start_worker(self, *wrapper: str) -> None:
+        """Starts the worker, by another command if one is given; returns when it is alive."""
+        self._start_host(*self.on(self.worker, *wrapper, "deploy/worker.sh", HEAD))
+
+    def stop_worker(self) -> None:
+        """Ends the worker."""
+        self._heads[-1].terminate()
+        self.await_worker_ended(60)
+
+    def await_worker_ended(self, timeout_s: float) -> None:
+        """Waits until the worker's script has ended."""
+        self._heads[-1].wait(timeout_s)
+
+    def stop(self) -> None:
+        """Ends both, and removes their network."""
+        try:
+            super().stop()
+        finally:
+            self._remove_hosts()
+
+    def on(self, host: str, *command: str) -> list[str]:
+        """A command to be run on a host."""
+        return ["ip", "netns", "exec", host, *command]
+
+    @contextmanager
+    def cut(self, seconds: float) -> Iterator[None]:
+        """The hosts do not reach one another for so long, which the block may be shorter than."""
+        until = time.monotonic() + seconds
+        _ip("-n", self.worker, "link", "set", "eth0", "down")
+        try:
+            yield
+            threading.Event().wait(max(0.0, until - time.monotonic()))
+        finally:
+            _ip("-n", self.worker, "link", "set", "eth0", "up")
+
+    def raylet_of_worker(self) -> psutil.Process:
+        """The process without which the worker is no node of Ray."""
+        (raylet,) = (
+            process
+            for process in self.processes(f"--node_ip_address={WORKER}")
+            if process.name() == "raylet"
+        )
+        return raylet
+
+    def _start_host(self, *command: str) -> None:
+        log = self.folder / f"node{len(self._heads)}.log"
+        with log.open("wb") as output:
+            self._heads.append(
+                subprocess.Popen(
+                    [*command, *SMALL],
+                    cwd=ROOT,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=self.environment,
+                    start_new_session=True,
+                )
+            )
+        self._await_nodes(len(self._heads))
+
+    def _remove_hosts(self) -> None:
+        for host in (self.head, self.worker):  # and with them their ends of the links
+            subprocess.run(["ip", "netns", "delete", host], check=False, capture_output=True)
+
+
+class HostsDeployment(Deployment):
+    """`serve run FILE` on the head.
+
+    Args:
+        hosts: where to.
+        content: of the file.
+    """
+
+    def __init__(self, hosts: TwoHosts, content: dict[str, Any]) -> None:
+        self.cluster = self._hosts = hosts
+        self.port, self.prefixes = PORT, [""]
+        self.file = hosts.folder / "serve.yaml"
+        self.log = self.file.with_suffix(".log")
+        self.file.write_text(yaml.safe_dump(content))
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                hosts.on(hosts.head, "serve", "run", "--address", hosts.address, str(self.file)),
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**hosts.environment, "PYTHONUNBUFFERED": "1"},
+                start_new_session=True,
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            )
+
+    def base_url(self, prefix: str = "") -> str:
+        """Where clients find it."""
+        return f"http://{self._hosts.client_address}:{PORT}{prefix}"
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)

@@ -1,0 +1,220 @@
+"""configs/two_nodes.yaml on two hosts, whose link is cut and whose second one dies."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from specserve.bench.engine_process import EngineProcess
+from specserve.bench.prompts import load_tokenizer
+from specserve.core.config import parse
+from specserve.engine.generation import Job, Sampling
+from specserve.engine.methods import parse_method
+from tests.integration.api import Api, StreamError
+from tests.integration.cluster import READY_S, eventually, is_healthy, model_path
+from tests.integration.hosts import HEAD, ROOT, WORKER, HostsDeployment, NoHostsError, TwoHosts
+from tests.integration.test_lifecycle import running_stream
+
+pytestmark = pytest.mark.timeout(1500)
+
+PROMPTS = ["def add(a, b):\n    return a + b\n" * 5, "x = 1\ny = 2\n" * 9, "import os\n"]
+NUM_TOKENS = 64
+LONG: dict[str, Any] = {
+    "prompt": PROMPTS[0],
+    "max_tokens": 1500,
+    "ignore_eos": True,
+    "vllm_xargs": {"speculation": "off"},
+}
+GIVEN_UP_S = 60.0
+"""A request that the other host takes part in has its error within this time: two checks of 10 s in
+deploy/node.env, and what a busy machine adds."""
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[TwoHosts]:
+    try:
+        hosts = TwoHosts()
+    except NoHostsError as error:
+        pytest.skip(str(error))
+    try:
+        hosts.start()
+        yield hosts
+    finally:
+        hosts.stop()
+
+
+@pytest.fixture(scope="module")
+def content(hosts: TwoHosts) -> dict[str, Any]:
+    """The file, in a type in which the same greedy tokens are an equality and no matter of luck."""
+    content: dict[str, Any] = yaml.safe_load((ROOT / "configs/two_nodes.yaml").read_text())
+    (application,) = content["applications"]
+    args = application["args"]
+    args["model"]["path"] = str(shutil.copytree(model_path("demo-base"), hosts.folder / "model"))
+    args["engine"] |= {"dtype": "float32", "kv_cache_memory_bytes": 256 << 20}
+    args["placement"]["timeout_s"] = 10.0
+    return content
+
+
+@pytest.fixture(scope="module")
+def tokens_of_one_shard(content: dict[str, Any]) -> list[tuple[int, ...]]:
+    """What the model writes after the prompts on one node, in one shard, without drafts."""
+    args = content["applications"][0]["args"]
+    config = parse({**args, "engine": {**args["engine"], "tensor_parallel_size": 1}})
+    tokenizer = load_tokenizer(config.model.path)
+    prompts = [tokenizer.encode(prompt, add_special_tokens=True) for prompt in PROMPTS]
+    jobs = [Job(tuple(prompt), Sampling(max_tokens=NUM_TOKENS)) for prompt in prompts]
+    with EngineProcess(config, parse_method("none", config)) as engine:
+        engine.wait_ready()
+        return [completion.token_ids for completion in engine.run(jobs, 1).completions]
+
+
+@pytest.fixture(scope="module")
+def app(
+    hosts: TwoHosts, content: dict[str, Any], tokens_of_one_shard: object
+) -> Iterator[HostsDeployment]:
+    """Served from the head; started when the engine with one shard has made room."""
+    deployment = HostsDeployment(hosts, content)
+    try:
+        deployment.await_ready()
+        yield deployment
+    finally:
+        deployment.stop()
+
+
+@pytest.fixture
+def api(app: HostsDeployment) -> Iterator[Api]:
+    api = Api(app.base_url())
+    with api.http:
+        yield api
+
+
+def tokens(api: Api) -> list[tuple[int, ...]]:
+    """What greedy decoding makes of the prompts."""
+    answers = [
+        api.complete(prompt=prompt, max_tokens=NUM_TOKENS, return_token_ids=True)
+        for prompt in PROMPTS
+    ]
+    return [tuple(answer["choices"][0]["token_ids"]) for answer in answers]
+
+
+def pids(app: HostsDeployment) -> set[int]:
+    return {process.pid for process in app.cluster.engine_processes()}
+
+
+def await_rebuilt(app: HostsDeployment, old: set[int]) -> None:
+    """Waits until a new replica answers and nothing is left of the old one."""
+
+    def is_new() -> bool:
+        now = pids(app)
+        return len(now) == 4 and not now & old and is_healthy(app.base_url())
+
+    app.eventually(is_new, f"a new replica alone, {old} gone", READY_S)
+
+
+def await_remembered(api: Api) -> None:
+    """Waits until drafts of a replica that is new are what an earlier one learned."""
+
+    def accepted() -> int:
+        xargs = {"speculation": "trie", "learn": 0}
+        api.complete(prompt=PROMPTS[0], max_tokens=NUM_TOKENS, vllm_xargs=xargs)
+        learned = api.speculation()["acceptance"].get("trie_cluster", {})
+        count: int = learned.get("accepted_tokens", 0)
+        return count
+
+    eventually(accepted, lambda: f"memory of an earlier replica; {api.speculation()}", 60)
+
+
+@pytest.mark.parametrize(
+    ("token", "reason"),
+    [
+        ("another token", f"the head at {HEAD}:6379 refuses this node's token"),
+        ("", "no token: set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to a file that holds it; the"),
+    ],
+)
+def test_a_worker_without_the_clusters_token_is_refused_in_one_line(
+    hosts: TwoHosts, tmp_path: Path, token: str, reason: str
+) -> None:
+    done = subprocess.run(
+        hosts.on(hosts.worker, "deploy/worker.sh", HEAD),
+        cwd=ROOT,
+        env={**hosts.environment, "RAY_AUTH_TOKEN": token, "HOME": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stdout.startswith(f"worker.sh: {reason}")
+    assert done.stdout.count("\n") == 1
+
+
+def test_shards_on_two_hosts_write_what_one_shard_writes(
+    api: Api, app: HostsDeployment, tokens_of_one_shard: list[tuple[int, ...]]
+) -> None:
+    shards = app.cluster.shards()
+    parents = {parent.pid for shard in shards for parent in shard.parents()}
+    assert len(shards) == 2
+    assert app._hosts.raylet_of_worker().pid in parents
+    assert tokens(api) == tokens_of_one_shard
+
+
+def test_the_heads_proxy_streams(api: Api, tokens_of_one_shard: list[tuple[int, ...]]) -> None:
+    body = {"max_tokens": NUM_TOKENS, "return_token_ids": True}
+    with api.streaming(prompt=PROMPTS[0], **body) as events:
+        parts = [event["choices"][0].get("token_ids") or [] for event in events]
+    assert sum(map(bool, parts)) > 1
+    assert tuple(token for part in parts for token in part) == tokens_of_one_shard[0]
+
+
+def test_a_link_that_is_away_for_2_s_costs_only_time(
+    api: Api, app: HostsDeployment, hosts: TwoHosts
+) -> None:
+    before = pids(app)
+    with running_stream(api, **LONG | {"max_tokens": 200}) as outcome, hosts.cut(2):
+        assert outcome(GIVEN_UP_S) is None
+    assert pids(app) == before
+
+
+def test_a_link_that_is_away_for_30_s_ends_requests_with_an_error_and_the_replica_is_rebuilt(
+    api: Api, app: HostsDeployment, hosts: TwoHosts, tokens_of_one_shard: list[tuple[int, ...]]
+) -> None:
+    before = pids(app)
+    with running_stream(api, **LONG) as outcome, hosts.cut(30):
+        assert isinstance(outcome(GIVEN_UP_S), StreamError)
+    hosts.await_worker_ended(120)  # it was told that it has been given up
+    hosts.start_worker()
+    await_rebuilt(app, before)
+    await_remembered(api)
+    assert tokens(api) == tokens_of_one_shard
+
+
+def test_a_host_that_dies_ends_requests_with_an_error_and_is_told_missing_until_it_is_back(
+    api: Api, app: HostsDeployment, hosts: TwoHosts, tokens_of_one_shard: list[tuple[int, ...]]
+) -> None:
+    before = pids(app)
+    with running_stream(api, **LONG) as outcome:
+        hosts.raylet_of_worker().kill()
+        assert isinstance(outcome(GIVEN_UP_S), StreamError)
+    hosts.await_worker_ended(60)
+    missing = "2 shards with 1 CPU each (STRICT_SPREAD) did not fit within 10 s; nodes: 1 x ("
+    app.eventually(lambda: missing in app.output(), "the missing node is told", 180)
+
+    other = shutil.copytree(hosts.folder / "model", hosts.folder / "another")
+    (other / "config.json").write_text((other / "config.json").read_text() + "\n")
+    mounted = f'mount --bind {other} {hosts.folder}/model && exec "$@"'
+    hosts.start_worker("sh", "-c", mounted, "sh")
+    differs = f"error: node {WORKER} has checkpoint "
+    app.eventually(lambda: differs in app.output(), "the other checkpoint is told", 180)
+    hosts.stop_worker()
+
+    hosts.start_worker()
+    await_rebuilt(app, before)
+    await_remembered(api)
+    assert tokens(api) == tokens_of_one_shard
