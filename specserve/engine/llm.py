@@ -74,7 +74,7 @@ class Engine:
         except (RuntimeError, ValueError) as error:
             raise EngineError(f"the engine did not start: {_last_line(error)}") from error
         if not config.drafts_in_engine:
-            # It would refuse `min_p` and `logit_bias`; see restore_logits_processors for why not.
+            # It would refuse `min_p` and `logit_bias`; see specserve.engine.sampling for why not.
             llm.input_processor.speculative_config = None
         if config.http.api_keys:
             stamp_requests(llm.engine_core)

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.outputs import ModelRunnerOutput
 
 from specserve.engine.executor import attach_drafts
-from specserve.engine.hook import ProposerHook, restore_logits_processors
+from specserve.engine.hook import ProposerHook
 from specserve.engine.ray_metrics import RayMetricsExporter
+from specserve.engine.sampling import repair_sampling
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker as _Worker
@@ -24,7 +25,7 @@ class SpeculationMixin(_Worker):
     def init_device(self) -> None:
         """Builds the model runner, then hands it to the proposer hook in rank 0."""
         super().init_device()
-        restore_logits_processors(self.model_runner)
+        repair_sampling(self.model_runner)
         if self.rank == 0:
             drafter = self.model_runner.drafter
             assert isinstance(drafter, ProposerHook), f"unexpected drafter {drafter!r}"

@@ -28,6 +28,7 @@ class OneOfManyRanks:
                 reasoning_config=None,
             ),
             input_batch=SimpleNamespace(logitsprocs=None),
+            _sample=lambda logits, metadata: metadata,
         )
 
 
@@ -40,6 +41,16 @@ def test_a_rank_that_does_not_draft_samples_as_the_one_that_does() -> None:
     worker.init_device()
     processors = worker.model_runner.input_batch.logitsprocs
     assert {type(each) for each in processors.all} == set(BUILTIN_LOGITS_PROCESSORS)
+
+
+def test_only_a_step_with_drafts_is_sampled_with_rejection() -> None:
+    worker = Worker()
+    worker.init_device()
+    with_drafts = SimpleNamespace(num_draft_tokens=[0, 2])
+    without = SimpleNamespace(num_draft_tokens=[0, 0])
+    assert worker.model_runner._sample(None, with_drafts) is with_drafts
+    assert worker.model_runner._sample(None, without) is None
+    assert worker.model_runner._sample(None, None) is None
 
 
 def test_a_rank_that_does_not_draft_has_nothing_to_tell() -> None:
