@@ -20,8 +20,6 @@ import numpy.typing as npt
 import ray
 import torch
 from vllm.config import VllmConfig
-from vllm.utils.torch_utils import PIN_MEMORY
-from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 
 from specserve.core.config import AppConfig, DrafterConfig, TrieConfig
 from specserve.core.errors import RequestError
@@ -33,7 +31,7 @@ from specserve.engine.checkpoint import find_checkpoint, model_identity
 from specserve.engine.cluster_memory import ClusterMemory
 from specserve.engine.drafters import drafter_finder
 from specserve.proposers.base import Surroundings
-from specserve.proposers.chain import ProposerChain, build_chain
+from specserve.proposers.chain import NO_DRAFT, ProposerChain, build_chain
 from specserve.proposers.controls import parse_controls, with_tenant
 from specserve.trie.memory import SharedMemory, TrieMemory
 
@@ -138,10 +136,16 @@ class ProposerHook:
         request_ids: list[str] = input_batch.req_ids
         outcomes = self._outcomes(request_ids, sampled_token_ids, scheduler_output)
         self._observe_step(request_ids, scheduler_output)
-        batch = self._draft_batch(request_ids, sampled_token_ids, scheduler_output, hidden_states)
         controls = [self._controls_of(request_id) for request_id in request_ids]
         self._recent.note(outcomes)
-        drafts = self._chain.step(batch, outcomes, controls)
+        if due := self._chain.due(len(request_ids)):
+            batch = self._draft_batch(
+                request_ids, sampled_token_ids, scheduler_output, hidden_states
+            )
+            drafts = self._chain.step(batch, outcomes, controls, due)
+        else:
+            self._chain.observe(outcomes)
+            drafts = [NO_DRAFT] * len(request_ids)
         # A request that had no turn in this step keeps its draft: the scheduler does so too.
         for request_id, draft in zip(request_ids, drafts, strict=True):
             if draft.tokens:
@@ -294,16 +298,3 @@ def _to_host(hidden: torch.Tensor, num_tokens: int) -> npt.NDArray[np.uint16]:
     """The first rows of ``hidden``, ``[num_tokens, hidden_size]``, as the bits of bfloat16."""
     bits = hidden[:num_tokens].bfloat16().contiguous().view(torch.uint16)
     return np.asarray(bits.cpu().numpy(), np.uint16)
-
-
-def restore_logits_processors(runner: Any) -> None:
-    """Lets requests with ``min_p`` or ``logit_bias`` be served; for the model runner of every rank.
-
-    Under speculation vLLM leaves both out, and refuses such requests. They work on rows without a
-    draft, so these requests are decoded without drafts. Every rank samples for itself: a rank that
-    left them out would go on with other tokens than the rest.
-    """
-    runner.input_batch.logitsprocs = LogitsProcessors(
-        processor(runner.vllm_config, runner.device, PIN_MEMORY)
-        for processor in BUILTIN_LOGITS_PROCESSORS
-    )

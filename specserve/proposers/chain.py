@@ -3,7 +3,9 @@
 The way of a step, for the engine's hook::
 
     controls = parse_controls(...)                 once a request
-    drafts = chain.step(batch, outcomes, controls) after each step; drafts[i] is for row i
+    due = chain.due(n)                             after each step
+    drafts = chain.step(batch, outcomes, controls, due)    drafts[i] is for row i
+    chain.observe(outcomes)                        instead of `step`, if no source is due
     chain.observe_step(n, draft_tokens, seconds)   after each step of decoding requests alone
     chain.finish(batch)                            when requests end, if has_unseen_texts
     chain.forget(ids)                              then, or when they are aborted
@@ -78,15 +80,35 @@ class ProposerChain:
         self._paces = {kind: Pace() for kind in gated_kinds - self._remote_kinds.keys()}
         self._clock = clock
 
+    def due(self, num_requests: int) -> frozenset[str]:
+        """The kinds of source to ask in this step; to be called once a step.
+
+        A source that is down is among them when it may be tried again.
+        """
+        seconds_per_token = self._gate.cost.at(num_requests)[0] / max(num_requests, 1)
+        return frozenset(
+            source.kind
+            for source in self._sources
+            if source.ready
+            and ((pace := self._paces.get(source.kind)) is None or pace.is_due(seconds_per_token))
+        )
+
     def step(
-        self, batch: DraftBatch, outcomes: list[Outcome], controls: Sequence[RequestControls]
+        self,
+        batch: DraftBatch,
+        outcomes: list[Outcome],
+        controls: Sequence[RequestControls],
+        due: frozenset[str] | None = None,
     ) -> list[Draft]:
         """Learns from the last step, and drafts for the next.
+
+        In a step for which no source is due, it is enough to :meth:`observe`.
 
         Args:
             batch: n requests that can use a draft now.
             outcomes: what became of the last step's drafts; any requests, in any order.
             controls: n, of the batch's requests.
+            due: the step's answer of :meth:`due`, if it was asked for.
 
         Returns:
             n drafts, each at most ``batch.max_draft_tokens[i]`` and
@@ -97,7 +119,8 @@ class ProposerChain:
         for request_id, control in zip(batch.request_ids, controls, strict=True):
             if control.tenant:
                 self._gate.acceptance.assign(request_id, control.tenant)
-        offers = self._offers(replace(batch, controls=tuple(controls)))
+        due = self.due(len(batch)) if due is None else due
+        offers = self._offers(replace(batch, controls=tuple(controls)), due)
         return self._sent(batch.request_ids, offers)
 
     def observe(self, outcomes: list[Outcome]) -> None:
@@ -148,18 +171,17 @@ class ProposerChain:
         self._arbiter.forget(request_ids)
         self._gate.forget(request_ids)
 
-    def _offers(self, batch: DraftBatch) -> list[list[tuple[str, Draft]]]:
-        """What the sources offer: for each request (kind, draft), drafts with tokens alone.
+    def _offers(self, batch: DraftBatch, due: frozenset[str]) -> list[list[tuple[str, Draft]]]:
+        """What these sources offer: for each request (kind, draft), drafts with tokens alone.
 
         A source that is asked sees the whole batch, with a limit of 0 where no draft is wanted:
         some learn from what they see.
         """
         offers: list[list[tuple[str, Draft]]] = [[] for _ in batch.request_ids]
-        seconds_per_token = self._gate.cost.at(len(batch))[0] / max(len(batch), 1)
         for source in self._sources:
-            pace, inquiry = self._paces.get(source.kind), self._inquiries.get(source.kind)
-            if not source.ready or (pace is not None and not pace.is_due(seconds_per_token)):
+            if source.kind not in due:
                 continue
+            pace, inquiry = self._paces.get(source.kind), self._inquiries.get(source.kind)
             limits = self._limits(source.kind, batch)
             if inquiry is not None:
                 held = [[draft for _, draft in each] for each in offers]

@@ -12,6 +12,7 @@ import torch
 
 from specserve.core.config import AppConfig, parse
 from specserve.core.metrics import SpeculationSnapshot
+from specserve.core.recent import RecentRequest
 from specserve.core.types import Draft, DraftBatch, HiddenStates
 from specserve.engine.hook import ProposerHook
 
@@ -98,6 +99,33 @@ def test_a_repeating_text_gets_a_draft_and_its_acceptance_is_counted(hook: Propo
     (acceptance,) = _snapshot(hook).acceptance
     assert acceptance.num_draft_tokens == 4
     assert acceptance.accepted_at_position == (1, 1, 0, 0)
+
+
+def _recent(hook: ProposerHook) -> tuple[RecentRequest, ...]:
+    return msgspec.json.decode(hook.recent_requests(""), type=tuple[RecentRequest, ...])
+
+
+def test_recent_steps_are_told_without_their_text_unless_configured(hook: ProposerHook) -> None:
+    runner = Runner(a=REPEATING)
+    hook.attach(runner)
+    _step(hook, runner, [[4]])
+    _append(runner, 0, [1, 2, 9])
+    _step(hook, runner, [[1, 2, 9]], a=[1, 2, 3, 4])
+    hook.forget(["a"])
+
+    (request,) = _recent(hook)
+    told = [(step.source, step.num_drafted, step.num_accepted) for step in request.steps]
+    assert told == [("", 0, 0), ("ngram", 4, 2)]
+    assert {step.new + step.refused for step in request.steps} == {()}
+
+
+def test_steps_of_a_request_that_may_not_be_learned_are_not_told(hook: ProposerHook) -> None:
+    runner = Runner(a=REPEATING)
+    runner.requests["a"] = _request(extra_args={"learn": 0})
+    hook.attach(runner)
+    _step(hook, runner, [[4]])
+
+    assert _recent(hook) == ()
 
 
 def test_a_draft_that_the_scheduler_cut_is_counted_as_cut(hook: ProposerHook) -> None:
@@ -236,3 +264,18 @@ def test_a_text_that_ends_is_shown_to_sources_that_have_not_seen_it_whole(
     assert texts.request_ids == ["b"]
     assert texts.token_ids.tolist() == [[5, 6, 7, 8]]
     assert texts.max_draft_tokens.tolist() == [0]
+
+
+def test_in_a_step_without_a_source_that_is_due_only_the_outcomes_are_passed_on(
+    hook: ProposerHook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = Runner(a=REPEATING)
+    hook.attach(runner)
+    assert _step(hook, runner, [[4]]) == [[1, 2, 3, 4]]
+    monkeypatch.setattr(hook._chain, "due", lambda num_requests: frozenset())
+    _append(runner, 0, [1, 2, 9])
+
+    assert _step(hook, runner, [[1, 2, 9]], a=[1, 2, 3, 4]) == [[]]
+
+    (acceptance,) = _snapshot(hook).acceptance
+    assert acceptance.accepted_at_position == (1, 1, 0, 0)

@@ -367,7 +367,8 @@ def test_a_source_that_brings_nothing_is_asked_seldom_and_sees_texts_when_they_e
         clock=clock,
     )
     for _ in range(1000):
-        chain.step(batch(4), [], [AUTO])
+        if due := chain.due(1):
+            chain.step(batch(4), [], [AUTO], due)
         chain.observe_step(1, 0, 0.01)
     num_asked = len(source.limits)
     assert num_asked < 500
