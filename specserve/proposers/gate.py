@@ -49,7 +49,7 @@ class Gate:
         self.acceptance = Acceptance()
         self.cost = StepCost()
         self._credit = _FIRST_CREDIT  # in plain steps
-        self._num_steps = 0
+        self._unmeasured_steps = 0
         self._steps_since_plain = 0
         self._skipped: dict[str, int] = {}
 
@@ -63,14 +63,13 @@ class Gate:
         Returns:
             n drafts with their ``expected_accept``.
         """
-        self._num_steps += 1
         self._credit = min(self._credit + PROBE_SHARE, _MOST_CREDIT)
         offered = [row for row, draft in enumerate(drafts) if draft.tokens]
         if not offered:
             return drafts
         gains = {row: self.acceptance.gains(request_ids[row], drafts[row]) for row in offered}
         lengths = dict.fromkeys(offered, 0)
-        if self.cost.is_calibrated or self._num_steps > _PATIENCE_STEPS:
+        if self._may_draft(len(drafts)):
             plain, base, per_token = self.cost.at(len(drafts))
             # In plain steps from here on: all decisions are about ratios.
             base, per_token = base / plain, per_token / plain
@@ -81,6 +80,14 @@ class Gate:
         for row in offered:
             trimmed[row] = _cut(drafts[row], lengths[row], gains[row])
         return trimmed
+
+    def _may_draft(self, num_requests: int) -> bool:
+        """Not before plain steps of about so many requests were measured, unless none can be."""
+        if self.cost.is_calibrated(num_requests):
+            self._unmeasured_steps = 0
+            return True
+        self._unmeasured_steps += 1
+        return self._unmeasured_steps > _PATIENCE_STEPS
 
     def observe(self, outcomes: list[Outcome]) -> None:
         """Learns from what was accepted."""
@@ -103,7 +110,7 @@ class Gate:
     ) -> float:
         """The chance of acceptance from which on a token is drafted; above 1: a plain step."""
         falling = sorted((gain for row in gains.values() for gain in row), reverse=True)
-        rate, least = best_rate(falling[: self._reach()], num_requests, base, per_token)
+        rate, least = best_rate(falling[: self._reach(num_requests)], num_requests, base, per_token)
         excess = rate / num_requests - 1
         if excess < LEAST_GAIN:
             return _NO_TOKEN
@@ -113,9 +120,9 @@ class Gate:
             return _NO_TOKEN
         return least
 
-    def _reach(self) -> int | None:
+    def _reach(self, num_requests: int) -> int | None:
         """Draft tokens that a step may have: at first few, so that a dear step is a short one."""
-        if not self.cost.is_calibrated:
+        if not self.cost.is_calibrated(num_requests):
             return None
         return max(2 * self.cost.most_draft_tokens, _FIRST_DRAFT_TOKENS)
 

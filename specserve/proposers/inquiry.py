@@ -76,7 +76,7 @@ class Inquiry:
         self._pause_left = max(self._pause_left - 1, 0)
         self._is_probe = False
         rows = np.flatnonzero(limits).tolist()
-        if not rows or not self._gate.cost.is_calibrated:
+        if not rows or not self._gate.cost.is_calibrated(len(limits)):
             return limits
         acceptance = self._gate.acceptance
         held = [

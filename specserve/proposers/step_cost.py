@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import log2
 from statistics import median
 
 import numpy as np
@@ -19,6 +20,7 @@ ASSUMED_TOKEN_SHARE = 0.01
 CALIBRATION_STEPS = 3
 """Plain steps that are measured before any other."""
 
+_SIZES_PER_DOUBLING, _NEAR_SIZES = 2, 2
 _CLIP_DEVIATIONS = 4.0
 _LEAST_DEVIATION = 0.02
 _CHANGED_AFTER = 4
@@ -28,48 +30,46 @@ _ALWAYS_FITTED, _FIT_EVERY = 16, 8
 
 
 class StepCost:
-    """Two lines, fitted to measured steps of ``n`` requests with ``d`` draft tokens.
+    """The cost of steps of ``n`` requests with ``d`` draft tokens, by the size of ``n``.
 
-    ``plain(n) = a + b n`` for steps without any draft, ``spec(n, d) = a' + b' n + c d`` for the
-    others: an engine skips work in a step where no request has a draft, so that a first draft
-    token costs more than the next one. Both are ridge regressions with forgetting; times are
-    clipped to what the line expects, give or take four usual deviations, so that a stalled step
-    teaches little. The plain line does not fade while all steps have drafts, nor the other one
-    while none has; where steps with drafts were not measured, they cost as plain ones and
-    ``ASSUMED_TOKEN_SHARE`` a token.
+    Plain steps are measured for each size apart, two sizes to a doubling of ``n``, with straight
+    lines between them. A step with drafts costs so many plain ones of its ``n``, as a line in
+    ``d`` for each size: an engine skips work in a step where no request has a draft, so that a
+    first draft token costs more than the next one. A size that was not measured takes over what
+    is known of the nearest; where no steps with drafts were, they cost as plain ones and
+    ``ASSUMED_TOKEN_SHARE`` a token. What is known of one size does not fade while others run.
     """
 
     def __init__(self) -> None:
         self.most_draft_tokens = 0
         """Of all steps measured so far: the lines are not to be trusted far beyond."""
-        self._first: list[float] = []
-        self._plain = Line(np.array([1.0, 0.0]), np.array([0.01, 0.1]))
-        self._spec = Line(np.array([1.0, 0.0, ASSUMED_TOKEN_SHARE]), np.array([1.0, 10.0, 50.0]))
+        self._plain: dict[int, _PlainSteps] = {}
+        self._spec: dict[int, Line] = {}
+        self._points: list[tuple[float, float]] = []
 
     def observe(self, num_requests: int, num_draft_tokens: int, seconds: float) -> None:
         """One step; ``seconds`` greater than 0, else it is ignored."""
         if seconds <= 0 or num_requests <= 0:
             return
-        if num_draft_tokens:
-            self._spec.add((1.0, num_requests, num_draft_tokens), seconds)
+        size = _size(num_requests)
+        if not num_draft_tokens:
+            self._plain.setdefault(size, _PlainSteps()).add(num_requests, seconds)
+            self._points = sorted((each.requests, each.seconds) for each in self._plain.values())
+        elif self._points:
             self.most_draft_tokens = max(self.most_draft_tokens, num_draft_tokens)
-            return
-        if len(self._first) < CALIBRATION_STEPS:
-            # The very first steps may compile or warm caches: only their median is trusted.
-            self._first.append(seconds)
-            self._plain.restart(np.array([median(self._first), 0.0]))
-        else:
-            self._plain.add((1.0, num_requests), seconds)
-        base, slope = self._plain.coefficients
-        if self._spec.prior[0] != base:
-            self._spec.prior = np.array([base, slope, ASSUMED_TOKEN_SHARE * base])
-            if not self._spec.num_observations:
-                self._spec.refit()
+            plain = self._plain_seconds(num_requests)
+            if size not in self._spec:
+                prior = np.array(self._drafts_at(size, plain))
+                self._spec[size] = Line(prior, np.array([1.0, 50.0 / plain**2]))
+            # In plain steps, so that the errors of short and long steps weigh alike.
+            self._spec[size].add((1.0, num_draft_tokens / plain), seconds / plain)
 
-    @property
-    def is_calibrated(self) -> bool:
-        """Whether enough plain steps were measured to compare others with."""
-        return len(self._first) >= CALIBRATION_STEPS
+    def is_calibrated(self, num_requests: int) -> bool:
+        """Whether enough plain steps of about so many requests were measured to compare with."""
+        if sum(each.count for each in self._plain.values()) < CALIBRATION_STEPS:
+            return False
+        size = _size(num_requests)
+        return any(abs(size - each) <= _NEAR_SIZES for each in self._plain)
 
     def at(self, num_requests: int) -> tuple[float, float, float]:
         """Costs of a step of ``num_requests`` requests, in seconds.
@@ -78,11 +78,88 @@ class StepCost:
             (without drafts, with drafts but for their tokens, of each draft token). Before the
             first step was measured a plain step counts as one second: only ratios matter.
         """
-        base, slope = self._plain.coefficients
-        plain = max(base + slope * num_requests, 0.1 * base)
-        base, slope, token = self._spec.coefficients
-        spec = max(base + slope * num_requests, plain)
-        return plain, spec, max(token, 0.0)
+        plain = self._plain_seconds(num_requests) if self._points else 1.0
+        base, token = self._drafts_at(_size(num_requests), plain)
+        return plain, plain * max(base, 1.0), max(token, 0.0)
+
+    def _drafts_at(self, size: int, plain: float) -> tuple[float, float]:
+        """Cost of a step with drafts, in plain steps, and of each draft token, in seconds."""
+        if not self._spec:
+            return 1.0, ASSUMED_TOKEN_SHARE * plain
+        near = min(self._spec, key=lambda each: (abs(each - size), each))
+        base, token = self._spec[near].coefficients
+        return base, token
+
+    def _plain_seconds(self, num_requests: float) -> float:
+        """Between the measured points, and a little beyond them."""
+        points = self._points
+        if len(points) == 1:
+            return points[0][1]
+        right = 1
+        while right < len(points) - 1 and points[right][0] < num_requests:
+            right += 1
+        (low, low_s), (high, high_s) = points[right - 1], points[right]
+        seconds = low_s + (high_s - low_s) * (num_requests - low) / (high - low)
+        return max(seconds, 0.1 * min(low_s, high_s))
+
+
+def _size(num_requests: int) -> int:
+    """0 for one request, and so many more for each doubling."""
+    return round(_SIZES_PER_DOUBLING * log2(num_requests))
+
+
+class _PlainSteps:
+    """Typical plain steps of one size.
+
+    Attributes:
+        count: how many were measured.
+        requests: in them, in the mean.
+        seconds: of one.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.requests = self.seconds = 0.0
+        self._first: list[float] = []
+        self._clip = Clip()
+
+    def add(self, num_requests: int, seconds: float) -> None:
+        self.count += 1
+        weight = max(1 / self.count, 1 - MEMORY)
+        self.requests += weight * (num_requests - self.requests)
+        if self.count <= CALIBRATION_STEPS:
+            # The very first steps may compile or warm caches: only their median is trusted.
+            self._first.append(seconds)
+            self.seconds = median(self._first)
+            return
+        seconds, has_changed = self._clip(self.seconds, seconds)
+        self.seconds += (1 - _KEPT_AT_CHANGE if has_changed else weight) * (seconds - self.seconds)
+
+
+class Clip:
+    """Lets one stalled step teach little, and a lasting change much.
+
+    A time is clipped to what is expected, give or take four usual deviations; several such times
+    in a row are no stalls any more, but what steps cost now.
+    """
+
+    def __init__(self) -> None:
+        self._deviation = 0.25
+        self._num_clipped = 0
+
+    def __call__(self, expected: float, seconds: float) -> tuple[float, bool]:
+        """(the time to learn from, whether all that was learned before is out of date)."""
+        expected = max(expected, _LEAST_SECONDS)
+        error = (seconds - expected) / expected
+        reach = _CLIP_DEVIATIONS * self._deviation
+        self._num_clipped = self._num_clipped + 1 if abs(error) > reach else 0
+        has_changed = self._num_clipped == _CHANGED_AFTER
+        if has_changed:
+            self._num_clipped = 0
+        else:
+            error = min(max(error, -reach), reach)
+        self._deviation += 0.1 * (max(abs(error), _LEAST_DEVIATION) - self._deviation)
+        return expected * (1 + error), has_changed
 
 
 class Line:
@@ -96,47 +173,30 @@ class Line:
     """
 
     def __init__(self, prior: FloatArray, precision: FloatArray) -> None:
+        self._prior = prior
         self._precision = precision
-        self.restart(prior)
-
-    def restart(self, prior: FloatArray) -> None:
-        """Forgets all observations."""
-        self.prior = prior
-        self.num_observations = 0
+        self._num_observations = 0
         self._squares = np.zeros((len(prior), len(prior)))
         self._products = np.zeros(len(prior))
-        self._deviation = 0.25
-        self._num_clipped = 0
+        self._clip = Clip()
         self._new: list[tuple[float, ...]] = []
         self.coefficients: list[float] = prior.tolist()
 
-    def add(self, features: Sequence[float], seconds: float) -> None:
+    def add(self, features: Sequence[float], cost: float) -> None:
         """One observation."""
         pairs = zip(self.coefficients, features, strict=True)
-        expected = max(sum(a * b for a, b in pairs), _LEAST_SECONDS)
-        error = (seconds - expected) / expected
-        reach = _CLIP_DEVIATIONS * self._deviation
-        self._num_clipped = self._num_clipped + 1 if abs(error) > reach else 0
-        if self._num_clipped == _CHANGED_AFTER:
-            # No stalls any more: steps have another cost now.
+        cost, has_changed = self._clip(sum(a * b for a, b in pairs), cost)
+        if has_changed:
             self._take_in()
             self._squares *= _KEPT_AT_CHANGE
             self._products *= _KEPT_AT_CHANGE
-            self._num_clipped = 0
-        else:
-            error = min(max(error, -reach), reach)
-        self._deviation += 0.1 * (max(abs(error), _LEAST_DEVIATION) - self._deviation)
-        self._new.append((*features, expected * (1 + error)))
-        self.num_observations += 1
-        if self.num_observations < _ALWAYS_FITTED or len(self._new) == _FIT_EVERY:
-            self.refit()
-
-    def refit(self) -> None:
-        """Takes new observations, or a new ``prior``, into account."""
-        self._take_in()
-        left = self._squares + np.diag(self._precision)
-        right = self._products + self._precision * self.prior
-        self.coefficients = np.linalg.solve(left, right).tolist()
+        self._new.append((*features, cost))
+        self._num_observations += 1
+        if self._num_observations < _ALWAYS_FITTED or len(self._new) == _FIT_EVERY:
+            self._take_in()
+            left = self._squares + np.diag(self._precision)
+            right = self._products + self._precision * self._prior
+            self.coefficients = np.linalg.solve(left, right).tolist()
 
     def _take_in(self) -> None:
         # Some at once: a dozen calls of numpy at every step would be felt.

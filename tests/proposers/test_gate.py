@@ -73,6 +73,12 @@ def test_a_gate_finds_out_that_drafts_became_dear() -> None:
     assert speedup(replace(cheap, cost=STEEP), gate) >= 0.95
 
 
+def test_a_gate_that_knows_single_requests_finds_out_that_drafts_lose_with_many() -> None:
+    gate = Gate()
+    speedup(Workload((OFTEN,), STEEP, 1, num_steps=400), gate)
+    assert speedup(Workload((OFTEN,), STEEP, 32, num_steps=60), gate) >= 0.95
+
+
 def test_the_same_calls_get_the_same_answers() -> None:
     workload = Workload((ALWAYS, OFTEN, NEVER), MODERATE, 4, num_steps=300)
     assert speedup(workload, Gate()) == speedup(workload, Gate())

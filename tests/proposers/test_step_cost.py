@@ -11,6 +11,8 @@ from tests.proposers.simulation import STEEP, Cost
 def taught(cost: Cost, noise: float = 0.0, stalls: float = 0.0, steps: int = 400) -> StepCost:
     rng = random.Random(0)
     learned = StepCost()
+    for num_requests in range(1, 13):
+        learned.observe(num_requests, 0, cost.seconds(num_requests, 0))
     for step in range(steps):
         num_requests = rng.randint(1, 12)
         num_draft_tokens = rng.randint(1, 8 * num_requests) if step % 2 else 0
@@ -73,4 +75,36 @@ def test_a_time_that_is_none_is_ignored() -> None:
     learned = StepCost()
     for seconds in (0.0, -1.0):
         learned.observe(4, 0, seconds)
-    assert not learned.is_calibrated
+    assert not learned.is_calibrated(4)
+
+
+def test_a_size_that_was_measured_is_remembered_while_others_run() -> None:
+    learned = StepCost()
+    seconds = {1: 0.012, 8: 0.02, 32: 0.05}  # not a line
+    for num_requests in (1, 8, 32, 1):
+        for _ in range(300):
+            learned.observe(num_requests, 0, seconds[num_requests])
+    for num_requests, expected in seconds.items():
+        assert learned.at(num_requests)[0] == pytest.approx(expected)
+    assert 0.02 < learned.at(16)[0] < 0.05
+
+
+def test_steps_of_another_size_have_to_be_measured_first() -> None:
+    learned = StepCost()
+    for _ in range(10):
+        learned.observe(1, 0, 0.01)
+    assert learned.is_calibrated(2)
+    assert not learned.is_calibrated(8)
+    learned.observe(8, 0, 0.02)
+    assert learned.is_calibrated(8)
+    assert learned.is_calibrated(16)
+
+
+def test_what_drafts_cost_beside_few_requests_is_expected_beside_many() -> None:
+    learned = StepCost()
+    for num_requests, seconds in ((1, 0.01), (8, 0.02)):
+        for _ in range(10):
+            learned.observe(num_requests, 0, seconds)
+    for num_tokens in (1, 2, 4, 8) * 50:
+        learned.observe(1, num_tokens, 0.01 + 0.001 * num_tokens)
+    assert learned.at(8)[2] == pytest.approx(0.001, rel=0.2)
