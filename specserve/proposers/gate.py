@@ -12,10 +12,11 @@ and none at all where plain decoding makes more tokens a second.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from specserve.core.types import Draft, Outcome
 from specserve.proposers.acceptance import Acceptance
-from specserve.proposers.step_cost import StepCost
+from specserve.proposers.step_cost import StepCost, size_of
 
 LEAST_GAIN = 0.02
 """Drafts must promise this share of the plain rate more: below it noise decides."""
@@ -28,9 +29,23 @@ PROBE_TOKENS = 3
 
 _FIRST_CREDIT, _MOST_CREDIT = 0.5, 4.0
 _PLAIN_PROBE_STEPS = 32
+_FIRST_PLAIN_TURN, _PLAIN_TRIES = 4, 3
 _PATIENCE_STEPS = 8
 _FIRST_DRAFT_TOKENS = 4
 _NO_TOKEN = 2.0
+
+
+@dataclass(slots=True)
+class _PlainTurns:
+    """Plain steps of one size that are taken to know what they cost.
+
+    Attributes:
+        num_drafting: steps that would have had drafts.
+        tries_left: plain steps to take until one could be measured.
+    """
+
+    num_drafting: int = 0
+    tries_left: int = 0
 
 
 class Gate:
@@ -51,6 +66,7 @@ class Gate:
         self._credit = _FIRST_CREDIT  # in plain steps
         self._unmeasured_steps = 0
         self._steps_since_plain = 0
+        self._plain_turns: dict[int, _PlainTurns] = {}
         self._skipped: dict[str, int] = {}
 
     def trim(self, request_ids: Sequence[str], drafts: list[Draft]) -> list[Draft]:
@@ -97,6 +113,8 @@ class Gate:
     def observe_step(self, num_requests: int, num_draft_tokens: int, seconds: float) -> None:
         """Learns what a step costs; see :meth:`ProposerChain.observe_step`."""
         self._steps_since_plain = self._steps_since_plain + 1 if num_draft_tokens else 0
+        if not num_draft_tokens and (turns := self._plain_turns.get(size_of(num_requests))):
+            turns.tries_left = 0
         self.cost.observe(num_requests, num_draft_tokens, seconds)
 
     def forget(self, request_ids: list[str]) -> None:
@@ -114,11 +132,26 @@ class Gate:
         excess = rate / num_requests - 1
         if excess < LEAST_GAIN:
             return _NO_TOKEN
+        if self._is_plain_turn(num_requests):
+            return _NO_TOKEN
         if self._steps_since_plain >= _PLAIN_PROBE_STEPS and self._credit >= excess:
             self._credit -= excess
             self._steps_since_plain = 0
             return _NO_TOKEN
         return least
+
+    def _is_plain_turn(self, num_requests: int) -> bool:
+        """Of the steps of one size that would draft, the 4th, 8th, 16th, .. is a plain one.
+
+        Few plain steps were measured when a size is new, and those perhaps while a drafter was
+        still reading the prompts on the same cores.
+        """
+        turns = self._plain_turns.setdefault(size_of(num_requests), _PlainTurns())
+        turns.num_drafting += 1
+        if turns.num_drafting >= _FIRST_PLAIN_TURN and turns.num_drafting.bit_count() == 1:
+            turns.tries_left = _PLAIN_TRIES
+        turns.tries_left -= 1
+        return turns.tries_left >= 0
 
     def _reach(self, num_requests: int) -> int | None:
         """Draft tokens that a step may have: at first few, so that a dear step is a short one."""

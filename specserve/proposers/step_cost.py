@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import log2
-from statistics import median
+from statistics import median_low
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +51,7 @@ class StepCost:
         """One step; ``seconds`` greater than 0, else it is ignored."""
         if seconds <= 0 or num_requests <= 0:
             return
-        size = _size(num_requests)
+        size = size_of(num_requests)
         if not num_draft_tokens:
             self._plain.setdefault(size, _PlainSteps()).add(num_requests, seconds)
             self._points = sorted((each.requests, each.seconds) for each in self._plain.values())
@@ -68,7 +68,7 @@ class StepCost:
         """Whether enough plain steps of about so many requests were measured to compare with."""
         if sum(each.count for each in self._plain.values()) < CALIBRATION_STEPS:
             return False
-        size = _size(num_requests)
+        size = size_of(num_requests)
         return any(abs(size - each) <= _NEAR_SIZES for each in self._plain)
 
     def at(self, num_requests: int) -> tuple[float, float, float]:
@@ -79,7 +79,7 @@ class StepCost:
             first step was measured a plain step counts as one second: only ratios matter.
         """
         plain = self._plain_seconds(num_requests) if self._points else 1.0
-        base, token = self._drafts_at(_size(num_requests), plain)
+        base, token = self._drafts_at(size_of(num_requests), plain)
         return plain, plain * max(base, 1.0), max(token, 0.0)
 
     def _drafts_at(self, size: int, plain: float) -> tuple[float, float]:
@@ -103,8 +103,8 @@ class StepCost:
         return max(seconds, 0.1 * min(low_s, high_s))
 
 
-def _size(num_requests: int) -> int:
-    """0 for one request, and so many more for each doubling."""
+def size_of(num_requests: int) -> int:
+    """A number for about so many requests: 0 for one, and two more for each doubling."""
     return round(_SIZES_PER_DOUBLING * log2(num_requests))
 
 
@@ -128,9 +128,10 @@ class _PlainSteps:
         weight = max(1 / self.count, 1 - MEMORY)
         self.requests += weight * (num_requests - self.requests)
         if self.count <= CALIBRATION_STEPS:
-            # The very first steps may compile or warm caches: only their median is trusted.
+            # The very first steps may compile, warm caches, or run beside a drafter that reads the
+            # prompts: of two the faster one is trusted, of three the median.
             self._first.append(seconds)
-            self.seconds = median(self._first)
+            self.seconds = median_low(self._first)
             return
         seconds, has_changed = self._clip(self.seconds, seconds)
         self.seconds += (1 - _KEPT_AT_CHANGE if has_changed else weight) * (seconds - self.seconds)

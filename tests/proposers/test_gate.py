@@ -91,7 +91,7 @@ def test_without_measured_steps_drafts_are_let_through_at_an_assumed_cost() -> N
         [draft] = gate.trim(["a"], [Draft((1, 2, 3, 4), "ngram", 4)])
         sent.append(len(draft.tokens))
         gate.observe([Outcome("a", draft, len(draft.tokens), ())])
-    assert sent[-50:] == [4] * 50
+    assert sent[-50:].count(4) >= 45  # a few steps are spent on finding out what plain ones cost
 
 
 def test_a_trimmed_draft_is_a_prefix_and_says_how_many_tokens_it_expects() -> None:
