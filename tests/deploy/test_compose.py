@@ -1,0 +1,166 @@
+"""The compose files, as far as they can be read without a container."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.k8s.manifests import ROOT
+
+FOLDER = ROOT / "deploy"
+FILES = {path.name: path.read_text() for path in sorted(FOLDER.glob("compose.*.yaml"))}
+NODES = ("compose.head.yaml", "compose.worker.yaml")
+
+every_file = pytest.mark.parametrize("name", FILES)
+
+
+def services(name: str) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = yaml.safe_load(FILES[name])["services"]
+    return found
+
+
+def variables(name: str) -> dict[str, bool]:
+    """Those that a file asks for, and whether one must be set."""
+    content = re.sub(r"^#.*\n", "", FILES[name], flags=re.M)
+    found: dict[str, bool] = {}
+    for variable, operator in re.findall(r"\$\{(\w+)(:[?-]|\})", content):
+        found[variable] = found.get(variable, False) or operator == ":?"
+    return found
+
+
+def test_there_is_one_for_the_head_for_workers_and_for_what_watches_them() -> None:
+    assert set(FILES) == {*NODES, "compose.monitoring.yaml"}
+
+
+@every_file
+def test_its_head_tells_every_variable_and_whether_it_is_required(name: str) -> None:
+    told = re.findall(r"^#   ([A-Z_]+) +(required:)?", FILES[name], flags=re.M)
+    assert {variable: bool(required) for variable, required in told} == variables(name)
+
+
+@every_file
+def test_compose_takes_it(name: str, tmp_path: Path) -> None:
+    if shutil.which("docker-compose") is None:
+        pytest.skip("docker-compose is not installed")
+    file = tmp_path / name
+    # The projects' names, by which files in one folder differ, are newer than Debian's program.
+    file.write_text(re.sub(r"^name: .*\n", "", FILES[name], flags=re.M))
+    command = ["docker-compose", "--project-directory", str(FOLDER), "-f", str(file), "config"]
+
+    def ask(environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command,
+            env={"PATH": "/usr/bin:/bin", **environment},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    done = ask({variable: "/a/value" for variable, required in variables(name).items() if required})
+    assert done.returncode == 0, done.stderr
+    assert set(yaml.safe_load(done.stdout)["services"]) == set(services(name))
+    done = ask({})
+    assert done.returncode != 0
+    assert "Missing mandatory value" in done.stderr
+
+
+@every_file
+def test_what_is_mounted_from_here_is_there(name: str) -> None:
+    volumes = yaml.safe_load(FILES[name]).get("volumes", {})
+    for service in services(name).values():
+        for volume in service.get("volumes", []):
+            source = re.sub(r"\$\{.*?\}", "/set", volume).split(":")[0]
+            assert source == "/set" or source in volumes or (FOLDER / source).exists(), volume
+
+
+@every_file
+def test_each_service_comes_back_and_has_no_more_rights_than_it_needs(name: str) -> None:
+    for service in services(name).values():
+        assert service["restart"] == "unless-stopped"
+        assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
+        assert "privileged" not in service
+
+
+@pytest.mark.parametrize(("name", "service"), zip(NODES, ("head", "worker"), strict=True))
+def test_a_node_is_a_container_that_runs_its_script_with_the_token(name: str, service: str) -> None:
+    (node,) = services(name).values()
+    assert f"deploy/{service}.sh" in " ".join(node["command"])
+    assert (FOLDER / f"{service}.sh").stat().st_mode & 0o111
+    assert node["environment"]["RAY_AUTH_TOKEN"] == "${RAY_AUTH_TOKEN:?the token of the cluster}"
+    assert node["network_mode"] == "host"
+    assert {"shm_size", "healthcheck"} <= set(node)
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> Path:
+    """What the head's container runs, each program only noting that it was called."""
+    for name in ("deploy/head.sh", "bin/ray", "bin/serve"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        note(tmp_path / name)
+    (tmp_path / "deploy/node.env").write_text("GCS_PORT=7\n")
+    return tmp_path
+
+
+def note(program: Path, then: str = "") -> None:
+    said = f'echo "{program.name} $*" >> {program.parents[1]}/notes'
+    program.write_text(f"#!/bin/sh\n{said}\n{then}\n")
+    program.chmod(0o755)
+
+
+def run_head(image: Path) -> tuple[int, list[str]]:
+    """The exit code of the head's command, and what it called."""
+    (head,) = services("compose.head.yaml").values()
+    environment = {"HEAD_ADDRESS": "a", "NODE_RESOURCES": "{}", "SPECSERVE_CONFIG": "c.yaml"}
+    done = subprocess.run(
+        [part.replace("$$", "$") for part in head["command"]],
+        cwd=image,
+        env={"PATH": f"{image}/bin:/usr/bin:/bin", **environment},
+        timeout=60,
+        check=False,
+    )
+    return done.returncode, (image / "notes").read_text().splitlines()
+
+
+def test_the_head_serves_once_it_answers(image: Path) -> None:
+    note(image / "deploy/head.sh", "exec sleep 5")
+    note(image / "bin/ray", f"[ $(grep -c ^ray {image}/notes) = 2 ]")  # not at the first time
+    code, notes = run_head(image)
+    assert code == 0
+    assert sorted(notes[:-1]) == [
+        "head.sh a --resources={}",
+        *2 * ["ray health-check --address a:7"],
+    ]
+    assert notes[-1] == "serve run --address a:7 c.yaml"
+
+
+def test_a_head_that_ends_before_it_answers_ends_the_container(image: Path) -> None:
+    note(image / "bin/ray", "exit 1")
+    code, notes = run_head(image)
+    assert code != 0
+    assert not any(each.startswith("serve") for each in notes)
+
+
+def test_prometheus_finds_the_nodes_and_grafana_finds_prometheus() -> None:
+    monitoring = yaml.safe_load(FILES["compose.monitoring.yaml"])
+    head = yaml.safe_load(FILES["compose.head.yaml"])
+    (shared,) = set(monitoring["volumes"]) & set(head["volumes"])
+    name = head["volumes"][shared]["name"]
+    assert monitoring["volumes"][shared] == {"name": name, "external": True}
+    prometheus, grafana = (monitoring["services"][each] for each in ("prometheus", "grafana"))
+    config = yaml.safe_load((FOLDER / "prometheus/prometheus.yml").read_text())
+    (listed,) = config["scrape_configs"][0]["file_sd_configs"][0]["files"]
+    assert f"{shared}:{Path(listed).parent}" in head["services"]["head"]["volumes"]
+    assert f"{shared}:{Path(listed).parent}:ro" in prometheus["volumes"]
+    datasource = FOLDER / "grafana/provisioning/datasources/prometheus.yaml"
+    (source,) = yaml.safe_load(datasource.read_text())["datasources"]
+    port = source["url"].rpartition(":")[2]
+    assert f"--web.listen-address=127.0.0.1:{port}" in prometheus["command"]
+    assert prometheus["network_mode"] == grafana["network_mode"] == "host"
