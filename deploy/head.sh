@@ -6,6 +6,7 @@
 # ADDRESS is this node's own, by which the others reach it. The token of the cluster is in
 # RAY_AUTH_TOKEN, or in the file that RAY_AUTH_TOKEN_PATH names. Settings: deploy/node.env.
 
+# shellcheck source=deploy/node.sh
 . "$(dirname "$0")/node.sh"
 
 [[ $head == "$VLLM_HOST_IP" ]] || fail "$1 is not an address of this machine"

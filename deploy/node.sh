@@ -16,7 +16,7 @@ fail() {
 set -a
 # shellcheck source=deploy/node.env
 . "${NODE_ENV_FILE:-$(dirname "${BASH_SOURCE[0]}")/node.env}"
-RAY_AUTH_MODE=token
+export RAY_AUTH_MODE=token
 
 # The head's address, this node's own on the way to it, and the interface that has it. Connecting a
 # datagram socket sends nothing: it asks the system for the route.

@@ -6,6 +6,7 @@
 # The token is the head's, in RAY_AUTH_TOKEN or in the file that RAY_AUTH_TOKEN_PATH names. Settings:
 # deploy/node.env. It ends when the head does, or has given this node up: have it started again.
 
+# shellcheck source=deploy/node.sh
 . "$(dirname "$0")/node.sh"
 
 # Ray's own attempts take minutes, and end in a stack trace.

@@ -13,7 +13,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from specserve.core.config import ModelConfig
-from specserve.core.errors import EngineError, shorten
+from specserve.core.errors import EngineError
 from specserve.engine.checkpoint import fingerprint
 
 ANSWER_S = 60.0
@@ -82,10 +82,8 @@ def compare(address: str, own: Installation, others: Mapping[str, Installation])
         EngineError: one of them differs; names it, and what both have.
     """
     for other, installation in others.items():
-        for (name, mine), theirs in zip(
-            asdict(own).items(), asdict(installation).values(), strict=True
-        ):
-            if mine != theirs:
+        for name, mine in asdict(own).items():
+            if (theirs := getattr(installation, name)) != mine:
                 raise EngineError(
                     f"node {other} has {name} {theirs}, node {address} has {mine}: "
                     "all nodes of a replica need the same"
@@ -112,7 +110,7 @@ def _answers(tasks: Mapping[str, ray.ObjectRef]) -> dict[str, Installation]:
 
 
 def _line(error: Exception) -> str:
-    return shorten(str(error).strip().splitlines()[-1], 300)
+    return (str(error).strip() or repr(error)).splitlines()[-1]
 
 
 def _version(*packages: str) -> str:

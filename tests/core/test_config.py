@@ -80,6 +80,10 @@ def test_nothing_changes_after_validation() -> None:
             r"^placement\.shard_resources\.fast: 0\.0 .* a number > 0$",
         ),
         (
+            {"speculation": [{"kind": "trie", "store_resources": {"head": 0.0}}]},
+            r"^speculation\.0\.store_resources\.head: 0\.0 .* a number > 0$",
+        ),
+        (
             {"placement": {"shard_resources": {"GPU": 2.0}}},
             r"^placement\.shard_resources\.GPU: 2\.0 .* names other than CPU and GPU,",
         ),

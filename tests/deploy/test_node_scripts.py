@@ -1,0 +1,73 @@
+"""What the start scripts of a node refuse, and the ports that they ask to be opened."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SETTINGS = (ROOT / "deploy/node.env").read_text()
+
+
+def refusal(script: str, *arguments: str, **environment: str) -> str:
+    """The one line that a script ends with."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        [f"deploy/{script}.sh", *arguments],
+        cwd=ROOT,
+        env={"PATH": path, "HOME": "/nonexistent", **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"{script}.sh: ")
+    assert done.stderr.count("\n") == 1
+    return done.stderr.strip()
+
+
+@pytest.mark.parametrize("script", ["head", "worker"])
+@pytest.mark.parametrize("arguments", [(), ("--num-cpus", "2")])
+def test_without_an_address_they_say_what_they_take(script: str, arguments: tuple[str]) -> None:
+    assert refusal(script, *arguments).endswith("HEAD_ADDRESS [OPTIONS OF ray start]")
+
+
+def test_a_head_that_is_no_host_is_told() -> None:
+    assert "no.such.host.invalid: no such host" in refusal("worker", "no.such.host.invalid")
+
+
+def test_the_heads_address_has_to_be_its_own() -> None:
+    said = refusal("head", "127.9.9.9", RAY_AUTH_TOKEN="a token")
+    assert said.endswith("127.9.9.9 is not an address of this machine")
+
+
+@pytest.mark.parametrize("content", [None, ""], ids=["missing", "empty"])
+def test_a_token_file_has_to_hold_a_token(content: str | None, tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    if content is not None:
+        file.write_text(content)
+    assert "no token: set RAY_AUTH_TOKEN" in refusal(
+        "worker", "127.0.0.1", RAY_AUTH_TOKEN_PATH=str(file)
+    )
+
+
+def test_a_head_that_does_not_answer_is_told_within_the_bound(tmp_path: Path) -> None:
+    settings = tmp_path / "node.env"
+    settings.write_text(f"{SETTINGS}\nHEAD_WAIT_S=1\nGCS_PORT=1\n")
+    said = refusal("worker", "127.0.0.1", RAY_AUTH_TOKEN="a token", NODE_ENV_FILE=str(settings))
+    assert said.endswith("no head answered at 127.0.0.1:1 within 1 s")
+
+
+def test_no_port_is_asked_for_twice_or_may_be_given_out_by_the_system() -> None:
+    ports = {name: int(port) for name, port in re.findall(r"^(\w+_PORT)=(\d+)", SETTINGS, re.M)}
+    workers = range(ports.pop("MIN_WORKER_PORT"), ports.pop("MAX_WORKER_PORT") + 1)
+    assert len(set(ports.values())) == len(ports) == 8
+    assert not set(ports.values()) & set(workers)
+    assert max(*ports.values(), workers[-1]) < 32768  # Linux gives out what is above
