@@ -1,0 +1,340 @@
+"""A real Prometheus beside a cluster that serves: every panel, every rule, and what they count."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deploy.grafana.panels import rows
+from tests.integration.api import Api
+from tests.integration.cluster import BIN, Cluster, Deployment, model_path, serving
+from tests.integration.conftest import MAX_NUM_SEQS, MAX_QUEUED, Stage, application
+from tests.integration.prometheus import (
+    FOLDER,
+    Labels,
+    Prometheus,
+    labels,
+    running_prometheus,
+)
+
+pytestmark = pytest.mark.timeout(900)
+
+ROOT = Path(__file__).parents[2]
+PANELS = [
+    pytest.param(query, id=f"{panel.title}: {legend}")
+    for panels in rows().values()
+    for panel in panels
+    for legend, query in panel.queries.items()
+]
+RULES = [
+    rule
+    for group in yaml.safe_load((FOLDER / "specserve.rules.yaml").read_text())["groups"]
+    for rule in group["rules"]
+]
+ALERTS = {rule["alert"]: rule["expr"] for rule in RULES if "alert" in rule}
+RECORDED = [rule["record"] for rule in RULES if "record" in rule]
+
+CODE = [
+    "def fibonacci(n):\n",
+    "class Stack:\n    def __init__(self):\n",
+    "for number in numbers:\n    total += number\n" * 4,
+]
+CHATS = [f"Complete this function:\n\ndef {name}(value):" for name in ("is_even", "load")]
+COUNTED = {
+    "specserve_drafts_total": "drafts",
+    "specserve_draft_tokens_total": "draft_tokens",
+    "specserve_accepted_tokens_total": "accepted_tokens",
+    "specserve_accepted_length_count": "drafts",
+}
+AT_POSITION = ("drafted_at_position", "accepted_at_position")
+EXPORTED_S = 60
+FOUND_S = 60
+
+Counts = dict[Labels, float]
+"""Numbers by a series' labels and ``name``, the metric's."""
+
+
+def demo() -> dict[str, Any]:
+    """``args`` of configs/demo.yaml: ngram, trie and mtp."""
+    file = yaml.safe_load((ROOT / "configs/demo.yaml").read_text())
+    args: dict[str, Any] = file["applications"][0]["args"]
+    args["model"]["path"] = str(model_path("demo-base"))
+    return args
+
+
+def ngram() -> dict[str, Any]:
+    """``args`` whose drafts follow from the text alone, whenever and however fast it is written."""
+    return application(model={"served_name": "ngram"})
+
+
+@contextmanager
+def api_of(app: Deployment, prefix: str) -> Iterator[Api]:
+    api = Api(app.base_url(prefix))
+    with api.http:
+        yield api
+
+
+@dataclass(frozen=True)
+class Monitored:
+    """What was served, and what watched it.
+
+    Attributes:
+        began: time when the demo and Prometheus had counted the same, in seconds since the epoch.
+        ended: time after some traffic, when they had again.
+        before: what the demo had counted when it began.
+        after: what it had counted when it ended.
+    """
+
+    app: Deployment
+    prometheus: Prometheus
+    began: float
+    ended: float
+    before: Counts
+    after: Counts
+
+    @property
+    def window(self) -> str:
+        """The time of the traffic, as a range of PromQL."""
+        return f"{round(1000 * (self.ended - self.began))}ms"
+
+    def as_grafana(self, query: str) -> str:
+        """A panel's query with its variables replaced: all models, and rates over the traffic."""
+        return query.replace("$__rate_interval", self.window).replace("$model", ".*")
+
+
+def counted_by(acceptance: dict[str, Any], model: str) -> Counts:
+    """What an application or a comparison counted, as Ray's series have it: without zeros."""
+    found: Counts = {}
+    for source, entry in acceptance.items():
+        tags = {"model": model, "source": source}
+        for name, field in COUNTED.items():
+            found[labels(name=name, **tags)] = entry[field]
+        for which in AT_POSITION:
+            for position, count in enumerate(entry[which], start=1):
+                name = f"specserve_{which}_total"
+                found[labels(name=name, position=str(position), **tags)] = count
+    return {key: count for key, count in found.items() if count}
+
+
+def counted_in(prometheus: Prometheus, model: str) -> Counts:
+    """The same from Prometheus."""
+    found: Counts = {}
+    for name in (*COUNTED, *(f"specserve_{which}_total" for which in AT_POSITION)):
+        query = f'sum by (model, source, position) (ray_{name}{{model="{model}"}})'
+        for key, count in prometheus.query(query).items():
+            found[key | labels(name=name)] = count
+    return found
+
+
+def gain(after: Counts, before: Counts) -> Counts:
+    gained = {key: count - before.get(key, 0) for key, count in after.items()}
+    return {key: count for key, count in gained.items() if count}
+
+
+def await_counted(app: Deployment, prometheus: Prometheus, api: Api, model: str) -> Counts:
+    """What an application counted so far, once Prometheus has it and it is at rest."""
+    own = counted_by(api.speculation()["acceptance"], model)
+    told = time.time()
+    scraped = f'min(timestamp(ray_specserve_drafter_up{{model="{model}"}})) > {told}'
+    app.eventually(
+        lambda: prometheus.query(scraped) and counted_in(prometheus, model) == own,
+        lambda: f"Prometheus has {own}; it has {counted_in(prometheus, model)}",
+        EXPORTED_S,
+    )
+    return own
+
+
+def traffic(api: Api) -> None:
+    """Code and chats, streamed and not, several at a time, drafted for by one source and by all."""
+
+    def stream(prompt: str, **options: Any) -> None:
+        with api.streaming(prompt=prompt, max_tokens=48, **options) as events:
+            assert list(events)
+
+    def complete(prompt: str, **options: Any) -> None:
+        api.complete(prompt=prompt, max_tokens=48, **options)
+
+    def chat(content: str, **options: Any) -> None:
+        api.chat(messages=[{"role": "user", "content": content}], max_tokens=48, **options)
+
+    with ThreadPoolExecutor(4) as pool:
+        waiting = [
+            pool.submit(call, text, vllm_xargs={"speculation": source})
+            for source in ("auto", "ngram", "trie", "mtp")
+            for call, texts in ((complete, CODE), (stream, CODE), (chat, CHATS))
+            for text in texts
+        ]
+        for each in waiting:
+            each.result()
+
+
+@pytest.fixture(scope="module")
+def monitored(stage: Stage) -> Iterator[Monitored]:
+    stage.clear()  # two clusters at work at a time would be slow
+    cluster = Cluster([4, 4])
+    cluster.use_dashboard()
+    with ExitStack() as stack:
+        stack.callback(cluster.stop)
+        # First, so that it has to notice the nodes as they come.
+        prometheus = stack.enter_context(running_prometheus(cluster.folder))
+        cluster.start()
+        app = stack.enter_context(serving(cluster, {"/": demo(), "/ngram": ngram()}))
+        api = stack.enter_context(api_of(app, ""))
+        traffic(api)  # so that there are series that can grow
+        before, began = await_counted(app, prometheus, api, "demo"), time.time()
+        # From here on the window has a sample of before the traffic.
+        app.eventually(
+            lambda: prometheus.query(f"min(timestamp(ray_specserve_drafter_up)) > {began}"),
+            "one more scrape",
+            EXPORTED_S,
+        )
+        traffic(api)
+        after, ended = await_counted(app, prometheus, api, "demo"), time.time()
+        yield Monitored(app, prometheus, began, ended, before, after)
+
+
+@pytest.fixture(scope="module")
+def refused(monitored: Monitored) -> float:
+    """A time when more was asked than may wait."""
+    prometheus, app = monitored.prometheus, monitored.app
+    total = 'ray_vllm_admission_rejections_total{model_name="ngram"}'
+    with api_of(app, "/ngram") as api, ThreadPoolExecutor(4 * (MAX_NUM_SEQS + MAX_QUEUED)) as pool:
+
+        def ask(_: int) -> int:
+            body = {"model": "ngram", "prompt": CODE[0], "max_tokens": 200, "ignore_eos": True}
+            return api.http.post("/v1/completions", json=body).status_code
+
+        def is_seen_to_grow() -> bool:
+            """Asks again each time: the first refusal makes the series, the next lets it grow."""
+            assert 503 in pool.map(ask, range(4 * (MAX_NUM_SEQS + MAX_QUEUED)))
+            return bool(prometheus.query(f"increase({total}[5m]) > 0"))
+
+        app.eventually(is_seen_to_grow, f"{total} grows", 60)
+    return time.time()
+
+
+def test_each_node_is_found_though_it_came_later(monitored: Monitored) -> None:
+    wanted = set(monitored.app.cluster.metrics_ports)
+    assert len(wanted) == 2
+
+    def ports() -> set[int]:
+        return {int(address.rpartition(":")[2]) for address in monitored.prometheus.scraped()}
+
+    monitored.app.eventually(
+        lambda: ports() >= wanted, lambda: f"{wanted} scraped; {ports()} are", FOUND_S
+    )
+
+
+@pytest.mark.parametrize("query", PANELS)
+def test_a_panel_has_data(monitored: Monitored, query: str) -> None:
+    found = monitored.prometheus.query(monitored.as_grafana(query), monitored.ended)
+    assert any(math.isfinite(value) for value in found.values()), found
+
+
+def test_a_panels_acceptance_is_what_the_application_counted(monitored: Monitored) -> None:
+    (panel,) = (each for each in rows()["Acceptance"] if each.title == "Acceptance rate by source")
+    (query,) = panel.queries.values()
+    shown = monitored.prometheus.query(monitored.as_grafana(query), monitored.ended)
+    gained = gain(monitored.after, monitored.before)
+    drafted, accepted = (
+        {key - labels(name=name): count for key, count in gained.items() if ("name", name) in key}
+        for name in ("specserve_draft_tokens_total", "specserve_accepted_tokens_total")
+    )
+    assert {dict(key)["source"] for key in drafted} >= {"ngram", "trie_local", "mtp"}
+    for key, count in drafted.items():
+        assert shown[key] == pytest.approx(accepted.get(key, 0) / count, rel=1e-6)
+
+
+def test_all_sources_together_drafted_what_vllm_verified(monitored: Monitored) -> None:
+    fields = ("drafts", "draft_tokens", "accepted_tokens")
+    names = [labels(name=f"specserve_{field}_total") for field in fields]
+    drafted = [sum(n for key, n in monitored.after.items() if name <= key) for name in names]
+
+    def verified() -> list[float]:
+        totals = [f'sum(ray_vllm_spec_decode_num_{f}_total{{model_name="demo"}})' for f in fields]
+        return [sum(monitored.prometheus.query(total).values()) for total in totals]
+
+    monitored.app.eventually(
+        lambda: verified() == drafted,
+        lambda: f"vLLM counts {drafted}; it counts {verified()}",
+        EXPORTED_S,
+    )
+
+
+def test_prometheus_counts_what_a_comparison_of_the_same_prompts_does(
+    monitored: Monitored, tmp_path: Path
+) -> None:
+    app, prometheus = monitored.app, monitored.prometheus
+    with api_of(app, "/ngram") as api:
+        before = await_counted(app, prometheus, api, "ngram")
+        texts = [
+            api.complete(model="ngram", prompt=prompt, max_tokens=64)["choices"][0]["text"]
+            for prompt in CODE
+        ]
+        await_counted(app, prometheus, api, "ngram")
+    (compared,) = comparison(tmp_path, CODE, 64)["ngram"]["passes"]
+    assert [each["text"] for each in compared["prompts"]] == texts
+    acceptance = {
+        source: {**entry, "draft_tokens": entry["drafted_tokens"]}
+        for source, entry in compared["sources"].items()
+    }
+    assert gain(counted_in(prometheus, "ngram"), before) == counted_by(acceptance, "ngram")
+
+
+def comparison(folder: Path, prompts: list[str], max_tokens: int) -> dict[str, Any]:
+    """What `specserve compare` writes of the method ngram."""
+    file, lines, output = (folder / name for name in ("serve.yaml", "prompts.jsonl", "out.json"))
+    application = {"import_path": "specserve.app:build", "args": ngram()}
+    file.write_text(yaml.safe_dump({"applications": [application]}))
+    lines.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in prompts))
+    command = [str(BIN / "specserve"), "compare", "--config", str(file), "--methods", "ngram"]
+    command += ["--prompts", str(lines), "--max-tokens", str(max_tokens)]
+    command += ["--save-output", str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    written: dict[str, Any] = json.loads(output.read_text())
+    return written
+
+
+def test_each_rule_is_evaluated(monitored: Monitored) -> None:
+    rules = {rule["name"]: rule for rule in monitored.prometheus.rules()}
+    assert set(rules) == {*ALERTS, *RECORDED}
+    assert {
+        name: rule.get("lastError") for name, rule in rules.items() if rule["health"] != "ok"
+    } == {}
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_a_recorded_series_has_data(monitored: Monitored, name: str) -> None:
+    assert monitored.prometheus.query(name, monitored.ended)
+
+
+@pytest.mark.parametrize("alert", ALERTS)
+def test_an_alert_is_quiet_while_all_is_well(monitored: Monitored, alert: str) -> None:
+    assert monitored.prometheus.query(ALERTS[alert], monitored.ended) == {}
+
+
+@pytest.mark.parametrize("alert", ALERTS)
+def test_what_an_alert_looks_at_has_data(monitored: Monitored, refused: float, alert: str) -> None:
+    sides = re.split(r"\s+(?:[<>]|==|and)\s+", ALERTS[alert])
+    series = [side for side in sides if re.search("[a-z]", side)]
+    assert series
+    for side in series:
+        assert monitored.prometheus.query(side, refused), side
+
+
+def test_refused_requests_raise_an_alert(monitored: Monitored, refused: float) -> None:
+    found = monitored.prometheus.query(ALERTS["SpecserveQueueFull"], refused)
+    assert set(found) == {labels(model_name="ngram")}
