@@ -68,6 +68,13 @@ def await_drafts_of_the_others(api: Api, app: Deployment, prompt: str) -> None:
         app.eventually(ask, "an accepted draft that another replica taught", 120)
 
 
+def test_the_page_is_told_of_both_replicas_by_either(api: Api) -> None:
+    for _ in range(4):
+        data = api.http.get("/speculation/data").json()
+        assert len({replica["replica"] for replica in data["replicas"]}) == 2
+        assert data["num_replicas"] == 2
+
+
 def test_what_one_replica_wrote_the_other_drafts(api: Api, app: Deployment) -> None:
     await_drafts_of_the_others(api, app, "def read(path):\n")
 
