@@ -168,8 +168,10 @@ class SpeculationPage:
         )
 
     def router(self) -> APIRouter:
-        """The page and its data."""
+        """The page and its data; no routes where the configuration switches it off."""
         router = APIRouter()
+        if not self._config.http.speculation_page:
+            return router
         page = files("specserve.serve").joinpath("speculation.html").read_text()
         headers = {**_HEADERS, "Content-Security-Policy": _content_security_policy(page)}
 

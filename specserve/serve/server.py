@@ -69,8 +69,7 @@ class ModelServer:
         app.include_router(monitor.router())
         replica = serve.get_replica_context().replica_id.unique_id
         self._page = SpeculationPage(self._config, self._engine, replica, _asker())
-        if self._config.http.speculation_page:
-            app.include_router(self._page.router())
+        app.include_router(self._page.router())
         app.add_exception_handler(HTTPException, answer_http_error)
         # vLLM's application has built its stack already, with the handlers it then had.
         app.middleware_stack = app.build_middleware_stack()

@@ -219,26 +219,18 @@ A, B = ({"Authorization": f"Bearer {key}"} for key in KEYS.values())
 
 @pytest.fixture(scope="module")
 def closed(stage: Stage) -> Iterator[Deployment]:
-    """An application with keys at `/team`, and one without the page at `/off`."""
+    """An application with keys, at a path of its own."""
     stage.clear()
     keys = [{"env": env, "tenant": env[-1].lower()} for env in KEYS]
-    cluster = Cluster((2,))
+    cluster = Cluster([1])
     cluster.environment |= KEYS
     try:
         cluster.start()
-        applications = {
-            "/team": application(http={"api_keys": keys, "show_text": True}),
-            "/off": application(http={"speculation_page": False}),
-        }
-        with serving(cluster, applications) as deployment:
+        args = application(http={"api_keys": keys, "show_text": True})
+        with serving(cluster, {"/team": args}) as deployment:
             yield deployment
     finally:
         cluster.stop()
-
-
-def test_switched_off_there_is_no_page(closed: Deployment) -> None:
-    for path in ("/speculation", "/speculation/data"):
-        assert httpx.get(f"{closed.base_url('/off')}{path}").status_code == 404
 
 
 def test_data_need_a_key_and_a_tenant_sees_its_own_requests_alone(closed: Deployment) -> None:

@@ -125,6 +125,12 @@ def test_texts_are_told_where_the_configuration_says_so_alone(engine: Engine) ->
     assert shown_texts(shows.get("/speculation/data")) == {"of "}
 
 
+def test_switched_off_there_is_no_page(engine: Engine) -> None:
+    http = client(engine, both, speculation_page=False)
+    assert http.get("/speculation").status_code == 404
+    assert http.get("/speculation/data").status_code == 404
+
+
 def test_the_page_is_open_and_its_data_are_the_tenants_own(engine: Engine) -> None:
     keys = [{"env": name, "tenant": name[-1].lower()} for name in ENVIRONMENT]
     with client(engine, both, show_text=True, api_keys=keys) as http:
