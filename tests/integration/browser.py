@@ -52,8 +52,9 @@ class Page:
             self._note(message.get("method"), message.get("params", {}))
 
     def open(self, url: str) -> None:
-        """Goes there."""
+        """Goes there, and waits until the page has been read."""
         self.call("Page.navigate", url=url)
+        self.until(f"location.href === {url!r} && document.readyState === 'complete'")
 
     def run(self, expression: str) -> Any:
         """The value of a JavaScript expression, awaited if it is a promise."""
@@ -67,7 +68,7 @@ class Page:
         """The first true value of an expression."""
 
         def told() -> str:
-            shown = self.run("document.body.innerText")
+            shown = self.run("document.body?.innerText")
             return f"{expression}\nerrors: {self.errors}\nthe page shows:\n{shown}"
 
         return eventually(lambda: self.run(expression), told, timeout_s)
