@@ -204,13 +204,13 @@ def test_a_link_that_is_away_for_30_s_ends_requests_with_an_error_and_the_replic
 def test_a_host_that_dies_ends_requests_with_an_error_and_is_told_missing_until_it_is_back(
     api: Api, app: HostsDeployment, hosts: TwoHosts, tokens_of_one_shard: list[tuple[int, ...]]
 ) -> None:
-    before = pids(app)
+    before, said = pids(app), len(app.output())
     with running_stream(api, **LONG) as outcome:
         hosts.raylet_of_worker().kill()
         assert isinstance(outcome(GIVEN_UP_S), StreamError)
     hosts.await_worker_ended(60)
     missing = "2 shards with 1 CPU each (STRICT_SPREAD) did not fit within 10 s; nodes: 1 x ("
-    app.eventually(lambda: missing in app.output(), "the missing node is told", 180)
+    app.eventually(lambda: missing in app.output()[said:], "the missing node is told", 180)
 
     wait = {"x-request-timeout-seconds": "1"}  # Serve's header, instead of the file's 600
     body = {"model": MODEL, "prompt": "x", "max_tokens": 1}
