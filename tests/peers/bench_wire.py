@@ -161,7 +161,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--calls", type=int, default=2000)
     args = parser.parse_args(argv)
     rows = []
-    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(
+        "local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
+    )
     try:
         for kind, sizes in HIDDEN_SIZES.items():
             for hidden_size in sizes:
