@@ -192,6 +192,9 @@ def test_a_link_that_is_away_for_30_s_ends_requests_with_an_error_and_the_replic
     api: Api, app: HostsDeployment, hosts: TwoHosts, tokens_of_one_shard: list[tuple[int, ...]]
 ) -> None:
     before = pids(app)
+    assert (
+        tokens(api) == tokens_of_one_shard
+    )  # which is remembered, also where this test runs alone
     with running_stream(api, **LONG) as outcome, hosts.cut(30):
         assert isinstance(outcome(GIVEN_UP_S), StreamError)
     hosts.await_worker_ended(120)  # it was told that it has been given up
@@ -205,6 +208,7 @@ def test_a_host_that_dies_ends_requests_with_an_error_and_is_told_missing_until_
     api: Api, app: HostsDeployment, hosts: TwoHosts, tokens_of_one_shard: list[tuple[int, ...]]
 ) -> None:
     before, said = pids(app), len(app.output())
+    assert tokens(api) == tokens_of_one_shard
     with running_stream(api, **LONG) as outcome:
         hosts.raylet_of_worker().kill()
         assert isinstance(outcome(GIVEN_UP_S), StreamError)
