@@ -245,3 +245,10 @@ def test_the_names_that_our_cpu_kernels_take_are_looked_up_in_the_rejection_samp
     source = inspect.getsource(rejection_sampler.apply_sampling_constraints)
     assert "expand_batch_to_tokens(" in source
     assert "apply_top_k_top_p(" in source
+
+
+def test_the_calls_that_sample_a_step_are_the_ones_we_wrap() -> None:
+    assert parameters(GPUModelRunner._sample) == ["self", "logits", "spec_decode_metadata"]
+    assert "self._sample(logits, spec_decode_metadata)" in source(GPUModelRunner.sample_tokens)
+    assert parameters(MultiprocExecutor.sample_tokens) == ["self", "grammar_output", "non_block"]
+    assert parameters(MultiprocExecutor.take_draft_token_ids) == ["self"]
