@@ -25,7 +25,7 @@ def series(url: str, prefix: str) -> dict[tuple[str, str], float]:
         for sample in family.samples:
             if sample.name.startswith(f"{prefix}specserve_") and "le" not in sample.labels:
                 assert sample.labels["model"] == "demo"
-                if prefix and sample.labels["source"] != "ngram":
+                if prefix and sample.labels.get("source") != "ngram":
                     continue  # of an application before this one: Ray keeps them for a while
                 assert sample.labels["source"] == "ngram"
                 name = sample.name.removeprefix(prefix)

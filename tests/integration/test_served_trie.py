@@ -10,7 +10,7 @@ import pytest
 
 from tests.integration.api import OFF, Api
 from tests.integration.cluster import Cluster, Deployment, kill
-from tests.integration.conftest import Stage, application
+from tests.integration.conftest import MAX_NUM_SEQS, Stage, application
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -25,6 +25,9 @@ def app(stage: Stage) -> Iterator[Deployment]:
     args["speculation"] = [{"kind": "trie", "max_bytes": 16 << 20, "dynamic": False}]
     deployment = stage.serve({"/": args})
     deployment.await_ready()
+    deployment.eventually(
+        lambda: deployment.status("main").startswith("RUNNING"), "both replicas are ready", 240
+    )
     yield deployment
     stage.clear()
 
@@ -73,6 +76,19 @@ def test_the_page_is_told_of_both_replicas_by_either(api: Api) -> None:
         data = api.http.get("/speculation/data").json()
         assert len({replica["replica"] for replica in data["replicas"]}) == 2
         assert data["num_replicas"] == 2
+
+
+def test_both_replicas_get_requests_whichever_node_they_are_on(api: Api) -> None:
+    def written() -> dict[str, float]:
+        data = api.http.get("/speculation/data").json()
+        return {each["replica"]: each["generated_tokens"] for each in data["replicas"]}
+
+    before = written()
+    with ThreadPoolExecutor(2 * MAX_NUM_SEQS) as pool:  # as many as both decode; one refuses them
+        list(pool.map(lambda _: api.complete(prompt="class", **TEXT), range(2 * MAX_NUM_SEQS)))
+    after = written()
+    assert len(after) == 2
+    assert all(after[replica] > before[replica] for replica in after)
 
 
 def test_what_one_replica_wrote_the_other_drafts(api: Api, app: Deployment) -> None:

@@ -1,0 +1,20 @@
+"""Which replica gets a request: the less busy one of two, wherever it runs.
+
+Serve's proxies by themselves prefer a replica of their own node until Serve's queue for it is full.
+An engine that is full refuses requests before, so they would be refused while another replica has
+nothing to do; and a hop to another node costs a thousandth of what decoding takes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.serve._private.request_router.pow_2_router import PowerOfTwoChoicesRequestRouter
+
+
+class AnyNodeRouter(PowerOfTwoChoicesRequestRouter):
+    """Serve's own router, without a preference for near replicas."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs |= {"prefer_local_node_routing": False, "prefer_local_az_routing": False}
+        super().__init__(*args, **kwargs)
