@@ -27,14 +27,14 @@ class Acceptance:
 
     Shared by a tenant's requests: one rate for each source, match length and position, from decayed
     counts; what is accepted of one tenant's drafts does not change another's. Each request moves
-    these rates by one factor: the tokens that it accepted over the tokens that the shared rates
-    expected of its recent drafts.
+    a source's rates by one factor: the tokens that it accepted over the tokens that the shared
+    rates expected of that source's recent drafts.
     """
 
     def __init__(self) -> None:
         self._shared: dict[tuple[str, str], list[_Rates]] = {}
         self._tenants: dict[str, str] = {}
-        self._requests: dict[str, _Record] = {}
+        self._requests: dict[str, dict[str, _Record]] = {}
 
     def assign(self, request_id: str, tenant: str) -> None:
         """Says whose request it is; one of which nothing was said is nobody's."""
@@ -45,9 +45,10 @@ class Acceptance:
         draft = outcome.draft
         if draft is None or not draft.tokens:
             return
-        record = self._requests.get(outcome.request_id)
+        records = self._requests.setdefault(outcome.request_id, {})
+        record = records.get(draft.source)
         if record is None:
-            record = self._requests[outcome.request_id] = _Record()
+            record = records[draft.source] = _Record()
         shared = self._rates_of(outcome.request_id, draft)
         num_hits = outcome.num_accepted
         for index in range(min(num_hits + 1, len(draft.tokens))):
@@ -82,7 +83,7 @@ class Acceptance:
         The list ends before the first token that is less likely than ``LEAST_LIKELY``.
         """
         rates = self._rates_of(request_id, draft).rates
-        record = self._requests.get(request_id)
+        record = self._requests.get(request_id, _NO_RECORDS).get(draft.source)
         factor = 1.0 if record is None else record.factor
         gains = []
         gain = 1.0
@@ -107,6 +108,9 @@ class Acceptance:
             buckets = [_Rates(match_len) for match_len in range(MATCH_BUCKETS)]
             self._shared[key] = buckets
         return buckets[min(draft.match_len, MATCH_BUCKETS - 1)]
+
+
+_NO_RECORDS: dict[str, _Record] = {}
 
 
 class _Rates:
@@ -134,7 +138,7 @@ class _Rates:
 
 
 class _Record:
-    """One request's recent drafts: what was accepted, and what the shared rates expected."""
+    """One source's recent drafts for a request: what was accepted, what the rates expected."""
 
     __slots__ = ("_accepted", "_expected")
 

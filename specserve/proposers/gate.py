@@ -80,12 +80,14 @@ class Gate:
             n drafts with their ``expected_accept``.
         """
         self._credit = min(self._credit + PROBE_SHARE, _MOST_CREDIT)
+        is_calibrated = self.cost.is_calibrated(len(drafts))
+        self._unmeasured_steps = 0 if is_calibrated else self._unmeasured_steps + 1
         offered = [row for row, draft in enumerate(drafts) if draft.tokens]
         if not offered:
             return drafts
         gains = {row: self.acceptance.gains(request_ids[row], drafts[row]) for row in offered}
         lengths = dict.fromkeys(offered, 0)
-        if self._may_draft(len(drafts)):
+        if self.may_draft(len(drafts)):
             plain, base, per_token = self.cost.at(len(drafts))
             # In plain steps from here on: all decisions are about ratios.
             base, per_token = base / plain, per_token / plain
@@ -97,13 +99,10 @@ class Gate:
             trimmed[row] = _cut(drafts[row], lengths[row], gains[row])
         return trimmed
 
-    def _may_draft(self, num_requests: int) -> bool:
+    def may_draft(self, num_requests: int) -> bool:
         """Not before plain steps of about so many requests were measured, unless none can be."""
-        if self.cost.is_calibrated(num_requests):
-            self._unmeasured_steps = 0
-            return True
-        self._unmeasured_steps += 1
-        return self._unmeasured_steps > _PATIENCE_STEPS
+        is_calibrated = self.cost.is_calibrated(num_requests)
+        return is_calibrated or self._unmeasured_steps > _PATIENCE_STEPS
 
     def observe(self, outcomes: list[Outcome]) -> None:
         """Learns from what was accepted."""

@@ -76,6 +76,8 @@ class Inquiry:
         self._pause_left = max(self._pause_left - 1, 0)
         self._is_probe = False
         rows = np.flatnonzero(limits).tolist()
+        if not self._gate.may_draft(len(limits)):
+            return np.zeros_like(limits)
         if not rows or not self._gate.cost.is_calibrated(len(limits)):
             return limits
         acceptance = self._gate.acceptance

@@ -150,7 +150,7 @@ class RemoteProposer:
         self._num_texts = self._num_requests = 0
         self._ended: deque[int] = deque(maxlen=MAX_ROWS)
         self._sent: dict[int, _Sent] = {}
-        self._use = 1.0
+        self._use = 0.0 if config.dynamic else 1.0  # of one that may not pay nothing is known yet
 
     @classmethod
     def build(cls, config: DraftModelConfig | MtpConfig, surroundings: Surroundings) -> Self:

@@ -24,6 +24,7 @@ BENCHMARKS = {
     "drafters": "a model that drafts: in a process of its own, and in vLLM's engine",
     "sharing": "two replicas: one drafter for both, beside a drafter each",
     "memory": "one engine with a memory: ours beside vLLM's suffix decoding",
+    "random": "one engine with a memory where nothing can be foreseen: what drafting costs",
     "wire": "asking a drafter but for its model, beside a call of a Ray actor",
     "replication": "how soon replicas learn from each other, and where their store saturates",
     "server": "over HTTP: ours beside `vllm serve`, the same drafts on both sides",

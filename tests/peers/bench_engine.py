@@ -144,6 +144,7 @@ def measure(
     entrants: Sequence[Contender],
     rounds: Sequence[Mapping[str, list[Job]]],
     concurrencies: Sequence[int],
+    least_jobs: int = LEAST_JOBS,
 ) -> dict[Key, list[RunResult]]:
     """A result a turn."""
     results: dict[Key, list[RunResult]] = defaultdict(list)
@@ -168,7 +169,7 @@ def measure(
                 for concurrency in concurrencies:
                     # As few jobs a turn as keep the engine busy: what is compared is run within
                     # seconds, on a machine whose speed changes within minutes.
-                    num_jobs = min(max(LEAST_JOBS, concurrency), len(jobs))
+                    num_jobs = min(max(least_jobs, concurrency), len(jobs))
                     for begin in range(0, num_jobs, concurrency):
                         few = jobs[begin : begin + concurrency]
                         for entrant, engine in turns:

@@ -55,6 +55,18 @@ def test_a_request_that_refuses_lowers_its_own_chances_more_than_the_others() ->
     assert bad < new < good
 
 
+def test_what_a_request_refuses_of_one_source_says_nothing_of_another() -> None:
+    mtp = Draft((1, 2, 3, 4), "mtp")
+    acceptance = Acceptance()
+    for _ in range(100):
+        acceptance.observe(Outcome("teacher", DRAFT, 2, ()))
+        acceptance.observe(Outcome("teacher", mtp, 2, ()))
+    before = first(acceptance, "a", mtp)
+    acceptance.observe(Outcome("a", DRAFT, 0, ()))
+    assert first(acceptance, "a") < first(acceptance, "new")
+    assert first(acceptance, "a", mtp) == before
+
+
 def test_a_longer_match_is_more_likely_before_anything_is_known() -> None:
     short, long = (first(Acceptance(), "a", Draft((1,), "ngram", size)) for size in (2, 6))
     assert short < long

@@ -11,6 +11,7 @@ import pytest
 from specserve.core.errors import EngineError
 from specserve.drafters.server import DrafterServer
 from specserve.proposers.drafter_lookout import Find, Lookout, Wanted
+from specserve.wire.endpoint import Endpoint
 from tests.drafters.fakes import VOCAB_SIZE, WAIT_S, FakeDrafter
 
 Reports = Iterator[tuple[bool, str]]
@@ -55,3 +56,17 @@ def test_why_there_will_be_no_drafter_is_reported_and_it_is_asked_for_again(watc
         told = [next(reports), next(reports)]
         assert told == [(False, ""), (False, "it did not start")]
         assert next(refused for _, refused in reports if "vocab_size" in refused)
+
+
+def test_a_drafter_that_has_another_secret_by_now_is_asked_for_anew(
+    watch: Watch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with closing(DrafterServer(FakeDrafter())) as server:
+        place, secret = Endpoint.parse(server.address).place, Endpoint.parse(server.address).secret
+        urls = iter([Endpoint(place, "an earlier one's").url])
+        reports = watch(lambda: next(urls, server.address))
+        told = next(refused for _, refused in reports if refused)
+    assert told.endswith(f"at {place} has vocab_size {VOCAB_SIZE} instead of 500")
+    assert server.counters.num_refused_connections == 1
+    assert not [record for record in caplog.records if record.exc_info]
+    assert secret not in caplog.text

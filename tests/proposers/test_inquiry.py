@@ -62,6 +62,17 @@ def test_it_is_not_asked_where_it_takes_longer_than_it_brings() -> None:
     assert asked(priced(gate, 1.5), ()) == [0]
 
 
+def test_it_is_not_asked_before_it_is_known_what_steps_cost_unless_that_cannot_be_known() -> None:
+    gate = Gate()
+    inquiry = Inquiry("mtp", gate)
+    num_silent = 0
+    while not asked(inquiry, (), ())[0]:
+        num_silent += 1
+        assert num_silent < 20
+        gate.trim(["request 0", "request 1"], [Draft((), "mtp"), Draft((), "mtp")])
+    assert num_silent > 4
+
+
 def test_only_as_many_tokens_are_asked_for_as_are_likely() -> None:
     gate = taught((MTP, 1), (SURE, 3))
     inquiry = priced(gate, 0.3)

@@ -41,7 +41,7 @@ class Replica:
             metrics=self.metrics,
             find_drafter=lambda config: find,
         )
-        options = {"max_draft_len": 3, "timeout_s": WAIT_S, **options}
+        options = {"max_draft_len": 3, "timeout_s": WAIT_S, "dynamic": False, **options}
         config: DraftModelConfig | MtpConfig
         if kind == "mtp":
             config = MtpConfig(kind="mtp", **options)
@@ -658,3 +658,18 @@ def test_a_source_that_is_seldom_asked_is_told_only_of_texts_that_a_draft_is_wan
             replica.until_drafts("asked")  # behind whatever had been sent before
             assert len(drafter.calls) == num_calls + 1
             replica.until_drafts("new")
+
+
+def test_a_source_that_may_not_pay_is_told_of_no_text_before_a_draft_is_wanted(
+    stack: ExitStack, place: Place, drafter: FakeDrafter
+) -> None:
+    serve(stack, place, drafter)
+    made = replica(stack, place, dynamic=True)
+    made.until_up()
+    made.grow("new", 5 * NEAR_TOKENS)
+    for _ in range(5):
+        made.propose("new", limit=0)
+    made.grow("short", 5)
+    assert made.propose("short") != [()]  # behind whatever had been sent before
+    assert len(drafter.calls) == 1
+    made.until_drafts("new")
