@@ -1,43 +1,20 @@
 """The counters of speculation: counted in plain Python, exported from snapshots.
 
 The decoding loop only adds to integers. A :class:`SpeculationSnapshot` travels from rank 0 to the
-replica, where exporters turn it into series: Prometheus' own client wants totals
-(:func:`samples` of the snapshot), Ray's metrics want increments (:func:`samples` of
-:meth:`SpeculationSnapshot.since`).
+replica, where exporters turn it into series (:mod:`specserve.core.samples`): Prometheus' own client
+wants totals, Ray's metrics want increments (:meth:`SpeculationSnapshot.since`).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from itertools import accumulate
 
 import msgspec
 
 from specserve.core.config import MAX_DRAFT_TOKENS
-from specserve.core.metric_specs import (
-    ACCEPTED_AT_POSITION,
-    ACCEPTED_LENGTH,
-    ACCEPTED_TOKENS,
-    DRAFT_LATENCY,
-    DRAFT_TOKENS,
-    DRAFTED_AT_POSITION,
-    DRAFTER_ERRORS,
-    DRAFTER_TIMEOUTS,
-    DRAFTER_UP,
-    DRAFTS,
-    LATENCY_BUCKETS_S,
-    TRIE_BYTES,
-    TRIE_DROPPED,
-    TRIE_EVICTED,
-    TRIE_INGESTED,
-    TRIE_LAG,
-    TRIE_RECEIVED,
-    TRIE_STORE_UP,
-    TRIE_TOKENS,
-    MetricSpec,
-)
+from specserve.core.metric_specs import LATENCY_BUCKETS_S
 
 
 class AcceptanceSnapshot(msgspec.Struct, frozen=True):
@@ -164,63 +141,6 @@ class SpeculationSnapshot(msgspec.Struct, frozen=True):
             tuple(_health_since(now, calls_before.get(now.source)) for now in self.health),
             _trie_since(self.trie, earlier.trie),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One series' value.
-
-    Attributes:
-        spec: which metric.
-        labels: values of ``spec.labels``, in their order.
-        value: of a counter or gauge; the sum of all observations of a histogram.
-        bins: of a histogram, (typical value, observations) for each non-empty bin. Within a
-            bucket of latencies the typical value is its upper bound.
-    """
-
-    spec: MetricSpec
-    labels: tuple[str, ...]
-    value: float
-    bins: tuple[tuple[float, int], ...] = ()
-
-
-def samples(snapshot: SpeculationSnapshot) -> Iterator[Sample]:
-    """All series of a snapshot, or of the difference of two."""
-    for entry in snapshot.acceptance:
-        source = (entry.source,)
-        yield Sample(DRAFTS, source, entry.num_drafts)
-        yield Sample(DRAFT_TOKENS, source, entry.num_draft_tokens)
-        yield Sample(ACCEPTED_TOKENS, source, entry.num_accepted_tokens)
-        lengths = tuple((float(k), count) for k, count in enumerate(entry.accepted) if count)
-        yield Sample(ACCEPTED_LENGTH, source, entry.num_accepted_tokens, lengths)
-        for position, count in enumerate(entry.drafted_at_position, start=1):
-            yield Sample(DRAFTED_AT_POSITION, (entry.source, str(position)), count)
-        for position, count in enumerate(entry.accepted_at_position, start=1):
-            yield Sample(ACCEPTED_AT_POSITION, (entry.source, str(position)), count)
-    for calls in snapshot.health:
-        source = (calls.source,)
-        bounds = (*LATENCY_BUCKETS_S, 2 * LATENCY_BUCKETS_S[-1])
-        bins = tuple((le, n) for le, n in zip(bounds, calls.latency, strict=True) if n)
-        yield Sample(DRAFT_LATENCY, source, calls.latency_sum_s, bins)
-        yield Sample(DRAFTER_UP, source, float(calls.up))
-        yield Sample(DRAFTER_TIMEOUTS, source, calls.num_timeouts)
-        yield Sample(DRAFTER_ERRORS, source, calls.num_errors)
-    if snapshot.trie is not None:
-        yield from _trie_samples(snapshot.trie)
-
-
-def _trie_samples(trie: TrieSnapshot) -> Iterator[Sample]:
-    for each in trie.namespaces:
-        namespace = (each.namespace,)
-        yield Sample(TRIE_TOKENS, namespace, each.num_tokens)
-        yield Sample(TRIE_BYTES, namespace, each.num_bytes)
-        yield Sample(TRIE_INGESTED, namespace, each.ingested_tokens)
-        yield Sample(TRIE_EVICTED, namespace, each.evicted_tokens)
-    if (link := trie.link) is not None:
-        yield Sample(TRIE_STORE_UP, (), float(link.up))
-        yield Sample(TRIE_LAG, (), link.lag_s)
-        yield Sample(TRIE_RECEIVED, (), link.received_tokens)
-        yield Sample(TRIE_DROPPED, (), link.dropped_tokens)
 
 
 class SpeculationMetrics:

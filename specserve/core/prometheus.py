@@ -14,7 +14,8 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from specserve.core.metric_specs import ALL, MetricSpec
-from specserve.core.metrics import Sample, SpeculationSnapshot, samples
+from specserve.core.metrics import SpeculationSnapshot
+from specserve.core.samples import Sample, samples
 
 
 class PrometheusCollector(Collector):

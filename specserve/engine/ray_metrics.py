@@ -8,12 +8,8 @@ import threading
 from ray.util.metrics import Counter, Gauge, Histogram, Metric
 
 from specserve.core.metric_specs import ALL, MetricSpec
-from specserve.core.metrics import (
-    Sample,
-    SpeculationMetrics,
-    SpeculationSnapshot,
-    samples,
-)
+from specserve.core.metrics import SpeculationMetrics, SpeculationSnapshot
+from specserve.core.samples import Sample, samples
 
 logger = logging.getLogger(__name__)
 

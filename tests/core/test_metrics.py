@@ -12,7 +12,8 @@ from specserve.core.metric_specs import (
     LATENCY_BUCKETS_S,
     MetricSpec,
 )
-from specserve.core.metrics import SpeculationMetrics, SpeculationSnapshot, samples
+from specserve.core.metrics import SpeculationMetrics, SpeculationSnapshot
+from specserve.core.samples import samples
 
 DRAFTS = st.lists(
     st.integers(1, 128).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n))), max_size=30
