@@ -11,71 +11,10 @@ import pytest
 from specserve.core.config import AppConfig
 from specserve.engine.args import check_engine_options, ray_engine_args
 from specserve.serve.config_file import read
+from tests.model_cards import DEEPSEEK_R1, DEEPSEEK_R1_UNQUANTIZED, LLAMA_70B
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 FILES = sorted(path.name for path in CONFIGS.glob("*.yaml"))
-
-DEEPSEEK_R1 = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "deepseek_v3",
-    "first_k_dense_replace": 3,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "kv_lora_rank": 512,
-    "max_position_embeddings": 163840,
-    "moe_intermediate_size": 2048,
-    "n_group": 8,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_attention_heads": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 61,
-    "num_key_value_heads": 128,
-    "num_nextn_predict_layers": 1,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "rope_scaling": {
-        "type": "yarn",
-        "factor": 40,
-        "original_max_position_embeddings": 4096,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-    },
-    "scoring_func": "sigmoid",
-    "topk_group": 4,
-    "topk_method": "noaux_tc",
-    "torch_dtype": "bfloat16",
-    "v_head_dim": 128,
-    "vocab_size": 129280,
-}
-FP8 = {
-    "quantization_config": {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-    }
-}
-LLAMA_70B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "max_position_embeddings": 131072,
-    "num_attention_heads": 64,
-    "num_hidden_layers": 80,
-    "num_key_value_heads": 8,
-    "rope_scaling": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "high_freq_factor": 4.0,
-        "low_freq_factor": 1.0,
-        "original_max_position_embeddings": 8192,
-    },
-    "torch_dtype": "bfloat16",
-    "vocab_size": 128256,
-}
 
 
 def config(name: str) -> AppConfig:
@@ -99,9 +38,9 @@ def test_a_file_is_valid_for_serve_for_us_and_for_vllm(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "checkpoint", "quantization", "num_shards", "longest_draft"),
     [
-        ("r1_mtp.yaml", DEEPSEEK_R1 | FP8, "fp8", 16, 1),
-        ("r1_mtp_int8.yaml", DEEPSEEK_R1, "int8_per_channel_weight_only", 16, 1),
-        ("r1_mtp_hybrid.yaml", DEEPSEEK_R1 | FP8, "fp8", 16, 16),
+        ("r1_mtp.yaml", DEEPSEEK_R1, "fp8", 16, 1),
+        ("r1_mtp_int8.yaml", DEEPSEEK_R1_UNQUANTIZED, "int8_per_channel_weight_only", 16, 1),
+        ("r1_mtp_hybrid.yaml", DEEPSEEK_R1, "fp8", 16, 16),
         ("llama_draft.yaml", LLAMA_70B, None, 4, 3),
     ],
 )
@@ -123,7 +62,7 @@ def test_vllm_takes_the_file_for_a_checkpoint_of_that_architecture(
 
 def test_the_int8_file_needs_a_checkpoint_without_fp8(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="fp8"):
-        engine_config("r1_mtp_int8.yaml", DEEPSEEK_R1 | FP8, tmp_path)
+        engine_config("r1_mtp_int8.yaml", DEEPSEEK_R1, tmp_path)
 
 
 def test_the_files_for_r1_part_only_in_checkpoint_and_sources() -> None:

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from specserve.cli.main import main
+from tests.model_cards import DEEPSEEK_R1
 
 
 @pytest.fixture
@@ -137,26 +138,6 @@ def test_a_missing_file_ends_the_command_with_code_2(tmp_path: Path) -> None:
     assert done.stderr == expected
 
 
-MLA = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "first_k_dense_replace": 3,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "kv_lora_rank": 512,
-    "max_position_embeddings": 163840,
-    "moe_intermediate_size": 2048,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_attention_heads": 128,
-    "num_hidden_layers": 61,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "quantization_config": {"quant_method": "fp8"},
-    "v_head_dim": 128,
-    "vocab_size": 129280,
-}
-"""DeepSeek-R1's, as far as memory depends on it."""
 R1 = {
     "model": {"path": "models/r1"},
     "engine": {"tensor_parallel_size": 16, "max_model_len": 32768},
@@ -168,7 +149,7 @@ R1 = {
 def r1(folder: Path) -> Path:
     """The folder with R1's config.json, without its weights."""
     (folder / "models/r1").mkdir()
-    (folder / "models/r1/config.json").write_text(json.dumps(MLA))
+    (folder / "models/r1/config.json").write_text(json.dumps(DEEPSEEK_R1))
     return folder
 
 

@@ -20,38 +20,10 @@ from specserve.engine.memory_estimate import (
     shard_memory,
 )
 from specserve.engine.model_shapes import model_parameters, mtp_parameters
+from tests.model_cards import DEEPSEEK_R1, LLAMA_70B
 
 MODELS = Path(__file__).parents[2] / "configs/models"
 GIB = 1 << 30
-R1 = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "first_k_dense_replace": 3,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "kv_lora_rank": 512,
-    "max_position_embeddings": 163840,
-    "moe_intermediate_size": 2048,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_attention_heads": 128,
-    "num_hidden_layers": 61,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
-    "v_head_dim": 128,
-    "vocab_size": 129280,
-}
-LLAMA_70B = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "max_position_embeddings": 131072,
-    "num_attention_heads": 64,
-    "num_hidden_layers": 80,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-}
 
 
 def config(folder: Path, card: dict[str, Any], speculation: Any = (), **engine: Any) -> AppConfig:
@@ -62,12 +34,12 @@ def config(folder: Path, card: dict[str, Any], speculation: Any = (), **engine: 
 
 
 def test_deepseek_r1_has_671_billion_parameters_and_its_module_14() -> None:
-    assert model_parameters(R1).total == pytest.approx(671.0e9, rel=1e-4)
-    assert mtp_parameters(R1).total == pytest.approx(13.5e9, rel=5e-3)
+    assert model_parameters(DEEPSEEK_R1).total == pytest.approx(671.0e9, rel=1e-4)
+    assert mtp_parameters(DEEPSEEK_R1).total == pytest.approx(13.5e9, rel=5e-3)
 
 
 def test_a_shard_of_r1_in_fp8_is_a_16th_and_what_every_shard_has_whole(tmp_path: Path) -> None:
-    shard = shard_memory(config(tmp_path, R1, tensor_parallel_size=16))
+    shard = shard_memory(config(tmp_path, DEEPSEEK_R1, tensor_parallel_size=16))
     assert shard.weights_bytes == pytest.approx((673.1e9 - 1.1e9) / 16 + 1.1e9, rel=2e-3)
     assert shard.kv_token_bytes == 61 * (512 + 64) * 2
     assert shard.max_tokens == 163840
@@ -75,7 +47,7 @@ def test_a_shard_of_r1_in_fp8_is_a_16th_and_what_every_shard_has_whole(tmp_path:
 
 def test_r1_and_its_module_take_what_the_checkpoint_takes(tmp_path: Path) -> None:
     inside = [{"kind": "mtp", "placement": "in_engine"}]
-    whole = shard_memory(config(tmp_path, R1, inside))
+    whole = shard_memory(config(tmp_path, DEEPSEEK_R1, inside))
     assert whole.weights_bytes == pytest.approx(688.6e9, rel=1e-3)  # 641 GiB
     assert whole.kv_token_bytes == 62 * (512 + 64) * 2
 
@@ -120,10 +92,11 @@ def test_quantized_weights_are_taken_from_the_index_or_else_from_the_files(tmp_p
 
 def test_the_mtp_drafter_of_r1_computes_in_bfloat16_on_a_gpu(tmp_path: Path) -> None:
     source = MtpConfig(kind="mtp", num_gpus=1, max_texts=64)
-    memory = drafter_memory(config(tmp_path, R1, max_model_len=32768), source)
+    r1 = config(tmp_path, DEEPSEEK_R1, max_model_len=32768)
+    memory = drafter_memory(r1, source)
     assert memory.weights_bytes == pytest.approx(26.9e9, rel=2e-3)
     assert memory.kv_cache_bytes == 64 * 32768 * (512 + 64) * 2
-    on_cpu = drafter_memory(config(tmp_path, R1, max_model_len=32768), MtpConfig(kind="mtp"))
+    on_cpu = drafter_memory(r1, MtpConfig(kind="mtp"))
     assert on_cpu.weights_bytes == 2 * memory.weights_bytes
 
 
@@ -133,12 +106,12 @@ def test_a_draft_model_has_a_cache_for_the_targets_longest_texts(tmp_path: Path)
     draft.mkdir()
     config(draft, LLAMA_70B)
     source = DraftModelConfig(kind="draft_model", model=str(draft), num_gpus=2, max_texts=2)
-    memory = drafter_memory(config(target, R1, max_model_len=1000), source)
+    memory = drafter_memory(config(target, DEEPSEEK_R1, max_model_len=1000), source)
     assert memory.kv_cache_bytes == 2 * 1000 * 80 * 2 * 8 * 128 * 2
 
 
 def test_what_the_weights_leave_of_a_gpu_is_the_kv_cache(tmp_path: Path) -> None:
-    r1 = config(tmp_path, R1, tensor_parallel_size=16, max_model_len=32768)
+    r1 = config(tmp_path, DEEPSEEK_R1, tensor_parallel_size=16, max_model_len=32768)
     shard = shard_memory(r1)
     left = 0.9 * 80 * GIB - shard.weights_bytes
     assert check_shard(r1, shard, 80 * GIB) == int(left // 70272)
@@ -147,14 +120,14 @@ def test_what_the_weights_leave_of_a_gpu_is_the_kv_cache(tmp_path: Path) -> None
 
 
 def test_a_kv_cache_for_less_than_the_longest_request_is_refused(tmp_path: Path) -> None:
-    r1 = config(tmp_path, R1, tensor_parallel_size=16, gpu_memory_utilization=0.6)
+    r1 = config(tmp_path, DEEPSEEK_R1, tensor_parallel_size=16, gpu_memory_utilization=0.6)
     with pytest.raises(PlacementError, match=r"room for 119,\d{3} tokens, .* have 163,840"):
         check_shard(r1, shard_memory(r1), 80 * GIB)
 
 
 def test_a_given_kv_cache_has_to_fit_beside_the_weights(tmp_path: Path) -> None:
     given = {"tensor_parallel_size": 16, "max_model_len": 1000, "kv_cache_memory_bytes": 35 * GIB}
-    r1 = config(tmp_path, R1, **given)
+    r1 = config(tmp_path, DEEPSEEK_R1, **given)
     assert check_shard(r1, shard_memory(r1), 80 * GIB) == 35 * GIB // 70272
     with pytest.raises(PlacementError, match=r"and KV cache of 35\.0 GiB do not fit into 1 x 70"):
         check_shard(r1, shard_memory(r1), 70 * GIB)
@@ -179,11 +152,11 @@ def test_what_cannot_be_worked_out_is_told(
     change: dict[str, Any], engine: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     with pytest.raises(NoEstimateError) as caught:
-        shard_memory(config(tmp_path, R1 | change, **engine))
+        shard_memory(config(tmp_path, DEEPSEEK_R1 | change, **engine))
     assert reason in str(caught.value)
 
 
 def test_a_missing_key_of_config_json_is_named(tmp_path: Path) -> None:
-    card = {key: value for key, value in R1.items() if key != "kv_lora_rank"}
+    card = {key: value for key, value in DEEPSEEK_R1.items() if key != "kv_lora_rank"}
     with pytest.raises(NoEstimateError, match=r"config\.json has no kv_lora_rank"):
         shard_memory(config(tmp_path, card))
