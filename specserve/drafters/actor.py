@@ -1,4 +1,7 @@
-"""Drafters as Ray actors of the whole cluster, and how a replica finds its own."""
+"""Drafters as Ray actors of the whole cluster, and how a replica finds its own.
+
+An actor tells its address with the secret of its port: who may ask Ray may ask the drafter.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ class _DrafterActor:
             threading.Thread(target=end, daemon=True).start()
 
     def address(self) -> str:
-        """Where replicas connect to."""
+        """Where replicas connect to, with the secret that lets them in."""
         return self._server.address
 
     def stats(self) -> ServerCounters:
@@ -96,7 +99,7 @@ def get_or_start(options: DrafterOptions, index: int) -> Any:
 
 
 def ask_address(options: DrafterOptions, index: int) -> str:
-    """Where a drafter listens; starts it where there is none.
+    """Where a drafter listens, with its secret; starts it where there is none.
 
     Raises:
         GetTimeoutError: it did not tell within ``FIND_S`` seconds.

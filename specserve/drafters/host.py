@@ -2,8 +2,8 @@
 
     python -m specserve.drafters.host '{"kind": "mtp", ...}'
 
-prints the address on standard output, or one line that says why there is none. It ends when
-standard input does: with its parent.
+prints the address, with the secret of its port, on standard output, or one line that says why there
+is none. It ends when standard input does: with its parent.
 """
 
 from __future__ import annotations

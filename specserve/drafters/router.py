@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import zmq
 
 from specserve.core.errors import WireError
+from specserve.drafters.doorkeeper import Doorkeeper
+from specserve.wire.endpoint import Endpoint
 from specserve.wire.frames import MAX_FRAME_BYTES, decode_question, encode
 from specserve.wire.messages import Question, Reply
 
@@ -54,14 +56,21 @@ class Router:
     Args:
         bind: ZeroMQ address, port 0 for any free one.
         on_malformed: told of what came that was no question, on this router's thread.
+        on_refused: told of connections without the right secret, on this router's thread.
 
     Attributes:
-        address: where clients connect to.
+        address: where clients connect to, and with which secret: the url of an
+            :class:`~specserve.wire.endpoint.Endpoint`.
         heard_at: when anything came last, monotonic seconds; at first the time of the start.
     """
 
-    def __init__(self, bind: str, on_malformed: Callable[[WireError], None]) -> None:
-        self._on_malformed = on_malformed
+    def __init__(
+        self,
+        bind: str,
+        on_malformed: Callable[[WireError], None],
+        on_refused: Callable[[], None],
+    ) -> None:
+        self._on_malformed, self._on_refused = on_malformed, on_refused
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         # ZeroMQ closes the connection of a client that sends more.
@@ -69,8 +78,10 @@ class Router:
         # A client that lost its connection comes back by its name.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._doorkeeper = Doorkeeper(self._context, self._socket)
         self._socket.bind(bind)
-        self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        place = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.address = Endpoint(place, self._doorkeeper.secret).url
         self.heard_at = time.monotonic()
         self._replies_out, self._replies_in = (self._context.socket(zmq.PAIR) for _ in range(2))
         self._replies_out.setsockopt(zmq.RCVHWM, 0)
@@ -109,7 +120,9 @@ class Router:
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._replies_out, zmq.POLLIN)
+        door = self._doorkeeper
+        for each in (self._replies_out, door.questions, door.refusals):
+            poller.register(each, zmq.POLLIN)
         stopping = False
         while not stopping:
             is_full = self._put_bytes - self._taken_bytes > MAX_QUEUED_BYTES
@@ -117,8 +130,14 @@ class Router:
             ready = dict(poller.poll(_PAUSE_MS if is_full else None))
             if self._socket in ready:
                 self._receive()
+            if door.questions in ready:
+                door.answer()
+            if door.refusals in ready:
+                door.take_refusal()
+                self._on_refused()
             if self._replies_out in ready:
                 stopping = self._send()
+        door.close()
         self._socket.close()
         self._replies_out.close()
 

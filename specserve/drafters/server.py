@@ -55,6 +55,7 @@ class ServerCounters:
         num_feed_calls: those of them that only brought texts up to date.
         num_drafts: drafts of at least one token.
         num_malformed: messages that were none.
+        num_refused_connections: connections that came with a wrong secret, or without one.
         num_unfit_rows: rows with a token or a state that is not the model's; nothing is held of
             them.
         num_refused: requests that got no answer, by reason.
@@ -67,6 +68,7 @@ class ServerCounters:
     num_feed_calls: int = 0
     num_drafts: int = 0
     num_malformed: int = 0
+    num_refused_connections: int = 0
     num_unfit_rows: int = 0
     num_refused: dict[Reason, int] = field(
         default_factory=lambda: dict.fromkeys(get_args(Reason), 0)
@@ -107,7 +109,7 @@ class DrafterServer:
         self._client_idle_s = client_idle_s
         self._card = drafter.card
         self._instance = token_hex(8)
-        self._router = Router(bind, self._note_malformed)
+        self._router = Router(bind, self._note_malformed, self._note_refused)
         self._clients: dict[bytes, _Client] = {}
         self._schedule = Schedule()
         self._calls: list[Call] = []
@@ -118,7 +120,7 @@ class DrafterServer:
 
     @property
     def address(self) -> str:
-        """Where clients connect to."""
+        """Where clients connect to, with the secret that lets them in."""
         return self._router.address
 
     @property
@@ -290,6 +292,10 @@ class DrafterServer:
     def _note_malformed(self, error: WireError) -> None:
         self.counters.num_malformed += 1
         self._log_once("malformed message", str(error))
+
+    def _note_refused(self) -> None:
+        self.counters.num_refused_connections += 1
+        self._log_once("refused connection", "it came without this drafter's secret")
 
     def _log_once(self, kind: str, text: str, error: Exception | None = None) -> None:
         """Says what went wrong, the first time that this kind of thing did; it is counted too."""

@@ -45,7 +45,7 @@ class DrafterLink:
             self._socket.setsockopt(zmq.ROUTING_ID, self._name)
             self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_HEADER_BYTES)
             self._socket.setsockopt(zmq.LINGER, 0)
-            self._socket.connect(peer.address)
+            peer.endpoint.connect(self._socket)
         self._peer = peer
         return peer
 

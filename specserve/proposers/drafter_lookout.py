@@ -6,19 +6,21 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import zmq
 
 from specserve.core.errors import SpecServeError, WireError
+from specserve.wire.endpoint import Endpoint
 from specserve.wire.frames import decode_reply, encode
 from specserve.wire.messages import PROTOCOL, Card, Hello
 
 logger = logging.getLogger(__name__)
 
 Find = Callable[[], str | None]
-"""Address of a drafter, None: there is none now. May take seconds, may start one. A
-:class:`SpecServeError` says why there will be none."""
+"""Url of a drafter's :class:`Endpoint`, None: there is none now. May take seconds, may start one.
+A :class:`SpecServeError` says why there will be none."""
 
 Report = Callable[[bool, str], None]
 """Whether there is a drafter to ask; why the one that was found, or should be there, is none to
@@ -73,13 +75,13 @@ class Peer:
     """A drafter that answers; a new object whenever it has begun to.
 
     Attributes:
-        address: where it listens.
+        endpoint: where it listens.
         instance: the process; another one has none of the texts.
         max_tokens: longest text that it drafts for.
         connection: another number: it is to be connected to anew.
     """
 
-    address: str
+    endpoint: Endpoint
     instance: str
     max_tokens: int
     connection: int
@@ -104,7 +106,7 @@ class Lookout:
         self._believed_from = 0  # answers to earlier hellos do not count
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
-        self._address = ""
+        self._endpoint: Endpoint | None = None
         self._number = 0
         self._said_at = 0.0
         self._unheard_since: float | None = None
@@ -167,14 +169,15 @@ class Lookout:
         with self._lock:
             self._peer = None
             self._connection += 1
-        self._address = self._find() or self._address
+        if (found := self._find()) is not None:
+            self._endpoint = Endpoint.parse(found)
         self._hang_up()
-        if not self._address:
+        if self._endpoint is None:
             self._closing.wait(GREET_UP_S)
             return
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.connect(self._address)
+        self._endpoint.connect(self._socket)
         self._said_at = 0.0
         self._unheard_since = None
 
@@ -187,11 +190,13 @@ class Lookout:
         self._number += 1
         if self._unheard_since is None:
             self._unheard_since = now
-        self._socket.send_multipart(encode(Hello(self._number)), zmq.NOBLOCK)
+        with suppress(zmq.Again):  # ZeroMQ has given up a connection that was refused
+            self._socket.send_multipart(encode(Hello(self._number)), zmq.NOBLOCK)
 
     def _listen(self) -> None:
         if self._socket is None or not self._socket.poll(int(GREET_DOWN_S * 1000)):
             return
+        assert self._endpoint is not None
         try:
             reply = decode_reply(self._socket.recv_multipart())
         except WireError as error:
@@ -200,16 +205,16 @@ class Lookout:
         if isinstance(reply, Card):
             self._unheard_since = None
             if objection := self._wanted.objection(reply):
-                self._refuse(f"{reply.model} at {self._address} has {objection}")
+                self._refuse(f"{reply.model} at {self._endpoint.place} has {objection}")
             else:
-                self._believe(reply)
+                self._believe(reply, self._endpoint)
 
-    def _believe(self, card: Card) -> None:
+    def _believe(self, card: Card, endpoint: Endpoint) -> None:
         with self._lock:
             if card.number < self._believed_from or time.monotonic() < self._rest_until:
                 return
             if self._peer is None or self._peer.instance != card.instance:
-                self._peer = Peer(self._address, card.instance, card.max_tokens, self._connection)
+                self._peer = Peer(endpoint, card.instance, card.max_tokens, self._connection)
                 self._refused = ""
 
     def _refuse(self, reason: str) -> None:

@@ -11,6 +11,7 @@ import pytest
 from specserve.core.errors import EngineError
 from specserve.drafters.host import HostedDrafter
 from specserve.drafters.options import DrafterOptions
+from specserve.wire.endpoint import Endpoint
 from tests.drafters.fakes import WAIT_S
 from tests.integration.cluster import eventually
 
@@ -40,7 +41,8 @@ def find() -> Iterator[HostedDrafter]:
 
 def test_a_drafter_that_has_ended_is_started_again(find: HostedDrafter) -> None:
     first = find()
-    assert first.startswith("tcp://127.0.0.1:")
+    assert Endpoint.parse(first).place.startswith("tcp://127.0.0.1:")
+    assert Endpoint.parse(first).secret
     assert find() == first
     find.close()
     assert find() != first

@@ -12,6 +12,7 @@ import zmq
 
 from specserve.drafters.schedule import FEED_TOKENS
 from specserve.drafters.server import MAX_CLIENT_TEXTS, MAX_WAITING, DrafterServer
+from specserve.wire.endpoint import Endpoint
 from specserve.wire.frames import decode_reply, encode
 from specserve.wire.messages import (
     PROTOCOL,
@@ -38,7 +39,7 @@ class Client:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.ROUTING_ID, name)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.connect(server.address)
+        Endpoint.parse(server.address).connect(self._socket)
         self._number = 0
 
     def send(self, question: Question) -> None:
