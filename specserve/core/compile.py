@@ -2,20 +2,51 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 from collections.abc import Callable
+from contextlib import suppress
+from types import ModuleType
 from typing import Any
 
 from numba import njit
+from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.extending import is_jitted
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compiles ``function`` at its first call; other threads run meanwhile and during each call.
 
-    The machine code is cached beside the source or in numba's user folder. Numba notices a change
-    of the function's own file only, so a kernel calls nothing compiled from other files.
+    The machine code is cached beside the source or in numba's user folder, until a file changes
+    that holds the function or a compiled one that it calls, or a constant in one of them.
     """
-    try:
-        return njit(nogil=True, cache=True)(function)  # type: ignore[no-any-return]
-    except RuntimeError:
-        # A read-only installation without a home folder has no place for the cache.
-        return njit(nogil=True)(function)  # type: ignore[no-any-return]
+    compiled = njit(nogil=True)(function)
+    with suppress(RuntimeError):  # a read-only installation without a home folder has no place
+        compiled._cache = _Cache(function)
+    return compiled  # type: ignore[no-any-return]
+
+
+class _Cache(FunctionCache):  # type: ignore[misc]  # numba has no types
+    """Numba's own looks whether the function's file has changed, and at nothing else."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__(function)
+        name = self._impl.filename_base
+        self._cache_file = IndexDataCacheFile(self.cache_path, name, _sources(function))
+
+
+def _sources(function: Any) -> list[tuple[object, ...]]:
+    """What a function's machine code is made of: files as they are now, and constants."""
+    sources: list[tuple[object, ...]] = []
+    functions = [function]
+    for each in functions:  # which grows
+        file = os.stat(each.__code__.co_filename)
+        sources.append((each.__code__.co_filename, file.st_mtime_ns, file.st_size))
+        for name in each.__code__.co_names:
+            value = each.__globals__.get(name)
+            if is_jitted(value):
+                if value.py_func not in functions:
+                    functions.append(value.py_func)
+            elif not callable(value) and not isinstance(value, ModuleType):
+                sources.append((name, pickle.dumps(value)))
+    return sources

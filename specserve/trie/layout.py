@@ -24,6 +24,9 @@ FROM_CLUSTER, PRIVATE, CUT = 1, 2, 4
 """Flags of a page: taught by another replica; only for its own request; it does not go on where the
 page before it ends. Those of a sequence are for its next page."""
 
+MOST_USE = 3
+"""Up to where the use of a page is counted."""
+
 NUM_FREE_PAGES, HAND, CLOCK, NUM_FREE_SLOTS, NUM_TOKENS, NUM_EVICTED, NUM_SCALARS = range(7)
 """Indices of ``Arrays.scalars``. The clock counts the tokens ever taken."""
 

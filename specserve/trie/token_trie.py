@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specserve.core.types import Int32Array
-from specserve.trie import kernels
+from specserve.trie import branch, pages
 from specserve.trie.layout import (
     CLOCK,
     CUT,
@@ -180,7 +180,7 @@ class TokenTrie:
         with self._lock:
             slots = self._slots_of(sequence_ids, must_be_open=True)
             return int(
-                kernels.append(self._arrays, slots, token_ids, begins, ends, num_prompt_tokens)
+                pages.append(self._arrays, slots, token_ids, begins, ends, num_prompt_tokens)
             )
 
     def skip(self, sequence_id: str) -> None:
@@ -198,7 +198,7 @@ class TokenTrie:
                 return
             arrays = self._arrays
             if arrays.slot_flags[slot] & PRIVATE or arrays.slot_head[slot] < 0:
-                kernels.remove(arrays, slot)
+                pages.remove(arrays, slot)
             arrays.slot_open[slot] = False
 
     def remove(self, sequence_id: str) -> int:
@@ -209,7 +209,7 @@ class TokenTrie:
         """
         with self._lock:
             slot = self._slot_of(sequence_id)
-            return int(kernels.remove(self._arrays, slot)) if slot >= 0 else 0
+            return int(pages.remove(self._arrays, slot)) if slot >= 0 else 0
 
     def clear(self) -> int:
         """Forgets everything; sequences that still grow are not learned any further.
@@ -257,7 +257,7 @@ class TokenTrie:
             np.zeros(size, np.bool_),
         )
         with self._lock:
-            kernels.lookup(
+            branch.lookup(
                 self._arrays,
                 np.arange(size) if rows is None else rows,
                 token_ids,

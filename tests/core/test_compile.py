@@ -1,0 +1,70 @@
+"""Kernels on disk, of a small package whose sources change."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HELPER = """
+from numba import njit
+from .constants import FACTOR
+
+@njit(inline="{inline}")
+def scaled(value):
+    return {sign} * FACTOR * value
+"""
+KERNEL = """
+from specserve.core.compile import kernel
+from .helper import scaled
+
+@kernel
+def double(value):
+    return scaled(value) + scaled(value)
+"""
+
+
+class Package:
+    """A kernel whose helper and constant are in other files."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir()
+        self.write("__init__", "")
+        self.write("constants", "FACTOR = 1\n")
+        self.write("kernels", KERNEL)
+
+    def write(self, module: str, content: str) -> None:
+        (self._folder / f"{module}.py").write_text(content)
+
+    def load(self) -> Any:
+        """The kernel, as a process finds it that has just started."""
+        for name in [each for each in sys.modules if each.split(".")[0] == self._folder.name]:
+            del sys.modules[name]
+        importlib.invalidate_caches()
+        return importlib.import_module(f"{self._folder.name}.kernels").double
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Package:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # whose check sees no change in a second
+    return Package(tmp_path / "compiled_here")
+
+
+@pytest.mark.parametrize("inline", ["never", "always"])
+def test_a_kernel_is_kept_until_what_it_is_made_of_changes(package: Package, inline: str) -> None:
+    package.write("helper", HELPER.format(inline=inline, sign=1))
+    assert package.load()(3) == 6
+    package.write("constants", "FACTOR = 1\nOTHER = 5\n")
+    kept = package.load()
+    assert kept(3) == 6
+    assert sum(kept.stats.cache_hits.values()) == 1
+
+    package.write("helper", HELPER.format(inline=inline, sign=-1))
+    assert package.load()(3) == -6
+    package.write("constants", "FACTOR = 2\n")
+    assert package.load()(3) == -12
