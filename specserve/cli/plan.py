@@ -87,7 +87,7 @@ def _drafters(config: AppConfig) -> list[DraftModelConfig | MtpConfig]:
     return [
         source
         for source in config.speculation
-        if isinstance(source, DraftModelConfig | MtpConfig) and source.placement == "actor"
+        if isinstance(source, DraftModelConfig | MtpConfig) and source.placement != "in_engine"
     ]
 
 
@@ -153,6 +153,16 @@ def _print_memory(console: Console, config: AppConfig, gpu_bytes: float) -> None
         console.print(
             f"the {source.kind} drafter: {in_words(drafter.weights_bytes)} of weights, "
             f"{in_words(drafter.kv_cache_bytes)} of KV cache for {source.max_texts} texts"
+            f"{_place(source, gpu_bytes)}"
         )
         if gpu_bytes and source.num_gpus:
             check_drafter(source, drafter, gpu_bytes)
+
+
+def _place(source: DraftModelConfig | MtpConfig, gpu_bytes: float) -> str:
+    """Which part of rank 0's GPU a drafter has, in words; empty: none."""
+    from specserve.engine.memory_estimate import in_words
+
+    if source.placement != "beside_rank_0" or not (part := source.num_gpus * gpu_bytes):
+        return ""
+    return f", in the {in_words(part)} ({source.num_gpus:g}) that it has of rank 0's GPU"

@@ -19,6 +19,8 @@ from specserve.core.validation import from_validation_error
 MAX_DRAFT_TOKENS = 128
 """vLLM's rejection sampler takes at most this many draft tokens a request and step."""
 
+_ROUNDING = 1e-6  # sums of parts such as 0.1 are not exact
+
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -153,9 +155,10 @@ class TrieConfig(Section):
 class DrafterConfig(Section):
     """What the models that draft have in common: actors of their own, shared by the replicas."""
 
-    placement: Literal["actor", "in_engine"] = "actor"
-    """Where it runs: in actors of its own, or in vLLM's engine by vLLM's own method, which drafts
-    alone and knows neither ``dynamic`` nor requests' controls."""
+    placement: Literal["actor", "beside_rank_0", "in_engine"] = "actor"
+    """Where it runs: in actors of its own; in one of each replica's own, in the place of the first
+    shard and with a part of its GPU; or in vLLM's engine by vLLM's own method, which drafts alone
+    and knows neither ``dynamic`` nor requests' controls."""
     max_draft_len: int = Field(default=3, ge=1, le=MAX_DRAFT_TOKENS)
     """Longest draft in tokens."""
     dynamic: bool = True
@@ -176,6 +179,16 @@ class DrafterConfig(Section):
     """How long a decoding step waits for a draft, in seconds; then it goes on without."""
 
     _check_resources = field_validator("resources")(_check_further_resources)
+
+    @model_validator(mode="after")
+    def _beside_a_shard_it_has_a_part_of_that_place(self) -> Self:
+        if self.placement == "beside_rank_0":
+            where = "where placement is beside_rank_0"
+            if self.num_actors != 1:
+                raise ConfigError("num_actors", self.num_actors, f"1, {where}: each replica's own")
+            if self.resources:
+                raise ConfigError("resources", self.resources, f"empty, {where}")
+        return self
 
 
 class DraftModelConfig(DrafterConfig):
@@ -326,8 +339,33 @@ class AppConfig(Section):
                 and len(self.speculation) > 1
             ):
                 field = f"speculation.{index}.placement"
-                raise ConfigError(field, source.placement, "actor, where there are other sources")
+                allowed = "actor or beside_rank_0, where there are other sources"
+                raise ConfigError(field, source.placement, allowed)
         return self
+
+    @model_validator(mode="after")
+    def _rank_0_has_room_for_drafters(self) -> Self:
+        share, num_cpus = self.engine.gpu_memory_utilization, self.placement.num_cpus_per_shard
+        for name, room, giver in (
+            ("num_gpus", 1 - share, f"engine.gpu_memory_utilization ({share:g}) leaves of a GPU"),
+            ("num_cpus", num_cpus, f"placement.num_cpus_per_shard ({num_cpus}) reserves"),
+        ):
+            for index, source in self.beside_rank_0.items():
+                amount = getattr(source, name)
+                if amount > room + _ROUNDING:
+                    allowed = f"at most {max(round(room, 4), 0):g}, what {giver}"
+                    raise ConfigError(f"speculation.{index}.{name}", amount, allowed)
+                room -= amount
+        return self
+
+    @property
+    def beside_rank_0(self) -> dict[int, DraftModelConfig | MtpConfig]:
+        """The sources that draft in rank 0's place, by their index."""
+        return {
+            index: source
+            for index, source in enumerate(self.speculation)
+            if isinstance(source, DrafterConfig) and source.placement == "beside_rank_0"
+        }
 
     @property
     def drafts_in_engine(self) -> bool:

@@ -15,6 +15,8 @@ from zlib import crc32
 
 import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
+from ray.util.placement_group import get_current_placement_group, placement_group_table
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from specserve.core.errors import shorten
 from specserve.core.openmp import openmp_environment
@@ -41,12 +43,18 @@ FAILED_REST_S = 30.0
 
 
 class _DrafterActor:
-    """A drafter's server in a process of its own, started again by Ray when that ends."""
+    """A drafter's server in a process of its own, started again by Ray when that ends.
 
-    def __init__(self, options: DrafterOptions) -> None:
+    Args:
+        options: of the drafter.
+        is_shared: it belongs to no replica: it ends by itself, and leaves a node that is drained.
+    """
+
+    def __init__(self, options: DrafterOptions, *, is_shared: bool) -> None:
         self._server = DrafterServer(load(options), f"tcp://{ray.util.get_node_ip_address()}:0")
-        for end in (self._end_when_idle, self._leave_with_the_node):
-            threading.Thread(target=end, daemon=True).start()
+        if is_shared:
+            for end in (self._end_when_idle, self._leave_with_the_node):
+                threading.Thread(target=end, daemon=True).start()
 
     def address(self) -> str:
         """Where replicas connect to, with the secret that lets them in."""
@@ -84,18 +92,42 @@ _ACTORS: dict[str, Any] = {
 
 def get_or_start(options: DrafterOptions, index: int) -> Any:
     """Handle of a drafter's actor, which is started where there is none; it outlives the caller."""
-    environment = {} if options.num_gpus else openmp_environment(options.num_threads)
     actor = _ACTORS[options.kind].options(
         name=options.name(index),
         namespace=NAMESPACE,
         lifetime="detached",
         get_if_exists=True,
-        num_cpus=options.num_cpus,
-        num_gpus=options.num_gpus,
-        resources=options.resources,
-        runtime_env={"env_vars": environment},
+        **_reservation(options),
     )
-    return actor.remote(options)
+    return actor.remote(options, is_shared=True)
+
+
+def start_beside(actor: Any, options: DrafterOptions) -> Any:
+    """Handle of a new actor in the bundle of rank 0, which calls this; it ends with rank 0."""
+    group = get_current_placement_group()
+    assert group is not None, "shards are placed by a placement group"
+    here = ray.get_runtime_context().get_node_id()
+    nodes = placement_group_table(group)["bundles_to_node_id"]
+    # vLLM gives a node's bundles to its ranks in their order.
+    own = min(bundle for bundle, node in nodes.items() if node == here)
+    placed = actor.options(
+        scheduling_strategy=PlacementGroupSchedulingStrategy(group, own), **_reservation(options)
+    )
+    return placed.remote(options, is_shared=False)
+
+
+def _reservation(options: DrafterOptions) -> dict[str, Any]:
+    """What Ray gives a drafter."""
+    environment = openmp_environment(options.num_threads)
+    if options.num_gpus:
+        # vLLM has Ray show a shard all GPUs of its node, and what a shard starts inherits that.
+        environment = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0"}
+    return {
+        "num_cpus": options.num_cpus,
+        "num_gpus": options.num_gpus,
+        "resources": options.resources,
+        "runtime_env": {"env_vars": environment},
+    }
 
 
 def ask_address(options: DrafterOptions, index: int) -> str:
@@ -108,6 +140,27 @@ def ask_address(options: DrafterOptions, index: int) -> str:
     """
     address: str = ray.get(get_or_start(options, index).address.remote(), timeout=FIND_S)
     return address
+
+
+class OwnDrafter:
+    """Asks for a drafter as :func:`ask_address`, but for one of its own, in rank 0's place.
+
+    It stays in that place when Ray starts it again. For rank 0's process.
+    """
+
+    def __init__(self) -> None:
+        self._actor: Any = None
+
+    def __call__(self, options: DrafterOptions, index: int) -> str:
+        """Where it listens; starts it where there is none."""
+        if self._actor is None:
+            self._actor = start_beside(_ACTORS[options.kind], options)
+        try:
+            address: str = ray.get(self._actor.address.remote(), timeout=FIND_S)
+        except ActorDiedError:
+            self._actor = None  # it could not load its model: Ray does not start it again
+            raise
+        return address
 
 
 class DrafterFinder:

@@ -31,7 +31,8 @@ class DrafterOptions:
         max_tokens: longest text in tokens.
         dtype: as configured.
         num_cpus: reserved for it.
-        num_gpus: reserved for it; it computes on a GPU where that is not 0.
+        num_gpus: reserved for it; it computes on a GPU where that is not 0, and keeps to its part
+            of the memory where that is below 1.
         resources: further Ray resources.
     """
 
@@ -86,6 +87,9 @@ def load(options: DrafterOptions) -> Drafter:
     """
     module, name = _DRAFTERS[options.kind].split(":")
     on_gpu = options.num_gpus > 0
+    if 0 < options.num_gpus < 1:
+        # Whoever has the rest of the GPU finds it free: out of memory is the drafter alone.
+        import_module("torch").cuda.set_per_process_memory_fraction(options.num_gpus)
     drafter = getattr(import_module(module), name).load(
         options.model,
         max_texts=options.max_texts,

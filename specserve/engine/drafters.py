@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import ray
 
 from specserve.core.config import DraftModelConfig, ModelConfig, MtpConfig
-from specserve.drafters.actor import DrafterFinder
+from specserve.drafters.actor import DrafterFinder, OwnDrafter
 from specserve.drafters.host import HostedDrafter
 from specserve.drafters.options import drafter_options
 from specserve.engine.checkpoint import find_checkpoint, folder_or_id
@@ -18,6 +19,7 @@ def drafter_finder(
     target: ModelConfig,
     max_tokens: int,
     exits: list[Callable[[], None]],
+    is_warm: threading.Event,
     config: DraftModelConfig | MtpConfig,
 ) -> Find:
     """Finds the drafter of a source: one of the cluster's, or without a cluster one of its own.
@@ -26,6 +28,7 @@ def drafter_finder(
         target: the model that is drafted for.
         max_tokens: its context length.
         exits: gets what ends a drafter of one's own.
+        is_warm: set when the engine has taken its part of the GPU's memory.
         config: the source's.
 
     Raises:
@@ -41,4 +44,8 @@ def drafter_finder(
         exits.append(hosted.close)
         return hosted
     replica = ray.get_runtime_context().get_actor_id() or ""
+    if config.placement == "beside_rank_0":
+        find = DrafterFinder(options, config.num_actors, replica, OwnDrafter())
+        # vLLM counts all that is taken on its GPU while it measures as its own.
+        return lambda: find() if is_warm.is_set() else None
     return DrafterFinder(options, config.num_actors, replica)

@@ -8,6 +8,7 @@ pass: request ids, per-request controls, what was scheduled, and the hidden stat
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -59,6 +60,7 @@ class ProposerHook:
         )
         self._chain: ProposerChain  # of the rank that drafts, by `attach`
         self._exits: list[Callable[[], None]] = []
+        self.is_warm = threading.Event()
         self._runner: Any = None
         self._drafts: dict[str, Draft] = {}
         self._controls: dict[str, RequestControls] = {}
@@ -101,7 +103,7 @@ class ProposerHook:
             tokenizer=self._vocabulary() if has_drafters else "",
             hidden_size=self._model_config.get_hidden_size() if has_drafters else 0,
             find_drafter=partial(
-                drafter_finder, self._config.model, self._max_model_len, self._exits
+                drafter_finder, self._config.model, self._max_model_len, self._exits, self.is_warm
             ),
             exits=self._exits,
         )

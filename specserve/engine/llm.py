@@ -51,7 +51,7 @@ class Engine:
             EngineError: vLLM refuses the checkpoint or an option, finds no device on this node,
                 or its engine core or a shard died while starting.
         """
-        _prepare_environment()
+        _prepare_environment(config)
         arguments = ray_engine_args(config)
         arguments.max_num_queued_reqs = config.engine.max_num_seqs + config.http.max_queued_requests
         try:
@@ -132,12 +132,16 @@ def shard_bundle(config: AppConfig) -> dict[str, float]:
     return config.placement.shard_bundle(on_gpu=not current_platform.is_cpu())
 
 
-def _prepare_environment() -> None:
+def _prepare_environment(config: AppConfig) -> None:
     """What the engine core process inherits."""
     # Without it the engine core, a process of its own, starts a second, local Ray.
     os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
     # Where a host has no default route vLLM finds 0.0.0.0; Ray knows the address that is used.
     os.environ.setdefault("VLLM_HOST_IP", ray.util.get_node_ip_address())
+    if shares := [source.num_gpus for source in config.beside_rank_0.values()]:
+        # vLLM has one value for all ranks. Each bundle still holds a whole GPU, so that nobody else
+        # gets what the other ranks leave of theirs.
+        os.environ["VLLM_RAY_PER_WORKER_GPUS"] = str(1 - sum(shares))
 
 
 def _last_line(error: Exception) -> str:

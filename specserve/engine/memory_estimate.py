@@ -125,7 +125,9 @@ def check_shard(config: AppConfig, shard: ShardMemory, gpu_bytes: float) -> int:
     """
     engine = config.engine
     kv_bytes = engine.kv_cache_memory_bytes
-    share = 1.0 if kv_bytes else engine.gpu_memory_utilization  # vLLM's rule
+    share = engine.gpu_memory_utilization
+    if kv_bytes:  # vLLM's rule: then that is of no account
+        share = 1 - sum(source.num_gpus for source in config.beside_rank_0.values())
     left_bytes = share * gpu_bytes - shard.weights_bytes
     if left_bytes < kv_bytes:
         cache = f" and KV cache of {in_words(kv_bytes)}" if kv_bytes else ""

@@ -36,6 +36,13 @@ class SpeculationMixin(_Worker):
         else:
             self.model_runner.propose_draft_token_ids = _no_drafts
 
+    def compile_or_warm_up_model(self) -> Any:
+        """The last of vLLM's preparations: it has now taken its part of the GPU's memory."""
+        times = super().compile_or_warm_up_model()
+        if self._hook is not None:
+            self._hook.is_warm.set()
+        return times
+
     def execute_model(self, scheduler_output: Any) -> Any:
         """One step; requests that have finished since the last one are forgotten first."""
         if self._hook is not None:

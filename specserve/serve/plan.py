@@ -39,7 +39,7 @@ class Plan:
     Attributes:
         replicas: for each replica the nodes of its shards, by rank. Ranks of one node stand
             together; which node has the first ones, vLLM decides: the replica's own, if it has any.
-        drafters: kind and node of each drafter.
+        drafters: each drafter in words, and its node.
         left: the nodes, with what is left of their resources.
     """
 
@@ -61,6 +61,13 @@ def plan(config: AppConfig, nodes: Sequence[Node], *, on_gpu: bool) -> Plan:
     """
     placement, num_shards = config.placement, config.engine.tensor_parallel_size
     bundle = placement.shard_bundle(on_gpu=on_gpu)
+    beside = config.beside_rank_0.values()
+    for source in beside:
+        if not _fits(demand := _demand(source), bundle):
+            raise PlacementError(
+                f"the {source.kind} drafter with {describe(demand)} does not fit beside rank 0, "
+                f"which has {describe(bundle)}"
+            )
     drafters = [
         (source.kind, _demand(source))
         for source in config.speculation
@@ -80,7 +87,7 @@ def plan(config: AppConfig, nodes: Sequence[Node], *, on_gpu: bool) -> Plan:
                 f"do not fit on the nodes, which have free: {_listing(rooms)}"
             )
         replicas.append(tuple(sorted(places, key=places.index)))
-    placed = []
+    placed = [(f"{each.kind} beside rank 0", ranks[0]) for ranks in replicas for each in beside]
     for kind, demand in drafters:
         where = _place_drafter(demand, rooms)
         if where is None:

@@ -167,6 +167,32 @@ def test_a_plan_for_two_nodes_tells_ranks_and_memory(capsys: pytest.CaptureFixtu
         assert part in out
 
 
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "vocab_size": 129280,
+}
+
+
+def test_a_plan_tells_what_is_beside_rank_0_and_counts_its_memory(
+    r1: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (r1 / "models/tiny/config.json").write_text(json.dumps(LLAMA))
+    drafter = {"kind": "draft_model", "model": "models/tiny", "max_texts": 4}
+    beside = {**drafter, "placement": "beside_rank_0", "num_gpus": 0.1}
+    file = write(serve_file({**R1, "speculation": [beside]}))
+    assert main(["check", file, "--cluster", "2x8"]) == 0
+    out = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert "node 1 8 GPU replica 0: ranks 0-7 draft_model beside rank 0 node 2 8 GPU" in out
+    assert "for 4 texts, in the 8.0 GiB (0.1) that it has of rank 0's GPU" in out
+    assert main(["check", file, "--cluster", "2x8", "--gpu-memory", "60GB"]) == 2
+    assert "do not fit into 5.6 GiB of a GPU" in capsys.readouterr().err
+
+
 @pytest.mark.usefixtures("r1")
 @pytest.mark.parametrize(
     ("options", "message"),

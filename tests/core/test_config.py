@@ -8,6 +8,8 @@ from pydantic import ValidationError
 from specserve.core.config import MAX_DRAFT_TOKENS, parse
 from specserve.core.errors import ConfigError
 
+BESIDE = {"kind": "mtp", "placement": "beside_rank_0"}
+
 
 def args(**sections: Any) -> dict[str, Any]:
     return {"model": {"path": "some/model"}} | sections
@@ -62,6 +64,24 @@ def test_nothing_changes_after_validation() -> None:
         (
             {"speculation": [{"kind": "mtp", "placement": "in_engine", "model": "module"}]},
             r"^speculation\.0\.model: 'module' .* empty, where placement is in_engine$",
+        ),
+        (
+            {"speculation": [{**BESIDE, "num_gpus": 0.2}]},
+            r"^speculation\.0\.num_gpus: 0\.2 .* at most 0\.1, "
+            r"what engine\.gpu_memory_utilization \(0\.9\) leaves of a GPU$",
+        ),
+        (
+            {"speculation": [{**BESIDE, "num_cpus": 2.0}]},
+            r"^speculation\.0\.num_cpus: 2\.0 .* at most 1, "
+            r"what placement\.num_cpus_per_shard \(1\) reserves$",
+        ),
+        (
+            {"speculation": [{**BESIDE, "num_actors": 2}]},
+            r"^speculation\.0\.num_actors: 2 .* 1, where placement is beside_rank_0: each replica",
+        ),
+        (
+            {"speculation": [{**BESIDE, "resources": {"mark": 1.0}}]},
+            r"^speculation\.0\.resources: {'mark': 1\.0} .* empty, where placement is beside_",
         ),
         (
             {"speculation": [{"kind": "trie", "snapshot_url": "memory"}]},
@@ -133,3 +153,14 @@ def test_a_source_in_the_engine_drafts_alone() -> None:
         parse({"model": {"path": "m"}, "speculation": [{"kind": "ngram"}, in_engine]})
     assert refused.value.field == "speculation.1.placement"
     assert refused.value.value == "in_engine"
+
+
+def test_drafters_beside_rank_0_share_what_the_engine_leaves_of_its_gpu() -> None:
+    engine = {"gpu_memory_utilization": 0.7}
+    other = {"kind": "draft_model", "model": "m", "placement": "beside_rank_0", "num_cpus": 0.5}
+    mtp = {**BESIDE, "num_cpus": 0.5, "num_gpus": 0.2}
+    config = parse(args(engine=engine, speculation=[{"kind": "ngram"}, mtp, other]))
+    assert list(config.beside_rank_0) == [1, 2]
+    assert parse(args(engine=engine, speculation=[mtp, {**other, "num_gpus": 0.1}])).beside_rank_0
+    with pytest.raises(ConfigError, match=r"^speculation\.1\.num_gpus: 0\.11 .* at most 0\.1, "):
+        parse(args(engine=engine, speculation=[mtp, {**other, "num_gpus": 0.11}]))

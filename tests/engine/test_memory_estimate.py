@@ -133,6 +133,20 @@ def test_a_given_kv_cache_has_to_fit_beside_the_weights(tmp_path: Path) -> None:
         check_shard(r1, shard_memory(r1), 70 * GIB)
 
 
+def test_what_a_drafter_beside_rank_0_has_is_not_the_shards(tmp_path: Path) -> None:
+    beside = {"kind": "mtp", "placement": "beside_rank_0", "num_gpus": 0.25}
+    engine = {
+        "tensor_parallel_size": 16,
+        "max_model_len": 1000,
+        "gpu_memory_utilization": 0.7,
+        "kv_cache_memory_bytes": 35 * GIB,
+    }
+    r1 = config(tmp_path, DEEPSEEK_R1, [beside], **engine)
+    assert check_shard(r1, shard_memory(r1), 101 * GIB) == 35 * GIB // 70272
+    with pytest.raises(PlacementError, match=r"KV cache of 35\.0 GiB do not fit into 0\.75 x 100"):
+        check_shard(r1, shard_memory(r1), 100 * GIB)
+
+
 def test_a_drafter_has_its_part_of_a_gpu() -> None:
     half = MtpConfig(kind="mtp", num_gpus=0.5)
     memory = DrafterMemory(weights_bytes=30 * GIB, kv_cache_bytes=9 * GIB)

@@ -23,6 +23,7 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.executor import ray_executor_v2
@@ -161,6 +162,7 @@ def test_the_workers_methods_take_what_the_mixin_passes_on() -> None:
 
     assert parameters(Worker.init_device) == parameters(SpeculationMixin.init_device) == ["self"]
     assert parameters(Worker.execute_model)[:2] == ["self", "scheduler_output"]
+    assert parameters(Worker.compile_or_warm_up_model) == ["self"]
     assert "self.rank" in source(Worker) or "rank" in parameters(Worker.__init__)
 
 
@@ -201,6 +203,21 @@ def test_the_ray_executor_looks_up_what_the_cpu_executor_replaces() -> None:
     assert isinstance(
         inspect.getattr_static(RayExecutorV2, "_get_actor_resource_kwargs"), staticmethod
     )
+
+
+def test_a_shard_takes_its_kv_cache_before_it_is_warm() -> None:
+    body = source(EngineCore._initialize_kv_caches)
+    steps = ("determine_available_memory", "initialize_from_config", "compile_or_warm_up_model")
+    places = [body.index(f"model_executor.{step}(") for step in steps]
+    assert places == sorted(places)
+
+
+def test_the_part_of_a_gpu_that_a_shard_takes_is_read_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(type(current_platform), "ray_device_key", "GPU")
+    monkeypatch.setenv("VLLM_RAY_PER_WORKER_GPUS", "0.75")
+    assert RayExecutorV2._get_actor_resource_kwargs() == {"num_gpus": 0.75}
 
 
 def test_the_config_has_room_for_our_placement_and_settings() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 
 import torch
@@ -14,6 +15,9 @@ class OneOfManyRanks:
 
     rank = 1
     is_shut_down = False
+
+    def compile_or_warm_up_model(self) -> str:
+        return "times"
 
     def shutdown(self) -> None:
         self.is_shut_down = True
@@ -61,11 +65,21 @@ def test_a_rank_that_does_not_draft_has_nothing_to_tell() -> None:
 
 
 class Hook(ProposerHook):
-    """The hook of a rank that drafts, as far as it is to be ended."""
+    """The hook of a rank that drafts, as far as it is told of the worker's start and end."""
 
     def __init__(self, worker: Worker) -> None:
+        self.is_warm = threading.Event()
         self._exits = [lambda: self.seen.append(worker.is_shut_down)]
         self.seen: list[bool] = []
+
+
+def test_the_sources_learn_when_the_worker_has_its_memory() -> None:
+    worker = Worker()
+    assert worker.compile_or_warm_up_model() == "times"  # of a rank that does not draft
+    worker._hook = hook = Hook(worker)
+    assert not hook.is_warm.is_set()
+    assert worker.compile_or_warm_up_model() == "times"
+    assert hook.is_warm.is_set()
 
 
 def test_what_the_sources_have_started_ends_before_the_worker() -> None:

@@ -124,6 +124,15 @@ def test_a_drafter_on_cpu_keeps_off_the_nodes_with_gpus() -> None:
     assert (found.replicas, found.drafters) == (((0, 0),), (("mtp", 1),))
 
 
+def test_a_drafter_beside_rank_0_is_where_that_is_and_takes_nothing_more() -> None:
+    beside = {"kind": "mtp", "placement": "beside_rank_0", "num_gpus": 0.1}
+    found = plan(config(8, speculation=[beside], num_replicas=2), nodes(8, 8), on_gpu=True)
+    assert found.drafters == (("mtp beside rank 0", 0), ("mtp beside rank 0", 1))
+    assert [node.resources for node in found.left] == [{"GPU": 0, "CPU": 56}] * 2
+    with pytest.raises(PlacementError, match=r"0\.1 GPU, 1 CPU .* beside rank 0, which has 1 CPU$"):
+        plan(config(1, speculation=[beside]), nodes(8), on_gpu=False)
+
+
 def test_a_drafter_in_the_engine_takes_no_place() -> None:
     inside = config(8, speculation=[{"kind": "mtp", "placement": "in_engine"}])
     found: Plan = plan(inside, nodes(8), on_gpu=True)

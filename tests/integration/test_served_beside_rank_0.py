@@ -1,0 +1,57 @@
+"""A draft model in an actor beside rank 0, which ends with the replica."""
+
+from __future__ import annotations
+
+import psutil
+import pytest
+
+from tests.integration.api import Api
+from tests.integration.cluster import Deployment, eventually, model_path
+from tests.integration.conftest import Stage, application
+
+pytestmark = pytest.mark.timeout(900)
+
+WAIT_S = 180.0
+END_S = 30.0
+"""Less than a drafter that replicas share waits for a replica."""
+
+
+def drafters(app: Deployment) -> list[psutil.Process]:
+    return app.cluster.processes("ray::DraftModelDrafter")
+
+
+def await_drafts(api: Api, app: Deployment) -> None:
+    def num_accepted() -> int:
+        acceptance = api.speculation()["acceptance"]
+        tokens: int = acceptance.get("draft_model", {"accepted_tokens": 0})["accepted_tokens"]
+        return tokens
+
+    before = num_accepted()
+
+    def ask() -> bool:
+        api.complete(prompt="class Shape:\n", max_tokens=40, ignore_eos=True)
+        return num_accepted() > before
+
+    app.eventually(ask, "accepted drafts of the draft model", WAIT_S)
+
+
+def test_a_drafter_beside_rank_0_drafts_is_started_again_and_ends_with_the_replica(
+    stage: Stage,
+) -> None:
+    args = application()
+    # The target drafts for itself: nearly all is accepted, whatever it writes.
+    source = {"kind": "draft_model", "model": str(model_path("demo-draft")), "dynamic": False}
+    args["speculation"] = [{**source, "placement": "beside_rank_0"}]
+    app = stage.serve({"/": args})
+    app.await_ready()
+    api = Api(app.base_url())
+    with api.http:
+        await_drafts(api, app)
+        (first,) = drafters(app)
+        first.kill()
+        first.wait()
+        await_drafts(api, app)
+        (second,) = drafters(app)
+        assert second.pid != first.pid
+    stage.clear()
+    eventually(lambda: not drafters(app), "the drafter's end", END_S)
