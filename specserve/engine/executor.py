@@ -70,7 +70,21 @@ class CpuRayWorkerProc(RayWorkerProc):
 
 
 class RayExecutor(DraftsWithTokens, RayExecutorV2):
-    """vLLM's Ray executor, whose engine ends also where a shard dies on another node."""
+    """vLLM's Ray executor, whose engine ends also where a shard dies on another node or hangs."""
+
+    def collective_rpc(self, *args: Any, **options: Any) -> Any:
+        """Calls the shards; when they do not answer in time the engine ends.
+
+        vLLM ends it where a step is late. After any other call that is late it goes on, and would
+        take the answer, when it comes, for the next call's.
+        """
+        try:
+            return super().collective_rpc(*args, **options)
+        except TimeoutError:
+            self.is_failed = True
+            if self.failure_callback is not None:
+                self.failure_callback()
+            raise
 
     def _init_executor(self) -> None:
         super()._init_executor()

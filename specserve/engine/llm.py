@@ -13,6 +13,7 @@ import ray
 from fastapi import FastAPI
 from ray.runtime_env import RuntimeEnv
 from ray.util.placement_group import PlacementGroup
+from vllm import envs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.platforms import current_platform
@@ -98,15 +99,24 @@ class Engine:
         """What rank 0 has counted so far; None without speculation of our own."""
         if not self._config.speculation or self._config.drafts_in_engine:
             return None
-        answers: list[bytes] = await self._llm.collective_rpc("speculation_snapshot")
-        return msgspec.json.decode(answers[0], type=SpeculationSnapshot)
+        return msgspec.json.decode(
+            await self._ask_rank_0("speculation_snapshot"), type=SpeculationSnapshot
+        )
 
     async def recent_requests(self, tenant: str) -> tuple[RecentRequest, ...]:
         """A tenant's last requests; empty without speculation of our own."""
         if not self._config.speculation or self._config.drafts_in_engine:
             return ()
-        answers: list[bytes] = await self._llm.collective_rpc("recent_requests", args=(tenant,))
-        return msgspec.json.decode(answers[0], type=tuple[RecentRequest, ...])
+        return msgspec.json.decode(
+            await self._ask_rank_0("recent_requests", tenant), type=tuple[RecentRequest, ...]
+        )
+
+    async def _ask_rank_0(self, method: str, *args: str) -> bytes:
+        """A worker method's answer, which may take as long as a step: none is made meanwhile."""
+        answers: list[bytes] = await self._llm.collective_rpc(
+            method, envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS, args
+        )
+        return answers[0]
 
     def decoder(self) -> Callable[[Sequence[int]], str]:
         """What turns tokens into text, special tokens included; for any one thread."""

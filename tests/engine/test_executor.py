@@ -4,7 +4,7 @@ import pytest
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
-from specserve.engine.executor import DraftsWithTokens, attach_drafts
+from specserve.engine.executor import DraftsWithTokens, RayExecutor, attach_drafts
 
 DRAFTS = DraftTokenIds(["a"], [[1, 2]])
 ASKED_FOR = DraftTokenIds(["a"], [[3]])
@@ -46,3 +46,19 @@ def test_no_drafts_are_taken_twice(output: ModelRunnerOutput, executor: DraftsWi
     executor.sample_tokens(None)
     executor.take_draft_token_ids()
     assert executor.take_draft_token_ids() is ASKED_FOR
+
+
+def test_a_call_that_the_shards_do_not_answer_in_time_ends_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def time_out(*_: object) -> None:
+        raise TimeoutError
+
+    failures: list[bool] = []
+    executor = object.__new__(RayExecutor)  # without shards
+    executor.is_failed = False
+    executor.register_failure_callback(lambda: failures.append(executor.is_failed))
+    monkeypatch.setattr(MultiprocExecutor, "collective_rpc", time_out)
+    with pytest.raises(TimeoutError):
+        executor.collective_rpc("speculation_snapshot", 10)
+    assert failures == [True]

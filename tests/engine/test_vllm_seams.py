@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import pytest
+from vllm import envs
 from vllm.config import ParallelConfig, SchedulerConfig, SpeculativeConfig, VllmConfig
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -192,6 +193,7 @@ def test_the_message_queues_wait_by_the_function_that_the_cpu_executor_replaces(
 
 def test_the_ray_executor_looks_up_what_the_cpu_executor_replaces() -> None:
     assert issubclass(CpuRayExecutor, RayExecutorV2)
+    assert "failure_callback" in source(RayExecutorV2.register_failure_callback)
     assert issubclass(CpuRayWorkerProc, RayWorkerProc)
     body = source(RayExecutorV2._init_executor)
     assert "ray.remote(RayWorkerProc)" in body
@@ -245,7 +247,8 @@ def test_the_engines_arguments_have_the_names_that_we_set() -> None:
 def test_the_engine_and_its_http_application_are_called_as_they_want_it() -> None:
     assert parameters(AsyncLLM.from_vllm_config)[0] == "vllm_config"
     assert "stat_loggers" in parameters(AsyncLLM.from_vllm_config)
-    assert parameters(AsyncLLM.collective_rpc)[1] == "method"
+    assert parameters(AsyncLLM.collective_rpc)[1:4] == ["method", "timeout", "args"]
+    assert isinstance(envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS, int)
     assert inspect.iscoroutinefunction(AsyncLLM.check_health)
     assert inspect.iscoroutinefunction(AsyncLLM.get_supported_tasks)
     assert parameters(build_app)[:3] == ["args", "supported_tasks", "model_config"]
