@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
 from specserve.core.config import TrieConfig
 from specserve.core.metrics import LinkSnapshot
 from specserve.core.types import Int32Array
 from specserve.trie.learner import ClusterLearner
 from specserve.trie.memory import TrieMemory
 from specserve.trie.namespaces import shard_of
+from specserve.trie.records import StoreClient
 from specserve.trie.replica import ReplicaOptions, TrieReplica
 from specserve.trie.store import StoreOptions
 from specserve.trie.store_actor import RayStoreClient
+
+logger = logging.getLogger(__name__)
+
+LAST_WORDS_S = 1.0
+"""How long a replica that ends may take to send what it has learned last."""
 
 _LOG_SHARE = 8
 """A log takes 4 bytes a token and some 300 a record of 16 to 4096 tokens, a trie takes 65 a token:
@@ -27,10 +37,16 @@ class ClusterMemory:
         memory: the replica's, which is taught.
         model_identity: replicas of one identity share.
         vocab_size: token ids are below it.
+        connect: the way to a store.
     """
 
     def __init__(
-        self, config: TrieConfig, memory: TrieMemory, model_identity: str, vocab_size: int
+        self,
+        config: TrieConfig,
+        memory: TrieMemory,
+        model_identity: str,
+        vocab_size: int,
+        connect: Callable[[StoreOptions], StoreClient] = RayStoreClient,
     ) -> None:
         learner = ClusterLearner(memory)
         self._links = []
@@ -39,7 +55,7 @@ class ClusterMemory:
             options = ReplicaOptions(
                 fingerprint=model_identity, vocab_size=vocab_size, max_bytes=store.max_bytes
             )
-            self._links.append(TrieReplica(RayStoreClient(store), learner.apply, options))
+            self._links.append(TrieReplica(connect(store), learner.apply, options))
         for link in self._links:
             link.start()
 
@@ -65,6 +81,13 @@ class ClusterMemory:
             received_tokens=sum(each.received_tokens for each in stats),
             dropped_tokens=sum(each.dropped_tokens for each in stats),
         )
+
+    def close(self) -> None:
+        """Sends what is left, for at most ``LAST_WORDS_S`` seconds, and ends the links."""
+        with ThreadPoolExecutor(len(self._links)) as pool:  # one that hangs takes no other's time
+            sent = list(pool.map(lambda link: link.stop(LAST_WORDS_S), self._links))
+        if not all(sent):
+            logger.warning("The draft memory did not take all that this replica learned last")
 
 
 def store_options(

@@ -91,7 +91,9 @@ class ProposerHook:
         vocab_size = self._vocab_size
 
         def share(config: TrieConfig, memory: TrieMemory) -> SharedMemory:
-            return ClusterMemory(config, memory, identity, vocab_size)
+            shared = ClusterMemory(config, memory, identity, vocab_size)
+            self._exits.insert(0, shared.close)  # before any that may wait for long
+            return shared
 
         return Surroundings(
             vocab_size=vocab_size,

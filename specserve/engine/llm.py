@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +32,9 @@ from specserve.core.recent import RecentRequest
 from specserve.engine.args import ray_engine_args, serve_namespace
 from specserve.engine.tenants import stamp_requests
 
+CLOSE_S = 2.0
+"""How long the sources may take to end what they have started."""
+
 
 class Engine:
     """A running engine, its shards in the bundles of a placement group."""
@@ -37,6 +42,7 @@ class Engine:
     def __init__(self, config: AppConfig, llm: AsyncLLM) -> None:
         self._config = config
         self._llm = llm
+        self._has_sources = bool(config.speculation) and not config.drafts_in_engine
 
     @classmethod
     def start(cls, config: AppConfig, placement_group: PlacementGroup) -> Engine:
@@ -97,7 +103,7 @@ class Engine:
 
     async def speculation(self) -> SpeculationSnapshot | None:
         """What rank 0 has counted so far; None without speculation of our own."""
-        if not self._config.speculation or self._config.drafts_in_engine:
+        if not self._has_sources:
             return None
         return msgspec.json.decode(
             await self._ask_rank_0("speculation_snapshot"), type=SpeculationSnapshot
@@ -105,7 +111,7 @@ class Engine:
 
     async def recent_requests(self, tenant: str) -> tuple[RecentRequest, ...]:
         """A tenant's last requests; empty without speculation of our own."""
-        if not self._config.speculation or self._config.drafts_in_engine:
+        if not self._has_sources:
             return ()
         return msgspec.json.decode(
             await self._ask_rank_0("recent_requests", tenant), type=tuple[RecentRequest, ...]
@@ -132,9 +138,19 @@ class Engine:
         except EngineDeadError as error:
             raise EngineError("the engine has died; see the replica's log") from error
 
-    def shutdown(self) -> None:
+    async def shutdown(self) -> None:
         """Ends the engine core process and, with it, the shards."""
-        self._llm.shutdown()
+        try:
+            if self._has_sources:
+                await self._close_sources()
+        finally:
+            self._llm.shutdown()
+
+    async def _close_sources(self) -> None:
+        """Has the sources end what they have started; vLLM kills the shards without a word."""
+        closing = self._llm.collective_rpc("close_sources", timeout=CLOSE_S)
+        with suppress(Exception):  # whatever has died has nothing left to end
+            await asyncio.wait_for(closing, CLOSE_S)
 
 
 def shard_bundle(config: AppConfig) -> dict[str, float]:

@@ -56,10 +56,14 @@ class SpeculationMixin(_Worker):
             attach_drafts(output, self.take_draft_token_ids())
         return output
 
-    def shutdown(self) -> None:
-        """Ends what the sources have started, then the worker."""
+    def close_sources(self) -> None:
+        """Ends what the sources have started; there are no steps afterwards."""
         if self._hook is not None:
             self._hook.close()
+
+    def shutdown(self) -> None:
+        """Ends what the sources have started, then the worker."""
+        self.close_sources()
         super().shutdown()
 
     def speculation_snapshot(self) -> bytes:

@@ -92,7 +92,7 @@ class ModelServer:
     async def __del__(self) -> None:
         """Serve calls it when the running requests have finished, or have been given up."""
         if hasattr(self, "_engine"):
-            self._engine.shutdown()
+            await self._engine.shutdown()
 
 
 def _asker() -> Callable[[str], Awaitable[list[ReplicaView | BaseException]]]:

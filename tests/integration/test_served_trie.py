@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.integration.api import OFF, Api
@@ -110,3 +111,19 @@ def test_the_store_may_die_in_the_midst_and_nobody_notices(api: Api, app: Deploy
         lambda: stores(app.cluster) and stores(app.cluster) != before, "a new store", 120
     )
     await_drafts_of_the_others(api, app, "class Shape:\n")
+
+
+def test_a_store_that_hangs_holds_up_no_shutdown_and_the_replicas_tell_what_is_lost(
+    api: Api, app: Deployment, stage: Stage
+) -> None:
+    (pid,) = stores(app.cluster)
+    store = psutil.Process(pid)
+    store.suspend()
+    try:
+        api.complete(prompt="async def main():\n", **TEXT)
+        stage.clear()
+    finally:
+        store.resume()
+    logs = (app.cluster.folder / "session_latest/logs").glob("worker-*.err")
+    said = "".join(log.read_text() for log in logs)
+    assert "The draft memory did not take all that this replica learned last" in said

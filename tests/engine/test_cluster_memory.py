@@ -1,0 +1,85 @@
+"""A replica's links to stores in this process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from specserve.core.config import TrieConfig
+from specserve.engine.cluster_memory import LAST_WORDS_S, ClusterMemory
+from specserve.trie.memory import TrieMemory
+from specserve.trie.namespaces import shard_of
+from specserve.trie.records import ExchangeReply, ExchangeRequest
+from specserve.trie.store import StoreOptions, TrieStore
+from tests.trie.texts import FINGERPRINT, VOCAB_SIZE, DirectClient
+
+TEXT = np.arange(40, dtype=np.int32)
+NAMESPACES = [
+    next(name for name in map(str, range(99)) if shard_of(name, 2) == shard) for shard in (0, 1)
+]
+"""One of each of two stores."""
+
+
+class Client(DirectClient):
+    """A way to a store that answers only while ``open`` is set."""
+
+    def __init__(self, options: StoreOptions) -> None:
+        super().__init__(TrieStore(options))
+        self.open = threading.Event()
+        self.open.set()
+
+    def exchange(self, request: ExchangeRequest, timeout_s: float) -> ExchangeReply:
+        self.open.wait()
+        return super().exchange(request, timeout_s)
+
+    def num_tokens(self) -> int:
+        assert self.store is not None
+        return self.store.stats().num_tokens
+
+
+@pytest.fixture
+def clients() -> Iterator[list[Client]]:
+    """To each of the stores, once there is a memory."""
+    clients: list[Client] = []
+    yield clients
+    for client in clients:
+        client.open.set()
+
+
+@pytest.fixture
+def memory(clients: list[Client]) -> ClusterMemory:
+    """Joined to two stores."""
+
+    def connect(options: StoreOptions) -> Client:
+        clients.append(Client(options))
+        return clients[-1]
+
+    config = TrieConfig(kind="trie", num_store_shards=2)
+    return ClusterMemory(config, TrieMemory(1 << 22, 2), FINGERPRINT, VOCAB_SIZE, connect)
+
+
+def test_what_a_replica_learned_last_is_sent_when_it_ends(
+    memory: ClusterMemory, clients: list[Client], caplog: pytest.LogCaptureFixture
+) -> None:
+    for namespace in NAMESPACES:
+        assert memory.publish(namespace, "a text", 0, TEXT)
+    memory.close()
+    assert [client.num_tokens() for client in clients] == [len(TEXT), len(TEXT)]
+    assert not caplog.records
+
+
+def test_a_store_that_hangs_holds_up_the_end_for_a_second_and_no_other_store(
+    memory: ClusterMemory, clients: list[Client], caplog: pytest.LogCaptureFixture
+) -> None:
+    clients[0].open.clear()
+    for namespace in NAMESPACES:
+        assert memory.publish(namespace, "a text", 0, TEXT)
+    began = time.monotonic()
+    memory.close()
+    assert time.monotonic() - began < LAST_WORDS_S + 1
+    assert [client.num_tokens() for client in clients] == [0, len(TEXT)]
+    assert "did not take all that this replica learned last" in caplog.text

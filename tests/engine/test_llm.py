@@ -1,0 +1,68 @@
+"""A replica's engine as it ends, without vLLM's behind it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from specserve.core.config import parse
+from specserve.engine import llm
+from specserve.engine.llm import Engine
+
+NGRAM = {"kind": "ngram"}
+IN_ENGINE = {"kind": "mtp", "placement": "in_engine"}
+
+
+class Llm:
+    """As much of vLLM's AsyncLLM as an engine needs to end.
+
+    Args:
+        answer: what a call to the shards comes to.
+    """
+
+    def __init__(self, answer: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self.asked: list[str] = []
+        self._answer = answer
+
+    async def collective_rpc(self, method: str, timeout: float) -> None:
+        self.asked.append(method)
+        await self._answer()
+
+    def shutdown(self) -> None:
+        self.asked.append("shutdown")
+
+
+async def at_once() -> None: ...
+
+
+async def never() -> None:
+    await asyncio.Event().wait()
+
+
+async def dead() -> None:
+    raise EngineDeadError
+
+
+def asked_at_the_end(source: dict[str, Any], answer: Any = at_once) -> list[str]:
+    """What vLLM is asked when an engine with this source ends."""
+    fake: Any = Llm(answer)
+    engine = Engine(parse({"model": {"path": "m"}, "speculation": [source]}), fake)
+    asyncio.run(engine.shutdown())
+    asked: list[str] = fake.asked
+    return asked
+
+
+@pytest.mark.parametrize("answer", [at_once, never, dead])
+def test_the_sources_end_before_the_engine_if_they_can(
+    answer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llm, "CLOSE_S", 0.01)
+    assert asked_at_the_end(NGRAM, answer) == ["close_sources", "shutdown"]
+
+
+def test_an_engine_that_drafts_by_itself_has_no_sources_to_end() -> None:
+    assert asked_at_the_end(IN_ENGINE) == ["shutdown"]
