@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import httpx
 import psutil
@@ -261,8 +261,6 @@ class Deployment:
         self.cluster = cluster
         (self.port,) = free_ports(1)
         self.prefixes = [prefix.rstrip("/") for prefix in applications]
-        self.file = cluster.folder / f"serve-{self.port}.yaml"
-        self.log = self.file.with_suffix(".log")
         content = {
             "proxy_location": "HeadOnly",
             "http_options": {"host": HOST, "port": self.port},
@@ -276,18 +274,8 @@ class Deployment:
                 for prefix, args in applications.items()
             ],
         }
-        self.file.write_text(yaml.safe_dump(content))
-        with self.log.open("wb") as log:
-            self._process = subprocess.Popen(
-                ["serve", "run", "--address", cluster.address, str(self.file)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**cluster.environment, "PYTHONUNBUFFERED": "1"},
-                start_new_session=True,
-                # A shell that runs the tests in the background has SIGINT ignored.
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-            )
+        self.log = cluster.folder / f"serve-{self.port}.log"
+        self._process = serve_run(cluster, content, self.log)
 
     def base_url(self, prefix: str = "") -> str:
         """Where an application's API is."""
@@ -377,6 +365,41 @@ class Deployment:
                 self._process.kill()
                 self._process.wait()
 
+    @contextmanager
+    def running(self) -> Iterator[Self]:
+        """Itself, ready when the block begins and stopped after it."""
+        try:
+            self.await_ready()
+            yield self
+        finally:
+            self.stop()
+
+
+def serve_run(
+    cluster: Cluster, content: Mapping[str, Any], log: Path, *wrapper: str
+) -> subprocess.Popen[bytes]:
+    """Starts `serve run FILE`, as a shell does.
+
+    Args:
+        cluster: where to.
+        content: of the file, which is written beside the log.
+        log: gets what it shows.
+        wrapper: a command to run it by.
+    """
+    file = log.with_suffix(".yaml")
+    file.write_text(yaml.safe_dump(content))
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [*wrapper, "serve", "run", "--address", cluster.address, str(file)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**cluster.environment, "PYTHONUNBUFFERED": "1"},
+            start_new_session=True,
+            # A shell that runs the tests in the background has SIGINT ignored.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+
 
 @contextmanager
 def running_cluster(*num_cpus: int, num_gpus: int = 0) -> Iterator[Cluster]:
@@ -394,12 +417,8 @@ def serving(
     cluster: Cluster, applications: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[Deployment]:
     """A deployment for the length of a block, ready when the block begins."""
-    deployment = Deployment(cluster, applications)
-    try:
-        deployment.await_ready()
+    with Deployment(cluster, applications).running() as deployment:
         yield deployment
-    finally:
-        deployment.stop()
 
 
 def is_healthy(base_url: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -12,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import yaml
 
-from tests.integration.cluster import Cluster, Deployment
+from tests.integration.cluster import Cluster, Deployment, serve_run
 
 HEAD, WORKER = "198.18.0.1", "198.18.0.2"
 PORT = 8000
@@ -150,20 +148,8 @@ class HostsDeployment(Deployment):
     def __init__(self, hosts: TwoHosts, content: dict[str, Any]) -> None:
         self.cluster = self._hosts = hosts
         self.port, self.prefixes = PORT, [""]
-        self.file = hosts.folder / "serve.yaml"
-        self.log = self.file.with_suffix(".log")
-        self.file.write_text(yaml.safe_dump(content))
-        with self.log.open("wb") as log:
-            self._process = subprocess.Popen(
-                hosts.on(hosts.head, "serve", "run", "--address", hosts.address, str(self.file)),
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**hosts.environment, "PYTHONUNBUFFERED": "1"},
-                start_new_session=True,
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-            )
+        self.log = hosts.folder / "serve.log"
+        self._process = serve_run(hosts, content, self.log, *hosts.on(hosts.head))
 
     def base_url(self, prefix: str = "") -> str:
         """Where clients find it."""

@@ -80,12 +80,8 @@ def app(
     hosts: TwoHosts, content: dict[str, Any], tokens_of_one_shard: object
 ) -> Iterator[HostsDeployment]:
     """Served from the head; started when the engine with one shard has made room."""
-    deployment = HostsDeployment(hosts, content)
-    try:
-        deployment.await_ready()
+    with HostsDeployment(hosts, content).running() as deployment:
         yield deployment
-    finally:
-        deployment.stop()
 
 
 @pytest.fixture
