@@ -6,14 +6,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
 
 from specserve.core.config import DraftModelConfig
 from specserve.core.metrics import SpeculationMetrics
@@ -22,51 +18,32 @@ from specserve.drafters.actor import DrafterFinder
 from specserve.drafters.options import drafter_options
 from specserve.proposers.base import Surroundings
 from specserve.proposers.remote import RemoteProposer
-from tests.integration.cluster import Cluster, Failed, model_path
+from tests.integration.cluster import Cluster, model_path
+from tests.integration.host_process import HostProcess, answer, connect
 
 VOCAB_SIZE = json.loads((model_path("demo-draft") / "config.json").read_text())["vocab_size"]
 TIMEOUT_S = 2.0
 
 
-class DrafterHost:
-    """A process that is connected to a cluster and asks for drafts of the demo draft model.
+class DrafterHost(HostProcess):
+    """A process that asks for drafts of the demo draft model.
 
     Args:
-        cluster: which one.
+        cluster: which one it is connected to.
     """
 
     def __init__(self, cluster: Cluster) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, cluster.address],
-            cwd=Path(__file__).parents[2],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=cluster.environment,
-            text=True,
-        )
+        super().__init__(cluster, __name__)
 
     def propose(self, text: list[int]) -> dict[str, Any]:
         """One step of a request: its draft, how long that took, and the source's health."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(text) + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        if not answer:
-            raise Failed("the process has ended")
-        result: dict[str, Any] = json.loads(answer)
+        result: dict[str, Any] = self.ask(text)
         return result
 
-    def stop(self) -> None:
-        """Ends the process."""
-        self._process.kill()
-        self._process.wait()
 
-
-def main(address: str) -> None:
-    """Drafts for each line of standard input, a text's token ids as JSON."""
-    answers, sys.stdout = sys.stdout, sys.stderr  # Ray prints
-    ray.init(address, log_to_driver=False, namespace="test")
+def main() -> None:
+    """Drafts for texts, each a list of token ids."""
+    answers = connect()
     config = DraftModelConfig(
         kind="draft_model",
         model=str(model_path("demo-draft")),
@@ -82,23 +59,24 @@ def main(address: str) -> None:
         find_drafter=lambda _: DrafterFinder(options, config.num_actors, "replica"),
     )
     proposer = RemoteProposer.build(config, surroundings)
-    for line in sys.stdin:
-        text = np.array([json.loads(line)], np.int32)
+
+    def propose(token_ids: list[int]) -> dict[str, Any]:
+        text = np.array([token_ids], np.int32)
         length, limit = np.array([text.shape[1]], np.int32), np.array([3], np.int32)
         began = time.monotonic()
         (draft,) = proposer.propose(DraftBatch(["request"], text, length, length, limit))
         seconds = time.monotonic() - began
         (health,) = metrics.snapshot().health
-        answer = {
+        return {
             "tokens": draft.tokens,
             "seconds": seconds,
             "up": health.up,
             "timeouts": health.num_timeouts,
             "errors": health.num_errors,
         }
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+
+    answer(answers, propose)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

@@ -27,7 +27,7 @@ def hosts(cluster: Cluster) -> Iterator[list[DrafterHost]]:
     hosts = [DrafterHost(cluster) for _ in range(2)]
     yield hosts
     for host in hosts:
-        host.stop()
+        host.kill()
 
 
 def drafter(cluster: Cluster) -> psutil.Process:

@@ -5,26 +5,21 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
-import ray
 
 from specserve.trie.records import ExchangeRequest, Record
 from specserve.trie.replica import ReplicaOptions, TrieReplica
 from specserve.trie.store import StoreOptions
 from specserve.trie.store_actor import RayStoreClient, RemoteStore, list_stores
-from tests.integration.cluster import Cluster, Failed
+from tests.integration.cluster import Cluster
+from tests.integration.host_process import HostProcess, answer, connect
 
 VOCAB_SIZE = 5000
 STEP_TOKENS, STEP_S = 8, 0.01
@@ -33,48 +28,19 @@ SENDER = "sender"
 """Origin of records whose tokens are those of no text."""
 
 
-class TrieHost:
-    """A process that is connected to a cluster.
+class TrieHost(HostProcess):
+    """A process with links.
 
     Args:
-        cluster: which one.
+        cluster: which one it is connected to.
     """
 
     def __init__(self, cluster: Cluster) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, cluster.address],
-            cwd=Path(__file__).parents[2],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=cluster.environment,
-            text=True,
-        )
+        super().__init__(cluster, __name__)
 
     def __call__(self, command: str, *args: Any) -> Any:
         """Runs a method of :class:`Links` there; what it returns, or the text of what it raises."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps([command, *args]) + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        if not answer:
-            raise Failed(f"the host ended with {self._process.wait()} at {command}")
-        return json.loads(answer)
-
-    def kill(self) -> None:
-        """As a node that loses power."""
-        self._process.kill()
-        self._process.wait()
-
-    def stop(self) -> None:
-        """Ends the process when its links have sent what they have."""
-        if self._process.poll() is None:
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-            try:
-                self._process.wait(60)
-            finally:
-                self._process.kill()
+        return self.ask([command, *args])
 
 
 def text(sequence: str, start: int, stop: int) -> np.ndarray[Any, np.dtype[np.int32]]:
@@ -198,20 +164,19 @@ class Links:
 
 
 def main() -> None:
-    """The process: one command a line, one answer a line."""
-    # Ray prints to the standard output too.
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    ray.init(sys.argv[1], log_to_driver=False, logging_level="ERROR")
+    """Does what it is told, and before it ends has the links send what they have."""
+    answers = connect()
     links = Links()
+
+    def run(call: list[Any]) -> Any:
+        command, *args = call
+        try:
+            return getattr(links, command)(*args)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
     try:
-        for line in sys.stdin:
-            command, *args = json.loads(line)
-            try:
-                answer = getattr(links, command)(*args)
-            except Exception as error:
-                answer = f"{type(error).__name__}: {error}"
-            answers.write(json.dumps(answer) + "\n")
+        answer(answers, run)
     finally:
         links.close()
 

@@ -1,0 +1,77 @@
+"""A process that is connected to a cluster and answers each line of JSON with one of its own.
+
+`HostProcess` starts it and asks; `connect` and `answer` are its side.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+import ray
+
+from tests.integration.cluster import Cluster, Failed
+
+
+class HostProcess:
+    """Such a process.
+
+    Args:
+        cluster: which one.
+        module: what runs there.
+    """
+
+    def __init__(self, cluster: Cluster, module: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module, cluster.address],
+            cwd=Path(__file__).parents[2],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=cluster.environment,
+            text=True,
+        )
+
+    def ask(self, question: object) -> Any:
+        """What the process answers."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise Failed(f"the host ended with {self._process.wait()} at {question}")
+        return json.loads(answer)
+
+    def kill(self) -> None:
+        """As a node that loses power."""
+        self._process.kill()
+        self._process.wait()
+
+    def stop(self) -> None:
+        """Asks nothing more, and waits until the process has ended by itself."""
+        if self._process.poll() is None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            try:
+                self._process.wait(60)
+            finally:
+                self._process.kill()
+
+
+def connect() -> TextIO:
+    """Connects this process to the cluster of its command line; returns where answers go."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # Ray prints to the standard output too
+    ray.init(sys.argv[1], namespace="test", log_to_driver=False, logging_level="ERROR")
+    return answers
+
+
+def answer(answers: TextIO, ask: Callable[[Any], Any]) -> None:
+    """Answers until no more is asked."""
+    for line in sys.stdin:
+        answers.write(json.dumps(ask(json.loads(line))) + "\n")
