@@ -117,20 +117,24 @@ import numpy as np, ray
 from specserve.core.config import TrieConfig
 from specserve.engine.cluster_memory import ClusterMemory
 from specserve.trie.memory import TrieMemory
-from specserve.trie.store_actor import list_stores
+from specserve.trie.store_actor import RemoteStore, list_stores
 ray.init(sys.argv[1], log_to_driver=False, logging_level="ERROR")
 config, namespaces = TrieConfig(kind="trie", num_store_shards=2), sys.argv[3:]
 memories = [TrieMemory(1 << 24, 2), TrieMemory(1 << 24, 2)]
 writer, reader = [ClusterMemory(config, memory, sys.argv[2], 4096) for memory in memories]
+deadline = time.monotonic() + 60
+while not writer.link().up and time.monotonic() < deadline:
+    time.sleep(0.05)
 for namespace in namespaces:
     writer.publish(namespace, f"text of {namespace}", 0, np.arange(500, dtype=np.int32), 0, True)
-deadline = time.monotonic() + 60
+writer.close()
+sent = [RemoteStore(name).stats().num_tokens for name in list_stores()]
 while True:
     held = [memories[1].of(namespace).num_tokens for namespace in namespaces]
     if min(held) == 500 or time.monotonic() > deadline:
         break
     time.sleep(0.05)
-print(json.dumps([held, list_stores()]))
+print(json.dumps([sent, held, list_stores()]))
 """
 
 
@@ -145,8 +149,8 @@ def test_namespaces_are_shared_through_the_store_that_each_belongs_to(cluster: C
         check=True,
         timeout=240,
     )
-    held, stores = json.loads(done.stdout)
-    assert held == [500, 500]
+    sent, held, stores = json.loads(done.stdout)
+    assert sent == held == [500, 500]
     assert [store[-2:] for store in stores] == ["-0", "-1"]
     shown = trie(cluster, "stats").split()
     first, second = shown.index(stores[0]), shown.index(stores[1])
