@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import resource
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil
@@ -13,11 +15,17 @@ import pytest
 from tests.integration.api import OFF, Api
 from tests.integration.cluster import Deployment, model_path
 from tests.integration.conftest import Stage, application
+from tests.integration.test_lifecycle import vllm_metric
 
 pytestmark = pytest.mark.timeout(900)
 
 TEXT: dict[str, Any] = {"max_tokens": 60, "ignore_eos": True}
 PROMPTS = [f"def function_{number}(value):\n" for number in range(12)]
+LONG_PROMPTS = [
+    "".join(f"def step_{line}(value):\n    return value * {number}\n" for line in range(60))
+    for number in range(4)
+]
+"""To read them takes more memory than any of the others."""
 WAIT_S = 180.0
 
 
@@ -118,5 +126,37 @@ def test_it_may_hang_and_is_told_to_be_down_until_it_goes_on(
         app.eventually(lambda: not is_up(api), "the drafter to be told down", WAIT_S)
     finally:
         hung.send_signal(signal.SIGCONT)
+    await_drafts(api, app)
+    assert is_up(api)
+
+
+@contextmanager
+def no_more_memory(process: psutil.Process) -> Iterator[None]:
+    """Has the system refuse whatever a process asks for beyond what it has."""
+    before = process.rlimit(resource.RLIMIT_DATA)
+    process.rlimit(resource.RLIMIT_DATA, (1, before[1]))  # Linux takes 0 for no limit
+    try:
+        yield
+    finally:
+        with suppress(psutil.NoSuchProcess):
+            process.rlimit(resource.RLIMIT_DATA, before)
+
+
+def num_errors(api: Api) -> float:
+    """Requests that the drafter, though it was there, did not answer, as Prometheus is told."""
+    return vllm_metric(api, "specserve_drafter_errors_total", source="draft_model")
+
+
+def test_it_may_run_out_of_memory_and_is_used_again_when_it_has_some(
+    api: Api, app: Deployment
+) -> None:
+    await_drafts(api, app)
+    expected = [write(api, prompt, vllm_xargs=OFF) for prompt in LONG_PROMPTS]
+    poor, before = drafter(app), num_errors(api)
+    assert poor is not None
+    with no_more_memory(poor):
+        assert [write(api, prompt) for prompt in LONG_PROMPTS] == expected
+        # It refuses what it has no room for; or it dies of it, and is started again.
+        assert num_errors(api) > before or not is_up(api)
     await_drafts(api, app)
     assert is_up(api)
