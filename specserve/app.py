@@ -8,13 +8,12 @@ from typing import Any
 
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 
 from specserve.core.config import parse
 from specserve.core.errors import MissingExtraError, SpecServeError
 from specserve.engine.checkpoint import find_checkpoint
-from specserve.serve.router import AnyNodeRouter
+from specserve.serve.router import router_config
 from specserve.serve.server import ModelServer
 from specserve.serve.tenants import read_keys
 
@@ -61,7 +60,7 @@ def _build(args: dict[str, Any]) -> Application:
         num_replicas=config.placement.num_replicas,
         # vLLM refuses what is too much; Serve only has to let it see that.
         max_ongoing_requests=2 * most_requests,
-        request_router_config=RequestRouterConfig(request_router_class=AnyNodeRouter),
+        request_router_config=router_config(),
         graceful_shutdown_timeout_s=config.http.drain_timeout_s,
         max_constructor_retry_count=1,
         # Serve replaces a replica after three failed checks. A dead engine stays dead, and looking

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from ray.serve._private.constants import RAY_SERVE_ENABLE_HA_PROXY
 from ray.serve._private.request_router.pow_2_router import PowerOfTwoChoicesRequestRouter
+from ray.serve.config import RequestRouterConfig
 
 
 class AnyNodeRouter(PowerOfTwoChoicesRequestRouter):
@@ -18,3 +20,10 @@ class AnyNodeRouter(PowerOfTwoChoicesRequestRouter):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs |= {"prefer_local_node_routing": False, "prefer_local_az_routing": False}
         super().__init__(*args, **kwargs)
+
+
+def router_config() -> RequestRouterConfig:
+    """How Serve is to route; HAProxy prefers no node, and with it Serve refuses any router."""
+    if RAY_SERVE_ENABLE_HA_PROXY:
+        return RequestRouterConfig()
+    return RequestRouterConfig(request_router_class=AnyNodeRouter)
