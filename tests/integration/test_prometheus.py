@@ -192,7 +192,8 @@ def monitored(stage: Stage) -> Iterator[Monitored]:
         cluster.start()
         app = stack.enter_context(serving(cluster, {"/": demo(), "/ngram": ngram()}))
         api = stack.enter_context(api_of(app, ""))
-        traffic(api)  # so that there are series that can grow
+        for _ in range(2):  # so that there are series that can grow, and have grown as much before
+            traffic(api)
         before, began = await_counted(app, prometheus, api, "demo"), time.time()
         # From here on the window has a sample of before the traffic.
         app.eventually(
@@ -254,7 +255,8 @@ def test_a_panels_acceptance_is_what_the_application_counted(monitored: Monitore
     )
     assert {dict(key)["source"] for key in drafted} >= {"ngram", "trie_local", "mtp"}
     for key, count in drafted.items():
-        assert shown[key] == pytest.approx(accepted.get(key, 0) / count, rel=1e-6)
+        # Prometheus extrapolates to the ends of the window, of each series as far as it was not 0.
+        assert shown[key] == pytest.approx(accepted.get(key, 0) / count, rel=0.03)
 
 
 def test_all_sources_together_drafted_what_vllm_verified(monitored: Monitored) -> None:
