@@ -1,6 +1,7 @@
 """A process that is connected to a cluster and answers each line of JSON with one of its own.
 
-`HostProcess` starts it and asks; `connect` and `answer` are its side.
+`HostProcess` starts it and asks; `connect` and `answer` are its side. `ask_once` asks a program
+that takes one question alone.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import ray
 
 from tests.integration.cluster import Cluster, Failed
 
+ROOT = Path(__file__).parents[2]
+
 
 class HostProcess:
     """Such a process.
@@ -29,7 +32,7 @@ class HostProcess:
     def __init__(self, cluster: Cluster, module: str) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, cluster.address],
-            cwd=Path(__file__).parents[2],
+            cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=cluster.environment,
@@ -75,3 +78,17 @@ def answer(answers: TextIO, ask: Callable[[Any], Any]) -> None:
     """Answers until no more is asked."""
     for line in sys.stdin:
         answers.write(json.dumps(ask(json.loads(line))) + "\n")
+
+
+def ask_once(cluster: Cluster, module: str, question: object) -> Any:
+    """The answer of a program that takes one question, as JSON, and ends; fails where it fails."""
+    done = subprocess.run(
+        [sys.executable, "-m", module, cluster.address],
+        cwd=ROOT,
+        env=cluster.environment,
+        input=json.dumps(question),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.integration.cluster import running_cluster
+from tests.integration.host_process import ask_once
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -31,16 +28,9 @@ APPLICATIONS = [
 def answers() -> list[dict[str, Any]]:
     """What became of each of the applications."""
     with running_cluster(2, 2, num_gpus=2) as cluster:
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.integration.beside_rank_0", cluster.address],
-            cwd=Path(__file__).parents[2],
-            env=cluster.environment,
-            input=json.dumps(APPLICATIONS),
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
+        found: list[dict[str, Any]] = ask_once(
+            cluster, "tests.integration.beside_rank_0", APPLICATIONS
         )
-    found: list[dict[str, Any]] = json.loads(done.stdout)
     assert len(found) == len(CASES)
     return found
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from specserve.core.config import parse
 from specserve.serve.plan import Node, plan
 from tests.integration.cluster import running_cluster
+from tests.integration.host_process import ask_once
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -47,16 +43,7 @@ def shares(nodes_of_ranks: list[str] | list[int]) -> list[int]:
 
 def test_ranks_are_on_the_nodes_that_the_plan_says() -> None:
     with running_cluster(16, 16, num_gpus=8) as cluster:
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.integration.planner", cluster.address],
-            cwd=Path(__file__).parents[2],
-            env=cluster.environment,
-            input=json.dumps(APPLICATIONS),
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-        )
-    answer = json.loads(done.stdout)
+        answer = ask_once(cluster, "tests.integration.planner", APPLICATIONS)
     nodes = [Node(**node) for node in answer["nodes"]]
     assert [node.resources for node in nodes] == [{"CPU": 16, "GPU": 8}] * 2
     for args, places in zip(APPLICATIONS, answer["places"], strict=True):
