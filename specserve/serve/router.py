@@ -2,7 +2,7 @@
 
 Serve's proxies by themselves prefer a replica of their own node until Serve's queue for it is full.
 An engine that is full refuses requests before, so they would be refused while another replica has
-nothing to do; and a hop to another node costs a thousandth of what decoding takes.
+nothing to do; and a hop to another node takes little time beside decoding.
 """
 
 from __future__ import annotations
