@@ -96,20 +96,21 @@ class Draft:
         tokens: the guessed tokens, in order; may be empty.
         source: who guessed.
         match_len: how many tokens of context the guess rests on; 0 where that has no meaning.
-        expected_accept: expected number of accepted tokens, 0 .. ``len(tokens)``.
+        chances: how sure the source is of each token, those before it given, 0 .. 1; empty: it
+            does not say.
     """
 
     tokens: tuple[int, ...]
     source: Source
     match_len: int = 0
-    expected_accept: float = 0.0
+    chances: tuple[float, ...] = ()
 
     def cut(self, num_tokens: int) -> Self:
         """The first ``num_tokens`` tokens of this draft."""
         return replace(
             self,
             tokens=self.tokens[:num_tokens],
-            expected_accept=min(self.expected_accept, float(num_tokens)),
+            chances=self.chances[:num_tokens],
         )
 
 

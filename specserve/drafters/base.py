@@ -8,7 +8,7 @@ it holds, and is sent the rest.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -64,10 +64,13 @@ class Answer:
             this text starts there or before. Less than ``row.start``: the text was forgotten, and
             nothing was drafted.
         tokens: the draft; empty: none.
+        chances: the model's own probability of each of its tokens. They are not compared: a last
+            bit depends on what a row was batched with.
     """
 
     held: int
     tokens: tuple[int, ...] = ()
+    chances: tuple[float, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

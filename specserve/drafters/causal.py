@@ -15,6 +15,7 @@ from specserve.drafters.attention import Span
 from specserve.drafters.base import Answer, Card, Key, Row
 from specserve.drafters.causal_model import CausalModel
 from specserve.drafters.kv_cache import KVCache
+from specserve.drafters.likeliest import Guess, guesses, likeliest
 from specserve.drafters.slots import Slot, SlotTable
 from specserve.drafters.vocabulary import fingerprint
 
@@ -121,9 +122,9 @@ class CausalDrafter:
                 turns.append(turn)
         # The rows that go on drafting are always the first ones.
         turns.sort(key=lambda turn: turn.draft_len, reverse=True)
-        for turn, tokens in zip(turns, self._run(turns), strict=True):
+        for turn, guess in zip(turns, self._run(turns), strict=True):
             self._table.extend(turn.slot, turn.tokens)  # not sooner: none may share it uncomputed
-            answers[turn.row] = Answer(turn.slot.length, tokens)
+            answers[turn.row] = Answer(turn.slot.length, *guess)
         return answers
 
     def forget(self, keys: Sequence[Key]) -> None:
@@ -168,7 +169,7 @@ class CausalDrafter:
             draft_len = 0
         return _Turn(index, slot, tokens, draft_len) if len(tokens) else None
 
-    def _run(self, turns: Sequence[_Turn]) -> list[tuple[int, ...]]:
+    def _run(self, turns: Sequence[_Turn]) -> list[Guess]:
         """Computes the turns, longest draft first; their drafts."""
         if not turns:
             return []
@@ -179,23 +180,20 @@ class CausalDrafter:
         spans = [Span(turn.slot.index, turn.slot.length, turn.end) for turn in turns]
         lasts = np.cumsum([len(turn.tokens) for turn in turns]) - 1
         num_left = _num_drafting(turns, 0)
-        ids = self._best(ids, spans, lasts[:num_left].tolist())
-        columns = [ids]
+        steps = [self._next(ids, spans, lasts[:num_left].tolist())]
         for step in range(1, turns[0].draft_len):
             num_left = _num_drafting(turns, step)
             ends = [(turn.slot.index, turn.end + step) for turn in turns[:num_left]]
             spans = [Span(slot, end - 1, end) for slot, end in ends]
-            ids = self._best(ids[:num_left], spans, list(range(num_left)))
-            columns.append(ids)
-        drafts: list[list[int]] = [[] for _ in turns]
-        for column in columns:
-            for draft, token in zip(drafts, column.tolist(), strict=False):
-                draft.append(token)
-        return [tuple(draft) for draft in drafts]
+            ids = steps[-1][0][:num_left]
+            steps.append(self._next(ids, spans, list(range(num_left))))
+        return guesses(steps, len(turns))
 
-    def _best(self, ids: Tensor, spans: Sequence[Span], wanted: list[int]) -> Tensor:
-        """Computes new tokens; int64 ``[m]``, the likeliest tokens after the ``wanted`` ones."""
-        return self._model.forward(ids, self._cache, spans, wanted).argmax(-1)
+    def _next(
+        self, ids: Tensor, spans: Sequence[Span], wanted: list[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Computes new tokens; see :func:`likeliest`, of what follows the m ``wanted`` ones."""
+        return likeliest(self._model.forward(ids, self._cache, spans, wanted))
 
 
 def _num_drafting(turns: Sequence[_Turn], step: int) -> int:

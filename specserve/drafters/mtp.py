@@ -15,6 +15,7 @@ from transformers import DeepseekV3Config
 from specserve.core.errors import ConfigError
 from specserve.drafters.base import Answer, Card, Key, Row
 from specserve.drafters.latent_attention import Packed, Span
+from specserve.drafters.likeliest import NO_GUESS, Guess, guesses
 from specserve.drafters.mtp_files import find_mtp
 from specserve.drafters.mtp_module import MtpModule
 from specserve.drafters.mtp_weights import MtpWeights
@@ -125,7 +126,7 @@ class MtpDrafter:
         for row in rows:
             slot = self._slots.get(row.key)
             held = slot.length if slot else 0
-            answers.append(Answer(held, tuple(drafts.get(row.key, ()))))
+            answers.append(Answer(held, *drafts.get(row.key, NO_GUESS)))
         return answers
 
     def forget(self, keys: Sequence[Key]) -> None:
@@ -197,7 +198,7 @@ class MtpDrafter:
         self._slots.truncate(slot, length)
         slot.begin = min(slot.begin, slot.length)
 
-    def _compute(self, works: Sequence[_Work]) -> dict[Key, list[int]]:
+    def _compute(self, works: Sequence[_Work]) -> dict[Key, Guess]:
         """All new entries in one forward, then the drafts, one forward for each further token."""
         if not works:
             return {}
@@ -215,13 +216,13 @@ class MtpDrafter:
         last = torch.from_numpy(ends[order[: len(drafting)]] - 1).to(hidden.device)
         return self._continue(drafting, hidden[last])
 
-    def _continue(self, works: Sequence[_Work], hidden: Tensor) -> dict[Key, list[int]]:
+    def _continue(self, works: Sequence[_Work], hidden: Tensor) -> dict[Key, Guess]:
         """Drafts from the last entries' results, ``[n, hidden_size]``.
 
         Drafted entries stand behind the text and do not count: the next row overwrites them.
         """
-        drafts: dict[Key, list[int]] = {work.row.key: [] for work in works}
-        steps: list[tuple[Sequence[_Work], Tensor]] = []
+        keys = [work.row.key for work in works]
+        steps: list[tuple[Tensor, Tensor]] = []
         for step in range(works[0].num_drafts if works else 0):
             works = [work for work in works if work.num_drafts > step]
             hidden = hidden[: len(works)]
@@ -229,12 +230,9 @@ class MtpDrafter:
                 ends = [(work.span, work.span.end + step) for work in works]
                 spans = [Span(span.slot, span.begin, end - 1, end) for span, end in ends]
                 packed = Packed.of(spans, hidden.device)
-                hidden = self.module.forward(hidden, steps[-1][1][: len(works)], packed)
-            steps.append((works, self.module.next_tokens(hidden)))
-        for works, tokens in steps:
-            for work, token in zip(works, tokens.tolist(), strict=True):
-                drafts[work.row.key].append(token)
-        return drafts
+                hidden = self.module.forward(hidden, steps[-1][0][: len(works)], packed)
+            steps.append(self.module.next_tokens(hidden))
+        return dict(zip(keys, guesses(steps, len(keys)), strict=True))
 
     def _states(self, work: _Work) -> Tensor:
         """The target's states of the work's new entries, ``[new, hidden_size]``."""

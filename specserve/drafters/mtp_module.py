@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from specserve.drafters.experts import MixtureOfExperts
 from specserve.drafters.latent_attention import LatentAttention, Packed
+from specserve.drafters.likeliest import likeliest
 from specserve.drafters.mtp_weights import MtpWeights
 
 
@@ -71,9 +72,9 @@ class MtpModule:
         x += self._experts.forward(self._rms(x, self._mlp_norm))
         return self._rms(x, self._norm)
 
-    def next_tokens(self, hidden: Tensor) -> Tensor:
-        """The likeliest tokens, int64 ``[n]``, by what :meth:`forward` returned of n entries."""
-        return F.linear(hidden, self._head).argmax(1)
+    def next_tokens(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """See :func:`~specserve.drafters.likeliest.likeliest`, of n of :meth:`forward`'s rows."""
+        return likeliest(F.linear(hidden, self._head))
 
     def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, self._eps)

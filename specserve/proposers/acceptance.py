@@ -1,13 +1,21 @@
-"""How likely each token of a draft is to be accepted: by source, match and position, by request."""
+"""How likely each token of a draft is to be accepted, by what was accepted of its source before.
+
+A source that says how sure it is of each token (the trie's path probabilities, a model's own
+probabilities) is taken at its word only as far as it was right before: its tokens are judged by
+what became of others of which it was as sure. Other drafts are judged by their match's length; so
+is one that is not there yet, where the question is whether to ask for it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from specserve.core.config import MAX_DRAFT_TOKENS
 from specserve.core.types import Draft, Outcome
 
-MATCH_BUCKETS = 9
-"""Match lengths 0 .. 7 and longer."""
+BUCKETS = 9
+"""Match lengths 0 .. 7 and longer; or how sure a source is, in steps that become smaller towards 1,
+where a little more makes a draft many tokens longer."""
 
 POSITION_BUCKETS = 8
 """Draft positions 1 .. 7 and later."""
@@ -25,16 +33,16 @@ _REQUEST_MEMORY = 0.97
 class Acceptance:
     """Estimates ``P(token j accepted | tokens before j accepted)``.
 
-    Shared by a tenant's requests: one rate for each source, match length and position, from decayed
+    Shared by a tenant's requests: one rate for each source, bucket and position, from decayed
     counts; what is accepted of one tenant's drafts does not change another's. Each request moves
     a source's rates by one factor: the tokens that it accepted over the tokens that the shared
     rates expected of that source's recent drafts.
     """
 
     def __init__(self) -> None:
-        self._shared: dict[tuple[str, str], list[_Rates]] = {}
+        self._shared: dict[tuple[str, _View], list[_Rates]] = {}
         self._tenants: dict[str, str] = {}
-        self._requests: dict[str, dict[str, _Record]] = {}
+        self._requests: dict[str, dict[_View, _Record]] = {}
 
     def assign(self, request_id: str, tenant: str) -> None:
         """Says whose request it is; one of which nothing was said is nobody's."""
@@ -45,16 +53,10 @@ class Acceptance:
         draft = outcome.draft
         if draft is None or not draft.tokens:
             return
-        records = self._requests.setdefault(outcome.request_id, {})
-        record = records.get(draft.source)
-        if record is None:
-            record = records[draft.source] = _Record()
-        shared = self._rates_of(outcome.request_id, draft)
-        num_hits = outcome.num_accepted
-        for index in range(min(num_hits + 1, len(draft.tokens))):
-            position = min(index, POSITION_BUCKETS - 1)
-            record.add(shared.rates[position], index < num_hits)
-            shared.add(position, index < num_hits)
+        self._count(outcome.request_id, draft, outcome.num_accepted)
+        if draft.chances:  # before its source is asked no chances are known
+            blind = Draft(draft.tokens, draft.source, draft.match_len)
+            self._count(outcome.request_id, blind, outcome.num_accepted)
 
     def observe_unsent(self, request_id: str, draft: Draft, new_tokens: Sequence[int]) -> None:
         """Counts a draft that was not verified, by what the target wrote instead.
@@ -82,13 +84,12 @@ class Acceptance:
 
         The list ends before the first token that is less likely than ``LEAST_LIKELY``.
         """
-        rates = self._rates_of(request_id, draft).rates
-        record = self._requests.get(request_id, _NO_RECORDS).get(draft.source)
+        record = self._requests.get(request_id, _NO_RECORDS).get(_view(draft))
         factor = 1.0 if record is None else record.factor
         gains = []
         gain = 1.0
-        for index in range(len(draft.tokens)):
-            chance = factor * rates[index if index < POSITION_BUCKETS else -1]
+        for rates, position in self._cells(request_id, draft):
+            chance = factor * rates.rates[position]
             gain *= chance if chance < _MOST_LIKELY else _MOST_LIKELY
             if gain < LEAST_LIKELY:
                 break
@@ -101,30 +102,64 @@ class Acceptance:
             self._requests.pop(request_id, None)
             self._tenants.pop(request_id, None)
 
-    def _rates_of(self, request_id: str, draft: Draft) -> _Rates:
-        key = (self._tenants.get(request_id, ""), draft.source)
+    def _count(self, request_id: str, draft: Draft, num_hits: int) -> None:
+        records = self._requests.setdefault(request_id, {})
+        record = records.get(_view(draft))
+        if record is None:
+            record = records[_view(draft)] = _Record()
+        for index, (rates, position) in enumerate(self._cells(request_id, draft)[: num_hits + 1]):
+            record.add(rates.rates[position], index < num_hits)
+            rates.add(position, index < num_hits)
+
+    def _cells(self, request_id: str, draft: Draft) -> list[tuple[_Rates, int]]:
+        """The rates of each of a draft's tokens, and its position in them."""
+        key = self._tenants.get(request_id, ""), _view(draft)
         buckets = self._shared.get(key)
         if buckets is None:
-            buckets = [_Rates(match_len) for match_len in range(MATCH_BUCKETS)]
+            firsts = _SURE_CHANCES if draft.chances else _MATCH_CHANCES
+            buckets = [_Rates(*each) for each in firsts]
             self._shared[key] = buckets
-        return buckets[min(draft.match_len, MATCH_BUCKETS - 1)]
+        if draft.chances:
+            found = [buckets[min(int(BUCKETS * each * each), BUCKETS - 1)] for each in draft.chances]
+        else:
+            found = [buckets[min(draft.match_len, BUCKETS - 1)]] * len(draft.tokens)
+        return list(zip(found, _POSITIONS, strict=False))
 
 
-_NO_RECORDS: dict[str, _Record] = {}
+_View = tuple[str, bool]
+"""A source, and whether it said how sure it was."""
+
+_POSITIONS = (*range(POSITION_BUCKETS), *[POSITION_BUCKETS - 1] * MAX_DRAFT_TOKENS)
+
+_LATER_CHANCE = 0.7
+_MATCH_CHANCES = [
+    (min(0.3 + 0.1 * max(match_len - 2, 0), 0.7), _LATER_CHANCE) for match_len in range(BUCKETS)
+]
+"""Of the first and of each later token, before any trial: a longer match is the likelier one, and a
+draft that was right once tends to stay right."""
+
+_SURE_CHANCES = [(((bucket + 0.5) / BUCKETS) ** 0.5,) * 2 for bucket in range(BUCKETS)]
+"""The same where the source says how sure it is: it is believed."""
+
+_NO_RECORDS: dict[_View, _Record] = {}
+
+
+def _view(draft: Draft) -> _View:
+    return draft.source, bool(draft.chances)
 
 
 class _Rates:
-    """The shared rates of one match length, by position.
+    """The shared rates of one bucket, by position.
 
-    Before any trial a longer match is the likelier one, and later positions are likelier than the
-    first: a draft that was right once tends to stay right.
+    Args:
+        first: before any trial, of the first token.
+        later: the same of each further one.
     """
 
     __slots__ = ("_hits", "_trials", "rates")
 
-    def __init__(self, match_len: int) -> None:
-        first = min(0.3 + 0.1 * max(match_len - 2, 0), 0.7)
-        self.rates = [first] + [0.7] * (POSITION_BUCKETS - 1)
+    def __init__(self, first: float, later: float) -> None:
+        self.rates = [first] + [later] * (POSITION_BUCKETS - 1)
         self._hits = [_PRIOR_TRIALS * rate for rate in self.rates]
         self._trials = [_PRIOR_TRIALS] * POSITION_BUCKETS
 

@@ -77,7 +77,7 @@ class Gate:
             drafts: n, as the sources made them.
 
         Returns:
-            n drafts with their ``expected_accept``.
+            n drafts.
         """
         self._credit = min(self._credit + PROBE_SHARE, _MOST_CREDIT)
         is_calibrated = self.cost.is_calibrated(len(drafts))
@@ -96,7 +96,7 @@ class Gate:
             self._probe_drafts(request_ids, drafts, lengths, base - 1, per_token)
         trimmed = list(drafts)
         for row in offered:
-            trimmed[row] = _cut(drafts[row], lengths[row], gains[row])
+            trimmed[row] = drafts[row].cut(lengths[row])
         return trimmed
 
     def may_draft(self, num_requests: int) -> bool:
@@ -218,9 +218,3 @@ def _num_at_least(falling: list[float], least: float) -> int:
             break
         count += 1
     return count
-
-
-def _cut(draft: Draft, length: int, gains: list[float]) -> Draft:
-    """The draft's first ``length`` tokens, with what they are expected to bring."""
-    expected = sum(gains[:length])
-    return Draft(draft.tokens[:length], draft.source, draft.match_len, expected)

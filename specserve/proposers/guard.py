@@ -104,14 +104,16 @@ class GuardedSource:
 
 
 def is_well_formed(draft: Draft, vocab_size: int) -> bool:
-    """Whether the draft, which has at least one token, holds nothing but tokens.
+    """Whether the draft, which has at least one token, holds nothing but tokens and chances.
 
     A wrong token would be looked up in the target's embedding, out of its bounds.
     """
-    tokens = draft.tokens
+    tokens, chances = draft.tokens, draft.chances
     return (
         type(tokens) is tuple
         and set(map(type, tokens)) == {int}
         and min(tokens) >= 0
         and max(tokens) < vocab_size
+        and len(chances) in (0, len(tokens))
+        and all(0 <= chance <= 1 for chance in chances)
     )

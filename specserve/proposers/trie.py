@@ -118,7 +118,7 @@ class TrieProposer:
                     tuple(found.tokens[row, : found.lengths[row]].tolist()),
                     "trie_cluster" if found.from_cluster[row] else "trie_local",
                     int(found.match_lens[row]),
-                    float(found.expected[row]),
+                    tuple(found.chances[row, : found.lengths[row]].tolist()),
                 )
         return drafts
 

@@ -161,7 +161,7 @@ def lookup(  # type: ignore[no-untyped-def]
     drafts,
     lengths,
     match_lens,
-    expected,
+    chances,
     from_cluster,
 ):
     """Drafts for a batch.
@@ -180,7 +180,7 @@ def lookup(  # type: ignore[no-untyped-def]
         drafts: int32 ``[n, >= max(limits)]``, written.
         lengths: int64 ``[n]``, tokens in each draft, written.
         match_lens: int64 ``[n]``, longest match behind each draft, written.
-        expected: float64 ``[n]``, sum of the path's probabilities, written.
+        chances: float64 ``[n, >= max(limits)]``, of each token, those before it given, written.
         from_cluster: bool ``[n]``, most of the draft's weight was taught by others, written.
     """
     places = np.empty(_MOST_PLACES, np.int64)
@@ -188,7 +188,6 @@ def lookup(  # type: ignore[no-untyped-def]
     matches = np.empty(_MOST_PLACES, np.int64)
     for row in rows:
         lengths[row] = match_lens[row] = 0
-        expected[row] = 0.0
         from_cluster[row] = False
         if limits[row] <= 0 or num_tokens[row] < LEVELS[0]:
             continue
@@ -206,12 +205,13 @@ def lookup(  # type: ignore[no-untyped-def]
                 break
             token, weight, total = _heaviest(a, places, place_weights, count)
             matched = float(longest + index) ** 2
-            probability *= weight / total * matched / (matched + _DOUBT)
+            chance = weight / total * matched / (matched + _DOUBT)
+            probability *= chance
             if probability < floor:
                 break
             drafts[row, index] = token
             lengths[row] = index + 1
-            expected[row] += probability
+            chances[row, index] = chance
             kept, taught = 0, 0.0
             for i in range(count):
                 if a.tokens[places[i]] != token:

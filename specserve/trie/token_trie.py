@@ -44,14 +44,14 @@ class TrieDrafts(NamedTuple):
         tokens: int32 ``[n, longest]``; row i holds ``lengths[i]`` tokens.
         lengths: int64 ``[n]``; 0: no draft.
         match_lens: int64 ``[n]``, tokens of context that the draft rests on.
-        expected: float64 ``[n]``, sum of the draft's path probabilities in the trie.
+        chances: float64 ``[n, longest]``, of each token's right, those before it given.
         from_cluster: bool ``[n]``, other replicas taught most of it.
     """
 
     tokens: Int32Array
     lengths: Int64Array
     match_lens: Int64Array
-    expected: npt.NDArray[np.float64]
+    chances: npt.NDArray[np.float64]
     from_cluster: npt.NDArray[np.bool_]
 
 
@@ -253,7 +253,7 @@ class TokenTrie:
             np.empty((size, longest), np.int32),
             np.zeros(size, np.int64),
             np.zeros(size, np.int64),
-            np.zeros(size),
+            np.empty((size, longest)),
             np.zeros(size, np.bool_),
         )
         with self._lock:

@@ -40,6 +40,7 @@ class FakeDrafter:
         entered: set whenever a call begins.
         may_go: a call waits for this event.
         error: raised by a call, where it is set.
+        chances: that come with a draft.
     """
 
     def __init__(self, hidden_size: int = 0, tokenizer: str = "") -> None:
@@ -59,6 +60,7 @@ class FakeDrafter:
         self.may_go = threading.Event()
         self.may_go.set()
         self.error: Exception | None = None
+        self.chances: tuple[float, ...] = ()
         self._texts: dict[Key, list[int]] = {}
         self._held: dict[Key, int] = {}
 
@@ -91,7 +93,8 @@ class FakeDrafter:
         held = self._hold(row, held, text)
         self._held[row.key] = held
         is_whole = held == len(text) - (self.card.hidden_size > 0)
-        return Answer(held, draft_of(text, row.max_draft_tokens) if is_whole else ())
+        tokens = draft_of(text, row.max_draft_tokens) if is_whole else ()
+        return Answer(held, tokens, self.chances[: len(tokens)])
 
     def _hold(self, row: Row, held: int, text: list[int]) -> int:
         if not self.card.hidden_size:

@@ -112,6 +112,18 @@ def test_a_draft_is_what_transformers_generates(model: CountingModel, reference:
     assert answer == [Answer(40, greedy(reference, tokens, 6))]
 
 
+def test_a_drafts_chances_are_the_models_own_probabilities(
+    model: CountingModel, reference: Any
+) -> None:
+    tokens = text(40)
+    (answer,) = drafter_of(model).draft([row(0, tokens, 6)])
+    ids = torch.tensor([[*tokens.tolist(), *answer.tokens]])
+    with torch.inference_mode():
+        probabilities = reference(ids).logits[0, 39:-1].softmax(-1)
+    expected = [float(each[token]) for each, token in zip(probabilities, answer.tokens, strict=True)]
+    assert answer.chances == pytest.approx(expected, abs=1e-4)
+
+
 def test_texts_in_one_call_get_the_drafts_that_each_gets_alone(
     model: CountingModel, reference: Any
 ) -> None:

@@ -103,7 +103,7 @@ def test_an_fp8_copy_computes_nearly_the_same(tmp_path: Path) -> None:
             states, following, Packed.of([Span(0, 0, 0, 400)], torch.device("cpu"))
         )
         expected = text.entries(400)
-        same = module.next_tokens(results) == module.next_tokens(expected)
+        same = module.next_tokens(results)[0] == module.next_tokens(expected)[0]
     assert 0 < (results - expected).norm() < 0.1 * expected.norm()
     assert same.float().mean() > 0.9
 

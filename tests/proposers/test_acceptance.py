@@ -72,6 +72,38 @@ def test_a_longer_match_is_more_likely_before_anything_is_known() -> None:
     assert short < long
 
 
+def test_a_source_that_says_how_sure_it_is_is_believed_at_first() -> None:
+    for chance in (0.35, 0.7, 0.9):
+        assert first(Acceptance(), "a", Draft((1,), "mtp", chances=(chance,))) == pytest.approx(
+            chance, abs=0.1
+        )
+
+
+def test_a_token_is_judged_by_those_of_which_its_source_was_as_sure() -> None:
+    acceptance = Acceptance()
+    for _ in range(300):
+        acceptance.observe(Outcome("teacher", Draft((1, 2), "mtp", chances=(0.9, 0.4)), 1, ()))
+    sure, unsure = (Draft((1,), "mtp", chances=(chance,)) for chance in (0.9, 0.4))
+    assert first(acceptance, "new", sure) > 0.9
+    # In the first position it was never seen unsure, and so is believed.
+    assert first(acceptance, "new", unsure) == pytest.approx(0.4, abs=0.1)
+    assert chances(acceptance, "new", Draft((1, 2), "mtp", chances=(0.9, 0.4)))[1] < 0.05
+
+
+def test_before_a_source_is_asked_it_is_judged_by_all_its_drafts() -> None:
+    acceptance = Acceptance()
+    for _ in range(300):
+        for chance, num_accepted in ((0.9, 1), (0.4, 0)):
+            draft = Draft((1,), "mtp", chances=(chance,))
+            acceptance.observe(Outcome("teacher", draft, num_accepted, ()))
+    assert first(acceptance, "new", Draft((1,), "mtp")) == pytest.approx(0.5, abs=0.1)
+
+
+@pytest.mark.parametrize("chance", [0.0, 1.0])
+def test_a_source_may_be_as_sure_as_can_be(chance: float) -> None:
+    assert len(Acceptance().gains("a", Draft((1,) * 200, "mtp", chances=(chance,) * 200))) < 200
+
+
 def test_sources_are_told_apart() -> None:
     other = Draft((1, 2, 3, 4), "mtp", 3)
     acceptance = taught(0)

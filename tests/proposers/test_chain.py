@@ -142,6 +142,14 @@ def test_a_draft_that_is_not_made_of_tokens_is_dropped_and_counted(wrong: object
     assert health(metrics, "ngram").up
 
 
+@pytest.mark.parametrize("wrong", [(0.5,), (0.5, -0.1), (1.5, 0.5), (0.5, float("nan"))], ids=str)
+def test_a_draft_with_chances_that_are_none_is_dropped_and_counted(wrong: tuple[float, ...]) -> None:
+    metrics = SpeculationMetrics()
+    source = Source(lambda _: [Draft((1, 2), "ngram", chances=wrong)])
+    assert tokens(ProposerChain([("ngram", source)], metrics).step(batch(4), [], [AUTO])) == [()]
+    assert health(metrics, "ngram").num_errors == 1
+
+
 @pytest.mark.parametrize("answer", [[], None, [1], [None]], ids=str)
 def test_an_answer_that_is_not_one_draft_a_request_switches_the_source_off(answer: object) -> None:
     metrics = SpeculationMetrics()

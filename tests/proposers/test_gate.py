@@ -94,15 +94,13 @@ def test_without_measured_steps_drafts_are_let_through_at_an_assumed_cost() -> N
     assert sent[-50:].count(4) >= 45  # a few steps are spent on finding out what plain ones cost
 
 
-def test_a_trimmed_draft_is_a_prefix_and_says_how_many_tokens_it_expects() -> None:
+def test_a_trimmed_draft_is_a_prefix() -> None:
     gate = Gate()
     for _ in range(40):
         gate.observe_step(2, 0, 0.01)
         offers = [Draft(tuple(range(10, 18)), "ngram", 3), Draft((), "ngram")]
         cut, empty = gate.trim(["a", "b"], offers)
         assert cut.tokens == offers[0].tokens[: len(cut.tokens)]
-        assert 0 <= cut.expected_accept <= len(cut.tokens)
-        assert (cut.expected_accept > 0) == bool(cut.tokens)
         assert empty.tokens == ()
 
 

@@ -72,6 +72,7 @@ class Replica:
             hidden,
         )
         drafts = self.proposer.propose(batch)
+        self.chances = [draft.chances for draft in drafts]
         for text, draft in zip(texts, drafts, strict=True):
             assert draft.source == self.kind
             assert len(draft.tokens) <= limit
@@ -534,6 +535,13 @@ class Target:
             self.computed[name] = length + new - 1 if new else self.computed[name] + size
         limit = 3 if all(sampled.values()) else 0
         return self._made.propose(*scheduled, limit=limit, hidden=hidden)
+
+
+def test_a_draft_tells_how_sure_its_drafter_is(served: Replica, drafter: FakeDrafter) -> None:
+    drafter.chances = (1.0, 0.5, 0.0)
+    served.texts["a"] = TEXT[:20]
+    served.propose("a", limit=2)
+    assert served.chances == [pytest.approx((1.0, 0.5), abs=1 / 255)]
 
 
 @pytest.fixture

@@ -129,7 +129,7 @@ def test_the_more_frequent_branch_is_taken_and_the_draft_ends_where_it_gets_unli
     learn(trie, tokens(1, 2, 3, 51, 9), "seldom")
     found = look(trie, tokens(1, 2, 3), floor=0.3)
     assert found.tokens[0, : found.lengths[0]].tolist() == [50]
-    assert 0.4 < found.expected[0] < 6 / 7
+    assert 0.4 < found.chances[0, 0] < 6 / 7
     assert look(trie, tokens(1, 2, 3), floor=0.01).lengths[0] == 3
 
 
