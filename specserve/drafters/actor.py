@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import ray
@@ -42,6 +42,18 @@ FAILED_REST_S = 30.0
 """Before a drafter is started again that could not load its model."""
 
 
+class Seat(NamedTuple):
+    """A replica's place at a drafter.
+
+    Attributes:
+        address: where to connect to, with the secret that lets in.
+        num_before: replicas that use the drafter and have done so for longer.
+    """
+
+    address: str
+    num_before: int
+
+
 class _DrafterActor:
     """A drafter's server in a process of its own, started again by Ray when that ends.
 
@@ -56,9 +68,13 @@ class _DrafterActor:
             for end in (self._end_when_idle, self._leave_with_the_node):
                 threading.Thread(target=end, daemon=True).start()
 
-    def address(self) -> str:
-        """Where replicas connect to, with the secret that lets them in."""
-        return self._server.address
+    def seat(self, replica: str) -> Seat:
+        """Lets a replica in."""
+        return Seat(self._server.address, self._server.seat(replica))
+
+    def leave(self, replica: str) -> None:
+        """A replica has found a better seat."""
+        self._server.leave(replica)
 
     def stats(self) -> ServerCounters:
         """What has happened since the start."""
@@ -130,20 +146,25 @@ def _reservation(options: DrafterOptions) -> dict[str, Any]:
     }
 
 
-def ask_address(options: DrafterOptions, index: int) -> str:
-    """Where a drafter listens, with its secret; starts it where there is none.
+def ask_for_seat(options: DrafterOptions, index: int, replica: str) -> Seat:
+    """A replica's seat at a drafter; starts the drafter where there is none.
 
     Raises:
         GetTimeoutError: it did not tell within ``FIND_S`` seconds.
         RayError: there is none, or it has died; ActorDiedError: while it was loaded.
         ValueError: Ray does not take what it asks for.
     """
-    address: str = ray.get(get_or_start(options, index).address.remote(), timeout=FIND_S)
-    return address
+    seat: Seat = ray.get(get_or_start(options, index).seat.remote(replica), timeout=FIND_S)
+    return seat
+
+
+def leave_seat(options: DrafterOptions, index: int, replica: str) -> None:
+    """Gives a replica's seat back; does not wait."""
+    get_or_start(options, index).leave.remote(replica)
 
 
 class OwnDrafter:
-    """Asks for a drafter as :func:`ask_address`, but for one of its own, in rank 0's place.
+    """Asks for a drafter as :func:`ask_for_seat`, but for one of its own, in rank 0's place.
 
     It stays in that place when Ray starts it again. For rank 0's process.
     """
@@ -151,29 +172,31 @@ class OwnDrafter:
     def __init__(self) -> None:
         self._actor: Any = None
 
-    def __call__(self, options: DrafterOptions, index: int) -> str:
-        """Where it listens; starts it where there is none."""
+    def __call__(self, options: DrafterOptions, index: int, replica: str) -> Seat:
+        """The only seat; starts the drafter where there is none."""
         if self._actor is None:
             self._actor = start_beside(_ACTORS[options.kind], options)
         try:
-            address: str = ray.get(self._actor.address.remote(), timeout=FIND_S)
+            seat: Seat = ray.get(self._actor.seat.remote(replica), timeout=FIND_S)
         except ActorDiedError:
             self._actor = None  # it could not load its model: Ray does not start it again
             raise
-        return address
+        return seat
 
 
 class DrafterFinder:
     """Asks Ray for a replica's drafter; for processes that are connected to Ray, and one thread.
 
-    A replica stays with the drafter that it began with while that loads its model: else all would
-    end up with the one that is ready first.
+    A replica takes the drafter where fewest others came before it. It begins with one that its name
+    tells, so that not all begin with the same, and where it is the first it looks no further. It
+    waits for a drafter that loads its model: else all would end up with the one that is ready first.
 
     Args:
         options: of the drafter.
         num_actors: how many there are of it.
-        replica: name of the replica; different ones begin with different drafters.
-        ask: as :func:`ask_address`.
+        replica: name of the replica.
+        ask: as :func:`ask_for_seat`.
+        leave: as :func:`leave_seat`.
         clock: monotonic seconds.
     """
 
@@ -182,13 +205,16 @@ class DrafterFinder:
         options: DrafterOptions,
         num_actors: int,
         replica: str,
-        ask: Callable[[DrafterOptions, int], str] = ask_address,
+        ask: Callable[[DrafterOptions, int, str], Seat] = ask_for_seat,
+        leave: Callable[[DrafterOptions, int, str], None] = leave_seat,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._options = options
         self._num_actors = num_actors
+        self._replica = replica
+        self._seats: dict[int, Seat | None] = {}  # of the drafters asked so far; None: no answer
         self._index = crc32(replica.encode()) % num_actors
-        self._ask = ask
+        self._ask, self._leave = ask, leave
         self._clock = clock
         self._rest_until = 0.0
         self._silent_since: float | None = None
@@ -196,25 +222,44 @@ class DrafterFinder:
 
     def __call__(self) -> str | None:
         """The drafter's address; None: it has not told it yet."""
+        while (seat := self._seat()) is not None:
+            self._seats[self._index] = seat
+            if not seat.num_before or len(self._seats) == self._num_actors:
+                return self._best()
+            self._move_on()
+        return None
+
+    def _seat(self) -> Seat | None:
+        """The seat at the drafter whose turn it is; None: it has not told it yet."""
         began = self._clock()
         if began < self._rest_until:
             return None
         try:
-            address = self._ask(self._options, self._index)
+            seat = self._ask(self._options, self._index, self._replica)
         except GetTimeoutError:  # it is being started, waits for its resources, or hangs
             self._wait(began)
         except (RayError, ValueError) as error:
             self._say(shorten(str(error).strip().splitlines()[-1], 300))
             if isinstance(error, ActorDiedError):
                 self._rest_until = self._clock() + FAILED_REST_S
-                self._move_on()
+                self._give_up()
             else:
                 self._wait(began)
         else:
-            self._silent_since = None
             self._said.clear()
-            return address
+            return seat
         return None
+
+    def _best(self) -> str:
+        """Where the seat is that was the best of all."""
+        seats = {index: seat for index, seat in self._seats.items() if seat is not None}
+        self._index = min(seats, key=lambda index: seats[index].num_before)
+        self._silent_since = None
+        self._seats.clear()
+        best = seats.pop(self._index)
+        for index in seats:
+            self._leave(self._options, index, self._replica)
+        return best.address
 
     def _wait(self, began: float) -> None:
         """Notes that a drafter asked at ``began`` has not told its address."""
@@ -222,7 +267,7 @@ class DrafterFinder:
             self._silent_since = began
         silent_s = self._clock() - self._silent_since
         if silent_s >= SILENT_S:
-            self._move_on()
+            self._give_up()
         elif silent_s >= PENDING_S:
             options = self._options
             self._say(
@@ -230,6 +275,13 @@ class DrafterFinder:
                 f"what it asks for: num_cpus {options.num_cpus:g}, num_gpus {options.num_gpus:g}, "
                 f"resources {options.resources}"
             )
+
+    def _give_up(self) -> None:
+        """Looks for another one than the drafter that was asked last."""
+        self._seats[self._index] = None
+        if len(self._seats) == self._num_actors and not any(self._seats.values()):
+            self._seats.clear()
+        self._move_on()
 
     def _move_on(self) -> None:
         self._index = (self._index + 1) % self._num_actors

@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 CLIENT_IDLE_S = 60.0
 """So long a client keeps its texts without asking for anything; afterwards it sends them again."""
 
+REPLICA_SILENT_S = 10.0
+"""A replica that has not said hello for so long has no seat any more."""
+
 MAX_WAITING = 256
 """Questions of one client that wait; it has one for its drafts, and one for each long text."""
 
@@ -111,6 +114,7 @@ class DrafterServer:
         self._instance = token_hex(8)
         self._router = Router(bind, self._note_malformed, self._note_refused)
         self._clients: dict[bytes, _Client] = {}
+        self._seats: dict[str, float] = {}
         self._schedule = Schedule()
         self._calls: list[Call] = []
         self._logged: set[str] = set()
@@ -127,6 +131,20 @@ class DrafterServer:
     def idle_s(self) -> float:
         """Time since any client was heard, or since the start, in seconds."""
         return time.monotonic() - self._router.heard_at
+
+    def seat(self, replica: str) -> int:
+        """How many other replicas have used this drafter for longer; this one's seat is kept.
+
+        For any thread.
+        """
+        latest = time.monotonic() - REPLICA_SILENT_S
+        taken = [name for name, heard_at in list(self._seats.items()) if heard_at > latest]
+        self._seats[replica] = time.monotonic()
+        return taken.index(replica) if replica in taken else len(taken)
+
+    def leave(self, replica: str) -> None:
+        """A replica's seat is free; for any thread."""
+        self._seats.pop(replica, None)
 
     def close(self) -> None:
         """Ends the threads after the call of the model that runs; what waits is dropped."""
@@ -166,6 +184,8 @@ class DrafterServer:
         client = self._clients.setdefault(name, _Client(arrival.at))
         client.heard_at = arrival.at
         if isinstance(question, Hello):
+            if question.replica in self._seats:
+                self._seats[question.replica] = arrival.at
             self._router.reply(name, self._introduce(question))
         else:
             self.counters.num_requests += 1
@@ -250,7 +270,7 @@ class DrafterServer:
     def _answer_done(self) -> None:
         for call in [call for call in self._calls if call.is_done]:
             self._close(call)
-            rows = tuple(RowAnswer(answer.held, answer.tokens) for answer in call.answers if answer)
+            rows = tuple(_told(answer) for answer in call.answers if answer)
             answer = DraftAnswer(call.number, self._instance, rows, call.compute_s)
             self._router.reply(call.client, answer)
 
@@ -284,6 +304,9 @@ class DrafterServer:
             if client.heard_at < latest and not client.num_calls:
                 self._forget(name, client, tuple(client.texts))
                 del self._clients[name]
+        for replica, heard_at in list(self._seats.items()):
+            if heard_at < latest:
+                self._seats.pop(replica, None)
 
     def _refuse(self, client: bytes, number: int, reason: Reason) -> None:
         self.counters.num_refused[reason] += 1
@@ -304,6 +327,11 @@ class DrafterServer:
             logger.warning(
                 "%s: %s. Further ones are only counted", kind, shorten(text, 200), exc_info=error
             )
+
+
+def _told(answer: Answer) -> RowAnswer:
+    chances = bytes(round(255 * chance) for chance in answer.chances)
+    return RowAnswer(answer.held, answer.tokens, chances)
 
 
 def _row(client: bytes, row: TextRow) -> Row:

@@ -17,6 +17,7 @@ from specserve.proposers.drafter_lookout import Find
 
 def drafter_finder(
     target: ModelConfig,
+    replica: str,
     max_tokens: int,
     exits: list[Callable[[], None]],
     is_warm: threading.Event,
@@ -26,6 +27,7 @@ def drafter_finder(
 
     Args:
         target: the model that is drafted for.
+        replica: its name in the cluster.
         max_tokens: its context length.
         exits: gets what ends a drafter of one's own.
         is_warm: set when the engine has taken its part of the GPU's memory.
@@ -43,7 +45,6 @@ def drafter_finder(
         hosted = HostedDrafter(options)
         exits.append(hosted.close)
         return hosted
-    replica = ray.get_runtime_context().get_actor_id() or ""
     if config.placement == "beside_rank_0":
         find = DrafterFinder(options, config.num_actors, replica, OwnDrafter())
         # vLLM counts all that is taken on its GPU while it measures as its own.

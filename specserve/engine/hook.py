@@ -89,6 +89,7 @@ class ProposerHook:
         has_identity = has_drafters or "trie" in self._kinds
         identity = model_identity(self._config.model) if has_identity else ""
         vocab_size = self._vocab_size
+        replica = (ray.get_runtime_context().get_actor_id() or "") if ray.is_initialized() else ""
 
         def share(config: TrieConfig, memory: TrieMemory) -> SharedMemory:
             shared = ClusterMemory(config, memory, identity, vocab_size)
@@ -104,8 +105,14 @@ class ProposerHook:
             share=share if ray.is_initialized() else None,  # an offline engine is on its own
             tokenizer=self._vocabulary() if has_drafters else "",
             hidden_size=self._model_config.get_hidden_size() if has_drafters else 0,
+            replica=replica,
             find_drafter=partial(
-                drafter_finder, self._config.model, self._max_model_len, self._exits, self.is_warm
+                drafter_finder,
+                self._config.model,
+                replica,
+                self._max_model_len,
+                self._exits,
+                self.is_warm,
             ),
             exits=self._exits,
         )

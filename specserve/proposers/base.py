@@ -62,6 +62,7 @@ class Surroundings:
         share: joins a memory to the cluster's; None: there is no cluster.
         tokenizer: hash of the target's vocabulary; empty: unknown.
         hidden_size: width of the target's hidden states; 0: unknown.
+        replica: its name in the cluster; empty: it is on its own.
         find_drafter: how to find the drafter of a source, by a call that may take seconds and
             gives its address, None while there is none.
         exits: where a source adds what ends what it has started; called in this order.
@@ -75,6 +76,7 @@ class Surroundings:
     share: Callable[[TrieConfig, TrieMemory], SharedMemory] | None = None
     tokenizer: str = ""
     hidden_size: int = 0
+    replica: str = ""
     find_drafter: Callable[[DraftModelConfig | MtpConfig], Callable[[], str | None]] = (
         lambda config: lambda: None
     )

@@ -45,12 +45,14 @@ class Wanted:
         vocab_size: of the target.
         tokenizer: hash of the target's vocabulary; empty: unknown.
         hidden_size: width of the target's states; 0: none are given.
+        replica: who wants it.
     """
 
     kind: str
     vocab_size: int
     tokenizer: str
     hidden_size: int
+    replica: str = ""
 
     def objection(self, card: Card) -> str:
         """Why a drafter does not fit, naming both values; empty: it does.
@@ -191,7 +193,8 @@ class Lookout:
         if self._unheard_since is None:
             self._unheard_since = now
         with suppress(zmq.Again):  # ZeroMQ has given up a connection that was refused
-            self._socket.send_multipart(encode(Hello(self._number)), zmq.NOBLOCK)
+            hello = Hello(self._number, self._wanted.replica)
+            self._socket.send_multipart(encode(hello), zmq.NOBLOCK)
 
     def _listen(self) -> None:
         if self._socket is None or not self._socket.poll(int(GREET_DOWN_S * 1000)):

@@ -143,6 +143,7 @@ class RemoteProposer:
             vocab_size=surroundings.vocab_size,
             tokenizer=surroundings.tokenizer,
             hidden_size=hidden_size,
+            replica=surroundings.replica,
         )
         self._link = DrafterLink(wanted, find, self._report)
         self._peer: Peer | None = None
@@ -206,8 +207,10 @@ class RemoteProposer:
             self._send([each], FEED_BUDGET_S)
         if asked and (answer := self._await(number)) is not None:
             for (row, _, sent), answered in zip(asked, answer.rows, strict=True):
-                tokens = answered.tokens[: sent.max_draft_tokens]
-                drafts[row] = Draft(tokens, self._kind) if tokens else self._no_draft
+                if answered.tokens:
+                    chances = tuple(each / 255 for each in answered.chances)
+                    draft = Draft(answered.tokens, self._kind, chances=chances)
+                    drafts[row] = draft.cut(sent.max_draft_tokens)
         return drafts
 
     def _text_of(self, batch: DraftBatch, row: int) -> _Text | None:

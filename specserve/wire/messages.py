@@ -16,7 +16,7 @@ import numpy.typing as npt
 from specserve.core.config import MAX_DRAFT_TOKENS
 from specserve.core.types import Int32Array
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised with every change that an older side would misread."""
 
 MAX_ROWS = 4096
@@ -44,9 +44,15 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     """Who are you, and are you there? Answered by a :class:`Card`, whatever the protocol.
 
     The answer comes behind what was being computed, so that it is late where drafts would be.
+
+    Attributes:
+        number: the question's.
+        replica: for whom is asked; empty: nobody's.
+        protocol: what the asker speaks.
     """
 
     number: Number
+    replica: Name = ""
     protocol: int = PROTOCOL
 
 
@@ -139,10 +145,17 @@ class DraftRequest:
 
 
 class RowAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """What became of a row; see :class:`specserve.drafters.base.Answer`."""
+    """What became of a row; see :class:`specserve.drafters.base.Answer`.
+
+    Attributes:
+        held: as there.
+        tokens: as there.
+        chances: of each token, in 255ths.
+    """
 
     held: Position
     tokens: Annotated[tuple[Position, ...], msgspec.Meta(max_length=MAX_DRAFT_TOKENS)] = ()
+    chances: Annotated[bytes, msgspec.Meta(max_length=MAX_DRAFT_TOKENS)] = b""
 
 
 class DraftAnswer(msgspec.Struct, frozen=True, array_like=True, tag="drafts"):

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from zlib import crc32
+
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
 
-from specserve.drafters.actor import FAILED_REST_S, FIND_S, PENDING_S, SILENT_S, DrafterFinder
+from specserve.drafters.actor import (
+    FAILED_REST_S,
+    FIND_S,
+    PENDING_S,
+    SILENT_S,
+    DrafterFinder,
+    Seat,
+)
 from specserve.drafters.options import DrafterOptions
 
 OPTIONS = DrafterOptions(
@@ -27,21 +37,29 @@ class Actors:
 
     def __init__(self) -> None:
         self.errors: list[Exception | None] = [None] * NUM_ACTORS
+        self.seats: list[list[str]] = [[] for _ in range(NUM_ACTORS)]
         self.asked: list[int] = []
         self.now = 1000.0
 
-    def ask(self, options: DrafterOptions, index: int) -> str:
+    def ask(self, options: DrafterOptions, index: int, replica: str) -> Seat:
         assert options is OPTIONS
         self.asked.append(index)
         error = self.errors[index]
         if error is None:
-            return str(index)
+            seats = self.seats[index]
+            if replica not in seats:
+                seats.append(replica)
+            return Seat(str(index), seats.index(replica))
         if isinstance(error, GetTimeoutError):
             self.now += FIND_S
         raise error
 
+    def leave(self, options: DrafterOptions, index: int, replica: str) -> None:
+        assert options is OPTIONS
+        self.seats[index].remove(replica)
+
     def finder(self, replica: str = "replica") -> DrafterFinder:
-        return DrafterFinder(OPTIONS, NUM_ACTORS, replica, self.ask, lambda: self.now)
+        return DrafterFinder(OPTIONS, NUM_ACTORS, replica, self.ask, self.leave, lambda: self.now)
 
     def pass_time(self, find: DrafterFinder, seconds: float) -> None:
         """Asks every second, for so long at least."""
@@ -57,8 +75,37 @@ def actors() -> Actors:
 
 
 def test_replicas_begin_with_different_drafters(actors: Actors) -> None:
-    addresses = {actors.finder(f"replica {number}")() for number in range(20)}
-    assert len(addresses) == NUM_ACTORS
+    for number in range(20):
+        actors.seats = [[] for _ in range(NUM_ACTORS)]
+        actors.finder(f"replica {number}")()
+    assert len(actors.asked) == 20  # the first at a drafter looks no further
+    assert set(actors.asked) == set(range(NUM_ACTORS))
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3, 7, 30])
+def test_replicas_share_the_drafters_evenly(actors: Actors, num_replicas: int) -> None:
+    finders = [actors.finder(f"replica {number}") for number in range(num_replicas)]
+    found = [finder() for finder in finders]
+    counts = Counter(found)
+    assert max(counts.values()) - min(counts[str(index)] for index in range(NUM_ACTORS)) <= 1
+    assert [finder() for finder in finders] == found  # who has a seat keeps it
+
+
+def test_a_seat_is_taken_where_the_other_drafters_cannot_be_had(actors: Actors) -> None:
+    first = actors.finder("replica 1")()
+    assert first is not None
+    actors.errors = [LOADING] * NUM_ACTORS
+    actors.errors[int(first)] = None
+    late = next(
+        finder
+        for number in range(2, 100)
+        if crc32((name := f"replica {number}").encode()) % NUM_ACTORS == int(first)
+        for finder in [actors.finder(name)]
+    )
+    actors.pass_time(late, (NUM_ACTORS - 1) * SILENT_S)
+    while (address := late()) is None:
+        actors.now += 1.0
+    assert address == first
 
 
 def test_a_replica_stays_with_its_drafter_while_that_loads(actors: Actors) -> None:

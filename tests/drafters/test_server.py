@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 
@@ -72,9 +73,9 @@ class Client:
         assert isinstance(reply, Refusal), reply
         return reply.reason
 
-    def ping(self) -> None:
+    def ping(self, replica: str = "") -> None:
         """Returns when the server has taken all that was sent before."""
-        self.send(Hello(99))
+        self.send(Hello(99, replica))
         assert isinstance(self.receive(), Card)
 
     def close(self) -> None:
@@ -132,6 +133,21 @@ def test_a_client_is_told_who_drafts(connect: Connect) -> None:
     assert (card.vocab_size, card.hidden_size) == (VOCAB_SIZE, 0)
     client.send(Hello(8))
     assert client.receive() == msgspec.structs.replace(card, number=8)
+
+
+def test_a_replica_keeps_its_seat_while_it_says_hello(
+    server: DrafterServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert [server.seat(name) for name in ("first", "second", "first")] == [0, 1, 0]
+    monkeypatch.setattr("specserve.drafters.server.REPLICA_SILENT_S", 0.2)
+    time.sleep(0.3)
+    connect(b"a").ping("second")
+    assert server.seat("third") == 1
+    assert server.seat("second") == 0
+    connect(b"b").ping("unknown")
+    assert server.seat("third") == 1
+    server.leave("second")
+    assert server.seat("third") == 0
 
 
 def test_a_text_that_grows_is_drafted_for_from_what_is_new(connect: Connect) -> None:

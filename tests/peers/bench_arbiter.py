@@ -1,10 +1,15 @@
 """One engine: all sources together, beside each of them alone and no speculation.
 
-    python -m tests.peers arbiter [--rounds 2] [--extra-layers 12]
+    python -m tests.peers arbiter [--restarts 5] [--extra-layers 12]
 
 As ``engine``, at concurrency 1, 8 and 32. To hold: all together at least as fast as the best alone,
 and never slower than no speculation. The built-in sets have 16 prompts, so that at concurrency 32
 each is asked twice at once, and what the trie learned at one concurrency it knows at the next.
+
+Two engines that are the same differ by some percent for as long as they live, so all are started
+anew several times, each time in another order and with other prompts. And the best of several that
+were measured is in part the luckiest: which one all sources are compared to in one start, the
+other starts say.
 
 ``--extra-layers`` gives the target so many more layers that change nothing (inflate.py): the same
 text at the price of a larger model, so that the cost of drafting is as small beside it as where
@@ -16,8 +21,10 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich.console import Console
@@ -25,42 +32,75 @@ from rich.console import Console
 from specserve.bench.machine import circumstances
 from specserve.bench.prompts import BUILT_IN, load_prompts, load_tokenizer
 from specserve.core.config import AppConfig
-from specserve.engine.generation import Job, Sampling
-from tests.peers.bench_engine import Contender, compare, measured_config
+from specserve.engine.generation import Job, RunResult, Sampling
+from tests.peers.bench_engine import Contender, Key, measure, measured_config, report
 from tests.peers.bench_memory import again_jobs, asked_again
 from tests.peers.inflate import inflate
 from tests.peers.tables import print_rows
 
 CONCURRENCIES = (1, 8, 32)
-ALL = "all"
+LEAST_JOBS = 8
+NONE, ALL = "none", "all"
+
+Start = Mapping[Key, Sequence[RunResult]]
+"""What was measured between two starts of the engines."""
 
 
 def contenders(config: AppConfig) -> list[Contender]:
     """None, each configured source alone, and all."""
     kinds = [source.kind for source in config.speculation]
-    return [Contender(name, name, config) for name in ("none", *kinds, ALL)]
+    return [Contender(name, name, config) for name in (NONE, *kinds, ALL)]
 
 
-def verdicts(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each set and concurrency: the best single source, and all sources compared to it."""
-    found: dict[tuple[str, int], dict[str, float]] = {}
-    for row in rows:
-        found.setdefault((row["set"], row["concurrency"]), {})[row["method"]] = row["ratio"]
+def verdicts(starts: Sequence[Start]) -> list[dict[str, Any]]:
+    """For each set and concurrency: all sources over the best single one, and over none.
+
+    Args:
+        starts: at least two.
+    """
     answers = []
-    for (name, concurrency), ratios in found.items():
-        together = ratios.pop(ALL)
-        best = max(ratios, key=lambda method: ratios[method])
+    for name, concurrency in dict.fromkeys(key[:2] for key in starts[0]):
+        at = [
+            {method: runs for (*place, method), runs in start.items() if place == [name, concurrency]}
+            for start in starts
+        ]
+        over_best = [
+            median(over(start, ALL, best([*at[:number], *at[number + 1 :]])))
+            for number, start in enumerate(at)
+        ]
+        over_none = [median(over(start, ALL, NONE)) for start in at]
         answers.append(
             {
                 "set": name,
                 "concurrency": concurrency,
-                "best": best,
-                "best_ratio": ratios[best],
-                "all_ratio": together,
-                "all_over_best": round(together / ratios[best], 3),
+                "best": best(at),
+                "all_over_best": round(median(over_best), 3),
+                "all_over_none": round(median(over_none), 3),
+                "each_over_best": [round(ratio, 3) for ratio in over_best],
+                "each_over_none": [round(ratio, 3) for ratio in over_none],
             }
         )
     return answers
+
+
+OnePlace = Mapping[str, Sequence[RunResult]]
+"""The turns of each method in one start, of one set at one concurrency."""
+
+
+def best(starts: Sequence[OnePlace]) -> str:
+    """The fastest of what is no combination."""
+    speed = {
+        method: median(ratio for start in starts for ratio in over(start, method, NONE))
+        for method in starts[0]
+        if method != ALL
+    }
+    return max(speed, key=lambda method: speed[method])
+
+
+def over(start: OnePlace, method: str, other: str) -> list[float]:
+    """One method's output tokens a second over another's, turn by turn."""
+    pairs = zip(start[method], start[other], strict=True)
+    return [one.tokens_per_second / two.tokens_per_second for one, two in pairs]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, default=Path("configs/demo.yaml"))
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--extra-layers", type=int, default=0)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--restarts", type=int, default=5, help="of all engines; at least 2")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     config = measured_config(args.config)
@@ -77,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     files = asked_again(args.seed)
     sampling, most = Sampling(max_tokens=args.max_tokens), max(CONCURRENCIES)
     rounds = []
-    for seed in range(args.seed, args.seed + args.rounds):
+    for seed in range(args.seed, args.seed + args.restarts):
         sets = {
             name: [
                 Job(each.token_ids, sampling) for each in load_prompts(name, tokenizer, seed=seed)
@@ -94,8 +134,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             inflate(Path(config.model.path), target, args.extra_layers)
             model = config.model.model_copy(update={"path": str(target)})
             config = config.model_copy(update={"model": model})
-        rows = compare(console, contenders(config), rounds, CONCURRENCIES)
-    answers = verdicts(rows)
+        entrants = contenders(config)
+        starts = []
+        for number, jobs in enumerate(rounds):
+            shift = number % len(entrants)
+            order = [*entrants[shift:], *entrants[:shift]]
+            starts.append(measure(console, order, [jobs], CONCURRENCIES, LEAST_JOBS))
+    together: dict[Key, list[RunResult]] = defaultdict(list)
+    for start in starts:
+        for key, runs in start.items():
+            together[key] += runs
+    rows = report(console, entrants, together)
+    answers = verdicts(starts)
     print_rows(console, "all sources together, and the best alone", answers)
     options = {key: value for key, value in vars(args).items() if key != "config"}
     document = {"options": options, "config": config.model_dump(mode="json"), "rows": rows}

@@ -128,15 +128,22 @@ def compare(
     Returns:
         A row for each set, contender and concurrency.
     """
-    results = measure(console, entrants, rounds, concurrencies)
-    rows = [row for name in rounds[0] for row in summarise(entrants, name, results)]
-    for concurrency in concurrencies:
-        print_table(console, concurrency, [r for r in rows if r["concurrency"] == concurrency])
-    return rows
+    return report(console, entrants, measure(console, entrants, rounds, concurrencies))
 
 
 Key = tuple[str, int, str]
 """Prompt set, concurrency, contender."""
+
+
+def report(
+    console: Console, entrants: Sequence[Contender], results: Mapping[Key, Sequence[RunResult]]
+) -> list[dict[str, Any]]:
+    """Prints a table a concurrency; a row for each set, contender and concurrency."""
+    names = dict.fromkeys(key[0] for key in results)
+    rows = [row for name in names for row in summarise(entrants, name, results)]
+    for concurrency in sorted({row["concurrency"] for row in rows}):
+        print_table(console, concurrency, [r for r in rows if r["concurrency"] == concurrency])
+    return rows
 
 
 def measure(
@@ -182,7 +189,7 @@ def measure(
 
 
 def summarise(
-    entrants: Sequence[Contender], name: str, results: dict[Key, list[RunResult]]
+    entrants: Sequence[Contender], name: str, results: Mapping[Key, Sequence[RunResult]]
 ) -> list[dict[str, Any]]:
     """A row for each contender and concurrency."""
     rows = []

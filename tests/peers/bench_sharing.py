@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
-from zlib import crc32
 
 import ray
 from rich.console import Console
@@ -53,7 +52,7 @@ class Replica:
 
 
 def replicas(config: AppConfig, num_drafters: int) -> list[Any]:
-    """Two replicas' handles, of which none shares its drafter where there are two."""
+    """Two replicas' handles; where there are two drafters, each has found another one."""
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
     environment |= openmp_environment(THREADS)
     # Texts of both replicas; the pairs differ in one, so that they do not share their drafters.
@@ -61,14 +60,8 @@ def replicas(config: AppConfig, num_drafters: int) -> list[Any]:
         kind="mtp", dynamic=False, num_cpus=0, num_actors=num_drafters, max_texts=32 + num_drafters
     )
     config = config.model_copy(update={"speculation": (source,)})
-    found: list[Any] = []
-    while len(found) < 2:
-        actor = ray.remote(num_cpus=0, runtime_env={"env_vars": environment})(Replica).remote()
-        # A replica takes the drafter that its id falls on.
-        if crc32(actor._actor_id.hex().encode()) % num_drafters == len(found) % num_drafters:
-            found.append(actor)
-        else:
-            ray.kill(actor)
+    replica = ray.remote(num_cpus=0, runtime_env={"env_vars": environment})(Replica)
+    found = [replica.remote() for _ in range(2)]
     for actor in found:
         ray.get(actor.load.remote(config))
     return found
