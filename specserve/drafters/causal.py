@@ -189,9 +189,7 @@ class CausalDrafter:
             steps.append(self._next(ids, spans, list(range(num_left))))
         return guesses(steps, len(turns))
 
-    def _next(
-        self, ids: Tensor, spans: Sequence[Span], wanted: list[int]
-    ) -> tuple[Tensor, Tensor]:
+    def _next(self, ids: Tensor, spans: Sequence[Span], wanted: list[int]) -> tuple[Tensor, Tensor]:
         """Computes new tokens; see :func:`likeliest`, of what follows the m ``wanted`` ones."""
         return likeliest(self._model.forward(ids, self._cache, spans, wanted))
 

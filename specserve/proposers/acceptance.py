@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specserve.core.config import MAX_DRAFT_TOKENS
-from specserve.core.types import Draft, Outcome
+from specserve.core.types import Draft
 
 BUCKETS = 9
 """Match lengths 0 .. 7 and longer; or how sure a source is, in steps that become smaller towards 1,
@@ -48,32 +48,25 @@ class Acceptance:
         """Says whose request it is; one of which nothing was said is nobody's."""
         self._tenants[request_id] = tenant
 
-    def observe(self, outcome: Outcome) -> None:
-        """Counts the verified draft of an outcome: its tokens up to the first refused one."""
-        draft = outcome.draft
-        if draft is None or not draft.tokens:
-            return
-        self._count(outcome.request_id, draft, outcome.num_accepted)
-        if draft.chances:  # before its source is asked no chances are known
-            blind = Draft(draft.tokens, draft.source, draft.match_len)
-            self._count(outcome.request_id, blind, outcome.num_accepted)
+    def observe(self, request_id: str, draft: Draft, new_tokens: Sequence[int]) -> None:
+        """Counts a draft that was made, by what the target wrote, whether it was sent or not.
 
-    def observe_unsent(self, request_id: str, draft: Draft, new_tokens: Sequence[int]) -> None:
-        """Counts a draft that was not verified, by what the target wrote instead.
-
-        Its tokens count as far as the target's text is known: what agrees would have been
-        accepted. For a sampled text this is so with the right probability, too.
+        Its tokens count as far as the target's text is known: what agrees was accepted, or would
+        have been. For a sampled text this is so with the right probability, too.
 
         Args:
             request_id: whose it was.
-            draft: of the step before.
-            new_tokens: what the target wrote in this step.
+            draft: as its source made it.
+            new_tokens: what the target wrote in the step after.
         """
         num_known = min(len(draft.tokens), len(new_tokens))
         num_hits = 0
         while num_hits < num_known and draft.tokens[num_hits] == new_tokens[num_hits]:
             num_hits += 1
-        self.observe(Outcome(request_id, draft.cut(num_known), num_hits, ()))
+        self._count(request_id, draft, num_hits, num_known)
+        if draft.chances:  # before its source is asked no chances are known
+            blind = Draft(draft.tokens, draft.source, draft.match_len)
+            self._count(request_id, blind, num_hits, num_known)
 
     def expected(self, request_id: str, draft: Draft) -> float:
         """How many of a draft's tokens will be accepted, in the mean."""
@@ -102,12 +95,13 @@ class Acceptance:
             self._requests.pop(request_id, None)
             self._tenants.pop(request_id, None)
 
-    def _count(self, request_id: str, draft: Draft, num_hits: int) -> None:
+    def _count(self, request_id: str, draft: Draft, num_hits: int, num_known: int) -> None:
+        num_tried = min(num_hits + 1, num_known)
         records = self._requests.setdefault(request_id, {})
         record = records.get(_view(draft))
         if record is None:
             record = records[_view(draft)] = _Record()
-        for index, (rates, position) in enumerate(self._cells(request_id, draft)[: num_hits + 1]):
+        for index, (rates, position) in enumerate(self._cells(request_id, draft)[:num_tried]):
             record.add(rates.rates[position], index < num_hits)
             rates.add(position, index < num_hits)
 
@@ -120,7 +114,9 @@ class Acceptance:
             buckets = [_Rates(*each) for each in firsts]
             self._shared[key] = buckets
         if draft.chances:
-            found = [buckets[min(int(BUCKETS * each * each), BUCKETS - 1)] for each in draft.chances]
+            found = [
+                buckets[min(int(BUCKETS * each * each), BUCKETS - 1)] for each in draft.chances
+            ]
         else:
             found = [buckets[min(draft.match_len, BUCKETS - 1)]] * len(draft.tokens)
         return list(zip(found, _POSITIONS, strict=False))

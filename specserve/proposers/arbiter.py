@@ -11,17 +11,16 @@ from specserve.proposers.acceptance import Acceptance
 class Arbiter:
     """Chooses between sources by what was accepted of their drafts.
 
-    A draft that was not sent is learned from as well: the target's own text tells how far it
-    would have been accepted. So no source has to be tried to be known.
+    All that was offered is learned from, whether and how far it was sent: the target's own text
+    tells how far it was right. So no source has to be tried to be known.
 
     Args:
-        acceptance: what was accepted of the drafts that were sent; whoever sends them counts
-            those.
+        acceptance: of the sources' drafts.
     """
 
     def __init__(self, acceptance: Acceptance) -> None:
         self._acceptance = acceptance
-        self._unsent: dict[str, list[Draft]] = {}
+        self._offered: dict[str, Sequence[Draft]] = {}
 
     def choose(self, request_id: str, offers: Sequence[Draft]) -> int:
         """Index of the best of one request's drafts; of equals the first.
@@ -35,20 +34,20 @@ class Arbiter:
         expected = [self._acceptance.expected(request_id, draft) for draft in offers]
         return expected.index(max(expected))
 
-    def keep_unsent(self, request_id: str, drafts: list[Draft]) -> None:
-        """Remembers what was offered and not sent, until the request's next tokens are known."""
-        if drafts:
-            self._unsent[request_id] = drafts
+    def keep(self, request_id: str, offers: Sequence[Draft]) -> None:
+        """Remembers what was offered, until the request's next tokens are known."""
+        if offers:
+            self._offered[request_id] = offers
         else:
-            self._unsent.pop(request_id, None)
+            self._offered.pop(request_id, None)
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
-        """Learns what would have become of the drafts that were not sent."""
+        """Learns how far the last offers were right."""
         for outcome in outcomes:
-            for draft in self._unsent.pop(outcome.request_id, ()):
-                self._acceptance.observe_unsent(outcome.request_id, draft, outcome.new_tokens)
+            for draft in self._offered.pop(outcome.request_id, ()):
+                self._acceptance.observe(outcome.request_id, draft, outcome.new_tokens)
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Drops what is kept of these requests."""
         for request_id in request_ids:
-            self._unsent.pop(request_id, None)
+            self._offered.pop(request_id, None)

@@ -13,6 +13,7 @@ The way of a step, for the engine's hook::
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -29,6 +30,8 @@ from specserve.proposers.guard import GuardedSource, is_well_formed
 from specserve.proposers.inquiry import Inquiry
 from specserve.proposers.pace import Pace
 from specserve.proposers.registry import build_proposer
+
+logger = logging.getLogger(__name__)
 
 NO_DRAFT = Draft((), "ngram")
 """No source had a guess, or none that pays."""
@@ -85,7 +88,7 @@ class ProposerChain:
 
         A source that is down is among them when it may be tried again.
         """
-        seconds_per_token = self._gate.cost.at(num_requests)[0] / max(num_requests, 1)
+        seconds_per_token = self._gate.cost.plain(num_requests) / max(num_requests, 1)
         return frozenset(
             source.kind
             for source in self._sources
@@ -124,19 +127,26 @@ class ProposerChain:
         return self._sent(batch.request_ids, offers)
 
     def observe(self, outcomes: list[Outcome]) -> None:
-        """Counts the outcomes, and passes them to the sources and the gate."""
+        """Counts the outcomes, and learns from them."""
         if not outcomes:
             return
-        for outcome in outcomes:
-            draft = outcome.draft
-            if draft is not None and draft.tokens:
-                self._metrics.count_draft(draft.source, len(draft.tokens), outcome.num_accepted)
-                if pace := self._paces.get(_KIND_OF.get(draft.source, draft.source)):
-                    pace.observe_accepted(outcome.num_accepted)
+        verified = [(each.draft, each.num_accepted) for each in outcomes if each.draft is not None]
+        for draft, num_accepted in verified:
+            self._metrics.count_draft(draft.source, len(draft.tokens), num_accepted)
+        if verified and self._paces:
+            self._observe_gains(verified, len(outcomes))
         for source in self._sources:
             source.observe(outcomes)
-        self._gate.observe(outcomes)
         self._arbiter.observe(outcomes)
+
+    def _observe_gains(self, verified: list[tuple[Draft, int]], num_requests: int) -> None:
+        """Tells the sources' paces what their drafts brought, less what verifying them cost."""
+        plain, base, per_token = self._gate.cost.at(num_requests)
+        first, token_seconds = (base - plain) / len(verified), plain / num_requests
+        for draft, num_accepted in verified:
+            if pace := self._paces.get(_KIND_OF.get(draft.source, draft.source)):
+                spent = (first + per_token * len(draft.tokens)) / token_seconds
+                pace.observe_gain(num_accepted - spent)
 
     def observe_step(self, num_requests: int, num_draft_tokens: int, seconds: float) -> None:
         """What a step cost that decoded ``num_requests`` requests and did nothing else.
@@ -220,10 +230,20 @@ class ProposerChain:
             if draft.tokens:
                 sent[row] = draft
         for row, each in enumerate(offers):
-            source = sent[row].source if sent[row].tokens else None
-            unsent = [draft for _, draft in each if draft.source != source]
-            self._arbiter.keep_unsent(request_ids[row], unsent)
+            self._arbiter.keep(request_ids[row], [draft for _, draft in each])
+            if each and logger.isEnabledFor(logging.DEBUG):
+                self._explain(request_ids[row], each, sent[row])
         return sent
+
+    def _explain(self, request_id: str, offers: list[tuple[str, Draft]], sent: Draft) -> None:
+        """Logs what each source offered a request, with its expected number of accepted tokens."""
+        expected = self._gate.acceptance.expected
+        told = [
+            f"{draft.source} {len(draft.tokens)} tokens, {expected(request_id, draft):.2f} expected"
+            for _, draft in offers
+        ]
+        chosen = f"{sent.source} {len(sent.tokens)} tokens" if sent.tokens else "none"
+        logger.debug("%s: offered %s; sent %s", request_id, "; ".join(told), chosen)
 
     @staticmethod
     def _limits(kind: str, batch: DraftBatch) -> Int32Array:

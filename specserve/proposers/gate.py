@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specserve.core.types import Draft, Outcome
+from specserve.core.types import Draft
 from specserve.proposers.acceptance import Acceptance
 from specserve.proposers.step_cost import StepCost, size_of
 
@@ -24,10 +24,15 @@ LEAST_GAIN = 0.02
 PROBE_SHARE = 0.01
 """Share of the time that may be spent on learning whether what is off would pay now."""
 
+DRAFT_PROBE_SHARE = 0.002
+"""The same of drafts that are there. Whether they are right is seen without sending them; what is
+learned is whether verifying them still costs what it did."""
+
 PROBE_TOKENS = 3
 """Length of a draft that is sent only to learn from it."""
 
 _FIRST_CREDIT, _MOST_CREDIT = 0.5, 4.0
+_MOST_DRAFT_CREDIT = 1.0
 _PLAIN_PROBE_STEPS = 32
 _FIRST_PLAIN_TURN, _PLAIN_TRIES = 4, 3
 _PATIENCE_STEPS = 8
@@ -52,8 +57,9 @@ class Gate:
     """Trims drafts to the length that pays, by what was accepted and what steps cost.
 
     Two things must be tried to be known: drafts where they seemed not to pay, and plain steps
-    where drafts always pay. Both are paid from one account that earns ``PROBE_SHARE`` of the time,
-    so that learning costs no more than that. Same calls, same answers: nothing is random.
+    where drafts always pay. They are paid from accounts that earn ``DRAFT_PROBE_SHARE`` and
+    ``PROBE_SHARE`` of the time, so that learning costs no more than that. Same calls, same answers:
+    nothing is random.
 
     Attributes:
         acceptance: what was accepted of the sources' drafts.
@@ -63,7 +69,7 @@ class Gate:
     def __init__(self) -> None:
         self.acceptance = Acceptance()
         self.cost = StepCost()
-        self._credit = _FIRST_CREDIT  # in plain steps
+        self._credit = self._draft_credit = _FIRST_CREDIT  # in plain steps
         self._unmeasured_steps = 0
         self._steps_since_plain = 0
         self._plain_turns: dict[int, _PlainTurns] = {}
@@ -80,6 +86,7 @@ class Gate:
             n drafts.
         """
         self._credit = min(self._credit + PROBE_SHARE, _MOST_CREDIT)
+        self._draft_credit = min(self._draft_credit + DRAFT_PROBE_SHARE, _MOST_DRAFT_CREDIT)
         is_calibrated = self.cost.is_calibrated(len(drafts))
         self._unmeasured_steps = 0 if is_calibrated else self._unmeasured_steps + 1
         offered = [row for row, draft in enumerate(drafts) if draft.tokens]
@@ -103,11 +110,6 @@ class Gate:
         """Not before plain steps of about so many requests were measured, unless none can be."""
         is_calibrated = self.cost.is_calibrated(num_requests)
         return is_calibrated or self._unmeasured_steps > _PATIENCE_STEPS
-
-    def observe(self, outcomes: list[Outcome]) -> None:
-        """Learns from what was accepted."""
-        for outcome in outcomes:
-            self.acceptance.observe(outcome)
 
     def observe_step(self, num_requests: int, num_draft_tokens: int, seconds: float) -> None:
         """Learns what a step costs; see :meth:`ProposerChain.observe_step`."""
@@ -177,9 +179,9 @@ class Gate:
         for row in sorted(left_out, key=lambda row: -skipped[request_ids[row]]):
             length = min(PROBE_TOKENS, len(drafts[row].tokens))
             price += length * per_token
-            if price > self._credit:
+            if price > self._draft_credit:
                 return
-            self._credit -= price
+            self._draft_credit -= price
             price = 0.0
             lengths[row] = length
             skipped[request_ids[row]] = 0

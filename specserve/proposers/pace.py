@@ -11,7 +11,7 @@ MOST_PAUSE = 8
 is noticed after so many steps at the latest."""
 
 _MEMORY = 0.98
-_FIRST_YIELD = 0.5
+_FIRST_YIELD, _FIRST_CALLS = 0.5, 2
 _MOST_SECONDS_TIMES = 4.0
 
 
@@ -19,12 +19,14 @@ class Pace:
     """Compares the time that a source's accepted tokens save with the time that its calls take.
 
     While they save more, every step is a call; else the pauses double up to ``MOST_PAUSE``. Both
-    sides are means over some fifty calls; a stalled call counts as four usual ones.
+    sides are means over some fifty calls, the first ones of fewer; a stalled call counts as four
+    usual ones.
     """
 
     def __init__(self) -> None:
-        self._yield = _FIRST_YIELD  # accepted tokens a call
+        self._yield = _FIRST_YIELD  # tokens a call
         self._seconds = 0.0  # a call
+        self._num_calls = _FIRST_CALLS  # up to those that count
         self._pause, self._steps_left = 1, 0
 
     @property
@@ -55,8 +57,15 @@ class Pace:
             self._seconds += (1 - _MEMORY) * (seconds - self._seconds)
         else:
             self._seconds = seconds
-        self._yield *= _MEMORY
+        self._num_calls += 1
+        self._yield *= 1 - self._weight
 
-    def observe_accepted(self, num_tokens: int) -> None:
-        """How many tokens of one of its drafts were accepted."""
-        self._yield += (1 - _MEMORY) * num_tokens
+    def observe_gain(self, num_tokens: float) -> None:
+        """What one of its drafts brought: tokens accepted, less those that the time for verifying
+        it would have been enough for."""
+        self._yield += self._weight * num_tokens
+
+    @property
+    def _weight(self) -> float:
+        """Of the last call in the mean."""
+        return max(1 / self._num_calls, 1 - _MEMORY)

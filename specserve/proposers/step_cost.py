@@ -27,6 +27,7 @@ _CHANGED_AFTER = 4
 _KEPT_AT_CHANGE = 0.05
 _LEAST_SECONDS = 1e-9
 _ALWAYS_FITTED, _FIT_EVERY = 16, 8
+_ALL_MEASURED, _MEASURE_EVERY = 64, 4
 
 
 class StepCost:
@@ -53,8 +54,9 @@ class StepCost:
             return
         size = size_of(num_requests)
         if not num_draft_tokens:
-            self._plain.setdefault(size, _PlainSteps()).add(num_requests, seconds)
-            self._points = sorted((each.requests, each.seconds) for each in self._plain.values())
+            if self._plain.setdefault(size, _PlainSteps()).add(num_requests, seconds):
+                known = self._plain.values()
+                self._points = sorted((each.requests, each.seconds) for each in known)
         elif self._points:
             self.most_draft_tokens = max(self.most_draft_tokens, num_draft_tokens)
             plain = self._plain_seconds(num_requests)
@@ -78,9 +80,13 @@ class StepCost:
             (without drafts, with drafts but for their tokens, of each draft token). Before the
             first step was measured a plain step counts as one second: only ratios matter.
         """
-        plain = self._plain_seconds(num_requests) if self._points else 1.0
+        plain = self.plain(num_requests)
         base, token = self._drafts_at(size_of(num_requests), plain)
         return plain, plain * max(base, 1.0), max(token, 0.0)
+
+    def plain(self, num_requests: int) -> float:
+        """The first of :meth:`at`."""
+        return self._plain_seconds(num_requests) if self._points else 1.0
 
     def _drafts_at(self, size: int, plain: float) -> tuple[float, float]:
         """Cost of a step with drafts, in plain steps, and of each draft token, in seconds."""
@@ -123,8 +129,11 @@ class _PlainSteps:
         self._first: list[float] = []
         self._clip = Clip()
 
-    def add(self, num_requests: int, seconds: float) -> None:
+    def add(self, num_requests: int, seconds: float) -> bool:
+        """One step; false: it was passed over, as most are where many were measured."""
         self.count += 1
+        if self.count > _ALL_MEASURED and self.count % _MEASURE_EVERY:
+            return False
         weight = max(1 / self.count, 1 - MEMORY)
         self.requests += weight * (num_requests - self.requests)
         if self.count <= CALIBRATION_STEPS:
@@ -132,9 +141,10 @@ class _PlainSteps:
             # prompts: of two the faster one is trusted, of three the median.
             self._first.append(seconds)
             self.seconds = median_low(self._first)
-            return
+            return True
         seconds, has_changed = self._clip(self.seconds, seconds)
         self.seconds += (1 - _KEPT_AT_CHANGE if has_changed else weight) * (seconds - self.seconds)
+        return True
 
 
 class Clip:

@@ -120,7 +120,9 @@ def test_a_drafts_chances_are_the_models_own_probabilities(
     ids = torch.tensor([[*tokens.tolist(), *answer.tokens]])
     with torch.inference_mode():
         probabilities = reference(ids).logits[0, 39:-1].softmax(-1)
-    expected = [float(each[token]) for each, token in zip(probabilities, answer.tokens, strict=True)]
+    expected = [
+        float(each[token]) for each, token in zip(probabilities, answer.tokens, strict=True)
+    ]
     assert answer.chances == pytest.approx(expected, abs=1e-4)
 
 

@@ -61,7 +61,11 @@ def verdicts(starts: Sequence[Start]) -> list[dict[str, Any]]:
     answers = []
     for name, concurrency in dict.fromkeys(key[:2] for key in starts[0]):
         at = [
-            {method: runs for (*place, method), runs in start.items() if place == [name, concurrency]}
+            {
+                method: runs
+                for (*place, method), runs in start.items()
+                if place == [name, concurrency]
+            }
             for start in starts
         ]
         over_best = [

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from specserve.core.types import Draft, Outcome
+from specserve.core.types import Draft
+from specserve.proposers.gate import Gate
 
 
 class DraftGate(Protocol):
     def trim(self, request_ids: Sequence[str], drafts: list[Draft]) -> list[Draft]: ...
-    def observe(self, outcomes: list[Outcome]) -> None: ...
     def observe_step(self, num_requests: int, num_draft_tokens: int, seconds: float) -> None: ...
     def forget(self, request_ids: list[str]) -> None: ...
 
@@ -27,7 +27,6 @@ class FixedLength:
     def trim(self, request_ids: Sequence[str], drafts: list[Draft]) -> list[Draft]:
         return [replace(draft, tokens=draft.tokens[: self._length]) for draft in drafts]
 
-    def observe(self, outcomes: list[Outcome]) -> None: ...
     def observe_step(self, num_requests: int, num_draft_tokens: int, seconds: float) -> None: ...
     def forget(self, request_ids: list[str]) -> None: ...
 
@@ -85,22 +84,21 @@ def speedup(workload: Workload, gate: DraftGate) -> float:
     num_started, num_tokens, seconds = len(rows), 0, 0.0
     for _ in range(workload.num_steps):
         ids = [str(request) for request in rows]
-        drafts = gate.trim(ids, [_offer(workload, rng) for _ in rows])
+        offers = [_offer(workload, rng) for _ in rows]
+        drafts = gate.trim(ids, offers)
         num_draft_tokens = sum(len(draft.tokens) for draft in drafts)
         step_s = workload.cost.seconds(len(rows), num_draft_tokens)
         seconds += step_s
         stall = 5.0 if clock.random() < 0.01 else 1.0
         measured_s = step_s * stall * math.exp(clock.gauss(0, workload.noise))
         gate.observe_step(len(rows), num_draft_tokens, measured_s)
-        outcomes = []
-        for row, draft in enumerate(drafts):
-            accepted = _accepted(workload, rows[row], len(draft.tokens), rng)
-            outcomes.append(
-                Outcome(ids[row], draft if draft.tokens else None, accepted, (0,) * (accepted + 1))
-            )
-            left[row] -= accepted + 1
-            num_tokens += accepted + 1
-        gate.observe(outcomes)
+        for row, (offer, draft) in enumerate(zip(offers, drafts, strict=True)):
+            num_right = _num_right(workload, rows[row], len(offer.tokens), rng)
+            num_new = min(num_right, len(draft.tokens)) + 1
+            if isinstance(gate, Gate):
+                gate.acceptance.observe(ids[row], offer, (*offer.tokens[:num_right], -1)[:num_new])
+            left[row] -= num_new
+            num_tokens += num_new
         for row, tokens_left in enumerate(left):
             if tokens_left <= 0:
                 gate.forget([ids[row]])
@@ -116,7 +114,7 @@ def _offer(workload: Workload, rng: random.Random) -> Draft:
     return Draft(tuple(range(workload.draft_len)), "ngram", rng.choice((2, 3, 4)))
 
 
-def _accepted(workload: Workload, request: int, length: int, rng: random.Random) -> int:
+def _num_right(workload: Workload, request: int, length: int, rng: random.Random) -> int:
     first, further = workload.chances[request % len(workload.chances)]
     count = 0
     while count < length and rng.random() < (further if count else first):

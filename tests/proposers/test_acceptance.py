@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from specserve.core.types import Draft, Outcome
+from specserve.core.types import Draft
 from specserve.proposers.acceptance import LEAST_LIKELY, Acceptance
 
 DRAFT = Draft((1, 2, 3, 4), "ngram", 3)
@@ -13,8 +13,12 @@ DRAFT = Draft((1, 2, 3, 4), "ngram", 3)
 def taught(num_accepted: int, times: int = 300, request: str = "teacher") -> Acceptance:
     acceptance = Acceptance()
     for _ in range(times):
-        acceptance.observe(Outcome(request, DRAFT, num_accepted, ()))
+        observe(acceptance, request, DRAFT, num_accepted)
     return acceptance
+
+
+def observe(acceptance: Acceptance, request: str, draft: Draft, num_right: int) -> None:
+    acceptance.observe(request, draft, (*draft.tokens[:num_right], -1))
 
 
 def chances(acceptance: Acceptance, request: str, draft: Draft = DRAFT) -> list[float]:
@@ -49,8 +53,8 @@ def test_chances_fall_along_a_draft_and_end_where_nothing_is_to_be_expected() ->
 def test_a_request_that_refuses_lowers_its_own_chances_more_than_the_others() -> None:
     acceptance = Acceptance()
     for _ in range(30):
-        acceptance.observe(Outcome("good", DRAFT, 4, ()))
-        acceptance.observe(Outcome("bad", DRAFT, 0, ()))
+        observe(acceptance, "good", DRAFT, 4)
+        observe(acceptance, "bad", DRAFT, 0)
     good, bad, new = (first(acceptance, request) for request in ("good", "bad", "new"))
     assert bad < new < good
 
@@ -59,10 +63,10 @@ def test_what_a_request_refuses_of_one_source_says_nothing_of_another() -> None:
     mtp = Draft((1, 2, 3, 4), "mtp")
     acceptance = Acceptance()
     for _ in range(100):
-        acceptance.observe(Outcome("teacher", DRAFT, 2, ()))
-        acceptance.observe(Outcome("teacher", mtp, 2, ()))
+        observe(acceptance, "teacher", DRAFT, 2)
+        observe(acceptance, "teacher", mtp, 2)
     before = first(acceptance, "a", mtp)
-    acceptance.observe(Outcome("a", DRAFT, 0, ()))
+    observe(acceptance, "a", DRAFT, 0)
     assert first(acceptance, "a") < first(acceptance, "new")
     assert first(acceptance, "a", mtp) == before
 
@@ -82,7 +86,7 @@ def test_a_source_that_says_how_sure_it_is_is_believed_at_first() -> None:
 def test_a_token_is_judged_by_those_of_which_its_source_was_as_sure() -> None:
     acceptance = Acceptance()
     for _ in range(300):
-        acceptance.observe(Outcome("teacher", Draft((1, 2), "mtp", chances=(0.9, 0.4)), 1, ()))
+        observe(acceptance, "teacher", Draft((1, 2), "mtp", chances=(0.9, 0.4)), 1)
     sure, unsure = (Draft((1,), "mtp", chances=(chance,)) for chance in (0.9, 0.4))
     assert first(acceptance, "new", sure) > 0.9
     # In the first position it was never seen unsure, and so is believed.
@@ -95,7 +99,7 @@ def test_before_a_source_is_asked_it_is_judged_by_all_its_drafts() -> None:
     for _ in range(300):
         for chance, num_accepted in ((0.9, 1), (0.4, 0)):
             draft = Draft((1,), "mtp", chances=(chance,))
-            acceptance.observe(Outcome("teacher", draft, num_accepted, ()))
+            observe(acceptance, "teacher", draft, num_accepted)
     assert first(acceptance, "new", Draft((1,), "mtp")) == pytest.approx(0.5, abs=0.1)
 
 
@@ -117,14 +121,15 @@ def test_a_forgotten_request_starts_from_the_shared_rates() -> None:
     assert first(acceptance, "bad") > before
 
 
-def test_a_draft_that_was_not_sent_teaches_as_far_as_the_targets_text_is_known() -> None:
-    unsent, sent = Acceptance(), Acceptance()
-    unsent.observe_unsent("a", DRAFT, (1, 2, 9))
-    sent.observe(Outcome("a", DRAFT, 2, (1, 2, 9)))
-    assert unsent.gains("new", DRAFT) == sent.gains("new", DRAFT)
-    unsent.observe_unsent("a", DRAFT, (1,))
-    sent.observe(Outcome("a", DRAFT.cut(1), 1, (1, 9)))
-    assert unsent.gains("new", DRAFT) == sent.gains("new", DRAFT)
+def test_a_draft_teaches_as_far_as_the_targets_text_is_known() -> None:
+    whole, known = Acceptance(), Acceptance()
+    whole.observe("a", DRAFT, (1, 2))
+    known.observe("a", DRAFT.cut(2), (1, 2, 3))
+    assert whole.gains("new", DRAFT) == known.gains("new", DRAFT)
+    whole.observe("a", DRAFT, (1, 9))
+    assert whole.gains("new", DRAFT) != known.gains("new", DRAFT)
+    known.observe("a", DRAFT, (1, 9, 3, 4))
+    assert whole.gains("new", DRAFT) == known.gains("new", DRAFT)
 
 
 def test_a_tenant_learns_nothing_from_what_is_accepted_of_anothers_drafts() -> None:
@@ -133,6 +138,6 @@ def test_a_tenant_learns_nothing_from_what_is_accepted_of_anothers_drafts() -> N
         each.assign("mine", "team-a")
     acceptance.assign("theirs", "team-b")
     for _ in range(300):
-        acceptance.observe(Outcome("theirs", DRAFT, 4, ()))
+        observe(acceptance, "theirs", DRAFT, 4)
     assert chances(acceptance, "mine") == chances(alone, "mine")
     assert first(acceptance, "theirs") > 0.9

@@ -143,7 +143,9 @@ def test_a_draft_that_is_not_made_of_tokens_is_dropped_and_counted(wrong: object
 
 
 @pytest.mark.parametrize("wrong", [(0.5,), (0.5, -0.1), (1.5, 0.5), (0.5, float("nan"))], ids=str)
-def test_a_draft_with_chances_that_are_none_is_dropped_and_counted(wrong: tuple[float, ...]) -> None:
+def test_a_draft_with_chances_that_are_none_is_dropped_and_counted(
+    wrong: tuple[float, ...],
+) -> None:
     metrics = SpeculationMetrics()
     source = Source(lambda _: [Draft((1, 2), "ngram", chances=wrong)])
     assert tokens(ProposerChain([("ngram", source)], metrics).step(batch(4), [], [AUTO])) == [()]

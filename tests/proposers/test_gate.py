@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from specserve.core.types import Draft, Outcome
+from specserve.core.types import Draft
 from specserve.proposers.gate import Gate
 from tests.proposers.simulation import (
     ALWAYS,
@@ -90,7 +90,7 @@ def test_without_measured_steps_drafts_are_let_through_at_an_assumed_cost() -> N
     for _ in range(100):
         [draft] = gate.trim(["a"], [Draft((1, 2, 3, 4), "ngram", 4)])
         sent.append(len(draft.tokens))
-        gate.observe([Outcome("a", draft, len(draft.tokens), ())])
+        gate.acceptance.observe("a", draft, draft.tokens)
     assert sent[-50:].count(4) >= 45  # a few steps are spent on finding out what plain ones cost
 
 

@@ -22,7 +22,7 @@ def taught(*lessons: tuple[Draft, int]) -> Gate:
     gate = Gate()
     for draft, num_accepted in lessons:
         for _ in range(200):
-            gate.observe([Outcome("teacher", draft, num_accepted, ())])
+            gate.acceptance.observe("teacher", draft, (*draft.tokens[:num_accepted], -1))
     for _ in range(30):
         gate.observe_step(1, 0, PLAIN_S)
         gate.observe_step(1, 3, 1.03 * PLAIN_S)
@@ -139,7 +139,7 @@ def test_a_source_that_gets_better_is_found_by_its_probes() -> None:
     for _ in range(40_000):
         last = [*last[1:], asked(inquiry, ())[0]]
         if last[-1]:
-            gate.observe([Outcome("request 0", Draft(MTP.tokens[: last[-1]], "mtp"), last[-1], ())])
+            gate.acceptance.observe("request 0", MTP.cut(last[-1]), MTP.tokens)
         if all(last):
             return
     pytest.fail("never asked for good")

@@ -15,7 +15,7 @@ def calls(pace: Pace, steps: int, seconds: float, accepted: int = 0) -> list[int
             made.append(step)
             pace.observe_call(seconds)
             if accepted:
-                pace.observe_accepted(accepted)
+                pace.observe_gain(accepted)
     return made
 
 
@@ -37,7 +37,7 @@ def test_a_source_that_brings_nothing_is_asked_ever_more_seldom_up_to_a_bound() 
 def test_one_accepted_draft_brings_it_back() -> None:
     pace = Pace()
     calls(pace, 1000, seconds=0.0003)
-    pace.observe_accepted(4)
+    pace.observe_gain(4)
     assert len(calls(pace, 8, seconds=0.0003, accepted=1)) == 8
     assert not pace.is_slow
 
@@ -56,5 +56,5 @@ def test_one_stalled_call_does_not_silence_a_source() -> None:
     pace = Pace()
     calls(pace, 100, seconds=0.0003, accepted=1)
     pace.observe_call(5.0)
-    pace.observe_accepted(1)
+    pace.observe_gain(1)
     assert len(calls(pace, 20, seconds=0.0003, accepted=1)) == 20
