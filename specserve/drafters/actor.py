@@ -189,7 +189,7 @@ class DrafterFinder:
 
     A replica takes the drafter where fewest others came before it. It begins with one that its name
     tells, so that not all begin with the same, and where it is the first it looks no further. It
-    waits for a drafter that loads its model: else all would end up with the one that is ready first.
+    waits while a drafter loads its model: else all would end up with the one that is ready first.
 
     Args:
         options: of the drafter.

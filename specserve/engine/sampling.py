@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-from vllm.utils.torch_utils import PIN_MEMORY
+import torch
+from vllm.utils.torch_utils import PIN_MEMORY, async_tensor_h2d
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 
 
@@ -30,16 +32,34 @@ def restore_logits_processors(runner: Any) -> None:
 
 
 def sample_plainly_without_drafts(runner: Any) -> None:
-    """Samples a step in which no request has a draft as if there were no speculation.
+    """Takes a step in which no request has a draft as if there were no speculation.
 
-    vLLM takes every step through rejection sampling, which then accepts nothing of nothing: several
-    times the work of sampling, for the same distribution.
+    vLLM works out for every step which of its logits are whose drafts', and takes it through
+    rejection sampling, which then accepts nothing of nothing: several times the work of sampling,
+    for the same distribution.
     """
-    sample = runner._sample
+    calc_metadata, sample = runner._calc_spec_decode_metadata, runner._sample
+
+    def _calc_spec_decode_metadata(num_draft_tokens: Any, ends: Any) -> Any:
+        if num_draft_tokens.any():
+            return calc_metadata(num_draft_tokens, ends)
+        return _NoDrafts(async_tensor_h2d(ends - 1, device=runner.device))
 
     def _sample(logits: Any, spec_decode_metadata: Any) -> Any:
-        if spec_decode_metadata is not None and not any(spec_decode_metadata.num_draft_tokens):
+        if isinstance(spec_decode_metadata, _NoDrafts):
             spec_decode_metadata = None
         return sample(logits, spec_decode_metadata)
 
+    runner._calc_spec_decode_metadata = _calc_spec_decode_metadata
     runner._sample = _sample
+
+
+@dataclass(frozen=True, slots=True)
+class _NoDrafts:
+    """In the place of vLLM's ``SpecDecodeMetadata``, of which nothing else is needed then.
+
+    Attributes:
+        logits_indices: int32 ``[n]``, the last scheduled token of each request.
+    """
+
+    logits_indices: torch.Tensor

@@ -270,5 +270,10 @@ def test_the_names_that_our_cpu_kernels_take_are_looked_up_in_the_rejection_samp
 def test_the_calls_that_sample_a_step_are_the_ones_we_wrap() -> None:
     assert parameters(GPUModelRunner._sample) == ["self", "logits", "spec_decode_metadata"]
     assert "self._sample(logits, spec_decode_metadata)" in source(GPUModelRunner.sample_tokens)
+    calc_metadata = GPUModelRunner._calc_spec_decode_metadata
+    assert parameters(calc_metadata) == ["self", "num_draft_tokens", "cu_num_scheduled_tokens"]
+    # All that is read of it where it is made; the rest is for whoever samples or drafts.
+    assert source(GPUModelRunner._prepare_inputs).count("spec_decode_metadata.") == 1
+    assert "spec_decode_metadata.logits_indices" in source(GPUModelRunner._prepare_inputs)
     assert parameters(MultiprocExecutor.sample_tokens) == ["self", "grammar_output", "non_block"]
     assert parameters(MultiprocExecutor.take_draft_token_ids) == ["self"]

@@ -3,6 +3,7 @@ from __future__ import annotations
 import threading
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS
 
@@ -32,6 +33,7 @@ class OneOfManyRanks:
                 reasoning_config=None,
             ),
             input_batch=SimpleNamespace(logitsprocs=None),
+            _calc_spec_decode_metadata=lambda num_draft_tokens, ends: num_draft_tokens,
             _sample=lambda logits, metadata: metadata,
         )
 
@@ -50,11 +52,15 @@ def test_a_rank_that_does_not_draft_samples_as_the_one_that_does() -> None:
 def test_only_a_step_with_drafts_is_sampled_with_rejection() -> None:
     worker = Worker()
     worker.init_device()
-    with_drafts = SimpleNamespace(num_draft_tokens=[0, 2])
-    without = SimpleNamespace(num_draft_tokens=[0, 0])
-    assert worker.model_runner._sample(None, with_drafts) is with_drafts
-    assert worker.model_runner._sample(None, without) is None
-    assert worker.model_runner._sample(None, None) is None
+    runner, ends = worker.model_runner, np.array([4, 5], np.int32)
+    some, none = np.array([0, 2], np.int32), np.array([0, 0], np.int32)
+    with_drafts = runner._calc_spec_decode_metadata(some, ends)
+    assert with_drafts is some
+    assert runner._sample(None, with_drafts) is with_drafts
+    without = runner._calc_spec_decode_metadata(none, ends)
+    assert without.logits_indices.tolist() == [3, 4]
+    assert runner._sample(None, without) is None
+    assert runner._sample(None, None) is None
 
 
 def test_a_rank_that_does_not_draft_has_nothing_to_tell() -> None:

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from specserve.core.types import Draft, Int32Array, Outcome
+from specserve.core.types import Draft, Int32Array
 from specserve.proposers.gate import Gate
 from specserve.proposers.inquiry import MOST_CREDIT, MOST_PAUSE, MOST_RETRIES, Inquiry
 
