@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from specserve.core.config import DraftModelConfig, MtpConfig, TrieConfig
 from specserve.core.metrics import SpeculationMetrics
-from specserve.core.types import Draft, DraftBatch, Outcome
+from specserve.core.types import Draft, DraftBatch
 
 if TYPE_CHECKING:
     from specserve.trie.memory import SharedMemory, TrieMemory  # numba takes seconds to import
@@ -33,14 +33,6 @@ class Proposer(Protocol):
 
         Raises:
             Exception: anything; the chain then switches the source off for a while.
-        """
-        ...
-
-    def observe(self, outcomes: list[Outcome]) -> None:
-        """Learns what the target made of the last step's drafts, whoever proposed them.
-
-        Called before :meth:`propose` of the same step. May update what the source remembers;
-        ``outcomes`` are frozen and may be kept.
         """
         ...
 

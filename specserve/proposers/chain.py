@@ -135,8 +135,6 @@ class ProposerChain:
             self._metrics.count_draft(draft.source, len(draft.tokens), num_accepted)
         if verified and self._paces:
             self._observe_gains(verified, len(outcomes))
-        for source in self._sources:
-            source.observe(outcomes)
         self._arbiter.observe(outcomes)
 
     def _observe_gains(self, verified: list[tuple[Draft, int]], num_requests: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from specserve.core.errors import shorten
 from specserve.core.metrics import SpeculationMetrics
-from specserve.core.types import Draft, DraftBatch, Outcome
+from specserve.core.types import Draft, DraftBatch
 from specserve.proposers.base import Proposer
 
 logger = logging.getLogger(__name__)
@@ -63,15 +63,6 @@ class GuardedSource:
         self._metrics.count_call(self.kind, self._clock() - began)
         self._switch_on()
         return drafts
-
-    def observe(self, outcomes: list[Outcome]) -> None:
-        """Passes the outcomes on, unless the source is resting."""
-        if not self.ready:
-            return
-        try:
-            self._proposer.observe(outcomes)
-        except Exception as error:
-            self._switch_off(error)
 
     def forget(self, request_ids: list[str]) -> None:
         """Passes the ids on, also while resting: what the source holds must not leak."""

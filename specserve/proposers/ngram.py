@@ -13,7 +13,7 @@ from typing import Self
 import numpy as np
 
 from specserve.core.config import NgramConfig
-from specserve.core.types import Draft, DraftBatch, Int32Array, Outcome
+from specserve.core.types import Draft, DraftBatch, Int32Array
 from specserve.proposers.base import Surroundings
 from specserve.proposers.ngram_index import Int64Array, UInt64Array, rehash, step_batch
 
@@ -122,9 +122,6 @@ class NgramProposer:
                 drafts.tolist(), lengths.tolist(), sizes.tolist(), strict=True
             )
         ]
-
-    def observe(self, outcomes: list[Outcome]) -> None:
-        """Nothing to learn: the text itself is in the next batch."""
 
     def forget(self, request_ids: list[str]) -> None:
         """Frees the indexes of these requests."""

@@ -27,7 +27,7 @@ class Pace:
         self._yield = _FIRST_YIELD  # tokens a call
         self._seconds = 0.0  # a call
         self._num_calls = _FIRST_CALLS  # up to those that count
-        self._pause, self._steps_left = 1, 0
+        self._pause, self._step = 1, 0
 
     @property
     def is_slow(self) -> bool:
@@ -40,14 +40,14 @@ class Pace:
         Args:
             seconds_per_token: what an accepted token saves: a plain step's time over its tokens.
         """
+        self._step += 1
         if self._yield * seconds_per_token >= self._seconds:
-            self._pause, self._steps_left = 1, 0
+            self._pause = 1
             return True
-        if self._steps_left:
-            self._steps_left -= 1
+        # Sources that are slow are asked in the same steps: those between cost nothing then.
+        if self._step % self._pause:
             return False
         self._pause = min(2 * self._pause, MOST_PAUSE)
-        self._steps_left = self._pause - 1
         return True
 
     def observe_call(self, seconds: float) -> None:

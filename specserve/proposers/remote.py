@@ -19,7 +19,7 @@ import numpy as np
 
 from specserve.core.config import DraftModelConfig, MtpConfig
 from specserve.core.errors import WireError
-from specserve.core.types import Draft, DraftBatch, Outcome, RequestControls
+from specserve.core.types import Draft, DraftBatch, RequestControls
 from specserve.proposers.base import Surroundings
 from specserve.proposers.controls import DEFAULT_CONTROLS
 from specserve.proposers.drafter_link import DrafterLink
@@ -169,9 +169,6 @@ class RemoteProposer:
         if self._states is not None:
             self._states.trim()
         return drafts
-
-    def observe(self, outcomes: list[Outcome]) -> None:
-        """Nothing to learn: the text itself is in the next batch."""
 
     def forget(self, request_ids: list[str]) -> None:
         """Tells the drafter with the next request."""

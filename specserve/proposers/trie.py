@@ -14,7 +14,7 @@ import numpy as np
 
 from specserve.core.config import TrieConfig
 from specserve.core.metrics import TrieSnapshot
-from specserve.core.types import Draft, DraftBatch, Int32Array, Outcome, RequestControls
+from specserve.core.types import Draft, DraftBatch, Int32Array, RequestControls
 from specserve.proposers.base import Surroundings
 from specserve.proposers.controls import NO_TENANT
 from specserve.trie.memory import SharedMemory, TrieMemory
@@ -121,9 +121,6 @@ class TrieProposer:
                     tuple(found.chances[row, : found.lengths[row]].tolist()),
                 )
         return drafts
-
-    def observe(self, outcomes: list[Outcome]) -> None:
-        """Nothing to learn: the text itself is in the next batch."""
 
     def forget(self, request_ids: list[str]) -> None:
         """Closes these requests' texts; what was learned of them stays."""

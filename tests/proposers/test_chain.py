@@ -29,15 +29,11 @@ class Source:
     def __init__(self, answer: Callable[[DraftBatch], object]) -> None:
         self.answer = answer
         self.limits: list[list[int]] = []
-        self.outcomes: list[Outcome] = []
         self.forgotten: list[str] = []
 
     def propose(self, batch: DraftBatch) -> list[Draft]:
         self.limits.append(batch.max_draft_tokens.tolist())
         return self.answer(batch)  # type: ignore[return-value]
-
-    def observe(self, outcomes: list[Outcome]) -> None:
-        self.outcomes.extend(outcomes)
 
     def forget(self, request_ids: list[str]) -> None:
         self.forgotten.extend(request_ids)
@@ -208,11 +204,8 @@ def test_a_source_that_answers_a_probe_is_up_again(caplog: pytest.LogCaptureFixt
     ]
 
 
-def test_errors_in_observe_and_forget_do_not_reach_the_request() -> None:
+def test_errors_in_forget_do_not_reach_the_request() -> None:
     class Fragile(Source):
-        def observe(self, outcomes: list[Outcome]) -> None:
-            raise KeyError("observe")
-
         def forget(self, request_ids: list[str]) -> None:
             raise KeyError("forget")
 
@@ -220,7 +213,7 @@ def test_errors_in_observe_and_forget_do_not_reach_the_request() -> None:
     chain = ProposerChain([("ngram", Fragile(always(1)))], metrics, clock=Clock())
     chain.step(batch(4), [Outcome("r0", None, 0, (5,))], [AUTO])
     chain.forget(["r0"])
-    assert health(metrics, "ngram").num_errors == 2
+    assert health(metrics, "ngram").num_errors == 1
 
 
 def test_a_resting_source_is_still_told_what_to_forget() -> None:
@@ -231,25 +224,14 @@ def test_a_resting_source_is_still_told_what_to_forget() -> None:
     assert source.forgotten == ["r0", "r1"]
 
 
-def test_outcomes_reach_every_source_before_it_is_asked_and_are_counted() -> None:
+def test_what_became_of_drafts_is_counted() -> None:
     metrics = SpeculationMetrics()
-    order: list[str] = []
-
-    class Ordered(Source):
-        def observe(self, outcomes: list[Outcome]) -> None:
-            order.append("observe")
-
-        def propose(self, batch: DraftBatch) -> list[Draft]:
-            order.append("propose")
-            return super().propose(batch)
-
-    chain = ProposerChain([("ngram", Ordered(always(1)))], metrics)
+    chain = ProposerChain([("ngram", Source(always(1)))], metrics)
     outcomes = [
         Outcome("r0", Draft((1, 2, 3), "ngram"), 2, (1, 2, 9)),
         Outcome("r1", None, 0, (4,)),
     ]
     chain.step(batch(4, 4), outcomes, [AUTO, AUTO])
-    assert order == ["observe", "propose"]
     [entry] = metrics.snapshot().acceptance
     assert (entry.num_drafts, entry.num_draft_tokens, entry.num_accepted_tokens) == (1, 3, 2)
 
