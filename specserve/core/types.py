@@ -1,11 +1,14 @@
-"""What proposers are asked and what they answer: small frozen values, no behaviour."""
+"""What proposers are asked and what they answer: small frozen values, no behaviour.
+
+Structs of msgspec: many are made in each step, and they take a tenth of a dataclass's time to make.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Literal, Self
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -15,8 +18,7 @@ Source = Literal["ngram", "trie_local", "trie_cluster", "draft_model", "mtp"]
 Int32Array = npt.NDArray[np.int32]
 
 
-@dataclass(frozen=True, slots=True)
-class RequestControls:
+class RequestControls(msgspec.Struct, frozen=True):
     """What one request asked of speculation, through ``vllm_xargs``, and for whom.
 
     Attributes:
@@ -38,8 +40,7 @@ class RequestControls:
     cache_salt: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class HiddenStates:
+class HiddenStates(msgspec.Struct, frozen=True):
     """The target's last hidden states of the step that has just run, after the final norm.
 
     The last rows of a request may be of draft tokens that were refused: of a request with n tokens
@@ -57,8 +58,7 @@ class HiddenStates:
     starts: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class DraftBatch:
+class DraftBatch(msgspec.Struct, frozen=True):
     """One decoding step's question: what comes next for each of these requests?
 
     The arrays are views into the engine's buffers, valid only during the call; row ``i`` belongs
@@ -88,8 +88,7 @@ class DraftBatch:
         return len(self.request_ids)
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
+class Draft(msgspec.Struct, frozen=True):
     """A guess at a request's next tokens.
 
     Attributes:
@@ -107,15 +106,14 @@ class Draft:
 
     def cut(self, num_tokens: int) -> Self:
         """The first ``num_tokens`` tokens of this draft."""
-        return replace(
+        return msgspec.structs.replace(
             self,
             tokens=self.tokens[:num_tokens],
             chances=self.chances[:num_tokens],
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True):
     """What became of a request's last draft, and what the target wrote in that step.
 
     Attributes:

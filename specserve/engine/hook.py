@@ -11,7 +11,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import ray
 import torch
+from msgspec.structs import replace
 from vllm.config import VllmConfig
 
 from specserve.core.config import AppConfig, DrafterConfig, TrieConfig
@@ -65,7 +65,7 @@ class ProposerHook:
         self._drafts: dict[str, Draft] = {}
         self._controls: dict[str, RequestControls] = {}
         self._last_step_end = 0.0
-        self._last_step_ids: frozenset[str] = frozenset()
+        self._last_step_ids: list[str] = []
 
     def load_model(self, target_model: object) -> None:
         """Nothing to load: the sources are made ready where they draft, by :meth:`attach`."""
@@ -218,16 +218,15 @@ class ProposerHook:
         Only then the time between the two ends is the step's own: the engine was never idle, and
         no prompt was read.
         """
-        ids = frozenset(request_ids)
+        size = len(request_ids)
         drafted = sum(map(len, scheduler_output.scheduled_spec_decode_tokens.values()))
-        only_decoded = scheduler_output.total_num_scheduled_tokens == len(ids) + drafted
         if (
-            only_decoded
-            and ids == self._last_step_ids
-            and ids == scheduler_output.num_scheduled_tokens.keys()
+            scheduler_output.total_num_scheduled_tokens == size + drafted
+            and len(scheduler_output.num_scheduled_tokens) == size
+            and request_ids == self._last_step_ids
         ):
-            self._chain.observe_step(len(ids), drafted, time.monotonic() - self._last_step_end)
-        self._last_step_ids = ids
+            self._chain.observe_step(size, drafted, time.monotonic() - self._last_step_end)
+        self._last_step_ids = list(request_ids)
 
     def _draft_batch(
         self, request_ids: list[str], sampled: list[list[int]], scheduler_output: Any, hidden: Any

@@ -16,9 +16,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
+from msgspec.structs import replace
 
 from specserve.core.config import DrafterConfig, SourceConfig
 from specserve.core.metrics import SpeculationMetrics

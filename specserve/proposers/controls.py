@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from specserve.core.config import MAX_DRAFT_TOKENS
 from specserve.core.errors import RequestError

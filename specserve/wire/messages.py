@@ -6,7 +6,6 @@ have numbers too, again the asker's own: who asks is told by the connection.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import msgspec
@@ -104,8 +103,7 @@ class RequestHead(msgspec.Struct, frozen=True, array_like=True, tag="draft"):
     forget: Annotated[tuple[Number, ...], msgspec.Meta(max_length=MAX_ROWS)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextRow:
+class TextRow(msgspec.Struct, frozen=True, kw_only=True):
     """One text of a request; see :class:`specserve.drafters.base.Row`.
 
     Attributes:
@@ -127,8 +125,7 @@ class TextRow:
     max_draft_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftRequest:
+class DraftRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Bring these texts up to date, draft for those that want it.
 
     Attributes:

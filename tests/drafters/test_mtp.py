@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from specserve.core.errors import ConfigError
 from specserve.drafters.base import Answer, Key, Row
@@ -238,7 +239,7 @@ def test_without_the_last_state_nothing_is_drafted(drafter: MtpDrafter) -> None:
 
 
 def test_drafts_end_where_texts_must(loaded: MtpDrafter) -> None:
-    card = replace(loaded.card, max_tokens=100)
+    card = dataclasses.replace(loaded.card, max_tokens=100)
     drafter = MtpDrafter(loaded.module, card, NUM_SLOTS)
     assert drafter.draft([row(98, drafts=5)]) == [Answer(97, texts()[0].draft(98, 2))]
     assert drafter.draft([row(100, start=97)]) == [Answer(99)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from specserve.core.types import Draft
@@ -25,7 +25,7 @@ class FixedLength:
         self._length = length
 
     def trim(self, request_ids: Sequence[str], drafts: list[Draft]) -> list[Draft]:
-        return [replace(draft, tokens=draft.tokens[: self._length]) for draft in drafts]
+        return [draft.cut(self._length) for draft in drafts]
 
     def observe_step(self, num_requests: int, num_draft_tokens: int, seconds: float) -> None: ...
     def forget(self, request_ids: list[str]) -> None: ...
