@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from vllm.config import ParallelConfig
@@ -19,9 +19,14 @@ from vllm.distributed.device_communicators import shm_broadcast
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.platforms import current_platform
 from vllm.v1.executor import ray_executor_v2
-from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2, RayWorkerProc
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+
+if TYPE_CHECKING:
+    from vllm.v1.executor.abstract import Executor as _Executor
+else:
+    _Executor = object
 
 _LOOK_S = 1.0
 """How often a reader of another node's queue looks whether it is to end."""
@@ -35,10 +40,11 @@ def attach_drafts(output: ModelRunnerOutput, drafts: DraftTokenIds | None) -> No
     output.specserve_drafts = drafts
 
 
-class DraftsWithTokens(MultiprocExecutor):
+class DraftsWithTokens(_Executor):
     """Takes a step's drafts from the output that brings its tokens: a call to the shards less.
 
     vLLM asks for them with a call of their own after each step, during which nothing is computed.
+    Mixed into vLLM's executors; the base follows it in the method resolution order.
     """
 
     _drafts: DraftTokenIds | None = _NOT_ATTACHED
@@ -53,6 +59,10 @@ class DraftsWithTokens(MultiprocExecutor):
         """The drafts for the next step; asks the shards only if the tokens came without."""
         drafts, self._drafts = self._drafts, _NOT_ATTACHED
         return super().take_draft_token_ids() if drafts is _NOT_ATTACHED else drafts
+
+
+class InProcessExecutor(DraftsWithTokens, UniProcExecutor):
+    """vLLM's executor for an engine on its own."""
 
 
 class CpuRayWorkerProc(RayWorkerProc):

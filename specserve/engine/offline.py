@@ -26,6 +26,7 @@ from specserve.core.config import AppConfig
 from specserve.core.errors import ConfigError, EngineError
 from specserve.core.metrics import AcceptanceSnapshot, SpeculationSnapshot
 from specserve.engine.args import engine_args, ray_engine_args, worker_cls
+from specserve.engine.executor import InProcessExecutor
 from specserve.engine.generation import Completion, Job, RunResult, Sampling
 from specserve.engine.methods import Method
 
@@ -244,7 +245,7 @@ def _offline_args(config: AppConfig, method: Method) -> EngineArgs:
         fields["per_request_spec_decode_metrics"] = "summary"
     if config.engine.tensor_parallel_size == 1:
         # One shard needs no cluster: the same worker in this very process.
-        fields["distributed_executor_backend"] = "uni"
+        fields["distributed_executor_backend"] = InProcessExecutor
     return EngineArgs(**fields)
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-import torch
-from vllm.utils.torch_utils import PIN_MEMORY, async_tensor_h2d
+from vllm.utils.torch_utils import PIN_MEMORY
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 
 
@@ -36,30 +34,21 @@ def sample_plainly_without_drafts(runner: Any) -> None:
 
     vLLM works out for every step which of its logits are whose drafts', and takes it through
     rejection sampling, which then accepts nothing of nothing: several times the work of sampling,
-    for the same distribution.
+    for the same distribution. Models with recurrent layers are left to vLLM: speculation tells them
+    where their state is.
     """
-    calc_metadata, sample = runner._calc_spec_decode_metadata, runner._sample
+    model = runner.model_config
+    if model.has_inner_state or model.is_hybrid:
+        return
+    prepare_inputs = runner._prepare_inputs
 
-    def _calc_spec_decode_metadata(num_draft_tokens: Any, ends: Any) -> Any:
-        if num_draft_tokens.any():
-            return calc_metadata(num_draft_tokens, ends)
-        return _NoDrafts(async_tensor_h2d(ends - 1, device=runner.device))
+    def _prepare_inputs(scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
+        if scheduler_output.scheduled_spec_decode_tokens:
+            return prepare_inputs(scheduler_output, num_scheduled_tokens)
+        config, runner.speculative_config = runner.speculative_config, None
+        try:
+            return prepare_inputs(scheduler_output, num_scheduled_tokens)
+        finally:
+            runner.speculative_config = config
 
-    def _sample(logits: Any, spec_decode_metadata: Any) -> Any:
-        if isinstance(spec_decode_metadata, _NoDrafts):
-            spec_decode_metadata = None
-        return sample(logits, spec_decode_metadata)
-
-    runner._calc_spec_decode_metadata = _calc_spec_decode_metadata
-    runner._sample = _sample
-
-
-@dataclass(frozen=True, slots=True)
-class _NoDrafts:
-    """In the place of vLLM's ``SpecDecodeMetadata``, of which nothing else is needed then.
-
-    Attributes:
-        logits_indices: int32 ``[n]``, the last scheduled token of each request.
-    """
-
-    logits_indices: torch.Tensor
+    runner._prepare_inputs = _prepare_inputs

@@ -26,21 +26,22 @@ LEAST_LIKELY = 0.01
 _MOST_LIKELY = 0.97
 _PRIOR_TRIALS = 4.0
 _MOST_TRIALS = 1024.0
-_REQUEST_PRIOR = 4.0
-_REQUEST_MEMORY = 0.97
+_RECORD_PRIOR = 4.0
+_RECORD_MEMORY = 0.97
 
 
 class Acceptance:
     """Estimates ``P(token j accepted | tokens before j accepted)``.
 
     Shared by a tenant's requests: one rate for each source, bucket and position, from decayed
-    counts; what is accepted of one tenant's drafts does not change another's. Each request moves
+    counts; what is accepted of one tenant's drafts does not change another's. What is not known of
+    a rate is taken from what its source was worth altogether (empirical Bayes). Each request moves
     a source's rates by one factor: the tokens that it accepted over the tokens that the shared
     rates expected of that source's recent drafts.
     """
 
     def __init__(self) -> None:
-        self._shared: dict[tuple[str, _View], list[_Rates]] = {}
+        self._shared: dict[tuple[str, _View], _Shared] = {}
         self._tenants: dict[str, str] = {}
         self._requests: dict[str, dict[_View, _Record]] = {}
 
@@ -81,8 +82,10 @@ class Acceptance:
         factor = 1.0 if record is None else record.factor
         gains = []
         gain = 1.0
-        for rates, position in self._cells(request_id, draft):
-            chance = factor * rates.rates[position]
+        shared = self._shared_of(request_id, draft)
+        worths = [record.factor for record in shared.records]
+        for rates, position in _cells(shared, draft):
+            chance = factor * rates.rate(position, worths[position > 0])
             gain *= chance if chance < _MOST_LIKELY else _MOST_LIKELY
             if gain < LEAST_LIKELY:
                 break
@@ -101,25 +104,20 @@ class Acceptance:
         record = records.get(_view(draft))
         if record is None:
             record = records[_view(draft)] = _Record()
-        for index, (rates, position) in enumerate(self._cells(request_id, draft)[:num_tried]):
-            record.add(rates.rates[position], index < num_hits)
+        shared = self._shared_of(request_id, draft)
+        for index, (rates, position) in enumerate(_cells(shared, draft)[:num_tried]):
+            known = shared.records[position > 0]
+            record.add(rates.rate(position, known.factor), index < num_hits)
+            known.add(rates.priors[position], index < num_hits)
             rates.add(position, index < num_hits)
 
-    def _cells(self, request_id: str, draft: Draft) -> list[tuple[_Rates, int]]:
-        """The rates of each of a draft's tokens, and its position in them."""
+    def _shared_of(self, request_id: str, draft: Draft) -> _Shared:
         key = self._tenants.get(request_id, ""), _view(draft)
-        buckets = self._shared.get(key)
-        if buckets is None:
-            firsts = _SURE_CHANCES if draft.chances else _MATCH_CHANCES
-            buckets = [_Rates(*each) for each in firsts]
-            self._shared[key] = buckets
-        if draft.chances:
-            found = [
-                buckets[min(int(BUCKETS * each * each), BUCKETS - 1)] for each in draft.chances
-            ]
-        else:
-            found = [buckets[min(draft.match_len, BUCKETS - 1)]] * len(draft.tokens)
-        return list(zip(found, _POSITIONS, strict=False))
+        shared = self._shared.get(key)
+        if shared is None:
+            shared = _Shared(_SURE_CHANCES if draft.chances else _MATCH_CHANCES)
+            self._shared[key] = shared
+        return shared
 
 
 _View = tuple[str, bool]
@@ -150,36 +148,71 @@ class _Rates:
     Args:
         first: before any trial, of the first token.
         later: the same of each further one.
+
+    Attributes:
+        priors: the rates before any trial.
     """
 
-    __slots__ = ("_hits", "_trials", "rates")
+    __slots__ = ("_hits", "_trials", "priors")
 
     def __init__(self, first: float, later: float) -> None:
-        self.rates = [first] + [later] * (POSITION_BUCKETS - 1)
-        self._hits = [_PRIOR_TRIALS * rate for rate in self.rates]
-        self._trials = [_PRIOR_TRIALS] * POSITION_BUCKETS
+        self.priors = (first, *[later] * (POSITION_BUCKETS - 1))
+        self._hits = [0.0] * POSITION_BUCKETS
+        self._trials = [0.0] * POSITION_BUCKETS
+
+    def rate(self, position: int, worth: float) -> float:
+        """By the trials, and by a source that is worth so many times what was thought of it."""
+        expected = _PRIOR_TRIALS * worth * self.priors[position]
+        return (self._hits[position] + expected) / (self._trials[position] + _PRIOR_TRIALS)
 
     def add(self, position: int, hit: bool) -> None:
         self._trials[position] += 1
         self._hits[position] += hit
-        self.rates[position] = self._hits[position] / self._trials[position]
         if self._trials[position] > _MOST_TRIALS:
             self._trials[position] /= 2
             self._hits[position] /= 2
 
 
+class _Shared:
+    """What is known of a source.
+
+    Args:
+        chances: of each bucket before any trial, of the first token and of later ones.
+
+    Attributes:
+        buckets: the rates.
+        records: what was accepted by what was thought before any trial, of first and later tokens.
+    """
+
+    __slots__ = ("buckets", "records")
+
+    def __init__(self, chances: Sequence[tuple[float, float]]) -> None:
+        self.buckets = [_Rates(*each) for each in chances]
+        self.records = _Record(), _Record()
+
+
+def _cells(shared: _Shared, draft: Draft) -> list[tuple[_Rates, int]]:
+    """The rates of each of a draft's tokens, and its position in them."""
+    buckets = shared.buckets
+    if draft.chances:
+        found = [buckets[min(int(BUCKETS * each * each), BUCKETS - 1)] for each in draft.chances]
+    else:
+        found = [buckets[min(draft.match_len, BUCKETS - 1)]] * len(draft.tokens)
+    return list(zip(found, _POSITIONS, strict=False))
+
+
 class _Record:
-    """One source's recent drafts for a request: what was accepted, what the rates expected."""
+    """A source's recent drafts: what was accepted, what was expected."""
 
     __slots__ = ("_accepted", "_expected")
 
     def __init__(self) -> None:
-        self._accepted = _REQUEST_PRIOR
-        self._expected = _REQUEST_PRIOR
+        self._accepted = _RECORD_PRIOR
+        self._expected = _RECORD_PRIOR
 
     def add(self, rate: float, hit: bool) -> None:
-        # What is forgotten of the past is filled up with the prior, which says: as all others.
-        kept, rest = _REQUEST_MEMORY, (1 - _REQUEST_MEMORY) * _REQUEST_PRIOR
+        # What is forgotten of the past is filled up with the prior, which says: as expected.
+        kept, rest = _RECORD_MEMORY, (1 - _RECORD_MEMORY) * _RECORD_PRIOR
         self._accepted = kept * self._accepted + rest + hit
         self._expected = kept * self._expected + rest + rate
 

@@ -227,21 +227,28 @@ class ProposerChain:
         for row, draft in enumerate(self._gate.trim(request_ids, gated)):
             if draft.tokens:
                 sent[row] = draft
+        if logger.isEnabledFor(logging.DEBUG):
+            self._explain(request_ids, offers, sent)
         for row, each in enumerate(offers):
             self._arbiter.keep(request_ids[row], [draft for _, draft in each])
-            if each and logger.isEnabledFor(logging.DEBUG):
-                self._explain(request_ids[row], each, sent[row])
         return sent
 
-    def _explain(self, request_id: str, offers: list[tuple[str, Draft]], sent: Draft) -> None:
-        """Logs what each source offered a request, with its expected number of accepted tokens."""
-        expected = self._gate.acceptance.expected
-        told = [
-            f"{draft.source} {len(draft.tokens)} tokens, {expected(request_id, draft):.2f} expected"
-            for _, draft in offers
-        ]
-        chosen = f"{sent.source} {len(sent.tokens)} tokens" if sent.tokens else "none"
-        logger.debug("%s: offered %s; sent %s", request_id, "; ".join(told), chosen)
+    def _explain(
+        self, request_ids: list[str], offers: list[list[tuple[str, Draft]]], sent: list[Draft]
+    ) -> None:
+        """Logs what was expected of each draft and of a step's cost, and what was sent."""
+        costs = [1e3 * seconds for seconds in self._gate.cost.at(len(offers))]
+        logger.debug("a step: plain %.3g ms, with drafts %.3g ms and %.3g ms a token", *costs)
+        for request_id, each, draft in zip(request_ids, offers, sent, strict=True):
+            told = "; ".join(
+                f"{offer.source} {self._gate.acceptance.expected(request_id, offer):.2f} of "
+                f"{len(offer.tokens)} tokens"
+                for _, offer in each
+            )
+            logger.debug(
+                "%s: expected %s; sent %d of %s",
+                *(request_id, told or "nothing", len(draft.tokens), draft.source),
+            )
 
     @staticmethod
     def _limits(kind: str, batch: DraftBatch) -> Int32Array:

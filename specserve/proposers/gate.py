@@ -24,15 +24,14 @@ LEAST_GAIN = 0.02
 PROBE_SHARE = 0.01
 """Share of the time that may be spent on learning whether what is off would pay now."""
 
-DRAFT_PROBE_SHARE = 0.002
-"""The same of drafts that are there. Whether they are right is seen without sending them; what is
-learned is whether verifying them still costs what it did."""
+PROBE_HOPE = 0.5
+"""Share of a probe's tokens that have to be expected to be accepted. Whether a draft is right is
+seen without sending it; what is learned is whether verifying it still costs what it did."""
 
 PROBE_TOKENS = 3
-"""Length of a draft that is sent only to learn from it."""
+"""Length of a draft that is sent only to learn from it, at most."""
 
 _FIRST_CREDIT, _MOST_CREDIT = 0.5, 4.0
-_MOST_DRAFT_CREDIT = 1.0
 _PLAIN_PROBE_STEPS = 32
 _FIRST_PLAIN_TURN, _PLAIN_TRIES = 4, 3
 _PATIENCE_STEPS = 8
@@ -57,9 +56,8 @@ class Gate:
     """Trims drafts to the length that pays, by what was accepted and what steps cost.
 
     Two things must be tried to be known: drafts where they seemed not to pay, and plain steps
-    where drafts always pay. They are paid from accounts that earn ``DRAFT_PROBE_SHARE`` and
-    ``PROBE_SHARE`` of the time, so that learning costs no more than that. Same calls, same answers:
-    nothing is random.
+    where drafts always pay. Both are paid from one account that earns ``PROBE_SHARE`` of the time,
+    so that learning costs no more than that. Same calls, same answers: nothing is random.
 
     Attributes:
         acceptance: what was accepted of the sources' drafts.
@@ -69,7 +67,7 @@ class Gate:
     def __init__(self) -> None:
         self.acceptance = Acceptance()
         self.cost = StepCost()
-        self._credit = self._draft_credit = _FIRST_CREDIT  # in plain steps
+        self._credit = _FIRST_CREDIT  # in plain steps
         self._unmeasured_steps = 0
         self._steps_since_plain = 0
         self._plain_turns: dict[int, _PlainTurns] = {}
@@ -86,7 +84,6 @@ class Gate:
             n drafts.
         """
         self._credit = min(self._credit + PROBE_SHARE, _MOST_CREDIT)
-        self._draft_credit = min(self._draft_credit + DRAFT_PROBE_SHARE, _MOST_DRAFT_CREDIT)
         is_calibrated = self.cost.is_calibrated(len(drafts))
         self._unmeasured_steps = 0 if is_calibrated else self._unmeasured_steps + 1
         offered = [row for row, draft in enumerate(drafts) if draft.tokens]
@@ -100,7 +97,7 @@ class Gate:
             base, per_token = base / plain, per_token / plain
             least = self._least_gain(gains, len(drafts), base, per_token)
             lengths = {row: _num_at_least(gains[row], least) for row in offered}
-            self._probe_drafts(request_ids, drafts, lengths, base - 1, per_token)
+            self._probe_drafts(request_ids, gains, lengths, base - 1, per_token)
         trimmed = list(drafts)
         for row in offered:
             trimmed[row] = drafts[row].cut(lengths[row])
@@ -163,27 +160,28 @@ class Gate:
     def _probe_drafts(
         self,
         request_ids: Sequence[str],
-        drafts: list[Draft],
+        gains: dict[int, list[float]],
         lengths: dict[int, int],
         first_price: float,
         per_token: float,
     ) -> None:
-        """Gives short drafts to requests that were left out for longest, as far as credit goes."""
-        left_out = [row for row, length in lengths.items() if not length]
-        if not left_out:
-            return
+        """Sends the beginnings of drafts that are likely to be right but seem to cost too much.
+
+        Those that were left out for longest are first, as far as credit goes.
+        """
+        probes = {row: gains[row][:PROBE_TOKENS] for row in lengths if not lengths[row]}
+        left_out = [row for row, probe in probes.items() if sum(probe) > PROBE_HOPE * len(probe)]
         skipped = self._skipped
         for row in left_out:
             skipped[request_ids[row]] = skipped.get(request_ids[row], 0) + 1
-        price = first_price if len(left_out) == len(lengths) else 0.0
+        price = 0.0 if any(lengths.values()) else first_price
         for row in sorted(left_out, key=lambda row: -skipped[request_ids[row]]):
-            length = min(PROBE_TOKENS, len(drafts[row].tokens))
-            price += length * per_token
-            if price > self._draft_credit:
+            price += len(probes[row]) * per_token
+            if price > self._credit:
                 return
-            self._draft_credit -= price
+            self._credit -= price
             price = 0.0
-            lengths[row] = length
+            lengths[row] = len(probes[row])
             skipped[request_ids[row]] = 0
 
 

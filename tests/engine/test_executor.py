@@ -21,7 +21,7 @@ def output(monkeypatch: pytest.MonkeyPatch) -> ModelRunnerOutput:
 
 @pytest.fixture
 def executor() -> DraftsWithTokens:
-    return object.__new__(DraftsWithTokens)  # without shards
+    return object.__new__(RayExecutor)  # without shards
 
 
 @pytest.mark.parametrize("drafts", [DRAFTS, None])

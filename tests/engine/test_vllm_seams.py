@@ -267,13 +267,16 @@ def test_the_names_that_our_cpu_kernels_take_are_looked_up_in_the_rejection_samp
     assert "apply_top_k_top_p(" in source
 
 
-def test_the_calls_that_sample_a_step_are_the_ones_we_wrap() -> None:
-    assert parameters(GPUModelRunner._sample) == ["self", "logits", "spec_decode_metadata"]
-    assert "self._sample(logits, spec_decode_metadata)" in source(GPUModelRunner.sample_tokens)
-    calc_metadata = GPUModelRunner._calc_spec_decode_metadata
-    assert parameters(calc_metadata) == ["self", "num_draft_tokens", "cu_num_scheduled_tokens"]
-    # All that is read of it where it is made; the rest is for whoever samples or drafts.
-    assert source(GPUModelRunner._prepare_inputs).count("spec_decode_metadata.") == 1
-    assert "spec_decode_metadata.logits_indices" in source(GPUModelRunner._prepare_inputs)
+def test_the_calls_of_a_step_are_the_ones_we_wrap() -> None:
+    prepare = GPUModelRunner._prepare_inputs
+    assert parameters(prepare) == ["self", "scheduler_output", "num_scheduled_tokens"]
+    assert source(GPUModelRunner.execute_model).count("self._prepare_inputs(") == 1
+    # All that speculation is there: which logits are whose.
+    assert source(prepare).count("speculative_config") == 1
+    assert "use_spec_decode = self.speculative_config is not None" in source(prepare)
+    assert "if spec_decode_metadata is None:" in source(GPUModelRunner._sample)
+    # What it leaves out is for recurrent layers alone.
+    metadata = source(GPUModelRunner._build_attention_metadata)
+    assert metadata.count("self.num_decode_draft_tokens") == 1
     assert parameters(MultiprocExecutor.sample_tokens) == ["self", "grammar_output", "non_block"]
     assert parameters(MultiprocExecutor.take_draft_token_ids) == ["self"]

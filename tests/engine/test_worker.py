@@ -3,7 +3,7 @@ from __future__ import annotations
 import threading
 from types import SimpleNamespace
 
-import numpy as np
+import pytest
 import torch
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS
 
@@ -15,6 +15,7 @@ class OneOfManyRanks:
     """As much of vLLM's worker as the mixin builds upon, in a rank that does not draft."""
 
     rank = 1
+    has_inner_state = False
     is_shut_down = False
 
     def compile_or_warm_up_model(self) -> str:
@@ -33,9 +34,11 @@ class OneOfManyRanks:
                 reasoning_config=None,
             ),
             input_batch=SimpleNamespace(logitsprocs=None),
-            _calc_spec_decode_metadata=lambda num_draft_tokens, ends: num_draft_tokens,
-            _sample=lambda logits, metadata: metadata,
+            model_config=SimpleNamespace(has_inner_state=self.has_inner_state, is_hybrid=False),
+            speculative_config="speculation",
         )
+        runner = self.model_runner
+        runner._prepare_inputs = lambda scheduled, num_tokens: runner.speculative_config
 
 
 class Worker(SpeculationMixin, OneOfManyRanks):
@@ -49,18 +52,17 @@ def test_a_rank_that_does_not_draft_samples_as_the_one_that_does() -> None:
     assert {type(each) for each in processors.all} == set(BUILTIN_LOGITS_PROCESSORS)
 
 
-def test_only_a_step_with_drafts_is_sampled_with_rejection() -> None:
+@pytest.mark.parametrize("has_inner_state", [False, True])
+def test_only_a_step_with_drafts_is_taken_as_speculation(has_inner_state: bool) -> None:
     worker = Worker()
+    worker.has_inner_state = has_inner_state
     worker.init_device()
-    runner, ends = worker.model_runner, np.array([4, 5], np.int32)
-    some, none = np.array([0, 2], np.int32), np.array([0, 0], np.int32)
-    with_drafts = runner._calc_spec_decode_metadata(some, ends)
-    assert with_drafts is some
-    assert runner._sample(None, with_drafts) is with_drafts
-    without = runner._calc_spec_decode_metadata(none, ends)
-    assert without.logits_indices.tolist() == [3, 4]
-    assert runner._sample(None, without) is None
-    assert runner._sample(None, None) is None
+    runner = worker.model_runner
+    with_drafts = SimpleNamespace(scheduled_spec_decode_tokens={"a": [1]})
+    without = SimpleNamespace(scheduled_spec_decode_tokens={})
+    assert runner._prepare_inputs(with_drafts, None) == "speculation"
+    assert runner._prepare_inputs(without, None) == ("speculation" if has_inner_state else None)
+    assert runner.speculative_config == "speculation"
 
 
 def test_a_rank_that_does_not_draft_has_nothing_to_tell() -> None:

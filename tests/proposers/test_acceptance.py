@@ -43,9 +43,9 @@ def test_tokens_after_a_refused_one_teach_nothing() -> None:
 
 
 def test_chances_fall_along_a_draft_and_end_where_nothing_is_to_be_expected() -> None:
-    gains = taught(4).gains("new", Draft(tuple(range(20)), "ngram", 3))
+    gains = taught(4).gains("new", Draft(tuple(range(200)), "ngram", 3))
     assert all(later < earlier for earlier, later in pairwise(gains))
-    assert 4 < len(gains) < 20
+    assert 4 < len(gains) < 200
     assert gains[-1] >= LEAST_LIKELY
     assert taught(0).gains("new", DRAFT) == []
 
@@ -106,6 +106,15 @@ def test_before_a_source_is_asked_it_is_judged_by_all_its_drafts() -> None:
 @pytest.mark.parametrize("chance", [0.0, 1.0])
 def test_a_source_may_be_as_sure_as_can_be(chance: float) -> None:
     assert len(Acceptance().gains("a", Draft((1,) * 200, "mtp", chances=(chance,) * 200))) < 200
+
+
+def test_what_was_never_seen_of_a_source_is_judged_by_what_it_was_worth_altogether() -> None:
+    longer = Draft((1, 2), "ngram", 6)
+    assert first(taught(0, times=30), "new", longer) < 0.5 * first(Acceptance(), "new", longer)
+    acceptance = taught(0, times=30)
+    for _ in range(30):
+        acceptance.observe("teacher", longer, (1, 2))
+    assert first(acceptance, "new", longer) > 0.8
 
 
 def test_sources_are_told_apart() -> None:
