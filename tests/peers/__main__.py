@@ -25,6 +25,7 @@ BENCHMARKS = {
     "sharing": "two replicas: one drafter for both, beside a drafter each",
     "memory": "one engine with a memory: ours beside vLLM's suffix decoding",
     "random": "one engine with a memory where nothing can be foreseen: what drafting costs",
+    "overhead": "one engine with a memory, and the same one with speculation switched off",
     "wire": "asking a drafter but for its model, beside a call of a Ray actor",
     "replication": "how soon replicas learn from each other, and where their store saturates",
     "server": "over HTTP: ours beside `vllm serve`, the same drafts on both sides",

@@ -1,0 +1,113 @@
+"""What speculation costs where nothing can be foreseen: one engine, with it and without.
+
+    python -m tests.peers overhead [--turns 24]
+
+As ``random``, but within one process: between the turns vLLM's own handling of speculation is
+switched off and on, and so is our hook. Two engines differ by some percent whatever they are, which
+is more than what is measured here; what differs between two processes is not seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+
+from specserve.bench.machine import circumstances
+from specserve.core.openmp import openmp_environment
+from tests.peers.bench_engine import CONCURRENCIES, measured_config
+from tests.peers.bench_memory import RANDOM_VOCAB, random_jobs
+from tests.peers.tables import print_rows
+
+MAX_TOKENS = 64
+JOBS = {1: 2, 8: 8}
+"""Of a turn, by concurrency."""
+
+
+def switches(runner: Any) -> dict[str, Callable[[], None]]:
+    """What brings a model runner into each state; the first has all, the last no speculation."""
+    config, hook = runner.speculative_config, runner.propose_draft_token_ids
+
+    def no_drafts(*_: object, **__: object) -> list[list[int]]:
+        return [[] for _ in runner.input_batch.req_ids]
+
+    def state(has_config: bool, has_hook: bool) -> None:
+        runner.speculative_config = config if has_config else None
+        runner.propose_draft_token_ids = hook if has_hook else no_drafts
+
+    return {
+        "all": lambda: state(True, True),
+        "without our hook": lambda: state(True, False),
+        "without speculation": lambda: state(False, False),
+    }
+
+
+def measure(method: str, path: Path, turns: int) -> list[dict[str, Any]]:
+    """A row for each concurrency; the engine runs in this process."""
+    # Imported here: the environment has to be set before vLLM is loaded.
+    from specserve.engine.methods import parse_method
+    from specserve.engine.offline import OfflineEngine
+
+    config = measured_config(path)
+    engine = OfflineEngine(config, parse_method(method, config))
+    core: Any = engine._engine.engine_core
+    states = switches(core.engine_core.model_executor.driver_worker.worker.model_runner)
+    rows = []
+    for concurrency in CONCURRENCIES:
+        seconds: dict[str, list[float]] = {name: [] for name in states}
+        order = list(states.items())
+        for turn in track(range(turns + 1), f"concurrency {concurrency}"):
+            jobs = random_jobs(RANDOM_VOCAB, JOBS[concurrency], MAX_TOKENS, turn)
+            for name, switch in order:
+                switch()
+                seconds[name].append(engine.run(jobs, concurrency, lambda *_: None).seconds)
+            order = order[1:] + order[:1]
+        base = seconds["without speculation"]
+        for name, found in seconds.items():
+            ratios = [b / each for b, each in zip(base[1:], found[1:], strict=True)]
+            rows.append(
+                {
+                    "concurrency": concurrency,
+                    "engine": name,
+                    "seconds": round(median(found[1:]), 3),
+                    "speed": round(median(ratios), 3),
+                }
+            )
+    engine.close()
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints a table and, last, one line of JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--config", type=Path, default=Path("configs/demo.yaml"))
+    parser.add_argument("--method", default="ngram+trie")
+    parser.add_argument("--turns", type=int, default=24)
+    args = parser.parse_args(argv)
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+    environment |= openmp_environment(measured_config(args.config).placement.num_cpus_per_shard)
+    if not os.environ.items() >= environment.items():  # what loads libraries wants another process
+        command = [sys.executable, "-m", "tests.peers.bench_overhead", *(argv or sys.argv[1:])]
+        return subprocess.call(command, env=os.environ | environment)
+    rows = measure(args.method, args.config, args.turns)
+    print_rows(
+        Console(), "random text, the speed of the same engine without speculation is 1", rows
+    )
+    options = {key: value for key, value in vars(args).items() if key != "config"}
+    print(
+        json.dumps({"benchmark": "overhead", **circumstances(), "options": options, "rows": rows})
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
