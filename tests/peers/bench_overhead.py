@@ -96,7 +96,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
     environment |= openmp_environment(measured_config(args.config).placement.num_cpus_per_shard)
     if not os.environ.items() >= environment.items():  # what loads libraries wants another process
-        command = [sys.executable, "-m", "tests.peers.bench_overhead", *(argv or sys.argv[1:])]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.peers.bench_overhead",
+            *(sys.argv[1:] if argv is None else argv),
+        ]
         return subprocess.call(command, env=os.environ | environment)
     rows = measure(args.method, args.config, args.turns)
     print_rows(
