@@ -1,6 +1,7 @@
 """What proposers are asked and what they answer: small frozen values, no behaviour.
 
-Structs of msgspec: many are made in each step, and they take a tenth of a dataclass's time to make.
+Structs of msgspec: many are made in each step, and a frozen dataclass takes seven times
+as long to make.
 """
 
 from __future__ import annotations
