@@ -193,7 +193,7 @@ class Lookout:
         if self._unheard_since is None:
             self._unheard_since = now
         with suppress(zmq.Again):  # ZeroMQ has given up a connection that was refused
-            hello = Hello(self._number, self._wanted.replica)
+            hello = Hello(self._number, replica=self._wanted.replica)
             self._socket.send_multipart(encode(hello), zmq.NOBLOCK)
 
     def _listen(self) -> None:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from specserve.core.config import MAX_DRAFT_TOKENS
 from specserve.core.types import Int32Array
 
-PROTOCOL = 2
+PROTOCOL = 1
 """Raised with every change that an older side would misread."""
 
 MAX_ROWS = 4096
@@ -46,13 +46,13 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
 
     Attributes:
         number: the question's.
-        replica: for whom is asked; empty: nobody's.
         protocol: what the asker speaks.
+        replica: for whom is asked; empty: nobody's.
     """
 
     number: Number
-    replica: Name = ""
     protocol: int = PROTOCOL
+    replica: Name = ""
 
 
 class Card(msgspec.Struct, frozen=True, array_like=True, tag="card"):

@@ -75,7 +75,7 @@ class Client:
 
     def ping(self, replica: str = "") -> None:
         """Returns when the server has taken all that was sent before."""
-        self.send(Hello(99, replica))
+        self.send(Hello(99, replica=replica))
         assert isinstance(self.receive(), Card)
 
     def close(self) -> None:

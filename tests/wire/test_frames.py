@@ -247,3 +247,10 @@ def test_an_answer_with_a_negative_token_is_refused() -> None:
     frame = msgspec.msgpack.encode(["drafts", 1, "abc", [[3, [-1]]], 0.0])
     with pytest.raises(WireError):
         decode_reply([frame])
+
+
+def test_sides_that_know_fewer_fields_are_understood() -> None:
+    assert decode_question([msgspec.msgpack.encode(["hello", 7, PROTOCOL])]) == Hello(7)
+    answer = ["drafts", 3, "abc", [[5, [1, 2]]], 0.1]
+    expected = DraftAnswer(3, "abc", (RowAnswer(5, (1, 2)),), 0.1)
+    assert decode_reply([msgspec.msgpack.encode(answer)]) == expected
