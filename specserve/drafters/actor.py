@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -159,8 +160,9 @@ def ask_for_seat(options: DrafterOptions, index: int, replica: str) -> Seat:
 
 
 def leave_seat(options: DrafterOptions, index: int, replica: str) -> None:
-    """Gives a replica's seat back; does not wait."""
-    get_or_start(options, index).leave.remote(replica)
+    """Gives a replica's seat back, where the drafter is still there; it would expire, too."""
+    with suppress(ValueError, RayError):
+        ray.get_actor(options.name(index), NAMESPACE).leave.remote(replica)
 
 
 class OwnDrafter:
