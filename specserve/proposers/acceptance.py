@@ -8,7 +8,8 @@ is one that is not there yet, where the question is whether to ask for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import repeat
 
 from specserve.core.config import MAX_DRAFT_TOKENS
 from specserve.core.types import Draft
@@ -65,8 +66,9 @@ class Acceptance:
         while num_hits < num_known and draft.tokens[num_hits] == new_tokens[num_hits]:
             num_hits += 1
         self._count(request_id, draft, num_hits, num_known)
-        if draft.chances:  # before its source is asked no chances are known
-            blind = Draft(draft.tokens, draft.source, draft.match_len)
+        if draft.chances and not draft.match_len:
+            # A model's: whether to ask for the next is decided before any chances are known.
+            blind = Draft(draft.tokens, draft.source)
             self._count(request_id, blind, num_hits, num_known)
 
     def expected(self, request_id: str, draft: Draft) -> float:
@@ -100,12 +102,12 @@ class Acceptance:
 
     def _count(self, request_id: str, draft: Draft, num_hits: int, num_known: int) -> None:
         num_tried = min(num_hits + 1, num_known)
-        records = self._requests.setdefault(request_id, {})
-        record = records.get(_view(draft))
+        records, view = self._requests.setdefault(request_id, {}), _view(draft)
+        record = records.get(view)
         if record is None:
-            record = records[_view(draft)] = _Record()
+            record = records[view] = _Record()
         shared = self._shared_of(request_id, draft)
-        for index, (rates, position) in enumerate(_cells(shared, draft)[:num_tried]):
+        for index, (rates, position) in zip(range(num_tried), _cells(shared, draft), strict=False):
             known = shared.records[position > 0]
             record.add(rates.rate(position, known.factor), index < num_hits)
             known.add(rates.priors[position], index < num_hits)
@@ -191,14 +193,14 @@ class _Shared:
         self.records = _Record(), _Record()
 
 
-def _cells(shared: _Shared, draft: Draft) -> list[tuple[_Rates, int]]:
+def _cells(shared: _Shared, draft: Draft) -> Iterable[tuple[_Rates, int]]:
     """The rates of each of a draft's tokens, and its position in them."""
     buckets = shared.buckets
     if draft.chances:
-        found = [buckets[min(int(BUCKETS * each * each), BUCKETS - 1)] for each in draft.chances]
-    else:
-        found = [buckets[min(draft.match_len, BUCKETS - 1)]] * len(draft.tokens)
-    return list(zip(found, _POSITIONS, strict=False))
+        found = (buckets[min(int(BUCKETS * each * each), BUCKETS - 1)] for each in draft.chances)
+        return zip(found, _POSITIONS, strict=False)
+    bucket = buckets[min(draft.match_len, BUCKETS - 1)]
+    return zip(repeat(bucket, len(draft.tokens)), _POSITIONS, strict=False)
 
 
 class _Record:

@@ -130,7 +130,11 @@ class ProposerChain:
         """Counts the outcomes, and learns from them."""
         if not outcomes:
             return
-        verified = [(each.draft, each.num_accepted) for each in outcomes if each.draft is not None]
+        verified = [
+            (each.draft, each.num_accepted)
+            for each in outcomes
+            if each.draft is not None and each.draft.tokens
+        ]
         for draft, num_accepted in verified:
             self._metrics.count_draft(draft.source, len(draft.tokens), num_accepted)
         if verified and self._paces:

@@ -26,7 +26,7 @@ class Pace:
     def __init__(self) -> None:
         self._yield = _FIRST_YIELD  # tokens a call
         self._seconds = 0.0  # a call
-        self._num_calls = _FIRST_CALLS  # up to those that count
+        self._num_calls = _FIRST_CALLS  # so many the first yield counts for
         self._pause, self._step = 1, 0
 
     @property
