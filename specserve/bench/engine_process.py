@@ -92,7 +92,7 @@ class EngineProcess:
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
-                env=_child_environment(config),
+                env=engine_environment(config),
                 start_new_session=True,
             )
         self._send(Start(config, method))
@@ -177,7 +177,8 @@ class EngineProcess:
         return f"the engine's process ended with {self._process.returncode}: {last}"
 
 
-def _child_environment(config: AppConfig) -> dict[str, str]:
+def engine_environment(config: AppConfig) -> dict[str, str]:
+    """All variables of a process that an engine is to run in."""
     environment = dict(os.environ)
     # The engine core runs in the child itself: one process a method.
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

@@ -116,6 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--restarts", type=int, default=5, help="of all engines; at least 2")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
+    if args.restarts < 2:
+        parser.error(f"--restarts {args.restarts}: at least 2, one is judged by the others")
     config = measured_config(args.config)
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.path, config.model.revision)
     files = asked_again(args.seed)
@@ -138,12 +140,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             inflate(Path(config.model.path), target, args.extra_layers)
             model = config.model.model_copy(update={"path": str(target)})
             config = config.model_copy(update={"model": model})
-        entrants = contenders(config)
+        entrants = order = contenders(config)
         starts = []
-        for number, jobs in enumerate(rounds):
-            shift = number % len(entrants)
-            order = [*entrants[shift:], *entrants[:shift]]
+        for jobs in rounds:
             starts.append(measure(console, order, [jobs], CONCURRENCIES, LEAST_JOBS))
+            order = order[1:] + order[:1]
     together: dict[Key, list[RunResult]] = defaultdict(list)
     for start in starts:
         for key, runs in start.items():

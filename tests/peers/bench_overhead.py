@@ -22,13 +22,13 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
+from specserve.bench.engine_process import engine_environment
 from specserve.bench.machine import circumstances
-from specserve.core.openmp import openmp_environment
 from tests.peers.bench_engine import CONCURRENCIES, measured_config
 from tests.peers.bench_memory import RANDOM_VOCAB, random_jobs
+from tests.peers.bench_random import MAX_TOKENS
 from tests.peers.tables import print_rows
 
-MAX_TOKENS = 64
 JOBS = {1: 2, 8: 8}
 """Of a turn, by concurrency."""
 
@@ -93,16 +93,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--method", default="ngram+trie")
     parser.add_argument("--turns", type=int, default=24)
     args = parser.parse_args(argv)
-    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
-    environment |= openmp_environment(measured_config(args.config).placement.num_cpus_per_shard)
-    if not os.environ.items() >= environment.items():  # what loads libraries wants another process
-        command = [
-            sys.executable,
-            "-m",
-            "tests.peers.bench_overhead",
-            *(sys.argv[1:] if argv is None else argv),
-        ]
-        return subprocess.call(command, env=os.environ | environment)
+    environment = engine_environment(measured_config(args.config))
+    if environment != os.environ:  # what loads libraries wants another process
+        given = sys.argv[1:] if argv is None else argv
+        command = [sys.executable, "-m", "tests.peers.bench_overhead", *given]
+        return subprocess.call(command, env=environment)
     rows = measure(args.method, args.config, args.turns)
     print_rows(
         Console(), "random text, the speed of the same engine without speculation is 1", rows
