@@ -1,7 +1,7 @@
 """A drafter that serves replicas: whatever waits when the model is free goes through it together.
 
-One thread reads and writes messages (:mod:`specserve.drafters.router`), another computes. So a
-request's time begins when it arrives, not when it is looked at.
+One thread reads, computes and answers. So a request's time begins when it is read, which may be one
+call of the model after it came.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from secrets import token_hex
 from typing import get_args
@@ -115,9 +116,11 @@ class DrafterServer:
         self._router = Router(bind, self._note_malformed, self._note_refused)
         self._clients: dict[bytes, _Client] = {}
         self._seats: dict[str, float] = {}
+        self._arrivals: deque[Arrival] = deque()
         self._schedule = Schedule()
         self._calls: list[Call] = []
         self._logged: set[str] = set()
+        self._active_at = time.monotonic()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._compute, name="drafter-model", daemon=True)
         self._thread.start()
@@ -129,8 +132,8 @@ class DrafterServer:
 
     @property
     def idle_s(self) -> float:
-        """Time since any client was heard, or since the start, in seconds."""
-        return time.monotonic() - self._router.heard_at
+        """Time since there was anything to do, or since the start, in seconds."""
+        return 0.0 if self._schedule else time.monotonic() - self._active_at
 
     def seat(self, replica: str) -> int:
         """How many other replicas have used this drafter for longer; this one's seat is kept.
@@ -147,7 +150,7 @@ class DrafterServer:
         self._seats.pop(replica, None)
 
     def close(self) -> None:
-        """Ends the threads after the call of the model that runs; what waits is dropped."""
+        """Ends the thread after the call of the model that runs; what waits is dropped."""
         self._closing.set()
         self._router.wake()
         self._thread.join()
@@ -174,15 +177,15 @@ class DrafterServer:
 
     def _take_arrivals(self) -> None:
         """Takes what has come; waits for something where there is nothing to do."""
-        arrival = self._router.get(0.0 if self._schedule else self._client_idle_s)
-        while arrival is not None:
-            self._take(arrival)
-            arrival = self._router.get(0.0)
+        is_busy = bool(self._schedule or self._arrivals)
+        self._arrivals.extend(self._router.get(0.0 if is_busy else self._client_idle_s))
+        while self._arrivals:
+            self._take(self._arrivals.popleft())
 
     def _take(self, arrival: Arrival) -> None:
         name, question = arrival.client, arrival.question
         client = self._clients.setdefault(name, _Client(arrival.at))
-        client.heard_at = arrival.at
+        self._active_at = client.heard_at = arrival.at
         if isinstance(question, Hello):
             if question.replica in self._seats:
                 self._seats[question.replica] = arrival.at
@@ -255,7 +258,8 @@ class DrafterServer:
             self._log_once(type(error).__name__, str(error), error)
             self._drop(calls, "failed")
             return
-        spent_s = time.monotonic() - began
+        self._active_at = time.monotonic()
+        spent_s = self._active_at - began
         self.counters.num_calls += 1
         self.counters.compute_s += spent_s
         for call in calls:

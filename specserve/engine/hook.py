@@ -31,6 +31,7 @@ from specserve.drafters.vocabulary import fingerprint
 from specserve.engine.checkpoint import find_checkpoint, model_identity
 from specserve.engine.cluster_memory import ClusterMemory
 from specserve.engine.drafters import drafter_finder
+from specserve.engine.sampling import may_step_plainly
 from specserve.proposers.base import Surroundings
 from specserve.proposers.chain import NO_DRAFT, ProposerChain, build_chain
 from specserve.proposers.controls import parse_controls, with_tenant
@@ -65,7 +66,9 @@ class ProposerHook:
         self._drafts: dict[str, Draft] = {}
         self._controls: dict[str, RequestControls] = {}
         self._last_step_end = 0.0
-        self._last_step_ids: list[str] = []
+        self._plain_step: dict[str, int] = {}  # of the last one's requests: tokens to schedule
+        self._may_idle = False
+        self._num_idle_steps_left = self._num_idle_steps = 0
 
     def load_model(self, target_model: object) -> None:
         """Nothing to load: the sources are made ready where they draft, by :meth:`attach`."""
@@ -78,6 +81,7 @@ class ProposerHook:
         """Takes over the drafting of ``runner``, a vLLM V1 model runner of rank 0."""
         self._chain = build_chain(self._config.speculation, self.metrics, self._surroundings())
         self._runner = runner
+        self._may_idle = may_step_plainly(runner)
         runner.propose_draft_token_ids = self.propose_draft_token_ids
         # vLLM stops all drafting once one request of the batch comes within a draft's length of the
         # context limit. We keep each request's draft within its own limit instead.
@@ -149,7 +153,8 @@ class ProposerHook:
         self._observe_step(request_ids, scheduler_output)
         controls = [self._controls_of(request_id) for request_id in request_ids]
         self._recent.note(outcomes)
-        if due := self._chain.due(len(request_ids)):
+        num_steps, self._num_idle_steps = 1 + self._num_idle_steps, 0
+        if due := self._chain.due(len(request_ids), num_steps):
             batch = self._draft_batch(
                 request_ids, sampled_token_ids, scheduler_output, hidden_states
             )
@@ -163,8 +168,39 @@ class ProposerHook:
                 self._drafts[request_id] = draft
             else:
                 self._drafts.pop(request_id, None)
+        self._num_idle_steps_left = self._chain.num_idle_steps if self._may_idle else 0
         self._last_step_end = time.monotonic()
         return [list(draft.tokens) for draft in drafts]
+
+    def is_idle(self, scheduler_output: Any) -> bool:
+        """Whether nothing would come of :meth:`propose_draft_token_ids` after this step.
+
+        Such a step decodes the same requests as the last one and none has a draft. It is to be
+        taken as without speculation, and then to be told of by :meth:`pass_over`.
+
+        Args:
+            scheduler_output: vLLM's ``SchedulerOutput`` of the step that is about to run.
+        """
+        is_left = self._num_idle_steps_left > 0
+        return is_left and scheduler_output.num_scheduled_tokens == self._plain_step
+
+    def pass_over(self, request_ids: list[str], sampled_token_ids: list[list[int]]) -> None:
+        """An idle step has run.
+
+        Args:
+            request_ids: n.
+            sampled_token_ids: n, the step's new tokens.
+        """
+        self._num_idle_steps_left -= 1
+        self._num_idle_steps += 1
+        self._recent.note(
+            [
+                Outcome(request_id, None, 0, tuple(new_tokens))
+                for request_id, new_tokens in zip(request_ids, sampled_token_ids, strict=True)
+                if new_tokens
+            ]
+        )
+        self._last_step_end = time.monotonic()
 
     def forget(self, request_ids: Collection[str]) -> None:
         """Drops all state of finished or aborted requests."""
@@ -222,11 +258,10 @@ class ProposerHook:
         drafted = sum(map(len, scheduler_output.scheduled_spec_decode_tokens.values()))
         if (
             scheduler_output.total_num_scheduled_tokens == size + drafted
-            and len(scheduler_output.num_scheduled_tokens) == size
-            and request_ids == self._last_step_ids
+            and scheduler_output.num_scheduled_tokens.keys() == self._plain_step.keys()
         ):
             self._chain.observe_step(size, drafted, time.monotonic() - self._last_step_end)
-        self._last_step_ids = list(request_ids)
+        self._plain_step = dict.fromkeys(request_ids, 1)
 
     def _draft_batch(
         self, request_ids: list[str], sampled: list[list[int]], scheduler_output: Any, hidden: Any

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from vllm.utils.torch_utils import PIN_MEMORY
@@ -34,21 +36,32 @@ def sample_plainly_without_drafts(runner: Any) -> None:
 
     vLLM works out for every step which of its logits are whose drafts', and takes it through
     rejection sampling, which then accepts nothing of nothing: several times the work of sampling,
-    for the same distribution. Models with recurrent layers are left to vLLM: speculation tells them
-    where their state is.
+    for the same distribution.
     """
-    model = runner.model_config
-    if model.has_inner_state or model.is_hybrid:
+    if not may_step_plainly(runner):
         return
     prepare_inputs = runner._prepare_inputs
 
     def _prepare_inputs(scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
         if scheduler_output.scheduled_spec_decode_tokens:
             return prepare_inputs(scheduler_output, num_scheduled_tokens)
-        config, runner.speculative_config = runner.speculative_config, None
-        try:
+        with without_speculation(runner):
             return prepare_inputs(scheduler_output, num_scheduled_tokens)
-        finally:
-            runner.speculative_config = config
 
     runner._prepare_inputs = _prepare_inputs
+
+
+def may_step_plainly(runner: Any) -> bool:
+    """Not with recurrent layers: speculation tells them where their state is."""
+    model = runner.model_config
+    return not (model.has_inner_state or model.is_hybrid)
+
+
+@contextmanager
+def without_speculation(runner: Any) -> Iterator[None]:
+    """Within it the model runner does what it does where no speculation is configured."""
+    config, runner.speculative_config = runner.speculative_config, None
+    try:
+        yield
+    finally:
+        runner.speculative_config = config

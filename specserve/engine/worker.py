@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.outputs import ModelRunnerOutput
@@ -9,7 +10,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from specserve.engine.executor import attach_drafts
 from specserve.engine.hook import ProposerHook
 from specserve.engine.ray_metrics import RayMetricsExporter
-from specserve.engine.sampling import repair_sampling
+from specserve.engine.sampling import repair_sampling, without_speculation
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker as _Worker
@@ -21,6 +22,8 @@ class SpeculationMixin(_Worker):
     """Mixed into vLLM's GPU and CPU workers; the base follows it in the method resolution order."""
 
     _hook: ProposerHook | None = None
+    _is_idle = False
+    """Whether the step at hand needs nothing of the hook."""
 
     def init_device(self) -> None:
         """Builds the model runner, then hands it to the proposer hook in rank 0."""
@@ -47,12 +50,17 @@ class SpeculationMixin(_Worker):
         """One step; requests that have finished since the last one are forgotten first."""
         if self._hook is not None:
             self._hook.forget(scheduler_output.finished_req_ids)
-        return super().execute_model(scheduler_output)
+            self._is_idle = self._hook.is_idle(scheduler_output)
+        with self._speculation():
+            return super().execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """A step's tokens, with the drafts for the next one: the executor need not ask for them."""
-        output = super().sample_tokens(grammar_output)
+        with self._speculation():
+            output = super().sample_tokens(grammar_output)
         if self._hook is not None and isinstance(output, ModelRunnerOutput):
+            if self._is_idle:
+                self._hook.pass_over(output.req_ids, output.sampled_token_ids)
             attach_drafts(output, self.take_draft_token_ids())
         return output
 
@@ -73,6 +81,10 @@ class SpeculationMixin(_Worker):
     def recent_requests(self, tenant: str) -> bytes:
         """A tenant's last requests in rank 0 as JSON; empty in other ranks."""
         return self._hook.recent_requests(tenant) if self._hook is not None else b""
+
+    def _speculation(self) -> AbstractContextManager[None]:
+        """What a step runs in: vLLM's speculation, or none where the step is idle."""
+        return without_speculation(self.model_runner) if self._is_idle else nullcontext()
 
 
 def _no_drafts(scheduler_output: Any, sampled_token_ids: Any, *rest: object) -> list[list[int]]:

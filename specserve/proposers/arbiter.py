@@ -22,6 +22,11 @@ class Arbiter:
         self._acceptance = acceptance
         self._offered: dict[str, Sequence[Draft]] = {}
 
+    @property
+    def has_offers(self) -> bool:
+        """Whether there are offers to learn from with the requests' next tokens."""
+        return bool(self._offered)
+
     def choose(self, request_id: str, offers: Sequence[Draft]) -> int:
         """Index of the best of one request's drafts; of equals the first.
 

@@ -7,6 +7,7 @@ The way of a step, for the engine's hook::
     drafts = chain.step(batch, outcomes, controls, due)    drafts[i] is for row i
     chain.observe(outcomes)                        instead of `step`, if no source is due
     chain.observe_step(n, draft_tokens, seconds)   after each step of decoding requests alone
+    chain.num_idle_steps                           so many steps of the same requests may pass
     chain.finish(batch)                            when requests end, if has_unseen_texts
     chain.forget(ids)                              then, or when they are aborted
 """
@@ -83,17 +84,36 @@ class ProposerChain:
         self._paces = {kind: Pace() for kind in gated_kinds - self._remote_kinds.keys()}
         self._clock = clock
 
-    def due(self, num_requests: int) -> frozenset[str]:
-        """The kinds of source to ask in this step; to be called once a step.
+    @property
+    def num_idle_steps(self) -> int:
+        """Steps that may pass from here on without a word of them.
+
+        If they are of the same requests as this one: nothing is sent, nothing is to be learned
+        from what was offered, and no source will be due.
+        """
+        paces = [self._paces.get(source.kind) for source in self._sources if source.ready]
+        if self._arbiter.has_offers or not paces:
+            return 0
+        return min(0 if pace is None else pace.num_idle_steps for pace in paces)
+
+    def due(self, num_requests: int, num_steps: int = 1) -> frozenset[str]:
+        """The kinds of source to ask in this step.
 
         A source that is down is among them when it may be tried again.
+
+        Args:
+            num_requests: in this step.
+            num_steps: since the last call of this method, with this one.
         """
         seconds_per_token = self._gate.cost.plain(num_requests) / max(num_requests, 1)
         return frozenset(
             source.kind
             for source in self._sources
             if source.ready
-            and ((pace := self._paces.get(source.kind)) is None or pace.is_due(seconds_per_token))
+            and (
+                (pace := self._paces.get(source.kind)) is None
+                or pace.is_due(seconds_per_token, num_steps)
+            )
         )
 
     def step(

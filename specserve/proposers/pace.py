@@ -34,13 +34,19 @@ class Pace:
         """Whether the last steps were not all calls."""
         return self._pause > 1
 
-    def is_due(self, seconds_per_token: float) -> bool:
-        """Whether to ask in this step; to be called once a step.
+    @property
+    def num_idle_steps(self) -> int:
+        """Steps that come before the next call, unless the source begins to pay."""
+        return self._pause - 1 - self._step % self._pause
+
+    def is_due(self, seconds_per_token: float, num_steps: int = 1) -> bool:
+        """Whether to ask in this step.
 
         Args:
             seconds_per_token: what an accepted token saves: a plain step's time over its tokens.
+            num_steps: since the last call of this method, with this one.
         """
-        self._step += 1
+        self._step += num_steps
         if self._yield * seconds_per_token >= self._seconds:
             self._pause = 1
             return True

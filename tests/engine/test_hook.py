@@ -15,6 +15,7 @@ from specserve.core.metrics import SpeculationSnapshot
 from specserve.core.recent import RecentRequest
 from specserve.core.types import Draft, DraftBatch, HiddenStates
 from specserve.engine.hook import ProposerHook
+from specserve.proposers.chain import ProposerChain
 
 MAX_MODEL_LEN = 64
 REPEATING = [1, 2, 3, 4] * 4
@@ -25,6 +26,7 @@ class Runner:
 
     def __init__(self, **texts: list[int]) -> None:
         self.effective_drafter_max_model_len = MAX_MODEL_LEN
+        self.model_config = SimpleNamespace(has_inner_state=False, is_hybrid=False)
         self.requests = {name: _request() for name in texts}
         self.input_batch = SimpleNamespace(
             req_ids=list(texts),
@@ -272,10 +274,73 @@ def test_in_a_step_without_a_source_that_is_due_only_the_outcomes_are_passed_on(
     runner = Runner(a=REPEATING)
     hook.attach(runner)
     assert _step(hook, runner, [[4]]) == [[1, 2, 3, 4]]
-    monkeypatch.setattr(hook._chain, "due", lambda num_requests: frozenset())
+    monkeypatch.setattr(hook._chain, "due", lambda *_: frozenset())
     _append(runner, 0, [1, 2, 9])
 
     assert _step(hook, runner, [[1, 2, 9]], a=[1, 2, 3, 4]) == [[]]
 
     (acceptance,) = _snapshot(hook).acceptance
     assert acceptance.accepted_at_position == (1, 1, 0, 0)
+
+
+@pytest.fixture
+def resting(hook: ProposerHook, monkeypatch: pytest.MonkeyPatch) -> ProposerHook:
+    """A hook whose sources are due at every fourth step, as long as they have no draft."""
+    monkeypatch.setattr(ProposerChain, "num_idle_steps", 3)
+    return hook
+
+
+def test_steps_of_the_same_requests_are_idle_until_a_source_is_due(
+    resting: ProposerHook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = Runner(a=[5, 6, 7, 8], b=[9, 8, 7, 6])
+    resting.attach(runner)
+    asked_after: list[int] = []
+    monkeypatch.setattr(
+        resting._chain, "due", lambda _, num_steps: asked_after.append(num_steps) or frozenset()
+    )
+    assert not resting.is_idle(_scheduled(runner))  # nothing is known yet
+    _step(resting, runner, [[1], [2]])
+    for _ in range(3):
+        assert resting.is_idle(_scheduled(runner))
+        resting.pass_over(["a", "b"], [[3], [4]])
+    assert not resting.is_idle(_scheduled(runner))
+    _step(resting, runner, [[5], [6]])
+    assert asked_after == [1, 4]
+
+    first, second = _recent(resting)
+    assert [len(each.steps) for each in (first, second)] == [5, 5]
+
+
+def test_a_step_with_another_request_is_not_idle(resting: ProposerHook) -> None:
+    runner = Runner(a=[5, 6, 7, 8], b=[9, 8, 7, 6])
+    resting.attach(runner)
+    _step(resting, runner, [[1], [2]])
+    assert not resting.is_idle(_scheduled(Runner(a=[5], c=[6])))
+    assert not resting.is_idle(_scheduled(Runner(a=[5])))
+    assert not resting.is_idle(_scheduled(runner, a=[1, 2]))
+    assert resting.is_idle(_scheduled(runner))
+
+
+def test_no_step_is_idle_with_recurrent_layers(resting: ProposerHook) -> None:
+    runner = Runner(a=[5, 6, 7, 8])
+    runner.model_config.is_hybrid = True
+    resting.attach(runner)
+    _step(resting, runner, [[1]])
+    assert not resting.is_idle(_scheduled(runner))
+
+
+def test_the_time_of_the_step_after_idle_ones_is_its_own(
+    resting: ProposerHook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = Runner(a=[5, 6, 7, 8])
+    resting.attach(runner)
+    times = iter([10.0, 11.0, 11.5, 11.6])
+    monkeypatch.setattr("specserve.engine.hook.time.monotonic", lambda: next(times))
+    seen: list[float] = []
+    monkeypatch.setattr(resting._chain, "due", lambda *_: frozenset())
+    monkeypatch.setattr(resting._chain, "observe_step", lambda *told: seen.append(told[2]))
+    _step(resting, runner, [[1]])
+    resting.pass_over(["a"], [[3]])
+    _step(resting, runner, [[5]])
+    assert seen == [0.5]

@@ -275,6 +275,13 @@ def test_the_calls_of_a_step_are_the_ones_we_wrap() -> None:
     assert source(prepare).count("speculative_config") == 1
     assert "use_spec_decode = self.speculative_config is not None" in source(prepare)
     assert "if spec_decode_metadata is None:" in source(GPUModelRunner._sample)
+    # Where it is off for a step, from the first of the two calls to the end of the second, it is
+    # off altogether: a transfer of KV blocks is ended in the first, and nothing is drafted.
+    assert source(GPUModelRunner.execute_model).count("self.speculative_config") == 4
+    assert "finalize = self.speculative_config is not None" in source(GPUModelRunner.execute_model)
+    sample = source(GPUModelRunner.sample_tokens)
+    assert sample.count("self.speculative_config") == 1
+    assert "self._draft_token_req_ids = None" in sample
     # What it leaves out is for recurrent layers alone.
     metadata = source(GPUModelRunner._build_attention_metadata)
     assert metadata.count("self.num_decode_draft_tokens") == 1

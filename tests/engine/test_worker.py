@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import threading
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS
 
 from specserve.engine.hook import ProposerHook
@@ -17,6 +19,17 @@ class OneOfManyRanks:
     rank = 1
     has_inner_state = False
     is_shut_down = False
+
+    def execute_model(self, scheduler_output: object) -> None:
+        self.taken_with = [self.model_runner.speculative_config]
+
+    def sample_tokens(self, grammar_output: object) -> ModelRunnerOutput:
+        self.taken_with.append(self.model_runner.speculative_config)
+        return ModelRunnerOutput(["a"], {"a": 0}, sampled_token_ids=[[7]])
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        is_asked = self.model_runner.speculative_config and self.taken_with[-1]
+        return DraftTokenIds(["a"], [[1]]) if is_asked else None
 
     def compile_or_warm_up_model(self) -> str:
         return "times"
@@ -79,6 +92,16 @@ class Hook(ProposerHook):
         self.is_warm = threading.Event()
         self._exits = [lambda: self.seen.append(worker.is_shut_down)]
         self.seen: list[bool] = []
+        self.idle_steps: list[tuple[list[str], list[list[int]]]] = []
+
+    def forget(self, request_ids: object) -> None:
+        """Nothing is kept."""
+
+    def is_idle(self, scheduler_output: Any) -> bool:
+        return scheduler_output.is_idle
+
+    def pass_over(self, request_ids: list[str], sampled_token_ids: list[list[int]]) -> None:
+        self.idle_steps.append((request_ids, sampled_token_ids))
 
 
 def test_the_sources_learn_when_the_worker_has_its_memory() -> None:
@@ -103,3 +126,21 @@ def test_a_worker_that_never_started_can_be_shut_down() -> None:
     worker = Worker()
     worker.shutdown()
     assert worker.is_shut_down
+
+
+def test_an_idle_step_is_taken_as_without_speculation() -> None:
+    worker = Worker()
+    worker.init_device()
+    worker._hook = hook = Hook(worker)
+
+    worker.execute_model(SimpleNamespace(finished_req_ids=(), is_idle=True))
+    output = worker.sample_tokens(None)
+    assert worker.taken_with == [None, None]
+    assert output.specserve_drafts is None
+    assert hook.idle_steps == [(["a"], [[7]])]
+
+    worker.execute_model(SimpleNamespace(finished_req_ids=(), is_idle=False))
+    output = worker.sample_tokens(None)
+    assert worker.taken_with == ["speculation", "speculation"]
+    assert output.specserve_drafts == DraftTokenIds(["a"], [[1]])
+    assert len(hook.idle_steps) == 1

@@ -2,9 +2,9 @@
 
     python -m tests.peers overhead [--turns 24]
 
-As ``random``, but within one process: between the turns vLLM's own handling of speculation is
-switched off and on, and so is our hook. Two engines differ by some percent whatever they are, which
-is more than what is measured here; what differs between two processes is not seen.
+As ``random``, but within one process: between the turns speculation is switched off and on. Two
+engines differ by some percent whatever they are, which is more than what is measured here; what
+differs between two processes is not seen.
 """
 
 from __future__ import annotations
@@ -33,22 +33,17 @@ JOBS = {1: 2, 8: 8}
 """Of a turn, by concurrency."""
 
 
-def switches(runner: Any) -> dict[str, Callable[[], None]]:
-    """What brings a model runner into each state; the first has all, the last no speculation."""
-    config, hook = runner.speculative_config, runner.propose_draft_token_ids
+def switches(worker: Any) -> dict[str, Callable[[], None]]:
+    """What brings an engine's worker into each state."""
+    runner, hook = worker.model_runner, worker._hook
+    config = runner.speculative_config
 
-    def no_drafts(*_: object, **__: object) -> list[list[int]]:
-        return [[] for _ in runner.input_batch.req_ids]
+    def state(is_on: bool) -> None:
+        runner.speculative_config = config if is_on else None
+        worker._hook = hook if is_on else None
+        worker._is_idle = False
 
-    def state(has_config: bool, has_hook: bool) -> None:
-        runner.speculative_config = config if has_config else None
-        runner.propose_draft_token_ids = hook if has_hook else no_drafts
-
-    return {
-        "all": lambda: state(True, True),
-        "without our hook": lambda: state(True, False),
-        "without speculation": lambda: state(False, False),
-    }
+    return {"speculation": lambda: state(True), "no speculation": lambda: state(False)}
 
 
 def measure(method: str, path: Path, turns: int) -> list[dict[str, Any]]:
@@ -60,7 +55,7 @@ def measure(method: str, path: Path, turns: int) -> list[dict[str, Any]]:
     config = measured_config(path)
     engine = OfflineEngine(config, parse_method(method, config))
     core: Any = engine._engine.engine_core
-    states = switches(core.engine_core.model_executor.driver_worker.worker.model_runner)
+    states = switches(core.engine_core.model_executor.driver_worker.worker)
     rows = []
     for concurrency in CONCURRENCIES:
         seconds: dict[str, list[float]] = {name: [] for name in states}
@@ -71,7 +66,7 @@ def measure(method: str, path: Path, turns: int) -> list[dict[str, Any]]:
                 switch()
                 seconds[name].append(engine.run(jobs, concurrency, lambda *_: None).seconds)
             order = order[1:] + order[:1]
-        base = seconds["without speculation"]
+        base = seconds["no speculation"]
         for name, found in seconds.items():
             ratios = [b / each for b, each in zip(base[1:], found[1:], strict=True)]
             rows.append(

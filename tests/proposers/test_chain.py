@@ -378,5 +378,64 @@ def test_a_source_that_is_to_draft_always_is_asked_at_every_step() -> None:
     for _ in range(1000):
         chain.step(batch(4), [], [AUTO])
         chain.observe_step(1, 0, 0.01)
+        assert not chain.num_idle_steps
     assert len(source.limits) == 1000
     assert not chain.has_unseen_texts
+
+
+def test_sources_that_bring_nothing_are_asked_as_often_where_idle_steps_are_not_told() -> None:
+    num_asked = []
+    for is_told in (True, False):
+        clock = Clock()
+        kinds = ("ngram", "trie")
+        sources = [(kind, finds_nothing(clock)) for kind in kinds]
+        chain = ProposerChain(
+            sources, SpeculationMetrics(kinds), gated_kinds=frozenset(kinds), clock=clock
+        )
+        num_steps = 1000
+        while num_steps > 0:
+            num_idle_steps = 0 if is_told else chain.num_idle_steps
+            num_steps -= num_idle_steps + 1
+            if due := chain.due(1, num_idle_steps + 1):
+                chain.step(batch(4), [], [AUTO], due)
+            chain.observe_step(1, 0, 0.01)
+        num_asked.append([len(source.limits) for _, source in sources])
+    assert num_asked[0] == num_asked[1]
+
+
+def test_no_step_is_idle_while_there_is_a_draft_to_learn_from() -> None:
+    clock = Clock()
+    source = finds_nothing(clock)
+    chain = ProposerChain(
+        [("trie", source)],
+        SpeculationMetrics(("trie",)),
+        gated_kinds=frozenset({"trie"}),
+        clock=clock,
+    )
+    for _ in range(100):
+        chain.observe_step(1, 0, 0.01)
+        chain.step(batch(4), [], [AUTO])
+    while not chain.num_idle_steps:
+        chain.step(batch(4), [], [AUTO])
+
+    source.answer = lambda batch: [Draft((1, 2), "trie_local", 2)]
+    chain.step(batch(4), [], [AUTO], frozenset({"trie"}))
+    assert not chain.num_idle_steps
+    chain.observe([Outcome("r0", None, 0, (5,))])
+    assert chain.num_idle_steps
+
+
+def test_a_drafter_that_is_fed_hidden_states_sees_every_step() -> None:
+    clock = Clock()
+    metrics = SpeculationMetrics(("ngram", "mtp"))
+    chain = ProposerChain(
+        [("ngram", finds_nothing(clock)), ("mtp", Source(lambda batch: [Draft((), "mtp")]))],
+        metrics,
+        gated_kinds=frozenset({"ngram", "mtp"}),
+        remote_kinds={"mtp": 1},
+        clock=clock,
+    )
+    for _ in range(200):
+        chain.observe_step(1, 0, 0.01)
+        chain.step(batch(4), [], [AUTO])
+        assert not chain.num_idle_steps

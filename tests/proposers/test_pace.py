@@ -58,3 +58,21 @@ def test_one_stalled_call_does_not_silence_a_source() -> None:
     pace.observe_call(5.0)
     pace.observe_gain(1)
     assert len(calls(pace, 20, seconds=0.0003, accepted=1)) == 20
+
+
+def test_it_is_known_how_many_steps_the_next_call_is_away() -> None:
+    told, asked = Pace(), Pace()
+    calls(told, 100, seconds=0.0003)
+    calls(asked, 100, seconds=0.0003)
+    for _ in range(5):
+        num_idle_steps = told.num_idle_steps
+        assert calls(asked, num_idle_steps, seconds=0.0003) == []
+        assert told.is_due(SECONDS_PER_TOKEN, num_idle_steps + 1)
+        assert calls(asked, 1, seconds=0.0003) == [0]
+    assert num_idle_steps == MOST_PAUSE - 1
+
+
+def test_there_are_no_idle_steps_while_a_source_pays() -> None:
+    pace = Pace()
+    calls(pace, 100, seconds=0.0003, accepted=1)
+    assert pace.num_idle_steps == 0
