@@ -29,26 +29,32 @@ from tests.peers.bench_memory import RANDOM_VOCAB, random_jobs
 from tests.peers.bench_random import MAX_TOKENS
 from tests.peers.tables import print_rows
 
+# What loads vLLM is imported where it is used: the environment has to be set before.
+
 JOBS = {1: 2, 8: 8}
 """Of a turn, by concurrency."""
 
 
 def switches(worker: Any) -> dict[str, Callable[[], None]]:
     """What brings an engine's worker into each state."""
-    runner, hook = worker.model_runner, worker._hook
+    from specserve.engine.worker import SpeculationMixin
+
+    runner, vllms = worker.model_runner, super(SpeculationMixin, worker)
     config = runner.speculative_config
 
     def state(is_on: bool) -> None:
         runner.speculative_config = config if is_on else None
-        worker._hook = hook if is_on else None
-        worker._is_idle = False
+        for name in ("execute_model", "sample_tokens"):
+            if is_on:
+                worker.__dict__.pop(name, None)
+            else:
+                setattr(worker, name, getattr(vllms, name))
 
     return {"speculation": lambda: state(True), "no speculation": lambda: state(False)}
 
 
 def measure(method: str, path: Path, turns: int) -> list[dict[str, Any]]:
     """A row for each concurrency; the engine runs in this process."""
-    # Imported here: the environment has to be set before vLLM is loaded.
     from specserve.engine.methods import parse_method
     from specserve.engine.offline import OfflineEngine
 
