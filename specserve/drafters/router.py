@@ -87,7 +87,7 @@ class Router:
         Returns:
             none if none came in time, if what came was no question, or after :meth:`wake`.
         """
-        ready = dict(self._poller.poll(timeout_s * 1000))
+        ready = dict(self._poller.poll(round(timeout_s * 1000)))
         if self._doorkeeper.questions in ready:
             self._doorkeeper.answer()
         if self._doorkeeper.refusals in ready:

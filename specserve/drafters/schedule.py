@@ -40,41 +40,37 @@ class Call:
         return None not in self.answers
 
 
-@dataclass(slots=True, eq=False)
 class Task:
     """A row of a call, and how far it has been brought.
 
-    Attributes:
+    Args:
         call: whose.
         index: of the row in the call.
         row: all of it.
-        done: position up to which the drafter holds the text.
+
+    Attributes:
+        begin: first position of the next piece that takes time; where states are missing none does.
+        end: end of the next piece.
+        is_last: whether the next piece is all that is left.
+        wants_draft: whether a draft follows the next piece.
     """
 
-    call: Call
-    index: int
-    row: Row
-    done: int
+    __slots__ = ("begin", "call", "done", "end", "index", "is_last", "row", "wants_draft")
 
-    @property
-    def begin(self) -> int:
-        """First position of the next piece that takes time; where states are missing none does."""
-        return self.done if self.row.states is None else max(self.done, self.row.states_start)
+    def __init__(self, call: Call, index: int, row: Row) -> None:
+        self.call = call
+        self.index = index
+        self.row = row
+        self._bring_to(row.start)
 
-    @property
-    def end(self) -> int:
-        """End of the next piece."""
-        return min(self.begin + FEED_TOKENS, self.row.num_tokens)
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the next piece is all that is left."""
-        return self.end == self.row.num_tokens
-
-    @property
-    def wants_draft(self) -> bool:
-        """Whether a draft follows the next piece."""
-        return self.is_last and self.row.max_draft_tokens > 0
+    def _bring_to(self, done: int) -> None:
+        """The drafter holds the text up to here."""
+        row = self.row
+        self.done = done
+        self.begin = done if row.states is None else max(done, row.states_start)
+        self.end = min(self.begin + FEED_TOKENS, row.num_tokens)
+        self.is_last = self.end == row.num_tokens
+        self.wants_draft = self.is_last and row.max_draft_tokens > 0
 
     def piece(self) -> Row:
         """What the drafter is told next."""
@@ -107,7 +103,7 @@ class Task:
         """
         is_done = self.is_last or bool(answer.tokens)
         if not is_done and self.done < answer.held <= self.row.num_tokens:
-            self.done = answer.held
+            self._bring_to(answer.held)
             return True
         self.call.answers[self.index] = answer
         return False

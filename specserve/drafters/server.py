@@ -10,9 +10,12 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from secrets import token_hex
 from typing import get_args
+
+import numpy as np
 
 from specserve.core.errors import WireError, shorten
 from specserve.drafters.base import Answer, Drafter, Row
@@ -214,11 +217,19 @@ class DrafterServer:
             card.max_tokens,
         )
 
-    def _fits(self, row: TextRow) -> bool:
-        """Whether the model can be given the row: a wrong token is beyond its embedding's end."""
-        if row.states is not None and row.states.shape[1] != self._card.hidden_size:
-            return False
-        return not len(row.tokens) or int(row.tokens.max()) < self._card.vocab_size
+    def _unfit(self, rows: Sequence[TextRow]) -> set[int]:
+        """Rows that the model cannot be given: a wrong token is beyond its embedding's end."""
+        width, vocab_size = self._card.hidden_size, self._card.vocab_size
+        unfit = {
+            index
+            for index, row in enumerate(rows)
+            if row.states is not None and row.states.shape[1] != width
+        }
+        if rows and np.concatenate([row.tokens for row in rows]).max(initial=0) >= vocab_size:
+            unfit |= {
+                index for index, row in enumerate(rows) if row.tokens.max(initial=0) >= vocab_size
+            }
+        return unfit
 
     def _open(self, client: _Client, arrival: Arrival, request: DraftRequest) -> None:
         call = Call(
@@ -231,13 +242,14 @@ class DrafterServer:
         client.num_calls += 1
         client.num_bytes += call.num_bytes
         self._calls.append(call)
+        unfit = self._unfit(request.rows)
+        self.counters.num_unfit_rows += len(unfit)
         for index, row in enumerate(request.rows):
-            if self._fits(row):
-                self._schedule.add(Task(call, index, _row(arrival.client, row), row.start))
-                client.texts.add(row.text)
-            else:
-                self.counters.num_unfit_rows += 1
+            if index in unfit:
                 call.answers[index] = Answer(0)
+            else:
+                self._schedule.add(Task(call, index, _row(arrival.client, row)))
+                client.texts.add(row.text)
         if len(client.texts) > MAX_CLIENT_TEXTS:
             self._forget(arrival.client, client, tuple(client.texts))
 

@@ -61,9 +61,14 @@ class DrafterLink:
         Raises:
             WireError: what came is no reply.
         """
-        if self._socket is None or not self._socket.poll(max(0, round(timeout_s * 1000))):
+        if self._socket is None:
             return None
-        return decode_reply(self._socket.recv_multipart())
+        self._socket.setsockopt(zmq.RCVTIMEO, max(0, round(timeout_s * 1000)))
+        try:
+            frames = self._socket.recv_multipart()
+        except zmq.Again:
+            return None
+        return decode_reply(frames)
 
     def doubt(self) -> None:
         """The drafter did not answer in time: it is asked again once it answers the lookout."""

@@ -56,8 +56,8 @@ where they have 7168 values."""
 LOST_S = 1.0
 """An answer that comes so much later than its request's budget is not waited for."""
 
-_USE_RATE, _IN_USE = 0.1, 0.5
-"""A source that was asked for drafts in half of the last ten steps or so is kept up to date with
+_USE_RATE, _IN_USE = 0.3, 0.5
+"""A source that was asked for drafts in half of the last steps, some three, is kept up to date with
 all texts; else only with those that a draft is wanted of."""
 
 _MAX_REPLIES = 1000

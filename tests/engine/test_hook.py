@@ -296,9 +296,12 @@ def test_steps_of_the_same_requests_are_idle_until_a_source_is_due(
     runner = Runner(a=[5, 6, 7, 8], b=[9, 8, 7, 6])
     resting.attach(runner)
     asked_after: list[int] = []
-    monkeypatch.setattr(
-        resting._chain, "due", lambda _, num_steps: asked_after.append(num_steps) or frozenset()
-    )
+
+    def none_is_due(num_requests: int, num_steps: int) -> frozenset[str]:
+        asked_after.append(num_steps)
+        return frozenset()
+
+    monkeypatch.setattr(resting._chain, "due", none_is_due)
     assert not resting.is_idle(_scheduled(runner))  # nothing is known yet
     _step(resting, runner, [[1], [2]])
     for _ in range(3):

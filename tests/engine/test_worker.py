@@ -98,7 +98,7 @@ class Hook(ProposerHook):
         """Nothing is kept."""
 
     def is_idle(self, scheduler_output: Any) -> bool:
-        return scheduler_output.is_idle
+        return bool(scheduler_output.is_idle)
 
     def pass_over(self, request_ids: list[str], sampled_token_ids: list[list[int]]) -> None:
         self.idle_steps.append((request_ids, sampled_token_ids))
