@@ -114,14 +114,15 @@ class Router:
 
     def _questions(self) -> list[Arrival]:
         arrivals = []
-        with suppress(zmq.Again):
-            for _ in range(_MOST_AT_ONCE):
-                client, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-                try:
-                    question = decode_question(frames)
-                except WireError as error:
-                    self._on_malformed(error)
-                    continue
+        for _ in range(_MOST_AT_ONCE):
+            client, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            try:
+                question = decode_question(frames)
+            except WireError as error:
+                self._on_malformed(error)
+            else:
                 num_bytes = sum(map(len, frames)) + _QUESTION_BYTES
                 arrivals.append(Arrival(client, question, time.monotonic(), num_bytes))
+            if not self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+                break
         return arrivals

@@ -190,8 +190,9 @@ class RemoteProposer:
 
     def _drafts(self, batch: DraftBatch, texts: list[_Text | None]) -> list[Draft]:
         drafts = [self._no_draft] * len(batch)
-        for _ in self._replies():  # before a new connection would lose them
-            pass
+        if self._sent:
+            for _ in self._replies():  # before a new connection would lose them
+                pass
         peer = self._link.connect()
         if peer is None:
             return drafts
