@@ -123,6 +123,6 @@ class Router:
             else:
                 num_bytes = sum(map(len, frames)) + _QUESTION_BYTES
                 arrivals.append(Arrival(client, question, time.monotonic(), num_bytes))
-            if not self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 break
         return arrivals

@@ -200,6 +200,8 @@ class ProposerChain:
         """Drops all that is kept of these finished or aborted requests; unknown ids are fine."""
         for source in self._sources:
             source.forget(request_ids)
+        for inquiry in self._inquiries.values():
+            inquiry.forget(request_ids)
         self._arbiter.forget(request_ids)
         self._gate.forget(request_ids)
 
@@ -218,7 +220,8 @@ class ProposerChain:
             if inquiry is not None:
                 held = [[draft for _, draft in each] for each in offers]
                 limits = np.minimum(limits, self._remote_kinds[source.kind])
-                limits = inquiry.limits(batch.request_ids, limits, held)
+                reading_s = source.reading_s(batch)
+                limits = inquiry.limits(batch.request_ids, limits, held, reading_s)
             began = self._clock()
             drafts = self._ask(source, batch, limits)
             seconds = self._clock() - began

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from specserve.core.errors import shorten
 from specserve.core.metrics import SpeculationMetrics
@@ -63,6 +63,11 @@ class GuardedSource:
         self._metrics.count_call(self.kind, self._clock() - began)
         self._switch_on()
         return drafts
+
+    def reading_s(self, batch: DraftBatch) -> Sequence[float]:
+        """The source's own answer, where it has one: see :class:`RemoteProposer`; else empty."""
+        reading_s = getattr(self._proposer, "reading_s", None)
+        return () if reading_s is None else reading_s(batch)
 
     def forget(self, request_ids: list[str]) -> None:
         """Passes the ids on, also while resting: what the source holds must not leak."""

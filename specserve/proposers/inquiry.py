@@ -2,6 +2,11 @@
 
 A step that asks expects more tokens and takes longer. It asks where output tokens over time, both
 as :mod:`specserve.proposers.gate` expects them, are more with the answer than without.
+
+A text that the model has yet to read costs more than its drafts, and nobody knows how long it will
+go on. So reading it is put off until drafts of it would have saved as much as it takes: then it
+costs at most twice what knowing the end would have (the ski rental problem: Karlin et al.,
+Competitive Snoopy Caching, 1988).
 """
 
 from __future__ import annotations
@@ -58,9 +63,14 @@ class Inquiry:
         self._retries_left = MOST_RETRIES
         self._is_probe = False
         self._cost: Line | None = None
+        self._missed: dict[str, float] = {}  # seconds that drafts would have saved a text
 
     def limits(
-        self, request_ids: Sequence[str], limits: Int32Array, offers: Sequence[Sequence[Draft]]
+        self,
+        request_ids: Sequence[str],
+        limits: Int32Array,
+        offers: Sequence[Sequence[Draft]],
+        reading_s: Sequence[float] = (),
     ) -> Int32Array:
         """How long a draft to ask for, for each request.
 
@@ -68,6 +78,8 @@ class Inquiry:
             request_ids: n.
             limits: int32 ``[n]``, the longest draft that each can use.
             offers: n, the drafts that there are already, which cost nothing more.
+            reading_s: n, what it takes to read what the source does not know of each text, in
+                seconds; empty: nothing.
 
         Returns:
             int32 ``[n]``, 0: none; all 0: the source is not asked.
@@ -89,16 +101,23 @@ class Inquiry:
             row: acceptance.gains(request_ids[row], self._guess(int(limits[row]))) for row in rows
         }
         gains = {row: each for row, each in gains.items() if sum(each) > sum(held[row])}
-        asked = self._best(held, gains, limits) if gains else np.zeros_like(limits)
+        asked, saved_s = self._best(held, gains, limits) if gains else (np.zeros_like(limits), 0.0)
         if asked.any():
             self._pause = 1
-            return asked
+            return self._without_unread(request_ids, asked, saved_s, reading_s)
         return self._probe([row for row in rows if HOPE * limits[row] > sum(held[row])], limits)
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        """Drops what is kept of these requests."""
+        for request_id in request_ids:
+            self._missed.pop(request_id, None)
 
     def _best(
         self, held: list[list[float]], gains: dict[int, list[float]], limits: Int32Array
-    ) -> Int32Array:
-        """The lengths that bring most output tokens for their time; all 0: none does.
+    ) -> tuple[Int32Array, float]:
+        """The lengths that bring most output tokens for their time, and the seconds saved by them.
+
+        All 0: none brings more than there would be without.
 
         Args:
             held: chances of acceptance of the drafts that there are.
@@ -125,6 +144,30 @@ class Inquiry:
                 best, asked = rate, np.zeros_like(limits)
                 rows = list(wanted)
                 asked[rows] = np.minimum(limits[rows], length)
+        return asked, (best / without - 1) * plain
+
+    def _without_unread(
+        self,
+        request_ids: Sequence[str],
+        asked: Int32Array,
+        saved_s: float,
+        reading_s: Sequence[float],
+    ) -> Int32Array:
+        """Leaves out texts that were not worth their reading so far.
+
+        Args:
+            request_ids: n.
+            asked: int32 ``[n]``, lengths to ask for.
+            saved_s: seconds that asking for them saves.
+            reading_s: see :meth:`limits`.
+        """
+        rows = np.flatnonzero(asked).tolist()
+        for row in rows:
+            if reading_s and reading_s[row]:
+                missed_s = self._missed.get(request_ids[row], 0.0) + saved_s / len(rows)
+                self._missed[request_ids[row]] = missed_s
+                if missed_s < reading_s[row]:
+                    asked[row] = 0
         return asked
 
     def observe_call(self, limits: Int32Array, drafts: Sequence[Draft], seconds: float) -> None:

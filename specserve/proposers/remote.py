@@ -25,6 +25,7 @@ from specserve.proposers.controls import DEFAULT_CONTROLS
 from specserve.proposers.drafter_link import DrafterLink
 from specserve.proposers.drafter_lookout import Find, Peer, Wanted
 from specserve.proposers.pending_states import PendingStates
+from specserve.proposers.sent_requests import SentRequests, Text
 from specserve.trie.namespaces import namespace
 from specserve.wire.messages import (
     MAX_ROWS,
@@ -56,48 +57,15 @@ where they have 7168 values."""
 LOST_S = 1.0
 """An answer that comes so much later than its request's budget is not waited for."""
 
-_USE_RATE, _IN_USE = 0.3, 0.5
-"""A source that was asked for drafts in half of the last steps, some three, is kept up to date with
-all texts; else only with those that a draft is wanted of."""
+_USE_RATE, _IN_USE = 0.1, 0.5
+"""A source that was asked for drafts in half of the last ten steps or so is in use."""
 
 _MAX_REPLIES = 1000
 """Read in a step: a drafter that floods must not hold it up."""
 
 
-@dataclass(slots=True, eq=False)
-class _Text:
-    """A request's text as the drafter knows it.
-
-    Attributes:
-        number: its name.
-        salt: who may share its beginning.
-        held: positions that the drafter holds, by its last answer.
-        is_sent: a request with a row of it is not answered yet.
-    """
-
-    number: int
-    salt: int
-    held: int = 0
-    is_sent: bool = False
-
-
-_Rows = list[tuple[int, _Text, TextRow]]
+_Rows = list[tuple[int, Text, TextRow]]
 """Rows to send, each with its row of the batch."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Sent:
-    """A request that is not answered yet.
-
-    Attributes:
-        texts: of its rows.
-        state_bytes: size of their states.
-        expires_at: monotonic time when its budget is over.
-    """
-
-    texts: tuple[_Text, ...]
-    state_bytes: int
-    expires_at: float
 
 
 @dataclass(slots=True)
@@ -147,10 +115,10 @@ class RemoteProposer:
         )
         self._link = DrafterLink(wanted, find, self._report)
         self._peer: Peer | None = None
-        self._texts: dict[str, _Text] = {}
-        self._num_texts = self._num_requests = 0
+        self._texts: dict[str, Text] = {}
+        self._num_texts = 0
         self._ended: deque[int] = deque(maxlen=MAX_ROWS)
-        self._sent: dict[int, _Sent] = {}
+        self._sent = SentRequests()
         self._use = 0.0 if config.dynamic else 1.0  # of one that may not pay nothing is known yet
 
     @classmethod
@@ -170,6 +138,21 @@ class RemoteProposer:
             self._states.trim()
         return drafts
 
+    def reading_s(self, batch: DraftBatch) -> list[float]:
+        """How long the drafter would compute what it lacks of each text before it can draft.
+
+        Returns:
+            n times seconds, 0 where it lacks little or is being told.
+        """
+        found = []
+        for request_id, length in zip(batch.request_ids, batch.num_tokens.tolist(), strict=True):
+            text = self._texts.get(request_id)
+            begin, end = (0, length) if text is None else self._unsent(text, length)
+            is_told = text is not None and text.is_sent
+            lacking = 0 if is_told or end - begin <= NEAR_TOKENS else end - begin
+            found.append(lacking * self._sent.position_s)
+        return found
+
     def forget(self, request_ids: list[str]) -> None:
         """Tells the drafter with the next request."""
         for request_id in request_ids:
@@ -188,7 +171,7 @@ class RemoteProposer:
         self._metrics.set_reachable(self._kind, up)
         self._metrics.set_refused(self._kind, refused)
 
-    def _drafts(self, batch: DraftBatch, texts: list[_Text | None]) -> list[Draft]:
+    def _drafts(self, batch: DraftBatch, texts: list[Text | None]) -> list[Draft]:
         drafts = [self._no_draft] * len(batch)
         if self._sent:
             for _ in self._replies():  # before a new connection would lose them
@@ -196,13 +179,13 @@ class RemoteProposer:
         peer = self._link.connect()
         if peer is None:
             return drafts
-        self._give_up(time.monotonic() - LOST_S)
+        self._sent.give_up(time.monotonic() - LOST_S)
         if peer is not self._peer:
             self._meet(peer)
         asked, fed = self._rows(batch, texts, peer.max_tokens)
         number = self._send(asked, self._config.timeout_s) if asked else 0
         for each in fed:  # each for itself: a short one is not answered with the longest
-            self._send([each], FEED_BUDGET_S)
+            self._send([each], FEED_BUDGET_S, is_read=True)
         if asked and (answer := self._await(number)) is not None:
             for (row, _, sent), answered in zip(asked, answer.rows, strict=True):
                 if answered.tokens:
@@ -211,14 +194,14 @@ class RemoteProposer:
                     drafts[row] = draft.cut(sent.max_draft_tokens)
         return drafts
 
-    def _text_of(self, batch: DraftBatch, row: int) -> _Text | None:
+    def _text_of(self, batch: DraftBatch, row: int) -> Text | None:
         """A request's text; None: it wants no drafts of this source."""
         controls = batch.controls[row] if batch.controls else DEFAULT_CONTROLS
         if controls.speculation not in ("auto", self._kind) or not controls.max_draft_tokens:
             return None
         text = self._texts.get(batch.request_ids[row])
         if text is None:
-            text = _Text(self._num_texts, self._salt(controls))
+            text = Text(self._num_texts, self._salt(controls))
             self._texts[batch.request_ids[row]] = text
             self._num_texts += 1
         return text
@@ -231,7 +214,7 @@ class RemoteProposer:
         salted = f"{name}\0{controls.cache_salt}"
         return int.from_bytes(blake2b(salted.encode(), digest_size=8).digest(), "little")
 
-    def _keep_states(self, batch: DraftBatch, texts: list[_Text | None]) -> None:
+    def _keep_states(self, batch: DraftBatch, texts: list[Text | None]) -> None:
         """Keeps the step's states, but for those of refused drafts: the last token has none yet."""
         hidden = batch.hidden_states
         if self._states is None or hidden is None or not any(texts):
@@ -249,30 +232,24 @@ class RemoteProposer:
     def _meet(self, peer: Peer) -> None:
         """It answers again: what was sent for longer may be under way; another process: nothing."""
         is_new = self._peer is None or self._peer.instance != peer.instance
-        self._give_up(math.inf if is_new else time.monotonic())
+        self._sent.give_up(math.inf if is_new else time.monotonic())
         if is_new:
             for text in self._texts.values():
                 text.held = 0
         self._peer = peer
 
-    def _give_up(self, latest: float) -> None:
-        """Requests whose budget was over before are not waited for; their texts go out again."""
-        for number, sent in list(self._sent.items()):
-            if sent.expires_at < latest:
-                del self._sent[number]
-                for text in sent.texts:
-                    text.is_sent = False
-
     def _rows(
-        self, batch: DraftBatch, texts: list[_Text | None], max_tokens: int
+        self, batch: DraftBatch, texts: list[Text | None], max_tokens: int
     ) -> tuple[_Rows, _Rows]:
         """What is to be sent: rows to be drafted for, and rows of texts that lack too much."""
         asked: _Rows = []
         fed: _Rows = []
         room = _Room(MAX_ROWS, MAX_TOKENS, MAX_STATE_BYTES)
-        sent_bytes = sum(each.state_bytes for each in self._sent.values())
-        feed_room = _Room(MAX_SENT - len(self._sent), MAX_TOKENS, MAX_STATE_BYTES - sent_bytes)
+        feed_room = _Room(
+            MAX_SENT - len(self._sent), MAX_TOKENS, MAX_STATE_BYTES - self._sent.state_bytes
+        )
         limits = np.minimum(batch.max_draft_tokens, self._config.max_draft_len).tolist()
+        is_told_all = self._is_told_all
         for row, (text, length) in enumerate(zip(texts, batch.num_tokens.tolist(), strict=True)):
             if text is None or text.is_sent or length > max_tokens:
                 continue
@@ -280,7 +257,7 @@ class RemoteProposer:
             is_near = end - begin <= NEAR_TOKENS
             if is_near and not (end == length and limits[row]):
                 continue
-            if not limits[row] and self._use < _IN_USE:
+            if not limits[row] and not is_told_all:
                 continue  # it would be computed for nothing, perhaps on the target's own cores
             end = min(end, begin + FEED_TOKENS)
             start = min(text.held, end - 1)
@@ -291,7 +268,16 @@ class RemoteProposer:
                 fed.append((row, text, self._row(batch, row, text, start, end, 0)))
         return asked, fed
 
-    def _unsent(self, text: _Text, length: int) -> tuple[int, int]:
+    @property
+    def _is_told_all(self) -> bool:
+        """Whether texts are sent also while no draft of them is wanted.
+
+        Where none may ever be, they wait as long as no state is lost by it.
+        """
+        is_full = self._states is not None and self._states.num_tokens > PENDING_STATES // 2
+        return self._use >= _IN_USE and (is_full or not self._config.dynamic)
+
+    def _unsent(self, text: Text, length: int) -> tuple[int, int]:
         """First position that the drafter will compute, and the end of what can be sent.
 
         With states, position i is computed of the state of i and the token at i + 1.
@@ -304,7 +290,7 @@ class RemoteProposer:
         )
 
     def _row(
-        self, batch: DraftBatch, row: int, text: _Text, start: int, end: int, limit: int
+        self, batch: DraftBatch, row: int, text: Text, start: int, end: int, limit: int
     ) -> TextRow:
         states_start, states = 0, None
         if self._states is not None:
@@ -321,27 +307,24 @@ class RemoteProposer:
             max_draft_tokens=limit,
         )
 
-    def _send(self, rows: _Rows, budget_s: float) -> int:
+    def _send(self, rows: _Rows, budget_s: float, *, is_read: bool = False) -> int:
         """Sends a request; returns its number."""
-        self._num_requests += 1
         ended, self._ended = tuple(self._ended), deque(maxlen=MAX_ROWS)
-        texts = tuple(text for _, text, _ in rows)
-        for text in texts:
-            text.is_sent = True
         states = (row.states for _, _, row in rows)
-        self._sent[self._num_requests] = _Sent(
-            texts,
+        number = self._sent.add(
+            [text for _, text, _ in rows],
             sum(each.nbytes for each in states if each is not None),
-            time.monotonic() + budget_s,
+            sum(len(row.tokens) for _, _, row in rows) if is_read else 0,
+            budget_s,
         )
         request = DraftRequest(
-            number=self._num_requests,
+            number=number,
             budget_s=budget_s,
             rows=tuple(row for _, _, row in rows),
             forget=ended,
         )
         self._link.send(request)
-        return self._num_requests
+        return number
 
     def _await(self, number: int) -> DraftAnswer | None:
         """The answer to a request, if it comes in time."""
@@ -368,19 +351,17 @@ class RemoteProposer:
 
     def _take(self, reply: DraftAnswer | Refusal) -> bool:
         """Notes what is held now; false: the reply is none to what was sent."""
-        sent = self._sent.pop(reply.number, None)
-        if sent is None:
+        texts = self._sent.take(reply)
+        if texts is None:
             return False
-        for text in sent.texts:
-            text.is_sent = False
         if isinstance(reply, Refusal):
             if reply.reason != "expired":
                 self._metrics.count_error(self._kind)
             return True
-        if len(reply.rows) != len(sent.texts):
+        if len(reply.rows) != len(texts):
             self._metrics.count_error(self._kind)
             return False
-        for text, row in zip(sent.texts, reply.rows, strict=True):
+        for text, row in zip(texts, reply.rows, strict=True):
             text.held = row.held
             if self._states is not None:
                 self._states.confirm(text.number, row.held)

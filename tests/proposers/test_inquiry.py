@@ -151,3 +151,32 @@ def test_the_same_history_gives_the_same_decisions() -> None:
         for inquiry in (priced(taught((MTP, 1), (SURE, 3)), 0.4) for _ in range(2))
     ]
     assert runs[0] == runs[1]
+
+
+def test_a_text_is_read_once_its_drafts_would_have_saved_as_much_as_that_takes() -> None:
+    inquiry = priced(taught((MTP, 3), (SURE, 3)), 0.3)
+
+    def asked_for(name: str, reading_s: float) -> bool:
+        return bool(inquiry.limits([name], limits(3), [[]], [reading_s]).any())
+
+    assert asked_for("known", 0.0)
+    num_missed = 0
+    while not asked_for("unread", 5 * PLAIN_S):
+        num_missed += 1
+        assert num_missed < 20
+    assert num_missed == 2  # a step with the draft saves 1.9 plain ones
+    assert asked_for("unread", 4 * PLAIN_S)  # a piece of it was read
+    inquiry.forget(["unread"])
+    assert not asked_for("unread", 5 * PLAIN_S)
+
+
+def test_texts_that_are_known_do_not_wait_for_those_that_are_not() -> None:
+    inquiry = priced(taught((MTP, 3), (SURE, 3)), 0.3)
+    found = inquiry.limits(["known", "unread"], limits(3, 3), [[], []], [0.0, 100.0])
+    assert found[0] > 0
+    assert found[1] == 0
+
+
+def test_what_would_not_be_asked_is_probed_also_where_it_was_not_read() -> None:
+    inquiry = priced(taught((MTP, 0), (SURE, 3)), 0.5)
+    assert any(inquiry.limits(["a"], limits(3), [[]], [1.0]).any() for _ in range(1000))

@@ -616,7 +616,7 @@ def test_states_that_are_too_large_for_one_request_go_one_text_after_the_other(
     for name in "ab":
         open_text(made, target, name, length)
     target.step({"a": length, "b": length}, {"a": 1, "b": 1})
-    assert [len(sent.texts) for sent in made.proposer._sent.values()] == [1]
+    assert len(made.proposer._sent) == 1
     drafter.may_go.set()
     made.until_drafts("a")
     made.until_drafts("b")
@@ -681,3 +681,57 @@ def test_a_source_that_may_not_pay_is_told_of_no_text_before_a_draft_is_wanted(
     assert made.propose("short") != [()]  # behind whatever had been sent before
     assert len(drafter.calls) == 1
     made.until_drafts("new")
+
+
+def batch_of(made: Replica, *names: str) -> DraftBatch:
+    lengths = np.array([len(made.texts[name]) for name in names], np.int32)
+    return DraftBatch(list(names), np.zeros((len(names), 1), np.int32), lengths, lengths, lengths)
+
+
+def test_what_reading_a_text_takes_is_told_once_it_was_measured(
+    stack: ExitStack, place: Place, drafter: FakeDrafter
+) -> None:
+    serve(stack, place, drafter)
+    made = replica(stack, place, dynamic=True)
+    made.until_up()
+    for name in ("first", "second", "longer"):
+        made.grow(name, 5 * NEAR_TOKENS)
+    made.grow("longer", 10 * NEAR_TOKENS)
+    made.grow("short", NEAR_TOKENS)
+    assert made.proposer.reading_s(batch_of(made, "first", "short")) == [0.0, 0.0]
+    drafter.may_go.clear()
+    made.propose("first")
+    assert drafter.entered.wait(WAIT_S)
+    time.sleep(0.05)
+    drafter.may_go.set()
+    made.until_drafts("first")
+    names = ("first", "second", "longer", "short")
+    first, second, longer, short = made.proposer.reading_s(batch_of(made, *names))
+    assert (first, short) == (0.0, 0.0)
+    assert second > 0.04
+    assert longer == pytest.approx(2 * second)
+    drafter.may_go.clear()
+    made.propose("second")
+    assert made.proposer.reading_s(batch_of(made, "second")) == [0.0]  # is being read
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_texts_that_no_draft_is_wanted_of_wait_unless_their_states_would_be_lost(
+    is_full: bool, stack: ExitStack, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = FakeDrafter(HIDDEN_SIZE)
+    serve(stack, place, drafter)
+    made = replica(stack, place, "mtp", dynamic=True)
+    made.until_up()
+    target = Target(made)
+    open_text(made, target, "asked", 20)
+    target.step({"asked": 20}, {"asked": 1})
+    for _ in range(10):  # it is in use
+        target.step({"asked": 1}, {"asked": 1})
+    if is_full:
+        monkeypatch.setattr("specserve.proposers.remote.PENDING_STATES", 5 * NEAR_TOKENS)
+    open_text(made, target, "new", 5 * NEAR_TOKENS)
+    target.step({"new": 4 * NEAR_TOKENS}, {"new": 0})
+    target.step({"asked": 1}, {"asked": 1})  # behind whatever had been sent before
+    read = {row.key[1] for call in drafter.calls for row in call}
+    assert read == ({0, 1} if is_full else {0})
