@@ -28,7 +28,8 @@ from specserve.trie.store_actor import NAMESPACE, await_drain
 logger = logging.getLogger(__name__)
 
 IDLE_S = 60.0
-"""A drafter that no replica was heard of for so long ends itself."""
+"""A drafter with nothing to do for so long ends itself: a replica says hello several times a
+second."""
 
 FIND_S = 5.0
 """How long a drafter may take to say where it listens; then it is asked again."""

@@ -19,6 +19,9 @@ _REFUSALS = (
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL  # also: the other side was the first to hang up
 )
 
+_MOST_AT_ONCE = 1024
+"""Connections that are dealt with before those that are let in are served."""
+
 
 class Doorkeeper:
     """Guards the one listening socket of a context, with a random secret of its own.
@@ -30,7 +33,7 @@ class Doorkeeper:
     Attributes:
         secret: what connections have to begin with.
         questions: readable when :meth:`answer` is to be called.
-        refusals: readable when :meth:`take_refusal` is to be called.
+        refusals: readable when :meth:`take_refusals` is to be called.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes]) -> None:
@@ -43,15 +46,22 @@ class Doorkeeper:
         socket.setsockopt(zmq.PLAIN_SERVER, 1)
 
     def answer(self) -> None:
-        """Tells ZeroMQ whether to let a connection in."""
-        version, number, *_, secret = self.questions.recv_multipart()
-        is_right = compare_digest(secret, self.secret.encode())
-        status = (b"200", b"") if is_right else (b"400", b"wrong secret")
-        self.questions.send_multipart([version, number, *status, b"", b""])
+        """Tells ZeroMQ which of the connections that wait to let in."""
+        for _ in range(_MOST_AT_ONCE):
+            if not self.questions.poll(0):
+                return
+            version, number, *_, secret = self.questions.recv_multipart()
+            is_right = compare_digest(secret, self.secret.encode())
+            status = (b"200", b"") if is_right else (b"400", b"wrong secret")
+            self.questions.send_multipart([version, number, *status, b"", b""])
 
-    def take_refusal(self) -> None:
-        """Takes note that a connection was refused, which came with a wrong secret or without."""
-        self.refusals.recv_multipart()
+    def take_refusals(self) -> int:
+        """How many connections were refused, which came with a wrong secret or without."""
+        for number in range(_MOST_AT_ONCE):
+            if not self.refusals.poll(0):
+                return number
+            self.refusals.recv_multipart()
+        return _MOST_AT_ONCE
 
     def close(self) -> None:
         """To be called before the guarded socket is closed."""

@@ -45,7 +45,8 @@ class Router:
     """Reads questions and sends answers, without a thread of its own.
 
     All but :meth:`wake` is for one thread, that which computes: a message that another one had to
-    hand on would take longer. What comes meanwhile waits in ZeroMQ's queues, which are bounded.
+    hand on would take longer. What comes meanwhile waits in ZeroMQ's queues, which hold so many
+    messages and no more.
 
     Args:
         bind: ZeroMQ address, port 0 for any free one.
@@ -91,8 +92,8 @@ class Router:
         if self._doorkeeper.questions in ready:
             self._doorkeeper.answer()
         if self._doorkeeper.refusals in ready:
-            self._doorkeeper.take_refusal()
-            self._on_refused()
+            for _ in range(self._doorkeeper.take_refusals()):
+                self._on_refused()
         return self._questions() if self._socket in ready else []
 
     def wake(self) -> None:

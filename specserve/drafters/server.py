@@ -85,7 +85,7 @@ class ServerCounters:
 
 @dataclass(slots=True)
 class _Client:
-    """A client as the computing thread knows it."""
+    """Who has asked for something."""
 
     heard_at: float
     texts: set[int] = field(default_factory=set)
@@ -135,8 +135,8 @@ class DrafterServer:
 
     @property
     def idle_s(self) -> float:
-        """Time since there was anything to do, or since the start, in seconds."""
-        return 0.0 if self._schedule else time.monotonic() - self._active_at
+        """Time since a message was read or a call of the model began or ended, in seconds."""
+        return time.monotonic() - self._active_at
 
     def seat(self, replica: str) -> int:
         """How many other replicas have used this drafter for longer; this one's seat is kept.
@@ -154,6 +154,8 @@ class DrafterServer:
 
     def close(self) -> None:
         """Ends the thread after the call of the model that runs; what waits is dropped."""
+        if self._closing.is_set():
+            return
         self._closing.set()
         self._router.wake()
         self._thread.join()
@@ -262,7 +264,7 @@ class DrafterServer:
         if not tasks:
             return
         calls = list(dict.fromkeys(task.call for task in tasks))
-        began = time.monotonic()
+        began = self._active_at = time.monotonic()
         try:
             answers = self._drafter.draft([task.piece() for task in tasks])
             assert len(answers) == len(tasks)
@@ -270,7 +272,8 @@ class DrafterServer:
             self._log_once(type(error).__name__, str(error), error)
             self._drop(calls, "failed")
             return
-        self._active_at = time.monotonic()
+        finally:
+            self._active_at = time.monotonic()
         spent_s = self._active_at - began
         self.counters.num_calls += 1
         self.counters.compute_s += spent_s

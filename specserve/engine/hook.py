@@ -168,7 +168,8 @@ class ProposerHook:
                 self._drafts[request_id] = draft
             else:
                 self._drafts.pop(request_id, None)
-        self._num_idle_steps_left = self._chain.num_idle_steps if self._may_idle else 0
+        if self._may_idle:
+            self._num_idle_steps_left = self._chain.num_idle_steps(request_ids)
         self._last_step_end = time.monotonic()
         return [list(draft.tokens) for draft in drafts]
 

@@ -22,10 +22,9 @@ class Arbiter:
         self._acceptance = acceptance
         self._offered: dict[str, Sequence[Draft]] = {}
 
-    @property
-    def has_offers(self) -> bool:
-        """Whether there are offers to learn from with the requests' next tokens."""
-        return bool(self._offered)
+    def has_offers(self, request_ids: Sequence[str]) -> bool:
+        """Whether there are offers to learn from with these requests' next tokens."""
+        return any(request_id in self._offered for request_id in request_ids)
 
     def choose(self, request_id: str, offers: Sequence[Draft]) -> int:
         """Index of the best of one request's drafts; of equals the first.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from specserve.core.config import DraftModelConfig, MtpConfig, TrieConfig
 from specserve.core.metrics import SpeculationMetrics
@@ -38,6 +38,20 @@ class Proposer(Protocol):
 
     def forget(self, request_ids: list[str]) -> None:
         """Drops all that is kept for these finished or aborted requests; unknown ids are fine."""
+        ...
+
+
+@runtime_checkable
+class Reader(Protocol):
+    """A source that has to read a text before it can draft, which takes time."""
+
+    def reading_s(self, batch: DraftBatch) -> Sequence[float]:
+        """How long it would take to read what is not known of each text, where that costs the
+        target time.
+
+        Returns:
+            n times seconds; infinite: it cannot draft for that text now.
+        """
         ...
 
 

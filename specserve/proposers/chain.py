@@ -7,7 +7,7 @@ The way of a step, for the engine's hook::
     drafts = chain.step(batch, outcomes, controls, due)    drafts[i] is for row i
     chain.observe(outcomes)                        instead of `step`, if no source is due
     chain.observe_step(n, draft_tokens, seconds)   after each step of decoding requests alone
-    chain.num_idle_steps                           so many steps of the same requests may pass
+    chain.num_idle_steps(ids)                      so many steps of the same requests may pass
     chain.finish(batch)                            when requests end, if has_unseen_texts
     chain.forget(ids)                              then, or when they are aborted
 """
@@ -84,15 +84,16 @@ class ProposerChain:
         self._paces = {kind: Pace() for kind in gated_kinds - self._remote_kinds.keys()}
         self._clock = clock
 
-    @property
-    def num_idle_steps(self) -> int:
+    def num_idle_steps(self, request_ids: Sequence[str]) -> int:
         """Steps that may pass from here on without a word of them.
 
-        If they are of the same requests as this one: nothing is sent, nothing is to be learned
-        from what was offered, and no source will be due.
+        Nothing is sent, nothing is to be learned from what was offered, and no source will be due.
+
+        Args:
+            request_ids: of this step; the next ones have to be of the same.
         """
         paces = [self._paces.get(source.kind) for source in self._sources if source.ready]
-        if self._arbiter.has_offers or not paces:
+        if self._arbiter.has_offers(request_ids) or not paces:
             return 0
         return min(0 if pace is None else pace.num_idle_steps for pace in paces)
 
@@ -221,12 +222,14 @@ class ProposerChain:
                 held = [[draft for _, draft in each] for each in offers]
                 limits = np.minimum(limits, self._remote_kinds[source.kind])
                 reading_s = source.reading_s(batch)
+                if not source.ready:  # that failed
+                    continue
                 limits = inquiry.limits(batch.request_ids, limits, held, reading_s)
             began = self._clock()
             drafts = self._ask(source, batch, limits)
             seconds = self._clock() - began
             if inquiry is not None:
-                inquiry.observe_call(limits, drafts, seconds)
+                inquiry.observe_call(batch.request_ids, limits, drafts, seconds)
             elif pace is not None:
                 pace.observe_call(seconds)
             for each, draft in zip(offers, drafts, strict=True):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from specserve.core.errors import shorten
 from specserve.core.metrics import SpeculationMetrics
 from specserve.core.types import Draft, DraftBatch
-from specserve.proposers.base import Proposer
+from specserve.proposers.base import Proposer, Reader
 
 logger = logging.getLogger(__name__)
 
@@ -65,9 +65,14 @@ class GuardedSource:
         return drafts
 
     def reading_s(self, batch: DraftBatch) -> Sequence[float]:
-        """The source's own answer, where it has one: see :class:`RemoteProposer`; else empty."""
-        reading_s = getattr(self._proposer, "reading_s", None)
-        return () if reading_s is None else reading_s(batch)
+        """What a source that is a :class:`Reader` says; empty of others, and where it failed."""
+        if not isinstance(self._proposer, Reader):
+            return ()
+        try:
+            return self._proposer.reading_s(batch)
+        except Exception as error:
+            self._switch_off(error)
+            return ()
 
     def forget(self, request_ids: list[str]) -> None:
         """Passes the ids on, also while resting: what the source holds must not leak."""

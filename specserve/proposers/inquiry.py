@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from math import isfinite
 from typing import cast
 
 import numpy as np
@@ -79,7 +80,7 @@ class Inquiry:
             limits: int32 ``[n]``, the longest draft that each can use.
             offers: n, the drafts that there are already, which cost nothing more.
             reading_s: n, what it takes to read what the source does not know of each text, in
-                seconds; empty: nothing.
+                seconds; infinite: it cannot draft for it now; empty: nothing.
 
         Returns:
             int32 ``[n]``, 0: none; all 0: the source is not asked.
@@ -87,6 +88,7 @@ class Inquiry:
         self._credit = min(self._credit + PROBE_SHARE, MOST_CREDIT)
         self._pause_left = max(self._pause_left - 1, 0)
         self._is_probe = False
+        reading_s = reading_s or [0.0] * len(limits)
         rows = np.flatnonzero(limits).tolist()
         if not self._gate.may_draft(len(limits)):
             return np.zeros_like(limits)
@@ -98,14 +100,17 @@ class Inquiry:
             for name, each in zip(request_ids, offers, strict=True)
         ]
         gains = {
-            row: acceptance.gains(request_ids[row], self._guess(int(limits[row]))) for row in rows
+            row: acceptance.gains(request_ids[row], self._guess(int(limits[row])))
+            for row in rows
+            if isfinite(reading_s[row])
         }
         gains = {row: each for row, each in gains.items() if sum(each) > sum(held[row])}
         asked, saved_s = self._best(held, gains, limits) if gains else (np.zeros_like(limits), 0.0)
         if asked.any():
             self._pause = 1
             return self._without_unread(request_ids, asked, saved_s, reading_s)
-        return self._probe([row for row in rows if HOPE * limits[row] > sum(held[row])], limits)
+        rows = [row for row in rows if HOPE * limits[row] > sum(held[row])]
+        return self._probe(rows, limits, reading_s)
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Drops what is kept of these requests."""
@@ -144,7 +149,7 @@ class Inquiry:
                 best, asked = rate, np.zeros_like(limits)
                 rows = list(wanted)
                 asked[rows] = np.minimum(limits[rows], length)
-        return asked, (best / without - 1) * plain
+        return asked, (1 - without / best) * plain
 
     def _without_unread(
         self,
@@ -158,26 +163,36 @@ class Inquiry:
         Args:
             request_ids: n.
             asked: int32 ``[n]``, lengths to ask for.
-            saved_s: seconds that asking for them saves.
+            saved_s: seconds that asking for them saves, of a plain step.
             reading_s: see :meth:`limits`.
         """
         rows = np.flatnonzero(asked).tolist()
         for row in rows:
-            if reading_s and reading_s[row]:
+            if reading_s[row]:
                 missed_s = self._missed.get(request_ids[row], 0.0) + saved_s / len(rows)
                 self._missed[request_ids[row]] = missed_s
                 if missed_s < reading_s[row]:
                     asked[row] = 0
         return asked
 
-    def observe_call(self, limits: Int32Array, drafts: Sequence[Draft], seconds: float) -> None:
+    def observe_call(
+        self,
+        request_ids: Sequence[str],
+        limits: Int32Array,
+        drafts: Sequence[Draft],
+        seconds: float,
+    ) -> None:
         """What a call took.
 
         Args:
+            request_ids: n.
             limits: int32 ``[n]``, what was asked for.
             drafts: n, the answer.
             seconds: its duration.
         """
+        for request_id, draft in zip(request_ids, drafts, strict=True):
+            if draft.tokens:
+                self._missed.pop(request_id, None)  # it was read; to be read again it has to earn
         num_rows = int(np.count_nonzero(limits))
         if self._cost is None or not num_rows:
             return
@@ -205,14 +220,16 @@ class Inquiry:
         """A draft of this source, of which only the length is known."""
         return Draft((0,) * length, cast(Source, self._kind))
 
-    def _probe(self, rows: Sequence[int], limits: Int32Array) -> Int32Array:
+    def _probe(
+        self, rows: Sequence[int], limits: Int32Array, reading_s: Sequence[float]
+    ) -> Int32Array:
         """Asks for the first of these rows, when it is time and there is credit; else for none.
 
         The first one is the same request for as long as it runs: the source has to be brought up
         to date on no more than one text.
         """
         asked = np.zeros_like(limits)
-        if not rows or self._pause_left:
+        if not rows or self._pause_left or not isfinite(reading_s[rows[0]]):
             return asked
         plain, _, _ = self._gate.cost.at(len(limits))
         price = self._price(1, int(limits[rows[0]]), plain)

@@ -114,6 +114,7 @@ class RemoteProposer:
             replica=surroundings.replica,
         )
         self._link = DrafterLink(wanted, find, self._report)
+        self._has_own_gpu = config.num_gpus > 0 and config.placement == "actor"
         self._peer: Peer | None = None
         self._texts: dict[str, Text] = {}
         self._num_texts = 0
@@ -141,16 +142,24 @@ class RemoteProposer:
     def reading_s(self, batch: DraftBatch) -> list[float]:
         """How long the drafter would compute what it lacks of each text before it can draft.
 
+        Nothing is put off where states would be lost meanwhile. A drafter with a GPU of its own
+        takes no time of the target's.
+
         Returns:
-            n times seconds, 0 where it lacks little or is being told.
+            n times seconds; 0 where it lacks little, infinite where it is reading the text now or
+            the text is too long for it.
         """
+        is_free = self._has_own_gpu or self._is_full
+        position_s = 0.0 if is_free else self._sent.position_s
+        most = math.inf if self._peer is None else self._peer.max_tokens
         found = []
         for request_id, length in zip(batch.request_ids, batch.num_tokens.tolist(), strict=True):
             text = self._texts.get(request_id)
-            begin, end = (0, length) if text is None else self._unsent(text, length)
-            is_told = text is not None and text.is_sent
-            lacking = 0 if is_told or end - begin <= NEAR_TOKENS else end - begin
-            found.append(lacking * self._sent.position_s)
+            lacking = length if text is None else length - self._unsent(text, length)[0]
+            if length > most or (text is not None and text.is_sent):
+                found.append(math.inf)
+            else:
+                found.append(lacking * position_s if lacking > NEAR_TOKENS else 0.0)
         return found
 
     def forget(self, request_ids: list[str]) -> None:
@@ -274,8 +283,12 @@ class RemoteProposer:
 
         Where none may ever be, they wait as long as no state is lost by it.
         """
-        is_full = self._states is not None and self._states.num_tokens > PENDING_STATES // 2
-        return self._use >= _IN_USE and (is_full or not self._config.dynamic)
+        return self._use >= _IN_USE and (self._is_full or not self._config.dynamic)
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether states may soon be lost."""
+        return self._states is not None and self._states.num_tokens > PENDING_STATES // 2
 
     def _unsent(self, text: Text, length: int) -> tuple[int, int]:
         """First position that the drafter will compute, and the end of what can be sent.
@@ -314,7 +327,7 @@ class RemoteProposer:
         number = self._sent.add(
             [text for _, text, _ in rows],
             sum(each.nbytes for each in states if each is not None),
-            sum(len(row.tokens) for _, _, row in rows) if is_read else 0,
+            sum(_num_computed(row) for _, _, row in rows) if is_read else 0,
             budget_s,
         )
         request = DraftRequest(
@@ -366,3 +379,8 @@ class RemoteProposer:
             if self._states is not None:
                 self._states.confirm(text.number, row.held)
         return True
+
+
+def _num_computed(row: TextRow) -> int:
+    """Positions that a drafter computes which holds what comes before; without states it skips."""
+    return row.start + len(row.tokens) - max(row.start, row.states_start)

@@ -97,7 +97,7 @@ class SentRequests:
         sent = self._end(reply.number)
         if sent is None:
             return None
-        if sent.num_read and isinstance(reply, DraftAnswer):
+        if sent.num_read and isinstance(reply, DraftAnswer) and _has_progress(sent, reply):
             weight = _READING_RATE if self.position_s else 1.0
             self.position_s += weight * (reply.compute_s / sent.num_read - self.position_s)
         return sent.texts
@@ -107,3 +107,9 @@ class SentRequests:
         for text in sent.texts if sent is not None else ():
             text.is_sent = False
         return sent
+
+
+def _has_progress(sent: _Sent, reply: DraftAnswer) -> bool:
+    """Whether more is held than before: a drafter without room for a text does not read it."""
+    pairs = zip(sent.texts, reply.rows, strict=False)
+    return any(row.held > text.held for text, row in pairs)

@@ -130,7 +130,8 @@ class DraftRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         number: of the question.
-        budget_s: how long the answer is of use, in seconds from its arrival.
+        budget_s: how long the answer is of use, in seconds from when the drafter reads the request:
+            after the call of its model that runs when it comes.
         rows: each of another text; their states are of one width.
         forget: texts that have ended.
     """

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from zlib import crc32
 
 import numpy as np
@@ -39,6 +40,7 @@ class FakeDrafter:
         begins: first position that a text's states were there for.
         entered: set whenever a call begins.
         may_go: a call waits for this event.
+        meanwhile: called by the server's thread as long as a call waits.
         error: raised by a call, where it is set.
         chances: that come with a draft.
     """
@@ -59,6 +61,7 @@ class FakeDrafter:
         self.entered = threading.Event()
         self.may_go = threading.Event()
         self.may_go.set()
+        self.meanwhile: Callable[[], None] = lambda: None
         self.error: Exception | None = None
         self.chances: tuple[float, ...] = ()
         self._texts: dict[Key, list[int]] = {}
@@ -68,7 +71,10 @@ class FakeDrafter:
         assert len({row.key for row in rows}) == len(rows)
         self.calls.append(list(rows))
         self.entered.set()
-        assert self.may_go.wait(WAIT_S)
+        deadline = time.monotonic() + WAIT_S
+        while not self.may_go.wait(0.005):
+            assert time.monotonic() < deadline
+            self.meanwhile()
         if self.error is not None:
             raise self.error
         return [self._draft(row) for row in rows]

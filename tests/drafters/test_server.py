@@ -162,9 +162,13 @@ def test_a_text_that_is_not_held_is_answered_by_what_is(connect: Connect) -> Non
     assert connect(b"a").ask(row(1, 53, start=50)) == (RowAnswer(0),)
 
 
-def arrive() -> None:
-    """Returns when what was sent waits for the drafter to be free: in queues that tell nothing."""
-    time.sleep(0.3)
+def arrive(server: DrafterServer, drafter: FakeDrafter, number: int) -> None:
+    """Returns when so many questions wait for the drafter to be free.
+
+    ZeroMQ does not tell how many it has: they are read early, by the thread that reads them.
+    """
+    drafter.meanwhile = lambda: server._arrivals.extend(server._router.get(0.0))
+    eventually(lambda: len(server._arrivals) == number, "questions", WAIT_S, 0.001)
 
 
 def test_what_waits_of_several_clients_goes_through_the_model_together(
@@ -174,7 +178,7 @@ def test_what_waits_of_several_clients_goes_through_the_model_together(
     hold(drafter, first)
     second.request(row(0, 10), row(1, 11))
     third.request(row(0, 12))
-    arrive()
+    arrive(server, drafter, 2)
     drafter.may_go.set()
     assert isinstance(second.receive(), DraftAnswer)
     answer = third.receive()
@@ -197,7 +201,7 @@ def test_a_draft_waits_for_one_piece_of_another_text_at_most(
     client.request(row(1, 5000, draft=0))
     assert drafter.entered.wait(WAIT_S)
     other.request(row(1, 10))
-    arrive()
+    arrive(server, drafter, 1)
     drafter.may_go.set()
     assert isinstance(other.receive(), DraftAnswer)
     answer = client.receive()
@@ -223,7 +227,7 @@ def test_a_request_that_waited_too_long_is_not_computed(
     hold(drafter, first)
     late.request(row(0, 10), budget_s=0.0)
     patient.request(row(0, 10))
-    arrive()
+    arrive(server, drafter, 2)
     drafter.may_go.set()
     assert late.refused() == "expired"
     assert isinstance(patient.receive(), DraftAnswer)
@@ -285,7 +289,7 @@ def test_a_client_that_floods_is_refused_and_the_others_are_served(
     for number in range(MAX_WAITING + 5):
         wild.request(row(number, 10))
     tame.request(row(1, 10))
-    arrive()
+    arrive(server, drafter, MAX_WAITING + 6)
     drafter.may_go.set()
     assert isinstance(tame.receive(), DraftAnswer)
     replies = [wild.receive() for _ in range(MAX_WAITING + 6)]
@@ -312,7 +316,7 @@ def test_a_text_that_ends_while_it_is_brought_up_to_date_is_left_alone(
     client.request(row(1, 5000, draft=0))
     assert drafter.entered.wait(WAIT_S)
     client.request(forget=(1,))
-    arrive()
+    arrive(server, drafter, 1)
     drafter.may_go.set()
     replies = [client.receive(), client.receive()]
     held = [reply.rows for reply in replies if isinstance(reply, DraftAnswer)]
@@ -351,7 +355,7 @@ def test_two_requests_for_one_text_are_worked_on_one_after_the_other(
     hold(drafter, other)
     client.request(row(1, 10))
     client.request(row(1, 12, start=10))
-    arrive()
+    arrive(server, drafter, 2)
     drafter.may_go.set()
     held = [
         reply.rows[0].held

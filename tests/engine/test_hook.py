@@ -286,7 +286,7 @@ def test_in_a_step_without_a_source_that_is_due_only_the_outcomes_are_passed_on(
 @pytest.fixture
 def resting(hook: ProposerHook, monkeypatch: pytest.MonkeyPatch) -> ProposerHook:
     """A hook whose sources are due at every fourth step, as long as they have no draft."""
-    monkeypatch.setattr(ProposerChain, "num_idle_steps", 3)
+    monkeypatch.setattr(ProposerChain, "num_idle_steps", lambda *_: 3)
     return hook
 
 

@@ -282,6 +282,35 @@ def test_the_calls_of_a_step_are_the_ones_we_wrap() -> None:
     sample = source(GPUModelRunner.sample_tokens)
     assert sample.count("self.speculative_config") == 1
     assert "self._draft_token_req_ids = None" in sample
+    told = {
+        name
+        for name, method in vars(GPUModelRunner).items()
+        if inspect.isfunction(method) and "self.speculative_config" in source(method)
+    }
+    in_a_step = {
+        "_update_states",
+        "_update_states_after_model_execute",  # of models with recurrent layers
+        "_prepare_inputs",
+        "_build_attention_metadata",
+        "_preprocess",  # drafts that are not known yet are 0 meanwhile: of asynchronous scheduling
+        "execute_model",
+        "_input_fits_in_drafter",
+        "sample_tokens",
+        "propose_draft_token_ids",
+    }
+    elsewhere = {
+        "__init__",
+        "_check_and_update_cudagraph_mode",
+        "_dummy_run",
+        "_dummy_sampler_run",
+        "_get_eagle3_aux_layers_from_config",
+        "_get_mamba_bufs",
+        "initialize_kv_cache",
+        "initialize_kv_cache_tensors",
+        "initialize_metadata_builders",
+        "update_max_model_len",
+    }
+    assert told == in_a_step | elsewhere
     # What it leaves out is for recurrent layers alone.
     metadata = source(GPUModelRunner._build_attention_metadata)
     assert metadata.count("self.num_decode_draft_tokens") == 1

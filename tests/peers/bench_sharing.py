@@ -1,6 +1,6 @@
 """Two replicas: one drafter for both, beside a drafter each.
 
-    python -m tests.peers sharing [--rounds 4]
+    python -m tests.peers sharing [--rounds 8]
 
 Both pairs of engines live in one Ray cluster and take turns; the two engines of a pair run at the
 same time, each on prompts of its own, always drafting. A pair's drafters are Ray actors, as where
@@ -78,7 +78,8 @@ def measure(
         rounds: turns of each pair and concurrency.
     """
     results: dict[tuple[int, str], list[list[RunResult]]] = {}
-    turns = [(c, name) for c in CONCURRENCIES for _ in range(rounds) for name in pairs]
+    orders = [list(pairs), list(pairs)[::-1]]
+    turns = [(c, name) for c in CONCURRENCIES for i in range(rounds) for name in orders[i % 2]]
     for concurrency, name in track(turns, "measuring"):
         calls = [
             replica.run.remote(of_replica[: max(concurrency, 4)], concurrency)
@@ -119,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--config", type=Path, default=Path("configs/mtp.yaml"))
     parser.add_argument("--max-tokens", type=int, default=48)
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     config = measured_config(args.config)

@@ -378,7 +378,7 @@ def test_a_source_that_is_to_draft_always_is_asked_at_every_step() -> None:
     for _ in range(1000):
         chain.step(batch(4), [], [AUTO])
         chain.observe_step(1, 0, 0.01)
-        assert not chain.num_idle_steps
+        assert not chain.num_idle_steps(["r0"])
     assert len(source.limits) == 1000
     assert not chain.has_unseen_texts
 
@@ -394,7 +394,7 @@ def test_sources_that_bring_nothing_are_asked_as_often_where_idle_steps_are_not_
         )
         num_steps = 1000
         while num_steps > 0:
-            num_idle_steps = 0 if is_told else chain.num_idle_steps
+            num_idle_steps = 0 if is_told else chain.num_idle_steps(["r0"])
             num_steps -= num_idle_steps + 1
             if due := chain.due(1, num_idle_steps + 1):
                 chain.step(batch(4), [], [AUTO], due)
@@ -415,14 +415,14 @@ def test_no_step_is_idle_while_there_is_a_draft_to_learn_from() -> None:
     for _ in range(100):
         chain.observe_step(1, 0, 0.01)
         chain.step(batch(4), [], [AUTO])
-    while not chain.num_idle_steps:
+    while not chain.num_idle_steps(["r0"]):
         chain.step(batch(4), [], [AUTO])
 
     source.answer = lambda batch: [Draft((1, 2), "trie_local", 2)]
     chain.step(batch(4), [], [AUTO], frozenset({"trie"}))
-    assert not chain.num_idle_steps
+    assert not chain.num_idle_steps(["r0"])
     chain.observe([Outcome("r0", None, 0, (5,))])
-    assert chain.num_idle_steps
+    assert chain.num_idle_steps(["r0"])
 
 
 def test_a_drafter_that_is_fed_hidden_states_sees_every_step() -> None:
@@ -438,4 +438,23 @@ def test_a_drafter_that_is_fed_hidden_states_sees_every_step() -> None:
     for _ in range(200):
         chain.observe_step(1, 0, 0.01)
         chain.step(batch(4), [], [AUTO])
-        assert not chain.num_idle_steps
+        assert not chain.num_idle_steps(["r0"])
+
+
+def test_a_source_that_cannot_say_what_reading_takes_rests(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Illiterate(Source):
+        def reading_s(self, batch: DraftBatch) -> list[float]:
+            raise OSError("no such text")
+
+    metrics = SpeculationMetrics(("mtp",))
+    chain = ProposerChain(
+        [("mtp", Illiterate(always(1)))],
+        metrics,
+        gated_kinds=frozenset({"mtp"}),
+        remote_kinds={"mtp": 1},
+    )
+    assert tokens(chain.step(batch(4), [], [AUTO])) == [()]
+    assert health(metrics, "mtp").num_errors == 1
+    assert "no such text" in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -14,6 +15,7 @@ from specserve.proposers.inquiry import MOST_CREDIT, MOST_PAUSE, MOST_RETRIES, I
 
 PLAIN_S = 0.01
 MTP = Draft((1, 2, 3), "mtp")
+NAMES = ["request 0", "request 1"]
 SURE = Draft((1, 2, 3), "trie_local", match_len=20)
 
 
@@ -35,7 +37,7 @@ def priced(gate: Gate, share: float) -> Inquiry:
     inquiry.limits(["first"], limits(3), [[]])
     for _ in range(60):
         for length in (1, 3):
-            inquiry.observe_call(limits(length), [MTP], share * PLAIN_S)
+            inquiry.observe_call(["teacher"], limits(length), [MTP], share * PLAIN_S)
     for _ in range(100):
         if not inquiry.limits(["spender"], limits(3), [[]]).any():
             break  # has spent what it may spend on probes
@@ -77,8 +79,8 @@ def test_only_as_many_tokens_are_asked_for_as_are_likely() -> None:
     gate = taught((MTP, 1), (SURE, 3))
     inquiry = priced(gate, 0.3)
     for _ in range(60):
-        inquiry.observe_call(limits(1), [MTP], 0.1 * PLAIN_S)
-        inquiry.observe_call(limits(3), [MTP], 0.3 * PLAIN_S)
+        inquiry.observe_call(["teacher"], limits(1), [MTP], 0.1 * PLAIN_S)
+        inquiry.observe_call(["teacher"], limits(3), [MTP], 0.3 * PLAIN_S)
     assert asked(inquiry, ()) == [1]
 
 
@@ -90,7 +92,7 @@ def test_a_request_that_has_a_better_draft_already_is_left_out() -> None:
 def test_a_drafter_that_is_away_does_not_pass_for_a_quick_one() -> None:
     inquiry = priced(taught((MTP, 1), (SURE, 3)), 1.5)
     for _ in range(60):
-        inquiry.observe_call(limits(3), [Draft((), "mtp")], 1e-5)
+        inquiry.observe_call(["teacher"], limits(3), [Draft((), "mtp")], 1e-5)
     assert asked(inquiry, ()) == [0]
 
 
@@ -108,7 +110,7 @@ def test_one_request_is_probed_and_the_more_seldom_the_longer_nothing_comes_of_i
         found = asked(inquiry, (), ())
         assert found in ([0, 0], [3, 0])
         if any(found):
-            inquiry.observe_call(limits(*found), [MTP, Draft((), "mtp")], 0.1 * PLAIN_S)
+            inquiry.observe_call(NAMES, limits(*found), [MTP, Draft((), "mtp")], 0.1 * PLAIN_S)
             probes.append(step)
     pauses = [after - before for before, after in pairwise(probes)]
     assert pauses[-1] == MOST_PAUSE
@@ -125,9 +127,9 @@ def test_a_probe_that_is_not_answered_yet_is_sent_again_in_the_next_steps() -> N
     while not any(asked(inquiry, ())):
         pass
     for _ in range(MOST_RETRIES):
-        inquiry.observe_call(limits(3), [Draft((), "mtp")], 1e-5)
+        inquiry.observe_call(["teacher"], limits(3), [Draft((), "mtp")], 1e-5)
         assert asked(inquiry, ()) == [3]
-    inquiry.observe_call(limits(3), [Draft((), "mtp")], 1e-5)
+    inquiry.observe_call(["teacher"], limits(3), [Draft((), "mtp")], 1e-5)
     assert asked(inquiry, ()) == [0]
 
 
@@ -159,15 +161,23 @@ def test_a_text_is_read_once_its_drafts_would_have_saved_as_much_as_that_takes()
     def asked_for(name: str, reading_s: float) -> bool:
         return bool(inquiry.limits([name], limits(3), [[]], [reading_s]).any())
 
-    assert asked_for("known", 0.0)
-    num_missed = 0
-    while not asked_for("unread", 5 * PLAIN_S):
-        num_missed += 1
-        assert num_missed < 20
-    assert num_missed == 2  # a step with the draft saves 1.9 plain ones
+    def num_missed(name: str, reading_s: float) -> int:
+        return next(number for number in range(100) if asked_for(name, reading_s))
+
+    assert num_missed("known", 0.0) == 0
+    assert num_missed("unread", 5 * PLAIN_S) == 7  # a draft saves 0.65 of a plain step
     assert asked_for("unread", 4 * PLAIN_S)  # a piece of it was read
+    inquiry.observe_call(["unread"], limits(3), [MTP], 0.3 * PLAIN_S)
+    assert num_missed("unread", 5 * PLAIN_S) == 7  # the drafter has lost it
     inquiry.forget(["unread"])
-    assert not asked_for("unread", 5 * PLAIN_S)
+    assert num_missed("unread", 5 * PLAIN_S) == 7
+
+
+def test_a_text_that_no_draft_can_come_of_now_is_neither_asked_for_nor_probed() -> None:
+    for num_accepted in (0, 3):
+        inquiry = priced(taught((MTP, num_accepted), (SURE, 3)), 0.3)
+        found = [inquiry.limits(["a"], limits(3), [[]], [math.inf]).any() for _ in range(1000)]
+        assert not any(found)
 
 
 def test_texts_that_are_known_do_not_wait_for_those_that_are_not() -> None:

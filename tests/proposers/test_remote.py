@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -689,7 +690,7 @@ def batch_of(made: Replica, *names: str) -> DraftBatch:
 
 
 def test_what_reading_a_text_takes_is_told_once_it_was_measured(
-    stack: ExitStack, place: Place, drafter: FakeDrafter
+    stack: ExitStack, place: Place, drafter: FakeDrafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     serve(stack, place, drafter)
     made = replica(stack, place, dynamic=True)
@@ -710,9 +711,11 @@ def test_what_reading_a_text_takes_is_told_once_it_was_measured(
     assert (first, short) == (0.0, 0.0)
     assert second > 0.04
     assert longer == pytest.approx(2 * second)
+    monkeypatch.setattr(made.proposer, "_has_own_gpu", True)
+    assert made.proposer.reading_s(batch_of(made, *names)) == [0.0] * 4
     drafter.may_go.clear()
     made.propose("second")
-    assert made.proposer.reading_s(batch_of(made, "second")) == [0.0]  # is being read
+    assert made.proposer.reading_s(batch_of(made, "second")) == [math.inf]  # is being read
 
 
 @pytest.mark.parametrize("is_full", [False, True])

@@ -6,11 +6,11 @@ import time
 import pytest
 
 from specserve.proposers.sent_requests import SentRequests, Text
-from specserve.wire.messages import DraftAnswer, Refusal
+from specserve.wire.messages import DraftAnswer, Refusal, RowAnswer
 
 
-def answer(number: int, compute_s: float = 0.0) -> DraftAnswer:
-    return DraftAnswer(number, "drafter", (), compute_s)
+def answer(number: int, compute_s: float = 0.0, held: int = 100) -> DraftAnswer:
+    return DraftAnswer(number, "drafter", (RowAnswer(held),), compute_s)
 
 
 def test_an_answer_ends_its_request_once() -> None:
@@ -40,6 +40,7 @@ def test_reading_is_measured_by_answers_to_texts_that_were_only_read() -> None:
     sent = SentRequests()
     sent.take(answer(sent.add([Text(1, 0)], 0, 0, 1.0), 5.0))
     sent.take(Refusal(sent.add([Text(1, 0)], 0, 100, 1.0), "failed"))
+    sent.take(answer(sent.add([Text(1, 0)], 0, 100, 1.0), 0.2, held=0))  # has no room for it
     assert sent.position_s == 0
     sent.take(answer(sent.add([Text(1, 0)], 0, 100, 1.0), 0.2))
     assert sent.position_s == pytest.approx(0.002)
