@@ -9,8 +9,8 @@ over the rounds is shown. The peer needs ``pip install --no-deps arctic-inferenc
 Insert: whole files into one memory. vLLM puts an output into two of the peer's trees; one is timed.
 Lookup: batch of 32, each request growing by 2 tokens a step; drafting alone, learning not timed.
 Step: all of a proposer's call, which learns the 2 tokens as well.
-While learning: the same, with a thread that teaches the memory what other replicas wrote, in bursts
-every 0.1 s, as the link to the store does.
+While learning: the same, 5 ms between the calls, with a thread that teaches the memory what other
+replicas wrote, in bursts every 0.1 s, as the link to the store does.
 Replay: see replay.py. ``again``: texts that were requests before. ``renamed``: these with their
 commonest name replaced.
 """
