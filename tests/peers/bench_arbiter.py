@@ -3,8 +3,10 @@
     python -m tests.peers arbiter [--restarts 5] [--extra-layers 12]
 
 As ``engine``, at concurrency 1, 8 and 32. To hold: all together at least as fast as the best alone,
-and never slower than no speculation. The built-in sets have 16 prompts, so that at concurrency 32
-each is asked twice at once, and what the trie learned at one concurrency it knows at the next.
+and never slower than no speculation. At 8 and 32 a turn has three times as many requests as run at
+once: where drafts are accepted, a batch that only drains becomes small earlier than without. The
+built-in sets but ``code`` have 16 prompts, so that a turn at 32 asks each six times, and what the
+trie learned at one concurrency it knows at the next.
 
 Two engines that are the same differ by some percent for as long as they live, so all are started
 anew several times, each time in another order and with other prompts. And the best of several that
@@ -39,7 +41,7 @@ from tests.peers.inflate import inflate
 from tests.peers.tables import print_rows
 
 CONCURRENCIES = (1, 8, 32)
-LEAST_JOBS = 8
+LEAST_JOBS, WAVES = 8, 3
 NONE, ALL = "none", "all"
 
 Start = Mapping[Key, Sequence[RunResult]]
@@ -121,16 +123,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = measured_config(args.config)
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.path, config.model.revision)
     files = asked_again(args.seed)
-    sampling, most = Sampling(max_tokens=args.max_tokens), max(CONCURRENCIES)
+    sampling, most = Sampling(max_tokens=args.max_tokens), WAVES * max(CONCURRENCIES)
     rounds = []
     for seed in range(args.seed, args.seed + args.restarts):
-        sets = {
-            name: [
-                Job(each.token_ids, sampling) for each in load_prompts(name, tokenizer, seed=seed)
-            ]
+        prompts = {
+            name: load_prompts(
+                name, tokenizer, num_prompts=most if name == "code" else 0, seed=seed
+            )
             for name in BUILT_IN
         }
-        jobs = {name: (of_set * most)[:most] for name, of_set in sets.items()}
+        jobs = {
+            name: [Job(each.token_ids, sampling) for each in (of_set * most)[:most]]
+            for name, of_set in prompts.items()
+        }
         jobs["again"] = again_jobs(tokenizer, files, most, args.max_tokens, seed)
         rounds.append(jobs)
     console = Console()
@@ -143,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         entrants = order = contenders(config)
         starts = []
         for jobs in rounds:
-            starts.append(measure(console, order, [jobs], CONCURRENCIES, LEAST_JOBS))
+            starts.append(measure(console, order, [jobs], CONCURRENCIES, LEAST_JOBS, WAVES))
             order = order[1:] + order[:1]
     together: dict[Key, list[RunResult]] = defaultdict(list)
     for start in starts:

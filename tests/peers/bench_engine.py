@@ -152,8 +152,9 @@ def measure(
     rounds: Sequence[Mapping[str, list[Job]]],
     concurrencies: Sequence[int],
     least_jobs: int = LEAST_JOBS,
+    waves: int = 1,
 ) -> dict[Key, list[RunResult]]:
-    """A result a turn."""
+    """A result a turn: of one job, or of ``waves`` times as many as run at once."""
     results: dict[Key, list[RunResult]] = defaultdict(list)
     with ExitStack() as stack:
         bars = stack.enter_context(Progress(console=console))
@@ -176,9 +177,10 @@ def measure(
                 for concurrency in concurrencies:
                     # As few jobs a turn as keep the engine busy: what is compared is run within
                     # seconds, on a machine whose speed changes within minutes.
-                    num_jobs = min(max(least_jobs, concurrency), len(jobs))
-                    for begin in range(0, num_jobs, concurrency):
-                        few = jobs[begin : begin + concurrency]
+                    size = waves * concurrency if concurrency > 1 else 1
+                    num_jobs = min(max(least_jobs, size), len(jobs))
+                    for begin in range(0, num_jobs, size):
+                        few = jobs[begin : begin + size]
                         for entrant, engine in turns:
                             results[name, concurrency, entrant.name].append(
                                 engine.run(few, concurrency)

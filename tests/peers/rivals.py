@@ -27,7 +27,9 @@ BATCH, GROWTH, STEPS = 32, 2, 250
 PROMPT_TOKENS, DRAFT_LEN = 400, 16
 LEARNED_TOKENS_PER_S = 100_000
 BURST_S = 0.1
-LEARNING_S = 4.0
+LEARNING_S = 8.0
+FORWARD_S = 0.005
+"""Between two calls while another thread learns, where an engine computes its forward."""
 
 Times = dict[str, list[float]]
 """Seconds of each call, by whose it was."""
@@ -93,7 +95,9 @@ class Rivals:
         for number, text in enumerate(texts):
             self._peer.learn(str(number), text)
 
-    def lookups(self, batch: Batch, times: Times, *, with_peer: bool = True) -> None:
+    def lookups(
+        self, batch: Batch, times: Times, *, with_peer: bool = True, pause_s: float = 0.0
+    ) -> None:
         """Drafts for a growing batch; the time of looking up alone."""
         trie, cache = self.trie, self._peer.cache
         for name, row in zip(batch.names, batch.token_ids, strict=True):
@@ -112,12 +116,15 @@ class Rivals:
                     cache.add_active_response(name, batch.token_ids[row, begins[row] : ends[row]])
                 calls["arctic"] = lambda: self._speculate(batch)
             _take_turns(calls, step, times)
+            time.sleep(pause_s)
         for name in batch.names:
             trie.finish(name)
             if with_peer:
                 cache.stop_request(name)
 
-    def steps(self, batch: Batch, times: Times, *, with_peer: bool = True) -> None:
+    def steps(
+        self, batch: Batch, times: Times, *, with_peer: bool = True, pause_s: float = 0.0
+    ) -> None:
         """All that the proposers do in a step; the first one, which takes the prompts, untimed."""
         for step in range(STEPS + 1):
             batch.grow()
@@ -128,6 +135,7 @@ class Rivals:
                     batch.names, batch.token_ids, batch.lengths, batch.num_prompt_tokens, new
                 )
             _take_turns(calls, step, times if step else defaultdict(list))
+            time.sleep(pause_s)
         self._proposer.forget(batch.names)
         if with_peer:
             for name in batch.names:
@@ -253,7 +261,8 @@ def measure_while_learning(
     while time.perf_counter() - begin < LEARNING_S and stream.is_alive():
         for (call, kind), times in calls.items():
             run = rivals.lookups if call == "lookup" else rivals.steps
-            run(Batch(texts[kind], f"{call}-{kind}-beside-{number}", rng), times, with_peer=False)
+            batch = Batch(texts[kind], f"{call}-{kind}-beside-{number}", rng)
+            run(batch, times, with_peer=False, pause_s=FORWARD_S)
         number += 1
     stream.stop()
     rate = round(stream.num_tokens / stream.seconds)
