@@ -261,7 +261,9 @@ class ProposerHook:
             scheduler_output.total_num_scheduled_tokens == size + drafted
             and scheduler_output.num_scheduled_tokens.keys() == self._plain_step.keys()
         ):
-            self._chain.observe_step(size, drafted, time.monotonic() - self._last_step_end)
+            seconds = time.monotonic() - self._last_step_end
+            context = float(self._runner.input_batch.num_tokens_no_spec[:size].mean())
+            self._chain.observe_step(size, drafted, seconds, context)
         self._plain_step = dict.fromkeys(request_ids, 1)
 
     def _draft_batch(

@@ -29,6 +29,7 @@ _PRIOR_TRIALS = 4.0
 _MOST_TRIALS = 1024.0
 _RECORD_PRIOR = 4.0
 _RECORD_MEMORY = 0.97
+_MOST_SAID = 1024
 
 
 class Acceptance:
@@ -45,9 +46,12 @@ class Acceptance:
         self._shared: dict[tuple[str, _View], _Shared] = {}
         self._tenants: dict[str, str] = {}
         self._requests: dict[str, dict[_View, _Record]] = {}
+        # Of `gains` since the last lesson, by the draft's id: its own while the draft is kept here.
+        self._said: dict[int, tuple[str, Draft, list[float]]] = {}
 
     def assign(self, request_id: str, tenant: str) -> None:
         """Says whose request it is; one of which nothing was said is nobody's."""
+        self._said.clear()
         self._tenants[request_id] = tenant
 
     def observe(self, request_id: str, draft: Draft, new_tokens: Sequence[int]) -> None:
@@ -61,6 +65,7 @@ class Acceptance:
             draft: as its source made it.
             new_tokens: what the target wrote in the step after.
         """
+        self._said.clear()
         num_known = min(len(draft.tokens), len(new_tokens))
         num_hits = 0
         while num_hits < num_known and draft.tokens[num_hits] == new_tokens[num_hits]:
@@ -78,16 +83,25 @@ class Acceptance:
     def gains(self, request_id: str, draft: Draft) -> list[float]:
         """Probability that each draft token is accepted, all before it included; falling.
 
-        The list ends before the first token that is less likely than ``LEAST_LIKELY``.
+        The list ends before the first token that is less likely than ``LEAST_LIKELY``. It is not to
+        be changed: who asks again about the same draft gets the same one.
         """
+        said = self._said.get(id(draft))
+        if said is None or said[0] != request_id:
+            if len(self._said) >= _MOST_SAID:
+                self._said.clear()
+            said = request_id, draft, self._gains(request_id, draft)
+            self._said[id(draft)] = said
+        return said[2]
+
+    def _gains(self, request_id: str, draft: Draft) -> list[float]:
         record = self._requests.get(request_id, _NO_RECORDS).get(_view(draft))
         factor = 1.0 if record is None else record.factor
         gains = []
         gain = 1.0
         shared = self._shared_of(request_id, draft)
-        worths = [record.factor for record in shared.records]
-        for rates, position in _cells(shared, draft):
-            chance = factor * rates.rate(position, worths[position > 0])
+        for cell in _cells(shared, draft):
+            chance = factor * shared.chance(cell)
             gain *= chance if chance < _MOST_LIKELY else _MOST_LIKELY
             if gain < LEAST_LIKELY:
                 break
@@ -96,6 +110,7 @@ class Acceptance:
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Drops the factors of these requests; the shared rates keep what they taught."""
+        self._said.clear()
         for request_id in request_ids:
             self._requests.pop(request_id, None)
             self._tenants.pop(request_id, None)
@@ -107,11 +122,13 @@ class Acceptance:
         if record is None:
             record = records[view] = _Record()
         shared = self._shared_of(request_id, draft)
-        for index, (rates, position) in zip(range(num_tried), _cells(shared, draft), strict=False):
-            known = shared.records[position > 0]
-            record.add(rates.rate(position, known.factor), index < num_hits)
-            known.add(rates.priors[position], index < num_hits)
-            rates.add(position, index < num_hits)
+        for index, cell in zip(range(num_tried), _cells(shared, draft), strict=False):
+            rates, position = cell
+            hit = index < num_hits
+            record.add(shared.chance(cell), hit)
+            shared.records[position > 0].add(rates.priors[position], hit)
+            rates.add(position, hit)
+        shared.known.clear()
 
     def _shared_of(self, request_id: str, draft: Draft) -> _Shared:
         key = self._tenants.get(request_id, ""), _view(draft)
@@ -184,13 +201,24 @@ class _Shared:
     Attributes:
         buckets: the rates.
         records: what was accepted by what was thought before any trial, of first and later tokens.
+        known: chances that were asked for since it last learned.
     """
 
-    __slots__ = ("buckets", "records")
+    __slots__ = ("buckets", "known", "records")
 
     def __init__(self, chances: Sequence[tuple[float, float]]) -> None:
         self.buckets = [_Rates(*each) for each in chances]
         self.records = _Record(), _Record()
+        self.known: dict[tuple[_Rates, int], float] = {}
+
+    def chance(self, cell: tuple[_Rates, int]) -> float:
+        """That a token is accepted, of this bucket and position."""
+        chance = self.known.get(cell)
+        if chance is None:
+            rates, position = cell
+            chance = rates.rate(position, self.records[position > 0].factor)
+            self.known[cell] = chance
+        return chance
 
 
 def _cells(shared: _Shared, draft: Draft) -> Iterable[tuple[_Rates, int]]:

@@ -143,6 +143,8 @@ class ProposerChain:
         for request_id, control in zip(batch.request_ids, controls, strict=True):
             if control.tenant:
                 self._gate.acceptance.assign(request_id, control.tenant)
+        if len(batch):
+            self._gate.cost.context = float(batch.num_tokens.mean())
         due = self.due(len(batch)) if due is None else due
         offers = self._offers(replace(batch, controls=tuple(controls)), due)
         return self._sent(batch.request_ids, offers)
@@ -171,7 +173,9 @@ class ProposerChain:
                 spent = (first + per_token * len(draft.tokens)) / token_seconds
                 pace.observe_gain(num_accepted - spent)
 
-    def observe_step(self, num_requests: int, num_draft_tokens: int, seconds: float) -> None:
+    def observe_step(
+        self, num_requests: int, num_draft_tokens: int, seconds: float, context: float = 0.0
+    ) -> None:
         """What a step cost that decoded ``num_requests`` requests and did nothing else.
 
         Args:
@@ -179,7 +183,9 @@ class ProposerChain:
             num_draft_tokens: draft tokens verified in the step, of all requests together.
             seconds: from the end of the drafting before the step to the tokens that it sampled:
                 scheduling and sampling are in it, drafting is not.
+            context: mean length of the requests' texts, in tokens.
         """
+        self._gate.cost.context = context
         self._gate.observe_step(num_requests, num_draft_tokens, seconds)
 
     @property

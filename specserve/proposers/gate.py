@@ -32,6 +32,7 @@ PROBE_TOKENS = 3
 """Length of a draft that is sent only to learn from it, at most."""
 
 _FIRST_CREDIT, _MOST_CREDIT = 0.5, 4.0
+_MOST_PROBE, _LEAST_PRICE = 1.0, 0.25
 _PLAIN_PROBE_STEPS = 32
 _FIRST_PLAIN_TURN, _PLAIN_TRIES = 4, 3
 _PATIENCE_STEPS = 8
@@ -96,8 +97,9 @@ class Gate:
             # In plain steps from here on: all decisions are about ratios.
             base, per_token = base / plain, per_token / plain
             least = self._least_gain(gains, len(drafts), base, per_token)
-            lengths = {row: _num_at_least(gains[row], least) for row in offered}
-            self._probe_drafts(request_ids, gains, lengths, base - 1, per_token)
+            if least is not None:
+                lengths = {row: _num_at_least(gains[row], least) for row in offered}
+                self._probe_drafts(request_ids, gains, lengths, base - 1, per_token, len(drafts))
         trimmed = list(drafts)
         for row in offered:
             trimmed[row] = drafts[row].cut(lengths[row])
@@ -123,19 +125,22 @@ class Gate:
 
     def _least_gain(
         self, gains: dict[int, list[float]], num_requests: int, base: float, per_token: float
-    ) -> float:
-        """The chance of acceptance from which on a token is drafted; above 1: a plain step."""
+    ) -> float | None:
+        """The chance of acceptance from which on a token is drafted; above 1: drafts do not pay.
+
+        None: they do, and this step is to have none, to know what that costs.
+        """
         falling = sorted((gain for row in gains.values() for gain in row), reverse=True)
         rate, least = best_rate(falling[: self._reach(num_requests)], num_requests, base, per_token)
         excess = rate / num_requests - 1
         if excess < LEAST_GAIN:
             return _NO_TOKEN
         if self._is_plain_turn(num_requests):
-            return _NO_TOKEN
+            return None
         if self._steps_since_plain >= _PLAIN_PROBE_STEPS and self._credit >= excess:
             self._credit -= excess
             self._steps_since_plain = 0
-            return _NO_TOKEN
+            return None
         return least
 
     def _is_plain_turn(self, num_requests: int) -> bool:
@@ -164,25 +169,33 @@ class Gate:
         lengths: dict[int, int],
         first_price: float,
         per_token: float,
+        num_requests: int,
     ) -> None:
         """Sends the beginnings of drafts that are likely to be right but seem to cost too much.
 
-        Those that were left out for longest are first, as far as credit goes.
+        All at once, as soon as there is credit for it: the more tokens a step has, the more it
+        tells of what one costs. A probe is paid for what it costs beyond the plain steps that it is
+        expected to save. Those that were left out for longest are first.
         """
         probes = {row: gains[row][:PROBE_TOKENS] for row in lengths if not lengths[row]}
         left_out = [row for row, probe in probes.items() if sum(probe) > PROBE_HOPE * len(probe)]
         skipped = self._skipped
         for row in left_out:
             skipped[request_ids[row]] = skipped.get(request_ids[row], 0) + 1
-        price = 0.0 if any(lengths.values()) else first_price
+        price = paid = 0.0 if any(lengths.values()) else first_price
+        chosen: list[int] = []
         for row in sorted(left_out, key=lambda row: -skipped[request_ids[row]]):
-            price += len(probes[row]) * per_token
-            if price > self._credit:
-                return
-            self._credit -= price
-            price = 0.0
-            lengths[row] = len(probes[row])
-            skipped[request_ids[row]] = 0
+            cost = len(probes[row]) * per_token
+            price += max(cost - sum(probes[row]) / num_requests, _LEAST_PRICE * cost)
+            if chosen and price > _MOST_PROBE:
+                break
+            chosen.append(row)
+            paid = price
+        if chosen and paid <= self._credit:
+            self._credit -= paid
+            for row in chosen:
+                lengths[row] = len(probes[row])
+                skipped[request_ids[row]] = 0
 
 
 def best_rate(

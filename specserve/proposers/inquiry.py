@@ -20,7 +20,7 @@ import numpy as np
 
 from specserve.core.types import Draft, Int32Array, Source
 from specserve.proposers.gate import LEAST_GAIN, PROBE_SHARE, Gate, best_rate
-from specserve.proposers.step_cost import Line
+from specserve.proposers.line import Line
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,10 @@ MOST_RETRIES = 8
 
 AWAY_S = 1e-3
 """A call without drafts that took less was none: the source is away, and knows it."""
+
+REST_AFTER, MOST_REST = 4, 4
+"""Thought about so often without being asked, it is thought about in each second step only; twice
+as often, in each third, and so on. Other requests are thought about at once."""
 
 _FIRST_SHARE, _ROW_SHARE = 0.2, 0.01
 """Cost of a call before any was measured, as shares of a plain step: of each token, of each row."""
@@ -63,6 +67,8 @@ class Inquiry:
         self._pause, self._pause_left = 1, 0  # in steps
         self._retries_left = MOST_RETRIES
         self._is_probe = False
+        self._num_unasked = self._rest_left = 0
+        self._last_ids: tuple[str, ...] = ()
         self._cost: Line | None = None
         self._missed: dict[str, float] = {}  # seconds that drafts would have saved a text
 
@@ -89,16 +95,34 @@ class Inquiry:
         self._pause_left = max(self._pause_left - 1, 0)
         self._is_probe = False
         reading_s = reading_s or [0.0] * len(limits)
-        rows = np.flatnonzero(limits).tolist()
         if not self._gate.may_draft(len(limits)):
             return np.zeros_like(limits)
-        if not rows or not self._gate.cost.is_calibrated(len(limits)):
+        if not limits.any() or not self._gate.cost.is_calibrated(len(limits)):
             return limits
+        ids, self._last_ids = self._last_ids, tuple(request_ids)
+        if self._rest_left and ids == self._last_ids:
+            self._rest_left -= 1
+            return np.zeros_like(limits)
+        self._num_unasked += 1
+        asked = self._thought_about(request_ids, limits, offers, reading_s)
+        if not asked.any():
+            self._rest_left = min(self._num_unasked // REST_AFTER, MOST_REST)
+        return asked
+
+    def _thought_about(
+        self,
+        request_ids: Sequence[str],
+        limits: Int32Array,
+        offers: Sequence[Sequence[Draft]],
+        reading_s: Sequence[float],
+    ) -> Int32Array:
+        """What :meth:`limits` returns where there is something to decide."""
         acceptance = self._gate.acceptance
         held = [
             max((acceptance.gains(name, draft) for draft in each), key=sum, default=[])
             for name, each in zip(request_ids, offers, strict=True)
         ]
+        rows = np.flatnonzero(limits).tolist()
         gains = {
             row: acceptance.gains(request_ids[row], self._guess(int(limits[row])))
             for row in rows
@@ -107,7 +131,7 @@ class Inquiry:
         gains = {row: each for row, each in gains.items() if sum(each) > sum(held[row])}
         asked, saved_s = self._best(held, gains, limits) if gains else (np.zeros_like(limits), 0.0)
         if asked.any():
-            self._pause = 1
+            self._pause, self._num_unasked = 1, 0
             return self._without_unread(request_ids, asked, saved_s, reading_s)
         rows = [row for row in rows if HOPE * limits[row] > sum(held[row])]
         return self._probe(rows, limits, reading_s)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from math import log2
 from statistics import median_low
 
 import numpy as np
-import numpy.typing as npt
 
-FloatArray = npt.NDArray[np.float64]
-
-MEMORY = 0.98
-"""Weight of an observation after the next one of its sort: some fifty steps count."""
+from specserve.proposers.line import KEPT_AT_CHANGE, MEMORY, Clip, Line
 
 ASSUMED_TOKEN_SHARE = 0.01
 """Cost of a draft token as a share of a plain step, until steps with drafts were measured."""
@@ -21,12 +17,9 @@ CALIBRATION_STEPS = 3
 """Plain steps that are measured before any other."""
 
 _SIZES_PER_DOUBLING, _NEAR_SIZES = 2, 2
-_CLIP_DEVIATIONS = 4.0
-_LEAST_DEVIATION = 0.02
-_CHANGED_AFTER = 4
-_KEPT_AT_CHANGE = 0.05
-_LEAST_SECONDS = 1e-9
-_ALWAYS_FITTED, _FIT_EVERY = 16, 8
+_CONTEXT_UNIT = 1000.0
+_SLOPE_PRIOR, _MOST_CORRECTION = 16.0, 2.0
+_STALE_AFTER, _LEAST_BASE = 32, 0.5
 _ALL_MEASURED, _MEASURE_EVERY = 64, 4
 
 
@@ -34,37 +27,54 @@ class StepCost:
     """The cost of steps of ``n`` requests with ``d`` draft tokens, by the size of ``n``.
 
     Plain steps are measured for each size apart, two sizes to a doubling of ``n``, with straight
-    lines between them. A step with drafts costs so many plain ones of its ``n``, as a line in
-    ``d`` for each size: an engine skips work in a step where no request has a draft, so that a
-    first draft token costs more than the next one. A size that was not measured takes over what
-    is known of the nearest; where no steps with drafts were, they cost as plain ones and
-    ``ASSUMED_TOKEN_SHARE`` a token. What is known of one size does not fade while others run.
+    lines between them; each token of the requests' texts, which attention reads, costs the same at
+    all sizes. A step with drafts costs so many plain ones of its ``n``, as a line in ``d`` and in
+    ``d`` times the texts' length for each size: an engine skips work in a step where no request
+    has a draft, so that a first draft token costs more than the next one. A size that was not
+    measured takes over what is known of the nearest; where no steps with drafts were, they cost as
+    plain ones and ``ASSUMED_TOKEN_SHARE`` a token. What is known of one size does not fade while
+    others run.
+
+    Attributes:
+        context: mean length, in tokens, of the texts of the step that is asked about; the caller
+            keeps it up to date.
+        most_draft_tokens: of all steps measured so far; the lines are not to be trusted far beyond.
     """
 
     def __init__(self) -> None:
+        self.context = 0.0
         self.most_draft_tokens = 0
-        """Of all steps measured so far: the lines are not to be trusted far beyond."""
         self._plain: dict[int, _PlainSteps] = {}
         self._spec: dict[int, Line] = {}
-        self._points: list[tuple[float, float]] = []
+        self._num_plain: dict[int, int] = {}  # steps of a size since its last one with drafts
+        self._points: list[tuple[float, float, float]] = []
+        self._slope = _ContextSlope()
 
     def observe(self, num_requests: int, num_draft_tokens: int, seconds: float) -> None:
-        """One step; ``seconds`` greater than 0, else it is ignored."""
+        """One step, with texts of ``context``; ``seconds`` greater than 0, else it is ignored."""
         if seconds <= 0 or num_requests <= 0:
             return
         size = size_of(num_requests)
         if not num_draft_tokens:
-            if self._plain.setdefault(size, _PlainSteps()).add(num_requests, seconds):
+            self._num_plain[size] = self._num_plain.get(size, 0) + 1
+            steps = self._plain.setdefault(size, _PlainSteps(self._slope))
+            if steps.add(num_requests, self.context, seconds):
                 known = self._plain.values()
-                self._points = sorted((each.requests, each.seconds) for each in known)
+                self._points = sorted((each.requests, each.seconds, each.context) for each in known)
         elif self._points:
+            if size in self._plain:
+                self._plain[size].num_steps_since += 1
             self.most_draft_tokens = max(self.most_draft_tokens, num_draft_tokens)
             plain = self._plain_seconds(num_requests)
             if size not in self._spec:
-                prior = np.array(self._drafts_at(size, plain))
-                self._spec[size] = Line(prior, np.array([1.0, 50.0 / plain**2]))
+                precision = 50.0 / plain**2
+                prior = np.array(self._coefficients(size, plain))
+                self._spec[size] = Line(prior, np.array([1.0, precision, precision]))
+            self._spec[size].fade(self._num_plain.pop(size, 0))
             # In plain steps, so that the errors of short and long steps weigh alike.
-            self._spec[size].add((1.0, num_draft_tokens / plain), seconds / plain)
+            tokens = num_draft_tokens / plain
+            features = 1.0, tokens, tokens * self.context / _CONTEXT_UNIT
+            self._spec[size].add(features, seconds / plain)
 
     def is_calibrated(self, num_requests: int) -> bool:
         """Whether enough plain steps of about so many requests were measured to compare with."""
@@ -80,143 +90,121 @@ class StepCost:
             (without drafts, with drafts but for their tokens, of each draft token). Before the
             first step was measured a plain step counts as one second: only ratios matter.
         """
-        plain = self.plain(num_requests)
-        base, token = self._drafts_at(size_of(num_requests), plain)
-        return plain, plain * max(base, 1.0), max(token, 0.0)
+        plain, size = self.plain(num_requests), size_of(num_requests)
+        base, token, of_context = self._coefficients(size, plain)
+        token += of_context * self.context / _CONTEXT_UNIT
+        with_drafts = plain * base
+        if size in self._plain and self._plain[size].num_steps_since >= _STALE_AFTER:
+            # Drafts have paid for long. Now a plain step costs no more than a step with them.
+            plain = min(plain, max(with_drafts, _LEAST_BASE * plain))
+        return plain, max(with_drafts, plain), max(token, 0.0)
 
     def plain(self, num_requests: int) -> float:
-        """The first of :meth:`at`."""
+        """What a step without drafts was measured to cost, in seconds."""
         return self._plain_seconds(num_requests) if self._points else 1.0
 
-    def _drafts_at(self, size: int, plain: float) -> tuple[float, float]:
-        """Cost of a step with drafts, in plain steps, and of each draft token, in seconds."""
+    def _coefficients(self, size: int, plain: float) -> Sequence[float]:
+        """Of a step with drafts, see :class:`Line`: in plain steps; of a draft token in seconds;
+        of a draft token for each thousand tokens of its text in seconds."""
         if not self._spec:
-            return 1.0, ASSUMED_TOKEN_SHARE * plain
+            return 1.0, ASSUMED_TOKEN_SHARE * plain, 0.0
         near = min(self._spec, key=lambda each: (abs(each - size), each))
-        base, token = self._spec[near].coefficients
-        return base, token
+        return self._spec[near].coefficients
 
     def _plain_seconds(self, num_requests: float) -> float:
         """Between the measured points, and a little beyond them."""
         points = self._points
-        if len(points) == 1:
-            return points[0][1]
         right = 1
         while right < len(points) - 1 and points[right][0] < num_requests:
             right += 1
-        (low, low_s), (high, high_s) = points[right - 1], points[right]
-        seconds = low_s + (high_s - low_s) * (num_requests - low) / (high - low)
-        return max(seconds, 0.1 * min(low_s, high_s))
+        low, low_s, low_context = points[right - 1]
+        high, high_s, high_context = points[min(right, len(points) - 1)]  # of one point: the same
+        share = (num_requests - low) / (high - low) if high > low else 0.0
+        measured = max(low_s + (high_s - low_s) * share, 0.1 * min(low_s, high_s))
+        # What attention adds grows with requests times length, the rest with requests alone.
+        slope = self._slope.seconds
+        low_s, high_s = low_s - slope * low * low_context, high_s - slope * high * high_context
+        seconds = low_s + (high_s - low_s) * share + slope * num_requests * self.context
+        return min(max(seconds, measured / _MOST_CORRECTION), measured * _MOST_CORRECTION)
 
 
 def size_of(num_requests: int) -> int:
     """A number for about so many requests: 0 for one, and two more for each doubling."""
-    return round(_SIZES_PER_DOUBLING * log2(num_requests))
+    return round(_SIZES_PER_DOUBLING * math.log2(num_requests))
+
+
+class _ContextSlope:
+    """What a token of a request's text adds to a plain step, by how steps of one size differed.
+
+    Attributes:
+        seconds: of a token.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._squares = self._products = 0.0
+
+    def add(self, num_requests: int, mean_context: float, context: float, excess: float) -> None:
+        """One step.
+
+        Args:
+            num_requests: in the step.
+            mean_context: of the steps of its size so far.
+            context: of its texts.
+            excess: seconds that it took longer than those in the mean.
+        """
+        # In tenths of the usual tokens, so that small and large steps weigh alike.
+        tenth = 0.1 * num_requests * max(mean_context, 1.0)
+        longer, excess = num_requests * (context - mean_context) / tenth, excess / tenth
+        self._squares = MEMORY * self._squares + longer**2
+        self._products = MEMORY * self._products + longer * excess
+        self.seconds = max(self._products / (self._squares + _SLOPE_PRIOR), 0.0)
 
 
 class _PlainSteps:
     """Typical plain steps of one size.
 
+    Args:
+        slope: what longer texts cost, at all sizes.
+
     Attributes:
         count: how many were measured.
         requests: in them, in the mean.
         seconds: of one.
+        context: mean length of their texts.
+        num_steps_since: steps of this size with drafts since the last one without.
     """
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.requests = self.seconds = 0.0
+    def __init__(self, slope: _ContextSlope) -> None:
+        self.count = self.num_steps_since = 0
+        self._evidence = 0.0
+        self.requests = self.seconds = self.context = 0.0
+        self._slope = slope
         self._first: list[float] = []
         self._clip = Clip()
 
-    def add(self, num_requests: int, seconds: float) -> bool:
+    def add(self, num_requests: int, context: float, seconds: float) -> bool:
         """One step; false: it was passed over, as most are where many were measured."""
         self.count += 1
-        if self.count > _ALL_MEASURED and self.count % _MEASURE_EVERY:
+        is_rare = self.num_steps_since > 0
+        if self.count > _ALL_MEASURED and self.count % _MEASURE_EVERY and not is_rare:
             return False
-        weight = max(1 / self.count, 1 - MEMORY)
-        self.requests += weight * (num_requests - self.requests)
+        self._evidence = self._evidence * MEMORY ** (1 + self.num_steps_since) + 1
+        self.num_steps_since, weight = 0, 1 / self._evidence
         if self.count <= CALIBRATION_STEPS:
             # The very first steps may compile, warm caches, or run beside a drafter that reads the
             # prompts: of two the faster one is trusted, of three the median.
             self._first.append(seconds)
             self.seconds = median_low(self._first)
-            return True
-        seconds, has_changed = self._clip(self.seconds, seconds)
-        self.seconds += (1 - _KEPT_AT_CHANGE if has_changed else weight) * (seconds - self.seconds)
-        return True
-
-
-class Clip:
-    """Lets one stalled step teach little, and a lasting change much.
-
-    A time is clipped to what is expected, give or take four usual deviations; several such times
-    in a row are no stalls any more, but what steps cost now.
-    """
-
-    def __init__(self) -> None:
-        self._deviation = 0.25
-        self._num_clipped = 0
-
-    def __call__(self, expected: float, seconds: float) -> tuple[float, bool]:
-        """(the time to learn from, whether all that was learned before is out of date)."""
-        expected = max(expected, _LEAST_SECONDS)
-        error = (seconds - expected) / expected
-        reach = _CLIP_DEVIATIONS * self._deviation
-        self._num_clipped = self._num_clipped + 1 if abs(error) > reach else 0
-        has_changed = self._num_clipped == _CHANGED_AFTER
-        if has_changed:
-            self._num_clipped = 0
         else:
-            error = min(max(error, -reach), reach)
-        self._deviation += 0.1 * (max(abs(error), _LEAST_DEVIATION) - self._deviation)
-        return expected * (1 + error), has_changed
-
-
-class Line:
-    """A cost that is linear in its features, learned from what was measured.
-
-    Ridge regression towards ``prior``, with forgetting and clipped residuals.
-
-    Args:
-        prior: coefficients before any observation.
-        precision: how many observations at 1 the prior of each coefficient weighs.
-    """
-
-    def __init__(self, prior: FloatArray, precision: FloatArray) -> None:
-        self._prior = prior
-        self._precision = precision
-        self._num_observations = 0
-        self._squares = np.zeros((len(prior), len(prior)))
-        self._products = np.zeros(len(prior))
-        self._clip = Clip()
-        self._new: list[tuple[float, ...]] = []
-        self.coefficients: list[float] = prior.tolist()
-
-    def add(self, features: Sequence[float], cost: float) -> None:
-        """One observation."""
-        pairs = zip(self.coefficients, features, strict=True)
-        cost, has_changed = self._clip(sum(a * b for a, b in pairs), cost)
-        if has_changed:
-            self._take_in()
-            self._squares *= _KEPT_AT_CHANGE
-            self._products *= _KEPT_AT_CHANGE
-        self._new.append((*features, cost))
-        self._num_observations += 1
-        if self._num_observations < _ALWAYS_FITTED or len(self._new) == _FIT_EVERY:
-            self._take_in()
-            left = self._squares + np.diag(self._precision)
-            right = self._products + self._precision * self._prior
-            self.coefficients = np.linalg.solve(left, right).tolist()
-
-    def _take_in(self) -> None:
-        # Some at once: a dozen calls of numpy at every step would be felt.
-        if not self._new:
-            return
-        new = np.array(self._new)
-        weights = MEMORY ** np.arange(len(new) - 1, -1, -1)
-        features = new[:, :-1]
-        faded = MEMORY ** len(new)
-        self._squares = faded * self._squares + (features.T * weights) @ features
-        self._products = faded * self._products + features.T @ (weights * new[:, -1])
-        self._new.clear()
+            longer = num_requests * (context - self.context)
+            expected = self.seconds + self._slope.seconds * longer
+            seconds, has_changed = self._clip(max(expected, 0.1 * self.seconds), seconds)
+            if has_changed:
+                self._evidence, weight = 1.0, 1 - KEPT_AT_CHANGE
+            excess = seconds - self.seconds
+            self._slope.add(num_requests, self.context, context, excess)
+            self.seconds += weight * excess
+        self.requests += weight * (num_requests - self.requests)
+        self.context += weight * (context - self.context)
+        return True

@@ -340,10 +340,10 @@ def test_the_time_of_the_step_after_idle_ones_is_its_own(
     resting.attach(runner)
     times = iter([10.0, 11.0, 11.5, 11.6])
     monkeypatch.setattr("specserve.engine.hook.time.monotonic", lambda: next(times))
-    seen: list[float] = []
+    seen: list[tuple[float, float]] = []
     monkeypatch.setattr(resting._chain, "due", lambda *_: frozenset())
-    monkeypatch.setattr(resting._chain, "observe_step", lambda *told: seen.append(told[2]))
+    monkeypatch.setattr(resting._chain, "observe_step", lambda *told: seen.append(told[2:]))
     _step(resting, runner, [[1]])
     resting.pass_over(["a"], [[3]])
     _step(resting, runner, [[5]])
-    assert seen == [0.5]
+    assert seen == [(0.5, 4.0)]  # seconds, mean length of the texts

@@ -150,3 +150,13 @@ def test_a_tenant_learns_nothing_from_what_is_accepted_of_anothers_drafts() -> N
         observe(acceptance, "theirs", DRAFT, 4)
     assert chances(acceptance, "mine") == chances(alone, "mine")
     assert first(acceptance, "theirs") > 0.9
+
+
+def test_what_was_said_of_a_draft_does_not_outlive_what_is_learned() -> None:
+    acceptance, draft = Acceptance(), Draft((1, 2, 3), "ngram", 3)
+    before = list(acceptance.gains("a", draft))
+    assert acceptance.gains("a", draft) == before
+    acceptance.observe("a", draft, (1, 2, 3, 4))
+    after = acceptance.gains("a", draft)
+    assert sum(after) > sum(before)
+    assert sum(acceptance.gains("b", draft)) < sum(after)  # another request's own factor

@@ -79,6 +79,48 @@ def test_a_gate_that_knows_single_requests_finds_out_that_drafts_lose_with_many(
     assert speedup(Workload((OFTEN,), STEEP, 32, num_steps=60), gate) >= 0.95
 
 
+def test_first_steps_that_were_slow_do_not_keep_it_drafting_at_a_loss() -> None:
+    cost = Cost(0.2, 0.1, 0.4, 0.1)
+    work = Workload(((0.85, 0.85),), cost, 8, num_steps=1500, draft_len=1, hit_rate=1.0)
+    assert speedup(work, FixedLength(1)) < 0.9
+    gate = Gate()
+    for _ in range(3):
+        gate.observe_step(8, 0, 2.5 * cost.seconds(8, 0))
+    assert speedup(work, gate) >= 0.96
+
+
+def test_a_step_that_is_to_tell_the_cost_without_drafts_has_none() -> None:
+    gate, names = Gate(), ["a", "b"]
+    offers = [Draft((1, 2, 3), "ngram", 4)] * 2
+    for _ in range(10):
+        gate.observe_step(2, 0, 0.01)
+    empty = 0
+    for _ in range(130):
+        drafts = gate.trim(names, offers)
+        num_tokens = sum(len(draft.tokens) for draft in drafts)
+        empty += not num_tokens
+        gate.observe_step(2, num_tokens, 0.01 + 0.0005 * num_tokens)
+        for name, draft in zip(names, offers, strict=True):
+            gate.acceptance.observe(name, draft, draft.tokens)
+    assert empty >= 5
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_gate_follows_texts_that_drafts_pay_for_and_others_that_they_do_not(seed: int) -> None:
+    # As a small model on a CPU: 32 texts of 430 tokens or of 80, each token read by each query.
+    dear = Workload(((0.6, 0.6),), Cost(1, 0.166, 0.3, 0.13), 32, num_steps=300, seed=seed)
+    cheap = Workload((ALWAYS,), Cost(1, 0.096, 0.3, 0.06), 32, num_steps=200, seed=seed)
+    gate, fresh = Gate(), Gate()
+    fresh.cost.context = 80.0
+    best = speedup(cheap, fresh)
+    assert best > 1.15
+    for _ in range(2):
+        gate.cost.context = 430.0
+        assert speedup(dear, gate) >= 0.955
+        gate.cost.context = 80.0
+        assert speedup(cheap, gate) >= 0.95 * best
+
+
 def test_the_same_calls_get_the_same_answers() -> None:
     workload = Workload((ALWAYS, OFTEN, NEVER), MODERATE, 4, num_steps=300)
     assert speedup(workload, Gate()) == speedup(workload, Gate())

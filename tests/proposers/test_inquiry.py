@@ -11,7 +11,7 @@ import pytest
 
 from specserve.core.types import Draft, Int32Array
 from specserve.proposers.gate import Gate
-from specserve.proposers.inquiry import MOST_CREDIT, MOST_PAUSE, MOST_RETRIES, Inquiry
+from specserve.proposers.inquiry import MOST_CREDIT, MOST_PAUSE, MOST_REST, MOST_RETRIES, Inquiry
 
 PLAIN_S = 0.01
 MTP = Draft((1, 2, 3), "mtp")
@@ -113,8 +113,28 @@ def test_one_request_is_probed_and_the_more_seldom_the_longer_nothing_comes_of_i
             inquiry.observe_call(NAMES, limits(*found), [MTP, Draft((), "mtp")], 0.1 * PLAIN_S)
             probes.append(step)
     pauses = [after - before for before, after in pairwise(probes)]
-    assert pauses[-1] == MOST_PAUSE
+    assert MOST_PAUSE <= pauses[-1] <= MOST_PAUSE + MOST_REST
     assert len(probes) < 30
+
+
+def test_one_that_is_not_asked_is_thought_about_less_often_until_the_requests_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate = taught((MTP, 0), (SURE, 3))
+    inquiry = priced(gate, 1.5)
+    thoughts: list[str] = []
+    gains = gate.acceptance.gains
+
+    def counted(request_id: str, draft: Draft) -> list[float]:
+        thoughts.append(request_id)
+        return gains(request_id, draft)
+
+    monkeypatch.setattr(gate.acceptance, "gains", counted)
+    for _ in range(100):
+        inquiry.limits(["old"], limits(3), [[]])
+    assert 100 / (MOST_REST + 1) <= thoughts.count("old") < 35
+    inquiry.limits(["old", "new"], limits(3, 3), [[], []])
+    assert thoughts[-1] == "new"
 
 
 def test_a_request_that_could_not_be_better_off_is_not_probed() -> None:

@@ -108,3 +108,59 @@ def test_what_drafts_cost_beside_few_requests_is_expected_beside_many() -> None:
     for num_tokens in (1, 2, 4, 8) * 50:
         learned.observe(1, num_tokens, 0.01 + 0.001 * num_tokens)
     assert learned.at(8)[2] == pytest.approx(0.001, rel=0.2)
+
+
+def by_context(num_requests: int, num_draft_tokens: int, context: float) -> float:
+    num_queries = num_requests + num_draft_tokens
+    return 0.01 + 0.0008 * num_queries + 2e-6 * num_queries * context
+
+
+def test_what_longer_texts_cost_is_learned() -> None:
+    learned, rng = StepCost(), random.Random(0)
+    for step in range(400):
+        learned.context = 50.0 if step // 40 % 2 else 450.0
+        num_draft_tokens = rng.randint(1, 200) if step % 2 else 0
+        learned.observe(32, num_draft_tokens, by_context(32, num_draft_tokens, learned.context))
+    for context in (50.0, 250.0, 450.0):
+        learned.context = context
+        plain, spec, per_token = learned.at(32)
+        assert plain == pytest.approx(by_context(32, 0, context), rel=0.05)
+        assert spec + 100 * per_token == pytest.approx(by_context(32, 100, context), rel=0.05)
+
+
+def test_what_longer_texts_cost_at_one_size_is_known_at_the_others() -> None:
+    learned = StepCost()
+    for num_requests, others in ((2, 8000.0), (16, 400.0)):
+        for step in range(40):
+            learned.context = 4000.0 if step % 2 else others
+            learned.observe(num_requests, 0, by_context(num_requests, 0, learned.context))
+    learned.context = 4500.0
+    for num_requests in (2, 6, 16):
+        expected = by_context(num_requests, 0, 4500.0)
+        assert learned.plain(num_requests) == pytest.approx(expected, rel=0.1)
+
+
+def test_after_long_drafting_a_plain_step_is_not_thought_to_cost_more_than_one_with_drafts() -> (
+    None
+):
+    learned = StepCost()
+    for _ in range(60):
+        learned.observe(8, 0, 0.03)
+    for step in range(60):
+        learned.observe(8, 1 + step % 20, 0.02 + 0.0005 * (step % 20))
+    plain, spec, _ = learned.at(8)
+    assert plain == pytest.approx(spec)
+    assert plain == pytest.approx(0.02, rel=0.05)
+
+
+def test_a_plain_step_teaches_the_more_the_longer_there_was_none() -> None:
+    def after(num_drafting: int) -> float:
+        learned = taught(STEEP)
+        before = learned.plain(8)
+        for _ in range(num_drafting):
+            learned.observe(8, 8, STEEP.seconds(8, 8))
+        learned.observe(8, 0, 1.1 * before)
+        return learned.plain(8) / before
+
+    assert 1.001 < after(0) < 1.006
+    assert 1.008 < after(60) < 1.03
