@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from http import HTTPStatus
 
 from starlette.exceptions import HTTPException
@@ -19,6 +20,7 @@ _XARGS = b'"vllm_xargs"'
 _ESCAPED_ASCII = b"\\u00"
 _GONE_S = 1.0
 """The application's time to end a call whose client is gone, before it is cancelled."""
+_DISCONNECT: Message = {"type": "http.disconnect"}
 
 
 class ControlsMiddleware:
@@ -86,11 +88,13 @@ class RetryAfterMiddleware:
 
 
 class DisconnectMiddleware:
-    """Tells the application that the client is gone where Serve just cancels the call.
+    """Ends a request whose client is gone, whichever way Serve lets it be known.
 
-    Serve sends ``http.disconnect`` and cancels at once. vLLM's handlers listen for the message;
-    when the cancellation overtakes it, they leave their request running to its end. A stream
-    learns of it as of a broken connection, by an ``OSError`` from what it sends next.
+    Serve sends ``http.disconnect`` and cancels the call, in either order. vLLM's handlers listen
+    for the message until they answer; when the cancellation overtakes it, they leave their request
+    running to its end. An answer that is being written is cancelled where it waits for its next
+    piece: one whose sending failed would leave its generator, and with it vLLM's request, to the
+    garbage collector.
 
     Args:
         app: the application behind.
@@ -104,32 +108,43 @@ class DisconnectMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        gone = asyncio.Event()
+        has_begun = is_whole = is_gone = False
+        messages: asyncio.Queue[Message] = asyncio.Queue()
 
-        async def receive_or_disconnect() -> Message:
-            message, end = asyncio.ensure_future(receive()), asyncio.ensure_future(gone.wait())
-            try:
-                await asyncio.wait([message, end], return_when=asyncio.FIRST_COMPLETED)
-                return {"type": "http.disconnect"} if gone.is_set() else await message
-            finally:
-                message.cancel()
-                end.cancel()
+        async def receive_next() -> Message:
+            return _DISCONNECT if is_gone and messages.empty() else await messages.get()
 
-        async def send_or_disconnect(message: Message) -> None:
-            if gone.is_set():
-                raise OSError("the client is gone")
-            await send(message)
+        async def send_if_there(message: Message) -> None:
+            nonlocal has_begun, is_whole
+            has_begun = True
+            is_whole = message["type"] == "http.response.body" and not message.get("more_body")
+            if not is_gone:
+                await send(message)
 
-        call = asyncio.ensure_future(self._app(scope, receive_or_disconnect, send_or_disconnect))
+        async def listen() -> None:
+            with suppress(Exception):  # a connection that cannot be read is gone, too
+                while (message := await receive())["type"] != "http.disconnect":
+                    messages.put_nowait(message)
+            if is_whole:  # which ends the connection as well
+                await asyncio.wait([call])
+
+        call = asyncio.ensure_future(self._app(scope, receive_next, send_if_there))
+        listener = asyncio.ensure_future(listen())
         try:
-            await asyncio.shield(call)
-        except asyncio.CancelledError:
-            gone.set()
-            try:
-                await asyncio.wait([call], timeout=_GONE_S)
-            finally:
-                call.cancel()
-            raise
+            await asyncio.wait([call, listener], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            listener.cancel()
+            if not call.done():
+                is_gone = True
+                messages.put_nowait(_DISCONNECT)
+                try:
+                    if not has_begun:
+                        await asyncio.wait([call], timeout=_GONE_S)
+                finally:
+                    call.cancel()
+                    call.add_done_callback(_take_error)
+        if not is_gone:
+            call.result()
 
 
 class FreshMetricsMiddleware:
@@ -151,6 +166,12 @@ class FreshMetricsMiddleware:
             if path.rstrip("/") == "/metrics":
                 await self._refresh()
         await self._app(scope, receive, send)
+
+
+def _take_error(call: asyncio.Future[None]) -> None:
+    """Has asyncio not log what a call that nobody waits for ended with."""
+    if not call.cancelled():
+        call.exception()
 
 
 async def _read(receive: Receive) -> tuple[bytes, list[Message]]:

@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
+from starlette.background import BackgroundTask
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.testclient import TestClient
@@ -92,8 +93,22 @@ def test_metrics_are_fresh_also_under_a_route_prefix(
     assert len(calls) == refreshed
 
 
-async def waiting_request() -> Message:
-    return {"type": "http.request"}
+def caller(leaves: asyncio.Event | None = None) -> Receive:
+    """What is heard of a client that has sent its request and waits until it ``leaves``."""
+    messages = iter([{"type": "http.request"}])
+    leaves = leaves or asyncio.Event()
+
+    async def receive() -> Message:
+        if message := next(messages, None):
+            return message
+        await leaves.wait()
+        return {"type": "http.disconnect"}
+
+    return receive
+
+
+async def ignore(message: Message) -> None:
+    pass
 
 
 async def no_answer(message: Message) -> None:
@@ -110,13 +125,8 @@ def test_a_cancelled_call_is_a_disconnect_to_the_application() -> None:
                 received.append((await receive())["type"])
                 began.set()
 
-        async def receive() -> Message:
-            if received:
-                await asyncio.Event().wait()
-            return await waiting_request()
-
         call = asyncio.create_task(
-            DisconnectMiddleware(listen)({"type": "http"}, receive, no_answer)
+            DisconnectMiddleware(listen)({"type": "http"}, caller(), no_answer)
         )
         await asyncio.wait_for(began.wait(), 5)
         call.cancel()
@@ -127,31 +137,61 @@ def test_a_cancelled_call_is_a_disconnect_to_the_application() -> None:
     assert asyncio.run(run()) == ["http.request", "http.disconnect"]
 
 
-def test_a_stream_whose_client_is_gone_ends_with_its_next_piece() -> None:
-    async def run() -> int:
-        pieces = 0
-        resume = asyncio.Event()
+@pytest.mark.parametrize("is_cancelled", [True, False])
+def test_a_stream_whose_client_is_gone_is_cancelled_where_it_writes(is_cancelled: bool) -> None:
+    async def run() -> str:
+        leaves, ended = asyncio.Event(), "not"
 
         async def write() -> AsyncIterator[bytes]:
-            nonlocal pieces
-            while True:
-                pieces += 1
-                yield b"piece"
-                await resume.wait()
+            nonlocal ended
+            try:
+                while True:
+                    yield b"piece"
+                    await asyncio.sleep(0)
+            except asyncio.CancelledError:
+                ended = "cancelled"
+                raise
 
         async def send(message: Message) -> None:
-            if pieces:
-                call.cancel()
+            if message["type"] == "http.response.body":
+                call.cancel() if is_cancelled else leaves.set()
 
-        stream = DisconnectMiddleware(StreamingResponse(write()))
+        pieces = write()  # held here, so that nothing collects it
+        stream = DisconnectMiddleware(StreamingResponse(pieces))
         scope = {"type": "http", "asgi": {"spec_version": "2.4"}}
-        call = asyncio.create_task(stream(scope, waiting_request, send))
-        asyncio.get_running_loop().call_later(0.05, resume.set)
-        with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(asyncio.shield(call), 5)
-        return pieces
+        call = asyncio.create_task(stream(scope, caller(leaves), send))
+        await asyncio.wait([call], timeout=5)
+        assert call.cancelled() == is_cancelled
+        await asyncio.sleep(0.01)
+        return ended
 
-    assert asyncio.run(run()) == 2
+    assert asyncio.run(run()) == "cancelled"
+
+
+def test_what_is_done_after_an_answer_is_not_ended_by_the_connection() -> None:
+    async def run() -> bool:
+        leaves, is_done = asyncio.Event(), False
+
+        async def work() -> None:
+            nonlocal is_done
+            leaves.set()
+            await asyncio.sleep(0.01)
+            is_done = True
+
+        answer = Response("ok", background=BackgroundTask(work))
+        await DisconnectMiddleware(answer)({"type": "http"}, caller(leaves), ignore)
+        return is_done
+
+    assert asyncio.run(run())
+
+
+def test_an_error_while_the_client_waits_is_raised() -> None:
+    async def fail(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        raise ValueError("boom")
+
+    with pytest.raises(ValueError, match="boom"):
+        asyncio.run(DisconnectMiddleware(fail)({"type": "http"}, caller(), no_answer))
 
 
 @pytest.mark.parametrize("num_cancels", [1, 2])
@@ -171,7 +211,7 @@ def test_an_application_that_does_not_listen_is_cancelled(
                 ended.set()
 
         call = asyncio.create_task(
-            DisconnectMiddleware(deaf)({"type": "http"}, waiting_request, no_answer)
+            DisconnectMiddleware(deaf)({"type": "http"}, caller(), no_answer)
         )
         await asyncio.wait_for(began.wait(), 5)
         for _ in range(num_cancels):
