@@ -3,8 +3,8 @@
 vLLM 0.32's CPU backend takes a request with more than one token in a step for a prefill: it expands
 its whole latent cache to keys and values again, and its rounding differs from that of plain steps.
 Here each token of a verified draft is a row of its own for the decode kernel, with as much context
-as it may see; so is each token of a prompt no longer than a draft. CPUs with AMX have another
-backend in vLLM, which is untouched.
+as it may see; so is each token of a prompt no longer than a draft. Where a CPU has AMX and a model
+fits it, vLLM has another backend, which is untouched; see :mod:`specserve.engine.cpu_backend`.
 """
 
 from __future__ import annotations

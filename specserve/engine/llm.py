@@ -30,6 +30,7 @@ from specserve.core.metrics import SpeculationSnapshot
 from specserve.core.openmp import openmp_environment
 from specserve.core.recent import RecentRequest
 from specserve.engine.args import ray_engine_args, serve_namespace
+from specserve.engine.cpu_backend import choose_latent_attention
 from specserve.engine.tenants import stamp_requests
 
 CLOSE_S = 2.0
@@ -62,6 +63,7 @@ class Engine:
         arguments = ray_engine_args(config)
         arguments.max_num_queued_reqs = config.engine.max_num_seqs + config.http.max_queued_requests
         try:
+            choose_latent_attention(arguments)
             vllm_config = arguments.create_engine_config()
         except (ValueError, OSError, RuntimeError) as error:
             raise EngineError(

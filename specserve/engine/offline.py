@@ -26,6 +26,7 @@ from specserve.core.config import AppConfig
 from specserve.core.errors import ConfigError, EngineError
 from specserve.core.metrics import AcceptanceSnapshot, SpeculationSnapshot
 from specserve.engine.args import engine_args, ray_engine_args, worker_cls
+from specserve.engine.cpu_backend import choose_latent_attention
 from specserve.engine.executor import InProcessExecutor
 from specserve.engine.generation import Completion, Job, RunResult, Sampling
 from specserve.engine.methods import Method
@@ -54,6 +55,7 @@ class OfflineEngine:
         self._vllm_drafts = method.is_peer or method.narrowed(config).drafts_in_engine
         args = _offline_args(config, method)
         try:
+            choose_latent_attention(args)
             self._engine = LLMEngine.from_engine_args(
                 args,
                 stat_loggers=[lambda *_: self._counter],
