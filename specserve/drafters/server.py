@@ -156,8 +156,8 @@ class DrafterServer:
         """Ends the thread after the call of the model that runs; what waits is dropped."""
         if self._closing.is_set():
             return
+        self._router.wake()  # first: a thread that sees the event closes the router
         self._closing.set()
-        self._router.wake()
         self._thread.join()
 
     def _compute(self) -> None:
