@@ -272,20 +272,32 @@ class ProposerHook:
         input_batch = self._runner.input_batch
         size = len(request_ids)
         num_tokens = input_batch.num_tokens_no_spec[:size].astype(np.int32)
-        # One token more is always sampled after the draft, and it has to fit in the context too.
-        most = self._max_model_len - 1
+        num_prompt_tokens = input_batch.num_prompt_tokens[:size].astype(np.int32)
+        # One token more is always sampled after the draft, and it has to fit too.
         room = [
-            min(max(most - length, 0), self._max_draft_len) if tokens else 0
-            for length, tokens in zip(num_tokens.tolist(), sampled, strict=True)
+            min(max(self._end_of(name, num_prompt) - 1 - length, 0), self._max_draft_len)
+            if tokens
+            else 0
+            for name, num_prompt, length, tokens in zip(
+                request_ids, num_prompt_tokens.tolist(), num_tokens.tolist(), sampled, strict=True
+            )
         ]
         return DraftBatch(
             request_ids=list(request_ids),
             token_ids=input_batch.token_ids_cpu[:size],
             num_tokens=num_tokens,
-            num_prompt_tokens=input_batch.num_prompt_tokens[:size].astype(np.int32),
+            num_prompt_tokens=num_prompt_tokens,
             max_draft_tokens=np.array(room, np.int32),
             hidden_states=self._hidden_states(request_ids, scheduler_output, hidden),
         )
+
+    def _end_of(self, request_id: str, num_prompt_tokens: int) -> int:
+        """Tokens that a request's text may have in the end."""
+        params = self._runner.requests[request_id].sampling_params
+        max_tokens: int | None = None if params is None else params.max_tokens
+        if max_tokens is None:
+            return self._max_model_len
+        return min(num_prompt_tokens + max_tokens, self._max_model_len)
 
     def _last_texts(self, request_ids: Collection[str]) -> DraftBatch:
         """The texts of those of these requests that the model runner still holds."""

@@ -41,7 +41,7 @@ class Runner:
 
 
 def _request(**params: Any) -> SimpleNamespace:
-    fields = {"min_p": 0.0, "logit_bias": None, "extra_args": None} | params
+    fields = {"min_p": 0.0, "logit_bias": None, "extra_args": None, "max_tokens": None} | params
     return SimpleNamespace(sampling_params=SimpleNamespace(**fields), lora_request=None)
 
 
@@ -158,6 +158,16 @@ def test_a_draft_waits_for_a_request_that_had_no_turn(hook: ProposerHook) -> Non
 
     (acceptance,) = _snapshot(hook).acceptance
     assert acceptance.num_accepted_tokens == 4
+
+
+@pytest.mark.parametrize(("max_tokens", "draft"), [(12, []), (15, [1, 2]), (40, [1, 2, 3, 4])])
+def test_a_draft_ends_where_the_answer_will(
+    hook: ProposerHook, max_tokens: int, draft: list[int]
+) -> None:
+    runner = Runner(a=REPEATING)  # 4 tokens of a prompt and 12 written
+    runner.requests["a"] = _request(max_tokens=max_tokens)
+    hook.attach(runner)
+    assert _step(hook, runner, [[4]]) == [draft]
 
 
 def test_a_draft_never_runs_past_the_context(hook: ProposerHook) -> None:
