@@ -139,6 +139,7 @@ class ProposerChain:
             ``controls[i].max_draft_tokens`` long, often empty.
         """
         assert len(controls) == len(batch)
+        began = self._clock()
         self.observe(outcomes)
         for request_id, control in zip(batch.request_ids, controls, strict=True):
             if control.tenant:
@@ -146,8 +147,10 @@ class ProposerChain:
         if len(batch):
             self._gate.cost.context = float(batch.num_tokens.mean())
         due = self.due(len(batch)) if due is None else due
-        offers = self._offers(replace(batch, controls=tuple(controls)), due)
-        return self._sent(batch.request_ids, offers)
+        offers, seconds = self._offers(replace(batch, controls=tuple(controls)), due)
+        sent = self._sent(batch.request_ids, offers)
+        self._charge(seconds, self._clock() - began)
+        return sent
 
     def observe(self, outcomes: list[Outcome]) -> None:
         """Counts the outcomes, and learns from them."""
@@ -212,17 +215,32 @@ class ProposerChain:
         self._arbiter.forget(request_ids)
         self._gate.forget(request_ids)
 
-    def _offers(self, batch: DraftBatch, due: frozenset[str]) -> list[list[tuple[str, Draft]]]:
-        """What these sources offer: for each request (kind, draft), drafts with tokens alone.
+    def _charge(self, seconds: Mapping[str, float], total: float) -> None:
+        """Tells the sources' paces what asking them took, with their part of what all of it took.
+
+        Args:
+            seconds: of each call, by kind of source.
+            total: of the step's drafting.
+        """
+        for kind, own in seconds.items():
+            if pace := self._paces.get(kind):
+                pace.observe_call(own + (total - sum(seconds.values())) / len(seconds))
+
+    def _offers(
+        self, batch: DraftBatch, due: frozenset[str]
+    ) -> tuple[list[list[tuple[str, Draft]]], dict[str, float]]:
+        """What these sources offer: for each request (kind, draft), drafts with tokens alone; and
+        the seconds that each call took, by kind.
 
         A source that is asked sees the whole batch, with a limit of 0 where no draft is wanted:
         some learn from what they see.
         """
         offers: list[list[tuple[str, Draft]]] = [[] for _ in batch.request_ids]
+        calls: dict[str, float] = {}
         for source in self._sources:
             if source.kind not in due:
                 continue
-            pace, inquiry = self._paces.get(source.kind), self._inquiries.get(source.kind)
+            inquiry = self._inquiries.get(source.kind)
             limits = self._limits(source.kind, batch)
             if inquiry is not None:
                 held = [[draft for _, draft in each] for each in offers]
@@ -233,15 +251,13 @@ class ProposerChain:
                 limits = inquiry.limits(batch.request_ids, limits, held, reading_s)
             began = self._clock()
             drafts = self._ask(source, batch, limits)
-            seconds = self._clock() - began
+            seconds = calls[source.kind] = self._clock() - began
             if inquiry is not None:
                 inquiry.observe_call(batch.request_ids, limits, drafts, seconds)
-            elif pace is not None:
-                pace.observe_call(seconds)
             for each, draft in zip(offers, drafts, strict=True):
                 if draft.tokens:
                     each.append((source.kind, draft))
-        return offers
+        return offers, calls
 
     def _ask(self, source: GuardedSource, batch: DraftBatch, limits: Int32Array) -> list[Draft]:
         """A source's drafts, each with nothing but tokens and not beyond its limit."""

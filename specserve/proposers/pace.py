@@ -1,7 +1,7 @@
 """How often a source in this process is asked: seldom, where its drafts bring less than it costs.
 
-A search takes little time, but it is taken at every step, and no token is computed meanwhile. Text
-that repeats nothing gains nothing from it.
+A search takes little time, and so does judging what it found, but at every step, and no token
+is computed meanwhile. Text that repeats nothing gains nothing from it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Pace:
         return True
 
     def observe_call(self, seconds: float) -> None:
-        """What a call took."""
+        """What a call took, with all that it brought along."""
         if self._seconds:
             seconds = min(seconds, _MOST_SECONDS_TIMES * self._seconds)
             self._seconds += (1 - _MEMORY) * (seconds - self._seconds)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ from specserve.core.metrics import HealthSnapshot, SpeculationMetrics
 from specserve.core.types import Draft, DraftBatch, Outcome, RequestControls
 from specserve.proposers.base import Surroundings
 from specserve.proposers.chain import ProposerChain, build_chain
+from specserve.proposers.gate import Gate
 
 AUTO = RequestControls()
 
@@ -348,6 +349,29 @@ def finds_nothing(clock: Clock) -> Source:
         return [Draft((), "ngram")] * len(batch)
 
     return Source(search)
+
+
+def test_the_time_for_judging_what_a_source_found_counts_as_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, source, trim = Clock(), Source(always()), Gate.trim
+
+    def slow_trim(self: Gate, request_ids: Sequence[str], drafts: list[Draft]) -> list[Draft]:
+        clock.now += 0.0003
+        return trim(self, request_ids, drafts)
+
+    monkeypatch.setattr(Gate, "trim", slow_trim)
+    chain = ProposerChain(
+        [("ngram", source)],
+        SpeculationMetrics(("ngram",)),
+        gated_kinds=frozenset({"ngram"}),
+        clock=clock,
+    )
+    for _ in range(1000):
+        if due := chain.due(1):
+            chain.step(batch(4), [], [AUTO], due)
+        chain.observe_step(1, 0, 0.01)
+    assert len(source.limits) < 500
 
 
 def test_a_source_that_brings_nothing_is_asked_seldom_and_sees_texts_when_they_end() -> None:
