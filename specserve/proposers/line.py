@@ -20,6 +20,7 @@ _FIRST_DEVIATION, _LEAST_DEVIATION, _MOST_DEVIATION = 0.25, 0.02, 1.0
 _CHANGED_AFTER = 4
 _LEAST_SECONDS = 1e-9
 _ALWAYS_FITTED, _FIT_EVERY, _FADES_AFTER = 16, 8, 8
+_LEAST_EVIDENCE = 4.0
 
 
 class Clip:
@@ -56,7 +57,9 @@ class Clip:
 class Line:
     """A cost that is linear in its features, learned from what was measured.
 
-    Ridge regression towards ``prior``, with forgetting and clipped residuals.
+    Ridge regression towards ``prior``, with forgetting and clipped residuals. The last coefficient
+    may have been seen over a small range only, where noise could make anything of it: it is never
+    below 0, and see :meth:`expect_last`.
 
     Args:
         prior: coefficients before any observation.
@@ -64,9 +67,11 @@ class Line:
     """
 
     def __init__(self, prior: FloatArray, precision: FloatArray) -> None:
-        self._prior = prior
+        self._prior = prior.copy()
         self._precision = precision
+        self._most_last = np.inf
         self._num_observations = 0
+        self._evidence = 0.0  # observations, as far as they are not forgotten
         self._is_due = False
         self._squares = np.zeros((len(prior), len(prior)))
         self._products = np.zeros(len(prior))
@@ -74,18 +79,22 @@ class Line:
         self._new: list[tuple[float, ...]] = []
         self.coefficients: list[float] = prior.tolist()
 
+    def expect_last(self, prior: float, most: float) -> None:
+        """Something else is known of the last coefficient now: what to expect, and its most."""
+        if prior != self._prior[-1] or most != self._most_last:
+            self._prior[-1], self._most_last = prior, most
+            self._fit()
+
     def fade(self, num_steps: int) -> None:
         """After so many other steps: what is known stays, but counts less beside what comes.
 
         Some few make no difference.
         """
-        if num_steps < _FADES_AFTER:
+        if num_steps < _FADES_AFTER or not self._evidence:
             return
-        self._fit()
-        kept = MEMORY**num_steps
-        self._prior = np.array(self.coefficients)
-        self._squares *= kept
-        self._products = self._squares @ self._prior
+        self._take_in()
+        kept = min(max(MEMORY**num_steps, _LEAST_EVIDENCE / self._evidence), 1.0)
+        self._forget(kept)
         self._clip.doubt(1 - kept)
         self._is_due = True
 
@@ -95,20 +104,29 @@ class Line:
         cost, has_changed = self._clip(sum(a * b for a, b in pairs), cost)
         if has_changed:
             self._take_in()
-            self._squares *= KEPT_AT_CHANGE
-            self._products *= KEPT_AT_CHANGE
+            self._forget(KEPT_AT_CHANGE)
         self._new.append((*features, cost))
         self._num_observations += 1
         is_new = self._num_observations < _ALWAYS_FITTED
         if self._is_due or has_changed or is_new or len(self._new) == _FIT_EVERY:
             self._fit()
 
+    def _forget(self, kept: float) -> None:
+        self._evidence *= kept
+        self._squares *= kept
+        self._products *= kept
+
     def _fit(self) -> None:
         self._is_due = False
         self._take_in()
         left = self._squares + np.diag(self._precision)
         right = self._products + self._precision * self._prior
-        self.coefficients = np.linalg.solve(left, right).tolist()
+        found = np.linalg.solve(left, right)
+        last = min(max(found[-1], 0.0), self._most_last)
+        if last != found[-1]:
+            rest = np.linalg.solve(left[:-1, :-1], right[:-1] - left[:-1, -1] * last)
+            found = np.append(rest, last)
+        self.coefficients = found.tolist()
 
     def _take_in(self) -> None:
         # Some at once: a dozen calls of numpy at every step would be felt.
@@ -117,7 +135,8 @@ class Line:
         new = np.array(self._new)
         weights = MEMORY ** np.arange(len(new) - 1, -1, -1)
         features = new[:, :-1]
-        faded = MEMORY ** len(new)
-        self._squares = faded * self._squares + (features.T * weights) @ features
-        self._products = faded * self._products + features.T @ (weights * new[:, -1])
+        self._forget(MEMORY ** len(new))
+        self._squares += (features.T * weights) @ features
+        self._products += features.T @ (weights * new[:, -1])
+        self._evidence += weights.sum()
         self._new.clear()

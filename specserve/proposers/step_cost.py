@@ -18,7 +18,7 @@ CALIBRATION_STEPS = 3
 
 _SIZES_PER_DOUBLING, _NEAR_SIZES = 2, 2
 _CONTEXT_UNIT = 1000.0
-_SLOPE_PRIOR, _MOST_CORRECTION = 16.0, 2.0
+_SLOPE_PRIOR, _SLOPE_TOLERANCE, _MOST_CORRECTION = 16.0, 0.1, 2.0
 _STALE_AFTER, _LEAST_BASE = 32, 0.5
 _ALL_MEASURED, _MEASURE_EVERY = 64, 4
 
@@ -49,6 +49,7 @@ class StepCost:
         self._num_plain: dict[int, int] = {}  # steps of a size since its last one with drafts
         self._points: list[tuple[float, float, float]] = []
         self._slope = _ContextSlope()
+        self._expected_slope = 0.0
 
     def observe(self, num_requests: int, num_draft_tokens: int, seconds: float) -> None:
         """One step, with texts of ``context``; ``seconds`` greater than 0, else it is ignored."""
@@ -61,6 +62,7 @@ class StepCost:
             if steps.add(num_requests, self.context, seconds):
                 known = self._plain.values()
                 self._points = sorted((each.requests, each.seconds, each.context) for each in known)
+                self._expect_slope()
         elif self._points:
             if size in self._plain:
                 self._plain[size].num_steps_since += 1
@@ -70,11 +72,29 @@ class StepCost:
                 precision = 50.0 / plain**2
                 prior = np.array(self._coefficients(size, plain))
                 self._spec[size] = Line(prior, np.array([1.0, precision, precision]))
+                self._spec[size].expect_last(*self._of_context())
             self._spec[size].fade(self._num_plain.pop(size, 0))
             # In plain steps, so that the errors of short and long steps weigh alike.
             tokens = num_draft_tokens / plain
             features = 1.0, tokens, tokens * self.context / _CONTEXT_UNIT
             self._spec[size].add(features, seconds / plain)
+
+    def _expect_slope(self) -> None:
+        """Has the lines know what was learned of the texts' length by plain steps."""
+        change = abs(self._slope.seconds - self._expected_slope)
+        if change > _SLOPE_TOLERANCE * self._expected_slope:
+            self._expected_slope = self._slope.seconds
+            for line in self._spec.values():
+                line.expect_last(*self._of_context())
+
+    def _of_context(self) -> tuple[float, float]:
+        """What to expect of a draft token's cost for each thousand tokens of text, and its most.
+
+        It reads the text once more at most, as a request of its own would; where a request's
+        tokens are verified together, hardly anything.
+        """
+        most = _CONTEXT_UNIT * self._expected_slope
+        return most / 2, most
 
     def is_calibrated(self, num_requests: int) -> bool:
         """Whether enough plain steps of about so many requests were measured to compare with."""

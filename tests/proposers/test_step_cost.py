@@ -128,6 +128,24 @@ def test_what_longer_texts_cost_is_learned() -> None:
         assert spec + 100 * per_token == pytest.approx(by_context(32, 100, context), rel=0.05)
 
 
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("before", "after"), [(430.0, 60.0), (60.0, 430.0)])
+def test_noise_makes_nothing_of_texts_of_another_length(
+    before: float, after: float, seed: int
+) -> None:
+    learned, rng = StepCost(), random.Random(seed)
+    for step in range(300):
+        learned.context = before * rng.uniform(0.95, 1.05)
+        num_draft_tokens = rng.randint(30, 60) if step % 10 else 0
+        seconds = by_context(32, num_draft_tokens, learned.context) * rng.gauss(1, 0.1)
+        learned.observe(32, num_draft_tokens, seconds)
+    for _ in range(20):
+        learned.context = after
+        learned.observe(32, 0, by_context(32, 0, after) * rng.gauss(1, 0.1))
+    token_s = by_context(32, 1, after) - by_context(32, 0, after)
+    assert 0.6 * token_s < learned.at(32)[2] < 1.5 * token_s
+
+
 def test_what_longer_texts_cost_at_one_size_is_known_at_the_others() -> None:
     learned = StepCost()
     for num_requests, others in ((2, 8000.0), (16, 400.0)):
