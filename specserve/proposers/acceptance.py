@@ -2,12 +2,15 @@
 
 A source that says how sure it is of each token (the trie's path probabilities, a model's own
 probabilities) is taken at its word only as far as it was right before: its tokens are judged by
-what became of others of which it was as sure. Other drafts are judged by their match's length; so
-is one that is not there yet, where the question is whether to ask for it.
+what became of others of which it was as sure, in drafts of about the same length that rest on about
+as long a match. A long draft of which all is sure may come from a text that was seen once. Other
+drafts are judged by their match's length; so is one that is not there yet, where the question is
+whether to ask for it.
 """
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterable, Sequence
 from itertools import repeat
 
@@ -19,7 +22,7 @@ BUCKETS = 9
 where a little more makes a draft many tokens longer."""
 
 POSITION_BUCKETS = 8
-"""Draft positions 1 .. 7 and later."""
+"""Draft positions 1 .. 7 and later, of sources that do not say how sure they are."""
 
 LEAST_LIKELY = 0.01
 """Tokens below this chance are never drafted: not even an idle GPU verifies for nothing."""
@@ -126,7 +129,7 @@ class Acceptance:
             rates, position = cell
             hit = index < num_hits
             record.add(shared.chance(cell), hit)
-            shared.records[position > 0].add(rates.priors[position], hit)
+            shared.record(position).add(rates.priors[position], hit)
             rates.add(position, hit)
         shared.known.clear()
 
@@ -134,7 +137,10 @@ class Acceptance:
         key = self._tenants.get(request_id, ""), _view(draft)
         shared = self._shared.get(key)
         if shared is None:
-            shared = _Shared(_SURE_CHANCES if draft.chances else _MATCH_CHANCES)
+            if draft.chances:
+                shared = _Shared(_SURE_CHANCES, _NUM_SORTS, _NUM_SORTS)
+            else:
+                shared = _Shared(_MATCH_CHANCES, 1, POSITION_BUCKETS - 1)
             self._shared[key] = shared
         return shared
 
@@ -143,6 +149,11 @@ _View = tuple[str, bool]
 """A source, and whether it said how sure it was."""
 
 _POSITIONS = (*range(POSITION_BUCKETS), *[POSITION_BUCKETS - 1] * MAX_DRAFT_TOKENS)
+
+_LENGTHS, _MATCHES = (3, 6, 11), (4, 8, 16)
+_NUM_SORTS = (len(_LENGTHS) + 1) * (len(_MATCHES) + 1)
+_SORTED_POSITIONS = [(sort, *[_NUM_SORTS + sort] * MAX_DRAFT_TOKENS) for sort in range(_NUM_SORTS)]
+"""For each sort of draft the place of its first token and of all later ones."""
 
 _LATER_CHANCE = 0.7
 _MATCH_CHANCES = [
@@ -165,8 +176,10 @@ class _Rates:
     """The shared rates of one bucket, by position.
 
     Args:
-        first: before any trial, of the first token.
+        first: before any trial, of a first token.
         later: the same of each further one.
+        num_first: positions of first tokens.
+        num_later: of further ones.
 
     Attributes:
         priors: the rates before any trial.
@@ -174,10 +187,10 @@ class _Rates:
 
     __slots__ = ("_hits", "_trials", "priors")
 
-    def __init__(self, first: float, later: float) -> None:
-        self.priors = (first, *[later] * (POSITION_BUCKETS - 1))
-        self._hits = [0.0] * POSITION_BUCKETS
-        self._trials = [0.0] * POSITION_BUCKETS
+    def __init__(self, first: float, later: float, num_first: int, num_later: int) -> None:
+        self.priors = (*[first] * num_first, *[later] * num_later)
+        self._hits = [0.0] * len(self.priors)
+        self._trials = [0.0] * len(self.priors)
 
     def rate(self, position: int, worth: float) -> float:
         """By the trials, and by a source that is worth so many times what was thought of it."""
@@ -196,27 +209,35 @@ class _Shared:
     """What is known of a source.
 
     Args:
-        chances: of each bucket before any trial, of the first token and of later ones.
+        chances: of each bucket before any trial, of a first token and of later ones.
+        num_first: positions of first tokens.
+        num_later: of later ones.
 
     Attributes:
         buckets: the rates.
-        records: what was accepted by what was thought before any trial, of first and later tokens.
         known: chances that were asked for since it last learned.
     """
 
-    __slots__ = ("buckets", "known", "records")
+    __slots__ = ("_num_first", "_records", "buckets", "known")
 
-    def __init__(self, chances: Sequence[tuple[float, float]]) -> None:
-        self.buckets = [_Rates(*each) for each in chances]
-        self.records = _Record(), _Record()
+    def __init__(
+        self, chances: Sequence[tuple[float, float]], num_first: int, num_later: int
+    ) -> None:
+        self.buckets = [_Rates(*each, num_first, num_later) for each in chances]
         self.known: dict[tuple[_Rates, int], float] = {}
+        self._num_first = num_first
+        self._records = _Record(), _Record()
+
+    def record(self, position: int) -> _Record:
+        """What was accepted by what was thought before any trial, of first or of later tokens."""
+        return self._records[position >= self._num_first]
 
     def chance(self, cell: tuple[_Rates, int]) -> float:
         """That a token is accepted, of this bucket and position."""
         chance = self.known.get(cell)
         if chance is None:
             rates, position = cell
-            chance = rates.rate(position, self.records[position > 0].factor)
+            chance = rates.rate(position, self.record(position).factor)
             self.known[cell] = chance
         return chance
 
@@ -226,7 +247,9 @@ def _cells(shared: _Shared, draft: Draft) -> Iterable[tuple[_Rates, int]]:
     buckets = shared.buckets
     if draft.chances:
         found = (buckets[min(int(BUCKETS * each * each), BUCKETS - 1)] for each in draft.chances)
-        return zip(found, _POSITIONS, strict=False)
+        sort = bisect(_LENGTHS, len(draft.tokens)) * (len(_MATCHES) + 1)
+        sort += bisect(_MATCHES, draft.match_len)
+        return zip(found, _SORTED_POSITIONS[sort], strict=False)
     bucket = buckets[min(draft.match_len, BUCKETS - 1)]
     return zip(repeat(bucket, len(draft.tokens)), _POSITIONS, strict=False)
 

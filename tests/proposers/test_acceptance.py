@@ -94,6 +94,30 @@ def test_a_token_is_judged_by_those_of_which_its_source_was_as_sure() -> None:
     assert chances(acceptance, "new", Draft((1, 2), "mtp", chances=(0.9, 0.4)))[1] < 0.05
 
 
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        (
+            Draft((1,) * 3, "trie_local", 6, (0.9,) * 3),
+            Draft((1,) * 12, "trie_local", 6, (0.9,) * 12),
+        ),
+        (
+            Draft((1,) * 3, "trie_local", 20, (0.9,) * 3),
+            Draft((1,) * 3, "trie_local", 2, (0.9,) * 3),
+        ),
+    ],
+)
+def test_drafts_of_which_a_source_is_as_sure_are_told_apart_by_length_and_match(
+    right: Draft, wrong: Draft
+) -> None:
+    acceptance = Acceptance()
+    for teacher in range(100):
+        observe(acceptance, f"right{teacher}", right, 3)
+        observe(acceptance, f"wrong{teacher}", wrong, 0)
+    assert first(acceptance, "new", right) > 0.9
+    assert first(acceptance, "new", wrong) < 0.1
+
+
 def test_before_a_source_is_asked_it_is_judged_by_all_its_drafts() -> None:
     acceptance = Acceptance()
     for _ in range(300):
