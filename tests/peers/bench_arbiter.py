@@ -4,9 +4,11 @@
 
 As ``engine``, at concurrency 1, 8 and 32. To hold: all together at least as fast as the best alone,
 and never slower than no speculation. At 8 and 32 a turn has three times as many requests as run at
-once: where drafts are accepted, a batch that only drains becomes small earlier than without. The
-built-in sets but ``code`` have 16 prompts, so that a turn at 32 asks each six times, and what the
-trie learned at one concurrency it knows at the next.
+once: where drafts are accepted, a batch that only drains becomes small earlier than without.
+Answers have half to one and a half times ``--max-tokens``: of answers of one length, an engine
+without drafts reads all prompts in the same few steps, as no server can. The built-in sets but
+``code`` have 16 prompts, so that a turn at 32 asks each six times, and what the trie learned at one
+concurrency it knows at the next.
 
 Two engines that are the same differ by some percent for as long as they live, so all are started
 anew several times, each time in another order and with other prompts. And the best of several that
@@ -22,9 +24,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -52,6 +56,17 @@ def contenders(config: AppConfig) -> list[Contender]:
     """None, each configured source alone, and all."""
     kinds = [source.kind for source in config.speculation]
     return [Contender(name, name, config) for name in (NONE, *kinds, ALL)]
+
+
+def of_many_lengths(jobs: Sequence[Job], seed: int) -> list[Job]:
+    """The jobs with half to one and a half times as many output tokens each."""
+    rng = random.Random(seed)
+    varied = []
+    for job in jobs:
+        most = job.sampling.max_tokens
+        sampling = replace(job.sampling, max_tokens=rng.randint(most // 2, most + most // 2))
+        varied.append(replace(job, sampling=sampling))
+    return varied
 
 
 def verdicts(starts: Sequence[Start]) -> list[dict[str, Any]]:
@@ -137,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for name, of_set in prompts.items()
         }
         jobs["again"] = again_jobs(tokenizer, files, most, args.max_tokens, seed)
-        rounds.append(jobs)
+        rounds.append({name: of_many_lengths(of_set, seed) for name, of_set in jobs.items()})
     console = Console()
     with tempfile.TemporaryDirectory() as folder:
         if args.extra_layers:
