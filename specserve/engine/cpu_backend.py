@@ -18,11 +18,14 @@ _AMX_HEAD_SIZE, _AMX_MULTIPLE = 576, 32
 def choose_latent_attention(arguments: EngineArgs) -> None:
     """Sets the backend to ``CPU_MLA`` where vLLM would choose one that cannot run the model.
 
-    A backend that the user names is kept.
+    That of vLLM's own drafter, which would be a part of the same model, too. A backend that the
+    user names is kept.
     """
     is_named = arguments.attention_backend or arguments.attention_config.backend
     if has_amx() and not is_named and not fits_amx(arguments.create_model_config()):
         arguments.attention_backend = AttentionBackendEnum.CPU_MLA
+        if arguments.speculative_config is not None:
+            arguments.speculative_config.setdefault("attention_backend", "CPU_MLA")
 
 
 def has_amx() -> bool:
@@ -34,10 +37,10 @@ def has_amx() -> bool:
 
 
 def fits_amx(model: ModelConfig) -> bool:
-    """Whether vLLM's AMX kernels compute the model's latent attention; true without any."""
-    if not model.use_mla:
-        return True
+    """Whether vLLM's AMX kernels compute the model's latent attention; true without this."""
     text = model.hf_text_config
+    if not model.use_mla or getattr(text, "kv_lora_rank", None) is None:
+        return True  # without the latter, DeepSeek-V4: vLLM has kernels of its own for it
     multiples = (text.qk_nope_head_dim, text.v_head_dim)
     return (
         model.dtype == torch.bfloat16

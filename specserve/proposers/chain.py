@@ -219,7 +219,7 @@ class ProposerChain:
         """Tells the sources' paces what asking them took, with their part of what all of it took.
 
         Args:
-            seconds: of each call, by kind of source.
+            seconds: of asking each, by kind of source.
             total: of the step's drafting.
         """
         for kind, own in seconds.items():
@@ -230,7 +230,7 @@ class ProposerChain:
         self, batch: DraftBatch, due: frozenset[str]
     ) -> tuple[list[list[tuple[str, Draft]]], dict[str, float]]:
         """What these sources offer: for each request (kind, draft), drafts with tokens alone; and
-        the seconds that each call took, by kind.
+        the seconds that it took to ask each, by kind.
 
         A source that is asked sees the whole batch, with a limit of 0 where no draft is wanted:
         some learn from what they see.
@@ -240,7 +240,7 @@ class ProposerChain:
         for source in self._sources:
             if source.kind not in due:
                 continue
-            inquiry = self._inquiries.get(source.kind)
+            turn_began, inquiry = self._clock(), self._inquiries.get(source.kind)
             limits = self._limits(source.kind, batch)
             if inquiry is not None:
                 held = [[draft for _, draft in each] for each in offers]
@@ -251,9 +251,10 @@ class ProposerChain:
                 limits = inquiry.limits(batch.request_ids, limits, held, reading_s)
             began = self._clock()
             drafts = self._ask(source, batch, limits)
-            seconds = calls[source.kind] = self._clock() - began
+            seconds = self._clock() - began
             if inquiry is not None:
                 inquiry.observe_call(batch.request_ids, limits, drafts, seconds)
+            calls[source.kind] = self._clock() - turn_began
             for each, draft in zip(offers, drafts, strict=True):
                 if draft.tokens:
                     each.append((source.kind, draft))

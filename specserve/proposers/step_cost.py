@@ -93,8 +93,7 @@ class StepCost:
         It reads the text once more at most, as a request of its own would; where a request's
         tokens are verified together, hardly anything.
         """
-        most = _CONTEXT_UNIT * self._expected_slope
-        return most / 2, most
+        return _CONTEXT_UNIT * self._expected_slope / 2, _CONTEXT_UNIT * self._slope.most
 
     def is_calibrated(self, num_requests: int) -> bool:
         """Whether enough plain steps of about so many requests were measured to compare with."""
@@ -157,11 +156,12 @@ class _ContextSlope:
     """What a token of a request's text adds to a plain step, by how steps of one size differed.
 
     Attributes:
-        seconds: of a token.
+        seconds: of a token; where lengths differed little, rather too few.
+        most: the same without much caution.
     """
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self.seconds = self.most = 0.0
         self._squares = self._products = 0.0
 
     def add(self, num_requests: int, mean_context: float, context: float, excess: float) -> None:
@@ -179,6 +179,7 @@ class _ContextSlope:
         self._squares = MEMORY * self._squares + longer**2
         self._products = MEMORY * self._products + longer * excess
         self.seconds = max(self._products / (self._squares + _SLOPE_PRIOR), 0.0)
+        self.most = max(self._products / (self._squares + 1.0), 0.0)
 
 
 class _PlainSteps:

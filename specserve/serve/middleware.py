@@ -19,7 +19,7 @@ from specserve.proposers.controls import parse_controls, refuse_tenant
 _XARGS = b'"vllm_xargs"'
 _ESCAPED_ASCII = b"\\u00"
 _GONE_S = 1.0
-"""The application's time to end a call whose client is gone, before it is cancelled."""
+"""The application's time to end a call whose client is gone, before the call is cancelled."""
 _DISCONNECT: Message = {"type": "http.disconnect"}
 
 
@@ -91,10 +91,10 @@ class DisconnectMiddleware:
     """Ends a request whose client is gone, whichever way Serve lets it be known.
 
     Serve sends ``http.disconnect`` and cancels the call, in either order. vLLM's handlers listen
-    for the message until they answer; when the cancellation overtakes it, they leave their request
-    running to its end. An answer that is being written is cancelled where it waits for its next
-    piece: one whose sending failed would leave its generator, and with it vLLM's request, to the
-    garbage collector.
+    for the message; when the cancellation overtakes it, they leave their request running to its
+    end. So the application gets the message first, and the cancellation later. What it sends
+    meanwhile is dropped: an answer whose sending failed would leave its generator, and with it
+    vLLM's request, to the garbage collector.
 
     Args:
         app: the application behind.
@@ -108,15 +108,14 @@ class DisconnectMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        has_begun = is_whole = is_gone = False
+        is_whole = is_gone = False
         messages: asyncio.Queue[Message] = asyncio.Queue()
 
         async def receive_next() -> Message:
             return _DISCONNECT if is_gone and messages.empty() else await messages.get()
 
         async def send_if_there(message: Message) -> None:
-            nonlocal has_begun, is_whole
-            has_begun = True
+            nonlocal is_whole
             is_whole = message["type"] == "http.response.body" and not message.get("more_body")
             if not is_gone:
                 await send(message)
@@ -137,12 +136,8 @@ class DisconnectMiddleware:
             if not call.done():
                 is_gone = True
                 messages.put_nowait(_DISCONNECT)
-                try:
-                    if not has_begun:
-                        await asyncio.wait([call], timeout=_GONE_S)
-                finally:
-                    call.cancel()
-                    call.add_done_callback(_take_error)
+                # In a task of its own: the cancellation may come while it waits.
+                await asyncio.shield(asyncio.ensure_future(_end(call)))
         if not is_gone:
             call.result()
 
@@ -168,10 +163,11 @@ class FreshMetricsMiddleware:
         await self._app(scope, receive, send)
 
 
-def _take_error(call: asyncio.Future[None]) -> None:
-    """Has asyncio not log what a call that nobody waits for ended with."""
-    if not call.cancelled():
-        call.exception()
+async def _end(call: asyncio.Future[None]) -> None:
+    """Has a call end whose client is gone, by itself or not; what it ends with is of no matter."""
+    await asyncio.wait([call], timeout=_GONE_S)
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
 
 
 async def _read(receive: Receive) -> tuple[bytes, list[Message]]:

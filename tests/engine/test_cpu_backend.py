@@ -31,6 +31,7 @@ def model(**sizes: Any) -> Any:
 def test_amx_fits_deepseek_and_models_without_latent_attention() -> None:
     assert fits_amx(model())
     assert fits_amx(model(use_mla=False, v_head_dim=1, dtype=torch.float32))
+    assert fits_amx(model(kv_lora_rank=None))
 
 
 @pytest.mark.parametrize(
@@ -62,6 +63,11 @@ def test_the_demo_model_keeps_off_amx(
     monkeypatch: pytest.MonkeyPatch, has_amx: bool, given: Any, chosen: Any
 ) -> None:
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
-    arguments = EngineArgs(model=str(DEMO), attention_backend=given)
+    drafter = {"method": "mtp", "num_speculative_tokens": 1}
+    arguments = EngineArgs(
+        model=str(DEMO), attention_backend=given, speculative_config=dict(drafter)
+    )
     choose_latent_attention(arguments)
     assert arguments.attention_backend == chosen
+    of_drafter = {"attention_backend": "CPU_MLA"} if chosen == AttentionBackendEnum.CPU_MLA else {}
+    assert arguments.speculative_config == drafter | of_drafter

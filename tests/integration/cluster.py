@@ -162,7 +162,8 @@ class Cluster:
         for head in reversed(self._heads):
             head.terminate()
         try:
-            eventually(lambda: not self.processes(), "all of the cluster's processes gone", 60)
+            # An agent that finds its node ended tries for a minute to tell the head of it.
+            eventually(lambda: not self.processes(), "all of the cluster's processes gone", 120)
         except Failed as error:
             left = [describe(process) for process in self.processes()]
             raise Failed(f"{error}; left: {left}") from error

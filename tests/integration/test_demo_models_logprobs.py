@@ -30,9 +30,11 @@ from vllm import LLM, SamplingParams
 def main():
     folder, method = sys.argv[1:3]
     prompts = json.load(sys.stdin)
-    speculative = {"method": method, "num_speculative_tokens": 1} if method != "none" else None
+    backend = {"attention_backend": "CPU_MLA"}  # of latent attention: AMX's has no float32
+    speculative = {"method": method, "num_speculative_tokens": 1} | backend
     llm = LLM(folder, dtype="float32", enforce_eager=True, max_model_len=1024, max_num_seqs=4,
-              speculative_config=speculative, worker_cls="specserve.engine.cpu_worker.CpuWorker")
+              speculative_config=speculative if method != "none" else None,
+              worker_cls="specserve.engine.cpu_worker.CpuWorker", **backend)
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params)
     logprobs = [

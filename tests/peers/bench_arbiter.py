@@ -64,7 +64,9 @@ def of_many_lengths(jobs: Sequence[Job], seed: int) -> list[Job]:
     varied = []
     for job in jobs:
         most = job.sampling.max_tokens
-        sampling = replace(job.sampling, max_tokens=rng.randint(most // 2, most + most // 2))
+        sampling = replace(
+            job.sampling, max_tokens=rng.randint(max(most // 2, 1), most + most // 2)
+        )
         varied.append(replace(job, sampling=sampling))
     return varied
 

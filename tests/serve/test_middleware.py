@@ -137,8 +137,46 @@ def test_a_cancelled_call_is_a_disconnect_to_the_application() -> None:
     assert asyncio.run(run()) == ["http.request", "http.disconnect"]
 
 
+@pytest.mark.parametrize("num_turns", range(9))
+@pytest.mark.parametrize("message_first", [True, False])
+def test_a_handler_hears_that_its_client_is_gone_before_it_is_cancelled(
+    num_turns: int, message_first: bool
+) -> None:
+    async def run() -> str:
+        leaves, began, told = asyncio.Event(), asyncio.Event(), "nothing"
+
+        async def listen(scope: Scope, receive: Receive, send: Send) -> None:
+            nonlocal told
+            began.set()
+            try:
+                while (await receive())["type"] != "http.disconnect":
+                    pass
+                told = "the message"
+            except asyncio.CancelledError:
+                told = "the cancellation"
+
+        call = asyncio.create_task(
+            DisconnectMiddleware(listen)({"type": "http"}, caller(leaves), no_answer)
+        )
+        await asyncio.wait_for(began.wait(), 5)
+        for is_message in (message_first, not message_first):
+            leaves.set() if is_message else call.cancel()
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+        await asyncio.wait([call], timeout=5)
+        await asyncio.sleep(0.01)
+        return told
+
+    assert asyncio.run(run()) == "the message"
+
+
+@pytest.mark.parametrize("spec_version", ["2.3", "2.4"])
 @pytest.mark.parametrize("is_cancelled", [True, False])
-def test_a_stream_whose_client_is_gone_is_cancelled_where_it_writes(is_cancelled: bool) -> None:
+def test_a_stream_whose_client_is_gone_is_cancelled_where_it_writes(
+    monkeypatch: pytest.MonkeyPatch, is_cancelled: bool, spec_version: str
+) -> None:
+    monkeypatch.setattr("specserve.serve.middleware._GONE_S", 0.05)
+
     async def run() -> str:
         leaves, ended = asyncio.Event(), "not"
 
@@ -158,11 +196,11 @@ def test_a_stream_whose_client_is_gone_is_cancelled_where_it_writes(is_cancelled
 
         pieces = write()  # held here, so that nothing collects it
         stream = DisconnectMiddleware(StreamingResponse(pieces))
-        scope = {"type": "http", "asgi": {"spec_version": "2.4"}}
+        scope = {"type": "http", "asgi": {"spec_version": spec_version}}
         call = asyncio.create_task(stream(scope, caller(leaves), send))
         await asyncio.wait([call], timeout=5)
         assert call.cancelled() == is_cancelled
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
         return ended
 
     assert asyncio.run(run()) == "cancelled"
@@ -198,7 +236,7 @@ def test_an_error_while_the_client_waits_is_raised() -> None:
 def test_an_application_that_does_not_listen_is_cancelled(
     monkeypatch: pytest.MonkeyPatch, num_cancels: int
 ) -> None:
-    monkeypatch.setattr("specserve.serve.middleware._GONE_S", 0.01 if num_cancels == 1 else 60)
+    monkeypatch.setattr("specserve.serve.middleware._GONE_S", 0.01)
 
     async def run() -> None:
         began, ended = asyncio.Event(), asyncio.Event()

@@ -61,7 +61,7 @@ def jobs(first_seed: int) -> list[Job]:
         Job(
             PROMPT,
             Sampling(
-                max_tokens=NUM_TOKENS,
+                max_tokens=NUM_TOKENS + 1,  # no draft is made for the last one
                 temperature=1.0,
                 seed=first_seed + index,
                 ignore_eos=True,
@@ -74,8 +74,8 @@ def jobs(first_seed: int) -> list[Job]:
 
 def samples(result: RunResult) -> list[Sample]:
     def tokens(completion: Completion) -> Sample:
-        assert len(completion.token_ids) == NUM_TOKENS
-        return completion.token_ids
+        assert len(completion.token_ids) == NUM_TOKENS + 1
+        return completion.token_ids[:NUM_TOKENS]
 
     return [tokens(completion) for completion in result.completions]
 
