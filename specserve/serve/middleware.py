@@ -20,6 +20,8 @@ _XARGS = b'"vllm_xargs"'
 _ESCAPED_ASCII = b"\\u00"
 _GONE_S = 1.0
 """The application's time to end a call whose client is gone, before the call is cancelled."""
+_MOST_UNREAD = 16
+"""Messages of a call that its application has not taken: pieces of a body that may be refused."""
 _DISCONNECT: Message = {"type": "http.disconnect"}
 
 
@@ -109,7 +111,7 @@ class DisconnectMiddleware:
             await self._app(scope, receive, send)
             return
         is_whole = is_gone = False
-        messages: asyncio.Queue[Message] = asyncio.Queue()
+        messages: asyncio.Queue[Message] = asyncio.Queue(_MOST_UNREAD)
 
         async def receive_next() -> Message:
             return _DISCONNECT if is_gone and messages.empty() else await messages.get()
@@ -123,7 +125,7 @@ class DisconnectMiddleware:
         async def listen() -> None:
             with suppress(Exception):  # a connection that cannot be read is gone, too
                 while (message := await receive())["type"] != "http.disconnect":
-                    messages.put_nowait(message)
+                    await messages.put(message)
             if is_whole:  # which ends the connection as well
                 await asyncio.wait([call])
 
@@ -135,7 +137,8 @@ class DisconnectMiddleware:
             listener.cancel()
             if not call.done():
                 is_gone = True
-                messages.put_nowait(_DISCONNECT)
+                if messages.empty():
+                    messages.put_nowait(_DISCONNECT)  # for who waits
                 # In a task of its own: the cancellation may come while it waits.
                 await asyncio.shield(asyncio.ensure_future(_end(call)))
         if not is_gone:

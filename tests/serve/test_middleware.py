@@ -223,6 +223,26 @@ def test_what_is_done_after_an_answer_is_not_ended_by_the_connection() -> None:
     assert asyncio.run(run())
 
 
+def test_a_body_that_the_application_does_not_read_is_left_with_the_client() -> None:
+    async def run() -> int:
+        num_taken, may_answer = 0, asyncio.Event()
+
+        async def endless() -> Message:
+            nonlocal num_taken
+            num_taken += 1
+            await asyncio.sleep(0)
+            return {"type": "http.request", "body": b"x", "more_body": True}
+
+        async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+            await may_answer.wait()
+
+        asyncio.get_running_loop().call_later(0.1, may_answer.set)
+        await DisconnectMiddleware(refuse)({"type": "http"}, endless, no_answer)
+        return num_taken
+
+    assert asyncio.run(run()) < 20
+
+
 def test_an_error_while_the_client_waits_is_raised() -> None:
     async def fail(scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
