@@ -131,6 +131,18 @@ class Client:
         return {name: content[name] for name in (*COLUMNS, "total_output_tokens", "duration")}
 
 
+def _latent_attention(config: AppConfig) -> str:
+    """The backend that a model needs to be served here at all; empty: vLLM's own choice."""
+    # Here, because it takes seconds.
+    from vllm.engine.arg_utils import EngineArgs
+
+    from specserve.engine.cpu_backend import choose_latent_attention
+
+    arguments = EngineArgs(model=config.model.path, dtype=config.engine.dtype)
+    choose_latent_attention(arguments)
+    return "" if arguments.attention_backend is None else arguments.attention_backend.name
+
+
 def measure(console: Console, client: Client, rounds: int) -> Found:
     """Every server in turn, started afresh, ``rounds`` times."""
     found: Found = defaultdict(list)
@@ -172,6 +184,8 @@ def vllm_server(config: AppConfig) -> Iterator[str]:
         "seed": engine.seed,
         "speculative-config": json.dumps(speculation),
     } | ({"max-model-len": engine.max_model_len} if engine.max_model_len else {})
+    if backend := _latent_attention(config):
+        options["attention-backend"] = backend
     command = [*LAUNCHER, "serve", config.model.path]
     command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
     command += ["--enforce-eager"] if engine.enforce_eager else []
