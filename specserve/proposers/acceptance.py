@@ -49,8 +49,8 @@ class Acceptance:
         self._shared: dict[tuple[str, _View], _Shared] = {}
         self._tenants: dict[str, str] = {}
         self._requests: dict[str, dict[_View, _Record]] = {}
-        # Of `gains` since the last lesson, by the draft's id: its own while the draft is kept here.
-        self._said: dict[int, tuple[str, Draft, list[float]]] = {}
+        # Of `gains` since the last lesson; a draft's id is its own while the draft is kept here.
+        self._said: dict[tuple[str, int], tuple[Draft, list[float]]] = {}
 
     def assign(self, request_id: str, tenant: str) -> None:
         """Says whose request it is; one of which nothing was said is nobody's."""
@@ -89,13 +89,13 @@ class Acceptance:
         The list ends before the first token that is less likely than ``LEAST_LIKELY``. It is not to
         be changed: who asks again about the same draft gets the same one.
         """
-        said = self._said.get(id(draft))
-        if said is None or said[0] != request_id:
+        said = self._said.get((request_id, id(draft)))
+        if said is None:
             if len(self._said) >= _MOST_SAID:
                 self._said.clear()
-            said = request_id, draft, self._gains(request_id, draft)
-            self._said[id(draft)] = said
-        return said[2]
+            said = draft, self._gains(request_id, draft)
+            self._said[request_id, id(draft)] = said
+        return said[1]
 
     def _gains(self, request_id: str, draft: Draft) -> list[float]:
         record = self._requests.get(request_id, _NO_RECORDS).get(_view(draft))

@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 from msgspec.structs import replace
@@ -245,10 +246,10 @@ class ProposerChain:
             if inquiry is not None:
                 held = [[draft for _, draft in each] for each in offers]
                 limits = np.minimum(limits, self._remote_kinds[source.kind])
-                reading_s = source.reading_s(batch)
+                reading_s = partial(source.reading_s, batch)
+                limits = inquiry.limits(batch.request_ids, limits, held, reading_s)
                 if not source.ready:  # that failed
                     continue
-                limits = inquiry.limits(batch.request_ids, limits, held, reading_s)
             began = self._clock()
             drafts = self._ask(source, batch, limits)
             seconds = self._clock() - began

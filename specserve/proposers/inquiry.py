@@ -12,7 +12,7 @@ Competitive Snoopy Caching, 1988).
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import isfinite
 from typing import cast
 
@@ -70,6 +70,7 @@ class Inquiry:
         self._num_unasked = self._rest_left = 0
         self._last_ids: tuple[str, ...] = ()
         self._cost: Line | None = None
+        self._guesses: dict[int, Draft] = {}
         self._missed: dict[str, float] = {}  # seconds that drafts would have saved a text
 
     def limits(
@@ -77,7 +78,7 @@ class Inquiry:
         request_ids: Sequence[str],
         limits: Int32Array,
         offers: Sequence[Sequence[Draft]],
-        reading_s: Sequence[float] = (),
+        reading_s: Callable[[], Sequence[float]] = tuple,
     ) -> Int32Array:
         """How long a draft to ask for, for each request.
 
@@ -85,8 +86,9 @@ class Inquiry:
             request_ids: n.
             limits: int32 ``[n]``, the longest draft that each can use.
             offers: n, the drafts that there are already, which cost nothing more.
-            reading_s: n, what it takes to read what the source does not know of each text, in
-                seconds; infinite: it cannot draft for it now; empty: nothing.
+            reading_s: tells n times what it takes to read what the source does not know of each
+                text, in seconds; infinite: it cannot draft for it now; empty: nothing. Asked where
+                there is something to decide.
 
         Returns:
             int32 ``[n]``, 0: none; all 0: the source is not asked.
@@ -94,7 +96,6 @@ class Inquiry:
         self._credit = min(self._credit + PROBE_SHARE, MOST_CREDIT)
         self._pause_left = max(self._pause_left - 1, 0)
         self._is_probe = False
-        reading_s = reading_s or [0.0] * len(limits)
         if not self._gate.may_draft(len(limits)):
             return np.zeros_like(limits)
         if not limits.any() or not self._gate.cost.is_calibrated(len(limits)):
@@ -104,7 +105,8 @@ class Inquiry:
             self._rest_left -= 1
             return np.zeros_like(limits)
         self._num_unasked += 1
-        asked = self._thought_about(request_ids, limits, offers, reading_s)
+        times = reading_s() or [0.0] * len(limits)
+        asked = self._thought_about(request_ids, limits, offers, times)
         if not asked.any():
             self._rest_left = min(self._num_unasked // REST_AFTER, MOST_REST)
         return asked
@@ -241,8 +243,10 @@ class Inquiry:
         return max(sum(a * b for a, b in pairs), 0.0) / plain
 
     def _guess(self, length: int) -> Draft:
-        """A draft of this source, of which only the length is known."""
-        return Draft((0,) * length, cast(Source, self._kind))
+        """A draft of this source, of which only the length is known; always the same one."""
+        if length not in self._guesses:
+            self._guesses[length] = Draft((0,) * length, cast(Source, self._kind))
+        return self._guesses[length]
 
     def _probe(
         self, rows: Sequence[int], limits: Int32Array, reading_s: Sequence[float]

@@ -12,6 +12,7 @@ from specserve.core.types import Draft, DraftBatch, Outcome, RequestControls
 from specserve.proposers.base import Surroundings
 from specserve.proposers.chain import ProposerChain, build_chain
 from specserve.proposers.gate import Gate
+from specserve.proposers.step_cost import CALIBRATION_STEPS
 
 AUTO = RequestControls()
 
@@ -479,6 +480,8 @@ def test_a_source_that_cannot_say_what_reading_takes_rests(
         gated_kinds=frozenset({"mtp"}),
         remote_kinds={"mtp": 1},
     )
+    for _ in range(CALIBRATION_STEPS):  # before, nothing is to be decided
+        chain.observe_step(1, 0, 0.01)
     assert tokens(chain.step(batch(4), [], [AUTO])) == [()]
     assert health(metrics, "mtp").num_errors == 1
     assert "no such text" in caplog.text

@@ -179,7 +179,7 @@ def test_a_text_is_read_once_its_drafts_would_have_saved_as_much_as_that_takes()
     inquiry = priced(taught((MTP, 3), (SURE, 3)), 0.3)
 
     def asked_for(name: str, reading_s: float) -> bool:
-        return bool(inquiry.limits([name], limits(3), [[]], [reading_s]).any())
+        return bool(inquiry.limits([name], limits(3), [[]], lambda: [reading_s]).any())
 
     def num_missed(name: str, reading_s: float) -> int:
         return next(number for number in range(100) if asked_for(name, reading_s))
@@ -196,17 +196,19 @@ def test_a_text_is_read_once_its_drafts_would_have_saved_as_much_as_that_takes()
 def test_a_text_that_no_draft_can_come_of_now_is_neither_asked_for_nor_probed() -> None:
     for num_accepted in (0, 3):
         inquiry = priced(taught((MTP, num_accepted), (SURE, 3)), 0.3)
-        found = [inquiry.limits(["a"], limits(3), [[]], [math.inf]).any() for _ in range(1000)]
+        found = [
+            inquiry.limits(["a"], limits(3), [[]], lambda: [math.inf]).any() for _ in range(1000)
+        ]
         assert not any(found)
 
 
 def test_texts_that_are_known_do_not_wait_for_those_that_are_not() -> None:
     inquiry = priced(taught((MTP, 3), (SURE, 3)), 0.3)
-    found = inquiry.limits(["known", "unread"], limits(3, 3), [[], []], [0.0, 100.0])
+    found = inquiry.limits(["known", "unread"], limits(3, 3), [[], []], lambda: [0.0, 100.0])
     assert found[0] > 0
     assert found[1] == 0
 
 
 def test_what_would_not_be_asked_is_probed_also_where_it_was_not_read() -> None:
     inquiry = priced(taught((MTP, 0), (SURE, 3)), 0.5)
-    assert any(inquiry.limits(["a"], limits(3), [[]], [1.0]).any() for _ in range(1000))
+    assert any(inquiry.limits(["a"], limits(3), [[]], lambda: [1.0]).any() for _ in range(1000))
