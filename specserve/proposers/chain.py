@@ -223,9 +223,10 @@ class ProposerChain:
             seconds: of asking each, by kind of source.
             total: of the step's drafting.
         """
+        shared = total - sum(seconds.values())
         for kind, own in seconds.items():
             if pace := self._paces.get(kind):
-                pace.observe_call(own + (total - sum(seconds.values())) / len(seconds))
+                pace.observe_call(own + shared / len(seconds))
 
     def _offers(
         self, batch: DraftBatch, due: frozenset[str]

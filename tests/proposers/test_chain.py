@@ -352,6 +352,18 @@ def finds_nothing(clock: Clock) -> Source:
     return Source(search)
 
 
+def after_many_steps(kind: str, source: Source, clock: Clock) -> ProposerChain:
+    """A chain of one source, which was asked whenever it was due in 1000 plain steps."""
+    chain = ProposerChain(
+        [(kind, source)], SpeculationMetrics((kind,)), gated_kinds=frozenset({kind}), clock=clock
+    )
+    for _ in range(1000):
+        if due := chain.due(1):
+            chain.step(batch(4), [], [AUTO], due)
+        chain.observe_step(1, 0, 0.01)
+    return chain
+
+
 def test_the_time_for_judging_what_a_source_found_counts_as_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -362,32 +374,14 @@ def test_the_time_for_judging_what_a_source_found_counts_as_its_own(
         return trim(self, request_ids, drafts)
 
     monkeypatch.setattr(Gate, "trim", slow_trim)
-    chain = ProposerChain(
-        [("ngram", source)],
-        SpeculationMetrics(("ngram",)),
-        gated_kinds=frozenset({"ngram"}),
-        clock=clock,
-    )
-    for _ in range(1000):
-        if due := chain.due(1):
-            chain.step(batch(4), [], [AUTO], due)
-        chain.observe_step(1, 0, 0.01)
+    after_many_steps("ngram", source, clock)
     assert len(source.limits) < 500
 
 
 def test_a_source_that_brings_nothing_is_asked_seldom_and_sees_texts_when_they_end() -> None:
     clock = Clock()
     source = finds_nothing(clock)
-    chain = ProposerChain(
-        [("trie", source)],
-        SpeculationMetrics(("trie",)),
-        gated_kinds=frozenset({"trie"}),
-        clock=clock,
-    )
-    for _ in range(1000):
-        if due := chain.due(1):
-            chain.step(batch(4), [], [AUTO], due)
-        chain.observe_step(1, 0, 0.01)
+    chain = after_many_steps("trie", source, clock)
     num_asked = len(source.limits)
     assert num_asked < 500
     assert chain.has_unseen_texts
