@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specserve.drafters.latent_attention import Weights
+from specserve.drafters.layout import laid_out
 
 
 class MixtureOfExperts:
@@ -30,24 +31,26 @@ class MixtureOfExperts:
         self._gate = weights.get("gate.weight", count, width, dtype=torch.float32)
         self._bias = weights.get("gate.e_score_correction_bias", count, dtype=torch.float32)
         self._shared = _Expert(weights, "shared_experts", width, inner * config.n_shared_experts)
-        self._experts = [_Expert(weights, f"experts.{i}", width, inner) for i in range(count)]
+        # Filled one by one: of a large model they take most of the memory.
+        self._gate_up = self._shared.down.new_empty(count, width, 2 * inner)
+        self._down = self._shared.down.new_empty(count, inner, width)
+        for index in range(count):
+            expert = _Expert(weights, f"experts.{index}", width, inner)
+            self._gate_up[index] = expert.gate_up.t()
+            self._down[index] = expert.down.t()
 
     def forward(self, x: Tensor) -> Tensor:
         """``[tokens, hidden_size]``, as ``x``."""
         weights, experts = self.route(x)
         out = self._shared.forward(x)
-        if len(x) == 1:  # decoding: nothing to sort
-            for expert, weight in zip(experts[0].tolist(), weights[0], strict=True):
-                out += self._experts[expert].forward(x) * weight
-            return out
         pairs = experts.flatten()
-        order = pairs.argsort(stable=True)
+        pairs, order = pairs.sort(stable=True)
         tokens = order // self._top_k
-        counts = pairs.bincount(minlength=len(self._experts)).tolist()
-        mixed = x[tokens]
-        for expert, part in zip(self._experts, torch.split(mixed, counts), strict=True):
-            if len(part):
-                part.copy_(expert.forward(part))
+        numbers = torch.arange(len(self._down), device=x.device)
+        ends = torch.searchsorted(pairs, numbers, right=True, out_int32=True)
+        mixed = F.grouped_mm(x[tokens], self._gate_up, offs=ends)
+        gate, up = mixed.chunk(2, -1)
+        mixed = F.grouped_mm(F.silu(gate).mul_(up), self._down, offs=ends)
         mixed *= weights.flatten()[order].unsqueeze(1)
         return out.index_add_(0, tokens, mixed)
 
@@ -79,9 +82,10 @@ class _Expert:
 
     def __init__(self, weights: Weights, name: str, width: int, inner: int) -> None:
         gate = weights.get(f"{name}.gate_proj.weight", inner, width)
-        self._gate_up = torch.cat([gate, weights.get(f"{name}.up_proj.weight", inner, width)])
-        self._down = weights.get(f"{name}.down_proj.weight", width, inner)
+        up = weights.get(f"{name}.up_proj.weight", inner, width)
+        self.gate_up = laid_out(torch.cat([gate, up]))
+        self.down = laid_out(weights.get(f"{name}.down_proj.weight", width, inner))
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = F.linear(x, self._gate_up).chunk(2, -1)
-        return F.linear(F.silu(gate).mul_(up), self._down)
+        gate, up = F.linear(x, self.gate_up).chunk(2, -1)
+        return F.linear(F.silu(gate).mul_(up), self.down)

@@ -19,9 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specserve.drafters.kv_cache import check_room
-
-MAX_SCORES = 1 << 25
-"""Attention weights computed at once; bounds the memory that a long prompt takes."""
+from specserve.drafters.layout import laid_out
 
 
 class Weights(Protocol):
@@ -54,25 +52,25 @@ class Packed:
     """New entries of several texts, one after the other without padding.
 
     Attributes:
-        spans: whose they are, in this order.
+        spans: whose they are, in this order; none is empty.
         slots: int64 ``[total]``, each entry's row of the cache.
         positions: int64 ``[total]``, each entry's place in it.
+        lasts: int64 ``[len(spans)]``, which of the entries are their spans' last ones.
     """
 
     spans: tuple[Span, ...]
     slots: Tensor
     positions: Tensor
+    lasts: Tensor
 
     @classmethod
     def of(cls, spans: Sequence[Span], device: torch.device) -> Self:
         """Packs them."""
-        slots = np.repeat([span.slot for span in spans], [s.end - s.start for s in spans])
+        sizes = [span.end - span.start for span in spans]
+        slots = np.repeat([span.slot for span in spans], sizes)
         positions = np.concatenate([np.arange(span.start, span.end) for span in spans])
-        return cls(
-            tuple(spans),
-            torch.from_numpy(slots).to(device),
-            torch.from_numpy(positions).to(device),
-        )
+        arrays = (slots, positions, np.cumsum(sizes) - 1)
+        return cls(tuple(spans), *(torch.from_numpy(array).to(device) for array in arrays))
 
 
 class LatentAttention:
@@ -95,96 +93,83 @@ class LatentAttention:
         self._eps = config.rms_norm_eps
         width, rank = config.hidden_size, config.q_lora_rank
         queries = heads * (self._nope + self._rope)
-        kv_down = weights.get("kv_a_proj_with_mqa.weight", self._latent + self._rope, width)
-        # The input's projections are one product: the query (or its latent) and the cache entry.
-        self._query_norm = self._query_up = None
+        self._query_down = self._query_norm = None
         if rank is None:
-            query_down = weights.get("q_proj.weight", queries, width)
+            self._query_up = laid_out(weights.get("q_proj.weight", queries, width))
         else:
-            query_down = weights.get("q_a_proj.weight", rank, width)
+            self._query_down = laid_out(weights.get("q_a_proj.weight", rank, width))
             self._query_norm = weights.get("q_a_layernorm.weight", rank)
-            self._query_up = weights.get("q_b_proj.weight", queries, rank)
-        self._down = torch.cat([query_down, kv_down])
-        self._query_width = len(query_down)
+            self._query_up = laid_out(weights.get("q_b_proj.weight", queries, rank))
+        entry = self._latent + self._rope
+        self._kv_down = laid_out(weights.get("kv_a_proj_with_mqa.weight", entry, width))
         self._kv_norm = weights.get("kv_a_layernorm.weight", self._latent)
         kv_up = weights.get("kv_b_proj.weight", heads * (self._nope + self._value), self._latent)
         kv_up = kv_up.view(heads, -1, self._latent)
         key_up, value_up = torch.split(kv_up, [self._nope, self._value], 1)
         self._key_up = key_up.contiguous()
         self._value_up = value_up.transpose(1, 2).contiguous()
-        self._out = weights.get("o_proj.weight", width, heads * self._value)
+        self._out = laid_out(weights.get("o_proj.weight", width, heads * self._value))
         self._scale = softmax_scale(config)
         self._cos, self._sin = (table.to(kv_up) for table in rotation_tables(config, max_entries))
-        num_bytes = num_slots * max_entries * len(kv_down) * kv_up.itemsize
+        num_bytes = num_slots * max_entries * entry * kv_up.itemsize
         check_room(num_slots, max_entries, num_bytes, kv_up.device)
         # Not zeroed: memory is taken only as texts grow into it.
-        self.cache = kv_up.new_empty(num_slots, max_entries, len(kv_down))
+        self.cache = kv_up.new_empty(num_slots, max_entries, entry)
         """``[num_slots, max_entries, kv_lora_rank + qk_rope_head_dim]``."""
 
-    def forward(self, x: Tensor, packed: Packed) -> Tensor:
-        """Writes the new entries into the cache and attends to all up to each of them.
+    def write(self, x: Tensor, packed: Packed) -> None:
+        """Writes new entries into the cache.
 
         Args:
             x: ``[total, hidden_size]``, normed.
             packed: where they belong.
+        """
+        latent, key = torch.split(F.linear(x, self._kv_down), [self._latent, self._rope], 1)
+        latent = F.rms_norm(latent, (self._latent,), self._kv_norm, self._eps)
+        key = rotate(key, self._cos[packed.positions], self._sin[packed.positions])
+        self.cache[packed.slots, packed.positions] = torch.cat([latent, key], 1)
+
+    def read(self, x: Tensor, spans: Sequence[Span], positions: Tensor) -> Tensor:
+        """What the last entries of n spans, which are written, see: all up to each of them.
+
+        Args:
+            x: ``[n, hidden_size]``, normed, of the last entry of each span.
+            spans: n.
+            positions: int64 ``[n]``, of these entries.
 
         Returns:
-            ``[total, hidden_size]``.
+            ``[n, hidden_size]``.
         """
-        down = F.linear(x, self._down)
-        query, latent, key = torch.split(down, [self._query_width, self._latent, self._rope], 1)
-        cos, sin = self._cos[packed.positions], self._sin[packed.positions]
-        latent = F.rms_norm(latent, (self._latent,), self._kv_norm, self._eps)
-        entries = torch.cat([latent, rotate(key, cos, sin)], 1)
-        self.cache[packed.slots, packed.positions] = entries
-
-        if self._query_norm is not None and self._query_up is not None:
+        query = x
+        if self._query_down is not None and self._query_norm is not None:
+            query = F.linear(query, self._query_down)
             query = F.rms_norm(query, self._query_norm.shape, self._query_norm, self._eps)
-            query = F.linear(query, self._query_up)
-        query = query.reshape(len(x), self._heads, -1)
+        query = F.linear(query, self._query_up).view(len(x), self._heads, -1)
         plain, turned = torch.split(query, [self._nope, self._rope], 2)
         plain = torch.bmm(plain.transpose(0, 1), self._key_up).transpose(0, 1)
-        turned = rotate(turned, cos.unsqueeze(1), sin.unsqueeze(1))
-        out = self._attend(torch.cat([plain, turned], 2) * self._scale, packed.spans)
+        cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+        out = self._attend(torch.cat([plain, rotate(turned, cos, sin)], 2), spans)
         out = torch.bmm(out.transpose(0, 1), self._value_up).transpose(0, 1)
         return F.linear(out.reshape(len(x), -1), self._out)
 
     def _attend(self, queries: Tensor, spans: Sequence[Span]) -> Tensor:
-        """Each text over its own entries, which are read in place.
+        """Each text's heads over its own entries, which are read in place.
 
-        ``queries`` is ``[total, heads, kv_lora_rank + qk_rope_head_dim]``, the result
-        ``[total, heads, kv_lora_rank]``.
+        An entry's value is its beginning. Its end is taken for more of it and then left out: where
+        keys and values are of one width torch's flash attention takes them, several times faster.
+
+        Args:
+            queries: ``[n, heads, kv_lora_rank + qk_rope_head_dim]``.
+            spans: n.
+
+        Returns:
+            ``[n, heads, kv_lora_rank]``.
         """
         outs = []
-        texts = torch.split(queries, [span.end - span.start for span in spans])
-        for span, own in zip(spans, texts, strict=True):
-            size = max(1, MAX_SCORES // (self._heads * (span.end - span.begin)))
-            start = span.start
-            for part in torch.split(own, size):
-                entries = self.cache[span.slot, span.begin : start + len(part)]
-                outs.append(attend(part, entries, self._latent))
-                start += len(part)
-        return torch.cat(outs)
-
-
-def attend(queries: Tensor, entries: Tensor, latent: int) -> Tensor:
-    """Causal attention of all heads over one text's entries.
-
-    Args:
-        queries: ``[new, heads, width]`` of the last ``new`` entries, scaled.
-        entries: ``[seen, width]``.
-        latent: how many numbers of an entry are its value.
-
-    Returns:
-        ``[new, heads, latent]``.
-    """
-    new, heads, width = queries.shape
-    scores = queries.reshape(new * heads, width) @ entries.T
-    if new > 1:
-        future = scores.new_ones(new, len(entries), dtype=torch.bool).triu_(len(entries) - new + 1)
-        scores.view(new, heads, -1).masked_fill_(future.unsqueeze(1), -math.inf)
-    shares = scores.softmax(1, dtype=torch.float32).to(entries.dtype)
-    return (shares @ entries[:, :latent]).view(new, heads, latent)
+        for span, own in zip(spans, queries[:, None, None].unbind(), strict=True):
+            seen = self.cache[None, span.slot, span.begin : span.end].unsqueeze(0)
+            outs.append(F.scaled_dot_product_attention(own, seen, seen, scale=self._scale))
+        return torch.cat(outs).squeeze(1)[..., : self._latent]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

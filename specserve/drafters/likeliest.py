@@ -19,8 +19,8 @@ def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
         logits: ``[n, vocab_size]``; where they are no numbers the probability is 0.
     """
     logits = logits.float()
-    best, tokens = logits.max(-1)
-    return tokens, (best - logits.logsumexp(-1)).exp().nan_to_num(0.0)
+    best, tokens = logits.max(-1, keepdim=True)
+    return tokens.squeeze(-1), (logits - best).exp_().sum(-1).reciprocal_().nan_to_num_(0.0)
 
 
 def guesses(steps: Sequence[tuple[Tensor, Tensor]], num_rows: int) -> list[Guess]:

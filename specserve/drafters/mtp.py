@@ -32,6 +32,9 @@ _CONFIG = {
 }
 """What of config.json the module's arithmetic rests on, and cannot be seen from its tensors."""
 
+_EXPERT_STEP = 8
+"""Numbers in 16 bytes, which rows of experts' weights have to begin at."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Work:
@@ -202,19 +205,19 @@ class MtpDrafter:
         """All new entries in one forward, then the drafts, one forward for each further token."""
         if not works:
             return {}
+        # Longest drafts first: those that go on are always the first ones.
+        works = sorted(works, key=lambda work: -work.num_drafts)
+        num_drafting = sum(work.num_drafts > 0 for work in works)
         tokens = [_entry_tokens(work) for work in works]
-        packed = Packed.of([work.span for work in works], self.module.device)
         hidden = self.module.forward(
-            torch.cat([self._states(work) for work in works]), self._tensor(tokens), packed
+            torch.cat([self._states(work) for work in works]),
+            self._tensor(tokens),
+            Packed.of([work.span for work in works], self.module.device),
+            num_drafting,
         )
-        ends = np.cumsum([len(each) for each in tokens])
         for work, new in zip(works, tokens, strict=True):
             self._slots.extend(work.slot, new)
-        # Longest drafts first: those that go on are always the first ones.
-        order = sorted(range(len(works)), key=lambda i: -works[i].num_drafts)
-        drafting = [works[i] for i in order if works[i].num_drafts > 0]
-        last = torch.from_numpy(ends[order[: len(drafting)]] - 1).to(hidden.device)
-        return self._continue(drafting, hidden[last])
+        return self._continue(works[:num_drafting], hidden)
 
     def _continue(self, works: Sequence[_Work], hidden: Tensor) -> dict[Key, Guess]:
         """Drafts from the last entries' results, ``[n, hidden_size]``.
@@ -230,7 +233,8 @@ class MtpDrafter:
                 ends = [(work.span, work.span.end + step) for work in works]
                 spans = [Span(span.slot, span.begin, end - 1, end) for span, end in ends]
                 packed = Packed.of(spans, hidden.device)
-                hidden = self.module.forward(hidden, steps[-1][0][: len(works)], packed)
+                tokens = steps[-1][0][: len(works)]
+                hidden = self.module.forward(hidden, tokens, packed, len(works))
             steps.append(self.module.next_tokens(hidden))
         return dict(zip(keys, guesses(steps, len(keys)), strict=True))
 
@@ -267,6 +271,9 @@ def _read_config(folder: str, raw: dict[str, Any]) -> Any:
         config = DeepseekV3Config.from_pretrained(folder)
     except UNREADABLE as error:
         raise ConfigError("model", folder, f"a valid config.json: {reason_of(error)}") from None
+    for name in ("hidden_size", "moe_intermediate_size"):
+        if getattr(config, name) % _EXPERT_STEP:
+            raise ConfigError(f"model: {name}", raw[name], f"a multiple of {_EXPERT_STEP}")
     kind = config.rope_parameters["rope_type"]
     if kind not in ("default", "yarn"):
         raise ConfigError("model: rope_type", kind, "default, yarn")

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from specserve.drafters.experts import MixtureOfExperts
 from specserve.drafters.latent_attention import LatentAttention, Packed
+from specserve.drafters.layout import laid_out
 from specserve.drafters.likeliest import likeliest
 from specserve.drafters.mtp_weights import MtpWeights
 
@@ -33,13 +34,13 @@ class MtpModule:
         self._embedding = weights.embedding(vocab, width)
         self._enorm = weights.get("enorm.weight", width)
         self._hnorm = weights.get("hnorm.weight", width)
-        self._join = weights.get("eh_proj.weight", width, 2 * width)
+        self._join = laid_out(weights.get("eh_proj.weight", width, 2 * width))
         self._input_norm = weights.get("input_layernorm.weight", width)
         self.attention = LatentAttention(config, weights.part("self_attn"), num_slots, max_entries)
         self._mlp_norm = weights.get("post_attention_layernorm.weight", width)
         self._experts = MixtureOfExperts(config, weights.part("mlp"))
         self._norm = weights.get("shared_head.norm.weight", width)
-        self._head = weights.head(vocab, width)
+        self._head = laid_out(weights.head(vocab, width))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -51,25 +52,37 @@ class MtpModule:
         """Where it computes."""
         return self._norm.device
 
-    def forward(self, states: Tensor, next_tokens: Tensor, packed: Packed) -> Tensor:
+    def forward(
+        self, states: Tensor, next_tokens: Tensor, packed: Packed, num_wanted: int
+    ) -> Tensor:
         """Computes new entries and writes them into the cache.
+
+        Of one layer, entries see of one another only what is in the cache. So all that follows
+        is computed for those alone whose results are wanted.
 
         Args:
             states: ``[total, hidden_size]``, hidden states after the final norm: the target's, or
                 this method's own result for the position before.
             next_tokens: int64 ``[total]``, the tokens behind those.
             packed: where the entries belong.
+            num_wanted: of how many spans, the first ones, the last entry's result is wanted.
 
         Returns:
-            ``[total, hidden_size]``, after the final norm.
+            ``[num_wanted, hidden_size]``, after the final norm.
         """
         embedded = F.embedding(next_tokens, self._embedding)
         # At position 0 the module was trained without the next token.
         embedded.masked_fill_((packed.positions == 0).unsqueeze(1), 0)
         both = torch.cat([self._rms(embedded, self._enorm), self._rms(states, self._hnorm)], 1)
         x = F.linear(both, self._join)
-        x += self.attention.forward(self._rms(x, self._input_norm), packed)
-        x += self._experts.forward(self._rms(x, self._mlp_norm))
+        normed = self._rms(x, self._input_norm)
+        self.attention.write(normed, packed)
+        lasts = packed.lasts[:num_wanted]
+        x = x[lasts]
+        if num_wanted:
+            spans, positions = packed.spans[:num_wanted], packed.positions[lasts]
+            x += self.attention.read(normed[lasts], spans, positions)
+            x += self._experts.forward(self._rms(x, self._mlp_norm))
         return self._rms(x, self._norm)
 
     def next_tokens(self, hidden: Tensor) -> tuple[Tensor, Tensor]:

@@ -42,7 +42,7 @@ def small_config(**changes: Any) -> Any:
         "qk_nope_head_dim": 10,
         "qk_rope_head_dim": 8,
         "v_head_dim": 14,
-        "moe_intermediate_size": 18,
+        "moe_intermediate_size": 16,
         "n_routed_experts": 12,
         "num_experts_per_tok": 4,
         "n_group": 4,

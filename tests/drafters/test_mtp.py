@@ -66,13 +66,15 @@ def row(
     )
 
 
-def test_entries_are_what_the_training_code_computes(drafter: MtpDrafter) -> None:
+def test_results_are_what_the_training_code_computes(drafter: MtpDrafter) -> None:
     text, end = texts()[0], NUM_TOKENS - 1
+    each = Packed.of([Span(0, 0, i, i + 1) for i in range(end)], torch.device("cpu"))
     with torch.inference_mode():
         ours = drafter.module.forward(
             torch.from_numpy(text.states[:end]),
             torch.from_numpy(text.tokens[1:]).long(),
-            Packed.of([Span(0, 0, 0, end)], torch.device("cpu")),
+            each,
+            end,
         )
     expected = text.entries(end)
     assert (ours - expected).abs().max() < 2e-3
@@ -285,6 +287,7 @@ def copy_of_base(folder: Path, **changes: Any) -> str:
         ({"num_hidden_layers": 5}, r"a checkpoint with an MTP layer, model\.layers\.5\.\*"),
         ({"hidden_size": 128}, r"embed_tokens\.weight of shape \[4096, 128\], not \[4096, 256\]"),
         ({"hidden_size": "wide"}, r"a valid config\.json: .*hidden_size"),
+        ({"moe_intermediate_size": 100}, r"size: 100 is not allowed; allowed: a multiple of 8"),
         ({"scoring_func": "softmax"}, r"scoring_func: 'softmax' is not allowed; allowed: sigmoid"),
         (
             {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},

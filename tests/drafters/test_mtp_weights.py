@@ -99,9 +99,8 @@ def test_an_fp8_copy_computes_nearly_the_same(tmp_path: Path) -> None:
     states = torch.from_numpy(text.states[:400])
     following = torch.from_numpy(text.tokens[1:401]).long()
     with torch.inference_mode():
-        results = module.forward(
-            states, following, Packed.of([Span(0, 0, 0, 400)], torch.device("cpu"))
-        )
+        each = Packed.of([Span(0, 0, i, i + 1) for i in range(400)], torch.device("cpu"))
+        results = module.forward(states, following, each, 400)
         expected = text.entries(400)
         same = module.next_tokens(results)[0] == module.next_tokens(expected)[0]
     assert 0 < (results - expected).norm() < 0.1 * expected.norm()

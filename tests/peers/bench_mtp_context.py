@@ -69,7 +69,13 @@ class Ours:
         spans = [Span(slot, 0, context - 1, context) for slot in range(batch)]
         packed = Packed.of(spans, torch.device("cpu"))
         x = torch.randn(batch, self._width)
-        return lambda: self._module.attention.forward(x, packed)
+
+        def function() -> Tensor:
+            attention = self._module.attention
+            attention.write(x, packed)
+            return attention.read(x, packed.spans, packed.positions)
+
+        return function
 
     def call(self, context: int, batch: int) -> Callable[[], object]:
         """Drafts of one token for texts whose last entry is new."""
