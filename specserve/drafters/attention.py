@@ -124,7 +124,7 @@ class RowByRow:
     def __init__(self, cache: KVCache, spans: Sequence[Span]) -> None:
         self._cache = cache
         self._spans = spans
-        self._masks = [_causal_mask(span) for span in spans]
+        self._masks = [_causal_mask(span, cache.keys[0].dtype) for span in spans]
 
     def attend(self, layer: int, query: Tensor, scale: float | None) -> Tensor:
         """``[query_heads, n, key_dim]`` to ``[n, query_heads, value_dim]``."""
@@ -167,11 +167,12 @@ class Padded:
         return output.transpose(1, 2)[self._real]
 
 
-def _causal_mask(span: Span) -> Tensor | None:
-    """bool ``[1, 1, m, end]``, what each new token sees; None: the only one sees all."""
-    if span.end - span.begin == 1:
+def _causal_mask(span: Span, dtype: torch.dtype) -> Tensor | None:
+    """``[1, 1, m, end]``, -inf where a new token does not see; None: the only one sees all."""
+    num_new = span.end - span.begin
+    if num_new == 1:
         return None
-    return (torch.arange(span.end) <= torch.arange(span.begin, span.end)[:, None])[None, None]
+    return torch.full((1, 1, num_new, span.end), -torch.inf, dtype=dtype).triu_(span.begin + 1)
 
 
 def _grouped(
@@ -185,7 +186,7 @@ def _grouped(
         query: ``[b, query_heads, m, key_dim]``.
         keys: ``[b, heads, t, key_dim]``.
         values: ``[b, heads, t, value_dim]``.
-        mask: bool ``[b, 1, m, t]``; None: all is seen.
+        mask: ``[b, 1, m, t]``, bool or added to the scores; None: all is seen.
         scale: of the scores.
 
     Returns:
@@ -198,7 +199,7 @@ def _grouped(
         query.reshape(batch, num_heads, group * num_queries, -1),
         keys,
         values,
-        None if mask is None else mask.repeat(1, 1, group, 1),
+        mask if mask is None or group == 1 else mask.repeat(1, 1, group, 1),
         scale=scale,
     )
     return output.reshape(batch, num_query_heads, num_queries, -1)

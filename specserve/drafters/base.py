@@ -34,7 +34,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         tokens: int32 ``[m]``, the text from ``start`` to its end.
         states_start: position of the first of ``states``.
         states: ``[s, hidden_size]``, the target's last hidden states after the final norm, of
-            positions ``states_start ..``; uint16 holds the bits of bfloat16; None: none.
+            positions ``states_start ..``; uint16 holds the bits of bfloat16; of one type in all
+            rows of a call; None: none.
         max_draft_tokens: longest draft; 0: the text is only to be remembered.
         max_feed_tokens: most positions that this call may compute before the draft. With fewer
             than the text lacks the answer says how far it came, and nothing is drafted.

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from specserve.core.errors import ConfigError
 from specserve.drafters.attention import NAME, CachedStep, Span, Step, UnsupportedAttention
 from specserve.drafters.kv_cache import KVCache, LayerShape
+from specserve.drafters.layout import laid_out
 from specserve.drafters.unreadable import UNREADABLE, reason_of
 
 _PROBE_TOKENS = 24
@@ -54,6 +55,9 @@ class CausalModel:
         except UNREADABLE as error:
             allowed = f"a causal model's checkpoint ({reason_of(error)})"
             raise ConfigError("model", path, allowed) from error
+        for module in model.modules():
+            if isinstance(module, nn.Linear):  # of its own where it is tied: rows are looked up
+                module.weight = nn.Parameter(laid_out(module.weight.data), requires_grad=False)
         try:
             return cls.attach(model)
         except UnsupportedAttention as error:

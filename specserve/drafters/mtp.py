@@ -210,7 +210,7 @@ class MtpDrafter:
         num_drafting = sum(work.num_drafts > 0 for work in works)
         tokens = [_entry_tokens(work) for work in works]
         hidden = self.module.forward(
-            torch.cat([self._states(work) for work in works]),
+            self._states(works),
             self._tensor(tokens),
             Packed.of([work.span for work in works], self.module.device),
             num_drafting,
@@ -238,15 +238,13 @@ class MtpDrafter:
             steps.append(self.module.next_tokens(hidden))
         return dict(zip(keys, guesses(steps, len(keys)), strict=True))
 
-    def _states(self, work: _Work) -> Tensor:
-        """The target's states of the work's new entries, ``[new, hidden_size]``."""
-        row, span = work.row, work.span
-        assert row.states is not None
-        states = row.states[span.start - row.states_start : span.end - row.states_start]
+    def _states(self, works: Sequence[_Work]) -> Tensor:
+        """The target's states of all new entries, ``[total, hidden_size]``."""
+        states = np.concatenate([_new_states(work) for work in works])
         if states.dtype == np.uint16:
-            bits = torch.tensor(states.view(np.int16), device=self.module.device)
+            bits = torch.from_numpy(states.view(np.int16)).to(self.module.device)
             return bits.view(torch.bfloat16).to(self.module.dtype)
-        return torch.tensor(states, device=self.module.device, dtype=self.module.dtype)
+        return torch.from_numpy(states).to(self.module.device, self.module.dtype)
 
     def _tensor(self, tokens: Sequence[npt.NDArray[Any]]) -> Tensor:
         return torch.from_numpy(np.concatenate(tokens).astype(np.int64)).to(self.module.device)
@@ -254,6 +252,13 @@ class MtpDrafter:
 
 def _num_states(row: Row) -> int:
     return 0 if row.states is None else len(row.states)
+
+
+def _new_states(work: _Work) -> npt.NDArray[Any]:
+    """The target's states at the positions of the new entries."""
+    row, span = work.row, work.span
+    assert row.states is not None
+    return row.states[span.start - row.states_start : span.end - row.states_start]
 
 
 def _entry_tokens(work: _Work) -> npt.NDArray[np.int32]:
