@@ -37,7 +37,7 @@ class Call:
     @property
     def is_done(self) -> bool:
         """Whether each row has its answer."""
-        return None not in self.answers
+        return not any(answer is None for answer in self.answers)
 
 
 class Task:
@@ -120,7 +120,11 @@ class Schedule:
 
     def add(self, task: Task) -> None:
         """Comes after all that wait."""
-        self._queues.setdefault(task.row.key, deque()).append(task)
+        queue = self._queues.get(task.row.key)
+        if queue is None:
+            self._queues[task.row.key] = deque((task,))
+        else:
+            queue.append(task)
 
     def drafts(self) -> list[Task]:
         """All tasks that a draft follows now, one for a text."""

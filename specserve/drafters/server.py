@@ -349,7 +349,7 @@ class DrafterServer:
 
 
 def _told(answer: Answer) -> RowAnswer:
-    chances = bytes(round(255 * chance) for chance in answer.chances)
+    chances = bytes([round(255 * chance) for chance in answer.chances])
     return RowAnswer(answer.held, answer.tokens, chances)
 
 

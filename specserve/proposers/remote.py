@@ -63,6 +63,9 @@ _USE_RATE, _IN_USE = 0.1, 0.5
 _MAX_REPLIES = 1000
 """Read in a step: a drafter that floods must not hold it up."""
 
+_CHANCES = [number / 255 for number in range(256)]
+"""By how they are sent."""
+
 
 _Rows = list[tuple[int, Text, TextRow]]
 """Rows to send, each with its row of the batch."""
@@ -169,7 +172,7 @@ class RemoteProposer:
             if text is not None:
                 self._ended.append(text.number)
                 if self._states is not None:
-                    self._states.forget(text.number)
+                    self._states.forget(text.states)
 
     def close(self) -> None:
         """Ends the link."""
@@ -191,6 +194,8 @@ class RemoteProposer:
         self._sent.give_up(time.monotonic() - LOST_S)
         if peer is not self._peer:
             self._meet(peer)
+        if not (self._is_told_all or batch.max_draft_tokens.any()):
+            return drafts  # what was sent would be computed for nothing
         asked, fed = self._rows(batch, texts, peer.max_tokens)
         number = self._send(asked, self._config.timeout_s) if asked else 0
         for each in fed:  # each for itself: a short one is not answered with the longest
@@ -198,9 +203,10 @@ class RemoteProposer:
         if asked and (answer := self._await(number)) is not None:
             for (row, _, sent), answered in zip(asked, answer.rows, strict=True):
                 if answered.tokens:
-                    chances = tuple(each / 255 for each in answered.chances)
+                    chances = tuple(map(_CHANCES.__getitem__, answered.chances))
                     draft = Draft(answered.tokens, self._kind, chances=chances)
-                    drafts[row] = draft.cut(sent.max_draft_tokens)
+                    is_longer = len(draft.tokens) > sent.max_draft_tokens
+                    drafts[row] = draft.cut(sent.max_draft_tokens) if is_longer else draft
         return drafts
 
     def _text_of(self, batch: DraftBatch, row: int) -> Text | None:
@@ -235,7 +241,7 @@ class RemoteProposer:
         ):
             if text is not None:
                 valid = max(0, min(size, length - 1 - start))
-                self._states.add(text.number, start, values[begin : begin + valid])
+                self._states.add(text.states, start, values[begin : begin + valid])
             begin += size
 
     def _meet(self, peer: Peer) -> None:
@@ -297,19 +303,16 @@ class RemoteProposer:
         """
         if self._states is None:
             return text.held, length
-        return (
-            self._states.start(text.number, text.held),
-            min(self._states.end(text.number) + 1, length),
-        )
+        return text.states.start(text.held), min(text.states.end + 1, length)
 
     def _row(
         self, batch: DraftBatch, row: int, text: Text, start: int, end: int, limit: int
     ) -> TextRow:
         states_start, states = 0, None
         if self._states is not None:
-            states_start = self._states.start(text.number, start)
+            states_start = text.states.start(start)
             if states_start < end - 1:
-                states = self._states.between(text.number, states_start, end - 1)
+                states = text.states.between(states_start, end - 1)
         return TextRow(
             text=text.number,
             salt=text.salt,
@@ -377,7 +380,7 @@ class RemoteProposer:
         for text, row in zip(texts, reply.rows, strict=True):
             text.held = row.held
             if self._states is not None:
-                self._states.confirm(text.number, row.held)
+                self._states.confirm(text.states, row.held)
         return True
 
 

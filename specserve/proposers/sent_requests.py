@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from specserve.proposers.pending_states import TextStates
 from specserve.wire.messages import DraftAnswer, Refusal
 
 _READING_RATE = 0.1
@@ -20,6 +21,7 @@ class Text:
         number: its name.
         salt: who may share its beginning.
         held: positions that the drafter holds, by its last answer.
+        states: the target's, of a drafter that continues them.
         is_sent: a request with a row of it is not answered yet.
     """
 
@@ -27,6 +29,7 @@ class Text:
     salt: int
     held: int = 0
     is_sent: bool = False
+    states: TextStates = field(default_factory=TextStates)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import isfinite
+from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from specserve.core.errors import WireError, shorten
 from specserve.wire.messages import (
@@ -48,21 +50,20 @@ def encode(message: Question | Reply) -> list[bytes]:
     if not isinstance(message, DraftRequest):
         return [_encode(message)]
     rows = message.rows
-    states = [np.ascontiguousarray(row.states, "<u2") for row in rows if row.states is not None]
+    tokens = _joined([row.tokens for row in rows], "<i4")
+    states = _joined([row.states for row in rows if row.states is not None], "<u2")
     head = RequestHead(
         message.number,
         message.budget_s,
-        states[0].shape[1] if states else 0,
-        tuple(_head(row) for row in rows),
+        states.shape[1] if len(states) else 0,
+        tuple(map(_head, rows)),
         message.forget,
     )
-    tokens = b"".join(np.ascontiguousarray(row.tokens, "<i4").data for row in rows)
-    frames = [_encode(head), tokens, b"".join(each.data for each in states)]
     assert len(rows) <= MAX_ROWS
     assert len(message.forget) <= MAX_ROWS
-    assert len(tokens) <= 4 * MAX_TOKENS
-    assert len(frames[2]) <= MAX_STATE_BYTES
-    return frames
+    assert len(tokens) <= MAX_TOKENS
+    assert states.nbytes <= MAX_STATE_BYTES
+    return [_encode(head), tokens.tobytes(), states.tobytes()]
 
 
 def decode_question(frames: Sequence[bytes]) -> Question:
@@ -92,6 +93,11 @@ def decode_reply(frames: Sequence[bytes]) -> Reply:
         return _reply.decode(_header(frames))
     except _UNREADABLE as error:
         raise WireError(f"no reply: {shorten(str(error), 200)}") from None
+
+
+def _joined(arrays: Sequence[npt.NDArray[Any]], dtype: str) -> npt.NDArray[Any]:
+    """All in one, in the type that is sent."""
+    return np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.empty(0, dtype)
 
 
 def _head(row: TextRow) -> RowHead:
@@ -129,9 +135,10 @@ def _request(head: RequestHead, frames: Sequence[bytes]) -> DraftRequest:
     states = np.frombuffer(frames[2], "<u2").reshape(num_states, head.hidden_size)
     _expect(not num_tokens or int(tokens.min()) >= 0, "a token id below 0")
     rows, token, state = [], 0, 0
+    _expect(all(r.start + r.num_tokens <= LAST for r in head.rows), "a text that is too long")
+    is_within = all(row.states_start + row.num_states <= LAST for row in head.rows)
+    _expect(is_within, "states beyond any text")
     for row in head.rows:
-        _expect(row.start + row.num_tokens <= LAST, "a text that is too long")
-        _expect(row.states_start + row.num_states <= LAST, "states beyond any text")
         rows.append(
             TextRow(
                 text=row.text,
