@@ -107,6 +107,8 @@ class Draft(msgspec.Struct, frozen=True):
 
     def cut(self, num_tokens: int) -> Self:
         """The first ``num_tokens`` tokens of this draft."""
+        if len(self.tokens) <= num_tokens:
+            return self
         return msgspec.structs.replace(
             self,
             tokens=self.tokens[:num_tokens],

@@ -55,9 +55,10 @@ class CausalModel:
         except UNREADABLE as error:
             allowed = f"a causal model's checkpoint ({reason_of(error)})"
             raise ConfigError("model", path, allowed) from error
+        embedding = model.get_input_embeddings().weight
         for module in model.modules():
-            if isinstance(module, nn.Linear):  # of its own where it is tied: rows are looked up
-                module.weight = nn.Parameter(laid_out(module.weight.data), requires_grad=False)
+            if type(module) is nn.Linear and module.weight is not embedding:
+                module.weight.data = laid_out(module.weight.data)
         try:
             return cls.attach(model)
         except UnsupportedAttention as error:

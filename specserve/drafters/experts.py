@@ -51,8 +51,9 @@ class MixtureOfExperts:
         mixed = F.grouped_mm(x[tokens], self._gate_up, offs=ends)
         gate, up = mixed.chunk(2, -1)
         mixed = F.grouped_mm(F.silu(gate).mul_(up), self._down, offs=ends)
-        mixed *= weights.flatten()[order].unsqueeze(1)
-        return out.index_add_(0, tokens, mixed)
+        mixed = torch.empty_like(mixed).index_copy_(0, order, mixed)
+        mixed = mixed.view(len(x), self._top_k, -1)
+        return torch.baddbmm(out.unsqueeze(1), weights.unsqueeze(1), mixed).squeeze(1)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Which experts each token goes to.

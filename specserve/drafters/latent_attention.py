@@ -155,21 +155,42 @@ class LatentAttention:
     def _attend(self, queries: Tensor, spans: Sequence[Span]) -> Tensor:
         """Each text's heads over its own entries, which are read in place.
 
-        An entry's value is its beginning. Its end is taken for more of it and then left out: where
-        keys and values are of one width torch's flash attention takes them, several times faster.
-
-        Args:
-            queries: ``[n, heads, kv_lora_rank + qk_rope_head_dim]``.
-            spans: n.
-
-        Returns:
-            ``[n, heads, kv_lora_rank]``.
+        ``queries`` is ``[n, heads, kv_lora_rank + qk_rope_head_dim]``, the result
+        ``[n, heads, kv_lora_rank]``.
         """
-        outs = []
-        for span, own in zip(spans, queries[:, None, None].unbind(), strict=True):
-            seen = self.cache[None, span.slot, span.begin : span.end].unsqueeze(0)
-            outs.append(F.scaled_dot_product_attention(own, seen, seen, scale=self._scale))
-        return torch.cat(outs).squeeze(1)[..., : self._latent]
+        attend = attend_on_cpu if queries.device.type == "cpu" else attend_by_products
+        pairs = zip(queries, spans, strict=True)
+        texts = ((own, self.cache[span.slot, span.begin : span.end]) for own, span in pairs)
+        return torch.stack([attend(*text, self._latent, self._scale) for text in texts])
+
+
+def attend_on_cpu(query: Tensor, entries: Tensor, latent: int, scale: float) -> Tensor:
+    """Attention of all heads of one position over a text's entries.
+
+    An entry's value is its beginning. Its end is taken for more of it and then left out: where
+    keys and values are of one width torch's flash attention takes them, several times faster.
+
+    Args:
+        query: ``[heads, width]``.
+        entries: ``[seen, width]``.
+        latent: how many numbers of an entry are its value.
+        scale: of the scores.
+
+    Returns:
+        ``[heads, latent]``.
+    """
+    # Each thread takes heads of its own; those of one thread share their reading of the entries.
+    groups = math.gcd(len(query), torch.get_num_threads())
+    seen = entries.expand(1, groups, -1, -1)
+    queries = query.view(1, groups, -1, query.shape[1])
+    out = F.scaled_dot_product_attention(queries, seen, seen, scale=scale)
+    return out.view_as(query)[:, :latent]
+
+
+def attend_by_products(query: Tensor, entries: Tensor, latent: int, scale: float) -> Tensor:
+    """The same for devices whose flash attention does not take entries as wide as these."""
+    scores = (query * scale) @ entries.T
+    return scores.softmax(1, dtype=torch.float32).to(entries.dtype) @ entries[:, :latent]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

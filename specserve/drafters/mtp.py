@@ -33,7 +33,7 @@ _CONFIG = {
 """What of config.json the module's arithmetic rests on, and cannot be seen from its tensors."""
 
 _EXPERT_STEP = 8
-"""Numbers in 16 bytes, which rows of experts' weights have to begin at."""
+"""Rows of experts' weights have to begin at multiples of 16 bytes: 8 of the smallest numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +240,9 @@ class MtpDrafter:
 
     def _states(self, works: Sequence[_Work]) -> Tensor:
         """The target's states of all new entries, ``[total, hidden_size]``."""
-        states = np.concatenate([_new_states(work) for work in works])
+        given = [_new_states(work) for work in works]
+        assert len({each.dtype for each in given}) == 1
+        states = np.concatenate(given)
         if states.dtype == np.uint16:
             bits = torch.from_numpy(states.view(np.int16)).to(self.module.device)
             return bits.view(torch.bfloat16).to(self.module.dtype)
@@ -278,7 +280,7 @@ def _read_config(folder: str, raw: dict[str, Any]) -> Any:
         raise ConfigError("model", folder, f"a valid config.json: {reason_of(error)}") from None
     for name in ("hidden_size", "moe_intermediate_size"):
         if getattr(config, name) % _EXPERT_STEP:
-            raise ConfigError(f"model: {name}", raw[name], f"a multiple of {_EXPERT_STEP}")
+            raise ConfigError(f"model: {name}", getattr(config, name), f"a multiple of {_EXPERT_STEP}")
     kind = config.rope_parameters["rope_type"]
     if kind not in ("default", "yarn"):
         raise ConfigError("model: rope_type", kind, "default, yarn")

@@ -77,12 +77,12 @@ class MtpModule:
         x = F.linear(both, self._join)
         normed = self._rms(x, self._input_norm)
         self.attention.write(normed, packed)
-        lasts = packed.lasts[:num_wanted]
+        if not num_wanted:
+            return x[:0]
+        lasts, spans = packed.lasts[:num_wanted], packed.spans[:num_wanted]
         x = x[lasts]
-        if num_wanted:
-            spans, positions = packed.spans[:num_wanted], packed.positions[lasts]
-            x += self.attention.read(normed[lasts], spans, positions)
-            x += self._experts.forward(self._rms(x, self._mlp_norm))
+        x += self.attention.read(normed[lasts], spans, packed.positions[lasts])
+        x += self._experts.forward(self._rms(x, self._mlp_norm))
         return self._rms(x, self._norm)
 
     def next_tokens(self, hidden: Tensor) -> tuple[Tensor, Tensor]:

@@ -241,10 +241,8 @@ class ProposerHook:
             num_verified = len(scheduled.get(request_id, ()))
             if draft is None or num_verified == 0:
                 verified = None
-            elif num_verified < len(draft.tokens):
-                verified = draft.cut(num_verified)
             else:
-                verified = draft
+                verified = draft.cut(num_verified)
             num_accepted = len(new_tokens) - 1 if verified is not None else 0
             outcomes.append(Outcome(request_id, verified, num_accepted, tuple(new_tokens)))
         return outcomes

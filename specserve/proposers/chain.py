@@ -323,7 +323,7 @@ class ProposerChain:
         if not is_well_formed(draft, self._vocab_size):
             self._metrics.count_error(kind)
             return NO_DRAFT
-        return draft if len(draft.tokens) <= limit else draft.cut(limit)
+        return draft.cut(limit)
 
 
 def build_chain(

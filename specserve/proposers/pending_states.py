@@ -59,7 +59,7 @@ class PendingStates:
     def __init__(self, max_tokens: int) -> None:
         self.num_tokens = 0
         self._max_tokens = max_tokens
-        self._texts: set[TextStates] = set()
+        self._texts: set[TextStates] = set()  # those with pieces
         self._num_pieces = 0
 
     def add(self, text: TextStates, start: int, states: UInt16Array) -> None:
@@ -82,9 +82,7 @@ class PendingStates:
         What is left of a piece still takes the memory of all of it; there is one such at a time.
         """
         while (excess := self.num_tokens - self._max_tokens) > 0:
-            oldest = min(
-                (each for each in self._texts if each.pieces), key=lambda each: each.pieces[0].age
-            )
+            oldest = min(self._texts, key=lambda each: each.pieces[0].age)
             piece = oldest.pieces[0]
             if excess >= len(piece.states):
                 self.confirm(oldest, piece.end)
@@ -99,8 +97,9 @@ class PendingStates:
         pieces = text.pieces
         while pieces and pieces[0].end <= end:
             self.num_tokens -= len(pieces.popleft().states)
+        if not pieces:
+            self._texts.discard(text)
 
     def forget(self, text: TextStates) -> None:
         """The text has ended."""
         self.confirm(text, text.end)
-        self._texts.discard(text)

@@ -194,9 +194,10 @@ class RemoteProposer:
         self._sent.give_up(time.monotonic() - LOST_S)
         if peer is not self._peer:
             self._meet(peer)
-        if not (self._is_told_all or batch.max_draft_tokens.any()):
-            return drafts  # what was sent would be computed for nothing
-        asked, fed = self._rows(batch, texts, peer.max_tokens)
+        is_told_all = self._is_told_all
+        if not (is_told_all or batch.max_draft_tokens.any()):
+            return drafts  # nothing would be sent
+        asked, fed = self._rows(batch, texts, peer.max_tokens, is_told_all)
         number = self._send(asked, self._config.timeout_s) if asked else 0
         for each in fed:  # each for itself: a short one is not answered with the longest
             self._send([each], FEED_BUDGET_S, is_read=True)
@@ -205,8 +206,7 @@ class RemoteProposer:
                 if answered.tokens:
                     chances = tuple(map(_CHANCES.__getitem__, answered.chances))
                     draft = Draft(answered.tokens, self._kind, chances=chances)
-                    is_longer = len(draft.tokens) > sent.max_draft_tokens
-                    drafts[row] = draft.cut(sent.max_draft_tokens) if is_longer else draft
+                    drafts[row] = draft.cut(sent.max_draft_tokens)
         return drafts
 
     def _text_of(self, batch: DraftBatch, row: int) -> Text | None:
@@ -254,7 +254,7 @@ class RemoteProposer:
         self._peer = peer
 
     def _rows(
-        self, batch: DraftBatch, texts: list[Text | None], max_tokens: int
+        self, batch: DraftBatch, texts: list[Text | None], max_tokens: int, is_told_all: bool
     ) -> tuple[_Rows, _Rows]:
         """What is to be sent: rows to be drafted for, and rows of texts that lack too much."""
         asked: _Rows = []
@@ -264,7 +264,6 @@ class RemoteProposer:
             MAX_SENT - len(self._sent), MAX_TOKENS, MAX_STATE_BYTES - self._sent.state_bytes
         )
         limits = np.minimum(batch.max_draft_tokens, self._config.max_draft_len).tolist()
-        is_told_all = self._is_told_all
         for row, (text, length) in enumerate(zip(texts, batch.num_tokens.tolist(), strict=True)):
             if text is None or text.is_sent or length > max_tokens:
                 continue

@@ -21,8 +21,8 @@ class Text:
         number: its name.
         salt: who may share its beginning.
         held: positions that the drafter holds, by its last answer.
-        states: the target's, of a drafter that continues them.
         is_sent: a request with a row of it is not answered yet.
+        states: the target's, for a drafter that continues them.
     """
 
     number: int

@@ -96,8 +96,11 @@ def decode_reply(frames: Sequence[bytes]) -> Reply:
 
 
 def _joined(arrays: Sequence[npt.NDArray[Any]], dtype: str) -> npt.NDArray[Any]:
-    """All in one, in the type that is sent."""
-    return np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.empty(0, dtype)
+    """All in one, in the type that is sent; one that is alone, perhaps large, is not copied."""
+    if not arrays:
+        return np.empty(0, dtype)
+    joined = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+    return joined.astype(dtype, copy=False)
 
 
 def _head(row: TextRow) -> RowHead:
@@ -134,10 +137,11 @@ def _request(head: RequestHead, frames: Sequence[bytes]) -> DraftRequest:
     tokens = np.frombuffer(frames[1], "<i4")
     states = np.frombuffer(frames[2], "<u2").reshape(num_states, head.hidden_size)
     _expect(not num_tokens or int(tokens.min()) >= 0, "a token id below 0")
+    ends = [row.start + row.num_tokens for row in head.rows]
+    _expect(max(ends, default=0) <= LAST, "a text that is too long")
+    ends = [row.states_start + row.num_states for row in head.rows]
+    _expect(max(ends, default=0) <= LAST, "states beyond any text")
     rows, token, state = [], 0, 0
-    _expect(all(r.start + r.num_tokens <= LAST for r in head.rows), "a text that is too long")
-    is_within = all(row.states_start + row.num_states <= LAST for row in head.rows)
-    _expect(is_within, "states beyond any text")
     for row in head.rows:
         rows.append(
             TextRow(

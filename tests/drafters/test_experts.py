@@ -13,8 +13,8 @@ from specserve.drafters.experts import MixtureOfExperts
 from tests.drafters.given_weights import GivenWeights, randomise, small_config
 
 
-def both(config: Any) -> tuple[MixtureOfExperts, Any]:
-    """Ours and theirs, of the same weights."""
+def both(config: Any, dtype: torch.dtype = torch.float32) -> tuple[MixtureOfExperts, Any]:
+    """Ours and theirs, of the same weights; ours in a type of its own."""
     theirs = DeepseekV3MoE(config).eval()
     randomise(theirs)
     tensors: dict[str, Tensor] = {}
@@ -29,7 +29,8 @@ def both(config: Any) -> tuple[MixtureOfExperts, Any]:
                 tensors[f"experts.{index}.down_proj.weight"] = expert
         else:
             tensors[name] = tensor
-    return MixtureOfExperts(config, GivenWeights(tensors)), theirs
+    given = GivenWeights({name: tensor.to(dtype) for name, tensor in tensors.items()})
+    return MixtureOfExperts(config, given), theirs
 
 
 @torch.inference_mode()
@@ -51,6 +52,18 @@ def test_experts_are_chosen_weighed_and_mixed_as_transformers_does(
     expected = theirs(x)
     assert torch.allclose(ours.forward(x), expected, atol=1e-5)
     assert expected.std() > 0.1
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_tokens", [1, 40])
+def test_half_precision_computes_nearly_the_same(num_tokens: int, dtype: torch.dtype) -> None:
+    config = small_config()
+    (exact, _), (ours, _) = both(config), both(config, dtype)
+    x = torch.randn(num_tokens, 48, generator=torch.Generator().manual_seed(1)).to(dtype)
+    found, expected = ours.forward(x), exact.forward(x.float())
+    assert found.dtype == dtype
+    assert (found - expected).norm() < 0.02 * expected.norm()
 
 
 @torch.inference_mode()

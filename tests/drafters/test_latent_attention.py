@@ -13,7 +13,14 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     DeepseekV3RotaryEmbedding,
 )
 
-from specserve.drafters.latent_attention import LatentAttention, Packed, Span, rotation_tables
+from specserve.drafters.latent_attention import (
+    LatentAttention,
+    Packed,
+    Span,
+    attend_by_products,
+    attend_on_cpu,
+    rotation_tables,
+)
 from tests.drafters.given_weights import GivenWeights, randomise, small_config
 
 CPU = torch.device("cpu")
@@ -98,6 +105,19 @@ def test_texts_of_one_call_do_not_see_each_other(inputs: Tensor) -> None:
     assert close(out[0], both.expected(inputs[50:57])[-1])
     assert close(out[1], both.expected(inputs[:31])[-1])
     assert close(out[2], both.expected(inputs[60:90])[-1])
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("num_threads", [1, 2, 4])
+def test_on_a_cpu_and_elsewhere_attention_is_the_same(num_threads: int) -> None:
+    query, entries = torch.randn(4, 28), torch.randn(50, 28)
+    elsewhere = attend_by_products(query, entries, 20, 0.3)
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    here = attend_on_cpu(query, entries, 20, 0.3)
+    torch.set_num_threads(before)
+    assert elsewhere.shape == (4, 20)
+    assert torch.allclose(here, elsewhere, atol=1e-5)
 
 
 @torch.inference_mode()

@@ -81,6 +81,28 @@ def test_results_are_what_the_training_code_computes(drafter: MtpDrafter) -> Non
     assert expected.abs().max() > 1
 
 
+def test_only_wanted_results_are_computed_and_all_entries_are_written(
+    drafter: MtpDrafter,
+) -> None:
+    first, second = texts()[:2]
+    spans = [Span(0, 0, 0, 200), Span(1, 0, 0, 150)]
+    with torch.inference_mode():
+        (result,) = drafter.module.forward(
+            torch.from_numpy(np.concatenate([first.states[:200], second.states[:150]])),
+            torch.from_numpy(np.concatenate([first.tokens[1:201], second.tokens[1:151]])).long(),
+            Packed.of(spans, torch.device("cpu")),
+            1,
+        )
+        (later,) = drafter.module.forward(
+            torch.from_numpy(second.states[150:151]),
+            torch.from_numpy(second.tokens[151:152]).long(),
+            Packed.of([Span(1, 0, 150, 151)], torch.device("cpu")),
+            1,
+        )
+    assert (result - first.entries(200)[-1]).abs().max() < 2e-3
+    assert (later - second.entries(151)[-1]).abs().max() < 2e-3
+
+
 def test_a_text_that_grows_is_continued_as_the_training_code_would(drafter: MtpDrafter) -> None:
     text = texts()[0]
     assert drafter.draft([row(200)]) == [Answer(199, text.draft(200))]

@@ -73,4 +73,4 @@ def test_what_is_kept_is_a_copy_and_ends_with_its_text() -> None:
     assert numbers(text) == [0, 1, 2]
     pending.forget(text)
     pending.forget(TextStates())
-    assert (pending.num_tokens, numbers(text)) == (0, [])
+    assert (pending.num_tokens, numbers(text), pending._texts) == (0, [], set())
