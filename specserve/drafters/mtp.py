@@ -280,7 +280,9 @@ def _read_config(folder: str, raw: dict[str, Any]) -> Any:
         raise ConfigError("model", folder, f"a valid config.json: {reason_of(error)}") from None
     for name in ("hidden_size", "moe_intermediate_size"):
         if getattr(config, name) % _EXPERT_STEP:
-            raise ConfigError(f"model: {name}", getattr(config, name), f"a multiple of {_EXPERT_STEP}")
+            raise ConfigError(
+                f"model: {name}", getattr(config, name), f"a multiple of {_EXPERT_STEP}"
+            )
     kind = config.rope_parameters["rope_type"]
     if kind not in ("default", "yarn"):
         raise ConfigError("model: rope_type", kind, "default, yarn")
