@@ -239,10 +239,7 @@ class ProposerHook:
             draft = self._drafts.pop(request_id, None)
             # The scheduler may have cut the draft, or dropped it with the request's turn.
             num_verified = len(scheduled.get(request_id, ()))
-            if draft is None or num_verified == 0:
-                verified = None
-            else:
-                verified = draft.cut(num_verified)
+            verified = None if draft is None or num_verified == 0 else draft.cut(num_verified)
             num_accepted = len(new_tokens) - 1 if verified is not None else 0
             outcomes.append(Outcome(request_id, verified, num_accepted, tuple(new_tokens)))
         return outcomes
