@@ -43,8 +43,7 @@ class MixtureOfExperts:
         """``[tokens, hidden_size]``, as ``x``."""
         weights, experts = self.route(x)
         out = self._shared.forward(x)
-        pairs = experts.flatten()
-        pairs, order = pairs.sort(stable=True)
+        pairs, order = experts.flatten().sort(stable=True)
         tokens = order // self._top_k
         numbers = torch.arange(len(self._down), device=x.device)
         ends = torch.searchsorted(pairs, numbers, right=True, out_int32=True)

@@ -184,7 +184,7 @@ def attend_on_cpu(query: Tensor, entries: Tensor, latent: int, scale: float) -> 
     seen = entries.expand(1, groups, -1, -1)
     queries = query.view(1, groups, -1, query.shape[1])
     out = F.scaled_dot_product_attention(queries, seen, seen, scale=scale)
-    return out.view_as(query)[:, :latent]
+    return out.reshape(query.shape)[:, :latent]
 
 
 def attend_by_products(query: Tensor, entries: Tensor, latent: int, scale: float) -> Tensor:
