@@ -131,10 +131,14 @@ class Inquiry:
             if isfinite(reading_s[row])
         }
         gains = {row: each for row, each in gains.items() if sum(each) > sum(held[row])}
-        asked, saved_s = self._best(held, gains, limits) if gains else (np.zeros_like(limits), 0.0)
-        if asked.any():
+        wanted, saved_s = self._best(held, gains, limits)
+        asked = self._worth_reading(request_ids, wanted, saved_s, reading_s)
+        ready = {row: each for row, each in gains.items() if not reading_s[row]}
+        # Those that are read pay for a call of them alone, or wait for the others.
+        asked += self._best(held, ready, limits)[0] if len(ready) < len(gains) else wanted
+        if wanted.any() or asked.any():
             self._pause, self._num_unasked = 1, 0
-            return self._without_unread(request_ids, asked, saved_s, reading_s)
+            return asked
         rows = [row for row in rows if HOPE * limits[row] > sum(held[row])]
         return self._probe(rows, limits, reading_s)
 
@@ -152,9 +156,11 @@ class Inquiry:
 
         Args:
             held: chances of acceptance of the drafts that there are.
-            gains: the same of a new draft, for the rows where it promises more.
+            gains: the same of a new draft, for the rows where it promises more; may be none.
             limits: see :meth:`limits`.
         """
+        if not gains:
+            return np.zeros_like(limits), 0.0
         plain, base, per_token = self._gate.cost.at(len(held))
         base, per_token = base / plain, per_token / plain
         without = max(self._rate(held, base, per_token), float(len(held)))
@@ -177,29 +183,33 @@ class Inquiry:
                 asked[rows] = np.minimum(limits[rows], length)
         return asked, (1 - without / best) * plain
 
-    def _without_unread(
+    def _worth_reading(
         self,
         request_ids: Sequence[str],
-        asked: Int32Array,
+        wanted: Int32Array,
         saved_s: float,
         reading_s: Sequence[float],
     ) -> Int32Array:
-        """Leaves out texts that were not worth their reading so far.
+        """Of texts that are yet to be read, those whose drafts would have saved that time by now.
 
         Args:
             request_ids: n.
-            asked: int32 ``[n]``, lengths to ask for.
-            saved_s: seconds that asking for them saves, of a plain step.
+            wanted: int32 ``[n]``, lengths to ask for if all texts were read.
+            saved_s: seconds that asking for them would save, of a plain step.
             reading_s: see :meth:`limits`.
+
+        Returns:
+            int32 ``[n]``.
         """
-        rows = np.flatnonzero(asked).tolist()
+        worth = np.zeros_like(wanted)
+        rows = np.flatnonzero(wanted).tolist()
         for row in rows:
             if reading_s[row]:
                 missed_s = self._missed.get(request_ids[row], 0.0) + saved_s / len(rows)
                 self._missed[request_ids[row]] = missed_s
-                if missed_s < reading_s[row]:
-                    asked[row] = 0
-        return asked
+                if missed_s >= reading_s[row]:
+                    worth[row] = wanted[row]
+        return worth
 
     def observe_call(
         self,
@@ -219,10 +229,11 @@ class Inquiry:
         for request_id, draft in zip(request_ids, drafts, strict=True):
             if draft.tokens:
                 self._missed.pop(request_id, None)  # it was read; to be read again it has to earn
-        num_rows = int(np.count_nonzero(limits))
-        if self._cost is None or not num_rows:
+        if self._cost is None or not limits.any():
             return
         is_answered = any(draft.tokens for draft in drafts)
+        # Texts that it has yet to read are asked for too, and nobody waits for those.
+        num_rows = sum(bool(draft.tokens) for draft in drafts) or int(np.count_nonzero(limits))
         if self._is_probe:
             self._note_probe(is_answered)
         if seconds < AWAY_S and not is_answered:
