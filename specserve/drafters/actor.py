@@ -19,7 +19,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 from ray.util.placement_group import get_current_placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from specserve.core.errors import shorten
+from specserve.core.errors import EngineError, shorten
 from specserve.core.openmp import openmp_environment
 from specserve.drafters.options import DrafterOptions, load
 from specserve.drafters.server import DrafterServer, ServerCounters
@@ -35,7 +35,7 @@ FIND_S = 5.0
 """How long a drafter may take to say where it listens; then it is asked again."""
 
 PENDING_S = 30.0
-"""A drafter that has not answered for so long is told in the log, with what it asks for."""
+"""A drafter that has not answered for so long is told of, with what it asks for."""
 
 SILENT_S = 120.0
 """After so long without an answer the next one is asked: time to load a model."""
@@ -221,10 +221,15 @@ class DrafterFinder:
         self._clock = clock
         self._rest_until = 0.0
         self._silent_since: float | None = None
-        self._said: set[str] = set()
+        self._told: set[str] = set()
 
     def __call__(self) -> str | None:
-        """The drafter's address; None: it has not told it yet."""
+        """The drafter's address; None: it has not told it yet.
+
+        Raises:
+            EngineError: why there is none; each reason once, as long as there is no address. It is
+                looked for further.
+        """
         while (seat := self._seat()) is not None:
             self._seats[self._index] = seat
             if not seat.num_before or len(self._seats) == self._num_actors:
@@ -242,14 +247,14 @@ class DrafterFinder:
         except GetTimeoutError:  # it is being started, waits for its resources, or hangs
             self._wait(began)
         except (RayError, ValueError) as error:
-            self._say(shorten(str(error).strip().splitlines()[-1], 300))
             if isinstance(error, ActorDiedError):
                 self._rest_until = self._clock() + FAILED_REST_S
                 self._give_up()
             else:
                 self._wait(began)
+            self._tell(shorten(str(error).strip().splitlines()[-1], 300))
         else:
-            self._said.clear()
+            self._told.clear()
             return seat
         return None
 
@@ -273,7 +278,7 @@ class DrafterFinder:
             self._give_up()
         elif silent_s >= PENDING_S:
             options = self._options
-            self._say(
+            self._tell(
                 f"it has not answered for {PENDING_S:g} s; it loads its model, or no node has free "
                 f"what it asks for: num_cpus {options.num_cpus:g}, num_gpus {options.num_gpus:g}, "
                 f"resources {options.resources}"
@@ -290,8 +295,7 @@ class DrafterFinder:
         self._index = (self._index + 1) % self._num_actors
         self._silent_since = None
 
-    def _say(self, reason: str) -> None:
-        """Once, as long as there is no address."""
-        if reason not in self._said:
-            self._said.add(reason)
-            logger.warning("The %s drafter cannot be had: %s", self._options.kind, reason)
+    def _tell(self, reason: str) -> None:
+        if reason not in self._told:
+            self._told.add(reason)
+            raise EngineError(reason)

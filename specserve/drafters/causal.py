@@ -73,6 +73,7 @@ class CausalDrafter:
         dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto",
         device: str = "cpu",
         num_threads: int | None = None,
+        revision: str = "",
     ) -> Self:
         """Loads a draft model.
 
@@ -83,6 +84,7 @@ class CausalDrafter:
             dtype: to compute in; auto: float32 on a CPU, bfloat16 elsewhere.
             device: as torch names it.
             num_threads: of this process's torch; None: as they are.
+            revision: on the hub: branch, tag or commit; empty: the default one.
 
         Raises:
             ConfigError: the checkpoint is missing or no model of plain causal attention, or the KV
@@ -93,12 +95,12 @@ class CausalDrafter:
         where = torch.device(device)
         if dtype == "auto":
             dtype = "float32" if where.type == "cpu" else "bfloat16"
-        loaded = CausalModel.load(model, getattr(torch, dtype), where)
+        loaded = CausalModel.load(model, getattr(torch, dtype), where, revision)
         card = Card(
             kind="draft_model",
             model=model,
             vocab_size=loaded.vocab_size,
-            tokenizer=fingerprint(model),
+            tokenizer=fingerprint(model, revision),
             hidden_size=0,
             max_tokens=min(max_tokens, loaded.max_positions),
         )

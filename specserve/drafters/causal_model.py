@@ -39,19 +39,25 @@ class CausalModel:
         self.max_positions: int = config.max_position_embeddings
 
     @classmethod
-    def load(cls, path: str, dtype: torch.dtype, device: torch.device) -> Self:
+    def load(
+        cls, path: str, dtype: torch.dtype, device: torch.device, revision: str = ""
+    ) -> Self:
         """Loads a checkpoint and sees to it that what it computes over slots is right.
 
         Args:
             path: folder of a Hugging Face checkpoint, or its id on the hub.
             dtype: to compute in.
             device: to compute on.
+            revision: on the hub: branch, tag or commit; empty: the default one.
 
         Raises:
             ConfigError: no such checkpoint, or the model is not one of plain causal attention.
         """
         try:
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
+            model = AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, revision=revision or None
+            )
+            model = model.to(device).eval()
         except UNREADABLE as error:
             allowed = f"a causal model's checkpoint ({reason_of(error)})"
             raise ConfigError("model", path, allowed) from error

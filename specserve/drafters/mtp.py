@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -17,6 +18,7 @@ from specserve.drafters.base import Answer, Card, Key, Row
 from specserve.drafters.latent_attention import Packed, Span
 from specserve.drafters.likeliest import NO_GUESS, Guess, guesses
 from specserve.drafters.mtp_files import find_mtp
+from specserve.drafters.mtp_hub import fetch_mtp
 from specserve.drafters.mtp_module import MtpModule
 from specserve.drafters.mtp_weights import MtpWeights
 from specserve.drafters.slots import Slot, SlotTable
@@ -87,33 +89,36 @@ class MtpDrafter:
         dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto",
         device: str = "cpu",
         num_threads: int | None = None,
+        revision: str = "",
     ) -> Self:
         """Loads the module from its target's checkpoint or from a folder of its own.
 
         Args:
-            model: the folder.
+            model: the folder, or the checkpoint's id on the hub.
             max_texts: texts that are remembered.
             max_tokens: longest text in tokens; the module's own limit holds as well.
             dtype: to compute in; auto: float32 on CPU, bfloat16 elsewhere.
             device: torch's name of it.
             num_threads: of this process, for computing on CPU; None: as torch has it.
+            revision: on the hub: branch, tag or commit; empty: the default one.
 
         Raises:
-            ConfigError: the folder has no MTP module or one that is not as DeepSeek-V3's, or the
+            ConfigError: the model is not there, has no MTP module or one that is not as DeepSeek-V3's, or the
                 cache does not fit into memory.
         """
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         if dtype == "auto":
             dtype = "float32" if torch.device(device).type == "cpu" else "bfloat16"
-        files = find_mtp(model, "model")
-        config = _read_config(model, files.config)
+        folder = model if Path(model).is_dir() else fetch_mtp(model, revision, "model")
+        files = find_mtp(folder, "model")
+        config = _read_config(folder, files.config)
         weights = MtpWeights(files, "model", getattr(torch, dtype), torch.device(device))
         card = Card(
             kind="mtp",
             model=model,
             vocab_size=config.vocab_size,
-            tokenizer=fingerprint(model),
+            tokenizer=fingerprint(model, revision),
             hidden_size=config.hidden_size,
             max_tokens=min(max_tokens, config.max_position_embeddings),
         )

@@ -97,11 +97,44 @@ def find_mtp(folder: str, field: str) -> MtpFiles:
         raise ConfigError(field, folder, str(unfit)) from None
 
 
+def files_of_mtp(folder: Path, field: str, model: str) -> set[str]:
+    """Names of the files that the module is in, by a checkpoint's config.json and index alone.
+
+    Args:
+        folder: of the checkpoint; without an index it is one file, which has to be there.
+        field: what the user named the model by, for errors.
+        model: its name there.
+
+    Raises:
+        ConfigError: see :func:`find_mtp`.
+    """
+    try:
+        _, _, places = _look_up(folder)
+    except _Unfit as unfit:
+        raise ConfigError(field, model, str(unfit)) from None
+    return {file.name for file in places.values()}
+
+
 class _Unfit(Exception):
     """What would have been accepted, in words."""
 
 
 def _find(folder: Path) -> MtpFiles:
+    config, layer, places = _look_up(folder)
+    own = list(places)
+    stored: dict[str, StoredTensor] = {}
+    for file in sorted(set(places.values())):
+        stored |= read_header(file)
+    absent = [name for name in own if name not in stored]
+    if absent:
+        raise _Unfit(f"files that hold what {INDEX} says: {absent[0]} is missing")
+    # In the order of the files, so that they are read from front to back.
+    order = sorted(own, key=lambda name: (stored[name].file, stored[name].begin))
+    return MtpFiles(folder, config, layer, {name: stored[name] for name in order})
+
+
+def _look_up(folder: Path) -> tuple[dict[str, Any], str, dict[str, Path]]:
+    """The checkpoint's config.json, the module's layer, and the file of each of its tensors."""
     config = _read_json(folder / "config.json")
     architectures = config.get("architectures")
     if architectures != [ARCHITECTURE]:
@@ -121,15 +154,7 @@ def _find(folder: Path) -> MtpFiles:
     missing = [name for name in own if name not in places]
     if missing:
         raise _Unfit(f"a checkpoint with {missing[0]}")
-    stored: dict[str, StoredTensor] = {}
-    for file in sorted({places[name] for name in own}):
-        stored |= read_header(file)
-    absent = [name for name in own if name not in stored]
-    if absent:
-        raise _Unfit(f"files that hold what {INDEX} says: {absent[0]} is missing")
-    # In the order of the files, so that they are read from front to back.
-    order = sorted(own, key=lambda name: (stored[name].file, stored[name].begin))
-    return MtpFiles(folder, config, layer, {name: stored[name] for name in order})
+    return config, layer, {name: places[name] for name in own}
 
 
 def _places(folder: Path) -> dict[str, Path]:

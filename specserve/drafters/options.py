@@ -27,6 +27,7 @@ class DrafterOptions:
     Attributes:
         kind: ``draft_model`` or ``mtp``.
         model: folder or hub id of what it loads.
+        revision: on the hub: branch, tag or commit; empty: the default one.
         max_texts: texts that it remembers.
         max_tokens: longest text in tokens.
         dtype: as configured.
@@ -38,6 +39,7 @@ class DrafterOptions:
 
     kind: str
     model: str
+    revision: str
     max_texts: int
     max_tokens: int
     dtype: str
@@ -58,7 +60,7 @@ class DrafterOptions:
 
 
 def drafter_options(
-    config: DraftModelConfig | MtpConfig, model: str, max_tokens: int
+    config: DraftModelConfig | MtpConfig, model: str, max_tokens: int, revision: str = ""
 ) -> DrafterOptions:
     """The drafter that a source's configuration describes.
 
@@ -66,10 +68,12 @@ def drafter_options(
         config: the source's.
         model: where its weights are, as all nodes find them.
         max_tokens: the target's context length.
+        revision: of the model, on the hub.
     """
     return DrafterOptions(
         kind=config.kind,
         model=model,
+        revision=revision,
         max_texts=config.max_texts,
         max_tokens=max_tokens,
         dtype=config.dtype,
@@ -92,6 +96,7 @@ def load(options: DrafterOptions) -> Drafter:
         import_module("torch").cuda.set_per_process_memory_fraction(options.num_gpus)
     drafter = getattr(import_module(module), name).load(
         options.model,
+        revision=options.revision,
         max_texts=options.max_texts,
         max_tokens=options.max_tokens,
         dtype=options.dtype,

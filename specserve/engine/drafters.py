@@ -37,10 +37,10 @@ def drafter_finder(
         ConfigError: there is no such model.
     """
     if config.model:
-        model = folder_or_id(config.model, f"speculation.{config.kind}.model")
+        model, revision = folder_or_id(config.model, f"speculation.{config.kind}.model"), ""
     else:
-        model = find_checkpoint(target).path
-    options = drafter_options(config, model, max_tokens)
+        model, revision = find_checkpoint(target).path, target.revision
+    options = drafter_options(config, model, max_tokens, revision)
     if not ray.is_initialized():
         hosted = HostedDrafter(options)
         exits.append(hosted.close)

@@ -51,7 +51,8 @@ def write_copy(
     if num_shards == 1:
         save_file(tensors, folder / "model.safetensors")
         return folder
-    places = {name: f"part-{i % num_shards}.safetensors" for i, name in enumerate(tensors)}
+    shard = {name: i * num_shards // len(tensors) for i, name in enumerate(tensors)}
+    places = {name: f"part-{number}.safetensors" for name, number in shard.items()}
     for file in set(places.values()):
         save_file({n: t for n, t in tensors.items() if places[n] == file}, folder / file)
     index = json.dumps({"metadata": {}, "weight_map": places})

@@ -22,6 +22,7 @@ def hosted(model: Path) -> HostedDrafter:
     options = DrafterOptions(
         kind="draft_model",
         model=str(model),
+        revision="",
         max_texts=1,
         max_tokens=64,
         dtype="auto",
