@@ -45,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
         _print(console, rows)
     if not _has_vllm() and any(app.config.engine.vllm for app in file.applications):
         console.print("engine.vllm was not checked: vLLM is not installed")
+    if not _has_transformers() and any(_has_draft_model(app.config) for app in file.applications):
+        console.print("the draft model's vocabulary was not checked: transformers is not installed")
     if args.cluster:
         plan.show(console, file, args.cluster, args.gpu_memory, on_cpu=_is_cpu_build())
     console.print(f"{file.path}: valid")
@@ -53,6 +55,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _has_vllm() -> bool:
     return find_spec("vllm") is not None
+
+
+def _has_transformers() -> bool:
+    return find_spec("transformers") is not None
+
+
+def _has_draft_model(config: AppConfig) -> bool:
+    return any(source.kind == "draft_model" for source in config.speculation)
 
 
 def _check(file: ServeFile, application: Application) -> dict[str, str]:
@@ -104,8 +114,9 @@ def _check_drafters(config: AppConfig, checkpoint: Checkpoint) -> None:
                 find_mtp(path, field if source.model else "model.path")
         elif isinstance(source, DraftModelConfig):
             path = folder_or_id(source.model, field)
-            if Path(path).is_absolute() and Path(checkpoint.tokenizer).is_absolute():
-                from specserve.drafters.vocabulary import fingerprint  # imports transformers
+            are_here = Path(path).is_absolute() and Path(checkpoint.tokenizer).is_absolute()
+            if are_here and _has_transformers():
+                from specserve.drafters.vocabulary import fingerprint
 
                 ours, theirs = fingerprint(checkpoint.tokenizer), fingerprint(path)
                 if ours and theirs and ours != theirs:

@@ -19,6 +19,14 @@ from specserve.core.validation import from_validation_error
 MAX_DRAFT_TOKENS = 128
 """vLLM's rejection sampler takes at most this many draft tokens a request and step."""
 
+_OF_DRAFTERS = ("dynamic", "dtype", "num_cpus", "num_gpus", "max_texts", "timeout_s")
+_NOT_WHERE = {
+    "actor": (),
+    "beside_rank_0": ("num_actors", "resources"),
+    "in_engine": ("num_actors", "resources", *_OF_DRAFTERS),
+}
+"""Options of drafters that mean nothing in a place."""
+
 _ROUNDING = 1e-6  # sums of parts such as 0.1 are not exact
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -181,13 +189,12 @@ class DrafterConfig(Section):
     _check_resources = field_validator("resources")(_check_further_resources)
 
     @model_validator(mode="after")
-    def _beside_a_shard_it_has_a_part_of_that_place(self) -> Self:
-        if self.placement == "beside_rank_0":
-            where = "where placement is beside_rank_0"
-            if self.num_actors != 1:
-                raise ConfigError("num_actors", self.num_actors, f"1, {where}: each replica's own")
-            if self.resources:
-                raise ConfigError("resources", self.resources, f"empty, {where}")
+    def _its_place_has_its_options(self) -> Self:
+        for name in _NOT_WHERE[self.placement]:
+            usual = type(self).model_fields[name].get_default(call_default_factory=True)
+            if (value := getattr(self, name)) != usual:
+                allowed = f"{usual or 'empty'}, where placement is {self.placement}"
+                raise ConfigError(name, value, allowed)
         return self
 
 
@@ -204,8 +211,8 @@ class MtpConfig(DrafterConfig):
 
     kind: Literal["mtp"]
     model: str = ""
-    """Folder of its weights as ``specserve split-mtp`` writes them; empty: the target's own, as it
-    must be ``in_engine``."""
+    """Folder of its weights as ``specserve split-mtp`` writes them, or a checkpoint's, or the id of
+    one on the hub; empty: the target's own, as it must be ``in_engine``."""
     max_draft_len: int = Field(default=1, ge=1, le=MAX_DRAFT_TOKENS)
     """Longest draft in tokens; from the second one on it is fed its own hidden states."""
 

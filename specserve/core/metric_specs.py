@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-LATENCY_BUCKETS_S = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
+LATENCY_BUCKETS_S = (
+    *(1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2),
+    *(0.1, 0.2, 0.5, 1.0),
+)
 """Upper bounds of ``specserve_draft_latency_seconds``, in seconds; the last bucket is open."""
 
 LENGTH_BUCKETS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 64.0, 128.0)
@@ -92,7 +95,7 @@ DRAFT_LATENCY = MetricSpec(
     kind="histogram",
     unit="seconds",
     labels=("source",),
-    description="Time a source took to answer for one batch.",
+    description="Time a source took to draft for a batch, where it was asked to.",
     promql="histogram_quantile(0.99, sum by (source, le)"
     " (rate(specserve_draft_latency_seconds_bucket[5m])))",
     buckets=LATENCY_BUCKETS_S,
@@ -102,7 +105,7 @@ DRAFTER_UP = MetricSpec(
     kind="gauge",
     unit="bool",
     labels=("source",),
-    description="1 while the source is asked for drafts, 0 while it is switched off.",
+    description="1 while the source can be asked for drafts, 0 while it is switched off or away.",
     promql="min by (source) (specserve_drafter_up) < 1",
 )
 DRAFTER_TIMEOUTS = MetricSpec(
@@ -118,7 +121,7 @@ DRAFTER_ERRORS = MetricSpec(
     kind="counter",
     unit="errors",
     labels=("source",),
-    description="Calls to a source that raised, and drafts dropped because they were malformed.",
+    description="Calls to a source that raised or were refused, and answers that were malformed.",
     promql="sum by (source) (rate(specserve_drafter_errors_total[5m]))",
 )
 

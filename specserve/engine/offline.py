@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import ray
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.outputs import RequestOutput
@@ -118,7 +119,9 @@ class OfflineEngine:
         deadline = time.monotonic() + SOURCES_TIMEOUT_S
         while down := [each for each in self._snapshot().health if not each.up]:
             refused = [f"{each.source}: {each.refused}" for each in down if each.refused]
-            if refused or time.monotonic() > deadline:
+            # In a cluster it is looked for further, and may come.
+            is_final = refused and not ray.is_initialized()
+            if is_final or time.monotonic() > deadline:
                 self.close()
                 names = ", ".join(each.source for each in down)
                 late = f"{names} not up within {SOURCES_TIMEOUT_S:g} s"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ class SpeculationMixin(_Worker):
     def init_device(self) -> None:
         """Builds the model runner, then hands it to the proposer hook in rank 0."""
         super().init_device()
+        _log_as_vllm()
         repair_sampling(self.model_runner)
         if self.rank == 0:
             drafter = self.model_runner.drafter
@@ -90,3 +92,11 @@ class SpeculationMixin(_Worker):
 def _no_drafts(scheduler_output: Any, sampled_token_ids: Any, *rest: object) -> list[list[int]]:
     # vLLM takes the drafts of rank 0 alone.
     return [[] for _ in sampled_token_ids]
+
+
+def _log_as_vllm() -> None:
+    """Has our loggers write what vLLM's do, and where: ``VLLM_LOGGING_LEVEL`` holds for them too."""
+    ours, theirs = logging.getLogger("specserve"), logging.getLogger("vllm")
+    ours.setLevel(theirs.level)
+    for handler in theirs.handlers:
+        ours.addHandler(handler)

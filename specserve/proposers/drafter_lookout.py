@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 Find = Callable[[], str | None]
 """Url of a drafter's :class:`Endpoint`, None: there is none now. May take seconds, may start one.
-A :class:`SpecServeError` says why there will be none."""
+A :class:`SpecServeError` says why."""
 
 Report = Callable[[bool, str], None]
 """Whether there is a drafter to ask; why the one that was found, or should be there, is none to
@@ -154,7 +154,7 @@ class Lookout:
                 self._listen()
             except SpecServeError as error:
                 self._refuse(str(error))
-                self._closing.wait(SILENT_S)
+                self._closing.wait(GREET_UP_S)
             except Exception:  # the lookout must outlive whatever it meets
                 logger.exception("Looking for the %s drafter failed; it goes on", self._wanted.kind)
                 self._closing.wait(SILENT_S)

@@ -60,7 +60,8 @@ class GuardedSource:
         except Exception as error:
             self._switch_off(error)
             return None
-        self._metrics.count_call(self.kind, self._clock() - began)
+        if batch.max_draft_tokens.any():  # otherwise it only learned
+            self._metrics.count_call(self.kind, self._clock() - began)
         self._switch_on()
         return drafts
 

@@ -11,7 +11,7 @@ import prometheus_client
 from fastapi import APIRouter
 
 from specserve.core.config import AppConfig
-from specserve.core.metrics import AcceptanceSnapshot, SpeculationSnapshot
+from specserve.core.metrics import AcceptanceSnapshot, HealthSnapshot, SpeculationSnapshot
 from specserve.core.prometheus import PrometheusCollector
 
 logger = logging.getLogger(__name__)
@@ -58,18 +58,24 @@ class SpeculationMonitor:
         return router
 
     def _answer(self, snapshot: SpeculationSnapshot) -> dict[str, Any]:
-        up = {entry.source: entry.up for entry in snapshot.health}
+        health = {entry.source: entry for entry in snapshot.health}
         in_engine = self._config.drafts_in_engine
         return {
             "object": "speculation",
             "model": self._config.model.name,
             "num_speculative_tokens": self._config.num_speculative_tokens,
             "sources": [
-                {**source.model_dump(mode="json"), "up": up.get(source.kind, in_engine)}
+                {**source.model_dump(mode="json"), **_health(health.get(source.kind), in_engine)}
                 for source in self._config.speculation
             ],
             "acceptance": {entry.source: _acceptance(entry) for entry in snapshot.acceptance},
         }
+
+
+def _health(entry: HealthSnapshot | None, in_engine: bool) -> dict[str, Any]:
+    if entry is None:
+        return {"up": in_engine, "reason": ""}
+    return {"up": entry.up, "reason": entry.refused}
 
 
 def _acceptance(entry: AcceptanceSnapshot) -> dict[str, Any]:

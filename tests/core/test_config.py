@@ -66,6 +66,10 @@ def test_nothing_changes_after_validation() -> None:
             r"^speculation\.0\.model: 'module' .* empty, where placement is in_engine$",
         ),
         (
+            {"speculation": [{"kind": "mtp", "placement": "in_engine", "dynamic": False}]},
+            r"^speculation\.0\.dynamic: False .* True, where placement is in_engine$",
+        ),
+        (
             {"speculation": [{**BESIDE, "num_gpus": 0.2}]},
             r"^speculation\.0\.num_gpus: 0\.2 .* at most 0\.1, "
             r"what engine\.gpu_memory_utilization \(0\.9\) leaves of a GPU$",
@@ -77,7 +81,7 @@ def test_nothing_changes_after_validation() -> None:
         ),
         (
             {"speculation": [{**BESIDE, "num_actors": 2}]},
-            r"^speculation\.0\.num_actors: 2 .* 1, where placement is beside_rank_0: each replica",
+            r"^speculation\.0\.num_actors: 2 .* 1, where placement is beside_rank_0",
         ),
         (
             {"speculation": [{**BESIDE, "resources": {"mark": 1.0}}]},

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -144,3 +145,18 @@ def test_an_idle_step_is_taken_as_without_speculation() -> None:
     assert worker.taken_with == ["speculation", "speculation"]
     assert output.specserve_drafts == DraftTokenIds(["a"], [[1]])
     assert len(hook.idle_steps) == 1
+
+
+def test_the_level_of_vllms_log_holds_for_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = logging.getLogger("specserve"), logging.getLogger("vllm")
+    for name in ("level", "handlers"):
+        monkeypatch.setattr(ours, name, type(getattr(ours, name))())
+    written: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: written.append(record.getMessage())  # type: ignore[method-assign]
+    monkeypatch.setattr(theirs, "handlers", [handler])
+    monkeypatch.setattr(theirs, "level", logging.DEBUG)
+    worker = Worker()
+    worker.init_device()
+    logging.getLogger("specserve.proposers.chain").debug("a step")
+    assert written == ["a step"]
