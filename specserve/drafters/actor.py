@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from specserve.core.errors import EngineError, shorten
 from specserve.core.openmp import openmp_environment
 from specserve.drafters.options import DrafterOptions, load
-from specserve.drafters.server import DrafterServer, ServerCounters
+from specserve.drafters.server import DrafterServer, ServerCounters, end_process
 from specserve.trie.store_actor import NAMESPACE, await_drain
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,9 @@ class _DrafterActor:
     """
 
     def __init__(self, options: DrafterOptions, *, is_shared: bool) -> None:
-        self._server = DrafterServer(load(options), f"tcp://{ray.util.get_node_ip_address()}:0")
+        self._server = DrafterServer(
+            load(options), f"tcp://{ray.util.get_node_ip_address()}:0", on_broken=end_process
+        )
         if is_shared:
             for end in (self._end_when_idle, self._leave_with_the_node):
                 threading.Thread(target=end, daemon=True).start()

@@ -156,7 +156,9 @@ class Padded:
         self._read = torch.as_tensor(slots * cache.max_tokens + positions, device=device)
         self._queries = torch.as_tensor(firsts + steps, device=device)
         self._mask = torch.as_tensor(sees, device=device)[:, None]
-        self._real = torch.as_tensor(np.arange(counts.max()) < counts, device=device)
+        # Places, not a mask: counting what a mask lets through would wait for the device.
+        real = np.flatnonzero(np.arange(counts.max()) < counts)
+        self._real = torch.as_tensor(real, device=device)
 
     def attend(self, layer: int, query: Tensor, scale: float | None) -> Tensor:
         """``[query_heads, n, key_dim]`` to ``[n, query_heads, value_dim]``."""
@@ -164,7 +166,7 @@ class Padded:
         values = self._cache.values[layer].flatten(0, 1)[self._read].transpose(1, 2)
         queries = query[:, self._queries].transpose(0, 1)
         output = _grouped(queries, keys, values, self._mask, scale)
-        return output.transpose(1, 2)[self._real]
+        return output.transpose(1, 2).flatten(0, 1)[self._real]
 
 
 def _causal_mask(span: Span, dtype: torch.dtype) -> Tensor | None:

@@ -144,7 +144,11 @@ class CausalDrafter:
                 if shared.slot != slot.index:
                     self._cache.copy(shared.slot, slot.index, shared.length)
         elif slot is not None and 0 <= row.start <= slot.length:
-            self._table.truncate(slot, row.start)
+            # What stands there already may be more than was asked for: its answer was lost.
+            held = self._table.tokens[slot.index, row.start : slot.length][: len(row.tokens)]
+            other = np.flatnonzero(held != row.tokens[: len(held)])
+            num_same = int(other[0]) if len(other) else len(held)
+            self._table.truncate(slot, row.start + num_same)
         return slot
 
     def _is_fit(self, row: Row) -> bool:

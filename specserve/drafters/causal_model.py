@@ -39,9 +39,7 @@ class CausalModel:
         self.max_positions: int = config.max_position_embeddings
 
     @classmethod
-    def load(
-        cls, path: str, dtype: torch.dtype, device: torch.device, revision: str = ""
-    ) -> Self:
+    def load(cls, path: str, dtype: torch.dtype, device: torch.device, revision: str = "") -> Self:
         """Loads a checkpoint and sees to it that what it computes over slots is right.
 
         Args:
@@ -90,8 +88,9 @@ class CausalModel:
             raise UnsupportedAttention("layers without transformers' attention interface")
         attached = cls(model, [probe.shapes[layer] for layer in range(num_layers)])
         found = attached._in_pieces(ids)
-        # Rounding in bfloat16 is some percent of the largest logit; another function is not near.
-        if found.shape != wanted.shape or _distance(found, wanted) > 0.1:
+        # Rounding in bfloat16 is some percent of the largest logit; another function is not near,
+        # and no number is not near anything.
+        if found.shape != wanted.shape or not _distance(found, wanted) <= 0.1:
             raise UnsupportedAttention("other state than keys and values, or positions of its own")
         return attached
 

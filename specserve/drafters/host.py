@@ -17,7 +17,7 @@ from dataclasses import asdict
 from specserve.core.errors import EngineError, SpecServeError
 from specserve.core.openmp import openmp_environment
 from specserve.drafters.options import DrafterOptions, load
-from specserve.drafters.server import DrafterServer
+from specserve.drafters.server import DrafterServer, end_process
 
 
 class HostedDrafter:
@@ -76,7 +76,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     try:
-        server = DrafterServer(load(options), "tcp://127.0.0.1:0")
+        server = DrafterServer(load(options), "tcp://127.0.0.1:0", on_broken=end_process)
     except SpecServeError as error:
         print(error, file=answers, flush=True)
         sys.exit(1)

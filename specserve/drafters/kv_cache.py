@@ -95,7 +95,9 @@ def check_room(num_slots: int, max_tokens: int, num_bytes: int, device: torch.de
 
 
 def _memory_bytes(device: torch.device) -> int:
-    """The machine's memory, or what is free of the accelerator's."""
+    """The machine's memory, or what is free of the accelerator's, of this process's part of it."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        free, total = torch.cuda.mem_get_info(device)
+        part = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+        return min(free, part - torch.cuda.memory_reserved(device))
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -103,8 +103,8 @@ class MtpDrafter:
             revision: on the hub: branch, tag or commit; empty: the default one.
 
         Raises:
-            ConfigError: the model is not there, has no MTP module or one that is not as DeepSeek-V3's, or the
-                cache does not fit into memory.
+            ConfigError: the model is not there, has no MTP module or one that is not as
+                DeepSeek-V3's, or the cache does not fit into memory.
         """
         if num_threads is not None:
             torch.set_num_threads(num_threads)

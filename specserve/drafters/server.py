@@ -7,10 +7,11 @@ call of the model after it came.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from secrets import token_hex
 from typing import get_args
@@ -40,6 +41,9 @@ CLIENT_IDLE_S = 60.0
 
 REPLICA_SILENT_S = 10.0
 """A replica that has not said hello for so long has no seat any more."""
+
+MOST_FAILURES = 8
+"""Calls of the model that may fail in a row: after some errors of a GPU none succeeds any more."""
 
 MAX_WAITING = 256
 """Questions of one client that wait; it has one for its drafts, and one for each long text."""
@@ -103,6 +107,7 @@ class DrafterServer:
         drafter: called from one thread, of this server.
         bind: ZeroMQ address, port 0 for any free one.
         client_idle_s: what is held of a client that has asked nothing for so long is forgotten.
+        on_broken: called where the model has raised ``MOST_FAILURES`` times in a row.
     """
 
     def __init__(
@@ -110,10 +115,12 @@ class DrafterServer:
         drafter: Drafter,
         bind: str = "tcp://127.0.0.1:0",
         client_idle_s: float = CLIENT_IDLE_S,
+        on_broken: Callable[[], object] = lambda: None,
     ) -> None:
         self.counters = ServerCounters()
         self._drafter = drafter
         self._client_idle_s = client_idle_s
+        self._on_broken, self._num_failures = on_broken, 0
         self._card = drafter.card
         self._instance = token_hex(8)
         self._router = Router(bind, self._note_malformed, self._note_refused)
@@ -271,9 +278,13 @@ class DrafterServer:
         except Exception as error:  # out of memory is one of them; the next call may be smaller
             self._log_once(type(error).__name__, str(error), error)
             self._drop(calls, "failed")
+            self._num_failures += 1
+            if self._num_failures == MOST_FAILURES:
+                self._on_broken()
             return
         finally:
             self._active_at = time.monotonic()
+        self._num_failures = 0
         spent_s = self._active_at - began
         self.counters.num_calls += 1
         self.counters.compute_s += spent_s
@@ -346,6 +357,12 @@ class DrafterServer:
             logger.warning(
                 "%s: %s. Further ones are only counted", kind, shorten(text, 200), exc_info=error
             )
+
+
+def end_process() -> None:
+    """Where the model is broken: whoever started this process starts it again."""
+    logger.error("The model has failed %d times in a row: this drafter ends", MOST_FAILURES)
+    os._exit(1)
 
 
 def _told(answer: Answer) -> RowAnswer:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 
-UNREADABLE = (OSError, ValueError, TypeError, StrictDataclassError)
-"""The last one is a field of config.json with a value of the wrong type, and only an Exception."""
+UNREADABLE = (OSError, ValueError, TypeError, SafetensorError, StrictDataclassError)
+"""The last two are only Exceptions: a damaged file of weights, and a field of config.json with a
+value of the wrong type."""
 
 
 def reason_of(error: Exception) -> str:

@@ -8,7 +8,7 @@ import logging
 
 from transformers import AutoTokenizer
 
-from specserve.drafters.unreadable import UNREADABLE, reason_of
+from specserve.drafters.unreadable import reason_of
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ def fingerprint(path: str, revision: str = "") -> str:
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision or None)
-    except UNREADABLE as error:
+    except Exception as error:  # tokenizers raises no narrower one for a damaged file
         logger.warning(
             "The vocabulary of %s is unknown and so not checked: %s", path, reason_of(error)
         )

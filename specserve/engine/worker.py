@@ -95,7 +95,7 @@ def _no_drafts(scheduler_output: Any, sampled_token_ids: Any, *rest: object) -> 
 
 
 def _log_as_vllm() -> None:
-    """Has our loggers write what vLLM's do, and where: ``VLLM_LOGGING_LEVEL`` holds for them too."""
+    """Has our loggers write as vLLM's do: ``VLLM_LOGGING_LEVEL`` holds for them too."""
     ours, theirs = logging.getLogger("specserve"), logging.getLogger("vllm")
     ours.setLevel(theirs.level)
     for handler in theirs.handlers:

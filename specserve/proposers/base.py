@@ -50,7 +50,7 @@ class Reader(Protocol):
         target time.
 
         Returns:
-            n times seconds; infinite: it cannot draft for that text now.
+            n times seconds; infinite: it cannot draft for that text now; NaN: it never can.
         """
         ...
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from math import isfinite
+from math import isfinite, isnan
 from typing import cast
 
 import numpy as np
@@ -87,8 +87,8 @@ class Inquiry:
             limits: int32 ``[n]``, the longest draft that each can use.
             offers: n, the drafts that there are already, which cost nothing more.
             reading_s: tells n times what it takes to read what the source does not know of each
-                text, in seconds; infinite: it cannot draft for it now; empty: nothing. Asked where
-                there is something to decide.
+                text, in seconds; infinite: it cannot draft for it now, NaN: it never can; empty:
+                nothing. Asked where there is something to decide.
 
         Returns:
             int32 ``[n]``, 0: none; all 0: the source is not asked.
@@ -124,7 +124,7 @@ class Inquiry:
             max((acceptance.gains(name, draft) for draft in each), key=sum, default=[])
             for name, each in zip(request_ids, offers, strict=True)
         ]
-        rows = np.flatnonzero(limits).tolist()
+        rows = [row for row in np.flatnonzero(limits).tolist() if not isnan(reading_s[row])]
         gains = {
             row: acceptance.gains(request_ids[row], self._guess(int(limits[row])))
             for row in rows

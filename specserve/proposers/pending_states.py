@@ -59,8 +59,8 @@ class PendingStates:
     def __init__(self, max_tokens: int) -> None:
         self.num_tokens = 0
         self._max_tokens = max_tokens
-        self._texts: set[TextStates] = set()  # those with pieces
         self._num_pieces = 0
+        self._by_age: deque[tuple[int, TextStates]] = deque()  # pieces may be gone
 
     def add(self, text: TextStates, start: int, states: UInt16Array) -> None:
         """Copies the states of positions ``start ..``; those that had come before are left out."""
@@ -74,15 +74,20 @@ class PendingStates:
             self.num_tokens += num_new
             text.end = start + num_new
             text.pieces.append(_Piece(self._num_pieces, start, text.end, states.copy()))
-            self._texts.add(text)
+            self._by_age.append((self._num_pieces, text))
 
     def trim(self) -> None:
         """Loses the oldest states where there are too many; once those of a step have been sent.
 
         What is left of a piece still takes the memory of all of it; there is one such at a time.
         """
+        if len(self._by_age) > 2 * self._max_tokens:
+            self._by_age = deque(each for each in self._by_age if _is_kept(*each))
         while (excess := self.num_tokens - self._max_tokens) > 0:
-            oldest = min(self._texts, key=lambda each: each.pieces[0].age)
+            age, oldest = self._by_age[0]
+            if not _is_kept(age, oldest):
+                self._by_age.popleft()
+                continue
             piece = oldest.pieces[0]
             if excess >= len(piece.states):
                 self.confirm(oldest, piece.end)
@@ -97,9 +102,12 @@ class PendingStates:
         pieces = text.pieces
         while pieces and pieces[0].end <= end:
             self.num_tokens -= len(pieces.popleft().states)
-        if not pieces:
-            self._texts.discard(text)
 
     def forget(self, text: TextStates) -> None:
         """The text has ended."""
         self.confirm(text, text.end)
+
+
+def _is_kept(age: int, text: TextStates) -> bool:
+    """Whether a text still has its piece of this age: they go in their order."""
+    return bool(text.pieces) and age >= text.pieces[0].age

@@ -119,6 +119,7 @@ class RemoteProposer:
         self._link = DrafterLink(wanted, find, self._report)
         self._has_own_gpu = config.num_gpus > 0 and config.placement == "actor"
         self._peer: Peer | None = None
+        self._has_failed = False  # at the last request for drafts
         self._texts: dict[str, Text] = {}
         self._num_texts = 0
         self._ended: deque[int] = deque(maxlen=MAX_ROWS)
@@ -149,8 +150,8 @@ class RemoteProposer:
         takes no time of the target's.
 
         Returns:
-            n times seconds; 0 where it lacks little, infinite where it is reading the text now or
-            the text is too long for it.
+            n times seconds; 0 where it lacks little, infinite where it is reading the text now, NaN
+            where the text is too long for it.
         """
         is_free = self._has_own_gpu or self._is_full
         position_s = 0.0 if is_free else self._sent.position_s
@@ -159,7 +160,9 @@ class RemoteProposer:
         for request_id, length in zip(batch.request_ids, batch.num_tokens.tolist(), strict=True):
             text = self._texts.get(request_id)
             lacking = length if text is None else length - self._unsent(text, length)[0]
-            if length > most or (text is not None and text.is_sent):
+            if length > most:
+                found.append(math.nan)
+            elif text is not None and text.is_sent:
                 found.append(math.inf)
             else:
                 found.append(lacking * position_s if lacking > NEAR_TOKENS else 0.0)
@@ -245,9 +248,11 @@ class RemoteProposer:
             begin += size
 
     def _meet(self, peer: Peer) -> None:
-        """It answers again: what was sent for longer may be under way; another process: nothing."""
-        is_new = self._peer is None or self._peer.instance != peer.instance
-        self._sent.give_up(math.inf if is_new else time.monotonic())
+        """It answers again: what was sent for longer may be under way, but for a new connection."""
+        old = self._peer
+        is_new = old is None or old.instance != peer.instance
+        is_same = old is not None and not is_new and old.connection == peer.connection
+        self._sent.give_up(time.monotonic() if is_same else math.inf)
         if is_new:
             for text in self._texts.values():
                 text.held = 0
@@ -345,8 +350,15 @@ class RemoteProposer:
         """The answer to a request, if it comes in time."""
         for reply in self._replies(time.monotonic() + self._config.timeout_s):
             if reply.number == number:
-                self._link.trust()
-                return reply if isinstance(reply, DraftAnswer) else None
+                if isinstance(reply, DraftAnswer):
+                    self._has_failed = False
+                    self._link.trust()
+                    return reply
+                if reply.reason == "failed":
+                    if self._has_failed:
+                        self._link.doubt()
+                    self._has_failed = True
+                return None
         self._metrics.count_timeout(self._kind)
         self._link.doubt()
         return None

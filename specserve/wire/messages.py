@@ -169,7 +169,7 @@ class DraftAnswer(msgspec.Struct, frozen=True, array_like=True, tag="drafts"):
     number: Number
     instance: Name
     rows: Annotated[tuple[RowAnswer, ...], msgspec.Meta(max_length=MAX_ROWS)]
-    compute_s: float
+    compute_s: Seconds
 
 
 Reason = Literal["expired", "failed", "crowded"]

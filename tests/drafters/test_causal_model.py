@@ -88,6 +88,13 @@ def test_a_model_that_computes_something_else_over_slots_is_refused() -> None:
         CausalModel.attach(model)
 
 
+def test_a_model_whose_numbers_overflow_is_refused() -> None:
+    model = build(hf.LlamaConfig)
+    model.get_input_embeddings().weight.data.fill_(torch.nan)
+    with pytest.raises(UnsupportedAttention):
+        CausalModel.attach(model)
+
+
 def test_what_is_no_checkpoint_is_refused_by_its_path(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"model: '{tmp_path}' is not allowed.*checkpoint"):
         CausalModel.load(str(tmp_path), torch.float32, torch.device("cpu"))

@@ -102,5 +102,5 @@ def test_a_checkpoint_of_one_file_is_fetched(hub: Served) -> None:
 
 def test_a_model_that_the_hub_does_not_have_is_refused_by_one_line(hub: Served) -> None:
     write_copy(hub.folder)
-    with pytest.raises(RuntimeError, match="model: 'org/other' .* a model that the hub has"):
+    with pytest.raises(RuntimeError, match=r"model: 'org/other' .* a model that the hub has"):
         hub.fetch("org/other")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -12,7 +13,7 @@ import pytest
 import zmq
 
 from specserve.drafters.schedule import FEED_TOKENS
-from specserve.drafters.server import MAX_CLIENT_TEXTS, MAX_WAITING, DrafterServer
+from specserve.drafters.server import MAX_CLIENT_TEXTS, MAX_WAITING, MOST_FAILURES, DrafterServer
 from specserve.wire.endpoint import Endpoint
 from specserve.wire.frames import decode_reply, encode
 from specserve.wire.messages import (
@@ -252,6 +253,22 @@ def test_an_error_of_the_model_is_told_to_those_it_met_and_said_once(
     drafter.error = None
     assert client.ask(row(1, 10))[0].held == 10
     assert server.counters.num_refused["failed"] == 3
+
+
+def test_a_model_that_fails_again_and_again_is_told_of(drafter: FakeDrafter) -> None:
+    seen: list[Exception | None] = []
+    told: list[int] = []
+    errors = [MemoryError()] * (MOST_FAILURES - 1), [None], [MemoryError()] * MOST_FAILURES
+    with (
+        closing(DrafterServer(drafter, on_broken=lambda: told.append(len(seen)))) as server,
+        closing(Client(server)) as client,
+    ):
+        for error in itertools.chain(*errors):
+            seen.append(error)
+            drafter.error = error
+            client.request(row(1, 10))
+            assert isinstance(client.receive(), DraftAnswer) == (error is None)
+    assert told == [2 * MOST_FAILURES]
 
 
 def test_garbage_is_counted_and_costs_the_others_nothing(

@@ -63,6 +63,11 @@ def test_an_invalid_config_leaves_the_vocabulary_unknown_and_is_told(
     assert "'hidden_size'" in caplog.text
 
 
+def test_a_damaged_tokenizer_leaves_the_vocabulary_unknown(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{")
+    assert fingerprint(str(folder)) == ""
+
+
 def test_a_folder_without_a_tokenizer_has_none_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

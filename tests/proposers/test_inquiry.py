@@ -193,6 +193,33 @@ def test_a_text_is_read_once_its_drafts_would_have_saved_as_much_as_that_takes()
     assert num_missed("unread", 5 * PLAIN_S) == 7
 
 
+def test_a_call_is_paid_for_by_the_texts_that_are_read() -> None:
+    gate = taught((MTP, 3), (SURE, 3))
+    for _ in range(20):
+        gate.observe_step(8, 0, PLAIN_S)
+        gate.observe_step(8, 24, 1.1 * PLAIN_S)
+    inquiry = priced(gate, 1.0)
+    names, unread = [f"{number}" for number in range(8)], 100 * PLAIN_S
+    offers: list[list[Draft]] = [[]] * 8
+
+    def num_asked(num_read: int) -> int:
+        times = [0.0] * num_read + [unread] * (8 - num_read)
+        return int(np.count_nonzero(inquiry.limits(names, limits(*[3] * 8), offers, lambda: times)))
+
+    assert num_asked(8) == 8
+    assert num_asked(1) == 0
+    assert num_asked(7) == 7
+
+
+def test_a_text_that_is_too_long_keeps_no_other_from_being_probed() -> None:
+    inquiry = priced(taught((MTP, 0), (SURE, 3)), 0.3)
+    probed = [
+        inquiry.limits(["long", "a"], limits(3, 3), [[], []], lambda: [math.nan, 0.0]).tolist()
+        for _ in range(1000)
+    ]
+    assert {tuple(each) for each in probed} == {(0, 0), (0, 3)}
+
+
 def test_a_text_that_no_draft_can_come_of_now_is_neither_asked_for_nor_probed() -> None:
     for num_accepted in (0, 3):
         inquiry = priced(taught((MTP, num_accepted), (SURE, 3)), 0.3)

@@ -73,4 +73,15 @@ def test_what_is_kept_is_a_copy_and_ends_with_its_text() -> None:
     assert numbers(text) == [0, 1, 2]
     pending.forget(text)
     pending.forget(TextStates())
-    assert (pending.num_tokens, numbers(text), pending._texts) == (0, [], set())
+    assert (pending.num_tokens, numbers(text)) == (0, [])
+
+
+def test_what_is_confirmed_leaves_nothing_behind() -> None:
+    pending, waiting, used = PendingStates(8), TextStates(), TextStates()
+    pending.add(waiting, 0, states(0, 1))
+    for position in range(1000):
+        pending.add(used, position, states(position, position + 1))
+        pending.confirm(used, position + 1)
+        pending.trim()
+    assert len(pending._by_age) <= 2 * 8
+    assert (numbers(waiting), pending.num_tokens) == ([0], 1)

@@ -290,6 +290,24 @@ def test_a_drafter_that_is_always_late_is_asked_less_and_less(
     assert rests[0] <= 0.0 < rests[1] < rests[2]
 
 
+def test_a_drafter_whose_model_fails_is_asked_less_and_less(
+    stack: ExitStack, place: Place, drafter: FakeDrafter
+) -> None:
+    serve(stack, place, drafter)
+    made = replica(stack, place)
+    lookout = made.proposer._link._lookout
+    drafter.error = MemoryError()
+    rests = []
+    for _ in range(4):
+        made.until_up()
+        made.grow("a", 20)
+        assert made.propose("a") == [()]
+        rests.append(lookout._rest_until - time.monotonic())
+    assert rests[1] <= 0.0 < rests[2] < rests[3]  # the first one may have been the other texts'
+    drafter.error = None
+    made.until_drafts("a")
+
+
 def test_a_drafter_that_was_restarted_elsewhere_is_found_and_gets_the_texts_again(
     stack: ExitStack, place: Place
 ) -> None:
