@@ -39,7 +39,7 @@ class DrafterLink:
         if peer is None or peer is self._peer:
             return peer
         old = self._peer
-        if old is None or (old.instance, old.connection) != (peer.instance, peer.connection):
+        if old is None or old.route != peer.route:
             self._hang_up()
             self._socket = self._context.socket(zmq.DEALER)
             self._socket.setsockopt(zmq.ROUTING_ID, self._name)

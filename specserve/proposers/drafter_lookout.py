@@ -88,6 +88,11 @@ class Peer:
     max_tokens: int
     connection: int
 
+    @property
+    def route(self) -> tuple[str, int]:
+        """What was sent by another one may be lost."""
+        return self.instance, self.connection
+
 
 class Lookout:
     """Knows whether there is a drafter to ask.

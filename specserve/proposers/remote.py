@@ -250,10 +250,9 @@ class RemoteProposer:
     def _meet(self, peer: Peer) -> None:
         """It answers again: what was sent for longer may be under way, but for a new connection."""
         old = self._peer
-        is_new = old is None or old.instance != peer.instance
-        is_same = old is not None and not is_new and old.connection == peer.connection
-        self._sent.give_up(time.monotonic() if is_same else math.inf)
-        if is_new:
+        is_lost = old is None or old.route != peer.route
+        self._sent.give_up(math.inf if is_lost else time.monotonic())
+        if old is None or old.instance != peer.instance:
             for text in self._texts.values():
                 text.held = 0
         self._peer = peer
