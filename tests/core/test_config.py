@@ -81,7 +81,7 @@ def test_nothing_changes_after_validation() -> None:
         ),
         (
             {"speculation": [{**BESIDE, "num_actors": 2}]},
-            r"^speculation\.0\.num_actors: 2 .* 1, where placement is beside_rank_0",
+            r"^speculation\.0\.num_actors: 2 .* 1, where placement is beside_rank_0$",
         ),
         (
             {"speculation": [{**BESIDE, "resources": {"mark": 1.0}}]},

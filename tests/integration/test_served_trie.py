@@ -124,6 +124,6 @@ def test_a_store_that_hangs_holds_up_no_shutdown_and_the_replicas_tell_what_is_l
         stage.clear()
     finally:
         store.resume()
-    logs = (app.cluster.folder / "session_latest/logs").glob("worker-*")
+    logs = (app.cluster.folder / "session_latest/logs").glob("worker-*.out")
     said = "".join(log.read_text() for log in logs)
     assert "The draft memory did not take all that this replica learned last" in said
