@@ -10,11 +10,10 @@ whether to ask for it.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect
-from collections.abc import Iterable, Sequence
-from itertools import repeat
+from collections.abc import Sequence
 
-from specserve.core.config import MAX_DRAFT_TOKENS
 from specserve.core.types import Draft
 
 BUCKETS = 9
@@ -51,6 +50,7 @@ class Acceptance:
         self._requests: dict[str, dict[_View, _Record]] = {}
         # Of `gains` since the last lesson; a draft's id is its own while the draft is kept here.
         self._said: dict[tuple[str, int], tuple[Draft, list[float]]] = {}
+        self._is_outdated = False
 
     def assign(self, request_id: str, tenant: str) -> None:
         """Says whose request it is; one of which nothing was said is nobody's."""
@@ -68,7 +68,7 @@ class Acceptance:
             draft: as its source made it.
             new_tokens: what the target wrote in the step after.
         """
-        self._said.clear()
+        self._is_outdated = True
         num_known = min(len(draft.tokens), len(new_tokens))
         num_hits = 0
         while num_hits < num_known and draft.tokens[num_hits] == new_tokens[num_hits]:
@@ -89,10 +89,11 @@ class Acceptance:
         The list ends before the first token that is less likely than ``LEAST_LIKELY``. It is not to
         be changed: who asks again about the same draft gets the same one.
         """
+        if self._is_outdated or len(self._said) >= _MOST_SAID:
+            self._said.clear()
+            self._is_outdated = False
         said = self._said.get((request_id, id(draft)))
         if said is None:
-            if len(self._said) >= _MOST_SAID:
-                self._said.clear()
             said = draft, self._gains(request_id, draft)
             self._said[request_id, id(draft)] = said
         return said[1]
@@ -103,9 +104,10 @@ class Acceptance:
         gains = []
         gain = 1.0
         shared = self._shared_of(request_id, draft)
-        for cell in _cells(shared, draft):
-            chance = factor * shared.chance(cell)
-            gain *= chance if chance < _MOST_LIKELY else _MOST_LIKELY
+        shared.refresh()
+        for chance in shared.chances(shared.cells(draft, len(draft.tokens))):
+            own = factor * chance
+            gain *= own if own < _MOST_LIKELY else _MOST_LIKELY
             if gain < LEAST_LIKELY:
                 break
             gains.append(gain)
@@ -119,28 +121,20 @@ class Acceptance:
             self._tenants.pop(request_id, None)
 
     def _count(self, request_id: str, draft: Draft, num_hits: int, num_known: int) -> None:
-        num_tried = min(num_hits + 1, num_known)
         records, view = self._requests.setdefault(request_id, {}), _view(draft)
         record = records.get(view)
         if record is None:
             record = records[view] = _Record()
         shared = self._shared_of(request_id, draft)
-        for index, cell in zip(range(num_tried), _cells(shared, draft), strict=False):
-            rates, position = cell
-            hit = index < num_hits
-            record.add(shared.chance(cell), hit)
-            shared.record(position).add(rates.priors[position], hit)
-            rates.add(position, hit)
-        shared.known.clear()
+        cells = shared.cells(draft, min(num_hits + 1, num_known))
+        record.add(shared.chances(cells), num_hits)
+        shared.add(cells, num_hits)
 
     def _shared_of(self, request_id: str, draft: Draft) -> _Shared:
         key = self._tenants.get(request_id, ""), _view(draft)
         shared = self._shared.get(key)
         if shared is None:
-            if draft.chances:
-                shared = _Shared(_SURE_CHANCES, _NUM_SORTS, _NUM_SORTS)
-            else:
-                shared = _Shared(_MATCH_CHANCES, 1, POSITION_BUCKETS - 1)
+            shared = _Sure() if draft.chances else _Blind()
             self._shared[key] = shared
         return shared
 
@@ -148,12 +142,8 @@ class Acceptance:
 _View = tuple[str, bool]
 """A source, and whether it said how sure it was."""
 
-_POSITIONS = (*range(POSITION_BUCKETS), *[POSITION_BUCKETS - 1] * MAX_DRAFT_TOKENS)
-
 _LENGTHS, _MATCHES = (3, 6, 11), (4, 8, 16)
 _NUM_SORTS = (len(_LENGTHS) + 1) * (len(_MATCHES) + 1)
-_SORTED_POSITIONS = [(sort, *[_NUM_SORTS + sort] * MAX_DRAFT_TOKENS) for sort in range(_NUM_SORTS)]
-"""For each sort of draft the place of its first token and of all later ones."""
 
 _LATER_CHANCE = 0.7
 _MATCH_CHANCES = [
@@ -172,88 +162,6 @@ def _view(draft: Draft) -> _View:
     return draft.source, bool(draft.chances)
 
 
-class _Rates:
-    """The shared rates of one bucket, by position.
-
-    Args:
-        first: before any trial, of a first token.
-        later: the same of each further one.
-        num_first: positions of first tokens.
-        num_later: of further ones.
-
-    Attributes:
-        priors: the rates before any trial.
-    """
-
-    __slots__ = ("_hits", "_trials", "priors")
-
-    def __init__(self, first: float, later: float, num_first: int, num_later: int) -> None:
-        self.priors = (*[first] * num_first, *[later] * num_later)
-        self._hits = [0.0] * len(self.priors)
-        self._trials = [0.0] * len(self.priors)
-
-    def rate(self, position: int, worth: float) -> float:
-        """By the trials, and by a source that is worth so many times what was thought of it."""
-        expected = _PRIOR_TRIALS * worth * self.priors[position]
-        return (self._hits[position] + expected) / (self._trials[position] + _PRIOR_TRIALS)
-
-    def add(self, position: int, hit: bool) -> None:
-        self._trials[position] += 1
-        self._hits[position] += hit
-        if self._trials[position] > _MOST_TRIALS:
-            self._trials[position] /= 2
-            self._hits[position] /= 2
-
-
-class _Shared:
-    """What is known of a source.
-
-    Args:
-        chances: of each bucket before any trial, of a first token and of later ones.
-        num_first: positions of first tokens.
-        num_later: of later ones.
-
-    Attributes:
-        buckets: the rates.
-        known: chances that were asked for since it last learned.
-    """
-
-    __slots__ = ("_num_first", "_records", "buckets", "known")
-
-    def __init__(
-        self, chances: Sequence[tuple[float, float]], num_first: int, num_later: int
-    ) -> None:
-        self.buckets = [_Rates(*each, num_first, num_later) for each in chances]
-        self.known: dict[tuple[_Rates, int], float] = {}
-        self._num_first = num_first
-        self._records = _Record(), _Record()
-
-    def record(self, position: int) -> _Record:
-        """What was accepted by what was thought before any trial, of first or of later tokens."""
-        return self._records[position >= self._num_first]
-
-    def chance(self, cell: tuple[_Rates, int]) -> float:
-        """That a token is accepted, of this bucket and position."""
-        chance = self.known.get(cell)
-        if chance is None:
-            rates, position = cell
-            chance = rates.rate(position, self.record(position).factor)
-            self.known[cell] = chance
-        return chance
-
-
-def _cells(shared: _Shared, draft: Draft) -> Iterable[tuple[_Rates, int]]:
-    """The rates of each of a draft's tokens, and its position in them."""
-    buckets = shared.buckets
-    if draft.chances:
-        found = (buckets[min(int(BUCKETS * each * each), BUCKETS - 1)] for each in draft.chances)
-        sort = bisect(_LENGTHS, len(draft.tokens)) * (len(_MATCHES) + 1)
-        sort += bisect(_MATCHES, draft.match_len)
-        return zip(found, _SORTED_POSITIONS[sort], strict=False)
-    bucket = buckets[min(draft.match_len, BUCKETS - 1)]
-    return zip(repeat(bucket, len(draft.tokens)), _POSITIONS, strict=False)
-
-
 class _Record:
     """A source's recent drafts: what was accepted, what was expected."""
 
@@ -263,12 +171,110 @@ class _Record:
         self._accepted = _RECORD_PRIOR
         self._expected = _RECORD_PRIOR
 
-    def add(self, rate: float, hit: bool) -> None:
+    def add(self, chances: Sequence[float], num_hits: int) -> None:
+        """Tokens of one draft with what was expected of each, of which the first were hits."""
         # What is forgotten of the past is filled up with the prior, which says: as expected.
         kept, rest = _RECORD_MEMORY, (1 - _RECORD_MEMORY) * _RECORD_PRIOR
-        self._accepted = kept * self._accepted + rest + hit
-        self._expected = kept * self._expected + rest + rate
+        accepted, expected = self._accepted, self._expected
+        for index, chance in enumerate(chances):
+            accepted = kept * accepted + rest + (index < num_hits)
+            expected = kept * expected + rest + chance
+        self._accepted, self._expected = accepted, expected
 
     @property
     def factor(self) -> float:
+        """How many times what was expected."""
         return self._accepted / self._expected
+
+
+class _Shared(ABC):
+    """What is known of a source: a rate for each cell, one for a bucket and position.
+
+    A chance that was asked for is the same until :meth:`refresh`: a step's drafts are judged by
+    what was known before it.
+
+    Args:
+        chances: of each bucket before any trial, of a first token and of later ones.
+        num_first: positions of first tokens.
+        num_later: of later ones.
+    """
+
+    def __init__(
+        self, chances: Sequence[tuple[float, float]], num_first: int, num_later: int
+    ) -> None:
+        self._priors = [
+            chance
+            for first, later in chances
+            for chance in (*[first] * num_first, *[later] * num_later)
+        ]
+        self._hits = [0.0] * len(self._priors)
+        self._trials = [0.0] * len(self._priors)
+        self._of_first, self._of_later = _Record(), _Record()
+        self._known: dict[int, float] = {}
+        self._has_learned = False
+
+    @abstractmethod
+    def cells(self, draft: Draft, num_tokens: int) -> list[int]:
+        """Of each of the first tokens of a draft."""
+
+    def refresh(self) -> None:
+        """Chances are to be by all that was learned."""
+        if self._has_learned:
+            self._known.clear()
+            self._has_learned = False
+
+    def chances(self, cells: Sequence[int]) -> list[float]:
+        """That a draft's tokens are accepted, each if those before it were."""
+        known, found, worth = self._known, [], self._of_first
+        for cell in cells:
+            chance = known.get(cell)
+            if chance is None:
+                # By the trials, and by a source that is worth so many times what was thought of it.
+                expected = _PRIOR_TRIALS * worth.factor * self._priors[cell]
+                chance = (self._hits[cell] + expected) / (self._trials[cell] + _PRIOR_TRIALS)
+                known[cell] = chance
+            found.append(chance)
+            worth = self._of_later
+        return found
+
+    def add(self, cells: Sequence[int], num_hits: int) -> None:
+        """Tokens of one draft that were tried, of which the first ``num_hits`` were accepted."""
+        priors = [self._priors[cell] for cell in cells]
+        self._of_first.add(priors[:1], num_hits)
+        self._of_later.add(priors[1:], num_hits - 1)
+        hits, trials = self._hits, self._trials
+        for index, cell in enumerate(cells):
+            trials[cell] += 1
+            hits[cell] += index < num_hits
+            if trials[cell] > _MOST_TRIALS:
+                trials[cell] /= 2
+                hits[cell] /= 2
+        self._has_learned = True
+
+
+class _Sure(_Shared):
+    """Of drafts whose source said how sure it is: by that, and by the draft's sort."""
+
+    def __init__(self) -> None:
+        super().__init__(_SURE_CHANCES, _NUM_SORTS, _NUM_SORTS)
+
+    def cells(self, draft: Draft, num_tokens: int) -> list[int]:
+        sort = bisect(_LENGTHS, len(draft.tokens)) * (len(_MATCHES) + 1)
+        sort += bisect(_MATCHES, draft.match_len)
+        later, most = _NUM_SORTS + sort, BUCKETS - 1
+        buckets = [int(BUCKETS * chance * chance) for chance in draft.chances[:num_tokens]]
+        cells = [2 * _NUM_SORTS * (each if each < most else most) + later for each in buckets]
+        cells[0] -= _NUM_SORTS
+        return cells
+
+
+class _Blind(_Shared):
+    """Of other drafts: by the match's length, and by the token's position."""
+
+    def __init__(self) -> None:
+        super().__init__(_MATCH_CHANCES, 1, POSITION_BUCKETS - 1)
+
+    def cells(self, draft: Draft, num_tokens: int) -> list[int]:
+        begin = POSITION_BUCKETS * min(draft.match_len, BUCKETS - 1)
+        last, end = begin + POSITION_BUCKETS, begin + num_tokens
+        return [*range(begin, min(end, last)), *[last - 1] * (end - last)]

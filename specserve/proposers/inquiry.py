@@ -105,8 +105,7 @@ class Inquiry:
             self._rest_left -= 1
             return np.zeros_like(limits)
         self._num_unasked += 1
-        times = reading_s() or [0.0] * len(limits)
-        asked = self._thought_about(request_ids, limits, offers, times)
+        asked = self._thought_about(request_ids, limits, offers, reading_s)
         if not asked.any():
             self._rest_left = min(self._num_unasked // REST_AFTER, MOST_REST)
         return asked
@@ -116,7 +115,7 @@ class Inquiry:
         request_ids: Sequence[str],
         limits: Int32Array,
         offers: Sequence[Sequence[Draft]],
-        reading_s: Sequence[float],
+        reading_s: Callable[[], Sequence[float]],
     ) -> Int32Array:
         """What :meth:`limits` returns where there is something to decide."""
         acceptance = self._gate.acceptance
@@ -124,23 +123,29 @@ class Inquiry:
             max((acceptance.gains(name, draft) for draft in each), key=sum, default=[])
             for name, each in zip(request_ids, offers, strict=True)
         ]
-        rows = [row for row in np.flatnonzero(limits).tolist() if not isnan(reading_s[row])]
+        longest = limits.tolist()
+        # No draft promises more tokens than it has.
+        rows = [row for row, most in enumerate(longest) if most > sum(held[row])]
+        if not rows:
+            return np.zeros_like(limits)
+        times = reading_s() or [0.0] * len(limits)
+        rows = [row for row in rows if not isnan(times[row])]
         gains = {
-            row: acceptance.gains(request_ids[row], self._guess(int(limits[row])))
+            row: acceptance.gains(request_ids[row], self._guess(longest[row]))
             for row in rows
-            if isfinite(reading_s[row])
+            if isfinite(times[row])
         }
         gains = {row: each for row, each in gains.items() if sum(each) > sum(held[row])}
         wanted, saved_s = self._best(held, gains, limits)
-        asked = self._worth_reading(request_ids, wanted, saved_s, reading_s)
-        ready = {row: each for row, each in gains.items() if not reading_s[row]}
+        asked = self._worth_reading(request_ids, wanted, saved_s, times)
+        ready = {row: each for row, each in gains.items() if not times[row]}
         # Those that are read pay for a call of them alone, or wait for the others.
         asked += self._best(held, ready, limits)[0] if len(ready) < len(gains) else wanted
         if wanted.any() or asked.any():
             self._pause, self._num_unasked = 1, 0
             return asked
-        rows = [row for row in rows if HOPE * limits[row] > sum(held[row])]
-        return self._probe(rows, limits, reading_s)
+        rows = [row for row in rows if HOPE * longest[row] > sum(held[row])]
+        return self._probe(rows, limits, times)
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Drops what is kept of these requests."""
