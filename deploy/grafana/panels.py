@@ -174,6 +174,12 @@ def _sources() -> list[Panel]:
             {by: up},
         ),
         Panel(
+            "Requests drafted for without their beginning, per second",
+            specs.DRAFTER_PARTIAL_TEXTS.description,
+            "short",
+            {by: or_zero(ours(specs.DRAFTER_PARTIAL_TEXTS).rate(*each), up)},
+        ),
+        Panel(
             "Failed calls per second",
             "Errors and malformed drafts, and calls that missed their deadline.",
             "short",

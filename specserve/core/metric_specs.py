@@ -124,6 +124,15 @@ DRAFTER_ERRORS = MetricSpec(
     description="Calls to a source that raised or were refused, and answers that were malformed.",
     promql="sum by (source) (rate(specserve_drafter_errors_total[5m]))",
 )
+DRAFTER_PARTIAL_TEXTS = MetricSpec(
+    name="specserve_drafter_partial_texts_total",
+    kind="counter",
+    unit="requests",
+    labels=("source",),
+    description="Requests whose drafter lacks the beginning of the text and drafts from the rest:"
+    " mostly since the model took it from its prefix cache.",
+    promql="sum by (source) (rate(specserve_drafter_partial_texts_total[5m]))",
+)
 
 TRIE_TOKENS = MetricSpec(
     name="specserve_trie_tokens",
@@ -201,6 +210,7 @@ ALL: tuple[MetricSpec, ...] = (
     DRAFTER_UP,
     DRAFTER_TIMEOUTS,
     DRAFTER_ERRORS,
+    DRAFTER_PARTIAL_TEXTS,
     TRIE_TOKENS,
     TRIE_BYTES,
     TRIE_INGESTED,

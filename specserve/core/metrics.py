@@ -65,6 +65,7 @@ class HealthSnapshot(msgspec.Struct, frozen=True):
         up: whether it is being asked, and what it asks itself is there.
         num_errors: calls that raised and drafts that were malformed.
         num_timeouts: calls that missed their deadline.
+        num_partial_texts: requests of whose text its drafter lacks the beginning.
         latency: calls by duration, one count a bucket of ``LATENCY_BUCKETS_S`` and an open one.
         latency_sum_s: duration of all calls, in seconds.
         refused: why the drafter that was found or started is none to ask; empty: it is not known
@@ -75,6 +76,7 @@ class HealthSnapshot(msgspec.Struct, frozen=True):
     up: bool
     num_errors: int
     num_timeouts: int
+    num_partial_texts: int
     latency: tuple[int, ...]
     latency_sum_s: float
     refused: str = ""
@@ -182,6 +184,10 @@ class SpeculationMetrics:
         """A call to a source missed its deadline."""
         self._of(kind).num_timeouts += 1
 
+    def count_partial_text(self, kind: str) -> None:
+        """A source's drafter lacks the beginning of one more request's text."""
+        self._of(kind).num_partial_texts += 1
+
     def set_up(self, kind: str, up: bool) -> None:
         """A source is being asked from now on, or is switched off."""
         self._of(kind).up = up
@@ -214,6 +220,7 @@ class SpeculationMetrics:
                     health.up and health.reachable,
                     health.num_errors,
                     health.num_timeouts,
+                    health.num_partial_texts,
                     tuple(health.latency),
                     health.latency_sum_s,
                     health.refused,
@@ -244,6 +251,7 @@ class _Health:
         "latency",
         "latency_sum_s",
         "num_errors",
+        "num_partial_texts",
         "num_timeouts",
         "reachable",
         "refused",
@@ -255,6 +263,7 @@ class _Health:
         self.reachable = True
         self.num_errors = 0
         self.num_timeouts = 0
+        self.num_partial_texts = 0
         self.latency = [0] * (len(LATENCY_BUCKETS_S) + 1)
         self.latency_sum_s = 0.0
         self.refused = ""
@@ -288,6 +297,7 @@ def _health_since(now: HealthSnapshot, before: HealthSnapshot | None) -> HealthS
         now.up,
         max(now.num_errors - before.num_errors, 0),
         max(now.num_timeouts - before.num_timeouts, 0),
+        max(now.num_partial_texts - before.num_partial_texts, 0),
         _minus(now.latency, before.latency),
         max(now.latency_sum_s - before.latency_sum_s, 0.0),
         now.refused,

@@ -13,6 +13,7 @@ from specserve.core.metric_specs import (
     DRAFT_TOKENS,
     DRAFTED_AT_POSITION,
     DRAFTER_ERRORS,
+    DRAFTER_PARTIAL_TEXTS,
     DRAFTER_TIMEOUTS,
     DRAFTER_UP,
     DRAFTS,
@@ -69,6 +70,7 @@ def samples(snapshot: SpeculationSnapshot) -> Iterator[Sample]:
         yield Sample(DRAFTER_UP, source, float(calls.up))
         yield Sample(DRAFTER_TIMEOUTS, source, calls.num_timeouts)
         yield Sample(DRAFTER_ERRORS, source, calls.num_errors)
+        yield Sample(DRAFTER_PARTIAL_TEXTS, source, calls.num_partial_texts)
     if snapshot.trie is not None:
         yield from _trie_samples(snapshot.trie)
 

@@ -67,11 +67,14 @@ class Answer:
         tokens: the draft; empty: none.
         chances: the model's own probability of each of its tokens. They are not compared: a last
             bit depends on what a row was batched with.
+        begin: first position that it drafts from; later than 0 where it lacks those before and was
+            not sent what it needs of them.
     """
 
     held: int
     tokens: tuple[int, ...] = ()
     chances: tuple[float, ...] = field(default=(), compare=False)
+    begin: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,13 +70,11 @@ class MtpDrafter:
     Attributes:
         module: the model.
         card: what it tells of itself.
-        num_partial: how often a text had to begin behind a gap.
     """
 
     def __init__(self, module: MtpModule, card: Card, max_texts: int) -> None:
         self.module = module
         self.card = card
-        self.num_partial = 0
         self._slots = SlotTable(max_texts, card.max_tokens)
 
     @classmethod
@@ -133,8 +131,8 @@ class MtpDrafter:
         answers = []
         for row in rows:
             slot = self._slots.get(row.key)
-            held = slot.length if slot else 0
-            answers.append(Answer(held, *drafts.get(row.key, NO_GUESS)))
+            held, begin = (slot.length, slot.begin) if slot else (0, 0)
+            answers.append(Answer(held, *drafts.get(row.key, NO_GUESS), begin=begin))
         return answers
 
     def forget(self, keys: Sequence[Key]) -> None:
@@ -163,7 +161,6 @@ class MtpDrafter:
         if row.states_start > slot.length:
             self._slots.restart(slot, row.tokens[:0])
             slot.begin = slot.length = row.states_start
-            self.num_partial += 1
         end = max(end, slot.length)
         return _Work(row, slot, Span(slot.index, slot.begin, slot.length, end), num_drafts)
 

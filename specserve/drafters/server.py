@@ -43,7 +43,7 @@ REPLICA_SILENT_S = 10.0
 """A replica that has not said hello for so long has no seat any more."""
 
 MOST_FAILURES = 8
-"""Calls of the model that may fail in a row: after some errors of a GPU none succeeds any more."""
+"""Turns in a row in which the model may fail for all: after some errors of a GPU it always does."""
 
 MAX_WAITING = 256
 """Questions of one client that wait; it has one for its drafts, and one for each long text."""
@@ -63,7 +63,7 @@ class ServerCounters:
         num_requests: requests for drafts that arrived whole.
         num_rows: their rows.
         num_calls: calls of the model.
-        num_feed_calls: those of them that only brought texts up to date.
+        num_feed_calls: turns in which texts were only brought up to date.
         num_drafts: drafts of at least one token.
         num_malformed: messages that were none.
         num_refused_connections: connections that came with a wrong secret, or without one.
@@ -107,7 +107,7 @@ class DrafterServer:
         drafter: called from one thread, of this server.
         bind: ZeroMQ address, port 0 for any free one.
         client_idle_s: what is held of a client that has asked nothing for so long is forgotten.
-        on_broken: called where the model has raised ``MOST_FAILURES`` times in a row.
+        on_broken: called where the model has failed for all in ``MOST_FAILURES`` turns in a row.
     """
 
     def __init__(
@@ -270,21 +270,36 @@ class DrafterServer:
         """Has the drafter work on the next pieces of these tasks."""
         if not tasks:
             return
+        if self._has_run(tasks):
+            self._num_failures = 0
+            return
+        self._num_failures += 1
+        if self._num_failures == MOST_FAILURES:
+            self._on_broken()
+
+    def _has_run(self, tasks: list[Task]) -> bool:
+        """Whether any of these tasks went through the model.
+
+        Where it raises, the requests are tried in halves: all together may be too much for its
+        memory, or one of them the cause.
+        """
         calls = list(dict.fromkeys(task.call for task in tasks))
         began = self._active_at = time.monotonic()
+        answers: list[Answer] | None = None
         try:
             answers = self._drafter.draft([task.piece() for task in tasks])
-            assert len(answers) == len(tasks)
-        except Exception as error:  # out of memory is one of them; the next call may be smaller
+        except Exception as error:
             self._log_once(type(error).__name__, str(error), error)
-            self._drop(calls, "failed")
-            self._num_failures += 1
-            if self._num_failures == MOST_FAILURES:
-                self._on_broken()
-            return
         finally:
             self._active_at = time.monotonic()
-        self._num_failures = 0
+        if answers is None:  # behind the handler: the error holds what the model had allocated
+            if len(calls) == 1:
+                self._drop(calls, "failed")
+                return False
+            first = set(calls[: len(calls) // 2])
+            halves = [[task for task in tasks if (task.call in first) == has] for has in (1, 0)]
+            have_run = [self._has_run(half) for half in halves]
+            return any(have_run)
         spent_s = self._active_at - began
         self.counters.num_calls += 1
         self.counters.compute_s += spent_s
@@ -296,6 +311,7 @@ class DrafterServer:
                 self._schedule.rest(task)
             else:
                 self._schedule.finish(task)
+        return True
 
     def _answer_done(self) -> None:
         for call in [call for call in self._calls if call.is_done]:
@@ -361,13 +377,13 @@ class DrafterServer:
 
 def end_process() -> None:
     """Where the model is broken: whoever started this process starts it again."""
-    logger.error("The model has failed %d times in a row: this drafter ends", MOST_FAILURES)
+    logger.error("The model has failed %d turns in a row: this drafter ends", MOST_FAILURES)
     os._exit(1)
 
 
 def _told(answer: Answer) -> RowAnswer:
     chances = bytes([round(255 * chance) for chance in answer.chances])
-    return RowAnswer(answer.held, answer.tokens, chances)
+    return RowAnswer(answer.held, answer.tokens, chances, answer.begin)
 
 
 def _row(client: bytes, row: TextRow) -> Row:

@@ -7,14 +7,24 @@ they share, found by chained hashes of blocks of tokens as vLLM's prefix cache d
 
 from __future__ import annotations
 
+import logging
+import math
+import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from specserve.core.types import Int32Array
 from specserve.drafters.base import Key
+
+logger = logging.getLogger(__name__)
+
+KEEP_S = 30.0
+"""A text that was used so short a time ago keeps its slot. Were it dropped for a new one, more
+texts than there are slots would drop one another at each step, and all would be read again and
+again. Those that are being read take turns, and may be unused for a while."""
 
 BLOCK = 16
 """Tokens of a block: texts share whole blocks."""
@@ -30,6 +40,7 @@ class Slot:
         salt: only texts of the same salt may share it.
         length: entries of the cache that count are ``begin .. length - 1``.
         begin: first entry that was ever computed; later than 0 where the beginning was missing.
+        used_at: monotonic time of the last call that was about its text.
     """
 
     index: int
@@ -37,6 +48,7 @@ class Slot:
     salt: int = 0
     length: int = 0
     begin: int = 0
+    used_at: float = -math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +71,12 @@ class SlotTable:
     Args:
         num_slots: rows of the KV cache.
         max_tokens: length of each, in tokens.
+        clock: monotonic seconds.
     """
 
-    def __init__(self, num_slots: int, max_tokens: int) -> None:
+    def __init__(
+        self, num_slots: int, max_tokens: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.max_tokens = max_tokens
         self.tokens = np.zeros((num_slots, max_tokens), np.int32)
         """int32 ``[num_slots, max_tokens]``, the texts; of each slot the first ``length`` count."""
@@ -70,16 +85,19 @@ class SlotTable:
         self._by_age: OrderedDict[int, Slot] = OrderedDict((s.index, s) for s in self._slots)
         self._holders: dict[int, dict[int, None]] = {}  # hash of a beginning -> slots, by age
         self._hashes: list[list[int]] = [[] for _ in self._slots]
+        self._clock = clock
+        self._was_full = False
 
     def get(self, key: Key) -> Slot | None:
         """A text's slot, now the youngest; None: it has none."""
         slot = self._by_key.get(key)
         if slot is not None:
-            self._by_age.move_to_end(slot.index)
+            self._touch(slot)
         return slot
 
     def open(self, key: Key, salt: int, keep: Collection[Key] = ()) -> Slot | None:
-        """A slot for a new text, the oldest one that is nobody's or, if there is none, anybody's.
+        """A slot for a new text: the oldest one that is nobody's or, if there is none, anybody's
+        that was not used for ``KEEP_S`` seconds.
 
         Args:
             key: the text's name; it has no slot.
@@ -90,11 +108,21 @@ class SlotTable:
             None: all slots are kept.
         """
         assert key not in self._by_key
+        latest = self._clock() - KEEP_S
         free = (slot for slot in self._by_age.values() if slot.key is None)
-        slot = next(free, None) or next(
-            (slot for slot in self._by_age.values() if slot.key not in keep), None
+        unused = (
+            slot
+            for slot in self._by_age.values()
+            if slot.used_at <= latest and slot.key not in keep
         )
+        slot = next(free, None) or next(unused, None)
         if slot is None:
+            if not self._was_full:
+                self._was_full = True
+                logger.warning(
+                    "All %d texts (max_texts) are in use: further ones get no drafts meanwhile",
+                    len(self._slots),
+                )
             return None
         if slot.key is not None:
             del self._by_key[slot.key]
@@ -102,7 +130,7 @@ class SlotTable:
             self.truncate(slot, 0)
         slot.key, slot.salt = key, salt
         self._by_key[key] = slot
-        self._by_age.move_to_end(slot.index)
+        self._touch(slot)
         return slot
 
     def restart(self, slot: Slot, text: Int32Array) -> Shared:
@@ -154,6 +182,10 @@ class SlotTable:
         slot = self._by_key.pop(key, None)
         if slot is not None:
             slot.key = None
+
+    def _touch(self, slot: Slot) -> None:
+        slot.used_at = self._clock()
+        self._by_age.move_to_end(slot.index)
 
     def _best_holder(self, found: int, index: int) -> int:
         """A slot that holds a beginning; slot ``index`` itself if it does, to save the copy."""

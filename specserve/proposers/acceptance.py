@@ -50,12 +50,19 @@ class Acceptance:
         self._requests: dict[str, dict[_View, _Record]] = {}
         # Of `gains` since the last lesson; a draft's id is its own while the draft is kept here.
         self._said: dict[tuple[str, int], tuple[Draft, list[float]]] = {}
-        self._is_outdated = False
+        self._have_learned: set[_Shared] = set()
 
     def assign(self, request_id: str, tenant: str) -> None:
         """Says whose request it is; one of which nothing was said is nobody's."""
         self._said.clear()
         self._tenants[request_id] = tenant
+
+    def begin_step(self) -> None:
+        """What is observed from here on is compared with what is known now."""
+        for shared in self._have_learned:
+            shared.refresh()
+        self._have_learned.clear()
+        self._said.clear()
 
     def observe(self, request_id: str, draft: Draft, new_tokens: Sequence[int]) -> None:
         """Counts a draft that was made, by what the target wrote, whether it was sent or not.
@@ -68,8 +75,9 @@ class Acceptance:
             draft: as its source made it.
             new_tokens: what the target wrote in the step after.
         """
-        self._is_outdated = True
         num_known = min(len(draft.tokens), len(new_tokens))
+        if not num_known:
+            return
         num_hits = 0
         while num_hits < num_known and draft.tokens[num_hits] == new_tokens[num_hits]:
             num_hits += 1
@@ -89,9 +97,8 @@ class Acceptance:
         The list ends before the first token that is less likely than ``LEAST_LIKELY``. It is not to
         be changed: who asks again about the same draft gets the same one.
         """
-        if self._is_outdated or len(self._said) >= _MOST_SAID:
-            self._said.clear()
-            self._is_outdated = False
+        if self._have_learned or len(self._said) >= _MOST_SAID:
+            self.begin_step()
         said = self._said.get((request_id, id(draft)))
         if said is None:
             said = draft, self._gains(request_id, draft)
@@ -104,7 +111,6 @@ class Acceptance:
         gains = []
         gain = 1.0
         shared = self._shared_of(request_id, draft)
-        shared.refresh()
         for chance in shared.chances(shared.cells(draft, len(draft.tokens))):
             own = factor * chance
             gain *= own if own < _MOST_LIKELY else _MOST_LIKELY
@@ -129,6 +135,7 @@ class Acceptance:
         cells = shared.cells(draft, min(num_hits + 1, num_known))
         record.add(shared.chances(cells), num_hits)
         shared.add(cells, num_hits)
+        self._have_learned.add(shared)
 
     def _shared_of(self, request_id: str, draft: Draft) -> _Shared:
         key = self._tenants.get(request_id, ""), _view(draft)
@@ -211,7 +218,6 @@ class _Shared(ABC):
         self._trials = [0.0] * len(self._priors)
         self._of_first, self._of_later = _Record(), _Record()
         self._known: dict[int, float] = {}
-        self._has_learned = False
 
     @abstractmethod
     def cells(self, draft: Draft, num_tokens: int) -> list[int]:
@@ -219,9 +225,7 @@ class _Shared(ABC):
 
     def refresh(self) -> None:
         """Chances are to be by all that was learned."""
-        if self._has_learned:
-            self._known.clear()
-            self._has_learned = False
+        self._known.clear()
 
     def chances(self, cells: Sequence[int]) -> list[float]:
         """That a draft's tokens are accepted, each if those before it were."""
@@ -249,7 +253,6 @@ class _Shared(ABC):
             if trials[cell] > _MOST_TRIALS:
                 trials[cell] /= 2
                 hits[cell] /= 2
-        self._has_learned = True
 
 
 class _Sure(_Shared):

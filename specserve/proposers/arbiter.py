@@ -47,6 +47,7 @@ class Arbiter:
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Learns how far the last offers were right."""
+        self._acceptance.begin_step()
         for outcome in outcomes:
             for draft in self._offered.pop(outcome.request_id, ()):
                 self._acceptance.observe(outcome.request_id, draft, outcome.new_tokens)

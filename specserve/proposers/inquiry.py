@@ -87,7 +87,7 @@ class Inquiry:
             limits: int32 ``[n]``, the longest draft that each can use.
             offers: n, the drafts that there are already, which cost nothing more.
             reading_s: tells n times what it takes to read what the source does not know of each
-                text, in seconds; infinite: it cannot draft for it now, NaN: it never can; empty:
+                text, in seconds; infinite: it is being read, NaN: there is no room for it; empty:
                 nothing. Asked where there is something to decide.
 
         Returns:

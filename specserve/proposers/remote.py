@@ -10,7 +10,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from hashlib import blake2b
 from secrets import randbits
 from typing import Self
@@ -25,7 +24,7 @@ from specserve.proposers.controls import DEFAULT_CONTROLS
 from specserve.proposers.drafter_link import DrafterLink
 from specserve.proposers.drafter_lookout import Find, Peer, Wanted
 from specserve.proposers.pending_states import PendingStates
-from specserve.proposers.sent_requests import SentRequests, Text
+from specserve.proposers.sent_requests import Room, SentRequests, Text
 from specserve.trie.namespaces import namespace
 from specserve.wire.messages import (
     MAX_ROWS,
@@ -57,6 +56,9 @@ where they have 7168 values."""
 LOST_S = 1.0
 """An answer that comes so much later than its request's budget is not waited for."""
 
+NO_ROOM_REST_S = 1.0
+"""A text of which the drafter holds nothing after it was sent is sent again after so long."""
+
 _USE_RATE, _IN_USE = 0.1, 0.5
 """A source that was asked for drafts in half of the last ten steps or so is in use."""
 
@@ -69,24 +71,6 @@ _CHANCES = [number / 255 for number in range(256)]
 
 _Rows = list[tuple[int, Text, TextRow]]
 """Rows to send, each with its row of the batch."""
-
-
-@dataclass(slots=True)
-class _Room:
-    """What more may be sent in this step."""
-
-    rows: int
-    tokens: int
-    state_bytes: int
-
-    def take(self, tokens: int, state_bytes: int) -> bool:
-        """Whether there is room for a row, which then is taken."""
-        if self.rows <= 0 or tokens > self.tokens or state_bytes > self.state_bytes:
-            return False
-        self.rows -= 1
-        self.tokens -= tokens
-        self.state_bytes -= state_bytes
-        return True
 
 
 class RemoteProposer:
@@ -151,16 +135,16 @@ class RemoteProposer:
 
         Returns:
             n times seconds; 0 where it lacks little, infinite where it is reading the text now, NaN
-            where the text is too long for it.
+            where it has no room for it.
         """
         is_free = self._has_own_gpu or self._is_full
         position_s = 0.0 if is_free else self._sent.position_s
         most = math.inf if self._peer is None else self._peer.max_tokens
-        found = []
+        found, now = [], time.monotonic()
         for request_id, length in zip(batch.request_ids, batch.num_tokens.tolist(), strict=True):
             text = self._texts.get(request_id)
             lacking = length if text is None else length - self._unsent(text, length)[0]
-            if length > most:
+            if length > most or (text is not None and text.rests_until > now):
                 found.append(math.nan)
             elif text is not None and text.is_sent:
                 found.append(math.inf)
@@ -169,16 +153,19 @@ class RemoteProposer:
         return found
 
     def forget(self, request_ids: list[str]) -> None:
-        """Tells the drafter with the next request."""
+        """Tells the drafter with the next request, or at once where none is to be expected."""
         for request_id in request_ids:
             text = self._texts.pop(request_id, None)
             if text is not None:
                 self._ended.append(text.number)
                 if self._states is not None:
                     self._states.forget(text.states)
+        if self._ended and not self._texts and self._peer is not None:
+            self._send([], FEED_BUDGET_S)
 
     def close(self) -> None:
         """Ends the link."""
+        self._peer = None
         self._link.close()
 
     def _report(self, up: bool, refused: str) -> None:
@@ -237,12 +224,12 @@ class RemoteProposer:
         hidden = batch.hidden_states
         if self._states is None or hidden is None or not any(texts):
             return
-        values, begin = hidden.to_host(), 0
+        values, begin, now = hidden.to_host(), 0, time.monotonic()
         lengths = batch.num_tokens.tolist()
         for text, size, start, length in zip(
             texts, hidden.num_tokens, hidden.starts, lengths, strict=True
         ):
-            if text is not None:
+            if text is not None and text.rests_until <= now:
                 valid = max(0, min(size, length - 1 - start))
                 self._states.add(text.states, start, values[begin : begin + valid])
             begin += size
@@ -254,7 +241,7 @@ class RemoteProposer:
         self._sent.give_up(math.inf if is_lost else time.monotonic())
         if old is None or old.instance != peer.instance:
             for text in self._texts.values():
-                text.held = 0
+                text.held, text.rests_until = 0, 0.0
         self._peer = peer
 
     def _rows(
@@ -263,13 +250,14 @@ class RemoteProposer:
         """What is to be sent: rows to be drafted for, and rows of texts that lack too much."""
         asked: _Rows = []
         fed: _Rows = []
-        room = _Room(MAX_ROWS, MAX_TOKENS, MAX_STATE_BYTES)
-        feed_room = _Room(
+        room = Room(MAX_ROWS, MAX_TOKENS, MAX_STATE_BYTES)
+        feed_room = Room(
             MAX_SENT - len(self._sent), MAX_TOKENS, MAX_STATE_BYTES - self._sent.state_bytes
         )
         limits = np.minimum(batch.max_draft_tokens, self._config.max_draft_len).tolist()
+        now = time.monotonic()
         for row, (text, length) in enumerate(zip(texts, batch.num_tokens.tolist(), strict=True)):
-            if text is None or text.is_sent or length > max_tokens:
+            if text is None or text.is_sent or text.rests_until > now or length > max_tokens:
                 continue
             begin, end = self._unsent(text, length)
             is_near = end - begin <= NEAR_TOKENS
@@ -388,10 +376,21 @@ class RemoteProposer:
             self._metrics.count_error(self._kind)
             return False
         for text, row in zip(texts, reply.rows, strict=True):
+            if not (text.held or row.held):
+                self._let_rest(text)
             text.held = row.held
+            if row.begin and not text.is_partial:
+                text.is_partial = True
+                self._metrics.count_partial_text(self._kind)
             if self._states is not None:
                 self._states.confirm(text.states, row.held)
         return True
+
+    def _let_rest(self, text: Text) -> None:
+        """The drafter has no room for a text: its states would push out those of the others."""
+        text.rests_until = time.monotonic() + NO_ROOM_REST_S
+        if self._states is not None:
+            self._states.forget(text.states)
 
 
 def _num_computed(row: TextRow) -> int:

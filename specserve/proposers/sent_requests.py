@@ -22,6 +22,8 @@ class Text:
         salt: who may share its beginning.
         held: positions that the drafter holds, by its last answer.
         is_sent: a request with a row of it is not answered yet.
+        is_partial: the drafter once had to begin it behind a gap.
+        rests_until: monotonic time before which it is not sent: the drafter had no room for it.
         states: the target's, for a drafter that continues them.
     """
 
@@ -29,6 +31,8 @@ class Text:
     salt: int
     held: int = 0
     is_sent: bool = False
+    is_partial: bool = False
+    rests_until: float = 0.0
     states: TextStates = field(default_factory=TextStates)
 
 
@@ -47,6 +51,24 @@ class _Sent:
     state_bytes: int
     num_read: int
     expires_at: float
+
+
+@dataclass(slots=True)
+class Room:
+    """What more may be sent in this step."""
+
+    rows: int
+    tokens: int
+    state_bytes: int
+
+    def take(self, tokens: int, state_bytes: int) -> bool:
+        """Whether there is room for a row, which then is taken."""
+        if self.rows <= 0 or tokens > self.tokens or state_bytes > self.state_bytes:
+            return False
+        self.rows -= 1
+        self.tokens -= tokens
+        self.state_bytes -= state_bytes
+        return True
 
 
 class SentRequests:

@@ -149,11 +149,13 @@ class RowAnswer(msgspec.Struct, frozen=True, array_like=True):
         held: as there.
         tokens: as there.
         chances: of each token, in 255ths.
+        begin: as there.
     """
 
     held: Position
     tokens: Annotated[tuple[Position, ...], msgspec.Meta(max_length=MAX_DRAFT_TOKENS)] = ()
     chances: Annotated[bytes, msgspec.Meta(max_length=MAX_DRAFT_TOKENS)] = b""
+    begin: Position = 0
 
 
 class DraftAnswer(msgspec.Struct, frozen=True, array_like=True, tag="drafts"):

@@ -103,14 +103,17 @@ def test_a_configured_source_is_up_and_without_errors_before_it_is_asked() -> No
     }
 
 
-def test_the_gauge_follows_and_errors_and_timeouts_add_up() -> None:
+def test_the_gauge_follows_and_what_is_counted_adds_up() -> None:
     metrics = SpeculationMetrics(("mtp",))
     metrics.set_up("mtp", False)
     metrics.count_error("mtp")
     metrics.count_timeout("mtp")
     metrics.count_timeout("mtp")
+    for _ in range(3):
+        metrics.count_partial_text("mtp")
     health = metrics.snapshot().health[0]
     assert (health.up, health.num_errors, health.num_timeouts) == (False, 1, 2)
+    assert health.num_partial_texts == 3
 
 
 def test_a_source_is_up_while_it_is_asked_and_what_it_asks_itself_is_there() -> None:

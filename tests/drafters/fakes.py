@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -43,6 +45,8 @@ class FakeDrafter:
         meanwhile: called by the server's thread as long as a call waits.
         error: raised by a call, where it is set.
         chances: that come with a draft.
+        room: how many texts it can hold.
+        most_rows: more in one call raise.
     """
 
     def __init__(self, hidden_size: int = 0, tokenizer: str = "") -> None:
@@ -64,6 +68,8 @@ class FakeDrafter:
         self.meanwhile: Callable[[], None] = lambda: None
         self.error: Exception | None = None
         self.chances: tuple[float, ...] = ()
+        self.room = self.most_rows = 1 << 20
+        self._activations: weakref.ref[Any] = weakref.ref(type("Gone", (), {})())
         self._texts: dict[Key, list[int]] = {}
         self._held: dict[Key, int] = {}
 
@@ -77,6 +83,11 @@ class FakeDrafter:
             self.meanwhile()
         if self.error is not None:
             raise self.error
+        assert self._activations() is None, "what a failed call had allocated is still there"
+        activations = np.zeros(len(rows))
+        self._activations = weakref.ref(activations)
+        if len(activations) > self.most_rows:
+            raise MemoryError(f"{len(rows)} rows")
         return [self._draft(row) for row in rows]
 
     def forget(self, keys: Sequence[Key]) -> None:
@@ -92,7 +103,8 @@ class FakeDrafter:
 
     def _draft(self, row: Row) -> Answer:
         held = self._held.get(row.key, 0)
-        if row.start > held:
+        is_full = row.key not in self._texts and len(self._texts) >= self.room
+        if row.start > held or is_full:
             return Answer(held)
         text = self._texts.setdefault(row.key, [])
         text[row.start :] = row.tokens.tolist()
@@ -100,7 +112,7 @@ class FakeDrafter:
         self._held[row.key] = held
         is_whole = held == len(text) - (self.card.hidden_size > 0)
         tokens = draft_of(text, row.max_draft_tokens) if is_whole else ()
-        return Answer(held, tokens, self.chances[: len(tokens)])
+        return Answer(held, tokens, self.chances[: len(tokens)], self.begins.get(row.key, 0))
 
     def _hold(self, row: Row, held: int, text: list[int]) -> int:
         if not self.card.hidden_size:

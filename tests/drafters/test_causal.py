@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from specserve.core.errors import ConfigError
 from specserve.core.types import Int32Array
+from specserve.drafters import slots
 from specserve.drafters.attention import Span
 from specserve.drafters.base import NO_TOKENS, Answer, Card, Row
 from specserve.drafters.causal import CausalDrafter
@@ -190,8 +191,9 @@ def test_a_text_in_pieces_gets_the_draft_of_the_whole(model: CountingModel, refe
 
 
 def test_a_text_that_lost_its_slot_says_so_and_is_sent_again(
-    model: CountingModel, reference: Any
+    model: CountingModel, reference: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(slots, "KEEP_S", 0.0)
     drafter = drafter_of(model, max_texts=2)
     for number in range(3):
         drafter.draft([row(number, text(20, number), 1)])

@@ -194,31 +194,28 @@ def test_a_text_that_goes_on_differently_is_rolled_back(drafter: MtpDrafter, sta
         max_draft_tokens=3,
     )
     assert drafter.draft([resumed]) == expected
-    assert drafter.num_partial == 0
+    assert expected[0].begin == 0
     first, second = drafter.module.attention.cache[:2, :89]
     assert torch.allclose(first, second, atol=1e-4)
 
 
 def test_a_text_whose_first_states_are_missing_begins_later(drafter: MtpDrafter) -> None:
     late = row(200, states=(160, 199), drafts=3)
-    assert drafter.draft([late]) == [Answer(199, texts()[0].draft(200, 3, begin=160))]
-    assert drafter.num_partial == 1
+    assert drafter.draft([late]) == [Answer(199, texts()[0].draft(200, 3, begin=160), begin=160)]
     grown = row(203, start=199)
-    assert drafter.draft([grown]) == [Answer(202, texts()[0].draft(203, begin=160))]
-    assert drafter.num_partial == 1
+    assert drafter.draft([grown]) == [Answer(202, texts()[0].draft(203, begin=160), begin=160)]
 
 
 def test_a_gap_between_states_makes_the_text_begin_behind_it(drafter: MtpDrafter) -> None:
     drafter.draft([row(100)])
     gap = row(140, start=99, states=(120, 139))
-    assert drafter.draft([gap]) == [Answer(139, texts()[0].draft(140, begin=120))]
-    assert drafter.num_partial == 1
+    assert drafter.draft([gap]) == [Answer(139, texts()[0].draft(140, begin=120), begin=120)]
 
 
 def test_a_partial_text_rolled_back_before_its_beginning_starts_anew(drafter: MtpDrafter) -> None:
     drafter.draft([row(200, states=(160, 199))])
     back = row(150, start=120, states=(120, 149), drafts=8)
-    assert drafter.draft([back]) == [Answer(149, texts()[0].draft(150, 8, begin=120))]
+    assert drafter.draft([back]) == [Answer(149, texts()[0].draft(150, 8, begin=120), begin=120)]
 
 
 def test_missing_states_are_made_up_for_by_a_text_that_began_alike(drafter: MtpDrafter) -> None:
@@ -228,7 +225,6 @@ def test_missing_states_are_made_up_for_by_a_text_that_began_alike(drafter: MtpD
     drafter.forget([key(0), key(1)])
     again = row(230, states=(224, 229), number=2)
     assert drafter.draft([again]) == [Answer(229, texts()[0].draft(230))]
-    assert drafter.num_partial == 0
 
 
 def test_what_a_text_shares_need_not_be_sent(drafter: MtpDrafter) -> None:
@@ -275,6 +271,8 @@ def test_more_texts_than_there_is_room_for_are_not_served(drafter: MtpDrafter) -
     rows = [row(20 + number, number=number) for number in range(NUM_SLOTS + 1)]
     answers = drafter.draft(rows)
     assert [answer.held for answer in answers] == [19, 20, 21, 22, 0]
+    assert drafter.draft(rows[-1:]) == [Answer(0)]
+    drafter.forget([key(0)])
     assert drafter.draft(rows[-1:]) == [Answer(23, texts()[0].draft(24))]
 
 

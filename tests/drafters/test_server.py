@@ -255,6 +255,27 @@ def test_an_error_of_the_model_is_told_to_those_it_met_and_said_once(
     assert server.counters.num_refused["failed"] == 3
 
 
+def test_requests_that_are_too_much_together_are_computed_apart(
+    server: DrafterServer,
+    connect: Connect,
+    drafter: FakeDrafter,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.CRITICAL)  # else pytest keeps the error, and it what was allocated
+    held_up, *clients = [connect(b"%d" % number) for number in range(4)]
+    hold(drafter, held_up)
+    for client, num_rows in zip(clients, (1, 1, 3), strict=True):
+        client.request(*[row(text, 10) for text in range(num_rows)])
+    arrive(server, drafter, 3)
+    drafter.most_rows = 2
+    drafter.may_go.set()
+    one, other, most = (client.receive() for client in clients)
+    assert isinstance(one, DraftAnswer)
+    assert isinstance(other, DraftAnswer)
+    assert isinstance(most, Refusal)
+    assert server.counters.num_refused["failed"] == 1
+
+
 def test_a_model_that_fails_again_and_again_is_told_of(drafter: FakeDrafter) -> None:
     seen: list[Exception | None] = []
     told: list[int] = []

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specserve.core.types import Int32Array
-from specserve.drafters.slots import BLOCK, Slot, SlotTable
+from specserve.drafters.slots import BLOCK, KEEP_S, Slot, SlotTable
 
 
 def text(length: int, seed: int = 0) -> Int32Array:
@@ -36,19 +36,34 @@ def test_a_text_is_found_by_its_key_until_it_is_closed() -> None:
 
 
 def test_a_free_slot_is_taken_before_anybodys_and_the_oldest_before_a_younger_one() -> None:
-    table = SlotTable(3, 64)
+    now = 0.0
+    table = SlotTable(3, 64, lambda: now)
     slots = [write(table, number, text(8, number)) for number in range(3)]
     table.close(key(2))
     assert table.open(key(3), 0) is slots[2]
     table.get(key(0))
+    now = KEEP_S
     assert table.open(key(4), 0) is slots[1]
     assert table.get(key(1)) is None
 
 
+def test_a_text_keeps_its_slot_as_long_as_it_is_used(caplog: pytest.LogCaptureFixture) -> None:
+    now = 0.0
+    table = SlotTable(2, 64, lambda: now)
+    slots = [write(table, number, text(8, number)) for number in range(2)]
+    for now in (0.9 * KEEP_S, 1.8 * KEEP_S):
+        assert table.get(key(0)) is slots[0]
+        assert table.open(key(2), 0) is (None if now < KEEP_S else slots[1])
+        assert table.open(key(3), 0) is None
+    assert [record.args for record in caplog.records] == [(2,)]
+
+
 def test_no_slot_is_given_where_all_are_kept() -> None:
-    table = SlotTable(2, 64)
+    now = 0.0
+    table = SlotTable(2, 64, lambda: now)
     write(table, 0, text(8))
     write(table, 1, text(8))
+    now = KEEP_S
     assert table.open(key(2), 0, keep={key(0), key(1)}) is None
     assert table.get(key(0)) is not None
 
@@ -90,6 +105,7 @@ def test_texts_of_different_salts_share_nothing() -> None:
 def test_what_a_slot_holds_under_another_salt_is_not_shared_with_its_next_text() -> None:
     table = SlotTable(1, 128)
     write(table, 0, text(48), salt=1)
+    table.close(key(0))
     slot = table.open(key(1), 2)
     assert slot is not None
     assert table.restart(slot, text(48)).length == 0

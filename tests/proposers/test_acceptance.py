@@ -176,6 +176,24 @@ def test_a_tenant_learns_nothing_from_what_is_accepted_of_anothers_drafts() -> N
     assert first(acceptance, "theirs") > 0.9
 
 
+@pytest.mark.parametrize("is_judged", [True, False])
+def test_a_source_is_learned_of_alike_whether_its_drafts_are_judged_or_not(is_judged: bool) -> None:
+    acceptance = Acceptance()
+    for step in range(300):
+        acceptance.begin_step()
+        observe(acceptance, "a", DRAFT, 1 if step % 5 == 0 else 0)
+        if is_judged:
+            acceptance.gains("a", DRAFT)
+    assert first(acceptance, "a") == pytest.approx(0.2, abs=0.1)
+    assert first(acceptance, "new") == pytest.approx(0.2, abs=0.05)
+
+
+def test_a_step_without_new_tokens_teaches_nothing() -> None:
+    acceptance, sure = Acceptance(), Draft((1, 2), "mtp", chances=(0.9, 0.4))
+    acceptance.observe("a", sure, ())
+    assert acceptance.gains("a", sure) == Acceptance().gains("a", sure)
+
+
 def test_what_was_said_of_a_draft_does_not_outlive_what_is_learned() -> None:
     acceptance, draft = Acceptance(), Draft((1, 2, 3), "ngram", 3)
     before = list(acceptance.gains("a", draft))

@@ -20,7 +20,12 @@ from specserve.core.types import DraftBatch, HiddenStates, Int32Array, RequestCo
 from specserve.drafters.server import DrafterServer
 from specserve.proposers import remote
 from specserve.proposers.base import Surroundings
-from specserve.proposers.remote import FEED_TOKENS, NEAR_TOKENS, RemoteProposer
+from specserve.proposers.remote import (
+    FEED_TOKENS,
+    NEAR_TOKENS,
+    NO_ROOM_REST_S,
+    RemoteProposer,
+)
 from specserve.wire.frames import decode_question, encode
 from specserve.wire.messages import PROTOCOL, Card, Hello
 from tests.drafters.fakes import VOCAB_SIZE, WAIT_S, FakeDrafter, draft_of, states_of
@@ -157,6 +162,24 @@ def test_only_what_is_new_is_sent(served: Replica, drafter: FakeDrafter) -> None
         served.grow("a", end)
         served.propose("a")
     assert [(row.start, len(row.tokens)) for (row,) in drafter.calls] == [(0, 40), (40, 1), (41, 3)]
+
+
+def test_a_text_that_the_drafter_has_no_room_for_is_sent_seldom(
+    served: Replica, drafter: FakeDrafter
+) -> None:
+    drafter.room = 1
+    for name in ("a", "b"):
+        served.grow(name, 200)
+    served.until_drafts("a")
+    began = time.monotonic()
+    for _ in range(50):
+        first, second = served.propose("a", "b")
+        assert first
+        assert not second
+    sent = [row.key[1] for call in drafter.calls for row in call]
+    assert 1 <= sent.count(1) <= 1 + (time.monotonic() - began) / NO_ROOM_REST_S
+    served.proposer.forget(["a"])
+    served.until_drafts("b")
 
 
 def test_no_more_is_asked_for_than_can_be_used(served: Replica, drafter: FakeDrafter) -> None:
@@ -640,6 +663,7 @@ def test_states_that_are_too_large_for_one_request_go_one_text_after_the_other(
     made.until_drafts("a")
     made.until_drafts("b")
     assert drafter.begins == {}
+    assert made.health().num_partial_texts == 0
 
 
 def test_a_prompt_whose_beginning_the_target_had_cached_begins_where_states_are(mtp: Mtp) -> None:
@@ -648,6 +672,8 @@ def test_a_prompt_whose_beginning_the_target_had_cached_begins_where_states_are(
     assert target.step({"a": 20}, {"a": 1}) != [()]
     assert list(drafter.begins.values()) == [480]
     assert drafter.calls[0][0].start == 0
+    assert target.step({"a": 2}, {"a": 1}) != [()]
+    assert made.health().num_partial_texts == 1
 
 
 def test_a_drafter_that_forgot_begins_at_the_first_state_that_is_left(mtp: Mtp) -> None:
