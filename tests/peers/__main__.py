@@ -21,6 +21,7 @@ BENCHMARKS = {
     "cluster": "a simulation: one memory for 1 to 256 replicas, what it gains and what it costs",
     "engine": "one engine: no speculation, ours, vLLM's own ngram",
     "arbiter": "one engine: all sources together, beside each alone",
+    "switched": "the same one engine, whose sources are switched from turn to turn",
     "drafters": "a model that drafts: in a process of its own, and in vLLM's engine",
     "sharing": "two replicas: one drafter for both, beside a drafter each",
     "memory": "one engine with a memory: ours beside vLLM's suffix decoding",

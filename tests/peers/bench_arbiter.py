@@ -58,6 +58,30 @@ def contenders(config: AppConfig) -> list[Contender]:
     return [Contender(name, name, config) for name in (NONE, *kinds, ALL)]
 
 
+def inflated(config: AppConfig, num_layers: int, folder: Path) -> AppConfig:
+    """The configuration with so many more layers in the target, which is written to ``folder``."""
+    if not num_layers:
+        return config
+    inflate(Path(config.model.path), folder, num_layers)
+    model = config.model.model_copy(update={"path": str(folder)})
+    return config.model_copy(update={"model": model})
+
+
+def jobs_of_sets(
+    config: AppConfig, max_tokens: int, seed_of_files: int, seed: int
+) -> dict[str, list[Job]]:
+    """Enough jobs for a turn at the highest concurrency, of each built-in set and ``again``."""
+    tokenizer = load_tokenizer(config.model.tokenizer or config.model.path, config.model.revision)
+    sampling, most = Sampling(max_tokens=max_tokens), WAVES * max(CONCURRENCIES)
+    jobs = {}
+    for name in BUILT_IN:
+        num_prompts = most if name == "code" else 0
+        of_set = load_prompts(name, tokenizer, num_prompts=num_prompts, seed=seed)
+        jobs[name] = [Job(each.token_ids, sampling) for each in (of_set * most)[:most]]
+    jobs["again"] = again_jobs(tokenizer, asked_again(seed_of_files), most, max_tokens, seed)
+    return {name: of_many_lengths(of_set, seed) for name, of_set in jobs.items()}
+
+
 def of_many_lengths(jobs: Sequence[Job], seed: int) -> list[Job]:
     """The jobs with half to one and a half times as many output tokens each."""
     rng = random.Random(seed)
@@ -138,30 +162,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.restarts < 2:
         parser.error(f"--restarts {args.restarts}: at least 2, one is judged by the others")
     config = measured_config(args.config)
-    tokenizer = load_tokenizer(config.model.tokenizer or config.model.path, config.model.revision)
-    files = asked_again(args.seed)
-    sampling, most = Sampling(max_tokens=args.max_tokens), WAVES * max(CONCURRENCIES)
-    rounds = []
-    for seed in range(args.seed, args.seed + args.restarts):
-        prompts = {
-            name: load_prompts(
-                name, tokenizer, num_prompts=most if name == "code" else 0, seed=seed
-            )
-            for name in BUILT_IN
-        }
-        jobs = {
-            name: [Job(each.token_ids, sampling) for each in (of_set * most)[:most]]
-            for name, of_set in prompts.items()
-        }
-        jobs["again"] = again_jobs(tokenizer, files, most, args.max_tokens, seed)
-        rounds.append({name: of_many_lengths(of_set, seed) for name, of_set in jobs.items()})
+    seeds = range(args.seed, args.seed + args.restarts)
+    rounds = [jobs_of_sets(config, args.max_tokens, args.seed, seed) for seed in seeds]
     console = Console()
     with tempfile.TemporaryDirectory() as folder:
-        if args.extra_layers:
-            target = Path(folder, "target")
-            inflate(Path(config.model.path), target, args.extra_layers)
-            model = config.model.model_copy(update={"path": str(target)})
-            config = config.model_copy(update={"model": model})
+        config = inflated(config, args.extra_layers, Path(folder, "target"))
         entrants = order = contenders(config)
         starts = []
         for jobs in rounds:

@@ -11,10 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,35 +19,17 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from specserve.bench.engine_process import engine_environment
 from specserve.bench.machine import circumstances
 from tests.peers.bench_engine import CONCURRENCIES, measured_config
 from tests.peers.bench_memory import RANDOM_VOCAB, random_jobs
 from tests.peers.bench_random import MAX_TOKENS
+from tests.peers.in_process import SpeculationSwitch, relaunched, worker_of
 from tests.peers.tables import print_rows
 
 # What loads vLLM is imported where it is used: the environment has to be set before.
 
 JOBS = {1: 2, 8: 8}
 """Of a turn, by concurrency."""
-
-
-def switches(worker: Any) -> dict[str, Callable[[], None]]:
-    """What brings an engine's worker into each state."""
-    from specserve.engine.worker import SpeculationMixin
-
-    runner, vllms = worker.model_runner, super(SpeculationMixin, worker)
-    config = runner.speculative_config
-
-    def state(is_on: bool) -> None:
-        runner.speculative_config = config if is_on else None
-        for name in ("execute_model", "sample_tokens"):
-            if is_on:
-                worker.__dict__.pop(name, None)
-            else:
-                setattr(worker, name, getattr(vllms, name))
-
-    return {"speculation": lambda: state(True), "no speculation": lambda: state(False)}
 
 
 def measure(method: str, path: Path, turns: int) -> list[dict[str, Any]]:
@@ -60,16 +39,16 @@ def measure(method: str, path: Path, turns: int) -> list[dict[str, Any]]:
 
     config = measured_config(path)
     engine = OfflineEngine(config, parse_method(method, config))
-    core: Any = engine._engine.engine_core
-    states = switches(core.engine_core.model_executor.driver_worker.worker)
+    switch = SpeculationSwitch(worker_of(engine))
+    states = {"speculation": True, "no speculation": False}
     rows = []
     for concurrency in CONCURRENCIES:
         seconds: dict[str, list[float]] = {name: [] for name in states}
         order = list(states.items())
         for turn in track(range(turns + 1), f"concurrency {concurrency}"):
             jobs = random_jobs(RANDOM_VOCAB, JOBS[concurrency], MAX_TOKENS, turn)
-            for name, switch in order:
-                switch()
+            for name, is_on in order:
+                switch(is_on=is_on)
                 seconds[name].append(engine.run(jobs, concurrency, lambda *_: None).seconds)
             order = order[1:] + order[:1]
         base = seconds["no speculation"]
@@ -94,11 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--method", default="ngram+trie")
     parser.add_argument("--turns", type=int, default=24)
     args = parser.parse_args(argv)
-    environment = engine_environment(measured_config(args.config))
-    if environment != os.environ:  # what loads libraries wants another process
-        given = sys.argv[1:] if argv is None else argv
-        command = [sys.executable, "-m", "tests.peers.bench_overhead", *given]
-        return subprocess.call(command, env=environment)
+    module = "tests.peers.bench_overhead"
+    if (status := relaunched(module, measured_config(args.config), argv)) is not None:
+        return status
     rows = measure(args.method, args.config, args.turns)
     print_rows(
         Console(), "random text, the speed of the same engine without speculation is 1", rows

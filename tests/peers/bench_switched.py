@@ -1,0 +1,151 @@
+"""One engine whose sources are switched from turn to turn: none, each alone, all.
+
+    python -m tests.peers switched [--turns 6] [--extra-layers 12]
+
+As ``arbiter``, but within one process: two engines differ by some percent whatever they are, which
+is as much as what is asked here. All sources learn in the turns in which they are asked; the first
+turn of each state is not counted. The drafters are told of texts in their turns alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+
+from specserve.bench.machine import circumstances
+from specserve.core.config import AppConfig
+from specserve.engine.generation import Job
+from tests.peers.bench_arbiter import (
+    ALL,
+    CONCURRENCIES,
+    LEAST_JOBS,
+    NONE,
+    WAVES,
+    inflated,
+    jobs_of_sets,
+)
+from tests.peers.bench_engine import measured_config
+from tests.peers.in_process import SpeculationSwitch, relaunched, worker_of
+from tests.peers.tables import print_rows
+
+# What loads vLLM is imported where it is used: the environment has to be set before.
+
+
+class Sources:
+    """Switches an engine's sources.
+
+    Args:
+        worker: its worker.
+
+    Attributes:
+        states: names of what can be switched to.
+    """
+
+    def __init__(self, worker: Any) -> None:
+        self._hook = worker.model_runner.drafter
+        self._all = list(self._hook._chain._sources)
+        self._speculate = SpeculationSwitch(worker)
+        self._has_drafters = self._hook._feeds_drafters
+        self.states = (NONE, *(source.kind for source in self._all), ALL)
+
+    def switch(self, state: str) -> None:
+        """From the next step on; no request may be running."""
+        asked = [source for source in self._all if state in (ALL, source.kind)]
+        self._hook._chain._sources = asked
+        has_drafters = any(source.kind in ("mtp", "draft_model") for source in asked)
+        self._hook._feeds_drafters = self._has_drafters and has_drafters
+        self._speculate(is_on=state != NONE)
+
+
+def measure(
+    config: AppConfig, jobs: dict[str, list[Job]], num_turns: int
+) -> dict[tuple[str, int, str], list[float]]:
+    """Output tokens a second of each turn, by set, concurrency and state."""
+    from specserve.engine.methods import parse_method
+    from specserve.engine.offline import OfflineEngine
+
+    engine = OfflineEngine(config, parse_method(ALL, config))
+    sources = Sources(worker_of(engine))
+    speeds: dict[tuple[str, int, str], list[float]] = {}
+    for name, of_set in jobs.items():
+        for concurrency in CONCURRENCIES:
+            few = of_set[: LEAST_JOBS if concurrency == 1 else WAVES * concurrency]
+            order = sources.states
+            for turn in track(range(num_turns + 1), f"{name}, concurrency {concurrency}"):
+                for state in order:
+                    sources.switch(state)
+                    run = engine.run(few, concurrency, lambda *_: None)
+                    if turn:
+                        key = name, concurrency, state
+                        speeds.setdefault(key, []).append(run.tokens_per_second)
+                order = order[1:] + order[:1]
+    engine.close()
+    return speeds
+
+
+def summarise(speeds: dict[tuple[str, int, str], list[float]]) -> list[dict[str, Any]]:
+    """For each set and concurrency all sources over the best single one, and over none.
+
+    The best is the one whose median ratio to no speculation is highest; it is the luckiest, too.
+    """
+    rows = []
+    for name, concurrency in dict.fromkeys(key[:2] for key in speeds):
+        of = {key[2]: found for key, found in speeds.items() if key[:2] == (name, concurrency)}
+        over_none = {state: _ratios(found, of[NONE]) for state, found in of.items()}
+        alone = {state: median(found) for state, found in over_none.items() if state != ALL}
+        best = max(alone, key=lambda state: alone[state])
+        over_best = _ratios(of[ALL], of[best])
+        rows.append(
+            {
+                "set": name,
+                "concurrency": concurrency,
+                "none_tokens_per_second": round(median(of[NONE])),
+                **{f"{state}_over_none": round(ratio, 3) for state, ratio in alone.items()},
+                "all_over_none": round(median(over_none[ALL]), 3),
+                "best": best,
+                "all_over_best": round(median(over_best), 3),
+                "each_over_best": [round(ratio, 3) for ratio in over_best],
+                "each_over_none": [round(ratio, 3) for ratio in over_none[ALL]],
+            }
+        )
+    return rows
+
+
+def _ratios(speeds: Sequence[float], others: Sequence[float]) -> list[float]:
+    return [one / other for one, other in zip(speeds, others, strict=True)]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints a table and, last, one line of JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--config", type=Path, default=Path("configs/demo.yaml"))
+    parser.add_argument("--max-tokens", type=int, default=48)
+    parser.add_argument("--extra-layers", type=int, default=0)
+    parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    config = measured_config(args.config)
+    if (status := relaunched("tests.peers.bench_switched", config, argv)) is not None:
+        return status
+    jobs = jobs_of_sets(config, args.max_tokens, args.seed, args.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        config = inflated(config, args.extra_layers, Path(folder, "target"))
+        rows = summarise(measure(config, jobs, args.turns))
+    print_rows(Console(width=160), "one engine, its sources switched by turns", rows)
+    options = {key: value for key, value in vars(args).items() if key != "config"}
+    print(
+        json.dumps({"benchmark": "switched", **circumstances(), "options": options, "rows": rows})
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,52 @@
+"""An engine in this very process, for what must be switched between its turns."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from specserve.bench.engine_process import engine_environment
+from specserve.core.config import AppConfig
+
+
+def relaunched(module: str, config: AppConfig, argv: Sequence[str] | None) -> int | None:
+    """Runs a module in a process with an engine's environment; None: this one has it already.
+
+    What loads libraries wants another process.
+    """
+    environment = engine_environment(config)
+    if environment == os.environ:
+        return None
+    given = sys.argv[1:] if argv is None else argv
+    return subprocess.call([sys.executable, "-m", module, *given], env=environment)
+
+
+def worker_of(engine: Any) -> Any:
+    """The worker of an :class:`~specserve.engine.offline.OfflineEngine` of one shard."""
+    return engine._engine.engine_core.engine_core.model_executor.driver_worker.worker
+
+
+class SpeculationSwitch:
+    """Takes a worker's steps as without speculation, and back.
+
+    Args:
+        worker: with a proposer hook.
+    """
+
+    def __init__(self, worker: Any) -> None:
+        from specserve.engine.worker import SpeculationMixin
+
+        self._worker, self._vllms = worker, super(SpeculationMixin, worker)
+        self._config = worker.model_runner.speculative_config
+
+    def __call__(self, *, is_on: bool) -> None:
+        """From the next step on; no request may be running."""
+        self._worker.model_runner.speculative_config = self._config if is_on else None
+        for name in ("execute_model", "sample_tokens"):
+            if is_on:
+                self._worker.__dict__.pop(name, None)
+            else:
+                setattr(self._worker, name, getattr(self._vllms, name))
