@@ -1,6 +1,6 @@
 """One engine whose sources are switched from turn to turn: none, each alone, all.
 
-    python -m tests.peers switched [--turns 6] [--extra-layers 12]
+    python -m tests.peers switched [--turns 6] [--sets chat,again] [--extra-layers 12]
 
 As ``arbiter``, but within one process: two engines differ by some percent whatever they are, which
 is as much as what is asked here. All sources learn in the turns in which they are asked; the first
@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import track
 
 from specserve.bench.machine import circumstances
+from specserve.bench.prompts import BUILT_IN
 from specserve.core.config import AppConfig
 from specserve.engine.generation import Job
 from tests.peers.bench_arbiter import (
@@ -35,6 +36,8 @@ from tests.peers.bench_arbiter import (
 from tests.peers.bench_engine import measured_config
 from tests.peers.in_process import SpeculationSwitch, relaunched, worker_of
 from tests.peers.tables import print_rows
+
+SETS = (*BUILT_IN, "again")
 
 # What loads vLLM is imported where it is used: the environment has to be set before.
 
@@ -130,15 +133,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--extra-layers", type=int, default=0)
     parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--sets", default=",".join(SETS), help="prompt sets")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
+    names = args.sets.split(",")
+    if unknown := set(names) - set(SETS):
+        parser.error(
+            f"--sets {args.sets}: {', '.join(unknown)} unknown; known are {', '.join(SETS)}"
+        )
     config = measured_config(args.config)
     if (status := relaunched("tests.peers.bench_switched", config, argv)) is not None:
         return status
     jobs = jobs_of_sets(config, args.max_tokens, args.seed, args.seed)
     with tempfile.TemporaryDirectory() as folder:
         config = inflated(config, args.extra_layers, Path(folder, "target"))
-        rows = summarise(measure(config, jobs, args.turns))
+        chosen = {name: jobs[name] for name in names}
+        rows = summarise(measure(config, chosen, args.turns))
     print_rows(Console(width=160), "one engine, its sources switched by turns", rows)
     options = {key: value for key, value in vars(args).items() if key != "config"}
     print(
