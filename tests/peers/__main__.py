@@ -23,6 +23,7 @@ BENCHMARKS = {
     "arbiter": "one engine: all sources together, beside each alone",
     "switched": "the same one engine, whose sources are switched from turn to turn",
     "drafters": "a model that drafts: in a process of its own, and in vLLM's engine",
+    "agreement": "the same drafters beside vLLM's own: what both draft at the same places",
     "sharing": "two replicas: one drafter for both, beside a drafter each",
     "memory": "one engine with a memory: ours beside vLLM's suffix decoding",
     "random": "one engine with a memory where nothing can be foreseen: what drafting costs",

@@ -1,6 +1,7 @@
 """One engine whose sources are switched from turn to turn: none, each alone, all.
 
-    python -m tests.peers switched [--turns 6] [--sets chat,again] [--extra-layers 12]
+    python -m tests.peers switched [--turns 6] [--sets chat,again] [--states trie,all]
+        [--extra-layers 12]
 
 As ``arbiter``, but within one process: two engines differ by some percent whatever they are, which
 is as much as what is asked here. All sources learn in the turns in which they are asked; the first
@@ -11,10 +12,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median, stdev
 from typing import Any
 
 from rich.console import Console
@@ -47,9 +49,6 @@ class Sources:
 
     Args:
         worker: its worker.
-
-    Attributes:
-        states: names of what can be switched to.
     """
 
     def __init__(self, worker: Any) -> None:
@@ -57,7 +56,6 @@ class Sources:
         self._all = list(self._hook._chain._sources)
         self._speculate = SpeculationSwitch(worker)
         self._has_drafters = self._hook._feeds_drafters
-        self.states = (NONE, *(source.kind for source in self._all), ALL)
 
     def switch(self, state: str) -> None:
         """From the next step on; no request may be running."""
@@ -69,7 +67,7 @@ class Sources:
 
 
 def measure(
-    config: AppConfig, jobs: dict[str, list[Job]], num_turns: int
+    config: AppConfig, jobs: dict[str, list[Job]], num_turns: int, states: Sequence[str]
 ) -> dict[tuple[str, int, str], list[float]]:
     """Output tokens a second of each turn, by set, concurrency and state."""
     from specserve.engine.methods import parse_method
@@ -81,7 +79,7 @@ def measure(
     for name, of_set in jobs.items():
         for concurrency in CONCURRENCIES:
             few = of_set[: LEAST_JOBS if concurrency == 1 else WAVES * concurrency]
-            order = sources.states
+            order = list(states)
             for turn in track(range(num_turns + 1), f"{name}, concurrency {concurrency}"):
                 for state in order:
                     sources.switch(state)
@@ -95,35 +93,45 @@ def measure(
 
 
 def summarise(speeds: dict[tuple[str, int, str], list[float]]) -> list[dict[str, Any]]:
-    """For each set and concurrency all sources over the best single one, and over none.
+    """For each set and concurrency all sources over the best single one, and each over none.
 
-    The best is the one whose median ratio to no speculation is highest; it is the luckiest, too.
+    The best is the one whose speed's median is highest; it is the luckiest, too.
     """
     rows = []
     for name, concurrency in dict.fromkeys(key[:2] for key in speeds):
         of = {key[2]: found for key, found in speeds.items() if key[:2] == (name, concurrency)}
-        over_none = {state: _ratios(found, of[NONE]) for state, found in of.items()}
-        alone = {state: median(found) for state, found in over_none.items() if state != ALL}
-        best = max(alone, key=lambda state: alone[state])
-        over_best = _ratios(of[ALL], of[best])
-        rows.append(
-            {
-                "set": name,
-                "concurrency": concurrency,
-                "none_tokens_per_second": round(median(of[NONE])),
-                **{f"{state}_over_none": round(ratio, 3) for state, ratio in alone.items()},
-                "all_over_none": round(median(over_none[ALL]), 3),
-                "best": best,
-                "all_over_best": round(median(over_best), 3),
-                "each_over_best": [round(ratio, 3) for ratio in over_best],
-                "each_over_none": [round(ratio, 3) for ratio in over_none[ALL]],
-            }
-        )
+        best = max(set(of) - {ALL, NONE}, key=lambda state: median(of[state]))
+        each_over_best = _ratios(of[ALL], of[best])
+        row = {
+            "set": name,
+            "concurrency": concurrency,
+            "best": best,
+            "best_tokens_per_second": round(median(of[best])),
+            "all_over_best": round(median(each_over_best), 3),
+            "mean": round(_geometric_mean(each_over_best), 3),
+            "its_error": round(_error_of_mean(each_over_best), 3),
+            "each_over_best": [round(ratio, 3) for ratio in each_over_best],
+        }
+        if NONE in of:
+            for state in of:
+                over_none = _ratios(of[state], of[NONE])
+                row[f"{state}_over_none"] = round(median(over_none), 3)
+            row["each_over_none"] = [round(ratio, 3) for ratio in _ratios(of[ALL], of[NONE])]
+        rows.append(row)
     return rows
 
 
 def _ratios(speeds: Sequence[float], others: Sequence[float]) -> list[float]:
     return [one / other for one, other in zip(speeds, others, strict=True)]
+
+
+def _geometric_mean(ratios: Sequence[float]) -> float:
+    return math.exp(fmean(map(math.log, ratios)))
+
+
+def _error_of_mean(ratios: Sequence[float]) -> float:
+    """Standard error of the geometric mean of two or more, as a share of it."""
+    return stdev(map(math.log, ratios)) / math.sqrt(len(ratios))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -133,28 +141,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--extra-layers", type=int, default=0)
     parser.add_argument("--turns", type=int, default=6)
-    parser.add_argument("--sets", default=",".join(SETS), help="prompt sets")
+    parser.add_argument("--sets", help="prompt sets")
+    parser.add_argument("--states", help="all, and what it is compared with")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    names = args.sets.split(",")
-    if unknown := set(names) - set(SETS):
-        parser.error(
-            f"--sets {args.sets}: {', '.join(unknown)} unknown; known are {', '.join(SETS)}"
-        )
+    names = _known(parser, "--sets", args.sets, SETS)
     config = measured_config(args.config)
+    sources = (source.kind for source in config.speculation)
+    states = _known(parser, "--states", args.states, (NONE, *sources, ALL))
+    if ALL not in states or not set(states) - {ALL, NONE}:
+        parser.error(f"--states {args.states}: {ALL} and a source are needed")
+    if args.turns < 2:
+        parser.error(f"--turns {args.turns}: at least 2")
     if (status := relaunched("tests.peers.bench_switched", config, argv)) is not None:
         return status
     jobs = jobs_of_sets(config, args.max_tokens, args.seed, args.seed)
     with tempfile.TemporaryDirectory() as folder:
         config = inflated(config, args.extra_layers, Path(folder, "target"))
         chosen = {name: jobs[name] for name in names}
-        rows = summarise(measure(config, chosen, args.turns))
+        rows = summarise(measure(config, chosen, args.turns, states))
     print_rows(Console(width=160), "one engine, its sources switched by turns", rows)
     options = {key: value for key, value in vars(args).items() if key != "config"}
     print(
         json.dumps({"benchmark": "switched", **circumstances(), "options": options, "rows": rows})
     )
     return 0
+
+
+def _known(
+    parser: argparse.ArgumentParser, option: str, given: str | None, known: Sequence[str]
+) -> list[str]:
+    """An option's names; none given: all."""
+    names = given.split(",") if given else list(known)
+    if unknown := set(names) - set(known):
+        parser.error(
+            f"{option} {given}: {', '.join(unknown)} unknown; known are {', '.join(known)}"
+        )
+    return names
 
 
 if __name__ == "__main__":

@@ -1,0 +1,38 @@
+"""The same model drafts the same tokens, in a process of its own and in vLLM's engine."""
+
+from pathlib import Path
+
+import pytest
+
+from specserve.bench.prompts import load_prompts, load_tokenizer
+from specserve.core.config import AppConfig
+from specserve.engine.generation import Job, Sampling
+from tests.integration.cluster import model_path
+from tests.peers.bench_agreement import measure
+from tests.peers.bench_drafters import blurred_copy, draft_model_contenders, mtp_contenders
+from tests.peers.bench_engine import Contender
+
+
+def contenders(config: AppConfig, source: str, target: Path) -> list[Contender]:
+    """None, ours, vLLM's with our kernels, vLLM's."""
+    if source == "mtp":
+        model = config.model.model_copy(update={"path": str(model_path("demo-base"))})
+        return mtp_contenders(config.model_copy(update={"model": model}), 2)
+    blurred_copy(model_path("demo-draft"), target, seed=0)
+    return draft_model_contenders(config, target, 2)
+
+
+@pytest.mark.parametrize("source", ["mtp", "draft_model"])
+def test_drafts_are_vllms(config: AppConfig, source: str, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(model_path("demo-base")), "")
+    prompts = load_prompts("code", tokenizer, num_prompts=6, seed=0)
+    jobs = {"code": [Job(prompt.token_ids, Sampling(max_tokens=48)) for prompt in prompts]}
+    _, ours, theirs, _ = contenders(config, source, tmp_path / "target")
+    (row,) = measure(ours, theirs, jobs)
+    assert row["places"] > 50
+    # In float32 on both sides; a tie may still fall either way.
+    assert row["same_1"] >= 0.98
+    assert row["same_2"] >= 0.98
+    assert row["ours_right_1"] == pytest.approx(row["vllm_right_1"], abs=0.02)
+    assert row["ours_right_2"] == pytest.approx(row["vllm_right_2"], abs=0.02)
+    assert 0.5 < row["ours_right_1"] < 1  # neither wrong nor trivial
