@@ -110,7 +110,9 @@ class Cluster:
             "RAY_TMPDIR": str(self.folder),
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_worker_niceness": "0",
-            "RAY_metrics_report_interval_ms": "1000",
+            # Ray drops increments whose export takes longer than half of it, as a process does that
+            # waits for its turn on a busy machine.
+            "RAY_metrics_report_interval_ms": "5000",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_RPC_BASE_PATH": str(self.folder),  # sockets, which a killed engine leaves
             "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",

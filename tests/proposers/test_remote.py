@@ -182,6 +182,29 @@ def test_a_text_that_the_drafter_has_no_room_for_is_sent_seldom(
     served.until_drafts("b")
 
 
+def test_another_drafter_may_have_room_at_once(
+    stack: ExitStack, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "NO_ROOM_REST_S", 1000.0)
+    full, roomy = FakeDrafter(), FakeDrafter()
+    full.room = 1
+    server = DrafterServer(full)
+    place.address = server.address
+    made = replica(stack, place, timeout_s=0.2)
+    made.until_up()
+    for name in ("a", "b"):
+        made.grow(name, 20)
+    made.until_drafts("a")
+    assert made.propose("b") == [()]
+    reading_s = made.proposer.reading_s(batch_of(made, "a", "b"))
+    assert reading_s[0] == 0.0
+    assert math.isnan(reading_s[1])
+    assert made.propose("b") == [()]
+    server.close()
+    serve(stack, place, roomy)
+    made.until_drafts("b")
+
+
 def test_no_more_is_asked_for_than_can_be_used(served: Replica, drafter: FakeDrafter) -> None:
     served.grow("a", 10)
     assert [len(draft) for draft in served.propose("a", limit=1)] == [1]
