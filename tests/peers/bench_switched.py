@@ -113,7 +113,8 @@ def summarise(speeds: dict[tuple[str, int, str], list[float]]) -> list[dict[str,
             "each_over_best": [round(ratio, 3) for ratio in each_over_best],
         }
         if NONE in of:
-            for state in of:
+            row["none_tokens_per_second"] = round(median(of[NONE]))
+            for state in [state for state in of if state != NONE]:
                 over_none = _ratios(of[state], of[NONE])
                 row[f"{state}_over_none"] = round(median(over_none), 3)
             row["each_over_none"] = [round(ratio, 3) for ratio in _ratios(of[ALL], of[NONE])]
