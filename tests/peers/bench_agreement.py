@@ -4,8 +4,9 @@
 
 One request at a time, greedy, on both sides the same target and kernels. A place is a text and how
 far it was written; drafts are compared where both sides have one and wrote the same text before.
-vLLM drafts at places where ours does not: behind a prompt that is yet to be read, and where fewer
-tokens may follow than a draft has. So acceptance over all drafts differs, though the drafts do not.
+Where one side alone has a draft, it is told how good those are: a step begins where the last one's
+draft was refused, so that places differ once a draft did, and ours are not waited for behind a long
+prompt. A draft is right so far as its own engine went on with it.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ from specserve.bench.engine_process import engine_environment
 from specserve.bench.machine import circumstances
 from specserve.bench.prompts import load_prompts, load_tokenizer
 from specserve.engine.generation import Job, Sampling
-from specserve.engine.methods import parse_method
 from tests.peers.bench_drafters import (
     DRAFT_MODEL,
     blurred_copy,
@@ -37,108 +37,130 @@ from tests.peers.bench_drafters import (
 from tests.peers.bench_engine import Contender, measured_config
 from tests.peers.tables import print_rows
 
+PATIENCE_S = 60.0
+"""How long a draft is waited for: a late one would be none."""
+
 Tokens = tuple[int, ...]
+Place = tuple[Tokens, int]
+"""A prompt, and the number of output tokens after it."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Side:
     """What one engine wrote and drafted.
 
     Attributes:
         texts: output tokens by prompt.
-        drafts: by prompt and number of output tokens before.
+        drafts: by place.
     """
 
-    texts: dict[Tokens, Tokens] = field(default_factory=dict)
-    drafts: dict[tuple[Tokens, int], Tokens] = field(default_factory=dict)
+    texts: dict[Tokens, Tokens]
+    drafts: dict[Place, Tokens]
+
+    def within(self, prompts: set[Tokens]) -> Side:
+        """The same of these prompts alone."""
+        drafts = {place: draft for place, draft in self.drafts.items() if place[0] in prompts}
+        return Side(self.texts, drafts)
+
+    def num_right(self, place: Place) -> int:
+        """How many tokens of a draft the text went on with."""
+        prompt, begin = place
+        pairs = zip(self.drafts[place], self.texts[prompt][begin:], strict=False)
+        return next((i for i, (one, other) in enumerate(pairs) if one != other), self.known(place))
+
+    def known(self, place: Place) -> int:
+        """How many tokens of a draft can be right or wrong: the text ends."""
+        prompt, begin = place
+        return min(len(self.drafts[place]), len(self.texts[prompt]) - begin)
 
 
 def run_side(contender: Contender, jobs: Sequence[Job]) -> Side:
     """Runs the jobs in a process of their own, one after the other."""
+    patient = tuple(
+        source.model_copy(update={"timeout_s": PATIENCE_S})
+        for source in contender.config.speculation
+    )
+    config = contender.config.model_copy(update={"speculation": patient})
     with tempfile.TemporaryDirectory() as folder:
         given, found = Path(folder, "given"), Path(folder, "found")
-        given.write_bytes(pickle.dumps((contender, list(jobs))))
-        command = [sys.executable, "-m", "tests.peers.bench_agreement", str(given), str(found)]
-        environment = engine_environment(contender.config)
+        given.write_bytes(pickle.dumps((replace(contender, config=config), list(jobs))))
+        command = [sys.executable, "-m", "tests.peers.watched_engine", str(given), str(found)]
+        environment = engine_environment(config)
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise RuntimeError(f"{contender.name}: {done.stderr[-2000:]}")
+            said = done.stderr[-2000:]
+            raise RuntimeError(f"{contender.name}: exit code {done.returncode}: {said}")
         return Side(*pickle.loads(found.read_bytes()))
 
 
-def compare(ours: Side, theirs: Side) -> dict[str, Any]:
-    """How many drafts are the same, and how many were right, where both sides have one."""
-    pairs = list(_common(ours, theirs))
-    row: dict[str, Any] = {"places": len(pairs)}
-    for position in range(1, 1 + max((len(draft) for draft, _, _ in pairs), default=0)):
-        # What follows a wrong token may be anything.
-        alike = [
-            (one, other, text)
-            for one, other, text in pairs
-            if min(len(one), len(other), len(text)) >= position
-        ]
-        same = [one[:position] == other[:position] for one, other, _ in alike]
-        row[f"same_{position}"] = round(sum(same) / len(alike), 3)
-        for side, which in (("ours", 0), ("vllm", 1)):
-            right = [pair[which][:position] == pair[2][:position] for pair in alike]
-            row[f"{side}_right_{position}"] = round(sum(right) / len(alike), 3)
+def compare(ours: Side, theirs: Side, num_tokens: int) -> Iterator[dict[str, Any]]:
+    """A row for the places of both, and one for those of each alone: behind a prompt, and others.
+
+    Args:
+        ours: of a drafter.
+        theirs: of vLLM.
+        num_tokens: positions of a draft that are told.
+    """
+    both = {
+        (prompt, begin)
+        for prompt, begin in ours.drafts.keys() & theirs.drafts.keys()
+        if ours.texts[prompt][:begin] == theirs.texts[prompt][:begin]
+    }
+    yield {"drafts of": "both", **_row(both, ours, theirs, num_tokens)}
+    for name, one, other in (("ours", ours, None), ("vLLM", None, theirs)):
+        side = one or other
+        assert side is not None
+        alone = side.drafts.keys() - both
+        # The first token is of the step that ends the prompt; drafts are of those behind it.
+        first = {place for place in alone if place[1] == 1}
+        for where, places in (("behind a prompt", first), ("elsewhere", alone - first)):
+            yield {"drafts of": f"{name} alone, {where}", **_row(places, one, other, num_tokens)}
+
+
+def _row(
+    places: set[Place], ours: Side | None, theirs: Side | None, num_tokens: int
+) -> dict[str, Any]:
+    """Shares by position; empty where there is nothing to tell."""
+    row: dict[str, Any] = {"places": len(places)}
+    positions = range(1, num_tokens + 1)
+    if ours and theirs:
+        pairs = [(ours.drafts[place], theirs.drafts[place]) for place in places]
+    else:
+        pairs = []
+    for end in positions:
+        row[f"same_{end}"] = _share(
+            [a[:end] == b[:end] for a, b in pairs if len(a) >= end <= len(b)]
+        )
+    for name, side in (("ours", ours), ("vllm", theirs)):
+        for end in positions:
+            known = [place for place in places if side.known(place) >= end] if side else []
+            right = [side.num_right(place) >= end for place in known] if side else []
+            row[f"{name}_right_{end}"] = _share(right)
     return row
 
 
-def _common(ours: Side, theirs: Side) -> Iterator[tuple[Tokens, Tokens, Tokens]]:
-    """Both drafts of a place, and what was written there."""
-    for (prompt, begin), draft in ours.drafts.items():
-        text, other = ours.texts[prompt], theirs.drafts.get((prompt, begin), ())
-        if draft and other and text[:begin] == theirs.texts[prompt][:begin]:
-            yield draft, other, text[begin:]
+def _share(those: Sequence[bool]) -> float | str:
+    return round(sum(those) / len(those), 3) if those else ""
 
 
 def measure(
-    ours: Contender, theirs: Contender, jobs: dict[str, list[Job]]
+    ours: Contender, theirs: Contender, jobs: dict[str, list[Job]], num_tokens: int
 ) -> Iterator[dict[str, Any]]:
-    """A row for each set.
+    """The rows of :func:`compare` for each set.
 
     Args:
         ours: drafts by a drafter.
         theirs: drafts in vLLM's engine, with the same model.
         jobs: by the name of their set; no prompt twice.
+        num_tokens: drafted in a step.
     """
     of_all = [job for of_set in jobs.values() for job in of_set]
-    sides = [run_side(each, of_all) for each in (ours, theirs)]
+    assert len({job.prompt_token_ids for job in of_all}) == len(of_all)
+    one, other = (run_side(each, of_all) for each in (ours, theirs))
     for name, of_set in jobs.items():
         prompts = {job.prompt_token_ids for job in of_set}
-        narrowed = [replace(side, drafts=_of(side, prompts)) for side in sides]
-        yield {"source": ours.name, "set": name, **compare(*narrowed)}
-
-
-def _of(side: Side, prompts: Collection[Tokens]) -> dict[tuple[Tokens, int], Tokens]:
-    return {place: draft for place, draft in side.drafts.items() if place[0] in prompts}
-
-
-def _watch(given: Path, found: Path) -> None:
-    """The child: runs the jobs and writes down what the scheduler is told of drafts."""
-    from specserve.engine.offline import OfflineEngine
-
-    contender, jobs = pickle.loads(given.read_bytes())
-    method = parse_method(contender.method, contender.config)
-    method = replace(method, on_our_kernels=contender.on_our_kernels)
-    engine = OfflineEngine(contender.config, method)
-    scheduler = engine._engine.engine_core.engine_core.scheduler
-    side, update = Side(), scheduler.update_draft_token_ids
-
-    def note(drafts: Any) -> None:
-        for request_id, tokens in zip(drafts.req_ids, drafts.draft_token_ids, strict=True):
-            if (request := scheduler.requests.get(request_id)) is not None:
-                place = tuple(request.prompt_token_ids), request.num_output_tokens
-                side.drafts[place] = tuple(tokens)
-        update(drafts)
-
-    scheduler.update_draft_token_ids = note
-    result = engine.run(jobs, 1, lambda *_: None)
-    engine.close()
-    for job, completion in zip(jobs, result.completions, strict=True):
-        side.texts[job.prompt_token_ids] = tuple(completion.token_ids)
-    found.write_bytes(pickle.dumps((side.texts, side.drafts)))
+        for row in compare(one.within(prompts), other.within(prompts), num_tokens):
+            yield {"source": ours.name, "set": name, **row}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -151,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--num-draft-tokens", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    config = measured_config(args.config)
+    config, num_tokens = measured_config(args.config), args.num_draft_tokens
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.path, config.model.revision)
     sampling = Sampling(max_tokens=args.max_tokens)
     jobs = {
@@ -165,11 +187,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder, "target")
-        blurred_copy(Path(DRAFT_MODEL), target, args.seed)
-        _, *mtp = mtp_contenders(config, args.num_draft_tokens)
-        _, *draft_model = draft_model_contenders(config, target, args.num_draft_tokens)
-        rows = [row for pair in (mtp, draft_model) for row in measure(pair[0], pair[1], jobs)]
-    print_rows(Console(width=160), "drafts at the same places", rows)
+        blurred_copy(DRAFT_MODEL, target, args.seed)
+        rows: list[dict[str, Any]] = []
+        for _, ours, theirs, *_ in (
+            mtp_contenders(config, num_tokens),
+            draft_model_contenders(config, DRAFT_MODEL, target, num_tokens),
+        ):
+            rows += measure(ours, theirs, jobs, num_tokens)
+    print_rows(Console(width=200), "drafts at the same places", rows)
     options = {key: value for key, value in vars(args).items() if key != "config"}
     document = {"options": options, "config": config.model_dump(mode="json"), "rows": rows}
     print(json.dumps({"benchmark": "agreement", **circumstances(), **document}))
@@ -177,4 +202,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    _watch(*map(Path, sys.argv[1:]))
+    raise SystemExit(main())

@@ -31,7 +31,7 @@ from specserve.engine.generation import Job, Sampling
 from tests.peers.bench_engine import Contender, compare, measured_config
 from tests.peers.tables import print_rows
 
-DRAFT_MODEL = "configs/models/demo-draft"
+DRAFT_MODEL = Path("configs/models/demo-draft")
 
 NOISE = 0.1
 """In the target of the draft model, as a share of each matrix's standard deviation."""
@@ -44,18 +44,20 @@ def mtp_contenders(config: AppConfig, num_tokens: int) -> list[Contender]:
     return _on_both_sides(config, "mtp", f"vllm-mtp:{num_tokens}")
 
 
-def draft_model_contenders(config: AppConfig, target: Path, num_tokens: int) -> list[Contender]:
+def draft_model_contenders(
+    config: AppConfig, draft_model: Path, target: Path, num_tokens: int
+) -> list[Contender]:
     """The same with the draft model, for a target whose attention vLLM can serve beside it."""
     source = DraftModelConfig(
         kind="draft_model",
-        model=DRAFT_MODEL,
+        model=str(draft_model),
         max_draft_len=num_tokens,
         dynamic=False,
         num_cpus=0,
     )
     model = config.model.model_copy(update={"path": str(target)})
     config = config.model_copy(update={"model": model, "speculation": (source,)})
-    return _on_both_sides(config, "draft_model", f"vllm-draft:{DRAFT_MODEL}")
+    return _on_both_sides(config, "draft_model", f"vllm-draft:{draft_model}")
 
 
 def _on_both_sides(config: AppConfig, ours: str, theirs: str) -> list[Contender]:
@@ -138,8 +140,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = compare(console, mtp_contenders(config, args.mtp_tokens), [jobs] * args.rounds)
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder, "target")
-        blurred_copy(Path(DRAFT_MODEL), target, args.seed)
-        entrants = draft_model_contenders(config, target, args.draft_tokens)
+        blurred_copy(DRAFT_MODEL, target, args.seed)
+        entrants = draft_model_contenders(config, DRAFT_MODEL, target, args.draft_tokens)
         rows += compare(console, entrants, [jobs] * args.rounds)
     accepted = acceptance(rows)
     print_rows(console, "acceptance at each position", accepted)

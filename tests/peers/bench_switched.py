@@ -1,7 +1,7 @@
 """One engine whose sources are switched from turn to turn: none, each alone, all.
 
     python -m tests.peers switched [--turns 6] [--sets chat,again] [--states trie,all]
-        [--extra-layers 12]
+        [--concurrencies 1 8] [--extra-layers 12]
 
 As ``arbiter``, but within one process: two engines differ by some percent whatever they are, which
 is as much as what is asked here. All sources learn in the turns in which they are asked; the first
@@ -14,7 +14,7 @@ import argparse
 import json
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
@@ -67,7 +67,11 @@ class Sources:
 
 
 def measure(
-    config: AppConfig, jobs: dict[str, list[Job]], num_turns: int, states: Sequence[str]
+    config: AppConfig,
+    jobs: dict[str, list[Job]],
+    concurrencies: Sequence[int],
+    states: Sequence[str],
+    num_turns: int,
 ) -> dict[tuple[str, int, str], list[float]]:
     """Output tokens a second of each turn, by set, concurrency and state."""
     from specserve.engine.methods import parse_method
@@ -77,7 +81,7 @@ def measure(
     sources = Sources(worker_of(engine))
     speeds: dict[tuple[str, int, str], list[float]] = {}
     for name, of_set in jobs.items():
-        for concurrency in CONCURRENCIES:
+        for concurrency in concurrencies:
             few = of_set[: LEAST_JOBS if concurrency == 1 else WAVES * concurrency]
             order = list(states)
             for turn in track(range(num_turns + 1), f"{name}, concurrency {concurrency}"):
@@ -95,12 +99,12 @@ def measure(
 def summarise(speeds: dict[tuple[str, int, str], list[float]]) -> list[dict[str, Any]]:
     """For each set and concurrency all sources over the best single one, and each over none.
 
-    The best is the one whose speed's median is highest; it is the luckiest, too.
+    The best is the source whose median speed is highest; it is the luckiest, too.
     """
     rows = []
     for name, concurrency in dict.fromkeys(key[:2] for key in speeds):
         of = {key[2]: found for key, found in speeds.items() if key[:2] == (name, concurrency)}
-        best = max(set(of) - {ALL, NONE}, key=lambda state: median(of[state]))
+        best = max(_single(of), key=lambda state: median(of[state]))
         each_over_best = _ratios(of[ALL], of[best])
         row = {
             "set": name,
@@ -108,8 +112,8 @@ def summarise(speeds: dict[tuple[str, int, str], list[float]]) -> list[dict[str,
             "best": best,
             "best_tokens_per_second": round(median(of[best])),
             "all_over_best": round(median(each_over_best), 3),
-            "mean": round(_geometric_mean(each_over_best), 3),
-            "its_error": round(_error_of_mean(each_over_best), 3),
+            "geometric_mean": round(_geometric_mean(each_over_best), 3),
+            "relative_error": round(_error_of_mean(each_over_best), 3),
             "each_over_best": [round(ratio, 3) for ratio in each_over_best],
         }
         if NONE in of:
@@ -120,6 +124,10 @@ def summarise(speeds: dict[tuple[str, int, str], list[float]]) -> list[dict[str,
             row["each_over_none"] = [round(ratio, 3) for ratio in _ratios(of[ALL], of[NONE])]
         rows.append(row)
     return rows
+
+
+def _single(states: Iterable[str]) -> list[str]:
+    return [state for state in states if state not in (ALL, NONE)]
 
 
 def _ratios(speeds: Sequence[float], others: Sequence[float]) -> list[float]:
@@ -142,15 +150,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--extra-layers", type=int, default=0)
     parser.add_argument("--turns", type=int, default=6)
-    parser.add_argument("--sets", help="prompt sets")
-    parser.add_argument("--states", help="all, and what it is compared with")
+    parser.add_argument("--sets", help="prompt sets (default: all)")
+    parser.add_argument(
+        "--concurrencies", type=int, nargs="+", choices=CONCURRENCIES, default=CONCURRENCIES
+    )
+    parser.add_argument("--states", help="all, and what it is compared with (default: everything)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     names = _known(parser, "--sets", args.sets, SETS)
     config = measured_config(args.config)
     sources = (source.kind for source in config.speculation)
     states = _known(parser, "--states", args.states, (NONE, *sources, ALL))
-    if ALL not in states or not set(states) - {ALL, NONE}:
+    if ALL not in states or not _single(states):
         parser.error(f"--states {args.states}: {ALL} and a source are needed")
     if args.turns < 2:
         parser.error(f"--turns {args.turns}: at least 2")
@@ -160,9 +171,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         config = inflated(config, args.extra_layers, Path(folder, "target"))
         chosen = {name: jobs[name] for name in names}
-        rows = summarise(measure(config, chosen, args.turns, states))
+        rows = summarise(measure(config, chosen, args.concurrencies, states, args.turns))
     print_rows(Console(width=160), "one engine, its sources switched by turns", rows)
     options = {key: value for key, value in vars(args).items() if key != "config"}
+    options |= {"sets": names, "states": states}
     print(
         json.dumps({"benchmark": "switched", **circumstances(), "options": options, "rows": rows})
     )
@@ -171,13 +183,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _known(
     parser: argparse.ArgumentParser, option: str, given: str | None, known: Sequence[str]
-) -> list[str]:
-    """An option's names; none given: all."""
-    names = given.split(",") if given else list(known)
-    if unknown := set(names) - set(known):
-        parser.error(
-            f"{option} {given}: {', '.join(unknown)} unknown; known are {', '.join(known)}"
-        )
+) -> Sequence[str]:
+    """An option's names; None: all."""
+    names = known if given is None else given.split(",")
+    unknown = [name for name in names if name not in known]
+    if unknown or len(set(names)) < len(names):
+        what = f"{', '.join(unknown)} unknown" if unknown else "each once"
+        parser.error(f"{option} {given}: {what}; known are {', '.join(known)}")
     return names
 
 

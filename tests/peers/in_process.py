@@ -26,7 +26,16 @@ def relaunched(module: str, config: AppConfig, argv: Sequence[str] | None) -> in
 
 def worker_of(engine: Any) -> Any:
     """The worker of an :class:`~specserve.engine.offline.OfflineEngine` of one shard."""
-    return engine._engine.engine_core.engine_core.model_executor.driver_worker.worker
+    return _core_of(engine).model_executor.driver_worker.worker
+
+
+def scheduler_of(engine: Any) -> Any:
+    """The scheduler of an :class:`~specserve.engine.offline.OfflineEngine`."""
+    return _core_of(engine).scheduler
+
+
+def _core_of(engine: Any) -> Any:
+    return engine._engine.engine_core.engine_core
 
 
 class SpeculationSwitch:

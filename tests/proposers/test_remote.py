@@ -190,7 +190,7 @@ def test_another_drafter_may_have_room_at_once(
     full.room = 1
     server = DrafterServer(full)
     place.address = server.address
-    made = replica(stack, place, timeout_s=0.2)
+    made = replica(stack, place)
     made.until_up()
     for name in ("a", "b"):
         made.grow(name, 20)
@@ -199,7 +199,9 @@ def test_another_drafter_may_have_room_at_once(
     reading_s = made.proposer.reading_s(batch_of(made, "a", "b"))
     assert reading_s[0] == 0.0
     assert math.isnan(reading_s[1])
+    num_calls = len(full.calls)
     assert made.propose("b") == [()]
+    assert len(full.calls) == num_calls
     server.close()
     serve(stack, place, roomy)
     made.until_drafts("b")

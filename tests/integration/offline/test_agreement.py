@@ -12,14 +12,17 @@ from tests.peers.bench_agreement import measure
 from tests.peers.bench_drafters import blurred_copy, draft_model_contenders, mtp_contenders
 from tests.peers.bench_engine import Contender
 
+NUM_TOKENS = 2
+
 
 def contenders(config: AppConfig, source: str, target: Path) -> list[Contender]:
     """None, ours, vLLM's with our kernels, vLLM's."""
     if source == "mtp":
         model = config.model.model_copy(update={"path": str(model_path("demo-base"))})
-        return mtp_contenders(config.model_copy(update={"model": model}), 2)
-    blurred_copy(model_path("demo-draft"), target, seed=0)
-    return draft_model_contenders(config, target, 2)
+        return mtp_contenders(config.model_copy(update={"model": model}), NUM_TOKENS)
+    draft_model = model_path("demo-draft")
+    blurred_copy(draft_model, target, seed=0)
+    return draft_model_contenders(config, draft_model, target, NUM_TOKENS)
 
 
 @pytest.mark.parametrize("source", ["mtp", "draft_model"])
@@ -28,11 +31,11 @@ def test_drafts_are_vllms(config: AppConfig, source: str, tmp_path: Path) -> Non
     prompts = load_prompts("code", tokenizer, num_prompts=6, seed=0)
     jobs = {"code": [Job(prompt.token_ids, Sampling(max_tokens=48)) for prompt in prompts]}
     _, ours, theirs, _ = contenders(config, source, tmp_path / "target")
-    (row,) = measure(ours, theirs, jobs)
-    assert row["places"] > 50
-    # In float32 on both sides; a tie may still fall either way.
-    assert row["same_1"] >= 0.98
-    assert row["same_2"] >= 0.98
-    assert row["ours_right_1"] == pytest.approx(row["vllm_right_1"], abs=0.02)
-    assert row["ours_right_2"] == pytest.approx(row["vllm_right_2"], abs=0.02)
-    assert 0.5 < row["ours_right_1"] < 1  # neither wrong nor trivial
+    both, *_ = measure(ours, theirs, jobs, NUM_TOKENS)
+    assert both["places"] > 50
+    # In float32 on both sides, but the target's states reach our module as bfloat16.
+    assert both["same_1"] >= 0.98
+    assert both["same_2"] >= 0.98
+    assert both["ours_right_1"] == pytest.approx(both["vllm_right_1"], abs=0.02)
+    assert both["ours_right_2"] == pytest.approx(both["vllm_right_2"], abs=0.02)
+    assert both["ours_right_2"] > 0.4  # the same nonsense would agree, too
