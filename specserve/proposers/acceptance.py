@@ -34,6 +34,13 @@ _RECORD_MEMORY = 0.97
 _MOST_SAID = 1024
 
 
+def num_right(draft: Draft, new_tokens: Sequence[int]) -> int:
+    """How many of a draft's first tokens the target wrote."""
+    pairs = enumerate(zip(draft.tokens, new_tokens, strict=False))
+    differ = (i for i, (drafted, written) in pairs if drafted != written)
+    return next(differ, min(len(draft.tokens), len(new_tokens)))
+
+
 class Acceptance:
     """Estimates ``P(token j accepted | tokens before j accepted)``.
 
@@ -78,9 +85,7 @@ class Acceptance:
         num_known = min(len(draft.tokens), len(new_tokens))
         if not num_known:
             return
-        num_hits = 0
-        while num_hits < num_known and draft.tokens[num_hits] == new_tokens[num_hits]:
-            num_hits += 1
+        num_hits = num_right(draft, new_tokens)
         self._count(request_id, draft, num_hits, num_known)
         if draft.chances and not draft.match_len:
             # A model's: whether to ask for the next is decided before any chances are known.

@@ -26,6 +26,10 @@ class Arbiter:
         """Whether there are offers to learn from with these requests' next tokens."""
         return any(request_id in self._offered for request_id in request_ids)
 
+    def offers(self, request_id: str) -> Sequence[Draft]:
+        """A request's drafts of the last step, sent or not."""
+        return self._offered.get(request_id, ())
+
     def choose(self, request_id: str, offers: Sequence[Draft]) -> int:
         """Index of the best of one request's drafts; of equals the first.
 

@@ -25,6 +25,7 @@ from msgspec.structs import replace
 from specserve.core.config import DrafterConfig, SourceConfig
 from specserve.core.metrics import SpeculationMetrics
 from specserve.core.types import Draft, DraftBatch, Int32Array, Outcome, RequestControls
+from specserve.proposers.acceptance import num_right
 from specserve.proposers.arbiter import Arbiter
 from specserve.proposers.base import Proposer, Surroundings
 from specserve.proposers.gate import Gate
@@ -158,24 +159,48 @@ class ProposerChain:
         if not outcomes:
             return
         verified = [
-            (each.draft, each.num_accepted)
-            for each in outcomes
-            if each.draft is not None and each.draft.tokens
+            (each, each.draft) for each in outcomes if each.draft is not None and each.draft.tokens
         ]
-        for draft, num_accepted in verified:
-            self._metrics.count_draft(draft.source, len(draft.tokens), num_accepted)
+        for outcome, draft in verified:
+            self._metrics.count_draft(draft.source, len(draft.tokens), outcome.num_accepted)
         if verified and self._paces:
             self._observe_gains(verified, len(outcomes))
         self._arbiter.observe(outcomes)
 
-    def _observe_gains(self, verified: list[tuple[Draft, int]], num_requests: int) -> None:
-        """Tells the sources' paces what their drafts brought, less what verifying them cost."""
+    def _observe_gains(self, verified: list[tuple[Outcome, Draft]], num_requests: int) -> None:
+        """Tells the sources' paces what their drafts brought, less what verifying them cost.
+
+        What two sources foresaw is credited to the one that brings more: without the other nothing
+        would be lost.
+        """
         plain, base, per_token = self._gate.cost.at(num_requests)
         first, token_seconds = (base - plain) / len(verified), plain / num_requests
-        for draft, num_accepted in verified:
-            if pace := self._paces.get(_KIND_OF.get(draft.source, draft.source)):
-                spent = (first + per_token * len(draft.tokens)) / token_seconds
-                pace.observe_gain(num_accepted - spent)
+        for outcome, draft in verified:
+            if not (pace := self._pace_of(draft)):
+                continue
+            spent = (first + per_token * len(draft.tokens)) / token_seconds
+            gain = outcome.num_accepted - spent
+            if gain > 0:
+                rival, num_same = self._best_rival(outcome, pace)
+                if rival is not None:
+                    shared = gain * num_same / outcome.num_accepted
+                    rival.observe_gain(shared)
+                    gain -= shared
+            pace.observe_gain(gain)
+
+    def _best_rival(self, outcome: Outcome, pace: Pace) -> tuple[Pace | None, int]:
+        """Of what else was offered the source that brings most, if more than the one whose draft
+        was accepted; and how many of the accepted tokens it foresaw."""
+        best, foreseen = pace, 0
+        for offer in self._arbiter.offers(outcome.request_id):
+            rival = self._pace_of(offer)
+            if rival is not None and rival.tokens_a_call > best.tokens_a_call:
+                best, foreseen = rival, num_right(offer, outcome.new_tokens)
+        return (None if best is pace else best), min(foreseen, outcome.num_accepted)
+
+    def _pace_of(self, draft: Draft) -> Pace | None:
+        """The pace of a draft's source."""
+        return self._paces.get(_KIND_OF.get(draft.source, draft.source))
 
     def observe_step(
         self, num_requests: int, num_draft_tokens: int, seconds: float, context: float = 0.0

@@ -30,6 +30,11 @@ class Pace:
         self._pause, self._step = 1, 0
 
     @property
+    def tokens_a_call(self) -> float:
+        """What a call brings in the mean, as :meth:`observe_gain` was told."""
+        return self._yield
+
+    @property
     def is_slow(self) -> bool:
         """Whether the last steps were not all calls."""
         return self._pause > 1

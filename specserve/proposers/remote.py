@@ -156,10 +156,12 @@ class RemoteProposer:
         """Tells the drafter with the next request, or at once where none is to be expected."""
         for request_id in request_ids:
             text = self._texts.pop(request_id, None)
-            if text is not None:
+            if text is None:
+                continue
+            if text.was_sent:
                 self._ended.append(text.number)
-                if self._states is not None:
-                    self._states.forget(text.states)
+            if self._states is not None:
+                self._states.forget(text.states)
         if self._ended and not self._texts and self._peer is not None:
             self._send([], FEED_BUDGET_S)
 

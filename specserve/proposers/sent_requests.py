@@ -22,6 +22,7 @@ class Text:
         salt: who may share its beginning.
         held: positions that the drafter holds, by its last answer.
         is_sent: a request with a row of it is not answered yet.
+        was_sent: the drafter may know it.
         is_partial: the drafter once had to begin it behind a gap.
         rests_until: monotonic time before which it is not sent: the drafter had no room for it.
         states: the target's, for a drafter that continues them.
@@ -31,6 +32,7 @@ class Text:
     salt: int
     held: int = 0
     is_sent: bool = False
+    was_sent: bool = False
     is_partial: bool = False
     rests_until: float = 0.0
     states: TextStates = field(default_factory=TextStates)
@@ -105,7 +107,7 @@ class SentRequests:
             The request's number.
         """
         for text in texts:
-            text.is_sent = True
+            text.is_sent = text.was_sent = True
         self._num_requests += 1
         expires_at = time.monotonic() + budget_s
         self._sent[self._num_requests] = _Sent(texts, state_bytes, num_read, expires_at)

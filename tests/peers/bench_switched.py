@@ -36,7 +36,7 @@ from tests.peers.bench_arbiter import (
     jobs_of_sets,
 )
 from tests.peers.bench_engine import measured_config
-from tests.peers.in_process import SpeculationSwitch, relaunched, worker_of
+from tests.peers.in_process import SpeculationSwitch, relaunched, scheduler_of, worker_of
 from tests.peers.tables import print_rows
 
 SETS = (*BUILT_IN, "again")
@@ -48,10 +48,12 @@ class Sources:
     """Switches an engine's sources.
 
     Args:
-        worker: its worker.
+        engine: an :class:`~specserve.engine.offline.OfflineEngine` of one shard.
     """
 
-    def __init__(self, worker: Any) -> None:
+    def __init__(self, engine: Any) -> None:
+        worker = worker_of(engine)
+        self._scheduler = scheduler_of(engine)
         self._hook = worker.model_runner.drafter
         self._all = list(self._hook._chain._sources)
         self._speculate = SpeculationSwitch(worker)
@@ -59,6 +61,8 @@ class Sources:
 
     def switch(self, state: str) -> None:
         """From the next step on; no request may be running."""
+        # The next step would tell those alone that are asked then.
+        self._hook.forget(self._scheduler.finished_req_ids)
         asked = [source for source in self._all if state in (ALL, source.kind)]
         self._hook._chain._sources = asked
         has_drafters = any(source.kind in ("mtp", "draft_model") for source in asked)
@@ -78,7 +82,7 @@ def measure(
     from specserve.engine.offline import OfflineEngine
 
     engine = OfflineEngine(config, parse_method(ALL, config))
-    sources = Sources(worker_of(engine))
+    sources = Sources(engine)
     speeds: dict[tuple[str, int, str], list[float]] = {}
     for name, of_set in jobs.items():
         for concurrency in concurrencies:

@@ -9,6 +9,7 @@ import pytest
 from specserve.core.config import NgramConfig
 from specserve.core.metrics import HealthSnapshot, SpeculationMetrics
 from specserve.core.types import Draft, DraftBatch, Outcome, RequestControls
+from specserve.proposers.acceptance import num_right
 from specserve.proposers.base import Surroundings
 from specserve.proposers.chain import ProposerChain, build_chain
 from specserve.proposers.gate import Gate
@@ -420,6 +421,65 @@ def test_sources_that_bring_nothing_are_asked_as_often_where_idle_steps_are_not_
             chain.observe_step(1, 0, 0.01)
         num_asked.append([len(source.limits) for _, source in sources])
     assert num_asked[0] == num_asked[1]
+
+
+def num_asked_of_two(
+    ngram: Callable[[int], tuple[int, ...]], trie: Callable[[int], tuple[int, ...]]
+) -> tuple[int, int]:
+    """How often two sources are asked in the last 400 of 600 steps, in which the target writes 1 to
+    5; they draft what is told by step."""
+    clock, step = Clock(), 0
+
+    def source(draft: Callable[[], Draft]) -> Source:
+        def search(batch: DraftBatch) -> list[Draft]:
+            clock.now += 0.0003
+            return [draft()] * len(batch)
+
+        return Source(search)
+
+    sources = {
+        "ngram": source(lambda: Draft(ngram(step), "ngram", 2)),
+        "trie": source(lambda: Draft(trie(step), "trie_local", 8)),
+    }
+    chain = ProposerChain(
+        list(sources.items()),
+        SpeculationMetrics(tuple(sources)),
+        gated_kinds=frozenset(sources),
+        clock=clock,
+    )
+    outcomes: list[Outcome] = []
+    for step in range(600):
+        if step == 200:
+            for each in sources.values():
+                each.limits.clear()
+        (draft,) = chain.step(batch(4), outcomes, [AUTO], chain.due(1))
+        accepted = num_right(draft, (1, 2, 3, 4, 5))
+        new_tokens = (1, 2, 3, 4, 5)[: accepted + 1]
+        outcomes = [Outcome("r0", draft if draft.tokens else None, accepted, new_tokens)]
+        chain.observe_step(1, len(draft.tokens), 0.01)
+    return len(sources["ngram"].limits), len(sources["trie"].limits)
+
+
+def test_a_source_that_foresees_only_what_a_better_one_does_is_asked_seldom() -> None:
+    # Its few drafts are sent, since it is never wrong.
+    few = num_asked_of_two(
+        lambda step: () if step % 7 else (1, 2, 3, 4),
+        lambda step: (1, 9) if step % 7 else (1, 2, 3, 4),
+    )
+    assert few[0] < 100
+    assert few[1] == 400
+
+
+def test_a_source_that_fills_a_better_ones_gaps_is_asked_at_every_step() -> None:
+    both = num_asked_of_two(
+        lambda step: () if step % 7 else (1, 2, 3, 4),
+        lambda step: (1, 9) if step % 7 else (),
+    )
+    assert both == (400, 400)
+
+
+def test_of_two_sources_that_foresee_the_same_one_is_asked_at_every_step() -> None:
+    assert 400 in num_asked_of_two(lambda step: (1, 2), lambda step: (1, 2))
 
 
 def test_no_step_is_idle_while_there_is_a_draft_to_learn_from() -> None:

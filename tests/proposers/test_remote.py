@@ -522,6 +522,21 @@ def test_ended_requests_are_forgotten_and_their_ids_may_come_again(
     assert [row.key[1] for call in drafter.calls for row in call] == [0, 1]
 
 
+def test_a_drafter_is_not_bothered_with_the_end_of_texts_that_it_was_not_told_of(
+    stack: ExitStack, place: Place, drafter: FakeDrafter
+) -> None:
+    server = serve(stack, place, drafter)
+    made = replica(stack, place, dynamic=True)
+    made.until_up()
+    for name in ("untold", "told"):
+        made.grow(name, 20)
+        made.propose(name, limit=0 if name == "untold" else 3)
+        made.proposer.forget([name])
+    eventually(lambda: drafter.forgotten, "the end of the text that was told", WAIT_S, 0.005)
+    assert [key[1] for key in drafter.forgotten] == [1]
+    assert server.counters.num_requests == 2
+
+
 def test_requests_that_want_no_drafts_of_this_source_do_not_reach_it(
     served: Replica, drafter: FakeDrafter
 ) -> None:
