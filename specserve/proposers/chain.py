@@ -18,6 +18,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import inf
 
 import numpy as np
 from msgspec.structs import replace
@@ -44,6 +45,10 @@ _LEARNING_KINDS = frozenset({"trie"})
 
 _KIND_OF = {"trie_local": "trie", "trie_cluster": "trie"}
 """Kinds of source whose drafts bear other names."""
+
+
+def _kind_of(draft: Draft) -> str:
+    return _KIND_OF.get(draft.source, draft.source)
 
 
 class ProposerChain:
@@ -170,37 +175,40 @@ class ProposerChain:
     def _observe_gains(self, verified: list[tuple[Outcome, Draft]], num_requests: int) -> None:
         """Tells the sources' paces what their drafts brought, less what verifying them cost.
 
-        What two sources foresaw is credited to the one that brings more: without the other nothing
-        would be lost.
+        What two sources drafted is credited to the one that is worth more: without the other it
+        would have been sent all the same.
         """
         plain, base, per_token = self._gate.cost.at(num_requests)
         first, token_seconds = (base - plain) / len(verified), plain / num_requests
+        worth = {
+            kind: pace.worth(token_seconds)
+            for kind, pace in self._paces.items()
+            if not pace.is_slow
+        }
         for outcome, draft in verified:
-            if not (pace := self._pace_of(draft)):
+            if not (pace := self._paces.get(_kind_of(draft))):
                 continue
             spent = (first + per_token * len(draft.tokens)) / token_seconds
             gain = outcome.num_accepted - spent
-            if gain > 0:
-                rival, num_same = self._best_rival(outcome, pace)
-                if rival is not None:
-                    shared = gain * num_same / outcome.num_accepted
-                    rival.observe_gain(shared)
-                    gain -= shared
-            pace.observe_gain(gain)
+            rival, share = self._best_rival(outcome, draft, worth)
+            if rival:
+                self._paces[rival].observe_gain(gain * share)
+            pace.observe_gain(gain * (1 - share))
 
-    def _best_rival(self, outcome: Outcome, pace: Pace) -> tuple[Pace | None, int]:
-        """Of what else was offered the source that brings most, if more than the one whose draft
-        was accepted; and how many of the accepted tokens it foresaw."""
-        best, foreseen = pace, 0
+    def _best_rival(
+        self, outcome: Outcome, draft: Draft, worth: Mapping[str, float]
+    ) -> tuple[str, float]:
+        """The source that is worth most of those that offered a draft, if another one than the sent
+        draft's, and which share of that it had too; else none, and 0."""
+        best, num_same = _kind_of(draft), 0
         for offer in self._arbiter.offers(outcome.request_id):
-            rival = self._pace_of(offer)
-            if rival is not None and rival.tokens_a_call > best.tokens_a_call:
-                best, foreseen = rival, num_right(offer, outcome.new_tokens)
-        return (None if best is pace else best), min(foreseen, outcome.num_accepted)
-
-    def _pace_of(self, draft: Draft) -> Pace | None:
-        """The pace of a draft's source."""
-        return self._paces.get(_KIND_OF.get(draft.source, draft.source))
+            kind = _kind_of(offer)
+            if worth.get(kind, -inf) > worth.get(best, -inf):
+                best, num_same = kind, num_right(offer, draft.tokens)
+        if not num_same:
+            return "", 0.0
+        accepted = outcome.num_accepted
+        return best, min(num_same / (accepted or len(draft.tokens)), 1.0)
 
     def observe_step(
         self, num_requests: int, num_draft_tokens: int, seconds: float, context: float = 0.0

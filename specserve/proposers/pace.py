@@ -29,10 +29,9 @@ class Pace:
         self._num_calls = _FIRST_CALLS  # so many the first yield counts for
         self._pause, self._step = 1, 0
 
-    @property
-    def tokens_a_call(self) -> float:
-        """What a call brings in the mean, as :meth:`observe_gain` was told."""
-        return self._yield
+    def worth(self, seconds_per_token: float) -> float:
+        """Seconds that a call saves in the mean, less its own; see :meth:`is_due`."""
+        return self._yield * seconds_per_token - self._seconds
 
     @property
     def is_slow(self) -> bool:

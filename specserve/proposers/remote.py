@@ -162,7 +162,7 @@ class RemoteProposer:
                 self._ended.append(text.number)
             if self._states is not None:
                 self._states.forget(text.states)
-        if self._ended and not self._texts and self._peer is not None:
+        if self._ended and self._peer and not any(each.was_sent for each in self._texts.values()):
             self._send([], FEED_BUDGET_S)
 
     def close(self) -> None:

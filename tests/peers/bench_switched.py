@@ -53,7 +53,7 @@ class Sources:
 
     def __init__(self, engine: Any) -> None:
         worker = worker_of(engine)
-        self._scheduler = scheduler_of(engine)
+        self._scheduler, self._step = scheduler_of(engine), engine._engine.step
         self._hook = worker.model_runner.drafter
         self._all = list(self._hook._chain._sources)
         self._speculate = SpeculationSwitch(worker)
@@ -61,8 +61,8 @@ class Sources:
 
     def switch(self, state: str) -> None:
         """From the next step on; no request may be running."""
-        # The next step would tell those alone that are asked then.
-        self._hook.forget(self._scheduler.finished_req_ids)
+        while self._scheduler.has_finished_requests():
+            self._step()  # an empty one, in which all that were asked hear of it
         asked = [source for source in self._all if state in (ALL, source.kind)]
         self._hook._chain._sources = asked
         has_drafters = any(source.kind in ("mtp", "draft_model") for source in asked)

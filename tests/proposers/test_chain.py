@@ -424,22 +424,24 @@ def test_sources_that_bring_nothing_are_asked_as_often_where_idle_steps_are_not_
 
 
 def num_asked_of_two(
-    ngram: Callable[[int], tuple[int, ...]], trie: Callable[[int], tuple[int, ...]]
+    ngram: Callable[[int], tuple[int, ...]],
+    trie: Callable[[int], tuple[int, ...]],
+    trie_seconds: float = 0.0003,
 ) -> tuple[int, int]:
     """How often two sources are asked in the last 400 of 600 steps, in which the target writes 1 to
     5; they draft what is told by step."""
     clock, step = Clock(), 0
 
-    def source(draft: Callable[[], Draft]) -> Source:
+    def source(draft: Callable[[], Draft], seconds: float) -> Source:
         def search(batch: DraftBatch) -> list[Draft]:
-            clock.now += 0.0003
+            clock.now += seconds
             return [draft()] * len(batch)
 
         return Source(search)
 
     sources = {
-        "ngram": source(lambda: Draft(ngram(step), "ngram", 2)),
-        "trie": source(lambda: Draft(trie(step), "trie_local", 8)),
+        "ngram": source(lambda: Draft(ngram(step), "ngram", 2), 0.0003),
+        "trie": source(lambda: Draft(trie(step), "trie_local", 8), trie_seconds),
     }
     chain = ProposerChain(
         list(sources.items()),
@@ -470,16 +472,29 @@ def test_a_source_that_foresees_only_what_a_better_one_does_is_asked_seldom() ->
     assert few[1] == 400
 
 
-def test_a_source_that_fills_a_better_ones_gaps_is_asked_at_every_step() -> None:
+def test_a_source_that_goes_further_than_a_better_one_is_asked_at_every_step() -> None:
     both = num_asked_of_two(
         lambda step: () if step % 7 else (1, 2, 3, 4),
-        lambda step: (1, 9) if step % 7 else (),
+        lambda step: (1, 2, 9) if step % 7 else (1, 9),
     )
     assert both == (400, 400)
 
 
 def test_of_two_sources_that_foresee_the_same_one_is_asked_at_every_step() -> None:
-    assert 400 in num_asked_of_two(lambda step: (1, 2), lambda step: (1, 2))
+    fewest, most = sorted(num_asked_of_two(lambda step: (1, 2), lambda step: (1, 2)))
+    assert fewest < 100
+    assert most == 400
+
+
+@pytest.mark.parametrize("right_each", [1, 6])
+def test_of_two_sources_that_foresee_the_same_the_cheaper_one_is_asked(right_each: int) -> None:
+    num_ngram, num_trie = num_asked_of_two(
+        lambda step: (9, 9) if step % right_each else (1, 2),
+        lambda step: (9, 9) if step % right_each else (1, 2),
+        trie_seconds=0.004,
+    )
+    assert num_ngram == 400
+    assert num_trie < 100
 
 
 def test_no_step_is_idle_while_there_is_a_draft_to_learn_from() -> None:
