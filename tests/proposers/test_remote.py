@@ -537,6 +537,23 @@ def test_a_drafter_is_not_bothered_with_the_end_of_texts_that_it_was_not_told_of
     assert server.counters.num_requests == 2
 
 
+def test_a_text_whose_answer_was_late_is_forgotten_when_it_ends(
+    stack: ExitStack, place: Place, drafter: FakeDrafter
+) -> None:
+    serve(stack, place, drafter)
+    made = replica(stack, place, timeout_s=0.05)
+    made.until_up()
+    drafter.may_go.clear()
+    made.grow("late", 20)
+    assert made.propose("late") == [()]
+    assert made.health().num_timeouts == 1
+    made.proposer.forget(["late"])
+    drafter.may_go.set()
+    eventually(lambda: drafter.forgotten, "the end of the late text", WAIT_S, 0.005)
+    (row,) = drafter.calls[0]
+    assert drafter.forgotten == [row.key]
+
+
 def test_requests_that_want_no_drafts_of_this_source_do_not_reach_it(
     served: Replica, drafter: FakeDrafter
 ) -> None:
