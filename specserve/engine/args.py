@@ -134,6 +134,8 @@ def ray_engine_args(config: AppConfig) -> AsyncEngineArgs:
             **(arguments.additional_config or {}),
             "specserve": config.model_dump(mode="json"),
         }
+        if arguments.scheduler_cls is None:
+            arguments.scheduler_cls = "specserve.engine.scheduler.DraftScheduler"
     arguments.worker_cls = worker_cls(drafts=drafts)
     on_cpu = current_platform.is_cpu()
     arguments.distributed_executor_backend = CpuRayExecutor if on_cpu else RayExecutor

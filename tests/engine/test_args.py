@@ -80,6 +80,7 @@ def test_the_longest_draft_of_all_sources_is_what_vllm_makes_room_for() -> None:
     arguments = ray_engine_args(config(speculation=sources))
 
     assert arguments.speculative_config["num_speculative_tokens"] == 11
+    assert arguments.scheduler_cls == "specserve.engine.scheduler.DraftScheduler"
     assert arguments.worker_cls.startswith("specserve.engine.")
     assert arguments.additional_config["specserve"]["speculation"] == [
         {**config(speculation=sources).speculation[0].model_dump()}

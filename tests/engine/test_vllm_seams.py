@@ -22,6 +22,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore
@@ -120,6 +121,16 @@ def test_the_scheduler_output_tells_what_was_scheduled_and_what_has_finished() -
         "scheduled_spec_decode_tokens",
         "finished_req_ids",
     }
+
+
+def test_the_scheduler_adds_no_placeholders_where_it_has_a_table_of_lengths() -> None:
+    text = source(Scheduler)
+    assert text.count("pad_spec_decode = True") == 1
+    assert "(self.num_spec_tokens > 0 and self.dynamic_sd_lookup is None)" in text
+    table = "num_spec_tokens_to_schedule = self.dynamic_sd_lookup["
+    assert table in source(Scheduler.schedule)
+    assert text.count("self.dynamic_sd_lookup") == 5
+    assert "self.max_num_running_reqs = self.scheduler_config.max_num_seqs" in text
 
 
 def test_requests_carry_our_controls_and_the_options_that_forbid_drafts() -> None:
@@ -234,6 +245,7 @@ def test_the_engines_arguments_have_the_names_that_we_set() -> None:
     assert names >= {
         "speculative_config",
         "worker_cls",
+        "scheduler_cls",
         "additional_config",
         "distributed_executor_backend",
         "max_num_queued_reqs",

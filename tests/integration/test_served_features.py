@@ -207,6 +207,20 @@ def test_options_that_speculation_cannot_keep_are_kept_by_leaving_it_out(
     assert auto == api.complete(**body, vllm_xargs=OFF)["choices"]
 
 
+@pytest.mark.parametrize("length", [129, 257])
+def test_so_it_is_where_all_but_a_prompts_last_token_is_cached(api: Api, length: int) -> None:
+    ids = api.complete(prompt=PROMPT, max_tokens=1, return_token_ids=True)["choices"][0]
+    body = {
+        "prompt": (ids["prompt_token_ids"] * 20)[:length],
+        "max_tokens": 2,
+        "logit_bias": {"300": 100.0},
+        "return_token_ids": True,
+        "vllm_xargs": AUTO,
+    }
+    for _ in range(2):
+        assert api.complete(**body)["choices"][0]["token_ids"] == [300, 300]
+
+
 @pytest.mark.parametrize("limit", [0, 2])
 def test_drafts_are_no_longer_than_the_request_allows(api: Api, limit: int) -> None:
     whole = api.complete(prompt=PROMPT, max_tokens=96, vllm_xargs=OFF)["choices"]
