@@ -50,10 +50,13 @@ class DrafterLink:
         return peer
 
     def send(self, request: DraftRequest) -> None:
-        """Sends to the drafter last connected to; never waits. What cannot be sent is lost."""
+        """Sends to the drafter last connected to; never waits. What cannot be sent is lost.
+
+        The request's states must not change any more: they may be sent from where they are.
+        """
         assert self._socket is not None
         with suppress(zmq.Again):
-            self._socket.send_multipart(encode(request), zmq.NOBLOCK)
+            self._socket.send_multipart(encode(request), zmq.NOBLOCK, copy=False)
 
     def receive(self, timeout_s: float) -> Reply | None:
         """The next reply of the drafter last connected to; None: none came in time.

@@ -37,6 +37,8 @@ MAX_HEADER_BYTES = 1 << 20
 MAX_FRAME_BYTES = max(MAX_HEADER_BYTES, 4 * MAX_TOKENS, MAX_STATE_BYTES)
 """What a socket needs to let in."""
 
+Frame = bytes | memoryview
+
 _encode = msgspec.msgpack.encode
 _question: msgspec.msgpack.Decoder[Hello | RequestHead]
 _question = msgspec.msgpack.Decoder(Hello | RequestHead)
@@ -45,8 +47,8 @@ _reply = msgspec.msgpack.Decoder(Reply)
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
-def encode(message: Question | Reply) -> list[bytes]:
-    """The frames of a message."""
+def encode(message: Question | Reply) -> list[Frame]:
+    """The frames of a message; that of the states may be a view of a single row's."""
     if not isinstance(message, DraftRequest):
         return [_encode(message)]
     rows = message.rows
@@ -63,10 +65,10 @@ def encode(message: Question | Reply) -> list[bytes]:
     assert len(message.forget) <= MAX_ROWS
     assert len(tokens) <= MAX_TOKENS
     assert states.nbytes <= MAX_STATE_BYTES
-    return [_encode(head), tokens.tobytes(), states.tobytes()]
+    return [_encode(head), tokens.tobytes(), _bytes_of(states)]
 
 
-def decode_question(frames: Sequence[bytes]) -> Question:
+def decode_question(frames: Sequence[Frame]) -> Question:
     """What a drafter was sent; the arrays of its rows are views of the frames.
 
     Raises:
@@ -82,7 +84,7 @@ def decode_question(frames: Sequence[bytes]) -> Question:
     return head
 
 
-def decode_reply(frames: Sequence[bytes]) -> Reply:
+def decode_reply(frames: Sequence[Frame]) -> Reply:
     """What a replica was sent.
 
     Raises:
@@ -103,6 +105,11 @@ def _joined(arrays: Sequence[npt.NDArray[Any]], dtype: str) -> npt.NDArray[Any]:
     return joined.astype(dtype, copy=False)
 
 
+def _bytes_of(array: npt.NDArray[Any]) -> Frame:
+    """What an array holds, not copied where it is in one piece."""
+    return np.ascontiguousarray(array).data.cast("B") if array.size else b""
+
+
 def _head(row: TextRow) -> RowHead:
     num_states = 0 if row.states is None else len(row.states)
     return RowHead(
@@ -116,13 +123,13 @@ def _head(row: TextRow) -> RowHead:
     )
 
 
-def _header(frames: Sequence[bytes]) -> bytes:
+def _header(frames: Sequence[Frame]) -> Frame:
     _expect(bool(frames), "no frames")
     _expect(len(frames[0]) <= MAX_HEADER_BYTES, f"a header of {len(frames[0])} bytes")
     return frames[0]
 
 
-def _request(head: RequestHead, frames: Sequence[bytes]) -> DraftRequest:
+def _request(head: RequestHead, frames: Sequence[Frame]) -> DraftRequest:
     _expect(len(frames) == 3, f"{len(frames)} frames instead of 3")
     _expect(isfinite(head.budget_s), "a budget that is no number")
     _expect(len({row.text for row in head.rows}) == len(head.rows), "a text with two rows")

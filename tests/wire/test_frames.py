@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specserve.core.errors import WireError
-from specserve.wire.frames import MAX_HEADER_BYTES, decode_question, decode_reply, encode
+from specserve.wire.frames import MAX_HEADER_BYTES, Frame, decode_question, decode_reply, encode
 from specserve.wire.messages import (
     LAST,
     MAX_ROWS,
@@ -111,7 +111,7 @@ def test_a_request_arrives_as_it_was_sent(request: DraftRequest) -> None:
 @pytest.mark.parametrize("message", [Hello(1), *REPLIES])
 def test_everything_else_is_one_frame_and_arrives_as_it_was_sent(message: Any) -> None:
     (frame,) = encode(message)
-    decode: Callable[[list[bytes]], object] = (
+    decode: Callable[[Sequence[Frame]], object] = (
         decode_question if isinstance(message, Hello) else decode_reply
     )
     assert decode([frame]) == message
@@ -126,6 +126,13 @@ def test_rows_cut_from_larger_arrays_are_sent_without_what_lies_between() -> Non
     assert received.states is not None
     assert received.tokens.tolist() == tokens[::2].tolist()
     assert received.states.tolist() == states[2:4, ::2].tolist()
+
+
+def test_the_states_of_a_single_row_are_not_copied() -> None:
+    states = np.arange(60, dtype=np.uint16).reshape(10, 6)
+    row = TextRow(text=1, salt=0, start=0, tokens=np.arange(9, dtype=np.int32), states=states[2:6])
+    *_, frame = encode(DraftRequest(number=1, budget_s=1.0, rows=(row,)))
+    assert np.shares_memory(np.frombuffer(frame, np.uint16), states)
 
 
 @given(st.lists(st.binary(max_size=40), max_size=5))
@@ -145,7 +152,7 @@ def test_garbage_raises_nothing_but_a_wire_error(frames: list[bytes]) -> None:
 def test_a_damaged_message_is_read_or_raises_a_wire_error(
     message: Any, frame: int, at: int, patch: bytes, removed: int
 ) -> None:
-    frames = encode(message)
+    frames = [bytes(frame) for frame in encode(message)]
     frame %= len(frames)
     at %= len(frames[frame]) + 1
     frames[frame] = frames[frame][:at] + patch + frames[frame][at + removed :]
@@ -157,7 +164,7 @@ def test_a_damaged_message_is_read_or_raises_a_wire_error(
 
 
 def damaged(change: Callable[[list[bytes]], object]) -> list[bytes]:
-    frames = encode(QUESTIONS[2])
+    frames = [bytes(frame) for frame in encode(QUESTIONS[2])]
     change(frames)
     return frames
 
