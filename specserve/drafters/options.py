@@ -10,6 +10,7 @@ from typing import cast
 
 from specserve.core.config import DraftModelConfig, MtpConfig
 from specserve.drafters.base import Drafter
+from specserve.wire.messages import PROTOCOL
 
 NAME_PREFIX = "specserve-drafter-"
 
@@ -35,6 +36,7 @@ class DrafterOptions:
         num_gpus: reserved for it; it computes on a GPU where that is not 0, and keeps to its part
             of the memory where that is below 1.
         resources: further Ray resources.
+        content: tells what the model's folder holds; empty: unknown.
     """
 
     kind: str
@@ -46,6 +48,7 @@ class DrafterOptions:
     num_cpus: float
     num_gpus: float
     resources: dict[str, float]
+    content: str = ""
 
     @property
     def num_threads(self) -> int:
@@ -53,14 +56,18 @@ class DrafterOptions:
         return max(1, int(self.num_cpus))
 
     def name(self, index: int) -> str:
-        """Name in the cluster of the actor of this number."""
-        content = json.dumps(asdict(self), sort_keys=True).encode()
-        digest = blake2b(content, digest_size=6).hexdigest()
+        """Name in the cluster of the actor of this number, and of no other model or protocol."""
+        made_with = json.dumps([PROTOCOL, asdict(self)], sort_keys=True).encode()
+        digest = blake2b(made_with, digest_size=6).hexdigest()
         return f"{NAME_PREFIX}{self.kind}-{digest}-{index}"
 
 
 def drafter_options(
-    config: DraftModelConfig | MtpConfig, model: str, max_tokens: int, revision: str = ""
+    config: DraftModelConfig | MtpConfig,
+    model: str,
+    max_tokens: int,
+    revision: str = "",
+    content: str = "",
 ) -> DrafterOptions:
     """The drafter that a source's configuration describes.
 
@@ -69,6 +76,7 @@ def drafter_options(
         model: where its weights are, as all nodes find them.
         max_tokens: the target's context length.
         revision: of the model, on the hub.
+        content: tells what the model's folder holds; empty: unknown.
     """
     return DrafterOptions(
         kind=config.kind,
@@ -80,6 +88,7 @@ def drafter_options(
         num_cpus=config.num_cpus,
         num_gpus=config.num_gpus,
         resources=config.resources,
+        content=content,
     )
 
 

@@ -8,10 +8,11 @@ from collections.abc import Callable
 import ray
 
 from specserve.core.config import DraftModelConfig, ModelConfig, MtpConfig
+from specserve.core.errors import ConfigError
 from specserve.drafters.actor import DrafterFinder, OwnDrafter
 from specserve.drafters.host import HostedDrafter
 from specserve.drafters.options import drafter_options
-from specserve.engine.checkpoint import find_checkpoint, folder_or_id
+from specserve.engine.checkpoint import find_checkpoint, fingerprint, folder_or_id
 from specserve.proposers.drafter_lookout import Find
 
 
@@ -40,7 +41,7 @@ def drafter_finder(
         model, revision = folder_or_id(config.model, f"speculation.{config.kind}.model"), ""
     else:
         model, revision = find_checkpoint(target).path, target.revision
-    options = drafter_options(config, model, max_tokens, revision)
+    options = drafter_options(config, model, max_tokens, revision, _content(model, revision))
     if not ray.is_initialized():
         hosted = HostedDrafter(options)
         exits.append(hosted.close)
@@ -50,3 +51,14 @@ def drafter_finder(
         # vLLM counts all that is taken on its GPU while it measures as its own.
         return lambda: find() if is_warm.is_set() else None
     return DrafterFinder(options, config.num_actors, replica)
+
+
+def _content(model: str, revision: str) -> str:
+    """Tells what a model's folder holds, as far as this node sees it; empty: it does not.
+
+    A drafter says itself what is wrong with its model, and fails alone.
+    """
+    try:
+        return fingerprint(ModelConfig(path=model, revision=revision))
+    except ConfigError:
+        return ""

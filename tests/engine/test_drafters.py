@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from specserve.core.config import DraftModelConfig, ModelConfig
+from specserve.drafters.host import HostedDrafter
+from specserve.drafters.options import DrafterOptions
+from specserve.engine.drafters import drafter_finder
+
+
+def options(folder: Path) -> DrafterOptions:
+    """What a replica without a cluster would start for a draft model there."""
+    config = DraftModelConfig(kind="draft_model", model=str(folder))
+    exits: list[Callable[[], None]] = []
+    found = drafter_finder(ModelConfig(path="m"), "", 64, exits, threading.Event(), config)
+    assert isinstance(found, HostedDrafter)
+    return found._options
+
+
+def test_a_draft_model_that_is_replaced_in_its_place_is_another_drafter(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    (tmp_path / "model.safetensors").write_bytes(b"first")
+    first = options(tmp_path)
+    assert options(tmp_path) == first
+    (tmp_path / "model.safetensors").write_bytes(b"other")
+    assert options(tmp_path).name(0) != first.name(0)
+
+
+def test_a_folder_without_a_model_is_for_the_drafter_to_refuse(tmp_path: Path) -> None:
+    assert options(tmp_path).content == ""
