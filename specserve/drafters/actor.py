@@ -21,8 +21,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from specserve.core.errors import EngineError, shorten
 from specserve.core.openmp import openmp_environment
+from specserve.drafters.counters import ServerCounters
 from specserve.drafters.options import DrafterOptions, load
-from specserve.drafters.server import DrafterServer, ServerCounters, end_process
+from specserve.drafters.server import DrafterServer
+from specserve.drafters.watchdog import end_failing, end_hanging
 from specserve.trie.store_actor import NAMESPACE, await_drain
 
 logger = logging.getLogger(__name__)
@@ -66,8 +68,9 @@ class _DrafterActor:
 
     def __init__(self, options: DrafterOptions, *, is_shared: bool) -> None:
         self._server = DrafterServer(
-            load(options), f"tcp://{ray.util.get_node_ip_address()}:0", on_broken=end_process
+            load(options), f"tcp://{ray.util.get_node_ip_address()}:0", on_broken=end_failing
         )
+        end_hanging(self._server)
         if is_shared:
             for end in (self._end_when_idle, self._leave_with_the_node):
                 threading.Thread(target=end, daemon=True).start()
@@ -150,16 +153,34 @@ def _reservation(options: DrafterOptions) -> dict[str, Any]:
     }
 
 
-def ask_for_seat(options: DrafterOptions, index: int, replica: str) -> Seat:
-    """A replica's seat at a drafter; starts the drafter where there is none.
+class SeatAsker:
+    """Asks drafters for a replica's seat, one call at a time: Ray keeps those that wait.
 
-    Raises:
-        GetTimeoutError: it did not tell within ``FIND_S`` seconds.
-        RayError: there is none, or it has died; ActorDiedError: while it was loaded.
-        ValueError: Ray does not take what it asks for.
+    Args:
+        start: handle of a drafter's actor, by options and number; starts it where there is none.
     """
-    seat: Seat = ray.get(get_or_start(options, index).seat.remote(replica), timeout=FIND_S)
-    return seat
+
+    def __init__(self, start: Callable[[DrafterOptions, int], Any] = get_or_start) -> None:
+        self._start = start
+        self._unanswered: dict[int, Any] = {}
+
+    def __call__(self, options: DrafterOptions, index: int, replica: str) -> Seat:
+        """A replica's seat at a drafter.
+
+        Raises:
+            GetTimeoutError: it did not tell within ``FIND_S`` seconds.
+            RayError: there is none, or it has died; ActorDiedError: while it was loaded.
+            ValueError: Ray does not take what it asks for.
+        """
+        call = self._unanswered.pop(index, None)
+        if call is None:
+            call = self._start(options, index).seat.remote(replica)
+        try:
+            seat: Seat = ray.get(call, timeout=FIND_S)
+        except GetTimeoutError:
+            self._unanswered[index] = call
+            raise
+        return seat
 
 
 def leave_seat(options: DrafterOptions, index: int, replica: str) -> None:
@@ -169,24 +190,27 @@ def leave_seat(options: DrafterOptions, index: int, replica: str) -> None:
 
 
 class OwnDrafter:
-    """Asks for a drafter as :func:`ask_for_seat`, but for one of its own, in rank 0's place.
+    """Asks for a seat as :class:`SeatAsker`, at a drafter of its own, in rank 0's place.
 
     It stays in that place when Ray starts it again. For rank 0's process.
     """
 
     def __init__(self) -> None:
         self._actor: Any = None
+        self._ask = SeatAsker(self._start)
 
     def __call__(self, options: DrafterOptions, index: int, replica: str) -> Seat:
         """The only seat; starts the drafter where there is none."""
-        if self._actor is None:
-            self._actor = start_beside(_ACTORS[options.kind], options)
         try:
-            seat: Seat = ray.get(self._actor.seat.remote(replica), timeout=FIND_S)
+            return self._ask(options, index, replica)
         except ActorDiedError:
             self._actor = None  # it could not load its model: Ray does not start it again
             raise
-        return seat
+
+    def _start(self, options: DrafterOptions, index: int) -> Any:
+        if self._actor is None:
+            self._actor = start_beside(_ACTORS[options.kind], options)
+        return self._actor
 
 
 class DrafterFinder:
@@ -200,7 +224,7 @@ class DrafterFinder:
         options: of the drafter.
         num_actors: how many there are of it.
         replica: name of the replica.
-        ask: as :func:`ask_for_seat`.
+        ask: as :class:`SeatAsker`; None: one of these.
         leave: as :func:`leave_seat`.
         clock: monotonic seconds.
     """
@@ -210,7 +234,7 @@ class DrafterFinder:
         options: DrafterOptions,
         num_actors: int,
         replica: str,
-        ask: Callable[[DrafterOptions, int, str], Seat] = ask_for_seat,
+        ask: Callable[[DrafterOptions, int, str], Seat] | None = None,
         leave: Callable[[DrafterOptions, int, str], None] = leave_seat,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -219,7 +243,7 @@ class DrafterFinder:
         self._replica = replica
         self._seats: dict[int, Seat | None] = {}  # of the drafters asked so far; None: no answer
         self._index = crc32(replica.encode()) % num_actors
-        self._ask, self._leave = ask, leave
+        self._ask, self._leave = ask or SeatAsker(), leave
         self._clock = clock
         self._rest_until = 0.0
         self._silent_since: float | None = None

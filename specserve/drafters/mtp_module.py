@@ -36,11 +36,12 @@ class MtpModule:
         self._hnorm = weights.get("hnorm.weight", width)
         self._join = laid_out(weights.get("eh_proj.weight", width, 2 * width))
         self._input_norm = weights.get("input_layernorm.weight", width)
-        self.attention = LatentAttention(config, weights.part("self_attn"), num_slots, max_entries)
         self._mlp_norm = weights.get("post_attention_layernorm.weight", width)
         self._experts = MixtureOfExperts(config, weights.part("mlp"))
         self._norm = weights.get("shared_head.norm.weight", width)
         self._head = laid_out(weights.head(vocab, width))
+        # Last: whether its cache fits is checked against the memory that is left.
+        self.attention = LatentAttention(config, weights.part("self_attn"), num_slots, max_entries)
 
     @property
     def dtype(self) -> torch.dtype:

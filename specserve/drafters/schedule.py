@@ -25,6 +25,7 @@ class Call:
         num_bytes: what it takes of memory.
         answers: one for each row, as far as they are there.
         compute_s: time spent so far on calls that its rows were part of, in seconds.
+        num_failed: rows for which the model raised.
     """
 
     client: bytes
@@ -33,6 +34,12 @@ class Call:
     num_bytes: int
     answers: list[Answer | None]
     compute_s: float = 0.0
+    num_failed: int = 0
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether nothing came of any row."""
+        return 0 < self.num_failed == len(self.answers)
 
     @property
     def is_done(self) -> bool:
@@ -163,6 +170,12 @@ class Schedule:
         assert first is task
         if not queue:
             del self._queues[task.row.key]
+
+    def fail(self, task: Task) -> None:
+        """The model raised for a text's first task alone."""
+        self.finish(task)
+        task.call.answers[task.index] = Answer(0)
+        task.call.num_failed += 1
 
     def end_text(self, key: Key) -> None:
         """The text has ended: nothing of it will be held."""

@@ -7,19 +7,18 @@ call of the model after it came.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from secrets import token_hex
-from typing import get_args
 
 import numpy as np
 
 from specserve.core.errors import WireError, shorten
 from specserve.drafters.base import Answer, Drafter, Row
+from specserve.drafters.counters import ServerCounters
 from specserve.drafters.router import Arrival, Router
 from specserve.drafters.schedule import Call, Schedule, Task
 from specserve.wire import messages
@@ -55,38 +54,6 @@ MAX_CLIENT_TEXTS = 4096
 """A client with more texts does not say when they end; all of them are forgotten then."""
 
 
-@dataclass(slots=True, kw_only=True)
-class ServerCounters:
-    """What has happened since the start; may be read from any thread.
-
-    Attributes:
-        num_requests: requests for drafts that arrived whole.
-        num_rows: their rows.
-        num_calls: calls of the model.
-        num_feed_calls: turns in which texts were only brought up to date.
-        num_drafts: drafts of at least one token.
-        num_malformed: messages that were none.
-        num_refused_connections: connections that came with a wrong secret, or without one.
-        num_unfit_rows: rows with a token or a state that is not the model's; nothing is held of
-            them.
-        num_refused: requests that got no answer, by reason.
-        compute_s: time in the model, in seconds.
-    """
-
-    num_requests: int = 0
-    num_rows: int = 0
-    num_calls: int = 0
-    num_feed_calls: int = 0
-    num_drafts: int = 0
-    num_malformed: int = 0
-    num_refused_connections: int = 0
-    num_unfit_rows: int = 0
-    num_refused: dict[Reason, int] = field(
-        default_factory=lambda: dict.fromkeys(get_args(Reason), 0)
-    )
-    compute_s: float = 0.0
-
-
 @dataclass(slots=True)
 class _Client:
     """Who has asked for something."""
@@ -108,6 +75,10 @@ class DrafterServer:
         bind: ZeroMQ address, port 0 for any free one.
         client_idle_s: what is held of a client that has asked nothing for so long is forgotten.
         on_broken: called where the model has failed for all in ``MOST_FAILURES`` turns in a row.
+
+    Attributes:
+        counters: what has happened so far.
+        call_began: monotonic time when the call of the model began that runs; None: none does.
     """
 
     def __init__(
@@ -118,6 +89,7 @@ class DrafterServer:
         on_broken: Callable[[], object] = lambda: None,
     ) -> None:
         self.counters = ServerCounters()
+        self.call_began: float | None = None
         self._drafter = drafter
         self._client_idle_s = client_idle_s
         self._on_broken, self._num_failures = on_broken, 0
@@ -142,7 +114,7 @@ class DrafterServer:
 
     @property
     def idle_s(self) -> float:
-        """Time since a message was read or a call of the model began or ended, in seconds."""
+        """Time since it was asked for a seat or anything else, or the model was called, in s."""
         return time.monotonic() - self._active_at
 
     def seat(self, replica: str) -> int:
@@ -152,7 +124,7 @@ class DrafterServer:
         """
         latest = time.monotonic() - REPLICA_SILENT_S
         taken = [name for name, heard_at in list(self._seats.items()) if heard_at > latest]
-        self._seats[replica] = time.monotonic()
+        self._seats[replica] = self._active_at = time.monotonic()
         return taken.index(replica) if replica in taken else len(taken)
 
     def leave(self, replica: str) -> None:
@@ -280,25 +252,23 @@ class DrafterServer:
     def _has_run(self, tasks: list[Task]) -> bool:
         """Whether any of these tasks went through the model.
 
-        Where it raises, the requests are tried in halves: all together may be too much for its
-        memory, or one of them the cause.
+        Where it raises, they are tried in halves, of requests first: all together may be too much
+        for its memory, or one of them the cause.
         """
         calls = list(dict.fromkeys(task.call for task in tasks))
-        began = self._active_at = time.monotonic()
+        began = self._active_at = self.call_began = time.monotonic()
         answers: list[Answer] | None = None
         try:
             answers = self._drafter.draft([task.piece() for task in tasks])
         except Exception as error:
             self._log_once(type(error).__name__, str(error), error)
         finally:
-            self._active_at = time.monotonic()
+            self._active_at, self.call_began = time.monotonic(), None
         if answers is None:  # behind the handler: the error holds what the model had allocated
-            if len(calls) == 1:
-                self._drop(calls, "failed")
+            if len(tasks) == 1:
+                self._schedule.fail(tasks[0])
                 return False
-            first = set(calls[: len(calls) // 2])
-            halves = [[task for task in tasks if (task.call in first) == has] for has in (1, 0)]
-            have_run = [self._has_run(half) for half in halves]
+            have_run = [self._has_run(half) for half in _halves(tasks, calls)]
             return any(have_run)
         spent_s = self._active_at - began
         self.counters.num_calls += 1
@@ -316,6 +286,9 @@ class DrafterServer:
     def _answer_done(self) -> None:
         for call in [call for call in self._calls if call.is_done]:
             self._close(call)
+            if call.has_failed:
+                self._refuse(call.client, call.number, "failed")
+                continue
             rows = tuple(_told(answer) for answer in call.answers if answer)
             answer = DraftAnswer(call.number, self._instance, rows, call.compute_s)
             self._router.reply(call.client, answer)
@@ -375,10 +348,14 @@ class DrafterServer:
             )
 
 
-def end_process() -> None:
-    """Where the model is broken: whoever started this process starts it again."""
-    logger.error("The model has failed %d turns in a row: this drafter ends", MOST_FAILURES)
-    os._exit(1)
+def _halves(tasks: list[Task], calls: list[Call]) -> tuple[list[Task], list[Task]]:
+    """Two or more tasks in two parts, with a call's own together where there are several calls."""
+    if len(calls) == 1:
+        return tasks[: len(tasks) // 2], tasks[len(tasks) // 2 :]
+    first = set(calls[: len(calls) // 2])
+    return [each for each in tasks if each.call in first], [
+        each for each in tasks if each.call not in first
+    ]
 
 
 def _told(answer: Answer) -> RowAnswer:

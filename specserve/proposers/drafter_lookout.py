@@ -32,6 +32,9 @@ GREET_UP_S, GREET_DOWN_S = 1.0, 0.2
 SILENT_S = 2.0
 """A drafter that has left a hello without an answer for so long is looked for anew."""
 
+MOST_SILENT_LOOKS = 5
+"""So often a drafter is found that leaves hellos without an answer before that is told."""
+
 LONGEST_REST_S = 10.0
 """Before a drafter is used again that has answered hellos in time, but no request."""
 
@@ -117,6 +120,7 @@ class Lookout:
         self._number = 0
         self._said_at = 0.0
         self._unheard_since: float | None = None
+        self._num_silent_looks = 0
         self._refused = ""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="drafter-lookout", daemon=True)
@@ -187,6 +191,10 @@ class Lookout:
         self._endpoint.connect(self._socket)
         self._said_at = 0.0
         self._unheard_since = None
+        if found is not None:
+            self._num_silent_looks += 1
+        if self._num_silent_looks > MOST_SILENT_LOOKS:
+            self._refuse(f"{self._endpoint.place} does not answer; is the way to its port open?")
 
     def _greet(self) -> None:
         now = time.monotonic()
@@ -211,7 +219,7 @@ class Lookout:
             self._refuse(str(error))
             return
         if isinstance(reply, Card):
-            self._unheard_since = None
+            self._unheard_since, self._num_silent_looks = None, 0
             if objection := self._wanted.objection(reply):
                 self._refuse(f"{reply.model} at {self._endpoint.place} has {objection}")
             else:

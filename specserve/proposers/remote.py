@@ -323,7 +323,7 @@ class RemoteProposer:
         number = self._sent.add(
             [text for _, text, _ in rows],
             sum(each.nbytes for each in states if each is not None),
-            sum(_num_computed(row) for _, _, row in rows) if is_read else 0,
+            sum(row.num_computed for _, _, row in rows) if is_read else 0,
             budget_s,
         )
         request = DraftRequest(
@@ -367,17 +367,20 @@ class RemoteProposer:
 
     def _take(self, reply: DraftAnswer | Refusal) -> bool:
         """Notes what is held now; false: the reply is none to what was sent."""
-        texts = self._sent.take(reply)
-        if texts is None:
+        sent = self._sent.take(reply)
+        if sent is None:
             return False
         if isinstance(reply, Refusal):
             if reply.reason != "expired":
                 self._metrics.count_error(self._kind)
+            if reply.reason == "failed" and sent.num_read:
+                for text in sent.texts:
+                    self._let_rest(text)
             return True
-        if len(reply.rows) != len(texts):
+        if len(reply.rows) != len(sent.texts):
             self._metrics.count_error(self._kind)
             return False
-        for text, row in zip(texts, reply.rows, strict=True):
+        for text, row in zip(sent.texts, reply.rows, strict=True):
             if not (text.held or row.held):
                 self._let_rest(text)
             text.held = row.held
@@ -389,12 +392,7 @@ class RemoteProposer:
         return True
 
     def _let_rest(self, text: Text) -> None:
-        """The drafter has no room for a text: its states would push out those of the others."""
+        """The drafter cannot read a text: its states would push out those of the others."""
         text.rests_until = time.monotonic() + NO_ROOM_REST_S
         if self._states is not None:
             self._states.forget(text.states)
-
-
-def _num_computed(row: TextRow) -> int:
-    """Positions that a drafter computes which holds what comes before; without states it skips."""
-    return row.start + len(row.tokens) - max(row.start, row.states_start)

@@ -39,7 +39,7 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sent:
+class Sent:
     """A request that is not answered yet.
 
     Attributes:
@@ -83,7 +83,7 @@ class SentRequests:
 
     def __init__(self) -> None:
         self.position_s = 0.0
-        self._sent: dict[int, _Sent] = {}
+        self._sent: dict[int, Sent] = {}
         self._num_requests = 0
 
     def __len__(self) -> int:
@@ -110,7 +110,7 @@ class SentRequests:
             text.is_sent = text.was_sent = True
         self._num_requests += 1
         expires_at = time.monotonic() + budget_s
-        self._sent[self._num_requests] = _Sent(texts, state_bytes, num_read, expires_at)
+        self._sent[self._num_requests] = Sent(texts, state_bytes, num_read, expires_at)
         return self._num_requests
 
     def give_up(self, latest: float) -> None:
@@ -119,24 +119,24 @@ class SentRequests:
             if sent.expires_at < latest:
                 self._end(number)
 
-    def take(self, reply: DraftAnswer | Refusal) -> Sequence[Text] | None:
-        """The texts that a reply is about; None: it is none to what was sent."""
+    def take(self, reply: DraftAnswer | Refusal) -> Sent | None:
+        """The request that a reply is to; None: it is none to what was sent."""
         sent = self._end(reply.number)
         if sent is None:
             return None
         if sent.num_read and isinstance(reply, DraftAnswer) and _has_progress(sent, reply):
             weight = _READING_RATE if self.position_s else 1.0
             self.position_s += weight * (reply.compute_s / sent.num_read - self.position_s)
-        return sent.texts
+        return sent
 
-    def _end(self, number: int) -> _Sent | None:
+    def _end(self, number: int) -> Sent | None:
         sent = self._sent.pop(number, None)
         for text in sent.texts if sent is not None else ():
             text.is_sent = False
         return sent
 
 
-def _has_progress(sent: _Sent, reply: DraftAnswer) -> bool:
+def _has_progress(sent: Sent, reply: DraftAnswer) -> bool:
     """Whether more is held than before: a drafter without room for a text does not read it."""
     pairs = zip(sent.texts, reply.rows, strict=False)
     return any(row.held > text.held for text, row in pairs)

@@ -124,6 +124,11 @@ class TextRow(msgspec.Struct, frozen=True, kw_only=True):
     states: UInt16Array | None = None
     max_draft_tokens: int = 0
 
+    @property
+    def num_computed(self) -> int:
+        """Positions that a drafter computes which holds what is before; gaps of states are none."""
+        return self.start + len(self.tokens) - max(self.start, self.states_start)
+
 
 class DraftRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Bring these texts up to date, draft for those that want it.

@@ -47,6 +47,7 @@ class FakeDrafter:
         chances: that come with a draft.
         room: how many texts it can hold.
         most_rows: more in one call raise.
+        poison: numbers of texts that raise.
     """
 
     def __init__(self, hidden_size: int = 0, tokenizer: str = "") -> None:
@@ -69,6 +70,7 @@ class FakeDrafter:
         self.error: Exception | None = None
         self.chances: tuple[float, ...] = ()
         self.room = self.most_rows = 1 << 20
+        self.poison: set[int] = set()
         self._activations: weakref.ref[Any] = weakref.ref(type("Gone", (), {})())
         self._texts: dict[Key, list[int]] = {}
         self._held: dict[Key, int] = {}
@@ -88,6 +90,8 @@ class FakeDrafter:
         self._activations = weakref.ref(activations)
         if len(activations) > self.most_rows:
             raise MemoryError(f"{len(rows)} rows")
+        if poisoned := self.poison & {row.key[1] for row in rows}:
+            raise MemoryError(f"texts {poisoned}")
         return [self._draft(row) for row in rows]
 
     def forget(self, keys: Sequence[Key]) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 from zlib import crc32
 
 import pytest
+import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
 
 from specserve.core.errors import EngineError
@@ -16,6 +20,7 @@ from specserve.drafters.actor import (
     SILENT_S,
     DrafterFinder,
     Seat,
+    SeatAsker,
 )
 from specserve.drafters.options import DrafterOptions
 
@@ -162,3 +167,35 @@ def test_a_drafter_that_is_not_placed_is_told_of_once_with_what_it_asks_for(acto
         "it has not answered for 30 s; it loads its model, or no node has free what it asks for: "
         "num_cpus 0.5, num_gpus 2, resources {'drafters': 1.0}"
     ]
+
+
+def test_a_drafter_that_does_not_answer_has_one_call_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+    answers = iter([LOADING, LOADING, Seat("there", 0), Seat("there again", 0)])
+
+    def seat(replica: str) -> int:
+        calls.append(replica)
+        return len(calls)
+
+    def get(call: int, timeout: float) -> Any:
+        assert (call, timeout) == (len(calls), FIND_S)
+        if isinstance(answer := next(answers), Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(ray, "get", get)
+    ask = SeatAsker(lambda options, index: SimpleNamespace(seat=SimpleNamespace(remote=seat)))
+    for _ in range(2):
+        with pytest.raises(GetTimeoutError):
+            ask(OPTIONS, 0, "replica")
+    assert ask(OPTIONS, 0, "replica").address == "there"
+    assert len(calls) == 1
+    assert ask(OPTIONS, 0, "replica").address == "there again"
+    assert len(calls) == 2
+
+
+def test_drafters_of_other_weights_are_others() -> None:
+    assert OPTIONS.name(0) == replace(OPTIONS).name(0)
+    assert OPTIONS.name(0) != replace(OPTIONS, content="retrained").name(0)

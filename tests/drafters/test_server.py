@@ -255,7 +255,7 @@ def test_an_error_of_the_model_is_told_to_those_it_met_and_said_once(
     assert server.counters.num_refused["failed"] == 3
 
 
-def test_requests_that_are_too_much_together_are_computed_apart(
+def test_what_is_too_much_together_is_computed_apart(
     server: DrafterServer,
     connect: Connect,
     drafter: FakeDrafter,
@@ -264,15 +264,19 @@ def test_requests_that_are_too_much_together_are_computed_apart(
     caplog.set_level(logging.CRITICAL)  # else pytest keeps the error, and it what was allocated
     held_up, *clients = [connect(b"%d" % number) for number in range(4)]
     hold(drafter, held_up)
-    for client, num_rows in zip(clients, (1, 1, 3), strict=True):
-        client.request(*[row(text, 10) for text in range(num_rows)])
+    for client, texts in zip(clients, ([0], [1], [2, 3, 4, 5]), strict=True):
+        client.request(*[row(text, 10) for text in texts])
     arrive(server, drafter, 3)
-    drafter.most_rows = 2
+    drafter.most_rows, drafter.poison = 2, {1, 4}
     drafter.may_go.set()
-    one, other, most = (client.receive() for client in clients)
+    one, poisoned, most = (client.receive() for client in clients)
+    draft = draft_of(TEXT[:10].tolist(), 2)
     assert isinstance(one, DraftAnswer)
-    assert isinstance(other, DraftAnswer)
-    assert isinstance(most, Refusal)
+    assert isinstance(poisoned, Refusal)
+    assert isinstance(most, DraftAnswer)
+    assert [each.tokens for each in one.rows] == [draft]
+    assert [each.tokens for each in most.rows] == [draft, draft, (), draft]
+    assert [each.held for each in most.rows] == [10, 10, 0, 10]
     assert server.counters.num_refused["failed"] == 1
 
 

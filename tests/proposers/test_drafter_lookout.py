@@ -10,6 +10,7 @@ import pytest
 
 from specserve.core.errors import EngineError
 from specserve.drafters.server import DrafterServer
+from specserve.proposers import drafter_lookout
 from specserve.proposers.drafter_lookout import Find, Lookout, Wanted
 from specserve.wire.endpoint import Endpoint
 from tests.drafters.fakes import VOCAB_SIZE, WAIT_S, FakeDrafter
@@ -56,6 +57,18 @@ def test_why_there_will_be_no_drafter_is_reported_and_it_is_asked_for_again(watc
         told = [next(reports), next(reports)]
         assert told == [(False, ""), (False, "it did not start")]
         assert next(refused for _, refused in reports if "vocab_size" in refused)
+
+
+def test_a_drafter_that_is_found_and_never_answers_is_told_of(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drafter_lookout, "SILENT_S", 0.05)
+    with closing(DrafterServer(FakeDrafter())) as server:
+        place = Endpoint.parse(server.address).place
+        reports = watch(lambda: Endpoint(place, "wrong").url)
+        up, refused = next(report for report in reports if report != (False, ""))
+    assert not up
+    assert refused == f"{place} does not answer; is the way to its port open?"
 
 
 def test_a_drafter_that_has_another_secret_by_now_is_asked_for_anew(

@@ -182,6 +182,20 @@ def test_a_text_that_the_drafter_has_no_room_for_is_sent_seldom(
     served.until_drafts("b")
 
 
+def test_a_text_that_the_drafter_fails_to_read_is_sent_seldom(
+    served: Replica, drafter: FakeDrafter
+) -> None:
+    drafter.error = MemoryError()
+    served.grow("long", 2 * NEAR_TOKENS)
+    began = time.monotonic()
+    while time.monotonic() < began + NO_ROOM_REST_S / 2:
+        assert served.propose("long") == [()]
+    eventually(lambda: served.health().num_errors, "the error", WAIT_S, 0.005)
+    assert len(drafter.calls) == 1
+    drafter.error = None
+    served.until_drafts("long")
+
+
 def test_another_drafter_may_have_room_at_once(
     stack: ExitStack, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:

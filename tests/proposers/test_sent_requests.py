@@ -19,7 +19,9 @@ def test_an_answer_ends_its_request_once() -> None:
     number = sent.add([text], 10, 0, 60.0)
     assert (text.is_sent, len(sent), sent.state_bytes) == (True, 1, 10)
     assert sent.take(answer(number + 1)) is None
-    assert sent.take(answer(number)) == [text]
+    request = sent.take(answer(number))
+    assert request is not None
+    assert request.texts == [text]
     assert sent.take(answer(number)) is None
     assert (text.is_sent, len(sent), sent.state_bytes) == (False, 0, 0)
 
@@ -33,7 +35,9 @@ def test_texts_of_requests_that_are_given_up_may_go_out_again() -> None:
     assert len(sent) == 2
     sent.give_up(time.monotonic())
     assert (short.is_sent, long.is_sent) == (False, True)
-    assert sent.take(answer(kept)) == [long]
+    answered = sent.take(answer(kept))
+    assert answered is not None
+    assert (answered.texts, answered.num_read) == ([long], 300)
 
 
 def test_reading_is_measured_by_answers_to_texts_that_were_only_read() -> None:

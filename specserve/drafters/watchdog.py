@@ -1,0 +1,41 @@
+"""Ends a drafter's process whose model is broken; whoever started it starts it again."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+
+from specserve.drafters.server import MOST_FAILURES, DrafterServer
+
+logger = logging.getLogger(__name__)
+
+LONGEST_CALL_S = 300
+"""A call of the model that takes longer hangs: no machine is slow enough for one of that length."""
+
+
+def end_failing() -> None:
+    """For :class:`DrafterServer`: the model fails."""
+    _end(f"The model has failed {MOST_FAILURES} turns in a row")
+
+
+def end_hanging(server: DrafterServer) -> None:
+    """Ends this process when a call of the model hangs; returns at once."""
+    threading.Thread(target=_watch, args=(server,), name="drafter-watchdog", daemon=True).start()
+
+
+def _watch(server: DrafterServer) -> None:
+    num_seconds, last = 0, None
+    while num_seconds < LONGEST_CALL_S:
+        time.sleep(1.0)
+        began = server.call_began
+        # Counted, not read from the clock: a process that was stopped for long does not hang.
+        num_seconds = num_seconds + 1 if began is not None and began == last else 0
+        last = began
+    _end(f"A call of the model has run for {LONGEST_CALL_S} s")
+
+
+def _end(reason: str) -> None:
+    logger.error("%s: this drafter ends", reason)
+    os._exit(1)
