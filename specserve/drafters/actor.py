@@ -162,7 +162,7 @@ class SeatAsker:
 
     def __init__(self, start: Callable[[DrafterOptions, int], Any] = get_or_start) -> None:
         self._start = start
-        self._unanswered: dict[int, Any] = {}
+        self._index, self._unanswered = -1, None  # the drafter that was asked last, and the call
 
     def __call__(self, options: DrafterOptions, index: int, replica: str) -> Seat:
         """A replica's seat at a drafter.
@@ -172,13 +172,14 @@ class SeatAsker:
             RayError: there is none, or it has died; ActorDiedError: while it was loaded.
             ValueError: Ray does not take what it asks for.
         """
-        call = self._unanswered.pop(index, None)
+        call = self._unanswered if index == self._index else None
         if call is None:
             call = self._start(options, index).seat.remote(replica)
+        self._index, self._unanswered = index, None
         try:
             seat: Seat = ray.get(call, timeout=FIND_S)
         except GetTimeoutError:
-            self._unanswered[index] = call
+            self._unanswered = call
             raise
         return seat
 

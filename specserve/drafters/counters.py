@@ -22,6 +22,7 @@ class ServerCounters:
         num_refused_connections: connections that came with a wrong secret, or without one.
         num_unfit_rows: rows with a token or a state that is not the model's; nothing is held of
             them.
+        num_failed_rows: rows for which the model raised.
         num_refused: requests that got no answer, by reason.
         compute_s: time in the model, in seconds.
     """
@@ -34,6 +35,7 @@ class ServerCounters:
     num_malformed: int = 0
     num_refused_connections: int = 0
     num_unfit_rows: int = 0
+    num_failed_rows: int = 0
     num_refused: dict[Reason, int] = field(
         default_factory=lambda: dict.fromkeys(get_args(Reason), 0)
     )

@@ -172,9 +172,9 @@ class Schedule:
             del self._queues[task.row.key]
 
     def fail(self, task: Task) -> None:
-        """The model raised for a text's first task alone."""
+        """Nothing comes of a text's first task; what is held of the text stays."""
         self.finish(task)
-        task.call.answers[task.index] = Answer(0)
+        task.call.answers[task.index] = Answer(task.row.start)
         task.call.num_failed += 1
 
     def end_text(self, key: Key) -> None:

@@ -78,7 +78,7 @@ class DrafterServer:
 
     Attributes:
         counters: what has happened so far.
-        call_began: monotonic time when the call of the model began that runs; None: none does.
+        turn_began: monotonic time when the turn began that runs; None: something is waited for.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class DrafterServer:
         on_broken: Callable[[], object] = lambda: None,
     ) -> None:
         self.counters = ServerCounters()
-        self.call_began: float | None = None
+        self.turn_began: float | None = None
         self._drafter = drafter
         self._client_idle_s = client_idle_s
         self._on_broken, self._num_failures = on_broken, 0
@@ -114,7 +114,7 @@ class DrafterServer:
 
     @property
     def idle_s(self) -> float:
-        """Time since it was asked for a seat or anything else, or the model was called, in s."""
+        """Seconds since anybody asked for anything, or a call of the model began or ended."""
         return time.monotonic() - self._active_at
 
     def seat(self, replica: str) -> int:
@@ -162,7 +162,9 @@ class DrafterServer:
     def _take_arrivals(self) -> None:
         """Takes what has come; waits for something where there is nothing to do."""
         is_busy = bool(self._schedule or self._arrivals)
+        self.turn_began = None
         self._arrivals.extend(self._router.get(0.0 if is_busy else self._client_idle_s))
+        self.turn_began = time.monotonic()
         while self._arrivals:
             self._take(self._arrivals.popleft())
 
@@ -256,17 +258,19 @@ class DrafterServer:
         for its memory, or one of them the cause.
         """
         calls = list(dict.fromkeys(task.call for task in tasks))
-        began = self._active_at = self.call_began = time.monotonic()
+        began = self._active_at = time.monotonic()
         answers: list[Answer] | None = None
         try:
             answers = self._drafter.draft([task.piece() for task in tasks])
         except Exception as error:
             self._log_once(type(error).__name__, str(error), error)
         finally:
-            self._active_at, self.call_began = time.monotonic(), None
+            self._active_at = time.monotonic()
         if answers is None:  # behind the handler: the error holds what the model had allocated
-            if len(tasks) == 1:
-                self._schedule.fail(tasks[0])
+            if len(tasks) == 1 or all(call.expires_at < self._active_at for call in calls):
+                for task in tasks:
+                    self._schedule.fail(task)
+                self.counters.num_failed_rows += len(tasks)
                 return False
             have_run = [self._has_run(half) for half in _halves(tasks, calls)]
             return any(have_run)

@@ -11,8 +11,8 @@ from specserve.drafters.server import MOST_FAILURES, DrafterServer
 
 logger = logging.getLogger(__name__)
 
-LONGEST_CALL_S = 300
-"""A call of the model that takes longer hangs: no machine is slow enough for one of that length."""
+LONGEST_TURN_S = 300
+"""A turn that takes longer hangs: no machine is slow enough for a forward of that length."""
 
 
 def end_failing() -> None:
@@ -21,19 +21,19 @@ def end_failing() -> None:
 
 
 def end_hanging(server: DrafterServer) -> None:
-    """Ends this process when a call of the model hangs; returns at once."""
+    """Ends this process when a turn hangs, or its thread has died within one; returns at once."""
     threading.Thread(target=_watch, args=(server,), name="drafter-watchdog", daemon=True).start()
 
 
 def _watch(server: DrafterServer) -> None:
     num_seconds, last = 0, None
-    while num_seconds < LONGEST_CALL_S:
+    while num_seconds < LONGEST_TURN_S:
         time.sleep(1.0)
-        began = server.call_began
+        began = server.turn_began
         # Counted, not read from the clock: a process that was stopped for long does not hang.
         num_seconds = num_seconds + 1 if began is not None and began == last else 0
         last = began
-    _end(f"A call of the model has run for {LONGEST_CALL_S} s")
+    _end(f"A turn has taken {LONGEST_TURN_S} s")
 
 
 def _end(reason: str) -> None:

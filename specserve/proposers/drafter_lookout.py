@@ -32,7 +32,7 @@ GREET_UP_S, GREET_DOWN_S = 1.0, 0.2
 SILENT_S = 2.0
 """A drafter that has left a hello without an answer for so long is looked for anew."""
 
-MOST_SILENT_LOOKS = 5
+MOST_SILENT_LOOKS = 15
 """So often a drafter is found that leaves hellos without an answer before that is told."""
 
 LONGEST_REST_S = 10.0
@@ -191,9 +191,8 @@ class Lookout:
         self._endpoint.connect(self._socket)
         self._said_at = 0.0
         self._unheard_since = None
-        if found is not None:
-            self._num_silent_looks += 1
-        if self._num_silent_looks > MOST_SILENT_LOOKS:
+        self._num_silent_looks += found is not None
+        if found is not None and self._num_silent_looks > MOST_SILENT_LOOKS:
             self._refuse(f"{self._endpoint.place} does not answer; is the way to its port open?")
 
     def _greet(self) -> None:

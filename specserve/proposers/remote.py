@@ -56,8 +56,8 @@ where they have 7168 values."""
 LOST_S = 1.0
 """An answer that comes so much later than its request's budget is not waited for."""
 
-NO_ROOM_REST_S = 1.0
-"""A text of which the drafter holds nothing after it was sent is sent again after so long."""
+REST_S = 1.0
+"""A text that the drafter has no room for, or cannot read, is sent again after so long."""
 
 _USE_RATE, _IN_USE = 0.1, 0.5
 """A source that was asked for drafts in half of the last ten steps or so is in use."""
@@ -231,7 +231,7 @@ class RemoteProposer:
         for text, size, start, length in zip(
             texts, hidden.num_tokens, hidden.starts, lengths, strict=True
         ):
-            if text is not None and text.rests_until <= now:
+            if text is not None and (text.has_room or text.rests_until <= now):
                 valid = max(0, min(size, length - 1 - start))
                 self._states.add(text.states, start, values[begin : begin + valid])
             begin += size
@@ -243,7 +243,7 @@ class RemoteProposer:
         self._sent.give_up(math.inf if is_lost else time.monotonic())
         if old is None or old.instance != peer.instance:
             for text in self._texts.values():
-                text.held, text.rests_until = 0, 0.0
+                text.held, text.has_room, text.rests_until = 0, True, 0.0
         self._peer = peer
 
     def _rows(
@@ -375,13 +375,14 @@ class RemoteProposer:
                 self._metrics.count_error(self._kind)
             if reply.reason == "failed" and sent.num_read:
                 for text in sent.texts:
-                    self._let_rest(text)
+                    text.rests_until = time.monotonic() + REST_S
             return True
         if len(reply.rows) != len(sent.texts):
             self._metrics.count_error(self._kind)
             return False
         for text, row in zip(sent.texts, reply.rows, strict=True):
-            if not (text.held or row.held):
+            text.has_room = bool(text.held or row.held)
+            if not text.has_room:
                 self._let_rest(text)
             text.held = row.held
             if row.begin and not text.is_partial:
@@ -392,7 +393,7 @@ class RemoteProposer:
         return True
 
     def _let_rest(self, text: Text) -> None:
-        """The drafter cannot read a text: its states would push out those of the others."""
-        text.rests_until = time.monotonic() + NO_ROOM_REST_S
+        """The drafter has no room for a text: its states would push out those of the others."""
+        text.rests_until = time.monotonic() + REST_S
         if self._states is not None:
             self._states.forget(text.states)

@@ -24,7 +24,8 @@ class Text:
         is_sent: a request with a row of it is not answered yet.
         was_sent: the drafter may know it.
         is_partial: the drafter once had to begin it behind a gap.
-        rests_until: monotonic time before which it is not sent: the drafter had no room for it.
+        has_room: the drafter was not seen to have no room for it.
+        rests_until: monotonic time before which it is not sent: the drafter could not take it.
         states: the target's, for a drafter that continues them.
     """
 
@@ -34,6 +35,7 @@ class Text:
     is_sent: bool = False
     was_sent: bool = False
     is_partial: bool = False
+    has_room: bool = True
     rests_until: float = 0.0
     states: TextStates = field(default_factory=TextStates)
 

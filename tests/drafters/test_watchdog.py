@@ -22,10 +22,10 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return codes
 
 
-def test_a_call_that_hangs_ends_the_process(
+def test_a_turn_that_hangs_ends_the_process(
     ends: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watchdog, "LONGEST_CALL_S", 2)
+    monkeypatch.setattr(watchdog, "LONGEST_TURN_S", 2)
     drafter = FakeDrafter()
     with closing(DrafterServer(drafter)) as server, closing(Client(server)) as client:
         client.request(row(1, 10))
@@ -40,22 +40,22 @@ def test_a_call_that_hangs_ends_the_process(
 
 
 class Slow:
-    """A server whose model began the call at hand at these times, seen second by second."""
+    """A server that began the turn at hand at these times, seen second by second."""
 
     def __init__(self, begins: Iterable[float | None]) -> None:
         self._begins = iter(begins)
         self.seen: list[float | None] = []
 
     @property
-    def call_began(self) -> float | None:
+    def turn_began(self) -> float | None:
         self.seen.append(next(self._begins))
         return self.seen[-1]
 
 
-def test_only_the_seconds_of_one_call_count(
+def test_only_the_seconds_of_one_turn_count(
     ends: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    most = watchdog.LONGEST_CALL_S
+    most = watchdog.LONGEST_TURN_S
     slow = Slow([1.0] * most + [None] + [2.0] * most + [3.0] * (most + 1))
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     watchdog._watch(cast(DrafterServer, slow))

@@ -23,7 +23,7 @@ from specserve.proposers.base import Surroundings
 from specserve.proposers.remote import (
     FEED_TOKENS,
     NEAR_TOKENS,
-    NO_ROOM_REST_S,
+    REST_S,
     RemoteProposer,
 )
 from specserve.wire.frames import decode_question, encode
@@ -177,29 +177,44 @@ def test_a_text_that_the_drafter_has_no_room_for_is_sent_seldom(
         assert first
         assert not second
     sent = [row.key[1] for call in drafter.calls for row in call]
-    assert 1 <= sent.count(1) <= 1 + (time.monotonic() - began) / NO_ROOM_REST_S
+    assert 1 <= sent.count(1) <= 1 + (time.monotonic() - began) / REST_S
     served.proposer.forget(["a"])
     served.until_drafts("b")
 
 
-def test_a_text_that_the_drafter_fails_to_read_is_sent_seldom(
-    served: Replica, drafter: FakeDrafter
+@pytest.mark.parametrize("kind", ["draft_model", "mtp"])
+def test_a_text_that_the_drafter_fails_to_read_is_sent_seldom_and_whole(
+    stack: ExitStack, place: Place, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
+    monkeypatch.setattr(remote, "REST_S", 1000.0)
+    drafter = FakeDrafter(HIDDEN_SIZE if kind == "mtp" else 0)
+    serve(stack, place, drafter)
+    made = replica(stack, place, kind)
+    made.until_up()
+    made.grow("long", 2 * NEAR_TOKENS)
+    states = states_of(TEXT[: 2 * NEAR_TOKENS], HIDDEN_SIZE)
+    hidden = HiddenStates(lambda: states, (len(states),), (0,)) if kind == "mtp" else None
     drafter.error = MemoryError()
-    served.grow("long", 2 * NEAR_TOKENS)
-    began = time.monotonic()
-    while time.monotonic() < began + NO_ROOM_REST_S / 2:
-        assert served.propose("long") == [()]
-    eventually(lambda: served.health().num_errors, "the error", WAIT_S, 0.005)
+    assert made.propose("long", hidden=hidden) == [()]
+
+    def has_heard() -> bool:
+        assert made.propose("long") == [()]
+        return made.health().num_errors == 1
+
+    eventually(has_heard, "the error", WAIT_S, 0.005)
+    for _ in range(5):
+        assert made.propose("long") == [()]
     assert len(drafter.calls) == 1
     drafter.error = None
-    served.until_drafts("long")
+    made.proposer._texts["long"].rests_until = 0.0
+    made.until_drafts("long")
+    assert not drafter.begins
 
 
 def test_another_drafter_may_have_room_at_once(
     stack: ExitStack, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "NO_ROOM_REST_S", 1000.0)
+    monkeypatch.setattr(remote, "REST_S", 1000.0)
     full, roomy = FakeDrafter(), FakeDrafter()
     full.room = 1
     server = DrafterServer(full)
