@@ -26,7 +26,7 @@ class RecentStep(msgspec.Struct, frozen=True):
     """What one step brought a request.
 
     Attributes:
-        source: who drafted; empty: nobody did.
+        source: who drafted, the last one where one continued another's draft; empty: nobody did.
         num_drafted: draft tokens that were verified.
         num_accepted: how many of them the target accepted.
         num_new: tokens that the step emitted: the accepted ones and the target's own.

@@ -7,7 +7,7 @@ as long to make.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, Self
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -17,6 +17,8 @@ Source = Literal["ngram", "trie_local", "trie_cluster", "draft_model", "mtp"]
 """Who a draft came from, as metrics label it."""
 
 Int32Array = npt.NDArray[np.int32]
+
+NO_TOKENS: Int32Array = np.empty(0, np.int32)
 
 
 class RequestControls(msgspec.Struct, frozen=True):
@@ -75,6 +77,8 @@ class DraftBatch(msgspec.Struct, frozen=True):
         controls: n, what each request asked for; empty: nothing special of any.
         hidden_states: what drafters that continue the target's own states need; None where the
             engine gives none.
+        guessed: n, tokens that other sources guess to come next, for a source to continue; empty
+            where its draft is to follow the text itself.
     """
 
     request_ids: list[str]
@@ -84,6 +88,7 @@ class DraftBatch(msgspec.Struct, frozen=True):
     max_draft_tokens: Int32Array
     controls: tuple[RequestControls, ...] = ()
     hidden_states: HiddenStates | None = None
+    guessed: tuple[tuple[int, ...], ...] = ()
 
     def __len__(self) -> int:
         return len(self.request_ids)
@@ -96,23 +101,41 @@ class Draft(msgspec.Struct, frozen=True):
         tokens: the guessed tokens, in order; may be empty.
         source: who guessed.
         match_len: how many tokens of context the guess rests on; 0 where that has no meaning.
-        chances: how sure the source is of each token, those before it given, 0 .. 1; empty: it
-            does not say.
+        chances: how sure the source is of each of its own tokens, those before it given, 0 .. 1;
+            empty: it does not say.
+        continues: another source's draft, whose tokens are the first of these; the others are the
+            source's own.
     """
 
     tokens: tuple[int, ...]
     source: Source
     match_len: int = 0
     chances: tuple[float, ...] = ()
+    continues: Draft | None = None
 
-    def cut(self, num_tokens: int) -> Self:
+    @property
+    def begin(self) -> int:
+        """How many of the tokens are another source's."""
+        return 0 if self.continues is None else len(self.continues.tokens)
+
+    def behind(self, draft: Draft | None) -> Draft:
+        """This draft as what continues another one."""
+        if draft is None:
+            return self
+        return msgspec.structs.replace(
+            self, tokens=draft.tokens + self.tokens, match_len=0, continues=draft
+        )
+
+    def cut(self, num_tokens: int) -> Draft:
         """The first ``num_tokens`` tokens of this draft."""
         if len(self.tokens) <= num_tokens:
             return self
+        if self.continues is not None and num_tokens <= self.begin:
+            return self.continues.cut(num_tokens)
         return msgspec.structs.replace(
             self,
             tokens=self.tokens[:num_tokens],
-            chances=self.chances[:num_tokens],
+            chances=self.chances[: num_tokens - self.begin],
         )
 
 

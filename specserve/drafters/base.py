@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
-import numpy as np
 import numpy.typing as npt
 
-from specserve.core.types import Int32Array
+from specserve.core.types import NO_TOKENS, Int32Array
 
 ALL_TOKENS = 1 << 31
 """More than any text has."""
@@ -37,6 +36,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
             positions ``states_start ..``; uint16 holds the bits of bfloat16; of one type in all
             rows of a call; None: none.
         max_draft_tokens: longest draft; 0: the text is only to be remembered.
+        guessed: int32 ``[g]``, what is guessed to follow the text, and the draft continues; nothing
+            is held of it.
         max_feed_tokens: most positions that this call may compute before the draft. With fewer
             than the text lacks the answer says how far it came, and nothing is drafted.
     """
@@ -48,12 +49,18 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     states_start: int = 0
     states: npt.NDArray[Any] | None = None
     max_draft_tokens: int = 0
+    guessed: Int32Array = NO_TOKENS
     max_feed_tokens: int = ALL_TOKENS
 
     @property
     def num_tokens(self) -> int:
         """Length of the whole text."""
         return self.start + len(self.tokens)
+
+    def num_drafts(self, max_tokens: int) -> int:
+        """Tokens to draft, if the text, what is guessed and the draft have ``max_tokens``."""
+        room = max_tokens - self.num_tokens - len(self.guessed)
+        return max(0, min(self.max_draft_tokens, room))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +131,3 @@ class Drafter(Protocol):
     def forget(self, keys: Sequence[Key]) -> None:
         """These texts have ended; unknown keys are fine."""
         ...
-
-
-NO_TOKENS: Int32Array = np.empty(0, np.int32)

@@ -208,9 +208,10 @@ class DrafterServer:
             for index, row in enumerate(rows)
             if row.states is not None and row.states.shape[1] != width
         }
-        if rows and np.concatenate([row.tokens for row in rows]).max(initial=0) >= vocab_size:
+        tokens = [each for row in rows for each in (row.tokens, row.guessed)]
+        if rows and np.concatenate(tokens).max(initial=0) >= vocab_size:
             unfit |= {
-                index for index, row in enumerate(rows) if row.tokens.max(initial=0) >= vocab_size
+                index // 2 for index, each in enumerate(tokens) if each.max(initial=0) >= vocab_size
             }
         return unfit
 
@@ -376,4 +377,5 @@ def _row(client: bytes, row: TextRow) -> Row:
         states_start=row.states_start,
         states=row.states,
         max_draft_tokens=row.max_draft_tokens,
+        guessed=row.guessed,
     )

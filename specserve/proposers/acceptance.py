@@ -13,8 +13,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect
 from collections.abc import Sequence
+from typing import cast
 
-from specserve.core.types import Draft
+from msgspec.structs import replace
+
+from specserve.core.types import Draft, Source
 
 BUCKETS = 9
 """Match lengths 0 .. 7 and longer; or how sure a source is, in steps that become smaller towards 1,
@@ -39,6 +42,24 @@ def num_right(draft: Draft, new_tokens: Sequence[int]) -> int:
     pairs = enumerate(zip(draft.tokens, new_tokens, strict=False))
     differ = (i for i, (drafted, written) in pairs if drafted != written)
     return next(differ, min(len(draft.tokens), len(new_tokens)))
+
+
+def own_part(draft: Draft) -> Draft:
+    """What a draft says behind the one that it continues."""
+    return continuation(draft.tokens[draft.begin :], draft.source, draft.chances)
+
+
+def parts(draft: Draft, num_accepted: int) -> list[tuple[Draft, int]]:
+    """What each source has of a draft, first the one that begins, and what was accepted of it."""
+    if draft.continues is None or not draft.begin:
+        return [(draft, num_accepted)]
+    begun = parts(draft.continues, min(num_accepted, draft.begin))
+    return [*begun, (own_part(draft), max(0, num_accepted - draft.begin))]
+
+
+def continuation(tokens: tuple[int, ...], source: Source, chances: tuple[float, ...] = ()) -> Draft:
+    """Tokens behind another source's draft, of which nothing is said: it is taken to be right."""
+    return Draft(tokens, source, chances=chances, continues=_ANY_DRAFT)
 
 
 class Acceptance:
@@ -79,9 +100,14 @@ class Acceptance:
 
         Args:
             request_id: whose it was.
-            draft: as its source made it.
+            draft: as its source made it; of one that continues another's only its own tokens
+                count, if all before them were right.
             new_tokens: what the target wrote in the step after.
         """
+        if draft.continues is not None:
+            if num_right(draft.continues, new_tokens) < draft.begin:
+                return
+            draft, new_tokens = own_part(draft), new_tokens[draft.begin :]
         num_known = min(len(draft.tokens), len(new_tokens))
         if not num_known:
             return
@@ -89,7 +115,7 @@ class Acceptance:
         self._count(request_id, draft, num_hits, num_known)
         if draft.chances and not draft.match_len:
             # A model's: whether to ask for the next is decided before any chances are known.
-            blind = Draft(draft.tokens, draft.source)
+            blind = replace(draft, chances=())
             self._count(request_id, blind, num_hits, num_known)
 
     def expected(self, request_id: str, draft: Draft) -> float:
@@ -111,10 +137,15 @@ class Acceptance:
         return said[1]
 
     def _gains(self, request_id: str, draft: Draft) -> list[float]:
+        gains: list[float] = []
+        if draft.begin:
+            gains += self.gains(request_id, cast(Draft, draft.continues))
+            if len(gains) < draft.begin:
+                return gains
+            draft = own_part(draft)
         record = self._requests.get(request_id, _NO_RECORDS).get(_view(draft))
         factor = 1.0 if record is None else record.factor
-        gains = []
-        gain = 1.0
+        gain = gains[-1] if gains else 1.0
         shared = self._shared_of(request_id, draft)
         for chance in shared.chances(shared.cells(draft, len(draft.tokens))):
             own = factor * chance
@@ -151,8 +182,11 @@ class Acceptance:
         return shared
 
 
-_View = tuple[str, bool]
-"""A source, and whether it said how sure it was."""
+_View = tuple[str, bool, bool]
+"""A source, whether it said how sure it was, and whether it went on from another's draft: where
+there is no text yet it may be less often right."""
+
+_ANY_DRAFT = Draft((), "ngram")
 
 _LENGTHS, _MATCHES = (3, 6, 11), (4, 8, 16)
 _NUM_SORTS = (len(_LENGTHS) + 1) * (len(_MATCHES) + 1)
@@ -171,7 +205,7 @@ _NO_RECORDS: dict[_View, _Record] = {}
 
 
 def _view(draft: Draft) -> _View:
-    return draft.source, bool(draft.chances)
+    return draft.source, bool(draft.chances), draft.continues is not None
 
 
 class _Record:

@@ -68,7 +68,6 @@ _MAX_REPLIES = 1000
 _CHANCES = [number / 255 for number in range(256)]
 """By how they are sent."""
 
-
 _Rows = list[tuple[int, Text, TextRow]]
 """Rows to send, each with its row of the batch."""
 
@@ -265,11 +264,12 @@ class RemoteProposer:
             is_near = end - begin <= NEAR_TOKENS
             if is_near and not (end == length and limits[row]):
                 continue
-            if not limits[row] and not is_told_all:
+            if not (limits[row] or is_told_all):
                 continue  # it would be computed for nothing, perhaps on the target's own cores
             end = min(end, begin + FEED_TOKENS)
             start = min(text.held, end - 1)
-            size = end - start, self._state_bytes * (end - begin)
+            num_guessed = len(batch.guessed[row]) if batch.guessed else 0
+            size = end - start + num_guessed, self._state_bytes * (end - begin)
             if is_near and room.take(*size):
                 asked.append((row, text, self._row(batch, row, text, start, end, limits[row])))
             elif not is_near and feed_room.take(*size):
@@ -301,6 +301,7 @@ class RemoteProposer:
     def _row(
         self, batch: DraftBatch, row: int, text: Text, start: int, end: int, limit: int
     ) -> TextRow:
+        guessed = batch.guessed[row] if batch.guessed and limit else ()
         states_start, states = 0, None
         if self._states is not None:
             states_start = text.states.start(start)
@@ -314,6 +315,7 @@ class RemoteProposer:
             states_start=states_start,
             states=states,
             max_draft_tokens=limit,
+            guessed=np.array(guessed, np.int32),
         )
 
     def _send(self, rows: _Rows, budget_s: float, *, is_read: bool = False) -> int:

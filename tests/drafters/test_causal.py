@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from specserve.core.errors import ConfigError
-from specserve.core.types import Int32Array
+from specserve.core.types import NO_TOKENS, Int32Array
 from specserve.drafters import slots
 from specserve.drafters.attention import Span
-from specserve.drafters.base import NO_TOKENS, Answer, Card, Row
+from specserve.drafters.base import Answer, Card, Row
 from specserve.drafters.causal import CausalDrafter
 from specserve.drafters.causal_model import CausalModel
 from specserve.drafters.kv_cache import KVCache
@@ -138,6 +138,27 @@ def test_texts_in_one_call_get_the_drafts_that_each_gets_alone(
     for answer, tokens, draft_len in zip(together, texts, draft_lens, strict=True):
         wanted = greedy(reference, tokens, draft_len) if draft_len else ()
         assert answer == Answer(len(tokens), wanted)
+
+
+def test_what_is_guessed_is_continued_and_not_held(model: CountingModel, reference: Any) -> None:
+    texts, guesses, lengths = [text(30, seed) for seed in range(3)], [0, 5, 2], [4, 2, 3]
+    drafter = drafter_of(model)
+    guessed = [text(size, 10 + size) for size in guesses]
+    rows = [replace(row(i, texts[i], lengths[i]), guessed=guessed[i]) for i in range(3)]
+    wholes = [np.concatenate(pair) for pair in zip(texts, guessed, strict=True)]
+    drafts = [greedy(reference, wholes[i], lengths[i]) for i in range(3)]
+    assert drafter.draft(rows) == [Answer(30, draft) for draft in drafts]
+    assert drafter.draft(rows) == [Answer(30, draft) for draft in drafts]
+    grown = np.concatenate([texts[1], guessed[1][:2], text(1, 9)])
+    assert drafter.draft([row(1, grown, 3, start=30)]) == [Answer(33, greedy(reference, grown, 3))]
+
+
+def test_what_is_guessed_may_fill_a_text_up(model: CountingModel) -> None:
+    drafter = drafter_of(model, max_tokens=40)
+    for size, num_drafted in ((8, 2), (10, 0), (11, 0)):
+        full = replace(row(0, text(30), 3), guessed=text(size, 1))
+        (answer,) = drafter.draft([full])
+        assert (answer.held, len(answer.tokens)) == (30, num_drafted)
 
 
 def test_steps_over_many_texts_go_on_from_what_is_held(

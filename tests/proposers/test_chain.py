@@ -343,6 +343,45 @@ def test_a_source_that_takes_time_is_asked_where_its_only_token_is_worth_it(
     assert num_asked > 350 if is_asked else num_asked < 20
 
 
+@pytest.mark.parametrize("gated", [{"trie", "draft_model"}, {"draft_model"}])
+def test_a_draft_that_another_source_continued_is_sent_whole_and_each_is_told_its_own(
+    gated: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, metrics = Clock(), SpeculationMetrics(("trie", "draft_model"))
+
+    def answer(batch: DraftBatch) -> list[Draft]:
+        length = int(batch.max_draft_tokens[0])
+        clock.now += 0.001 * bool(length)
+        tokens = (3, 4, 5) if batch.guessed and batch.guessed[0] else (1, 2, 3)
+        return [Draft(tokens[:length], "draft_model")]
+
+    chain = ProposerChain(
+        [("trie", offers("trie_local", 1, 2)), ("draft_model", Source(answer))],
+        metrics,
+        gated_kinds=frozenset(gated),
+        remote_kinds={"draft_model": 3},
+        clock=clock,
+    )
+    for _ in range(30):
+        chain.observe_step(1, 0, 0.01)
+    drafts, num_whole = [Draft((), "ngram")], 0
+    for _ in range(400):
+        num_accepted = len(drafts[0].tokens)  # the target writes 1, 2, 3, 4, 6
+        num_accepted -= num_accepted > 4
+        new_tokens = (1, 2, 3, 4, 6)[: num_accepted + 1]
+        outcome = Outcome("r0", drafts[0] if num_accepted else None, num_accepted, new_tokens)
+        drafts = chain.step(batch(16), [outcome], [AUTO])
+        chain.observe_step(1, len(drafts[0].tokens), 0.01)
+        num_whole += len(drafts[0].tokens) >= 4
+    assert num_whole > 300
+    told = {each.source: each for each in metrics.snapshot().acceptance}
+    assert told["trie_local"].num_accepted_tokens == 2 * told["trie_local"].num_drafts
+    own = told["draft_model"]
+    assert own.drafted_at_position[0] == own.accepted_at_position[0] > 300
+    monkeypatch.setattr(Gate, "trim", lambda _, ids, drafts: [each.cut(0) for each in drafts])
+    assert tokens(chain.step(batch(16), [], [AUTO])) == [() if "trie" in gated else (1, 2)]
+
+
 def finds_nothing(clock: Clock) -> Source:
     """A source that takes time, for nothing."""
 

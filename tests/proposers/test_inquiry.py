@@ -11,7 +11,14 @@ import pytest
 
 from specserve.core.types import Draft, Int32Array
 from specserve.proposers.gate import Gate
-from specserve.proposers.inquiry import MOST_CREDIT, MOST_PAUSE, MOST_REST, MOST_RETRIES, Inquiry
+from specserve.proposers.inquiry import (
+    MOST_CREDIT,
+    MOST_PAUSE,
+    MOST_REST,
+    MOST_RETRIES,
+    Asked,
+    Inquiry,
+)
 
 PLAIN_S = 0.01
 MTP = Draft((1, 2, 3), "mtp")
@@ -33,13 +40,13 @@ def taught(*lessons: tuple[Draft, int]) -> Gate:
 
 def priced(gate: Gate, share: float) -> Inquiry:
     """An inquiry whose calls were seen to take this share of a plain step, whatever is asked."""
-    inquiry = Inquiry("mtp", gate)
-    inquiry.limits(["first"], limits(3), [[]])
+    inquiry = Inquiry("mtp", gate, 3)
+    inquiry.ask(["first"], limits(3), [[]])
     for _ in range(60):
         for length in (1, 3):
-            inquiry.observe_call(["teacher"], limits(length), [MTP], share * PLAIN_S)
+            inquiry.observe_call(["teacher"], Asked(limits(length)), [MTP], share * PLAIN_S)
     for _ in range(100):
-        if not inquiry.limits(["spender"], limits(3), [[]]).any():
+        if not inquiry.ask(["spender"], limits(3), [[]]).lengths.any():
             break  # has spent what it may spend on probes
     return inquiry
 
@@ -50,7 +57,7 @@ def limits(*numbers: int) -> Int32Array:
 
 def asked(inquiry: Inquiry, *offers: Sequence[Draft]) -> list[int]:
     names = [f"request {row}" for row in range(len(offers))]
-    found: list[int] = inquiry.limits(names, limits(*[3] * len(offers)), offers).tolist()
+    found: list[int] = inquiry.ask(names, limits(*[3] * len(offers)), offers).lengths.tolist()
     return found
 
 
@@ -66,7 +73,7 @@ def test_it_is_not_asked_where_it_takes_longer_than_it_brings() -> None:
 
 def test_it_is_not_asked_before_it_is_known_what_steps_cost_unless_that_cannot_be_known() -> None:
     gate = Gate()
-    inquiry = Inquiry("mtp", gate)
+    inquiry = Inquiry("mtp", gate, 3)
     num_silent = 0
     while not asked(inquiry, (), ())[0]:
         num_silent += 1
@@ -79,8 +86,8 @@ def test_only_as_many_tokens_are_asked_for_as_are_likely() -> None:
     gate = taught((MTP, 1), (SURE, 3))
     inquiry = priced(gate, 0.3)
     for _ in range(60):
-        inquiry.observe_call(["teacher"], limits(1), [MTP], 0.1 * PLAIN_S)
-        inquiry.observe_call(["teacher"], limits(3), [MTP], 0.3 * PLAIN_S)
+        inquiry.observe_call(["teacher"], Asked(limits(1)), [MTP], 0.1 * PLAIN_S)
+        inquiry.observe_call(["teacher"], Asked(limits(3)), [MTP], 0.3 * PLAIN_S)
     assert asked(inquiry, ()) == [1]
 
 
@@ -92,7 +99,7 @@ def test_a_request_that_has_a_better_draft_already_is_left_out() -> None:
 def test_a_drafter_that_is_away_does_not_pass_for_a_quick_one() -> None:
     inquiry = priced(taught((MTP, 1), (SURE, 3)), 1.5)
     for _ in range(60):
-        inquiry.observe_call(["teacher"], limits(3), [Draft((), "mtp")], 1e-5)
+        inquiry.observe_call(["teacher"], Asked(limits(3)), [Draft((), "mtp")], 1e-5)
     assert asked(inquiry, ()) == [0]
 
 
@@ -110,7 +117,9 @@ def test_one_request_is_probed_and_the_more_seldom_the_longer_nothing_comes_of_i
         found = asked(inquiry, (), ())
         assert found in ([0, 0], [3, 0])
         if any(found):
-            inquiry.observe_call(NAMES, limits(*found), [MTP, Draft((), "mtp")], 0.1 * PLAIN_S)
+            inquiry.observe_call(
+                NAMES, Asked(limits(*found)), [MTP, Draft((), "mtp")], 0.1 * PLAIN_S
+            )
             probes.append(step)
     pauses = [after - before for before, after in pairwise(probes)]
     assert MOST_PAUSE <= pauses[-1] <= MOST_PAUSE + MOST_REST
@@ -131,9 +140,9 @@ def test_one_that_is_not_asked_is_thought_about_less_often_until_the_requests_ch
 
     monkeypatch.setattr(gate.acceptance, "gains", counted)
     for _ in range(100):
-        inquiry.limits(["old"], limits(3), [[]])
+        inquiry.ask(["old"], limits(3), [[]])
     assert 100 / (MOST_REST + 1) <= thoughts.count("old") < 35
-    inquiry.limits(["old", "new"], limits(3, 3), [[], []])
+    inquiry.ask(["old", "new"], limits(3, 3), [[], []])
     assert thoughts[-1] == "new"
 
 
@@ -147,9 +156,9 @@ def test_a_probe_that_is_not_answered_yet_is_sent_again_in_the_next_steps() -> N
     while not any(asked(inquiry, ())):
         pass
     for _ in range(MOST_RETRIES):
-        inquiry.observe_call(["teacher"], limits(3), [Draft((), "mtp")], 1e-5)
+        inquiry.observe_call(["teacher"], Asked(limits(3)), [Draft((), "mtp")], 1e-5)
         assert asked(inquiry, ()) == [3]
-    inquiry.observe_call(["teacher"], limits(3), [Draft((), "mtp")], 1e-5)
+    inquiry.observe_call(["teacher"], Asked(limits(3)), [Draft((), "mtp")], 1e-5)
     assert asked(inquiry, ()) == [0]
 
 
@@ -179,7 +188,7 @@ def test_a_text_is_read_once_its_drafts_would_have_saved_as_much_as_that_takes()
     inquiry = priced(taught((MTP, 3), (SURE, 3)), 0.3)
 
     def asked_for(name: str, reading_s: float) -> bool:
-        return bool(inquiry.limits([name], limits(3), [[]], lambda: [reading_s]).any())
+        return bool(inquiry.ask([name], limits(3), [[]], lambda: [reading_s]).lengths.any())
 
     def num_missed(name: str, reading_s: float) -> int:
         return next(number for number in range(100) if asked_for(name, reading_s))
@@ -187,7 +196,7 @@ def test_a_text_is_read_once_its_drafts_would_have_saved_as_much_as_that_takes()
     assert num_missed("known", 0.0) == 0
     assert num_missed("unread", 5 * PLAIN_S) == 7  # a draft saves 0.65 of a plain step
     assert asked_for("unread", 4 * PLAIN_S)  # a piece of it was read
-    inquiry.observe_call(["unread"], limits(3), [MTP], 0.3 * PLAIN_S)
+    inquiry.observe_call(["unread"], Asked(limits(3)), [MTP], 0.3 * PLAIN_S)
     assert num_missed("unread", 5 * PLAIN_S) == 7  # the drafter has lost it
     inquiry.forget(["unread"])
     assert num_missed("unread", 5 * PLAIN_S) == 7
@@ -204,7 +213,9 @@ def test_a_call_is_paid_for_by_the_texts_that_are_read() -> None:
 
     def num_asked(num_read: int) -> int:
         times = [0.0] * num_read + [unread] * (8 - num_read)
-        return int(np.count_nonzero(inquiry.limits(names, limits(*[3] * 8), offers, lambda: times)))
+        return int(
+            np.count_nonzero(inquiry.ask(names, limits(*[3] * 8), offers, lambda: times).lengths)
+        )
 
     assert num_asked(8) == 8
     assert num_asked(1) == 0
@@ -214,7 +225,7 @@ def test_a_call_is_paid_for_by_the_texts_that_are_read() -> None:
 def test_a_text_that_is_too_long_keeps_no_other_from_being_probed() -> None:
     inquiry = priced(taught((MTP, 0), (SURE, 3)), 0.3)
     probed = [
-        inquiry.limits(["long", "a"], limits(3, 3), [[], []], lambda: [math.nan, 0.0]).tolist()
+        inquiry.ask(["long", "a"], limits(3, 3), [[], []], lambda: [math.nan, 0.0]).lengths.tolist()
         for _ in range(1000)
     ]
     assert {tuple(each) for each in probed} == {(0, 0), (0, 3)}
@@ -224,18 +235,69 @@ def test_a_text_that_no_draft_can_come_of_now_is_neither_asked_for_nor_probed() 
     for num_accepted in (0, 3):
         inquiry = priced(taught((MTP, num_accepted), (SURE, 3)), 0.3)
         found = [
-            inquiry.limits(["a"], limits(3), [[]], lambda: [math.inf]).any() for _ in range(1000)
+            inquiry.ask(["a"], limits(3), [[]], lambda: [math.inf]).lengths.any()
+            for _ in range(1000)
         ]
         assert not any(found)
 
 
 def test_texts_that_are_known_do_not_wait_for_those_that_are_not() -> None:
     inquiry = priced(taught((MTP, 3), (SURE, 3)), 0.3)
-    found = inquiry.limits(["known", "unread"], limits(3, 3), [[], []], lambda: [0.0, 100.0])
+    found = inquiry.ask(["known", "unread"], limits(3, 3), [[], []], lambda: [0.0, 100.0]).lengths
     assert found[0] > 0
     assert found[1] == 0
 
 
 def test_what_would_not_be_asked_is_probed_also_where_it_was_not_read() -> None:
     inquiry = priced(taught((MTP, 0), (SURE, 3)), 0.5)
-    assert any(inquiry.limits(["a"], limits(3), [[]], lambda: [1.0]).any() for _ in range(1000))
+    assert any(
+        inquiry.ask(["a"], limits(3), [[]], lambda: [1.0]).lengths.any() for _ in range(1000)
+    )
+
+
+SHORT = Draft((1, 2), "trie_local", match_len=20)
+
+
+def behind_short(num_right: int, *, is_serial: bool = False, share: float = 0.1) -> Inquiry:
+    """An inquiry whose calls take this share of a plain step for each forward, and of whose drafts
+    behind the short one so many tokens were right."""
+    whole = MTP.behind(SHORT)
+    gate = taught((MTP, 1), (SHORT, 2), (whole, 2 + num_right))
+    inquiry = Inquiry("mtp", gate, 3, is_serial=is_serial)
+    inquiry.ask(["first"], limits(3), [[]])
+    for _ in range(60):
+        for length in (1, 3):
+            found = Asked(limits(length), {0: SHORT} if is_serial else {})
+            seconds = share * (length + 2 * is_serial) * PLAIN_S
+            inquiry.observe_call(["teacher"], found, [MTP], seconds)
+    return inquiry
+
+
+def test_a_short_draft_is_continued_from_its_end() -> None:
+    found = behind_short(3).ask(["a", "b"], limits(9, 3), [[SHORT], [SURE]])
+    assert found.lengths.tolist() == [3, 0]
+    assert found.continued == {0: SHORT}
+
+
+@pytest.mark.parametrize(("limit", "length"), [(2, 0), (3, 1), (4, 2), (5, 3)])
+def test_a_draft_is_continued_as_far_as_there_is_room(limit: int, length: int) -> None:
+    found = behind_short(3).ask(["a"], limits(limit), [[SHORT]])
+    assert found.lengths.tolist() == [length]
+
+
+def test_a_draft_is_not_continued_where_that_is_never_right_or_its_end_not_reached() -> None:
+    assert not behind_short(0).ask(["a"], limits(9), [[SHORT]]).continued
+    wrong = Draft((1, 2, 3), "ngram", match_len=2)
+    inquiry = behind_short(3)
+    for _ in range(200):
+        inquiry._gate.acceptance.observe("teacher", wrong, (1, -1))
+    found = inquiry.ask(["a"], limits(9), [[wrong]])
+    assert not found.continued
+
+
+def test_forwards_for_what_is_continued_are_paid_for() -> None:
+    parallel = behind_short(3, share=0.3).ask(["a"], limits(9), [[SHORT]])
+    serial = behind_short(3, share=0.3, is_serial=True).ask(["a"], limits(9), [[SHORT]])
+    cheap = behind_short(3, share=0.1, is_serial=True).ask(["a"], limits(9), [[SHORT]])
+    assert parallel.lengths.tolist() == cheap.lengths.tolist() == [3]
+    assert not serial.continued

@@ -164,6 +164,21 @@ def test_only_what_is_new_is_sent(served: Replica, drafter: FakeDrafter) -> None
     assert [(row.start, len(row.tokens)) for (row,) in drafter.calls] == [(0, 40), (40, 1), (41, 3)]
 
 
+def test_what_other_sources_guess_is_continued(served: Replica, drafter: FakeDrafter) -> None:
+    for name in ("a", "b", "long"):
+        served.grow(name, 40 if name != "long" else 2 * NEAR_TOKENS)
+    names, guess = ["a", "b", "long"], tuple(TEXT[100:105].tolist())
+    rows = np.stack([np.resize(served.texts[name], 2 * NEAR_TOKENS) for name in names])
+    lengths = np.array([40, 40, 2 * NEAR_TOKENS], np.int32)
+    limits = np.array([2, 3, 3], np.int32)
+    batch = DraftBatch(names, rows, lengths, lengths, limits, guessed=(guess, (), guess))
+    drafts = [draft.tokens for draft in served.proposer.propose(batch)]
+    text = served.texts["a"].tolist()
+    assert drafts == [draft_of([*text, *guess], 2), draft_of(text, 3), ()]
+    read = [row for call in drafter.calls for row in call if row.key[1] == 2]
+    assert not any(len(row.guessed) for row in read)
+
+
 def test_a_text_that_the_drafter_has_no_room_for_is_sent_seldom(
     served: Replica, drafter: FakeDrafter
 ) -> None:
