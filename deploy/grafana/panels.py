@@ -113,7 +113,7 @@ def _acceptance() -> list[Panel]:
         ),
         Panel(
             "Acceptance rate by position",
-            "Of the drafts that had a token there; a draft's first token is at position 1.",
+            "Of the drafts that had a token there; a source's own first token is at position 1.",
             "percentunit",
             {f"{by} {{{{position}}}}": share(accepted, drafted)},
         ),

@@ -43,7 +43,7 @@ DRAFTS = MetricSpec(
     kind="counter",
     unit="drafts",
     labels=("source",),
-    description="Drafts that the target verified.",
+    description="Drafts that the target verified; what continues another source's is one too.",
     promql="sum by (source) (rate(specserve_drafts_total[1m]))",
 )
 DRAFT_TOKENS = MetricSpec(

@@ -7,7 +7,7 @@ looks. What is shown travels from rank 0 to the replica as :class:`RecentRequest
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from hashlib import blake2b
 
 import msgspec
@@ -23,10 +23,11 @@ MAX_STEPS = 48
 
 
 class RecentStep(msgspec.Struct, frozen=True):
-    """What one step brought a request.
+    """What one step brought a request, or one source's part of that; the target's own token comes
+    with the last.
 
     Attributes:
-        source: who drafted, the last one where one continued another's draft; empty: nobody did.
+        source: who drafted; empty: nobody did.
         num_drafted: draft tokens that were verified.
         num_accepted: how many of them the target accepted.
         num_new: tokens that the step emitted: the accepted ones and the target's own.
@@ -110,20 +111,32 @@ class RecentSteps:
                 if len(of_request) < MAX_STEPS:
                     of_request.append(outcome)
         return tuple(
-            RecentRequest(_digest(request_id), tuple(map(self._step, reversed(of_request))))
+            RecentRequest(
+                _digest(request_id),
+                tuple(part for step in reversed(of_request) for part in self._parts(step)),
+            )
             for request_id, of_request in found.items()
         )
 
-    def _step(self, outcome: Outcome) -> RecentStep:
-        draft = outcome.draft
-        drafted = () if draft is None else draft.tokens
-        source = "" if draft is None else draft.source
-        step = RecentStep(source, len(drafted), outcome.num_accepted, len(outcome.new_tokens))
+    def _parts(self, outcome: Outcome) -> Iterator[RecentStep]:
+        """The parts of a step, one for each source that has a part of the draft."""
+        new = outcome.new_tokens
+        if outcome.draft is None:
+            yield self._part("", (), 0, new)
+            return
+        parts = outcome.draft.parts(outcome.num_accepted)
+        for number, (draft, num_accepted) in enumerate(parts, 1):
+            num_new = num_accepted if number < len(parts) else len(new)
+            yield self._part(draft.source, draft.tokens, num_accepted, new[:num_new])
+            new = new[num_new:]
+
+    def _part(
+        self, source: str, drafted: tuple[int, ...], num_accepted: int, new: tuple[int, ...]
+    ) -> RecentStep:
+        part = RecentStep(source, len(drafted), num_accepted, len(new))
         if not self._with_tokens:
-            return step
-        return msgspec.structs.replace(
-            step, new=outcome.new_tokens, refused=drafted[outcome.num_accepted :]
-        )
+            return part
+        return msgspec.structs.replace(part, new=new, refused=drafted[num_accepted:])
 
 
 def _digest(request_id: str) -> str:

@@ -118,13 +118,22 @@ class Draft(msgspec.Struct, frozen=True):
         """How many of the tokens are another source's."""
         return 0 if self.continues is None else len(self.continues.tokens)
 
-    def behind(self, draft: Draft | None) -> Draft:
+    def behind(self, draft: Draft) -> Draft:
         """This draft as what continues another one."""
-        if draft is None:
-            return self
         return msgspec.structs.replace(
             self, tokens=draft.tokens + self.tokens, match_len=0, continues=draft
         )
+
+    def own_part(self) -> Draft:
+        """What it says behind the draft that it continues, which is taken to be right."""
+        return Draft(self.tokens[self.begin :], self.source, 0, self.chances, ANY_DRAFT)
+
+    def parts(self, num_accepted: int) -> list[tuple[Draft, int]]:
+        """What each source has of it, the first one first, and what was accepted of that."""
+        if self.continues is None or not self.begin:
+            return [(self, num_accepted)]
+        begun = self.continues.parts(min(num_accepted, self.begin))
+        return [*begun, (self.own_part(), max(0, num_accepted - self.begin))]
 
     def cut(self, num_tokens: int) -> Draft:
         """The first ``num_tokens`` tokens of this draft."""
@@ -137,6 +146,10 @@ class Draft(msgspec.Struct, frozen=True):
             tokens=self.tokens[:num_tokens],
             chances=self.chances[: num_tokens - self.begin],
         )
+
+
+ANY_DRAFT = Draft((), "ngram")
+"""Stands for a draft that is continued, of which nothing is said but that it is right."""
 
 
 class Outcome(msgspec.Struct, frozen=True):

@@ -244,7 +244,10 @@ class MtpDrafter:
                 packed = Packed.of(spans, hidden.device)
                 tokens = _given(left, step - 1, steps[-1][0][: len(left)])
                 hidden = self.module.forward(hidden, tokens, packed, len(left))
-            steps.append(self.module.next_tokens(hidden))
+            if all(step < len(work.guessed) for work in left):  # the head may cost like the layer
+                steps.append((hidden.new_zeros(len(left), dtype=torch.long), hidden[:, 0]))
+            else:
+                steps.append(self.module.next_tokens(hidden))
         return {
             work.row.key: (tokens[len(work.guessed) :], chances[len(work.guessed) :])
             for work, (tokens, chances) in zip(works, guesses(steps, len(works)), strict=True)

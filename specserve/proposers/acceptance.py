@@ -17,7 +17,7 @@ from typing import cast
 
 from msgspec.structs import replace
 
-from specserve.core.types import Draft, Source
+from specserve.core.types import Draft
 
 BUCKETS = 9
 """Match lengths 0 .. 7 and longer; or how sure a source is, in steps that become smaller towards 1,
@@ -42,24 +42,6 @@ def num_right(draft: Draft, new_tokens: Sequence[int]) -> int:
     pairs = enumerate(zip(draft.tokens, new_tokens, strict=False))
     differ = (i for i, (drafted, written) in pairs if drafted != written)
     return next(differ, min(len(draft.tokens), len(new_tokens)))
-
-
-def own_part(draft: Draft) -> Draft:
-    """What a draft says behind the one that it continues."""
-    return continuation(draft.tokens[draft.begin :], draft.source, draft.chances)
-
-
-def parts(draft: Draft, num_accepted: int) -> list[tuple[Draft, int]]:
-    """What each source has of a draft, first the one that begins, and what was accepted of it."""
-    if draft.continues is None or not draft.begin:
-        return [(draft, num_accepted)]
-    begun = parts(draft.continues, min(num_accepted, draft.begin))
-    return [*begun, (own_part(draft), max(0, num_accepted - draft.begin))]
-
-
-def continuation(tokens: tuple[int, ...], source: Source, chances: tuple[float, ...] = ()) -> Draft:
-    """Tokens behind another source's draft, of which nothing is said: it is taken to be right."""
-    return Draft(tokens, source, chances=chances, continues=_ANY_DRAFT)
 
 
 class Acceptance:
@@ -107,7 +89,7 @@ class Acceptance:
         if draft.continues is not None:
             if num_right(draft.continues, new_tokens) < draft.begin:
                 return
-            draft, new_tokens = own_part(draft), new_tokens[draft.begin :]
+            draft, new_tokens = draft.own_part(), new_tokens[draft.begin :]
         num_known = min(len(draft.tokens), len(new_tokens))
         if not num_known:
             return
@@ -142,7 +124,7 @@ class Acceptance:
             gains += self.gains(request_id, cast(Draft, draft.continues))
             if len(gains) < draft.begin:
                 return gains
-            draft = own_part(draft)
+            draft = draft.own_part()
         record = self._requests.get(request_id, _NO_RECORDS).get(_view(draft))
         factor = 1.0 if record is None else record.factor
         gain = gains[-1] if gains else 1.0
@@ -185,8 +167,6 @@ class Acceptance:
 _View = tuple[str, bool, bool]
 """A source, whether it said how sure it was, and whether it went on from another's draft: where
 there is no text yet it may be less often right."""
-
-_ANY_DRAFT = Draft((), "ngram")
 
 _LENGTHS, _MATCHES = (3, 6, 11), (4, 8, 16)
 _NUM_SORTS = (len(_LENGTHS) + 1) * (len(_MATCHES) + 1)

@@ -26,7 +26,7 @@ from msgspec.structs import replace
 from specserve.core.config import DrafterConfig, SourceConfig
 from specserve.core.metrics import SpeculationMetrics
 from specserve.core.types import Draft, DraftBatch, Int32Array, Outcome, RequestControls
-from specserve.proposers.acceptance import num_right, parts
+from specserve.proposers.acceptance import num_right
 from specserve.proposers.arbiter import Arbiter
 from specserve.proposers.base import Proposer, Surroundings
 from specserve.proposers.gate import Gate
@@ -173,10 +173,13 @@ class ProposerChain:
             (each, part, num_accepted)
             for each in outcomes
             if each.draft is not None and each.draft.tokens
-            for part, num_accepted in parts(each.draft, each.num_accepted)
+            for part, num_accepted in each.draft.parts(each.num_accepted)
         ]
         for _, draft, num_accepted in verified:
-            self._metrics.count_draft(draft.source, len(draft.tokens), num_accepted)
+            is_continuation = draft.continues is not None
+            self._metrics.count_draft(
+                draft.source, len(draft.tokens), num_accepted, is_continuation=is_continuation
+            )
         if verified and self._paces:
             self._observe_gains(verified, len(outcomes))
         self._arbiter.observe(outcomes)
@@ -188,7 +191,8 @@ class ProposerChain:
         would have been sent all the same.
         """
         plain, base, per_token = self._gate.cost.at(num_requests)
-        first, token_seconds = (base - plain) / len(verified), plain / num_requests
+        num_drafts = sum(draft.continues is None for _, draft, _ in verified)
+        first, token_seconds = (base - plain) / num_drafts, plain / num_requests
         worth = {
             kind: pace.worth(token_seconds)
             for kind, pace in self._paces.items()
@@ -197,7 +201,8 @@ class ProposerChain:
         for outcome, draft, num_accepted in verified:
             if not (pace := self._paces.get(_kind_of(draft))):
                 continue
-            spent = (first + per_token * len(draft.tokens)) / token_seconds
+            begun = first if draft.continues is None else 0.0
+            spent = (begun + per_token * len(draft.tokens)) / token_seconds
             gain = num_accepted - spent
             rival, share = self._best_rival(outcome, draft, num_accepted, worth)
             if rival:
@@ -299,7 +304,8 @@ class ProposerChain:
             calls[source.kind] = self._clock() - turn_began
             for row, draft in enumerate(drafts):
                 if draft.tokens:
-                    whole = draft.behind(asked.continued.get(row))
+                    continued = asked.continued.get(row)
+                    whole = draft if continued is None else draft.behind(continued)
                     offers[row].append((source.kind, whole))
         return offers, calls
 
@@ -323,8 +329,10 @@ class ProposerChain:
                 best = self._arbiter.choose(request_ids[row], [draft for _, draft in each])
                 kind, draft = each[best]
                 (gated if kind in self._gated_kinds else sent)[row] = draft
-                if draft.continues and _kind_of(draft.continues) not in self._gated_kinds:
-                    sent[row] = draft.continues
+                while draft.continues and _kind_of(draft) in self._gated_kinds:
+                    draft = draft.continues  # one that is not gated is sent whole
+                    if _kind_of(draft) not in self._gated_kinds:
+                        sent[row] = draft
         for row, draft in enumerate(self._gate.trim(request_ids, gated)):
             if len(draft.tokens) > len(sent[row].tokens):
                 sent[row] = draft

@@ -13,17 +13,17 @@ Competitive Snoopy Caching, 1988).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite, isnan
-from typing import cast
+from typing import Self
 
 import numpy as np
 
-from specserve.core.types import Draft, Int32Array, Source
-from specserve.proposers.acceptance import continuation
+from specserve.core.types import Draft, Int32Array
 from specserve.proposers.gate import LEAST_GAIN, PROBE_SHARE, Gate, best_rate
 from specserve.proposers.line import Line
+from specserve.proposers.prospects import Prospect, Prospects
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,10 @@ MOST_CREDIT = 2.0
 
 HOPE = 0.9
 """Share of a draft that might be accepted: a request that is better off already is not probed."""
+
+LEAST_HELD = 0.5
+"""Chance of a draft's last token: one whose end is less likely to be reached is not continued only
+to learn from it."""
 
 MOST_PAUSE = 256
 """Steps between two probes; it doubles with each that nothing came of."""
@@ -50,6 +54,10 @@ _FIRST_SHARE, _ROW_SHARE = 0.2, 0.01
 """Cost of a call before any was measured, as shares of a plain step: of each token, of each row."""
 
 
+_Wishes = dict[int, tuple[int, Draft | None]]
+"""By row: how many tokens to ask for, and behind which draft; None: behind the text."""
+
+
 @dataclass(frozen=True, slots=True)
 class Asked:
     """What a source is asked for.
@@ -63,27 +71,13 @@ class Asked:
     lengths: Int32Array
     continued: dict[int, Draft] = field(default_factory=dict)
 
-
-@dataclass(frozen=True, slots=True)
-class _Option:
-    """A draft that a request might get.
-
-    Attributes:
-        held: chances of acceptance of what it continues; empty: it begins at the text's end.
-        own: the same of its own tokens.
-        room: its own tokens at most.
-        continued: what it continues.
-    """
-
-    held: list[float]
-    own: list[float]
-    room: int
-    continued: Draft | None = None
-
-    @property
-    def total(self) -> float:
-        """Tokens that will be accepted, in the mean."""
-        return sum(self.held) + sum(self.own)
+    @classmethod
+    def of(cls, num_requests: int, wishes: _Wishes) -> Self:
+        """What is wished for by row."""
+        lengths = np.zeros(num_requests, np.int32)
+        for row, (length, _) in wishes.items():
+            lengths[row] = length
+        return cls(lengths, {row: draft for row, (_, draft) in wishes.items() if draft})
 
 
 class Inquiry:
@@ -102,18 +96,17 @@ class Inquiry:
     """
 
     def __init__(self, kind: str, gate: Gate, longest: int, *, is_serial: bool = False) -> None:
-        self._kind = cast(Source, kind)
+        self._kind = kind
         self._gate = gate
         self._longest = longest
-        self._is_serial = is_serial
+        self._prospects = Prospects(kind, gate.acceptance, longest, is_serial)
         self._credit = MOST_CREDIT
         self._pause, self._pause_left = 1, 0  # in steps
         self._retries_left = MOST_RETRIES
-        self._is_probe = False
+        self._is_probe = self._probes_behind = False
         self._num_unasked = self._rest_left = 0
         self._last_ids: tuple[str, ...] = ()
         self._cost: Line | None = None
-        self._guesses: dict[tuple[int, bool], Draft] = {}
         self._missed: dict[str, float] = {}  # seconds that drafts would have saved a text
 
     def ask(
@@ -159,65 +152,37 @@ class Inquiry:
         reading_s: Callable[[], Sequence[float]],
     ) -> Asked:
         """What :meth:`ask` returns where there is something to decide."""
-        offered = [self._best_of(*each) for each in zip(request_ids, offers, strict=True)]
-        held = [gains for _, gains in offered]
-        rooms = np.minimum(limits, self._longest)
-        promising = {
-            row: more
-            for row, (most, room, (draft, gains)) in enumerate(
-                zip(limits.tolist(), rooms.tolist(), offered, strict=True)
-            )
-            # No draft promises more tokens than it has.
-            if (more := self._room_behind(most, draft, gains)) or room > sum(gains)
-        }
-        if not promising:
-            return Asked(np.zeros_like(limits))
+        prospects = self._prospects
+        drafts = [prospects.best(*each) for each in zip(request_ids, offers, strict=True)]
+        held = [gains for _, gains in drafts]
+        rooms = np.minimum(limits, self._longest).tolist()
+        behind = [
+            prospects.room_behind(limit, *draft)
+            for limit, draft in zip(limits.tolist(), drafts, strict=True)
+        ]
+        # No draft promises more tokens than it has.
+        rows = [row for row, room in enumerate(rooms) if room > sum(held[row]) or behind[row]]
+        if not any(rooms[row] > sum(held[row]) for row in rows):
+            most = sum(held[row][-1] * behind[row] for row in rows)
+            if most <= LEAST_GAIN * (len(held) + sum(map(sum, held))):
+                return Asked(np.zeros_like(limits))
         times = reading_s() or [0.0] * len(limits)
-        rows = [row for row in promising if not isnan(times[row])]
-        options = {
-            row: option
+        rows = [row for row in rows if not isnan(times[row])]
+        found = {
+            row: prospects.of(request_ids[row], rooms[row], behind[row], *drafts[row])
             for row in rows
             if isfinite(times[row])
-            and (
-                option := self._option(request_ids[row], rooms[row], promising[row], *offered[row])
-            )
         }
-        wanted, saved_s = self._best(held, options)
-        lengths = self._worth_reading(request_ids, wanted, saved_s, times)
-        ready = {row: each for row, each in options.items() if not times[row]}
+        found = {row: each for row, each in found.items() if each}
+        wanted, saved_s = self._best(held, found)
+        worth = self._worth_reading(request_ids, wanted, saved_s, times)
+        ready = {row: each for row, each in found.items() if not times[row]}
         # Those that are read pay for a call of them alone, or wait for the others.
-        lengths += self._best(held, ready)[0] if len(ready) < len(options) else wanted
-        if wanted.any() or lengths.any():
+        asked = self._best(held, ready)[0] if len(ready) < len(found) else wanted
+        if wanted or asked:
             self._pause, self._num_unasked = 1, 0
-            asked = np.flatnonzero(lengths).tolist()
-            continued = {row: draft for row in asked if (draft := options[row].continued)}
-            return Asked(lengths, continued)
-        rows = [row for row in rows if HOPE * rooms[row] > sum(held[row])]
-        return Asked(self._probe(rows, rooms, times))
-
-    def _best_of(self, name: str, offers: Sequence[Draft]) -> tuple[Draft | None, list[float]]:
-        """The draft that promises most, with its tokens' chances."""
-        gains = self._gate.acceptance.gains
-        judged = ((draft, gains(name, draft)) for draft in offers)
-        return max(judged, key=lambda pair: sum(pair[1]), default=(None, []))
-
-    def _room_behind(self, limit: int, draft: Draft | None, gains: list[float]) -> int:
-        """How much can be added to a draft; 0 where its own end is unlikely to be reached."""
-        if draft is None or len(gains) < len(draft.tokens):
-            return 0
-        return max(0, min(limit - len(draft.tokens), self._longest))
-
-    def _option(
-        self, name: str, room: int, room_behind: int, draft: Draft | None, held: list[float]
-    ) -> _Option | None:
-        """The draft that would promise most, new or behind ``draft``; None: none promises more."""
-        gains = self._gate.acceptance.gains
-        best = _Option([], gains(name, self._guess(room)), room)
-        if room_behind:
-            chances = gains(name, self._guess(room_behind, is_continuation=True))
-            behind = _Option(held, [held[-1] * each for each in chances], room_behind, draft)
-            best = max(best, behind, key=lambda option: option.total)
-        return best if best.total > sum(held) else None
+            return Asked.of(len(limits), {**worth, **asked})
+        return Asked.of(len(limits), self._probe(rows, rooms, behind, drafts, times))
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Drops what is kept of these requests."""
@@ -225,76 +190,67 @@ class Inquiry:
             self._missed.pop(request_id, None)
 
     def _best(
-        self, held: list[list[float]], options: Mapping[int, _Option]
-    ) -> tuple[Int32Array, float]:
-        """The lengths that bring most output tokens for their time, and the seconds saved by them.
+        self, held: list[list[float]], prospects: Mapping[int, Sequence[Prospect]]
+    ) -> tuple[_Wishes, float]:
+        """What brings most output tokens for its time, and the seconds saved by it.
 
-        All 0: none brings more than there would be without.
+        Nothing: nothing brings more than there would be without.
 
         Args:
             held: n times the chances of acceptance of the draft that there is.
-            options: drafts that promise more, by row; may be none.
+            prospects: by row, at least one each; may be none.
         """
-        asked = np.zeros(len(held), np.int32)
-        if not options:
-            return asked, 0.0
+        if not prospects:
+            return {}, 0.0
         plain, base, per_token = self._gate.cost.at(len(held))
         base, per_token = base / plain, per_token / plain
         without = max(self._rate(held, base, per_token), float(len(held)))
-        best = without * (1 + LEAST_GAIN)
-        for num_steps in _lengths(max(map(self._num_steps, options.values()))):
-            lengths = {row: self._num_own(each, num_steps) for row, each in options.items()}
-            cut = {row: each.held + each.own[: lengths[row]] for row, each in options.items()}
-            wanted = {row: each for row, each in cut.items() if sum(each) > sum(held[row])}
-            if not wanted:
-                continue
-            price = self._price(len(wanted), num_steps, plain)
-            merged = [wanted.get(row, each) for row, each in enumerate(held)]
-            rate = self._rate(merged, base + price, per_token)
-            logger.debug(
-                "%s: %d requests, %d steps: %.3f a plain step with, %.3f without, call %.3f",
-                *(self._kind, len(wanted), num_steps, rate, without, price),
-            )
-            if rate > best:
-                best, asked = rate, np.zeros(len(held), np.int32)
-                for row in wanted:
-                    asked[row] = min(lengths[row], options[row].room)
-        return asked, (1 - without / best) * plain
-
-    def _num_steps(self, option: _Option) -> int:
-        """Forwards that a draft takes."""
-        return len(option.own) + len(option.held) * self._is_serial
-
-    def _num_own(self, option: _Option, num_steps: int) -> int:
-        """A draft's own tokens, of so many forwards."""
-        return max(0, num_steps - len(option.held) * self._is_serial)
+        best, wishes = without * (1 + LEAST_GAIN), _Wishes()
+        for chosen in _choices(prospects):
+            for num_forwards in _numbers_of_forwards(chosen.values()):
+                cut = {row: each.chances(num_forwards) for row, each in chosen.items()}
+                wanted = {row: each for row, each in cut.items() if sum(each) > sum(held[row])}
+                if not wanted:
+                    continue
+                price = self._price(len(wanted), num_forwards, plain)
+                merged = [wanted.get(row, each) for row, each in enumerate(held)]
+                rate = self._rate(merged, base + price, per_token)
+                logger.debug(
+                    "%s: %d requests, %d forwards: %.3f a plain step with, %.3f without, call %.3f",
+                    *(self._kind, len(wanted), num_forwards, rate, without, price),
+                )
+                if rate > best:
+                    best, wishes = (
+                        rate,
+                        {
+                            row: (chosen[row].num_own(num_forwards), chosen[row].continued)
+                            for row in wanted
+                        },
+                    )
+        return wishes, (1 - without / best) * plain if wishes else 0.0
 
     def _worth_reading(
         self,
         request_ids: Sequence[str],
-        wanted: Int32Array,
+        wanted: _Wishes,
         saved_s: float,
         reading_s: Sequence[float],
-    ) -> Int32Array:
+    ) -> _Wishes:
         """Of texts that are yet to be read, those whose drafts would have saved that time by now.
 
         Args:
             request_ids: n.
-            wanted: int32 ``[n]``, lengths to ask for if all texts were read.
-            saved_s: seconds that asking for them would save, of a plain step.
+            wanted: what to ask for if all texts were read.
+            saved_s: seconds that asking for it would save, of a plain step.
             reading_s: see :meth:`ask`.
-
-        Returns:
-            int32 ``[n]``.
         """
-        worth = np.zeros_like(wanted)
-        rows = np.flatnonzero(wanted).tolist()
-        for row in rows:
+        worth = _Wishes()
+        for row, wish in wanted.items():
             if reading_s[row]:
-                missed_s = self._missed.get(request_ids[row], 0.0) + saved_s / len(rows)
+                missed_s = self._missed.get(request_ids[row], 0.0) + saved_s / len(wanted)
                 self._missed[request_ids[row]] = missed_s
                 if missed_s >= reading_s[row]:
-                    worth[row] = wanted[row]
+                    worth[row] = wish
         return worth
 
     def observe_call(
@@ -318,18 +274,19 @@ class Inquiry:
         lengths = asked.lengths
         if self._cost is None or not lengths.any():
             return
-        is_answered = any(draft.tokens for draft in drafts)
         # Texts that it has yet to read are asked for too, and nobody waits for those.
-        num_rows = sum(bool(draft.tokens) for draft in drafts) or int(np.count_nonzero(lengths))
+        answered = [row for row, draft in enumerate(drafts) if draft.tokens]
+        is_answered = bool(answered)
         if self._is_probe:
             self._note_probe(is_answered)
         if seconds < AWAY_S and not is_answered:
             return
-        num_steps = int(lengths.max())
-        if self._is_serial and asked.continued:
-            behind = (lengths[row] + len(each.tokens) for row, each in asked.continued.items())
-            num_steps = max(num_steps, *map(int, behind))
-        self._cost.add((1.0, num_rows, num_steps), seconds)
+        rows = answered or np.flatnonzero(lengths).tolist()
+        num_forwards = lengths[rows].tolist()
+        for index, row in enumerate(rows):
+            if (continued := asked.continued.get(row)) is not None:
+                num_forwards[index] += self._prospects.num_before(continued)
+        self._cost.add((1.0, len(rows), max(num_forwards)), seconds)
 
     def _rate(self, gains: Sequence[Sequence[float]], base: float, per_token: float) -> float:
         """Output tokens in a plain step's time, with these drafts cut to the best length."""
@@ -344,33 +301,42 @@ class Inquiry:
         pairs = zip(self._cost.coefficients, (1.0, num_rows, length), strict=True)
         return max(sum(a * b for a, b in pairs), 0.0) / plain
 
-    def _guess(self, length: int, *, is_continuation: bool = False) -> Draft:
-        """A draft of this source, of which only the length is known; always the same one."""
-        guess = self._guesses.get((length, is_continuation))
-        if guess is None:
-            guess = (continuation if is_continuation else Draft)((0,) * length, self._kind)
-            self._guesses[length, is_continuation] = guess
-        return guess
-
     def _probe(
-        self, rows: Sequence[int], rooms: Int32Array, reading_s: Sequence[float]
-    ) -> Int32Array:
-        """Asks for the first of these rows, when it is time and there is credit; else for none.
+        self,
+        rows: Sequence[int],
+        rooms: Sequence[int],
+        behind: Sequence[int],
+        drafts: Sequence[tuple[Draft | None, list[float]]],
+        reading_s: Sequence[float],
+    ) -> _Wishes:
+        """Asks for the first of these rows that may gain by it, if it is time and there is credit.
 
-        The first one is the same request for as long as it runs: the source has to be brought up
-        to date on no more than one text.
+        That is the same request for as long as it runs: the source has to be brought up to date on
+        no more than one text. Where its draft may be replaced or continued, both have their turns.
         """
-        asked = np.zeros_like(rooms)
-        if not rows or self._pause_left or not isfinite(reading_s[rows[0]]):
-            return asked
-        plain, _, _ = self._gate.cost.at(len(rooms))
-        price = self._price(1, int(rooms[rows[0]]), plain)
+        if self._pause_left:
+            return {}
+        for row in rows:
+            draft, held = drafts[row]
+            is_new = HOPE * rooms[row] > sum(held)
+            is_behind = draft is not None and behind[row] > 0 and held[-1] > LEAST_HELD
+            if is_new or is_behind:
+                break
+        else:
+            return {}
+        if not isfinite(reading_s[row]):
+            return {}
+        if is_new and is_behind:
+            self._probes_behind = is_behind = not self._probes_behind
+        length, continued = (behind[row], draft) if is_behind else (rooms[row], None)
+        num_before = self._prospects.num_before(continued) if continued else 0
+        plain, _, _ = self._gate.cost.at(len(drafts))
+        price = self._price(1, num_before + length, plain)
         if price > self._credit:
-            return asked
+            return {}
         self._credit -= price
         self._is_probe = True
-        asked[rows[0]] = rooms[rows[0]]
-        return asked
+        return {row: (length, continued)}
 
     def _note_probe(self, is_answered: bool) -> None:
         """A text that is just being brought up to date gets no draft: it is asked for again."""
@@ -380,6 +346,22 @@ class Inquiry:
         self._retries_left = MOST_RETRIES
         self._pause = min(2 * self._pause, MOST_PAUSE)
         self._pause_left = self._pause
+
+
+def _choices(prospects: Mapping[int, Sequence[Prospect]]) -> list[dict[int, Prospect]]:
+    """The most promising of each row; and, where some of these take more forwards, the new drafts
+    alone."""
+    most = {row: max(each, key=lambda one: one.total) for row, each in prospects.items()}
+    if not any(each.num_before for each in most.values()):
+        return [most]
+    new = {row: each[0] for row, each in prospects.items() if each[0].continued is None}
+    return [most, new] if new else [most]
+
+
+def _numbers_of_forwards(prospects: Collection[Prospect]) -> list[int]:
+    """Such that each prospect has 1, 2, 4, .. or all of its own tokens."""
+    shapes = {(each.num_before, len(each.own)) for each in prospects}
+    return sorted({before + length for before, own in shapes for length in _lengths(own)})
 
 
 def _lengths(longest: int) -> list[int]:

@@ -62,8 +62,7 @@ REST_S = 1.0
 _USE_RATE, _IN_USE = 0.1, 0.5
 """A source that was asked for drafts in half of the last ten steps or so is in use."""
 
-_MAX_REPLIES = 1000
-"""Read in a step: a drafter that floods must not hold it up."""
+_MAX_REPLIES = 1000  # read in a step: a drafter that floods must not hold it up
 
 _CHANCES = [number / 255 for number in range(256)]
 """By how they are sent."""

@@ -42,7 +42,7 @@ class StepView(msgspec.Struct, frozen=True):
     """One step of a request: what was drafted, and what the text became.
 
     Attributes:
-        source: who drafted, the last one where one continued another's draft; empty: nobody did.
+        source: who drafted; empty: nobody did.
         num_drafted: draft tokens that were verified.
         num_accepted: how many of them the target accepted.
         num_new: tokens that the step emitted.

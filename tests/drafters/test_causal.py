@@ -153,6 +153,15 @@ def test_what_is_guessed_is_continued_and_not_held(model: CountingModel, referen
     assert drafter.draft([row(1, grown, 3, start=30)]) == [Answer(33, greedy(reference, grown, 3))]
 
 
+def test_what_is_guessed_is_continued_behind_the_last_piece_of_a_text(
+    model: CountingModel, reference: Any
+) -> None:
+    tokens, guessed = text(600), text(4, 1)
+    whole = replace(row(0, tokens, 3), guessed=guessed)
+    expected = greedy(reference, np.concatenate([tokens, guessed]), 3)
+    assert fed(drafter_of(model, max_tokens=700), whole) == Answer(600, expected)
+
+
 def test_what_is_guessed_may_fill_a_text_up(model: CountingModel) -> None:
     drafter = drafter_of(model, max_tokens=40)
     for size, num_drafted in ((8, 2), (10, 0), (11, 0)):

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from specserve.core.types import Draft
-from specserve.proposers.acceptance import LEAST_LIKELY, Acceptance, parts
+from specserve.proposers.acceptance import LEAST_LIKELY, Acceptance
 
 DRAFT = Draft((1, 2, 3, 4), "ngram", 3)
 
@@ -236,7 +236,7 @@ def test_what_was_accepted_of_a_draft_is_each_sources_own() -> None:
     middle = Draft((5, 6), "draft_model").behind(DRAFT)
     whole = Draft((7,), "mtp", chances=(0.5,)).behind(middle)
     for num_accepted, expected in ((7, [4, 2, 1]), (5, [4, 1, 0]), (3, [3, 0, 0])):
-        found = parts(whole, num_accepted)
+        found = whole.parts(num_accepted)
         assert [(part.tokens, part.source) for part, _ in found] == [
             ((1, 2, 3, 4), "ngram"),
             ((5, 6), "draft_model"),

@@ -343,43 +343,80 @@ def test_a_source_that_takes_time_is_asked_where_its_only_token_is_worth_it(
     assert num_asked > 350 if is_asked else num_asked < 20
 
 
-@pytest.mark.parametrize("gated", [{"trie", "draft_model"}, {"draft_model"}])
-def test_a_draft_that_another_source_continued_is_sent_whole_and_each_is_told_its_own(
-    gated: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock, metrics = Clock(), SpeculationMetrics(("trie", "draft_model"))
+def continuing(kind: str, clock: Clock, own: tuple[int, ...], text: Sequence[int]) -> Source:
+    """A source that knows what comes behind others' drafts, and is wrong about all else."""
 
     def answer(batch: DraftBatch) -> list[Draft]:
         length = int(batch.max_draft_tokens[0])
         clock.now += 0.001 * bool(length)
-        tokens = (3, 4, 5) if batch.guessed and batch.guessed[0] else (1, 2, 3)
-        return [Draft(tokens[:length], "draft_model")]
+        guessed = batch.guessed[0] if batch.guessed else ()
+        is_known = guessed and guessed == tuple(text[: len(guessed)])
+        tokens = tuple(text[len(guessed) :][: len(own)]) if is_known else own
+        return [Draft(tokens[:length], kind)]  # type: ignore[arg-type]
 
+    return Source(answer)
+
+
+def drafted(
+    chain: ProposerChain, text: tuple[int, ...], num_steps: int
+) -> list[tuple[str, tuple[int, ...]]]:
+    """What is sent step by step where the target always writes this text: source and tokens."""
+    for _ in range(30):
+        chain.observe_step(1, 0, 0.01)
+    found: list[tuple[str, tuple[int, ...]]] = []
+    draft = Draft((), "ngram")
+    for _ in range(num_steps):
+        accepted = num_right(draft, text)
+        new_tokens = (*draft.tokens[:accepted], -1 if accepted == len(text) else text[accepted])
+        sent = draft if draft.tokens else None
+        (draft,) = chain.step(batch(16), [Outcome("r0", sent, accepted, new_tokens)], [AUTO])
+        chain.observe_step(1, len(draft.tokens), 0.01)
+        found.append((draft.source, draft.tokens))
+    return found
+
+
+@pytest.mark.parametrize("gated", [{"trie", "draft_model"}, {"draft_model"}])
+def test_a_draft_that_another_source_continued_is_sent_whole_and_each_is_told_its_own(
+    gated: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, metrics, text = Clock(), SpeculationMetrics(("trie", "draft_model")), (1, 2, 3, 4, 5)
+    remote = continuing("draft_model", clock, (9, 9, 9), text)
     chain = ProposerChain(
-        [("trie", offers("trie_local", 1, 2)), ("draft_model", Source(answer))],
+        [("trie", offers("trie_local", 1, 2)), ("draft_model", remote)],
         metrics,
         gated_kinds=frozenset(gated),
         remote_kinds={"draft_model": 3},
         clock=clock,
     )
-    for _ in range(30):
-        chain.observe_step(1, 0, 0.01)
-    drafts, num_whole = [Draft((), "ngram")], 0
-    for _ in range(400):
-        num_accepted = len(drafts[0].tokens)  # the target writes 1, 2, 3, 4, 6
-        num_accepted -= num_accepted > 4
-        new_tokens = (1, 2, 3, 4, 6)[: num_accepted + 1]
-        outcome = Outcome("r0", drafts[0] if num_accepted else None, num_accepted, new_tokens)
-        drafts = chain.step(batch(16), [outcome], [AUTO])
-        chain.observe_step(1, len(drafts[0].tokens), 0.01)
-        num_whole += len(drafts[0].tokens) >= 4
-    assert num_whole > 300
+    sent = drafted(chain, text, 400)
+    assert sent.count(("draft_model", text)) > 300
     told = {each.source: each for each in metrics.snapshot().acceptance}
-    assert told["trie_local"].num_accepted_tokens == 2 * told["trie_local"].num_drafts
-    own = told["draft_model"]
-    assert own.drafted_at_position[0] == own.accepted_at_position[0] > 300
+    trie, own = told["trie_local"], told["draft_model"]
+    assert trie.num_accepted_tokens == 2 * trie.num_drafts
+    assert trie.num_continuations == 0
+    assert own.num_continuations > 300
+    assert own.accepted_at_position[2] >= own.num_continuations - 5
     monkeypatch.setattr(Gate, "trim", lambda _, ids, drafts: [each.cut(0) for each in drafts])
-    assert tokens(chain.step(batch(16), [], [AUTO])) == [() if "trie" in gated else (1, 2)]
+    for _ in range(20):
+        (draft,) = chain.step(batch(16), [], [AUTO])
+        assert draft.tokens == (() if "trie" in gated else (1, 2))
+    assert max(limits[0] for limits in remote.limits[-20:]) == 3
+
+
+def test_a_continued_draft_may_be_continued_further() -> None:
+    clock, text = Clock(), (1, 2, 3, 4, 5)
+    chain = ProposerChain(
+        [
+            ("ngram", offers("ngram", 1, 2)),
+            ("draft_model", continuing("draft_model", clock, (9, 9), text)),
+            ("mtp", continuing("mtp", clock, (8,), text)),
+        ],
+        SpeculationMetrics(),
+        gated_kinds=frozenset({"ngram", "draft_model", "mtp"}),
+        remote_kinds={"draft_model": 2, "mtp": 1},
+        clock=clock,
+    )
+    assert ("mtp", text) in drafted(chain, text, 400)[-50:]
 
 
 def finds_nothing(clock: Clock) -> Source:

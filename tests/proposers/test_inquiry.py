@@ -256,13 +256,14 @@ def test_what_would_not_be_asked_is_probed_also_where_it_was_not_read() -> None:
 
 
 SHORT = Draft((1, 2), "trie_local", match_len=20)
+WHOLE = MTP.behind(SHORT)
 
 
-def behind_short(num_right: int, *, is_serial: bool = False, share: float = 0.1) -> Inquiry:
-    """An inquiry whose calls take this share of a plain step for each forward, and of whose drafts
-    behind the short one so many tokens were right."""
-    whole = MTP.behind(SHORT)
-    gate = taught((MTP, 1), (SHORT, 2), (whole, 2 + num_right))
+def behind_short(
+    *lessons: tuple[Draft, int], is_serial: bool = False, share: float = 0.1
+) -> Inquiry:
+    """An inquiry whose calls take this share of a plain step for each forward."""
+    gate = taught((SHORT, 2), *lessons)
     inquiry = Inquiry("mtp", gate, 3, is_serial=is_serial)
     inquiry.ask(["first"], limits(3), [[]])
     for _ in range(60):
@@ -273,31 +274,72 @@ def behind_short(num_right: int, *, is_serial: bool = False, share: float = 0.1)
     return inquiry
 
 
+def lengths_asked(inquiry: Inquiry, limit: int, *offers: Draft) -> tuple[int, bool]:
+    """Of a draft for one request; whether it is to continue the first offer."""
+    found = inquiry.ask(["a"], limits(limit), [offers])
+    return int(found.lengths[0]), bool(offers) and found.continued == {0: offers[0]}
+
+
 def test_a_short_draft_is_continued_from_its_end() -> None:
-    found = behind_short(3).ask(["a", "b"], limits(9, 3), [[SHORT], [SURE]])
+    found = behind_short((MTP, 1), (WHOLE, 5)).ask(["a", "b"], limits(9, 3), [[SHORT], [SURE]])
     assert found.lengths.tolist() == [3, 0]
     assert found.continued == {0: SHORT}
 
 
 @pytest.mark.parametrize(("limit", "length"), [(2, 0), (3, 1), (4, 2), (5, 3)])
 def test_a_draft_is_continued_as_far_as_there_is_room(limit: int, length: int) -> None:
-    found = behind_short(3).ask(["a"], limits(limit), [[SHORT]])
-    assert found.lengths.tolist() == [length]
+    inquiry = behind_short((MTP, 1), (WHOLE, 5))
+    assert lengths_asked(inquiry, limit, SHORT) == (length, length > 0)
 
 
 def test_a_draft_is_not_continued_where_that_is_never_right_or_its_end_not_reached() -> None:
-    assert not behind_short(0).ask(["a"], limits(9), [[SHORT]]).continued
+    assert not any(lengths_asked(behind_short((MTP, 0), (WHOLE, 2)), 5, SHORT)[1] for _ in range(9))
     wrong = Draft((1, 2, 3), "ngram", match_len=2)
-    inquiry = behind_short(3)
-    for _ in range(200):
-        inquiry._gate.acceptance.observe("teacher", wrong, (1, -1))
-    found = inquiry.ask(["a"], limits(9), [[wrong]])
-    assert not found.continued
+    inquiry = behind_short((MTP, 0), (WHOLE, 5), (wrong, 0))
+    assert not any(lengths_asked(inquiry, 9, wrong)[1] for _ in range(1000))
 
 
 def test_forwards_for_what_is_continued_are_paid_for() -> None:
-    parallel = behind_short(3, share=0.3).ask(["a"], limits(9), [[SHORT]])
-    serial = behind_short(3, share=0.3, is_serial=True).ask(["a"], limits(9), [[SHORT]])
-    cheap = behind_short(3, share=0.1, is_serial=True).ask(["a"], limits(9), [[SHORT]])
-    assert parallel.lengths.tolist() == cheap.lengths.tolist() == [3]
-    assert not serial.continued
+    known = (MTP, 0), (WHOLE, 5)
+    assert lengths_asked(behind_short(*known, share=0.25), 5, SHORT) == (3, True)
+    assert lengths_asked(behind_short(*known, share=0.05, is_serial=True), 5, SHORT) == (3, True)
+    dear = behind_short(*known, share=0.25, is_serial=True)
+    assert sum(lengths_asked(dear, 5, SHORT)[0] > 0 for _ in range(1000)) < 20  # probes
+
+
+def test_a_long_draft_is_not_gone_through_token_by_token() -> None:
+    long = Draft((1, 2, 3, 4, 5), "trie_local", match_len=20)
+    known = (long, 5), (MTP.behind(long), 8)
+    assert lengths_asked(behind_short(*known), 8, long) == (3, True)
+    assert lengths_asked(behind_short(*known, is_serial=True), 8, long) == (0, False)
+
+
+def test_a_new_draft_is_asked_for_where_continuing_the_one_that_there_is_takes_too_long() -> None:
+    weak = Draft((1, 2), "ngram", match_len=2)
+    inquiry = behind_short((MTP, 3), (MTP.behind(weak), 5), share=0.2, is_serial=True)
+    for number in range(400):
+        num_right = 2 if number % 2 else 0
+        inquiry._gate.acceptance.observe("teacher", weak, (*weak.tokens[:num_right], -1))
+    assert lengths_asked(inquiry, 9, weak) == (3, False)
+
+
+def test_continuing_is_probed_and_found_to_have_become_worth_it() -> None:
+    inquiry = behind_short((MTP, 0), (WHOLE, 2))
+    last = [False, False, False]
+    for _ in range(40_000):
+        length, is_continued = lengths_asked(inquiry, 5, SHORT)
+        last = [*last[1:], is_continued]
+        if is_continued:
+            tokens = WHOLE.tokens[: 2 + length]
+            inquiry._gate.acceptance.observe("a", WHOLE.cut(2 + length), tokens)
+        if all(last):
+            return
+    pytest.fail("never continued for good")
+
+
+def test_forwards_of_a_text_that_is_only_read_are_not_taken_for_the_calls() -> None:
+    inquiry = behind_short((MTP, 0), (WHOLE, 5), is_serial=True)
+    found = Asked(limits(1, 3), {1: SHORT})
+    for _ in range(200):
+        inquiry.observe_call(["a", "b"], found, [MTP, Draft((), "mtp")], 0.5 * PLAIN_S)
+    assert inquiry._price(1, 1, PLAIN_S) == pytest.approx(0.5, rel=0.1)

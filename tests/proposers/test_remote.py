@@ -17,6 +17,7 @@ from specserve.core.config import DraftModelConfig, MtpConfig
 from specserve.core.errors import WireError
 from specserve.core.metrics import HealthSnapshot, SpeculationMetrics
 from specserve.core.types import DraftBatch, HiddenStates, Int32Array, RequestControls
+from specserve.drafters.base import Row
 from specserve.drafters.server import DrafterServer
 from specserve.proposers import remote
 from specserve.proposers.base import Surroundings
@@ -175,8 +176,12 @@ def test_what_other_sources_guess_is_continued(served: Replica, drafter: FakeDra
     drafts = [draft.tokens for draft in served.proposer.propose(batch)]
     text = served.texts["a"].tolist()
     assert drafts == [draft_of([*text, *guess], 2), draft_of(text, 3), ()]
-    read = [row for call in drafter.calls for row in call if row.key[1] == 2]
-    assert not any(len(row.guessed) for row in read)
+
+    def read() -> list[Row]:
+        return [row for call in drafter.calls for row in call if row.key[1] == 2]
+
+    eventually(read, "the long text", WAIT_S, 0.005)
+    assert not any(len(row.guessed) for row in read())
 
 
 def test_a_text_that_the_drafter_has_no_room_for_is_sent_seldom(
