@@ -103,7 +103,8 @@ class Inquiry:
         self._credit = MOST_CREDIT
         self._pause, self._pause_left = 1, 0  # in steps
         self._retries_left = MOST_RETRIES
-        self._is_probe = self._probes_behind = False
+        self._is_probe = False
+        self._num_probes = 0  # and turns that were passed on
         self._num_unasked = self._rest_left = 0
         self._last_ids: tuple[str, ...] = ()
         self._cost: Line | None = None
@@ -326,12 +327,12 @@ class Inquiry:
             return {}
         if not isfinite(reading_s[row]):
             return {}
-        if is_new and is_behind:
-            self._probes_behind = is_behind = not self._probes_behind
-        length, continued = (behind[row], draft) if is_behind else (rooms[row], None)
+        choices = [(rooms[row], None)] * is_new + [(behind[row], draft)] * is_behind
+        length, continued = choices[self._num_probes % len(choices)]
         num_before = self._prospects.num_before(continued) if continued else 0
         plain, _, _ = self._gate.cost.at(len(drafts))
         price = self._price(1, num_before + length, plain)
+        self._num_probes += price <= self._credit or price > MOST_CREDIT
         if price > self._credit:
             return {}
         self._credit -= price

@@ -337,6 +337,17 @@ def test_continuing_is_probed_and_found_to_have_become_worth_it() -> None:
     pytest.fail("never continued for good")
 
 
+@pytest.mark.parametrize(("share", "of_both"), [(0.2, True), (0.6, False)])
+def test_a_new_draft_and_a_continuation_are_probed_in_turns_if_there_can_be_credit_for_both(
+    share: float, of_both: bool
+) -> None:
+    inquiry = behind_short((MTP, 0), (WHOLE, 2), is_serial=True, share=share)
+    probed = [lengths_asked(inquiry, 5, SHORT) for _ in range(5000)]
+    is_continued = [each for length, each in probed if length]
+    assert len(is_continued) > 10
+    assert is_continued.count(True) == pytest.approx(len(is_continued) / 2 if of_both else 0, abs=1)
+
+
 def test_forwards_of_a_text_that_is_only_read_are_not_taken_for_the_calls() -> None:
     inquiry = behind_short((MTP, 0), (WHOLE, 5), is_serial=True)
     found = Asked(limits(1, 3), {1: SHORT})
