@@ -48,7 +48,7 @@ class RecentRequest(msgspec.Struct, frozen=True):
 
     Attributes:
         request: a digest of its id, which the client may have chosen.
-        steps: at most ``MAX_STEPS``.
+        steps: of at most ``MAX_STEPS``, each in its sources' parts.
     """
 
     request: str

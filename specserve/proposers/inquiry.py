@@ -13,7 +13,7 @@ Competitive Snoopy Caching, 1988).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite, isnan
 from typing import Self
@@ -36,6 +36,10 @@ HOPE = 0.9
 LEAST_HELD = 0.5
 """Chance of a draft's last token: one whose end is less likely to be reached is not continued only
 to learn from it."""
+
+PROBE_BEHIND_EVERY = 32
+"""Of the steps that ask, each such one has a request's draft continued instead of replaced, to know
+what that is worth."""
 
 MOST_PAUSE = 256
 """Steps between two probes; it doubles with each that nothing came of."""
@@ -105,7 +109,7 @@ class Inquiry:
         self._retries_left = MOST_RETRIES
         self._is_probe = False
         self._num_probes = 0  # and turns that were passed on
-        self._num_unasked = self._rest_left = 0
+        self._num_asked = self._num_unasked = self._rest_left = 0
         self._last_ids: tuple[str, ...] = ()
         self._cost: Line | None = None
         self._missed: dict[str, float] = {}  # seconds that drafts would have saved a text
@@ -182,6 +186,9 @@ class Inquiry:
         asked = self._best(held, ready)[0] if len(ready) < len(found) else wanted
         if wanted or asked:
             self._pause, self._num_unasked = 1, 0
+            self._num_asked += 1
+            if self._num_asked % PROBE_BEHIND_EVERY == 0:
+                self._continue_one(asked, behind, drafts)
             return Asked.of(len(limits), {**worth, **asked})
         return Asked.of(len(limits), self._probe(rows, rooms, behind, drafts, times))
 
@@ -207,27 +214,30 @@ class Inquiry:
         base, per_token = base / plain, per_token / plain
         without = max(self._rate(held, base, per_token), float(len(held)))
         best, wishes = without * (1 + LEAST_GAIN), _Wishes()
-        for chosen in _choices(prospects):
-            for num_forwards in _numbers_of_forwards(chosen.values()):
-                cut = {row: each.chances(num_forwards) for row, each in chosen.items()}
-                wanted = {row: each for row, each in cut.items() if sum(each) > sum(held[row])}
-                if not wanted:
-                    continue
-                price = self._price(len(wanted), num_forwards, plain)
-                merged = [wanted.get(row, each) for row, each in enumerate(held)]
-                rate = self._rate(merged, base + price, per_token)
-                logger.debug(
-                    "%s: %d requests, %d forwards: %.3f a plain step with, %.3f without, call %.3f",
-                    *(self._kind, len(wanted), num_forwards, rate, without, price),
+        for num_forwards in _numbers_of_forwards(prospects.values()):
+            chosen = {
+                row: max(each, key=lambda one: sum(one.chances(num_forwards)))
+                for row, each in prospects.items()
+            }
+            cut = {row: each.chances(num_forwards) for row, each in chosen.items()}
+            wanted = {row: each for row, each in cut.items() if sum(each) > sum(held[row])}
+            if not wanted:
+                continue
+            price = self._price(len(wanted), num_forwards, plain)
+            merged = [wanted.get(row, each) for row, each in enumerate(held)]
+            rate = self._rate(merged, base + price, per_token)
+            logger.debug(
+                "%s: %d requests, %d forwards: %.3f a plain step with, %.3f without, call %.3f",
+                *(self._kind, len(wanted), num_forwards, rate, without, price),
+            )
+            if rate > best:
+                best, wishes = (
+                    rate,
+                    {
+                        row: (chosen[row].num_own(num_forwards), chosen[row].continued)
+                        for row in wanted
+                    },
                 )
-                if rate > best:
-                    best, wishes = (
-                        rate,
-                        {
-                            row: (chosen[row].num_own(num_forwards), chosen[row].continued)
-                            for row in wanted
-                        },
-                    )
         return wishes, (1 - without / best) * plain if wishes else 0.0
 
     def _worth_reading(
@@ -339,6 +349,19 @@ class Inquiry:
         self._is_probe = True
         return {row: (length, continued)}
 
+    @staticmethod
+    def _continue_one(
+        wishes: _Wishes,
+        behind: Sequence[int],
+        drafts: Sequence[tuple[Draft | None, list[float]]],
+    ) -> None:
+        """Has the first draft continued that may be, and was to be replaced."""
+        for row, (_, continued) in wishes.items():
+            draft, held = drafts[row]
+            if continued is None and draft is not None and behind[row] and held[-1] > LEAST_HELD:
+                wishes[row] = behind[row], draft
+                return
+
     def _note_probe(self, is_answered: bool) -> None:
         """A text that is just being brought up to date gets no draft: it is asked for again."""
         if not is_answered and self._retries_left:
@@ -349,19 +372,9 @@ class Inquiry:
         self._pause_left = self._pause
 
 
-def _choices(prospects: Mapping[int, Sequence[Prospect]]) -> list[dict[int, Prospect]]:
-    """The most promising of each row; and, where some of these take more forwards, the new drafts
-    alone."""
-    most = {row: max(each, key=lambda one: one.total) for row, each in prospects.items()}
-    if not any(each.num_before for each in most.values()):
-        return [most]
-    new = {row: each[0] for row, each in prospects.items() if each[0].continued is None}
-    return [most, new] if new else [most]
-
-
-def _numbers_of_forwards(prospects: Collection[Prospect]) -> list[int]:
+def _numbers_of_forwards(prospects: Iterable[Sequence[Prospect]]) -> list[int]:
     """Such that each prospect has 1, 2, 4, .. or all of its own tokens."""
-    shapes = {(each.num_before, len(each.own)) for each in prospects}
+    shapes = {(one.num_before, len(one.own)) for each in prospects for one in each}
     return sorted({before + length for before, own in shapes for length in _lengths(own)})
 
 

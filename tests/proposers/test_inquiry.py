@@ -348,6 +348,28 @@ def test_a_new_draft_and_a_continuation_are_probed_in_turns_if_there_can_be_cred
     assert is_continued.count(True) == pytest.approx(len(is_continued) / 2 if of_both else 0, abs=1)
 
 
+def test_continuing_is_tried_also_where_a_new_draft_would_do() -> None:
+    weak = Draft((1, 2), "ngram", match_len=20)
+    inquiry = behind_short((MTP, 3), (weak, 2))
+    for number in range(400):
+        num_right = 0 if number % 4 == 0 else 2
+        inquiry._gate.acceptance.observe("teacher", weak, (*weak.tokens[:num_right], -1))
+    assert lengths_asked(inquiry, 9, weak) == (3, False)
+    for _ in range(2000):
+        _, is_continued = lengths_asked(inquiry, 9, weak)
+        if is_continued:
+            inquiry._gate.acceptance.observe("a", MTP.behind(weak), (1, 2, 1, 2, 3))
+    assert [lengths_asked(inquiry, 9, weak)[1] for _ in range(20)].count(True) == 20
+
+
+def test_each_request_gets_what_is_best_for_it() -> None:
+    long = Draft((1, 2, 3, 4), "ngram", match_len=2)
+    inquiry = behind_short((MTP, 3), (WHOLE, 5), (long, 1), is_serial=True, share=0.02)
+    found = inquiry.ask(["a", "b"], limits(9, 9), [[SHORT], [long]])
+    assert found.lengths.tolist() == [3, 3]
+    assert found.continued == {0: SHORT}
+
+
 def test_forwards_of_a_text_that_is_only_read_are_not_taken_for_the_calls() -> None:
     inquiry = behind_short((MTP, 0), (WHOLE, 5), is_serial=True)
     found = Asked(limits(1, 3), {1: SHORT})
