@@ -137,7 +137,7 @@ def _acceptance() -> list[Panel]:
         ),
         Panel(
             "Hit rate",
-            "Steps of the target, of one request each, for which the source had the draft.",
+            "Steps of the target, of one request each, for which the source had the draft or a part of it.",
             "percentunit",
             {by: _hit_rate()},
         ),

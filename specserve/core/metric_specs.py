@@ -46,6 +46,15 @@ DRAFTS = MetricSpec(
     description="Drafts that the target verified; what continues another source's is one too.",
     promql="sum by (source) (rate(specserve_drafts_total[1m]))",
 )
+CONTINUATIONS = MetricSpec(
+    name="specserve_draft_continuations_total",
+    kind="counter",
+    unit="drafts",
+    labels=("source",),
+    description="Drafts that continue another source's, so that the target verified both as one.",
+    promql="sum(rate(specserve_drafts_total[1m]))"
+    " - sum(rate(specserve_draft_continuations_total[1m]))",
+)
 DRAFT_TOKENS = MetricSpec(
     name="specserve_draft_tokens_total",
     kind="counter",
@@ -201,6 +210,7 @@ TRIE_DROPPED = MetricSpec(
 
 ALL: tuple[MetricSpec, ...] = (
     DRAFTS,
+    CONTINUATIONS,
     DRAFT_TOKENS,
     ACCEPTED_TOKENS,
     ACCEPTED_LENGTH,

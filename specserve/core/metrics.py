@@ -71,8 +71,7 @@ class HealthSnapshot(msgspec.Struct, frozen=True):
         num_partial_texts: requests of whose text its drafter lacks the beginning.
         latency: calls by duration, one count a bucket of ``LATENCY_BUCKETS_S`` and an open one.
         latency_sum_s: duration of all calls, in seconds.
-        refused: why the drafter that was found or started is none to ask; empty: it is not known
-            to be so.
+        reason: why it is not up, as far as that is known.
     """
 
     source: str
@@ -82,7 +81,7 @@ class HealthSnapshot(msgspec.Struct, frozen=True):
     num_partial_texts: int
     latency: tuple[int, ...]
     latency_sum_s: float
-    refused: str = ""
+    reason: str = ""
 
 
 class NamespaceSnapshot(msgspec.Struct, frozen=True):
@@ -134,7 +133,7 @@ class SpeculationSnapshot(msgspec.Struct, frozen=True):
     trie: TrieSnapshot | None = None
 
     def since(self, earlier: SpeculationSnapshot) -> SpeculationSnapshot:
-        """What was counted after ``earlier``; ``up`` and ``refused`` are this snapshot's.
+        """What was counted after ``earlier``; ``up`` and ``reason`` are this snapshot's.
 
         A counter below its earlier value means that the process behind it is a new one: then
         everything that this snapshot holds came after.
@@ -197,17 +196,15 @@ class SpeculationMetrics:
         """A source's drafter lacks the beginning of one more request's text."""
         self._of(kind).num_partial_texts += 1
 
-    def set_up(self, kind: str, up: bool) -> None:
+    def set_up(self, kind: str, up: bool, reason: str = "") -> None:
         """A source is being asked from now on, or is switched off."""
-        self._of(kind).up = up
+        health = self._of(kind)
+        health.up, health.why_off = up, reason
 
-    def set_reachable(self, kind: str, reachable: bool) -> None:
+    def set_reachable(self, kind: str, reachable: bool, reason: str = "") -> None:
         """The drafter of a source answers from now on, or does not; for any one thread."""
-        self._of(kind).reachable = reachable
-
-    def set_refused(self, kind: str, reason: str) -> None:
-        """Why the drafter of a source is none to ask; empty: it is not known to be so."""
-        self._of(kind).refused = reason
+        health = self._of(kind)
+        health.reachable, health.why_away = reachable, reason
 
     def snapshot(self) -> SpeculationSnapshot:
         """The state now; costs some microseconds, meant for once a second or on request.
@@ -233,7 +230,7 @@ class SpeculationMetrics:
                     health.num_partial_texts,
                     tuple(health.latency),
                     health.latency_sum_s,
-                    health.refused,
+                    health.why_off or health.why_away,
                 )
                 for kind, health in list(self._health.items())
             ),
@@ -265,8 +262,9 @@ class _Health:
         "num_partial_texts",
         "num_timeouts",
         "reachable",
-        "refused",
         "up",
+        "why_away",
+        "why_off",
     )
 
     def __init__(self) -> None:
@@ -277,7 +275,7 @@ class _Health:
         self.num_partial_texts = 0
         self.latency = [0] * (len(LATENCY_BUCKETS_S) + 1)
         self.latency_sum_s = 0.0
-        self.refused = ""
+        self.why_off = self.why_away = ""
 
 
 def _at_least(counts: tuple[int, ...]) -> tuple[int, ...]:
@@ -314,7 +312,7 @@ def _health_since(now: HealthSnapshot, before: HealthSnapshot | None) -> HealthS
         max(now.num_partial_texts - before.num_partial_texts, 0),
         _minus(now.latency, before.latency),
         max(now.latency_sum_s - before.latency_sum_s, 0.0),
-        now.refused,
+        now.reason,
     )
 
 

@@ -118,14 +118,14 @@ class OfflineEngine:
         """Drafters load their models meanwhile: what is measured is all of them."""
         deadline = time.monotonic() + SOURCES_TIMEOUT_S
         while down := [each for each in self._snapshot().health if not each.up]:
-            refused = [f"{each.source}: {each.refused}" for each in down if each.refused]
+            reasons = [f"{each.source}: {each.reason}" for each in down if each.reason]
             # In a cluster it is looked for further, and may come.
-            is_final = refused and not ray.is_initialized()
+            is_final = reasons and not ray.is_initialized()
             if is_final or time.monotonic() > deadline:
                 self.close()
                 names = ", ".join(each.source for each in down)
                 late = f"{names} not up within {SOURCES_TIMEOUT_S:g} s"
-                raise EngineError(f"method {self._method}: {', '.join(refused) or late}")
+                raise EngineError(f"method {self._method}: {', '.join(reasons) or late}")
             time.sleep(0.1)
 
     def _drafts(self, before: SpeculationSnapshot) -> tuple[AcceptanceSnapshot, ...]:

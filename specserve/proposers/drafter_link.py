@@ -73,9 +73,9 @@ class DrafterLink:
             return None
         return decode_reply(frames)
 
-    def doubt(self) -> None:
-        """The drafter did not answer in time: it is asked again once it answers the lookout."""
-        self._lookout.doubt()
+    def doubt(self, reason: str) -> None:
+        """The drafter gave no drafts: it is asked again once it answers the lookout."""
+        self._lookout.doubt(reason)
 
     def trust(self) -> None:
         """The drafter answered in time."""

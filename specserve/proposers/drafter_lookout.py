@@ -23,8 +23,7 @@ Find = Callable[[], str | None]
 A :class:`SpecServeError` says why."""
 
 Report = Callable[[bool, str], None]
-"""Whether there is a drafter to ask; why the one that was found, or should be there, is none to
-ask, empty: that is not known."""
+"""Whether there is a drafter to ask; why there is none, as far as that is known."""
 
 GREET_UP_S, GREET_DOWN_S = 1.0, 0.2
 """Time from one hello to the next, while the drafter is used and while it is not."""
@@ -37,6 +36,9 @@ MOST_SILENT_LOOKS = 15
 
 LONGEST_REST_S = 10.0
 """Before a drafter is used again that has answered hellos in time, but no request."""
+
+DOUBTS_TOLD = 6
+"""Of so many in a row, which take some 20 seconds, the log tells."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +113,7 @@ class Lookout:
         self._peer: Peer | None = None
         self._lock = threading.Lock()  # between doubts and what is heard of the peer
         self._connection = 0
-        self._num_doubts = 0
+        self._num_doubts, self._doubt = 0, ""
         self._rest_until = 0.0
         self._believed_from = 0  # answers to earlier hellos do not count
         self._context = zmq.Context()
@@ -131,7 +133,7 @@ class Lookout:
         """The drafter that may be asked now."""
         return self._peer
 
-    def doubt(self) -> None:
+    def doubt(self, reason: str) -> None:
         """A request was not answered in time: nobody is asked before a new hello is answered.
 
         One that answers hellos and no request is given longer and longer rests.
@@ -143,10 +145,13 @@ class Lookout:
             rest_s = 0.0 if not self._num_doubts else GREET_DOWN_S * 2.0 ** min(self._num_doubts, 9)
             self._rest_until = time.monotonic() + min(rest_s, LONGEST_REST_S)
             self._num_doubts += 1
+            self._doubt = reason
+        if self._num_doubts == DOUBTS_TOLD:
+            self._warn(reason)
 
     def trust(self) -> None:
         """A request was answered in time."""
-        self._num_doubts = 0
+        self._num_doubts, self._doubt = 0, ""
 
     def close(self) -> None:
         """Ends the thread; waits for a ``find`` that runs."""
@@ -167,7 +172,8 @@ class Lookout:
             except Exception:  # the lookout must outlive whatever it meets
                 logger.exception("Looking for the %s drafter failed; it goes on", self._wanted.kind)
                 self._closing.wait(SILENT_S)
-            self._report(self._peer is not None, self._refused)
+            is_up = self._peer is not None
+            self._report(is_up, "" if is_up else self._refused or self._doubt)
         self._hang_up()
         self._context.term()
 
@@ -236,7 +242,10 @@ class Lookout:
         self._lose()
         if reason != self._refused:
             self._refused = reason
-            logger.warning("No drafts from the %s drafter: %s", self._wanted.kind, reason)
+            self._warn(reason)
+
+    def _warn(self, reason: str) -> None:
+        logger.warning("No drafts from the %s drafter: %s", self._wanted.kind, reason)
 
     def _lose(self) -> None:
         with self._lock:

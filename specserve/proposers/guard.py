@@ -86,15 +86,12 @@ class GuardedSource:
         self._metrics.count_error(self.kind)
         self._resume_at = self._clock() + self._rest_s
         self._rest_s = min(2 * self._rest_s, LONGEST_REST_S)
+        reason = f"{type(error).__name__}: {shorten(str(error), 200)}"
+        self._metrics.set_up(self.kind, False, reason)
         if self._up:
             self._up = False
-            self._metrics.set_up(self.kind, False)
             logger.warning(
-                "draft source %s is switched off: %s: %s",
-                self.kind,
-                type(error).__name__,
-                shorten(str(error), 200),
-                exc_info=error,
+                "draft source %s is switched off: %s", self.kind, reason, exc_info=error
             )
 
     def _switch_on(self) -> None:

@@ -29,11 +29,6 @@ class Prospect:
     num_before: int = 0
     continued: Draft | None = None
 
-    @property
-    def total(self) -> float:
-        """Tokens that will be accepted, in the mean."""
-        return sum(self.held) + sum(self.own)
-
     def num_own(self, num_forwards: int) -> int:
         """Its own tokens, of so many forwards."""
         return min(max(num_forwards - self.num_before, 0), len(self.own))

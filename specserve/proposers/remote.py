@@ -168,10 +168,9 @@ class RemoteProposer:
         self._peer = None
         self._link.close()
 
-    def _report(self, up: bool, refused: str) -> None:
+    def _report(self, up: bool, reason: str) -> None:
         """Called by the lookout's thread."""
-        self._metrics.set_reachable(self._kind, up)
-        self._metrics.set_refused(self._kind, refused)
+        self._metrics.set_reachable(self._kind, up, reason)
 
     def _drafts(self, batch: DraftBatch, texts: list[Text | None]) -> list[Draft]:
         drafts = [self._no_draft] * len(batch)
@@ -346,11 +345,11 @@ class RemoteProposer:
                     return reply
                 if reply.reason == "failed":
                     if self._has_failed:
-                        self._link.doubt()
+                        self._link.doubt("its model fails; its log says why")
                     self._has_failed = True
                 return None
         self._metrics.count_timeout(self._kind)
-        self._link.doubt()
+        self._link.doubt(f"no answer within timeout_s ({self._config.timeout_s:g} s)")
         return None
 
     def _replies(self, deadline: float = 0.0) -> Iterator[DraftAnswer | Refusal]:

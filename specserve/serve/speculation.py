@@ -75,7 +75,7 @@ class SpeculationMonitor:
 def _health(entry: HealthSnapshot | None, in_engine: bool) -> dict[str, Any]:
     if entry is None:
         return {"up": in_engine, "reason": ""}
-    return {"up": entry.up, "reason": entry.refused}
+    return {"up": entry.up, "reason": entry.reason}
 
 
 def _acceptance(entry: AcceptanceSnapshot) -> dict[str, Any]:

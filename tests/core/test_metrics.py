@@ -50,9 +50,11 @@ def test_drafts_and_tokens_are_counted_by_source() -> None:
     metrics = SpeculationMetrics()
     metrics.count_draft("ngram", 5, 2)
     metrics.count_draft("ngram", 3, 0)
-    metrics.count_draft("mtp", 1, 1)
+    metrics.count_draft("mtp", 1, 1, is_continuation=True)
     snapshot = metrics.snapshot()
     assert values(snapshot, by_name("specserve_drafts_total")) == {("ngram",): 2, ("mtp",): 1}
+    continuations = by_name("specserve_draft_continuations_total")
+    assert values(snapshot, continuations) == {("ngram",): 0, ("mtp",): 1}
     assert values(snapshot, by_name("specserve_draft_tokens_total")) == {
         ("ngram",): 8,
         ("mtp",): 1,
@@ -120,10 +122,11 @@ def test_a_source_is_up_while_it_is_asked_and_what_it_asks_itself_is_there() -> 
     metrics = SpeculationMetrics(("mtp",))
     shown = []
     for up, reachable in ((True, True), (False, True), (True, False), (False, False)):
-        metrics.set_up("mtp", up)
-        metrics.set_reachable("mtp", reachable)
-        shown.append(metrics.snapshot().health[0].up)
-    assert shown == [True, False, False, False]
+        metrics.set_up("mtp", up, "" if up else "off")
+        metrics.set_reachable("mtp", reachable, "" if reachable else "away")
+        health = metrics.snapshot().health[0]
+        shown.append((health.up, health.reason))
+    assert shown == [(True, ""), (False, "off"), (False, "away"), (False, "off")]
 
 
 @settings(deadline=None)

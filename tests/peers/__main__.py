@@ -42,7 +42,7 @@ def main() -> int:
     listing = "; ".join(f"{name}: {what}" for name, what in BENCHMARKS.items())
     parser = argparse.ArgumentParser(prog="python -m tests.peers", epilog=listing)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(BENCHMARKS))
-    parser.add_argument("--config", help="Serve file to measure (default: configs/demo.yaml)")
+    parser.add_argument("--config", help="Serve file to measure (default: the benchmark's own)")
     args, rest = parser.parse_known_args()
     for name in args.names:
         if name not in BENCHMARKS:

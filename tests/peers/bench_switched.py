@@ -2,7 +2,7 @@
 
     python -m tests.peers switched [--turns 6] [--sets chat,again] [--states trie,all]
         [--concurrencies 1 8] [--extra-layers 12]
-    python -m tests.peers switched --states new,all --config ngram_and_mtp.yaml
+    python -m tests.peers switched --states new,all --config FILE
 
 ``new`` is all sources of which none continues another's draft.
 

@@ -21,6 +21,7 @@ from specserve.drafters.base import Row
 from specserve.drafters.server import DrafterServer
 from specserve.proposers import remote
 from specserve.proposers.base import Surroundings
+from specserve.proposers.drafter_lookout import DOUBTS_TOLD
 from specserve.proposers.remote import (
     FEED_TOKENS,
     NEAR_TOKENS,
@@ -385,6 +386,26 @@ def test_a_drafter_that_is_always_late_is_asked_less_and_less(
         rests.append(lookout._rest_until - time.monotonic())
         drafter.may_go.set()
     assert rests[0] <= 0.0 < rests[1] < rests[2]
+
+
+def test_a_drafter_that_stays_late_is_told_of_once_and_until_it_answers(
+    stack: ExitStack, place: Place, drafter: FakeDrafter, caplog: pytest.LogCaptureFixture
+) -> None:
+    serve(stack, place, drafter)
+    slow = replica(stack, place)
+    slow.until_up()
+    lookout = slow.proposer._link._lookout
+    for _ in range(DOUBTS_TOLD + 1):
+        lookout.doubt("no answer within timeout_s (0.001 s)")
+    told = "no answer within timeout_s (0.001 s)"
+    eventually(lambda: slow.health().reason == told, "the reason", WAIT_S, 0.01)
+    (record,) = caplog.records
+    assert record.getMessage() == f"No drafts from the draft_model drafter: {told}"
+    lookout._rest_until = 0.0
+    slow.grow("a", 20)
+    slow.until_drafts("a")
+    eventually(lambda: slow.health().up, "up", WAIT_S, 0.01)
+    assert slow.health().reason == ""
 
 
 def test_a_drafter_whose_model_fails_is_asked_less_and_less(

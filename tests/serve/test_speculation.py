@@ -66,8 +66,7 @@ def test_acceptance_is_told_by_source_and_position(client: TestClient, rank0: Ra
 
 
 def test_why_a_drafter_is_not_there_is_told(client: TestClient, rank0: Rank0) -> None:
-    rank0.metrics.set_reachable("ngram", False)
-    rank0.metrics.set_refused("ngram", "no node has free what it asks for")
+    rank0.metrics.set_reachable("ngram", False, "no node has free what it asks for")
     (source,) = client.get("/v1/speculation").json()["sources"]
     assert (source["up"], source["reason"]) == (False, "no node has free what it asks for")
 
