@@ -7,7 +7,8 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from specserve.core.config import AppConfig, SourceConfig
+from specserve.core.config import AppConfig
+from specserve.core.source_config import SourceConfig
 
 SOURCES = get_args(get_args(SourceConfig)[0])
 README = (Path(__file__).parents[1] / "README.md").read_text()

@@ -136,8 +136,17 @@ def _acceptance() -> list[Panel]:
             },
         ),
         Panel(
+            "Drafts per second",
+            "Verified; of these, those that continue another source's.",
+            "short",
+            {
+                by: drafts,
+                f"{by} continuing": or_zero(ours(specs.CONTINUATIONS).rate(*each), drafts),
+            },
+        ),
+        Panel(
             "Hit rate",
-            "Steps of the target, of one request each, for which the source had the draft or a part of it.",
+            "Steps of the target, of one request each, with a draft of the source, or a part.",
             "percentunit",
             {by: _hit_rate()},
         ),

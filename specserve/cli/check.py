@@ -100,8 +100,8 @@ def _check_drafters(config: AppConfig, checkpoint: Checkpoint) -> None:
     Raises:
         ConfigError: one is missing, has no MTP module, or another vocabulary.
     """
-    from specserve.core.config import DraftModelConfig, MtpConfig
     from specserve.core.errors import ConfigError
+    from specserve.core.source_config import DraftModelConfig, MtpConfig
     from specserve.engine.checkpoint import folder_or_id
 
     for index, source in enumerate(config.speculation):

@@ -11,7 +11,8 @@ from specserve.cli.cluster import connected
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from specserve.core.config import AppConfig, DraftModelConfig, MtpConfig
+    from specserve.core.config import AppConfig
+    from specserve.core.source_config import DraftModelConfig, MtpConfig
     from specserve.serve.config_file import ServeFile
     from specserve.serve.plan import Node, Plan
 
@@ -82,7 +83,7 @@ def _nodes(cluster: str, configs: list[AppConfig], on_cpu: bool) -> tuple[list[N
 
 def _drafters(config: AppConfig) -> list[DraftModelConfig | MtpConfig]:
     """Those that are actors."""
-    from specserve.core.config import DraftModelConfig, MtpConfig
+    from specserve.core.source_config import DraftModelConfig, MtpConfig
 
     return [
         source

@@ -12,8 +12,9 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from specserve.core.config import AppConfig, TrieConfig
+from specserve.core.config import AppConfig
 from specserve.core.errors import ConfigError, MissingExtraError, SpecServeError, StoreError
+from specserve.core.source_config import TrieConfig
 from specserve.core.types import Int32Array
 from specserve.engine.checkpoint import find_checkpoint, model_identity
 from specserve.engine.cluster_memory import store_options

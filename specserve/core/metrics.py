@@ -13,8 +13,8 @@ from itertools import accumulate
 
 import msgspec
 
-from specserve.core.config import MAX_DRAFT_TOKENS
 from specserve.core.metric_specs import LATENCY_BUCKETS_S
+from specserve.core.source_config import MAX_DRAFT_TOKENS
 
 
 class AcceptanceSnapshot(msgspec.Struct, frozen=True):

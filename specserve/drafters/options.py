@@ -8,7 +8,7 @@ from hashlib import blake2b
 from importlib import import_module
 from typing import cast
 
-from specserve.core.config import DraftModelConfig, MtpConfig
+from specserve.core.source_config import DraftModelConfig, MtpConfig
 from specserve.drafters.base import Drafter
 from specserve.wire.messages import PROTOCOL
 

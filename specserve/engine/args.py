@@ -12,8 +12,9 @@ from vllm.entrypoints.launchers.cli_args import FrontendArgs, make_arg_parser
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from specserve.core.config import AppConfig, DraftModelConfig, EngineConfig
+from specserve.core.config import AppConfig, EngineConfig
 from specserve.core.errors import ConfigError
+from specserve.core.source_config import DraftModelConfig
 from specserve.engine.executor import CpuRayExecutor, RayExecutor
 
 CPU_KV_CACHE_BYTES = 1 << 30

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from specserve.core.config import TrieConfig
 from specserve.core.metrics import LinkSnapshot
+from specserve.core.source_config import TrieConfig
 from specserve.core.types import Int32Array
 from specserve.trie.learner import ClusterLearner
 from specserve.trie.memory import TrieMemory

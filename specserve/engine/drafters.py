@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import ray
 
-from specserve.core.config import DraftModelConfig, ModelConfig, MtpConfig
+from specserve.core.config import ModelConfig
 from specserve.core.errors import ConfigError
+from specserve.core.source_config import DraftModelConfig, MtpConfig
 from specserve.drafters.actor import DrafterFinder, OwnDrafter
 from specserve.drafters.host import HostedDrafter
 from specserve.drafters.options import drafter_options

@@ -22,10 +22,11 @@ import torch
 from msgspec.structs import replace
 from vllm.config import VllmConfig
 
-from specserve.core.config import AppConfig, DrafterConfig, TrieConfig
+from specserve.core.config import AppConfig
 from specserve.core.errors import RequestError
 from specserve.core.metrics import SpeculationMetrics
 from specserve.core.recent import MAX_OUTCOMES, RecentSteps
+from specserve.core.source_config import DrafterConfig, TrieConfig
 from specserve.core.types import Draft, DraftBatch, HiddenStates, Outcome, RequestControls
 from specserve.drafters.vocabulary import fingerprint
 from specserve.engine.checkpoint import find_checkpoint, model_identity

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specserve.core.config import AppConfig, DrafterConfig, DraftModelConfig, MtpConfig
+from specserve.core.config import AppConfig
 from specserve.core.errors import PlacementError
+from specserve.core.source_config import DrafterConfig, DraftModelConfig, MtpConfig
 from specserve.engine.checkpoint import find_checkpoint, folder_or_id
 from specserve.engine.model_shapes import (
     FP8_BLOCK_BYTES,

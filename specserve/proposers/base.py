@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from specserve.core.config import DraftModelConfig, MtpConfig, TrieConfig
 from specserve.core.metrics import SpeculationMetrics
+from specserve.core.source_config import DraftModelConfig, MtpConfig, TrieConfig
 from specserve.core.types import Draft, DraftBatch
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from math import inf
 import numpy as np
 from msgspec.structs import replace
 
-from specserve.core.config import DrafterConfig, SourceConfig
 from specserve.core.metrics import SpeculationMetrics
+from specserve.core.source_config import DrafterConfig, SourceConfig
 from specserve.core.types import Draft, DraftBatch, Int32Array, Outcome, RequestControls
 from specserve.proposers.acceptance import num_right
 from specserve.proposers.arbiter import Arbiter

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
-from specserve.core.config import MAX_DRAFT_TOKENS
 from specserve.core.errors import RequestError
+from specserve.core.source_config import MAX_DRAFT_TOKENS
 from specserve.core.types import RequestControls
 
 DEFAULT_CONTROLS = RequestControls()

@@ -90,9 +90,7 @@ class GuardedSource:
         self._metrics.set_up(self.kind, False, reason)
         if self._up:
             self._up = False
-            logger.warning(
-                "draft source %s is switched off: %s", self.kind, reason, exc_info=error
-            )
+            logger.warning("draft source %s is switched off: %s", self.kind, reason, exc_info=error)
 
     def _switch_on(self) -> None:
         if not self._up:

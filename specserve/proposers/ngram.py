@@ -12,7 +12,7 @@ from typing import Self
 
 import numpy as np
 
-from specserve.core.config import NgramConfig
+from specserve.core.source_config import NgramConfig
 from specserve.core.types import Draft, DraftBatch, Int32Array
 from specserve.proposers.base import Surroundings
 from specserve.proposers.ngram_index import Int64Array, UInt64Array, rehash, step_batch

@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any, cast
 
-from specserve.core.config import SourceConfig
 from specserve.core.errors import ConfigError
+from specserve.core.source_config import SourceConfig
 from specserve.proposers.base import Proposer, Surroundings
 
 _SOURCES = {

@@ -16,8 +16,8 @@ from typing import Self
 
 import numpy as np
 
-from specserve.core.config import DraftModelConfig, MtpConfig
 from specserve.core.errors import WireError
+from specserve.core.source_config import DraftModelConfig, MtpConfig
 from specserve.core.types import Draft, DraftBatch, RequestControls
 from specserve.proposers.base import Surroundings
 from specserve.proposers.controls import DEFAULT_CONTROLS

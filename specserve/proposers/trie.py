@@ -12,8 +12,8 @@ from typing import Self
 
 import numpy as np
 
-from specserve.core.config import TrieConfig
 from specserve.core.metrics import TrieSnapshot
+from specserve.core.source_config import TrieConfig
 from specserve.core.types import Draft, DraftBatch, Int32Array, RequestControls
 from specserve.proposers.base import Surroundings
 from specserve.proposers.controls import NO_TENANT

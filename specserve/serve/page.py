@@ -22,9 +22,10 @@ from fastapi import APIRouter
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from specserve.core.config import AppConfig, TrieConfig
+from specserve.core.config import AppConfig
 from specserve.core.metrics import SpeculationSnapshot
 from specserve.core.recent import RecentRequest, RecentStep
+from specserve.core.source_config import TrieConfig
 from specserve.engine.tenants import CURRENT_TENANT
 from specserve.trie.layout import PAGE, pages_in
 

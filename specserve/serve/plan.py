@@ -12,8 +12,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specserve.core.config import AppConfig, DrafterConfig, PlacementConfig
+from specserve.core.config import AppConfig, PlacementConfig
 from specserve.core.errors import PlacementError
+from specserve.core.source_config import DrafterConfig
 
 _ROUNDING = 1e-6
 """Sums of resources such as 0.01 are not exact; Ray counts in units of 0.0001."""

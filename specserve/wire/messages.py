@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from specserve.core.config import MAX_DRAFT_TOKENS
+from specserve.core.source_config import MAX_DRAFT_TOKENS
 from specserve.core.types import NO_TOKENS, Int32Array
 
 PROTOCOL = 2

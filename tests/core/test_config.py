@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from specserve.core.config import MAX_DRAFT_TOKENS, parse
+from specserve.core.config import parse
 from specserve.core.errors import ConfigError
+from specserve.core.source_config import MAX_DRAFT_TOKENS
 
 BESIDE = {"kind": "mtp", "placement": "beside_rank_0"}
 

@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import Field, ValidationError
 
-from specserve.core.config import Section
 from specserve.core.errors import ConfigError
+from specserve.core.section import Section
 from specserve.core.validation import from_validation_error
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from specserve.core.config import TrieConfig
+from specserve.core.source_config import TrieConfig
 from specserve.engine.cluster_memory import LAST_WORDS_S, ClusterMemory
 from specserve.trie.memory import TrieMemory
 from specserve.trie.namespaces import shard_of

@@ -4,7 +4,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from specserve.core.config import DraftModelConfig, ModelConfig
+from specserve.core.config import ModelConfig
+from specserve.core.source_config import DraftModelConfig
 from specserve.drafters.host import HostedDrafter
 from specserve.drafters.options import DrafterOptions
 from specserve.engine.drafters import drafter_finder

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from specserve.core.config import AppConfig, DraftModelConfig, MtpConfig, parse
+from specserve.core.config import AppConfig, parse
 from specserve.core.errors import PlacementError
+from specserve.core.source_config import DraftModelConfig, MtpConfig
 from specserve.drafters.mtp_files import find_mtp, read_header
 from specserve.engine.memory_estimate import (
     DrafterMemory,

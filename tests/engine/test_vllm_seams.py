@@ -39,7 +39,7 @@ from vllm.v1.spec_decode.custom_class_proposer import create_custom_proposer
 from vllm.v1.worker.gpu_input_batch import InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from specserve.core.config import MAX_DRAFT_TOKENS
+from specserve.core.source_config import MAX_DRAFT_TOKENS
 from specserve.engine.cpu_mla import VerifyingMetadataBuilder
 from specserve.engine.executor import CpuRayExecutor, CpuRayWorkerProc, _dequeue
 from specserve.engine.hook import ProposerHook

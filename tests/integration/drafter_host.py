@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from specserve.core.config import DraftModelConfig
 from specserve.core.metrics import SpeculationMetrics
+from specserve.core.source_config import DraftModelConfig
 from specserve.core.types import DraftBatch
 from specserve.drafters.actor import DrafterFinder
 from specserve.drafters.options import drafter_options

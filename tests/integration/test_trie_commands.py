@@ -114,7 +114,7 @@ def test_an_operator_fills_looks_at_keeps_and_clears_the_memory(
 SHARE = """
 import json, sys, time
 import numpy as np, ray
-from specserve.core.config import TrieConfig
+from specserve.core.source_config import TrieConfig
 from specserve.engine.cluster_memory import ClusterMemory
 from specserve.trie.memory import TrieMemory
 from specserve.trie.store_actor import RemoteStore, list_stores

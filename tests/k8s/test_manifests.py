@@ -13,7 +13,7 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from specserve.core.config import DrafterConfig
+from specserve.core.source_config import DrafterConfig
 from specserve.serve.config_file import Application, read
 from tests.k8s.manifests import (
     OVERLAYS,

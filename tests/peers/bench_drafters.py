@@ -26,7 +26,8 @@ from safetensors.torch import load_file, save_file
 
 from specserve.bench.machine import circumstances
 from specserve.bench.prompts import load_prompts, load_tokenizer
-from specserve.core.config import AppConfig, DraftModelConfig, MtpConfig
+from specserve.core.config import AppConfig
+from specserve.core.source_config import DraftModelConfig, MtpConfig
 from specserve.engine.generation import Job, Sampling
 from tests.peers.bench_engine import Contender, compare, measured_config
 from tests.peers.tables import print_rows

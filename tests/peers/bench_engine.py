@@ -27,8 +27,9 @@ from specserve.bench.engine_process import EngineProcess
 from specserve.bench.machine import circumstances
 from specserve.bench.prompts import BUILT_IN, Prompt, load_prompts, load_tokenizer
 from specserve.bench.report import median_first_token_seconds, median_tokens_per_second, totals
-from specserve.core.config import AppConfig, NgramConfig
+from specserve.core.config import AppConfig
 from specserve.core.errors import ConfigError
+from specserve.core.source_config import NgramConfig
 from specserve.engine.generation import Job, RunResult, Sampling
 from specserve.engine.methods import parse_method
 from specserve.serve.config_file import read

@@ -23,8 +23,9 @@ from rich.console import Console
 
 from specserve.bench.machine import circumstances
 from specserve.bench.prompts import Tokenizer, load_prompts, load_tokenizer
-from specserve.core.config import AppConfig, NgramConfig
+from specserve.core.config import AppConfig
 from specserve.core.errors import ConfigError
+from specserve.core.source_config import NgramConfig
 from specserve.demo.corpus import Module, load_modules
 from specserve.demo.tasks import TaskMaker
 from specserve.engine.generation import Job, Sampling

@@ -32,8 +32,8 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from specserve.bench.machine import circumstances
-from specserve.core.config import NgramConfig
 from specserve.core.metrics import SpeculationMetrics
+from specserve.core.source_config import NgramConfig
 from specserve.core.types import DraftBatch, Int32Array, Outcome, RequestControls
 from specserve.demo.corpus import load_modules
 from specserve.proposers.chain import build_chain

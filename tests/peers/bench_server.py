@@ -26,9 +26,10 @@ from rich.table import Table
 
 from specserve.bench.machine import circumstances
 from specserve.bench.prompts import load_prompts, load_tokenizer
-from specserve.core.config import AppConfig, NgramConfig
+from specserve.core.config import AppConfig
 from specserve.core.errors import SpecServeError
 from specserve.core.openmp import openmp_environment
+from specserve.core.source_config import NgramConfig
 from specserve.serve.config_file import read
 from tests.integration.cluster import (
     HAPROXY,

@@ -23,8 +23,9 @@ from rich.progress import track
 
 from specserve.bench.machine import circumstances
 from specserve.bench.prompts import load_prompts, load_tokenizer
-from specserve.core.config import AppConfig, MtpConfig
+from specserve.core.config import AppConfig
 from specserve.core.openmp import openmp_environment
+from specserve.core.source_config import MtpConfig
 from specserve.engine.generation import Job, RunResult, Sampling
 from tests.peers.bench_engine import measured_config
 from tests.peers.tables import print_rows

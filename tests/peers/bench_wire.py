@@ -22,8 +22,8 @@ import ray
 from rich.console import Console
 
 from specserve.bench.machine import circumstances
-from specserve.core.config import DraftModelConfig, MtpConfig
 from specserve.core.metrics import SpeculationMetrics
+from specserve.core.source_config import DraftModelConfig, MtpConfig
 from specserve.core.types import DraftBatch, HiddenStates
 from specserve.drafters.base import Answer, Card, Key, Row
 from specserve.drafters.server import DrafterServer

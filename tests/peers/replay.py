@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from specserve.core.config import NgramConfig, TrieConfig
 from specserve.core.metrics import SpeculationMetrics
+from specserve.core.source_config import NgramConfig, TrieConfig
 from specserve.core.types import Draft, DraftBatch, Int32Array, Outcome, RequestControls
 from specserve.proposers.base import Proposer, Surroundings
 from specserve.proposers.chain import ProposerChain

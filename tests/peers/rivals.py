@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from specserve.core.config import TrieConfig
+from specserve.core.source_config import TrieConfig
 from specserve.core.types import DraftBatch, Int32Array
 from specserve.proposers.base import Surroundings
 from specserve.proposers.trie import TrieProposer

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from specserve.core.config import NgramConfig
 from specserve.core.metrics import HealthSnapshot, SpeculationMetrics
+from specserve.core.source_config import NgramConfig
 from specserve.core.types import Draft, DraftBatch, Outcome, RequestControls
 from specserve.proposers.acceptance import num_right
 from specserve.proposers.base import Surroundings

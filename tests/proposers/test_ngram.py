@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specserve.core.config import NgramConfig
+from specserve.core.source_config import NgramConfig
 from specserve.core.types import Draft, DraftBatch
 from specserve.proposers import ngram
 from specserve.proposers.ngram import NgramProposer

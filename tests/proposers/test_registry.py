@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from specserve.core.config import NgramConfig
 from specserve.core.errors import ConfigError
+from specserve.core.source_config import NgramConfig
 from specserve.proposers.base import Surroundings
 from specserve.proposers.ngram import NgramProposer
 from specserve.proposers.registry import build_proposer, known_kinds, source_class

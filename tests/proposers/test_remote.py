@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import zmq
 
-from specserve.core.config import DraftModelConfig, MtpConfig
 from specserve.core.errors import WireError
 from specserve.core.metrics import HealthSnapshot, SpeculationMetrics
+from specserve.core.source_config import DraftModelConfig, MtpConfig
 from specserve.core.types import DraftBatch, HiddenStates, Int32Array, RequestControls
 from specserve.drafters.base import Row
 from specserve.drafters.server import DrafterServer

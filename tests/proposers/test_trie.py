@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from specserve.core.config import TrieConfig
 from specserve.core.metrics import LinkSnapshot, SpeculationMetrics
+from specserve.core.source_config import TrieConfig
 from specserve.core.types import Draft, DraftBatch, Int32Array, RequestControls
 from specserve.proposers.base import Surroundings
 from specserve.proposers.controls import NO_TENANT

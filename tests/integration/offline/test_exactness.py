@@ -4,7 +4,8 @@ import pytest
 
 from specserve.bench.engine_process import EngineProcess
 from specserve.bench.prompts import load_prompts, load_tokenizer
-from specserve.core.config import AppConfig, DraftModelConfig, MtpConfig
+from specserve.core.config import AppConfig
+from specserve.core.source_config import DraftModelConfig, MtpConfig
 from specserve.engine.generation import Job, Sampling
 from tests.integration.cluster import model_path
 from tests.integration.offline.conftest import running_engine

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from specserve.core.config import AppConfig, DraftModelConfig
+from specserve.core.config import AppConfig
 from specserve.core.errors import EngineError
+from specserve.core.source_config import DraftModelConfig
 from specserve.engine.offline import SOURCES_TIMEOUT_S
 from tests.integration.cluster import model_path
 from tests.integration.offline.conftest import running_engine

@@ -1,0 +1,162 @@
+"""The sources' configuration: the entries of ``speculation``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from specserve.core.errors import ConfigError
+from specserve.core.section import Section, check_resources
+
+MAX_DRAFT_TOKENS = 128
+"""vLLM's rejection sampler takes at most this many draft tokens a request and step."""
+
+_OF_DRAFTERS = ("dynamic", "dtype", "num_cpus", "num_gpus", "max_texts", "timeout_s")
+_NOT_WHERE = {
+    "actor": (),
+    "beside_rank_0": ("num_actors", "resources"),
+    "in_engine": ("num_actors", "resources", *_OF_DRAFTERS),
+}
+"""Options of drafters that mean nothing in a place."""
+
+
+class NgramConfig(Section):
+    """Prompt lookup: drafts are copied from the request's own prompt and output."""
+
+    kind: Literal["ngram"]
+    max_draft_len: int = Field(default=8, ge=1, le=MAX_DRAFT_TOKENS)
+    """Longest draft in tokens."""
+    max_matching_ngram_size: int = Field(default=4, ge=1, le=16)
+    """Longest suffix of the context that is looked up; tried first."""
+    min_matching_ngram_size: int = Field(default=2, ge=1, le=16)
+    """Shortest suffix that is looked up."""
+    use_oldest: bool = False
+    """Of several matches of one length take the oldest instead of the newest."""
+    dynamic: bool = True
+    """Shorten or skip drafts that do not pay, by recent acceptance and the cost of verifying."""
+
+    @model_validator(mode="after")
+    def _sizes_are_ordered(self) -> Self:
+        if self.min_matching_ngram_size > self.max_matching_ngram_size:
+            raise ConfigError(
+                "min_matching_ngram_size",
+                self.min_matching_ngram_size,
+                f"1 .. max_matching_ngram_size ({self.max_matching_ngram_size})",
+            )
+        return self
+
+
+class TrieConfig(Section):
+    """Memory decoding: drafts of what followed before, in any request's text."""
+
+    kind: Literal["trie"]
+    decoding_length: int = Field(default=16, ge=1, le=MAX_DRAFT_TOKENS)
+    """Longest draft in tokens."""
+    min_match_len: int = Field(default=2, ge=2, le=16)
+    """Shortest context, in tokens, that has to have stood before."""
+    dynamic: bool = True
+    """Shorten or skip drafts that do not pay, by recent acceptance and the cost of verifying."""
+    max_bytes: int = Field(default=256 << 20, ge=1 << 20)
+    """Memory of a replica's trie, about 65 bytes a token; each namespace has an equal part."""
+    share: Literal["cluster", "replica"] = "cluster"
+    """Who learns from a replica's traffic: all replicas, or itself alone."""
+    share_tenants: bool = False
+    """One memory for all tenants. Then a request's speed tells what others asked before."""
+    learn_prompts: bool = True
+    """Learn from prompts too, not only from what the model wrote."""
+    num_store_shards: int = Field(default=1, ge=1, le=64)
+    """Actors that hold the cluster's memory, each with namespaces of its own."""
+    store_resources: dict[str, float] = Field(default_factory=dict)
+    """Ray resources that each of these reserves, by name; amounts greater than 0."""
+    snapshot_url: str = ""
+    """Folder or fsspec URL where the cluster's memory survives restarts; empty: nowhere."""
+    snapshot_interval_s: float = Field(default=60.0, ge=1.0)
+    """Seconds between two snapshots."""
+
+    _check_resources = field_validator("store_resources")(check_resources)
+
+    @property
+    def max_draft_len(self) -> int:
+        """Longest draft in tokens."""
+        return self.decoding_length
+
+    @model_validator(mode="after")
+    def _snapshots_are_the_clusters(self) -> Self:
+        url = self.snapshot_url
+        if url and self.share != "cluster":
+            raise ConfigError("snapshot_url", url, "empty, unless share is cluster")
+        if url and "://" not in url and not url.startswith("/"):
+            raise ConfigError(
+                "snapshot_url", url, "an absolute path, or a URL: any node may read it"
+            )
+        return self
+
+
+class DrafterConfig(Section):
+    """What the models that draft have in common: actors of their own, shared by the replicas."""
+
+    placement: Literal["actor", "beside_rank_0", "in_engine"] = "actor"
+    """Where it runs: in actors of its own; in one of each replica's own, in the place of the first
+    shard and with a part of its GPU; or in vLLM's engine by vLLM's own method, which drafts alone
+    and knows neither ``dynamic`` nor requests' controls."""
+    max_draft_len: int = Field(default=3, ge=1, le=MAX_DRAFT_TOKENS)
+    """Longest draft in tokens."""
+    dynamic: bool = True
+    """Shorten or skip drafts that do not pay, by recent acceptance and the cost of verifying."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Type to compute in; auto: float32 on CPU, bfloat16 on a GPU."""
+    num_actors: int = Field(default=1, ge=1, le=1024)
+    """Drafters that the replicas share; each replica talks to one of them."""
+    num_cpus: float = Field(default=1.0, ge=0)
+    """CPUs that a drafter reserves; on CPU also its number of threads, at least 1."""
+    num_gpus: float = Field(default=0.0, ge=0)
+    """GPUs that a drafter reserves, or a part of one."""
+    resources: dict[str, float] = Field(default_factory=dict)
+    """Further Ray resources that a drafter reserves, by name; amounts greater than 0."""
+    max_texts: int = Field(default=64, ge=1)
+    """Texts that a drafter remembers, of all replicas together; the KV cache has room for these."""
+    timeout_s: float = Field(default=0.25, gt=0, le=60)
+    """How long a decoding step waits for a draft, in seconds; then it goes on without."""
+
+    _check_resources = field_validator("resources")(check_resources)
+
+    @model_validator(mode="after")
+    def _its_place_has_its_options(self) -> Self:
+        for name in _NOT_WHERE[self.placement]:
+            usual = type(self).model_fields[name].get_default(call_default_factory=True)
+            if (value := getattr(self, name)) != usual:
+                allowed = f"{usual or 'empty'}, where placement is {self.placement}"
+                raise ConfigError(name, value, allowed)
+        return self
+
+
+class DraftModelConfig(DrafterConfig):
+    """A smaller model with the target's vocabulary."""
+
+    kind: Literal["draft_model"]
+    model: str = Field(min_length=1)
+    """Folder of a Hugging Face checkpoint, or its id on the hub."""
+
+
+class MtpConfig(DrafterConfig):
+    """The target's multi-token prediction module."""
+
+    kind: Literal["mtp"]
+    model: str = ""
+    """Folder of its weights as ``specserve split-mtp`` writes them, or a checkpoint's, or the id of
+    one on the hub; empty: the target's own, as it must be ``in_engine``."""
+    max_draft_len: int = Field(default=1, ge=1, le=MAX_DRAFT_TOKENS)
+    """Longest draft in tokens; from the second one on it is fed its own hidden states."""
+
+    @model_validator(mode="after")
+    def _in_engine_it_is_the_targets_own(self) -> Self:
+        if self.model and self.placement == "in_engine":
+            raise ConfigError("model", self.model, "empty, where placement is in_engine")
+        return self
+
+
+SourceConfig = Annotated[
+    NgramConfig | TrieConfig | DraftModelConfig | MtpConfig, Field(discriminator="kind")
+]
+"""One entry of ``speculation``; ``kind`` tells which."""
