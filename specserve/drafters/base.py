@@ -15,6 +15,7 @@ import msgspec
 import numpy.typing as npt
 
 from specserve.core.types import NO_TOKENS, Int32Array
+from specserve.wire.messages import Problem
 
 ALL_TOKENS = 1 << 31
 """More than any text has."""
@@ -76,12 +77,14 @@ class Answer:
             bit depends on what a row was batched with.
         begin: first position that it drafts from; later than 0 where it lacks those before and was
             not sent what it needs of them.
+        problem: why nothing came of the row; a server's to say, not a model's.
     """
 
     held: int
     tokens: tuple[int, ...] = ()
     chances: tuple[float, ...] = field(default=(), compare=False)
     begin: int = 0
+    problem: Problem = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

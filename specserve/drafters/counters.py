@@ -20,8 +20,8 @@ class ServerCounters:
         num_drafts: drafts of at least one token.
         num_malformed: messages that were none.
         num_refused_connections: connections that came with a wrong secret, or without one.
-        num_unfit_rows: rows with a token or a state that is not the model's; nothing is held of
-            them.
+        num_unfit_rows: rows with a token, a guess or a state that is not the model's; nothing is
+            drafted for them.
         num_failed_rows: rows for which the model raised.
         num_refused: requests that got no answer, by reason.
         compute_s: time in the model, in seconds.

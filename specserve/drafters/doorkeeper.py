@@ -6,6 +6,8 @@ right. Messages cost nothing more by it; neither they nor the secret are encrypt
 
 from __future__ import annotations
 
+import threading
+from contextlib import suppress
 from secrets import compare_digest, token_urlsafe
 
 import zmq
@@ -20,11 +22,14 @@ _REFUSALS = (
 )
 
 _MOST_AT_ONCE = 1024
-"""Connections that are dealt with before those that are let in are served."""
+"""Refusals that are counted before those that are let in are served."""
 
 
 class Doorkeeper:
     """Guards the one listening socket of a context, with a random secret of its own.
+
+    It has a thread, which ends with the context: connections are let in while the model computes,
+    so that what comes over a new one waits no longer than over an old one.
 
     Args:
         context: the socket's.
@@ -32,28 +37,19 @@ class Doorkeeper:
 
     Attributes:
         secret: what connections have to begin with.
-        questions: readable when :meth:`answer` is to be called.
         refusals: readable when :meth:`take_refusals` is to be called.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes]) -> None:
         self.secret = token_urlsafe(32)
-        self.questions = context.socket(zmq.REP)
-        self.questions.setsockopt(zmq.LINGER, 0)
-        self.questions.bind(_QUESTIONS)
+        self._questions = context.socket(zmq.REP)
+        self._questions.setsockopt(zmq.LINGER, 0)
+        self._questions.bind(_QUESTIONS)
+        self._thread = threading.Thread(target=self._answer, name="drafter-door", daemon=True)
+        self._thread.start()
         self.refusals = socket.get_monitor_socket(_REFUSALS)
         self._socket = socket
         socket.setsockopt(zmq.PLAIN_SERVER, 1)
-
-    def answer(self) -> None:
-        """Tells ZeroMQ which of the connections that wait to let in."""
-        for _ in range(_MOST_AT_ONCE):
-            if not self.questions.poll(0):
-                return
-            version, number, *_, secret = self.questions.recv_multipart()
-            is_right = compare_digest(secret, self.secret.encode())
-            status = (b"200", b"") if is_right else (b"400", b"wrong secret")
-            self.questions.send_multipart([version, number, *status, b"", b""])
 
     def take_refusals(self) -> int:
         """How many connections were refused, which came with a wrong secret or without."""
@@ -67,4 +63,17 @@ class Doorkeeper:
         """To be called before the guarded socket is closed."""
         self._socket.disable_monitor()
         self.refusals.close()
-        self.questions.close()
+
+    def join(self) -> None:
+        """Waits for the thread, when the context is terminated."""
+        self._thread.join()
+
+    def _answer(self) -> None:
+        """Tells ZeroMQ which connections to let in."""
+        with suppress(zmq.ContextTerminated):
+            while True:
+                version, number, *_, secret = self._questions.recv_multipart()
+                is_right = compare_digest(secret, self.secret.encode())
+                status = (b"200", b"") if is_right else (b"400", b"wrong secret")
+                self._questions.send_multipart([version, number, *status, b"", b""])
+        self._questions.close()

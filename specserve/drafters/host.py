@@ -38,7 +38,8 @@ class HostedDrafter:
         """The drafter's address, when it has loaded its model.
 
         Raises:
-            EngineError: it could not; it is not tried again, as it would end alike.
+            EngineError: it could not. Where it never could it is not tried again, as it would end
+                alike.
         """
         if self._failure:
             raise EngineError(self._failure)
@@ -66,8 +67,11 @@ class HostedDrafter:
             self._address = said
         else:
             reason = said or f"it ended with exit code {self._process.wait()}"
-            self._failure = f"the drafter did not start: {reason}"
-            raise EngineError(self._failure)
+            self.close()
+            failure = f"the drafter did not start: {reason}"
+            if not self._address:
+                self._failure = failure
+            raise EngineError(failure)
 
 
 def main() -> None:

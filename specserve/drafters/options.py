@@ -6,10 +6,13 @@ import json
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from importlib import import_module
-from typing import cast
+from secrets import randbits
+
+import numpy as np
 
 from specserve.core.source_config import DraftModelConfig, MtpConfig
-from specserve.drafters.base import Drafter
+from specserve.drafters.base import Drafter, Row
+from specserve.drafters.schedule import FEED_TOKENS
 from specserve.wire.messages import PROTOCOL
 
 NAME_PREFIX = "specserve-drafter-"
@@ -93,7 +96,7 @@ def drafter_options(
 
 
 def load(options: DrafterOptions) -> Drafter:
-    """Loads a drafter's model.
+    """Loads a drafter's model, and has it compute once.
 
     Raises:
         ValueError: it is no model that can draft.
@@ -103,7 +106,7 @@ def load(options: DrafterOptions) -> Drafter:
     if 0 < options.num_gpus < 1:
         # Whoever has the rest of the GPU finds it free: out of memory is the drafter alone.
         import_module("torch").cuda.set_per_process_memory_fraction(options.num_gpus)
-    drafter = getattr(import_module(module), name).load(
+    drafter: Drafter = getattr(import_module(module), name).load(
         options.model,
         revision=options.revision,
         max_texts=options.max_texts,
@@ -112,4 +115,21 @@ def load(options: DrafterOptions) -> Drafter:
         device="cuda" if on_gpu else "cpu",
         num_threads=None if on_gpu else options.num_threads,
     )
-    return cast(Drafter, drafter)
+    _warm_up(drafter)
+    return drafter
+
+
+def _warm_up(drafter: Drafter) -> None:
+    """The first call of all takes longer, and shows whether there is memory for one."""
+    width = drafter.card.hidden_size
+    num_tokens = max(1, min(FEED_TOKENS, drafter.card.max_tokens - 1))
+    row = Row(
+        key=(b"", 0),
+        salt=randbits(64),
+        start=0,
+        tokens=np.zeros(num_tokens, np.int32),
+        states=np.zeros((num_tokens - 1, width), np.uint16) if width else None,
+        max_draft_tokens=1,
+    )
+    drafter.draft([row])
+    drafter.forget([row.key])

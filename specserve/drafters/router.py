@@ -42,7 +42,7 @@ class Arrival:
 
 
 class Router:
-    """Reads questions and sends answers, without a thread of its own.
+    """Reads questions and sends answers.
 
     All but :meth:`wake` is for one thread, that which computes: a message that another one had to
     hand on would take longer. What comes meanwhile waits in ZeroMQ's queues, which hold so many
@@ -78,9 +78,8 @@ class Router:
         self.address = Endpoint(place, self._doorkeeper.secret).url
         self._bell, self._bell_rope = os.pipe()
         self._poller = zmq.Poller()
-        for each in (self._socket, self._doorkeeper.questions, self._doorkeeper.refusals):
+        for each in (self._socket, self._doorkeeper.refusals, self._bell):
             self._poller.register(each, zmq.POLLIN)
-        self._poller.register(self._bell, zmq.POLLIN)
 
     def get(self, timeout_s: float) -> list[Arrival]:
         """The questions that have come; waits for the first.
@@ -89,8 +88,6 @@ class Router:
             none if none came in time, if what came was no question, or after :meth:`wake`.
         """
         ready = dict(self._poller.poll(round(timeout_s * 1000)))
-        if self._doorkeeper.questions in ready:
-            self._doorkeeper.answer()
         if self._doorkeeper.refusals in ready:
             for _ in range(self._doorkeeper.take_refusals()):
                 self._on_refused()
@@ -110,6 +107,7 @@ class Router:
         self._doorkeeper.close()
         self._socket.close()
         self._context.term()
+        self._doorkeeper.join()
         os.close(self._bell)
         os.close(self._bell_rope)
 

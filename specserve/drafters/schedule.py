@@ -174,7 +174,7 @@ class Schedule:
     def fail(self, task: Task) -> None:
         """Nothing comes of a text's first task; what is held of the text stays."""
         self.finish(task)
-        task.call.answers[task.index] = Answer(task.row.start)
+        task.call.answers[task.index] = Answer(task.row.start, problem="failed")
         task.call.num_failed += 1
 
     def end_text(self, key: Key) -> None:

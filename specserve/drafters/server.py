@@ -15,8 +15,10 @@ from dataclasses import dataclass, field
 from secrets import token_hex
 
 import numpy as np
+from msgspec.structs import replace
 
 from specserve.core.errors import WireError, shorten
+from specserve.core.types import NO_TOKENS
 from specserve.drafters.base import Answer, Drafter, Row
 from specserve.drafters.counters import ServerCounters
 from specserve.drafters.router import Arrival, Router
@@ -200,20 +202,24 @@ class DrafterServer:
             card.max_tokens,
         )
 
-    def _unfit(self, rows: Sequence[TextRow]) -> set[int]:
-        """Rows that the model cannot be given: a wrong token is beyond its embedding's end."""
+    def _fit(self, rows: Sequence[TextRow]) -> list[TextRow | None]:
+        """What the model can be given of the rows: a wrong token is beyond its embedding's end.
+
+        Where only the guess is wrong, there is nothing to draft.
+        """
         width, vocab_size = self._card.hidden_size, self._card.vocab_size
-        unfit = {
-            index
-            for index, row in enumerate(rows)
-            if row.states is not None and row.states.shape[1] != width
-        }
+        fit: list[TextRow | None] = list(rows)
         tokens = [each for row in rows for each in (row.tokens, row.guessed)]
         if rows and np.concatenate(tokens).max(initial=0) >= vocab_size:
-            unfit |= {
-                index // 2 for index, each in enumerate(tokens) if each.max(initial=0) >= vocab_size
-            }
-        return unfit
+            for index, row in enumerate(rows):
+                if row.tokens.max(initial=0) >= vocab_size:
+                    fit[index] = None
+                elif row.guessed.max(initial=0) >= vocab_size:
+                    fit[index] = replace(row, guessed=NO_TOKENS, max_draft_tokens=0)
+        for index, row in enumerate(rows):
+            if row.states is not None and row.states.shape[1] != width:
+                fit[index] = None
+        return fit
 
     def _open(self, client: _Client, arrival: Arrival, request: DraftRequest) -> None:
         call = Call(
@@ -226,13 +232,12 @@ class DrafterServer:
         client.num_calls += 1
         client.num_bytes += call.num_bytes
         self._calls.append(call)
-        unfit = self._unfit(request.rows)
-        self.counters.num_unfit_rows += len(unfit)
-        for index, row in enumerate(request.rows):
-            if index in unfit:
-                call.answers[index] = Answer(0)
+        for index, (row, fit) in enumerate(zip(request.rows, self._fit(request.rows), strict=True)):
+            self.counters.num_unfit_rows += fit is not row
+            if fit is None:
+                call.answers[index] = Answer(row.start, problem="unfit")
             else:
-                self._schedule.add(Task(call, index, _row(arrival.client, row)))
+                self._schedule.add(Task(call, index, _row(arrival.client, fit)))
                 client.texts.add(row.text)
         if len(client.texts) > MAX_CLIENT_TEXTS:
             self._forget(arrival.client, client, tuple(client.texts))
@@ -295,8 +300,7 @@ class DrafterServer:
                 self._refuse(call.client, call.number, "failed")
                 continue
             rows = tuple(_told(answer) for answer in call.answers if answer)
-            answer = DraftAnswer(call.number, self._instance, rows, call.compute_s)
-            self._router.reply(call.client, answer)
+            self._router.reply(call.client, DraftAnswer(call.number, rows, call.compute_s))
 
     def _drop(self, calls: list[Call], reason: Reason) -> None:
         if not calls:
@@ -365,7 +369,7 @@ def _halves(tasks: list[Task], calls: list[Call]) -> tuple[list[Task], list[Task
 
 def _told(answer: Answer) -> RowAnswer:
     chances = bytes([round(255 * chance) for chance in answer.chances])
-    return RowAnswer(answer.held, answer.tokens, chances, answer.begin)
+    return RowAnswer(answer.held, answer.tokens, chances, answer.begin, answer.problem)
 
 
 def _row(client: bytes, row: TextRow) -> Row:

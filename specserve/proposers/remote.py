@@ -62,7 +62,8 @@ REST_S = 1.0
 _USE_RATE, _IN_USE = 0.1, 0.5
 """A source that was asked for drafts in half of the last ten steps or so is in use."""
 
-_MAX_REPLIES = 1000  # read in a step: a drafter that floods must not hold it up
+MOST_READING_S = 0.01
+"""Time to read what has come: a drafter that floods must not hold a step up."""
 
 _CHANCES = [number / 255 for number in range(256)]
 """By how they are sent."""
@@ -239,6 +240,7 @@ class RemoteProposer:
         is_lost = old is None or old.route != peer.route
         self._sent.give_up(math.inf if is_lost else time.monotonic())
         if old is None or old.instance != peer.instance:
+            self._sent.position_s = 0.0  # it may take another time
             for text in self._texts.values():
                 text.held, text.has_room, text.rests_until = 0, True, 0.0
         self._peer = peer
@@ -354,7 +356,10 @@ class RemoteProposer:
 
     def _replies(self, deadline: float = 0.0) -> Iterator[DraftAnswer | Refusal]:
         """Takes what comes until a monotonic time; without one, what has come."""
-        for _ in range(_MAX_REPLIES):
+        end = max(deadline, time.monotonic() + MOST_READING_S)
+        is_first = True
+        while is_first or time.monotonic() < end:
+            is_first = False
             try:
                 reply = self._link.receive(deadline - time.monotonic())
             except WireError:
@@ -381,9 +386,14 @@ class RemoteProposer:
             self._metrics.count_error(self._kind)
             return False
         for text, row in zip(sent.texts, reply.rows, strict=True):
-            text.has_room = bool(text.held or row.held)
-            if not text.has_room:
-                self._let_rest(text)
+            if row.problem == "failed":
+                text.rests_until = time.monotonic() + REST_S
+            elif row.problem == "unfit":
+                self._give_up(text, math.inf)
+            elif not (text.held or row.held):
+                self._give_up(text, time.monotonic() + REST_S)
+            else:
+                text.has_room = True
             text.held = row.held
             if row.begin and not text.is_partial:
                 text.is_partial = True
@@ -392,8 +402,8 @@ class RemoteProposer:
                 self._states.confirm(text.states, row.held)
         return True
 
-    def _let_rest(self, text: Text) -> None:
-        """The drafter has no room for a text: its states would push out those of the others."""
-        text.rests_until = time.monotonic() + REST_S
+    def _give_up(self, text: Text, until: float) -> None:
+        """The drafter takes nothing of a text: its states would push out those of the others."""
+        text.has_room, text.rests_until = False, until
         if self._states is not None:
             self._states.forget(text.states)

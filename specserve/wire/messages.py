@@ -15,7 +15,7 @@ import numpy.typing as npt
 from specserve.core.source_config import MAX_DRAFT_TOKENS
 from specserve.core.types import NO_TOKENS, Int32Array
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Raised with every change that an older side would misread."""
 
 MAX_ROWS = 4096
@@ -151,6 +151,11 @@ class DraftRequest(msgspec.Struct, frozen=True, kw_only=True):
     forget: tuple[int, ...] = ()
 
 
+Problem = Literal["", "failed", "unfit"]
+"""Why nothing came of a row: the model raised, or it is not the model's, such as a token beyond its
+vocabulary."""
+
+
 class RowAnswer(msgspec.Struct, frozen=True, array_like=True):
     """What became of a row; see :class:`specserve.drafters.base.Answer`.
 
@@ -159,12 +164,14 @@ class RowAnswer(msgspec.Struct, frozen=True, array_like=True):
         tokens: as there.
         chances: of each token, in 255ths.
         begin: as there.
+        problem: as there.
     """
 
     held: Position
     tokens: Annotated[tuple[Position, ...], msgspec.Meta(max_length=MAX_DRAFT_TOKENS)] = ()
     chances: Annotated[bytes, msgspec.Meta(max_length=MAX_DRAFT_TOKENS)] = b""
     begin: Position = 0
+    problem: Problem = ""
 
 
 class DraftAnswer(msgspec.Struct, frozen=True, array_like=True, tag="drafts"):
@@ -172,13 +179,11 @@ class DraftAnswer(msgspec.Struct, frozen=True, array_like=True, tag="drafts"):
 
     Attributes:
         number: the request's.
-        instance: the drafter's.
         rows: in the request's order.
         compute_s: how long it was computed, in seconds, together with what else was waiting.
     """
 
     number: Number
-    instance: Name
     rows: Annotated[tuple[RowAnswer, ...], msgspec.Meta(max_length=MAX_ROWS)]
     compute_s: Seconds
 

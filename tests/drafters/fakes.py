@@ -48,6 +48,7 @@ class FakeDrafter:
         room: how many texts it can hold.
         most_rows: more in one call raise.
         poison: numbers of texts that raise.
+        complaint: what was wrong with a call; its server takes that for an error of the model.
     """
 
     def __init__(self, hidden_size: int = 0, tokenizer: str = "") -> None:
@@ -71,11 +72,23 @@ class FakeDrafter:
         self.chances: tuple[float, ...] = ()
         self.room = self.most_rows = 1 << 20
         self.poison: set[int] = set()
+        self.complaint: AssertionError | None = None
         self._activations: weakref.ref[Any] = weakref.ref(type("Gone", (), {})())
         self._texts: dict[Key, list[int]] = {}
         self._held: dict[Key, int] = {}
 
     def draft(self, rows: Sequence[Row]) -> list[Answer]:
+        try:
+            return self._answers(rows)
+        except AssertionError as error:
+            self.complaint = error
+            raise
+
+    def assert_called_rightly(self) -> None:
+        """To be called when all calls are over."""
+        assert self.complaint is None, self.complaint
+
+    def _answers(self, rows: Sequence[Row]) -> list[Answer]:
         assert len({row.key for row in rows}) == len(rows)
         self.calls.append(list(rows))
         self.entered.set()

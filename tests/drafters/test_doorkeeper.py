@@ -76,6 +76,24 @@ def test_every_drafter_has_a_secret_of_its_own(server: DrafterServer) -> None:
     assert len(mine) == len(theirs) >= 32
 
 
+def test_a_connection_is_let_in_while_the_model_computes(
+    server: DrafterServer, drafter: FakeDrafter
+) -> None:
+    endpoint = Endpoint.parse(server.address)
+    drafter.may_go.clear()
+    with connected(endpoint) as client:
+        client.send_multipart(encode(FEED))
+        assert drafter.entered.wait(WAIT_S)
+        late: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        late.setsockopt(zmq.LINGER, 0)
+        let_in = late.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        endpoint.connect(late)
+        is_in = let_in.poll(int(WAIT_S * 1000))
+        drafter.may_go.set()
+        late.close()
+    assert is_in
+
+
 @pytest.mark.parametrize("secret", ["", "wrong", "another drafter's"])
 def test_who_has_not_is_not_heard_and_hears_nothing(
     server: DrafterServer, drafter: FakeDrafter, secret: str, caplog: pytest.LogCaptureFixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,20 @@ def test_a_drafter_that_has_ended_is_started_again(find: HostedDrafter) -> None:
     assert Endpoint.parse(first).secret
     assert find() == first
     find.close()
+    assert find() != first
+
+
+def test_one_that_was_there_is_tried_again_until_it_is_there_again(
+    find: HostedDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = find()
+    find.close()
+    options = find._options
+    monkeypatch.setattr(find, "_options", replace(options, model="/gone"))
+    for _ in range(2):
+        with pytest.raises(EngineError, match="did not start: model: '/gone' is not allowed"):
+            find()
+    monkeypatch.setattr(find, "_options", options)
     assert find() != first
 
 

@@ -13,7 +13,13 @@ import pytest
 import zmq
 
 from specserve.drafters.schedule import FEED_TOKENS
-from specserve.drafters.server import MAX_CLIENT_TEXTS, MAX_WAITING, MOST_FAILURES, DrafterServer
+from specserve.drafters.server import (
+    CLIENT_IDLE_S,
+    MAX_CLIENT_TEXTS,
+    MAX_WAITING,
+    MOST_FAILURES,
+    DrafterServer,
+)
 from specserve.wire.endpoint import Endpoint
 from specserve.wire.frames import decode_reply, encode
 from specserve.wire.messages import (
@@ -99,6 +105,7 @@ def server(drafter: FakeDrafter) -> Iterator[DrafterServer]:
     with closing(DrafterServer(drafter)) as server:
         yield server
         drafter.may_go.set()
+    drafter.assert_called_rightly()
 
 
 @pytest.fixture
@@ -277,6 +284,7 @@ def test_what_is_too_much_together_is_computed_apart(
     assert [each.tokens for each in one.rows] == [draft]
     assert [each.tokens for each in most.rows] == [draft, draft, (), draft]
     assert [each.held for each in most.rows] == [10, 10, 0, 10]
+    assert [each.problem for each in most.rows] == ["", "", "failed", ""]
     assert server.counters.num_refused["failed"] == 1
 
 
@@ -319,8 +327,14 @@ def test_tokens_and_states_that_are_not_the_models_do_not_reach_it(
         TextRow(text=3, salt=0, start=0, tokens=TEXT[:2], states=states),
         TextRow(text=4, salt=0, start=0, tokens=TEXT[:2], guessed=beyond, max_draft_tokens=1),
     )
-    assert [answer.held for answer in answers] == [10, 0, 0, 0]
-    assert [each.key for call in drafter.calls for each in call] == [(b"a", 1)]
+    assert [(answer.held, answer.problem) for answer in answers] == [
+        (10, ""),
+        (0, "unfit"),
+        (0, "unfit"),
+        (2, ""),
+    ]
+    assert answers[3].tokens == ()
+    assert [each.key for call in drafter.calls for each in call] == [(b"a", 1), (b"a", 4)]
     assert server.counters.num_unfit_rows == 3
 
 
@@ -408,11 +422,26 @@ def test_two_requests_for_one_text_are_worked_on_one_after_the_other(
     assert held == [10, 12]
 
 
-def test_closing_waits_for_nobody(drafter: FakeDrafter) -> None:
+def test_closing_waits_for_the_call_that_runs_and_for_nothing_else(drafter: FakeDrafter) -> None:
     before = threading.active_count()
     server = DrafterServer(drafter)
     client = Client(server)
-    client.ping()
-    server.close()
+    hold(drafter, client)
+    client.request(row(2, 10))
+    closing_it = threading.Thread(target=server.close)
+    closing_it.start()
+    closing_it.join(0.1)
+    assert closing_it.is_alive()
+    drafter.may_go.set()
+    closing_it.join(WAIT_S)
+    assert not closing_it.is_alive()
     client.close()
     assert threading.active_count() == before
+    assert len(drafter.calls) == 1
+
+
+def test_closing_waits_for_no_question(drafter: FakeDrafter) -> None:
+    server = DrafterServer(drafter)
+    began = time.monotonic()
+    server.close()
+    assert time.monotonic() - began < CLIENT_IDLE_S / 2

@@ -10,7 +10,7 @@ from specserve.wire.messages import DraftAnswer, Refusal, RowAnswer
 
 
 def answer(number: int, compute_s: float = 0.0, held: int = 100) -> DraftAnswer:
-    return DraftAnswer(number, "drafter", (RowAnswer(held),), compute_s)
+    return DraftAnswer(number, (RowAnswer(held),), compute_s)
 
 
 def test_an_answer_ends_its_request_once() -> None:
@@ -50,3 +50,5 @@ def test_reading_is_measured_by_answers_to_texts_that_were_only_read() -> None:
     assert sent.position_s == pytest.approx(0.002)
     sent.take(answer(sent.add([Text(1, 0)], 0, 100, 1.0), 0.4))
     assert sent.position_s == pytest.approx(0.0022)
+    sent.take(answer(sent.add([Text(1, 0)], 0, 100, 1.0), 100.0))
+    assert sent.position_s < 0.003

@@ -52,7 +52,7 @@ QUESTIONS: list[Question] = [
 ]
 REPLIES: list[Reply] = [
     CARD,
-    DraftAnswer(3, "abc", (RowAnswer(5), RowAnswer(0, (1, 2))), 0.1),
+    DraftAnswer(3, (RowAnswer(5), RowAnswer(0, (1, 2)), RowAnswer(7, problem="unfit")), 0.1),
     Refusal(4, "expired"),
 ]
 
@@ -95,6 +95,7 @@ def plain(request: DraftRequest) -> Any:
             (
                 (row.text, row.salt, row.start, row.states_start, row.max_draft_tokens),
                 row.tokens.tolist(),
+                row.guessed.tolist(),
                 None if row.states is None else row.states.tolist(),
             )
             for row in request.rows
@@ -263,6 +264,6 @@ def test_an_answer_with_a_negative_token_is_refused() -> None:
 
 def test_sides_that_know_fewer_fields_are_understood() -> None:
     assert decode_question([msgspec.msgpack.encode(["hello", 7, PROTOCOL])]) == Hello(7)
-    answer = ["drafts", 3, "abc", [[5, [1, 2]]], 0.1]
-    expected = DraftAnswer(3, "abc", (RowAnswer(5, (1, 2)),), 0.1)
+    answer = ["drafts", 3, [[5, [1, 2]]], 0.1]
+    expected = DraftAnswer(3, (RowAnswer(5, (1, 2)),), 0.1)
     assert decode_reply([msgspec.msgpack.encode(answer)]) == expected
