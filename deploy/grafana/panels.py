@@ -16,6 +16,7 @@ from deploy.grafana.series import (
     REQUESTS_RUNNING,
     REQUESTS_WAITING,
     Series,
+    of_drafters,
     or_zero,
     ours,
     share,
@@ -169,6 +170,7 @@ def _sources() -> list[Panel]:
     by = "{{model}} {{source}}"
     each = ("model", "source")
     up = ours(specs.DRAFTER_UP).value("min", *each)
+    rows = of_drafters(specs.DRAFTER_ROWS).rate("drafter")
     return [
         Panel(
             "Draft latency",
@@ -195,6 +197,23 @@ def _sources() -> list[Panel]:
             {
                 f"{by} errors": or_zero(ours(specs.DRAFTER_ERRORS).rate(*each), up),
                 f"{by} timeouts": or_zero(ours(specs.DRAFTER_TIMEOUTS).rate(*each), up),
+            },
+        ),
+        Panel(
+            "Load of drafters",
+            "Share of the time in which a drafter's model computes; near 1 it needs company.",
+            "percentunit",
+            {"{{drafter}}": of_drafters(specs.DRAFTER_COMPUTE).rate("drafter")},
+        ),
+        Panel(
+            "Texts at drafters per second",
+            specs.DRAFTER_ROWS.description + " And what was dropped, by reason.",
+            "short",
+            {
+                "{{drafter}}": rows,
+                "{{drafter}} {{reason}}": or_zero(
+                    of_drafters(specs.DRAFTER_REFUSED).rate("drafter", "reason"), rows
+                ),
             },
         ),
     ]

@@ -70,6 +70,11 @@ def ours(spec: MetricSpec) -> Series:
     return Series(f"ray_{spec.name}", spec.kind, ("model", *spec.labels))
 
 
+def of_drafters(spec: MetricSpec) -> Series:
+    """A metric that the drafters export themselves, whatever models they draft for."""
+    return Series(f"ray_{spec.name}", spec.kind, spec.labels)
+
+
 def or_zero(part: str, present: str) -> str:
     """The part, and 0 where only ``present`` has a series.
 

@@ -208,6 +208,32 @@ TRIE_DROPPED = MetricSpec(
     promql="sum(rate(specserve_trie_dropped_tokens_total[5m]))",
 )
 
+DRAFTER_ROWS = MetricSpec(
+    name="specserve_drafter_rows_total",
+    kind="counter",
+    unit="rows",
+    labels=("source", "drafter"),
+    description="Texts that a drafter was told of or asked about, one a request and step.",
+    promql="sum by (drafter) (rate(specserve_drafter_rows_total[1m]))",
+)
+DRAFTER_COMPUTE = MetricSpec(
+    name="specserve_drafter_compute_seconds_total",
+    kind="counter",
+    unit="seconds",
+    labels=("source", "drafter"),
+    description="Time in which a drafter's model has computed.",
+    promql="sum by (drafter) (rate(specserve_drafter_compute_seconds_total[5m]))",
+)
+DRAFTER_REFUSED = MetricSpec(
+    name="specserve_drafter_refused_total",
+    kind="counter",
+    unit="events",
+    labels=("source", "drafter", "reason"),
+    description="What a drafter dropped: malformed messages, unauthorized connections, expired and"
+    " crowded requests, unfit rows, and rows for which its model failed.",
+    promql="sum by (drafter, reason) (rate(specserve_drafter_refused_total[5m]))",
+)
+
 ALL: tuple[MetricSpec, ...] = (
     DRAFTS,
     CONTINUATIONS,
@@ -231,3 +257,6 @@ ALL: tuple[MetricSpec, ...] = (
     TRIE_DROPPED,
 )
 """All metrics of this project."""
+
+OF_DRAFTERS = (DRAFTER_ROWS, DRAFTER_COMPUTE, DRAFTER_REFUSED)
+"""What a drafter itself exports, through Ray alone, and without its replicas' label ``model``."""

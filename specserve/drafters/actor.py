@@ -21,8 +21,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from specserve.core.errors import EngineError, shorten
 from specserve.core.openmp import openmp_environment
-from specserve.drafters.counters import ServerCounters
-from specserve.drafters.options import DrafterOptions, load
+from specserve.drafters.exporter import CounterExporter
+from specserve.drafters.options import NAME_PREFIX, DrafterOptions, load
 from specserve.drafters.server import DrafterServer
 from specserve.drafters.watchdog import end_failing, end_hanging
 from specserve.trie.store_actor import NAMESPACE, await_drain
@@ -71,6 +71,9 @@ class _DrafterActor:
             load(options), f"tcp://{ray.util.get_node_ip_address()}:0", on_broken=end_failing
         )
         end_hanging(self._server)
+        actor = ray.get_runtime_context()
+        name = actor.get_actor_name() or f"{NAME_PREFIX}{options.kind}-{actor.get_actor_id()}"
+        CounterExporter(self._server.counters, options.kind, name).start()
         if is_shared:
             for end in (self._end_when_idle, self._leave_with_the_node):
                 threading.Thread(target=end, daemon=True).start()
@@ -82,10 +85,6 @@ class _DrafterActor:
     def leave(self, replica: str) -> None:
         """A replica has found a better seat."""
         self._server.leave(replica)
-
-    def stats(self) -> ServerCounters:
-        """What has happened since the start."""
-        return self._server.counters
 
     def _end_when_idle(self) -> None:
         while (left_s := IDLE_S - self._server.idle_s) > 0:

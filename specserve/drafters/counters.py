@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import get_args
+from typing import Literal, get_args
 
-from specserve.wire.messages import Reason
+from specserve.core.metric_specs import DRAFTER_COMPUTE, DRAFTER_REFUSED, DRAFTER_ROWS, MetricSpec
+
+Refused = Literal["malformed", "unauthorized", "unfit", "failed", "expired", "crowded"]
+"""What is dropped: a message that is none, a connection with a wrong secret or without one, a row
+with a token, a guess or a state that is not the model's, a row for which the model raised, a
+request whose time was over, one of a client that has too much waiting."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -15,28 +21,22 @@ class ServerCounters:
     Attributes:
         num_requests: requests for drafts that arrived whole.
         num_rows: their rows.
-        num_calls: calls of the model.
         num_feed_calls: turns in which texts were only brought up to date.
-        num_drafts: drafts of at least one token.
-        num_malformed: messages that were none.
-        num_refused_connections: connections that came with a wrong secret, or without one.
-        num_unfit_rows: rows with a token, a guess or a state that is not the model's; nothing is
-            drafted for them.
-        num_failed_rows: rows for which the model raised.
-        num_refused: requests that got no answer, by reason.
+        num_refused: what was dropped, by reason.
         compute_s: time in the model, in seconds.
     """
 
     num_requests: int = 0
     num_rows: int = 0
-    num_calls: int = 0
     num_feed_calls: int = 0
-    num_drafts: int = 0
-    num_malformed: int = 0
-    num_refused_connections: int = 0
-    num_unfit_rows: int = 0
-    num_failed_rows: int = 0
-    num_refused: dict[Reason, int] = field(
-        default_factory=lambda: dict.fromkeys(get_args(Reason), 0)
+    num_refused: dict[Refused, int] = field(
+        default_factory=lambda: dict.fromkeys(get_args(Refused), 0)
     )
     compute_s: float = 0.0
+
+    def totals(self) -> Iterator[tuple[MetricSpec, tuple[str, ...], float]]:
+        """Of each exported series: metric, values of its labels behind the drafter's, and value."""
+        yield DRAFTER_ROWS, (), self.num_rows
+        yield DRAFTER_COMPUTE, (), self.compute_s
+        for reason, number in self.num_refused.items():
+            yield DRAFTER_REFUSED, (reason,), number

@@ -147,6 +147,9 @@ class DrafterServer:
                 self._take_turn()
             except Exception as error:  # nothing that a client causes may end the thread
                 self._log_once(type(error).__name__, str(error), error)
+                self.counters.num_refused["failed"] += sum(
+                    len(call.answers) for call in self._calls
+                )
                 self._drop(list(self._calls), "failed")
         self._router.close()
 
@@ -233,7 +236,7 @@ class DrafterServer:
         client.num_bytes += call.num_bytes
         self._calls.append(call)
         for index, (row, fit) in enumerate(zip(request.rows, self._fit(request.rows), strict=True)):
-            self.counters.num_unfit_rows += fit is not row
+            self.counters.num_refused["unfit"] += fit is not row
             if fit is None:
                 call.answers[index] = Answer(row.start, problem="unfit")
             else:
@@ -276,17 +279,15 @@ class DrafterServer:
             if len(tasks) == 1 or all(call.expires_at < self._active_at for call in calls):
                 for task in tasks:
                     self._schedule.fail(task)
-                self.counters.num_failed_rows += len(tasks)
+                self.counters.num_refused["failed"] += len(tasks)
                 return False
             have_run = [self._has_run(half) for half in _halves(tasks, calls)]
             return any(have_run)
         spent_s = self._active_at - began
-        self.counters.num_calls += 1
         self.counters.compute_s += spent_s
         for call in calls:
             call.compute_s += spent_s
         for task, answer in zip(tasks, answers, strict=True):
-            self.counters.num_drafts += bool(answer.tokens)
             if task.advance(answer):
                 self._schedule.rest(task)
             else:
@@ -337,15 +338,16 @@ class DrafterServer:
                 self._seats.pop(replica, None)
 
     def _refuse(self, client: bytes, number: int, reason: Reason) -> None:
-        self.counters.num_refused[reason] += 1
+        if reason != "failed":  # whose rows are counted
+            self.counters.num_refused[reason] += 1
         self._router.reply(client, Refusal(number, reason))
 
     def _note_malformed(self, error: WireError) -> None:
-        self.counters.num_malformed += 1
+        self.counters.num_refused["malformed"] += 1
         self._log_once("malformed message", str(error))
 
     def _note_refused(self) -> None:
-        self.counters.num_refused_connections += 1
+        self.counters.num_refused["unauthorized"] += 1
         self._log_once("refused connection", "it came without this drafter's secret")
 
     def _log_once(self, kind: str, text: str, error: Exception | None = None) -> None:

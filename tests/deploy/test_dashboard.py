@@ -14,8 +14,8 @@ import yaml
 
 from deploy.grafana.generate import DASHBOARD, text
 from deploy.grafana.panels import rows
-from deploy.grafana.series import RAY, VLLM, Series, ours
-from specserve.core.metric_specs import ALL, DRAFTER_UP, DRAFTS, MetricSpec
+from deploy.grafana.series import RAY, VLLM, Series, of_drafters, ours
+from specserve.core.metric_specs import ALL, DRAFTER_UP, DRAFTS, OF_DRAFTERS, MetricSpec
 from tests.deploy.promtool import promtool
 from tests.k8s.manifests import OVERLAYS, of_kind
 
@@ -58,12 +58,13 @@ def test_the_file_is_what_the_generator_writes() -> None:
 
 def test_each_series_of_a_panel_is_exported() -> None:
     named = {name for query in QUERIES for name in re.findall(r"\bray_\w+", query)}
-    assert named <= {exported(series) for series in (*map(ours, ALL), *VLLM, *RAY)}
+    own = (*map(ours, ALL), *map(of_drafters, OF_DRAFTERS))
+    assert named <= {exported(series) for series in (*own, *VLLM, *RAY)}
 
 
-@pytest.mark.parametrize("spec", ALL, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", [*ALL, *OF_DRAFTERS], ids=lambda spec: spec.name)
 def test_each_declared_metric_has_a_panel(spec: MetricSpec) -> None:
-    name = exported(ours(spec))
+    name = exported(of_drafters(spec) if spec in OF_DRAFTERS else ours(spec))
     assert any(re.search(rf"\b{name}\b", query) for query in QUERIES)
 
 

@@ -61,12 +61,12 @@ def greet(server: DrafterServer) -> None:
 def await_refused(server: DrafterServer, number: int) -> None:
     """Returns when so many connections have been refused."""
     counters = server.counters
-    eventually(lambda: counters.num_refused_connections == number, "refusals", WAIT_S, 0.001)
+    eventually(lambda: counters.num_refused["unauthorized"] == number, "refusals", WAIT_S, 0.001)
 
 
 def test_who_has_the_secret_is_answered(server: DrafterServer) -> None:
     greet(server)
-    assert server.counters.num_refused_connections == 0
+    assert server.counters.num_refused["unauthorized"] == 0
 
 
 def test_every_drafter_has_a_secret_of_its_own(server: DrafterServer) -> None:
@@ -107,7 +107,7 @@ def test_who_has_not_is_not_heard_and_hears_nothing(
                 await_refused(server, number)
                 greet(server)
                 assert not client.poll(0)
-    assert (server.counters.num_requests, server.counters.num_malformed) == (0, 0)
+    assert (server.counters.num_requests, server.counters.num_refused["malformed"]) == (0, 0)
     assert drafter.calls == []
     (record,) = caplog.records
     assert 'refused connection: "it came without this drafter\'s secret"' in record.getMessage()
@@ -133,7 +133,7 @@ def test_bytes_that_are_not_even_zeromq_are_hung_up_on(
             heard += part
     assert len(heard) <= 64, "more than ZeroMQ's greeting"
     greet(server)
-    assert server.counters.num_malformed == 0
+    assert server.counters.num_refused["malformed"] == 0
     assert drafter.calls == []
 
 

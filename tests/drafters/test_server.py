@@ -285,7 +285,7 @@ def test_what_is_too_much_together_is_computed_apart(
     assert [each.tokens for each in most.rows] == [draft, draft, (), draft]
     assert [each.held for each in most.rows] == [10, 10, 0, 10]
     assert [each.problem for each in most.rows] == ["", "", "failed", ""]
-    assert server.counters.num_refused["failed"] == 1
+    assert server.counters.num_refused["failed"] == 2
 
 
 def test_a_model_that_fails_again_and_again_is_told_of(drafter: FakeDrafter) -> None:
@@ -311,7 +311,7 @@ def test_garbage_is_counted_and_costs_the_others_nothing(
     for frames in ([b"nonsense"], [b""], [b"\x91\xa5hello", b"more"], encode(Refusal(1, "failed"))):
         wild.send_raw(*frames)
     assert tame.ask(row(1, 10))[0].held == 10
-    eventually(lambda: server.counters.num_malformed == 4, "all counted", WAIT_S, 0.001)
+    eventually(lambda: server.counters.num_refused["malformed"] == 4, "all counted", WAIT_S, 0.001)
     wild.ping()
 
 
@@ -335,7 +335,7 @@ def test_tokens_and_states_that_are_not_the_models_do_not_reach_it(
     ]
     assert answers[3].tokens == ()
     assert [each.key for call in drafter.calls for each in call] == [(b"a", 1), (b"a", 4)]
-    assert server.counters.num_unfit_rows == 3
+    assert server.counters.num_refused["unfit"] == 3
 
 
 def test_a_client_that_floods_is_refused_and_the_others_are_served(

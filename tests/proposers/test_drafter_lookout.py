@@ -80,6 +80,6 @@ def test_a_drafter_that_has_another_secret_by_now_is_asked_for_anew(
         reports = watch(lambda: next(urls, server.address))
         told = next(refused for _, refused in reports if refused)
     assert told.endswith(f"at {place} has vocab_size {VOCAB_SIZE} instead of 500")
-    assert server.counters.num_refused_connections == 1
+    assert server.counters.num_refused["unauthorized"] == 1
     assert not [record for record in caplog.records if record.exc_info]
     assert secret not in caplog.text

@@ -353,7 +353,7 @@ def test_a_text_that_is_not_the_drafters_is_sent_once(
     made.grow("right", 20)
     for _ in range(3):
         assert [bool(draft) for draft in made.propose("wrong", "right")] == [False, True]
-    assert (server.counters.num_unfit_rows, server.counters.num_rows) == (1, 4)
+    assert (server.counters.num_refused["unfit"], server.counters.num_rows) == (1, 4)
     assert math.isnan(made.proposer.reading_s(made.batch("wrong"))[0])
 
 
