@@ -207,12 +207,12 @@ def _sources() -> list[Panel]:
         ),
         Panel(
             "Texts at drafters per second",
-            specs.DRAFTER_ROWS.description + " And what was dropped, by reason.",
+            specs.DRAFTER_ROWS.description + " And what was dropped, for any reason.",
             "short",
             {
                 "{{drafter}}": rows,
-                "{{drafter}} {{reason}}": or_zero(
-                    of_drafters(specs.DRAFTER_REFUSED).rate("drafter", "reason"), rows
+                "{{drafter}} dropped": or_zero(
+                    of_drafters(specs.DRAFTER_REFUSED).rate("drafter"), rows
                 ),
             },
         ),

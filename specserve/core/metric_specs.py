@@ -52,8 +52,7 @@ CONTINUATIONS = MetricSpec(
     unit="drafts",
     labels=("source",),
     description="Drafts that continue another source's, so that the target verified both as one.",
-    promql="sum(rate(specserve_drafts_total[1m]))"
-    " - sum(rate(specserve_draft_continuations_total[1m]))",
+    promql="sum by (source) (rate(specserve_draft_continuations_total[1m]))",
 )
 DRAFT_TOKENS = MetricSpec(
     name="specserve_draft_tokens_total",

@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import asdict
 
 from specserve.core.errors import EngineError, SpecServeError
@@ -19,6 +20,9 @@ from specserve.core.openmp import openmp_environment
 from specserve.drafters.options import DrafterOptions, load
 from specserve.drafters.server import DrafterServer
 from specserve.drafters.watchdog import end_failing, end_hanging
+
+FAILED_REST_S = 30.0
+"""Before a drafter that could be started before is tried again."""
 
 
 class HostedDrafter:
@@ -32,16 +36,16 @@ class HostedDrafter:
         self._options = options
         self._process: subprocess.Popen[str] | None = None
         self._address = ""
-        self._failure = ""
+        self._failure, self._rest_until = "", 0.0
 
     def __call__(self) -> str:
         """The drafter's address, when it has loaded its model.
 
         Raises:
             EngineError: it could not. Where it never could it is not tried again, as it would end
-                alike.
+                alike; else not before ``FAILED_REST_S``.
         """
-        if self._failure:
+        if self._failure and (not self._address or time.monotonic() < self._rest_until):
             raise EngineError(self._failure)
         if self._process is None or self._process.poll() is not None:
             self._start()
@@ -64,14 +68,13 @@ class HostedDrafter:
         assert self._process.stdout is not None
         said = self._process.stdout.readline().strip()
         if said.startswith("tcp://"):
-            self._address = said
+            self._address, self._failure = said, ""
         else:
             reason = said or f"it ended with exit code {self._process.wait()}"
             self.close()
-            failure = f"the drafter did not start: {reason}"
-            if not self._address:
-                self._failure = failure
-            raise EngineError(failure)
+            self._failure = f"the drafter did not start: {reason}"
+            self._rest_until = time.monotonic() + FAILED_REST_S
+            raise EngineError(self._failure)
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from specserve.core.source_config import DraftModelConfig, MtpConfig
 from specserve.drafters.base import Drafter, Row
 from specserve.drafters.schedule import FEED_TOKENS
+from specserve.drafters.watchdog import ended_if_it_hangs
 from specserve.wire.messages import PROTOCOL
 
 NAME_PREFIX = "specserve-drafter-"
@@ -115,7 +116,8 @@ def load(options: DrafterOptions) -> Drafter:
         device="cuda" if on_gpu else "cpu",
         num_threads=None if on_gpu else options.num_threads,
     )
-    _warm_up(drafter)
+    with ended_if_it_hangs():
+        _warm_up(drafter)
     return drafter
 
 

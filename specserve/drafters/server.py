@@ -15,10 +15,8 @@ from dataclasses import dataclass, field
 from secrets import token_hex
 
 import numpy as np
-from msgspec.structs import replace
 
 from specserve.core.errors import WireError, shorten
-from specserve.core.types import NO_TOKENS
 from specserve.drafters.base import Answer, Drafter, Row
 from specserve.drafters.counters import ServerCounters
 from specserve.drafters.router import Arrival, Router
@@ -29,6 +27,7 @@ from specserve.wire.messages import (
     DraftAnswer,
     DraftRequest,
     Hello,
+    Problem,
     Reason,
     Refusal,
     RowAnswer,
@@ -147,9 +146,6 @@ class DrafterServer:
                 self._take_turn()
             except Exception as error:  # nothing that a client causes may end the thread
                 self._log_once(type(error).__name__, str(error), error)
-                self.counters.num_refused["failed"] += sum(
-                    len(call.answers) for call in self._calls
-                )
                 self._drop(list(self._calls), "failed")
         self._router.close()
 
@@ -205,24 +201,24 @@ class DrafterServer:
             card.max_tokens,
         )
 
-    def _fit(self, rows: Sequence[TextRow]) -> list[TextRow | None]:
-        """What the model can be given of the rows: a wrong token is beyond its embedding's end.
+    def _unfit(self, rows: Sequence[TextRow]) -> dict[int, Problem]:
+        """Rows that the model cannot be given: a wrong token is beyond its embedding's end.
 
-        Where only the guess is wrong, there is nothing to draft.
+        Where only the guess is wrong, the text may be told again with another one.
         """
         width, vocab_size = self._card.hidden_size, self._card.vocab_size
-        fit: list[TextRow | None] = list(rows)
+        unfit: dict[int, Problem] = {}
         tokens = [each for row in rows for each in (row.tokens, row.guessed)]
         if rows and np.concatenate(tokens).max(initial=0) >= vocab_size:
             for index, row in enumerate(rows):
+                if row.guessed.max(initial=0) >= vocab_size:
+                    unfit[index] = "failed"
                 if row.tokens.max(initial=0) >= vocab_size:
-                    fit[index] = None
-                elif row.guessed.max(initial=0) >= vocab_size:
-                    fit[index] = replace(row, guessed=NO_TOKENS, max_draft_tokens=0)
+                    unfit[index] = "unfit"
         for index, row in enumerate(rows):
             if row.states is not None and row.states.shape[1] != width:
-                fit[index] = None
-        return fit
+                unfit[index] = "unfit"
+        return unfit
 
     def _open(self, client: _Client, arrival: Arrival, request: DraftRequest) -> None:
         call = Call(
@@ -235,12 +231,13 @@ class DrafterServer:
         client.num_calls += 1
         client.num_bytes += call.num_bytes
         self._calls.append(call)
-        for index, (row, fit) in enumerate(zip(request.rows, self._fit(request.rows), strict=True)):
-            self.counters.num_refused["unfit"] += fit is not row
-            if fit is None:
-                call.answers[index] = Answer(row.start, problem="unfit")
+        unfit = self._unfit(request.rows)
+        self.counters.num_refused["unfit"] += len(unfit)
+        for index, row in enumerate(request.rows):
+            if index in unfit:
+                call.answers[index] = Answer(row.start, problem=unfit[index])
             else:
-                self._schedule.add(Task(call, index, _row(arrival.client, fit)))
+                self._schedule.add(Task(call, index, _row(arrival.client, row)))
                 client.texts.add(row.text)
         if len(client.texts) > MAX_CLIENT_TEXTS:
             self._forget(arrival.client, client, tuple(client.texts))

@@ -38,7 +38,7 @@ LONGEST_REST_S = 10.0
 """Before a drafter is used again that has answered hellos in time, but no request."""
 
 DOUBTS_TOLD = 6
-"""Of so many in a row, which take some 20 seconds, the log tells."""
+"""Of so many in a row, which take some 10 seconds, the log tells."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,7 +236,7 @@ class Lookout:
                 return
             if self._peer is None or self._peer.instance != card.instance:
                 self._peer = Peer(endpoint, card.instance, card.max_tokens, self._connection)
-                self._refused = ""
+                self._refused = self._doubt = ""
 
     def _refuse(self, reason: str) -> None:
         self._lose()

@@ -12,10 +12,6 @@ from specserve.wire.messages import DraftAnswer, Refusal
 _READING_RATE = 0.1
 """Weight of a new measurement of what reading takes."""
 
-_MOST_GROWTH = 4.0
-"""A measurement counts as at most so many times the mean before: one slow call would put reading
-off, and with it the measurements that correct it."""
-
 
 @dataclass(slots=True, eq=False)
 class Text:
@@ -131,11 +127,8 @@ class SentRequests:
         if sent is None:
             return None
         if sent.num_read and isinstance(reply, DraftAnswer) and _has_progress(sent, reply):
-            measured = reply.compute_s / sent.num_read
-            if self.position_s:
-                measured = min(measured, _MOST_GROWTH * self.position_s)
-                measured = self.position_s + _READING_RATE * (measured - self.position_s)
-            self.position_s = measured
+            weight = _READING_RATE if self.position_s else 1.0
+            self.position_s += weight * (reply.compute_s / sent.num_read - self.position_s)
         return sent
 
     def _end(self, number: int) -> Sent | None:

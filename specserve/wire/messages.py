@@ -152,8 +152,8 @@ class DraftRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Problem = Literal["", "failed", "unfit"]
-"""Why nothing came of a row: the model raised, or it is not the model's, such as a token beyond its
-vocabulary."""
+"""Why nothing came of a row. Failed: the model raised, or a guessed token is beyond its vocabulary;
+unfit: a token of the text is, or a state is not the model's."""
 
 
 class RowAnswer(msgspec.Struct, frozen=True, array_like=True):

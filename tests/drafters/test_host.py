@@ -57,10 +57,14 @@ def test_one_that_was_there_is_tried_again_until_it_is_there_again(
     find.close()
     options = find._options
     monkeypatch.setattr(find, "_options", replace(options, model="/gone"))
-    for _ in range(2):
-        with pytest.raises(EngineError, match="did not start: model: '/gone' is not allowed"):
-            find()
+    with pytest.raises(EngineError, match="did not start: model: '/gone' is not allowed"):
+        find()
+    tried = find._process
+    with pytest.raises(EngineError, match="did not start: model: '/gone' is not allowed"):
+        find()
+    assert find._process is tried
     monkeypatch.setattr(find, "_options", options)
+    monkeypatch.setattr(find, "_rest_until", 0.0)
     assert find() != first
 
 

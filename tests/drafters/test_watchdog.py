@@ -1,10 +1,8 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Iterable
+import threading
 from contextlib import closing
-from typing import cast
 
 import pytest
 
@@ -12,6 +10,7 @@ from specserve.drafters import watchdog
 from specserve.drafters.server import DrafterServer
 from tests.drafters.fakes import WAIT_S, FakeDrafter
 from tests.drafters.test_server import Client, row
+from tests.integration.cluster import eventually
 
 
 @pytest.fixture
@@ -34,30 +33,34 @@ def test_a_turn_that_hangs_ends_the_process(
         drafter.entered.clear()
         client.request(row(1, 11))
         assert drafter.entered.wait(WAIT_S)
-        watchdog._watch(server)
+        watchdog._watch(lambda: server.turn_began, threading.Event())
         drafter.may_go.set()
     assert ends == [1]
 
 
-class Slow:
-    """A server that began the turn at hand at these times, seen second by second."""
+class Hurried(threading.Event):
+    """No time passes while it is waited for."""
 
-    def __init__(self, begins: Iterable[float | None]) -> None:
-        self._begins = iter(begins)
-        self.seen: list[float | None] = []
-
-    @property
-    def turn_began(self) -> float | None:
-        self.seen.append(next(self._begins))
-        return self.seen[-1]
+    def wait(self, timeout: float | None = None) -> bool:
+        return self.is_set()
 
 
-def test_only_the_seconds_of_one_turn_count(
+def test_only_the_seconds_of_one_turn_count(ends: list[int]) -> None:
+    most = watchdog.LONGEST_TURN_S
+    seconds: list[float | None] = [1.0] * most + [None] + [2.0] * most + [3.0] * (most + 1)
+    left = iter(seconds)
+    watchdog._watch(lambda: next(left), Hurried())
+    assert ends == [1]
+    assert list(left) == []
+
+
+def test_what_hangs_before_the_first_turn_ends_the_process_too(
     ends: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    most = watchdog.LONGEST_TURN_S
-    slow = Slow([1.0] * most + [None] + [2.0] * most + [3.0] * (most + 1))
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    watchdog._watch(cast(DrafterServer, slow))
+    monkeypatch.setattr(watchdog, "LONGEST_TURN_S", 1)
+    with watchdog.ended_if_it_hangs():
+        pass
+    assert ends == []
+    with watchdog.ended_if_it_hangs():
+        eventually(lambda: ends, "the end", WAIT_S, 0.01)
     assert ends == [1]
-    assert len(slow.seen) == 3 * most + 2

@@ -50,5 +50,3 @@ def test_reading_is_measured_by_answers_to_texts_that_were_only_read() -> None:
     assert sent.position_s == pytest.approx(0.002)
     sent.take(answer(sent.add([Text(1, 0)], 0, 100, 1.0), 0.4))
     assert sent.position_s == pytest.approx(0.0022)
-    sent.take(answer(sent.add([Text(1, 0)], 0, 100, 1.0), 100.0))
-    assert sent.position_s < 0.003

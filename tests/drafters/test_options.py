@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from specserve.drafters.base import Row
+from specserve.drafters.options import DrafterOptions, load
+
+MODELS = Path(__file__).parents[2] / "configs/models"
+
+
+@pytest.mark.parametrize("max_tokens", [2, 300])
+@pytest.mark.parametrize(("kind", "model"), [("draft_model", "demo-draft"), ("mtp", "demo-base")])
+def test_a_loaded_drafter_has_computed_and_holds_nothing(
+    kind: str, model: str, max_tokens: int
+) -> None:
+    options = DrafterOptions(
+        kind=kind,
+        model=str(MODELS / model),
+        revision="",
+        max_texts=1,
+        max_tokens=max_tokens,
+        dtype="auto",
+        num_cpus=1.0,
+        num_gpus=0.0,
+        resources={},
+    )
+    drafter = load(options)
+    width = drafter.card.hidden_size
+    row = Row(
+        key=(b"a", 1),
+        salt=0,
+        start=0,
+        tokens=np.arange(2, dtype=np.int32),
+        states=np.zeros((1, width), np.uint16) if width else None,
+    )
+    (answer,) = drafter.draft([row])  # in the only place
+    assert answer.held == 2 - (width > 0)
