@@ -159,7 +159,6 @@ class Lookout:
         self._thread.join()
 
     def _run(self) -> None:
-        self._report(False, "")
         while not self._closing.is_set():
             try:
                 if self._socket is None or self._is_silent():
@@ -172,10 +171,13 @@ class Lookout:
             except Exception:  # the lookout must outlive whatever it meets
                 logger.exception("Looking for the %s drafter failed; it goes on", self._wanted.kind)
                 self._closing.wait(SILENT_S)
-            is_up = self._peer is not None
-            self._report(is_up, "" if is_up else self._refused or self._doubt)
+            self._tell()
         self._hang_up()
         self._context.term()
+
+    def _tell(self) -> None:
+        is_up = self._peer is not None
+        self._report(is_up, "" if is_up else self._refused or self._doubt)
 
     def _is_silent(self) -> bool:
         since = self._unheard_since
@@ -186,6 +188,7 @@ class Lookout:
         with self._lock:
             self._peer = None
             self._connection += 1
+        self._tell()  # finding it may take seconds
         if (found := self._find()) is not None:
             self._endpoint = Endpoint.parse(found)
         self._hang_up()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from dataclasses import replace
 
 import pytest
 
@@ -69,6 +71,27 @@ def test_a_drafter_that_is_found_and_never_answers_is_told_of(
         up, refused = next(report for report in reports if report != (False, ""))
     assert not up
     assert refused == f"{place} does not answer; is the way to its port open?"
+
+
+def test_that_a_drafter_is_silent_is_told_before_it_is_found_again(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drafter_lookout, "SILENT_S", 0.3)
+    drafter, may_find = FakeDrafter(), threading.Event()
+    drafter.card = replace(drafter.card, vocab_size=500)
+    server = DrafterServer(drafter)
+    urls = iter([server.address])
+
+    def find() -> str | None:
+        if (url := next(urls, None)) is None:
+            may_find.wait(2 * WAIT_S)
+        return url
+
+    reports = watch(find)
+    assert next(up for up, _ in reports if up)
+    server.close()
+    assert not next(up for up, _ in reports if not up)
+    may_find.set()
 
 
 def test_a_drafter_that_has_another_secret_by_now_is_asked_for_anew(

@@ -239,6 +239,7 @@ class Babbler:
     def __init__(self, answers: Callable[[DraftRequest], Sequence[bytes]]) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # as the real one
         self._socket.bind("tcp://127.0.0.1:0")
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._answers = answers
