@@ -255,7 +255,7 @@ ALL: tuple[MetricSpec, ...] = (
     TRIE_RECEIVED,
     TRIE_DROPPED,
 )
-"""All metrics of this project."""
+"""What a replica exports, at its ``/metrics`` and through Ray."""
 
 OF_DRAFTERS = (DRAFTER_ROWS, DRAFTER_COMPUTE, DRAFTER_REFUSED)
 """What a drafter itself exports, through Ray alone, and without its replicas' label ``model``."""

@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from specserve.core.errors import EngineError, shorten
 from specserve.core.openmp import openmp_environment
 from specserve.drafters.exporter import CounterExporter
-from specserve.drafters.options import NAME_PREFIX, DrafterOptions, load
+from specserve.drafters.options import FAILED_REST_S, NAME_PREFIX, DrafterOptions, load
 from specserve.drafters.server import DrafterServer
 from specserve.drafters.watchdog import end_failing, end_hanging
 from specserve.trie.store_actor import NAMESPACE, await_drain
@@ -41,9 +41,6 @@ PENDING_S = 30.0
 
 SILENT_S = 120.0
 """After so long without an answer the next one is asked: time to load a model."""
-
-FAILED_REST_S = 30.0
-"""Before a drafter is started again that could not load its model."""
 
 
 class Seat(NamedTuple):

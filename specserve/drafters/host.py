@@ -17,12 +17,9 @@ from dataclasses import asdict
 
 from specserve.core.errors import EngineError, SpecServeError
 from specserve.core.openmp import openmp_environment
-from specserve.drafters.options import DrafterOptions, load
+from specserve.drafters.options import FAILED_REST_S, DrafterOptions, load
 from specserve.drafters.server import DrafterServer
 from specserve.drafters.watchdog import end_failing, end_hanging
-
-FAILED_REST_S = 30.0
-"""Before a drafter that could be started before is tried again."""
 
 
 class HostedDrafter:

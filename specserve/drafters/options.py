@@ -18,6 +18,9 @@ from specserve.wire.messages import PROTOCOL
 
 NAME_PREFIX = "specserve-drafter-"
 
+FAILED_REST_S = 30.0
+"""Before a drafter is started again that could not load its model."""
+
 _DRAFTERS = {
     "draft_model": "specserve.drafters.causal:CausalDrafter",
     "mtp": "specserve.drafters.mtp:MtpDrafter",

@@ -231,13 +231,11 @@ class Inquiry:
                 *(self._kind, len(wanted), num_forwards, rate, without, price),
             )
             if rate > best:
-                best, wishes = (
-                    rate,
-                    {
-                        row: (chosen[row].num_own(num_forwards), chosen[row].continued)
-                        for row in wanted
-                    },
-                )
+                best = rate
+                wishes = {
+                    row: (chosen[row].num_own(num_forwards), chosen[row].continued)
+                    for row in wanted
+                }
         return wishes, (1 - without / best) * plain if wishes else 0.0
 
     def _worth_reading(
@@ -330,7 +328,7 @@ class Inquiry:
         for row in rows:
             draft, held = drafts[row]
             is_new = HOPE * rooms[row] > sum(held)
-            is_behind = draft is not None and behind[row] > 0 and held[-1] > LEAST_HELD
+            is_behind = _may_be_continued_to_learn(behind[row], held)
             if is_new or is_behind:
                 break
         else:
@@ -358,7 +356,7 @@ class Inquiry:
         """Has the first draft continued that may be, and was to be replaced."""
         for row, (_, continued) in wishes.items():
             draft, held = drafts[row]
-            if continued is None and draft is not None and behind[row] and held[-1] > LEAST_HELD:
+            if continued is None and _may_be_continued_to_learn(behind[row], held):
                 wishes[row] = behind[row], draft
                 return
 
@@ -370,6 +368,11 @@ class Inquiry:
         self._retries_left = MOST_RETRIES
         self._pause = min(2 * self._pause, MOST_PAUSE)
         self._pause_left = self._pause
+
+
+def _may_be_continued_to_learn(room_behind: int, held: Sequence[float]) -> bool:
+    """Of a draft with these chances; there is room behind one alone, which has tokens."""
+    return room_behind > 0 and held[-1] > LEAST_HELD
 
 
 def _numbers_of_forwards(prospects: Iterable[Sequence[Prospect]]) -> list[int]:

@@ -357,9 +357,7 @@ class RemoteProposer:
     def _replies(self, deadline: float = 0.0) -> Iterator[DraftAnswer | Refusal]:
         """Takes what comes until a monotonic time; without one, what has come."""
         end = max(deadline, time.monotonic() + MOST_READING_S)
-        is_first = True
-        while is_first or time.monotonic() < end:
-            is_first = False
+        while time.monotonic() < end:
             try:
                 reply = self._link.receive(deadline - time.monotonic())
             except WireError:

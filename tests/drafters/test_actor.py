@@ -14,7 +14,6 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 
 from specserve.core.errors import EngineError
 from specserve.drafters.actor import (
-    FAILED_REST_S,
     FIND_S,
     PENDING_S,
     SILENT_S,
@@ -22,7 +21,7 @@ from specserve.drafters.actor import (
     Seat,
     SeatAsker,
 )
-from specserve.drafters.options import DrafterOptions
+from specserve.drafters.options import FAILED_REST_S, DrafterOptions
 
 OPTIONS = DrafterOptions(
     kind="mtp",
