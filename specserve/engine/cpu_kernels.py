@@ -1,4 +1,4 @@
-"""What is wrong on CPU in vLLM 0.32's rejection sampler, put right.
+"""What is wrong on CPU in vLLM 0.32's sampling, put right.
 
 The rejection sampler spreads each request's temperature, top_k and top_p over the request's draft
 tokens. vLLM's CPU version converts the output to int64 first and never copies it back, so that for
@@ -7,10 +7,18 @@ that nobody asked for. Greedy decoding does not use it. On GPU the kernel is rig
 
 In a step without any draft token, ``top_k`` is applied to no logits at all, and vLLM's CPU version
 takes the maximum of nothing, which ends the engine.
+
+A request whose prompt is not read to its end is sampled too, and the token thrown away. vLLM then
+sets the generator of a request with a ``seed`` back by an offset, which those on CPU do not have.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
 import torch
 from vllm.triton_utils import HAS_TRITON
 from vllm.v1.sample import rejection_sampler
@@ -26,6 +34,24 @@ def repair_kernels() -> None:
     rejection_sampler.apply_top_k_top_p = _apply_top_k_top_p
     if not HAS_TRITON:  # with it vLLM runs the original kernel, which is right
         rejection_sampler.expand_batch_to_tokens = _expand_batch_to_tokens
+
+
+@contextmanager
+def unused_generators_aside(runner: Any) -> Iterator[None]:
+    """Within it, a step draws from no generator of a request whose token it throws away.
+
+    Such a row is drawn from the engine's own generator, and vLLM finds none to set back.
+
+    Args:
+        runner: vLLM's model runner, between the forward pass of a step and its sampling.
+    """
+    generators: dict[int, torch.Generator] = runner.input_batch.generators
+    unused = np.nonzero(runner.discard_request_mask.np[: runner.input_batch.num_reqs])[0]
+    aside = {row: generators.pop(row) for row in unused.tolist() if row in generators}
+    try:
+        yield
+    finally:
+        generators.update(aside)
 
 
 def _apply_top_k_top_p(

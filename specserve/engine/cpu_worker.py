@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from specserve.engine.cpu_experts import allow_float32_experts
-from specserve.engine.cpu_kernels import repair_kernels
+from specserve.engine.cpu_kernels import repair_kernels, unused_generators_aside
 from specserve.engine.cpu_linear import use_float32_linear, use_float32_linear_in
 from specserve.engine.cpu_mla import use_verifying_backend
 from specserve.engine.worker import SpeculationMixin
@@ -26,6 +28,11 @@ class CpuWorker(CPUWorker):
         """Loads the weights."""
         super().load_model(load_dummy_weights=load_dummy_weights)
         use_float32_linear_in(self.get_model())
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """A step's tokens."""
+        with unused_generators_aside(self.model_runner):
+            return super().sample_tokens(grammar_output)
 
 
 class CpuSpeculationWorker(SpeculationMixin, CpuWorker):

@@ -9,13 +9,16 @@ from typing import Any
 from vllm.utils.torch_utils import PIN_MEMORY
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 
+from specserve.engine.sampler import IndependentRejectionSampler, IndependentSampler
+
 
 def repair_sampling(runner: Any) -> None:
-    """Both repairs of this module, for the model runner of every rank.
+    """All repairs of this module, for the model runner of every rank.
 
     Every rank samples for itself: one that did otherwise would go on with other tokens.
     """
     restore_logits_processors(runner)
+    sample_independently(runner)
     sample_plainly_without_drafts(runner)
 
 
@@ -28,6 +31,15 @@ def restore_logits_processors(runner: Any) -> None:
     runner.input_batch.logitsprocs = LogitsProcessors(
         processor(runner.vllm_config, runner.device, PIN_MEMORY)
         for processor in BUILTIN_LOGITS_PROCESSORS
+    )
+
+
+def sample_independently(runner: Any) -> None:
+    """Puts samplers in place in which no request changes what another one gets."""
+    theirs = runner.sampler
+    runner.sampler = IndependentSampler(theirs.logprobs_mode, theirs.use_fp64_gumbel)
+    runner.rejection_sampler = IndependentRejectionSampler(
+        runner.sampler, runner.speculative_config, runner.device
     )
 
 

@@ -1,11 +1,15 @@
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
 from vllm.v1.sample import rejection_sampler
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 import specserve.engine.cpu_worker  # noqa: F401  vLLM's CPU worker wants to be imported first
-from specserve.engine.cpu_kernels import repair_kernels
+from specserve.engine.cpu_kernels import repair_kernels, unused_generators_aside
 
 
 @pytest.mark.skipif(HAS_TRITON, reason="with Triton the original kernel runs")
@@ -31,3 +35,29 @@ def test_top_k_leaves_a_step_without_drafts_alone() -> None:
         torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([1]), None
     )
     assert kept.isfinite().tolist() == [[False, True, False]]
+
+
+class Sampled(Exception):  # noqa: N818  no error: where the test has seen enough
+    """vLLM is past the generators."""
+
+
+class SamplerOutput:
+    @property
+    def sampled_token_ids(self) -> torch.Tensor:
+        raise Sampled
+
+
+def test_a_seeded_request_whose_prompt_is_not_finished_keeps_its_draws() -> None:
+    generators = {row: torch.Generator().manual_seed(row) for row in (0, 2)}
+    runner = SimpleNamespace(
+        input_batch=SimpleNamespace(
+            num_reqs=3, generators=dict(generators), req_ids=[], req_id_to_index={}
+        ),
+        # What is behind the last request is of an earlier step.
+        discard_request_mask=SimpleNamespace(np=np.array([False, True, True, True])),
+    )
+    with unused_generators_aside(runner):
+        assert runner.input_batch.generators == {0: generators[0]}
+        with pytest.raises(Sampled):
+            GPUModelRunner._bookkeeping_sync(runner, None, SamplerOutput(), None, None, 0)
+    assert runner.input_batch.generators == generators

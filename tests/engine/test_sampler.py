@@ -1,0 +1,191 @@
+"""A step's samplers, on logits that are made up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.platforms import current_platform
+from vllm.sampling_params import SamplingParams
+from vllm.triton_utils.dispatcher import KernelOverride
+from vllm.utils import cpu_triton_utils
+from vllm.v1.outputs import LogprobsLists
+from vllm.v1.sample import rejection_sampler
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessors
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.rejection_sampler import RejectionSampler
+from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+import specserve.engine.cpu_worker  # noqa: F401  vLLM's CPU worker wants to be imported first
+from specserve.engine.sampler import IndependentRejectionSampler, IndependentSampler
+
+pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="run by vLLM's CPU kernels")
+
+VOCAB_SIZE = 16
+THINK, END = 14, 15
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """vLLM's CPU kernel, which its worker puts in place, and nothing compiled."""
+    launcher = rejection_sampler._rejection_greedy_sample
+    kernel = KernelOverride(launcher.kernel, cpu_triton_utils._rejection_greedy_sample_kernel_impl)
+    monkeypatch.setattr(launcher, "kernel", kernel)
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def sampling_metadata(num_requests: int, **fields: Any) -> SamplingMetadata:
+    """Of requests that are greedy and want nothing else."""
+    none = torch.zeros(num_requests)
+    return SamplingMetadata(
+        **{
+            "temperature": None,
+            "all_greedy": True,
+            "all_random": False,
+            "top_p": None,
+            "top_k": None,
+            "generators": {},
+            "max_num_logprobs": None,
+            "no_penalties": True,
+            "prompt_token_ids": None,
+            "frequency_penalties": none,
+            "presence_penalties": none,
+            "repetition_penalties": none,
+            "output_token_ids": [],
+            "allowed_token_ids_mask": None,
+            "bad_words_token_ids": {},
+            "logitsprocs": LogitsProcessors(),
+            **fields,
+        }
+    )
+
+
+def drafts_metadata(drafts: Sequence[Sequence[int]]) -> SpecDecodeMetadata:
+    """As vLLM's model runner lays a step's logits out: each request's drafts', then its last."""
+    num_drafts = [len(draft) for draft in drafts]
+    ends = torch.tensor([n + 1 for n in num_drafts]).cumsum(0)
+    bonus = (ends - 1).tolist()
+    return SpecDecodeMetadata(
+        draft_token_ids=torch.tensor([*chain(*drafts)], dtype=torch.int32),
+        num_draft_tokens=num_drafts,
+        cu_num_draft_tokens=torch.tensor(num_drafts).cumsum(0).to(torch.int32),
+        cu_num_sampled_tokens=ends.to(torch.int32),
+        target_logits_indices=torch.tensor([i for i in range(int(ends[-1])) if i not in bonus]),
+        bonus_logits_indices=torch.tensor(bonus),
+        logits_indices=torch.arange(int(ends[-1])),
+    )
+
+
+def logits_of(tokens: Sequence[int]) -> torch.Tensor:
+    """Random logits, ``[len(tokens), VOCAB_SIZE]``, whose largest are these tokens'."""
+    logits = torch.randn(len(tokens), VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
+    logits[range(len(tokens)), list(tokens)] = 9.0
+    return logits
+
+
+def reported(lists: LogprobsLists, row: int, number: int) -> dict[int, float]:
+    """What a request reads of its row: the sampled token and the ``number`` next ones."""
+    columns = slice(0, 1 + number)
+    tokens, logprobs = lists.logprob_token_ids[row, columns], lists.logprobs[row, columns]
+    return dict(zip(tokens.tolist(), logprobs.tolist(), strict=True))
+
+
+def expected(logits: torch.Tensor, tokens: Sequence[int]) -> dict[int, Any]:
+    logprobs = logits.log_softmax(-1)
+    return {token: pytest.approx(logprobs[token].item(), abs=1e-5) for token in tokens}
+
+
+def most_likely(logits: torch.Tensor, number: int) -> list[int]:
+    best: list[int] = logits.topk(number).indices.tolist()
+    return best
+
+
+@pytest.mark.parametrize("num_logprobs", [None, 2])
+def test_a_step_with_drafts_reports_to_each_request_what_it_asked_for(
+    num_logprobs: int | None,
+) -> None:
+    # The first accepts both of its drafts, the second has none, and the last one's is wrong.
+    metadata = drafts_metadata([[3, 4], [], [8]])
+    logits = logits_of([3, 4, 5, 6, 7, 10])
+    sampler = IndependentRejectionSampler(IndependentSampler())
+    output = sampler(
+        metadata,
+        None,
+        logits.clone(),
+        sampling_metadata(3, max_num_logprobs=num_logprobs, logprob_token_ids={0: [1, 2, 12]}),
+    )
+    tokens, lists = RejectionSampler.parse_output(
+        output.sampled_token_ids, VOCAB_SIZE, (), output.logprobs_tensors
+    )
+    assert tokens == [[3, 4, 5], [6], [7]]
+    assert lists is not None
+    for row, token in enumerate([3, 4, 5]):
+        assert reported(lists, row, 3) == expected(logits[row], [token, 1, 2, 12])
+    number = num_logprobs or 0
+    for row, token in ((3, 6), (4, 7)):
+        wanted = {token, *most_likely(logits[row], max(number, 1))}
+        assert reported(lists, row, number) == expected(logits[row], sorted(wanted))
+
+
+def test_a_step_without_drafts_reports_to_each_request_what_it_asked_for() -> None:
+    logits = logits_of([3, 6])
+    output = IndependentSampler()(
+        logits.clone(), sampling_metadata(2, max_num_logprobs=2, logprob_token_ids={1: [1, 2, 12]})
+    )
+    assert output.sampled_token_ids.tolist() == [[3], [6]]
+    lists = output.logprobs_tensors.tolists()
+    assert reported(lists, 0, 2) == expected(logits[0], most_likely(logits[0], 2))
+    assert reported(lists, 1, 3) == expected(logits[1], [6, 1, 2, 12])
+
+
+def spent_budget(row: int, thoughts: list[int]) -> ThinkingBudgetStateHolder:
+    """A request in this row may think for two tokens, and has thought ``thoughts``."""
+    config = SimpleNamespace(reasoning_start_token_ids=[THINK], reasoning_end_token_ids=[END])
+    holder = ThinkingBudgetStateHolder(config, 4, 3, torch.device("cpu"), False)  # type: ignore[arg-type]
+    params = SamplingParams(thinking_token_budget=2)
+    holder.sync_batch(BatchUpdate(row + 1, (), [(row, params, [THINK], thoughts)], ()))
+    return holder
+
+
+@pytest.mark.parametrize("row", [0, 1, 2])
+def test_a_step_without_drafts_ends_the_thinking_of_the_request_whose_budget_it_is(
+    row: int,
+) -> None:
+    tokens = [3, 4, 5]
+    thoughts: list[list[int]] = [[], [], []]
+    thoughts[row] = [6, 7]
+    output = IndependentSampler()(
+        logits_of(tokens),
+        sampling_metadata(
+            3,
+            output_token_ids=thoughts,
+            spec_token_ids=[[], [], []],
+            thinking_budget_state_holder=spent_budget(row, thoughts[row]),
+        ),
+    )
+    tokens[row] = END
+    assert output.sampled_token_ids.flatten().tolist() == tokens
+
+
+def test_a_step_with_drafts_ends_it_in_the_place_where_the_budget_is_spent() -> None:
+    drafts = [[3], [7, 8], []]
+    thoughts = [[], [6], []]
+    output = IndependentRejectionSampler(IndependentSampler())(
+        drafts_metadata(drafts),
+        None,
+        logits_of([3, 4, 7, 8, 9, 5]),
+        sampling_metadata(
+            3,
+            output_token_ids=thoughts,
+            spec_token_ids=drafts,
+            thinking_budget_state_holder=spent_budget(1, thoughts[1]),
+        ),
+    )
+    got, _ = RejectionSampler.parse_output(output.sampled_token_ids, VOCAB_SIZE)
+    assert got == [[3, 4], [7, END], [5]]
