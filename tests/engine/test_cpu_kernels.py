@@ -37,7 +37,7 @@ def test_top_k_leaves_a_step_without_drafts_alone() -> None:
     assert kept.isfinite().tolist() == [[False, True, False]]
 
 
-class Sampled(Exception):  # noqa: N818  no error: where the test has seen enough
+class Sampled(Exception):
     """vLLM is past the generators."""
 
 

@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import pytest
+import torch
 from vllm import envs
 from vllm.config import ParallelConfig, SchedulerConfig, SpeculativeConfig, VllmConfig
 from vllm.distributed.device_communicators import shm_broadcast
@@ -34,7 +35,9 @@ from vllm.v1.executor.ray_executor_v2 import RayExecutorV2, RayWorkerProc
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase, PrometheusStatLogger
 from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
-from vllm.v1.sample.rejection_sampler import MAX_SPEC_LEN
+from vllm.v1.sample.rejection_sampler import MAX_SPEC_LEN, RejectionSampler
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 from vllm.v1.spec_decode.custom_class_proposer import create_custom_proposer
 from vllm.v1.worker.gpu_input_batch import InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -43,6 +46,7 @@ from specserve.core.source_config import MAX_DRAFT_TOKENS
 from specserve.engine.cpu_mla import VerifyingMetadataBuilder
 from specserve.engine.executor import CpuRayExecutor, CpuRayWorkerProc, _dequeue
 from specserve.engine.hook import ProposerHook
+from specserve.engine.sampler import IndependentRejectionSampler, IndependentSampler
 from specserve.engine.worker import SpeculationMixin
 
 
@@ -328,3 +332,33 @@ def test_the_calls_of_a_step_are_the_ones_we_wrap() -> None:
     assert metadata.count("self.num_decode_draft_tokens") == 1
     assert parameters(MultiprocExecutor.sample_tokens) == ["self", "grammar_output", "non_block"]
     assert parameters(MultiprocExecutor.take_draft_token_ids) == ["self"]
+
+
+def test_the_samplers_are_called_as_ours_want_to_be() -> None:
+    for ours, theirs in (
+        (IndependentSampler.forward, Sampler.forward),
+        (IndependentRejectionSampler.forward, RejectionSampler.forward),
+        (
+            IndependentRejectionSampler._get_logprobs_tensors,
+            RejectionSampler._get_logprobs_tensors,
+        ),
+    ):
+        assert parameters(ours) == parameters(theirs)
+    # The runner holds both, and each step is told apart by the first one's argument.
+    runner = source(GPUModelRunner)
+    assert "self.sampler = Sampler(" in runner
+    assert "self.rejection_sampler = RejectionSampler(" in runner
+    assert "predict_bonus_token=True" in source(RejectionSampler.forward)
+    assert "max_num_logprobs=-1" in source(RejectionSampler.forward)
+    assert "self.in_spec_mode = num_spec_tokens > 0" in source(ThinkingBudgetStateHolder)
+
+
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="generators on a GPU have an offset")
+def test_the_generators_that_are_set_aside_are_those_that_vllm_sets_back() -> None:
+    with pytest.raises(RuntimeError, match="offset"):
+        torch.Generator().get_offset()
+    body = source(GPUModelRunner._bookkeeping_sync)
+    assert "self.discard_request_mask.np[:num_reqs]" in body
+    assert "self.input_batch.generators.get(int(i))" in body
+    assert source(GPUModelRunner).count(".get_offset()") == 1
+    assert "generators=self.generators" in source(InputBatch._make_sampling_metadata)

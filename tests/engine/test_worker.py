@@ -9,9 +9,13 @@ import pytest
 import torch
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS
+from vllm.v1.sample.sampler import Sampler
 
 from specserve.engine.hook import ProposerHook
+from specserve.engine.sampler import IndependentRejectionSampler, IndependentSampler
 from specserve.engine.worker import SpeculationMixin
+
+SPECULATION = SimpleNamespace(rejection_sample_method="standard")
 
 
 class OneOfManyRanks:
@@ -49,7 +53,8 @@ class OneOfManyRanks:
             ),
             input_batch=SimpleNamespace(logitsprocs=None),
             model_config=SimpleNamespace(has_inner_state=self.has_inner_state, is_hybrid=False),
-            speculative_config="speculation",
+            speculative_config=SPECULATION,
+            sampler=Sampler(),
         )
         runner = self.model_runner
         runner._prepare_inputs = lambda scheduled, num_tokens: runner.speculative_config
@@ -64,6 +69,9 @@ def test_a_rank_that_does_not_draft_samples_as_the_one_that_does() -> None:
     worker.init_device()
     processors = worker.model_runner.input_batch.logitsprocs
     assert {type(each) for each in processors.all} == set(BUILTIN_LOGITS_PROCESSORS)
+    assert isinstance(worker.model_runner.sampler, IndependentSampler)
+    assert isinstance(worker.model_runner.rejection_sampler, IndependentRejectionSampler)
+    assert worker.model_runner.rejection_sampler.sampler is worker.model_runner.sampler
 
 
 @pytest.mark.parametrize("has_inner_state", [False, True])
@@ -74,9 +82,9 @@ def test_only_a_step_with_drafts_is_taken_as_speculation(has_inner_state: bool) 
     runner = worker.model_runner
     with_drafts = SimpleNamespace(scheduled_spec_decode_tokens={"a": [1]})
     without = SimpleNamespace(scheduled_spec_decode_tokens={})
-    assert runner._prepare_inputs(with_drafts, None) == "speculation"
-    assert runner._prepare_inputs(without, None) == ("speculation" if has_inner_state else None)
-    assert runner.speculative_config == "speculation"
+    assert runner._prepare_inputs(with_drafts, None) is SPECULATION
+    assert runner._prepare_inputs(without, None) is (SPECULATION if has_inner_state else None)
+    assert runner.speculative_config is SPECULATION
 
 
 def test_a_rank_that_does_not_draft_has_nothing_to_tell() -> None:
@@ -142,7 +150,7 @@ def test_an_idle_step_is_taken_as_without_speculation() -> None:
 
     worker.execute_model(SimpleNamespace(finished_req_ids=(), is_idle=False))
     output = worker.sample_tokens(None)
-    assert worker.taken_with == ["speculation", "speculation"]
+    assert worker.taken_with == [SPECULATION, SPECULATION]
     assert output.specserve_drafts == DraftTokenIds(["a"], [[1]])
     assert len(hook.idle_steps) == 1
 
