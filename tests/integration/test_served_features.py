@@ -178,6 +178,22 @@ def test_requests_of_one_batch_do_not_disturb_one_another(api: Api) -> None:
     assert [choice["text"] for choice in together] == [choice["text"] for choice in alone]
 
 
+def test_a_scoring_call_leaves_a_running_answer_alone(api: Api) -> None:
+    labels = {"query": FUNCTION, "items": ["return", "pass"], "label_token_ids": [5, 6]}
+    body = {"prompt": PROMPT, "max_tokens": 300, "ignore_eos": True, "logprobs": 3}
+    scores = api.ask("/generative_scoring", **labels)["data"]
+    whole = api.complete(**body, vllm_xargs=OFF)["choices"][0]
+    with api.streaming(**body, vllm_xargs=AUTO) as events:
+        choices = list(next(events)["choices"])
+        assert_equal(api.ask("/generative_scoring", **labels)["data"], scores)
+        meanwhile = api.counts()
+        choices += [choice for event in events for choice in event["choices"]]
+    assert api.counts().since(meanwhile).drafts > 0, "the answer was over before the call"
+    assert "".join(choice["text"] for choice in choices) == whole["text"]
+    logprobs = [each for choice in choices for each in choice["logprobs"]["top_logprobs"]]
+    assert_equal(logprobs, whole["logprobs"]["top_logprobs"])
+
+
 def test_a_request_ends_at_the_context_limit_as_without_speculation(api: Api, compare: Any) -> None:
     answer = api.complete(prompt=PROMPT, max_tokens=1, return_token_ids=True)
     prompt = (answer["choices"][0]["prompt_token_ids"] * 20)[:2000]

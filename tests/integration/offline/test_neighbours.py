@@ -1,0 +1,166 @@
+"""No sampling parameter of one request changes what another request of its batch gets.
+
+Each parameter is used by one request, which comes first or last in a batch of five. Drafts are made
+for all but one of them. Each has to write what it writes alone without drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from vllm.sampling_params import SamplingParams
+
+from specserve.bench.prompts import load_prompts, load_tokenizer
+from specserve.core.config import AppConfig, parse
+from tests.integration.cluster import model_path
+from tests.integration.offline.batches import (
+    BatchEngine,
+    Logprobs,
+    Request,
+    Step,
+    Written,
+    batch_engine,
+)
+from tests.integration.offline.sampling_uses import END, MAX_TOKENS, THINK, UNUSED, USES, Use
+
+TOLERANCE = 1e-3
+"""In nats: the size of a batch changes the order in which float32 numbers are added."""
+
+Answer = tuple[Written, ...]
+
+
+@pytest.fixture(scope="module")
+def config() -> AppConfig:
+    reasoning = {"reasoning_start_str": THINK, "reasoning_end_str": END}
+    return parse(
+        {
+            "model": {"path": str(model_path("demo-draft"))},
+            "engine": {
+                "dtype": "float32",
+                "max_model_len": 1024,
+                "max_num_seqs": 8,
+                "max_num_batched_tokens": 128,  # the longer prompts take several steps
+                "kv_cache_memory_bytes": 128 << 20,
+                "enforce_eager": True,
+                "vllm": {"reasoning_config": reasoning},
+            },
+            "speculation": [
+                {
+                    "kind": "ngram",
+                    "max_draft_len": 4,
+                    "max_matching_ngram_size": 3,
+                    "min_matching_ngram_size": 1,
+                    "dynamic": False,
+                }
+            ],
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def engine(config: AppConfig) -> Iterator[BatchEngine]:
+    with batch_engine(config) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def prompts(config: AppConfig) -> list[tuple[int, ...]]:
+    """Those whose greedy texts have no two tokens of nearly the same probability."""
+    tokenizer = load_tokenizer(config.model.path)
+    code = load_prompts("code", tokenizer, num_prompts=3)
+    questions = load_prompts("te", tokenizer, num_prompts=2)
+    (chat,) = load_prompts("chat", tokenizer, num_prompts=1)
+    return [each.token_ids for each in (code[0], code[2], *questions, chat)]
+
+
+@pytest.fixture(scope="module")
+def neighbours(prompts: list[tuple[int, ...]]) -> list[Request]:
+    """The other requests of a batch."""
+    _, second, third, fourth, fifth = prompts
+    return [
+        Request(second, {"max_tokens": MAX_TOKENS, "logprobs": 2}),
+        Request(third, {"max_tokens": MAX_TOKENS}),
+        Request(fourth, {"max_tokens": MAX_TOKENS, "temperature": 0.7, "seed": 3}),
+        Request(fifth, {"max_tokens": 12, "extra_args": {"speculation": "off"}}),
+    ]
+
+
+def alone(engine: BatchEngine, request: Request) -> Answer:
+    """What the request is answered where nothing else runs.
+
+    Without drafts, unless it is sampled: a draft costs a seeded request some of its draws.
+    """
+    if not request.params.get("temperature"):
+        extra_args = {**request.params.get("extra_args", {}), "speculation": "off"}
+        request = replace(request, params={**request.params, "extra_args": extra_args})
+    (answer,) = engine.run([request]).answers
+    return answer
+
+
+@pytest.fixture(scope="module")
+def expected(engine: BatchEngine, neighbours: list[Request]) -> list[Answer]:
+    return [alone(engine, request) for request in neighbours]
+
+
+def test_every_sampling_parameter_is_in_one_of_the_tables() -> None:
+    assert sorted([*USES, *UNUSED]) == sorted(SamplingParams.__struct_fields__)
+
+
+@pytest.mark.parametrize(
+    ("name", "use"),
+    [
+        pytest.param(name, use, id=name if len(uses) == 1 else f"{name}-{number}")
+        for name, uses in USES.items()
+        for number, use in enumerate(uses, 1)
+    ],
+)
+def test_each_request_of_a_batch_gets_what_it_gets_alone(
+    engine: BatchEngine,
+    config: AppConfig,
+    prompts: list[tuple[int, ...]],
+    neighbours: list[Request],
+    expected: list[Answer],
+    name: str,
+    use: Use,
+) -> None:
+    end = load_tokenizer(config.model.path).encode(use.prompt_end, add_special_tokens=False)
+    plain = Request((*prompts[0], *end), {"max_tokens": MAX_TOKENS})
+    (text,) = alone(engine, plain)
+    params = use.params(text)
+    user = replace(plain, params={**plain.params, **params})
+    answer = alone(engine, user)
+
+    without = {key: value for key, value in user.params.items() if key != name}
+    same = alone(engine, replace(user, params=without)) == answer
+    assert same != use.shows, "the parameter is to show in the answer, or not to"
+
+    first = engine.run([user, *neighbours])
+    assert_same(first.answers, [answer, *expected])
+    assert_all_kinds(first.steps)
+    last = engine.run([*neighbours, user])
+    assert_same(last.answers, [*expected, answer])
+    assert_all_kinds(last.steps)
+
+
+def assert_same(answers: Sequence[Answer], expected: Sequence[Answer]) -> None:
+    for row, (got, wanted) in enumerate(zip(answers, expected, strict=True)):
+        for one, other in zip(got, wanted, strict=True):
+            assert (row, one.text, one.token_ids) == (row, other.text, other.token_ids)
+            assert one.stopped_by == other.stopped_by
+            assert approximately(one.logprobs) == list(other.logprobs)
+            assert approximately(one.prompt_logprobs) == list(other.prompt_logprobs)
+
+
+def approximately(logprobs: Logprobs) -> list[Any]:
+    return [pytest.approx(position, abs=TOLERANCE) for position in logprobs]
+
+
+def assert_all_kinds(steps: Sequence[Step]) -> None:
+    """Steps of several requests with no draft, with some, and with one for each."""
+    shared = [step for step in steps if step.num_requests > 1]
+    assert any(step.num_drafting == 0 for step in shared)
+    assert any(0 < step.num_drafting < step.num_requests for step in shared)
+    assert any(step.num_drafting == step.num_requests for step in shared)
