@@ -9,6 +9,8 @@ from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from numba import njit
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.extending import is_jitted
@@ -17,6 +19,9 @@ from numba.extending import is_jitted
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compiles ``function`` at its first call; other threads run meanwhile and during each call.
 
+    It is compiled anew, for a second and more, for arguments of other types. Arrays that come from
+    elsewhere go through :func:`kernel_array` first, so that one call at the start compiles all.
+
     The machine code is cached beside the source or in numba's user folder, until a file changes
     that holds the function or a compiled one that it calls, or a constant in one of them.
     """
@@ -24,6 +29,15 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     with suppress(RuntimeError):  # a read-only installation without a home folder has no place
         compiled._cache = _Cache(function)
     return compiled  # type: ignore[no-any-return]
+
+
+def kernel_array(array: npt.NDArray[Any], dtype: type[np.generic]) -> npt.NDArray[Any]:
+    """``array`` as kernels take it, copied only where it is otherwise.
+
+    Numba has types of their own for arrays that are read-only, as those over ``bytes`` are,
+    unaligned, or not contiguous.
+    """
+    return np.require(array, dtype, ("C", "A", "W"))
 
 
 class _Cache(FunctionCache):  # type: ignore[misc]  # numba has no types

@@ -12,6 +12,7 @@ from typing import Self
 
 import numpy as np
 
+from specserve.core.compile import kernel_array
 from specserve.core.source_config import NgramConfig
 from specserve.core.types import Draft, DraftBatch, Int32Array
 from specserve.proposers.base import Surroundings
@@ -90,9 +91,8 @@ class NgramProposer:
         if not num_requests:
             return []
         rows = np.array([self._row_of(request_id) for request_id in batch.request_ids], np.int64)
-        # No copies of the engine's own arrays; other types or strides would compile anew.
-        token_ids = np.ascontiguousarray(batch.token_ids, np.int32)
-        num_tokens = np.ascontiguousarray(batch.num_tokens, np.int32)
+        token_ids = kernel_array(batch.token_ids, np.int32)
+        num_tokens = kernel_array(batch.num_tokens, np.int32)
         targets = self._targets(rows, num_tokens)
         self._make_room(rows, targets, num_tokens)
         limits = np.minimum(batch.max_draft_tokens, self._config.max_draft_len, dtype=np.int32)

@@ -12,6 +12,7 @@ from typing import Self
 
 import numpy as np
 
+from specserve.core.compile import kernel_array
 from specserve.core.metrics import TrieSnapshot
 from specserve.core.source_config import TrieConfig
 from specserve.core.types import Draft, DraftBatch, Int32Array, RequestControls
@@ -93,9 +94,8 @@ class TrieProposer:
         """Learns what is new in each request's text, and looks up what may follow it."""
         if not len(batch):
             return []
-        # No copies of the engine's own arrays; other types or strides would compile anew.
-        token_ids = np.ascontiguousarray(batch.token_ids, np.int32)
-        num_tokens = np.ascontiguousarray(batch.num_tokens, np.int32)
+        token_ids = kernel_array(batch.token_ids, np.int32)
+        num_tokens = kernel_array(batch.num_tokens, np.int32)
         limits = np.minimum(batch.max_draft_tokens, self._config.decoding_length, dtype=np.int32)
         batch_rows = self._rows_by_trie(batch)
         ends = self._learn_until(batch, num_tokens)

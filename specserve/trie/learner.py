@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 
-import numpy as np
-
 from specserve.trie.memory import TrieMemory
 from specserve.trie.records import Record
 
@@ -42,9 +40,9 @@ class ClusterLearner:
         key, sequence = (record.namespace, record.sequence), record.sequence
         if not trie.open(sequence, teacher="cluster"):
             return
-        if self._ends.pop(key, record.start) != record.start:
+        if self._ends.pop(key, -1) != record.start:  # or nobody knows where it ended
             trie.skip(sequence)
-        tokens = np.ascontiguousarray(record.token_array(), np.int32)
+        tokens = record.token_array()
         for begin in range(0, len(tokens), _SLICE_TOKENS):
             piece = tokens[begin : begin + _SLICE_TOKENS]
             num_prompt_tokens = min(max(record.num_prompt_tokens - begin, 0), len(piece))

@@ -54,6 +54,7 @@ def _free_page(a, page, states):  # type: ignore[no-untyped-def]
         a.page_flags[after] |= CUT
     else:
         a.slot_tail[slot] = prev
+        a.slot_flags[slot] |= CUT  # what comes next does not follow what is left
     a.page_length[page] = 0
     a.scalars[NUM_TOKENS] -= length
     a.free_pages[a.scalars[NUM_FREE_PAGES]] = page
@@ -136,6 +137,7 @@ def append(a, slots, token_ids, begins, ends, num_prompt_tokens):  # type: ignor
                 page = _add_page(a, slot, states)
                 if page < 0:
                     lost += end - column
+                    a.slot_flags[slot] |= CUT
                     break
             offset = a.page_length[page]
             count = min(PAGE - offset, end - column)

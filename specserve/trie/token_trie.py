@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from specserve.core.compile import kernel_array
 from specserve.core.types import Int32Array
 from specserve.trie import branch, pages
 from specserve.trie.layout import (
@@ -83,7 +84,7 @@ class TokenTrie:
             raise ValueError(f"max_bytes: {max_bytes} is too small for {LEAST_PAGES} pages")
         self.max_bytes = max_bytes
         self._arrays = allocate(num_pages)
-        self._weights = (own_weight, prompt_weight, 1 / half_life_tokens)
+        self._weights = (float(own_weight), float(prompt_weight), 1 / half_life_tokens)
         self._slots: dict[str, int] = {}
         self._ids: list[str | None] = [None] * num_pages
         self._lock = threading.Lock()
@@ -147,7 +148,7 @@ class TokenTrie:
             num_prompt_tokens: how many of them, from the first one, are prompt.
 
         Returns:
-            How many tokens found no room.
+            How many tokens found no room; no draft runs over the gap.
         """
         return self.append_rows(
             [sequence_id],
@@ -177,11 +178,11 @@ class TokenTrie:
         Returns:
             How many tokens found no room.
         """
+        tokens = kernel_array(token_ids, np.int32)
+        bounds = [kernel_array(each, np.int64) for each in (begins, ends, num_prompt_tokens)]
         with self._lock:
             slots = self._slots_of(sequence_ids, must_be_open=True)
-            return int(
-                pages.append(self._arrays, slots, token_ids, begins, ends, num_prompt_tokens)
-            )
+            return int(pages.append(self._arrays, slots, tokens, *bounds))
 
     def skip(self, sequence_id: str) -> None:
         """Says that a part of an open sequence is missing before what is appended next."""
@@ -256,16 +257,18 @@ class TokenTrie:
             np.empty((size, longest)),
             np.zeros(size, np.bool_),
         )
+        chosen = np.arange(size) if rows is None else kernel_array(rows, np.int64)
+        tokens = kernel_array(token_ids, np.int32)
+        bounds = [kernel_array(each, np.int32) for each in (num_tokens, max_draft_tokens)]
         with self._lock:
             branch.lookup(
                 self._arrays,
-                np.arange(size) if rows is None else rows,
-                token_ids,
-                num_tokens,
-                max_draft_tokens,
+                chosen,
+                tokens,
+                *bounds,
                 self._slots_of(sequence_ids),
                 min_match_len,
-                floor,
+                float(floor),
                 self._weights,
                 *drafts,
             )

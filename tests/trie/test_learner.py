@@ -48,6 +48,18 @@ def test_where_a_piece_is_missing_nothing_is_made_up(memory: TrieMemory) -> None
     assert draft(memory, TEXT[200:210])[0] == TEXT[210:214].tolist()
 
 
+def test_nothing_is_made_up_where_a_text_was_closed_and_goes_on_later(
+    memory: TrieMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST_GROWING", 1)
+    learner = ClusterLearner(memory)
+    learner.apply(piece(0, 100))
+    learner.apply(piece(500, 510, "another"))
+    learner.apply(piece(200, 300))
+    assert draft(memory, TEXT[90:100])[0] == []
+    assert draft(memory, TEXT[200:210])[0] == TEXT[210:214].tolist()
+
+
 def test_an_order_to_forget_is_carried_out(memory: TrieMemory) -> None:
     learner = ClusterLearner(memory)
     learner.apply(piece(0, 100, "goes"))

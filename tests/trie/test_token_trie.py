@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from specserve.core.types import Int32Array
-from specserve.trie.layout import NUM_FREE_PAGES, NUM_FREE_SLOTS, PAGE
+from specserve.trie.layout import MOST_USE, NUM_FREE_PAGES, NUM_FREE_SLOTS, PAGE
 from specserve.trie.token_trie import Teacher, TokenTrie, TrieDrafts
 
 SMALL = 1 << 20
@@ -211,6 +211,37 @@ def test_no_draft_crosses_a_missing_part(trie: TokenTrie) -> None:
     assert draft(trie, text[150:152]) == text[152:160].tolist()
     assert trie.remove("a") == 250
     assert not trie._arrays.table.any()
+
+
+def test_no_draft_crosses_what_found_no_room() -> None:
+    trie = TokenTrie(SMALL)
+    text = noise(4 * PAGE)
+    trie.open("a")
+    trie.append("a", text[:PAGE])
+    others = [f"pins a page {number}" for number in range(len(trie._ids) - 1)]
+    for name in others:
+        trie.open(name)
+        assert trie.append(name, tokens(1)) == 0
+    assert trie.append("a", text[PAGE : 2 * PAGE]) == PAGE
+    for name in others:
+        trie.finish(name)
+    assert trie.append("a", text[2 * PAGE :]) == 0
+    assert draft(trie, text[PAGE - 20 : PAGE - 4]) == text[PAGE - 4 : PAGE].tolist()
+    assert draft(trie, text[2 * PAGE : 2 * PAGE + 9])
+
+
+def test_no_draft_crosses_an_end_that_was_evicted_before_the_text_went_on() -> None:
+    trie = TokenTrie(SMALL)
+    text = noise(3 * PAGE)
+    learn(trie, text[: 2 * PAGE], "a")
+    trie._arrays.page_use[trie._arrays.slot_head[0]] = MOST_USE  # the first page stays
+    number = 0
+    while trie.num_tokens == (2 + number) * PAGE:
+        learn(trie, noise(PAGE, 1 + number), f"other {number}")
+        number += 1
+    assert trie.open("a")
+    assert trie.append("a", text[2 * PAGE :]) == 0
+    assert draft(trie, text[PAGE - 20 : PAGE - 4]) == text[PAGE - 4 : PAGE].tolist()
 
 
 def test_a_cleared_memory_knows_nothing_and_learns_anew(trie: TokenTrie) -> None:
