@@ -111,30 +111,19 @@ def _stop(args: argparse.Namespace) -> int:
 def _purge(args: argparse.Namespace) -> int:
     from specserve.core.config import check_tenant
     from specserve.core.errors import ConfigError
+    from specserve.trie.namespaces import tenant_half
 
     if args.tenant is not None:
         check_tenant(args.tenant, "--tenant")
     elif not _NAMESPACE.fullmatch(args.namespace):
         raise ConfigError("--namespace", args.namespace, "32 hexadecimal digits")
+    what, purged = args.namespace, args.namespace
+    if args.tenant is not None:
+        what, purged = f"tenant {args.tenant}", tenant_half(args.tenant)
     with connected(args.address):
         for name, store in _stores().items():
-            for namespace in _namespaces(store, args.namespace, args.tenant):
-                num_tokens = store.purge(namespace)
-                print(f"{name}: {num_tokens:,} tokens of {namespace} forgotten")
+            print(f"{name}: {store.purge(purged):,} tokens of {what} forgotten")
     return 0
-
-
-def _namespaces(store: RemoteStore, namespace: str | None, tenant: str | None) -> list[str]:
-    """What to purge. The replicas may hold text that the store no longer has a record of."""
-    from specserve.trie.namespaces import is_of_tenant
-    from specserve.trie.namespaces import namespace as name_of
-
-    if tenant is None:
-        assert namespace is not None
-        return [namespace]
-    stats = store.stats()
-    held = {each for each in stats.tokens_by_namespace if is_of_tenant(each, tenant)}
-    return sorted(held | {name_of(stats.fingerprint, tenant=tenant)})
 
 
 def _warm(args: argparse.Namespace) -> int:

@@ -22,14 +22,38 @@ def namespace(model_identity: str, adapter: str = "", tenant: str = "") -> str:
     return _digest(model_identity, adapter) + _digest(tenant)
 
 
-def is_of_tenant(name: str, tenant: str) -> bool:
-    """Whether the namespace ``name`` is one of ``tenant``'s, under any model or adapter."""
-    return name.endswith(_digest(tenant))
+def tenant_half(tenant: str) -> str:
+    """The half that all namespaces of a tenant have in common, under any model and adapter."""
+    return _digest(tenant)
+
+
+def half_of(name: str) -> str:
+    """The tenant's half of the namespace ``name``."""
+    return name[-2 * _DIGEST_BYTES :]
+
+
+def is_part_of(name: str, purged: str) -> bool:
+    """Whether ``purged``, a namespace or a tenant's half of one, covers the namespace ``name``."""
+    return purged in (name, half_of(name))
 
 
 def shard_of(name: str, num_shards: int) -> int:
     """Which of the stores 0 .. ``num_shards - 1`` holds the namespace ``name``."""
     return int(_digest(name), 16) % num_shards
+
+
+def label(name: str, key: bytes) -> str:
+    """What metrics show for the namespace ``name``.
+
+    A namespace can be computed by who guesses the tenant's name; its label cannot.
+
+    Args:
+        name: a namespace.
+        key: a secret of at most 64 bytes that the replicas share; empty: the name is shown.
+    """
+    if not key:
+        return name
+    return blake2b(name.encode(), digest_size=2 * _DIGEST_BYTES, key=key).hexdigest()
 
 
 def _digest(*parts: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from specserve.trie.namespaces import half_of, is_part_of
 from specserve.trie.records import Record
 
 MAX_ORDERS = 4096
@@ -41,9 +42,12 @@ class Orders:
         """Whether one of them is about this text."""
         if not self._orders:
             return False
-        about_it = (
-            self._orders.get((text.namespace, sequence)) for sequence in ("", text.sequence)
+        keys = (
+            (half_of(text.namespace), ""),
+            (text.namespace, ""),
+            (text.namespace, text.sequence),
         )
+        about_it = (self._orders.get(key) for key in keys)
         return any(order is not None and is_meant(order, text) for order in about_it)
 
     def in_force(self) -> list[Record]:
@@ -53,8 +57,8 @@ class Orders:
 
 def is_meant(order: Record, text: Record) -> bool:
     """Whether an order to forget is about this text."""
-    return (
-        order.namespace == text.namespace
-        and text.stamp <= order.stamp
-        and (order.kind == "purge" or order.sequence == text.sequence)
-    )
+    if text.stamp > order.stamp:
+        return False
+    if order.kind == "purge":
+        return is_part_of(text.namespace, order.namespace)
+    return (order.namespace, order.sequence) == (text.namespace, text.sequence)

@@ -38,7 +38,8 @@ class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
         origin: who wrote it; unique for each start of a process.
         number: 1, 2, 3 ... for each origin: with it, the record's identity in the cluster.
         stamp: when its first token was written, in seconds since 1970 by the writer's clock.
-        namespace: whose text it is; opaque. Text of one namespace is never shown to another.
+        namespace: whose text it is. Text of one namespace is never shown to another. A ``purge``
+            may name a tenant's half, and so all namespaces of the tenant.
         kind: ``text``; ``purge`` forgets the namespace, ``remove`` one sequence of it, each as far
             as it was written up to ``stamp``. So nodes' clocks have to agree, within the time that
             may pass between a purge and the next text that counts.

@@ -188,6 +188,9 @@ class TrieStore:
     def purge(self, namespace: str) -> int:
         """Forgets a namespace, here and in the snapshot before this returns, then on all replicas.
 
+        Replicas may hold text that the log has dropped. A tenant's half of the name is about all
+        namespaces of the tenant, whether the log has records of them or not.
+
         Snapshots that were set aside are the operator's.
 
         Returns:

@@ -11,6 +11,7 @@ import msgspec
 
 from specserve.core.errors import ConfigError
 from specserve.trie.held_numbers import HeldNumbers
+from specserve.trie.namespaces import is_part_of
 from specserve.trie.orders import Orders, is_meant
 from specserve.trie.records import MAX_RECORD_TOKENS, Ranges, Record, problem_of
 
@@ -184,9 +185,9 @@ class TokenLog:
                 size += record.num_bytes
         return LogBatch(records, position, self._end - position, lost)
 
-    def newest_stamp(self, namespace: str) -> float:
-        """Stamp of the newest record of a namespace; 0 if there is none."""
-        stamps = (each.stamp for each in self._records() if each.namespace == namespace)
+    def newest_stamp(self, purged: str) -> float:
+        """Stamp of the newest record that a purge of ``purged`` is about; 0 if there is none."""
+        stamps = (each.stamp for each in self._records() if is_part_of(each.namespace, purged))
         return max(stamps, default=0.0)
 
     def num_tokens_of(self) -> dict[str, int]:

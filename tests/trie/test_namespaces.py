@@ -3,7 +3,7 @@ from __future__ import annotations
 import re
 from itertools import combinations
 
-from specserve.trie.namespaces import is_of_tenant, namespace, shard_of
+from specserve.trie.namespaces import is_part_of, label, namespace, shard_of, tenant_half
 
 
 def test_the_same_names_give_the_same_namespace() -> None:
@@ -27,9 +27,21 @@ def test_another_model_adapter_or_tenant_is_another_namespace() -> None:
 
 def test_what_is_a_tenants_is_known_under_every_model_and_adapter() -> None:
     for name in (namespace("m", "", "a"), namespace("n", "x", "a")):
-        assert is_of_tenant(name, "a")
-        assert not is_of_tenant(name, "b")
-        assert not is_of_tenant(name, "")
+        assert is_part_of(name, name)
+        assert is_part_of(name, tenant_half("a"))
+        assert not is_part_of(name, tenant_half("b"))
+        assert not is_part_of(name, tenant_half(""))
+    assert not is_part_of(namespace("m", "", "a"), namespace("n", "", "a"))
+
+
+def test_a_label_is_known_to_who_has_the_key_alone() -> None:
+    name = namespace("m", tenant="a")
+    assert label(name, b"key") == label(name, b"key")
+    assert len({name, label(name, b"key"), label(name, b"another")}) == 3
+    assert not set(re.findall("[0-9a-f]{16}", name)) & set(
+        re.findall("[0-9a-f]{16}", label(name, b"key"))
+    )
+    assert label(name, b"") == name
 
 
 def test_namespaces_are_spread_over_the_stores_each_in_one() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from specserve.trie.namespaces import namespace, tenant_half
 from specserve.trie.records import Record
 from specserve.trie.replica import ReplicaOptions, TrieReplica
 from specserve.trie.store import StoreOptions, TrieStore
@@ -232,6 +233,34 @@ def test_a_store_that_lost_its_memory_gets_it_back_but_not_what_was_purged(
             pass
     assert client.store.stats().tokens_by_namespace == {"tenant": 2}
     assert [each.namespace for each in reader.read.orders] == ["purged"]
+
+
+def test_nothing_of_a_purged_tenant_comes_back_from_who_had_not_heard_of_it(
+    client: DirectClient,
+) -> None:
+    ours, adapters, others = (
+        namespace("m", tenant="a"),
+        namespace("m", "sql", "a"),
+        namespace("m", tenant="b"),
+    )
+    writer, reader = Replica(client), Replica(client)
+    for name in (ours, others):
+        writer.write("sent", [1, 2], name)
+    writer.link.take_turn(is_last=True)
+    reader.link.take_turn()
+    writer.write("not yet sent", [3, 4], adapters)  # so that the store has never heard of it
+    assert client.store is not None
+    assert client.store.purge(tenant_half("a")) == 2
+    for store in (client.store, new_store()):  # and one that knows nothing of the order
+        client.store = store
+        for each in (reader, writer, reader, reader):
+            while each.link.take_turn(is_last=True) == 0:
+                pass
+        assert store.stats().tokens_by_namespace == {others: 2}
+    assert [each.namespace for each in reader.read.orders] == [tenant_half("a")]
+    writer.write("of later", [5, 6], adapters)
+    writer.link.take_turn(is_last=True)
+    assert client.store.stats().tokens_by_namespace == {others: 2, adapters: 2}
 
 
 def test_the_lag_of_old_text_does_not_count(client: DirectClient) -> None:

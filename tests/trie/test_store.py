@@ -8,6 +8,7 @@ import pytest
 
 from specserve.core.errors import ConfigError, SnapshotError
 from specserve.trie.log_snapshot import SnapshotFile
+from specserve.trie.namespaces import namespace, tenant_half
 from specserve.trie.records import ExchangeReply, Record
 from specserve.trie.store import StoreOptions, TrieStore, check
 from specserve.trie.token_log import MIN_BYTES
@@ -145,6 +146,25 @@ def test_a_purge_reaches_readers_the_snapshot_and_what_comes_later(options: Stor
     assert loaded is not None
     assert [each.namespace for each in loaded[1].records if each.num_tokens] == ["other"]
     store.close()
+
+
+def test_a_purge_of_a_tenant_is_kept_for_namespaces_that_the_log_has_no_record_of(
+    options: StoreOptions,
+) -> None:
+    store = TrieStore(options)
+    plain, other = namespace("m", tenant="a"), namespace("m", tenant="b")
+    store.exchange(call([record(1, namespace=plain, stamp=time.time() + 60)], origin="replica"))
+    assert store.purge(tenant_half("a")) == 3
+    store.close()
+    again = TrieStore(options)  # from the snapshot
+    now = time.time()
+    resent = [
+        record(number, namespace=name, stamp=now)
+        for number, name in enumerate((plain, namespace("m", "sql", "a"), other), 2)
+    ]
+    again.exchange(call(resent, origin="replica"))
+    assert again.stats().tokens_by_namespace == {other: 3}
+    again.close()
 
 
 def test_a_purge_that_the_snapshot_cannot_follow_says_so(options: StoreOptions) -> None:
