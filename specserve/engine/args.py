@@ -117,8 +117,13 @@ def engine_args(config: AppConfig, speculative_config: dict[str, Any] | None) ->
         raise ConfigError("engine.vllm", config.engine.vllm, reason) from None
 
 
-def ray_engine_args(config: AppConfig) -> AsyncEngineArgs:
-    """Engine arguments for shards that are Ray actors and draft from the configured sources."""
+def ray_engine_args(config: AppConfig, label_key: bytes = b"") -> AsyncEngineArgs:
+    """Engine arguments for shards that are Ray actors and draft from the configured sources.
+
+    Args:
+        config: the application's configuration.
+        label_key: see :func:`specserve.trie.namespaces.label`.
+    """
     drafts = bool(config.speculation) and not config.drafts_in_engine
     if not drafts:
         arguments = engine_args(config, _vllm_speculation(config))
@@ -134,6 +139,7 @@ def ray_engine_args(config: AppConfig) -> AsyncEngineArgs:
         arguments.additional_config = {
             **(arguments.additional_config or {}),
             "specserve": config.model_dump(mode="json"),
+            "specserve_label_key": label_key.hex(),
         }
         if arguments.scheduler_cls is None:
             arguments.scheduler_cls = "specserve.engine.scheduler.DraftScheduler"

@@ -46,7 +46,9 @@ class Engine:
         self._has_sources = bool(config.speculation) and not config.drafts_in_engine
 
     @classmethod
-    def start(cls, config: AppConfig, placement_group: PlacementGroup) -> Engine:
+    def start(
+        cls, config: AppConfig, placement_group: PlacementGroup, label_key: bytes = b""
+    ) -> Engine:
         """Starts the engine core and its shards and loads the weights. Takes its time.
 
         Must be called with an event loop running, whose engine it then is.
@@ -54,13 +56,14 @@ class Engine:
         Args:
             config: the application's configuration.
             placement_group: a bundle for each shard, as :func:`shard_bundle` describes them.
+            label_key: see :func:`specserve.trie.namespaces.label`.
 
         Raises:
             EngineError: vLLM refuses the checkpoint or an option, finds no device on this node,
                 or its engine core or a shard died while starting.
         """
         _prepare_environment(config)
-        arguments = ray_engine_args(config)
+        arguments = ray_engine_args(config, label_key)
         arguments.max_num_queued_reqs = config.engine.max_num_seqs + config.http.max_queued_requests
         try:
             choose_latent_attention(arguments)

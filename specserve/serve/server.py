@@ -24,7 +24,7 @@ from specserve.serve.page import ReplicaView, SpeculationPage
 from specserve.serve.placement import reserve
 from specserve.serve.progress import Progress
 from specserve.serve.speculation import SpeculationMonitor
-from specserve.serve.tenants import ApiKey, TenantMiddleware
+from specserve.serve.tenants import ApiKey, TenantMiddleware, label_key
 
 
 @serve.ingress()
@@ -60,7 +60,7 @@ class ModelServer:
             group = await reserve(config.placement, shard_bundle(config), num_shards)
             await require_same(group, config.model)
         with self._progress.stage("starting the engine and loading the weights"):
-            self._engine = Engine.start(config, group)
+            self._engine = Engine.start(config, group, label_key(self._keys))
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         """vLLM's application with our route and middleware; Serve calls it once."""

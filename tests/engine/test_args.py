@@ -87,6 +87,12 @@ def test_the_longest_draft_of_all_sources_is_what_vllm_makes_room_for() -> None:
     ]
 
 
+def test_the_hook_is_told_the_key_of_the_labels() -> None:
+    sources = [{"kind": "trie"}]
+    told = ray_engine_args(config(speculation=sources), b"a key").additional_config
+    assert bytes.fromhex(told["specserve_label_key"]) == b"a key"
+
+
 def test_without_sources_the_worker_has_no_hook_and_the_same_kernels() -> None:
     arguments = ray_engine_args(config())
 

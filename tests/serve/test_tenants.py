@@ -13,7 +13,7 @@ from specserve.core.config import ApiKeyConfig
 from specserve.core.errors import ConfigError
 from specserve.engine.tenants import CURRENT_TENANT
 from specserve.proposers.controls import NO_TENANT
-from specserve.serve.tenants import TenantMiddleware, read_keys
+from specserve.serve.tenants import TenantMiddleware, label_key, read_keys
 
 VARIABLES = {"A_KEY": "sk-alpha", "A_NEW_KEY": "sk-alpha-2", "B_KEY": "sk-beta"}
 CONFIGURED = [
@@ -34,7 +34,8 @@ async def tell_tenant(scope: Scope, receive: Receive, send: Send) -> None:
     await asyncio.create_task(answer())
 
 
-APPLICATION = TenantMiddleware(tell_tenant, read_keys(CONFIGURED, VARIABLES))
+KEYS = read_keys(CONFIGURED, VARIABLES)
+APPLICATION = TenantMiddleware(tell_tenant, KEYS)
 
 
 @pytest.fixture
@@ -44,6 +45,12 @@ def client() -> TestClient:
 
 def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
+
+
+def test_the_key_of_the_labels_is_every_replicas_and_not_to_be_told_from_one_api_key() -> None:
+    assert label_key(KEYS) == label_key(KEYS[::-1])
+    assert len({label_key(KEYS), label_key(KEYS[:1]), label_key(KEYS[1:])}) == 3
+    assert label_key(()) == b""
 
 
 @pytest.mark.parametrize(
