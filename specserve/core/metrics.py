@@ -71,7 +71,7 @@ class HealthSnapshot(msgspec.Struct, frozen=True):
         num_partial_texts: requests of whose text its drafter lacks the beginning.
         latency: calls by duration, one count a bucket of ``LATENCY_BUCKETS_S`` and an open one.
         latency_sum_s: duration of all calls, in seconds.
-        reason: why it is not up, as far as that is known.
+        reason: why it is not up, or why it drafts for some requests only, as far as that is known.
     """
 
     source: str
@@ -202,7 +202,13 @@ class SpeculationMetrics:
         health.up, health.why_off = up, reason
 
     def set_reachable(self, kind: str, reachable: bool, reason: str = "") -> None:
-        """The drafter of a source answers from now on, or does not; for any one thread."""
+        """What a source needs is there from now on, or is not; for any one thread.
+
+        Args:
+            kind: of the source.
+            reachable: whether it can draft at all.
+            reason: why it cannot, for some requests or for all.
+        """
         health = self._of(kind)
         health.reachable, health.why_away = reachable, reason
 

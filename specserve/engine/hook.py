@@ -56,6 +56,11 @@ class ProposerHook:
         self._vocab_size: int = vllm_config.model_config.get_vocab_size()
         lora = vllm_config.lora_config
         self._num_adapters: int = 0 if lora is None else lora.max_cpu_loras or lora.max_loras
+        modules = config.engine.vllm.get("lora_modules") or ()
+        self._adapters: tuple[str, ...] = tuple(module["name"] for module in modules)
+        self._label_key = bytes.fromhex(
+            vllm_config.additional_config.get("specserve_label_key", "")
+        )
         self.metrics = SpeculationMetrics(self._kinds)
         self._recent = RecentSteps(
             MAX_OUTCOMES if config.http.speculation_page else 0, with_tokens=config.http.show_text
@@ -104,8 +109,10 @@ class ProposerHook:
         return Surroundings(
             vocab_size=vocab_size,
             model_identity=identity,
-            num_tenants=len({key.tenant for key in self._config.http.api_keys}),
+            tenants=tuple(sorted({key.tenant for key in self._config.http.api_keys})),
             num_adapters=self._num_adapters,
+            adapters=self._adapters,
+            label_key=self._label_key,
             metrics=self.metrics,
             share=share if ray.is_initialized() else None,  # an offline engine is on its own
             tokenizer=self._vocabulary() if has_drafters else "",

@@ -65,8 +65,10 @@ class Surroundings:
     Attributes:
         vocab_size: token ids are 0 .. ``vocab_size - 1``.
         model_identity: the checkpoint's; what one model taught, another must not be told.
-        num_tenants: tenants that keys are configured for; 0: all requests are one tenant's.
-        num_adapters: LoRA adapters that may be loaded beside the model itself.
+        tenants: those that keys are configured for; empty: all requests are one tenant's.
+        num_adapters: LoRA adapters that may be loaded at a time beside the model itself.
+        adapters: names of the adapters that the configuration loads.
+        label_key: see :func:`specserve.trie.namespaces.label`.
         metrics: where a source shows what is its own.
         share: joins a memory to the cluster's; None: there is no cluster.
         tokenizer: hash of the target's vocabulary; empty: unknown.
@@ -79,8 +81,10 @@ class Surroundings:
 
     vocab_size: int = 2**31 - 1
     model_identity: str = ""
-    num_tenants: int = 0
+    tenants: tuple[str, ...] = ()
     num_adapters: int = 0
+    adapters: tuple[str, ...] = ()
+    label_key: bytes = b""
     metrics: SpeculationMetrics = field(default_factory=SpeculationMetrics)
     share: Callable[[TrieConfig, TrieMemory], SharedMemory] | None = None
     tokenizer: str = ""

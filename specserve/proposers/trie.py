@@ -11,6 +11,7 @@ from secrets import token_hex
 from typing import Self
 
 import numpy as np
+from msgspec.structs import replace
 
 from specserve.core.compile import kernel_array
 from specserve.core.metrics import TrieSnapshot
@@ -18,8 +19,9 @@ from specserve.core.source_config import TrieConfig
 from specserve.core.types import Draft, DraftBatch, Int32Array, RequestControls
 from specserve.proposers.base import Surroundings
 from specserve.proposers.controls import NO_TENANT
-from specserve.trie.memory import SharedMemory, TrieMemory
-from specserve.trie.namespaces import namespace
+from specserve.proposers.trie_misses import TrieMisses
+from specserve.trie.memory import KEPT_S, SharedMemory, TrieMemory
+from specserve.trie.namespaces import label, namespace
 from specserve.trie.token_trie import Int64Array, TokenTrie
 
 LEARN_TOKENS_PER_STEP = 4096
@@ -74,6 +76,8 @@ class TrieProposer:
         self._config = config
         self._memory = memory
         self._identity = surroundings.model_identity
+        self._label_key = surroundings.label_key
+        self._misses = TrieMisses(surroundings.metrics)
         self._shared = shared
         self._requests: dict[str, _Request] = {}
         self._name, self._num_opened = token_hex(8), 0
@@ -83,8 +87,14 @@ class TrieProposer:
     @classmethod
     def build(cls, config: TrieConfig, surroundings: Surroundings) -> Self:
         """For the registry: with its own memory, joined to the cluster's where it is shared."""
-        tenants = 1 if config.share_tenants else max(surroundings.num_tenants, 1)
-        memory = TrieMemory(config.max_bytes, tenants * (1 + surroundings.num_adapters))
+        identity = surroundings.model_identity
+        tenants = ("",) if config.share_tenants else surroundings.tenants or ("",)
+        memory = TrieMemory(
+            config.max_bytes,
+            [namespace(identity, tenant=tenant) for tenant in tenants],
+            surroundings.num_adapters,
+            [namespace(identity, name, each) for each in tenants for name in surroundings.adapters],
+        )
         shared = None
         if config.share == "cluster" and surroundings.share is not None:
             shared = surroundings.share(config, memory)
@@ -129,6 +139,7 @@ class TrieProposer:
             if request is None or request.trie is None:
                 continue
             request.trie.finish(request.name)
+            self._memory.release(request.namespace)
             if self._shared is not None and not request.private:
                 end, nothing = request.num_learned, np.empty(0, np.int32)
                 self._shared.publish(request.namespace, request.name, end, nothing, final=True)
@@ -136,7 +147,11 @@ class TrieProposer:
     def snapshot(self) -> TrieSnapshot:
         """What is in the memory now; for any thread."""
         link = None if self._shared is None else self._shared.link()
-        return TrieSnapshot(self._memory.snapshot(), link)
+        namespaces = (
+            replace(each, namespace=label(each.namespace, self._label_key))
+            for each in self._memory.snapshot()
+        )
+        return TrieSnapshot(tuple(namespaces), link)
 
     def _rows_by_trie(self, batch: DraftBatch) -> list[tuple[TokenTrie, Int64Array]]:
         """The batch's rows, together where they share a trie."""
@@ -156,10 +171,22 @@ class TrieProposer:
         # A client may choose its request's id, and so another one's: the text's name is our own.
         name = f"{self._name}-{self._num_opened:x}"
         self._num_opened += 1
-        trie = None if controls.tenant == NO_TENANT else self._memory.of(of)
+        trie = None if controls.tenant == NO_TENANT else self._memory.for_request(of)
+        miss = "" if trie is not None else self._why_none(of, controls)
         if trie is not None and not trie.open(name, private=not controls.learn):
-            trie = None
+            self._memory.release(of)
+            trie, miss = None, "a text found no room: more are open than max_bytes has pages for"
+        self._misses.note(of, miss)
         return _Request(name, of, trie, not controls.learn)
+
+    def _why_none(self, of: str, controls: RequestControls) -> str:
+        """Why a request finds no trie; names neither tenant nor adapter, since all may read it."""
+        if controls.tenant == NO_TENANT or not self._memory.has_tenant(of):
+            return "a request's tenant is not configured"
+        return (
+            f"an adapter's request found no trie: a tenant has {self._memory.num_adapters} "
+            f"(max_cpu_loras), and an adapter keeps one for {KEPT_S:g} s after its last request"
+        )
 
     def _learn_until(self, batch: DraftBatch, num_tokens: Int32Array) -> Int64Array:
         """Up to where each text is learned in this step."""

@@ -31,11 +31,12 @@ class ClusterLearner:
         if record.kind == "purge":
             self._memory.clear(record.namespace)
             return
-        trie = self._memory.of(record.namespace)
-        if trie is None:
-            return
         if record.kind == "remove":
-            trie.remove(record.sequence)
+            if (trie := self._memory.of(record.namespace)) is not None:
+                trie.remove(record.sequence)
+            return
+        trie = self._memory.for_record(record.namespace)
+        if trie is None:
             return
         key, sequence = (record.namespace, record.sequence), record.sequence
         if not trie.open(sequence, teacher="cluster"):

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
 from typing import Protocol
 
 from specserve.core.metrics import LinkSnapshot, NamespaceSnapshot
 from specserve.core.types import Int32Array
+from specserve.trie.namespaces import half_of, is_part_of
 from specserve.trie.token_trie import TokenTrie
+
+KEPT_S = 600.0
+"""How long after its last request an adapter keeps its trie while another adapter asks for one."""
 
 
 class SharedMemory(Protocol):
@@ -42,32 +50,104 @@ class SharedMemory(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class _Place:
+    """A namespace's trie.
+
+    Attributes:
+        trie: the trie.
+        num_requests: requests of this replica that use it now.
+        last_request: when the last one began or ended, in monotonic seconds; -inf: there was none.
+    """
+
+    trie: TokenTrie
+    num_requests: int = 0
+    last_request: float = -inf
+
+
 class TrieMemory:
     """Tries that never see one another. Calls may come from several threads.
 
-    Each namespace has the same number of bytes from the first: what one learns makes no other
-    forget.
+    Each configured tenant has a trie for the model alone, from the first, and as many more as
+    adapters may be loaded. Nobody else gets one: the cluster's log outlives configurations, and has
+    texts of tenants and of applications that are not this replica's.
+
+    The adapters that the configuration names have theirs from the first too. Others may be loaded
+    at run time, and are known from requests alone. Text of such an adapter from other replicas may
+    use one of its tenant's tries that is free. A request of this replica may also take one that no
+    request of this replica has used, or none for ``KEPT_S`` seconds: what was in it is forgotten
+    here. So the log alone takes no trie from anybody.
+
+    Each trie has the same number of bytes from the first: what one learns makes no other forget.
 
     Args:
         max_bytes: of all together.
-        num_namespaces: how many there may be; a further one is not learned.
+        namespaces: of the model alone, one for each configured tenant.
+        num_adapters: how many adapters may be loaded at a time.
+        adapters: namespaces of the adapters that the configuration names, the first ones first.
+        clock: monotonic seconds.
     """
 
-    def __init__(self, max_bytes: int, num_namespaces: int = 1) -> None:
+    def __init__(
+        self,
+        max_bytes: int,
+        namespaces: Sequence[str],
+        num_adapters: int = 0,
+        adapters: Sequence[str] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.num_adapters = num_adapters
+        """Tries of each tenant for adapters."""
+        self._trie_bytes = max_bytes // (len(namespaces) * (1 + num_adapters))
+        self._clock = clock
         # All are made now: no request waits for the memory.
-        self._unused = [TokenTrie(max_bytes // num_namespaces) for _ in range(num_namespaces)]
-        self._tries: dict[str, TokenTrie] = {}
+        self._own = {name: _Place(TokenTrie(self._trie_bytes)) for name in namespaces}
+        self._adapters: dict[str, _Place] = {}
+        self._free = {
+            half_of(name): [TokenTrie(self._trie_bytes) for _ in range(num_adapters)]
+            for name in namespaces
+        }
         self._lock = threading.Lock()
+        for name in adapters:
+            if (place := self._find(name)) is not None:
+                place.last_request = clock()
 
     def of(self, namespace: str) -> TokenTrie | None:
-        """The trie of a namespace; None: there is no room for it."""
-        trie = self._tries.get(namespace)
-        if trie is None:
-            with self._lock:
-                if namespace not in self._tries and self._unused:
-                    self._tries[namespace] = self._unused.pop()
-                trie = self._tries.get(namespace)
-        return trie
+        """The trie of a namespace; None: it has none."""
+        place = self._own.get(namespace) or self._adapters.get(namespace)
+        return None if place is None else place.trie
+
+    def has_tenant(self, namespace: str) -> bool:
+        """Whether the namespace is a configured tenant's."""
+        return half_of(namespace) in self._free
+
+    def for_record(self, namespace: str) -> TokenTrie | None:
+        """The trie for text of another replica; None: it is not to be learned here."""
+        with self._lock:
+            place = self._find(namespace)
+            return None if place is None else place.trie
+
+    def for_request(self, namespace: str) -> TokenTrie | None:
+        """The trie for a request of this replica; None: there is none for it.
+
+        Where there is one, it is kept until :meth:`release`. An adapter that takes the trie of
+        another one waits until a new one is allocated.
+        """
+        with self._lock:
+            place = self._find(namespace) or self._taken_over(namespace)
+            if place is None:
+                return None
+            place.num_requests += 1
+            place.last_request = self._clock()
+            return place.trie
+
+    def release(self, namespace: str) -> None:
+        """A request that got a trie has ended."""
+        with self._lock:
+            place = self._find(namespace)
+            assert place is not None
+            place.num_requests -= 1
+            place.last_request = self._clock()
 
     def snapshot(self) -> tuple[NamespaceSnapshot, ...]:
         """What each namespace holds now."""
@@ -83,15 +163,39 @@ class TrieMemory:
         )
 
     def tries(self) -> dict[str, TokenTrie]:
-        """All tries there are, by namespace."""
+        """All tries in use, by namespace."""
         with self._lock:
-            return dict(self._tries)
+            return {name: each.trie for name, each in (self._own | self._adapters).items()}
 
-    def clear(self, namespace: str) -> int:
-        """Forgets all that a namespace was taught.
+    def clear(self, purged: str) -> int:
+        """Forgets all that a namespace, or a tenant by its half of the name, was taught.
 
         Returns:
             How many tokens that were.
         """
-        trie = self._tries.get(namespace)
-        return trie.clear() if trie is not None else 0
+        tries = self.tries().items()
+        return sum(trie.clear() for name, trie in tries if is_part_of(name, purged))
+
+    def _find(self, namespace: str) -> _Place | None:
+        """The namespace's place, if need be a free one."""
+        place = self._own.get(namespace) or self._adapters.get(namespace)
+        if place is None and (free := self._free.get(half_of(namespace))):
+            place = self._adapters[namespace] = _Place(free.pop())
+        return place
+
+    def _taken_over(self, namespace: str) -> _Place | None:
+        """A place of another adapter of the same tenant, of the one longest without a request."""
+        until = self._clock() - KEPT_S
+        unused = {
+            name: each.last_request
+            for name, each in self._adapters.items()
+            if half_of(name) == half_of(namespace)
+            and not each.num_requests
+            and each.last_request <= until
+        }
+        if not unused:
+            return None
+        del self._adapters[min(unused, key=unused.__getitem__)]
+        # A new trie: the old one may just be learning a record of its namespace.
+        place = self._adapters[namespace] = _Place(TokenTrie(self._trie_bytes))
+        return place

@@ -59,7 +59,7 @@ def memory(clients: list[Client]) -> ClusterMemory:
         return clients[-1]
 
     config = TrieConfig(kind="trie", num_store_shards=2)
-    return ClusterMemory(config, TrieMemory(1 << 22, 2), FINGERPRINT, VOCAB_SIZE, connect)
+    return ClusterMemory(config, TrieMemory(1 << 22, NAMESPACES), FINGERPRINT, VOCAB_SIZE, connect)
 
 
 def test_what_a_replica_learned_last_is_sent_when_it_ends(

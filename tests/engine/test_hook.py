@@ -357,3 +357,27 @@ def test_the_time_of_the_step_after_idle_ones_is_its_own(
     resting.pass_over(["a"], [[3]])
     _step(resting, runner, [[5]])
     assert seen == [(0.5, 4.0)]  # seconds, mean length of the texts
+
+
+def test_the_draft_memory_is_told_who_is_configured_and_how_its_metrics_are_labelled() -> None:
+    keys = [{"env": f"{name}_KEY", "tenant": name} for name in ("b", "a", "b")]
+    keys[2]["env"] = "B_NEW_KEY"
+    modules = [{"name": "sql", "path": "somewhere"}]
+    config = parse(
+        {
+            "model": {"path": "m"},
+            "speculation": [{"kind": "ngram"}],
+            "http": {"api_keys": keys},
+            "engine": {"vllm": {"lora_modules": modules}},
+        }
+    )
+    told = {"specserve": config.model_dump(mode="json"), "specserve_label_key": b"a key".hex()}
+    vllm_config: Any = SimpleNamespace(
+        additional_config=told,
+        model_config=SimpleNamespace(max_model_len=MAX_MODEL_LEN, get_vocab_size=lambda: 100),
+        lora_config=SimpleNamespace(max_cpu_loras=3, max_loras=1),
+    )
+    around = ProposerHook(vllm_config)._surroundings()
+
+    assert (around.tenants, around.adapters) == (("a", "b"), ("sql",))
+    assert (around.num_adapters, around.label_key) == (3, b"a key")

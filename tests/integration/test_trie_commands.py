@@ -103,7 +103,7 @@ def test_an_operator_fills_looks_at_keeps_and_clears_the_memory(
     assert (tmp_path / "snapshots" / f"{name}.snapshot").stat().st_size > 2 * 4 * 1234
 
     out = trie(cluster, "purge", "--tenant", "team-a")
-    assert out == f"{name}: 1,234 tokens of {A} forgotten\n"
+    assert out == f"{name}: 1,234 tokens of tenant team-a forgotten\n"
     shown = trie(cluster, "stats").split()
     assert (B, "1,234") in set(pairwise(shown))
     assert (A, "1,234") not in set(pairwise(shown))
@@ -120,7 +120,7 @@ from specserve.trie.memory import TrieMemory
 from specserve.trie.store_actor import RemoteStore, list_stores
 ray.init(sys.argv[1], log_to_driver=False, logging_level="ERROR")
 config, namespaces = TrieConfig(kind="trie", num_store_shards=2), sys.argv[3:]
-memories = [TrieMemory(1 << 24, 2), TrieMemory(1 << 24, 2)]
+memories = [TrieMemory(1 << 24, namespaces), TrieMemory(1 << 24, namespaces)]
 writer, reader = [ClusterMemory(config, memory, sys.argv[2], 4096) for memory in memories]
 deadline = time.monotonic() + 60
 while not writer.link().up and time.monotonic() < deadline:

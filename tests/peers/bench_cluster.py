@@ -119,7 +119,7 @@ class Replica:
     def __init__(self, name: str, store: TrieStore, max_bytes: int) -> None:
         self.name = name
         self._store = store
-        memory = TrieMemory(max_bytes)
+        memory = TrieMemory(max_bytes, [NAMESPACE])
         self._learner = ClusterLearner(memory)
         trie = memory.of(NAMESPACE)
         assert trie is not None

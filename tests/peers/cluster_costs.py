@@ -121,7 +121,7 @@ def measure_costs(texts: Sequence[Text], *, with_ray: bool) -> Costs:
     replies: list[bytes] = []
     given = _cpu_seconds(lambda: replies.extend(_read_all(store, epoch)))
     kept = _cpu_seconds(lambda: _keep(replies))
-    memory = TrieMemory(MEMORY_BYTES)
+    memory = TrieMemory(MEMORY_BYTES, [NAMESPACE])
     learner = ClusterLearner(memory)
     learned = _cpu_seconds(lambda: _learn(learner, records))
     size = len(records)

@@ -84,7 +84,7 @@ class Rivals:
     """
 
     def __init__(self, texts: Sequence[Int32Array], max_bytes: int) -> None:
-        self.memory = TrieMemory(max_bytes)
+        self.memory = TrieMemory(max_bytes, [NAMESPACE])
         config = TrieConfig(kind="trie", decoding_length=DRAFT_LEN, share="replica")
         self._proposer = TrieProposer(config, self.memory, Surroundings())
         trie = self.memory.of(NAMESPACE)

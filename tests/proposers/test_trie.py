@@ -11,10 +11,13 @@ from specserve.core.types import Draft, DraftBatch, Int32Array, RequestControls
 from specserve.proposers.base import Surroundings
 from specserve.proposers.controls import NO_TENANT
 from specserve.proposers.trie import LEARN_TOKENS_PER_STEP, TrieProposer
+from specserve.trie.learner import ClusterLearner
 from specserve.trie.memory import TrieMemory
-from specserve.trie.namespaces import namespace
+from specserve.trie.namespaces import label, namespace
+from specserve.trie.records import Record
 
 CONFIG = TrieConfig(kind="trie", max_bytes=4 << 20)
+TENANTS = ("one", "two")
 TEXT = np.random.default_rng(0).integers(0, 30_000, 6000).astype(np.int32)
 
 
@@ -48,8 +51,8 @@ class Published:
         return LinkSnapshot(True, 0.1, 5, 0)
 
 
-def build(config: TrieConfig = CONFIG, num_tenants: int = 0) -> TrieProposer:
-    return TrieProposer.build(config, Surroundings(model_identity="m", num_tenants=num_tenants))
+def build(config: TrieConfig = CONFIG, tenants: tuple[str, ...] = ()) -> TrieProposer:
+    return TrieProposer.build(config, Surroundings(model_identity="m", tenants=tenants))
 
 
 def ask(
@@ -120,7 +123,7 @@ def test_prompts_are_left_out_where_the_configuration_says_so() -> None:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_tenants_never_see_one_anothers_texts_unless_they_share(shared: bool) -> None:
-    proposer = build(CONFIG.model_copy(update={"share_tenants": shared}), num_tenants=2)
+    proposer = build(CONFIG.model_copy(update={"share_tenants": shared}), TENANTS)
     one, two = RequestControls(tenant="one"), RequestControls(tenant="two")
     ask(proposer, TEXT[:100], names=["writes"], controls=(one,))
     drafts = ask(proposer, TEXT[40:60], TEXT[40:60], names=["a", "b"], controls=(one, two))
@@ -129,7 +132,7 @@ def test_tenants_never_see_one_anothers_texts_unless_they_share(shared: bool) ->
 
 
 def test_one_tenants_flood_makes_no_other_tenant_forget() -> None:
-    proposer = build(num_tenants=2)
+    proposer = build(tenants=TENANTS)
     one, two = RequestControls(tenant="one"), RequestControls(tenant="two")
     ask(proposer, TEXT[:100], names=["writes"], controls=(one,))
     proposer.forget(["writes"])
@@ -146,18 +149,72 @@ def test_an_adapters_text_is_for_that_adapter() -> None:
     assert ask(proposer, TEXT[40:60], names=["asks"])[0].tokens == ()
 
 
-def test_a_namespace_that_there_is_no_room_for_is_served_without_drafts() -> None:
-    proposer = build()
-    ask(proposer, TEXT[:100], names=["writes"])
-    other = (RequestControls(adapter="one too many"),)
-    assert ask(proposer, TEXT[40:60], names=["asks"], controls=other)[0].tokens == ()
-    proposer.forget(["asks"])
+@pytest.mark.parametrize(
+    ("tenants", "share_tenants", "in_the_log"),
+    [
+        pytest.param(("a", "b"), False, [""], id="api_keys are added"),
+        pytest.param(("a", "c"), False, ["a", "b"], id="a tenant is renamed"),
+        pytest.param(("a", "b"), True, ["a", "b"], id="share_tenants is set"),
+        pytest.param(("a", "b"), False, ["", "a"], id="share_tenants is taken back"),
+        pytest.param(("a", "b"), False, ["guest"], id="an unknown tenant is taught"),
+        pytest.param(("a",), False, ["", "x", "y"], id="two applications of one model"),
+    ],
+)
+def test_a_configured_tenant_drafts_whoever_else_is_in_the_log(
+    tenants: tuple[str, ...], share_tenants: bool, in_the_log: list[str]
+) -> None:
+    metrics = SpeculationMetrics(("trie",))
+    proposer = TrieProposer.build(
+        CONFIG.model_copy(update={"share_tenants": share_tenants}),
+        Surroundings(model_identity="m", tenants=tenants, num_adapters=1, metrics=metrics),
+    )
+    learner, tokens = ClusterLearner(proposer._memory), TEXT[1000:1100].tobytes()
+    for number, tenant in enumerate(in_the_log):
+        for adapter in ("", "old"):
+            of = namespace("m", adapter, tenant)
+            learner.apply(Record("other", 1 + number, 0.0, of, sequence="s", tokens=tokens))
+    for number, tenant in enumerate(tenants):
+        for adapter in ("", "sql"):
+            controls, name = (RequestControls(adapter=adapter, tenant=tenant),), f"{number}"
+            text = TEXT[200 * number : 200 * number + 100]
+            ask(proposer, text, names=[f"{name} writes {adapter}"], controls=controls)
+            asks = [f"{name} asks {adapter}"]
+            assert ask(proposer, text[40:60], names=asks, controls=controls)[0].tokens
+    assert (metrics.snapshot().health[0].up, metrics.snapshot().health[0].reason) == (True, "")
+
+
+def test_a_request_that_finds_no_trie_is_told_and_served_without_drafts(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    metrics = SpeculationMetrics(("trie",))
+    around = Surroundings(tenants=("a",), num_adapters=1, metrics=metrics)
+    proposer = TrieProposer.build(CONFIG, around)
+
+    def asks(name: str, *, adapter: str = "", tenant: str = "a") -> tuple[bool, str]:
+        wishes = (RequestControls(adapter=adapter, tenant=tenant),)
+        assert ask(proposer, TEXT[40:60], names=[name], controls=wishes)[0].tokens == ()
+        health = metrics.snapshot().health[0]
+        return health.up, health.reason
+
+    assert asks("plain") == (True, "")
+    assert asks("first", adapter="sql") == (True, "")
+    up, reason = asks("second", adapter="chat")
+    assert up
+    assert reason.startswith("an adapter's request found no trie: a tenant has 1 (max_cpu_loras)")
+    assert asks("plain again") == (up, reason)
+    assert asks("unknown", tenant="b") == (True, "a request's tenant is not configured")
+    assert asks("third", adapter="chat") == (up, reason)
+    assert len(caplog.records) == 2
+    proposer.forget(["plain", "first", "second", "plain again", "unknown", "third"])
 
 
 def test_the_others_are_told_everything_but_what_must_not_be_learned() -> None:
     published = Published()
     proposer = TrieProposer(
-        CONFIG, TrieMemory(CONFIG.max_bytes), Surroundings(model_identity="m"), published
+        CONFIG,
+        TrieMemory(CONFIG.max_bytes, [namespace("m")]),
+        Surroundings(model_identity="m"),
+        published,
     )
     secret = RequestControls(learn=False)
     for end in (30, 35, 60):
@@ -178,11 +235,11 @@ def test_the_others_are_told_everything_but_what_must_not_be_learned() -> None:
 
 
 def test_a_request_without_a_tenant_where_there_are_tenants_shares_nothing() -> None:
-    proposer = build(num_tenants=2)
+    proposer = build(tenants=TENANTS)
     nobody = (RequestControls(tenant=NO_TENANT),)
     ask(proposer, TEXT[:100], names=["writes"], controls=nobody)
     assert ask(proposer, TEXT[40:60], names=["asks"], controls=nobody)[0].tokens == ()
-    assert not proposer._memory.tries()
+    assert not sum(trie.num_tokens for trie in proposer._memory.tries().values())
 
 
 def test_the_memory_is_in_the_metrics() -> None:
@@ -199,7 +256,19 @@ def test_the_memory_is_in_the_metrics() -> None:
     assert since is not None
     assert [each.ingested_tokens for each in since.namespaces] == [30]
     assert before.trie is not None
-    assert before.trie.namespaces == ()
+    assert [each.num_tokens for each in before.trie.namespaces] == [0]
+
+
+def test_the_metrics_do_not_show_the_namespaces_of_tenants() -> None:
+    metrics = SpeculationMetrics()
+    around = Surroundings(tenants=TENANTS, metrics=metrics, label_key=b"secret")
+    TrieProposer.build(CONFIG, around)
+    shown = metrics.snapshot().trie
+    assert shown is not None
+    names = [namespace("", tenant=tenant) for tenant in TENANTS]
+    assert [each.namespace for each in shown.namespaces] == [
+        label(name, b"secret") for name in names
+    ]
 
 
 def test_no_draft_is_longer_than_asked_for() -> None:

@@ -7,6 +7,7 @@ from specserve.core.types import Int32Array
 from specserve.trie import learner as module
 from specserve.trie.learner import ClusterLearner
 from specserve.trie.memory import TrieMemory
+from specserve.trie.namespaces import namespace, tenant_half
 from specserve.trie.records import Record
 
 TEXT = np.random.default_rng(0).integers(0, 30_000, 2000).astype(np.int32)
@@ -14,7 +15,7 @@ TEXT = np.random.default_rng(0).integers(0, 30_000, 2000).astype(np.int32)
 
 @pytest.fixture
 def memory() -> TrieMemory:
-    return TrieMemory(8 << 20, 2)
+    return TrieMemory(8 << 20, ["n", "m"])
 
 
 def piece(
@@ -73,11 +74,24 @@ def test_an_order_to_forget_is_carried_out(memory: TrieMemory) -> None:
     assert draft(memory, TEXT[440:450], "m")[0]
 
 
-def test_a_namespace_without_room_is_passed_over(memory: TrieMemory) -> None:
+def test_text_of_who_is_not_configured_is_passed_over(memory: TrieMemory) -> None:
     learner = ClusterLearner(memory)
-    for namespace in ("n", "m", "one too many"):
-        learner.apply(piece(0, 100, namespace=namespace))
-    assert set(memory.tries()) == {"n", "m"}
+    for name in ("of another", "n", "m"):
+        learner.apply(piece(0, 100, namespace=name))
+    held = {name: trie.num_tokens for name, trie in memory.tries().items()}
+    assert held == {"n": 100, "m": 100}
+
+
+def test_a_purge_of_a_tenant_reaches_all_that_is_here_of_it() -> None:
+    plain, adapter = namespace("m", tenant="a"), namespace("m", "sql", "a")
+    other = namespace("m", tenant="b")
+    memory = TrieMemory(8 << 20, [plain, other], 1)
+    learner = ClusterLearner(memory)
+    for name in (plain, adapter, other):
+        learner.apply(piece(0, 100, namespace=name))
+    learner.apply(Record("o", 2, 0.0, tenant_half("a"), "purge"))
+    held = {name: trie.num_tokens for name, trie in memory.tries().items()}
+    assert held == {plain: 0, adapter: 0, other: 100}
 
 
 def test_texts_that_never_end_are_closed_when_they_are_many(
