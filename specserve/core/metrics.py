@@ -88,7 +88,7 @@ class NamespaceSnapshot(msgspec.Struct, frozen=True):
     """One namespace's part of a replica's draft memory.
 
     Attributes:
-        namespace: its digest.
+        namespace: its label, see :func:`specserve.trie.namespaces.label`.
         num_tokens: tokens held.
         num_bytes: memory set apart for it.
         ingested_tokens: tokens learned since the start.
@@ -323,12 +323,15 @@ def _health_since(now: HealthSnapshot, before: HealthSnapshot | None) -> HealthS
 
 
 def _trie_since(now: TrieSnapshot | None, before: TrieSnapshot | None) -> TrieSnapshot | None:
+    """A namespace that has lost its trie is told once more, as empty: gauges keep their value."""
     if now is None or before is None:
         return now
     earlier = {entry.namespace: entry for entry in before.namespaces}
     namespaces = tuple(
         _namespace_since(each, earlier.get(each.namespace)) for each in now.namespaces
     )
+    kept = {entry.namespace for entry in now.namespaces}
+    gone = tuple(NamespaceSnapshot(name, 0, 0, 0, 0) for name in earlier if name not in kept)
     link = now.link
     if link is not None and before.link is not None:
         link = LinkSnapshot(
@@ -337,7 +340,7 @@ def _trie_since(now: TrieSnapshot | None, before: TrieSnapshot | None) -> TrieSn
             max(link.received_tokens - before.link.received_tokens, 0),
             max(link.dropped_tokens - before.link.dropped_tokens, 0),
         )
-    return TrieSnapshot(namespaces, link)
+    return TrieSnapshot((*namespaces, *gone), link)
 
 
 def _namespace_since(now: NamespaceSnapshot, before: NamespaceSnapshot | None) -> NamespaceSnapshot:

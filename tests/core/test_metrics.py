@@ -11,9 +11,15 @@ from specserve.core.metric_specs import (
     DRAFTER_UP,
     LATENCY_BUCKETS_S,
     OF_DRAFTERS,
+    TRIE_TOKENS,
     MetricSpec,
 )
-from specserve.core.metrics import SpeculationMetrics, SpeculationSnapshot
+from specserve.core.metrics import (
+    NamespaceSnapshot,
+    SpeculationMetrics,
+    SpeculationSnapshot,
+    TrieSnapshot,
+)
 from specserve.core.samples import samples
 
 DRAFTS = st.lists(
@@ -129,6 +135,17 @@ def test_a_source_is_up_while_it_is_asked_and_what_it_asks_itself_is_there() -> 
         health = metrics.snapshot().health[0]
         shown.append((health.up, health.reason))
     assert shown == [(True, ""), (False, "off"), (False, "away"), (False, "off")]
+
+
+def test_a_namespace_that_has_lost_its_trie_is_told_as_empty_once() -> None:
+    metrics = SpeculationMetrics()
+    held = [NamespaceSnapshot(name, 5, 650, 7, 2) for name in ("kept", "lost")]
+    metrics.watch_trie(lambda: TrieSnapshot(tuple(held)))
+    first = metrics.snapshot()
+    held.pop()
+    second = metrics.snapshot()
+    assert values(second.since(first), TRIE_TOKENS) == {("kept",): 5, ("lost",): 0}
+    assert set(values(metrics.snapshot().since(second), TRIE_TOKENS)) == {("kept",)}
 
 
 @settings(deadline=None)
