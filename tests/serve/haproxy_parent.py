@@ -1,0 +1,39 @@
+"""What Serve's proxy actor does with HAProxy, in a process without Ray: starts it, and reloads it.
+
+Prints HAProxy's process id at the start and after each line of stdin, at which it reloads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+from ray.serve._private.haproxy import HAProxyApi, HAProxyConfig
+from ray.serve.config import HTTPOptions
+
+
+async def main(folder: Path, port: int) -> None:
+    config = HAProxyConfig(
+        http_options=HTTPOptions(host="127.0.0.1", port=port),
+        socket_path=str(folder / "admin.sock"),
+        server_state_base=str(folder),
+        server_state_file=str(folder / "server-state"),
+        metrics_socket_path=str(folder / "metrics.sock"),
+    )
+    api = HAProxyApi(config, config_file_path=str(folder / "haproxy.cfg"))
+    await api.start()
+    tell(api._proc.pid)
+    while await asyncio.to_thread(sys.stdin.readline):
+        await api.reload()
+        tell(api._proc.pid)
+    await api.stop()
+
+
+def tell(pid: int) -> None:
+    sys.stdout.write(f"{pid}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2])))

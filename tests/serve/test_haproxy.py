@@ -1,0 +1,175 @@
+"""Ray's HAProxy as `deploy/haproxy` starts it, with Serve's own code for its parent."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from specserve.serve.haproxy import closed, connection_limit
+from tests.integration.cluster import HAPROXY, HOST, eventually, free_ports, kill
+
+pytestmark = pytest.mark.skipif(not HAPROXY.exists(), reason="Ray brings HAProxy for Linux only")
+
+ROOT = Path(__file__).parents[2]
+GONE_S = 15.0
+
+
+class Parent:
+    """Serve's manager of HAProxy in a process of its own."""
+
+    def __init__(self, folder: Path, max_files: int | None = None) -> None:
+        self.port, self.stats_port, self.metrics_port = free_ports(3)
+        self.folder = folder
+
+        def limit_files() -> None:
+            if max_files is not None:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
+
+        with (folder / "log").open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.serve.haproxy_parent", folder, str(self.port)],
+                cwd=ROOT,
+                env={
+                    **os.environ,
+                    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+                    "RAY_SERVE_HAPROXY_BINARY_PATH": str(ROOT / "deploy/haproxy"),
+                    "RAY_SERVE_HAPROXY_STATS_PORT": str(self.stats_port),
+                    "RAY_SERVE_HAPROXY_METRICS_PORT": str(self.metrics_port),
+                },
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+                preexec_fn=limit_files,
+            )
+        self.started = [self._next_pid()]
+
+    def _next_pid(self) -> psutil.Process:
+        assert self.process.stdout
+        line = self.process.stdout.readline()
+        assert line, (self.folder / "log").read_text()
+        return psutil.Process(int(line))
+
+    def reload(self) -> None:
+        assert self.process.stdin
+        self.process.stdin.write("reload\n")
+        self.process.stdin.flush()
+        self.started.append(self._next_pid())
+
+    def running(self) -> list[psutil.Process]:
+        """HAProxy processes, the old ones that finish requests included."""
+        return [each for each in self.started if is_alive(each)]
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Parent]]:
+    parents: list[Parent] = []
+
+    def start(**options: int) -> Parent:
+        parents.append(Parent(tmp_path, **options))
+        return parents[-1]
+
+    yield start
+    for parent in parents:
+        kill(parent.running())
+        parent.process.kill()
+        parent.process.communicate()
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_is_left_when_its_parent_is_killed_while_an_old_one_still_finishes(
+    start: Callable[..., Parent], end: signal.Signals
+) -> None:
+    parent = start()
+    with socket.create_connection((HOST, parent.port)) as client:
+        client.sendall(b"GET / HTTP/1.1\r\n")  # a request that is not whole
+        parent.reload()
+        assert len(parent.running()) == 2
+        parent.process.send_signal(end)
+        eventually(lambda: not parent.running(), "both gone", GONE_S)
+    parent.process.wait()
+    assert not answers(parent.port)
+
+
+def test_a_reload_replaces_it_by_one_that_serves_the_same_ports(
+    start: Callable[..., Parent],
+) -> None:
+    parent = start()
+    parent.reload()
+    eventually(lambda: len(parent.running()) == 1, "the old one gone", GONE_S)
+    (left,) = parent.running()
+    assert left == parent.started[-1]
+    assert listening(left) == {parent.port, parent.stats_port, parent.metrics_port}
+
+
+def test_only_this_machine_is_told_statistics_and_metrics(start: Callable[..., Parent]) -> None:
+    parent = start()
+    parent.reload()
+    (left,) = parent.started[-1:]
+    addresses = {each.laddr.ip for each in connections(left)}
+    assert addresses == {HOST}
+
+
+def test_few_files_mean_fewer_connections(start: Callable[..., Parent]) -> None:
+    parent = start(max_files=1024)
+    parent.reload()
+    assert parent.running()
+    for log in parent.folder.glob("*.stderr.log"):
+        assert log.read_text().startswith("haproxy: 329 connections at most: 1024 open files\n")
+
+
+def test_it_does_not_start_for_a_parent_that_is_gone() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "specserve.serve.haproxy", str(os.getpid() + 1), "-v"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr == "haproxy: the process that started it has ended\n"
+
+
+def test_the_apis_address_stays_the_one_of_the_file() -> None:
+    config = "frontend prometheus\n    bind :9101\nfrontend http_frontend\n    bind *:8000\n"
+    assert closed(config) == config.replace("bind :9101", "bind 127.0.0.1:9101")
+
+
+@pytest.mark.parametrize(
+    ("max_files", "limit"),
+    [(resource.RLIM_INFINITY, None), (20_000, None), (10_000, 3920), (100, 1)],
+)
+def test_connections_are_limited_where_files_are_few(max_files: int, limit: int | None) -> None:
+    assert connection_limit("global\n    maxconn 4096\n", max_files) == limit
+
+
+def answers(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex((HOST, port)) == 0
+
+
+def listening(process: psutil.Process) -> set[int]:
+    return {each.laddr.port for each in connections(process)}
+
+
+def connections(process: psutil.Process) -> list[Any]:
+    found = process.net_connections(kind="tcp")
+    return [each for each in found if each.status == psutil.CONN_LISTEN]
