@@ -57,7 +57,6 @@ $(STAMP):
 	@touch $@
 
 serve: setup
-	@$(BIN)/specserve check configs/demo.yaml
 	@export PATH="$(CURDIR)/$(BIN):$$PATH" $(RAY_ENVIRONMENT); \
 	if $(HAPROXY) -v > /dev/null 2>&1; then \
 		export RAY_SERVE_ENABLE_HA_PROXY=$${RAY_SERVE_ENABLE_HA_PROXY:-1} \
@@ -65,6 +64,7 @@ serve: setup
 			RAY_SERVE_HAPROXY_BINARY_PATH=$${RAY_SERVE_HAPROXY_BINARY_PATH:-$(CURDIR)/deploy/haproxy} \
 			RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S=$${RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S:-1}; \
 	fi; \
+	specserve check --ports configs/demo.yaml; \
 	exec serve run configs/demo.yaml
 
 lint: setup

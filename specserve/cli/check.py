@@ -24,6 +24,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Validates a Serve file without starting anything. Exit code 2 if it is wrong.",
     )
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a Serve YAML file")
+    parser.add_argument(
+        "--ports",
+        action="store_true",
+        help="refuse, too, where a port that `serve run` is to take on this machine is in use",
+    )
     plan.add_options(parser)
     parser.set_defaults(run=run)
 
@@ -32,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     """Checks the file and prints a table for each of its applications.
 
     Raises:
-        SpecServeError: the first thing that is wrong with the file.
+        SpecServeError: the first thing that is wrong with the file, or the ports in use.
     """
     from rich.console import Console
 
@@ -49,8 +54,24 @@ def run(args: argparse.Namespace) -> int:
         console.print("the draft model's vocabulary was not checked: transformers is not installed")
     if args.cluster:
         plan.show(console, file, args.cluster, args.gpu_memory, on_cpu=_is_cpu_build())
+    if args.ports:
+        _check_ports(file)
     console.print(f"{file.path}: valid")
     return 0
+
+
+def _check_ports(file: ServeFile) -> None:
+    """Checks that the ports of Serve's proxy are free, or the running cluster's own.
+
+    Raises:
+        PortError: one is in use.
+    """
+    from ray._private.services import canonicalize_bootstrap_address
+
+    from specserve.serve.ports import require_free, serve_ports
+
+    joins_cluster = canonicalize_bootstrap_address(None) is not None
+    require_free(serve_ports(file.host, file.port), joins_cluster=joins_cluster)
 
 
 def _has_vllm() -> bool:

@@ -3,6 +3,7 @@
     SpecServeError          anything below; its message is one line for the user
     ├── ConfigError         a configuration field holds a value that is not allowed
     ├── MissingExtraError   vLLM is not installed; names the extra to install
+    ├── PortError           a port to listen on is in use; names it and, where known, by whom
     ├── PlacementError      the cluster cannot hold what was asked for
     ├── EngineError         the engine did not start or died
     ├── SnapshotError       the draft memory's snapshot could not be written, or moved aside
@@ -51,6 +52,10 @@ class MissingExtraError(SpecServeError, RuntimeError):
         super().__init__(
             f"{what} needs vLLM: install specserve[cpu] (CPU) or specserve[gpu] (NVIDIA GPU)"
         )
+
+
+class PortError(SpecServeError, RuntimeError):
+    """A port to listen on is in use."""
 
 
 class PlacementError(SpecServeError, RuntimeError):

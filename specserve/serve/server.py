@@ -12,6 +12,7 @@ from starlette.types import ASGIApp
 
 from specserve.core.config import AppConfig
 from specserve.core.errors import SpecServeError
+from specserve.serve import daemons
 from specserve.serve.installation import require_same
 from specserve.serve.middleware import (
     ControlsMiddleware,
@@ -42,6 +43,7 @@ class ModelServer:
         self._config = config
         self._keys = keys
         self._progress = Progress(config.model.name)
+        daemons.watch()
         try:
             await self._start()
         except SpecServeError as error:

@@ -1,0 +1,74 @@
+"""A tree of processes as `serve run` and Ray have it, with shells for Ray's daemons."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.integration.cluster import eventually, kill
+
+WORKER = (
+    "import time; from specserve.serve.daemons import watch; "
+    "watch(); print(flush=True); time.sleep(99)"
+)
+OWNER = f"""
+import subprocess
+subprocess.Popen(["{{folder}}/gcs_server", "-c", "sleep 99; :"])
+subprocess.Popen(["{{folder}}/raylet", "-c", "'{sys.executable}' -c '{WORKER}'; :"])
+import time
+time.sleep(99)  # waits for no child, as `serve run`
+"""
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[str, str], dict[str, psutil.Process]]]:
+    """Starts a tree by its root's command; returns when the worker watches, with all by name."""
+    roots: list[subprocess.Popen[str]] = []
+    every: list[psutil.Process] = []
+    bash = shutil.which("bash")
+    assert bash
+    for name in ("gcs_server", "raylet"):
+        (tmp_path / name).symlink_to(bash)
+
+    def start(script: str, argument: str) -> dict[str, psutil.Process]:
+        (tmp_path / script).write_text(OWNER.format(folder=tmp_path))
+        root = subprocess.Popen(
+            [sys.executable, tmp_path / script, argument], stdout=subprocess.PIPE, text=True
+        )
+        roots.append(root)
+        assert root.stdout
+        assert root.stdout.readline() == "\n"
+        found = psutil.Process(root.pid)
+        every.extend(found.children(recursive=True))
+        return {"owner": found} | {child.name(): child for child in found.children()}
+
+    yield start
+    for root in roots:
+        kill(every)
+        root.kill()
+        root.communicate()
+
+
+@pytest.mark.parametrize("daemon", ["raylet", "gcs_server"])
+def test_a_dead_daemon_ends_serve_run(
+    start: Callable[[str, str], dict[str, psutil.Process]], daemon: str
+) -> None:
+    tree = start("serve", "run")
+    tree[daemon].kill()
+    eventually(lambda: tree["owner"].status() == psutil.STATUS_ZOMBIE, "it has ended", 15)
+
+
+@pytest.mark.parametrize("command", [("ray", "start"), ("serve", "deploy")])
+def test_who_did_not_start_the_daemons_for_us_is_left_alone(
+    start: Callable[[str, str], dict[str, psutil.Process]], command: tuple[str, str]
+) -> None:
+    tree = start(*command)
+    tree["raylet"].kill()
+    with pytest.raises(psutil.TimeoutExpired):
+        tree["owner"].wait(3)
