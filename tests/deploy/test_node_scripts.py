@@ -68,6 +68,9 @@ def test_a_head_that_does_not_answer_is_told_within_the_bound(tmp_path: Path) ->
 def test_no_port_is_asked_for_twice_or_may_be_given_out_by_the_system() -> None:
     ports = {name: int(port) for name, port in re.findall(r"^(\w+_PORT)=(\d+)", SETTINGS, re.M)}
     workers = range(ports.pop("MIN_WORKER_PORT"), ports.pop("MAX_WORKER_PORT") + 1)
-    assert len(set(ports.values())) == len(ports) == 8
-    assert not set(ports.values()) & set(workers)
-    assert max(*ports.values(), workers[-1]) < 32768  # Linux gives out what is above
+    replica = "RAY_SERVE_DIRECT_INGRESS_{}_HTTP_PORT"
+    replicas = range(ports.pop(replica.format("MIN")), ports.pop(replica.format("MAX")) + 1)
+    assert len(set(ports.values())) == len(ports) == 9
+    assert not set(ports.values()) & {*workers, *replicas}
+    assert not set(workers) & set(replicas)
+    assert max(*ports.values(), workers[-1], replicas[-1]) < 32768  # Linux gives out what is above

@@ -27,8 +27,9 @@ GONE_S = 15.0
 class Parent:
     """Serve's manager of HAProxy in a process of its own."""
 
-    def __init__(self, folder: Path, max_files: int | None = None) -> None:
-        self.port, self.stats_port, self.metrics_port = free_ports(3)
+    def __init__(self, folder: Path, port: int = 0, max_files: int | None = None) -> None:
+        free, self.stats_port, self.metrics_port = free_ports(3)
+        self.port = port or free
         self.folder = folder
 
         def limit_files() -> None:
@@ -134,6 +135,14 @@ def test_few_files_mean_fewer_connections(start: Callable[..., Parent]) -> None:
     assert parent.running()
     for log in parent.folder.glob("*.stderr.log"):
         assert log.read_text().startswith("haproxy: 329 connections at most: 1024 open files\n")
+
+
+def test_a_port_in_use_is_told_with_who_has_it(start: Callable[..., Parent]) -> None:
+    (port,) = free_ports(1)
+    with socket.create_server((HOST, port)), pytest.raises(AssertionError) as error:
+        start(port=port)
+    assert f"haproxy: port {port} (the API) is in use by " in str(error.value)
+    assert f"(pid {os.getpid()})" in str(error.value)
 
 
 def test_it_does_not_start_for_a_parent_that_is_gone() -> None:

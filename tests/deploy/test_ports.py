@@ -1,0 +1,58 @@
+"""The ports that are to be open between nodes, in all places that name them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from ray.serve._private import constants
+
+ROOT = Path(__file__).parents[2]
+SETTINGS = dict(
+    re.findall(r"^(\w+_PORT)=(\d+)", (ROOT / "deploy/node.env").read_text(), flags=re.M)
+)
+REPLICAS = tuple(
+    SETTINGS[f"RAY_SERVE_DIRECT_INGRESS_{bound}_HTTP_PORT"] for bound in ("MIN", "MAX")
+)
+OWN = [str(constants.RAY_SERVE_HAPROXY_STATS_PORT), str(constants.RAY_SERVE_HAPROXY_METRICS_PORT)]
+PROXY = SETTINGS["RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"]
+
+
+def table() -> dict[str, str]:
+    """The README's ports and on which nodes they are."""
+    readme = (ROOT / "README.md").read_text()
+    (rows,) = re.findall(r"^\| TCP port, from .*?\n\n", readme, flags=re.M | re.S)
+    return dict(re.findall(r"^\| ([\d., ]+?) \| (.*?) \|", rows, flags=re.M))
+
+
+def test_the_readme_names_the_ports_of_the_settings() -> None:
+    named = {number for row in table() for number in re.findall(r"\d+", row)}
+    inner = {f"{number}" for number in range(6381, 6384)}  # between two that are named
+    assert set(SETTINGS.values()) - inner == named - set(OWN)
+
+
+def test_replicas_listen_where_serve_has_them_by_default() -> None:
+    assert f"{constants.RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT}" == REPLICAS[0]
+    assert f"{constants.RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT}" == REPLICAS[1]
+    assert f"{constants.RAY_SERVE_FALLBACK_PROXY_HTTP_PORT}" == PROXY
+    assert table()[" .. ".join(REPLICAS)] == "every node"
+    assert table()[PROXY] == "head"
+
+
+def test_statistics_and_metrics_of_haproxy_are_for_the_head_itself() -> None:
+    assert table()[", ".join(OWN)] == "head, for itself alone"
+
+
+@pytest.mark.parametrize("file", ["deploy/node.env", "k8s/base/networkpolicy.yaml"])
+def test_each_place_names_haproxys_ports(file: str) -> None:
+    text = (ROOT / file).read_text()
+    for port in (*REPLICAS, *OWN, PROXY):
+        assert re.search(rf"\b{port}\b", text), port
+
+
+@pytest.mark.parametrize("file", ["deploy/compose.head.yaml", "deploy/compose.worker.yaml"])
+def test_compose_names_the_replicas_ports_and_where_the_others_are(file: str) -> None:
+    text = (ROOT / file).read_text()
+    assert " to ".join(REPLICAS) in text
+    assert "deploy/node.env names the ports" in text
