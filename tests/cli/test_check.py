@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -286,3 +287,21 @@ def test_the_projects_own_files_are_valid(
     monkeypatch.chdir(MODELS.parents[1])
     assert main(["check", f"configs/{name}.yaml"]) == 0
     assert f"configs/{name}.yaml: valid" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_port_in_use_is_refused_where_ports_are_asked_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))  # where Ray looks for a running cluster
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    content = serve_file(GOOD)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = content["http_options"]["port"] = server.getsockname()[1]
+        assert main(["check", write(content)]) == 0
+        assert main(["check", "--ports", write(content)]) == 2
+    said = capsys.readouterr().err
+    assert re.fullmatch(
+        rf"specserve: error: port {port} \(the API, http_options.port\) is in use by .*\n", said
+    )
+    assert main(["check", "--ports", write(content)]) == 0

@@ -1,0 +1,20 @@
+"""An application of Serve without an engine, whose replica watches Ray's daemons as ours do."""
+
+from __future__ import annotations
+
+from ray import serve
+from starlette.requests import Request
+
+from specserve.serve import daemons
+
+
+@serve.deployment(ray_actor_options={"num_cpus": 0})
+class Small:
+    def __init__(self) -> None:
+        daemons.watch()
+
+    async def __call__(self, request: Request) -> str:
+        return "here"
+
+
+app = Small.bind()

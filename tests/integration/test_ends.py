@@ -1,0 +1,163 @@
+"""What is left of `serve run` and the Ray cluster that it started, behind HAProxy, when it ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import yaml
+
+from tests.integration.cluster import (
+    HAPROXY,
+    HOST,
+    Cluster,
+    describe,
+    eventually,
+    free_ports,
+    kill,
+)
+
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not HAPROXY.exists(), reason="Ray brings HAProxy for Linux only"),
+]
+
+ROOT = Path(__file__).parents[2]
+GONE_S = 15.0
+READY_S = 180.0
+
+
+class Run:
+    """`serve run FILE` alone, with the variables of `make serve`; ready when it is made."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        (self.port, fallback_port) = free_ports(2)
+        file = cluster.folder / "small.yaml"
+        file.write_text(yaml.safe_dump(self._content()))
+        self._log = cluster.folder / "serve.log"
+        (reconnect_s,) = re.findall(
+            r"^RAY_gcs_rpc_server_reconnect_timeout_s \?= (\d+)$",
+            (ROOT / "Makefile").read_text(),
+            flags=re.M,
+        )
+        environment = cluster.environment | {
+            "PYTHONPATH": str(ROOT),
+            "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback_port),
+            "RAY_gcs_rpc_server_reconnect_timeout_s": reconnect_s,
+        }
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                ["serve", "run", str(file)],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                # A shell that runs the tests in the background has SIGINT ignored.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            )
+        self._root = psutil.Process(self.process.pid)
+        self.started: list[psutil.Process] = []
+        try:
+            eventually(self.answers, self._log.read_text, READY_S)
+        finally:
+            self.started = self._root.children(recursive=True)
+
+    def _content(self) -> dict[str, object]:
+        application = {"name": "small", "import_path": "tests.integration.small_app:app"}
+        return {
+            "proxy_location": "HeadOnly",
+            "http_options": {"host": HOST, "port": self.port},
+            "applications": [application],
+        }
+
+    def answers(self) -> bool:
+        assert self.process.poll() is None, self._log.read_text()
+        try:
+            return httpx.get(f"http://{HOST}:{self.port}/", timeout=10).text == "here"
+        except httpx.HTTPError:
+            return False
+
+    def named(self, name: str) -> psutil.Process:
+        """One of the processes that it started, by the beginning of the program's name."""
+        return next(each for each in self.started if each.name().startswith(name))
+
+    def left(self) -> list[psutil.Process]:
+        self.process.poll()
+        return [each for each in (self._root, *self.started) if is_alive(each)]
+
+    def await_gone(self) -> None:
+        eventually(
+            lambda: not self.left(), lambda: str([describe(each) for each in self.left()]), GONE_S
+        )
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    cluster = Cluster([])
+    cluster.use_haproxy()
+    yield cluster
+    cluster.stop()
+
+
+@contextmanager
+def running(cluster: Cluster) -> Iterator[Run]:
+    run = Run(cluster)
+    try:
+        yield run
+    finally:
+        kill(run.left())
+        run.process.wait()
+
+
+def test_what_is_killed_leaves_nothing_and_the_next_one_ends_as_well(cluster: Cluster) -> None:
+    with running(cluster) as run:
+        assert run.named("haproxy")
+        run.process.kill()
+        run.await_gone()
+    with running(cluster) as run:
+        os.killpg(run.process.pid, signal.SIGTERM)
+        run.await_gone()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_end_leaves_anything_twice_in_a_row(cluster: Cluster, end: signal.Signals) -> None:
+    for _ in range(2):
+        with running(cluster) as run:
+            run.process.send_signal(end)
+            run.await_gone()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("daemon", ["raylet", "gcs_server"])
+def test_a_daemon_that_is_killed_ends_it_all(cluster: Cluster, daemon: str) -> None:
+    with running(cluster) as run:
+        run.named(daemon).kill()
+        run.await_gone()
+
+
+@pytest.mark.long
+def test_haproxy_ends_with_its_actor_and_comes_back_with_the_next(cluster: Cluster) -> None:
+    with running(cluster) as run:
+        old = run.named("haproxy")
+        run.named("ray::HAProxyMan").kill()
+        eventually(lambda: not is_alive(old), "HAProxy gone", GONE_S)
+        eventually(run.answers, "another one", 60)
+        run.started = psutil.Process(run.process.pid).children(recursive=True)
