@@ -350,11 +350,24 @@ class ProposerHook:
         if params is not None and (params.min_p or params.logit_bias):
             # vLLM applies neither to the logits that verify a draft, only to the last one.
             controls = replace(controls, speculation="off")
+        if _has_unknown_tokens(request):
+            controls = replace(controls, speculation="off", learn=False)
         if lora is not None:
             controls = replace(controls, adapter=lora.lora_name)
         if self._config.http.api_keys:
             controls = with_tenant(controls, extra_args)
         return controls
+
+
+def _has_unknown_tokens(request: Any) -> bool:
+    """Whether positions of the prompt were given as embeddings.
+
+    For these vLLM writes no token ids into a request's row, or some that stand for all of them:
+    what is there may be another request's text.
+    """
+    if request.prompt_token_ids is None or request.prompt_embeds is not None:
+        return True
+    return any(each.modality == "prompt_embeds" for each in request.mm_features)
 
 
 def _to_host(hidden: torch.Tensor, num_tokens: int) -> npt.NDArray[np.uint16]:

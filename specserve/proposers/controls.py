@@ -57,6 +57,16 @@ def parse_controls(
     return RequestControls(speculation, max_draft_tokens, learn)
 
 
+def own_fields(extra_args: Mapping[str, object]) -> dict[str, object]:
+    """Those of a request's ``vllm_xargs`` that are controls of speculation."""
+    return {key: extra_args[key] for key in _KEYS if key in extra_args}
+
+
+def wants_drafts(controls: RequestControls, kind: str) -> bool:
+    """Whether a request takes drafts of a kind of source."""
+    return controls.speculation in ("auto", kind) and controls.max_draft_tokens != 0
+
+
 def refuse_tenant(extra_args: Mapping[str, object]) -> None:
     """Raises RequestError where a client names a tenant itself."""
     if TENANT_KEY in extra_args:

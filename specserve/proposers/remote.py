@@ -20,7 +20,7 @@ from specserve.core.errors import WireError
 from specserve.core.source_config import DraftModelConfig, MtpConfig
 from specserve.core.types import Draft, DraftBatch, RequestControls
 from specserve.proposers.base import Surroundings
-from specserve.proposers.controls import DEFAULT_CONTROLS
+from specserve.proposers.controls import DEFAULT_CONTROLS, wants_drafts
 from specserve.proposers.drafter_link import DrafterLink
 from specserve.proposers.drafter_lookout import Find, Peer, Wanted
 from specserve.proposers.pending_states import PendingStates
@@ -202,7 +202,7 @@ class RemoteProposer:
     def _text_of(self, batch: DraftBatch, row: int) -> Text | None:
         """A request's text; None: it wants no drafts of this source."""
         controls = batch.controls[row] if batch.controls else DEFAULT_CONTROLS
-        if controls.speculation not in ("auto", self._kind) or not controls.max_draft_tokens:
+        if not wants_drafts(controls, self._kind):
             return None
         text = self._texts.get(batch.request_ids[row])
         if text is None:

@@ -18,7 +18,7 @@ from specserve.core.metrics import TrieSnapshot
 from specserve.core.source_config import TrieConfig
 from specserve.core.types import Draft, DraftBatch, Int32Array, RequestControls
 from specserve.proposers.base import Surroundings
-from specserve.proposers.controls import NO_TENANT
+from specserve.proposers.controls import NO_TENANT, wants_drafts
 from specserve.proposers.trie_misses import TrieMisses
 from specserve.trie.memory import KEPT_S, SharedMemory, TrieMemory
 from specserve.trie.namespaces import label, namespace
@@ -41,7 +41,7 @@ class _Request:
     Attributes:
         name: the text's, in the trie and in the cluster.
         namespace: whose it is.
-        trie: where it is learned; None where there is no room for it.
+        trie: where it is learned; None without room for it, or where nobody would draft from it.
         private: nobody else may learn from it.
         num_learned: tokens learned so far.
     """
@@ -171,6 +171,8 @@ class TrieProposer:
         # A client may choose its request's id, and so another one's: the text's name is our own.
         name = f"{self._name}-{self._num_opened:x}"
         self._num_opened += 1
+        if not (controls.learn or wants_drafts(controls, "trie")):
+            return _Request(name, of, None, private=True)
         trie = None if controls.tenant == NO_TENANT else self._memory.for_request(of)
         miss = "" if trie is not None else self._why_none(of, controls)
         if trie is not None and not trie.open(name, private=not controls.learn):

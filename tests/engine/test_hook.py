@@ -42,7 +42,13 @@ class Runner:
 
 def _request(**params: Any) -> SimpleNamespace:
     fields = {"min_p": 0.0, "logit_bias": None, "extra_args": None, "max_tokens": None} | params
-    return SimpleNamespace(sampling_params=SimpleNamespace(**fields), lora_request=None)
+    return SimpleNamespace(
+        sampling_params=SimpleNamespace(**fields),
+        lora_request=None,
+        prompt_token_ids=[1],
+        prompt_embeds=None,
+        mm_features=[],
+    )
 
 
 def _scheduled(runner: Runner, **drafts: list[int]) -> SimpleNamespace:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -111,6 +112,14 @@ def test_a_request_that_must_not_be_learned_from_drafts_from_others_and_leaves_n
     assert ask(proposer, TEXT[205:215], names=["asks"])[0].tokens == ()
     proposer.forget(["secret"])
     assert ask(proposer, TEXT[205:215], names=["asks"])[0].tokens == ()
+
+
+@pytest.mark.parametrize("wish", [{"speculation": "off"}, {"max_draft_tokens": 0}])
+def test_a_text_that_nobody_would_draft_from_takes_no_room(wish: dict[str, Any]) -> None:
+    proposer = build()
+    controls = RequestControls(learn=False, **wish)
+    ask(proposer, TEXT[:100], names=["silent"], controls=(controls,))
+    assert not proposer._memory.tries()
 
 
 def test_prompts_are_left_out_where_the_configuration_says_so() -> None:
