@@ -88,8 +88,7 @@ class Engine:
         if not config.drafts_in_engine:
             # It would refuse `min_p` and `logit_bias`; see specserve.engine.sampling for why not.
             llm.input_processor.speculative_config = None
-        if config.http.api_keys:
-            stamp_requests(llm.engine_core)
+        stamp_requests(llm.engine_core, with_tenants=bool(config.http.api_keys))
         return cls(config, llm)
 
     async def asgi_app(self) -> FastAPI:

@@ -8,15 +8,17 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from http import HTTPStatus
 
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specserve.core.errors import RequestError
-from specserve.proposers.controls import parse_controls, refuse_tenant
+from specserve.engine.tenants import CURRENT_CONTROLS
+from specserve.proposers.controls import own_fields, parse_controls, refuse_tenant
 
-_XARGS = b'"vllm_xargs"'
+_XARGS = b"vllm_xargs"
 _ESCAPED_ASCII = b"\\u00"
 _GONE_S = 1.0
 """The application's time to end a call whose client is gone, before the call is cancelled."""
@@ -26,10 +28,11 @@ _DISCONNECT: Message = {"type": "http.disconnect"}
 
 
 class ControlsMiddleware:
-    """Answers 400 to a request whose speculation controls are not allowed.
+    """Answers 400 to a request whose speculation controls are not allowed, and notes the others'.
 
-    vLLM hands ``vllm_xargs`` to the worker unread, where it would be too late for an error. Bodies
-    without that key, nearly all, are passed on without being parsed.
+    vLLM hands ``vllm_xargs`` to the worker unread, where it would be too late for an error; some of
+    its handlers leave them out. Bodies without that key, nearly all, are passed on without being
+    parsed.
 
     Args:
         app: the application behind.
@@ -46,24 +49,26 @@ class ControlsMiddleware:
             await self._app(scope, receive, send)
             return
         body, messages = await _read(receive)
+        controls: dict[str, object] = {}
         try:
             # JSON may write a key's letters as escapes too.
             if _XARGS in body or _ESCAPED_ASCII in body:
-                self._check(body)
+                controls = self._checked(await _xargs(scope, body, messages))
         except RequestError as error:
             await _bad_request(error)(scope, receive, send)
             return
-        await self._app(scope, _replay(messages, receive), send)
-
-    def _check(self, body: bytes) -> None:
+        token = CURRENT_CONTROLS.set(controls)
         try:
-            request = json.loads(body)
-        except (ValueError, RecursionError):
-            return  # vLLM answers malformed JSON in its own words
-        xargs = request.get("vllm_xargs") if isinstance(request, dict) else None
-        if isinstance(xargs, dict):
-            refuse_tenant(xargs)
-            parse_controls(xargs, self._kinds)
+            await self._app(scope, _replay(messages, receive), send)
+        finally:
+            CURRENT_CONTROLS.reset(token)
+
+    def _checked(self, xargs: object) -> dict[str, object]:
+        if not isinstance(xargs, dict):
+            return {}
+        refuse_tenant(xargs)
+        parse_controls(xargs, self._kinds)
+        return own_fields(xargs)
 
 
 class RetryAfterMiddleware:
@@ -171,6 +176,22 @@ async def _end(call: asyncio.Future[None]) -> None:
     await asyncio.wait([call], timeout=_GONE_S)
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
+
+
+async def _xargs(scope: Scope, body: bytes, messages: list[Message]) -> object:
+    """A body's ``vllm_xargs``, as a rule a mapping; None where it has none that can be read."""
+    with suppress(ValueError, RecursionError, HTTPException):  # vLLM answers in its own words
+        if Headers(scope=scope).get("content-type", "").startswith("multipart/"):
+            async with Request(scope, _replay(messages, _nothing)).form() as form:
+                field = form.get("vllm_xargs")
+            return json.loads(field) if isinstance(field, str) else None
+        request = json.loads(body)
+        return request.get("vllm_xargs") if isinstance(request, dict) else None
+    return None
+
+
+async def _nothing() -> Message:
+    return _DISCONNECT
 
 
 async def _read(receive: Receive) -> tuple[bytes, list[Message]]:

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from vllm import SamplingParams
+from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
+from vllm.logprobs import Logprob
+from vllm.sampling_params import BeamSearchParams
 from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.input_processor import InputProcessor
 
 from specserve.core.types import RequestControls
-from specserve.engine.tenants import CURRENT_TENANT, stamp, stamp_requests
-from specserve.proposers.controls import NO_TENANT, SALT_KEY, TENANT_KEY, with_tenant
+from specserve.engine.tenants import CURRENT_CONTROLS, CURRENT_TENANT, stamp, stamp_requests
+from specserve.proposers.controls import (
+    NO_TENANT,
+    SALT_KEY,
+    TENANT_KEY,
+    parse_controls,
+    with_tenant,
+)
 
 
 def request(salt: str | None = None, **extra_args: Any) -> Any:
@@ -87,7 +100,7 @@ class Client:
 
 def test_calls_answered_at_the_same_time_keep_their_tenants() -> None:
     client = Client()
-    stamp_requests(client)
+    stamp_requests(client, with_tenants=True)
 
     async def answer(tenant: str, both: asyncio.Barrier) -> None:
         CURRENT_TENANT.set(tenant)
@@ -103,3 +116,74 @@ def test_calls_answered_at_the_same_time_keep_their_tenants() -> None:
     tenants = [made.sampling_params.extra_args[TENANT_KEY] for made in client.sent]
     assert sorted(tenants[:2]) == ["a", "b"]
     assert tenants[2] == NO_TENANT
+
+
+class Front(BeamSearchOnlineMixin):
+    """vLLM's beam search, in front of an engine that answers each request with two tokens."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self.renderer: Any = SimpleNamespace(
+            get_tokenizer=lambda: SimpleNamespace(eos_token_id=0, decode=lambda *_, **__: "")
+        )
+        self.engine_client: Any = SimpleNamespace(
+            input_processor=SimpleNamespace(resolve_watermarking=lambda _: None),
+            generate=self._generate,
+        )
+
+    async def _generate(
+        self, prompt: Any, params: SamplingParams, request_id: str, **_: Any
+    ) -> AsyncIterator[Any]:
+        made = request()
+        made.sampling_params, made.request_id = params.clone(), request_id
+        InputProcessor.assign_request_id(made)
+        await self._client.add_request_async(made)
+        logprobs = {token: Logprob(-float(token)) for token in (1, 2)}
+        yield SimpleNamespace(
+            outputs=[SimpleNamespace(finish_reason="length", logprobs=[logprobs])]
+        )
+
+
+@pytest.mark.parametrize("asked", [{}, {"learn": 1, "speculation": "auto"}])
+@pytest.mark.parametrize("with_tenants", [False, True])
+def test_beams_are_neither_learned_nor_drafted_for(
+    with_tenants: bool, asked: dict[str, object]
+) -> None:
+    client = Client()
+    stamp_requests(client, with_tenants=with_tenants)
+    prompt: Any = {"type": "token", "prompt_token_ids": [5]}
+
+    async def run() -> None:
+        CURRENT_CONTROLS.set(asked)
+        params = BeamSearchParams(beam_width=2, max_tokens=3)
+        async for _ in Front(client).beam_search(prompt, "cmpl-1", params):
+            pass
+
+    asyncio.run(run())
+    assert len(client.sent) == 1 + 2 + 2
+    controls = [parse_controls(each.sampling_params.extra_args, []) for each in client.sent]
+    assert {(each.speculation, each.learn) for each in controls} == {("off", False)}
+
+
+def test_a_handler_that_leaves_the_controls_out_does_not_lose_them() -> None:
+    client = Client()
+    stamp_requests(client, with_tenants=False)
+
+    async def answer(controls: dict[str, object]) -> None:
+        CURRENT_CONTROLS.set(controls)
+        await asyncio.create_task(client.add_request_async(request()))
+
+    async def run() -> None:
+        await asyncio.gather(answer({"learn": 0}), answer({}))
+
+    asyncio.run(run())
+    assert [made.sampling_params.extra_args for made in client.sent] == [{"learn": 0}, None]
+
+
+def test_a_request_that_pools_has_no_controls() -> None:
+    client = Client()
+    stamp_requests(client, with_tenants=False)
+    made = request()
+    made.sampling_params = None
+    asyncio.run(client.add_request_async(made))
+    assert client.sent == [made]

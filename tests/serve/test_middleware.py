@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 
+import httpx
 import pytest
 from starlette.background import BackgroundTask
 from starlette.requests import Request
@@ -11,6 +12,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.testclient import TestClient
 from starlette.types import Message, Receive, Scope, Send
 
+from specserve.engine.tenants import CURRENT_CONTROLS
 from specserve.serve.middleware import (
     ControlsMiddleware,
     DisconnectMiddleware,
@@ -68,6 +70,45 @@ def test_a_body_that_cannot_be_read_is_left_to_the_application(
     client: TestClient, body: bytes
 ) -> None:
     assert client.post("/v1/completions", content=body).content == body
+
+
+async def tell_controls(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers with the controls that are known where it runs."""
+    await Request(scope, receive).body()
+    await Response(json.dumps(dict(CURRENT_CONTROLS.get())))(scope, receive, send)
+
+
+@pytest.fixture
+def noted() -> TestClient:
+    return TestClient(ControlsMiddleware(tell_controls, ["ngram"]))
+
+
+def test_the_controls_are_noted_for_who_answers_the_call(noted: TestClient) -> None:
+    xargs = {"learn": 0, "speculation": "off", "other": 3}
+    answer = noted.post("/v1/completions", json={"vllm_xargs": xargs})
+    assert answer.json() == {"learn": 0, "speculation": "off"}
+    assert noted.post("/v1/completions", json={"prompt": "vllm_xargs"}).json() == {}
+
+
+FILES = {"file": ("a.wav", b"\0\xff")}
+
+
+def test_the_controls_of_a_form_are_noted_and_checked_too(noted: TestClient) -> None:
+    def post(xargs: str) -> httpx.Response:
+        path = "/v1/audio/transcriptions"
+        answer: httpx.Response = noted.post(path, data={"vllm_xargs": xargs}, files=FILES)
+        return answer
+
+    assert post('{"learn": 0}').json() == {"learn": 0}
+    assert post("no JSON").json() == {}
+    refused = post('{"learn": 2}')
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "vllm_xargs.learn"
+
+
+def test_a_form_arrives_whole(client: TestClient) -> None:
+    answer = client.post("/v1/audio/transcriptions", data={"vllm_xargs": "{}"}, files=FILES)
+    assert FILES["file"][1] in answer.content
 
 
 @pytest.mark.parametrize(("status", "header"), [(503, "7"), (500, None), (200, None)])
