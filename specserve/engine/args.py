@@ -41,6 +41,11 @@ _MODELLED = {
     "api_key": "http.api_keys",
     **{name: f"engine.{name}" for name in EngineConfig.model_fields if name != "vllm"},
 }
+_SHARED = (
+    *("enable_scale_out", "tokens_only", "enable_fault_tolerance", "tool_server"),
+    *("kv_transfer_config", "ec_transfer_config"),
+)
+"""By these a request names what belongs to others: their ids, caches, blocks or tool sessions."""
 _FIELDS = {field.name: field for field in dataclasses.fields(AsyncEngineArgs)}
 _FRONTEND_FIELDS = {field.name: field for field in dataclasses.fields(FrontendArgs)}
 
@@ -64,6 +69,8 @@ def _vllm_options(config: AppConfig) -> dict[str, Any]:
             raise ConfigError(field, value, f"this option is set by {_MODELLED[key]}")
         if key in _LISTENER_OPTIONS:
             raise ConfigError(field, value, "not here: Serve's proxy listens, see http_options")
+        if key in _SHARED and value and config.http.api_keys:
+            raise ConfigError(field, value, "nothing where http.api_keys is set: tenants share it")
         known = _FIELDS.get(key) or _FRONTEND_FIELDS.get(key)
         if known is None:
             raise ConfigError(field, key, "the fields of vLLM's AsyncEngineArgs or FrontendArgs")

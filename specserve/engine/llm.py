@@ -31,6 +31,7 @@ from specserve.core.openmp import openmp_environment
 from specserve.core.recent import RecentRequest
 from specserve.engine.args import ray_engine_args, serve_namespace
 from specserve.engine.cpu_backend import choose_latent_attention
+from specserve.engine.isolation import TenantLLM, close_routes, part_media, part_responses
 from specserve.engine.tenants import stamp_requests
 
 CLOSE_S = 2.0
@@ -80,7 +81,8 @@ class Engine:
         try:
             # Named both, since Ray's takes the place of the default one, and `/metrics` needs that.
             # The default one last: Ray's takes all of vLLM's series out of the registry first.
-            llm = AsyncLLM.from_vllm_config(
+            client = TenantLLM if config.http.api_keys else AsyncLLM
+            llm = client.from_vllm_config(
                 vllm_config, stat_loggers=[RayPrometheusStatLogger, PrometheusStatLogger]
             )
         except (RuntimeError, ValueError) as error:
@@ -89,10 +91,12 @@ class Engine:
             # It would refuse `min_p` and `logit_bias`; see specserve.engine.sampling for why not.
             llm.input_processor.speculative_config = None
         stamp_requests(llm.engine_core, with_tenants=bool(config.http.api_keys))
+        if config.http.api_keys:
+            part_media(llm.renderer)
         return cls(config, llm)
 
     async def asgi_app(self) -> FastAPI:
-        """vLLM's own application with all its OpenAI routes."""
+        """vLLM's own application with all its OpenAI routes; with API keys those for tenants."""
         namespace = serve_namespace(self._config)
         if self._config.http.api_keys:
             # vLLM would ask for VLLM_API_KEY as well, where that is set. An empty key is none.
@@ -100,6 +104,9 @@ class Engine:
         tasks = await self._llm.get_supported_tasks()
         app: FastAPI = build_app(namespace, tasks, self._llm.model_config)
         await init_app_state(self._llm, app.state, namespace, tasks)
+        if self._config.http.api_keys:
+            close_routes(app)
+            part_responses(getattr(app.state, "openai_serving_responses", None))
         # vLLM tells its HTTP server to exit when the engine dies. Here Serve's health check does
         # that part, so it gets something to tell.
         app.state.server = SimpleNamespace(should_exit=False)

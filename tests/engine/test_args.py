@@ -44,6 +44,25 @@ def test_an_option_vllm_cannot_take_is_refused_with_its_name(
     assert words in refused.value.allowed
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"enable_scale_out": True},
+        {"tool_server": "demo"},
+        {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"}},
+    ],
+)
+def test_an_option_that_tenants_would_share_is_refused_with_api_keys(
+    options: dict[str, Any],
+) -> None:
+    check_engine_options(config(options))
+    shared = config(options, http={"api_keys": [{"env": "A_KEY", "tenant": "a"}]})
+    with pytest.raises(ConfigError) as refused:
+        check_engine_options(shared)
+    assert refused.value.field == f"engine.vllm.{next(iter(options))}"
+    assert "http.api_keys" in refused.value.allowed
+
+
 def test_a_mistake_inside_an_option_is_told_with_its_place_and_its_value() -> None:
     with pytest.raises(ConfigError) as refused:
         check_engine_options(config({"compilation_config": {"mode": "fastest"}}))

@@ -118,7 +118,7 @@ def test_calls_answered_at_the_same_time_keep_their_tenants() -> None:
     assert tenants[2] == NO_TENANT
 
 
-class Front(BeamSearchOnlineMixin):
+class Front(BeamSearchOnlineMixin):  # type: ignore[misc]
     """vLLM's beam search, in front of an engine that answers each request with two tokens."""
 
     def __init__(self, client: Client) -> None:

@@ -24,7 +24,7 @@ def deployment() -> Iterator[Deployment]:
     """An application with tenants; their keys are in the environment of the nodes alone."""
     keys = [{"env": env, "tenant": name} for env, name in zip(KEYS, TENANTS, strict=True)]
     cluster = Cluster((2,))
-    cluster.environment |= KEYS
+    cluster.environment |= KEYS | {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}
     try:
         cluster.start()
         # Every draft is sent, also the ones that do not pay.
@@ -69,14 +69,15 @@ ROUTES: list[tuple[str, Callable[[str], dict[str, Any]], dict[str, Any]]] = [
 ]
 
 
-def num_reused_tokens(http: httpx.Client) -> float:
-    """Tokens that the prefix cache has spared so far; ``/metrics`` needs no key."""
+def metric(http: httpx.Client, name: str) -> float:
+    """The sum of a metric's series; ``/metrics`` needs no key."""
     lines = http.get("/metrics").text.splitlines()
-    return sum(
-        float(line.split()[-1])
-        for line in lines
-        if line.startswith("vllm:prefix_cache_hits_total{")
-    )
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{"))
+
+
+def num_reused_tokens(http: httpx.Client) -> float:
+    """Tokens that the prefix cache has spared so far."""
+    return metric(http, "vllm:prefix_cache_hits_total")
 
 
 def counts(http: httpx.Client, key: Mapping[str, str]) -> tuple[int, int]:
@@ -153,3 +154,49 @@ def test_a_client_that_names_a_tenant_is_answered_400(http: httpx.Client) -> Non
     answer = http.post("/v1/completions", headers=A, json=body)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "vllm_xargs.specserve_tenant"
+
+
+def num_learned(http: httpx.Client, path: str, body: Mapping[str, Any]) -> float:
+    """Tokens that the draft memory learned of a request."""
+    name = "specserve_trie_ingested_tokens_total"
+    before = metric(http, name)
+    ask(http, A, path, body)
+    return metric(http, name) - before
+
+
+SCORED = {"query": "a", "label_token_ids": [300, 301], "apply_softmax": False}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", completion("") | {"use_beam_search": True, "n": 2}),
+        ("/generative_scoring", SCORED | {"vllm_xargs": {"learn": 0}}),
+        ("/v1/completions", completion("") | {"vllm_xargs": {"learn": 0}}),
+    ],
+    ids=["beams", "scores", "completion"],
+)
+def test_what_may_not_be_learned_is_not_whichever_handler_asks(
+    http: httpx.Client, path: str, body: dict[str, Any]
+) -> None:
+    text = some_text()
+    assert num_learned(http, "/v1/completions", completion(some_text())) > 0
+    assert num_learned(http, path, body | {"prompt": text, "items": [text]}) == 0
+
+
+def test_a_stored_response_is_its_tenants_alone(http: httpx.Client) -> None:
+    body = responses("a") | {"model": MODEL, "request_id": "resp_chosen"}
+    assert http.post("/v1/responses", headers=A, json=body).status_code == 200
+    path = "/v1/responses/resp_chosen"
+    more = responses("b") | {"model": MODEL, "previous_response_id": "resp_chosen"}
+    for key, status in ((B, 404), (A, 200)):
+        assert http.get(path, headers=key).status_code == status
+        assert http.post("/v1/responses", headers=key, json=more).status_code == status
+    assert http.post(f"{path}/cancel", headers=B).status_code == 404
+    assert http.post("/v1/responses", headers=B, json=body).status_code == 200
+    assert "resp_chosen" in http.get(path, headers=A).text
+
+
+@pytest.mark.parametrize("path", ["/inference/v1/abort_requests", "/scale_elastic_ep"])
+def test_a_route_that_reaches_all_tenants_is_not_there(http: httpx.Client, path: str) -> None:
+    assert http.post(path, headers=A, json={"request_ids": ["a"]}).status_code == 404

@@ -1,0 +1,373 @@
+"""What tenants can name of one another's in vLLM's own classes: nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from contextvars import copy_context
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from fastapi import FastAPI
+from vllm import SamplingParams
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.multimodal.cache.lru import LruKeyReplicatedReceiverCache, LruKeyReplicatedSenderCache
+from vllm.multimodal.inputs import MultiModalKwargsItem
+from vllm.multimodal.parse import MultiModalDataParser
+from vllm.multimodal.processing import BaseMultiModalProcessor
+from vllm.multimodal.processing.inputs import _HF_MODALITY_PROCESSOR_KWARGS, ProcessorInputs
+from vllm.renderers.base import BaseRenderer
+from vllm.sampling_params import RequestOutputKind
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+
+from specserve.engine import isolation
+from specserve.engine.isolation import (
+    TenantDict,
+    TenantLLM,
+    close_routes,
+    part_media,
+    part_responses,
+)
+from specserve.engine.tenants import CURRENT_TENANT
+from specserve.proposers.controls import NO_TENANT
+
+T = TypeVar("T")
+
+
+def as_tenant(tenant: str, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    def run() -> T:
+        CURRENT_TENANT.set(tenant)
+        return call(*args, **kwargs)
+
+    return copy_context().run(run)
+
+
+# Ids of requests
+
+
+class Client(TenantLLM):
+    """vLLM's client and its output processor, with an engine that writes nothing."""
+
+    def __init__(self) -> None:
+        self.output_processor = OutputProcessor(None, log_stats=False)
+        self.log_requests = False
+        self.engine_core: Any = SimpleNamespace(abort_requests_async=self._aborted)
+        self.aborted: list[str] = []
+
+    async def _aborted(self, request_ids: list[str]) -> None:
+        self.aborted += request_ids
+
+    async def add_request(self, request_id: str, *_: Any, **__: Any) -> Any:
+        params = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False)
+        request = EngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=[1],
+            mm_features=None,
+            sampling_params=params,
+            pooling_params=None,
+            arrival_time=0.0,
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+        InputProcessor.assign_request_id(request)
+        queue = RequestOutputCollector(params.output_kind, request.request_id)
+        self.output_processor.add_request(request, None, queue=queue)
+        return queue
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        pass
+
+    async def run(self, tenant: str, request_id: str) -> str | None:
+        """Generates as a tenant; returns why it ended."""
+        CURRENT_TENANT.set(tenant)
+        (output,) = [each async for each in self.generate("", SamplingParams(), request_id)]
+        reason: str | None = output.outputs[0].finish_reason
+        return reason
+
+    async def end(self, tenant: str, request_id: str | list[str]) -> None:
+        CURRENT_TENANT.set(tenant)
+        await self.abort(request_id)
+
+
+@pytest.mark.parametrize("given", ["mine", ["mine", "other"]])
+def test_an_id_aborts_the_requests_of_the_tenant_that_names_it_alone(
+    given: str | list[str],
+) -> None:
+    async def run() -> tuple[bool, str | None]:
+        client = Client()
+        answer = asyncio.create_task(client.run("a", "mine"))
+        await asyncio.sleep(0)  # it runs up to where it waits
+        await asyncio.create_task(client.end("b", given))
+        was_ended = bool(client.aborted)
+        await asyncio.create_task(client.end("a", given))
+        return was_ended, await asyncio.wait_for(answer, 10)
+
+    assert asyncio.run(run()) == (False, "abort")
+
+
+# Stored responses
+
+
+@pytest.fixture
+def responses() -> Any:
+    """vLLM's handler of responses, as far as it stores them."""
+    handler = OpenAIServingResponses.__new__(OpenAIServingResponses)
+    handler.response_store_lock = asyncio.Lock()
+    part_responses(handler)
+    return handler
+
+
+def stored(handler: Any, tenant: str, response_id: str, status: str) -> Any:
+    response = SimpleNamespace(id=response_id, status=status)
+    as_tenant(tenant, handler.response_store.__setitem__, response_id, response)
+    return response
+
+
+def test_a_stored_response_is_found_and_cancelled_by_its_tenant_alone(responses: Any) -> None:
+    response = stored(responses, "a", "resp_1", "queued")
+
+    def ask(tenant: str, method: str, *args: Any) -> Any:
+        return as_tenant(tenant, asyncio.run, getattr(responses, method)("resp_1", *args))
+
+    for call in (("retrieve_responses", None, False), ("cancel_responses",)):
+        answer = ask("b", *call)
+        assert isinstance(answer, ErrorResponse)
+        assert answer.error.code == 404
+    assert response.status == "queued"
+    assert ask("a", "retrieve_responses", None, False) is response
+    assert ask("a", "cancel_responses") is response
+    assert response.status == "cancelled"
+
+
+def test_a_response_under_the_same_id_replaces_no_other_tenants(responses: Any) -> None:
+    first = stored(responses, "a", "resp_1", "completed")
+    stored(responses, "b", "resp_1", "completed")
+    assert as_tenant("a", responses.response_store.get, "resp_1") is first
+
+
+def test_another_tenants_response_cannot_be_continued(
+    responses: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored(responses, "a", "resp_1", "completed")
+
+    async def no_error(*_: Any) -> None:
+        return None
+
+    monkeypatch.setattr(responses, "_check_model", no_error)
+    monkeypatch.setattr(responses, "_preflight", lambda: None)
+    responses.use_harmony = responses.enable_store = False
+    responses.online_renderer = SimpleNamespace(
+        validate_chat_template=lambda **_: None, trust_request_chat_template=False
+    )
+    request = ResponsesRequest(input="and then?", previous_response_id="resp_1")
+    answer = as_tenant("b", asyncio.run, responses._create_responses(request))
+    assert isinstance(answer, ErrorResponse)
+    assert answer.error.code == 404
+
+
+def test_a_tenants_entries_are_a_dictionary_of_their_own() -> None:
+    shared: TenantDict[int] = TenantDict()
+    as_tenant("a", shared.update, {"x": 1, "y": 2})
+    as_tenant("b", shared.update, {"x": 3})
+    assert as_tenant("a", dict, shared) == {"x": 1, "y": 2}
+    assert as_tenant("b", lambda: (len(shared), "y" in shared)) == (1, False)
+    assert as_tenant("b", shared.pop, "y", None) is None
+    assert as_tenant("a", shared.pop, "x") == 1
+    assert as_tenant("b", dict, shared) == {"x": 3}
+
+
+def test_vllm_stores_responses_in_these_dictionaries_and_no_others() -> None:
+    body = inspect.getsource(OpenAIServingResponses.__init__)
+    names = re.findall(r"self\.(\w+)(?:: dict\[[^=]+\])? = \{\}", body)
+    assert set(names) == set(isolation._RESPONSE_STORES)
+
+
+# Media
+
+
+class Processor:
+    """What stands for a model's own media processor: it makes vLLM's keys, and asks its cache."""
+
+    def __init__(self, modality: str) -> None:
+        self._modality = modality
+        parser = MultiModalDataParser(expected_hidden_size=None)
+        self.info = SimpleNamespace(parse_mm_data=parser.parse_mm_data)
+
+    def apply(self, inputs: ProcessorInputs, _: Any) -> Any:
+        ((key,),) = inputs.get_mm_hashes("model", "blake3").values()
+        (item,) = inputs.mm_data_items.get_items(self._modality, object).get_all()  # type: ignore[call-overload]
+        assert inputs.cache is not None
+        cached = None if item is None else (MultiModalKwargsItem.dummy(), [])
+        return key, inputs.cache.get_and_update_item(cached, key)[0]
+
+
+class Renderer(BaseRenderer):  # type: ignore[type-arg]
+    """vLLM's renderer around that processor."""
+
+    def __init__(self, modality: str) -> None:
+        settings = SimpleNamespace(mm_processor_cache_gb=1)
+        self.model_config: Any = SimpleNamespace(
+            multimodal_config=settings, get_multimodal_config=lambda: settings
+        )
+        self.mm_processor: Any = Processor(modality)
+        self.api_process_rank = 0
+        self._mm_req_counter: Any = SimpleNamespace(inc=lambda _: 1)
+        self._mm_timing_registry: Any = SimpleNamespace(get=lambda _: None)
+        self._mm_processor_cache = LruKeyReplicatedSenderCache(self.model_config)
+        self._process_multimodal_async: Any = self._process_multimodal
+        self._mm_cache_stats = None
+
+    def render_messages(self, messages: Any, params: Any) -> Any:
+        raise NotImplementedError
+
+
+MEDIA = {"image": torch.zeros(3, 4, 4), "audio": torch.zeros(16).numpy()}
+
+
+@pytest.fixture(params=["_process_multimodal", "_process_multimodal_async"])
+def method(request: pytest.FixtureRequest) -> str:
+    """The renderer's methods by which media come."""
+    return str(request.param)
+
+
+@pytest.fixture(params=sorted(MEDIA))
+def modality(request: pytest.FixtureRequest) -> str:
+    """A kind of media."""
+    return str(request.param)
+
+
+@pytest.fixture
+def send(modality: str, method: str) -> Callable[..., tuple[str, Any]]:
+    """Sends media as a tenant; returns their key, and what is not in the cache already."""
+    renderer = Renderer(modality)
+    part_media(renderer)
+
+    def as_of(
+        tenant: str,
+        uuid: str | None = None,
+        *,
+        with_data: bool = True,
+        media_io_kwargs: Mapping[str, Any] | None = None,
+    ) -> tuple[str, Any]:
+        return as_tenant(
+            tenant,
+            getattr(renderer, method),
+            [1],
+            {modality: [MEDIA[modality] if with_data else None]},
+            mm_uuids={modality: [uuid]} if uuid else None,
+            mm_processor_kwargs=None,
+            media_io_kwargs=media_io_kwargs,
+        )
+
+    return as_of
+
+
+@pytest.mark.parametrize("uuid", ["picture", None])
+def test_media_are_cached_for_the_tenant_that_sent_them_alone(
+    send: Callable[..., tuple[str, Any]], uuid: str | None
+) -> None:
+    first, sent = send("a", uuid)
+    assert sent is not None
+    assert send("a", uuid) == (first, None)
+    other, sent = send("b", uuid)
+    assert other != first
+    assert sent is not None
+    assert send(NO_TENANT, uuid)[0] != send(NO_TENANT, uuid)[0]
+
+
+def test_no_name_or_option_opens_another_tenants_media(
+    send: Callable[..., tuple[str, Any]], modality: str
+) -> None:
+    key, _ = send("a", "picture")
+    claims = {modality: {"specserve_tenant": "a"}}
+    for uuid in ("picture", key):
+        for options in (None, claims):
+            with pytest.raises(AssertionError, match="Expected a cached item"):
+                send("b", uuid, with_data=False, media_io_kwargs=options)
+    assert send("a", "picture", with_data=False) == (key, None)
+
+
+def test_the_engine_gives_media_by_the_same_key(send: Callable[..., tuple[str, Any]]) -> None:
+    settings: Any = SimpleNamespace(
+        get_multimodal_config=lambda: SimpleNamespace(mm_processor_cache_gb=1)
+    )
+    receiver = LruKeyReplicatedReceiverCache(settings)
+    key, sent = send("a", "picture")
+    item = MultiModalKwargsItem.dummy()
+    receiver.get_and_update_item(item, key)
+    assert sent is not None
+    assert receiver.get_and_update_item(None, send("a", "picture")[0]) is item
+    assert send("b", "picture")[0] not in receiver._cache
+
+
+def test_vllm_makes_keys_of_the_options_of_media_and_nothing_else() -> None:
+    for method in (BaseRenderer._process_tokens, BaseRenderer._process_tokens_async):
+        assert 'media_io_kwargs=prompt.get("media_io_kwargs")' in inspect.getsource(method)
+    assert "media_io_kwargs" not in inspect.getsource(BaseMultiModalProcessor)
+
+
+def test_vllm_has_no_other_modalities_with_options_of_their_own() -> None:
+    assert set(isolation._MEDIA) == set(_HF_MODALITY_PROCESSOR_KWARGS)
+
+
+# Routes
+
+TASKS = ("generate", "transcription", "realtime", "embed", "classify", "token_embed", "score")
+
+
+def application(monkeypatch: pytest.MonkeyPatch) -> FastAPI:
+    """vLLM's application with every route that an option or a variable opens."""
+    for name in ("SERVER_DEV_MODE", "ALLOW_RUNTIME_LORA_UPDATING", "ENABLE_COHERE_API"):
+        monkeypatch.setenv(f"VLLM_{name}", "1")
+    namespace = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+    namespace.enable_scale_out = namespace.enable_fault_tolerance = True
+    app: FastAPI = build_app(namespace, TASKS)
+    return app
+
+
+def paths(app: FastAPI) -> set[str]:
+    return {getattr(route, "path", "") for route in app.routes}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/v1/load_lora_adapter", "/adapters", "/sleep", "/collective_rpc", "/pause", "/resume"),
+        *("/abort_requests", "/inference/v1/abort_requests", "/inference/v1/generate"),
+        *("/reset_prefix_cache", "/reset_mm_cache", "/scale_elastic_ep", "/update_weights"),
+        *("/fault_tolerance/apply", "/server_info", "/kv_event_sources"),
+    ],
+)
+def test_a_route_that_reaches_all_tenants_requests_is_closed(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = application(monkeypatch)
+    assert path in paths(app)
+    close_routes(app)
+    assert path not in paths(app)
+
+
+def test_the_routes_that_remain_are_the_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = application(monkeypatch)
+    close_routes(app)
+    assert paths(app) <= isolation.TENANT_ROUTES
+    assert {"/v1/completions", "/v1/responses/{response_id}", "/v1/realtime"} <= paths(app)
+
+
+def test_invocations_are_closed_where_they_have_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAGEMAKER_ENABLE_STATEFUL_SESSIONS", "true")
+    app = application(monkeypatch)
+    close_routes(app)
+    assert "/invocations" not in paths(app)
