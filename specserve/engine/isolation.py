@@ -14,7 +14,9 @@ from hashlib import blake2b
 from typing import Any, TypeVar
 
 from fastapi import FastAPI
-from model_hosting_container_standards.sagemaker.config import SageMakerConfig
+from model_hosting_container_standards.sagemaker.config import (  # type: ignore[import-untyped]  # no stubs
+    SageMakerConfig,
+)
 from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -57,17 +59,23 @@ class TenantLLM(AsyncLLM):
     all requests that have it.
     """
 
-    def generate(  # type: ignore[override]  # the arguments are passed on as they are
+    def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         """As vLLM's; the id is the current tenant's."""
-        return super().generate(prompt, sampling_params, own_id(request_id), **options)
+        outputs: AsyncGenerator[RequestOutput, None] = super().generate(
+            prompt, sampling_params, own_id(request_id), **options
+        )
+        return outputs
 
-    def encode(  # type: ignore[override]  # the arguments are passed on as they are
+    def encode(
         self, prompt: Any, pooling_params: Any, request_id: str, **options: Any
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """As vLLM's; the id is the current tenant's."""
-        return super().encode(prompt, pooling_params, own_id(request_id), **options)
+        outputs: AsyncGenerator[PoolingRequestOutput, None] = super().encode(
+            prompt, pooling_params, own_id(request_id), **options
+        )
+        return outputs
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         """As vLLM's; of ids that clients know, those of the current tenant's requests alone."""

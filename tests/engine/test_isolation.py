@@ -207,13 +207,13 @@ class Processor:
 
     def apply(self, inputs: ProcessorInputs, _: Any) -> Any:
         ((key,),) = inputs.get_mm_hashes("model", "blake3").values()
-        (item,) = inputs.mm_data_items.get_items(self._modality, object).get_all()  # type: ignore[call-overload]
+        (item,) = inputs.mm_data_items.get_items(self._modality, object).get_all()
         assert inputs.cache is not None
-        cached = None if item is None else (MultiModalKwargsItem.dummy(), [])
+        cached: Any = None if item is None else (MultiModalKwargsItem.dummy(), [])
         return key, inputs.cache.get_and_update_item(cached, key)[0]
 
 
-class Renderer(BaseRenderer):  # type: ignore[type-arg]
+class Renderer(BaseRenderer):  # type: ignore[misc]
     """vLLM's renderer around that processor."""
 
     def __init__(self, modality: str) -> None:
@@ -261,9 +261,10 @@ def send(modality: str, method: str) -> Callable[..., tuple[str, Any]]:
         with_data: bool = True,
         media_io_kwargs: Mapping[str, Any] | None = None,
     ) -> tuple[str, Any]:
+        process: Callable[..., tuple[str, Any]] = getattr(renderer, method)
         return as_tenant(
             tenant,
-            getattr(renderer, method),
+            process,
             [1],
             {modality: [MEDIA[modality] if with_data else None]},
             mm_uuids={modality: [uuid]} if uuid else None,

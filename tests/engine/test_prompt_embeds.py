@@ -128,10 +128,10 @@ UNKNOWN: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=UNKNOWN.values(), ids=UNKNOWN)
+@pytest.fixture(params=list(UNKNOWN))
 def unknown(request: pytest.FixtureRequest) -> dict[str, Any]:
     """A prompt with positions that have no token id."""
-    return dict(request.param)
+    return dict(UNKNOWN[request.param])
 
 
 def test_an_unknown_text_gets_no_draft_and_is_not_told_of(

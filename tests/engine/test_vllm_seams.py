@@ -149,7 +149,13 @@ def test_every_request_goes_to_the_engine_by_the_method_that_stamps_the_tenant()
     assert {line.split("(")[0] for line in sends} == {"await self.engine_core.add_request_async"}
     assert "EngineCoreRequestType.ADD" not in source(AsyncLLM)
     fields = EngineCoreRequest.__struct_fields__
-    assert {"sampling_params", "cache_salt"} <= set(fields)
+    assert {"sampling_params", "cache_salt", "external_req_id"} <= set(fields)
+
+
+def test_every_request_is_named_and_ended_by_three_methods_of_the_client() -> None:
+    assert parameters(AsyncLLM.generate)[1:4] == ["prompt", "sampling_params", "request_id"]
+    assert parameters(AsyncLLM.encode)[1:4] == ["prompt", "pooling_params", "request_id"]
+    assert parameters(AsyncLLM.abort)[1:] == ["request_id", "internal"]
 
 
 def test_blocks_of_the_prefix_cache_are_reused_within_one_salt_only() -> None:
