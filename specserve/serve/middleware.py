@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from specserve.core.errors import RequestError
 from specserve.engine.tenants import CURRENT_CONTROLS
 from specserve.proposers.controls import own_fields, parse_controls, refuse_tenant
+from specserve.serve.shared import AS_OF, Shared
 
 _XARGS = b"vllm_xargs"
 _ESCAPED_ASCII = b"\\u00"
@@ -25,6 +26,8 @@ _GONE_S = 1.0
 _MOST_UNREAD = 16
 """Messages of a call that its application has not taken: pieces of a body that may be refused."""
 _DISCONNECT: Message = {"type": "http.disconnect"}
+_RENDER_S = 10.0
+"""The application's time to render its metrics."""
 
 
 class ControlsMiddleware:
@@ -151,24 +154,65 @@ class DisconnectMiddleware:
 
 
 class FreshMetricsMiddleware:
-    """Has the speculation metrics brought up to date before ``/metrics`` is answered.
+    """Answers ``GET /metrics`` with what the application says after a refresh, and keeps that.
+
+    vLLM's text is long: it is rendered once for each refresh, and not for each who asks.
 
     Args:
         app: the application behind.
-        refresh: fetches them.
+        refresh: brings the speculation metrics up to date; tells when that was, in Unix time.
     """
 
-    def __init__(self, app: ASGIApp, refresh: Callable[[], Awaitable[object]]) -> None:
+    def __init__(self, app: ASGIApp, refresh: Callable[[], Awaitable[float]]) -> None:
         self._app = app
         self._refresh = refresh
+        self._answers: Shared[tuple[str, float], Response] = Shared(self._render, _RENDER_S)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles one ASGI connection."""
-        if scope["type"] == "http":
-            path = scope["path"].removeprefix(scope.get("root_path", ""))
-            if path.rstrip("/") == "/metrics":
-                await self._refresh()
+        if scope["type"] == "http" and scope["method"] == "GET":
+            root_path = scope.get("root_path", "")
+            if scope["path"].removeprefix(root_path).rstrip("/") == "/metrics":
+                answer = await self._answers.get((root_path, await self._refresh()))
+                await answer(scope, receive, send)
+                return
         await self._app(scope, receive, send)
+
+    async def _render(self, asked: tuple[str, float]) -> Response:
+        root_path, refreshed_at = asked
+        sent: list[Message] = []
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        await self._app(_get(f"{root_path}/metrics", root_path), _nobody, send)
+        start, *body = sent
+        content = b"".join(message.get("body", b"") for message in body)
+        answer = Response(content, start["status"], {AS_OF: f"{refreshed_at:.6f}"})
+        answer.raw_headers += start["headers"]
+        return answer
+
+
+def _get(path: str, root_path: str) -> Scope:
+    """The scope of a call that comes from no client."""
+    return {
+        "type": "http",
+        "http_version": "1.1",
+        "method": "GET",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": root_path,
+        "headers": [],
+        "client": None,
+        "server": None,
+    }
+
+
+async def _nobody() -> Message:
+    """What is heard of no client: it has sent no body, and it is gone."""
+    return _DISCONNECT
 
 
 async def _end(call: asyncio.Future[None]) -> None:

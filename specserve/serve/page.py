@@ -1,7 +1,8 @@
 """The page ``/speculation``: live, what is drafted and accepted, of all replicas together.
 
 The page itself holds no data. It asks ``/speculation/data`` once a second while someone looks, and
-the replica that happens to be asked asks the others. Rates come from the difference of two answers.
+the replica that happens to be asked asks the others. However many look, each replica's engine is
+asked once a second for all of a tenant. Rates come from the difference of two answers.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from specserve.core.metrics import SpeculationSnapshot
 from specserve.core.recent import RecentRequest, RecentStep
 from specserve.core.source_config import TrieConfig
 from specserve.engine.tenants import CURRENT_TENANT
+from specserve.serve.shared import Shared
 from specserve.trie.layout import PAGE, pages_in
 
 ANSWER_TIMEOUT_S = 2.0
@@ -151,13 +153,23 @@ class SpeculationPage:
         self._engine = engine
         self._replica = replica
         self._ask_all = ask_all
+        self._snapshots: Shared[None, SpeculationSnapshot | None] = Shared(
+            lambda _: engine.speculation(), ANSWER_TIMEOUT_S
+        )
+        self._views = Shared(self._look, ANSWER_TIMEOUT_S)
+        self._answers = Shared(self._answer, PEERS_TIMEOUT_S + ANSWER_TIMEOUT_S + 1)
         self._decode: Callable[[tuple[int, ...]], str] | None = None
 
     async def view(self, tenant: str) -> ReplicaView:
-        """What this replica shows to ``tenant``. Raises TimeoutError if rank 0 is silent."""
-        async with asyncio.timeout(ANSWER_TIMEOUT_S):
-            snapshot = await self._engine.speculation()
-            requests = await self._engine.recent_requests(tenant)
+        """What this replica shows to ``tenant``. Raises TimeoutError if rank 0 is silent.
+
+        The engine is asked once a second at most, since that keeps all shards from their next step.
+        """
+        return await self._views.get(tenant)
+
+    async def _look(self, tenant: str) -> ReplicaView:
+        snapshot = await self._snapshots.get(None)
+        requests = await self._engine.recent_requests(tenant)
         return ReplicaView(
             self._replica,
             time.monotonic(),
@@ -182,12 +194,14 @@ class SpeculationPage:
 
         @router.get("/speculation/data", include_in_schema=False)
         async def data() -> Response:
-            answer = await self._data(CURRENT_TENANT.get() if self._config.http.api_keys else "")
-            return Response(
-                msgspec.json.encode(answer), headers=_HEADERS, media_type="application/json"
-            )
+            tenant = CURRENT_TENANT.get() if self._config.http.api_keys else ""
+            answer = await self._answers.get(tenant)
+            return Response(answer, headers=_HEADERS, media_type="application/json")
 
         return router
+
+    async def _answer(self, tenant: str) -> bytes:
+        return msgspec.json.encode(await self._data(tenant))
 
     async def _data(self, tenant: str) -> PageData:
         try:

@@ -3,24 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import prometheus_client
 from fastapi import APIRouter
+from starlette.responses import Response
 
 from specserve.core.config import AppConfig
 from specserve.core.metrics import AcceptanceSnapshot, HealthSnapshot, SpeculationSnapshot
 from specserve.core.prometheus import PrometheusCollector
+from specserve.serve.shared import AS_OF, Shared
 
 logger = logging.getLogger(__name__)
 
 SNAPSHOT_TIMEOUT_S = 2.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What ``GET /v1/speculation`` says, and when the engine was asked for it, in Unix time."""
+
+    as_of: float
+    body: bytes
+
+
 class SpeculationMonitor:
-    """Keeps the last snapshot that rank 0 answered, and fetches a new one on request.
+    """Keeps the last snapshot that rank 0 answered, and fetches a new one once a second at most.
+
+    A fetch keeps all shards from their next step, so it must not be as frequent as requests are.
 
     Args:
         config: the application's configuration.
@@ -33,29 +48,42 @@ class SpeculationMonitor:
         self._config = config
         self._fetch = fetch
         self._last = SpeculationSnapshot()
+        self._answered_at = 0.0
+        # The limit is for the engine alone, whose last answer is told when it takes too long.
+        self._answers: Shared[None, _Answer] = Shared(self._refresh, 2 * SNAPSHOT_TIMEOUT_S)
         self._collector = PrometheusCollector(lambda: self._last, {"model": config.model.name})
         prometheus_client.REGISTRY.register(self._collector)
 
-    async def refresh(self) -> SpeculationSnapshot:
-        """The present snapshot, or the last one that is known if rank 0 does not answer in time."""
-        try:
-            snapshot = await asyncio.wait_for(self._fetch(), SNAPSHOT_TIMEOUT_S)
-        except Exception as error:
-            logger.warning("No speculation metrics from rank 0: %r", error)
-        else:
-            self._last = snapshot or self._last
-        return self._last
+    async def refresh(self) -> float:
+        """Brings the metrics up to date; tells when the engine was asked for them, in Unix time.
+
+        That is longer than a second ago where rank 0 does not answer in time.
+        """
+        return (await self._answers.get(None)).as_of
 
     def router(self) -> APIRouter:
         """The route ``GET /v1/speculation``."""
         router = APIRouter()
 
-        @router.get("/v1/speculation")
-        async def speculation() -> dict[str, Any]:
+        @router.get("/v1/speculation", response_model=dict[str, Any])
+        async def speculation() -> Response:
             """Sources configured, whether each is up, and acceptance since the replica started."""
-            return self._answer(await self.refresh())
+            answer = await self._answers.get(None)
+            headers = {AS_OF: f"{answer.as_of:.6f}"}
+            return Response(answer.body, media_type="application/json", headers=headers)
 
         return router
+
+    async def _refresh(self, _: None) -> _Answer:
+        asked_at = time.time()
+        try:
+            snapshot = await asyncio.wait_for(self._fetch(), SNAPSHOT_TIMEOUT_S)
+        except Exception as error:
+            logger.warning("No speculation metrics from rank 0: %r", error)
+        else:
+            self._last, self._answered_at = snapshot or self._last, asked_at
+        body = json.dumps(self._answer(self._last), separators=(",", ":")).encode()
+        return _Answer(self._answered_at, body)
 
     def _answer(self, snapshot: SpeculationSnapshot) -> dict[str, Any]:
         health = {entry.source: entry for entry in snapshot.health}

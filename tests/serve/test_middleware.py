@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+import httpx
 import pytest
 from starlette.background import BackgroundTask
 from starlette.requests import Request
@@ -19,6 +20,7 @@ from specserve.serve.middleware import (
     FreshMetricsMiddleware,
     RetryAfterMiddleware,
 )
+from specserve.serve.shared import AS_OF
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
@@ -116,6 +118,22 @@ def test_a_busy_server_and_no_other_says_when_to_come_back(status: int, header: 
     assert TestClient(application).get("/").headers.get("Retry-After") == header
 
 
+class Metrics:
+    """Renders the second that it is, and counts how often it does."""
+
+    def __init__(self) -> None:
+        self.num_refreshed = self.num_rendered = self.second = 0
+
+    async def refresh(self) -> float:
+        self.num_refreshed += 1
+        return float(self.second)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await asyncio.sleep(0)
+        self.num_rendered += 1
+        await Response(f"{self.second} of {scope['path']}")(scope, receive, send)
+
+
 @pytest.mark.parametrize(
     ("path", "root_path", "refreshed"),
     [("/metrics", "", 1), ("/demo/metrics/", "/demo", 1), ("/health", "", 0)],
@@ -123,14 +141,36 @@ def test_a_busy_server_and_no_other_says_when_to_come_back(status: int, header: 
 def test_metrics_are_fresh_also_under_a_route_prefix(
     path: str, root_path: str, refreshed: int
 ) -> None:
-    calls = []
+    metrics = Metrics()
+    application = FreshMetricsMiddleware(metrics, metrics.refresh)
+    answer = TestClient(application, root_path=root_path).get(path)
+    assert answer.text == f"0 of {path.rstrip('/')}"
+    assert metrics.num_refreshed == refreshed
 
-    async def refresh() -> None:
-        calls.append(path)
 
-    application = FreshMetricsMiddleware(Response(), refresh)
-    TestClient(application, root_path=root_path).get(path)
-    assert len(calls) == refreshed
+def test_metrics_are_rendered_once_a_refresh_for_all_who_ask() -> None:
+    metrics = Metrics()
+
+    async def run() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(FreshMetricsMiddleware(metrics, metrics.refresh))
+        answers = []
+        async with httpx.AsyncClient(transport=transport, base_url="http://replica") as client:
+            for metrics.second in range(3):
+                answers += await asyncio.gather(*(client.get("/metrics") for _ in range(10)))
+        return answers
+
+    answers = asyncio.run(run())
+    assert [each.text[0] for each in answers] == list("0" * 10 + "1" * 10 + "2" * 10)
+    assert [each.headers[AS_OF] for each in answers[::10]] == ["0.000000", "1.000000", "2.000000"]
+    assert metrics.num_rendered == 3
+
+
+@pytest.mark.parametrize("method", ["HEAD", "POST"])
+def test_metrics_asked_for_by_other_methods_ask_nothing_of_the_engine(method: str) -> None:
+    metrics = Metrics()
+    client = TestClient(FreshMetricsMiddleware(metrics, metrics.refresh))
+    client.request(method, "/metrics")
+    assert metrics.num_refreshed == 0
 
 
 def caller(leaves: asyncio.Event | None = None) -> Receive:

@@ -32,13 +32,16 @@ class Engine:
 
     def __init__(self) -> None:
         self.hangs = False
+        self.num_asked = 0
 
     async def speculation(self) -> SpeculationSnapshot | None:
+        self.num_asked += 1
         if self.hangs:
             await asyncio.Event().wait()
         return None
 
     async def recent_requests(self, tenant: str) -> tuple[RecentRequest, ...]:
+        self.num_asked += 1
         name = tuple(f"of {tenant}".encode())
         return (RecentRequest("0", (RecentStep("", 0, 0, len(name), name),)),)
 
@@ -140,6 +143,27 @@ def test_the_page_is_open_and_its_data_are_the_tenants_own(engine: Engine) -> No
             bearer = {"Authorization": f"Bearer sk-{tenant}"}
             assert shown_texts(http.get("/speculation/data", headers=bearer)) == {f"of {tenant}"}
     assert CURRENT_TENANT.get() == "-"
+
+
+def test_the_engine_is_asked_once_for_all_of_a_tenant_who_look_within_a_second(
+    engine: Engine,
+) -> None:
+    num_broadcasts = 0
+
+    async def count(this: SpeculationPage, tenant: str) -> list[ReplicaView | BaseException]:
+        nonlocal num_broadcasts
+        num_broadcasts += 1
+        return [await this.view(tenant) for _ in range(3)]
+
+    keys = [{"env": name, "tenant": name[-1].lower()} for name in ENVIRONMENT]
+    with client(engine, count, show_text=True, api_keys=keys) as http:
+        for _ in range(10):
+            for tenant in ("a", "b"):
+                bearer = {"Authorization": f"Bearer sk-{tenant}"}
+                answer = http.get("/speculation/data", headers=bearer)
+                assert shown_texts(answer) == {f"of {tenant}"}
+    assert num_broadcasts == 2
+    assert engine.num_asked == 1 + 2  # for the counts of all, and for each one's requests
 
 
 def test_the_page_may_load_nothing_from_elsewhere_and_names_no_host(engine: Engine) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 
 import prometheus_client
@@ -11,6 +12,7 @@ from fastapi.testclient import TestClient
 from specserve.core.config import parse
 from specserve.core.metrics import SpeculationMetrics, SpeculationSnapshot
 from specserve.serve import speculation
+from specserve.serve.shared import AS_OF
 from specserve.serve.speculation import SpeculationMonitor
 
 
@@ -22,8 +24,10 @@ class Rank0:
         self.metrics.set_up("ngram", True)
         self.error: Exception | None = None
         self.hangs = False
+        self.num_asked = 0
 
     async def __call__(self) -> SpeculationSnapshot:
+        self.num_asked += 1
         if self.hangs:
             await asyncio.Event().wait()
         if self.error is not None:
@@ -79,3 +83,18 @@ def test_the_last_known_counts_are_told_when_the_engine_does_not_answer(
     before = client.get("/v1/speculation").json()
     rank0.hangs, rank0.error = hangs, RuntimeError("the engine has died")
     assert client.get("/v1/speculation").json() == before
+
+
+def test_the_engine_is_asked_once_for_all_who_look_within_a_second(
+    client: TestClient, rank0: Rank0
+) -> None:
+    answers = [client.get("/v1/speculation") for _ in range(20)]
+    assert {answer.content for answer in answers} == {answers[0].content}
+    assert rank0.num_asked == 1
+
+
+def test_an_answer_tells_when_the_engine_was_asked(client: TestClient) -> None:
+    before = time.time()
+    answer = client.get("/v1/speculation")
+    assert before <= float(answer.headers[AS_OF]) <= time.time()
+    assert client.get("/v1/speculation").headers[AS_OF] == answer.headers[AS_OF]
