@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from http import HTTPStatus
 
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specserve.core.errors import RequestError
-from specserve.engine.tenants import CURRENT_CONTROLS
-from specserve.proposers.controls import own_fields, parse_controls, refuse_tenant
 from specserve.serve.shared import AS_OF, Shared
 
-_XARGS = b"vllm_xargs"
-_ESCAPED_ASCII = b"\\u00"
 _GONE_S = 1.0
 """The application's time to end a call whose client is gone, before the call is cancelled."""
 _MOST_UNREAD = 16
@@ -28,50 +21,6 @@ _MOST_UNREAD = 16
 _DISCONNECT: Message = {"type": "http.disconnect"}
 _RENDER_S = 10.0
 """The application's time to render its metrics."""
-
-
-class ControlsMiddleware:
-    """Answers 400 to a request whose speculation controls are not allowed, and notes the others'.
-
-    vLLM hands ``vllm_xargs`` to the worker unread, where it would be too late for an error; some of
-    its handlers leave them out. Bodies without that key, nearly all, are passed on without being
-    parsed.
-
-    Args:
-        app: the application behind.
-        kinds: kinds of the configured sources; None: no controls are allowed.
-    """
-
-    def __init__(self, app: ASGIApp, kinds: Sequence[str] | None) -> None:
-        self._app = app
-        self._kinds = kinds
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handles one ASGI connection."""
-        if scope["type"] != "http" or scope["method"] != "POST":
-            await self._app(scope, receive, send)
-            return
-        body, messages = await _read(receive)
-        controls: dict[str, object] = {}
-        try:
-            # JSON may write a key's letters as escapes too.
-            if _XARGS in body or _ESCAPED_ASCII in body:
-                controls = self._checked(await _xargs(scope, body, messages))
-        except RequestError as error:
-            await _bad_request(error)(scope, receive, send)
-            return
-        token = CURRENT_CONTROLS.set(controls)
-        try:
-            await self._app(scope, _replay(messages, receive), send)
-        finally:
-            CURRENT_CONTROLS.reset(token)
-
-    def _checked(self, xargs: object) -> dict[str, object]:
-        if not isinstance(xargs, dict):
-            return {}
-        refuse_tenant(xargs)
-        parse_controls(xargs, self._kinds)
-        return own_fields(xargs)
 
 
 class RetryAfterMiddleware:
@@ -222,41 +171,6 @@ async def _end(call: asyncio.Future[None]) -> None:
     await asyncio.gather(call, return_exceptions=True)
 
 
-async def _xargs(scope: Scope, body: bytes, messages: list[Message]) -> object:
-    """A body's ``vllm_xargs``, as a rule a mapping; None where it has none that can be read."""
-    with suppress(ValueError, RecursionError, HTTPException):  # vLLM answers in its own words
-        if Headers(scope=scope).get("content-type", "").startswith("multipart/"):
-            async with Request(scope, _replay(messages, _nothing)).form() as form:
-                field = form.get("vllm_xargs")
-            return json.loads(field) if isinstance(field, str) else None
-        request = json.loads(body)
-        return request.get("vllm_xargs") if isinstance(request, dict) else None
-    return None
-
-
-async def _nothing() -> Message:
-    return _DISCONNECT
-
-
-async def _read(receive: Receive) -> tuple[bytes, list[Message]]:
-    messages: list[Message] = []
-    while True:
-        message = await receive()
-        messages.append(message)
-        if message["type"] != "http.request" or not message.get("more_body", False):
-            return b"".join(m.get("body", b"") for m in messages), messages
-
-
-def _replay(messages: list[Message], receive: Receive) -> Receive:
-    waiting = iter(messages)
-
-    async def replay() -> Message:
-        message = next(waiting, None)
-        return message if message is not None else await receive()
-
-    return replay
-
-
 async def answer_http_error(request: Request, error: Exception) -> Response:
     """Tells unknown paths and wrong methods in OpenAI's form; vLLM does so for its own errors.
 
@@ -265,14 +179,10 @@ async def answer_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     kind = HTTPStatus(error.status_code).phrase.title().replace(" ", "") + "Error"
     what = f"{request.method} {request.url.path}: {error.detail}"
-    return _error(what, kind, None, error.status_code, error.headers)
+    return openai_error(what, kind, None, error.status_code, error.headers)
 
 
-def _bad_request(error: RequestError) -> Response:
-    return _error(str(error), "BadRequestError", error.field, 400)
-
-
-def _error(
+def openai_error(
     message: str,
     kind: str,
     param: str | None,

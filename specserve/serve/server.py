@@ -13,9 +13,9 @@ from starlette.types import ASGIApp
 from specserve.core.config import AppConfig
 from specserve.core.errors import SpecServeError
 from specserve.serve import daemons
+from specserve.serve.controls import ControlsMiddleware
 from specserve.serve.installation import require_same
 from specserve.serve.middleware import (
-    ControlsMiddleware,
     DisconnectMiddleware,
     FreshMetricsMiddleware,
     RetryAfterMiddleware,

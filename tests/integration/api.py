@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
+
+from specserve.serve.shared import AS_OF
 
 MODEL = "demo"
 TIMEOUT_S = 120.0
@@ -88,11 +91,23 @@ class Api:
         )
 
     def speculation(self) -> dict[str, Any]:
-        """What ``GET /v1/speculation`` answers."""
-        response = self.http.get("/v1/speculation")
-        assert response.status_code == 200, response.text
-        answer: dict[str, Any] = response.json()
+        """What ``GET /v1/speculation`` answers, as of now."""
+        answer: dict[str, Any] = fresh(self.http, "/v1/speculation").json()
         return answer
+
+
+def fresh(
+    http: httpx.Client, path: str, headers: Mapping[str, str] | None = None
+) -> httpx.Response:
+    """An answer that says what is so now, also where answers are kept for a second."""
+    asked_at = time.time()
+    while True:
+        response = http.get(path, headers=dict(headers or {}))
+        assert response.status_code == 200, response.text
+        if float(response.headers[AS_OF]) >= asked_at:
+            return response
+        assert time.time() - asked_at < TIMEOUT_S, "the engine does not answer"
+        time.sleep(0.05)
 
 
 def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:

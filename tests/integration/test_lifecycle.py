@@ -13,7 +13,7 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as families
 
-from tests.integration.api import MODEL, OFF, TIMEOUT_S, Api, StreamError
+from tests.integration.api import MODEL, OFF, TIMEOUT_S, Api, StreamError, fresh
 from tests.integration.cluster import READY_S, Cluster, Deployment, is_healthy
 from tests.integration.conftest import MAX_NUM_SEQS, MAX_QUEUED
 
@@ -143,7 +143,7 @@ def answers_of_whole_length(api: Api) -> float:
 
 def vllm_metric(api: Api, name: str, **labels: str) -> float:
     """One of vLLM's own metrics, from the replica, summed over the labels not given."""
-    page = api.http.get("/metrics").text
+    page = fresh(api.http, "/metrics").text
     return sum(
         sample.value
         for family in families(page)

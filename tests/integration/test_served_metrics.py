@@ -6,7 +6,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as families
 
-from tests.integration.api import Api
+from tests.integration.api import Api, fresh
 from tests.integration.cluster import HOST, Deployment
 
 pytestmark = pytest.mark.timeout(900)
@@ -90,7 +90,7 @@ def test_rays_metrics_agree_with_the_speculation_route(api: Api, app: Deployment
 
 def test_vllms_own_metrics_are_the_replicas_and_rays(api: Api, app: Deployment) -> None:
     api.complete(prompt=PROMPT, max_tokens=8)
-    assert "\nvllm:generation_tokens_total{" in api.http.get("/metrics").text
+    assert "\nvllm:generation_tokens_total{" in fresh(api.http, "/metrics").text
 
     def exported() -> bool:
         pages = [httpx.get(f"http://{HOST}:{port}/metrics") for port in app.cluster.metrics_ports]

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.integration.api import MODEL, TIMEOUT_S
+from tests.integration.api import MODEL, TIMEOUT_S, fresh
 from tests.integration.cluster import Cluster, Deployment, serving
 from tests.integration.conftest import application
 
@@ -71,7 +71,7 @@ ROUTES: list[tuple[str, Callable[[str], dict[str, Any]], dict[str, Any]]] = [
 
 def metric(http: httpx.Client, name: str) -> float:
     """The sum of a metric's series; ``/metrics`` needs no key."""
-    lines = http.get("/metrics").text.splitlines()
+    lines = fresh(http, "/metrics").text.splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{"))
 
 
@@ -82,8 +82,7 @@ def num_reused_tokens(http: httpx.Client) -> float:
 
 def counts(http: httpx.Client, key: Mapping[str, str]) -> tuple[int, int]:
     """Draft tokens verified so far, and how many of them were accepted."""
-    answer = http.get("/v1/speculation", headers=dict(key))
-    assert answer.status_code == 200, answer.text
+    answer = fresh(http, "/v1/speculation", key)
     sources: list[dict[str, int]] = list(answer.json()["acceptance"].values())
     drafted = sum(each["draft_tokens"] for each in sources)
     return drafted, sum(each["accepted_tokens"] for each in sources)

@@ -1,115 +1,21 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from collections.abc import AsyncIterator
 
 import httpx
 import pytest
 from starlette.background import BackgroundTask
-from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.testclient import TestClient
 from starlette.types import Message, Receive, Scope, Send
 
-from specserve.engine.tenants import CURRENT_CONTROLS
 from specserve.serve.middleware import (
-    ControlsMiddleware,
     DisconnectMiddleware,
     FreshMetricsMiddleware,
     RetryAfterMiddleware,
 )
 from specserve.serve.shared import AS_OF
-
-
-async def echo(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers with the body that reached it."""
-    body = await Request(scope, receive).body()
-    await Response(body)(scope, receive, send)
-
-
-@pytest.fixture
-def client() -> TestClient:
-    return TestClient(ControlsMiddleware(echo, ["ngram"]))
-
-
-def test_a_body_with_good_controls_arrives_whole_in_whatever_pieces_it_came(
-    client: TestClient,
-) -> None:
-    body = json.dumps({"prompt": "x" * 100, "vllm_xargs": {"speculation": "ngram"}}).encode()
-
-    def pieces() -> Iterator[bytes]:
-        yield from (body[:20], body[20:90], body[90:])
-
-    assert client.post("/v1/completions", content=pieces()).content == body
-
-
-def test_a_control_that_is_not_allowed_never_reaches_the_application(client: TestClient) -> None:
-    answer = client.post("/v1/completions", json={"vllm_xargs": {"max_draft_tokens": -1}})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "vllm_xargs.max_draft_tokens"
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        b'{"vllm_xargs": {"specserve_tenant": "b"}}',
-        b'{"vllm_\\u0078args": {"specserve\\u005ftenant": "b"}}',
-        b'{"vllm_xargs": {}, "vllm_xargs": {"learn": 0, "specserve_tenant": null}}',
-    ],
-)
-def test_a_client_cannot_name_its_tenant(client: TestClient, body: bytes) -> None:
-    answer = client.post("/v1/completions", content=body)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "vllm_xargs.specserve_tenant"
-
-
-@pytest.mark.parametrize(
-    "body", [b'{"vllm_xargs": ', b'{"vllm_xargs": ' + b"[" * 100_000, b'"vllm_xargs"', b"\xff\\u00"]
-)
-def test_a_body_that_cannot_be_read_is_left_to_the_application(
-    client: TestClient, body: bytes
-) -> None:
-    assert client.post("/v1/completions", content=body).content == body
-
-
-async def tell_controls(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers with the controls that are known where it runs."""
-    await Request(scope, receive).body()
-    await Response(json.dumps(dict(CURRENT_CONTROLS.get())))(scope, receive, send)
-
-
-@pytest.fixture
-def noted() -> TestClient:
-    return TestClient(ControlsMiddleware(tell_controls, ["ngram"]))
-
-
-def test_the_controls_are_noted_for_who_answers_the_call(noted: TestClient) -> None:
-    xargs = {"learn": 0, "speculation": "off", "other": 3}
-    answer = noted.post("/v1/completions", json={"vllm_xargs": xargs})
-    assert answer.json() == {"learn": 0, "speculation": "off"}
-    assert noted.post("/v1/completions", json={"prompt": "vllm_xargs"}).json() == {}
-
-
-FILES = {"file": ("a.wav", b"\0\xff")}
-
-
-def test_the_controls_of_a_form_are_noted_and_checked_too(noted: TestClient) -> None:
-    def post(xargs: str) -> Any:
-        path = "/v1/audio/transcriptions"
-        return noted.post(path, data={"vllm_xargs": xargs}, files=FILES)
-
-    assert post('{"learn": 0}').json() == {"learn": 0}
-    assert post("no JSON").json() == {}
-    refused = post('{"learn": 2}')
-    assert refused.status_code == 400
-    assert refused.json()["error"]["param"] == "vllm_xargs.learn"
-
-
-def test_a_form_arrives_whole(client: TestClient) -> None:
-    answer = client.post("/v1/audio/transcriptions", data={"vllm_xargs": "{}"}, files=FILES)
-    assert FILES["file"][1] in answer.content
 
 
 @pytest.mark.parametrize(("status", "header"), [(503, "7"), (500, None), (200, None)])

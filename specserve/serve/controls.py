@@ -1,0 +1,136 @@
+"""Checks and notes what a request wishes of speculation, before vLLM reads the request."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartException
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from specserve.core.errors import RequestError
+from specserve.engine.tenants import CURRENT_CONTROLS
+from specserve.proposers.controls import own_fields, parse_controls, refuse_tenant
+from specserve.serve.middleware import openai_error
+
+_KEYS = (b'"vllm_xargs"', b'"extra_args"', b"\\u00")
+"""A body without any of them holds no arguments. JSON may write a key's letters as escapes too."""
+_UTF_8 = ("utf-8", "utf-8-sig")
+_FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
+
+
+class ControlsMiddleware:
+    """Answers 400 to a request whose speculation controls are not allowed, and notes the others'.
+
+    vLLM hands ``vllm_xargs`` to the worker unread, where it would be too late for an error; some of
+    its handlers leave them out. Bodies without that key, nearly all, are passed on without being
+    parsed.
+
+    Args:
+        app: the application behind.
+        kinds: kinds of the configured sources; None: no controls are allowed.
+    """
+
+    def __init__(self, app: ASGIApp, kinds: Sequence[str] | None) -> None:
+        self._app = app
+        self._kinds = kinds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handles one ASGI connection."""
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        body, messages = await _read(receive)
+        controls: dict[str, object] = {}
+        try:
+            async for field, arguments in _arguments(scope, body, messages):
+                self._check(field, arguments)
+                controls |= own_fields(arguments)
+        except RequestError as error:
+            await openai_error(str(error), "BadRequestError", error.field, 400)(
+                scope, receive, send
+            )
+            return
+        token = CURRENT_CONTROLS.set(controls)
+        try:
+            await self._app(scope, _replay(messages, receive), send)
+        finally:
+            CURRENT_CONTROLS.reset(token)
+
+    def _check(self, field: str, arguments: Mapping[str, Any]) -> None:
+        try:
+            refuse_tenant(arguments)
+            parse_controls(arguments, self._kinds)
+        except RequestError as error:
+            key = error.field.removeprefix("vllm_xargs")
+            raise RequestError(field + key, error.value, error.allowed) from None
+
+
+async def _arguments(
+    scope: Scope, body: bytes, messages: list[Message]
+) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+    """The arguments that vLLM would hand to the worker, each with its field's name.
+
+    A body that cannot be read has none: vLLM answers it in its own words.
+    """
+    content_type = Request(scope).headers.get("content-type", "")
+    if content_type.partition(";")[0].strip().lower() in _FORMS:  # as of the speech routes
+        texts = [text async for text in _form_fields(scope, messages)]
+        found = [("vllm_xargs", _parsed(text)) for text in texts]
+    elif json.detect_encoding(body) not in _UTF_8 or any(key in body for key in _KEYS):
+        found = list(_in_request(_parsed(body)))
+    else:
+        return
+    for field, arguments in found:
+        if isinstance(arguments, dict):
+            yield field, arguments
+
+
+def _in_request(request: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(request, dict):
+        yield "vllm_xargs", request.get("vllm_xargs")
+        sampling = request.get("sampling_params")  # of the route that takes tokens
+        if isinstance(sampling, dict):
+            yield "sampling_params.extra_args", sampling.get("extra_args")
+
+
+def _parsed(text: bytes | str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+async def _form_fields(scope: Scope, messages: list[Message]) -> AsyncIterator[str]:
+    async def ended() -> Message:
+        return {"type": "http.disconnect"}
+
+    try:
+        async with Request(scope, _replay(messages, ended)).form() as form:
+            for value in form.getlist("vllm_xargs"):
+                if isinstance(value, str):
+                    yield value
+    except (MultiPartException, HTTPException, ValueError, LookupError):
+        return
+
+
+async def _read(receive: Receive) -> tuple[bytes, list[Message]]:
+    messages: list[Message] = []
+    while True:
+        message = await receive()
+        messages.append(message)
+        if message["type"] != "http.request" or not message.get("more_body", False):
+            return b"".join(m.get("body", b"") for m in messages), messages
+
+
+def _replay(messages: list[Message], receive: Receive) -> Receive:
+    waiting = iter(messages)
+
+    async def replay() -> Message:
+        message = next(waiting, None)
+        return message if message is not None else await receive()
+
+    return replay

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+
+import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.testclient import TestClient
+from starlette.types import Message, Receive, Scope, Send
+
+from specserve.engine.tenants import CURRENT_CONTROLS
+from specserve.serve.controls import ControlsMiddleware
+
+WIDE = ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"]
+
+
+async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers with the body that reached it."""
+    body = await Request(scope, receive).body()
+    await Response(body)(scope, receive, send)
+
+
+@pytest.fixture
+def client() -> TestClient:
+    return TestClient(ControlsMiddleware(echo, ["ngram"]))
+
+
+def test_a_body_with_good_controls_arrives_whole_in_whatever_pieces_it_came(
+    client: TestClient,
+) -> None:
+    body = json.dumps({"prompt": "x" * 100, "vllm_xargs": {"speculation": "ngram"}}).encode()
+
+    def pieces() -> Iterator[bytes]:
+        yield from (body[:20], body[20:90], body[90:])
+
+    assert client.post("/v1/completions", content=pieces()).content == body
+
+
+def test_a_control_that_is_not_allowed_never_reaches_the_application(client: TestClient) -> None:
+    answer = client.post("/v1/completions", json={"vllm_xargs": {"max_draft_tokens": -1}})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "vllm_xargs.max_draft_tokens"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"vllm_xargs": {"specserve_tenant": "b"}}',
+        b'{"vllm_\\u0078args": {"specserve\\u005ftenant": "b"}}',
+        b'{"vllm_xargs": {}, "vllm_xargs": {"learn": 0, "specserve_tenant": null}}',
+    ],
+)
+def test_a_client_cannot_name_its_tenant(client: TestClient, body: bytes) -> None:
+    answer = client.post("/v1/completions", content=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "vllm_xargs.specserve_tenant"
+
+
+BAD = {"prompt": "x", "vllm_xargs": {"max_draft_tokens": -1}}
+
+
+@pytest.mark.parametrize("codec", ["utf-8-sig", *WIDE])
+def test_controls_are_checked_in_each_encoding_that_json_may_come_in(
+    client: TestClient, codec: str
+) -> None:
+    answer = client.post("/v1/completions", content=json.dumps(BAD).encode(codec))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "vllm_xargs.max_draft_tokens"
+
+
+@pytest.mark.parametrize("codec", WIDE)
+def test_a_good_body_in_a_wide_encoding_arrives_as_it_is(client: TestClient, codec: str) -> None:
+    body = json.dumps({"prompt": "vllm_xargs"}).encode(codec)
+    assert client.post("/v1/completions", content=body).content == body
+
+
+@pytest.mark.parametrize("key", ["specserve_tenant", "max_draft_tokens"])
+def test_arguments_that_reach_the_engine_by_the_token_route_are_checked_too(
+    client: TestClient, key: str
+) -> None:
+    body = {"token_ids": [1], "sampling_params": {"extra_args": {key: "b"}}}
+    answer = client.post("/inference/v1/generate", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == f"sampling_params.extra_args.{key}"
+
+
+@pytest.mark.parametrize("as_file", [True, False])
+def test_controls_of_a_form_are_checked(client: TestClient, as_file: bool) -> None:
+    form = {"vllm_xargs": json.dumps(BAD["vllm_xargs"])}
+    files = {"file": b"audio"} if as_file else None
+    answer = client.post("/v1/audio/transcriptions", data=form, files=files)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "vllm_xargs.max_draft_tokens"
+
+
+@pytest.mark.parametrize("xargs", ['{"speculation": "off"}', "{", "[1]"])
+def test_a_form_with_good_controls_or_unreadable_ones_arrives_as_it_is(
+    client: TestClient, xargs: str
+) -> None:
+    data = {"vllm_xargs": xargs}
+    answer = client.post("/v1/audio/transcriptions", data=data, files={"file": b"audio"})
+    assert answer.status_code == 200
+    assert xargs.encode() in answer.content
+
+
+@pytest.mark.parametrize("content_type", ["multipart/form-data", "multipart/form-data; boundary=x"])
+def test_a_form_that_cannot_be_read_is_left_to_the_application(
+    client: TestClient, content_type: str
+) -> None:
+    headers = {"Content-Type": content_type}
+    body = b'--y; name="vllm_xargs"'
+    assert client.post("/v1/audio/x", content=body, headers=headers).content == body
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"vllm_xargs": ', b'{"vllm_xargs": ' + b"[" * 100_000, b'"vllm_xargs"', b"\xff\\u00"]
+)
+def test_a_body_that_cannot_be_read_is_left_to_the_application(
+    client: TestClient, body: bytes
+) -> None:
+    assert client.post("/v1/completions", content=body).content == body
+
+
+async def tell_controls(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers with the controls that are known where it runs."""
+    await Request(scope, receive).body()
+    await Response(json.dumps(dict(CURRENT_CONTROLS.get())))(scope, receive, send)
+
+
+@pytest.fixture
+def noted() -> TestClient:
+    return TestClient(ControlsMiddleware(tell_controls, ["ngram"]))
+
+
+def test_the_controls_are_noted_for_who_answers_the_call(noted: TestClient) -> None:
+    xargs = {"learn": 0, "speculation": "off", "other": 3}
+    answer = noted.post("/v1/completions", json={"vllm_xargs": xargs})
+    assert answer.json() == {"learn": 0, "speculation": "off"}
+    assert noted.post("/v1/completions", json={"prompt": "vllm_xargs"}).json() == {}
+
+
+@pytest.mark.parametrize(("xargs", "controls"), [('{"learn": 0}', {"learn": 0}), ("no JSON", {})])
+def test_the_controls_of_a_form_are_noted(
+    noted: TestClient, xargs: str, controls: dict[str, int]
+) -> None:
+    answer = noted.post("/v1/audio/transcriptions", data={"vllm_xargs": xargs}, files={"file": b""})
+    assert answer.json() == controls
+
+
+def test_a_client_that_leaves_within_a_form_is_no_error() -> None:
+    heard: list[Message] = []
+    messages: Iterator[Message] = iter(
+        [
+            {"type": "http.request", "body": b"vllm_xargs", "more_body": True},
+            {"type": "http.disconnect"},
+        ]
+    )
+
+    async def receive() -> Message:
+        return next(messages)
+
+    async def listen(scope: Scope, receive: Receive, send: Send) -> None:
+        heard.extend([await receive(), await receive()])
+
+    headers = [(b"content-type", b"multipart/form-data; boundary=b")]
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": headers}
+    asyncio.run(ControlsMiddleware(listen, [])(scope, receive, _nobody))
+    assert [message["type"] for message in heard] == ["http.request", "http.disconnect"]
+
+
+async def _nobody(message: Message) -> None:
+    """Takes what is sent to a client that has gone."""
