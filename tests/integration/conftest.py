@@ -24,6 +24,7 @@ ENGINE = {
         "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
         "enable_auto_tool_choice": True,
         "tool_call_parser": "hermes",
+        "enable_scale_out": True,
     },
 }
 

@@ -1,0 +1,86 @@
+"""Clients that stream texts known beforehand, while something else is going on."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+
+from tests.integration.api import MODEL, TIMEOUT_S, Api
+
+MAX_TOKENS = 48
+_PROMPTS = [
+    f"def add_{name}(values):\n    for value in values:\n        total += value\n" * 3
+    for name in ("all", "some", "none", "odd", "even", "first", "last", "more")
+]
+
+
+class Streams:
+    """Greedy streams, begun again and again, each compared with what it was when it was alone.
+
+    Args:
+        api: the application.
+        num_clients: how many stream at once.
+    """
+
+    def __init__(self, api: Api, num_clients: int) -> None:
+        self._api = api
+        self._prompts = _PROMPTS[:num_clients]
+        self._alone = {prompt: self._text(prompt) for prompt in self._prompts}
+        self._is_over = threading.Event()
+        self.num_same = dict.fromkeys(self._prompts, 0)
+        self.others: list[str] = []
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Streams for the length of a block; each stream that has begun is let end."""
+        threads = [threading.Thread(target=self._stream, args=[each]) for each in self._prompts]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            self._is_over.set()
+            for thread in threads:
+                thread.join(2 * TIMEOUT_S)
+        assert not any(thread.is_alive() for thread in threads)
+
+    def _stream(self, prompt: str) -> None:
+        while not self._is_over.is_set():
+            try:
+                tokens = self._text(prompt)
+            except Exception as error:
+                self.others.append(repr(error))
+                continue
+            if tokens == self._alone[prompt]:
+                self.num_same[prompt] += 1
+            elif tokens is not None:
+                self.others.append(f"{tokens} for {self._alone[prompt]}")
+            else:
+                self._is_over.wait(0.1)  # the server is busy
+
+    def _text(self, prompt: str) -> list[int] | None:
+        """The tokens of a stream; None where the server is busy."""
+        body: dict[str, Any] = {
+            "model": MODEL,
+            "prompt": prompt,
+            "temperature": 0,
+            "max_tokens": MAX_TOKENS,
+            "ignore_eos": True,
+            "stream": True,
+            "return_token_ids": True,
+        }
+        url = f"{self._api.base_url}/v1/completions"
+        with httpx.stream("POST", url, json=body, timeout=TIMEOUT_S) as response:
+            if response.status_code == 503:
+                return None
+            response.read()
+        assert response.status_code == 200, response.text
+        lines = response.text.splitlines()
+        assert "data: [DONE]" in lines[-2:], response.text
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        return [token for event in events for token in event["choices"][0]["token_ids"]]
