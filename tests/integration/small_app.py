@@ -8,7 +8,6 @@ from starlette.requests import Request
 from specserve.serve import daemons
 
 
-@serve.deployment(ray_actor_options={"num_cpus": 0})
 class Small:
     def __init__(self) -> None:
         daemons.watch()
@@ -17,4 +16,4 @@ class Small:
         return "here"
 
 
-app = Small.bind()
+app = serve.deployment(Small, ray_actor_options={"num_cpus": 0}).bind()
