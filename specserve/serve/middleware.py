@@ -182,6 +182,20 @@ async def answer_http_error(request: Request, error: Exception) -> Response:
     return openai_error(what, kind, None, error.status_code, error.headers)
 
 
+async def answer_deep_nesting(request: Request, error: Exception) -> Response:
+    """Answers 400 to a body that is nested too deeply to be read; vLLM would answer 500.
+
+    A handler of ``RecursionError``.
+    """
+    return openai_error(f"The body cannot be read: {error}", "BadRequestError", None, 400)
+
+
+async def refuse_scaling(request: Request) -> Response:
+    """Answers 501: a client cannot change how many engines there are, as vLLM would let it."""
+    message = "Engines are not scaled by request: placement.num_replicas says how many there are"
+    return openai_error(message, "NotImplementedError", None, 501)
+
+
 def openai_error(
     message: str,
     kind: str,

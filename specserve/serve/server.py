@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from ray import serve
 from ray.serve.context import _get_global_client
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from specserve.core.config import AppConfig
@@ -19,7 +20,9 @@ from specserve.serve.middleware import (
     DisconnectMiddleware,
     FreshMetricsMiddleware,
     RetryAfterMiddleware,
+    answer_deep_nesting,
     answer_http_error,
+    refuse_scaling,
 )
 from specserve.serve.page import ReplicaView, SpeculationPage
 from specserve.serve.placement import reserve
@@ -72,7 +75,9 @@ class ModelServer:
         replica = serve.get_replica_context().replica_id.unique_id
         self._page = SpeculationPage(self._config, self._engine, replica, _asker())
         app.include_router(self._page.router())
+        app.router.routes.insert(0, Route("/scale_elastic_ep", refuse_scaling, methods=["POST"]))
         app.add_exception_handler(HTTPException, answer_http_error)
+        app.add_exception_handler(RecursionError, answer_deep_nesting)
         # vLLM's application has built its stack already, with the handlers it then had.
         app.middleware_stack = app.build_middleware_stack()
         in_engine = self._config.drafts_in_engine

@@ -104,3 +104,17 @@ def test_a_wrong_method_or_path_is_an_error_in_openais_form(
     response = api.http.request(method, path)
     assert response.status_code == status
     assert response.json()["error"]["code"] == status
+
+
+@pytest.mark.parametrize("path", ["/invocations", "/v1/completions", "/tokenize"])
+def test_a_body_that_is_nested_too_deeply_is_refused(api: Api, path: str) -> None:
+    headers = {"Content-Type": "application/json"}
+    response = api.http.post(path, content=b"[" * 100_000, headers=headers)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"]
+
+
+def test_nobody_scales_the_engine_by_request(api: Api) -> None:
+    response = api.http.post("/scale_elastic_ep", json={"new_data_parallel_size": 2})
+    assert response.status_code == 501
+    assert response.json()["error"]["code"] == 501

@@ -2,11 +2,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import pytest
+from starlette.applications import Starlette
 from starlette.background import BackgroundTask
-from starlette.responses import Response, StreamingResponse
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 from starlette.testclient import TestClient
 from starlette.types import Message, Receive, Scope, Send
 
@@ -14,6 +18,8 @@ from specserve.serve.middleware import (
     DisconnectMiddleware,
     FreshMetricsMiddleware,
     RetryAfterMiddleware,
+    answer_deep_nesting,
+    refuse_scaling,
 )
 from specserve.serve.shared import AS_OF
 
@@ -266,3 +272,25 @@ def test_an_application_that_does_not_listen_is_cancelled(
         await asyncio.wait_for(ended.wait(), 5)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("handler", [None, answer_deep_nesting])
+def test_a_body_that_is_nested_too_deeply_is_the_clients_mistake(handler: Any) -> None:
+    async def read(request: Request) -> Response:
+        return JSONResponse(await request.json())
+
+    app = Starlette(routes=[Route("/", read, methods=["POST"])])
+    if handler is not None:
+        app.add_exception_handler(RecursionError, handler)
+    client = TestClient(app, raise_server_exceptions=False)
+    answer = client.post("/", content=b"[" * 100_000)
+    assert answer.status_code == (500 if handler is None else 400)
+    if handler is not None:
+        assert answer.json()["error"].keys() == {"message", "type", "param", "code"}
+
+
+def test_engines_are_not_scaled_by_request() -> None:
+    app = Starlette(routes=[Route("/scale_elastic_ep", refuse_scaling, methods=["POST"])])
+    answer = TestClient(app).post("/scale_elastic_ep", json={"new_data_parallel_size": 2})
+    assert answer.status_code == 501
+    assert "placement.num_replicas" in answer.json()["error"]["message"]
