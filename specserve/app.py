@@ -13,6 +13,7 @@ from ray.serve.exceptions import RayServeException
 from specserve.core.config import parse
 from specserve.core.errors import MissingExtraError, SpecServeError
 from specserve.engine.checkpoint import find_checkpoint
+from specserve.engine.vllm_version import check_vllm
 from specserve.serve.router import router_config
 from specserve.serve.server import ModelServer
 from specserve.serve.tenants import read_keys
@@ -26,7 +27,8 @@ def build(args: dict[str, Any]) -> Application:
     """Builds the application from ``args``, the fields of :class:`specserve.core.config.AppConfig`.
 
     Raises:
-        BuildError: a field holds a value that is not allowed, or vLLM is not installed.
+        BuildError: a field holds a value that is not allowed, or vLLM is not installed, or another
+            version of it than the tested one.
     """
     try:
         return _build(args)
@@ -49,6 +51,7 @@ def _build(args: dict[str, Any]) -> Application:
     keys = read_keys(config.http.api_keys, os.environ)
     if find_spec("vllm") is None:
         raise MissingExtraError("the application")
+    check_vllm(config)
     if config.engine.vllm:
         # vLLM takes seconds to import, and only its own options need it here.
         from specserve.engine.args import check_engine_options

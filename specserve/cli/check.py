@@ -37,13 +37,17 @@ def run(args: argparse.Namespace) -> int:
     """Checks the file and prints a table for each of its applications.
 
     Raises:
-        SpecServeError: the first thing that is wrong with the file, or the ports in use.
+        SpecServeError: the first thing that is wrong with the file, the installed vLLM, or the
+            ports in use.
     """
     from rich.console import Console
 
+    from specserve.engine.vllm_version import check_vllm
     from specserve.serve.config_file import read
 
     file = read(args.config)
+    for application in file.applications:
+        check_vllm(application.config)
     console = Console(soft_wrap=True, highlight=False, markup=False)
     tables = [_check(file, application) for application in file.applications]
     for rows in tables:

@@ -12,40 +12,15 @@ from vllm.entrypoints.launchers.cli_args import FrontendArgs, make_arg_parser
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from specserve.core.config import AppConfig, EngineConfig
+from specserve.core.config import AppConfig
 from specserve.core.errors import ConfigError
 from specserve.core.source_config import DraftModelConfig
 from specserve.engine.executor import CpuRayExecutor, RayExecutor
+from specserve.engine.refused_options import ELSEWHERE, check_option
 
 CPU_KV_CACHE_BYTES = 1 << 30
 """KV cache of a shard on CPU where the configuration names none."""
 
-_LISTENER_OPTIONS = (
-    *("data_parallel_supervisor_port", "dp_supervisor_probe_interval_s"),
-    *("dp_supervisor_probe_timeout_s", "dp_supervisor_probe_failure_threshold"),
-    *("host", "port", "uds", "grpc_port", "uvicorn_log_level", "disable_uvicorn_access_log"),
-    *("disable_access_log_for_endpoints", "enable_ssl_refresh", "ssl_keyfile", "ssl_certfile"),
-    *("ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers", "h11_max_incomplete_event_size"),
-    "h11_max_header_count",
-)
-"""They configure what ``vllm serve`` listens with."""
-_MODELLED = {
-    "model": "model.path",
-    "served_model_name": "model.served_name",
-    "revision": "model.revision",
-    "tokenizer": "model.tokenizer",
-    "speculative_config": "speculation",
-    "distributed_executor_backend": "placement",
-    "worker_cls": "speculation",
-    "max_num_queued_reqs": "http.max_queued_requests",
-    "api_key": "http.api_keys",
-    **{name: f"engine.{name}" for name in EngineConfig.model_fields if name != "vllm"},
-}
-_SHARED = (
-    *("enable_scale_out", "tokens_only", "enable_fault_tolerance", "tool_server"),
-    *("kv_transfer_config", "ec_transfer_config"),
-)
-"""By these a request names what belongs to others: their ids, caches, blocks or tool sessions."""
 _FIELDS = {field.name: field for field in dataclasses.fields(AsyncEngineArgs)}
 _FRONTEND_FIELDS = {field.name: field for field in dataclasses.fields(FrontendArgs)}
 
@@ -55,7 +30,7 @@ def check_engine_options(config: AppConfig) -> None:
 
     Raises:
         ConfigError: a key that vLLM does not have, or that has a place of its own in our
-            configuration, or a value of the wrong type.
+            configuration; a value of the wrong type, or one that cannot work here.
     """
     _vllm_options(config)
 
@@ -65,17 +40,19 @@ def _vllm_options(config: AppConfig) -> dict[str, Any]:
     options = {}
     for key, value in config.engine.vllm.items():
         field = f"engine.vllm.{key}"
-        if key in _MODELLED:
-            raise ConfigError(field, value, f"this option is set by {_MODELLED[key]}")
-        if key in _LISTENER_OPTIONS:
-            raise ConfigError(field, value, "not here: Serve's proxy listens, see http_options")
-        if key in _SHARED and value and config.http.api_keys:
-            raise ConfigError(field, value, "nothing where http.api_keys is set: tenants share it")
+        if key in ELSEWHERE:
+            raise ConfigError(field, value, ELSEWHERE[key])
         known = _FIELDS.get(key) or _FRONTEND_FIELDS.get(key)
         if known is None:
             raise ConfigError(field, key, "the fields of vLLM's AsyncEngineArgs or FrontendArgs")
         options[key] = _typed(field, value, known.type)
+        check_option(config, key, options[key], _default(known))
     return options
+
+
+def _default(option: dataclasses.Field[Any]) -> Any:
+    made = option.default_factory is not dataclasses.MISSING
+    return option.default_factory() if made else option.default
 
 
 def _typed(field: str, value: Any, annotation: Any) -> Any:
@@ -148,8 +125,7 @@ def ray_engine_args(config: AppConfig, label_key: bytes = b"") -> AsyncEngineArg
             "specserve": config.model_dump(mode="json"),
             "specserve_label_key": label_key.hex(),
         }
-        if arguments.scheduler_cls is None:
-            arguments.scheduler_cls = "specserve.engine.scheduler.DraftScheduler"
+        arguments.scheduler_cls = "specserve.engine.scheduler.DraftScheduler"
     arguments.worker_cls = worker_cls(drafts=drafts)
     on_cpu = current_platform.is_cpu()
     arguments.distributed_executor_backend = CpuRayExecutor if on_cpu else RayExecutor

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 
 from specserve.core.config import AppConfig
 from specserve.core.errors import SpecServeError
+from specserve.engine.vllm_version import check_vllm
 from specserve.serve import daemons
 from specserve.serve.controls import ControlsMiddleware
 from specserve.serve.installation import require_same
@@ -57,6 +58,7 @@ class ModelServer:
         # Here, because it takes seconds and the process that builds the application needs no vLLM.
         # vLLM reads its log level when it is imported; its INFO would bury our progress.
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        check_vllm(self._config)  # this node may have another one than where the file was checked
         from specserve.engine.llm import Engine, shard_bundle
 
         config = self._config

@@ -6,17 +6,15 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
-from vllm.entrypoints.launchers.cli_args import FrontendArgs
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.cli_args import FrontendArgs, make_arg_parser
 from vllm.platforms import current_platform
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from specserve.core.config import AppConfig, parse
 from specserve.core.errors import ConfigError
-from specserve.engine.args import (
-    _LISTENER_OPTIONS,
-    check_engine_options,
-    ray_engine_args,
-    serve_namespace,
-)
+from specserve.engine.args import check_engine_options, ray_engine_args, serve_namespace
+from specserve.engine.refused_options import DEFAULT_ONLY, ELSEWHERE, NOT_WITH_SOURCES
 
 
 def config(vllm: dict[str, Any] | None = None, **sections: Any) -> AppConfig:
@@ -34,6 +32,20 @@ def config(vllm: dict[str, Any] | None = None, **sections: Any) -> AppConfig:
         ({"block_size": "large"}, "valid integer"),
         ({"ssl_keyfile": "key.pem"}, "http_options"),
         ({"api_key": ["sk-1"]}, "http.api_keys"),
+        ({"uds": "/run/socket"}, "http_options"),
+        ({"headless": True}, "placement.num_replicas"),
+        ({"api_server_count": 2}, "placement.num_replicas"),
+        ({"spec_tokens": 3}, "speculation"),
+        ({"worker_cls": "my.Worker"}, "of its own"),
+        ({"scheduler_cls": "my.Scheduler"}, "of its own"),
+        ({"pipeline_parallel_size": 2}, "1, since a replica is one engine"),
+        ({"prefill_context_parallel_size": 2}, "1, since a replica is one engine"),
+        ({"data_parallel_size": 2}, "1, since Serve starts the engines"),
+        ({"data_parallel_rank": 0}, "None, since Serve starts the engines"),
+        ({"data_parallel_backend": "ray"}, "'mp', since Serve starts the engines"),
+        ({"nnodes": 2}, "1, since Ray places the shards"),
+        ({"device_ids": [1]}, "None, since Ray places the shards"),
+        ({"skip_tokenizer_init": True}, "the tokenizer"),
     ],
 )
 def test_an_option_vllm_cannot_take_is_refused_with_its_name(
@@ -77,8 +89,34 @@ def test_of_an_option_with_several_types_the_type_is_no_place() -> None:
     assert refused.value.value == "many"
 
 
-def test_every_listener_option_is_one_of_vllms() -> None:
-    assert {field.name for field in fields(FrontendArgs)} >= set(_LISTENER_OPTIONS)
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"async_scheduling": True}, "steps cannot overlap"),
+        ({"logits_processors": ["my.Processor"]}, "under speculation"),
+        ({"watermark_config": {"key": 1}}, "V2 model runner"),
+    ],
+)
+def test_what_draft_sources_forbid_is_refused_beside_them_alone(
+    options: dict[str, Any], words: str
+) -> None:
+    check_engine_options(config(options))
+    in_engine = [{"kind": "mtp", "placement": "in_engine"}]
+    check_engine_options(config(options, speculation=in_engine))
+    with pytest.raises(ConfigError, match=f"engine.vllm.{next(iter(options))}") as refused:
+        check_engine_options(config(options, speculation=[{"kind": "ngram"}]))
+    assert words in refused.value.allowed
+
+
+def test_values_that_change_nothing_are_taken() -> None:
+    same = {"pipeline_parallel_size": 1, "data_parallel_backend": "mp", "async_scheduling": False}
+    check_engine_options(config(same, speculation=[{"kind": "ngram"}]))
+
+
+def test_every_refused_option_is_one_of_vllms() -> None:
+    names = {field.name for field in (*fields(FrontendArgs), *fields(AsyncEngineArgs))}
+    names |= set(vars(make_arg_parser(FlexibleArgumentParser()).parse_args([])))
+    assert names >= {*ELSEWHERE, *DEFAULT_ONLY, *NOT_WITH_SOURCES}
 
 
 def test_options_of_the_engine_and_of_the_http_side_reach_vllm() -> None:

