@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import string
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from specserve.trie.namespaces import half_of, tenant_half
 from tests.integration.api import MODEL, TIMEOUT_S, fresh
 from tests.integration.cluster import Cluster, Deployment, serving
 from tests.integration.conftest import application
@@ -142,6 +144,15 @@ def test_what_is_not_open_needs_a_key(http: httpx.Client, path: str) -> None:
     assert http.get(path).status_code == 401
     assert http.get(path, headers={"Authorization": "Bearer sk-c"}).status_code == 401
     assert http.get(path, headers=A).status_code == 200
+
+
+def test_the_open_metrics_have_a_series_of_each_tenant_that_its_name_does_not_tell(
+    http: httpx.Client,
+) -> None:
+    pattern = r'^specserve_trie_tokens{.*namespace="(\w+)"'
+    labels = set(re.findall(pattern, http.get("/metrics").text, re.MULTILINE))
+    assert len(labels) == len(TENANTS)
+    assert not any(half_of(each) == tenant_half(name) for each in labels for name in TENANTS)
 
 
 def test_health_needs_no_key(http: httpx.Client) -> None:
