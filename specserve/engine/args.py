@@ -15,6 +15,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from specserve.core.config import AppConfig
 from specserve.core.errors import ConfigError
 from specserve.core.source_config import DraftModelConfig
+from specserve.engine.cuda_graphs import set_graph_sizes
 from specserve.engine.executor import CpuRayExecutor, RayExecutor
 from specserve.engine.refused_options import ELSEWHERE, check_option
 
@@ -51,8 +52,8 @@ def _vllm_options(config: AppConfig) -> dict[str, Any]:
 
 
 def _default(option: dataclasses.Field[Any]) -> Any:
-    made = option.default_factory is not dataclasses.MISSING
-    return option.default_factory() if made else option.default
+    make = option.default_factory
+    return option.default if isinstance(make, dataclasses._MISSING_TYPE) else make()
 
 
 def _typed(field: str, value: Any, annotation: Any) -> Any:
@@ -126,6 +127,8 @@ def ray_engine_args(config: AppConfig, label_key: bytes = b"") -> AsyncEngineArg
             "specserve_label_key": label_key.hex(),
         }
         arguments.scheduler_cls = "specserve.engine.scheduler.DraftScheduler"
+        if not current_platform.is_cpu():
+            set_graph_sizes(arguments, config)
     arguments.worker_cls = worker_cls(drafts=drafts)
     on_cpu = current_platform.is_cpu()
     arguments.distributed_executor_backend = CpuRayExecutor if on_cpu else RayExecutor

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.outputs import ModelRunnerOutput
 
+from specserve.engine.cuda_graphs import capture_plain_steps
 from specserve.engine.executor import attach_drafts
 from specserve.engine.hook import ProposerHook
 from specserve.engine.ray_metrics import RayMetricsExporter
@@ -31,6 +32,7 @@ class SpeculationMixin(_Worker):
         super().init_device()
         _log_as_vllm()
         repair_sampling(self.model_runner)
+        capture_plain_steps(self.model_runner)
         if self.rank == 0:
             drafter = self.model_runner.drafter
             assert isinstance(drafter, ProposerHook), f"unexpected drafter {drafter!r}"
