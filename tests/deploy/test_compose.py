@@ -46,29 +46,55 @@ def test_its_head_tells_every_variable_and_whether_it_is_required(name: str) -> 
 
 @every_file
 def test_compose_takes_it(name: str, tmp_path: Path) -> None:
-    if shutil.which("docker-compose") is None:
-        pytest.skip("docker-compose is not installed")
-    file = tmp_path / name
-    # The projects' names, by which files in one folder differ, are newer than Debian's program.
-    file.write_text(re.sub(r"^name: .*\n", "", FILES[name], flags=re.M))
-    command = ["docker-compose", "--project-directory", str(FOLDER), "-f", str(file), "config"]
-
-    def ask(environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            command,
-            env={"PATH": "/usr/bin:/bin", **environment},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-
-    done = ask({variable: "/a/value" for variable, required in variables(name).items() if required})
+    done = compose(name, tmp_path, required(name))
     assert done.returncode == 0, done.stderr
     assert set(yaml.safe_load(done.stdout)["services"]) == set(services(name))
-    done = ask({})
+    done = compose(name, tmp_path, {})
     assert done.returncode != 0
     assert "Missing mandatory value" in done.stderr
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_the_variables_of_a_file_of_keys_reach_the_container(name: str, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("TEAM_A_KEY=sk-a\nTEAM_B_KEY=sk-b\n")
+    done = compose(name, tmp_path, {**required(name), "SPECSERVE_KEYS": str(keys)})
+    assert done.returncode == 0, done.stderr
+    (node,) = yaml.safe_load(done.stdout)["services"].values()
+    assert {"TEAM_A_KEY": "sk-a", "TEAM_B_KEY": "sk-b"}.items() <= node["environment"].items()
+    assert node["environment"]["RAY_AUTH_TOKEN"] == "/a/value"
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_no_key_stands_in_a_file(name: str) -> None:
+    (node,) = services(name).values()
+    assert node["env_file"] == ["${SPECSERVE_KEYS:-no_keys.env}"]
+    assert not [each for each in node["environment"] if each.endswith("_KEY")]
+    lines = (FOLDER / "no_keys.env").read_text().splitlines()
+    assert all(line.startswith("#") for line in lines)
+
+
+def required(name: str) -> dict[str, str]:
+    return {variable: "/a/value" for variable, needed in variables(name).items() if needed}
+
+
+def compose(
+    name: str, folder: Path, environment: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """What docker-compose makes of a file, in this environment."""
+    if shutil.which("docker-compose") is None:
+        pytest.skip("docker-compose is not installed")
+    file = folder / name
+    # The projects' names, by which files in one folder differ, are newer than Debian's program.
+    file.write_text(re.sub(r"^name: .*\n", "", FILES[name], flags=re.M))
+    return subprocess.run(
+        ["docker-compose", "--project-directory", str(FOLDER), "-f", str(file), "config"],
+        env={"PATH": "/usr/bin:/bin", **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
 
 
 @every_file
