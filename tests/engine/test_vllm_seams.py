@@ -17,7 +17,13 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import FrontendArgs, make_arg_parser
+from vllm.entrypoints.launchers.launcher import terminate_if_errored
+from vllm.entrypoints.serve.exception_handling.handlers import vllm_error
+from vllm.entrypoints.serve.middleware import register
+from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
@@ -369,3 +375,29 @@ def test_the_generators_that_are_set_aside_are_those_that_vllm_sets_back() -> No
     assert "self.input_batch.generators.get(int(i))" in body
     assert source(GPUModelRunner).count(".get_offset()") == 1
     assert "generators=self.generators" in source(InputBatch._make_sampling_metadata)
+
+
+def test_linear_layers_look_up_how_they_compute_on_cpu() -> None:
+    for thing in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
+        body = source(thing.process_weights_after_loading)
+        assert "layers.utils import dispatch_cpu_unquantized_gemm" in body
+        assert "dispatch_cpu_unquantized_gemm(layer, remove_weight=" in body
+    assert parameters(utils.dispatch_cpu_unquantized_gemm) == ["layer", "remove_weight"]
+    assert "layer.cpu_linear(x, weight, bias)" in source(utils.cpu_unquantized_gemm)
+    assert "layer.weight = torch.nn.Parameter(" in source(utils.dispatch_cpu_unquantized_gemm)
+
+
+def test_the_http_application_tells_its_server_that_the_engine_has_died() -> None:
+    assert "server=req.app.state.server" in source(vllm_error)
+    assert "server.should_exit = True" in source(terminate_if_errored)
+
+
+def test_an_empty_api_key_is_none_for_vllm() -> None:
+    expected = "[key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]"
+    assert expected in source(register)
+
+
+def test_the_executor_and_the_requests_have_the_attributes_that_are_set() -> None:
+    assert "self.is_failed = False" in source(MultiprocExecutor)
+    assert "self.input_processor = " in source(AsyncLLM)
+    assert "speculative_config" in source(InputProcessor.__init__)
