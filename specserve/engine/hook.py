@@ -32,7 +32,7 @@ from specserve.drafters.vocabulary import fingerprint
 from specserve.engine.checkpoint import find_checkpoint, model_identity
 from specserve.engine.cluster_memory import ClusterMemory
 from specserve.engine.drafters import drafter_finder
-from specserve.engine.sampling import may_step_plainly
+from specserve.engine.sampling import is_kept_without_drafts_only, may_step_plainly
 from specserve.proposers.base import Surroundings
 from specserve.proposers.chain import NO_DRAFT, ProposerChain, build_chain
 from specserve.proposers.controls import parse_controls, with_tenant
@@ -276,11 +276,8 @@ class ProposerHook:
         size = len(request_ids)
         num_tokens = input_batch.num_tokens_no_spec[:size].astype(np.int32)
         num_prompt_tokens = input_batch.num_prompt_tokens[:size].astype(np.int32)
-        # One token more is always sampled after the draft, and it has to fit too.
         room = [
-            min(max(self._end_of(name, num_prompt) - 1 - length, 0), self._max_draft_len)
-            if tokens
-            else 0
+            self._room(name, num_prompt, length) if tokens else 0
             for name, num_prompt, length, tokens in zip(
                 request_ids, num_prompt_tokens.tolist(), num_tokens.tolist(), sampled, strict=True
             )
@@ -294,13 +291,20 @@ class ProposerHook:
             hidden_states=self._hidden_states(request_ids, scheduler_output, hidden),
         )
 
-    def _end_of(self, request_id: str, num_prompt_tokens: int) -> int:
-        """Tokens that a request's text may have in the end."""
+    def _room(self, request_id: str, num_prompt_tokens: int, num_tokens: int) -> int:
+        """Longest draft that a request's text, of ``num_tokens`` so far, has room for."""
         params = self._runner.requests[request_id].sampling_params
-        max_tokens: int | None = None if params is None else params.max_tokens
-        if max_tokens is None:
-            return self._max_model_len
-        return min(num_prompt_tokens + max_tokens, self._max_model_len)
+        end, num_unstoppable = self._max_model_len, 0
+        if params is not None:
+            if params.max_tokens is not None:
+                end = min(end, num_prompt_tokens + params.max_tokens)
+            num_unstoppable = num_prompt_tokens + params.min_tokens - num_tokens
+        # One token more is always sampled after the draft, and it has to fit too.
+        room = min(end - num_tokens - 1, self._max_draft_len)
+        if num_unstoppable > 0:
+            # vLLM lets that token stop the text where the draft's first one may.
+            room = min(room, num_unstoppable - 1)
+        return max(room, 0)
 
     def _last_texts(self, request_ids: Collection[str]) -> DraftBatch:
         """The texts of those of these requests that the model runner still holds."""
@@ -347,8 +351,7 @@ class ProposerHook:
         except RequestError as error:  # the HTTP side has checked; other callers may not have
             logger.warning("Request %s: %s; drafting as usual", request_id, error)
             controls = RequestControls()
-        if params is not None and (params.min_p or params.logit_bias):
-            # vLLM applies neither to the logits that verify a draft, only to the last one.
+        if params is not None and is_kept_without_drafts_only(params):
             controls = replace(controls, speculation="off")
         if _has_unknown_tokens(request):
             controls = replace(controls, speculation="off", learn=False)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import PIN_MEMORY
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 
@@ -32,6 +33,16 @@ def restore_logits_processors(runner: Any) -> None:
         processor(runner.vllm_config, runner.device, PIN_MEMORY)
         for processor in BUILTIN_LOGITS_PROCESSORS
     )
+
+
+def is_kept_without_drafts_only(params: SamplingParams) -> bool:
+    """Whether vLLM would break one of a request's parameters where drafts are verified.
+
+    It applies ``min_p`` and ``logit_bias`` to the last of a row's logits alone. A thought that
+    begins or ends within a draft is miscounted against its ``thinking_token_budget``.
+    """
+    has_budget = params.thinking_token_budget is not None
+    return has_budget or bool(params.min_p or params.logit_bias)
 
 
 def sample_independently(runner: Any) -> None:

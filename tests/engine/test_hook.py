@@ -41,7 +41,8 @@ class Runner:
 
 
 def _request(**params: Any) -> SimpleNamespace:
-    fields = {"min_p": 0.0, "logit_bias": None, "extra_args": None, "max_tokens": None} | params
+    fields = {"min_p": 0.0, "logit_bias": None, "extra_args": None, "max_tokens": None}
+    fields |= {"min_tokens": 0, "thinking_token_budget": None} | params
     return SimpleNamespace(
         sampling_params=SimpleNamespace(**fields),
         lora_request=None,
@@ -176,6 +177,19 @@ def test_a_draft_ends_where_the_answer_will(
     assert _step(hook, runner, [[4]]) == [draft]
 
 
+@pytest.mark.parametrize(
+    ("min_tokens", "draft"),
+    [(12, [1, 2, 3, 4]), (13, []), (15, [1, 2]), (17, [1, 2, 3, 4]), (40, [1, 2, 3, 4])],
+)
+def test_the_token_after_a_draft_may_stop_where_the_next_one_may(
+    hook: ProposerHook, min_tokens: int, draft: list[int]
+) -> None:
+    runner = Runner(a=REPEATING)  # 4 tokens of a prompt and 12 written
+    runner.requests["a"] = _request(min_tokens=min_tokens)
+    hook.attach(runner)
+    assert _step(hook, runner, [[4]]) == [draft]
+
+
 def test_a_draft_never_runs_past_the_context(hook: ProposerHook) -> None:
     text = ([1, 2, 3, 4] * 16)[: MAX_MODEL_LEN - 3]
     runner = Runner(a=text, b=REPEATING)
@@ -203,7 +217,12 @@ def test_a_prompt_that_is_still_being_read_gets_no_draft(hook: ProposerHook) -> 
 
 @pytest.mark.parametrize(
     "params",
-    [{"min_p": 0.1}, {"logit_bias": {3: 5.0}}, {"extra_args": {"speculation": "off"}}],
+    [
+        {"min_p": 0.1},
+        {"logit_bias": {3: 5.0}},
+        {"thinking_token_budget": 0},
+        {"extra_args": {"speculation": "off"}},
+    ],
 )
 def test_requests_that_cannot_or_shall_not_be_verified_get_no_draft(
     hook: ProposerHook, params: dict[str, Any]

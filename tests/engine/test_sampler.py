@@ -147,7 +147,7 @@ def test_a_step_without_drafts_reports_to_each_request_what_it_asked_for() -> No
 def spent_budget(row: int, thoughts: list[int]) -> ThinkingBudgetStateHolder:
     """A request in this row may think for two tokens, and has thought ``thoughts``."""
     config = SimpleNamespace(reasoning_start_token_ids=[THINK], reasoning_end_token_ids=[END])
-    holder = ThinkingBudgetStateHolder(config, 4, 3, torch.device("cpu"), False)  # type: ignore[arg-type]
+    holder = ThinkingBudgetStateHolder(config, 4, 3, torch.device("cpu"), False)
     params = SamplingParams(thinking_token_budget=2)
     holder.sync_batch(BatchUpdate(row + 1, (), [(row, params, [THINK], thoughts)], ()))
     return holder
