@@ -10,7 +10,7 @@ from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsPar
 
 from tests.integration.offline.batches import Written
 
-MAX_TOKENS = 32
+MAX_TOKENS = 24
 THINK, END = "<|system|>", "</think>"
 """What begins and ends a thought. The first is in none of the prompts, the second in no text."""
 
@@ -91,14 +91,7 @@ USES: dict[str, tuple[Use, ...]] = {
     "stop_token_ids": (Use(lambda plain: {"stop_token_ids": [a_repeated_token(plain)[0]]}),),
     "min_tokens": (Use(stop_not_before_its_place),),
     "max_tokens": (fixed(max_tokens=9),),
-    "ignore_eos": (
-        Use(
-            lambda plain: {
-                "logit_bias": {1: 100.0},
-                "ignore_eos": True,
-            }
-        ),
-    ),
+    "ignore_eos": (fixed(ignore_eos=True, logit_bias={1: 100.0}),),
     "logprobs": (fixed(logprobs=4),),
     "flat_logprobs": (unseen(logprobs=4, flat_logprobs=True),),
     "prompt_logprobs": (fixed(prompt_logprobs=1),),
@@ -116,7 +109,7 @@ USES: dict[str, tuple[Use, ...]] = {
     ),
     "logit_bias": (Use(lambda plain: {"logit_bias": {a_repeated_token(plain)[0]: -100.0}}),),
     "allowed_token_ids": (Use(only_the_texts_tokens_but_one),),
-    "bad_words": (Use(lambda plain: {"bad_words": [middle(plain).strip()]}),),
+    "bad_words": (fixed(bad_words=["self", "Abstract", "method"]),),
     "extra_args": tuple(
         unseen(extra_args=controls)
         for controls in ({"speculation": "off"}, {"max_draft_tokens": 1}, {"learn": 0})
@@ -125,9 +118,10 @@ USES: dict[str, tuple[Use, ...]] = {
     "thinking_token_budget": tuple(thinking(budget) for budget in (0, 5, 10)),
     "repetition_detection": (
         fixed(
+            allowed_token_ids=[300, 301],
             repetition_detection=RepetitionDetectionParams(
                 max_pattern_size=2, min_pattern_size=1, min_count=2
-            )
+            ),
         ),
     ),
 }

@@ -78,12 +78,13 @@ def prompts(config: AppConfig) -> list[tuple[int, ...]]:
 
 @pytest.fixture(scope="module")
 def neighbours(prompts: list[tuple[int, ...]]) -> list[Request]:
-    """The other requests of a batch."""
+    """The other requests of a batch. Most are longer than the one that uses a parameter."""
     _, second, third, fourth, fifth = prompts
+    longer = 4 * MAX_TOKENS
     return [
-        Request(second, {"max_tokens": MAX_TOKENS, "logprobs": 2}),
-        Request(third, {"max_tokens": MAX_TOKENS}),
-        Request(fourth, {"max_tokens": MAX_TOKENS, "temperature": 0.7, "seed": 3}),
+        Request(second, {"max_tokens": longer, "logprobs": 2}),
+        Request(third, {"max_tokens": longer}),
+        Request(fourth, {"max_tokens": longer, "temperature": 0.7, "seed": 3}),
         Request(fifth, {"max_tokens": 12, "extra_args": {"speculation": "off"}}),
     ]
 
