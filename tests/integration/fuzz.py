@@ -26,6 +26,12 @@ RandomCase = Case[Any]
 CASE_S = 60.0
 ALLOWED_5XX = (501, 503)
 
+VLLMS_OWN = {
+    # The route reads its body by hand and takes it for an object.
+    ("/inference/v1/abort_requests", "object has no attribute 'get'"),
+}
+"""Route and cause of what vLLM answers 500 with speculation and without."""
+
 # TEMPORARY, while they are being repaired; to be removed together with `_without_known`.
 KNOWN_FIELDS = (
     *("logprob_token_ids", "prompt_logprob_token_ids"),
@@ -33,7 +39,10 @@ KNOWN_FIELDS = (
 )
 KNOWN_PATHS = ("/generative_scoring", "/v1/systemone")
 
-_HEAVY = ("messages", "tools", "input", "system", "previous_input_messages", "mm_payload")
+_HEAVY = (
+    *("messages", "tools", "input", "system", "previous_input_messages", "mm_payload"),
+    *("chat_request", "completion_request"),
+)
 """Fields whose schemas take seconds to draw from: left to the examples."""
 
 
@@ -49,7 +58,8 @@ class Report:
         in_stream = re.search(r'^data: \{"error".*"code": ?(\d+)', text, re.MULTILINE)
         told = int(in_stream[1]) if in_stream else status
         self.statuses[label][told] += 1
-        if told >= 500 and told not in ALLOWED_5XX:
+        is_known = any(path in label and cause in text for path, cause in VLLMS_OWN)
+        if told >= 500 and told not in ALLOWED_5XX and not is_known:
             self.failures.append(f"{label} {told}: {request!r:.1500}: {text[-600:]}")
 
     def table(self) -> str:
