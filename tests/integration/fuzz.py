@@ -140,8 +140,11 @@ def _cases(draw: st.DrawFn, operation: Operation) -> RandomCase:
         case.body = _without_known(bounded(generated)) if generated else case.body
         return case
     body = deepcopy(example)
-    for key in draw(st.lists(st.sampled_from(sorted(generated) or ["model"]), max_size=1)):
-        body[key] = generated.get(key, body.get(key))
+    others = sorted(generated.keys() - example.keys())
+    is_mixed = draw(st.booleans())
+    if others and is_mixed:
+        key = draw(st.sampled_from(others))
+        body[key] = generated[key]
     for wish in draw(st.lists(st.sampled_from(WISHES.get(operation.path, [{}])), max_size=3)):
         body |= wish
     case.body = _without_known(bounded(body))

@@ -122,7 +122,7 @@ WISHES: dict[str, list[Body]] = {
         {"stop_sequences": ["\n"]},
         {"system": "be brief"},
         {"tools": [{"name": "look", "input_schema": _JSON_SCHEMA}]},
-        {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+        {"thinking": {"type": "enabled", "budget_tokens": 4}},
     ],
     "/v1/responses": [
         *_REQUEST,
