@@ -31,6 +31,7 @@ class Streams:
         self._api = api
         self._prompts = _PROMPTS[:num_clients]
         self._alone = {prompt: self._text(prompt) for prompt in self._prompts}
+        assert None not in self._alone.values(), "the server is busy before it is fuzzed"
         self._is_over = threading.Event()
         self.num_same = dict.fromkeys(self._prompts, 0)
         self.others: list[str] = []
