@@ -25,10 +25,8 @@ FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMo
 def app(folder: Path, draft_len: int, **engine: Any) -> AppConfig:
     (folder / "config.json").write_text(json.dumps(LLAMA_70B))
     source = {"kind": "ngram", "max_draft_len": draft_len}
-    model = {"path": str(folder)}
-    return parse(
-        {"model": model, "speculation": [source], "engine": {"max_num_seqs": 20, **engine}}
-    )
+    options = {"max_num_seqs": 20} | engine
+    return parse({"model": {"path": str(folder)}, "speculation": [source], "engine": options})
 
 
 @pytest.fixture

@@ -1,0 +1,188 @@
+"""The image, built by its recipe and served from, without a container daemon.
+
+Debian's buildah builds and runs it in a chroot, on a base that debootstrap makes: the recipe's base
+image without its registry. Where pip finds its packages is this machine's own configuration.
+"""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import yaml
+
+from tests.integration.cluster import HOST, MARK, READY_S, eventually, free_ports, kill
+from tests.k8s.manifests import ROOT
+from tests.k8s.test_image import STAGES
+
+BUILD_S = 3000.0
+"""Packages come from the network, and are unpacked beside other work."""
+IMAGE = "localhost/specserve:cpu"
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(2 * BUILD_S)]
+
+
+class Images:
+    """Buildah, with storage of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        places = ["--root", str(folder / "storage"), "--runroot", str(folder / "run")]
+        self.command = ["buildah", *places, "--storage-driver", "overlay"]
+
+    def do(self, *arguments: str) -> str:
+        """The last line of what buildah says."""
+        done = subprocess.run(
+            [*self.command, *arguments],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=BUILD_S,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout[-4000:]
+        return done.stdout.strip().rpartition("\n")[2]
+
+
+def make_base(images: Images, folder: Path) -> None:
+    """The recipe's base image by its name: Debian with Python 3.11 and pip."""
+    root = folder / "debian"
+    packages = "python3.11,python3-pip,ca-certificates"
+    options = ["--variant=minbase", f"--include={packages}", "bookworm", str(root)]
+    subprocess.run(["debootstrap", *options], capture_output=True, timeout=BUILD_S, check=True)
+    (root / "usr/bin/python").symlink_to("python3.11")
+    (root / "usr/lib/python3.11/EXTERNALLY-MANAGED").unlink()
+    container = images.do("from", "scratch")
+    images.do("add", container, str(root), "/")
+    images.do("config", "--env", f"PATH={PATH}", container)
+    images.do("commit", "--rm", container, f"docker.io/library/{STAGES['base'][0]}")
+    shutil.rmtree(root)
+
+
+def pip_mounts(folder: Path) -> list[str]:
+    """Options that give a build this machine's configuration of pip, and the folders it names."""
+    command = [sys.executable, "-m", "pip", "config", "list"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    file = configparser.RawConfigParser()
+    file.add_section("global")
+    paths = set()
+    for line in listed.splitlines():
+        name, _, value = line.partition("=")
+        words = str(ast.literal_eval(value)).split()
+        file.set("global", name.rpartition(".")[2], "\n".join(words))
+        for path in (Path(word.removeprefix("file://")) for word in words):
+            if path.is_absolute() and path.exists():  # an index names files beside it
+                paths.add(path.parent if path.is_dir() else path)
+    with (folder / "pip.conf").open("w") as opened:
+        file.write(opened)
+    outer = {path for path in paths if not paths & set(path.parents)}
+    mounts = [f"{path}:{path}:ro" for path in sorted(outer)]
+    return [
+        part for each in (f"{folder}/pip.conf:/etc/pip.conf:ro", *mounts) for part in ("-v", each)
+    ]
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Images]:
+    """With the image, built for CPU."""
+    for program in ("buildah", "debootstrap"):
+        if shutil.which(program) is None:
+            pytest.skip(f"{program} is not installed")
+    if os.geteuid() != 0:
+        pytest.skip("debootstrap needs root")
+    folder = tmp_path_factory.mktemp("image")
+    made = Images(folder)
+    try:
+        make_base(made, folder)
+        recipe = ["--target", "cpu", "-f", "deploy/Dockerfile", "-t", IMAGE, "--pull-never"]
+        chroot = ["--isolation", "chroot", "--network", "host"]
+        made.do("bud", *recipe, *chroot, *pip_mounts(folder), ".")
+        yield made
+        made.do("rm", "--all")
+        made.do("rmi", "--all", "--force")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def processes(mark: str, title: str = "") -> list[psutil.Process]:
+    """Those of the container whose command line contains ``title``."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark and title in " ".join(process.cmdline()):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return [each for each in found if each.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_the_image_serves_as_its_user_streams_and_ends(images: Images, tmp_path: Path) -> None:
+    port, metrics_port, stats_port = free_ports(3)
+    file = yaml.safe_load((ROOT / "configs/demo.yaml").read_text())
+    file["http_options"]["port"] = port
+    config = tmp_path / "demo.yaml"
+    config.write_text(yaml.safe_dump(file))
+    tmp_path.chmod(0o755)
+    environment = {
+        MARK: str(tmp_path),
+        "HOME": "/home/specserve",
+        "RAY_SERVE_HAPROXY_METRICS_PORT": metrics_port,
+        "RAY_SERVE_HAPROXY_STATS_PORT": stats_port,
+    }
+    variables = [f"{name}={value}" for name, value in environment.items()]
+    container = images.do("from", "--ulimit", "nofile=65536:65536", "--pull-never", IMAGE)
+    options = ["--isolation", "chroot", "--network", "host", "-v", f"{config}:/app/demo.yaml:ro"]
+    command = ["env", *variables, "serve", "run", "demo.yaml"]
+    log = tmp_path / "log"
+    with log.open("wb") as output:
+        run = subprocess.Popen(
+            [*images.command, "run", *options, container, "--", *command],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        eventually(lambda: run.poll() is not None or answers(port), log.read_text, READY_S)
+        assert run.poll() is None, log.read_text()[-4000:]
+        assert {uid for each in processes(str(tmp_path)) for uid in each.uids()} == {1000}
+        assert processes(str(tmp_path), "haproxy")
+        assert len(streamed(port)) > 1
+        (serving,) = processes(str(tmp_path), "serve run")
+        serving.send_signal(signal.SIGINT)
+        run.wait(120)
+        eventually(lambda: not processes(str(tmp_path)), "all processes gone", 120)
+    finally:
+        kill(processes(str(tmp_path)))
+        run.wait(60)
+        print(log.read_text()[-4000:])  # noqa: T201 - pytest shows it where the test fails
+        images.do("rm", container)
+
+
+def answers(port: int) -> bool:
+    try:
+        return httpx.get(f"http://{HOST}:{port}/health", timeout=5).is_success
+    except httpx.HTTPError:
+        return False
+
+
+def streamed(port: int) -> list[str]:
+    """The pieces of a completion."""
+    body = {"model": "demo", "prompt": "def is_even(n):", "max_tokens": 16, "stream": True}
+    with httpx.stream(
+        "POST", f"http://{HOST}:{port}/v1/completions", json=body, timeout=120
+    ) as answer:
+        assert answer.status_code == 200
+        data = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert data[-1] == "[DONE]"
+    return [json.loads(each)["choices"][0]["text"] for each in data[:-1]]
