@@ -55,6 +55,9 @@ class OneOfManyRanks:
             model_config=SimpleNamespace(has_inner_state=self.has_inner_state, is_hybrid=False),
             speculative_config=SPECULATION,
             sampler=Sampler(),
+            num_spec_tokens=3,
+            uniform_decode_query_len=4,
+            cudagraph_dispatcher=SimpleNamespace(uniform_decode_query_len=4),
         )
         runner = self.model_runner
         runner._prepare_inputs = lambda scheduled, num_tokens: runner.speculative_config
@@ -85,6 +88,13 @@ def test_only_a_step_with_drafts_is_taken_as_speculation(has_inner_state: bool) 
     assert runner._prepare_inputs(with_drafts, None) is SPECULATION
     assert runner._prepare_inputs(without, None) is (SPECULATION if has_inner_state else None)
     assert runner.speculative_config is SPECULATION
+
+
+def test_every_rank_captures_the_same_graphs() -> None:
+    worker = Worker()
+    worker.init_device()
+    assert worker.model_runner.uniform_decode_query_len == 1
+    assert worker.model_runner.cudagraph_dispatcher.uniform_decode_query_len == 1
 
 
 def test_a_rank_that_does_not_draft_has_nothing_to_tell() -> None:
