@@ -87,7 +87,7 @@ DEFAULT_ONLY = {
 
 NOT_WITH_SOURCES = {
     "async_scheduling": "a draft is made after its step, so steps cannot overlap",
-    "logits_processors": "vLLM has none of its users' under speculation",
+    "logits_processors": "vLLM runs none but its own under speculation",
     **dict.fromkeys(
         ("watermark_config", "diffusion_config", "enable_batch_sharded_sampling"), _V2_RUNNER
     ),
