@@ -18,7 +18,7 @@ from schemathesis import Case, GenerationMode
 from schemathesis.core.result import Ok
 from schemathesis.schemas import APIOperation
 
-from tests.integration.fuzz_bodies import EXAMPLES, ODD_BODIES, WISHES, Body, bounded
+from tests.integration.fuzz_bodies import EXAMPLES, ODD_BODIES, WISHES, bounded
 
 Operation = APIOperation[Any, Any, Any, Any]
 RandomCase = Case[Any]
@@ -31,13 +31,6 @@ VLLMS_OWN = {
     ("/inference/v1/abort_requests", "object has no attribute 'get'"),
 }
 """Route and cause of what vLLM answers 500 with speculation and without."""
-
-# TEMPORARY, while they are being repaired; to be removed together with `_without_known`.
-KNOWN_FIELDS = (
-    *("logprob_token_ids", "prompt_logprob_token_ids"),
-    *("thinking_token_budget", "prompt_embeds"),
-)
-KNOWN_PATHS = ("/generative_scoring", "/v1/systemone")
 
 _HEAVY = (
     *("messages", "tools", "input", "system", "previous_input_messages", "mm_payload"),
@@ -102,7 +95,7 @@ def fuzz(base_url: str, num_cases: int, first_seed: int, *, full: bool) -> Repor
         full: draw also from the schemas that take long.
     """
     report = Report()
-    found = [each for each in operations(base_url, full=full) if each.path not in KNOWN_PATHS]
+    found = operations(base_url, full=full)
     with_body = [each for each in found if each.path in EXAMPLES]
     with httpx.Client(base_url=base_url, timeout=CASE_S) as http:
         for operation in found:
@@ -137,7 +130,7 @@ def _cases(draw: st.DrawFn, operation: Operation) -> RandomCase:
     example = EXAMPLES.get(operation.path)
     generated = case.body if isinstance(case.body, dict) else {}
     if example is None or draw(st.integers(0, 5)) == 0:
-        case.body = _without_known(bounded(generated)) if generated else case.body
+        case.body = bounded(generated) if generated else case.body
         return case
     body = deepcopy(example)
     others = sorted(generated.keys() - example.keys())
@@ -147,17 +140,8 @@ def _cases(draw: st.DrawFn, operation: Operation) -> RandomCase:
         body[key] = generated[key]
     for wish in draw(st.lists(st.sampled_from(WISHES.get(operation.path, [{}])), max_size=3)):
         body |= wish
-    case.body = _without_known(bounded(body))
+    case.body = bounded(body)
     return case
-
-
-def _without_known(body: Body) -> Body:
-    body = {key: value for key, value in body.items() if key not in KNOWN_FIELDS}
-    if isinstance(sampling := body.get("sampling_params"), dict):
-        body["sampling_params"] = _without_known(sampling)
-    if body.get("use_beam_search"):
-        body.pop("vllm_xargs", None)
-    return body
 
 
 def _send(http: httpx.Client, case: RandomCase, report: Report) -> None:
