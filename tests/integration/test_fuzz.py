@@ -24,7 +24,7 @@ ACCEPTED = (
     *("POST /v1/responses", "POST /v1/messages", "POST /tokenize", "POST /detokenize"),
     "POST /inference/v1/generate",
 )
-"""Routes of which a good share has to be accepted: a fuzzer that is refused tests nothing."""
+"""Routes where a good share has to be accepted: what is refused at once tests little."""
 
 
 def first_seed() -> int:
@@ -40,7 +40,7 @@ def attack(api: Api, *, num_cases: int, num_clients: int, full: bool) -> Report:
     streams = Streams(api, num_clients)
     with streams.running():
         report = fuzz(api.base_url, num_cases, number, full=full)
-    logger.info("%s\nstreams of each client: %s", report.table(), streams.num_same.values())
+    logger.warning("%s\nstreams of each client: %s", report.table(), streams.num_same.values())
     assert report.failures == []
     assert streams.others == []
     assert all(streams.num_same.values())
@@ -49,10 +49,11 @@ def attack(api: Api, *, num_cases: int, num_clients: int, full: bool) -> Report:
 
 
 def test_random_requests_do_no_harm(api: Api) -> None:
-    report = attack(api, num_cases=240, num_clients=2, full=False)
-    for route in ACCEPTED:
-        counts = report.statuses[route]
-        assert counts[200] >= counts.total() / 4, f"{route}: {counts}"
+    report = attack(api, num_cases=180, num_clients=2, full=False)
+    counts = [report.statuses[route] for route in ACCEPTED]
+    assert all(each[200] > 0 for each in counts), report.table()
+    num_accepted = sum(each[200] for each in counts)
+    assert num_accepted >= sum(each.total() for each in counts) * 0.4, report.table()
 
 
 @pytest.fixture
