@@ -5,7 +5,11 @@ In vLLM 0.32 two parameters do.
 - ``logprob_token_ids``: a step reports the most likely tokens of all rows or the asked tokens of
   some, never both. The rejection sampler wants whole rows, and fails where it gets asked tokens.
 - ``thinking_token_budget``: the row in which the end of thinking is forced is counted in draft
-  tokens. In a step without drafts that is the first row, whoever's it is.
+  tokens. In a step without drafts that is the first row, whoever's it is. In a step with drafts a
+  request whose prompt is not read to its end counts as told to end, and is not told again.
+
+A request with a budget has no drafts (:mod:`specserve.engine.sampling`), so it has one row in each
+step, as without speculation.
 """
 
 from __future__ import annotations
@@ -37,9 +41,6 @@ class IndependentSampler(Sampler):
         logprobs_mode_override: Any = None,
     ) -> SamplerOutput:
         """vLLM's method; ``predict_bonus_token`` says that the step has drafts."""
-        holder = sampling_metadata.thinking_budget_state_holder
-        if holder is not None:
-            holder.in_spec_mode = predict_bonus_token
         asked = sampling_metadata.logprob_token_ids
         if not asked:
             return super().forward(
@@ -65,6 +66,23 @@ class IndependentSampler(Sampler):
         )
         return output
 
+    def apply_logits_processors(
+        self,
+        logits: torch.Tensor,
+        sampling_metadata: SamplingMetadata,
+        predict_bonus_token: bool,
+    ) -> torch.Tensor:
+        """vLLM's method."""
+        logits = super().apply_logits_processors(
+            logits, without_budgets(sampling_metadata), predict_bonus_token
+        )
+        holder = sampling_metadata.thinking_budget_state_holder
+        if holder is None or not holder.has_tracked_requests():
+            return logits
+        holder.in_spec_mode = False
+        holder.update_state(sampling_metadata.output_token_ids, spec_token_ids=None)
+        return holder.apply_to_logits(logits, predict_bonus_token=False, spec_token_ids=None)
+
 
 class IndependentRejectionSampler(RejectionSampler):
     """Verifies the drafts of a step. Its sampler is an :class:`IndependentSampler`."""
@@ -84,6 +102,15 @@ class IndependentRejectionSampler(RejectionSampler):
         if self._asked and sampling_metadata.max_num_logprobs is None:
             sampling_metadata = replace(sampling_metadata, max_num_logprobs=0)
         return super().forward(metadata, draft_probs, logits, sampling_metadata)
+
+    def apply_logits_processors(
+        self,
+        logits: torch.Tensor,
+        sampling_metadata: SamplingMetadata,
+        metadata: SpecDecodeMetadata,
+    ) -> torch.Tensor:
+        """vLLM's method, for the drafts' logits."""
+        return super().apply_logits_processors(logits, without_budgets(sampling_metadata), metadata)
 
     def _get_logprobs_tensors(
         self,
@@ -114,6 +141,11 @@ class IndependentRejectionSampler(RejectionSampler):
         chosen = final[sources]
         logprobs = chosen if self.is_logits_logprobs_mode else self.sampler.compute_logprobs(chosen)
         return with_asked_tokens(most_likely, rows, tokens, logprobs)
+
+
+def without_budgets(sampling_metadata: SamplingMetadata) -> SamplingMetadata:
+    """The same without thinking budgets."""
+    return replace(sampling_metadata, thinking_budget_state_holder=None)
 
 
 def with_asked_tokens(

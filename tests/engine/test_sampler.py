@@ -173,19 +173,44 @@ def test_a_step_without_drafts_ends_the_thinking_of_the_request_whose_budget_it_
     assert output.sampled_token_ids.flatten().tolist() == tokens
 
 
-def test_a_step_with_drafts_ends_it_in_the_place_where_the_budget_is_spent() -> None:
-    drafts = [[3], [7, 8], []]
-    thoughts = [[], [6], []]
+@pytest.mark.parametrize("row", [0, 1, 2])
+def test_so_does_a_step_in_which_the_others_have_drafts(row: int) -> None:
+    drafts: list[list[int]] = [[3], [7, 8], [5]]
+    thoughts: list[list[int]] = [[], [], []]
+    tokens = [[3, 4], [7, 8, 9], [5, 6]]
+    drafts[row], thoughts[row], tokens[row] = [], [6, 7], [10]
     output = IndependentRejectionSampler(IndependentSampler())(
         drafts_metadata(drafts),
         None,
-        logits_of([3, 4, 7, 8, 9, 5]),
+        logits_of([*chain(*tokens)]),
         sampling_metadata(
             3,
             output_token_ids=thoughts,
             spec_token_ids=drafts,
-            thinking_budget_state_holder=spent_budget(1, thoughts[1]),
+            thinking_budget_state_holder=spent_budget(row, thoughts[row]),
         ),
     )
+    tokens[row] = [END]
     got, _ = RejectionSampler.parse_output(output.sampled_token_ids, VOCAB_SIZE)
-    assert got == [[3, 4], [7, END], [5]]
+    assert got == tokens
+
+
+def test_a_thought_is_ended_after_all_steps_that_a_prompt_takes() -> None:
+    config = SimpleNamespace(reasoning_start_token_ids=[THINK], reasoning_end_token_ids=[END])
+    holder = ThinkingBudgetStateHolder(config, 4, 3, torch.device("cpu"), False)
+    params = SamplingParams(thinking_token_budget=0)
+    holder.sync_batch(BatchUpdate(2, (), [(1, params, [THINK], [])], ()))
+    for _ in range(3):  # what is sampled is thrown away in all but the last
+        output = IndependentRejectionSampler(IndependentSampler())(
+            drafts_metadata([[3], []]),
+            None,
+            logits_of([3, 4, 5]),
+            sampling_metadata(
+                2,
+                output_token_ids=[[], []],
+                spec_token_ids=[[3], []],
+                thinking_budget_state_holder=holder,
+            ),
+        )
+        got, _ = RejectionSampler.parse_output(output.sampled_token_ids, VOCAB_SIZE)
+        assert got == [[3, 4], [END]]

@@ -350,7 +350,12 @@ def test_the_calls_of_a_step_are_the_ones_we_wrap() -> None:
 def test_the_samplers_are_called_as_ours_want_to_be() -> None:
     for ours, theirs in (
         (IndependentSampler.forward, Sampler.forward),
+        (IndependentSampler.apply_logits_processors, Sampler.apply_logits_processors),
         (IndependentRejectionSampler.forward, RejectionSampler.forward),
+        (
+            IndependentRejectionSampler.apply_logits_processors,
+            RejectionSampler.apply_logits_processors,
+        ),
         (
             IndependentRejectionSampler._get_logprobs_tensors,
             RejectionSampler._get_logprobs_tensors,

@@ -109,7 +109,7 @@ USES: dict[str, tuple[Use, ...]] = {
     ),
     "logit_bias": (Use(lambda plain: {"logit_bias": {a_repeated_token(plain)[0]: -100.0}}),),
     "allowed_token_ids": (Use(only_the_texts_tokens_but_one),),
-    "bad_words": (fixed(bad_words=["self", "Abstract", "method"]),),
+    "bad_words": (fixed(bad_words=["parser", "_parser", "make"]),),
     "extra_args": tuple(
         unseen(extra_args=controls)
         for controls in ({"speculation": "off"}, {"max_draft_tokens": 1}, {"learn": 0})
