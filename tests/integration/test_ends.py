@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import psutil
 import pytest
 import yaml
 
+from specserve.serve.daemons import is_alive
 from tests.integration.cluster import (
     HAPROXY,
     HOST,
@@ -44,15 +44,9 @@ class Run:
         file = cluster.folder / "small.yaml"
         file.write_text(yaml.safe_dump(self._content()))
         self._log = cluster.folder / "serve.log"
-        (reconnect_s,) = re.findall(
-            r"^RAY_gcs_rpc_server_reconnect_timeout_s \?= (\d+)$",
-            (ROOT / "Makefile").read_text(),
-            flags=re.M,
-        )
         environment = cluster.environment | {
             "PYTHONPATH": str(ROOT),
             "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback_port),
-            "RAY_gcs_rpc_server_reconnect_timeout_s": reconnect_s,
         }
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -99,13 +93,6 @@ class Run:
         eventually(
             lambda: not self.left(), lambda: str([describe(each) for each in self.left()]), GONE_S
         )
-
-
-def is_alive(process: psutil.Process) -> bool:
-    try:
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.fixture

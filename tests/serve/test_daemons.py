@@ -11,8 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from specserve.serve.daemons import is_alive
 from tests.integration.cluster import eventually, kill
 
+AGENT = "ray::DashboardAgent"
 WORKER = (
     "import time; from specserve.serve.daemons import watch; "
     "watch(); print(flush=True); time.sleep(99)"
@@ -20,7 +22,8 @@ WORKER = (
 OWNER = f"""
 import subprocess
 subprocess.Popen(["{{folder}}/gcs_server", "-c", "sleep 99; :"])
-subprocess.Popen(["{{folder}}/raylet", "-c", "'{sys.executable}' -c '{WORKER}'; :"])
+agent = "'{{folder}}/ray::DashboardAgent' -c 'sleep 99; :' & sleep 1; "
+subprocess.Popen(["{{folder}}/raylet", "-c", agent + "'{sys.executable}' -c '{WORKER}'; :"])
 import time
 time.sleep(99)  # waits for no child, as `serve run`
 """
@@ -33,7 +36,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[str, str], dict[str, psutil.Proc
     every: list[psutil.Process] = []
     bash = shutil.which("bash")
     assert bash
-    for name in ("gcs_server", "raylet"):
+    for name in ("gcs_server", "raylet", AGENT):
         (tmp_path / name).symlink_to(bash)
 
     def start(script: str, argument: str) -> dict[str, psutil.Process]:
@@ -46,7 +49,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[str, str], dict[str, psutil.Proc
         assert root.stdout.readline() == "\n"
         found = psutil.Process(root.pid)
         every.extend(found.children(recursive=True))
-        return {"owner": found} | {child.name(): child for child in found.children()}
+        return {"owner": found} | {each.name(): each for each in found.children(recursive=True)}
 
     yield start
     for root in roots:
@@ -55,13 +58,14 @@ def start(tmp_path: Path) -> Iterator[Callable[[str, str], dict[str, psutil.Proc
         root.communicate()
 
 
-@pytest.mark.parametrize("daemon", ["raylet", "gcs_server"])
-def test_a_dead_daemon_ends_serve_run(
-    start: Callable[[str, str], dict[str, psutil.Process]], daemon: str
+@pytest.mark.parametrize("first", ["raylet", "gcs_server", "owner"])
+def test_a_death_ends_serve_run_and_the_agents(
+    start: Callable[[str, str], dict[str, psutil.Process]], first: str
 ) -> None:
     tree = start("serve", "run")
-    tree[daemon].kill()
-    eventually(lambda: tree["owner"].status() == psutil.STATUS_ZOMBIE, "it has ended", 15)
+    tree[first].kill()
+    eventually(lambda: not is_alive(tree["owner"]), "`serve run` has ended", 15)
+    eventually(lambda: not is_alive(tree[AGENT]), "the agent has ended", 15)
 
 
 @pytest.mark.parametrize("command", [("ray", "start"), ("serve", "deploy")])

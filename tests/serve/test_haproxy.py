@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from specserve.serve.daemons import is_alive
 from specserve.serve.haproxy import closed, connection_limit
 from tests.integration.cluster import HAPROXY, HOST, eventually, free_ports, kill
 
@@ -71,13 +72,6 @@ class Parent:
     def running(self) -> list[psutil.Process]:
         """HAProxy processes, the old ones that finish requests included."""
         return [each for each in self.started if is_alive(each)]
-
-
-def is_alive(process: psutil.Process) -> bool:
-    try:
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.fixture
