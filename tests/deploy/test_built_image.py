@@ -10,6 +10,7 @@ import ast
 import configparser
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -142,7 +143,8 @@ def test_the_image_serves_as_its_user_streams_and_ends(images: Images, tmp_path:
         "RAY_SERVE_HAPROXY_STATS_PORT": stats_port,
     }
     variables = [f"{name}={value}" for name, value in environment.items()]
-    container = images.do("from", "--ulimit", "nofile=65536:65536", "--pull-never", IMAGE)
+    most = min(65536, resource.getrlimit(resource.RLIMIT_NOFILE)[1])  # 65536 in the compose files
+    container = images.do("from", "--ulimit", f"nofile={most}:{most}", "--pull-never", IMAGE)
     options = ["--isolation", "chroot", "--network", "host", "-v", f"{config}:/app/demo.yaml:ro"]
     command = ["env", *variables, "serve", "run", "demo.yaml"]
     log = tmp_path / "log"
