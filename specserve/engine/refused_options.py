@@ -95,9 +95,8 @@ NOT_WITH_SOURCES = {
 """Option: why it cannot be on beside draft sources; off is allowed."""
 
 NOT_WITH_KEYS = {
-    **dict.fromkeys(
-        ("enable_scale_out", "tool_server"), "tenants would share ids and tool sessions"
-    ),
+    "enable_scale_out": "a request could name other tenants' requests",
+    "tool_server": "tenants would share its sessions",
     **dict.fromkeys(
         ("kv_transfer_config", "ec_transfer_config"), "a request could name blocks of other tenants"
     ),

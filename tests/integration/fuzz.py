@@ -64,19 +64,13 @@ class Report:
         return "\n".join(lines)
 
 
-def operations(base_url: str, *, full: bool) -> list[Operation]:
-    """The application's operations.
-
-    Args:
-        base_url: of the application.
-        full: draw also from the schemas that take long.
-    """
+def operations(base_url: str) -> list[Operation]:
+    """The application's operations, without the schemas that take long to draw from."""
     spec = httpx.get(f"{base_url}/openapi.json", timeout=CASE_S).json()
-    if not full:
-        for schema in spec["components"]["schemas"].values():
-            for name in _HEAVY:
-                if name in schema.get("properties", {}):
-                    schema["properties"][name] = {}
+    for each in spec["components"]["schemas"].values():
+        for name in _HEAVY:
+            if name in each.get("properties", {}):
+                each["properties"][name] = {}
     schema = schemathesis.openapi.from_dict(spec)
     found = []
     for result in schema.get_all_operations():
@@ -85,17 +79,16 @@ def operations(base_url: str, *, full: bool) -> list[Operation]:
     return found
 
 
-def fuzz(base_url: str, num_cases: int, first_seed: int, *, full: bool) -> Report:
+def fuzz(base_url: str, num_cases: int, first_seed: int) -> Report:
     """Sends random cases, one after the other.
 
     Args:
         base_url: of the application.
         num_cases: how many, over all routes with a body.
         first_seed: the same cases come from the same seed.
-        full: draw also from the schemas that take long.
     """
     report = Report()
-    found = operations(base_url, full=full)
+    found = operations(base_url)
     with_body = [each for each in found if each.path in EXAMPLES]
     with httpx.Client(base_url=base_url, timeout=CASE_S) as http:
         for operation in found:

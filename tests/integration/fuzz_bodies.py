@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
+from io import BytesIO
 from typing import Any
 
+import torch
+from transformers import AutoConfig
+
 from tests.integration.api import MODEL
+from tests.integration.cluster import model_path
 
 Body = dict[str, Any]
 
@@ -16,6 +22,15 @@ _PROMPT = "for number in numbers:\n    total += number\n" * 3
 _MESSAGES = [{"role": "user", "content": _PROMPT}]
 _TOKENS = list(range(40, 60)) * 2
 _SAMPLED = {"model": MODEL, "max_tokens": 8}
+
+
+def _embeddings(num_tokens: int) -> str:
+    """A prompt of embeddings for the demo's draft model, as vLLM takes it."""
+    shape = (num_tokens, AutoConfig.from_pretrained(model_path("demo-draft")).hidden_size)
+    content = BytesIO()
+    torch.save(torch.zeros(shape), content)
+    return b64encode(content.getvalue()).decode()
+
 
 EXAMPLES: dict[str, Body] = {
     "/v1/completions": {**_SAMPLED, "prompt": _PROMPT},
@@ -99,6 +114,7 @@ _COMPLETION: list[Body] = [
     {"prompt": [_PROMPT, "def f("]},
     {"suffix": "end"},
     {"prompt": None, "prompt_embeds": "AAAA"},
+    {"prompt": None, "prompt_embeds": _embeddings(24)},
 ]
 _CHAT: list[Body] = [
     *_OPENAI,

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.integration.api import Api
-from tests.integration.cluster import Deployment
-from tests.integration.conftest import Stage, application
-from tests.integration.fuzz import Report, fuzz
+from tests.integration.conftest import ENGINE, Stage, application
+from tests.integration.fuzz import fuzz
 from tests.integration.fuzz_background import Streams
 
 logger = logging.getLogger(__name__)
@@ -22,9 +21,13 @@ pytestmark = pytest.mark.timeout(900)
 ACCEPTED = (
     *("POST /v1/completions", "POST /v1/chat/completions", "POST /v1/chat/completions/batch"),
     *("POST /v1/responses", "POST /v1/messages", "POST /tokenize", "POST /detokenize"),
-    "POST /inference/v1/generate",
+    *("POST /inference/v1/generate", "POST /generative_scoring"),
 )
 """Routes where a good share has to be accepted: what is refused at once tests little."""
+
+
+NUM_CLIENTS = 8
+REASONING = {"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}
 
 
 def first_seed() -> int:
@@ -32,43 +35,46 @@ def first_seed() -> int:
     return int(os.environ.get("SPECSERVE_FUZZ_SEED") or secrets.randbelow(1 << 32))
 
 
-def attack(api: Api, *, num_cases: int, num_clients: int, full: bool) -> Report:
+@pytest.fixture
+def api(stage: Stage) -> Iterator[Api]:
+    """An application with room for eight streams beside what is tried, and all that may be asked.
+
+    It is the same for all tests of this file, and no other test's.
+    """
+    vllm = {**ENGINE["vllm"], "enable_prompt_embeds": True, "reasoning_config": REASONING}
+    engine = {"max_num_seqs": 16, "vllm": vllm}
+    args = application(engine=engine, http={"max_queued_requests": 32})
+    deployment = stage.serve({"/": args})
+    deployment.await_ready()
+    api = Api(deployment.base_url())
+    with api.http:
+        yield api
+
+
+def attack(api: Api, num_cases: int) -> None:
     """Fuzzes while clients stream drafted texts, and checks both."""
     number = first_seed()
     logger.warning("SPECSERVE_FUZZ_SEED=%d", number)  # shown where the test fails
     before = api.counts()
-    streams = Streams(api, num_clients)
+    streams = Streams(api, NUM_CLIENTS)
     with streams.running():
-        report = fuzz(api.base_url, num_cases, number, full=full)
+        report = fuzz(api.base_url, num_cases, number)
     logger.warning("%s\nstreams of each client: %s", report.table(), streams.num_same.values())
     assert report.failures == []
     assert streams.others == []
     assert all(streams.num_same.values())
     assert api.counts().since(before).accepted_tokens > 0
-    return report
-
-
-def test_random_requests_do_no_harm(api: Api) -> None:
-    report = attack(api, num_cases=180, num_clients=2, full=False)
     counts = [report.statuses[route] for route in ACCEPTED]
     assert all(each[200] > 0 for each in counts), report.table()
     num_accepted = sum(each[200] for each in counts)
     assert num_accepted >= sum(each.total() for each in counts) * 0.4, report.table()
 
 
-@pytest.fixture
-def wide(stage: Stage) -> Iterator[Deployment]:
-    """An application with room for eight streams beside what is tried."""
-    args = application(engine={"max_num_seqs": 16}, http={"max_queued_requests": 32})
-    deployment = stage.serve({"/": args})
-    deployment.await_ready()
-    yield deployment
-    stage.clear()
+def test_random_requests_do_no_harm(api: Api) -> None:
+    attack(api, num_cases=240)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(4 * 3600)
-def test_ten_thousand_random_requests_do_no_harm(wide: Deployment) -> None:
-    api = Api(wide.base_url())
-    with api.http:
-        attack(api, num_cases=10_000, num_clients=8, full=True)
+def test_ten_thousand_random_requests_do_no_harm(api: Api) -> None:
+    attack(api, num_cases=10_000)
