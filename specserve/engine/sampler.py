@@ -81,7 +81,10 @@ class IndependentSampler(Sampler):
             return logits
         holder.in_spec_mode = False
         holder.update_state(sampling_metadata.output_token_ids, spec_token_ids=None)
-        return holder.apply_to_logits(logits, predict_bonus_token=False, spec_token_ids=None)
+        forced: torch.Tensor = holder.apply_to_logits(
+            logits, predict_bonus_token=False, spec_token_ids=None
+        )
+        return forced
 
 
 class IndependentRejectionSampler(RejectionSampler):
@@ -110,7 +113,10 @@ class IndependentRejectionSampler(RejectionSampler):
         metadata: SpecDecodeMetadata,
     ) -> torch.Tensor:
         """vLLM's method, for the drafts' logits."""
-        return super().apply_logits_processors(logits, without_budgets(sampling_metadata), metadata)
+        processed: torch.Tensor = super().apply_logits_processors(
+            logits, without_budgets(sampling_metadata), metadata
+        )
+        return processed
 
     def _get_logprobs_tensors(
         self,
