@@ -70,10 +70,15 @@ class BatchEngine:
 
     def __init__(self, processes: ProcessPoolExecutor) -> None:
         self._processes = processes
+        self._is_whole = True
 
     def run(self, requests: Sequence[Request]) -> Batch:
         """Continues all of them at a time; nothing of earlier prompts is remembered."""
-        return self._processes.submit(_run, tuple(requests)).result(TIMEOUT_S)
+        assert self._is_whole, "an earlier batch has ended the engine"
+        self._is_whole = False
+        batch = self._processes.submit(_run, tuple(requests)).result(TIMEOUT_S)
+        self._is_whole = True
+        return batch
 
 
 @contextmanager
