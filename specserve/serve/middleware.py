@@ -137,8 +137,8 @@ class FreshMetricsMiddleware:
         await self._app(_get(f"{root_path}/metrics", root_path), _nobody, send)
         start, *body = sent
         content = b"".join(message.get("body", b"") for message in body)
-        answer = Response(content, start["status"], {AS_OF: f"{refreshed_at:.6f}"})
-        answer.raw_headers += start["headers"]
+        answer = Response(content, start["status"])
+        answer.raw_headers = [*start["headers"], (AS_OF.encode(), b"%.6f" % refreshed_at)]
         return answer
 
 

@@ -77,6 +77,15 @@ def test_metrics_are_rendered_once_a_refresh_for_all_who_ask() -> None:
     assert metrics.num_rendered == 3
 
 
+def test_metrics_keep_the_headers_that_the_application_gave_them() -> None:
+    async def refresh() -> float:
+        return 1.0
+
+    answer = Response(b"metrics", media_type="text/plain")
+    found = TestClient(FreshMetricsMiddleware(answer, refresh)).get("/metrics").headers.raw
+    assert found == [*answer.raw_headers, (AS_OF.encode(), b"1.000000")]
+
+
 @pytest.mark.parametrize("method", ["HEAD", "POST"])
 def test_metrics_asked_for_by_other_methods_ask_nothing_of_the_engine(method: str) -> None:
     metrics = Metrics()
