@@ -12,7 +12,7 @@ from tests.integration.cluster import Cluster, Deployment, model_path, running_c
 
 MAX_NUM_SEQS, MAX_QUEUED = 4, 2
 
-ENGINE = {
+ENGINE: dict[str, Any] = {
     "dtype": "float32",  # in which the same greedy tokens are an equality and no matter of luck
     "max_model_len": 2048,
     "max_num_seqs": MAX_NUM_SEQS,
