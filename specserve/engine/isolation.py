@@ -14,9 +14,6 @@ from hashlib import blake2b
 from typing import Any, TypeVar
 
 from fastapi import FastAPI
-from model_hosting_container_standards.sagemaker.config import (  # type: ignore[import-untyped]  # no stubs
-    SageMakerConfig,
-)
 from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -167,4 +164,9 @@ def close_routes(app: FastAPI) -> None:
 
 
 def _has_sessions() -> bool:
+    # Here, because the import sets the level of the root logger; vLLM does so with these routes.
+    from model_hosting_container_standards.sagemaker.config import (  # type: ignore[import-untyped]
+        SageMakerConfig,
+    )
+
     return bool(SageMakerConfig().enable_stateful_sessions)

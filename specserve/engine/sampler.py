@@ -41,18 +41,15 @@ class IndependentSampler(Sampler):
         logprobs_mode_override: Any = None,
     ) -> SamplerOutput:
         """vLLM's method; ``predict_bonus_token`` says that the step has drafts."""
-        asked = sampling_metadata.logprob_token_ids
-        if not asked:
-            return super().forward(
-                logits, sampling_metadata, predict_bonus_token, logprobs_mode_override
-            )
+        asked = asked_tokens(sampling_metadata)
+        wanted = ALL_LOGPROBS if asked else sampling_metadata.max_num_logprobs
         output = super().forward(
             logits,
-            replace(sampling_metadata, logprob_token_ids=None, max_num_logprobs=ALL_LOGPROBS),
+            replace(sampling_metadata, logprob_token_ids=None, max_num_logprobs=wanted),
             predict_bonus_token,
             logprobs_mode_override,
         )
-        if predict_bonus_token:
+        if predict_bonus_token or not asked:
             return output  # the rejection sampler gathers from all of them
         logprobs = output.logprobs_tensors.logprobs
         most_likely = self.gather_logprobs(
@@ -101,7 +98,7 @@ class IndependentRejectionSampler(RejectionSampler):
         sampling_metadata: SamplingMetadata,
     ) -> SamplerOutput:
         """vLLM's method."""
-        self._asked = sampling_metadata.logprob_token_ids or {}
+        self._asked = asked_tokens(sampling_metadata)
         if self._asked and sampling_metadata.max_num_logprobs is None:
             sampling_metadata = replace(sampling_metadata, max_num_logprobs=0)
         return super().forward(metadata, draft_probs, logits, sampling_metadata)
@@ -147,6 +144,12 @@ class IndependentRejectionSampler(RejectionSampler):
         chosen = final[sources]
         logprobs = chosen if self.is_logits_logprobs_mode else self.sampler.compute_logprobs(chosen)
         return with_asked_tokens(most_likely, rows, tokens, logprobs)
+
+
+def asked_tokens(sampling_metadata: SamplingMetadata) -> dict[int, list[int]]:
+    """``logprob_token_ids`` by row; an empty list asks for none."""
+    asked = sampling_metadata.logprob_token_ids or {}
+    return {row: tokens for row, tokens in asked.items() if tokens}
 
 
 def without_budgets(sampling_metadata: SamplingMetadata) -> SamplingMetadata:

@@ -58,6 +58,8 @@ class ModelServer:
         # Here, because it takes seconds and the process that builds the application needs no vLLM.
         # vLLM reads its log level when it is imported; its INFO would bury our progress.
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        # A library of vLLM's routes sets the root logger's level by it, else to ERROR.
+        os.environ.setdefault("SAGEMAKER_CONTAINER_LOG_LEVEL", "WARNING")
         check_vllm(self._config)  # this node may have another one than where the file was checked
         from specserve.engine.llm import Engine, shard_bundle
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import copy_context
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -328,14 +329,21 @@ def test_vllm_has_no_other_modalities_with_options_of_their_own() -> None:
 TASKS = ("generate", "transcription", "realtime", "embed", "classify", "token_embed", "score")
 
 
-def application(monkeypatch: pytest.MonkeyPatch) -> FastAPI:
-    """vLLM's application with every route that an option or a variable opens."""
+@pytest.fixture
+def application(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], FastAPI]]:
+    """Builds vLLM's application with every route that an option or a variable opens.
+
+    That imports a library which raises the level of the root logger and of its handlers.
+    """
+    root = logging.getLogger()
+    levels = {each: each.level for each in (root, *root.handlers)}
     for name in ("SERVER_DEV_MODE", "ALLOW_RUNTIME_LORA_UPDATING", "ENABLE_COHERE_API"):
         monkeypatch.setenv(f"VLLM_{name}", "1")
     namespace = make_arg_parser(FlexibleArgumentParser()).parse_args([])
     namespace.enable_scale_out = namespace.enable_fault_tolerance = True
-    app: FastAPI = build_app(namespace, TASKS)
-    return app
+    yield lambda: build_app(namespace, TASKS)
+    for each, level in levels.items():
+        each.setLevel(level)
 
 
 def paths(app: FastAPI) -> set[str]:
@@ -350,8 +358,10 @@ DANGEROUS = {
 }
 
 
-def test_routes_that_reach_all_tenants_requests_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    app = application(monkeypatch)
+def test_routes_that_reach_all_tenants_requests_are_closed(
+    application: Callable[[], FastAPI],
+) -> None:
+    app = application()
     assert paths(app) >= DANGEROUS
     close_routes(app)
     assert not paths(app) & DANGEROUS
@@ -359,8 +369,10 @@ def test_routes_that_reach_all_tenants_requests_are_closed(monkeypatch: pytest.M
     assert {"/v1/completions", "/v1/responses/{response_id}", "/v1/realtime"} <= paths(app)
 
 
-def test_invocations_are_closed_where_they_have_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invocations_are_closed_where_they_have_sessions(
+    application: Callable[[], FastAPI], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SAGEMAKER_ENABLE_STATEFUL_SESSIONS", "true")
-    app = application(monkeypatch)
+    app = application()
     close_routes(app)
     assert "/invocations" not in paths(app)

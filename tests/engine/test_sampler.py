@@ -144,6 +144,22 @@ def test_a_step_without_drafts_reports_to_each_request_what_it_asked_for() -> No
     assert reported(lists, 1, 3) == expected(logits[1], [6, 1, 2, 12])
 
 
+@pytest.mark.parametrize("num_logprobs", [None, 2])
+def test_an_empty_list_of_tokens_asks_for_nothing_and_harms_nobody(
+    num_logprobs: int | None,
+) -> None:
+    metadata = drafts_metadata([[3, 4], []])
+    logits = logits_of([3, 4, 5, 6])
+    asks = sampling_metadata(2, max_num_logprobs=num_logprobs, logprob_token_ids={1: []})
+    sampler = IndependentSampler()
+    with_drafts = IndependentRejectionSampler(sampler)(metadata, None, logits.clone(), asks)
+    plainly = sampler(logits[:2].clone(), asks)
+    assert with_drafts.sampled_token_ids.tolist() == [[3, 4, 5], [6, -1, -1]]
+    assert plainly.sampled_token_ids.tolist() == [[3], [4]]
+    for output in (with_drafts, plainly):
+        assert (output.logprobs_tensors is None) == (num_logprobs is None)
+
+
 def spent_budget(row: int, thoughts: list[int]) -> ThinkingBudgetStateHolder:
     """A request in this row may think for two tokens, and has thought ``thoughts``."""
     config = SimpleNamespace(reasoning_start_token_ids=[THINK], reasoning_end_token_ids=[END])
