@@ -336,14 +336,15 @@ def application(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], FastAP
     That imports a library which raises the level of the root logger and of its handlers.
     """
     root = logging.getLogger()
-    levels = {each: each.level for each in (root, *root.handlers)}
+    root_level, handlers = root.level, {each: each.level for each in root.handlers}
     for name in ("SERVER_DEV_MODE", "ALLOW_RUNTIME_LORA_UPDATING", "ENABLE_COHERE_API"):
         monkeypatch.setenv(f"VLLM_{name}", "1")
     namespace = make_arg_parser(FlexibleArgumentParser()).parse_args([])
     namespace.enable_scale_out = namespace.enable_fault_tolerance = True
     yield lambda: build_app(namespace, TASKS)
-    for each, level in levels.items():
-        each.setLevel(level)
+    root.setLevel(root_level)
+    for handler, level in handlers.items():
+        handler.setLevel(level)
 
 
 def paths(app: FastAPI) -> set[str]:
