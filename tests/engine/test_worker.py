@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,6 +66,16 @@ class OneOfManyRanks:
 
 class Worker(SpeculationMixin, OneOfManyRanks):
     pass
+
+
+@pytest.fixture(autouse=True)
+def our_log() -> Iterator[None]:
+    """A worker has our loggers write as vLLM's do: not beyond its test."""
+    ours = logging.getLogger("specserve")
+    level, handlers = ours.level, list(ours.handlers)
+    yield
+    ours.setLevel(level)
+    ours.handlers[:] = handlers
 
 
 def test_a_rank_that_does_not_draft_samples_as_the_one_that_does() -> None:
