@@ -52,15 +52,16 @@ def _is_serve_run(process: psutil.Process) -> bool:
     return len(command) == 2 and Path(command[0]).name == "serve" and command[1] == "run"
 
 
-def guard(owner: psutil.Process, raylet: psutil.Process) -> None:
+def guard(
+    owner: psutil.Process, daemons: dict[psutil.Process, str], agents: list[psutil.Process]
+) -> None:
     """Waits until ``serve run`` or one of its daemons has died, and ends what may be left.
 
     Args:
         owner: ``serve run``.
-        raylet: its child.
+        daemons: Ray's daemons that are its children, and their names.
+        agents: the raylet's agents.
     """
-    daemons = {child: child.name() for child in owner.children() if child.name() in _DAEMONS}
-    agents = [child for child in raylet.children() if child.name() in _AGENTS]
     while all(map(is_alive, (owner, *daemons))):
         time.sleep(INTERVAL_S)
     if is_alive(owner):
@@ -92,14 +93,17 @@ def is_alive(process: psutil.Process) -> bool:
 def main() -> None:
     """Guards in the background, unless another process does already."""
     owner, raylet = (psutil.Process(int(argument)) for argument in sys.argv[1:])
+    # Before the fork: who asked for the guard goes on when all are known.
+    daemons = {child: child.name() for child in owner.children() if child.name() in _DAEMONS}
+    agents = [child for child in raylet.children() if child.name() in _AGENTS]
     if os.fork():
         return  # Ray ends the children of a worker with it
-    with socket.socket(socket.AF_UNIX) as lock, suppress(psutil.Error):
+    with socket.socket(socket.AF_UNIX) as lock:
         try:
             lock.bind(f"\0specserve-daemons-{owner.pid}")
         except OSError:
             return
-        guard(owner, raylet)
+        guard(owner, daemons, agents)
 
 
 if __name__ == "__main__":
