@@ -24,7 +24,6 @@ ENGINE: dict[str, Any] = {
         "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
         "enable_auto_tool_choice": True,
         "tool_call_parser": "hermes",
-        "enable_scale_out": True,
     },
 }
 

@@ -41,7 +41,12 @@ def api(stage: Stage) -> Iterator[Api]:
 
     It is the same for all tests of this file, and no other test's.
     """
-    vllm = {**ENGINE["vllm"], "enable_prompt_embeds": True, "reasoning_config": REASONING}
+    vllm = {
+        **ENGINE["vllm"],
+        "enable_prompt_embeds": True,
+        "enable_scale_out": True,
+        "reasoning_config": REASONING,
+    }
     engine = {"max_num_seqs": 16, "vllm": vllm}
     args = application(engine=engine, http={"max_queued_requests": 32})
     deployment = stage.serve({"/": args})

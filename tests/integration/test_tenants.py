@@ -210,6 +210,6 @@ def test_a_stored_response_is_its_tenants_alone(http: httpx.Client) -> None:
     assert "resp_chosen" in http.get(path, headers=A).text
 
 
-@pytest.mark.parametrize("path", ["/inference/v1/abort_requests", "/scale_elastic_ep"])
+@pytest.mark.parametrize("path", ["/inference/v1/abort_requests", "/v1/load_lora_adapter"])
 def test_a_route_that_reaches_all_tenants_is_not_there(http: httpx.Client, path: str) -> None:
     assert http.post(path, headers=A, json={"request_ids": ["a"]}).status_code == 404
