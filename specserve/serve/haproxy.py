@@ -21,6 +21,16 @@ from specserve.core.errors import PortError
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _INTERNAL = re.compile(r"^(frontend prometheus|listen stats)\n(\s*)bind \S*:(\d+)$", re.M)
 _BIND = re.compile(r"^(\w+ \w+)\n\s*bind (\S*):(\d+)$", re.M)
+_BACKEND = re.compile(r"^(\s*)http-reuse always$", re.M)
+_CACHE = """
+cache specserve
+    total-max-size 16  # MB
+    max-object-size 4194304
+    max-age 1
+"""
+_USE_CACHE = r"""\g<0>
+\1http-request cache-use specserve
+\1http-response cache-store specserve"""
 _USES = {"frontend prometheus": "HAProxy's metrics", "listen stats": "HAProxy's statistics"}
 _FREE_WITHIN_S = 5.0
 """A predecessor that was killed with its actor frees its ports at once."""
@@ -45,19 +55,25 @@ def end_with(parent: int) -> None:
         sys.exit("haproxy: the process that started it has ended")
 
 
-def closed(config: str) -> str:
-    """Serve's configuration with statistics and metrics on the loopback interface alone.
+def adapted(config: str) -> str:
+    """Serve's configuration with two changes.
 
-    Serve opens both on all interfaces, without authentication.
+    Statistics and metrics are served on the loopback interface alone: Serve opens both on all
+    interfaces, without authentication.
+
+    Answers that a replica marks with ``Cache-Control: max-age`` are cached for a second: each GET
+    that reaches a replica takes time from decoding. HAProxy caches no request that carries the
+    header ``Authorization``.
     """
-    return _INTERNAL.sub(r"\1\n\2bind 127.0.0.1:\3", config)
+    config = _INTERNAL.sub(r"\1\n\2bind 127.0.0.1:\3", config)
+    return _BACKEND.sub(_USE_CACHE, config) + _CACHE
 
 
 def require_ports(config: str) -> None:
     """Checks that nobody listens on the ports that HAProxy is to bind.
 
     Args:
-        config: as :func:`closed` returns it.
+        config: as :func:`adapted` returns it.
 
     Raises:
         PortError: somebody does, and still does after a while.
@@ -102,7 +118,7 @@ def arguments(options: Sequence[str]) -> list[str]:
     if "-f" not in options:
         return found
     path = Path(options[options.index("-f") + 1])
-    config = closed(path.read_text())
+    config = adapted(path.read_text())
     path.write_text(config)
     # -dR: it shares its ports with nobody. -sf: it takes a predecessor's over.
     if "-dR" in options and "-sf" not in options:

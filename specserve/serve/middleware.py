@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specserve.serve.shared import AS_OF, Shared
+from specserve.serve.shared import AS_OF, CACHEABLE, Shared
 
 _GONE_S = 1.0
 """The application's time to end a call whose client is gone, before the call is cancelled."""
@@ -138,7 +138,8 @@ class FreshMetricsMiddleware:
         start, *body = sent
         content = b"".join(message.get("body", b"") for message in body)
         answer = Response(content, start["status"])
-        answer.raw_headers = [*start["headers"], (AS_OF.encode(), b"%.6f" % refreshed_at)]
+        answer.raw_headers = [*start["headers"]]
+        answer.headers.update({AS_OF: f"{refreshed_at:.6f}", **CACHEABLE})
         return answer
 
 

@@ -28,7 +28,7 @@ from specserve.core.metrics import SpeculationSnapshot
 from specserve.core.recent import RecentRequest, RecentStep
 from specserve.core.source_config import TrieConfig
 from specserve.engine.tenants import CURRENT_TENANT
-from specserve.serve.shared import Shared
+from specserve.serve.shared import CACHEABLE, Shared
 from specserve.trie.layout import PAGE, pages_in
 
 ANSWER_TIMEOUT_S = 2.0
@@ -196,7 +196,9 @@ class SpeculationPage:
         async def data() -> Response:
             tenant = CURRENT_TENANT.get() if self._config.http.api_keys else ""
             answer = await self._answers.get(tenant)
-            return Response(answer, headers=_HEADERS, media_type="application/json")
+            # A tenant's answer is for nobody else.
+            headers = _HEADERS if self._config.http.api_keys else {**_HEADERS, **CACHEABLE}
+            return Response(answer, headers=headers, media_type="application/json")
 
         return router
 

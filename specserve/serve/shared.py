@@ -12,6 +12,9 @@ FRESH_S = 1.0
 AS_OF = "specserve-as-of"
 """Header that tells when the engine was asked for what the answer says: Unix time in seconds."""
 
+CACHEABLE = {"Cache-Control": f"max-age={FRESH_S:.0f}"}
+"""Header of answers that are the same for all who ask. Proxies may give them to others as well."""
+
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 

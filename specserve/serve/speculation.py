@@ -17,7 +17,7 @@ from starlette.responses import Response
 from specserve.core.config import AppConfig
 from specserve.core.metrics import AcceptanceSnapshot, HealthSnapshot, SpeculationSnapshot
 from specserve.core.prometheus import PrometheusCollector
-from specserve.serve.shared import AS_OF, Shared
+from specserve.serve.shared import AS_OF, CACHEABLE, Shared
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class SpeculationMonitor:
         async def speculation() -> Response:
             """Sources configured, whether each is up, and acceptance since the replica started."""
             answer = await self._answers.get(None)
-            headers = {AS_OF: f"{answer.as_of:.6f}"}
+            headers = {AS_OF: f"{answer.as_of:.6f}", **CACHEABLE}
             return Response(answer.body, media_type="application/json", headers=headers)
 
         return router

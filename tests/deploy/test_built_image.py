@@ -161,7 +161,7 @@ def test_the_image_serves_as_its_user_streams_and_ends(images: Images, tmp_path:
         assert processes(str(tmp_path), "haproxy")
         assert len(streamed(port)) > 1
         (serving,) = processes(str(tmp_path), "serve run")
-        serving.send_signal(signal.SIGINT)
+        serving.send_signal(signal.SIGTERM)  # as a container is stopped
         run.wait(120)
         eventually(lambda: not processes(str(tmp_path)), "all processes gone", 120)
     finally:

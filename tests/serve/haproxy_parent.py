@@ -1,6 +1,7 @@
 """What Serve's proxy actor does with HAProxy, in a process without Ray: starts it, and reloads it.
 
 Prints HAProxy's process id at the start and after each line of stdin, at which it reloads.
+The arguments are a folder, the port to serve, and the port of a replica.
 """
 
 from __future__ import annotations
@@ -9,11 +10,16 @@ import asyncio
 import sys
 from pathlib import Path
 
-from ray.serve._private.haproxy import HAProxyApi, HAProxyConfig
+from ray.serve._private.haproxy import (
+    BackendConfig,
+    HAProxyApi,
+    HAProxyConfig,
+    ServerConfig,
+)
 from ray.serve.config import HTTPOptions
 
 
-async def main(folder: Path, port: int) -> None:
+async def main(folder: Path, port: int, replica_port: int) -> None:
     config = HAProxyConfig(
         http_options=HTTPOptions(host="127.0.0.1", port=port),
         socket_path=str(folder / "admin.sock"),
@@ -21,7 +27,9 @@ async def main(folder: Path, port: int) -> None:
         server_state_file=str(folder / "server-state"),
         metrics_socket_path=str(folder / "metrics.sock"),
     )
-    api = HAProxyApi(config, config_file_path=str(folder / "haproxy.cfg"))
+    replica = ServerConfig(name="replica", host="127.0.0.1", port=replica_port)
+    backend = BackendConfig(name="app", path_prefix="/", servers=[replica], app_name="app")
+    api = HAProxyApi(config, {"app": backend}, config_file_path=str(folder / "haproxy.cfg"))
     await api.start()
     tell(api._proc.pid)
     while await asyncio.to_thread(sys.stdin.readline):
@@ -36,4 +44,4 @@ def tell(pid: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2])))
+    asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))

@@ -8,15 +8,19 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import httpx
 import psutil
 import pytest
 
 from specserve.serve.daemons import is_alive
-from specserve.serve.haproxy import closed, connection_limit
+from specserve.serve.haproxy import adapted, connection_limit
 from tests.integration.cluster import HAPROXY, HOST, eventually, free_ports, kill
 
 pytestmark = pytest.mark.skipif(not HAPROXY.exists(), reason="Ray brings HAProxy for Linux only")
@@ -28,10 +32,13 @@ GONE_S = 15.0
 class Parent:
     """Serve's manager of HAProxy in a process of its own."""
 
-    def __init__(self, folder: Path, port: int = 0, max_files: int | None = None) -> None:
-        free, self.stats_port, self.metrics_port = free_ports(3)
+    def __init__(
+        self, folder: Path, port: int = 0, replica_port: int = 0, max_files: int | None = None
+    ) -> None:
+        free, nobody, self.stats_port, self.metrics_port = free_ports(4)
         self.port = port or free
         self.folder = folder
+        arguments = (folder, self.port, replica_port or nobody)
 
         def limit_files() -> None:
             if max_files is not None:
@@ -39,7 +46,7 @@ class Parent:
 
         with (folder / "log").open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.serve.haproxy_parent", folder, str(self.port)],
+                [sys.executable, "-m", "tests.serve.haproxy_parent", *map(str, arguments)],
                 cwd=ROOT,
                 env={
                     **os.environ,
@@ -72,6 +79,30 @@ class Parent:
     def running(self) -> list[psutil.Process]:
         """HAProxy processes, the old ones that finish requests included."""
         return [each for each in self.started if is_alive(each)]
+
+
+class Replica(BaseHTTPRequestHandler):
+    """Keeps the paths that are asked for."""
+
+    marks: ClassVar = {"/metrics": "max-age=1", "/private": "private"}
+    asked: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        self.asked.append(self.path)
+        self.send_response(200)
+        self.send_header("Cache-Control", self.marks.get(self.path, "no-store"))
+        self.send_header("Content-Length", "6")
+        self.end_headers()
+        self.wfile.write(b"answer")
+
+
+@pytest.fixture
+def replica() -> Iterator[HTTPServer]:
+    Replica.asked.clear()
+    with ThreadingHTTPServer((HOST, 0), Replica) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
 
 
 @pytest.fixture
@@ -123,6 +154,32 @@ def test_only_this_machine_is_told_statistics_and_metrics(start: Callable[..., P
     assert addresses == {HOST}
 
 
+@pytest.mark.parametrize(
+    ("path", "headers", "num_reached"),
+    [
+        ("/metrics", {}, 1),
+        ("/metrics", {"Authorization": "Bearer key"}, 20),
+        ("/private", {}, 20),
+        ("/v1/models", {}, 20),
+    ],
+)
+def test_what_is_for_all_reaches_a_replica_once_a_second(
+    start: Callable[..., Parent],
+    replica: HTTPServer,
+    path: str,
+    headers: dict[str, str],
+    num_reached: int,
+) -> None:
+    parent = start(replica_port=replica.server_port)
+    with httpx.Client(base_url=f"http://{HOST}:{parent.port}", headers=headers) as client:
+        for _ in range(2):
+            answers = [client.get(path) for _ in range(20)]
+            assert {each.text for each in answers} == {"answer"}
+            assert Replica.asked.count(path) == num_reached
+            Replica.asked.clear()
+            time.sleep(1.1)
+
+
 def test_few_files_mean_fewer_connections(start: Callable[..., Parent]) -> None:
     parent = start(max_files=1024)
     parent.reload()
@@ -153,7 +210,7 @@ def test_it_does_not_start_for_a_parent_that_is_gone() -> None:
 
 def test_the_apis_address_stays_the_one_of_the_file() -> None:
     config = "frontend prometheus\n    bind :9101\nfrontend http_frontend\n    bind *:8000\n"
-    assert closed(config) == config.replace("bind :9101", "bind 127.0.0.1:9101")
+    assert adapted(config).startswith(config.replace("bind :9101", "bind 127.0.0.1:9101"))
 
 
 @pytest.mark.parametrize(

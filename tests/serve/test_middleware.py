@@ -83,7 +83,8 @@ def test_metrics_keep_the_headers_that_the_application_gave_them() -> None:
 
     answer = Response(b"metrics", media_type="text/plain")
     found = TestClient(FreshMetricsMiddleware(answer, refresh)).get("/metrics").headers.raw
-    assert found == [*answer.raw_headers, (AS_OF.encode(), b"1.000000")]
+    told = [(AS_OF.encode(), b"1.000000"), (b"cache-control", b"max-age=1")]
+    assert found == [*answer.raw_headers, *told]
 
 
 @pytest.mark.parametrize("method", ["HEAD", "POST"])

@@ -98,3 +98,4 @@ def test_an_answer_tells_when_the_engine_was_asked(client: TestClient) -> None:
     answer = client.get("/v1/speculation")
     assert before <= float(answer.headers[AS_OF]) <= time.time()
     assert client.get("/v1/speculation").headers[AS_OF] == answer.headers[AS_OF]
+    assert answer.headers["Cache-Control"] == "max-age=1"
