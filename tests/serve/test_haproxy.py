@@ -91,6 +91,7 @@ class Replica(BaseHTTPRequestHandler):
         self.asked.append(self.path)
         self.send_response(200)
         self.send_header("Cache-Control", self.marks.get(self.path, "no-store"))
+        self.send_header("Vary", "Origin")  # as vLLM's middleware for CORS says
         self.send_header("Content-Length", "6")
         self.end_headers()
         self.wfile.write(b"answer")
@@ -159,6 +160,7 @@ def test_only_this_machine_is_told_statistics_and_metrics(start: Callable[..., P
     [
         ("/metrics", {}, 1),
         ("/metrics", {"Authorization": "Bearer key"}, 20),
+        ("/metrics", {"Origin": "http://elsewhere"}, 20),
         ("/private", {}, 20),
         ("/v1/models", {}, 20),
     ],
