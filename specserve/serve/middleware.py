@@ -6,11 +6,14 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from http import HTTPStatus
+from typing import Any
 
+from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, ExceptionHandler, Message, Receive, Scope, Send
 
 from specserve.serve.shared import AS_OF, CACHEABLE, Shared
 
@@ -170,6 +173,20 @@ async def _end(call: asyncio.Future[None]) -> None:
     await asyncio.wait([call], timeout=_GONE_S)
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
+
+
+def add_exception_handlers(
+    app: FastAPI, handlers: Mapping[type[Exception], ExceptionHandler]
+) -> None:
+    """Adds handlers to an application whose middleware stack is built already, as vLLM's is.
+
+    The stack is not built anew: vLLM's metrics of HTTP requests belong to the first one alone.
+    """
+    layer: Any = app.middleware_stack
+    while not isinstance(layer, ExceptionMiddleware):
+        layer = layer.app
+    for error, handler in handlers.items():
+        layer.add_exception_handler(error, handler)
 
 
 async def answer_http_error(request: Request, error: Exception) -> Response:

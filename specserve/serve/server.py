@@ -21,6 +21,7 @@ from specserve.serve.middleware import (
     DisconnectMiddleware,
     FreshMetricsMiddleware,
     RetryAfterMiddleware,
+    add_exception_handlers,
     answer_deep_nesting,
     answer_http_error,
     refuse_scaling,
@@ -80,10 +81,9 @@ class ModelServer:
         self._page = SpeculationPage(self._config, self._engine, replica, _asker())
         app.include_router(self._page.router())
         app.router.routes.insert(0, Route("/scale_elastic_ep", refuse_scaling, methods=["POST"]))
-        app.add_exception_handler(HTTPException, answer_http_error)
-        app.add_exception_handler(RecursionError, answer_deep_nesting)
-        # vLLM's application has built its stack already, with the handlers it then had.
-        app.middleware_stack = app.build_middleware_stack()
+        add_exception_handlers(
+            app, {HTTPException: answer_http_error, RecursionError: answer_deep_nesting}
+        )
         in_engine = self._config.drafts_in_engine
         kinds = None if in_engine else [source.kind for source in self._config.speculation]
         wrapped: ASGIApp = ControlsMiddleware(FreshMetricsMiddleware(app, monitor.refresh), kinds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from schemathesis.core.result import Ok
 from schemathesis.schemas import APIOperation
 
 from tests.integration.fuzz_bodies import EXAMPLES, ODD_BODIES, WISHES, bounded
+
+logger = logging.getLogger(__name__)
 
 Operation = APIOperation[Any, Any, Any, Any]
 RandomCase = Case[Any]
@@ -105,6 +108,8 @@ def fuzz(base_url: str, num_cases: int, first_seed: int) -> Report:
         for operation in found:
             most = num_cases // len(with_body) if operation.path in EXAMPLES else 5
             _run(operation, most, first_seed, lambda case: _send(http, case, report))
+            num_done = sum(counts.total() for counts in report.statuses.values())
+            logger.info("%d cases; %s is done", num_done, operation.label)
         for path in sorted({each.path for each in found if each.method == "post"}):
             for body in ODD_BODIES:
                 _post(http, path.replace("{response_id}", "none"), body, report)

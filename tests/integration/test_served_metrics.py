@@ -90,7 +90,9 @@ def test_rays_metrics_agree_with_the_speculation_route(api: Api, app: Deployment
 
 def test_vllms_own_metrics_are_the_replicas_and_rays(api: Api, app: Deployment) -> None:
     api.complete(prompt=PROMPT, max_tokens=8)
-    assert "\nvllm:generation_tokens_total{" in fresh(api.http, "/metrics").text
+    text = fresh(api.http, "/metrics").text
+    assert "\nvllm:generation_tokens_total{" in text
+    assert "\nhttp_requests_total{" in text
 
     def exported() -> bool:
         pages = [httpx.get(f"http://{HOST}:{port}/metrics") for port in app.cluster.metrics_ports]

@@ -6,8 +6,12 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+from prometheus_fastapi_instrumentator import Instrumentator
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -18,7 +22,9 @@ from specserve.serve.middleware import (
     DisconnectMiddleware,
     FreshMetricsMiddleware,
     RetryAfterMiddleware,
+    add_exception_handlers,
     answer_deep_nesting,
+    answer_http_error,
     refuse_scaling,
 )
 from specserve.serve.shared import AS_OF
@@ -297,6 +303,18 @@ def test_a_body_that_is_nested_too_deeply_is_the_clients_mistake(handler: Any) -
     assert answer.status_code == (500 if handler is None else 400)
     if handler is not None:
         assert answer.json()["error"].keys() == {"message", "type", "param", "code"}
+
+
+def test_handlers_are_added_without_losing_the_counts_of_requests() -> None:
+    registry = CollectorRegistry()
+    app = FastAPI()
+    Instrumentator(registry=registry).instrument(app)
+    app.middleware_stack = app.build_middleware_stack()  # as vLLM's applications come
+    add_exception_handlers(app, {HTTPException: answer_http_error})
+    answer = TestClient(app).get("/nowhere")
+    assert answer.json()["error"]["type"] == "NotFoundError"
+    labels = {"method": "GET", "status": "4xx", "handler": "none"}
+    assert registry.get_sample_value("http_requests_total", labels) == 1
 
 
 def test_engines_are_not_scaled_by_request() -> None:
