@@ -14,8 +14,7 @@ _COMMANDS = (
     "specserve.cli.check",
     "specserve.cli.trie",
     "specserve.cli.split_mtp",
-    "specserve.bench.command",
-    "specserve.demo.command",
+    "specserve.compare.command",
 )
 """Modules with an ``add_parser(subparsers)`` that sets ``run``, a function of the parsed arguments
 that returns the exit code. They import at their top only what their parser needs."""

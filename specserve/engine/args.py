@@ -152,7 +152,7 @@ def worker_cls(*, drafts: bool) -> str:
     """The worker class by platform: with our kernels on CPU, with the proposer hook to draft."""
     if current_platform.is_cpu():
         name = "CpuSpeculationWorker" if drafts else "CpuWorker"
-        return f"specserve.engine.cpu_worker.{name}"
+        return f"specserve.engine.cpu.worker.{name}"
     return "specserve.engine.gpu_worker.GpuSpeculationWorker" if drafts else "auto"
 
 

@@ -30,7 +30,7 @@ from specserve.core.metrics import SpeculationSnapshot
 from specserve.core.openmp import openmp_environment
 from specserve.core.recent import RecentRequest
 from specserve.engine.args import ray_engine_args, serve_namespace
-from specserve.engine.cpu_backend import choose_latent_attention
+from specserve.engine.cpu.backend import choose_latent_attention
 from specserve.engine.isolation import TenantLLM, close_routes, part_media, part_responses
 from specserve.engine.tenants import stamp_requests
 

@@ -27,7 +27,7 @@ from specserve.core.config import AppConfig
 from specserve.core.errors import ConfigError, EngineError
 from specserve.core.metrics import AcceptanceSnapshot, SpeculationSnapshot
 from specserve.engine.args import engine_args, ray_engine_args, worker_cls
-from specserve.engine.cpu_backend import choose_latent_attention
+from specserve.engine.cpu.backend import choose_latent_attention
 from specserve.engine.executor import InProcessExecutor
 from specserve.engine.generation import Completion, Job, RunResult, Sampling
 from specserve.engine.methods import Method

@@ -28,7 +28,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         cli.main(["--help"])
     out = capsys.readouterr().out
-    assert all(command in out for command in ("check", "trie", "compare", "demo"))
+    assert all(command in out for command in ("check", "trie", "compare"))
 
 
 def test_an_unknown_command_is_a_users_mistake() -> None:

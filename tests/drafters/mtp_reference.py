@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from specserve.compare.corpus import load_modules
 from specserve.core.types import Int32Array
-from specserve.demo.base_model import BaseModel
-from specserve.demo.corpus import load_modules
-from specserve.demo.export import base_tensors
-from specserve.demo.shapes import BaseShape
+from tools.demo_models.base_model import BaseModel
+from tools.demo_models.export import base_tensors
+from tools.demo_models.shapes import BaseShape
 
 MODEL = Path(__file__).parents[2] / "configs/models/demo-base"
 NUM_TOKENS = 600

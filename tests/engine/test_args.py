@@ -154,7 +154,7 @@ def test_without_sources_the_worker_has_no_hook_and_the_same_kernels() -> None:
     arguments = ray_engine_args(config())
 
     assert arguments.speculative_config is None
-    expected = "specserve.engine.cpu_worker.CpuWorker" if current_platform.is_cpu() else "auto"
+    expected = "specserve.engine.cpu.worker.CpuWorker" if current_platform.is_cpu() else "auto"
     assert arguments.worker_cls == expected
 
 

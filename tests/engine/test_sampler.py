@@ -21,7 +21,7 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-import specserve.engine.cpu_worker  # noqa: F401  vLLM's CPU worker wants to be imported first
+import specserve.engine.cpu.worker  # noqa: F401  vLLM's CPU worker wants to be imported first
 from specserve.engine.sampler import IndependentRejectionSampler, IndependentSampler
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="run by vLLM's CPU kernels")

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 ENGINE = ROOT / "specserve/engine"
 DOCUMENT = ROOT / "docs/vllm-changes.md"
 _CALLS = ("setattr", "delattr", "register_backend", "register_kernels")
-_ROW = re.compile(r"^\| `(\w+\.py)` \| `([^`]+)` \| (.+) \| `(test_\w+\.py)::(test_\w+)` \|$")
+_ROW = re.compile(r"^\| `([\w/]+\.py)` \| `([^`]+)` \| (.+) \| `([\w/]+\.py)::(test_\w+)` \|$")
 
 
 def rows() -> list[tuple[str, str, str, str, str]]:
@@ -66,8 +66,8 @@ def _public_of_self(node: ast.ClassDef) -> Iterator[ast.Attribute]:
 
 def test_the_tables_list_every_assignment_and_nothing_else() -> None:
     found = {
-        (path.name, target)
-        for path in sorted(ENGINE.glob("*.py"))
+        (path.relative_to(ENGINE).as_posix(), target)
+        for path in sorted(ENGINE.rglob("*.py"))
         for target in assigned(ast.parse(path.read_text()))
     }
     listed = [(file, target) for file, target, *_ in rows()]

@@ -49,7 +49,7 @@ from vllm.v1.worker.gpu_input_batch import InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from specserve.core.source_config import MAX_DRAFT_TOKENS
-from specserve.engine.cpu_mla import VerifyingMetadataBuilder
+from specserve.engine.cpu.mla import VerifyingMetadataBuilder
 from specserve.engine.executor import CpuRayExecutor, CpuRayWorkerProc, _dequeue
 from specserve.engine.hook import ProposerHook
 from specserve.engine.sampler import IndependentRejectionSampler, IndependentSampler
@@ -180,7 +180,7 @@ def test_logits_processors_are_built_from_config_device_and_pinning() -> None:
 def test_the_cpu_worker_is_one_of_the_gpu_workers_kind() -> None:
     if not current_platform.is_cpu():
         pytest.skip("vLLM's CPU worker needs the CPU build")
-    from specserve.engine.cpu_worker import CpuSpeculationWorker
+    from specserve.engine.cpu.worker import CpuSpeculationWorker
 
     order = [each.__name__ for each in CpuSpeculationWorker.__mro__]
     assert order.index("SpeculationMixin") < order.index("CPUWorker") < order.index("Worker")

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specserve.demo.corpus import held_out_modules
+from specserve.compare.corpus import held_out_modules
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 NUM_TOKENS = 600
@@ -34,7 +34,7 @@ def main():
     speculative = {"method": method, "num_speculative_tokens": 1} | backend
     llm = LLM(folder, dtype="float32", enforce_eager=True, max_model_len=1024, max_num_seqs=4,
               speculative_config=speculative if method != "none" else None,
-              worker_cls="specserve.engine.cpu_worker.CpuWorker", **backend)
+              worker_cls="specserve.engine.cpu.worker.CpuWorker", **backend)
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params)
     logprobs = [

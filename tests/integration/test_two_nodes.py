@@ -12,8 +12,8 @@ import psutil
 import pytest
 import yaml
 
-from specserve.bench.engine_process import EngineProcess
-from specserve.bench.prompts import load_tokenizer
+from specserve.compare.engine_process import EngineProcess
+from specserve.compare.prompts import load_tokenizer
 from specserve.core.config import parse
 from specserve.engine.generation import Job, Sampling
 from specserve.engine.methods import parse_method

@@ -24,9 +24,9 @@ from typing import Any
 
 from rich.console import Console
 
-from specserve.bench.engine_process import engine_environment
-from specserve.bench.machine import circumstances
-from specserve.bench.prompts import load_prompts, load_tokenizer
+from specserve.compare.engine_process import engine_environment
+from specserve.compare.machine import circumstances
+from specserve.compare.prompts import load_prompts, load_tokenizer
 from specserve.engine.generation import Job, Sampling
 from tests.peers.bench_drafters import (
     DRAFT_MODEL,

@@ -35,8 +35,8 @@ from typing import Any
 
 from rich.console import Console
 
-from specserve.bench.machine import circumstances
-from specserve.bench.prompts import BUILT_IN, load_prompts, load_tokenizer
+from specserve.compare.machine import circumstances
+from specserve.compare.prompts import BUILT_IN, load_prompts, load_tokenizer
 from specserve.core.config import AppConfig
 from specserve.engine.generation import Job, RunResult, Sampling
 from tests.peers.bench_engine import Contender, Key, measure, measured_config, report

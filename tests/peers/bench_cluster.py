@@ -38,7 +38,7 @@ from rich.console import Console
 from rich.progress import Progress
 from tokenizers import Tokenizer
 
-from specserve.bench.machine import circumstances
+from specserve.compare.machine import circumstances
 from specserve.core.errors import SpecServeError
 from specserve.trie.layout import PAGE
 from specserve.trie.learner import ClusterLearner

@@ -24,8 +24,8 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from specserve.bench.machine import circumstances
-from specserve.bench.prompts import load_prompts, load_tokenizer
+from specserve.compare.machine import circumstances
+from specserve.compare.prompts import load_prompts, load_tokenizer
 from specserve.core.config import AppConfig
 from specserve.core.source_config import DraftModelConfig, MtpConfig
 from specserve.engine.generation import Job, Sampling

@@ -22,11 +22,11 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from specserve.bench.compare import WARM_UP_TOKENS
-from specserve.bench.engine_process import EngineProcess
-from specserve.bench.machine import circumstances
-from specserve.bench.prompts import BUILT_IN, Prompt, load_prompts, load_tokenizer
-from specserve.bench.report import median_first_token_seconds, median_tokens_per_second, totals
+from specserve.compare.comparison import WARM_UP_TOKENS
+from specserve.compare.engine_process import EngineProcess
+from specserve.compare.machine import circumstances
+from specserve.compare.prompts import BUILT_IN, Prompt, load_prompts, load_tokenizer
+from specserve.compare.report import median_first_token_seconds, median_tokens_per_second, totals
 from specserve.core.config import AppConfig
 from specserve.core.errors import ConfigError
 from specserve.core.source_config import NgramConfig

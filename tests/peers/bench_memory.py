@@ -21,13 +21,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from specserve.bench.machine import circumstances
-from specserve.bench.prompts import Tokenizer, load_prompts, load_tokenizer
+from specserve.compare.corpus import Module, load_modules
+from specserve.compare.machine import circumstances
+from specserve.compare.prompts import Tokenizer, load_prompts, load_tokenizer
+from specserve.compare.tasks import TaskMaker
 from specserve.core.config import AppConfig
 from specserve.core.errors import ConfigError
 from specserve.core.source_config import NgramConfig
-from specserve.demo.corpus import Module, load_modules
-from specserve.demo.tasks import TaskMaker
 from specserve.engine.generation import Job, Sampling
 from tests.peers.bench_engine import Contender, compare, measured_config
 

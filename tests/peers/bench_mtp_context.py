@@ -29,7 +29,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     DeepseekV3RotaryEmbedding,
 )
 
-from specserve.bench.machine import circumstances
+from specserve.compare.machine import circumstances
 from specserve.drafters.base import Card, Row
 from specserve.drafters.latent_attention import Packed, Span
 from specserve.drafters.mtp import MtpDrafter

@@ -31,11 +31,11 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
 
-from specserve.bench.machine import circumstances
+from specserve.compare.corpus import load_modules
+from specserve.compare.machine import circumstances
 from specserve.core.metrics import SpeculationMetrics
 from specserve.core.source_config import NgramConfig
 from specserve.core.types import DraftBatch, Int32Array, Outcome, RequestControls
-from specserve.demo.corpus import load_modules
 from specserve.proposers.chain import build_chain
 from specserve.proposers.ngram import INGEST_TOKENS_PER_STEP, NgramProposer
 

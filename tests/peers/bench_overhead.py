@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from specserve.bench.machine import circumstances
+from specserve.compare.machine import circumstances
 from tests.peers.bench_engine import CONCURRENCIES, measured_config
 from tests.peers.bench_memory import RANDOM_VOCAB, random_jobs
 from tests.peers.bench_random import MAX_TOKENS

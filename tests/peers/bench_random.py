@@ -20,7 +20,7 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from specserve.bench.machine import circumstances
+from specserve.compare.machine import circumstances
 from specserve.engine.generation import RunResult
 from tests.peers.bench_engine import CONCURRENCIES, Contender, measure, measured_config
 from tests.peers.bench_memory import RANDOM_VOCAB, random_jobs

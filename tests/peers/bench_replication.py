@@ -26,7 +26,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from specserve.bench.machine import circumstances
+from specserve.compare.machine import circumstances
 from tests.integration.cluster import Cluster, running_cluster
 from tests.peers.replication_host import Task
 

@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from specserve.bench.machine import circumstances
-from specserve.bench.prompts import load_prompts, load_tokenizer
+from specserve.compare.machine import circumstances
+from specserve.compare.prompts import load_prompts, load_tokenizer
 from specserve.core.config import AppConfig
 from specserve.core.errors import SpecServeError
 from specserve.core.openmp import openmp_environment
@@ -137,7 +137,7 @@ def _latent_attention(config: AppConfig) -> str:
     # Here, because it takes seconds.
     from vllm.engine.arg_utils import EngineArgs
 
-    from specserve.engine.cpu_backend import choose_latent_attention
+    from specserve.engine.cpu.backend import choose_latent_attention
 
     arguments = EngineArgs(model=config.model.path, dtype=config.engine.dtype)
     choose_latent_attention(arguments)

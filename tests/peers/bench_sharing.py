@@ -21,8 +21,8 @@ import ray
 from rich.console import Console
 from rich.progress import track
 
-from specserve.bench.machine import circumstances
-from specserve.bench.prompts import load_prompts, load_tokenizer
+from specserve.compare.machine import circumstances
+from specserve.compare.prompts import load_prompts, load_tokenizer
 from specserve.core.config import AppConfig
 from specserve.core.openmp import openmp_environment
 from specserve.core.source_config import MtpConfig

@@ -25,8 +25,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from specserve.bench.machine import circumstances
-from specserve.bench.prompts import BUILT_IN
+from specserve.compare.machine import circumstances
+from specserve.compare.prompts import BUILT_IN
 from specserve.core.config import AppConfig
 from specserve.engine.generation import Job
 from tests.peers.bench_arbiter import (

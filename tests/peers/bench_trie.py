@@ -35,7 +35,7 @@ from rich.console import Console
 from rich.progress import track
 from tokenizers import Tokenizer
 
-from specserve.bench.machine import circumstances
+from specserve.compare.machine import circumstances
 from specserve.core.types import Int32Array
 from specserve.trie.token_trie import TokenTrie
 from tests.peers.replay import ChainDrafter, Drafter, SuffixDrafter, Text, replay

@@ -21,7 +21,7 @@ import numpy as np
 import ray
 from rich.console import Console
 
-from specserve.bench.machine import circumstances
+from specserve.compare.machine import circumstances
 from specserve.core.metrics import SpeculationMetrics
 from specserve.core.source_config import DraftModelConfig, MtpConfig
 from specserve.core.types import DraftBatch, HiddenStates

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from specserve.bench.engine_process import engine_environment
+from specserve.compare.engine_process import engine_environment
 from specserve.core.config import AppConfig
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from specserve.bench.engine_process import engine_environment
+from specserve.compare.engine_process import engine_environment
 from specserve.core.config import AppConfig
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from specserve.bench.engine_process import EngineProcess
+from specserve.compare.engine_process import EngineProcess
 from specserve.core.config import AppConfig, parse
 from specserve.engine.methods import parse_method
 from tests.integration.cluster import model_path

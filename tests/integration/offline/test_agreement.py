@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from specserve.bench.prompts import load_prompts, load_tokenizer
+from specserve.compare.prompts import load_prompts, load_tokenizer
 from specserve.core.config import AppConfig
 from specserve.engine.generation import Job, Sampling
 from tests.integration.cluster import model_path

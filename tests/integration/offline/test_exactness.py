@@ -2,8 +2,8 @@
 
 import pytest
 
-from specserve.bench.engine_process import EngineProcess
-from specserve.bench.prompts import load_prompts, load_tokenizer
+from specserve.compare.engine_process import EngineProcess
+from specserve.compare.prompts import load_prompts, load_tokenizer
 from specserve.core.config import AppConfig
 from specserve.core.source_config import DraftModelConfig, MtpConfig
 from specserve.engine.generation import Job, Sampling

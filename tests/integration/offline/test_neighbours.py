@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from vllm.sampling_params import SamplingParams
 
-from specserve.bench.prompts import load_prompts, load_tokenizer
+from specserve.compare.prompts import load_prompts, load_tokenizer
 from specserve.core.config import AppConfig, parse
 from specserve.engine.sampling import is_kept_without_drafts_only
 from tests.integration.cluster import model_path

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from scipy.stats import chi2_contingency
 
-from specserve.bench.engine_process import EngineProcess
+from specserve.compare.engine_process import EngineProcess
 from specserve.core.config import AppConfig
 from specserve.core.types import DraftBatch
 from specserve.engine.generation import Completion, Job, RunResult, Sampling

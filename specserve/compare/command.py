@@ -1,0 +1,155 @@
+"""``specserve compare``: the same prompts under several methods, side by side."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specserve.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from specserve.core.config import AppConfig
+    from specserve.engine.methods import Method
+
+# The rest is imported when the command runs: the parser of all commands must stay quick.
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Registers the command."""
+    parser = subparsers.add_parser(
+        "compare",
+        help="run the same prompts under several ways to draft, and check that the text is equal",
+        description="Runs the same prompts offline, one engine after another, and prints a table. "
+        "With `none` among the methods, greedy output is checked against it: exit code 1 if "
+        "speculation has changed the text.",
+    )
+    add = parser.add_argument
+    add("--config", type=Path, required=True, help="Serve configuration file")
+    add("--methods", default="none,all", help="`none`, `all`, kinds of configured sources (`a+b` "
+        "together), or vLLM's own: vllm-ngram, vllm-suffix[:K], vllm-mtp[:K], vllm-draft:PATH; "
+        "separated by commas (default: %(default)s)")  # fmt: skip
+    add("--prompts", default="code", help="te (English), tc (Chinese), chat, code, or a .jsonl or "
+        ".txt file (default: %(default)s)")  # fmt: skip
+    add("--num-prompts", type=_from(1), default=0, help="default: 16, or all of a file")
+    add("--max-tokens", type=_from(1), default=128, help="default: %(default)s")
+    add("--concurrency", type=_from(1), default=1, help="prompts at a time (default: %(default)s)")
+    add("--temperature", type=float, default=0.0, help="0 is greedy (default: %(default)s)")
+    add("--seed", type=_from(0), default=0, help="of prompts and sampling (default: %(default)s)")
+    add("--repeat", type=_from(1), default=1, help="passes over the prompts (default: %(default)s)")
+    add("--tolerance", type=float, default=None, help="largest difference of two tokens' "
+        "log-probabilities that counts as a tie, in nats (default: 0.1; 0 in float32)")  # fmt: skip
+    add("--save-output", type=Path, default=None, metavar="FILE", help="write everything as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the comparison; answers the exit code: 1 where the text was changed."""
+    from rich.console import Console
+
+    from specserve.compare.comparison import Settings, compare
+    from specserve.compare.prompts import load_prompts, load_tokenizer
+    from specserve.compare.report import document, explanation, table, write_json
+    from specserve.engine.methods import parse_methods
+
+    config = _read_config(args.config)
+    methods = parse_methods(args.methods, config)
+    settings = Settings(
+        max_tokens=args.max_tokens,
+        concurrency=args.concurrency,
+        temperature=_at_least_zero("--temperature", args.temperature),
+        seed=args.seed,
+        repeat=args.repeat,
+        tolerance=_tolerance(config, args.tolerance),
+    )
+    if args.save_output and not args.save_output.parent.is_dir():
+        raise ConfigError("--save-output", str(args.save_output), "a file in an existing folder")
+    model = config.model
+    tokenizer = load_tokenizer(model.tokenizer or model.path, model.revision)
+    prompts = load_prompts(args.prompts, tokenizer, num_prompts=args.num_prompts, seed=args.seed)
+    console = Console()
+    comparison = compare(config, methods, prompts, settings, _RichDisplay(console))
+    console.print(table(comparison, f"{config.model.name}, {len(prompts)} prompts of "
+                        f"{args.prompts}, concurrency {args.concurrency}"))  # fmt: skip
+    if args.save_output:
+        content = document(
+            comparison, config=config, prompt_set=args.prompts, prompts=prompts, settings=settings
+        )
+        write_json(args.save_output, content)
+        console.print(f"written: {args.save_output}", highlight=False)
+    if not comparison.verdicts:
+        why = "needs `none` and another method" if settings.temperature == 0 else "needs greedy"
+        console.print(f"Lossless: not checked ({why})")
+        return 0
+    for line in explanation(comparison):
+        console.print(line, highlight=False)
+    console.print(f"Lossless: {'yes' if comparison.is_lossless else 'NO'}")
+    return 0 if comparison.is_lossless else 1
+
+
+def _read_config(path: Path) -> AppConfig:
+    """The only application of a Serve file, its model found on this machine."""
+    from specserve.engine.checkpoint import find_checkpoint
+    from specserve.serve.config_file import read
+
+    applications = read(path).applications
+    if len(applications) > 1:
+        raise ConfigError("--config", str(path), "a file with one application")
+    config = applications[0].config
+    find_checkpoint(config.model, f"{applications[0].field}.model")
+    return config
+
+
+def _tolerance(config: AppConfig, asked: float | None) -> float:
+    from specserve.compare.lossless import BF16_TOLERANCE
+
+    if asked is None:
+        return 0.0 if config.engine.dtype == "float32" else BF16_TOLERANCE
+    return _at_least_zero("--tolerance", asked)
+
+
+def _at_least_zero(name: str, value: float) -> float:
+    if not 0 <= value < float("inf"):
+        raise ConfigError(name, value, "a number from 0 on")
+    return value
+
+
+def _from(lowest: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < lowest:
+            raise argparse.ArgumentTypeError(f"{text!r}: a whole number from {lowest} on")
+        return int(text)
+
+    return parse
+
+
+class _RichDisplay:
+    """Shows a line while an engine loads and a bar while it runs."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    @contextmanager
+    def loading(self, method: Method) -> Iterator[None]:
+        with self._console.status(f"{method}: loading the model"):
+            yield
+
+    @contextmanager
+    def running(self, method: Method, num_prompts: int) -> Iterator[Callable[[int, int], None]]:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        from rich.progress import TimeElapsedColumn as Elapsed
+
+        columns = (
+            TextColumn("{task.description:12}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("prompts, {task.fields[tokens]} tokens"),
+            Elapsed(),
+        )
+        with Progress(*columns, console=self._console) as bars:
+            bar = bars.add_task(str(method), total=num_prompts, tokens=0)
+            yield lambda done, tokens: bars.update(bar, completed=done, tokens=tokens)

@@ -1,0 +1,168 @@
+"""Runs the same prompts under several methods and tells what each makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Protocol
+
+from specserve.compare.engine_process import EngineProcess
+from specserve.compare.lossless import Verdict, judge
+from specserve.compare.prompts import Prompt
+from specserve.core.config import AppConfig
+from specserve.engine.generation import Job, RunResult, Sampling
+from specserve.engine.methods import Method
+
+WARM_UP_TOKENS = 32
+"""Tokens that each prompt of the warm-up is continued by; their time is not counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How to run.
+
+    Attributes:
+        max_tokens: most tokens to generate a prompt.
+        concurrency: prompts in the engine at a time.
+        temperature: 0 is greedy; only then outputs are compared.
+        seed: of the sampling, each prompt its own from it.
+        repeat: passes over the prompts.
+        tolerance: largest gap of a near tie, in nats.
+    """
+
+    max_tokens: int
+    concurrency: int
+    temperature: float
+    seed: int
+    repeat: int
+    tolerance: float
+
+
+@dataclass(slots=True)
+class Comparison:
+    """All results, by method in the order asked for.
+
+    Attributes:
+        passes: one result a pass.
+        verdicts: of the methods compared with ``none``; empty without it, or where sampled.
+    """
+
+    passes: dict[Method, list[RunResult]] = field(default_factory=dict)
+    verdicts: dict[Method, Verdict] = field(default_factory=dict)
+
+    @property
+    def is_lossless(self) -> bool:
+        """Nothing that was checked has failed."""
+        return all(verdict.is_lossless for verdict in self.verdicts.values())
+
+
+class Display(Protocol):
+    """What shows progress."""
+
+    def loading(self, method: Method) -> AbstractContextManager[None]:
+        """An engine is starting."""
+        ...
+
+    def running(
+        self, method: Method, num_prompts: int
+    ) -> AbstractContextManager[Callable[[int, int], None]]:
+        """Prompts are being continued; the value takes finished prompts and tokens so far."""
+        ...
+
+
+def compare(
+    config: AppConfig,
+    methods: Sequence[Method],
+    prompts: Sequence[Prompt],
+    settings: Settings,
+    display: Display,
+) -> Comparison:
+    """Runs each method in an engine of its own, one after another, ``none`` last.
+
+    Last, because that engine then decides about the others' differences.
+
+    Raises:
+        EngineError: an engine did not start or died; nothing is left running.
+    """
+    found: dict[Method, list[RunResult]] = {}
+    verdicts: dict[Method, Verdict] = {}
+    for method in sorted(methods, key=lambda m: m.is_none):
+        with EngineProcess(config, method) as engine:
+            with display.loading(method):
+                engine.wait_ready()
+            found[method] = _passes(engine, prompts, settings, display)
+            if method.is_none and settings.temperature == 0:
+                verdicts = _judge(engine, prompts, found, settings)
+    return Comparison(
+        passes={method: found[method] for method in methods},
+        verdicts={method: verdicts[method] for method in methods if method in verdicts},
+    )
+
+
+def jobs_of(prompts: Sequence[Prompt], settings: Settings) -> list[Job]:
+    """One job a prompt."""
+    greedy = settings.temperature == 0
+    return [
+        Job(
+            prompt.token_ids,
+            Sampling(
+                max_tokens=settings.max_tokens,
+                temperature=settings.temperature,
+                seed=None if greedy else settings.seed + index,
+            ),
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def warm_up(engine: EngineProcess, prompts: Sequence[Prompt], concurrency: int) -> None:
+    """Lets everything be compiled and touched that is compiled or touched on first use."""
+    sampling = Sampling(max_tokens=WARM_UP_TOKENS)
+    engine.run([Job(p.token_ids, sampling) for p in prompts[: max(2, concurrency)]], concurrency)
+
+
+def _passes(
+    engine: EngineProcess, prompts: Sequence[Prompt], settings: Settings, display: Display
+) -> list[RunResult]:
+    warm_up(engine, prompts, settings.concurrency)
+    jobs = jobs_of(prompts, settings)
+    passes: list[RunResult] = []
+    with display.running(engine.method, len(jobs) * settings.repeat) as progress:
+        for _ in range(settings.repeat):
+            prompts_before = len(jobs) * len(passes)
+            tokens_before = sum(one.num_tokens for one in passes)
+
+            def shifted(
+                num_done: int,
+                num_tokens: int,
+                prompts_before: int = prompts_before,
+                tokens_before: int = tokens_before,
+            ) -> None:
+                progress(prompts_before + num_done, tokens_before + num_tokens)
+
+            passes.append(engine.run(jobs, settings.concurrency, shifted))
+        progress(len(jobs) * settings.repeat, sum(one.num_tokens for one in passes))
+    return passes
+
+
+def _judge(
+    none: EngineProcess,
+    prompts: Sequence[Prompt],
+    found: dict[Method, list[RunResult]],
+    settings: Settings,
+) -> dict[Method, Verdict]:
+    """Every pass of every other method against the first one of ``none``."""
+    reference = found[none.method][0].completions
+    return {
+        method: judge(
+            [prompt.token_ids for prompt in prompts] * len(passes),
+            reference * len(passes),
+            list(chain.from_iterable(one.completions for one in passes)),
+            score=lambda jobs: none.run(jobs, settings.concurrency),
+            tolerance=settings.tolerance,
+        )
+        for method, passes in found.items()
+        if method != none.method
+    }

@@ -1,0 +1,244 @@
+"""The prompts of a comparison: four built-in sets, or a file of one's own."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, Protocol
+
+from specserve.compare.corpus import Module, load_modules
+from specserve.compare.tasks import TaskMaker
+from specserve.core.errors import ConfigError
+
+FIELD = "--prompts"
+
+BUILT_IN = {
+    "te": "English questions and short tasks",
+    "tc": "Chinese questions and short tasks",
+    "chat": "dialogues of several turns",
+    "code": "tasks over held-out modules of the running Python's standard library",
+}
+"""Names of the built-in sets."""
+
+DEFAULT_NUM_PROMPTS = 16
+
+CODE_TOKENS = (300, 650)
+"""Length of a ``code`` prompt in tokens, shortest and longest; completing a function may be
+down to a third of it, for no more than the docstring is given."""
+
+MAX_DRAWS = 5000
+"""Tries to find a prompt of that length; one in ten fits."""
+
+CODE_KINDS = ("quote", "rename", "complete", "continue")
+"""Tasks of the ``code`` set, in turn; ``continue`` is plain text, the others are dialogues."""
+
+Message = dict[str, str]
+
+
+class Tokenizer(Protocol):
+    """What is used of a transformers tokenizer."""
+
+    chat_template: str | None
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text."""
+        ...
+
+    def apply_chat_template(
+        self, conversation: list[Message], *, add_generation_prompt: bool, tokenize: bool
+    ) -> Any:
+        """A dialogue as the model's text."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt as the model reads it.
+
+    Attributes:
+        text: after the chat template.
+        token_ids: of ``text``.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+
+
+def load_tokenizer(path: str, revision: str = "") -> Tokenizer:
+    """The tokenizer of a checkpoint folder or hub id.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    from transformers import AutoTokenizer  # seconds to import, and only needed here
+
+    try:
+        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(path, revision=revision or "main")
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            "model", path, f"a checkpoint with a tokenizer ({reason[:120]})"
+        ) from None
+    return tokenizer
+
+
+def load_prompts(
+    name: str, tokenizer: Tokenizer, *, num_prompts: int = 0, seed: int = 0
+) -> list[Prompt]:
+    """A built-in set by its name, or the prompts of a ``.jsonl`` or ``.txt`` file.
+
+    A built-in set is drawn by ``seed``; a file keeps its order.
+
+    Args:
+        name: one of :data:`BUILT_IN`, or a path.
+        tokenizer: of the model that will read the prompts.
+        num_prompts: how many; 0: :data:`DEFAULT_NUM_PROMPTS` of a set, all of a file.
+        seed: of the draw.
+
+    Raises:
+        ConfigError: unknown name, unreadable file, or fewer prompts than asked for.
+    """
+    if name == "code":
+        return _code(tokenizer, num_prompts or DEFAULT_NUM_PROMPTS, seed)
+    dialogues: list[list[Message] | str]
+    if name in BUILT_IN:
+        dialogues = list(_built_in(name))
+        random.Random(seed).shuffle(dialogues)
+        num_prompts = num_prompts or DEFAULT_NUM_PROMPTS
+    else:
+        dialogues = _from_file(Path(name))
+        num_prompts = num_prompts or len(dialogues)
+    if num_prompts > len(dialogues):
+        raise ConfigError(
+            "--num-prompts", num_prompts, f"at most {len(dialogues)}, the prompts of {name}"
+        )
+    return [_render(tokenizer, dialogue) for dialogue in dialogues[:num_prompts]]
+
+
+def _render(tokenizer: Tokenizer, dialogue: Sequence[Message] | str) -> Prompt:
+    """A dialogue goes through the chat template where there is one; a string stays as it is."""
+    if isinstance(dialogue, str):
+        return _plain(tokenizer, dialogue)
+    if not tokenizer.chat_template:
+        return _plain(tokenizer, "\n".join(message["content"] for message in dialogue))
+    text = tokenizer.apply_chat_template(list(dialogue), add_generation_prompt=True, tokenize=False)
+    # The template has written the special tokens already.
+    return Prompt(text, tuple(tokenizer.encode(text, add_special_tokens=False)))
+
+
+def _plain(tokenizer: Tokenizer, text: str) -> Prompt:
+    return Prompt(text, tuple(tokenizer.encode(text, add_special_tokens=True)))
+
+
+def _built_in(name: str) -> Iterator[list[Message]]:
+    folder = resources.files("specserve.compare") / "data"
+    if name == "chat":
+        for line in (folder / "chat.jsonl").read_text(encoding="utf-8").splitlines():
+            yield json.loads(line)["messages"]
+        return
+    for line in (folder / f"{name}.txt").read_text(encoding="utf-8").splitlines():
+        yield [{"role": "user", "content": line}]
+
+
+def _code(tokenizer: Tokenizer, num_prompts: int, seed: int) -> list[Prompt]:
+    modules = load_modules(held_out=True)
+    tasks = TaskMaker(modules)
+    rng = random.Random(seed)
+    heads = [module.text[:1000] for module in modules]
+    num_tokens = sum(len(tokenizer.encode(head, add_special_tokens=False)) for head in heads)
+    max_chars = round(CODE_TOKENS[1] * sum(map(len, heads)) / num_tokens)
+    prompts: list[Prompt] = []
+    for index in range(num_prompts):
+        kind = CODE_KINDS[index % len(CODE_KINDS)]
+        prompts.append(_code_prompt(tokenizer, kind, modules, tasks, rng, max_chars, prompts))
+    return prompts
+
+
+def _code_prompt(
+    tokenizer: Tokenizer,
+    kind: str,
+    modules: list[Module],
+    tasks: TaskMaker,
+    rng: random.Random,
+    max_chars: int,
+    drawn: list[Prompt],
+) -> Prompt:
+    """Draws until the length fits and the prompt is none of those already drawn."""
+    lowest, highest = CODE_TOKENS
+    for _ in range(MAX_DRAWS):
+        dialogue: list[Message] | str
+        if kind == "continue":
+            lines = rng.choice(modules).text.splitlines(keepends=True)
+            dialogue = _head(lines[rng.randrange(len(lines)) :], max_chars)
+        else:
+            # A task counts the answer, which is left out here, to its characters.
+            dialogue = tasks.draw(rng, max_chars * 2, kind=kind).messages[:-1]
+        prompt = _render(tokenizer, dialogue)
+        shortest = lowest // 3 if kind == "complete" else lowest
+        if shortest <= len(prompt.token_ids) <= highest and prompt not in drawn:
+            return prompt
+    raise ConfigError(
+        FIELD, "code", f"a tokenizer that makes prompts of {lowest} to {highest} tokens"
+    )
+
+
+def _head(lines: Sequence[str], max_chars: int) -> str:
+    """The first whole lines, and half of one more, so that the text does not seem finished."""
+    size, taken = 0, []
+    for line in lines:
+        if size + len(line) > max_chars:
+            taken.append(line[: len(line) // 2])
+            break
+        taken.append(line)
+        size += len(line)
+    return "".join(taken)
+
+
+def _from_file(path: Path) -> list[list[Message] | str]:
+    """Prompts of a file: ``.txt`` one a line; ``.jsonl`` with ``prompt`` or ``messages``.
+
+    Raises:
+        ConfigError: the file is missing, of another kind, empty, or a line is malformed.
+    """
+    if path.suffix not in (".jsonl", ".txt"):
+        known = ", ".join(BUILT_IN)
+        raise ConfigError(FIELD, str(path), f"{known}, or the path of a .jsonl or .txt file")
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(FIELD, str(path), f"a readable UTF-8 file ({error})") from None
+    prompts: list[list[Message] | str] = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            where = f"{path}:{number}"
+            prompts.append(line if path.suffix == ".txt" else _from_json(line, where))
+    if not prompts:
+        raise ConfigError(FIELD, str(path), "a file with at least one prompt")
+    return prompts
+
+
+def _from_json(line: str, where: str) -> list[Message] | str:
+    allowed = 'a JSON object with "prompt": text, or "messages": [{"role": .., "content": ..}]'
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError:
+        raise ConfigError(where, line, allowed) from None
+    if isinstance(entry, dict):
+        prompt, messages = entry.get("prompt"), entry.get("messages")
+        if isinstance(prompt, str) and prompt and messages is None:
+            return prompt
+        if isinstance(messages, list) and messages and all(map(_is_message, messages)):
+            return messages
+    raise ConfigError(where, line, allowed)
+
+
+def _is_message(value: object) -> bool:
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("role"), str)
+        and isinstance(value.get("content"), str)
+    )

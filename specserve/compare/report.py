@@ -1,0 +1,203 @@
+"""A comparison as a table for people and as JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from specserve.compare.comparison import Comparison, Settings
+from specserve.compare.lossless import Difference, Verdict
+from specserve.compare.machine import circumstances
+from specserve.compare.prompts import Prompt
+from specserve.core.config import AppConfig
+from specserve.core.errors import ConfigError
+from specserve.core.metrics import AcceptanceSnapshot
+from specserve.engine.generation import Completion, RunResult
+from specserve.engine.methods import NONE
+
+
+def median_tokens_per_second(passes: Sequence[RunResult]) -> float:
+    """Over the passes."""
+    return statistics.median(one.tokens_per_second for one in passes)
+
+
+def median_first_token_seconds(passes: Sequence[RunResult]) -> float:
+    """Over all prompts of all passes."""
+    return statistics.median(c.first_token_seconds for one in passes for c in one.completions)
+
+
+def totals(passes: Sequence[RunResult]) -> tuple[int, int, int]:
+    """Verified drafts, draft tokens and accepted tokens of all sources and passes."""
+    entries = [entry for one in passes for entry in one.drafts]
+    return (
+        sum(entry.num_drafts - entry.num_continuations for entry in entries),
+        sum(entry.num_draft_tokens for entry in entries),
+        sum(entry.num_accepted_tokens for entry in entries),
+    )
+
+
+def table(comparison: Comparison, title: str) -> Table:
+    """One row a method."""
+    rows = Table(title=title)
+    for name in ("method", "tok/s", f"x {NONE}", "first", "drafted", "accepted", "a draft", "same"):
+        rows.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
+    base = next((p for m, p in comparison.passes.items() if m.is_none), None)
+    for method, passes in comparison.passes.items():
+        rate = median_tokens_per_second(passes)
+        ratio = f"{rate / median_tokens_per_second(base):.2f}" if base else ""
+        num_drafts, drafted, accepted = totals(passes)
+        rows.add_row(
+            str(method),
+            f"{rate:.1f}",
+            ratio,
+            f"{median_first_token_seconds(passes) * 1000:.0f} ms",
+            str(drafted) if drafted else "",
+            f"{accepted / drafted:.0%}" if drafted else "",
+            f"{accepted / num_drafts:.2f}" if num_drafts else "",
+            _same(comparison.verdicts.get(method)),
+        )
+    return rows
+
+
+def explanation(comparison: Comparison) -> list[str]:
+    """What the check for losslessness found, one line a method."""
+    lines = []
+    for method, verdict in comparison.verdicts.items():
+        words = [f"{verdict.num_identical} of {_num_compared(verdict)} texts identical"]
+        for differences, name in ((verdict.near_ties, "near ties"), (verdict.failures, "CHANGED")):
+            if differences:
+                gap = max(d.gap for d in differences)
+                words.append(f"{len(differences)} {name} (gap up to {gap:.3f} nats)")
+        lines.append(f"{method}: {', '.join(words)}; tolerance {verdict.tolerance:g} nats")
+    return lines
+
+
+def _same(verdict: Verdict | None) -> str:
+    if verdict is None:
+        return ""
+    return f"{verdict.num_identical + len(verdict.near_ties)}/{_num_compared(verdict)}"
+
+
+def _num_compared(verdict: Verdict) -> int:
+    return verdict.num_identical + len(verdict.near_ties) + len(verdict.failures)
+
+
+def document(
+    comparison: Comparison,
+    *,
+    config: AppConfig,
+    prompt_set: str,
+    prompts: Sequence[Prompt],
+    settings: Settings,
+) -> dict[str, Any]:
+    """Everything, as JSON takes it: a field for each method and the circumstances."""
+    return {
+        **{str(method): _method(comparison, method, len(prompts)) for method in comparison.passes},
+        "lossless": comparison.is_lossless if comparison.verdicts else None,
+        "prompts": {
+            "set": prompt_set,
+            "texts": [prompt.text for prompt in prompts],
+            "num_tokens": [len(prompt.token_ids) for prompt in prompts],
+        },
+        "settings": asdict(settings),
+        "config": config.model_dump(mode="json"),
+        **circumstances(),
+    }
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Writes aside and renames, so that no half-written file is ever seen.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(content, file, indent=1, ensure_ascii=False, allow_nan=False)
+                file.write("\n")
+            os.chmod(name, 0o644)
+            os.replace(name, path)
+        except BaseException:
+            os.unlink(name)
+            raise
+    except OSError as error:
+        raise ConfigError(
+            "--save-output", str(path), f"a file that can be written ({error.strerror})"
+        ) from None
+
+
+def _method(comparison: Comparison, method: Any, num_prompts: int) -> dict[str, Any]:
+    passes = comparison.passes[method]
+    verdict = comparison.verdicts.get(method)
+    return {
+        "tokens_per_second": median_tokens_per_second(passes),
+        "first_token_seconds": median_first_token_seconds(passes),
+        "passes": [_pass(one) for one in passes],
+        "lossless": _verdict(verdict, num_prompts) if verdict else None,
+    }
+
+
+def _pass(one: RunResult) -> dict[str, Any]:
+    return {
+        "seconds": one.seconds,
+        "tokens_per_second": one.tokens_per_second,
+        "sources": {entry.source: _source(entry) for entry in one.drafts},
+        "prompts": [_completion(completion) for completion in one.completions],
+    }
+
+
+def _source(entry: AcceptanceSnapshot) -> dict[str, Any]:
+    return {
+        "drafts": entry.num_drafts,
+        "continuations": entry.num_continuations,
+        "drafted_tokens": entry.num_draft_tokens,
+        "accepted_tokens": entry.num_accepted_tokens,
+        "drafted_at_position": entry.drafted_at_position,
+        "accepted_at_position": entry.accepted_at_position,
+    }
+
+
+def _completion(completion: Completion) -> dict[str, Any]:
+    return {
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "seconds": completion.seconds,
+        "tokens_per_second": completion.tokens_per_second,
+        "first_token_seconds": completion.first_token_seconds,
+        "drafted_tokens": completion.num_draft_tokens,
+        "accepted_tokens": completion.num_accepted_tokens,
+    }
+
+
+def _verdict(verdict: Verdict, num_prompts: int) -> dict[str, Any]:
+    return {
+        "is_lossless": verdict.is_lossless,
+        "tolerance": verdict.tolerance,
+        "identical": verdict.num_identical,
+        "near_ties": [_difference(d, num_prompts) for d in verdict.near_ties],
+        "failures": [_difference(d, num_prompts) for d in verdict.failures],
+    }
+
+
+def _difference(difference: Difference, num_prompts: int) -> dict[str, Any]:
+    number, prompt = divmod(difference.prompt, num_prompts)
+    return {
+        "pass": number,
+        "prompt": prompt,
+        "position": difference.position,
+        "expected": difference.expected,
+        "got": difference.got,
+        "gap": difference.gap if math.isfinite(difference.gap) else None,
+    }

@@ -1,0 +1,98 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from specserve.compare.prompts import BUILT_IN, CODE_TOKENS, load_prompts
+from specserve.core.errors import ConfigError
+
+
+class WordTokenizer:
+    """One token a word; a chat template that keeps role and content."""
+
+    def __init__(self, chat_template: str | None = "yes") -> None:
+        self.chat_template = chat_template
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        ids = [len(word) for word in text.split()]
+        return [0, *ids] if add_special_tokens else ids
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, str]], *, add_generation_prompt: bool, tokenize: bool
+    ) -> str:
+        assert add_generation_prompt
+        assert not tokenize
+        turns = [f"<{m['role']}> {m['content']}" for m in conversation]
+        return " ".join(["<begin>", *turns, "<assistant>"])
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_built_in_set_has_sixteen_prompts_for_the_assistant_to_answer(name: str) -> None:
+    prompts = load_prompts(name, WordTokenizer())
+    assert len({prompt.text for prompt in prompts}) == 16
+    if name != "code":
+        assert all(prompt.text.endswith("<assistant>") for prompt in prompts)
+        assert all(prompt.token_ids[0] == len("<begin>") for prompt in prompts)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_the_same_seed_gives_the_same_prompts_and_another_one_others(name: str) -> None:
+    first, again, other = (
+        load_prompts(name, WordTokenizer(), num_prompts=4, seed=seed) for seed in (1, 1, 2)
+    )
+    assert first == again
+    assert first != other
+
+
+def test_code_prompts_keep_to_their_length_and_mix_tasks() -> None:
+    prompts = load_prompts("code", WordTokenizer(), num_prompts=8)
+    assert all(len(prompt.token_ids) <= CODE_TOKENS[1] for prompt in prompts)
+    long = [prompt for prompt in prompts if len(prompt.token_ids) >= CODE_TOKENS[0]]
+    assert len(long) >= 6
+    texts = "\n".join(prompt.text for prompt in prompts)
+    assert "renamed to" in texts
+    assert "Print the function" in texts
+    plain = [prompt for prompt in prompts if "<user>" not in prompt.text]
+    assert len(plain) == 2
+
+
+def test_more_prompts_than_a_set_has_are_refused() -> None:
+    with pytest.raises(ConfigError, match="at most 16"):
+        load_prompts("te", WordTokenizer(), num_prompts=17)
+
+
+def test_a_model_without_chat_template_gets_the_plain_texts() -> None:
+    (prompt,) = load_prompts("te", WordTokenizer(None), num_prompts=1)
+    assert "<user>" not in prompt.text
+    assert prompt.token_ids[0] == 0
+
+
+def test_a_file_keeps_its_order(tmp_path: Path) -> None:
+    text = tmp_path / "own.txt"
+    text.write_text("first one\n\nsecond\n")
+    assert [p.text for p in load_prompts(str(text), WordTokenizer())] == ["first one", "second"]
+    lines = tmp_path / "own.jsonl"
+    message = {"role": "user", "content": "hello"}
+    lines.write_text(json.dumps({"prompt": "raw"}) + "\n" + json.dumps({"messages": [message]}))
+    loaded = load_prompts(str(lines), WordTokenizer())
+    assert [p.text for p in loaded] == ["raw", "<begin> <user> hello <assistant>"]
+
+
+@pytest.mark.parametrize(
+    "line", ["{", "[]", '"text"', "{}", '{"prompt": ""}', '{"messages": [{"role": "user"}]}']
+)
+def test_a_malformed_line_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "own.jsonl"
+    path.write_text(f'{{"prompt": "fine"}}\n{line}\n')
+    with pytest.raises(ConfigError) as raised:
+        load_prompts(str(path), WordTokenizer())
+    assert raised.value.field == f"{path}:2"
+
+
+def test_an_unknown_set_a_missing_and_an_empty_file_are_refused(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.txt"
+    empty.write_text("\n")
+    for name in ("english", str(tmp_path / "missing.txt"), str(empty)):
+        with pytest.raises(ConfigError) as raised:
+            load_prompts(name, WordTokenizer())
+        assert raised.value.field == "--prompts"

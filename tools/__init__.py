@@ -1,0 +1,1 @@
+"""What the project is made with; not in the package that users install."""

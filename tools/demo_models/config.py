@@ -1,0 +1,48 @@
+"""Options of `python -m tools.demo_models`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from specserve.core.errors import ConfigError
+
+DEVICES = ("auto", "cpu", "cuda")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """What to train, from what, for how long, and where it goes.
+
+    A dataclass, so that training needs no more than torch, tokenizers, safetensors and rich.
+    """
+
+    output: Path
+    """Folder that gets demo-base/ and demo-draft/."""
+    work: Path
+    """Folder for the tokenizer and the checkpoints; a run found there is continued."""
+    corpus: Path
+    """Folder of Python files: the standard library where not told otherwise."""
+    device: str = "auto"
+    seed: int = 0
+    minutes: float = 60.0
+    """Training time of the base, without pauses between resumed parts."""
+    mtp_minutes: float = 10.0
+    """Training time of the MTP layer alone, after the joint training."""
+    draft_minutes: float = 15.0
+    max_tokens: int = 10**12
+    """Ends either model's training where it comes before the minutes."""
+    batch_tokens: int = 4096
+    checkpoint_s: float = 180.0
+    evaluation_tokens: int = 60_000
+
+    def __post_init__(self) -> None:
+        if self.device not in DEVICES:
+            raise ConfigError("device", self.device, ", ".join(DEVICES))
+        if self.batch_tokens < 128:
+            raise ConfigError("batch-tokens", self.batch_tokens, "128 or more")
+        for field in ("minutes", "mtp_minutes", "draft_minutes", "max_tokens", "checkpoint_s"):
+            if getattr(self, field) <= 0:
+                raise ConfigError(field.replace("_", "-"), getattr(self, field), "more than 0")
+        if self.evaluation_tokens < 4096:
+            raise ConfigError("evaluation-tokens", self.evaluation_tokens, "4096 or more")

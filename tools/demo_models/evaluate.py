@@ -1,0 +1,218 @@
+"""Measures the trained models on held-out modules: losses, acceptance, copying."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.nn import functional as F
+
+from specserve.compare.corpus import Module
+from specserve.compare.tasks import TaskMaker
+from specserve.core.errors import ConfigError
+from tools.demo_models.base_model import BaseModel
+from tools.demo_models.draft_model import DraftModel
+from tools.demo_models.tokenizer import END_ID, encode_chat, encode_text
+
+ROW_TOKENS = 1024
+COPY_KINDS = ("quote", "rename", "repeat")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseScores:
+    """The base on held-out text; losses in nats a token, the rest shares of tokens."""
+
+    loss: float
+    mtp_loss: float
+    mtp_acceptance: float
+    """How often the MTP layer's first guess is the base's own greedy choice."""
+    chat_mtp_acceptance: float
+    """The same on the answers of chat tasks."""
+    copy_accuracy: dict[str, float]
+    """By task: how often the greedy choice is the answer's next token, given the tokens before."""
+    num_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftScores:
+    """The draft model on held-out text."""
+
+    loss: float
+    acceptance: float
+    """How often its greedy choice is the base's, on plain code."""
+    chat_acceptance: float
+    num_tokens: int
+
+
+def held_out_rows(modules: list[Module], tokenizer: Tokenizer, num_tokens: int) -> Tensor:
+    """Rows int64 [rows, ROW_TOKENS] spread over all modules, always the same ones.
+
+    Raises:
+        ConfigError: the modules are shorter than one row.
+    """
+    ids = [i for module in modules for i in encode_text(tokenizer, module.text)]
+    rows = [ids[i : i + ROW_TOKENS] for i in range(0, len(ids) - ROW_TOKENS, ROW_TOKENS)]
+    random.Random(0).shuffle(rows)
+    if not rows:
+        raise ConfigError("corpus", len(ids), f"{ROW_TOKENS} held-out tokens or more")
+    return torch.tensor(rows[: max(1, num_tokens // ROW_TOKENS)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dialogue:
+    """An encoded task; `answer` is where its last message's first token stands."""
+
+    kind: str
+    ids: list[int]
+    answer: int
+
+
+def held_out_dialogues(
+    modules: list[Module], tokenizer: Tokenizer, kinds: tuple[str, ...], count: int
+) -> list[Dialogue]:
+    """`count` tasks of each kind, always the same for the same modules."""
+    maker = TaskMaker(modules)
+    dialogues = []
+    for kind in kinds:
+        rng = random.Random(kind)
+        for _ in range(count):
+            task = maker.draw(rng, 2000, kind)
+            ids = encode_chat(tokenizer, task.messages)
+            prompt = encode_chat(tokenizer, task.messages[:-1])
+            dialogues.append(Dialogue(kind=kind, ids=ids, answer=len(prompt) + 1))
+    return dialogues
+
+
+@torch.no_grad()
+def score_base(
+    model: BaseModel, modules: list[Module], tokenizer: Tokenizer, num_tokens: int
+) -> BaseScores:
+    """Measure the base; takes about as long as training on the same number of tokens."""
+    model.eval()
+    device = model.embed_tokens.weight.device
+    losses, mtp_losses, agreed = [], [], []
+    for row in torch.split(held_out_rows(modules, tokenizer, num_tokens), 4):
+        row = row.to(device)
+        logits, guesses = _base_and_mtp(model, row)
+        losses.append(F.cross_entropy(logits.flatten(0, 1), row[:, 1:].flatten()))
+        mtp_losses.append(F.cross_entropy(guesses.flatten(0, 1), row[:, 2:].flatten()))
+        agreed.append((guesses.argmax(-1) == logits[:, 1:].argmax(-1)).float().mean())
+    copied: dict[str, list[float]] = {kind: [] for kind in COPY_KINDS}
+    chat_agreed = []
+    for dialogue in held_out_dialogues(modules, tokenizer, COPY_KINDS, 20):
+        ids = torch.tensor([dialogue.ids], device=device)
+        logits, guesses = _base_and_mtp(model, ids)
+        first = dialogue.answer
+        right = logits[0, first - 1 :].argmax(-1) == ids[0, first:]
+        copied[dialogue.kind].append(float(right.float().mean()))
+        same = guesses[0, first - 2 :].argmax(-1) == logits[0, first - 1 :].argmax(-1)
+        chat_agreed.append(float(same.float().mean()))
+    return BaseScores(
+        loss=_mean(losses),
+        mtp_loss=_mean(mtp_losses),
+        mtp_acceptance=_mean(agreed),
+        chat_mtp_acceptance=_mean(chat_agreed),
+        copy_accuracy={kind: _mean(shares) for kind, shares in copied.items()},
+        num_tokens=len(losses) * 4 * ROW_TOKENS,
+    )
+
+
+@torch.no_grad()
+def score_draft(
+    model: DraftModel,
+    base: BaseModel,
+    modules: list[Module],
+    tokenizer: Tokenizer,
+    num_tokens: int,
+) -> DraftScores:
+    """Measure the draft model against the base."""
+    model.eval()
+    base.eval()
+    device = model.embed_tokens.weight.device
+    losses, agreed, chat_agreed = [], [], []
+    for row in torch.split(held_out_rows(modules, tokenizer, num_tokens), 4):
+        row = row.to(device)
+        logits = model(row[:, :-1])
+        wanted = base.lm_head(base.hidden(row[:, :-1])).argmax(-1)
+        losses.append(F.cross_entropy(logits.flatten(0, 1), row[:, 1:].flatten()))
+        agreed.append((logits.argmax(-1) == wanted).float().mean())
+    for dialogue in held_out_dialogues(modules, tokenizer, COPY_KINDS, 20):
+        ids = torch.tensor([dialogue.ids], device=device)
+        wanted = base.lm_head(base.hidden(ids[:, :-1])).argmax(-1)
+        same = model(ids[:, :-1]).argmax(-1) == wanted
+        chat_agreed.append(same[0, dialogue.answer - 1 :].float().mean())
+    return DraftScores(
+        loss=_mean(losses),
+        acceptance=_mean(agreed),
+        chat_acceptance=_mean(chat_agreed),
+        num_tokens=len(losses) * 4 * ROW_TOKENS,
+    )
+
+
+@torch.no_grad()
+def complete(model: BaseModel, prompt: list[int], max_tokens: int) -> list[int]:
+    """Greedy continuation of `prompt` up to the end token; for samples, as it has no cache."""
+    model.eval()
+    ids = list(prompt)
+    device = model.embed_tokens.weight.device
+    for _ in range(max_tokens):
+        hidden = model.hidden(torch.tensor([ids], device=device))
+        best = int(model.lm_head(hidden[0, -1]).argmax())
+        if best == END_ID:
+            break
+        ids.append(best)
+    return ids[len(prompt) :]
+
+
+def _base_and_mtp(model: BaseModel, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits of tokens 1..n-1 by the base, and of tokens 2..n-1 by the MTP layer."""
+    hidden = model.hidden(rows[:, :-1])
+    guessed = model.mtp_hidden(hidden[:, :-1], rows[:, 1:-1])
+    return model.lm_head(hidden).float(), model.lm_head(guessed).float()
+
+
+def _mean(values: list[Tensor] | list[float]) -> float:
+    return float(sum(float(v) for v in values) / len(values))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A held-out prompt's end, what the base wrote, and for a task what was asked for."""
+
+    kind: str
+    prompt: str
+    completion: str
+    wanted: str
+
+
+def samples(model: BaseModel, modules: list[Module], tokenizer: Tokenizer) -> list[Sample]:
+    """Greedy completions: two of plain code, then one of each copying task and of `complete`."""
+    shown = []
+    for module in modules[1:3]:
+        ids = encode_text(tokenizer, module.text)[:260]
+        written = complete(model, ids[:200], 60)
+        shown.append(
+            Sample(
+                kind="code",
+                prompt=tokenizer.decode(ids[120:200]),
+                completion=tokenizer.decode(written),
+                wanted=tokenizer.decode(ids[200:]),
+            )
+        )
+    maker = TaskMaker(modules)
+    for kind in (*COPY_KINDS, "complete"):
+        messages = maker.draw(random.Random(f"sample {kind}"), 900, kind).messages
+        prompt = encode_chat(tokenizer, messages[:-1], add_generation_prompt=True)
+        written = complete(model, prompt, 80)
+        shown.append(
+            Sample(
+                kind=kind,
+                prompt=messages[-2]["content"],
+                completion=tokenizer.decode(written),
+                wanted=messages[-1]["content"],
+            )
+        )
+    return shown

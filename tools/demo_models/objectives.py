@@ -1,0 +1,105 @@
+"""What the models are trained to do: each turns a batch of rows into a loss and numbers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tools.demo_models.base_model import BaseModel
+from tools.demo_models.draft_model import DraftModel
+
+MTP_WEIGHT = 0.3
+"""Weight of the MTP loss: what DeepSeek-V3 used for most of its training."""
+
+DIVERGENCE_WEIGHT = 0.8
+"""Share of the divergence from the base in the loss of what is distilled from it."""
+
+BALANCE_STEP = 0.002
+"""How far a step moves the routers' bias at the full learning rate."""
+
+
+class BaseObjective:
+    """Next-token loss plus the weighted loss of the MTP layer (arXiv 2412.19437, section 2.2)."""
+
+    def __init__(self, model: BaseModel) -> None:
+        self.model = model
+
+    def loss(self, rows: Tensor) -> tuple[Tensor, dict[str, float]]:
+        """`rows` int64 [rows, tokens].
+
+        The MTP layer sees half of the rows: it costs a third of a step and learns quickly.
+        """
+        model = self.model
+        hidden = model.hidden(rows[:, :-1])
+        logits = model.lm_head(hidden)
+        main = F.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
+        some = rows[: (len(rows) + 1) // 2]
+        guessed = model.lm_head(model.mtp_hidden(hidden[: len(some), :-1], some[:, 1:-1]))
+        mtp = F.cross_entropy(guessed.flatten(0, 1).float(), some[:, 2:].flatten())
+        return main + MTP_WEIGHT * mtp, {"loss": float(main.detach()), "mtp": float(mtp.detach())}
+
+    def after_step(self, lr_factor: float) -> None:
+        """Balance the experts' load."""
+        for router in self.model.routers():
+            router.balance(BALANCE_STEP * lr_factor)
+
+
+class MTPObjective:
+    """The MTP layer alone, against a base that stays as it is: learns the base's own next guess."""
+
+    def __init__(self, base: BaseModel) -> None:
+        self.base = base.eval()
+        self.model = base.mtp
+
+    def loss(self, rows: Tensor) -> tuple[Tensor, dict[str, float]]:
+        """`rows` int64 [rows, tokens]."""
+        base = self.base
+        with torch.no_grad():
+            hidden = base.hidden(rows[:, :-1])
+            target = base.lm_head(hidden[:, 1:])
+        guessed = base.lm_head(base.mtp_hidden(hidden[:, :-1], rows[:, 1:-1]))
+        return _distillation(guessed, target, rows[:, 2:])
+
+    def after_step(self, lr_factor: float) -> None:
+        """Balance the experts' load."""
+        for router in self.base.routers():
+            if router.training:
+                router.balance(BALANCE_STEP * lr_factor)
+
+
+class DraftObjective:
+    """The draft model, against the base's next-token distribution."""
+
+    def __init__(self, model: DraftModel, teacher: BaseModel) -> None:
+        self.model = model
+        self.teacher = teacher.eval()
+
+    def loss(self, rows: Tensor) -> tuple[Tensor, dict[str, float]]:
+        """`rows` int64 [rows, tokens]."""
+        with torch.no_grad():
+            target = self.teacher.lm_head(self.teacher.hidden(rows[:, :-1]))
+        return _distillation(self.model(rows[:, :-1]), target, rows[:, 1:])
+
+    def after_step(self, lr_factor: float) -> None:
+        """Nothing to do."""
+
+
+def _distillation(
+    logits: Tensor, target: Tensor, tokens: Tensor
+) -> tuple[Tensor, dict[str, float]]:
+    """Divergence from the base's distribution mixed with the loss on the text itself."""
+    logits, target = logits.flatten(0, 1).float(), target.flatten(0, 1).float()
+    plain = F.cross_entropy(logits, tokens.flatten())
+    divergence = F.kl_div(
+        logits.log_softmax(dim=-1),
+        target.log_softmax(dim=-1),
+        log_target=True,
+        reduction="batchmean",
+    )
+    agree = (logits.detach().argmax(dim=-1) == target.argmax(dim=-1)).float().mean()
+    return DIVERGENCE_WEIGHT * divergence + (1 - DIVERGENCE_WEIGHT) * plain, {
+        "loss": float(plain.detach()),
+        "kl": float(divergence.detach()),
+        "agree": float(agree),
+    }
