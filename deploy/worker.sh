@@ -9,6 +9,7 @@
 # shellcheck source=deploy/node.sh
 . "$(dirname "$0")/node.sh"
 
+require_free
 # Ray's own attempts take minutes, and end in a stack trace.
 status=0
 said=$(timeout "$HEAD_WAIT_S" ray health-check --address "$head:$GCS_PORT" 2>&1) || status=$?
