@@ -54,7 +54,7 @@ from specserve.serve.ports import Port, require_free
 host = os.environ["VLLM_HOST_IP"]
 ports = [Port(host, int(os.environ[name]), name) for name in sys.argv[1:]]
 try:
-    require_free(ports, wait_s=2.0)
+    require_free(ports, wait_s=float(os.environ.get("PORT_WAIT_S", 10)))
 except PortError as error:
     sys.exit(str(error))
 EOF_PYTHON

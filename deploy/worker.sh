@@ -9,7 +9,6 @@
 # shellcheck source=deploy/node.sh
 . "$(dirname "$0")/node.sh"
 
-require_free
 # Ray's own attempts take minutes, and end in a stack trace.
 status=0
 said=$(timeout "$HEAD_WAIT_S" ray health-check --address "$head:$GCS_PORT" 2>&1) || status=$?
@@ -19,4 +18,5 @@ case "$status $said" in
   *InvalidAuthToken*) fail "the head at $head:$GCS_PORT refuses this node's token" ;;
   *) fail "the head at $head:$GCS_PORT refuses this node: ${said##*$'\n'}" ;;
 esac
+require_free
 exec ray start --address "$head:$GCS_PORT" "${options[@]}" "${@:2}"

@@ -71,11 +71,19 @@ def test_a_head_that_does_not_answer_is_told_within_the_bound(tmp_path: Path) ->
     [("head", "GCS_PORT"), ("head", "AGENT_HTTP_PORT"), ("worker", "METRICS_PORT")],
 )
 def test_a_port_in_use_is_told(script: str, setting: str, tmp_path: Path) -> None:
-    settings = tmp_path / "node.env"
+    settings, ray = tmp_path / "node.env", tmp_path / "ray"
+    ray.write_text("#!/bin/sh\n[ $1 = health-check ]\n")  # to the worker the head is there
+    ray.chmod(0o755)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        settings.write_text(f"{SETTINGS}\n{setting}={port}\n")
-        environment = {"RAY_AUTH_TOKEN": "a token", "NODE_ENV_FILE": str(settings)}
+        settings.write_text(f"{SETTINGS}\n{setting}={port}\nPORT_WAIT_S=0\n")
+        environment = {
+            "PATH": os.pathsep.join(
+                [str(tmp_path), f"{Path(sys.executable).parent}", "/usr/bin:/bin"]
+            ),
+            "RAY_AUTH_TOKEN": "a token",
+            "NODE_ENV_FILE": str(settings),
+        }
         said = refusal(script, "127.0.0.1", **environment)
     assert f": port {port} ({setting}) is in use by " in said
 
