@@ -23,7 +23,7 @@ PYTHON = $(shell for p in python3.11 python3 python; do \
 # A line for every 20 packages of pip's log; awk would hold its input back.
 PROGRESS = { n=0; while read -r line; do case "$$line" in \
 	Collecting*|"Requirement already"*) n=$$((n + 1)); [ $$((n % 20)) -ne 0 ] || echo "    $$n of $$(grep -c == $(LOCK))";; \
-	"Installing collected"*) echo "    unpacking";; esac; done; }
+	"Installing collected"*) echo "    unpacking";; note:*) echo "    $$line";; esac; done; }
 
 # Read by Ray when it starts. The mode is set here once for all processes of `make serve`;
 # unset, a cluster and a client that are started differently refuse each other.
@@ -47,11 +47,8 @@ $(STAMP):
 	@$(PYTHON) -m venv $(VENV)
 	@rm -f $(VENV)/.installed-*
 	@echo "2/3 packages of $(LOCK) (some minutes; log in $(LOG))"
-	@$(BIN)/python -m pip install --no-deps --progress-bar off -r $(LOCK) 2>&1 | tee $(LOG) | $(PROGRESS) \
-	|| { grep -E '^ *(ERROR|error)' $(LOG) >&2 || tail -n 5 $(LOG) >&2; \
-		if grep -q '^ERROR.*torch==' $(LOG); then \
-			echo "hint: the wheel of torch's CPU build is in PyTorch's own CPU wheel index; name that index in PIP_EXTRA_INDEX_URL" >&2; \
-		fi; exit 1; }
+	@deploy/requirements/install.sh $(BIN)/python 2>&1 | tee $(LOG) | $(PROGRESS) \
+	|| { grep -E '^ *(ERROR|error)' $(LOG) >&2 || tail -n 5 $(LOG) >&2; exit 1; }
 	@echo "3/3 specserve itself"
 	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@

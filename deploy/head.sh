@@ -10,4 +10,5 @@
 . "$(dirname "$0")/node.sh"
 
 [[ $head == "$VLLM_HOST_IP" ]] || fail "$1 is not an address of this machine"
+require_free GCS_PORT CLIENT_PORT
 exec ray start --head --port "$GCS_PORT" --ray-client-server-port "$CLIENT_PORT" "${options[@]}" "${@:2}"

@@ -42,6 +42,25 @@ if [[ -z ${RAY_AUTH_TOKEN:-} && ! -s ${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_toke
   ray get-auth-token --generate > /dev/null
 fi
 
+# Ends with one line where a port of every node, or of the settings NAME..., is in use.
+#   require_free [NAME...]
+require_free() {
+  local said
+  said=$(python - "$@" NODE_MANAGER_PORT OBJECT_MANAGER_PORT RUNTIME_ENV_AGENT_PORT AGENT_GRPC_PORT \
+    AGENT_HTTP_PORT METRICS_PORT 2>&1 << 'EOF_PYTHON'
+import os, sys
+from specserve.core.errors import PortError
+from specserve.serve.ports import Port, require_free
+host = os.environ["VLLM_HOST_IP"]
+ports = [Port(host, int(os.environ[name]), name) for name in sys.argv[1:]]
+try:
+    require_free(ports, wait_s=float(os.environ.get("PORT_WAIT_S", 10)))
+except PortError as error:
+    sys.exit(str(error))
+EOF_PYTHON
+  ) || fail "$said"
+}
+
 # shellcheck disable=SC2034  # the sourcing script's
 options=(
   --block

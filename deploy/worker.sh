@@ -18,4 +18,5 @@ case "$status $said" in
   *InvalidAuthToken*) fail "the head at $head:$GCS_PORT refuses this node's token" ;;
   *) fail "the head at $head:$GCS_PORT refuses this node: ${said##*$'\n'}" ;;
 esac
+require_free
 exec ray start --address "$head:$GCS_PORT" "${options[@]}" "${@:2}"

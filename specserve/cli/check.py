@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from specserve.engine.checkpoint import Checkpoint
     from specserve.serve.config_file import Application, ServeFile
 
+_DEFAULT = Path("configs/demo.yaml")
+
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds the command to ``subparsers``."""
@@ -23,7 +25,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="validate a Serve file and print what it would start",
         description="Validates a Serve file without starting anything. Exit code 2 if it is wrong.",
     )
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="a Serve YAML file")
+    parser.add_argument(
+        "config",
+        type=Path,
+        nargs="?",
+        metavar="CONFIG",
+        help=f"a Serve YAML file (default: {_DEFAULT})",
+    )
     parser.add_argument(
         "--ports",
         action="store_true",
@@ -45,23 +53,39 @@ def run(args: argparse.Namespace) -> int:
     from specserve.engine.vllm_version import check_vllm
     from specserve.serve.config_file import read
 
-    file = read(args.config)
+    file = read(args.config or _default())
     for application in file.applications:
         check_vllm(application.config)
     console = Console(soft_wrap=True, highlight=False, markup=False)
-    tables = [_check(file, application) for application in file.applications]
-    for rows in tables:
+    is_elsewhere = bool(args.cluster) and args.cluster != "running"
+    checked = [_check(file, application, is_elsewhere) for application in file.applications]
+    for rows, notes in checked:
         _print(console, rows)
+        for note in notes:
+            console.print(note)
     if not _has_vllm() and any(app.config.engine.vllm for app in file.applications):
         console.print("engine.vllm was not checked: vLLM is not installed")
-    if not _has_transformers() and any(_has_draft_model(app.config) for app in file.applications):
-        console.print("the draft model's vocabulary was not checked: transformers is not installed")
     if args.cluster:
         plan.show(console, file, args.cluster, args.gpu_memory, on_cpu=_is_cpu_build())
     if args.ports:
         _check_ports(file)
     console.print(f"{file.path}: valid")
     return 0
+
+
+def _default() -> Path:
+    """The file that is checked where none is named.
+
+    Raises:
+        SpecServeError: it is not in the current directory.
+    """
+    from specserve.core.errors import SpecServeError
+
+    if _DEFAULT.exists():
+        return _DEFAULT
+    found = ", ".join(map(str, sorted(_DEFAULT.parent.glob("*.yaml"))))
+    here = f"here are {found}" if found else f"{_DEFAULT.parent}/ has none here"
+    raise SpecServeError(f"name the Serve file to check: {here}")
 
 
 def _check_ports(file: ServeFile) -> None:
@@ -82,23 +106,18 @@ def _has_vllm() -> bool:
     return find_spec("vllm") is not None
 
 
-def _has_transformers() -> bool:
-    return find_spec("transformers") is not None
-
-
-def _has_draft_model(config: AppConfig) -> bool:
-    return any(source.kind == "draft_model" for source in config.speculation)
-
-
-def _check(file: ServeFile, application: Application) -> dict[str, str]:
-    """What the application would start, by row title."""
+def _check(
+    file: ServeFile, application: Application, is_elsewhere: bool
+) -> tuple[dict[str, str], list[str]]:
+    """What the application would start, by row title, and what was not checked."""
+    from specserve.cli.draft_checkpoints import check_draft_checkpoints
     from specserve.core.errors import ConfigError, SpecServeError
     from specserve.engine.checkpoint import find_checkpoint
 
     config = application.config
     try:
         checkpoint = find_checkpoint(config.model)
-        _check_drafters(config, checkpoint)
+        notes = check_draft_checkpoints(config, checkpoint, is_elsewhere=is_elsewhere)
         if config.engine.vllm and _has_vllm():  # importing vLLM takes seconds
             from specserve.engine.args import check_engine_options
 
@@ -106,7 +125,7 @@ def _check(file: ServeFile, application: Application) -> dict[str, str]:
     except ConfigError as error:
         in_file = ConfigError(f"{application.field}.{error.field}", error.value, error.allowed)
         raise SpecServeError(f"{file.path}: {in_file}") from None
-    return {
+    rows = {
         "application": application.name,
         "address": f"http://{file.host}:{file.port}{application.route_prefix.rstrip('/')}/v1",
         "model": f"{config.model.name} ({_origin(checkpoint)})",
@@ -117,36 +136,7 @@ def _check(file: ServeFile, application: Application) -> dict[str, str]:
         "limits": _limits(config),
         "API keys": _keys(config),
     }
-
-
-def _check_drafters(config: AppConfig, checkpoint: Checkpoint) -> None:
-    """Checks that the models that draft are there and fit, as far as they are on this machine.
-
-    Raises:
-        ConfigError: one is missing, has no MTP module, or another vocabulary.
-    """
-    from specserve.core.errors import ConfigError
-    from specserve.core.source_config import DraftModelConfig, MtpConfig
-    from specserve.engine.checkpoint import folder_or_id
-
-    for index, source in enumerate(config.speculation):
-        field = f"speculation.{index}.model"
-        if isinstance(source, MtpConfig):
-            path = folder_or_id(source.model, field) if source.model else checkpoint.path
-            if Path(path).is_absolute():
-                from specserve.drafters.mtp_files import find_mtp
-
-                find_mtp(path, field if source.model else "model.path")
-        elif isinstance(source, DraftModelConfig):
-            path = folder_or_id(source.model, field)
-            are_here = Path(path).is_absolute() and Path(checkpoint.tokenizer).is_absolute()
-            if are_here and _has_transformers():
-                from specserve.drafters.vocabulary import fingerprint
-
-                ours, theirs = fingerprint(checkpoint.tokenizer), fingerprint(path)
-                if ours and theirs and ours != theirs:
-                    allowed = f"a model with the vocabulary of {config.model.path}"
-                    raise ConfigError(field, source.model, allowed)
+    return rows, notes
 
 
 def _origin(checkpoint: Checkpoint) -> str:

@@ -12,18 +12,21 @@ from specserve.core.errors import SpecServeError
 
 _COMMANDS = (
     "specserve.cli.check",
+    "specserve.compare.command",
     "specserve.cli.trie",
     "specserve.cli.split_mtp",
-    "specserve.compare.command",
 )
-"""Modules with an ``add_parser(subparsers)`` that sets ``run``, a function of the parsed arguments
-that returns the exit code. They import at their top only what their parser needs."""
+"""In the order of use. Modules with an ``add_parser(subparsers)`` that sets ``run``, a function of
+the parsed arguments that returns the exit code. They import at their top only what their parser
+needs."""
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
     parser = argparse.ArgumentParser(
-        prog="specserve", description="Large language models with lossless speculative decoding."
+        prog="specserve",
+        description="Large language models with lossless speculative decoding.",
+        epilog="`serve run CONFIG` serves what `specserve check CONFIG` found valid.",
     )
     parser.add_argument("--version", action="version", version=f"specserve {__version__}")
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")

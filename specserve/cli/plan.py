@@ -28,7 +28,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="also print what would run where. `running`: on the Ray cluster that runs here, as if "
         "nothing else ran on it. NODESxGPUS, such as 2x8: on nodes with so many GPUs, and with as "
         "many CPUs and further resources as CONFIG asks for. NODESxCPUScpu: on nodes without GPUs. "
-        "Groups are joined by +. Exit code 2 if something does not fit",
+        "Groups are joined by +: 2x8+1x1. For such nodes the model's config.json is enough; what "
+        "is not checked without the other files is told. Exit code 2 if something does not fit",
     )
     parser.add_argument(
         "--gpu-memory",
@@ -151,19 +152,14 @@ def _print_memory(console: Console, config: AppConfig, gpu_bytes: float) -> None
         except NoEstimateError as error:
             console.print(f"the {source.kind} drafter's memory was not estimated: {error}")
             continue
+        part_bytes = source.num_gpus * gpu_bytes
+        place = ""
+        if part_bytes and source.placement == "beside_rank_0":
+            part = f"{in_words(part_bytes)} ({source.num_gpus:g})"
+            place = f", in the {part} that it has of rank 0's GPU"
         console.print(
             f"the {source.kind} drafter: {in_words(drafter.weights_bytes)} of weights, "
-            f"{in_words(drafter.kv_cache_bytes)} of KV cache for {source.max_texts} texts"
-            f"{_place(source, gpu_bytes)}"
+            f"{in_words(drafter.kv_cache_bytes)} of KV cache for {source.max_texts} texts{place}"
         )
-        if gpu_bytes and source.num_gpus:
+        if part_bytes:
             check_drafter(source, drafter, gpu_bytes)
-
-
-def _place(source: DraftModelConfig | MtpConfig, gpu_bytes: float) -> str:
-    """Which part of rank 0's GPU a drafter has, in words; empty: none."""
-    from specserve.engine.memory_estimate import in_words
-
-    if source.placement != "beside_rank_0" or not (part := source.num_gpus * gpu_bytes):
-        return ""
-    return f", in the {in_words(part)} ({source.num_gpus:g}) that it has of rank 0's GPU"

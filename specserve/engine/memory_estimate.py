@@ -1,4 +1,4 @@
-"""What a shard and a drafter would keep in memory, by their checkpoints and before they start.
+"""What a shard and a drafter would keep in memory, by their config.json and before they start.
 
 Imports nothing of vLLM and reads no weights. What is counted is what lasts: weights and KV cache.
 Activations, CUDA graphs and NCCL's buffers come on top; in practice some GB a GPU.
@@ -15,17 +15,19 @@ from typing import Any
 from specserve.core.config import AppConfig
 from specserve.core.errors import PlacementError
 from specserve.core.source_config import DrafterConfig, DraftModelConfig, MtpConfig
-from specserve.engine.checkpoint import find_checkpoint, folder_or_id
 from specserve.engine.model_shapes import (
-    FP8_BLOCK_BYTES,
     is_known,
     kv_values_per_token,
     model_parameters,
     mtp_parameters,
+    shard_bytes,
 )
 
 _VLLM_OPTIONS = ("quantization", "kv_cache_dtype", "hf_overrides", "cpu_offload_gb")
 """Options of ``engine.vllm`` that change how much memory is taken, in ways not worked out here."""
+
+_FP8_BLOCK = 128 * 128
+"""Parameters that share a float32 factor in a checkpoint of block FP8."""
 
 
 class NoEstimateError(Exception):
@@ -38,10 +40,23 @@ class _Card(dict[str, Any]):
     def __missing__(self, key: str) -> Any:
         raise NoEstimateError(f"config.json has no {key}")
 
-    @property
-    def is_fp8(self) -> bool:
-        """Whether linear layers are block FP8."""
-        return (self.get("quantization_config") or {}).get("quant_method") == "fp8"
+    def linear_bytes(self, plain_bytes: int) -> float:
+        """Bytes of a linear layer's parameter, with its part of a group's factor.
+
+        Args:
+            plain_bytes: the same without quantization.
+        """
+        section = self.get("quantization_config")
+        if not section:
+            return plain_bytes
+        if section.get("quant_method") == "fp8":
+            return 1 + 4 / _FP8_BLOCK
+        groups = section.get("config_groups") or {"": {"weights": section}}  # compressed-tensors'
+        weights = next(iter(groups.values()))["weights"]
+        bits, group_size = weights.get("num_bits", weights.get("bits")), weights.get("group_size")
+        if not bits:
+            raise NoEstimateError("config.json does not say how many bits the weights have")
+        return float(bits / 8 + (2 / group_size if group_size and group_size > 0 else 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,56 +81,53 @@ class DrafterMemory:
     weights_bytes: int
     kv_cache_bytes: int
 
-    @property
-    def total_bytes(self) -> int:
-        """Both together."""
-        return self.weights_bytes + self.kv_cache_bytes
-
 
 def shard_memory(config: AppConfig) -> ShardMemory:
     """Estimates one of an application's shards.
 
     Raises:
-        ConfigError: a model is neither a folder nor a hub id.
-        NoEstimateError: the model is on the hub or of an architecture that is not known here, or
-            an option of ``engine.vllm`` makes something else of its weights.
+        NoEstimateError: the model has no config.json on this machine or is of an architecture that
+            is not known here, or an option of ``engine.vllm`` makes something else of its weights.
     """
     changed = next((name for name in _VLLM_OPTIONS if name in config.engine.vllm), None)
     if changed:
         raise NoEstimateError(f"engine.vllm.{changed} changes it")
-    folder = find_checkpoint(config.model).path
-    card = _card(folder)
     num_shards = config.engine.tensor_parallel_size
     value_bytes = 4 if config.engine.dtype == "float32" else 2  # vLLM's auto makes 2 of 4
-    weights = _weights_bytes(folder, card, num_shards, value_bytes)
-    values = kv_values_per_token(card, num_shards) * int(card["num_hidden_layers"])
+    card = _card(config.model.path)
+    weights, values = _model(config.model.path, num_shards, value_bytes)
     for source in config.speculation:
-        if isinstance(source, DrafterConfig) and source.placement == "in_engine":
-            its_weights, its_values = _in_engine(source, card, num_shards, value_bytes)
-            weights, values = weights + its_weights, values + its_values
-    return ShardMemory(weights, values * value_bytes, _max_tokens(config, card))
+        if not isinstance(source, DrafterConfig) or source.placement != "in_engine":
+            continue
+        if isinstance(source, DraftModelConfig):
+            its_weights, its_values = _model(source.model, num_shards, value_bytes)
+        else:
+            linear_bytes = card.linear_bytes(value_bytes)
+            its_weights = shard_bytes(mtp_parameters(card), num_shards, linear_bytes, value_bytes)
+            its_values = kv_values_per_token(card, num_shards)
+        weights, values = weights + its_weights, values + its_values
+    return ShardMemory(weights, values * value_bytes, _max_tokens(config))
 
 
 def drafter_memory(config: AppConfig, source: DraftModelConfig | MtpConfig) -> DrafterMemory:
     """Estimates one of a source's drafters.
 
+    An MTP module whose folder is not on this machine has the size that the model's own would have.
+
     Raises:
-        ConfigError: a model is neither a folder nor a hub id.
         NoEstimateError: as above.
     """
-    model = source.model or config.model.path
-    card = _card(folder_or_id(model, f"speculation.{source.kind}.model"))
-    max_tokens = _max_tokens(config, _card(find_checkpoint(config.model).path))
     is_float32 = source.dtype == "float32" or (source.dtype == "auto" and not source.num_gpus)
     value_bytes = 4 if is_float32 else 2
     if isinstance(source, MtpConfig):
+        is_here = source.model and Path(source.model).is_dir()
+        card = _card(source.model if is_here else config.model.path)
         parameters, num_layers = mtp_parameters(card), 1
     else:
+        card = _card(source.model)
         parameters, num_layers = model_parameters(card), int(card["num_hidden_layers"])
-    values = kv_values_per_token(card, 1) * num_layers
-    return DrafterMemory(
-        parameters.total * value_bytes, source.max_texts * max_tokens * values * value_bytes
-    )
+    text_bytes = _max_tokens(config) * kv_values_per_token(card, 1) * num_layers * value_bytes
+    return DrafterMemory(int(parameters.sum()) * value_bytes, source.max_texts * text_bytes)
 
 
 def check_shard(config: AppConfig, shard: ShardMemory, gpu_bytes: float) -> int:
@@ -148,7 +160,7 @@ def check_shard(config: AppConfig, shard: ShardMemory, gpu_bytes: float) -> int:
 def check_drafter(source: DrafterConfig, drafter: DrafterMemory, gpu_bytes: float) -> None:
     """Raises PlacementError where a drafter does not fit into its part of a GPU."""
     part_bytes = min(source.num_gpus, 1.0) * gpu_bytes
-    if drafter.total_bytes > part_bytes:
+    if drafter.weights_bytes + drafter.kv_cache_bytes > part_bytes:
         raise PlacementError(
             f"the drafter's weights of {in_words(drafter.weights_bytes)} and its KV cache of "
             f"{in_words(drafter.kv_cache_bytes)} do not fit into {in_words(part_bytes)} of a GPU"
@@ -161,51 +173,43 @@ def in_words(num_bytes: float) -> str:
     return f"{num_bytes / size:.1f} {unit}"
 
 
-def _in_engine(
-    source: DrafterConfig, card: _Card, num_shards: int, value_bytes: int
-) -> tuple[int, int]:
-    """Bytes of its weights in a shard, and values of a token in the shard's KV cache."""
-    if isinstance(source, DraftModelConfig):
-        folder = folder_or_id(source.model, f"speculation.{source.kind}.model")
-        card = _card(folder)
-        values = kv_values_per_token(card, num_shards) * int(card["num_hidden_layers"])
-        return _weights_bytes(folder, card, num_shards, value_bytes), values
-    linear_bytes = FP8_BLOCK_BYTES if card.is_fp8 else value_bytes
-    weights = mtp_parameters(card).shard_bytes(num_shards, linear_bytes, value_bytes)
-    return weights, kv_values_per_token(card, num_shards)
+def _model(folder: str, num_shards: int, value_bytes: int) -> tuple[int, int]:
+    """Bytes of a model's weights in a shard, and values of a token in the shard's KV cache.
 
-
-def _weights_bytes(folder: str, card: _Card, num_shards: int, value_bytes: int) -> int:
-    """A shard's part of a model's weights: by the shapes, and else by what the files hold."""
-    if card.get("quantization_config") and not card.is_fp8:
-        return round(_stored_bytes(Path(folder)) / num_shards)
-    linear_bytes = FP8_BLOCK_BYTES if card.is_fp8 else value_bytes
-    return model_parameters(card).shard_bytes(num_shards, linear_bytes, value_bytes)
+    Weights that are quantized otherwise than in block FP8 are what the files hold, where these are.
+    """
+    card = _card(folder)
+    values = kv_values_per_token(card, num_shards) * int(card["num_hidden_layers"])
+    quantization = card.get("quantization_config") or {}
+    if quantization and quantization.get("quant_method") != "fp8":
+        stored_bytes = _stored_bytes(Path(folder))
+        if stored_bytes:
+            return round(stored_bytes / num_shards), values
+    linear_bytes = card.linear_bytes(value_bytes)
+    return shard_bytes(model_parameters(card), num_shards, linear_bytes, value_bytes), values
 
 
 def _stored_bytes(folder: Path) -> int:
-    """Bytes of a checkpoint's tensors, by its index, and else by its files."""
+    """Bytes of a checkpoint's tensors, by its index, and else by its files; 0 without either."""
     with suppress(OSError, ValueError, LookupError, TypeError):
         index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
         return int(index["metadata"]["total_size"])
-    sizes = [file.stat().st_size for file in folder.glob("*.safetensors")]
-    if not sizes:
-        raise NoEstimateError("the weights are quantized, and their files are not here")
-    return sum(sizes)
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def _card(folder: str) -> _Card:
     """The config.json of a model of a known architecture."""
-    if not Path(folder).is_absolute():
-        raise NoEstimateError(f"{folder} is on the hub")
     try:
         card = _Card(json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
-        raise NoEstimateError(f"{folder} has no readable config.json") from None
+        needed = "put the model's config.json into a folder, and name that folder as its path"
+        raise NoEstimateError(f"there is no {folder}/config.json here: {needed}") from None
     if not is_known(card):
         raise NoEstimateError(f"the architecture {card.get('architectures')} is not known here")
     return card
 
 
-def _max_tokens(config: AppConfig, card: _Card) -> int:
-    return config.engine.max_model_len or int(card["max_position_embeddings"])
+def _max_tokens(config: AppConfig) -> int:
+    if config.engine.max_model_len:
+        return config.engine.max_model_len
+    return int(_card(config.model.path)["max_position_embeddings"])

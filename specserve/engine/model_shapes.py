@@ -6,63 +6,39 @@ Knows the architectures whose models draft or have an MTP module here: DeepSeek-
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
-FP8_BLOCK_BYTES = 1 + 4 / (128 * 128)
-"""Of a parameter in block FP8, with its part of the block's float32 factor."""
+import numpy as np
+from numpy.typing import NDArray
 
 DEEPSEEK, LLAMA = "DeepseekV3ForCausalLM", "LlamaForCausalLM"
 
+Parameters: TypeAlias = NDArray[np.int64]
+"""Four numbers of parameters, by what tensor parallelism and quantization make of them: of linear
+layers that are divided among the shards, of linear layers that every shard has, and of layers that
+a quantized checkpoint keeps as they are, divided and not."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parameters:
-    """Numbers of parameters, by what tensor parallelism and FP8 make of them.
 
-    Attributes:
-        split: of linear layers that are divided among the shards.
-        whole: of linear layers that every shard has.
-        plain_split: as ``split``, of layers that stay as they are in an FP8 checkpoint.
-        plain_whole: as ``whole``, of layers that stay as they are.
+def _parameters(
+    *, split: int = 0, whole: int = 0, plain_split: int = 0, plain_whole: int = 0
+) -> Parameters:
+    return np.array([split, whole, plain_split, plain_whole])
+
+
+def shard_bytes(
+    parameters: Parameters, num_shards: int, linear_bytes: float, plain_bytes: float
+) -> int:
+    """What one of the shards holds, in bytes.
+
+    Args:
+        parameters: of the model.
+        num_shards: how many there are.
+        linear_bytes: bytes of a parameter that quantization would make smaller.
+        plain_bytes: bytes of the others.
     """
-
-    split: int = 0
-    whole: int = 0
-    plain_split: int = 0
-    plain_whole: int = 0
-
-    @property
-    def total(self) -> int:
-        """All of them."""
-        return self.split + self.whole + self.plain_split + self.plain_whole
-
-    def __add__(self, other: Parameters) -> Parameters:
-        return Parameters(
-            split=self.split + other.split,
-            whole=self.whole + other.whole,
-            plain_split=self.plain_split + other.plain_split,
-            plain_whole=self.plain_whole + other.plain_whole,
-        )
-
-    def __mul__(self, number: int) -> Parameters:
-        return Parameters(
-            split=self.split * number,
-            whole=self.whole * number,
-            plain_split=self.plain_split * number,
-            plain_whole=self.plain_whole * number,
-        )
-
-    def shard_bytes(self, num_shards: int, linear_bytes: float, plain_bytes: float) -> int:
-        """What one of the shards holds, in bytes.
-
-        Args:
-            num_shards: how many there are.
-            linear_bytes: bytes of a parameter that FP8 would make smaller.
-            plain_bytes: bytes of the others.
-        """
-        linear = self.split / num_shards + self.whole
-        plain = self.plain_split / num_shards + self.plain_whole
-        return round(linear * linear_bytes + plain * plain_bytes)
+    part = np.array([1 / num_shards, 1])
+    sizes = np.concatenate([part * linear_bytes, part * plain_bytes])
+    return round(float(parameters @ sizes))
 
 
 def is_known(config: Mapping[str, Any]) -> bool:
@@ -79,12 +55,12 @@ def model_parameters(config: Mapping[str, Any]) -> Parameters:
     hidden: int = config["hidden_size"]
     layers: int = config["num_hidden_layers"]
     num_tables = 1 if config.get("tie_word_embeddings") else 2
-    ends = Parameters(plain_split=num_tables * config["vocab_size"] * hidden, plain_whole=hidden)
+    ends = _parameters(plain_split=num_tables * config["vocab_size"] * hidden, plain_whole=hidden)
     if config["architectures"] == [LLAMA]:
         return ends + _llama_layer(config) * layers
     num_dense: int = min(config.get("first_k_dense_replace", 0), layers)
     attention = _latent_attention(config)
-    dense = Parameters(split=3 * hidden * config["intermediate_size"])
+    dense = _parameters(split=3 * hidden * config["intermediate_size"])
     return ends + attention * layers + dense * num_dense + _experts(config) * (layers - num_dense)
 
 
@@ -95,7 +71,7 @@ def mtp_parameters(config: Mapping[str, Any]) -> Parameters:
         LookupError: ``config`` lacks a key.
     """
     hidden = config["hidden_size"]
-    ends = Parameters(
+    ends = _parameters(
         plain_split=2 * config["vocab_size"] * hidden, plain_whole=2 * hidden**2 + 3 * hidden
     )
     return ends + _latent_attention(config) + _experts(config)
@@ -124,7 +100,7 @@ def _llama_layer(config: Mapping[str, Any]) -> Parameters:
     hidden, (kv_heads, head_dim) = config["hidden_size"], _llama_heads(config)
     attention = 2 * hidden * head_dim * (config["num_attention_heads"] + kv_heads)
     feed_forward = 3 * hidden * config["intermediate_size"]
-    return Parameters(split=attention + feed_forward, plain_whole=2 * hidden)
+    return _parameters(split=attention + feed_forward, plain_whole=2 * hidden)
 
 
 def _latent_attention(config: Mapping[str, Any]) -> Parameters:
@@ -134,7 +110,7 @@ def _latent_attention(config: Mapping[str, Any]) -> Parameters:
     rope, value = config["qk_rope_head_dim"], config["v_head_dim"]
     query = heads * (config["qk_nope_head_dim"] + rope) * (q_rank or hidden)
     key_value = heads * (config["qk_nope_head_dim"] + value) * kv_rank
-    return Parameters(
+    return _parameters(
         split=query + key_value + heads * value * hidden,
         whole=hidden * (q_rank + kv_rank + rope),
         plain_whole=2 * hidden + q_rank + kv_rank,
@@ -145,7 +121,7 @@ def _experts(config: Mapping[str, Any]) -> Parameters:
     """A layer's routed and shared experts, and the router with its biases."""
     hidden, routed = config["hidden_size"], config["n_routed_experts"]
     expert = 3 * hidden * config["moe_intermediate_size"]
-    return Parameters(
+    return _parameters(
         split=expert * (routed + (config.get("n_shared_experts") or 0)),
         plain_whole=routed * (hidden + 1),
     )

@@ -9,10 +9,12 @@ from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, ExceptionHandler, Message, Receive, Scope, Send
 
 from specserve.serve.shared import AS_OF, CACHEABLE, Shared
@@ -24,6 +26,7 @@ _MOST_UNREAD = 16
 _DISCONNECT: Message = {"type": "http.disconnect"}
 _RENDER_S = 10.0
 """The application's time to render its metrics."""
+_SCALING = "/scale_elastic_ep"
 
 
 class RetryAfterMiddleware:
@@ -208,8 +211,14 @@ async def answer_deep_nesting(request: Request, error: Exception) -> Response:
     return openai_error(f"The body cannot be read: {error}", "BadRequestError", None, 400)
 
 
-async def refuse_scaling(request: Request) -> Response:
-    """Answers 501: a client cannot change how many engines there are, as vLLM would let it."""
+def refuse_scaling(app: Starlette) -> None:
+    """Has vLLM's route that changes the number of engines answer 501, where that route is open."""
+    for index, route in enumerate(app.router.routes):
+        if getattr(route, "path", "") == _SCALING:
+            app.router.routes[index] = Route(_SCALING, _answer_not_scaled, methods=["POST"])
+
+
+async def _answer_not_scaled(request: Request) -> Response:
     message = "Engines are not scaled by request: placement.num_replicas says how many there are"
     return openai_error(message, "NotImplementedError", None, 501)
 

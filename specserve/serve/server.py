@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable
 from ray import serve
 from ray.serve.context import _get_global_client
 from starlette.exceptions import HTTPException
-from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from specserve.core.config import AppConfig
@@ -80,7 +79,7 @@ class ModelServer:
         replica = serve.get_replica_context().replica_id.unique_id
         self._page = SpeculationPage(self._config, self._engine, replica, _asker())
         app.include_router(self._page.router())
-        app.router.routes.insert(0, Route("/scale_elastic_ep", refuse_scaling, methods=["POST"]))
+        refuse_scaling(app)
         add_exception_handlers(
             app, {HTTPException: answer_http_error, RecursionError: answer_deep_nesting}
         )

@@ -139,6 +139,32 @@ def test_a_missing_file_ends_the_command_with_code_2(tmp_path: Path) -> None:
     assert done.stderr == expected
 
 
+def test_the_demos_file_is_checked_where_none_is_named(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "configs").mkdir()
+    Path(write(serve_file(GOOD))).rename("configs/demo.yaml")
+    assert main(["check"]) == 0
+    assert "configs/demo.yaml: valid" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ((), "configs/ has none here"),
+        (("b.yaml", "a.yaml"), "here are configs/a.yaml, configs/b.yaml"),
+    ],
+)
+def test_the_files_that_are_there_are_told_where_none_is_named(
+    files: tuple[str, ...], said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in files:
+        (folder / "configs").mkdir(exist_ok=True)
+        (folder / "configs" / name).touch()
+    assert main(["check"]) == 2
+    assert capsys.readouterr().err == f"specserve: error: name the Serve file to check: {said}\n"
+
+
 R1 = {
     "model": {"path": "models/r1"},
     "engine": {"tensor_parallel_size": 16, "max_model_len": 32768},
@@ -232,7 +258,64 @@ def test_applications_of_one_file_share_the_nodes(capsys: pytest.CaptureFixture[
 def test_memory_that_cannot_be_known_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
     args = GOOD | {"model": {"path": "org/name"}}
     assert main(["check", write(serve_file(args)), "--cluster", "2x8"]) == 0
-    assert "memory was not estimated: org/name is on the hub" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert (
+        "memory was not estimated: there is no org/name/config.json here: put the model's" in said
+    )
+
+
+def test_config_json_alone_plans_the_model_and_its_mtp_module(
+    r1: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert [path.name for path in (r1 / "models/r1").iterdir()] == ["config.json"]
+    drafter = {"kind": "mtp", "model": "/models/none/R1-MTP", "num_gpus": 1, "max_texts": 64}
+    file = write(serve_file({**R1, "speculation": [drafter]}))
+    assert main(["check", file, "--cluster", "2x8+1x1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    told = "/models/none/R1-MTP: the MTP module was not checked: its weights are not here"
+    assert lines.count(told) == 1
+    out = re.sub(r"\s+", " ", " ".join(lines))
+    assert "node 3 1 GPU mtp" in out
+    assert "a shard: 40.2 GiB of weights" in out
+    assert "the mtp drafter: 25.1 GiB of weights, 2.2 GiB of KV cache for 64 texts" in out
+
+
+@pytest.mark.usefixtures("r1")
+@pytest.mark.parametrize("options", [[], ["--cluster", "running"]])
+def test_weights_that_are_missing_where_they_are_to_be_served_are_refused(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(serve_file({**R1, "speculation": [{"kind": "mtp"}]}))
+    assert main(["check", file, *options]) == 2
+    said = capsys.readouterr().err
+    assert "models/r1' is not allowed; allowed: a checkpoint with all its files: model.saf" in said
+
+
+def test_a_model_that_cannot_have_an_mtp_module_is_refused_by_its_config_json_too(
+    r1: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (r1 / "models/r1/config.json").write_text(json.dumps(LLAMA))
+    file = write(serve_file({**R1, "speculation": [{"kind": "mtp", "model": "/models/none"}]}))
+    assert main(["check", file, "--cluster", "2x8"]) == 2
+    said = capsys.readouterr().err
+    assert "args.model.path: 'models/r1' is not allowed; allowed: a checkpoint of Deepseek" in said
+
+
+@pytest.mark.usefixtures("r1")
+def test_a_draft_model_that_is_not_here_is_planned_without_its_memory(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    drafter = {"kind": "draft_model", "model": "/models/none/small", "num_gpus": 1}
+    file = write(serve_file({**R1, "speculation": [drafter]}))
+    assert main(["check", file, "--cluster", "2x8+1x1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "/models/none/small: the vocabulary was not checked: its folder is not here" in lines
+    assert any(
+        line.startswith(
+            "the draft_model drafter's memory was not estimated: there is no /models/none/small/"
+        )
+        for line in lines
+    )
 
 
 def test_drafters_of_the_demo_are_placed_and_counted(

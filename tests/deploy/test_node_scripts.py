@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +64,28 @@ def test_a_head_that_does_not_answer_is_told_within_the_bound(tmp_path: Path) ->
     settings.write_text(f"{SETTINGS}\nHEAD_WAIT_S=1\nGCS_PORT=1\n")
     said = refusal("worker", "127.0.0.1", RAY_AUTH_TOKEN="a token", NODE_ENV_FILE=str(settings))
     assert said.endswith("no head answered at 127.0.0.1:1 within 1 s")
+
+
+@pytest.mark.parametrize(
+    ("script", "setting"),
+    [("head", "GCS_PORT"), ("head", "AGENT_HTTP_PORT"), ("worker", "METRICS_PORT")],
+)
+def test_a_port_in_use_is_told(script: str, setting: str, tmp_path: Path) -> None:
+    settings, ray = tmp_path / "node.env", tmp_path / "ray"
+    ray.write_text("#!/bin/sh\n[ $1 = health-check ]\n")  # to the worker the head is there
+    ray.chmod(0o755)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        settings.write_text(f"{SETTINGS}\n{setting}={port}\nPORT_WAIT_S=0\n")
+        environment = {
+            "PATH": os.pathsep.join(
+                [str(tmp_path), f"{Path(sys.executable).parent}", "/usr/bin:/bin"]
+            ),
+            "RAY_AUTH_TOKEN": "a token",
+            "NODE_ENV_FILE": str(settings),
+        }
+        said = refusal(script, "127.0.0.1", **environment)
+    assert f": port {port} ({setting}) is in use by " in said
 
 
 def test_no_port_is_asked_for_twice_or_may_be_given_out_by_the_system() -> None:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from fastapi import FastAPI
+from starlette.testclient import TestClient
 from vllm import SamplingParams
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -42,6 +43,7 @@ from specserve.engine.isolation import (
 )
 from specserve.engine.tenants import CURRENT_TENANT
 from specserve.proposers.controls import NO_TENANT
+from specserve.serve.middleware import refuse_scaling
 
 T = TypeVar("T")
 
@@ -368,6 +370,14 @@ def test_routes_that_reach_all_tenants_requests_are_closed(
     assert not paths(app) & DANGEROUS
     assert paths(app) <= isolation.TENANT_ROUTES
     assert {"/v1/completions", "/v1/responses/{response_id}", "/v1/realtime"} <= paths(app)
+
+
+def test_the_route_that_scales_is_vllms_own_until_it_is_replaced(
+    application: Callable[[], FastAPI],
+) -> None:
+    app = application()
+    refuse_scaling(app)
+    assert TestClient(app).post("/scale_elastic_ep", json={}).status_code == 501
 
 
 def test_invocations_are_closed_where_they_have_sessions(

@@ -35,8 +35,14 @@ def config(folder: Path, card: dict[str, Any], speculation: Any = (), **engine: 
 
 
 def test_deepseek_r1_has_671_billion_parameters_and_its_module_14() -> None:
-    assert model_parameters(DEEPSEEK_R1).total == pytest.approx(671.0e9, rel=1e-4)
-    assert mtp_parameters(DEEPSEEK_R1).total == pytest.approx(13.5e9, rel=5e-3)
+    # As transformers counts them, and the biases by which each router chooses its experts.
+    assert model_parameters(DEEPSEEK_R1).sum() == 671_026_404_352 + 58 * 256
+    both = model_parameters(DEEPSEEK_R1) + mtp_parameters(DEEPSEEK_R1)
+    assert both.sum() == pytest.approx(684.5e9, rel=1e-4)  # what the checkpoint on the hub has
+
+
+def test_llama_70b_has_the_parameters_that_transformers_counts() -> None:
+    assert model_parameters(LLAMA_70B).sum() == 70_553_706_496
 
 
 def test_a_shard_of_r1_in_fp8_is_a_16th_and_what_every_shard_has_whole(tmp_path: Path) -> None:
@@ -67,9 +73,9 @@ def test_shapes_give_the_number_of_parameters_that_the_files_have(name: str) -> 
     mtp = find_mtp(str(MODELS / name), "").tensors if name == "demo-base" else {}
     stored = read_header(MODELS / name / "model.safetensors")
     sizes = {each: num_elements(tensor.shape) for each, tensor in stored.items()}
-    assert model_parameters(card).total == sum(n for each, n in sizes.items() if each not in mtp)
+    assert model_parameters(card).sum() == sum(n for each, n in sizes.items() if each not in mtp)
     if mtp:
-        assert mtp_parameters(card).total == sum(sizes[each] for each in mtp)
+        assert mtp_parameters(card).sum() == sum(sizes[each] for each in mtp)
 
 
 def num_elements(shape: tuple[int, ...]) -> int:
@@ -79,10 +85,27 @@ def num_elements(shape: tuple[int, ...]) -> int:
     return number
 
 
+@pytest.mark.parametrize(
+    ("section", "linear_bytes"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, 0.5 + 2 / 128),
+        ({"quant_method": "awq", "bits": 4, "group_size": -1}, 0.5),
+        ({"config_groups": {"group_0": {"weights": {"num_bits": 8, "group_size": None}}}}, 1.0),
+    ],
+)
+def test_quantized_weights_that_are_not_here_have_the_bits_of_config_json(
+    section: dict[str, Any], linear_bytes: float, tmp_path: Path
+) -> None:
+    card = LLAMA_70B | {"quantization_config": {"quant_method": "compressed-tensors"} | section}
+    linear, plain = 80 * 855_638_016, 2 * 128256 * 8192
+    shard = shard_memory(config(tmp_path, card))
+    assert shard.weights_bytes == pytest.approx(linear * linear_bytes + plain * 2, rel=1e-4)
+
+
 def test_quantized_weights_are_taken_from_the_index_or_else_from_the_files(tmp_path: Path) -> None:
     awq = LLAMA_70B | {"quantization_config": {"quant_method": "awq"}}
     there = config(tmp_path, awq, tensor_parallel_size=2)
-    with pytest.raises(NoEstimateError, match="files are not here"):
+    with pytest.raises(NoEstimateError, match="does not say how many bits"):
         shard_memory(there)
     (tmp_path / "model.safetensors").write_bytes(bytes(1000))
     assert shard_memory(there).weights_bytes == 500
@@ -99,6 +122,12 @@ def test_the_mtp_drafter_of_r1_computes_in_bfloat16_on_a_gpu(tmp_path: Path) -> 
     assert memory.kv_cache_bytes == 64 * 32768 * (512 + 64) * 2
     on_cpu = drafter_memory(r1, MtpConfig(kind="mtp"))
     assert on_cpu.weights_bytes == 2 * memory.weights_bytes
+
+
+def test_an_mtp_module_that_is_not_here_has_the_size_of_the_models_own(tmp_path: Path) -> None:
+    r1 = config(tmp_path, DEEPSEEK_R1, max_model_len=32768)
+    own, elsewhere = MtpConfig(kind="mtp"), MtpConfig(kind="mtp", model="/models/none/R1-MTP")
+    assert drafter_memory(r1, elsewhere) == drafter_memory(r1, own)
 
 
 def test_a_draft_model_has_a_cache_for_the_targets_longest_texts(tmp_path: Path) -> None:

@@ -317,8 +317,24 @@ def test_handlers_are_added_without_losing_the_counts_of_requests() -> None:
     assert registry.get_sample_value("http_requests_total", labels) == 1
 
 
+async def accept(request: Request) -> Response:
+    return Response()
+
+
+def scaling_answer(app: Starlette) -> Any:
+    return TestClient(app).post("/scale_elastic_ep", json={"new_data_parallel_size": 2})
+
+
 def test_engines_are_not_scaled_by_request() -> None:
-    app = Starlette(routes=[Route("/scale_elastic_ep", refuse_scaling, methods=["POST"])])
-    answer = TestClient(app).post("/scale_elastic_ep", json={"new_data_parallel_size": 2})
+    app = Starlette(routes=[Route("/scale_elastic_ep", accept, methods=["POST"])])
+    assert scaling_answer(app).status_code == 200
+    refuse_scaling(app)
+    answer = scaling_answer(app)
     assert answer.status_code == 501
     assert "placement.num_replicas" in answer.json()["error"]["message"]
+
+
+def test_the_route_that_scales_stays_closed_where_it_was_closed() -> None:
+    app = Starlette(routes=[Route("/v1/models", accept)])
+    refuse_scaling(app)
+    assert scaling_answer(app).status_code == 404

@@ -1,0 +1,78 @@
+"""Checks the checkpoints that an application's drafters are to load, as far as they are here."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from specserve.core.config import AppConfig
+from specserve.core.errors import ConfigError
+from specserve.core.source_config import DraftModelConfig, MtpConfig
+from specserve.drafters.mtp_files import ARCHITECTURE, find_mtp
+from specserve.engine.checkpoint import Checkpoint, folder_or_id
+
+
+def check_draft_checkpoints(
+    config: AppConfig, checkpoint: Checkpoint, *, is_elsewhere: bool
+) -> list[str]:
+    """Checks that the models that draft are on this machine and fit.
+
+    Args:
+        config: the application's configuration.
+        checkpoint: of the model.
+        is_elsewhere: the application is to run on other machines, so that files may be missing.
+
+    Returns:
+        What was not checked, a line each.
+
+    Raises:
+        ConfigError: one is missing, has no MTP module, or another vocabulary.
+    """
+    notes = []
+    for index, source in enumerate(config.speculation):
+        field = f"speculation.{index}.model"
+        if isinstance(source, MtpConfig):
+            model, field = (
+                (source.model, field) if source.model else (config.model.path, "model.path")
+            )
+            if is_elsewhere and not any(Path(model).glob("*.safetensors")):
+                _require_architecture(config.model.path, checkpoint)
+                notes.append(f"{model}: the MTP module was not checked: its weights are not here")
+            elif Path(path := folder_or_id(model, field)).is_absolute():
+                find_mtp(path, field)
+        elif isinstance(source, DraftModelConfig):
+            if is_elsewhere and not Path(source.model).is_dir():
+                unchecked = "its folder is not here"
+            else:
+                unchecked = _check_vocabulary(source.model, field, checkpoint)
+            if unchecked:
+                notes.append(f"{source.model}: the vocabulary was not checked: {unchecked}")
+    return notes
+
+
+def _require_architecture(model: str, checkpoint: Checkpoint) -> None:
+    """Raises ConfigError where a model's config.json is of one that has no MTP module."""
+    if checkpoint.architecture not in ("", ARCHITECTURE):
+        allowed = f"a checkpoint of {ARCHITECTURE}, not of {checkpoint.architecture}"
+        raise ConfigError("model.path", model, allowed)
+
+
+def _check_vocabulary(model: str, field: str, checkpoint: Checkpoint) -> str:
+    """Why a draft model's vocabulary cannot be compared with the target's; empty: they are equal.
+
+    Raises:
+        ConfigError: they differ, or there is no such model.
+    """
+    path = folder_or_id(model, field)
+    if not Path(path).is_absolute() or not Path(checkpoint.tokenizer).is_absolute():
+        return "a model of the hub is not looked up"
+    if find_spec("transformers") is None:
+        return "transformers is not installed"
+    from specserve.drafters.vocabulary import fingerprint  # takes seconds
+
+    ours, theirs = fingerprint(checkpoint.tokenizer), fingerprint(path)
+    if not ours or not theirs:
+        return "a tokenizer cannot be read"
+    if ours != theirs:
+        raise ConfigError(field, model, f"a model with the vocabulary of {checkpoint.tokenizer}")
+    return ""
