@@ -19,7 +19,7 @@ class MtpModule:
     """Predicts the token after next from the target's hidden state and the next token.
 
     Entry i of its cache is position i: the hidden state of token i with token i + 1. From the
-    second token behind the text on the hidden state is the module's own last result.
+    second draft token on the hidden state is the module's own last result.
 
     Args:
         config: transformers' DeepseekV3Config.

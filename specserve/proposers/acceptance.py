@@ -13,9 +13,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect
 from collections.abc import Sequence
-from typing import cast
-
-from msgspec.structs import replace
 
 from specserve.core.types import Draft
 
@@ -82,14 +79,9 @@ class Acceptance:
 
         Args:
             request_id: whose it was.
-            draft: as its source made it; of one that continues another's only its own tokens
-                count, if all before them were right.
+            draft: as its source made it.
             new_tokens: what the target wrote in the step after.
         """
-        if draft.continues is not None:
-            if num_right(draft.continues, new_tokens) < draft.begin:
-                return
-            draft, new_tokens = draft.own_part(), new_tokens[draft.begin :]
         num_known = min(len(draft.tokens), len(new_tokens))
         if not num_known:
             return
@@ -97,7 +89,7 @@ class Acceptance:
         self._count(request_id, draft, num_hits, num_known)
         if draft.chances and not draft.match_len:
             # A model's: whether to ask for the next is decided before any chances are known.
-            blind = replace(draft, chances=())
+            blind = Draft(draft.tokens, draft.source)
             self._count(request_id, blind, num_hits, num_known)
 
     def expected(self, request_id: str, draft: Draft) -> float:
@@ -119,15 +111,10 @@ class Acceptance:
         return said[1]
 
     def _gains(self, request_id: str, draft: Draft) -> list[float]:
-        gains: list[float] = []
-        if draft.begin:
-            gains += self.gains(request_id, cast(Draft, draft.continues))
-            if len(gains) < draft.begin:
-                return gains
-            draft = draft.own_part()
         record = self._requests.get(request_id, _NO_RECORDS).get(_view(draft))
         factor = 1.0 if record is None else record.factor
-        gain = gains[-1] if gains else 1.0
+        gains = []
+        gain = 1.0
         shared = self._shared_of(request_id, draft)
         for chance in shared.chances(shared.cells(draft, len(draft.tokens))):
             own = factor * chance
@@ -164,9 +151,8 @@ class Acceptance:
         return shared
 
 
-_View = tuple[str, bool, bool]
-"""A source, whether it said how sure it was, and whether it went on from another's draft: where
-there is no text yet it may be less often right."""
+_View = tuple[str, bool]
+"""A source, and whether it said how sure it was."""
 
 _LENGTHS, _MATCHES = (3, 6, 11), (4, 8, 16)
 _NUM_SORTS = (len(_LENGTHS) + 1) * (len(_MATCHES) + 1)
@@ -185,7 +171,7 @@ _NO_RECORDS: dict[_View, _Record] = {}
 
 
 def _view(draft: Draft) -> _View:
-    return draft.source, bool(draft.chances), draft.continues is not None
+    return draft.source, bool(draft.chances)
 
 
 class _Record:

@@ -31,7 +31,7 @@ from specserve.proposers.arbiter import Arbiter
 from specserve.proposers.base import Proposer, Surroundings
 from specserve.proposers.gate import Gate
 from specserve.proposers.guard import GuardedSource, is_well_formed
-from specserve.proposers.inquiry import Asked, Inquiry
+from specserve.proposers.inquiry import Inquiry
 from specserve.proposers.pace import Pace
 from specserve.proposers.registry import build_proposer
 
@@ -42,9 +42,6 @@ NO_DRAFT = Draft((), "ngram")
 
 _LEARNING_KINDS = frozenset({"trie"})
 """Kinds of source that learn from one request for others: they must see texts to their ends."""
-
-_SERIAL_KINDS = frozenset({"mtp"})
-"""Kinds of source that go on from their own results, also where they continue another's draft."""
 
 _KIND_OF = {"trie_local": "trie", "trie_cluster": "trie"}
 """Kinds of source whose drafts bear other names."""
@@ -89,10 +86,7 @@ class ProposerChain:
         self._vocab_size = vocab_size
         self._arbiter = Arbiter(self._gate.acceptance)
         self._inquiries = {
-            kind: Inquiry(
-                kind, self._gate, self._remote_kinds[kind], is_serial=kind in _SERIAL_KINDS
-            )
-            for kind in gated_kinds & self._remote_kinds.keys()
+            kind: Inquiry(kind, self._gate) for kind in gated_kinds & self._remote_kinds.keys()
         }
         self._paces = {kind: Pace() for kind in gated_kinds - self._remote_kinds.keys()}
         self._clock = clock
@@ -170,47 +164,39 @@ class ProposerChain:
         if not outcomes:
             return
         verified = [
-            (each, part, num_accepted)
-            for each in outcomes
-            if each.draft is not None and each.draft.tokens
-            for part, num_accepted in each.draft.parts(each.num_accepted)
+            (each, each.draft) for each in outcomes if each.draft is not None and each.draft.tokens
         ]
-        for _, draft, num_accepted in verified:
-            is_continuation = draft.continues is not None
-            self._metrics.count_draft(
-                draft.source, len(draft.tokens), num_accepted, is_continuation=is_continuation
-            )
+        for outcome, draft in verified:
+            self._metrics.count_draft(draft.source, len(draft.tokens), outcome.num_accepted)
         if verified and self._paces:
             self._observe_gains(verified, len(outcomes))
         self._arbiter.observe(outcomes)
 
-    def _observe_gains(self, verified: list[tuple[Outcome, Draft, int]], num_requests: int) -> None:
+    def _observe_gains(self, verified: list[tuple[Outcome, Draft]], num_requests: int) -> None:
         """Tells the sources' paces what their drafts brought, less what verifying them cost.
 
         What two sources drafted is credited to the one that is worth more: without the other it
         would have been sent all the same.
         """
         plain, base, per_token = self._gate.cost.at(num_requests)
-        num_drafts = sum(draft.continues is None for _, draft, _ in verified)
-        first, token_seconds = (base - plain) / num_drafts, plain / num_requests
+        first, token_seconds = (base - plain) / len(verified), plain / num_requests
         worth = {
             kind: pace.worth(token_seconds)
             for kind, pace in self._paces.items()
             if not pace.is_slow
         }
-        for outcome, draft, num_accepted in verified:
+        for outcome, draft in verified:
             if not (pace := self._paces.get(_kind_of(draft))):
                 continue
-            begun = first if draft.continues is None else 0.0
-            spent = (begun + per_token * len(draft.tokens)) / token_seconds
-            gain = num_accepted - spent
-            rival, share = self._best_rival(outcome, draft, num_accepted, worth)
+            spent = (first + per_token * len(draft.tokens)) / token_seconds
+            gain = outcome.num_accepted - spent
+            rival, share = self._best_rival(outcome, draft, worth)
             if rival:
                 self._paces[rival].observe_gain(gain * share)
             pace.observe_gain(gain * (1 - share))
 
     def _best_rival(
-        self, outcome: Outcome, draft: Draft, num_accepted: int, worth: Mapping[str, float]
+        self, outcome: Outcome, draft: Draft, worth: Mapping[str, float]
     ) -> tuple[str, float]:
         """The source that is worth most of those that offered a draft, if another one than the sent
         draft's, and which share of that it had too; else none, and 0."""
@@ -221,7 +207,8 @@ class ProposerChain:
                 best, num_same = kind, num_right(offer, draft.tokens)
         if not num_same:
             return "", 0.0
-        return best, min(num_same / (num_accepted or len(draft.tokens)), 1.0)
+        accepted = outcome.num_accepted
+        return best, min(num_same / (accepted or len(draft.tokens)), 1.0)
 
     def observe_step(
         self, num_requests: int, num_draft_tokens: int, seconds: float, context: float = 0.0
@@ -289,35 +276,31 @@ class ProposerChain:
             if source.kind not in due:
                 continue
             turn_began, inquiry = self._clock(), self._inquiries.get(source.kind)
-            asked = Asked(self._limits(source.kind, batch))
+            limits = self._limits(source.kind, batch)
             if inquiry is not None:
                 held = [[draft for _, draft in each] for each in offers]
+                limits = np.minimum(limits, self._remote_kinds[source.kind])
                 reading_s = partial(source.reading_s, batch)
-                asked = inquiry.ask(batch.request_ids, asked.lengths, held, reading_s)
+                limits = inquiry.limits(batch.request_ids, limits, held, reading_s)
                 if not source.ready:  # that failed
                     continue
             began = self._clock()
-            drafts = self._ask(source, batch, asked)
+            drafts = self._ask(source, batch, limits)
             seconds = self._clock() - began
             if inquiry is not None:
-                inquiry.observe_call(batch.request_ids, asked, drafts, seconds)
+                inquiry.observe_call(batch.request_ids, limits, drafts, seconds)
             calls[source.kind] = self._clock() - turn_began
-            for row, draft in enumerate(drafts):
+            for each, draft in zip(offers, drafts, strict=True):
                 if draft.tokens:
-                    continued = asked.continued.get(row)
-                    whole = draft if continued is None else draft.behind(continued)
-                    offers[row].append((source.kind, whole))
+                    each.append((source.kind, draft))
         return offers, calls
 
-    def _ask(self, source: GuardedSource, batch: DraftBatch, asked: Asked) -> list[Draft]:
-        """A source's own tokens, nothing but tokens and not beyond what was asked for."""
-        guessed: tuple[tuple[int, ...], ...] = ()
-        if continued := asked.continued:
-            guessed = tuple(getattr(continued.get(row), "tokens", ()) for row in range(len(batch)))
-        answer = source.propose(replace(batch, max_draft_tokens=asked.lengths, guessed=guessed))
+    def _ask(self, source: GuardedSource, batch: DraftBatch, limits: Int32Array) -> list[Draft]:
+        """A source's drafts, each with nothing but tokens and not beyond its limit."""
+        answer = source.propose(replace(batch, max_draft_tokens=limits))
         if answer is None:
             return [NO_DRAFT] * len(batch)
-        pairs = zip(answer, asked.lengths.tolist(), strict=True)
+        pairs = zip(answer, limits.tolist(), strict=True)
         return [self._checked(source.kind, draft, limit) for draft, limit in pairs]
 
     def _sent(self, request_ids: list[str], offers: list[list[tuple[str, Draft]]]) -> list[Draft]:
@@ -329,12 +312,8 @@ class ProposerChain:
                 best = self._arbiter.choose(request_ids[row], [draft for _, draft in each])
                 kind, draft = each[best]
                 (gated if kind in self._gated_kinds else sent)[row] = draft
-                while draft.continues and _kind_of(draft) in self._gated_kinds:
-                    draft = draft.continues  # one that is not gated is sent whole
-                    if _kind_of(draft) not in self._gated_kinds:
-                        sent[row] = draft
         for row, draft in enumerate(self._gate.trim(request_ids, gated)):
-            if len(draft.tokens) > len(sent[row].tokens):
+            if draft.tokens:
                 sent[row] = draft
         if logger.isEnabledFor(logging.DEBUG):
             self._explain(request_ids, offers, sent)

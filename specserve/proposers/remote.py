@@ -268,8 +268,7 @@ class RemoteProposer:
                 continue  # it would be computed for nothing, perhaps on the target's own cores
             end = min(end, begin + FEED_TOKENS)
             start = min(text.held, end - 1)
-            num_guessed = len(batch.guessed[row]) if batch.guessed else 0
-            size = end - start + num_guessed, self._state_bytes * (end - begin)
+            size = end - start, self._state_bytes * (end - begin)
             if is_near and room.take(*size):
                 asked.append((row, text, self._row(batch, row, text, start, end, limits[row])))
             elif not is_near and feed_room.take(*size):
@@ -301,7 +300,6 @@ class RemoteProposer:
     def _row(
         self, batch: DraftBatch, row: int, text: Text, start: int, end: int, limit: int
     ) -> TextRow:
-        guessed = batch.guessed[row] if batch.guessed and limit else ()
         states_start, states = 0, None
         if self._states is not None:
             states_start = text.states.start(start)
@@ -315,7 +313,6 @@ class RemoteProposer:
             states_start=states_start,
             states=states,
             max_draft_tokens=limit,
-            guessed=np.array(guessed, np.int32),
         )
 
     def _send(self, rows: _Rows, budget_s: float, *, is_read: bool = False) -> int:

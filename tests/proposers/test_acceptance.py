@@ -188,63 +188,6 @@ def test_a_source_is_learned_of_alike_whether_its_drafts_are_judged_or_not(is_ju
     assert first(acceptance, "new") == pytest.approx(0.2, abs=0.05)
 
 
-def test_a_draft_behind_anothers_is_as_likely_as_both_together() -> None:
-    acceptance = taught(4)
-    whole = Draft((5, 6), "mtp").behind(DRAFT)
-    for _ in range(300):
-        observe(acceptance, "teacher", whole, 5)
-    gains = chances(acceptance, "new", whole)
-    assert gains[:4] == chances(acceptance, "new")
-    assert gains[4] > 0.9 * gains[3]
-    assert gains[5] < 0.05
-
-
-def test_a_draft_behind_a_wrong_one_teaches_nothing() -> None:
-    acceptance = taught(4)
-    whole = Draft((5, 6), "mtp", chances=(0.9, 0.9)).behind(DRAFT)
-    before = chances(acceptance, "new", whole)
-    for _ in range(100):
-        observe(acceptance, "teacher", whole, 3)
-    assert chances(acceptance, "new", whole) == before
-
-
-@pytest.mark.parametrize("sure", [(), (0.9, 0.9)])
-def test_what_a_source_is_worth_behind_others_says_nothing_of_its_own_drafts(
-    sure: tuple[float, ...],
-) -> None:
-    acceptance = taught(4)
-    alone = Draft((5, 6), "mtp", chances=sure)
-    before = chances(acceptance, "new", alone)
-    for _ in range(100):
-        observe(acceptance, "teacher", alone.behind(DRAFT), 4)
-    assert chances(acceptance, "new", alone) == before
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "source", "num_chances"),
-    [(7, "mtp", 2), (5, "mtp", 1), (4, "ngram", 0), (2, "ngram", 0), (0, "ngram", 0)],
-)
-def test_a_draft_behind_anothers_is_cut_back_to_that(
-    num_tokens: int, source: str, num_chances: int
-) -> None:
-    cut = Draft((5, 6), "mtp", chances=(0.9, 0.8)).behind(DRAFT).cut(num_tokens)
-    assert cut.tokens == (1, 2, 3, 4, 5, 6)[:num_tokens]
-    assert (cut.source, len(cut.chances)) == (source, num_chances)
-
-
-def test_what_was_accepted_of_a_draft_is_each_sources_own() -> None:
-    middle = Draft((5, 6), "draft_model").behind(DRAFT)
-    whole = Draft((7,), "mtp", chances=(0.5,)).behind(middle)
-    for num_accepted, expected in ((7, [4, 2, 1]), (5, [4, 1, 0]), (3, [3, 0, 0])):
-        found = whole.parts(num_accepted)
-        assert [(part.tokens, part.source) for part, _ in found] == [
-            ((1, 2, 3, 4), "ngram"),
-            ((5, 6), "draft_model"),
-            ((7,), "mtp"),
-        ]
-        assert [number for _, number in found] == expected
-
-
 def test_a_step_without_new_tokens_teaches_nothing() -> None:
     acceptance, sure = Acceptance(), Draft((1, 2), "mtp", chances=(0.9, 0.4))
     acceptance.observe("a", sure, ())

@@ -11,14 +11,7 @@ import pytest
 
 from specserve.core.types import Draft, Int32Array
 from specserve.proposers.gate import Gate
-from specserve.proposers.inquiry import (
-    MOST_CREDIT,
-    MOST_PAUSE,
-    MOST_REST,
-    MOST_RETRIES,
-    Asked,
-    Inquiry,
-)
+from specserve.proposers.inquiry import MOST_CREDIT, MOST_PAUSE, MOST_REST, MOST_RETRIES, Inquiry
 
 PLAIN_S = 0.01
 MTP = Draft((1, 2, 3), "mtp")
@@ -40,13 +33,13 @@ def taught(*lessons: tuple[Draft, int]) -> Gate:
 
 def priced(gate: Gate, share: float) -> Inquiry:
     """An inquiry whose calls were seen to take this share of a plain step, whatever is asked."""
-    inquiry = Inquiry("mtp", gate, 3)
-    inquiry.ask(["first"], limits(3), [[]])
+    inquiry = Inquiry("mtp", gate)
+    inquiry.limits(["first"], limits(3), [[]])
     for _ in range(60):
         for length in (1, 3):
-            inquiry.observe_call(["teacher"], Asked(limits(length)), [MTP], share * PLAIN_S)
+            inquiry.observe_call(["teacher"], limits(length), [MTP], share * PLAIN_S)
     for _ in range(100):
-        if not inquiry.ask(["spender"], limits(3), [[]]).lengths.any():
+        if not inquiry.limits(["spender"], limits(3), [[]]).any():
             break  # has spent what it may spend on probes
     return inquiry
 
@@ -57,7 +50,7 @@ def limits(*numbers: int) -> Int32Array:
 
 def asked(inquiry: Inquiry, *offers: Sequence[Draft]) -> list[int]:
     names = [f"request {row}" for row in range(len(offers))]
-    found: list[int] = inquiry.ask(names, limits(*[3] * len(offers)), offers).lengths.tolist()
+    found: list[int] = inquiry.limits(names, limits(*[3] * len(offers)), offers).tolist()
     return found
 
 
@@ -73,7 +66,7 @@ def test_it_is_not_asked_where_it_takes_longer_than_it_brings() -> None:
 
 def test_it_is_not_asked_before_it_is_known_what_steps_cost_unless_that_cannot_be_known() -> None:
     gate = Gate()
-    inquiry = Inquiry("mtp", gate, 3)
+    inquiry = Inquiry("mtp", gate)
     num_silent = 0
     while not asked(inquiry, (), ())[0]:
         num_silent += 1
@@ -86,8 +79,8 @@ def test_only_as_many_tokens_are_asked_for_as_are_likely() -> None:
     gate = taught((MTP, 1), (SURE, 3))
     inquiry = priced(gate, 0.3)
     for _ in range(60):
-        inquiry.observe_call(["teacher"], Asked(limits(1)), [MTP], 0.1 * PLAIN_S)
-        inquiry.observe_call(["teacher"], Asked(limits(3)), [MTP], 0.3 * PLAIN_S)
+        inquiry.observe_call(["teacher"], limits(1), [MTP], 0.1 * PLAIN_S)
+        inquiry.observe_call(["teacher"], limits(3), [MTP], 0.3 * PLAIN_S)
     assert asked(inquiry, ()) == [1]
 
 
@@ -99,7 +92,7 @@ def test_a_request_that_has_a_better_draft_already_is_left_out() -> None:
 def test_a_drafter_that_is_away_does_not_pass_for_a_quick_one() -> None:
     inquiry = priced(taught((MTP, 1), (SURE, 3)), 1.5)
     for _ in range(60):
-        inquiry.observe_call(["teacher"], Asked(limits(3)), [Draft((), "mtp")], 1e-5)
+        inquiry.observe_call(["teacher"], limits(3), [Draft((), "mtp")], 1e-5)
     assert asked(inquiry, ()) == [0]
 
 
@@ -117,9 +110,7 @@ def test_one_request_is_probed_and_the_more_seldom_the_longer_nothing_comes_of_i
         found = asked(inquiry, (), ())
         assert found in ([0, 0], [3, 0])
         if any(found):
-            inquiry.observe_call(
-                NAMES, Asked(limits(*found)), [MTP, Draft((), "mtp")], 0.1 * PLAIN_S
-            )
+            inquiry.observe_call(NAMES, limits(*found), [MTP, Draft((), "mtp")], 0.1 * PLAIN_S)
             probes.append(step)
     pauses = [after - before for before, after in pairwise(probes)]
     assert MOST_PAUSE <= pauses[-1] <= MOST_PAUSE + MOST_REST
@@ -140,9 +131,9 @@ def test_one_that_is_not_asked_is_thought_about_less_often_until_the_requests_ch
 
     monkeypatch.setattr(gate.acceptance, "gains", counted)
     for _ in range(100):
-        inquiry.ask(["old"], limits(3), [[]])
+        inquiry.limits(["old"], limits(3), [[]])
     assert 100 / (MOST_REST + 1) <= thoughts.count("old") < 35
-    inquiry.ask(["old", "new"], limits(3, 3), [[], []])
+    inquiry.limits(["old", "new"], limits(3, 3), [[], []])
     assert thoughts[-1] == "new"
 
 
@@ -156,9 +147,9 @@ def test_a_probe_that_is_not_answered_yet_is_sent_again_in_the_next_steps() -> N
     while not any(asked(inquiry, ())):
         pass
     for _ in range(MOST_RETRIES):
-        inquiry.observe_call(["teacher"], Asked(limits(3)), [Draft((), "mtp")], 1e-5)
+        inquiry.observe_call(["teacher"], limits(3), [Draft((), "mtp")], 1e-5)
         assert asked(inquiry, ()) == [3]
-    inquiry.observe_call(["teacher"], Asked(limits(3)), [Draft((), "mtp")], 1e-5)
+    inquiry.observe_call(["teacher"], limits(3), [Draft((), "mtp")], 1e-5)
     assert asked(inquiry, ()) == [0]
 
 
@@ -188,7 +179,7 @@ def test_a_text_is_read_once_its_drafts_would_have_saved_as_much_as_that_takes()
     inquiry = priced(taught((MTP, 3), (SURE, 3)), 0.3)
 
     def asked_for(name: str, reading_s: float) -> bool:
-        return bool(inquiry.ask([name], limits(3), [[]], lambda: [reading_s]).lengths.any())
+        return bool(inquiry.limits([name], limits(3), [[]], lambda: [reading_s]).any())
 
     def num_missed(name: str, reading_s: float) -> int:
         return next(number for number in range(100) if asked_for(name, reading_s))
@@ -196,7 +187,7 @@ def test_a_text_is_read_once_its_drafts_would_have_saved_as_much_as_that_takes()
     assert num_missed("known", 0.0) == 0
     assert num_missed("unread", 5 * PLAIN_S) == 7  # a draft saves 0.65 of a plain step
     assert asked_for("unread", 4 * PLAIN_S)  # a piece of it was read
-    inquiry.observe_call(["unread"], Asked(limits(3)), [MTP], 0.3 * PLAIN_S)
+    inquiry.observe_call(["unread"], limits(3), [MTP], 0.3 * PLAIN_S)
     assert num_missed("unread", 5 * PLAIN_S) == 7  # the drafter has lost it
     inquiry.forget(["unread"])
     assert num_missed("unread", 5 * PLAIN_S) == 7
@@ -213,9 +204,7 @@ def test_a_call_is_paid_for_by_the_texts_that_are_read() -> None:
 
     def num_asked(num_read: int) -> int:
         times = [0.0] * num_read + [unread] * (8 - num_read)
-        return int(
-            np.count_nonzero(inquiry.ask(names, limits(*[3] * 8), offers, lambda: times).lengths)
-        )
+        return int(np.count_nonzero(inquiry.limits(names, limits(*[3] * 8), offers, lambda: times)))
 
     assert num_asked(8) == 8
     assert num_asked(1) == 0
@@ -225,7 +214,7 @@ def test_a_call_is_paid_for_by_the_texts_that_are_read() -> None:
 def test_a_text_that_is_too_long_keeps_no_other_from_being_probed() -> None:
     inquiry = priced(taught((MTP, 0), (SURE, 3)), 0.3)
     probed = [
-        inquiry.ask(["long", "a"], limits(3, 3), [[], []], lambda: [math.nan, 0.0]).lengths.tolist()
+        inquiry.limits(["long", "a"], limits(3, 3), [[], []], lambda: [math.nan, 0.0]).tolist()
         for _ in range(1000)
     ]
     assert {tuple(each) for each in probed} == {(0, 0), (0, 3)}
@@ -235,144 +224,25 @@ def test_a_text_that_no_draft_can_come_of_now_is_neither_asked_for_nor_probed() 
     for num_accepted in (0, 3):
         inquiry = priced(taught((MTP, num_accepted), (SURE, 3)), 0.3)
         found = [
-            inquiry.ask(["a"], limits(3), [[]], lambda: [math.inf]).lengths.any()
-            for _ in range(1000)
+            inquiry.limits(["a"], limits(3), [[]], lambda: [math.inf]).any() for _ in range(1000)
         ]
         assert not any(found)
 
 
 def test_texts_that_are_known_do_not_wait_for_those_that_are_not() -> None:
     inquiry = priced(taught((MTP, 3), (SURE, 3)), 0.3)
-    found = inquiry.ask(["known", "unread"], limits(3, 3), [[], []], lambda: [0.0, 100.0]).lengths
+    found = inquiry.limits(["known", "unread"], limits(3, 3), [[], []], lambda: [0.0, 100.0])
     assert found[0] > 0
     assert found[1] == 0
 
 
 def test_what_would_not_be_asked_is_probed_also_where_it_was_not_read() -> None:
     inquiry = priced(taught((MTP, 0), (SURE, 3)), 0.5)
-    assert any(
-        inquiry.ask(["a"], limits(3), [[]], lambda: [1.0]).lengths.any() for _ in range(1000)
-    )
+    assert any(inquiry.limits(["a"], limits(3), [[]], lambda: [1.0]).any() for _ in range(1000))
 
 
-SHORT = Draft((1, 2), "trie_local", match_len=20)
-WHOLE = MTP.behind(SHORT)
-
-
-def behind_short(
-    *lessons: tuple[Draft, int], is_serial: bool = False, share: float = 0.1
-) -> Inquiry:
-    """An inquiry whose calls take this share of a plain step for each forward."""
-    gate = taught((SHORT, 2), *lessons)
-    inquiry = Inquiry("mtp", gate, 3, is_serial=is_serial)
-    inquiry.ask(["first"], limits(3), [[]])
-    for _ in range(60):
-        for length in (1, 3):
-            found = Asked(limits(length), {0: SHORT} if is_serial else {})
-            seconds = share * (length + 2 * is_serial) * PLAIN_S
-            inquiry.observe_call(["teacher"], found, [MTP], seconds)
-    return inquiry
-
-
-def lengths_asked(inquiry: Inquiry, limit: int, *offers: Draft) -> tuple[int, bool]:
-    """Of a draft for one request; whether it is to continue the first offer."""
-    found = inquiry.ask(["a"], limits(limit), [offers])
-    return int(found.lengths[0]), bool(offers) and found.continued == {0: offers[0]}
-
-
-def test_a_short_draft_is_continued_from_its_end() -> None:
-    found = behind_short((MTP, 1), (WHOLE, 5)).ask(["a", "b"], limits(9, 3), [[SHORT], [SURE]])
-    assert found.lengths.tolist() == [3, 0]
-    assert found.continued == {0: SHORT}
-
-
-@pytest.mark.parametrize(("limit", "length"), [(2, 0), (3, 1), (4, 2), (5, 3)])
-def test_a_draft_is_continued_as_far_as_there_is_room(limit: int, length: int) -> None:
-    inquiry = behind_short((MTP, 1), (WHOLE, 5))
-    assert lengths_asked(inquiry, limit, SHORT) == (length, length > 0)
-
-
-def test_a_draft_is_not_continued_where_that_is_never_right_or_its_end_not_reached() -> None:
-    assert not any(lengths_asked(behind_short((MTP, 0), (WHOLE, 2)), 5, SHORT)[1] for _ in range(9))
-    wrong = Draft((1, 2, 3), "ngram", match_len=2)
-    inquiry = behind_short((MTP, 0), (WHOLE, 5), (wrong, 0))
-    assert not any(lengths_asked(inquiry, 9, wrong)[1] for _ in range(1000))
-
-
-def test_forwards_for_what_is_continued_are_paid_for() -> None:
-    known = (MTP, 0), (WHOLE, 5)
-    assert lengths_asked(behind_short(*known, share=0.25), 5, SHORT) == (3, True)
-    assert lengths_asked(behind_short(*known, share=0.05, is_serial=True), 5, SHORT) == (3, True)
-    dear = behind_short(*known, share=0.25, is_serial=True)
-    assert sum(lengths_asked(dear, 5, SHORT)[0] > 0 for _ in range(1000)) < 20  # probes
-
-
-def test_a_long_draft_is_not_gone_through_token_by_token() -> None:
-    long = Draft((1, 2, 3, 4, 5), "trie_local", match_len=20)
-    known = (long, 5), (MTP.behind(long), 8)
-    assert lengths_asked(behind_short(*known), 8, long) == (3, True)
-    assert lengths_asked(behind_short(*known, is_serial=True), 8, long) == (0, False)
-
-
-def test_a_new_draft_is_asked_for_where_continuing_the_one_that_there_is_takes_too_long() -> None:
-    weak = Draft((1, 2), "ngram", match_len=2)
-    inquiry = behind_short((MTP, 3), (MTP.behind(weak), 5), share=0.2, is_serial=True)
-    for number in range(400):
-        num_right = 2 if number % 2 else 0
-        inquiry._gate.acceptance.observe("teacher", weak, (*weak.tokens[:num_right], -1))
-    assert lengths_asked(inquiry, 9, weak) == (3, False)
-
-
-def test_continuing_is_probed_and_found_to_have_become_worth_it() -> None:
-    inquiry = behind_short((MTP, 0), (WHOLE, 2))
-    last = [False, False, False]
-    for _ in range(40_000):
-        length, is_continued = lengths_asked(inquiry, 5, SHORT)
-        last = [*last[1:], is_continued]
-        if is_continued:
-            tokens = WHOLE.tokens[: 2 + length]
-            inquiry._gate.acceptance.observe("a", WHOLE.cut(2 + length), tokens)
-        if all(last):
-            return
-    pytest.fail("never continued for good")
-
-
-@pytest.mark.parametrize(("share", "of_both"), [(0.2, True), (0.6, False)])
-def test_a_new_draft_and_a_continuation_are_probed_in_turns_if_there_can_be_credit_for_both(
-    share: float, of_both: bool
-) -> None:
-    inquiry = behind_short((MTP, 0), (WHOLE, 2), is_serial=True, share=share)
-    probed = [lengths_asked(inquiry, 5, SHORT) for _ in range(5000)]
-    is_continued = [each for length, each in probed if length]
-    assert len(is_continued) > 10
-    assert is_continued.count(True) == pytest.approx(len(is_continued) / 2 if of_both else 0, abs=1)
-
-
-def test_continuing_is_tried_also_where_a_new_draft_would_do() -> None:
-    weak = Draft((1, 2), "ngram", match_len=20)
-    inquiry = behind_short((MTP, 3), (weak, 2))
-    for number in range(400):
-        num_right = 0 if number % 4 == 0 else 2
-        inquiry._gate.acceptance.observe("teacher", weak, (*weak.tokens[:num_right], -1))
-    assert lengths_asked(inquiry, 9, weak) == (3, False)
-    for _ in range(2000):
-        _, is_continued = lengths_asked(inquiry, 9, weak)
-        if is_continued:
-            inquiry._gate.acceptance.observe("a", MTP.behind(weak), (1, 2, 1, 2, 3))
-    assert [lengths_asked(inquiry, 9, weak)[1] for _ in range(20)].count(True) == 20
-
-
-def test_each_request_gets_what_is_best_for_it() -> None:
-    long = Draft((1, 2, 3, 4), "ngram", match_len=2)
-    inquiry = behind_short((MTP, 3), (WHOLE, 5), (long, 1), is_serial=True, share=0.02)
-    found = inquiry.ask(["a", "b"], limits(9, 9), [[SHORT], [long]])
-    assert found.lengths.tolist() == [3, 3]
-    assert found.continued == {0: SHORT}
-
-
-def test_forwards_of_a_text_that_is_only_read_are_not_taken_for_the_calls() -> None:
-    inquiry = behind_short((MTP, 0), (WHOLE, 5), is_serial=True)
-    found = Asked(limits(1, 3), {1: SHORT})
+def test_the_length_asked_of_a_text_that_is_only_read_is_not_taken_for_the_calls() -> None:
+    inquiry = priced(taught((MTP, 0), (SURE, 3)), 0.5)
     for _ in range(200):
-        inquiry.observe_call(["a", "b"], found, [MTP, Draft((), "mtp")], 0.5 * PLAIN_S)
+        inquiry.observe_call(NAMES, limits(1, 3), [MTP, Draft((), "mtp")], 0.5 * PLAIN_S)
     assert inquiry._price(1, 1, PLAIN_S) == pytest.approx(0.5, rel=0.1)
