@@ -56,7 +56,7 @@ class Reader(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surroundings:
+class SourceContext:
     """What a source may need to know of the replica that it drafts for.
 
     Attributes:

@@ -28,7 +28,7 @@ from specserve.core.source_config import DrafterConfig, SourceConfig
 from specserve.core.types import Draft, DraftBatch, Int32Array, Outcome, RequestControls
 from specserve.proposers.acceptance import num_right
 from specserve.proposers.arbiter import Arbiter
-from specserve.proposers.base import Proposer, Surroundings
+from specserve.proposers.base import Proposer, SourceContext
 from specserve.proposers.gate import Gate
 from specserve.proposers.guard import GuardedSource, is_well_formed
 from specserve.proposers.inquiry import Inquiry
@@ -362,12 +362,12 @@ class ProposerChain:
 def build_chain(
     configs: Sequence[SourceConfig],
     metrics: SpeculationMetrics,
-    surroundings: Surroundings | None = None,
+    context: SourceContext | None = None,
 ) -> ProposerChain:
     """The chain that a configuration's ``speculation`` describes, warmed up."""
-    surroundings = surroundings or Surroundings()
+    context = context or SourceContext()
     return ProposerChain(
-        [(config.kind, build_proposer(config, surroundings)) for config in configs],
+        [(config.kind, build_proposer(config, context)) for config in configs],
         metrics,
         gated_kinds=frozenset(config.kind for config in configs if config.dynamic),
         remote_kinds={
@@ -375,5 +375,5 @@ def build_chain(
             for config in configs
             if isinstance(config, DrafterConfig)
         },
-        vocab_size=surroundings.vocab_size,
+        vocab_size=context.vocab_size,
     )

@@ -15,7 +15,7 @@ import numpy as np
 from specserve.core.compile import kernel_array
 from specserve.core.source_config import NgramConfig
 from specserve.core.types import Draft, DraftBatch, Int32Array
-from specserve.proposers.base import Surroundings
+from specserve.proposers.base import SourceContext
 from specserve.proposers.ngram_index import Int64Array, UInt64Array, rehash, step_batch
 
 INGEST_TOKENS_PER_STEP = 8192
@@ -56,9 +56,9 @@ class NgramProposer:
         self.warm_up()
 
     @classmethod
-    def build(cls, config: NgramConfig, surroundings: Surroundings) -> Self:
+    def build(cls, config: NgramConfig, context: SourceContext) -> Self:
         """For the registry; the request's own text is all that this source needs."""
-        del surroundings
+        del context
         return cls(config)
 
     @property

@@ -19,7 +19,7 @@ import numpy as np
 from specserve.core.errors import WireError
 from specserve.core.source_config import DraftModelConfig, MtpConfig
 from specserve.core.types import Draft, DraftBatch, RequestControls
-from specserve.proposers.base import Surroundings
+from specserve.proposers.base import SourceContext
 from specserve.proposers.controls import DEFAULT_CONTROLS, wants_drafts
 from specserve.proposers.drafter_link import DrafterLink
 from specserve.proposers.drafter_lookout import Find, Peer, Wanted
@@ -77,27 +77,27 @@ class RemoteProposer:
 
     Args:
         config: the source's configuration.
-        surroundings: the replica.
+        context: the replica.
         find: where the drafter is; called from a thread of its own.
     """
 
     def __init__(
-        self, config: DraftModelConfig | MtpConfig, surroundings: Surroundings, find: Find
+        self, config: DraftModelConfig | MtpConfig, context: SourceContext, find: Find
     ) -> None:
         self._config = config
         self._kind = config.kind
-        self._identity = surroundings.model_identity
-        self._metrics = surroundings.metrics
+        self._identity = context.model_identity
+        self._metrics = context.metrics
         self._states = PendingStates(PENDING_STATES) if config.kind == "mtp" else None
         self._no_draft = Draft((), config.kind)
-        hidden_size = surroundings.hidden_size if config.kind == "mtp" else 0
+        hidden_size = context.hidden_size if config.kind == "mtp" else 0
         self._state_bytes = 2 * hidden_size
         wanted = Wanted(
             kind=config.kind,
-            vocab_size=surroundings.vocab_size,
-            tokenizer=surroundings.tokenizer,
+            vocab_size=context.vocab_size,
+            tokenizer=context.tokenizer,
             hidden_size=hidden_size,
-            replica=surroundings.replica,
+            replica=context.replica,
         )
         self._link = DrafterLink(wanted, find, self._report)
         self._has_own_gpu = config.num_gpus > 0 and config.placement == "actor"
@@ -110,10 +110,10 @@ class RemoteProposer:
         self._use = 0.0 if config.dynamic else 1.0  # of one that may not pay nothing is known yet
 
     @classmethod
-    def build(cls, config: DraftModelConfig | MtpConfig, surroundings: Surroundings) -> Self:
+    def build(cls, config: DraftModelConfig | MtpConfig, context: SourceContext) -> Self:
         """For the registry."""
-        proposer = cls(config, surroundings, surroundings.find_drafter(config))
-        surroundings.exits.append(proposer.close)
+        proposer = cls(config, context, context.find_drafter(config))
+        context.exits.append(proposer.close)
         return proposer
 
     def propose(self, batch: DraftBatch) -> list[Draft]:

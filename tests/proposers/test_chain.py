@@ -10,7 +10,7 @@ from specserve.core.metrics import HealthSnapshot, SpeculationMetrics
 from specserve.core.source_config import NgramConfig
 from specserve.core.types import Draft, DraftBatch, Outcome, RequestControls
 from specserve.proposers.acceptance import num_right
-from specserve.proposers.base import Surroundings
+from specserve.proposers.base import SourceContext
 from specserve.proposers.chain import ProposerChain, build_chain
 from specserve.proposers.gate import Gate
 from specserve.proposers.step_cost import CALIBRATION_STEPS
@@ -266,7 +266,7 @@ def repeated(count: int) -> DraftBatch:
 
 def test_a_configured_chain_drafts_from_the_text() -> None:
     config = NgramConfig(kind="ngram", max_draft_len=3, dynamic=False)
-    chain = build_chain([config], SpeculationMetrics(), Surroundings(vocab_size=7))
+    chain = build_chain([config], SpeculationMetrics(), SourceContext(vocab_size=7))
     assert chain.kinds == ("ngram",)
     assert tokens(chain.step(repeated(1), [], [AUTO])) == [(1, 2, 3)]
 

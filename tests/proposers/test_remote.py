@@ -15,7 +15,7 @@ from specserve.core.source_config import DraftModelConfig
 from specserve.core.types import DraftBatch, RequestControls
 from specserve.drafters.server import DrafterServer
 from specserve.proposers import remote
-from specserve.proposers.base import Surroundings
+from specserve.proposers.base import SourceContext
 from specserve.proposers.remote import (
     FEED_TOKENS,
     NEAR_TOKENS,
@@ -248,10 +248,10 @@ def test_only_texts_of_one_tenant_adapter_and_salt_may_share_a_beginning(
 
 def test_a_source_that_is_ended_leaves_no_thread(place: Place) -> None:
     before = threading.active_count()
-    surroundings = Surroundings(find_drafter=lambda config: place)
-    RemoteProposer.build(DraftModelConfig(kind="draft_model", model="m"), surroundings)
+    context = SourceContext(find_drafter=lambda config: place)
+    RemoteProposer.build(DraftModelConfig(kind="draft_model", model="m"), context)
     assert threading.active_count() > before
-    for end in surroundings.exits:
+    for end in context.exits:
         end()
     assert threading.active_count() == before
 

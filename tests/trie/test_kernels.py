@@ -10,7 +10,7 @@ from numba.core.dispatcher import Dispatcher
 from specserve.core.source_config import NgramConfig, TrieConfig
 from specserve.core.types import DraftBatch, Int32Array, RequestControls
 from specserve.proposers import ngram_index
-from specserve.proposers.base import Surroundings
+from specserve.proposers.base import SourceContext
 from specserve.proposers.ngram import NgramProposer
 from specserve.proposers.trie import TrieProposer
 from specserve.trie import branch, contexts, pages
@@ -55,7 +55,7 @@ def from_another_replica(number: int, tokens: Int32Array, **fields: object) -> R
 @pytest.fixture
 def proposer() -> TrieProposer:
     return TrieProposer.build(
-        TrieConfig(kind="trie", max_bytes=1 << 20), Surroundings(model_identity="m")
+        TrieConfig(kind="trie", max_bytes=1 << 20), SourceContext(model_identity="m")
     )
 
 
