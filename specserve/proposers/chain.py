@@ -28,11 +28,11 @@ from specserve.core.source_config import DrafterConfig, SourceConfig
 from specserve.core.types import Draft, DraftBatch, Int32Array, Outcome, RequestControls
 from specserve.proposers.acceptance import num_right
 from specserve.proposers.arbiter import Arbiter
+from specserve.proposers.ask_interval import AskInterval
 from specserve.proposers.base import Proposer, SourceContext
 from specserve.proposers.gate import Gate
 from specserve.proposers.guard import GuardedSource, is_well_formed
 from specserve.proposers.inquiry import Inquiry
-from specserve.proposers.pace import Pace
 from specserve.proposers.registry import build_proposer
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class ProposerChain:
         self._inquiries = {
             kind: Inquiry(kind, self._gate) for kind in gated_kinds & self._remote_kinds.keys()
         }
-        self._paces = {kind: Pace() for kind in gated_kinds - self._remote_kinds.keys()}
+        self._intervals = {kind: AskInterval() for kind in gated_kinds - self._remote_kinds.keys()}
         self._clock = clock
 
     def num_idle_steps(self, request_ids: Sequence[str]) -> int:
@@ -99,10 +99,10 @@ class ProposerChain:
         Args:
             request_ids: of this step; the next ones have to be of the same.
         """
-        paces = [self._paces.get(source.kind) for source in self._sources if source.ready]
-        if self._arbiter.has_offers(request_ids) or not paces:
+        intervals = [self._intervals.get(source.kind) for source in self._sources if source.ready]
+        if self._arbiter.has_offers(request_ids) or not intervals:
             return 0
-        return min(0 if pace is None else pace.num_idle_steps for pace in paces)
+        return min(0 if interval is None else interval.num_idle_steps for interval in intervals)
 
     def due(self, num_requests: int, num_steps: int = 1) -> frozenset[str]:
         """The kinds of source to ask in this step.
@@ -119,8 +119,8 @@ class ProposerChain:
             for source in self._sources
             if source.ready
             and (
-                (pace := self._paces.get(source.kind)) is None
-                or pace.is_due(seconds_per_token, num_steps)
+                (interval := self._intervals.get(source.kind)) is None
+                or interval.is_due(seconds_per_token, num_steps)
             )
         )
 
@@ -168,12 +168,12 @@ class ProposerChain:
         ]
         for outcome, draft in verified:
             self._metrics.count_draft(draft.source, len(draft.tokens), outcome.num_accepted)
-        if verified and self._paces:
+        if verified and self._intervals:
             self._observe_gains(verified, len(outcomes))
         self._arbiter.observe(outcomes)
 
     def _observe_gains(self, verified: list[tuple[Outcome, Draft]], num_requests: int) -> None:
-        """Tells the sources' paces what their drafts brought, less what verifying them cost.
+        """Tells the sources' intervals what their drafts brought, less what verifying them cost.
 
         What two sources drafted is credited to the one that is worth more: without the other it
         would have been sent all the same.
@@ -181,19 +181,19 @@ class ProposerChain:
         plain, base, per_token = self._gate.cost.at(num_requests)
         first, token_seconds = (base - plain) / len(verified), plain / num_requests
         worth = {
-            kind: pace.worth(token_seconds)
-            for kind, pace in self._paces.items()
-            if not pace.is_slow
+            kind: interval.worth(token_seconds)
+            for kind, interval in self._intervals.items()
+            if not interval.is_slow
         }
         for outcome, draft in verified:
-            if not (pace := self._paces.get(_kind_of(draft))):
+            if not (interval := self._intervals.get(_kind_of(draft))):
                 continue
             spent = (first + per_token * len(draft.tokens)) / token_seconds
             gain = outcome.num_accepted - spent
             rival, share = self._best_rival(outcome, draft, worth)
             if rival:
-                self._paces[rival].observe_gain(gain * share)
-            pace.observe_gain(gain * (1 - share))
+                self._intervals[rival].observe_gain(gain * share)
+            interval.observe_gain(gain * (1 - share))
 
     def _best_rival(
         self, outcome: Outcome, draft: Draft, worth: Mapping[str, float]
@@ -228,7 +228,11 @@ class ProposerChain:
     @property
     def has_unseen_texts(self) -> bool:
         """Whether a source that learns is asked seldom, and so may have missed the last tokens."""
-        return any(pace.is_slow for kind, pace in self._paces.items() if kind in _LEARNING_KINDS)
+        return any(
+            interval.is_slow
+            for kind, interval in self._intervals.items()
+            if kind in _LEARNING_KINDS
+        )
 
     def finish(self, batch: DraftBatch) -> None:
         """Shows requests that end to the sources that learn from them.
@@ -250,7 +254,7 @@ class ProposerChain:
         self._gate.forget(request_ids)
 
     def _charge(self, seconds: Mapping[str, float], total: float) -> None:
-        """Tells the sources' paces what asking them took, with their part of what all of it took.
+        """Tells each source's interval what asking it took, with its part of what all took together.
 
         Args:
             seconds: of asking each, by kind of source.
@@ -258,8 +262,8 @@ class ProposerChain:
         """
         shared = total - sum(seconds.values())
         for kind, own in seconds.items():
-            if pace := self._paces.get(kind):
-                pace.observe_call(own + shared / len(seconds))
+            if interval := self._intervals.get(kind):
+                interval.observe_call(own + shared / len(seconds))
 
     def _offers(
         self, batch: DraftBatch, due: frozenset[str]
