@@ -29,10 +29,10 @@ from specserve.core.types import Draft, DraftBatch, Int32Array, Outcome, Request
 from specserve.proposers.acceptance import num_right
 from specserve.proposers.arbiter import Arbiter
 from specserve.proposers.ask_interval import AskInterval
+from specserve.proposers.ask_policy import AskPolicy
 from specserve.proposers.base import Proposer, SourceContext
 from specserve.proposers.gate import Gate
 from specserve.proposers.guard import GuardedSource, is_well_formed
-from specserve.proposers.inquiry import Inquiry
 from specserve.proposers.registry import build_proposer
 
 logger = logging.getLogger(__name__)
@@ -85,8 +85,8 @@ class ProposerChain:
         self._gated_kinds = gated_kinds
         self._vocab_size = vocab_size
         self._arbiter = Arbiter(self._gate.acceptance)
-        self._inquiries = {
-            kind: Inquiry(kind, self._gate) for kind in gated_kinds & self._remote_kinds.keys()
+        self._policies = {
+            kind: AskPolicy(kind, self._gate) for kind in gated_kinds & self._remote_kinds.keys()
         }
         self._intervals = {kind: AskInterval() for kind in gated_kinds - self._remote_kinds.keys()}
         self._clock = clock
@@ -248,13 +248,13 @@ class ProposerChain:
         """Drops all that is kept of these finished or aborted requests; unknown ids are fine."""
         for source in self._sources:
             source.forget(request_ids)
-        for inquiry in self._inquiries.values():
-            inquiry.forget(request_ids)
+        for policy in self._policies.values():
+            policy.forget(request_ids)
         self._arbiter.forget(request_ids)
         self._gate.forget(request_ids)
 
     def _charge(self, seconds: Mapping[str, float], total: float) -> None:
-        """Tells each source's interval what asking it took, with its part of what all took together.
+        """Tells each source's interval what asking it took, with its part of the whole step's.
 
         Args:
             seconds: of asking each, by kind of source.
@@ -279,20 +279,20 @@ class ProposerChain:
         for source in self._sources:
             if source.kind not in due:
                 continue
-            turn_began, inquiry = self._clock(), self._inquiries.get(source.kind)
+            turn_began, policy = self._clock(), self._policies.get(source.kind)
             limits = self._limits(source.kind, batch)
-            if inquiry is not None:
+            if policy is not None:
                 held = [[draft for _, draft in each] for each in offers]
                 limits = np.minimum(limits, self._remote_kinds[source.kind])
                 reading_s = partial(source.reading_s, batch)
-                limits = inquiry.limits(batch.request_ids, limits, held, reading_s)
+                limits = policy.limits(batch.request_ids, limits, held, reading_s)
                 if not source.ready:  # that failed
                     continue
             began = self._clock()
             drafts = self._ask(source, batch, limits)
             seconds = self._clock() - began
-            if inquiry is not None:
-                inquiry.observe_call(batch.request_ids, limits, drafts, seconds)
+            if policy is not None:
+                policy.observe_call(batch.request_ids, limits, drafts, seconds)
             calls[source.kind] = self._clock() - turn_began
             for each, draft in zip(offers, drafts, strict=True):
                 if draft.tokens:

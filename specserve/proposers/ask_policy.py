@@ -47,7 +47,7 @@ _FIRST_SHARE, _ROW_SHARE = 0.2, 0.01
 """Cost of a call before any was measured, as shares of a plain step: of each token, of each row."""
 
 
-class Inquiry:
+class AskPolicy:
     """Decides for one kind of source, step by step, which requests it is asked for.
 
     What is not asked cannot be learned from. So now and then one request is probed, if it could be

@@ -10,8 +10,14 @@ import numpy as np
 import pytest
 
 from specserve.core.types import Draft, Int32Array
+from specserve.proposers.ask_policy import (
+    MOST_CREDIT,
+    MOST_PAUSE,
+    MOST_REST,
+    MOST_RETRIES,
+    AskPolicy,
+)
 from specserve.proposers.gate import Gate
-from specserve.proposers.inquiry import MOST_CREDIT, MOST_PAUSE, MOST_REST, MOST_RETRIES, Inquiry
 
 PLAIN_S = 0.01
 MTP = Draft((1, 2, 3), "mtp")
@@ -31,26 +37,26 @@ def taught(*lessons: tuple[Draft, int]) -> Gate:
     return gate
 
 
-def priced(gate: Gate, share: float) -> Inquiry:
-    """An inquiry whose calls were seen to take this share of a plain step, whatever is asked."""
-    inquiry = Inquiry("mtp", gate)
-    inquiry.limits(["first"], limits(3), [[]])
+def priced(gate: Gate, share: float) -> AskPolicy:
+    """A policy whose calls were seen to take this share of a plain step, whatever is asked."""
+    policy = AskPolicy("mtp", gate)
+    policy.limits(["first"], limits(3), [[]])
     for _ in range(60):
         for length in (1, 3):
-            inquiry.observe_call(["teacher"], limits(length), [MTP], share * PLAIN_S)
+            policy.observe_call(["teacher"], limits(length), [MTP], share * PLAIN_S)
     for _ in range(100):
-        if not inquiry.limits(["spender"], limits(3), [[]]).any():
+        if not policy.limits(["spender"], limits(3), [[]]).any():
             break  # has spent what it may spend on probes
-    return inquiry
+    return policy
 
 
 def limits(*numbers: int) -> Int32Array:
     return np.array(numbers, np.int32)
 
 
-def asked(inquiry: Inquiry, *offers: Sequence[Draft]) -> list[int]:
+def asked(policy: AskPolicy, *offers: Sequence[Draft]) -> list[int]:
     names = [f"request {row}" for row in range(len(offers))]
-    found: list[int] = inquiry.limits(names, limits(*[3] * len(offers)), offers).tolist()
+    found: list[int] = policy.limits(names, limits(*[3] * len(offers)), offers).tolist()
     return found
 
 
@@ -66,9 +72,9 @@ def test_it_is_not_asked_where_it_takes_longer_than_it_brings() -> None:
 
 def test_it_is_not_asked_before_it_is_known_what_steps_cost_unless_that_cannot_be_known() -> None:
     gate = Gate()
-    inquiry = Inquiry("mtp", gate)
+    policy = AskPolicy("mtp", gate)
     num_silent = 0
-    while not asked(inquiry, (), ())[0]:
+    while not asked(policy, (), ())[0]:
         num_silent += 1
         assert num_silent < 20
         gate.trim(["request 0", "request 1"], [Draft((), "mtp"), Draft((), "mtp")])
@@ -77,11 +83,11 @@ def test_it_is_not_asked_before_it_is_known_what_steps_cost_unless_that_cannot_b
 
 def test_only_as_many_tokens_are_asked_for_as_are_likely() -> None:
     gate = taught((MTP, 1), (SURE, 3))
-    inquiry = priced(gate, 0.3)
+    policy = priced(gate, 0.3)
     for _ in range(60):
-        inquiry.observe_call(["teacher"], limits(1), [MTP], 0.1 * PLAIN_S)
-        inquiry.observe_call(["teacher"], limits(3), [MTP], 0.3 * PLAIN_S)
-    assert asked(inquiry, ()) == [1]
+        policy.observe_call(["teacher"], limits(1), [MTP], 0.1 * PLAIN_S)
+        policy.observe_call(["teacher"], limits(3), [MTP], 0.3 * PLAIN_S)
+    assert asked(policy, ()) == [1]
 
 
 def test_a_request_that_has_a_better_draft_already_is_left_out() -> None:
@@ -90,27 +96,27 @@ def test_a_request_that_has_a_better_draft_already_is_left_out() -> None:
 
 
 def test_a_drafter_that_is_away_does_not_pass_for_a_quick_one() -> None:
-    inquiry = priced(taught((MTP, 1), (SURE, 3)), 1.5)
+    policy = priced(taught((MTP, 1), (SURE, 3)), 1.5)
     for _ in range(60):
-        inquiry.observe_call(["teacher"], limits(3), [Draft((), "mtp")], 1e-5)
-    assert asked(inquiry, ()) == [0]
+        policy.observe_call(["teacher"], limits(3), [Draft((), "mtp")], 1e-5)
+    assert asked(policy, ()) == [0]
 
 
 def test_what_is_never_asked_is_probed_for_a_hundredth_of_the_time() -> None:
-    inquiry = priced(taught((MTP, 0), (SURE, 3)), 0.5)
+    policy = priced(taught((MTP, 0), (SURE, 3)), 0.5)
     num_steps = 2000
-    num_probes = sum(any(asked(inquiry, (), ())) for _ in range(num_steps))
+    num_probes = sum(any(asked(policy, (), ())) for _ in range(num_steps))
     assert 0 < num_probes * 0.5 <= 0.011 * num_steps + MOST_CREDIT
 
 
 def test_one_request_is_probed_and_the_more_seldom_the_longer_nothing_comes_of_it() -> None:
-    inquiry = priced(taught((MTP, 0), (SURE, 3)), 0.1)
+    policy = priced(taught((MTP, 0), (SURE, 3)), 0.1)
     probes = []
     for step in range(3000):
-        found = asked(inquiry, (), ())
+        found = asked(policy, (), ())
         assert found in ([0, 0], [3, 0])
         if any(found):
-            inquiry.observe_call(NAMES, limits(*found), [MTP, Draft((), "mtp")], 0.1 * PLAIN_S)
+            policy.observe_call(NAMES, limits(*found), [MTP, Draft((), "mtp")], 0.1 * PLAIN_S)
             probes.append(step)
     pauses = [after - before for before, after in pairwise(probes)]
     assert MOST_PAUSE <= pauses[-1] <= MOST_PAUSE + MOST_REST
@@ -121,7 +127,7 @@ def test_one_that_is_not_asked_is_thought_about_less_often_until_the_requests_ch
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gate = taught((MTP, 0), (SURE, 3))
-    inquiry = priced(gate, 1.5)
+    policy = priced(gate, 1.5)
     thoughts: list[str] = []
     gains = gate.acceptance.gains
 
@@ -131,35 +137,35 @@ def test_one_that_is_not_asked_is_thought_about_less_often_until_the_requests_ch
 
     monkeypatch.setattr(gate.acceptance, "gains", counted)
     for _ in range(100):
-        inquiry.limits(["old"], limits(3), [[]])
+        policy.limits(["old"], limits(3), [[]])
     assert 100 / (MOST_REST + 1) <= thoughts.count("old") < 35
-    inquiry.limits(["old", "new"], limits(3, 3), [[], []])
+    policy.limits(["old", "new"], limits(3, 3), [[], []])
     assert thoughts[-1] == "new"
 
 
 def test_a_request_that_could_not_be_better_off_is_not_probed() -> None:
-    inquiry = priced(taught((MTP, 0), (SURE, 3)), 0.1)
-    assert not any(any(asked(inquiry, (SURE,))) for _ in range(1000))
+    policy = priced(taught((MTP, 0), (SURE, 3)), 0.1)
+    assert not any(any(asked(policy, (SURE,))) for _ in range(1000))
 
 
 def test_a_probe_that_is_not_answered_yet_is_sent_again_in_the_next_steps() -> None:
-    inquiry = priced(taught((MTP, 0), (SURE, 3)), 0.01)
-    while not any(asked(inquiry, ())):
+    policy = priced(taught((MTP, 0), (SURE, 3)), 0.01)
+    while not any(asked(policy, ())):
         pass
     for _ in range(MOST_RETRIES):
-        inquiry.observe_call(["teacher"], limits(3), [Draft((), "mtp")], 1e-5)
-        assert asked(inquiry, ()) == [3]
-    inquiry.observe_call(["teacher"], limits(3), [Draft((), "mtp")], 1e-5)
-    assert asked(inquiry, ()) == [0]
+        policy.observe_call(["teacher"], limits(3), [Draft((), "mtp")], 1e-5)
+        assert asked(policy, ()) == [3]
+    policy.observe_call(["teacher"], limits(3), [Draft((), "mtp")], 1e-5)
+    assert asked(policy, ()) == [0]
 
 
 def test_a_source_that_gets_better_is_found_by_its_probes() -> None:
     gate = taught((MTP, 0), (SURE, 3))
-    inquiry = priced(gate, 0.2)
-    assert asked(inquiry, ()) == [0]
+    policy = priced(gate, 0.2)
+    assert asked(policy, ()) == [0]
     last = [0, 0, 0]
     for _ in range(40_000):
-        last = [*last[1:], asked(inquiry, ())[0]]
+        last = [*last[1:], asked(policy, ())[0]]
         if last[-1]:
             gate.acceptance.observe("request 0", MTP.cut(last[-1]), MTP.tokens)
         if all(last):
@@ -169,17 +175,17 @@ def test_a_source_that_gets_better_is_found_by_its_probes() -> None:
 
 def test_the_same_history_gives_the_same_decisions() -> None:
     runs = [
-        [asked(inquiry, ()) for _ in range(300)]
-        for inquiry in (priced(taught((MTP, 1), (SURE, 3)), 0.4) for _ in range(2))
+        [asked(policy, ()) for _ in range(300)]
+        for policy in (priced(taught((MTP, 1), (SURE, 3)), 0.4) for _ in range(2))
     ]
     assert runs[0] == runs[1]
 
 
 def test_a_text_is_read_once_its_drafts_would_have_saved_as_much_as_that_takes() -> None:
-    inquiry = priced(taught((MTP, 3), (SURE, 3)), 0.3)
+    policy = priced(taught((MTP, 3), (SURE, 3)), 0.3)
 
     def asked_for(name: str, reading_s: float) -> bool:
-        return bool(inquiry.limits([name], limits(3), [[]], lambda: [reading_s]).any())
+        return bool(policy.limits([name], limits(3), [[]], lambda: [reading_s]).any())
 
     def num_missed(name: str, reading_s: float) -> int:
         return next(number for number in range(100) if asked_for(name, reading_s))
@@ -187,9 +193,9 @@ def test_a_text_is_read_once_its_drafts_would_have_saved_as_much_as_that_takes()
     assert num_missed("known", 0.0) == 0
     assert num_missed("unread", 5 * PLAIN_S) == 7  # a draft saves 0.65 of a plain step
     assert asked_for("unread", 4 * PLAIN_S)  # a piece of it was read
-    inquiry.observe_call(["unread"], limits(3), [MTP], 0.3 * PLAIN_S)
+    policy.observe_call(["unread"], limits(3), [MTP], 0.3 * PLAIN_S)
     assert num_missed("unread", 5 * PLAIN_S) == 7  # the drafter has lost it
-    inquiry.forget(["unread"])
+    policy.forget(["unread"])
     assert num_missed("unread", 5 * PLAIN_S) == 7
 
 
@@ -198,13 +204,13 @@ def test_a_call_is_paid_for_by_the_texts_that_are_read() -> None:
     for _ in range(20):
         gate.observe_step(8, 0, PLAIN_S)
         gate.observe_step(8, 24, 1.1 * PLAIN_S)
-    inquiry = priced(gate, 1.0)
+    policy = priced(gate, 1.0)
     names, unread = [f"{number}" for number in range(8)], 100 * PLAIN_S
     offers: list[list[Draft]] = [[]] * 8
 
     def num_asked(num_read: int) -> int:
         times = [0.0] * num_read + [unread] * (8 - num_read)
-        return int(np.count_nonzero(inquiry.limits(names, limits(*[3] * 8), offers, lambda: times)))
+        return int(np.count_nonzero(policy.limits(names, limits(*[3] * 8), offers, lambda: times)))
 
     assert num_asked(8) == 8
     assert num_asked(1) == 0
@@ -212,9 +218,9 @@ def test_a_call_is_paid_for_by_the_texts_that_are_read() -> None:
 
 
 def test_a_text_that_is_too_long_keeps_no_other_from_being_probed() -> None:
-    inquiry = priced(taught((MTP, 0), (SURE, 3)), 0.3)
+    policy = priced(taught((MTP, 0), (SURE, 3)), 0.3)
     probed = [
-        inquiry.limits(["long", "a"], limits(3, 3), [[], []], lambda: [math.nan, 0.0]).tolist()
+        policy.limits(["long", "a"], limits(3, 3), [[], []], lambda: [math.nan, 0.0]).tolist()
         for _ in range(1000)
     ]
     assert {tuple(each) for each in probed} == {(0, 0), (0, 3)}
@@ -222,27 +228,27 @@ def test_a_text_that_is_too_long_keeps_no_other_from_being_probed() -> None:
 
 def test_a_text_that_no_draft_can_come_of_now_is_neither_asked_for_nor_probed() -> None:
     for num_accepted in (0, 3):
-        inquiry = priced(taught((MTP, num_accepted), (SURE, 3)), 0.3)
+        policy = priced(taught((MTP, num_accepted), (SURE, 3)), 0.3)
         found = [
-            inquiry.limits(["a"], limits(3), [[]], lambda: [math.inf]).any() for _ in range(1000)
+            policy.limits(["a"], limits(3), [[]], lambda: [math.inf]).any() for _ in range(1000)
         ]
         assert not any(found)
 
 
 def test_texts_that_are_known_do_not_wait_for_those_that_are_not() -> None:
-    inquiry = priced(taught((MTP, 3), (SURE, 3)), 0.3)
-    found = inquiry.limits(["known", "unread"], limits(3, 3), [[], []], lambda: [0.0, 100.0])
+    policy = priced(taught((MTP, 3), (SURE, 3)), 0.3)
+    found = policy.limits(["known", "unread"], limits(3, 3), [[], []], lambda: [0.0, 100.0])
     assert found[0] > 0
     assert found[1] == 0
 
 
 def test_what_would_not_be_asked_is_probed_also_where_it_was_not_read() -> None:
-    inquiry = priced(taught((MTP, 0), (SURE, 3)), 0.5)
-    assert any(inquiry.limits(["a"], limits(3), [[]], lambda: [1.0]).any() for _ in range(1000))
+    policy = priced(taught((MTP, 0), (SURE, 3)), 0.5)
+    assert any(policy.limits(["a"], limits(3), [[]], lambda: [1.0]).any() for _ in range(1000))
 
 
 def test_the_length_asked_of_a_text_that_is_only_read_is_not_taken_for_the_calls() -> None:
-    inquiry = priced(taught((MTP, 0), (SURE, 3)), 0.5)
+    policy = priced(taught((MTP, 0), (SURE, 3)), 0.5)
     for _ in range(200):
-        inquiry.observe_call(NAMES, limits(1, 3), [MTP, Draft((), "mtp")], 0.5 * PLAIN_S)
-    assert inquiry._price(1, 1, PLAIN_S) == pytest.approx(0.5, rel=0.1)
+        policy.observe_call(NAMES, limits(1, 3), [MTP, Draft((), "mtp")], 0.5 * PLAIN_S)
+    assert policy._price(1, 1, PLAIN_S) == pytest.approx(0.5, rel=0.1)
