@@ -1,7 +1,7 @@
 """Drafts of a model in another process: the draft model, or the MTP module.
 
 A step sends what is new of each text and waits for the drafts, for at most ``timeout_s``. A drafter
-that is late once is not waited for again before it has answered its lookout.
+that is late once is not waited for again before it has answered the health monitor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from specserve.core.types import Draft, DraftBatch, RequestControls
 from specserve.proposers.base import SourceContext
 from specserve.proposers.controls import DEFAULT_CONTROLS, wants_drafts
 from specserve.proposers.drafter_link import DrafterLink
-from specserve.proposers.drafter_lookout import Find, Peer, Wanted
+from specserve.proposers.health_monitor import Find, Peer, Wanted
 from specserve.proposers.pending_states import PendingStates
 from specserve.proposers.sent_requests import Room, SentRequests, Text
 from specserve.trie.namespaces import namespace
@@ -170,7 +170,7 @@ class RemoteProposer:
         self._link.close()
 
     def _report(self, up: bool, reason: str) -> None:
-        """Called by the lookout's thread."""
+        """Called by the health monitor's thread."""
         self._metrics.set_reachable(self._kind, up, reason)
 
     def _drafts(self, batch: DraftBatch, texts: list[Text | None]) -> list[Draft]:
@@ -340,15 +340,15 @@ class RemoteProposer:
             if reply.number == number:
                 if isinstance(reply, DraftAnswer):
                     self._has_failed = False
-                    self._link.trust()
+                    self._link.reset()
                     return reply
                 if reply.reason == "failed":
                     if self._has_failed:
-                        self._link.doubt("its model fails; its log says why")
+                        self._link.trip("its model fails; its log says why")
                     self._has_failed = True
                 return None
         self._metrics.count_timeout(self._kind)
-        self._link.doubt(f"no answer within timeout_s ({self._config.timeout_s:g} s)")
+        self._link.trip(f"no answer within timeout_s ({self._config.timeout_s:g} s)")
         return None
 
     def _replies(self, deadline: float = 0.0) -> Iterator[DraftAnswer | Refusal]:

@@ -84,7 +84,7 @@ class Replica:
         return health
 
     def until_up(self) -> None:
-        eventually(lambda: self.proposer._link._lookout.peer, "a drafter", WAIT_S, 0.005)
+        eventually(lambda: self.proposer._link._monitor.peer, "a drafter", WAIT_S, 0.005)
 
     def until_drafts(self, *names: str) -> None:
         eventually(lambda: all(self.propose(*names)), "drafts", WAIT_S, 0.005)
