@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import msgspec
 
 from specserve.core.errors import ConfigError
-from specserve.trie.held_numbers import HeldNumbers
 from specserve.trie.namespaces import is_part_of
 from specserve.trie.orders import Orders, is_meant
 from specserve.trie.records import MAX_RECORD_TOKENS, Ranges, Record, problem_of
+from specserve.trie.seen_records import SeenRecords
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class TokenLog:
             raise ConfigError("max_bytes", max_bytes, f"at least {MIN_BYTES}")
         assert MIN_BYTES > 4 * MAX_RECORD_TOKENS
         self.counts = LogCounts()
-        self.held = HeldNumbers()
+        self.held = SeenRecords()
         self.num_tokens = 0
         self._record_bytes = 0
         self._max_bytes = max_bytes
@@ -207,7 +207,7 @@ class TokenLog:
         forgotten it reads some again, and never misses one.
         """
         assert self._end == 0
-        self.held = HeldNumbers(state.held)
+        self.held = SeenRecords(state.held)
         for order in state.orders:
             if not problem_of(order, self._vocab_size):
                 self._orders.keep(order.with_shared_names())
