@@ -146,7 +146,7 @@ class Acceptance:
         key = self._tenants.get(request_id, ""), _view(draft)
         shared = self._shared.get(key)
         if shared is None:
-            shared = _Sure() if draft.chances else _Blind()
+            shared = _ConfidenceTable() if draft.chances else _PositionTable()
             self._shared[key] = shared
         return shared
 
@@ -260,7 +260,7 @@ class _Shared(ABC):
                 hits[cell] /= 2
 
 
-class _Sure(_Shared):
+class _ConfidenceTable(_Shared):
     """Of drafts whose source said how sure it is: by that, and by the draft's sort."""
 
     def __init__(self) -> None:
@@ -276,7 +276,7 @@ class _Sure(_Shared):
         return cells
 
 
-class _Blind(_Shared):
+class _PositionTable(_Shared):
     """Of other drafts: by the match's length, and by the token's position."""
 
     def __init__(self) -> None:
