@@ -55,7 +55,8 @@ class Acceptance:
         self._shared: dict[tuple[str, _View], _Shared] = {}
         self._tenants: dict[str, str] = {}
         self._requests: dict[str, dict[_View, _Record]] = {}
-        # Of `gains` since the last lesson; a draft's id is its own while the draft is kept here.
+        # What `prefix_probabilities` answered since the last observation; a draft is kept with its
+        # answer, so that its id stays its own.
         self._said: dict[tuple[str, int], tuple[Draft, list[float]]] = {}
         self._have_learned: set[_Shared] = set()
 
@@ -94,9 +95,9 @@ class Acceptance:
 
     def expected(self, request_id: str, draft: Draft) -> float:
         """How many of a draft's tokens will be accepted, in the mean."""
-        return sum(self.gains(request_id, draft))
+        return sum(self.prefix_probabilities(request_id, draft))
 
-    def gains(self, request_id: str, draft: Draft) -> list[float]:
+    def prefix_probabilities(self, request_id: str, draft: Draft) -> list[float]:
         """Probability that each draft token is accepted, all before it included; falling.
 
         The list ends before the first token that is less likely than ``LEAST_LIKELY``. It is not to
@@ -106,11 +107,11 @@ class Acceptance:
             self.begin_step()
         said = self._said.get((request_id, id(draft)))
         if said is None:
-            said = draft, self._gains(request_id, draft)
+            said = draft, self._prefix_probabilities(request_id, draft)
             self._said[request_id, id(draft)] = said
         return said[1]
 
-    def _gains(self, request_id: str, draft: Draft) -> list[float]:
+    def _prefix_probabilities(self, request_id: str, draft: Draft) -> list[float]:
         record = self._requests.get(request_id, _NO_RECORDS).get(_view(draft))
         factor = 1.0 if record is None else record.factor
         gains = []

@@ -120,7 +120,11 @@ class AskPolicy:
         """What :meth:`limits` returns where there is something to decide."""
         acceptance = self._gate.acceptance
         held = [
-            max((acceptance.gains(name, draft) for draft in each), key=sum, default=[])
+            max(
+                (acceptance.prefix_probabilities(name, draft) for draft in each),
+                key=sum,
+                default=[],
+            )
             for name, each in zip(request_ids, offers, strict=True)
         ]
         longest = limits.tolist()
@@ -131,7 +135,7 @@ class AskPolicy:
         times = reading_s() or [0.0] * len(limits)
         rows = [row for row in rows if not isnan(times[row])]
         gains = {
-            row: acceptance.gains(request_ids[row], self._guess(longest[row]))
+            row: acceptance.prefix_probabilities(request_ids[row], self._guess(longest[row]))
             for row in rows
             if isfinite(times[row])
         }

@@ -129,13 +129,13 @@ def test_one_that_is_not_asked_is_thought_about_less_often_until_the_requests_ch
     gate = taught((MTP, 0), (SURE, 3))
     policy = priced(gate, 1.5)
     thoughts: list[str] = []
-    gains = gate.acceptance.gains
+    gains = gate.acceptance.prefix_probabilities
 
     def counted(request_id: str, draft: Draft) -> list[float]:
         thoughts.append(request_id)
         return gains(request_id, draft)
 
-    monkeypatch.setattr(gate.acceptance, "gains", counted)
+    monkeypatch.setattr(gate.acceptance, "prefix_probabilities", counted)
     for _ in range(100):
         policy.limits(["old"], limits(3), [[]])
     assert 100 / (MOST_REST + 1) <= thoughts.count("old") < 35
