@@ -106,7 +106,7 @@ class TrieProposer:
             return []
         token_ids = kernel_array(batch.token_ids, np.int32)
         num_tokens = kernel_array(batch.num_tokens, np.int32)
-        limits = np.minimum(batch.max_draft_tokens, self._config.decoding_length, dtype=np.int32)
+        limits = np.minimum(batch.max_draft_tokens, self._config.max_draft_len, dtype=np.int32)
         batch_rows = self._rows_by_trie(batch)
         ends = self._learn_until(batch, num_tokens)
         drafts = [_NO_DRAFT] * len(batch)

@@ -121,7 +121,7 @@ class ChainDrafter:
 
     def __init__(self, max_draft_len: int, *, ngram: bool, max_bytes: int) -> None:
         self._memory = TrieMemory(max_bytes, [NAMESPACE])
-        config = TrieConfig(kind="trie", decoding_length=max_draft_len, share="replica")
+        config = TrieConfig(kind="trie", max_draft_len=max_draft_len, share="replica")
         trie = TrieProposer(config, self._memory, SourceContext())
         sources: list[tuple[str, Proposer]] = [("trie", trie)]
         if ngram:

@@ -85,7 +85,7 @@ class Rivals:
 
     def __init__(self, texts: Sequence[Int32Array], max_bytes: int) -> None:
         self.memory = TrieMemory(max_bytes, [NAMESPACE])
-        config = TrieConfig(kind="trie", decoding_length=DRAFT_LEN, share="replica")
+        config = TrieConfig(kind="trie", max_draft_len=DRAFT_LEN, share="replica")
         self._proposer = TrieProposer(config, self.memory, SourceContext())
         trie = self.memory.of(NAMESPACE)
         assert trie is not None
