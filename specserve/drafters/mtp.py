@@ -10,19 +10,18 @@ from typing import Any, Literal, Self
 import numpy as np
 import numpy.typing as npt
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import DeepseekV3Config
 
-from specserve.core.errors import ConfigError
+from specserve.core.errors import ConfigError, reason_of
 from specserve.drafters.base import Answer, Card, Key, Row
 from specserve.drafters.latent_attention import Packed, Span
 from specserve.drafters.likeliest import NO_GUESS, Guess, guesses
-from specserve.drafters.mtp_files import find_mtp
-from specserve.drafters.mtp_hub import fetch_mtp
+from specserve.drafters.mtp_files import fetch_mtp, find_mtp
 from specserve.drafters.mtp_module import MtpModule
 from specserve.drafters.mtp_weights import MtpWeights
 from specserve.drafters.slots import Slot, SlotTable
-from specserve.drafters.unreadable import UNREADABLE, reason_of
 from specserve.drafters.vocabulary import fingerprint
 
 _CONFIG = {
@@ -278,7 +277,7 @@ def _read_config(folder: str, raw: dict[str, Any]) -> Any:
             raise ConfigError(f"model: {name}", raw[name], str(allowed))
     try:
         config = DeepseekV3Config.from_pretrained(folder)
-    except UNREADABLE as error:
+    except (OSError, ValueError, TypeError, StrictDataclassError) as error:
         raise ConfigError("model", folder, f"a valid config.json: {reason_of(error)}") from None
     for name in ("hidden_size", "moe_intermediate_size"):
         if getattr(config, name) % _EXPERT_STEP:
