@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from specserve.core.errors import ConfigError, reason_of
 from specserve.drafters.attention import NAME, CachedStep, Span, Step, UnsupportedAttention
 from specserve.drafters.kv_cache import KVCache, LayerShape
-from specserve.drafters.layout import laid_out
+from specserve.drafters.ops import laid_out
 
 _PROBE_TOKENS = 24
 

@@ -17,10 +17,10 @@ from transformers import DeepseekV3Config
 from specserve.core.errors import ConfigError, reason_of
 from specserve.drafters.base import Answer, Card, Key, Row
 from specserve.drafters.latent_attention import Packed, Span
-from specserve.drafters.likeliest import NO_GUESS, Guess, guesses
 from specserve.drafters.mtp_files import fetch_mtp, find_mtp
 from specserve.drafters.mtp_module import MtpModule
 from specserve.drafters.mtp_weights import MtpWeights
+from specserve.drafters.ops import NO_GUESS, Guess, guesses
 from specserve.drafters.slots import Slot, SlotTable
 from specserve.drafters.vocabulary import fingerprint
 
