@@ -23,8 +23,8 @@ EXPORT_INTERVAL_S = 1.0
 
 Refused = Literal["malformed", "unauthorized", "unfit", "failed", "expired", "crowded"]
 """What is dropped: a message that is none, a connection with a wrong secret or without one, a row
-with a token or a state that is not the model's, a row for which the model raised, a
-request whose time was over, one of a client that has too much waiting."""
+with a token or a state that is not the model's, a row for which the model raised, a request whose
+time was over, one of a client that has too much waiting."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -25,10 +25,10 @@ NAMES = ["request 0", "request 1"]
 SURE = Draft((1, 2, 3), "trie_local", match_len=20)
 
 
-def taught(*lessons: tuple[Draft, int]) -> Gate:
+def taught(*observed: tuple[Draft, int]) -> Gate:
     """A gate that knows steps of 10 ms, and what was accepted of drafts."""
     gate = Gate()
-    for draft, num_accepted in lessons:
+    for draft, num_accepted in observed:
         for _ in range(200):
             gate.acceptance.observe("teacher", draft, (*draft.tokens[:num_accepted], -1))
     for _ in range(30):
