@@ -20,7 +20,7 @@ class DrafterLink:
     Args:
         wanted: what the drafter has to be.
         find: where it is; called from a thread of its own.
-        report: told several times a second, from that thread, how it stands.
+        report: told the state several times a second, from that thread.
     """
 
     def __init__(self, wanted: Wanted, find: Find, report: Report) -> None:
@@ -74,7 +74,7 @@ class DrafterLink:
         return decode_reply(frames)
 
     def trip(self, reason: str) -> None:
-        """The drafter gave no drafts: it is asked again once it answers a hello."""
+        """The drafter gave no drafts: it is asked again once it answers a later hello."""
         self._monitor.trip(reason)
 
     def reset(self) -> None:

@@ -32,13 +32,13 @@ SILENT_S = 2.0
 """A drafter that has left a hello without an answer for so long is looked for anew."""
 
 MOST_SILENT_LOOKS = 15
-"""So often a drafter is found that leaves hellos without an answer before that is told."""
+"""Times that a drafter may be found that answers no hello before the log says so."""
 
 LONGEST_REST_S = 10.0
-"""Before a drafter is used again that has answered hellos in time, but no request."""
+"""Longest pause of requests to a drafter that answers hellos in time, but no request."""
 
 TRIPS_TOLD = 6
-"""Of so many in a row, which take some 10 seconds, the log tells."""
+"""Trips in a row until the log says so; they take some 10 seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,12 +100,15 @@ class Peer:
 
 
 class HealthMonitor:
-    """Knows whether there is a drafter to ask.
+    """Tells whether there is a drafter to ask: a circuit breaker with health checks.
+
+    Each check is a hello. :meth:`trip` stops requests until a later hello is answered, and after
+    further trips for longer and longer pauses; :meth:`reset` ends the count.
 
     Args:
         wanted: what the drafter has to be; another one is refused with one line in the log.
         find: where it is; called from this monitor's thread.
-        report: told several times a second how it stands, from this monitor's thread.
+        report: told the state several times a second, from this monitor's thread.
     """
 
     def __init__(self, wanted: Wanted, find: Find, report: Report) -> None:
@@ -134,10 +137,7 @@ class HealthMonitor:
         return self._peer
 
     def trip(self, reason: str) -> None:
-        """A request was not answered in time: nobody is asked before a new hello is answered.
-
-        One that answers hellos and no request is given longer and longer rests.
-        """
+        """A request was not answered in time: none is sent before a new hello is answered."""
         with self._lock:
             self._peer = None
             self._connection += self._num_trips > 0  # it may be the connection that is broken
@@ -150,7 +150,7 @@ class HealthMonitor:
             self._warn(reason)
 
     def reset(self) -> None:
-        """A request was answered in time."""
+        """A request was answered in time: the next trip is the first again."""
         self._num_trips, self._trip_reason = 0, ""
 
     def close(self) -> None:
@@ -168,7 +168,7 @@ class HealthMonitor:
             except SpecServeError as error:
                 self._refuse(str(error))
                 self._closing.wait(GREET_UP_S)
-            except Exception:  # the monitor must outlive whatever it meets
+            except Exception:  # the thread must outlive every failure
                 logger.exception("Looking for the %s drafter failed; it goes on", self._wanted.kind)
                 self._closing.wait(SILENT_S)
             self._tell()
