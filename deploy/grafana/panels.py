@@ -114,7 +114,7 @@ def _acceptance() -> list[Panel]:
         ),
         Panel(
             "Acceptance rate by position",
-            "Of the drafts that had a token there; a source's own first token is at position 1.",
+            "Of the drafts that had a token there; a draft's first token is at position 1.",
             "percentunit",
             {f"{by} {{{{position}}}}": share(accepted, drafted)},
         ),
@@ -138,16 +138,13 @@ def _acceptance() -> list[Panel]:
         ),
         Panel(
             "Drafts per second",
-            "Verified; of these, those that continue another source's.",
+            "Drafts that the target verified, by source.",
             "short",
-            {
-                by: drafts,
-                f"{by} continuing": or_zero(ours(specs.CONTINUATIONS).rate(*each), drafts),
-            },
+            {by: drafts},
         ),
         Panel(
             "Hit rate",
-            "Steps of the target, of one request each, with a draft of the source, or a part.",
+            "Steps of the target, of one request each, with a draft of the source.",
             "percentunit",
             {by: _hit_rate()},
         ),

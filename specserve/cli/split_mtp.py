@@ -29,8 +29,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
-    from specserve.drafters.mtp_files import find_mtp
-    from specserve.drafters.mtp_split import check_out, split_mtp
+    from specserve.drafters.mtp_files import check_out, find_mtp, split_mtp
 
     check_out(args.out)
     files = find_mtp(args.checkpoint, "CHECKPOINT")

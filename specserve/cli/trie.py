@@ -127,13 +127,13 @@ def _purge(args: argparse.Namespace) -> int:
 
 
 def _warm(args: argparse.Namespace) -> int:
-    from specserve.cli.warm import Classroom
+    from specserve.cli.warm import Warmup
 
-    room = Classroom.of(args.config, args.application, args.tenant, args.adapter)
-    num_texts = room.check(args.file)
+    warmup = Warmup.of(args.config, args.application, args.tenant, args.adapter)
+    num_texts = warmup.check(args.file)
     with connected(args.address):
-        num_tokens = room.teach(args.file, num_texts)
-    print(f"{num_tokens:,} tokens of {num_texts:,} texts taught to {room.namespace}")
+        num_tokens = warmup.run(args.file, num_texts)
+    print(f"{num_tokens:,} tokens of {num_texts:,} texts taught to {warmup.namespace}")
     return 0
 
 

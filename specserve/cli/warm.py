@@ -1,4 +1,4 @@
-"""Teaches a running application's draft memory texts from a file."""
+"""Fills a running application's draft memory with texts from a file."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from specserve.core.types import Int32Array
 from specserve.engine.checkpoint import find_checkpoint, model_identity
 from specserve.engine.cluster_memory import store_options
 from specserve.serve.config_file import Application, read
-from specserve.trie.lessons import Lesson, read_lessons
 from specserve.trie.namespaces import namespace, shard_of
+from specserve.trie.record_writer import RecordWriter
 from specserve.trie.store import StoreOptions
 from specserve.trie.store_actor import RayStoreClient, list_stores
-from specserve.trie.teacher import Teacher
+from specserve.trie.warm_texts import WarmText, read_texts
 
 
 @dataclass(frozen=True, slots=True)
-class Classroom:
-    """Where texts are taught.
+class Warmup:
+    """The memory that texts are written to.
 
     Attributes:
         namespace: whose texts they are.
@@ -64,15 +64,15 @@ class Classroom:
         return cls(name, store_options(source, identity, vocab_size, shard), tokenizer)
 
     def check(self, path: Path) -> int:
-        """Reads a file of lessons through; how many there are.
+        """Reads a file of texts through; how many there are.
 
         Raises:
             SpecServeError: the first line that is wrong.
         """
-        return sum(1 for _ in read_lessons(path, self.store.vocab_size))
+        return sum(1 for _ in read_texts(path, self.store.vocab_size))
 
-    def teach(self, path: Path, num_lessons: int) -> int:
-        """Teaches them, with a progress bar; how many tokens. Needs a connection to Ray.
+    def run(self, path: Path, num_texts: int) -> int:
+        """Writes them, with a progress bar; how many tokens. Needs a connection to Ray.
 
         Raises:
             StoreError: there is no such memory, or it stopped answering.
@@ -80,24 +80,24 @@ class Classroom:
         if self.store.name not in (running := list_stores()):
             others = f"; others: {', '.join(running)}" if running else ""
             raise StoreError(f"no draft memory of this model runs in this cluster{others}")
-        teacher = Teacher(RayStoreClient(self.store), self.store.fingerprint, self.namespace)
-        lessons = read_lessons(path, self.store.vocab_size)
+        writer = RecordWriter(RayStoreClient(self.store), self.store.fingerprint, self.namespace)
+        texts = read_texts(path, self.store.vocab_size)
         console = Console(stderr=True)
-        for lesson in track(lessons, "teaching", num_lessons, console=console, transient=True):
-            teacher.teach(*self.tokens(lesson))
-        teacher.flush()
-        return teacher.num_tokens
+        for text in track(texts, "warming", num_texts, console=console, transient=True):
+            writer.write(*self.tokens(text))
+        writer.flush()
+        return writer.num_tokens
 
-    def tokens(self, lesson: Lesson) -> tuple[Int32Array, int]:
-        """The lesson's tokens as requests would have them, and how many of them are prompt.
+    def tokens(self, text: WarmText) -> tuple[Int32Array, int]:
+        """The text's tokens as requests would have them, and how many of them are prompt.
 
         Only a prompt begins with what the tokenizer puts before it; an answer is generated as its
         own tokens.
         """
-        if lesson.token_ids:
-            return np.array(lesson.token_ids, np.int32), 0
-        prompt = self.tokenizer.encode(lesson.prompt) if lesson.prompt else []
-        answer = self.tokenizer.encode(lesson.completion, add_special_tokens=False)
+        if text.token_ids:
+            return np.array(text.token_ids, np.int32), 0
+        prompt = self.tokenizer.encode(text.prompt) if text.prompt else []
+        answer = self.tokenizer.encode(text.completion, add_special_tokens=False)
         return np.array([*prompt, *answer], np.int32), len(prompt)
 
 

@@ -39,7 +39,7 @@ def totals(passes: Sequence[RunResult]) -> tuple[int, int, int]:
     """Verified drafts, draft tokens and accepted tokens of all sources and passes."""
     entries = [entry for one in passes for entry in one.drafts]
     return (
-        sum(entry.num_drafts - entry.num_continuations for entry in entries),
+        sum(entry.num_drafts for entry in entries),
         sum(entry.num_draft_tokens for entry in entries),
         sum(entry.num_accepted_tokens for entry in entries),
     )
@@ -160,7 +160,6 @@ def _pass(one: RunResult) -> dict[str, Any]:
 def _source(entry: AcceptanceSnapshot) -> dict[str, Any]:
     return {
         "drafts": entry.num_drafts,
-        "continuations": entry.num_continuations,
         "drafted_tokens": entry.num_draft_tokens,
         "accepted_tokens": entry.num_accepted_tokens,
         "drafted_at_position": entry.drafted_at_position,

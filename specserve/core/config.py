@@ -161,12 +161,11 @@ class AppConfig(Section):
                 raise ConfigError(
                     f"speculation.{index}.kind", source.kind, "each kind of source at most once"
                 )
-            length = "decoding_length" if source.kind == "trie" else "max_draft_len"
             for option in ("max_model_len", "max_num_batched_tokens"):
                 limit = getattr(self.engine, option)
                 if limit and source.max_draft_len >= limit:
                     raise ConfigError(
-                        f"speculation.{index}.{length}",
+                        f"speculation.{index}.max_draft_len",
                         source.max_draft_len,
                         f"less than engine.{option} ({limit})",
                     )

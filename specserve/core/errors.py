@@ -82,3 +82,9 @@ def shorten(value: object, limit: int = 80) -> str:
     """``repr(value)`` on one line, cut to ``limit`` characters."""
     text = " ".join(repr(value).split())
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def reason_of(error: Exception) -> str:
+    """What another library's error says, on one line of at most 300 characters."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= 300 else text[:297] + "..."

@@ -43,16 +43,8 @@ DRAFTS = MetricSpec(
     kind="counter",
     unit="drafts",
     labels=("source",),
-    description="Drafts that the target verified; what continues another source's is one too.",
+    description="Drafts that the target verified.",
     promql="sum by (source) (rate(specserve_drafts_total[1m]))",
-)
-CONTINUATIONS = MetricSpec(
-    name="specserve_draft_continuations_total",
-    kind="counter",
-    unit="drafts",
-    labels=("source",),
-    description="Drafts that continue another source's, so that the target verified both as one.",
-    promql="sum by (source) (rate(specserve_draft_continuations_total[1m]))",
 )
 DRAFT_TOKENS = MetricSpec(
     name="specserve_draft_tokens_total",
@@ -235,7 +227,6 @@ DRAFTER_REFUSED = MetricSpec(
 
 ALL: tuple[MetricSpec, ...] = (
     DRAFTS,
-    CONTINUATIONS,
     DRAFT_TOKENS,
     ACCEPTED_TOKENS,
     ACCEPTED_LENGTH,

@@ -25,14 +25,11 @@ class AcceptanceSnapshot(msgspec.Struct, frozen=True):
         drafted: ``drafted[k]`` drafts had k tokens; up to the longest draft seen.
         accepted: ``accepted[k]`` drafts had their first k tokens accepted, and no more; as long
             as ``drafted``.
-        num_continuations: how many of the drafts continued another source's, of which they are
-            parts.
     """
 
     source: str
     drafted: tuple[int, ...]
     accepted: tuple[int, ...]
-    num_continuations: int = 0
 
     @property
     def num_drafts(self) -> int:
@@ -163,20 +160,14 @@ class SpeculationMetrics:
         """Has the draft memory's state in every snapshot; ``look`` is called from any thread."""
         self._look_at_trie = look
 
-    def count_draft(
-        self, source: str, num_drafted: int, num_accepted: int, *, is_continuation: bool = False
-    ) -> None:
-        """One draft was verified: ``0 <= num_accepted <= num_drafted <= MAX_DRAFT_TOKENS``.
-
-        Of one that another source continued each part is counted, as its source's.
-        """
+    def count_draft(self, source: str, num_drafted: int, num_accepted: int) -> None:
+        """One draft was verified: ``0 <= num_accepted <= num_drafted <= MAX_DRAFT_TOKENS``."""
         counts = self._acceptance.get(source)
         if counts is None:
             counts = self._acceptance[source] = _Acceptance()
         counts.longest = max(counts.longest, num_drafted)
         counts.drafted[num_drafted] += 1
         counts.accepted[num_accepted] += 1
-        counts.num_continuations += is_continuation
 
     def count_call(self, kind: str, seconds: float) -> None:
         """A source answered for one batch."""
@@ -223,7 +214,6 @@ class SpeculationMetrics:
                     source,
                     tuple(counts.drafted[: counts.longest + 1]),
                     tuple(counts.accepted[: counts.longest + 1]),
-                    counts.num_continuations,
                 )
                 for source, counts in list(self._acceptance.items())
             ),
@@ -251,11 +241,10 @@ class SpeculationMetrics:
 
 
 class _Acceptance:
-    __slots__ = ("accepted", "drafted", "longest", "num_continuations")
+    __slots__ = ("accepted", "drafted", "longest")
 
     def __init__(self) -> None:
         self.longest = 0
-        self.num_continuations = 0
         self.drafted = [0] * (MAX_DRAFT_TOKENS + 1)
         self.accepted = [0] * (MAX_DRAFT_TOKENS + 1)
 
@@ -300,10 +289,7 @@ def _acceptance_since(
     if before is None or now.num_drafts < before.num_drafts:
         return now
     return AcceptanceSnapshot(
-        now.source,
-        _minus(now.drafted, before.drafted),
-        _minus(now.accepted, before.accepted),
-        now.num_continuations - before.num_continuations,
+        now.source, _minus(now.drafted, before.drafted), _minus(now.accepted, before.accepted)
     )
 
 

@@ -7,7 +7,7 @@ looks. What is shown travels from rank 0 to the replica as :class:`RecentRequest
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from hashlib import blake2b
 
 import msgspec
@@ -23,8 +23,7 @@ MAX_STEPS = 48
 
 
 class RecentStep(msgspec.Struct, frozen=True):
-    """What one step brought a request, or one source's part of that; the target's own token comes
-    with the last.
+    """What one step brought a request.
 
     Attributes:
         source: who drafted; empty: nobody did.
@@ -48,7 +47,7 @@ class RecentRequest(msgspec.Struct, frozen=True):
 
     Attributes:
         request: a digest of its id, which the client may have chosen.
-        steps: of at most ``MAX_STEPS``, each in its sources' parts.
+        steps: at most ``MAX_STEPS``.
     """
 
     request: str
@@ -111,32 +110,20 @@ class RecentSteps:
                 if len(of_request) < MAX_STEPS:
                     of_request.append(outcome)
         return tuple(
-            RecentRequest(
-                _digest(request_id),
-                tuple(part for step in reversed(of_request) for part in self._parts(step)),
-            )
+            RecentRequest(_digest(request_id), tuple(map(self._step, reversed(of_request))))
             for request_id, of_request in found.items()
         )
 
-    def _parts(self, outcome: Outcome) -> Iterator[RecentStep]:
-        """The parts of a step, one for each source that has a part of the draft."""
-        new = outcome.new_tokens
-        if outcome.draft is None:
-            yield self._part("", (), 0, new)
-            return
-        parts = outcome.draft.parts(outcome.num_accepted)
-        for number, (draft, num_accepted) in enumerate(parts, 1):
-            num_new = num_accepted if number < len(parts) else len(new)
-            yield self._part(draft.source, draft.tokens, num_accepted, new[:num_new])
-            new = new[num_new:]
-
-    def _part(
-        self, source: str, drafted: tuple[int, ...], num_accepted: int, new: tuple[int, ...]
-    ) -> RecentStep:
-        part = RecentStep(source, len(drafted), num_accepted, len(new))
+    def _step(self, outcome: Outcome) -> RecentStep:
+        draft = outcome.draft
+        drafted = () if draft is None else draft.tokens
+        source = "" if draft is None else draft.source
+        step = RecentStep(source, len(drafted), outcome.num_accepted, len(outcome.new_tokens))
         if not self._with_tokens:
-            return part
-        return msgspec.structs.replace(part, new=new, refused=drafted[num_accepted:])
+            return step
+        return msgspec.structs.replace(
+            step, new=outcome.new_tokens, refused=drafted[outcome.num_accepted :]
+        )
 
 
 def _digest(request_id: str) -> str:

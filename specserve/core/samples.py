@@ -9,7 +9,6 @@ from specserve.core.metric_specs import (
     ACCEPTED_AT_POSITION,
     ACCEPTED_LENGTH,
     ACCEPTED_TOKENS,
-    CONTINUATIONS,
     DRAFT_LATENCY,
     DRAFT_TOKENS,
     DRAFTED_AT_POSITION,
@@ -55,7 +54,6 @@ def samples(snapshot: SpeculationSnapshot) -> Iterator[Sample]:
     for entry in snapshot.acceptance:
         source = (entry.source,)
         yield Sample(DRAFTS, source, entry.num_drafts)
-        yield Sample(CONTINUATIONS, source, entry.num_continuations)
         yield Sample(DRAFT_TOKENS, source, entry.num_draft_tokens)
         yield Sample(ACCEPTED_TOKENS, source, entry.num_accepted_tokens)
         lengths = tuple((float(k), count) for k, count in enumerate(entry.accepted) if count)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AliasChoices, Field, field_validator, model_validator
 
 from specserve.core.errors import ConfigError
 from specserve.core.section import Section, check_resources
@@ -51,8 +51,13 @@ class TrieConfig(Section):
     """Memory decoding: drafts of what followed before, in any request's text."""
 
     kind: Literal["trie"]
-    decoding_length: int = Field(default=16, ge=1, le=MAX_DRAFT_TOKENS)
-    """Longest draft in tokens."""
+    max_draft_len: int = Field(
+        default=16,
+        ge=1,
+        le=MAX_DRAFT_TOKENS,
+        validation_alias=AliasChoices("max_draft_len", "decoding_length"),
+    )
+    """Longest draft in tokens. ``decoding_length``, MindIE's name, is accepted too."""
     min_match_len: int = Field(default=2, ge=2, le=16)
     """Shortest context, in tokens, that has to have stood before."""
     dynamic: bool = True
@@ -75,11 +80,6 @@ class TrieConfig(Section):
     """Seconds between two snapshots."""
 
     _check_resources = field_validator("store_resources")(check_resources)
-
-    @property
-    def max_draft_len(self) -> int:
-        """Longest draft in tokens."""
-        return self.decoding_length
 
     @model_validator(mode="after")
     def _snapshots_are_the_clusters(self) -> Self:

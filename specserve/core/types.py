@@ -7,7 +7,7 @@ as long to make.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, Self
 
 import msgspec
 import numpy as np
@@ -17,8 +17,6 @@ Source = Literal["ngram", "trie_local", "trie_cluster", "draft_model", "mtp"]
 """Who a draft came from, as metrics label it."""
 
 Int32Array = npt.NDArray[np.int32]
-
-NO_TOKENS: Int32Array = np.empty(0, np.int32)
 
 
 class RequestControls(msgspec.Struct, frozen=True):
@@ -77,8 +75,6 @@ class DraftBatch(msgspec.Struct, frozen=True):
         controls: n, what each request asked for; empty: nothing special of any.
         hidden_states: what drafters that continue the target's own states need; None where the
             engine gives none.
-        guessed: n, tokens that other sources guess to come next, for a source to continue; empty
-            where its draft is to follow the text itself.
     """
 
     request_ids: list[str]
@@ -88,7 +84,6 @@ class DraftBatch(msgspec.Struct, frozen=True):
     max_draft_tokens: Int32Array
     controls: tuple[RequestControls, ...] = ()
     hidden_states: HiddenStates | None = None
-    guessed: tuple[tuple[int, ...], ...] = ()
 
     def __len__(self) -> int:
         return len(self.request_ids)
@@ -101,55 +96,24 @@ class Draft(msgspec.Struct, frozen=True):
         tokens: the guessed tokens, in order; may be empty.
         source: who guessed.
         match_len: how many tokens of context the guess rests on; 0 where that has no meaning.
-        chances: how sure the source is of each of its own tokens, those before it given, 0 .. 1;
-            empty: it does not say.
-        continues: another source's draft, whose tokens are the first of these; the others are the
-            source's own.
+        chances: how sure the source is of each token, those before it given, 0 .. 1; empty: it
+            does not say.
     """
 
     tokens: tuple[int, ...]
     source: Source
     match_len: int = 0
     chances: tuple[float, ...] = ()
-    continues: Draft | None = None
 
-    @property
-    def begin(self) -> int:
-        """How many of the tokens are another source's."""
-        return 0 if self.continues is None else len(self.continues.tokens)
-
-    def behind(self, draft: Draft) -> Draft:
-        """This draft as what continues another one."""
-        return msgspec.structs.replace(
-            self, tokens=draft.tokens + self.tokens, match_len=0, continues=draft
-        )
-
-    def own_part(self) -> Draft:
-        """What it says behind the draft that it continues, which is taken to be right."""
-        return Draft(self.tokens[self.begin :], self.source, 0, self.chances, ANY_DRAFT)
-
-    def parts(self, num_accepted: int) -> list[tuple[Draft, int]]:
-        """What each source has of it, the first one first, and what was accepted of that."""
-        if self.continues is None or not self.begin:
-            return [(self, num_accepted)]
-        begun = self.continues.parts(min(num_accepted, self.begin))
-        return [*begun, (self.own_part(), max(0, num_accepted - self.begin))]
-
-    def cut(self, num_tokens: int) -> Draft:
+    def cut(self, num_tokens: int) -> Self:
         """The first ``num_tokens`` tokens of this draft."""
         if len(self.tokens) <= num_tokens:
             return self
-        if self.continues is not None and num_tokens <= self.begin:
-            return self.continues.cut(num_tokens)
         return msgspec.structs.replace(
             self,
             tokens=self.tokens[:num_tokens],
-            chances=self.chances[: num_tokens - self.begin],
+            chances=self.chances[:num_tokens],
         )
-
-
-ANY_DRAFT = Draft((), "ngram")
-"""Stands for a draft that is continued, of which nothing is said but that it is right."""
 
 
 class Outcome(msgspec.Struct, frozen=True):

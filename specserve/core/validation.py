@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import AliasChoices, BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from specserve.core.errors import ConfigError
@@ -82,14 +82,14 @@ def _locate(model: type[BaseModel], loc: Sequence[int | str]) -> _Place:
     for part in loc:
         members = _members(place.annotation)
         models = [m for m in members if isinstance(m, type) and issubclass(m, BaseModel)]
-        owner = next((m for m in models if part in m.model_fields), None)
+        found = next(((m, field) for m in models if (field := _field(m, part))), None)
         if isinstance(part, int):
             item = next(iter(get_args(members[0])), None)
             place = _Place([*place.path, str(part)], None, None, item)
         elif len(models) > 1 and (tagged := _with_tag(models, part)):
             place = _Place(place.path, place.section, place.field, tagged)
-        elif owner is not None:
-            field = owner.model_fields[part]
+        elif found:
+            owner, field = found
             place = _Place([*place.path, part], owner, field, field.annotation)
         elif models:
             place = _Place([*place.path, part], models[0], None, None)
@@ -98,6 +98,15 @@ def _locate(model: type[BaseModel], loc: Sequence[int | str]) -> _Place:
             place = _Place([*place.path, part], None, None, of)
         # else: the name of a union's member, which the user never wrote
     return place
+
+
+def _field(model: type[BaseModel], key: int | str) -> FieldInfo | None:
+    """The field that a key of the user's file stands for, by its name or by an alias."""
+    for name, field in model.model_fields.items():
+        alias = field.validation_alias
+        if key == name or (isinstance(alias, AliasChoices) and key in alias.choices):
+            return field
+    return None
 
 
 def _members(annotation: Any) -> list[Any]:

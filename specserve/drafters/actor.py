@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from specserve.core.errors import EngineError, shorten
 from specserve.core.openmp import openmp_environment
-from specserve.drafters.exporter import CounterExporter
+from specserve.drafters.counters import CounterExporter
 from specserve.drafters.options import FAILED_REST_S, NAME_PREFIX, DrafterOptions, load
 from specserve.drafters.server import DrafterServer
 from specserve.drafters.watchdog import end_failing, end_hanging

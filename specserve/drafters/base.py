@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy.typing as npt
 
-from specserve.core.types import NO_TOKENS, Int32Array
+from specserve.core.types import Int32Array
 from specserve.wire.messages import Problem
 
 ALL_TOKENS = 1 << 31
@@ -37,8 +37,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
             positions ``states_start ..``; uint16 holds the bits of bfloat16; of one type in all
             rows of a call; None: none.
         max_draft_tokens: longest draft; 0: the text is only to be remembered.
-        guessed: int32 ``[g]``, what is guessed to follow the text, and the draft continues; nothing
-            is held of it.
         max_feed_tokens: most positions that this call may compute before the draft. With fewer
             than the text lacks the answer says how far it came, and nothing is drafted.
     """
@@ -50,18 +48,12 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     states_start: int = 0
     states: npt.NDArray[Any] | None = None
     max_draft_tokens: int = 0
-    guessed: Int32Array = NO_TOKENS
     max_feed_tokens: int = ALL_TOKENS
 
     @property
     def num_tokens(self) -> int:
         """Length of the whole text."""
         return self.start + len(self.tokens)
-
-    def num_drafts(self, max_tokens: int) -> int:
-        """Tokens to draft, if the text, what is guessed and the draft have ``max_tokens``."""
-        room = max_tokens - self.num_tokens - len(self.guessed)
-        return max(0, min(self.max_draft_tokens, room))
 
 
 @dataclass(frozen=True, slots=True)

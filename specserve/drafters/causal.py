@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specserve.core.types import NO_TOKENS, Int32Array
+from specserve.core.types import Int32Array
 from specserve.drafters.attention import Span
 from specserve.drafters.base import Answer, Card, Key, Row
 from specserve.drafters.causal_model import CausalModel
 from specserve.drafters.kv_cache import KVCache
-from specserve.drafters.likeliest import Guess, guesses, likeliest
+from specserve.drafters.ops import Guess, guesses, likeliest
 from specserve.drafters.slots import Slot, SlotTable
 from specserve.drafters.vocabulary import fingerprint
 
@@ -28,27 +28,25 @@ class _Turn:
         row: its index in the call.
         slot: its text's, up to before the new tokens.
         tokens: int32 ``[m]``, the new tokens, at least one.
-        draft_len: tokens to draft.
-        guessed: int32 ``[g]``, what the draft continues.
+        draft_len: tokens to draft after them.
     """
 
     row: int
     slot: Slot
     tokens: Int32Array
     draft_len: int
-    guessed: Int32Array
 
     @property
     def end(self) -> int:
-        """Length of the whole text, with what is guessed of it."""
-        return self.slot.length + len(self.tokens) + len(self.guessed)
+        """Length of the whole text."""
+        return self.slot.length + len(self.tokens)
 
 
 class CausalDrafter:
     """Drafts with a causal language model; keeps the keys and values of the texts.
 
-    Entries of a draft, and of what it continues, are written behind the text and count for
-    nothing: the next call overwrites them.
+    A draft's own entries are written behind the text and count for nothing: the next call
+    overwrites them.
 
     Args:
         model: the draft model.
@@ -164,33 +162,29 @@ class CausalDrafter:
         """What is to be computed for a row; None: nothing."""
         if not 0 <= row.start <= slot.length or not self._is_fit(row):
             return None
-        draft_len = row.num_drafts(self._card.max_tokens)
-        guessed = row.guessed if draft_len else NO_TOKENS
+        room = self._card.max_tokens - row.num_tokens
+        draft_len = max(0, min(row.max_draft_tokens, room))
         if draft_len and slot.length == row.num_tokens > 0:
             # A draft needs the last token's logits, which are not kept.
             self._table.truncate(slot, slot.length - 1)
             last = self._table.tokens[slot.index, slot.length : slot.length + 1].copy()
-            return _Turn(index, slot, last, draft_len, guessed)
+            return _Turn(index, slot, last, draft_len)
         missing = row.tokens[slot.length - row.start :]
         tokens = missing[: row.max_feed_tokens]
-        if not len(tokens):
-            return None
         if len(tokens) < len(missing):
-            return _Turn(index, slot, tokens, 0, NO_TOKENS)
-        return _Turn(index, slot, tokens, draft_len, guessed)
+            draft_len = 0
+        return _Turn(index, slot, tokens, draft_len) if len(tokens) else None
 
     def _run(self, turns: Sequence[_Turn]) -> list[Guess]:
         """Computes the turns, longest draft first; their drafts."""
         if not turns:
             return []
         ids = torch.as_tensor(
-            np.concatenate(
-                [each for turn in turns for each in (turn.tokens, turn.guessed)], dtype=np.int64
-            ),
+            np.concatenate([turn.tokens for turn in turns], dtype=np.int64),
             device=self._model.device,
         )
         spans = [Span(turn.slot.index, turn.slot.length, turn.end) for turn in turns]
-        lasts = np.cumsum([turn.end - turn.slot.length for turn in turns]) - 1
+        lasts = np.cumsum([len(turn.tokens) for turn in turns]) - 1
         num_left = _num_drafting(turns, 0)
         steps = [self._next(ids, spans, lasts[:num_left].tolist())]
         for step in range(1, turns[0].draft_len):

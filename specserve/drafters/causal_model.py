@@ -6,16 +6,21 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from specserve.core.errors import ConfigError
+from specserve.core.errors import ConfigError, reason_of
 from specserve.drafters.attention import NAME, CachedStep, Span, Step, UnsupportedAttention
 from specserve.drafters.kv_cache import KVCache, LayerShape
-from specserve.drafters.layout import laid_out
-from specserve.drafters.unreadable import UNREADABLE, reason_of
+from specserve.drafters.ops import laid_out
 
 _PROBE_TOKENS = 24
+
+_UNREADABLE = (OSError, ValueError, TypeError, SafetensorError, StrictDataclassError)
+"""What transformers raises where a checkpoint's files are missing or wrong. The last two are only
+Exceptions: a damaged file of weights, and a field of config.json with a value of the wrong type."""
 
 
 class CausalModel:
@@ -56,7 +61,7 @@ class CausalModel:
                 path, dtype=dtype, revision=revision or None
             )
             model = model.to(device).eval()
-        except UNREADABLE as error:
+        except _UNREADABLE as error:
             allowed = f"a causal model's checkpoint ({reason_of(error)})"
             raise ConfigError("model", path, allowed) from error
         embedding = model.get_input_embeddings().weight

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specserve.drafters.latent_attention import Weights
-from specserve.drafters.layout import laid_out
+from specserve.drafters.ops import laid_out
 
 
 class MixtureOfExperts:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specserve.drafters.kv_cache import check_room
-from specserve.drafters.layout import laid_out
+from specserve.drafters.ops import laid_out
 
 
 class Weights(Protocol):

@@ -10,19 +10,18 @@ from typing import Any, Literal, Self
 import numpy as np
 import numpy.typing as npt
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import DeepseekV3Config
 
-from specserve.core.errors import ConfigError
+from specserve.core.errors import ConfigError, reason_of
 from specserve.drafters.base import Answer, Card, Key, Row
 from specserve.drafters.latent_attention import Packed, Span
-from specserve.drafters.likeliest import NO_GUESS, Guess, guesses
-from specserve.drafters.mtp_files import find_mtp
-from specserve.drafters.mtp_hub import fetch_mtp
+from specserve.drafters.mtp_files import fetch_mtp, find_mtp
 from specserve.drafters.mtp_module import MtpModule
 from specserve.drafters.mtp_weights import MtpWeights
+from specserve.drafters.ops import NO_GUESS, Guess, guesses
 from specserve.drafters.slots import Slot, SlotTable
-from specserve.drafters.unreadable import UNREADABLE, reason_of
 from specserve.drafters.vocabulary import fingerprint
 
 _CONFIG = {
@@ -47,19 +46,12 @@ class _Work:
         slot: its text's.
         span: entries to compute; may be none.
         num_drafts: tokens to draft.
-        guessed: what the draft continues.
     """
 
     row: Row
     slot: Slot
     span: Span
     num_drafts: int
-    guessed: tuple[int, ...] = ()
-
-    @property
-    def num_steps(self) -> int:
-        """Tokens that the text goes on with, guessed ones too: a state each."""
-        return len(self.guessed) + self.num_drafts
 
 
 class MtpDrafter:
@@ -159,17 +151,17 @@ class MtpDrafter:
         end = min(num_entries, row.states_start + _num_states(row), begin + row.max_feed_tokens)
         if row.states_start >= end:
             return None  # nothing that it brings can be used
-        num_drafts = row.num_drafts(self.card.max_tokens) if end == num_entries else 0
-        if num_drafts:
+        num_drafts = 0
+        if end == num_entries:
+            num_drafts = min(row.max_draft_tokens, self.card.max_tokens - row.num_tokens)
+        if num_drafts > 0:
             # A text that is held whole: its last result was not kept, and makes the first draft.
             self._truncate(slot, end - 1)
         if row.states_start > slot.length:
             self._slots.restart(slot, row.tokens[:0])
             slot.begin = slot.length = row.states_start
         end = max(end, slot.length)
-        guessed = tuple(row.guessed.tolist()) if num_drafts else ()
-        span = Span(slot.index, slot.begin, slot.length, end)
-        return _Work(row, slot, span, num_drafts, guessed)
+        return _Work(row, slot, Span(slot.index, slot.begin, slot.length, end), num_drafts)
 
     def _fits(self, row: Row) -> bool:
         """Whether the row can be computed at all; others' rows must not fail with it."""
@@ -214,8 +206,8 @@ class MtpDrafter:
         """All new entries in one forward, then the drafts, one forward for each further token."""
         if not works:
             return {}
-        # Longest first: those that go on are always the first ones.
-        works = sorted(works, key=lambda work: -work.num_steps)
+        # Longest drafts first: those that go on are always the first ones.
+        works = sorted(works, key=lambda work: -work.num_drafts)
         num_drafting = sum(work.num_drafts > 0 for work in works)
         tokens = [_entry_tokens(work) for work in works]
         hidden = self.module.forward(
@@ -231,27 +223,21 @@ class MtpDrafter:
     def _continue(self, works: Sequence[_Work], hidden: Tensor) -> dict[Key, Guess]:
         """Drafts from the last entries' results, ``[n, hidden_size]``.
 
-        Guessed and drafted entries stand behind the text and do not count: the next row overwrites
-        them. For want of the target's states each goes on from the module's own result before.
+        Drafted entries stand behind the text and do not count: the next row overwrites them.
         """
+        keys = [work.row.key for work in works]
         steps: list[tuple[Tensor, Tensor]] = []
-        for step in range(works[0].num_steps if works else 0):
-            left = [work for work in works if work.num_steps > step]
-            hidden = hidden[: len(left)]
+        for step in range(works[0].num_drafts if works else 0):
+            works = [work for work in works if work.num_drafts > step]
+            hidden = hidden[: len(works)]
             if step:
-                ends = [(work.span, work.span.end + step) for work in left]
+                ends = [(work.span, work.span.end + step) for work in works]
                 spans = [Span(span.slot, span.begin, end - 1, end) for span, end in ends]
                 packed = Packed.of(spans, hidden.device)
-                tokens = _given(left, step - 1, steps[-1][0][: len(left)])
-                hidden = self.module.forward(hidden, tokens, packed, len(left))
-            if all(step < len(work.guessed) for work in left):  # the head may cost like the layer
-                steps.append((hidden.new_zeros(len(left), dtype=torch.long), hidden[:, 0]))
-            else:
-                steps.append(self.module.next_tokens(hidden))
-        return {
-            work.row.key: (tokens[len(work.guessed) :], chances[len(work.guessed) :])
-            for work, (tokens, chances) in zip(works, guesses(steps, len(works)), strict=True)
-        }
+                tokens = steps[-1][0][: len(works)]
+                hidden = self.module.forward(hidden, tokens, packed, len(works))
+            steps.append(self.module.next_tokens(hidden))
+        return dict(zip(keys, guesses(steps, len(keys)), strict=True))
 
     def _states(self, works: Sequence[_Work]) -> Tensor:
         """The target's states of all new entries, ``[total, hidden_size]``."""
@@ -278,15 +264,6 @@ def _new_states(work: _Work) -> npt.NDArray[Any]:
     return row.states[span.start - row.states_start : span.end - row.states_start]
 
 
-def _given(works: Sequence[_Work], step: int, drafted: Tensor) -> Tensor:
-    """Each text's token at a step behind its end: what is guessed there, else what was drafted."""
-    guessed = [work.guessed[step] if step < len(work.guessed) else -1 for work in works]
-    if max(guessed) < 0:
-        return drafted
-    tokens = torch.tensor(guessed, device=drafted.device)
-    return torch.where(tokens < 0, drafted, tokens)
-
-
 def _entry_tokens(work: _Work) -> npt.NDArray[np.int32]:
     """The tokens behind the positions of the new entries."""
     row, span = work.row, work.span
@@ -300,7 +277,7 @@ def _read_config(folder: str, raw: dict[str, Any]) -> Any:
             raise ConfigError(f"model: {name}", raw[name], str(allowed))
     try:
         config = DeepseekV3Config.from_pretrained(folder)
-    except UNREADABLE as error:
+    except (OSError, ValueError, TypeError, StrictDataclassError) as error:
         raise ConfigError("model", folder, f"a valid config.json: {reason_of(error)}") from None
     for name in ("hidden_size", "moe_intermediate_size"):
         if getattr(config, name) % _EXPERT_STEP:

@@ -1,19 +1,25 @@
-"""Which tensors of a checkpoint make up its MTP module, and where in its files they are.
+"""The files of a checkpoint's MTP module: finds them, fetches them, splits them off.
 
-Reads headers alone, and only of the files that the module is in: of a checkpoint of many shards no
-others need to be there. Imports no torch.
+Finding reads headers alone, and only of the files that the module is in: of a checkpoint of many
+shards no others need to be there. Splitting copies bytes as they lie in the files, so that
+block-FP8 stays what it is, and through a buffer of fixed size, so that memory does not depend on
+the checkpoint's. Headers are read and written here, since the safetensors library neither tells
+where a tensor's bytes are nor copies them without loading. Imports no torch.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from specserve.core.errors import ConfigError
+from specserve.core.errors import ConfigError, SpecServeError, reason_of
 
 ARCHITECTURE = "DeepseekV3ForCausalLM"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -22,6 +28,17 @@ OWN_EMBEDDING, OWN_HEAD = "embed_tokens.weight", "shared_head.head.weight"
 
 _MAX_HEADER_BYTES = 100_000_000
 """What the safetensors library itself accepts."""
+
+SHARD_BYTES = 4 << 30
+"""Tensors of one file, in bytes; a larger tensor has a file to itself."""
+
+BUFFER_BYTES = 16 << 20
+
+_SMALL_FILES = (
+    *("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"),
+)
+"""Small files that are copied where the checkpoint has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,26 +114,51 @@ def find_mtp(folder: str, field: str) -> MtpFiles:
         raise ConfigError(field, folder, str(unfit)) from None
 
 
-def files_of_mtp(folder: Path, field: str, model: str) -> set[str]:
-    """Names of the files that the module is in, by a checkpoint's config.json and index alone.
+def fetch_mtp(model: str, revision: str, field: str) -> str:
+    """Fetches the files that the module of a model on the hub is in, and no others.
 
     Args:
-        folder: of the checkpoint; without an index it is one file, which has to be there.
+        model: id on the hub.
+        revision: branch, tag or commit; empty: the default one.
         field: what the user named the model by, for errors.
-        model: its name there.
+
+    Returns:
+        folder in the hub's cache of this machine.
 
     Raises:
-        ConfigError: see :func:`find_mtp`.
+        ConfigError: there is no such model, it cannot be fetched, or it has no MTP module.
     """
+    # Comes with the engine; a checkpoint that is there is found and split without it.
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    fetch = partial(hf_hub_download, model, revision=revision or None)
+    try:
+        folder = Path(fetch("config.json")).parent
+        try:
+            fetch(INDEX)
+        except EntryNotFoundError:
+            fetch(SINGLE)
+        else:
+            for name in sorted(_names_of_files(folder, field, model)):
+                fetch(name)
+    except (OSError, ValueError) as error:
+        allowed = f"a folder, or a model that the hub has ({reason_of(error)})"
+        raise ConfigError(field, model, allowed) from error
+    return str(folder)
+
+
+class _Unfit(Exception):
+    """What would have been accepted, in words."""
+
+
+def _names_of_files(folder: Path, field: str, model: str) -> set[str]:
+    """Names of the files that the module is in, by config.json and index alone; raises as above."""
     try:
         _, _, places = _look_up(folder)
     except _Unfit as unfit:
         raise ConfigError(field, model, str(unfit)) from None
     return {file.name for file in places.values()}
-
-
-class _Unfit(Exception):
-    """What would have been accepted, in words."""
 
 
 def _find(folder: Path) -> MtpFiles:
@@ -213,3 +255,109 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise _Unfit(f"a {path.name} that is a JSON object")
     return content
+
+
+def split_mtp(
+    files: MtpFiles,
+    out: Path,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    advance: Callable[[int], object] = lambda num_bytes: None,
+) -> None:
+    """Writes the module. Nothing stands at ``out`` before all of it is written.
+
+    Args:
+        files: the module's tensors.
+        out: new folder, or an empty one.
+        shard_bytes: tensors of one file, in bytes.
+        advance: told how many bytes have been written since it was last called.
+
+    Raises:
+        ConfigError: ``out`` holds something.
+        SpecServeError: a file cannot be read or written.
+    """
+    check_out(out)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
+        try:
+            _write(files, aside, shard_bytes, advance)
+            aside.chmod(0o755)
+            aside.rename(out)
+        except BaseException:
+            shutil.rmtree(aside)
+            raise
+    except OSError as error:
+        raise SpecServeError(f"{error.filename or out}: {error.strerror}") from None
+
+
+def check_out(out: Path) -> None:
+    """Raises ConfigError where ``out`` is anything but an empty folder or nothing."""
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ConfigError("OUT", str(out), "a folder that does not exist yet, or is empty")
+
+
+def _write(
+    files: MtpFiles, folder: Path, shard_bytes: int, advance: Callable[[int], object]
+) -> None:
+    shards = list(_shards(files.tensors, shard_bytes))
+    places: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        _write_shard(folder / name, shard, advance)
+        places |= dict.fromkeys(shard, name)
+    total = sum(tensor.num_bytes for tensor in files.tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    for name in _SMALL_FILES:
+        if (files.folder / name).exists():
+            shutil.copyfile(files.folder / name, folder / name)
+
+
+def _shards(
+    tensors: Mapping[str, StoredTensor], shard_bytes: int
+) -> Iterator[dict[str, StoredTensor]]:
+    shard: dict[str, StoredTensor] = {}
+    size = 0
+    for name, tensor in tensors.items():
+        if shard and size + tensor.num_bytes > shard_bytes:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor
+        size += tensor.num_bytes
+    yield shard
+
+
+def _write_shard(
+    path: Path, tensors: Mapping[str, StoredTensor], advance: Callable[[int], object]
+) -> None:
+    """A safetensors file: the header's length, the header as JSON, the tensors' bytes."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, tensor in tensors.items():
+        offsets = [offset, offset + tensor.num_bytes]
+        header[name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": offsets,
+        }
+        offset = offsets[1]
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)  # the data begins aligned
+    with path.open("wb") as stream:
+        stream.write(len(encoded).to_bytes(8, "little") + encoded)
+        for tensor in tensors.values():
+            _copy(tensor, stream, advance)
+
+
+def _copy(tensor: StoredTensor, stream: BinaryIO, advance: Callable[[int], object]) -> None:
+    with tensor.file.open("rb") as source:
+        source.seek(tensor.begin)
+        left = tensor.num_bytes
+        while left:
+            piece = source.read(min(left, BUFFER_BYTES))
+            if not piece:
+                raise SpecServeError(f"{tensor.file}: became shorter while it was read")
+            stream.write(piece)
+            advance(len(piece))
+            left -= len(piece)

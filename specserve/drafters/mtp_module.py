@@ -10,16 +10,15 @@ from torch.nn import functional as F
 
 from specserve.drafters.experts import MixtureOfExperts
 from specserve.drafters.latent_attention import LatentAttention, Packed
-from specserve.drafters.layout import laid_out
-from specserve.drafters.likeliest import likeliest
 from specserve.drafters.mtp_weights import MtpWeights
+from specserve.drafters.ops import laid_out, likeliest
 
 
 class MtpModule:
     """Predicts the token after next from the target's hidden state and the next token.
 
     Entry i of its cache is position i: the hidden state of token i with token i + 1. From the
-    second token behind the text on the hidden state is the module's own last result.
+    second draft token on the hidden state is the module's own last result.
 
     Args:
         config: transformers' DeepseekV3Config.
@@ -87,7 +86,7 @@ class MtpModule:
         return self._rms(x, self._norm)
 
     def next_tokens(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """See :func:`~specserve.drafters.likeliest.likeliest`, of n of :meth:`forward`'s rows."""
+        """See :func:`~specserve.drafters.ops.likeliest`, of n of :meth:`forward`'s rows."""
         return likeliest(F.linear(hidden, self._head))
 
     def _rms(self, x: Tensor, weight: Tensor) -> Tensor:

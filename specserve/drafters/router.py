@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import zmq
 
 from specserve.core.errors import WireError
-from specserve.drafters.doorkeeper import Doorkeeper
+from specserve.drafters.authenticator import Authenticator
 from specserve.wire.endpoint import Endpoint
 from specserve.wire.frames import MAX_FRAME_BYTES, decode_question, encode
 from specserve.wire.messages import Question, Reply
@@ -72,13 +72,13 @@ class Router:
         # A client that lost its connection comes back by its name.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._doorkeeper = Doorkeeper(self._context, self._socket)
+        self._authenticator = Authenticator(self._context, self._socket)
         self._socket.bind(bind)
         place = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.address = Endpoint(place, self._doorkeeper.secret).url
+        self.address = Endpoint(place, self._authenticator.secret).url
         self._bell, self._bell_rope = os.pipe()
         self._poller = zmq.Poller()
-        for each in (self._socket, self._doorkeeper.refusals, self._bell):
+        for each in (self._socket, self._authenticator.refusals, self._bell):
             self._poller.register(each, zmq.POLLIN)
 
     def get(self, timeout_s: float) -> list[Arrival]:
@@ -88,8 +88,8 @@ class Router:
             none if none came in time, if what came was no question, or after :meth:`wake`.
         """
         ready = dict(self._poller.poll(round(timeout_s * 1000)))
-        if self._doorkeeper.refusals in ready:
-            for _ in range(self._doorkeeper.take_refusals()):
+        if self._authenticator.refusals in ready:
+            for _ in range(self._authenticator.take_refusals()):
                 self._on_refused()
         return self._questions() if self._socket in ready else []
 
@@ -104,10 +104,10 @@ class Router:
 
     def close(self) -> None:
         """Ends all connections."""
-        self._doorkeeper.close()
+        self._authenticator.close()
         self._socket.close()
         self._context.term()
-        self._doorkeeper.join()
+        self._authenticator.join()
         os.close(self._bell)
         os.close(self._bell_rope)
 

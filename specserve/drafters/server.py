@@ -27,7 +27,6 @@ from specserve.wire.messages import (
     DraftAnswer,
     DraftRequest,
     Hello,
-    Problem,
     Reason,
     Refusal,
     RowAnswer,
@@ -201,23 +200,18 @@ class DrafterServer:
             card.max_tokens,
         )
 
-    def _unfit(self, rows: Sequence[TextRow]) -> dict[int, Problem]:
-        """Rows that the model cannot be given: a wrong token is beyond its embedding's end.
-
-        Where only the guess is wrong, the text may be told again with another one.
-        """
+    def _unfit(self, rows: Sequence[TextRow]) -> set[int]:
+        """Rows that the model cannot be given: a wrong token is beyond its embedding's end."""
         width, vocab_size = self._card.hidden_size, self._card.vocab_size
-        unfit: dict[int, Problem] = {}
-        tokens = [each for row in rows for each in (row.tokens, row.guessed)]
-        if rows and np.concatenate(tokens).max(initial=0) >= vocab_size:
-            for index, row in enumerate(rows):
-                if row.guessed.max(initial=0) >= vocab_size:
-                    unfit[index] = "failed"
-                if row.tokens.max(initial=0) >= vocab_size:
-                    unfit[index] = "unfit"
-        for index, row in enumerate(rows):
-            if row.states is not None and row.states.shape[1] != width:
-                unfit[index] = "unfit"
+        unfit = {
+            index
+            for index, row in enumerate(rows)
+            if row.states is not None and row.states.shape[1] != width
+        }
+        if rows and np.concatenate([row.tokens for row in rows]).max(initial=0) >= vocab_size:
+            unfit |= {
+                index for index, row in enumerate(rows) if row.tokens.max(initial=0) >= vocab_size
+            }
         return unfit
 
     def _open(self, client: _Client, arrival: Arrival, request: DraftRequest) -> None:
@@ -235,7 +229,7 @@ class DrafterServer:
         self.counters.num_refused["unfit"] += len(unfit)
         for index, row in enumerate(request.rows):
             if index in unfit:
-                call.answers[index] = Answer(row.start, problem=unfit[index])
+                call.answers[index] = Answer(row.start, problem="unfit")
             else:
                 self._schedule.add(Task(call, index, _row(arrival.client, row)))
                 client.texts.add(row.text)
@@ -380,5 +374,4 @@ def _row(client: bytes, row: TextRow) -> Row:
         states_start=row.states_start,
         states=row.states,
         max_draft_tokens=row.max_draft_tokens,
-        guessed=row.guessed,
     )

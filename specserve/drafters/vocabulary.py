@@ -8,7 +8,7 @@ import logging
 
 from transformers import AutoTokenizer
 
-from specserve.drafters.unreadable import reason_of
+from specserve.core.errors import reason_of
 
 logger = logging.getLogger(__name__)
 

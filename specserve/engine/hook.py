@@ -33,7 +33,7 @@ from specserve.engine.checkpoint import find_checkpoint, model_identity
 from specserve.engine.cluster_memory import ClusterMemory
 from specserve.engine.drafters import drafter_finder
 from specserve.engine.sampling import is_kept_without_drafts_only, may_step_plainly
-from specserve.proposers.base import Surroundings
+from specserve.proposers.base import SourceContext
 from specserve.proposers.chain import NO_DRAFT, ProposerChain, build_chain
 from specserve.proposers.controls import parse_controls, with_tenant
 from specserve.trie.memory import SharedMemory, TrieMemory
@@ -85,7 +85,7 @@ class ProposerHook:
 
     def attach(self, runner: Any) -> None:
         """Takes over the drafting of ``runner``, a vLLM V1 model runner of rank 0."""
-        self._chain = build_chain(self._config.speculation, self.metrics, self._surroundings())
+        self._chain = build_chain(self._config.speculation, self.metrics, self._source_context())
         self._runner = runner
         self._may_idle = may_step_plainly(runner)
         runner.propose_draft_token_ids = self.propose_draft_token_ids
@@ -93,7 +93,7 @@ class ProposerHook:
         # context limit. We keep each request's draft within its own limit instead.
         runner.effective_drafter_max_model_len = self._max_model_len + self._max_draft_len
 
-    def _surroundings(self) -> Surroundings:
+    def _source_context(self) -> SourceContext:
         # Only some sources ask for these, and they take the checkpoint's files.
         has_drafters = self._feeds_drafters
         has_identity = has_drafters or "trie" in self._kinds
@@ -106,7 +106,7 @@ class ProposerHook:
             self._exits.insert(0, shared.close)  # before any that may wait for long
             return shared
 
-        return Surroundings(
+        return SourceContext(
             vocab_size=vocab_size,
             model_identity=identity,
             tenants=tuple(sorted({key.tenant for key in self._config.http.api_keys})),

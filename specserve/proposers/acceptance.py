@@ -13,9 +13,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect
 from collections.abc import Sequence
-from typing import cast
-
-from msgspec.structs import replace
 
 from specserve.core.types import Draft
 
@@ -58,7 +55,8 @@ class Acceptance:
         self._shared: dict[tuple[str, _View], _Shared] = {}
         self._tenants: dict[str, str] = {}
         self._requests: dict[str, dict[_View, _Record]] = {}
-        # Of `gains` since the last lesson; a draft's id is its own while the draft is kept here.
+        # What `prefix_probabilities` answered since the last observation; a draft is kept with its
+        # answer, so that its id stays its own.
         self._said: dict[tuple[str, int], tuple[Draft, list[float]]] = {}
         self._have_learned: set[_Shared] = set()
 
@@ -82,14 +80,9 @@ class Acceptance:
 
         Args:
             request_id: whose it was.
-            draft: as its source made it; of one that continues another's only its own tokens
-                count, if all before them were right.
+            draft: as its source made it.
             new_tokens: what the target wrote in the step after.
         """
-        if draft.continues is not None:
-            if num_right(draft.continues, new_tokens) < draft.begin:
-                return
-            draft, new_tokens = draft.own_part(), new_tokens[draft.begin :]
         num_known = min(len(draft.tokens), len(new_tokens))
         if not num_known:
             return
@@ -97,14 +90,14 @@ class Acceptance:
         self._count(request_id, draft, num_hits, num_known)
         if draft.chances and not draft.match_len:
             # A model's: whether to ask for the next is decided before any chances are known.
-            blind = replace(draft, chances=())
+            blind = Draft(draft.tokens, draft.source)
             self._count(request_id, blind, num_hits, num_known)
 
     def expected(self, request_id: str, draft: Draft) -> float:
         """How many of a draft's tokens will be accepted, in the mean."""
-        return sum(self.gains(request_id, draft))
+        return sum(self.prefix_probabilities(request_id, draft))
 
-    def gains(self, request_id: str, draft: Draft) -> list[float]:
+    def prefix_probabilities(self, request_id: str, draft: Draft) -> list[float]:
         """Probability that each draft token is accepted, all before it included; falling.
 
         The list ends before the first token that is less likely than ``LEAST_LIKELY``. It is not to
@@ -114,20 +107,15 @@ class Acceptance:
             self.begin_step()
         said = self._said.get((request_id, id(draft)))
         if said is None:
-            said = draft, self._gains(request_id, draft)
+            said = draft, self._prefix_probabilities(request_id, draft)
             self._said[request_id, id(draft)] = said
         return said[1]
 
-    def _gains(self, request_id: str, draft: Draft) -> list[float]:
-        gains: list[float] = []
-        if draft.begin:
-            gains += self.gains(request_id, cast(Draft, draft.continues))
-            if len(gains) < draft.begin:
-                return gains
-            draft = draft.own_part()
+    def _prefix_probabilities(self, request_id: str, draft: Draft) -> list[float]:
         record = self._requests.get(request_id, _NO_RECORDS).get(_view(draft))
         factor = 1.0 if record is None else record.factor
-        gain = gains[-1] if gains else 1.0
+        gains = []
+        gain = 1.0
         shared = self._shared_of(request_id, draft)
         for chance in shared.chances(shared.cells(draft, len(draft.tokens))):
             own = factor * chance
@@ -159,14 +147,13 @@ class Acceptance:
         key = self._tenants.get(request_id, ""), _view(draft)
         shared = self._shared.get(key)
         if shared is None:
-            shared = _Sure() if draft.chances else _Blind()
+            shared = _ConfidenceTable() if draft.chances else _PositionTable()
             self._shared[key] = shared
         return shared
 
 
-_View = tuple[str, bool, bool]
-"""A source, whether it said how sure it was, and whether it went on from another's draft: where
-there is no text yet it may be less often right."""
+_View = tuple[str, bool]
+"""A source, and whether it said how sure it was."""
 
 _LENGTHS, _MATCHES = (3, 6, 11), (4, 8, 16)
 _NUM_SORTS = (len(_LENGTHS) + 1) * (len(_MATCHES) + 1)
@@ -185,7 +172,7 @@ _NO_RECORDS: dict[_View, _Record] = {}
 
 
 def _view(draft: Draft) -> _View:
-    return draft.source, bool(draft.chances), draft.continues is not None
+    return draft.source, bool(draft.chances)
 
 
 class _Record:
@@ -274,7 +261,7 @@ class _Shared(ABC):
                 hits[cell] /= 2
 
 
-class _Sure(_Shared):
+class _ConfidenceTable(_Shared):
     """Of drafts whose source said how sure it is: by that, and by the draft's sort."""
 
     def __init__(self) -> None:
@@ -290,7 +277,7 @@ class _Sure(_Shared):
         return cells
 
 
-class _Blind(_Shared):
+class _PositionTable(_Shared):
     """Of other drafts: by the match's length, and by the token's position."""
 
     def __init__(self) -> None:

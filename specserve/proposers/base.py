@@ -23,9 +23,6 @@ class Proposer(Protocol):
         May update what the source remembers of these requests; never changes ``batch`` and keeps
         no reference to its arrays, which are the engine's own and change after the call.
 
-        Where ``batch.guessed`` has tokens for a request, the draft follows these: the chain puts it
-        behind them. Only kinds of source that take time are given any.
-
         Args:
             batch: n requests. A request that is absent is not finished: it may be pre-empted and
                 come back in any later step, on another row, with the same tokens and more.
@@ -59,7 +56,7 @@ class Reader(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surroundings:
+class SourceContext:
     """What a source may need to know of the replica that it drafts for.
 
     Attributes:

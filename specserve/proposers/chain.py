@@ -28,11 +28,11 @@ from specserve.core.source_config import DrafterConfig, SourceConfig
 from specserve.core.types import Draft, DraftBatch, Int32Array, Outcome, RequestControls
 from specserve.proposers.acceptance import num_right
 from specserve.proposers.arbiter import Arbiter
-from specserve.proposers.base import Proposer, Surroundings
+from specserve.proposers.ask_interval import AskInterval
+from specserve.proposers.ask_policy import AskPolicy
+from specserve.proposers.base import Proposer, SourceContext
 from specserve.proposers.gate import Gate
 from specserve.proposers.guard import GuardedSource, is_well_formed
-from specserve.proposers.inquiry import Asked, Inquiry
-from specserve.proposers.pace import Pace
 from specserve.proposers.registry import build_proposer
 
 logger = logging.getLogger(__name__)
@@ -42,9 +42,6 @@ NO_DRAFT = Draft((), "ngram")
 
 _LEARNING_KINDS = frozenset({"trie"})
 """Kinds of source that learn from one request for others: they must see texts to their ends."""
-
-_SERIAL_KINDS = frozenset({"mtp"})
-"""Kinds of source that go on from their own results, also where they continue another's draft."""
 
 _KIND_OF = {"trie_local": "trie", "trie_cluster": "trie"}
 """Kinds of source whose drafts bear other names."""
@@ -88,13 +85,10 @@ class ProposerChain:
         self._gated_kinds = gated_kinds
         self._vocab_size = vocab_size
         self._arbiter = Arbiter(self._gate.acceptance)
-        self._inquiries = {
-            kind: Inquiry(
-                kind, self._gate, self._remote_kinds[kind], is_serial=kind in _SERIAL_KINDS
-            )
-            for kind in gated_kinds & self._remote_kinds.keys()
+        self._policies = {
+            kind: AskPolicy(kind, self._gate) for kind in gated_kinds & self._remote_kinds.keys()
         }
-        self._paces = {kind: Pace() for kind in gated_kinds - self._remote_kinds.keys()}
+        self._intervals = {kind: AskInterval() for kind in gated_kinds - self._remote_kinds.keys()}
         self._clock = clock
 
     def num_idle_steps(self, request_ids: Sequence[str]) -> int:
@@ -105,10 +99,10 @@ class ProposerChain:
         Args:
             request_ids: of this step; the next ones have to be of the same.
         """
-        paces = [self._paces.get(source.kind) for source in self._sources if source.ready]
-        if self._arbiter.has_offers(request_ids) or not paces:
+        intervals = [self._intervals.get(source.kind) for source in self._sources if source.ready]
+        if self._arbiter.has_offers(request_ids) or not intervals:
             return 0
-        return min(0 if pace is None else pace.num_idle_steps for pace in paces)
+        return min(0 if interval is None else interval.num_idle_steps for interval in intervals)
 
     def due(self, num_requests: int, num_steps: int = 1) -> frozenset[str]:
         """The kinds of source to ask in this step.
@@ -125,8 +119,8 @@ class ProposerChain:
             for source in self._sources
             if source.ready
             and (
-                (pace := self._paces.get(source.kind)) is None
-                or pace.is_due(seconds_per_token, num_steps)
+                (interval := self._intervals.get(source.kind)) is None
+                or interval.is_due(seconds_per_token, num_steps)
             )
         )
 
@@ -170,47 +164,39 @@ class ProposerChain:
         if not outcomes:
             return
         verified = [
-            (each, part, num_accepted)
-            for each in outcomes
-            if each.draft is not None and each.draft.tokens
-            for part, num_accepted in each.draft.parts(each.num_accepted)
+            (each, each.draft) for each in outcomes if each.draft is not None and each.draft.tokens
         ]
-        for _, draft, num_accepted in verified:
-            is_continuation = draft.continues is not None
-            self._metrics.count_draft(
-                draft.source, len(draft.tokens), num_accepted, is_continuation=is_continuation
-            )
-        if verified and self._paces:
+        for outcome, draft in verified:
+            self._metrics.count_draft(draft.source, len(draft.tokens), outcome.num_accepted)
+        if verified and self._intervals:
             self._observe_gains(verified, len(outcomes))
         self._arbiter.observe(outcomes)
 
-    def _observe_gains(self, verified: list[tuple[Outcome, Draft, int]], num_requests: int) -> None:
-        """Tells the sources' paces what their drafts brought, less what verifying them cost.
+    def _observe_gains(self, verified: list[tuple[Outcome, Draft]], num_requests: int) -> None:
+        """Tells the sources' intervals what their drafts brought, less what verifying them cost.
 
         What two sources drafted is credited to the one that is worth more: without the other it
         would have been sent all the same.
         """
         plain, base, per_token = self._gate.cost.at(num_requests)
-        num_drafts = sum(draft.continues is None for _, draft, _ in verified)
-        first, token_seconds = (base - plain) / num_drafts, plain / num_requests
+        first, token_seconds = (base - plain) / len(verified), plain / num_requests
         worth = {
-            kind: pace.worth(token_seconds)
-            for kind, pace in self._paces.items()
-            if not pace.is_slow
+            kind: interval.worth(token_seconds)
+            for kind, interval in self._intervals.items()
+            if not interval.is_slow
         }
-        for outcome, draft, num_accepted in verified:
-            if not (pace := self._paces.get(_kind_of(draft))):
+        for outcome, draft in verified:
+            if not (interval := self._intervals.get(_kind_of(draft))):
                 continue
-            begun = first if draft.continues is None else 0.0
-            spent = (begun + per_token * len(draft.tokens)) / token_seconds
-            gain = num_accepted - spent
-            rival, share = self._best_rival(outcome, draft, num_accepted, worth)
+            spent = (first + per_token * len(draft.tokens)) / token_seconds
+            gain = outcome.num_accepted - spent
+            rival, share = self._best_rival(outcome, draft, worth)
             if rival:
-                self._paces[rival].observe_gain(gain * share)
-            pace.observe_gain(gain * (1 - share))
+                self._intervals[rival].observe_gain(gain * share)
+            interval.observe_gain(gain * (1 - share))
 
     def _best_rival(
-        self, outcome: Outcome, draft: Draft, num_accepted: int, worth: Mapping[str, float]
+        self, outcome: Outcome, draft: Draft, worth: Mapping[str, float]
     ) -> tuple[str, float]:
         """The source that is worth most of those that offered a draft, if another one than the sent
         draft's, and which share of that it had too; else none, and 0."""
@@ -221,7 +207,8 @@ class ProposerChain:
                 best, num_same = kind, num_right(offer, draft.tokens)
         if not num_same:
             return "", 0.0
-        return best, min(num_same / (num_accepted or len(draft.tokens)), 1.0)
+        accepted = outcome.num_accepted
+        return best, min(num_same / (accepted or len(draft.tokens)), 1.0)
 
     def observe_step(
         self, num_requests: int, num_draft_tokens: int, seconds: float, context: float = 0.0
@@ -241,7 +228,11 @@ class ProposerChain:
     @property
     def has_unseen_texts(self) -> bool:
         """Whether a source that learns is asked seldom, and so may have missed the last tokens."""
-        return any(pace.is_slow for kind, pace in self._paces.items() if kind in _LEARNING_KINDS)
+        return any(
+            interval.is_slow
+            for kind, interval in self._intervals.items()
+            if kind in _LEARNING_KINDS
+        )
 
     def finish(self, batch: DraftBatch) -> None:
         """Shows requests that end to the sources that learn from them.
@@ -257,13 +248,13 @@ class ProposerChain:
         """Drops all that is kept of these finished or aborted requests; unknown ids are fine."""
         for source in self._sources:
             source.forget(request_ids)
-        for inquiry in self._inquiries.values():
-            inquiry.forget(request_ids)
+        for policy in self._policies.values():
+            policy.forget(request_ids)
         self._arbiter.forget(request_ids)
         self._gate.forget(request_ids)
 
     def _charge(self, seconds: Mapping[str, float], total: float) -> None:
-        """Tells the sources' paces what asking them took, with their part of what all of it took.
+        """Tells each source's interval what asking it took, with its part of the whole step's.
 
         Args:
             seconds: of asking each, by kind of source.
@@ -271,8 +262,8 @@ class ProposerChain:
         """
         shared = total - sum(seconds.values())
         for kind, own in seconds.items():
-            if pace := self._paces.get(kind):
-                pace.observe_call(own + shared / len(seconds))
+            if interval := self._intervals.get(kind):
+                interval.observe_call(own + shared / len(seconds))
 
     def _offers(
         self, batch: DraftBatch, due: frozenset[str]
@@ -288,36 +279,32 @@ class ProposerChain:
         for source in self._sources:
             if source.kind not in due:
                 continue
-            turn_began, inquiry = self._clock(), self._inquiries.get(source.kind)
-            asked = Asked(self._limits(source.kind, batch))
-            if inquiry is not None:
+            turn_began, policy = self._clock(), self._policies.get(source.kind)
+            limits = self._limits(source.kind, batch)
+            if policy is not None:
                 held = [[draft for _, draft in each] for each in offers]
+                limits = np.minimum(limits, self._remote_kinds[source.kind])
                 reading_s = partial(source.reading_s, batch)
-                asked = inquiry.ask(batch.request_ids, asked.lengths, held, reading_s)
+                limits = policy.limits(batch.request_ids, limits, held, reading_s)
                 if not source.ready:  # that failed
                     continue
             began = self._clock()
-            drafts = self._ask(source, batch, asked)
+            drafts = self._ask(source, batch, limits)
             seconds = self._clock() - began
-            if inquiry is not None:
-                inquiry.observe_call(batch.request_ids, asked, drafts, seconds)
+            if policy is not None:
+                policy.observe_call(batch.request_ids, limits, drafts, seconds)
             calls[source.kind] = self._clock() - turn_began
-            for row, draft in enumerate(drafts):
+            for each, draft in zip(offers, drafts, strict=True):
                 if draft.tokens:
-                    continued = asked.continued.get(row)
-                    whole = draft if continued is None else draft.behind(continued)
-                    offers[row].append((source.kind, whole))
+                    each.append((source.kind, draft))
         return offers, calls
 
-    def _ask(self, source: GuardedSource, batch: DraftBatch, asked: Asked) -> list[Draft]:
-        """A source's own tokens, nothing but tokens and not beyond what was asked for."""
-        guessed: tuple[tuple[int, ...], ...] = ()
-        if continued := asked.continued:
-            guessed = tuple(getattr(continued.get(row), "tokens", ()) for row in range(len(batch)))
-        answer = source.propose(replace(batch, max_draft_tokens=asked.lengths, guessed=guessed))
+    def _ask(self, source: GuardedSource, batch: DraftBatch, limits: Int32Array) -> list[Draft]:
+        """A source's drafts, each with nothing but tokens and not beyond its limit."""
+        answer = source.propose(replace(batch, max_draft_tokens=limits))
         if answer is None:
             return [NO_DRAFT] * len(batch)
-        pairs = zip(answer, asked.lengths.tolist(), strict=True)
+        pairs = zip(answer, limits.tolist(), strict=True)
         return [self._checked(source.kind, draft, limit) for draft, limit in pairs]
 
     def _sent(self, request_ids: list[str], offers: list[list[tuple[str, Draft]]]) -> list[Draft]:
@@ -329,12 +316,8 @@ class ProposerChain:
                 best = self._arbiter.choose(request_ids[row], [draft for _, draft in each])
                 kind, draft = each[best]
                 (gated if kind in self._gated_kinds else sent)[row] = draft
-                while draft.continues and _kind_of(draft) in self._gated_kinds:
-                    draft = draft.continues  # one that is not gated is sent whole
-                    if _kind_of(draft) not in self._gated_kinds:
-                        sent[row] = draft
         for row, draft in enumerate(self._gate.trim(request_ids, gated)):
-            if len(draft.tokens) > len(sent[row].tokens):
+            if draft.tokens:
                 sent[row] = draft
         if logger.isEnabledFor(logging.DEBUG):
             self._explain(request_ids, offers, sent)
@@ -383,12 +366,12 @@ class ProposerChain:
 def build_chain(
     configs: Sequence[SourceConfig],
     metrics: SpeculationMetrics,
-    surroundings: Surroundings | None = None,
+    context: SourceContext | None = None,
 ) -> ProposerChain:
     """The chain that a configuration's ``speculation`` describes, warmed up."""
-    surroundings = surroundings or Surroundings()
+    context = context or SourceContext()
     return ProposerChain(
-        [(config.kind, build_proposer(config, surroundings)) for config in configs],
+        [(config.kind, build_proposer(config, context)) for config in configs],
         metrics,
         gated_kinds=frozenset(config.kind for config in configs if config.dynamic),
         remote_kinds={
@@ -396,5 +379,5 @@ def build_chain(
             for config in configs
             if isinstance(config, DrafterConfig)
         },
-        vocab_size=surroundings.vocab_size,
+        vocab_size=context.vocab_size,
     )

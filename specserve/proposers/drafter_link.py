@@ -7,24 +7,24 @@ from secrets import token_bytes
 
 import zmq
 
-from specserve.proposers.drafter_lookout import Find, Lookout, Peer, Report, Wanted
+from specserve.proposers.health_monitor import Find, HealthMonitor, Peer, Report, Wanted
 from specserve.wire.frames import MAX_HEADER_BYTES, decode_reply, encode
 from specserve.wire.messages import DraftRequest, Reply
 
 
 class DrafterLink:
-    """Sends requests and receives what is answered, to the drafter that a lookout has found.
+    """Sends requests and receives what is answered, to the drafter that a health monitor found.
 
     The drafter knows the link by one name, whichever connection it uses.
 
     Args:
         wanted: what the drafter has to be.
         find: where it is; called from a thread of its own.
-        report: told several times a second, from that thread, how it stands.
+        report: told the state several times a second, from that thread.
     """
 
     def __init__(self, wanted: Wanted, find: Find, report: Report) -> None:
-        self._lookout = Lookout(wanted, find, report)
+        self._monitor = HealthMonitor(wanted, find, report)
         self._name = b"replica-" + token_bytes(8)
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
@@ -35,7 +35,7 @@ class DrafterLink:
 
         Another object than before: some of what was sent to the one before may be lost.
         """
-        peer = self._lookout.peer
+        peer = self._monitor.peer
         if peer is None or peer is self._peer:
             return peer
         old = self._peer
@@ -73,17 +73,17 @@ class DrafterLink:
             return None
         return decode_reply(frames)
 
-    def doubt(self, reason: str) -> None:
-        """The drafter gave no drafts: it is asked again once it answers the lookout."""
-        self._lookout.doubt(reason)
+    def trip(self, reason: str) -> None:
+        """The drafter gave no drafts: it is asked again once it answers a later hello."""
+        self._monitor.trip(reason)
 
-    def trust(self) -> None:
+    def reset(self) -> None:
         """The drafter answered in time."""
-        self._lookout.trust()
+        self._monitor.reset()
 
     def close(self) -> None:
-        """Ends the lookout's thread and the connection."""
-        self._lookout.close()
+        """Ends the monitor's thread and the connection."""
+        self._monitor.close()
         self._hang_up()
         self._context.term()
 

@@ -90,7 +90,10 @@ class Gate:
         offered = [row for row, draft in enumerate(drafts) if draft.tokens]
         if not offered:
             return drafts
-        gains = {row: self.acceptance.gains(request_ids[row], drafts[row]) for row in offered}
+        gains = {
+            row: self.acceptance.prefix_probabilities(request_ids[row], drafts[row])
+            for row in offered
+        }
         lengths = dict.fromkeys(offered, 0)
         if self.may_draft(len(drafts)):
             plain, base, per_token = self.cost.at(len(drafts))

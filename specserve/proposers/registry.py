@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from specserve.core.errors import ConfigError
 from specserve.core.source_config import SourceConfig
-from specserve.proposers.base import Proposer, Surroundings
+from specserve.proposers.base import Proposer, SourceContext
 
 _SOURCES = {
     "ngram": "specserve.proposers.ngram:NgramProposer",
@@ -15,7 +15,7 @@ _SOURCES = {
     "draft_model": "specserve.proposers.remote:RemoteProposer",
     "mtp": "specserve.proposers.remote:RemoteProposer",
 }
-"""Kind to ``module:class``; the class makes itself by ``build(config, surroundings)``."""
+"""Kind to ``module:class``; the class makes itself by ``build(config, context)``."""
 
 
 def known_kinds() -> tuple[str, ...]:
@@ -35,6 +35,6 @@ def source_class(kind: str) -> Any:
     return getattr(import_module(module), name)
 
 
-def build_proposer(config: SourceConfig, surroundings: Surroundings) -> Proposer:
+def build_proposer(config: SourceConfig, context: SourceContext) -> Proposer:
     """Makes the proposer that ``config`` describes, ready for its first request."""
-    return cast(Proposer, source_class(config.kind).build(config, surroundings))
+    return cast(Proposer, source_class(config.kind).build(config, context))

@@ -1,7 +1,7 @@
 """Drafts of a model in another process: the draft model, or the MTP module.
 
 A step sends what is new of each text and waits for the drafts, for at most ``timeout_s``. A drafter
-that is late once is not waited for again before it has answered its lookout.
+that is late once is not waited for again before it has answered the health monitor.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import numpy as np
 from specserve.core.errors import WireError
 from specserve.core.source_config import DraftModelConfig, MtpConfig
 from specserve.core.types import Draft, DraftBatch, RequestControls
-from specserve.proposers.base import Surroundings
+from specserve.proposers.base import SourceContext
 from specserve.proposers.controls import DEFAULT_CONTROLS, wants_drafts
 from specserve.proposers.drafter_link import DrafterLink
-from specserve.proposers.drafter_lookout import Find, Peer, Wanted
+from specserve.proposers.health_monitor import Find, Peer, Wanted
 from specserve.proposers.pending_states import PendingStates
 from specserve.proposers.sent_requests import Room, SentRequests, Text
 from specserve.trie.namespaces import namespace
@@ -77,27 +77,27 @@ class RemoteProposer:
 
     Args:
         config: the source's configuration.
-        surroundings: the replica.
+        context: the replica.
         find: where the drafter is; called from a thread of its own.
     """
 
     def __init__(
-        self, config: DraftModelConfig | MtpConfig, surroundings: Surroundings, find: Find
+        self, config: DraftModelConfig | MtpConfig, context: SourceContext, find: Find
     ) -> None:
         self._config = config
         self._kind = config.kind
-        self._identity = surroundings.model_identity
-        self._metrics = surroundings.metrics
+        self._identity = context.model_identity
+        self._metrics = context.metrics
         self._states = PendingStates(PENDING_STATES) if config.kind == "mtp" else None
         self._no_draft = Draft((), config.kind)
-        hidden_size = surroundings.hidden_size if config.kind == "mtp" else 0
+        hidden_size = context.hidden_size if config.kind == "mtp" else 0
         self._state_bytes = 2 * hidden_size
         wanted = Wanted(
             kind=config.kind,
-            vocab_size=surroundings.vocab_size,
-            tokenizer=surroundings.tokenizer,
+            vocab_size=context.vocab_size,
+            tokenizer=context.tokenizer,
             hidden_size=hidden_size,
-            replica=surroundings.replica,
+            replica=context.replica,
         )
         self._link = DrafterLink(wanted, find, self._report)
         self._has_own_gpu = config.num_gpus > 0 and config.placement == "actor"
@@ -110,10 +110,10 @@ class RemoteProposer:
         self._use = 0.0 if config.dynamic else 1.0  # of one that may not pay nothing is known yet
 
     @classmethod
-    def build(cls, config: DraftModelConfig | MtpConfig, surroundings: Surroundings) -> Self:
+    def build(cls, config: DraftModelConfig | MtpConfig, context: SourceContext) -> Self:
         """For the registry."""
-        proposer = cls(config, surroundings, surroundings.find_drafter(config))
-        surroundings.exits.append(proposer.close)
+        proposer = cls(config, context, context.find_drafter(config))
+        context.exits.append(proposer.close)
         return proposer
 
     def propose(self, batch: DraftBatch) -> list[Draft]:
@@ -170,7 +170,7 @@ class RemoteProposer:
         self._link.close()
 
     def _report(self, up: bool, reason: str) -> None:
-        """Called by the lookout's thread."""
+        """Called by the health monitor's thread."""
         self._metrics.set_reachable(self._kind, up, reason)
 
     def _drafts(self, batch: DraftBatch, texts: list[Text | None]) -> list[Draft]:
@@ -268,8 +268,7 @@ class RemoteProposer:
                 continue  # it would be computed for nothing, perhaps on the target's own cores
             end = min(end, begin + FEED_TOKENS)
             start = min(text.held, end - 1)
-            num_guessed = len(batch.guessed[row]) if batch.guessed else 0
-            size = end - start + num_guessed, self._state_bytes * (end - begin)
+            size = end - start, self._state_bytes * (end - begin)
             if is_near and room.take(*size):
                 asked.append((row, text, self._row(batch, row, text, start, end, limits[row])))
             elif not is_near and feed_room.take(*size):
@@ -301,7 +300,6 @@ class RemoteProposer:
     def _row(
         self, batch: DraftBatch, row: int, text: Text, start: int, end: int, limit: int
     ) -> TextRow:
-        guessed = batch.guessed[row] if batch.guessed and limit else ()
         states_start, states = 0, None
         if self._states is not None:
             states_start = text.states.start(start)
@@ -315,7 +313,6 @@ class RemoteProposer:
             states_start=states_start,
             states=states,
             max_draft_tokens=limit,
-            guessed=np.array(guessed, np.int32),
         )
 
     def _send(self, rows: _Rows, budget_s: float, *, is_read: bool = False) -> int:
@@ -343,15 +340,15 @@ class RemoteProposer:
             if reply.number == number:
                 if isinstance(reply, DraftAnswer):
                     self._has_failed = False
-                    self._link.trust()
+                    self._link.reset()
                     return reply
                 if reply.reason == "failed":
                     if self._has_failed:
-                        self._link.doubt("its model fails; its log says why")
+                        self._link.trip("its model fails; its log says why")
                     self._has_failed = True
                 return None
         self._metrics.count_timeout(self._kind)
-        self._link.doubt(f"no answer within timeout_s ({self._config.timeout_s:g} s)")
+        self._link.trip(f"no answer within timeout_s ({self._config.timeout_s:g} s)")
         return None
 
     def _replies(self, deadline: float = 0.0) -> Iterator[DraftAnswer | Refusal]:

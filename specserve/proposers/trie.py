@@ -17,7 +17,7 @@ from specserve.core.compile import kernel_array
 from specserve.core.metrics import TrieSnapshot
 from specserve.core.source_config import TrieConfig
 from specserve.core.types import Draft, DraftBatch, Int32Array, RequestControls
-from specserve.proposers.base import Surroundings
+from specserve.proposers.base import SourceContext
 from specserve.proposers.controls import NO_TENANT, wants_drafts
 from specserve.proposers.trie_misses import TrieMisses
 from specserve.trie.memory import KEPT_S, SharedMemory, TrieMemory
@@ -62,7 +62,7 @@ class TrieProposer:
     Args:
         config: the source's configuration.
         memory: what is drafted from.
-        surroundings: the replica.
+        context: the replica.
         shared: the way to the other replicas; None: there is none.
     """
 
@@ -70,35 +70,35 @@ class TrieProposer:
         self,
         config: TrieConfig,
         memory: TrieMemory,
-        surroundings: Surroundings,
+        context: SourceContext,
         shared: SharedMemory | None = None,
     ) -> None:
         self._config = config
         self._memory = memory
-        self._identity = surroundings.model_identity
-        self._label_key = surroundings.label_key
-        self._misses = TrieMisses(surroundings.metrics)
+        self._identity = context.model_identity
+        self._label_key = context.label_key
+        self._misses = TrieMisses(context.metrics)
         self._shared = shared
         self._requests: dict[str, _Request] = {}
         self._name, self._num_opened = token_hex(8), 0
-        surroundings.metrics.watch_trie(self.snapshot)
+        context.metrics.watch_trie(self.snapshot)
         self._warm_up()
 
     @classmethod
-    def build(cls, config: TrieConfig, surroundings: Surroundings) -> Self:
+    def build(cls, config: TrieConfig, context: SourceContext) -> Self:
         """For the registry: with its own memory, joined to the cluster's where it is shared."""
-        identity = surroundings.model_identity
-        tenants = ("",) if config.share_tenants else surroundings.tenants or ("",)
+        identity = context.model_identity
+        tenants = ("",) if config.share_tenants else context.tenants or ("",)
         memory = TrieMemory(
             config.max_bytes,
             [namespace(identity, tenant=tenant) for tenant in tenants],
-            surroundings.num_adapters,
-            [namespace(identity, name, each) for each in tenants for name in surroundings.adapters],
+            context.num_adapters,
+            [namespace(identity, name, each) for each in tenants for name in context.adapters],
         )
         shared = None
-        if config.share == "cluster" and surroundings.share is not None:
-            shared = surroundings.share(config, memory)
-        return cls(config, memory, surroundings, shared)
+        if config.share == "cluster" and context.share is not None:
+            shared = context.share(config, memory)
+        return cls(config, memory, context, shared)
 
     def propose(self, batch: DraftBatch) -> list[Draft]:
         """Learns what is new in each request's text, and looks up what may follow it."""
@@ -106,7 +106,7 @@ class TrieProposer:
             return []
         token_ids = kernel_array(batch.token_ids, np.int32)
         num_tokens = kernel_array(batch.num_tokens, np.int32)
-        limits = np.minimum(batch.max_draft_tokens, self._config.decoding_length, dtype=np.int32)
+        limits = np.minimum(batch.max_draft_tokens, self._config.max_draft_len, dtype=np.int32)
         batch_rows = self._rows_by_trie(batch)
         ends = self._learn_until(batch, num_tokens)
         drafts = [_NO_DRAFT] * len(batch)

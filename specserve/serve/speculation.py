@@ -110,7 +110,6 @@ def _acceptance(entry: AcceptanceSnapshot) -> dict[str, Any]:
     drafted, accepted = entry.drafted_at_position, entry.accepted_at_position
     return {
         "drafts": entry.num_drafts,
-        "continuations": entry.num_continuations,
         "draft_tokens": entry.num_draft_tokens,
         "accepted_tokens": entry.num_accepted_tokens,
         "mean_accepted_length": entry.num_accepted_tokens / max(entry.num_drafts, 1),

@@ -39,7 +39,7 @@ class ClusterLearner:
         if trie is None:
             return
         key, sequence = (record.namespace, record.sequence), record.sequence
-        if not trie.open(sequence, teacher="cluster"):
+        if not trie.open(sequence, learned_from="cluster"):
             return
         if self._ends.pop(key, -1) != record.start:  # or nobody knows where it ended
             trie.skip(sequence)

@@ -46,7 +46,7 @@ class SnapshotHeader(msgspec.Struct, frozen=True):
         saved_at: seconds since 1970.
         end: see :class:`LogState`, as the next two.
         held: as above.
-        orders: as above.
+        tombstones: as above.
         num_records: records that follow.
     """
 
@@ -55,7 +55,7 @@ class SnapshotHeader(msgspec.Struct, frozen=True):
     saved_at: float
     end: int
     held: Ranges
-    orders: list[Record]
+    tombstones: list[Record] = msgspec.field(name="orders")
     num_records: int
 
 
@@ -181,7 +181,7 @@ def _encode(fingerprint: str, epoch: str, state: LogState) -> Iterator[bytes]:
         saved_at=time.time(),
         end=state.end,
         held=state.held,
-        orders=state.orders,
+        tombstones=state.tombstones,
         num_records=len(state.records),
     )
     for chunk in _chunks(header, state.records):
@@ -246,7 +246,7 @@ def _decode(file: BinaryIO, fingerprint: str) -> tuple[str, LogState]:
     digest = reader.digest.digest()
     if reader.read(DIGEST_BYTES) != digest or len(records) != header.num_records or file.read(1):
         raise RefusedSnapshotError("it is damaged")
-    return header.epoch, LogState(header.end, header.held, header.orders, records)
+    return header.epoch, LogState(header.end, header.held, header.tombstones, records)
 
 
 def _say(error: Exception) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from math import inf
 
-from specserve.trie.held_numbers import HeldNumbers
 from specserve.trie.pieces import Piece
 from specserve.trie.records import MAX_RECORD_TOKENS, Ranges, Record
+from specserve.trie.seen_records import SeenRecords
 from specserve.trie.token_log import LogBatch, TokenLog
 
 
@@ -31,7 +31,7 @@ class Outbox:
         self._origin = origin
         self._log = TokenLog(max_bytes, vocab_size, self._count_dropped)
         self._last_number = 0
-        self._stored = HeldNumbers()
+        self._stored = SeenRecords()
         self._read_to = {True: 0, False: 0}  # positions in the log; of own records, of others'
         self._offered: tuple[bool, LogBatch] | None = None
 
@@ -86,7 +86,7 @@ class Outbox:
 
     def start_over(self, held: Ranges) -> None:
         """Another start of the store, which has these records and no others."""
-        self._stored = HeldNumbers(held)
+        self._stored = SeenRecords(held)
         self._read_to = {True: 0, False: 0}
 
     @property

@@ -32,7 +32,7 @@ Kind = Literal["text", "purge", "remove"]
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A piece of one request's text, or the order to forget some.
+    """A piece of one request's text, or a tombstone, which says what to forget.
 
     Attributes:
         origin: who wrote it; unique for each start of a process.

@@ -102,8 +102,8 @@ class TrieReplica:
 
     Args:
         client: the way to the store.
-        apply: told of each record of another replica, once, on the link's own thread; an order to
-            forget (``record.kind``) is one of them.
+        apply: told of each record of another replica, once, on the link's own thread; a
+            tombstone (see ``record.kind``) is one of them.
         options: see there.
 
     Raises:

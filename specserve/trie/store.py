@@ -95,7 +95,7 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
         restored_tokens: tokens that came from the snapshot at start.
         taken_tokens: tokens taken from replicas.
         dropped_tokens: tokens dropped for want of room, oldest first.
-        forgotten_tokens: tokens forgotten by order.
+        forgotten_tokens: tokens forgotten by a tombstone.
         duplicate_records: records that came again.
         invalid_records: records that were not well formed.
         num_calls: calls of replicas.
@@ -144,7 +144,7 @@ class TrieStore:
         self._began = time.monotonic()
         self._last_seen: dict[str, float] = {}
         self._num_calls = self._refused_calls = 0
-        self._num_orders = 0
+        self._num_tombstones = 0
         self._restored_epoch, self._restored_end, self._restored_tokens = "", 0, 0
 
         self._keeper: SnapshotKeeper | None = None
@@ -278,18 +278,18 @@ class TrieStore:
 
     def _forget(self, kind: Kind, namespace: str, sequence: str) -> int:
         with self._lock:
-            self._num_orders += 1
+            self._num_tombstones += 1
             before = self._log.num_tokens
-            order = Record(
+            tombstone = Record(
                 origin=self.epoch,
-                number=self._num_orders,
+                number=self._num_tombstones,
                 # Also what a replica wrote whose clock is fast.
                 stamp=max(time.time(), self._log.newest_stamp(namespace)),
                 namespace=namespace,
                 kind=kind,
                 sequence=sequence,
             )
-            if not self._log.append(order):
+            if not self._log.append(tombstone):
                 name = f"{namespace}/{sequence}" if kind == "remove" else namespace
                 raise ConfigError(kind, name, f"names of 1 .. {MAX_NAME_CHARS} ASCII characters")
             forgotten = before - self._log.num_tokens
@@ -308,6 +308,6 @@ class TrieStore:
                 self._log.restore(state)
                 self._restored_epoch, self._restored_end = epoch, state.end
             else:  # it could not be read at once, and replicas have written since
-                for record in (*state.orders, *state.records):
+                for record in (*state.tombstones, *state.records):
                     self._log.append(record)
             self._restored_tokens = self._log.num_tokens - before

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import msgspec
 
 from specserve.core.errors import ConfigError
-from specserve.trie.held_numbers import HeldNumbers
 from specserve.trie.namespaces import is_part_of
-from specserve.trie.orders import Orders, is_meant
 from specserve.trie.records import MAX_RECORD_TOKENS, Ranges, Record, problem_of
+from specserve.trie.seen_records import SeenRecords
+from specserve.trie.tombstones import Tombstones, is_meant
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class LogCounts:
     Attributes:
         taken_tokens: tokens of records taken.
         dropped_tokens: tokens of records dropped for want of room, oldest first.
-        forgotten_tokens: tokens of records forgotten by order, or refused because of one.
+        forgotten_tokens: tokens of records forgotten by a tombstone, or refused because of one.
         duplicate_records: records that came again.
         invalid_records: records that were not well formed.
     """
@@ -69,13 +69,13 @@ class LogState(msgspec.Struct, frozen=True):
     Attributes:
         end: position after the last record.
         held: numbers of all records ever taken.
-        orders: orders to forget that are in force.
+        tombstones: those in force.
         records: the log's records, in order.
     """
 
     end: int
     held: Ranges
-    orders: list[Record]
+    tombstones: list[Record]
     records: list[Record]
 
 
@@ -101,7 +101,7 @@ class TokenLog:
             raise ConfigError("max_bytes", max_bytes, f"at least {MIN_BYTES}")
         assert MIN_BYTES > 4 * MAX_RECORD_TOKENS
         self.counts = LogCounts()
-        self.held = HeldNumbers()
+        self.held = SeenRecords()
         self.num_tokens = 0
         self._record_bytes = 0
         self._max_bytes = max_bytes
@@ -112,7 +112,7 @@ class TokenLog:
         self._end = 0
         self._num_records_of: Counter[str] = Counter()
         self._num_tokens_of: Counter[str] = Counter()
-        self._orders = Orders(max_bytes // 2)
+        self._tombstones = Tombstones(max_bytes // 2)
 
     @property
     def start(self) -> int:
@@ -127,7 +127,7 @@ class TokenLog:
     @property
     def num_bytes(self) -> int:
         """Memory of what is held, in bytes."""
-        return self._record_bytes + self._orders.num_bytes
+        return self._record_bytes + self._tombstones.num_bytes
 
     @property
     def num_records(self) -> int:
@@ -137,7 +137,7 @@ class TokenLog:
     def append(self, record: Record) -> bool:
         """Takes a record, unless it was taken before, is to be forgotten or is not well formed.
 
-        An order to forget is carried out at once, and kept so that readers do the same.
+        A tombstone is carried out at once, and kept so that readers do the same.
         """
         if problem := problem_of(record, self._vocab_size):
             if not self.counts.invalid_records:
@@ -147,7 +147,7 @@ class TokenLog:
         if not self.held.add(record.origin, record.number, self._is_needed):
             self.counts.duplicate_records += 1
             return False
-        if record.kind == "text" and self._orders.cover(record):
+        if record.kind == "text" and self._tombstones.cover(record):
             self.counts.forgotten_tokens += record.num_tokens
             return False
         record = record.with_shared_names()
@@ -162,7 +162,7 @@ class TokenLog:
     ) -> LogBatch:
         """Reads on from a position.
 
-        A reader for whom records were dropped is given all orders in force, since it may have
+        A reader for whom records were dropped is given all tombstones in force, since it may have
         missed some.
 
         Args:
@@ -172,7 +172,7 @@ class TokenLog:
         """
         start = self.start
         lost = max(0, start - position)
-        records = [order for order in self._orders.in_force() if lost and wanted(order)]
+        records = [each for each in self._tombstones.in_force() if lost and wanted(each)]
         position = min(max(position, start), self._end)
         offset = len(self._slots) - self._end
         stop = min(self._end, position + SCANNED)
@@ -197,7 +197,7 @@ class TokenLog:
     def state(self) -> LogState:
         """All of it; the log may change afterwards."""
         return LogState(
-            self._end, self.held.ranges(), self._orders.in_force(), list(self._records())
+            self._end, self.held.ranges(), self._tombstones.in_force(), list(self._records())
         )
 
     def restore(self, state: LogState) -> None:
@@ -207,10 +207,10 @@ class TokenLog:
         forgotten it reads some again, and never misses one.
         """
         assert self._end == 0
-        self.held = HeldNumbers(state.held)
-        for order in state.orders:
-            if not problem_of(order, self._vocab_size):
-                self._orders.keep(order.with_shared_names())
+        self.held = SeenRecords(state.held)
+        for tombstone in state.tombstones:
+            if not problem_of(tombstone, self._vocab_size):
+                self._tombstones.keep(tombstone.with_shared_names())
         self._end = state.end - len(state.records)
         for record in state.records:
             if problem_of(record, self._vocab_size):
@@ -268,12 +268,12 @@ class TokenLog:
     def _is_needed(self, origin: str) -> bool:
         return origin in self._num_records_of
 
-    def _carry_out(self, order: Record) -> None:
+    def _carry_out(self, tombstone: Record) -> None:
         for index in range(self._head, len(self._slots)):
             record = self._slots[index]
-            if record is not None and record.kind == "text" and is_meant(order, record):
+            if record is not None and record.kind == "text" and is_meant(tombstone, record):
                 self._slots[index] = None
                 self._release(record)
                 self._record_bytes += SLOT_BYTES
                 self.counts.forgotten_tokens += record.num_tokens
-        self._orders.keep(order)
+        self._tombstones.keep(tombstone)

@@ -32,7 +32,7 @@ from specserve.trie.layout import (
 )
 
 Int64Array = npt.NDArray[np.int64]
-Teacher = Literal["local", "cluster"]
+LearnedFrom = Literal["local", "cluster"]
 
 LEAST_PAGES = 16
 """Below this a trie forgets a text while it is being learned."""
@@ -109,12 +109,14 @@ class TokenTrie:
         """Bytes of all arrays, used or not."""
         return sum(array.nbytes for array in self._arrays)
 
-    def open(self, sequence_id: str, *, teacher: Teacher = "local", private: bool = False) -> bool:
+    def open(
+        self, sequence_id: str, *, learned_from: LearnedFrom = "local", private: bool = False
+    ) -> bool:
         """Makes ready for a sequence's tokens; one that is known goes on where it ended.
 
         Args:
             sequence_id: unique among all texts.
-            teacher: who taught it, this replica or another one.
+            learned_from: whose request it is, this replica's or another one's.
             private: it is drafted from for its own request alone, and forgotten when finished.
 
         Returns:
@@ -133,7 +135,7 @@ class TokenTrie:
                     self._slots.pop(former, None)
                 self._ids[slot] = sequence_id
                 self._slots[sequence_id] = slot
-                arrays.slot_flags[slot] = (FROM_CLUSTER if teacher == "cluster" else 0) | (
+                arrays.slot_flags[slot] = (FROM_CLUSTER if learned_from == "cluster" else 0) | (
                     PRIVATE if private else 0
                 )
             arrays.slot_open[slot] = True

@@ -1,8 +1,7 @@
 """Messages as lists of frames: a header in MessagePack, and raw tensors.
 
-A request for drafts has three frames: its header, all rows' tokens as int32, each row's guessed
-ones behind its own, and all rows' hidden states as the bits of bfloat16, each without gaps and in
-the rows' order. Everything else is one
+A request for drafts has three frames: its header, all rows' tokens as int32, and all rows' hidden
+states as the bits of bfloat16, each without gaps and in the rows' order. Everything else is one
 frame. Numbers are little-endian. Nothing that comes in is executed, and nothing is taken from it
 before the sizes agree.
 """
@@ -52,7 +51,7 @@ def encode(message: Question | Reply) -> list[Frame]:
     if not isinstance(message, DraftRequest):
         return [_encode(message)]
     rows = message.rows
-    tokens = _joined([each for row in rows for each in (row.tokens, row.guessed)], "<i4")
+    tokens = _joined([row.tokens for row in rows], "<i4")
     states = _joined([row.states for row in rows if row.states is not None], "<u2")
     head = RequestHead(
         message.number,
@@ -117,7 +116,6 @@ def _head(row: TextRow) -> RowHead:
         row.salt,
         row.start,
         len(row.tokens),
-        len(row.guessed),
         row.states_start,
         num_states,
         row.max_draft_tokens,
@@ -133,7 +131,7 @@ def _header(frames: Sequence[Frame]) -> Frame:
 def _request(head: RequestHead, frames: Sequence[Frame]) -> DraftRequest:
     _expect(len(frames) == 3, f"{len(frames)} frames instead of 3")
     _expect(len({row.text for row in head.rows}) == len(head.rows), "a text with two rows")
-    num_tokens = sum(row.num_tokens + row.num_guessed for row in head.rows)
+    num_tokens = sum(row.num_tokens for row in head.rows)
     num_states = sum(row.num_states for row in head.rows)
     state_bytes = 2 * num_states * head.hidden_size
     _expect(num_tokens <= MAX_TOKENS, f"{num_tokens} tokens")
@@ -150,20 +148,18 @@ def _request(head: RequestHead, frames: Sequence[Frame]) -> DraftRequest:
     _expect(max(ends, default=0) <= LAST, "states beyond any text")
     rows, token, state = [], 0, 0
     for row in head.rows:
-        end = token + row.num_tokens
         rows.append(
             TextRow(
                 text=row.text,
                 salt=row.salt,
                 start=row.start,
-                tokens=tokens[token:end],
-                guessed=tokens[end : end + row.num_guessed],
+                tokens=tokens[token : token + row.num_tokens],
                 states_start=row.states_start,
                 states=states[state : state + row.num_states] if row.num_states else None,
                 max_draft_tokens=row.max_draft_tokens,
             )
         )
-        token = end + row.num_guessed
+        token += row.num_tokens
         state += row.num_states
     return DraftRequest(
         number=head.number, budget_s=head.budget_s, rows=tuple(rows), forget=head.forget

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from specserve.core.source_config import MAX_DRAFT_TOKENS
-from specserve.core.types import NO_TOKENS, Int32Array
+from specserve.core.types import Int32Array
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Raised with every change that an older side would misread."""
 
 MAX_ROWS = 4096
@@ -32,7 +32,6 @@ LAST = (1 << 31) - 1
 
 Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Position = Annotated[int, msgspec.Meta(ge=0, le=LAST)]
-Length = Annotated[int, msgspec.Meta(ge=0, le=MAX_DRAFT_TOKENS)]
 Width = Annotated[int, msgspec.Meta(ge=0, le=MAX_STATE_BYTES // 2)]
 Name = Annotated[str, msgspec.Meta(max_length=4096)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
@@ -89,10 +88,9 @@ class RowHead(msgspec.Struct, frozen=True, array_like=True):
     salt: Annotated[int, msgspec.Meta(ge=0)]
     start: Position
     num_tokens: Position
-    num_guessed: Length
     states_start: Position
     num_states: Position
-    max_draft_tokens: Length
+    max_draft_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_DRAFT_TOKENS)]
 
 
 class RequestHead(msgspec.Struct, frozen=True, array_like=True, tag="draft"):
@@ -113,7 +111,6 @@ class TextRow(msgspec.Struct, frozen=True, kw_only=True):
         salt: 0 .. 2**64 - 1.
         start: position of the first of ``tokens``.
         tokens: int32 ``[m]``.
-        guessed: int32 ``[g]``, at most ``MAX_DRAFT_TOKENS``.
         states_start: position of the first of ``states``.
         states: uint16 ``[s, hidden_size]``, bits of bfloat16; None: none.
         max_draft_tokens: 0: nothing is to be drafted.
@@ -126,7 +123,6 @@ class TextRow(msgspec.Struct, frozen=True, kw_only=True):
     states_start: int = 0
     states: UInt16Array | None = None
     max_draft_tokens: int = 0
-    guessed: Int32Array = NO_TOKENS
 
     @property
     def num_computed(self) -> int:
@@ -152,8 +148,8 @@ class DraftRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Problem = Literal["", "failed", "unfit"]
-"""Why nothing came of a row. Failed: the model raised, or a guessed token is beyond its vocabulary;
-unfit: a token of the text is, or a state is not the model's."""
+"""Why nothing came of a row. Failed: the model raised; unfit: a token of the text is beyond its
+vocabulary, or a state is not the model's."""
 
 
 class RowAnswer(msgspec.Struct, frozen=True, array_like=True):

@@ -10,11 +10,11 @@ import pytest
 import yaml
 
 from specserve.cli.main import main
-from specserve.cli.warm import Classroom
+from specserve.cli.warm import Warmup
 from specserve.core.config import ModelConfig
 from specserve.engine.checkpoint import model_identity
-from specserve.trie.lessons import Lesson
 from specserve.trie.namespaces import namespace
+from specserve.trie.warm_texts import WarmText
 
 MODEL = str(Path(__file__).parents[2] / "configs/models/demo-draft")
 NOWHERE = ("--address", "127.0.0.1:1")  # no one listens there
@@ -36,8 +36,8 @@ def serve_file(folder: Path, *args: dict[str, Any]) -> Path:
     return path
 
 
-def lessons(folder: Path, *lines: object) -> Path:
-    path = folder / "lessons.jsonl"
+def texts(folder: Path, *lines: object) -> Path:
+    path = folder / "texts.jsonl"
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return path
 
@@ -114,7 +114,7 @@ def test_an_application_that_cannot_be_taught_is_told(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     serve_file(tmp_path, args)
-    path = lessons(tmp_path, {"text": "a"})
+    path = texts(tmp_path, {"text": "a"})
     said = refusal(capsys, "warm", path, "--config", "app.yaml", *options, *NOWHERE)
     assert said.startswith(message)
 
@@ -123,39 +123,39 @@ def test_of_several_applications_one_has_to_be_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = serve_file(tmp_path, {}, {})
-    said = refusal(capsys, "warm", lessons(tmp_path, {"text": "a"}), "--config", path, *NOWHERE)
+    said = refusal(capsys, "warm", texts(tmp_path, {"text": "a"}), "--config", path, *NOWHERE)
     assert said == "--application: '' is not allowed; allowed: app0, app1"
 
 
 def test_a_file_with_a_bad_line_is_refused_before_anything_is_taught(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = lessons(tmp_path, {"text": "a"}, {"token_ids": [4096]})
+    path = texts(tmp_path, {"text": "a"}, {"token_ids": [4096]})
     said = refusal(capsys, "warm", path, "--config", serve_file(tmp_path, {}), *NOWHERE)
     assert said.startswith(f"{path}: line 2: token_ids.0: 4096 is not allowed; allowed: an integer")
 
 
 def test_texts_are_taught_under_the_namespace_of_the_requests_they_are_for(tmp_path: Path) -> None:
     identity = model_identity(ModelConfig(path=MODEL))
-    plain = Classroom.of(serve_file(tmp_path, {}), "", "", "")
+    plain = Warmup.of(serve_file(tmp_path, {}), "", "", "")
     assert plain.namespace == namespace(identity)
     assert plain.store.fingerprint == identity
     path = serve_file(tmp_path, {}, {"http": {"api_keys": KEYS}})
-    taught = Classroom.of(path, "app1", "team-b", "an-adapter")
+    taught = Warmup.of(path, "app1", "team-b", "an-adapter")
     assert taught.namespace == namespace(identity, "an-adapter", "team-b")
 
 
 def test_texts_become_the_tokens_that_requests_have(tmp_path: Path) -> None:
-    room = Classroom.of(serve_file(tmp_path, {}), "", "", "")
-    encode = room.tokenizer.encode
+    warmup = Warmup.of(serve_file(tmp_path, {}), "", "", "")
+    encode = warmup.tokenizer.encode
 
-    tokens, num_prompt_tokens = room.tokens(Lesson(prompt="def f(", completion="x):"))
+    tokens, num_prompt_tokens = warmup.tokens(WarmText(prompt="def f(", completion="x):"))
     assert tokens[:num_prompt_tokens].tolist() == encode("def f(")
     assert tokens[num_prompt_tokens:].tolist() == encode("x):", add_special_tokens=False)
 
-    tokens, num_prompt_tokens = room.tokens(Lesson(completion="return x"))
+    tokens, num_prompt_tokens = warmup.tokens(WarmText(completion="return x"))
     assert tokens.tolist() == encode("return x", add_special_tokens=False)
     assert num_prompt_tokens == 0
 
-    tokens, num_prompt_tokens = room.tokens(Lesson(token_ids=(7, 8)))
+    tokens, num_prompt_tokens = warmup.tokens(WarmText(token_ids=(7, 8)))
     assert (tokens.tolist(), num_prompt_tokens) == ([7, 8], 0)

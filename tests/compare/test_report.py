@@ -65,7 +65,6 @@ def test_the_document_has_a_field_a_method_and_the_circumstances(comparison: Com
     (first, _) = content["ngram"]["passes"]
     assert first["sources"]["ngram"] == {
         "drafts": 2,
-        "continuations": 0,
         "drafted_tokens": 4,
         "accepted_tokens": 2,
         "drafted_at_position": (2, 1, 1),

@@ -28,6 +28,11 @@ def test_the_longest_source_sets_the_number_of_speculative_tokens() -> None:
     assert config.num_speculative_tokens == 5
 
 
+def test_the_longest_draft_of_a_trie_may_be_given_by_mindies_name() -> None:
+    config = parse(args(speculation=[{"kind": "trie", "decoding_length": 7}]))
+    assert config.speculation[0].max_draft_len == config.num_speculative_tokens == 7
+
+
 def test_nothing_changes_after_validation() -> None:
     config = parse(args())
     with pytest.raises(ValidationError, match="frozen"):
@@ -97,8 +102,16 @@ def test_nothing_changes_after_validation() -> None:
             r"^speculation\.0\.snapshot_url: '/m' .* empty, unless share is cluster$",
         ),
         (
+            {"speculation": [{"kind": "trie", "decoding_length": 0}]},
+            r"^speculation\.0\.decoding_length: 0 .* an integer >= 1 and <= 128$",
+        ),
+        (
+            {"speculation": [{"kind": "trie", "max_draft_len": 5, "decoding_length": 7}]},
+            r"^speculation\.0\.decoding_length: 'decoding_length' .* kind, max_draft_len, ",
+        ),
+        (
             {"engine": {"max_model_len": 8}, "speculation": [{"kind": "trie"}]},
-            r"^speculation\.0\.decoding_length: 16 .* less than engine\.max_model_len \(8\)$",
+            r"^speculation\.0\.max_draft_len: 16 .* less than engine\.max_model_len \(8\)$",
         ),
         (
             {"placement": {"shard_resources": {"fast": 0.0}}},

@@ -58,11 +58,9 @@ def test_drafts_and_tokens_are_counted_by_source() -> None:
     metrics = SpeculationMetrics()
     metrics.count_draft("ngram", 5, 2)
     metrics.count_draft("ngram", 3, 0)
-    metrics.count_draft("mtp", 1, 1, is_continuation=True)
+    metrics.count_draft("mtp", 1, 1)
     snapshot = metrics.snapshot()
     assert values(snapshot, by_name("specserve_drafts_total")) == {("ngram",): 2, ("mtp",): 1}
-    continuations = by_name("specserve_draft_continuations_total")
-    assert values(snapshot, continuations) == {("ngram",): 0, ("mtp",): 1}
     assert values(snapshot, by_name("specserve_draft_tokens_total")) == {
         ("ngram",): 8,
         ("mtp",): 1,

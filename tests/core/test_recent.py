@@ -22,24 +22,6 @@ def test_steps_are_told_by_request_in_their_order_the_newest_request_first() -> 
     assert a.steps[1].refused == (4,)
 
 
-def test_a_draft_that_another_source_continued_is_told_in_parts() -> None:
-    recent = RecentSteps(with_tokens=True)
-    whole = Draft((5, 6), "mtp").behind(Draft((2, 3, 4), "ngram"))
-    recent.note([Outcome("a", whole, 4, (2, 3, 4, 5, 9))])
-    recent.note([Outcome("b", whole, 1, (2, 8))])
-    b, a = recent.requests()
-    assert [(step.source, step.new, step.refused) for step in a.steps] == [
-        ("ngram", (2, 3, 4), ()),
-        ("mtp", (5, 9), (6,)),
-    ]
-    assert [(step.source, step.new, step.refused) for step in b.steps] == [
-        ("ngram", (2,), (3, 4)),
-        ("mtp", (8,), (5, 6)),
-    ]
-    numbers = [(step.num_drafted, step.num_accepted, step.num_new) for step in b.steps]
-    assert numbers == [(3, 1, 1), (2, 0, 1)]
-
-
 def test_without_tokens_lengths_and_sources_are_told_alone() -> None:
     recent = RecentSteps(with_tokens=False)
     recent.note([outcome("a", 2, 9, draft=(2, 3, 4))])

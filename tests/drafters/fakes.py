@@ -128,8 +128,7 @@ class FakeDrafter:
         held = self._hold(row, held, text)
         self._held[row.key] = held
         is_whole = held == len(text) - (self.card.hidden_size > 0)
-        whole = text + row.guessed.tolist()
-        tokens = draft_of(whole, row.max_draft_tokens) if is_whole else ()
+        tokens = draft_of(text, row.max_draft_tokens) if is_whole else ()
         return Answer(held, tokens, self.chances[: len(tokens)], self.begins.get(row.key, 0))
 
     def _hold(self, row: Row, held: int, text: list[int]) -> int:

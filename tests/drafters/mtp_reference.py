@@ -47,19 +47,15 @@ class Text:
         return self._results(self._hidden[:, begin:end], self._ids[:, begin + 1 : end + 1], begin)
 
     @torch.inference_mode()
-    def draft(
-        self, num_tokens: int, length: int = 1, begin: int = 0, guessed: tuple[int, ...] = ()
-    ) -> tuple[int, ...]:
-        """The draft that continues the first ``num_tokens`` tokens, and what is guessed of it."""
-        if length == 1 and begin == 0 and not guessed:
+    def draft(self, num_tokens: int, length: int = 1, begin: int = 0) -> tuple[int, ...]:
+        """The draft that continues the first ``num_tokens`` tokens."""
+        if length == 1 and begin == 0:
             return (self._firsts[num_tokens - 2],)
         states = self._hidden[:, begin : num_tokens - 1]
         following = self._ids[:, begin + 1 : num_tokens]
-        for step in range(len(guessed) + length):
+        for _ in range(length):
             last = self._results(states, following, begin)[-1:]
             token = self._model.lm_head(last).argmax(-1, keepdim=True)
-            if step < len(guessed):
-                token[:] = guessed[step]
             states = torch.cat([states, last.unsqueeze(0)], 1)
             following = torch.cat([following, token], 1)
         return tuple(following[0, -length:].tolist())

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from specserve.core.errors import ConfigError
-from specserve.core.types import NO_TOKENS, Int32Array
+from specserve.core.types import Int32Array
 from specserve.drafters import slots
 from specserve.drafters.attention import Span
 from specserve.drafters.base import Answer, Card, Row
@@ -138,36 +138,6 @@ def test_texts_in_one_call_get_the_drafts_that_each_gets_alone(
     for answer, tokens, draft_len in zip(together, texts, draft_lens, strict=True):
         wanted = greedy(reference, tokens, draft_len) if draft_len else ()
         assert answer == Answer(len(tokens), wanted)
-
-
-def test_what_is_guessed_is_continued_and_not_held(model: CountingModel, reference: Any) -> None:
-    texts, guesses, lengths = [text(30, seed) for seed in range(3)], [0, 5, 2], [4, 2, 3]
-    drafter = drafter_of(model)
-    guessed = [text(size, 10 + size) for size in guesses]
-    rows = [replace(row(i, texts[i], lengths[i]), guessed=guessed[i]) for i in range(3)]
-    wholes = [np.concatenate(pair) for pair in zip(texts, guessed, strict=True)]
-    drafts = [greedy(reference, wholes[i], lengths[i]) for i in range(3)]
-    assert drafter.draft(rows) == [Answer(30, draft) for draft in drafts]
-    assert drafter.draft(rows) == [Answer(30, draft) for draft in drafts]
-    grown = np.concatenate([texts[1], guessed[1][:2], text(1, 9)])
-    assert drafter.draft([row(1, grown, 3, start=30)]) == [Answer(33, greedy(reference, grown, 3))]
-
-
-def test_what_is_guessed_is_continued_behind_the_last_piece_of_a_text(
-    model: CountingModel, reference: Any
-) -> None:
-    tokens, guessed = text(600), text(4, 1)
-    whole = replace(row(0, tokens, 3), guessed=guessed)
-    expected = greedy(reference, np.concatenate([tokens, guessed]), 3)
-    assert fed(drafter_of(model, max_tokens=700), whole) == Answer(600, expected)
-
-
-def test_what_is_guessed_may_fill_a_text_up(model: CountingModel) -> None:
-    drafter = drafter_of(model, max_tokens=40)
-    for size, num_drafted in ((8, 2), (10, 0), (11, 0)):
-        full = replace(row(0, text(30), 3), guessed=text(size, 1))
-        (answer,) = drafter.draft([full])
-        assert (answer.held, len(answer.tokens)) == (30, num_drafted)
 
 
 def test_steps_over_many_texts_go_on_from_what_is_held(
@@ -332,7 +302,7 @@ def test_a_text_too_long_is_answered_with_what_is_held(model: CountingModel) -> 
         (Row(key=key(0), salt=0, start=30, tokens=np.array([4096], np.int32)), 30),
         (Row(key=key(0), salt=0, start=20, tokens=np.array([-1], np.int32)), 20),
         (Row(key=key(7), salt=0, start=-1, tokens=text(5), max_draft_tokens=2), 0),
-        (Row(key=key(7), salt=0, start=0, tokens=NO_TOKENS, max_draft_tokens=2), 0),
+        (Row(key=key(7), salt=0, start=0, tokens=np.empty(0, np.int32), max_draft_tokens=2), 0),
     ],
     ids=["beyond held", "negative start", "no such token", "negative token", "unknown", "empty"],
 )

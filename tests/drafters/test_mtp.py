@@ -118,30 +118,6 @@ def test_from_the_second_token_on_it_continues_its_own_states(drafter: MtpDrafte
         assert answer == Answer(num_tokens - 1, texts()[0].draft(num_tokens, 3))
 
 
-def test_what_is_guessed_is_continued_and_not_held(drafter: MtpDrafter) -> None:
-    text, guesses = texts()[0], [(texts()[1].tokens[:3], 2), (texts()[2].tokens[5:6], 3)]
-    rows = [
-        replace(row(150 + number, number=number, drafts=length), guessed=guessed)
-        for number, (guessed, length) in enumerate(guesses)
-    ]
-    rows.append(row(160, number=2, drafts=4))
-    answers = drafter.draft(rows)
-    for number, (answer, (guessed, length)) in enumerate(zip(answers, guesses, strict=False)):
-        expected = text.draft(150 + number, length, guessed=tuple(guessed.tolist()))
-        assert answer == Answer(149 + number, expected)
-        assert len(answer.chances) == length
-    assert answers[2] == Answer(159, text.draft(160, 4))
-    grown = row(153, start=149, drafts=3)
-    assert drafter.draft([grown]) == [Answer(152, text.draft(153, 3))]
-
-
-def test_what_is_guessed_may_fill_a_text_up(drafter: MtpDrafter) -> None:
-    text, further = row(NUM_TOKENS, drafts=3), texts()[1].tokens
-    for num_guessed, num_drafted in ((38, 2), (40, 0), (41, 0)):
-        (answer,) = drafter.draft([replace(text, guessed=further[:num_guessed])])
-        assert (answer.held, len(answer.tokens)) == (NUM_TOKENS - 1, num_drafted)
-
-
 def test_rows_of_one_call_are_answered_as_if_alone(drafter: MtpDrafter) -> None:
     first = [row(30 + 90 * n, text=n, number=n, drafts=0) for n in range(3)]
     assert [answer.tokens for answer in drafter.draft(first)] == [(), (), ()]

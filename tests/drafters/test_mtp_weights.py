@@ -14,12 +14,11 @@ import torch
 from safetensors.torch import load_file
 
 from specserve.core.errors import ConfigError, SpecServeError
-from specserve.drafters import mtp_split
+from specserve.drafters import mtp_files
 from specserve.drafters.base import Row
 from specserve.drafters.latent_attention import Packed, Span
 from specserve.drafters.mtp import MtpDrafter
-from specserve.drafters.mtp_files import StoredTensor, find_mtp
-from specserve.drafters.mtp_split import split_mtp
+from specserve.drafters.mtp_files import StoredTensor, find_mtp, split_mtp
 from specserve.drafters.mtp_weights import MtpWeights, dequantize
 from tests.drafters.checkpoints import LAYER, quantize, write_copy
 from tests.drafters.mtp_reference import MODEL, texts
@@ -165,7 +164,7 @@ def test_a_failure_on_the_way_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_memory_does_not_depend_on_the_size_of_tensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mtp_split, "BUFFER_BYTES", 1 << 20)
+    monkeypatch.setattr(mtp_files, "BUFFER_BYTES", 1 << 20)
     files = find_mtp(str(write_copy(tmp_path / "model")), "model")
     large = tmp_path / "large"
     with large.open("wb") as stream:

@@ -325,16 +325,14 @@ def test_tokens_and_states_that_are_not_the_models_do_not_reach_it(
         row(1, 10),
         TextRow(text=2, salt=0, start=0, tokens=beyond),
         TextRow(text=3, salt=0, start=0, tokens=TEXT[:2], states=states),
-        TextRow(text=4, salt=0, start=0, tokens=TEXT[:2], guessed=beyond, max_draft_tokens=1),
     )
     assert [(answer.held, answer.problem) for answer in answers] == [
         (10, ""),
         (0, "unfit"),
         (0, "unfit"),
-        (0, "failed"),
     ]
     assert [each.key for call in drafter.calls for each in call] == [(b"a", 1)]
-    assert server.counters.num_refused["unfit"] == 3
+    assert server.counters.num_refused["unfit"] == 2
 
 
 def test_a_client_that_floods_is_refused_and_the_others_are_served(

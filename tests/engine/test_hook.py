@@ -402,7 +402,7 @@ def test_the_draft_memory_is_told_who_is_configured_and_how_its_metrics_are_labe
         model_config=SimpleNamespace(max_model_len=MAX_MODEL_LEN, get_vocab_size=lambda: 100),
         lora_config=SimpleNamespace(max_cpu_loras=3, max_loras=1),
     )
-    around = ProposerHook(vllm_config)._surroundings()
+    context = ProposerHook(vllm_config)._source_context()
 
-    assert (around.tenants, around.adapters) == (("a", "b"), ("sql",))
-    assert (around.num_adapters, around.label_key) == (3, b"a key")
+    assert (context.tenants, context.adapters) == (("a", "b"), ("sql",))
+    assert (context.num_adapters, context.label_key) == (3, b"a key")

@@ -16,7 +16,7 @@ from specserve.core.source_config import DraftModelConfig
 from specserve.core.types import DraftBatch
 from specserve.drafters.actor import DrafterFinder
 from specserve.drafters.options import drafter_options
-from specserve.proposers.base import Surroundings
+from specserve.proposers.base import SourceContext
 from specserve.proposers.remote import RemoteProposer
 from tests.integration.cluster import Cluster, model_path
 from tests.integration.host_process import HostProcess, answer, connect
@@ -53,12 +53,12 @@ def main() -> None:
     )
     options = drafter_options(config, config.model, 512)
     metrics = SpeculationMetrics((config.kind,))
-    surroundings = Surroundings(
+    context = SourceContext(
         vocab_size=VOCAB_SIZE,
         metrics=metrics,
         find_drafter=lambda _: DrafterFinder(options, config.num_actors, "replica"),
     )
-    proposer = RemoteProposer.build(config, surroundings)
+    proposer = RemoteProposer.build(config, context)
 
     def propose(token_ids: list[int]) -> dict[str, Any]:
         text = np.array([token_ids], np.int32)

@@ -82,7 +82,7 @@ def start_store(cluster: Cluster, folder: Path) -> str:
 def test_an_operator_fills_looks_at_keeps_and_clears_the_memory(
     cluster: Cluster, config: Path, tmp_path: Path
 ) -> None:
-    file = tmp_path / "lessons.jsonl"
+    file = tmp_path / "texts.jsonl"
     file.write_text(json.dumps({"token_ids": list(range(1234))}))
     warm = ("warm", file, "--config", config, "--tenant")
 

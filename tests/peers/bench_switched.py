@@ -2,9 +2,6 @@
 
     python -m tests.peers switched [--turns 6] [--sets chat,again] [--states trie,all]
         [--concurrencies 1 8] [--extra-layers 12]
-    python -m tests.peers switched --states new,all --config FILE
-
-``new`` is all sources of which none continues another's draft.
 
 As ``arbiter``, but within one process: two engines differ by some percent whatever they are, which
 is as much as what is asked here. All sources learn in the turns in which they are asked; the first
@@ -44,9 +41,6 @@ from tests.peers.tables import print_rows
 
 SETS = (*BUILT_IN, "again")
 
-NEW = "new"
-"""The state of all sources where drafters are asked for new drafts alone."""
-
 # What loads vLLM is imported where it is used: the environment has to be set before.
 
 
@@ -69,11 +63,8 @@ class Sources:
         """From the next step on; no request may be running."""
         while self._scheduler.has_finished_requests():
             self._step()  # an empty one, in which all that were asked hear of it
-        asked = [source for source in self._all if state in (ALL, NEW, source.kind)]
+        asked = [source for source in self._all if state in (ALL, source.kind)]
         self._hook._chain._sources = asked
-        for inquiry in self._hook._chain._inquiries.values():
-            continues = type(inquiry._prospects).room_behind.__get__(inquiry._prospects)
-            inquiry._prospects.room_behind = (lambda *_: 0) if state == NEW else continues
         has_drafters = any(source.kind in ("mtp", "draft_model") for source in asked)
         self._hook._feeds_drafters = self._has_drafters and has_drafters
         self._speculate(is_on=state != NONE)
@@ -172,9 +163,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     names = _known(parser, "--sets", args.sets, SETS)
     config = measured_config(args.config)
-    kinds = [source.kind for source in config.speculation]
-    asked = args.states or ",".join((NONE, *kinds, ALL))
-    states = _known(parser, "--states", asked, (NONE, NEW, *kinds, ALL))
+    kinds = (source.kind for source in config.speculation)
+    states = _known(parser, "--states", args.states, (NONE, *kinds, ALL))
     if ALL not in states or not _single(states):
         parser.error(f"--states {args.states}: {ALL} and a source are needed")
     if args.turns < 2:

@@ -27,7 +27,7 @@ from specserve.core.source_config import DraftModelConfig, MtpConfig
 from specserve.core.types import DraftBatch, HiddenStates
 from specserve.drafters.base import Answer, Card, Key, Row
 from specserve.drafters.server import DrafterServer
-from specserve.proposers.base import Surroundings
+from specserve.proposers.base import SourceContext
 from specserve.proposers.remote import RemoteProposer
 from tests.peers.tables import print_rows
 
@@ -77,7 +77,7 @@ def served(kind: str, hidden_size: int) -> Iterator[str]:
 def proposer(kind: str, hidden_size: int, address: str) -> RemoteProposer:
     """A replica's side that has met the drafter."""
     metrics = SpeculationMetrics((kind,))
-    surroundings = Surroundings(
+    context = SourceContext(
         vocab_size=VOCAB_SIZE,
         hidden_size=hidden_size,
         metrics=metrics,
@@ -89,7 +89,7 @@ def proposer(kind: str, hidden_size: int, address: str) -> RemoteProposer:
         if kind == "mtp"
         else DraftModelConfig(kind="draft_model", model="none", **options)
     )
-    made = RemoteProposer.build(config, surroundings)
+    made = RemoteProposer.build(config, context)
     while not all(each.up for each in metrics.snapshot().health):
         time.sleep(0.01)
     return made

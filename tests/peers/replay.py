@@ -14,7 +14,7 @@ import numpy as np
 from specserve.core.metrics import SpeculationMetrics
 from specserve.core.source_config import NgramConfig, TrieConfig
 from specserve.core.types import Draft, DraftBatch, Int32Array, Outcome, RequestControls
-from specserve.proposers.base import Proposer, Surroundings
+from specserve.proposers.base import Proposer, SourceContext
 from specserve.proposers.chain import ProposerChain
 from specserve.proposers.ngram import NgramProposer
 from specserve.proposers.trie import TrieProposer
@@ -23,7 +23,7 @@ from specserve.trie.namespaces import namespace
 from tests.peers.suffix_peer import VllmSuffix
 
 NAMESPACE = namespace("")
-"""Where a :class:`TrieProposer` without surroundings learns."""
+"""Where a :class:`TrieProposer` without a context learns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +121,8 @@ class ChainDrafter:
 
     def __init__(self, max_draft_len: int, *, ngram: bool, max_bytes: int) -> None:
         self._memory = TrieMemory(max_bytes, [NAMESPACE])
-        config = TrieConfig(kind="trie", decoding_length=max_draft_len, share="replica")
-        trie = TrieProposer(config, self._memory, Surroundings())
+        config = TrieConfig(kind="trie", max_draft_len=max_draft_len, share="replica")
+        trie = TrieProposer(config, self._memory, SourceContext())
         sources: list[tuple[str, Proposer]] = [("trie", trie)]
         if ngram:
             lookup = NgramProposer(NgramConfig(kind="ngram", max_draft_len=max_draft_len))

@@ -13,7 +13,7 @@ import numpy as np
 
 from specserve.core.source_config import TrieConfig
 from specserve.core.types import DraftBatch, Int32Array
-from specserve.proposers.base import Surroundings
+from specserve.proposers.base import SourceContext
 from specserve.proposers.trie import TrieProposer
 from specserve.trie.learner import ClusterLearner
 from specserve.trie.memory import TrieMemory
@@ -85,8 +85,8 @@ class Rivals:
 
     def __init__(self, texts: Sequence[Int32Array], max_bytes: int) -> None:
         self.memory = TrieMemory(max_bytes, [NAMESPACE])
-        config = TrieConfig(kind="trie", decoding_length=DRAFT_LEN, share="replica")
-        self._proposer = TrieProposer(config, self.memory, Surroundings())
+        config = TrieConfig(kind="trie", max_draft_len=DRAFT_LEN, share="replica")
+        self._proposer = TrieProposer(config, self.memory, SourceContext())
         trie = self.memory.of(NAMESPACE)
         assert trie is not None
         self.trie = trie

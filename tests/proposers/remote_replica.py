@@ -12,7 +12,7 @@ from specserve.core.metrics import HealthSnapshot, SpeculationMetrics
 from specserve.core.source_config import DraftModelConfig, MtpConfig
 from specserve.core.types import DraftBatch, HiddenStates, Int32Array, RequestControls
 from specserve.drafters.server import DrafterServer
-from specserve.proposers.base import Surroundings
+from specserve.proposers.base import SourceContext
 from specserve.proposers.remote import (
     RemoteProposer,
 )
@@ -29,7 +29,7 @@ class Replica:
     def __init__(self, find: Callable[[], str | None], kind: str = "draft_model", **options: Any):
         self.metrics = SpeculationMetrics((kind,))
         self.texts: dict[str, Int32Array] = {}
-        surroundings = Surroundings(
+        context = SourceContext(
             vocab_size=VOCAB_SIZE,
             hidden_size=HIDDEN_SIZE,
             metrics=self.metrics,
@@ -41,7 +41,7 @@ class Replica:
             config = MtpConfig(kind="mtp", **options)
         else:
             config = DraftModelConfig(kind="draft_model", model="m", **options)
-        self.proposer = RemoteProposer.build(config, surroundings)
+        self.proposer = RemoteProposer.build(config, context)
         self.kind = kind
 
     def batch(
@@ -84,7 +84,7 @@ class Replica:
         return health
 
     def until_up(self) -> None:
-        eventually(lambda: self.proposer._link._lookout.peer, "a drafter", WAIT_S, 0.005)
+        eventually(lambda: self.proposer._link._monitor.peer, "a drafter", WAIT_S, 0.005)
 
     def until_drafts(self, *names: str) -> None:
         eventually(lambda: all(self.propose(*names)), "drafts", WAIT_S, 0.005)

@@ -22,7 +22,7 @@ def observe(acceptance: Acceptance, request: str, draft: Draft, num_right: int) 
 
 
 def chances(acceptance: Acceptance, request: str, draft: Draft = DRAFT) -> list[float]:
-    gains = acceptance.gains(request, draft)
+    gains = acceptance.prefix_probabilities(request, draft)
     return gains + [0.0] * (len(draft.tokens) - len(gains))
 
 
@@ -43,11 +43,11 @@ def test_tokens_after_a_refused_one_teach_nothing() -> None:
 
 
 def test_chances_fall_along_a_draft_and_end_where_nothing_is_to_be_expected() -> None:
-    gains = taught(4).gains("new", Draft(tuple(range(200)), "ngram", 3))
+    gains = taught(4).prefix_probabilities("new", Draft(tuple(range(200)), "ngram", 3))
     assert all(later < earlier for earlier, later in pairwise(gains))
     assert 4 < len(gains) < 200
     assert gains[-1] >= LEAST_LIKELY
-    assert taught(0).gains("new", DRAFT) == []
+    assert taught(0).prefix_probabilities("new", DRAFT) == []
 
 
 def test_a_request_that_refuses_lowers_its_own_chances_more_than_the_others() -> None:
@@ -129,7 +129,14 @@ def test_before_a_source_is_asked_it_is_judged_by_all_its_drafts() -> None:
 
 @pytest.mark.parametrize("chance", [0.0, 1.0])
 def test_a_source_may_be_as_sure_as_can_be(chance: float) -> None:
-    assert len(Acceptance().gains("a", Draft((1,) * 200, "mtp", chances=(chance,) * 200))) < 200
+    assert (
+        len(
+            Acceptance().prefix_probabilities(
+                "a", Draft((1,) * 200, "mtp", chances=(chance,) * 200)
+            )
+        )
+        < 200
+    )
 
 
 def test_what_was_never_seen_of_a_source_is_judged_by_what_it_was_worth_altogether() -> None:
@@ -158,11 +165,11 @@ def test_a_draft_teaches_as_far_as_the_targets_text_is_known() -> None:
     whole, known = Acceptance(), Acceptance()
     whole.observe("a", DRAFT, (1, 2))
     known.observe("a", DRAFT.cut(2), (1, 2, 3))
-    assert whole.gains("new", DRAFT) == known.gains("new", DRAFT)
+    assert whole.prefix_probabilities("new", DRAFT) == known.prefix_probabilities("new", DRAFT)
     whole.observe("a", DRAFT, (1, 9))
-    assert whole.gains("new", DRAFT) != known.gains("new", DRAFT)
+    assert whole.prefix_probabilities("new", DRAFT) != known.prefix_probabilities("new", DRAFT)
     known.observe("a", DRAFT, (1, 9, 3, 4))
-    assert whole.gains("new", DRAFT) == known.gains("new", DRAFT)
+    assert whole.prefix_probabilities("new", DRAFT) == known.prefix_probabilities("new", DRAFT)
 
 
 def test_a_tenant_learns_nothing_from_what_is_accepted_of_anothers_drafts() -> None:
@@ -183,79 +190,26 @@ def test_a_source_is_learned_of_alike_whether_its_drafts_are_judged_or_not(is_ju
         acceptance.begin_step()
         observe(acceptance, "a", DRAFT, 1 if step % 5 == 0 else 0)
         if is_judged:
-            acceptance.gains("a", DRAFT)
+            acceptance.prefix_probabilities("a", DRAFT)
     assert first(acceptance, "a") == pytest.approx(0.2, abs=0.1)
     assert first(acceptance, "new") == pytest.approx(0.2, abs=0.05)
-
-
-def test_a_draft_behind_anothers_is_as_likely_as_both_together() -> None:
-    acceptance = taught(4)
-    whole = Draft((5, 6), "mtp").behind(DRAFT)
-    for _ in range(300):
-        observe(acceptance, "teacher", whole, 5)
-    gains = chances(acceptance, "new", whole)
-    assert gains[:4] == chances(acceptance, "new")
-    assert gains[4] > 0.9 * gains[3]
-    assert gains[5] < 0.05
-
-
-def test_a_draft_behind_a_wrong_one_teaches_nothing() -> None:
-    acceptance = taught(4)
-    whole = Draft((5, 6), "mtp", chances=(0.9, 0.9)).behind(DRAFT)
-    before = chances(acceptance, "new", whole)
-    for _ in range(100):
-        observe(acceptance, "teacher", whole, 3)
-    assert chances(acceptance, "new", whole) == before
-
-
-@pytest.mark.parametrize("sure", [(), (0.9, 0.9)])
-def test_what_a_source_is_worth_behind_others_says_nothing_of_its_own_drafts(
-    sure: tuple[float, ...],
-) -> None:
-    acceptance = taught(4)
-    alone = Draft((5, 6), "mtp", chances=sure)
-    before = chances(acceptance, "new", alone)
-    for _ in range(100):
-        observe(acceptance, "teacher", alone.behind(DRAFT), 4)
-    assert chances(acceptance, "new", alone) == before
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "source", "num_chances"),
-    [(7, "mtp", 2), (5, "mtp", 1), (4, "ngram", 0), (2, "ngram", 0), (0, "ngram", 0)],
-)
-def test_a_draft_behind_anothers_is_cut_back_to_that(
-    num_tokens: int, source: str, num_chances: int
-) -> None:
-    cut = Draft((5, 6), "mtp", chances=(0.9, 0.8)).behind(DRAFT).cut(num_tokens)
-    assert cut.tokens == (1, 2, 3, 4, 5, 6)[:num_tokens]
-    assert (cut.source, len(cut.chances)) == (source, num_chances)
-
-
-def test_what_was_accepted_of_a_draft_is_each_sources_own() -> None:
-    middle = Draft((5, 6), "draft_model").behind(DRAFT)
-    whole = Draft((7,), "mtp", chances=(0.5,)).behind(middle)
-    for num_accepted, expected in ((7, [4, 2, 1]), (5, [4, 1, 0]), (3, [3, 0, 0])):
-        found = whole.parts(num_accepted)
-        assert [(part.tokens, part.source) for part, _ in found] == [
-            ((1, 2, 3, 4), "ngram"),
-            ((5, 6), "draft_model"),
-            ((7,), "mtp"),
-        ]
-        assert [number for _, number in found] == expected
 
 
 def test_a_step_without_new_tokens_teaches_nothing() -> None:
     acceptance, sure = Acceptance(), Draft((1, 2), "mtp", chances=(0.9, 0.4))
     acceptance.observe("a", sure, ())
-    assert acceptance.gains("a", sure) == Acceptance().gains("a", sure)
+    assert acceptance.prefix_probabilities("a", sure) == Acceptance().prefix_probabilities(
+        "a", sure
+    )
 
 
 def test_what_was_said_of_a_draft_does_not_outlive_what_is_learned() -> None:
     acceptance, draft = Acceptance(), Draft((1, 2, 3), "ngram", 3)
-    before = list(acceptance.gains("a", draft))
-    assert acceptance.gains("a", draft) == before
+    before = list(acceptance.prefix_probabilities("a", draft))
+    assert acceptance.prefix_probabilities("a", draft) == before
     acceptance.observe("a", draft, (1, 2, 3, 4))
-    after = acceptance.gains("a", draft)
+    after = acceptance.prefix_probabilities("a", draft)
     assert sum(after) > sum(before)
-    assert sum(acceptance.gains("b", draft)) < sum(after)  # another request's own factor
+    assert sum(acceptance.prefix_probabilities("b", draft)) < sum(
+        after
+    )  # another request's own factor

@@ -10,7 +10,7 @@ from specserve.core.metrics import HealthSnapshot, SpeculationMetrics
 from specserve.core.source_config import NgramConfig
 from specserve.core.types import Draft, DraftBatch, Outcome, RequestControls
 from specserve.proposers.acceptance import num_right
-from specserve.proposers.base import Surroundings
+from specserve.proposers.base import SourceContext
 from specserve.proposers.chain import ProposerChain, build_chain
 from specserve.proposers.gate import Gate
 from specserve.proposers.step_cost import CALIBRATION_STEPS
@@ -266,7 +266,7 @@ def repeated(count: int) -> DraftBatch:
 
 def test_a_configured_chain_drafts_from_the_text() -> None:
     config = NgramConfig(kind="ngram", max_draft_len=3, dynamic=False)
-    chain = build_chain([config], SpeculationMetrics(), Surroundings(vocab_size=7))
+    chain = build_chain([config], SpeculationMetrics(), SourceContext(vocab_size=7))
     assert chain.kinds == ("ngram",)
     assert tokens(chain.step(repeated(1), [], [AUTO])) == [(1, 2, 3)]
 
@@ -343,82 +343,6 @@ def test_a_source_that_takes_time_is_asked_where_its_only_token_is_worth_it(
         drafts = chain.step(batch(16), [outcome], [AUTO])
     num_asked = sum(limits != [0] for limits in remote.limits[20:])
     assert num_asked > 350 if is_asked else num_asked < 20
-
-
-def continuing(kind: str, clock: Clock, own: tuple[int, ...], text: Sequence[int]) -> Source:
-    """A source that knows what comes behind others' drafts, and is wrong about all else."""
-
-    def answer(batch: DraftBatch) -> list[Draft]:
-        length = int(batch.max_draft_tokens[0])
-        clock.now += 0.001 * bool(length)
-        guessed = batch.guessed[0] if batch.guessed else ()
-        is_known = guessed and guessed == tuple(text[: len(guessed)])
-        tokens = tuple(text[len(guessed) :][: len(own)]) if is_known else own
-        return [Draft(tokens[:length], kind)]  # type: ignore[arg-type]
-
-    return Source(answer)
-
-
-def drafted(
-    chain: ProposerChain, text: tuple[int, ...], num_steps: int
-) -> list[tuple[str, tuple[int, ...]]]:
-    """What is sent step by step where the target always writes this text: source and tokens."""
-    for _ in range(30):
-        chain.observe_step(1, 0, 0.01)
-    found: list[tuple[str, tuple[int, ...]]] = []
-    draft = Draft((), "ngram")
-    for _ in range(num_steps):
-        accepted = num_right(draft, text)
-        new_tokens = (*draft.tokens[:accepted], -1 if accepted == len(text) else text[accepted])
-        sent = draft if draft.tokens else None
-        (draft,) = chain.step(batch(16), [Outcome("r0", sent, accepted, new_tokens)], [AUTO])
-        chain.observe_step(1, len(draft.tokens), 0.01)
-        found.append((draft.source, draft.tokens))
-    return found
-
-
-@pytest.mark.parametrize("gated", [{"trie", "draft_model"}, {"draft_model"}])
-def test_a_draft_that_another_source_continued_is_sent_whole_and_each_is_told_its_own(
-    gated: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock, metrics, text = Clock(), SpeculationMetrics(("trie", "draft_model")), (1, 2, 3, 4, 5)
-    remote = continuing("draft_model", clock, (9, 9, 9), text)
-    chain = ProposerChain(
-        [("trie", offers("trie_local", 1, 2)), ("draft_model", remote)],
-        metrics,
-        gated_kinds=frozenset(gated),
-        remote_kinds={"draft_model": 3},
-        clock=clock,
-    )
-    sent = drafted(chain, text, 400)
-    assert sent.count(("draft_model", text)) > 300
-    told = {each.source: each for each in metrics.snapshot().acceptance}
-    trie, own = told["trie_local"], told["draft_model"]
-    assert trie.num_accepted_tokens == 2 * trie.num_drafts
-    assert trie.num_continuations == 0
-    assert own.num_continuations > 300
-    assert own.accepted_at_position[2] >= own.num_continuations - 5
-    monkeypatch.setattr(Gate, "trim", lambda _, ids, drafts: [each.cut(0) for each in drafts])
-    for _ in range(20):
-        (draft,) = chain.step(batch(16), [], [AUTO])
-        assert draft.tokens == (() if "trie" in gated else (1, 2))
-    assert max(limits[0] for limits in remote.limits[-20:]) == 3
-
-
-def test_a_continued_draft_may_be_continued_further() -> None:
-    clock, text = Clock(), (1, 2, 3, 4, 5)
-    chain = ProposerChain(
-        [
-            ("ngram", offers("ngram", 1, 2)),
-            ("draft_model", continuing("draft_model", clock, (9, 9), text)),
-            ("mtp", continuing("mtp", clock, (8,), text)),
-        ],
-        SpeculationMetrics(),
-        gated_kinds=frozenset({"ngram", "draft_model", "mtp"}),
-        remote_kinds={"draft_model": 2, "mtp": 1},
-        clock=clock,
-    )
-    assert ("mtp", text) in drafted(chain, text, 400)[-50:]
 
 
 def finds_nothing(clock: Clock) -> Source:

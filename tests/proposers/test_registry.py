@@ -7,7 +7,7 @@ import pytest
 
 from specserve.core.errors import ConfigError
 from specserve.core.source_config import NgramConfig
-from specserve.proposers.base import Surroundings
+from specserve.proposers.base import SourceContext
 from specserve.proposers.ngram import NgramProposer
 from specserve.proposers.registry import build_proposer, known_kinds, source_class
 
@@ -23,7 +23,7 @@ def test_an_unknown_kind_is_refused_with_the_known_ones() -> None:
 
 
 def test_a_config_becomes_its_proposer() -> None:
-    assert isinstance(build_proposer(NgramConfig(kind="ngram"), Surroundings()), NgramProposer)
+    assert isinstance(build_proposer(NgramConfig(kind="ngram"), SourceContext()), NgramProposer)
 
 
 def test_a_source_is_imported_only_when_it_is_used() -> None:

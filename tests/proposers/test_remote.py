@@ -13,17 +13,16 @@ import pytest
 
 from specserve.core.source_config import DraftModelConfig
 from specserve.core.types import DraftBatch, RequestControls
-from specserve.drafters.base import Row
 from specserve.drafters.server import DrafterServer
 from specserve.proposers import remote
-from specserve.proposers.base import Surroundings
+from specserve.proposers.base import SourceContext
 from specserve.proposers.remote import (
     FEED_TOKENS,
     NEAR_TOKENS,
     REST_S,
     RemoteProposer,
 )
-from tests.drafters.fakes import WAIT_S, FakeDrafter, draft_of
+from tests.drafters.fakes import WAIT_S, FakeDrafter
 from tests.integration.cluster import eventually
 from tests.proposers.remote_replica import TEXT, Place, Replica, replica, serve
 
@@ -43,25 +42,6 @@ def test_only_what_is_new_is_sent(served: Replica, drafter: FakeDrafter) -> None
         served.grow("a", end)
         served.propose("a")
     assert [(row.start, len(row.tokens)) for (row,) in drafter.calls] == [(0, 40), (40, 1), (41, 3)]
-
-
-def test_what_other_sources_guess_is_continued(served: Replica, drafter: FakeDrafter) -> None:
-    for name in ("a", "b", "long"):
-        served.grow(name, 40 if name != "long" else 2 * NEAR_TOKENS)
-    names, guess = ["a", "b", "long"], tuple(TEXT[100:105].tolist())
-    rows = np.stack([np.resize(served.texts[name], 2 * NEAR_TOKENS) for name in names])
-    lengths = np.array([40, 40, 2 * NEAR_TOKENS], np.int32)
-    limits = np.array([2, 3, 3], np.int32)
-    batch = DraftBatch(names, rows, lengths, lengths, limits, guessed=(guess, (), guess))
-    drafts = [draft.tokens for draft in served.proposer.propose(batch)]
-    text = served.texts["a"].tolist()
-    assert drafts == [draft_of([*text, *guess], 2), draft_of(text, 3), ()]
-
-    def read() -> list[Row]:
-        return [row for call in drafter.calls for row in call if row.key[1] == 2]
-
-    eventually(read, "the long text", WAIT_S, 0.005)
-    assert not any(len(row.guessed) for row in read())
 
 
 def test_a_text_that_the_drafter_has_no_room_for_is_sent_seldom(
@@ -268,10 +248,10 @@ def test_only_texts_of_one_tenant_adapter_and_salt_may_share_a_beginning(
 
 def test_a_source_that_is_ended_leaves_no_thread(place: Place) -> None:
     before = threading.active_count()
-    surroundings = Surroundings(find_drafter=lambda config: place)
-    RemoteProposer.build(DraftModelConfig(kind="draft_model", model="m"), surroundings)
+    context = SourceContext(find_drafter=lambda config: place)
+    RemoteProposer.build(DraftModelConfig(kind="draft_model", model="m"), context)
     assert threading.active_count() > before
-    for end in surroundings.exits:
+    for end in context.exits:
         end()
     assert threading.active_count() == before
 

@@ -18,7 +18,7 @@ from specserve.core.types import HiddenStates, RequestControls
 from specserve.drafters.server import DrafterServer
 from specserve.proposers import remote
 from specserve.proposers.chain import ProposerChain
-from specserve.proposers.drafter_lookout import DOUBTS_TOLD
+from specserve.proposers.health_monitor import TRIPS_TOLD
 from specserve.proposers.remote import (
     FEED_TOKENS,
     NEAR_TOKENS,
@@ -123,14 +123,14 @@ def test_a_drafter_that_is_always_late_is_asked_less_and_less(
 ) -> None:
     serve(stack, place, drafter)
     slow = replica(stack, place, timeout_s=0.001)
-    lookout = slow.proposer._link._lookout
+    monitor = slow.proposer._link._monitor
     rests = []
     for _ in range(3):
         slow.until_up()
         drafter.may_go.clear()
         slow.grow("a", 20)
         assert slow.propose("a") == [()]
-        rests.append(lookout._rest_until - time.monotonic())
+        rests.append(monitor._rest_until - time.monotonic())
         drafter.may_go.set()
     assert rests[0] <= 0.0 < rests[1] < rests[2]
 
@@ -141,14 +141,14 @@ def test_a_drafter_that_stays_late_is_told_of_once_and_until_it_answers(
     serve(stack, place, drafter)
     slow = replica(stack, place)
     slow.until_up()
-    lookout = slow.proposer._link._lookout
-    for _ in range(DOUBTS_TOLD + 1):
-        lookout.doubt("no answer within timeout_s (0.001 s)")
+    monitor = slow.proposer._link._monitor
+    for _ in range(TRIPS_TOLD + 1):
+        monitor.trip("no answer within timeout_s (0.001 s)")
     told = "no answer within timeout_s (0.001 s)"
     eventually(lambda: slow.health().reason == told, "the reason", WAIT_S, 0.01)
     (record,) = caplog.records
     assert record.getMessage() == f"No drafts from the draft_model drafter: {told}"
-    lookout._rest_until = 0.0
+    monitor._rest_until = 0.0
     slow.grow("a", 20)
     slow.until_drafts("a")
     eventually(lambda: slow.health().up, "up", WAIT_S, 0.01)
@@ -160,14 +160,14 @@ def test_a_drafter_whose_model_fails_is_asked_less_and_less(
 ) -> None:
     serve(stack, place, drafter)
     made = replica(stack, place)
-    lookout = made.proposer._link._lookout
+    monitor = made.proposer._link._monitor
     drafter.error = MemoryError()
     rests = []
     for _ in range(4):
         made.until_up()
         made.grow("a", 20)
         assert made.propose("a") == [()]
-        rests.append(lookout._rest_until - time.monotonic())
+        rests.append(monitor._rest_until - time.monotonic())
     assert rests[1] <= 0.0 < rests[2] < rests[3]  # the first one may have been the other texts'
     drafter.error = None
     made.until_drafts("a")
@@ -209,11 +209,11 @@ def test_a_drafter_that_is_not_there_yet_is_waited_for_by_nobody(
 def test_a_source_that_is_switched_off_is_not_shown_as_up_because_its_drafter_is_there(
     served: Replica,
 ) -> None:
-    lookout = served.proposer._link._lookout
+    monitor = served.proposer._link._monitor
     eventually(lambda: served.health().up, "up", WAIT_S, 0.01)
     served.metrics.set_up("draft_model", False)
-    seen = lookout._number
-    eventually(lambda: lookout._number > seen + 1, "further hellos", WAIT_S, 0.01)
+    seen = monitor._number
+    eventually(lambda: monitor._number > seen + 1, "further hellos", WAIT_S, 0.01)
     assert not served.health().up
 
 

@@ -9,7 +9,7 @@ import pytest
 from specserve.core.metrics import LinkSnapshot, SpeculationMetrics
 from specserve.core.source_config import TrieConfig
 from specserve.core.types import Draft, DraftBatch, Int32Array, RequestControls
-from specserve.proposers.base import Surroundings
+from specserve.proposers.base import SourceContext
 from specserve.proposers.controls import NO_TENANT
 from specserve.proposers.trie import LEARN_TOKENS_PER_STEP, TrieProposer
 from specserve.trie.learner import ClusterLearner
@@ -53,7 +53,7 @@ class Published:
 
 
 def build(config: TrieConfig = CONFIG, tenants: tuple[str, ...] = ()) -> TrieProposer:
-    return TrieProposer.build(config, Surroundings(model_identity="m", tenants=tenants))
+    return TrieProposer.build(config, SourceContext(model_identity="m", tenants=tenants))
 
 
 def ask(
@@ -153,7 +153,7 @@ def test_one_tenants_flood_makes_no_other_tenant_forget() -> None:
 
 
 def test_an_adapters_text_is_for_that_adapter() -> None:
-    proposer = TrieProposer.build(CONFIG, Surroundings(num_adapters=1))
+    proposer = TrieProposer.build(CONFIG, SourceContext(num_adapters=1))
     ask(proposer, TEXT[:100], names=["writes"], controls=(RequestControls(adapter="sql"),))
     assert ask(proposer, TEXT[40:60], names=["asks"])[0].tokens == ()
 
@@ -175,7 +175,7 @@ def test_a_configured_tenant_drafts_whoever_else_is_in_the_log(
     metrics = SpeculationMetrics(("trie",))
     proposer = TrieProposer.build(
         CONFIG.model_copy(update={"share_tenants": share_tenants}),
-        Surroundings(model_identity="m", tenants=tenants, num_adapters=1, metrics=metrics),
+        SourceContext(model_identity="m", tenants=tenants, num_adapters=1, metrics=metrics),
     )
     learner, tokens = ClusterLearner(proposer._memory), TEXT[1000:1100].tobytes()
     for number, tenant in enumerate(in_the_log):
@@ -196,8 +196,8 @@ def test_a_request_that_finds_no_trie_is_told_and_served_without_drafts(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     metrics = SpeculationMetrics(("trie",))
-    around = Surroundings(tenants=("a",), num_adapters=1, metrics=metrics)
-    proposer = TrieProposer.build(CONFIG, around)
+    context = SourceContext(tenants=("a",), num_adapters=1, metrics=metrics)
+    proposer = TrieProposer.build(CONFIG, context)
 
     def asks(name: str, *, adapter: str = "", tenant: str = "a") -> tuple[bool, str]:
         wishes = (RequestControls(adapter=adapter, tenant=tenant),)
@@ -222,7 +222,7 @@ def test_the_others_are_told_everything_but_what_must_not_be_learned() -> None:
     proposer = TrieProposer(
         CONFIG,
         TrieMemory(CONFIG.max_bytes, [namespace("m")]),
-        Surroundings(model_identity="m"),
+        SourceContext(model_identity="m"),
         published,
     )
     secret = RequestControls(learn=False)
@@ -253,7 +253,7 @@ def test_a_request_without_a_tenant_where_there_are_tenants_shares_nothing() -> 
 
 def test_the_memory_is_in_the_metrics() -> None:
     metrics = SpeculationMetrics()
-    proposer = TrieProposer.build(CONFIG, Surroundings(model_identity="m", metrics=metrics))
+    proposer = TrieProposer.build(CONFIG, SourceContext(model_identity="m", metrics=metrics))
     before = metrics.snapshot()
     ask(proposer, TEXT[:100], names=["writes"])
     now = metrics.snapshot()
@@ -270,8 +270,8 @@ def test_the_memory_is_in_the_metrics() -> None:
 
 def test_the_metrics_do_not_show_the_namespaces_of_tenants() -> None:
     metrics = SpeculationMetrics()
-    around = Surroundings(tenants=TENANTS, metrics=metrics, label_key=b"secret")
-    TrieProposer.build(CONFIG, around)
+    context = SourceContext(tenants=TENANTS, metrics=metrics, label_key=b"secret")
+    TrieProposer.build(CONFIG, context)
     shown = metrics.snapshot().trie
     assert shown is not None
     names = [namespace("", tenant=tenant) for tenant in TENANTS]

@@ -59,7 +59,6 @@ def test_acceptance_is_told_by_source_and_position(client: TestClient, rank0: Ra
     assert [(source["kind"], source["up"]) for source in answer["sources"]] == [("ngram", True)]
     assert answer["acceptance"]["ngram"] == {
         "drafts": 2,
-        "continuations": 0,
         "draft_tokens": 4,
         "accepted_tokens": 2,
         "mean_accepted_length": 1.0,

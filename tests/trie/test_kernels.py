@@ -9,8 +9,8 @@ from numba.core.dispatcher import Dispatcher
 
 from specserve.core.source_config import NgramConfig, TrieConfig
 from specserve.core.types import DraftBatch, Int32Array, RequestControls
-from specserve.proposers import ngram_index
-from specserve.proposers.base import Surroundings
+from specserve.proposers import ngram
+from specserve.proposers.base import SourceContext
 from specserve.proposers.ngram import NgramProposer
 from specserve.proposers.trie import TrieProposer
 from specserve.trie import branch, contexts, pages
@@ -26,7 +26,7 @@ def compiled() -> dict[str, int]:
     """How many signatures each compiled function has, by its name."""
     return {
         f"{module.__name__}.{name}": len(value.signatures)
-        for module in (branch, contexts, pages, ngram_index)
+        for module in (branch, contexts, pages, ngram)
         for name, value in vars(module).items()
         if isinstance(value, Dispatcher)
     }
@@ -55,17 +55,17 @@ def from_another_replica(number: int, tokens: Int32Array, **fields: object) -> R
 @pytest.fixture
 def proposer() -> TrieProposer:
     return TrieProposer.build(
-        TrieConfig(kind="trie", max_bytes=1 << 20), Surroundings(model_identity="m")
+        TrieConfig(kind="trie", max_bytes=1 << 20), SourceContext(model_identity="m")
     )
 
 
 def test_traffic_of_no_kind_compiles_anything_anew(proposer: TrieProposer) -> None:
-    ngram = NgramProposer(NgramConfig(kind="ngram"))
+    lookup = NgramProposer(NgramConfig(kind="ngram"))
     before = compiled()
     kernels = ("branch.lookup", "pages.append", "pages.remove", "step_batch", "rehash")
     assert {before[each] for each in before if each.endswith(kernels)} == {1}
 
-    for source in (proposer, ngram):
+    for source in (proposer, lookup):
         source.propose(batch(text(200), names=["one"]))
         source.propose(batch(text(201), text(5000, 1), names=["one", "two"]))
         source.propose(batch(text(90, 2), names=["private"], private=True))

@@ -11,7 +11,7 @@ import fsspec
 import pytest
 
 from specserve.core.errors import ConfigError, SnapshotError
-from specserve.trie.log_snapshot import BLOCK_RECORDS, VERSION, SnapshotFile
+from specserve.trie.log_snapshot import BLOCK_RECORDS, VERSION, SnapshotFile, SnapshotHeader
 from specserve.trie.token_log import LogState, TokenLog
 from tests.trie.texts import FINGERPRINT, VOCAB_SIZE, purge, record
 
@@ -42,6 +42,11 @@ def test_what_is_saved_is_what_is_loaded(path: Path) -> None:
     assert path.stat().st_size == size
     assert file.load_or_set_aside(FINGERPRINT) == ("epoch", some_state())
     assert os.listdir(path.parent) == [path.name]
+
+
+def test_the_header_on_disk_names_its_fields_as_it_always_did() -> None:
+    names = ("fingerprint", "epoch", "saved_at", "end", "held", "orders", "num_records")
+    assert SnapshotHeader.__struct_encode_fields__ == names
 
 
 def test_only_the_owner_may_read_what_users_wrote(path: Path) -> None:

@@ -29,14 +29,14 @@ class Reader:
 
     def __init__(self) -> None:
         self.texts: Texts = {}
-        self.orders: list[Record] = []
+        self.tombstones: list[Record] = []
         self._seen: set[tuple[str, int]] = set()
 
     def __call__(self, record: Record) -> None:
         assert (record.origin, record.number) not in self._seen
         self._seen.add((record.origin, record.number))
         if record.kind != "text":
-            self.orders.append(record)
+            self.tombstones.append(record)
         text = self.texts.setdefault((record.namespace, record.sequence), {})
         for offset, token in enumerate(record.token_array().tolist()):
             assert record.start + offset not in text
@@ -213,7 +213,9 @@ def test_a_purge_reaches_every_replica(client: DirectClient, start: Start) -> No
     eventually(lambda: second.read.texts, "the text", WAIT_S, 0.01)
     assert client.store is not None
     client.store.purge("tenant")
-    eventually(lambda: first.read.orders and second.read.orders, "the order", WAIT_S, 0.01)
+    eventually(
+        lambda: first.read.tombstones and second.read.tombstones, "the tombstone", WAIT_S, 0.01
+    )
 
 
 def test_a_store_that_lost_its_memory_gets_it_back_but_not_what_was_purged(
@@ -232,7 +234,7 @@ def test_a_store_that_lost_its_memory_gets_it_back_but_not_what_was_purged(
         while each.link.take_turn() == 0:
             pass
     assert client.store.stats().tokens_by_namespace == {"tenant": 2}
-    assert [each.namespace for each in reader.read.orders] == ["purged"]
+    assert [each.namespace for each in reader.read.tombstones] == ["purged"]
 
 
 def test_nothing_of_a_purged_tenant_comes_back_from_who_had_not_heard_of_it(
@@ -257,7 +259,7 @@ def test_nothing_of_a_purged_tenant_comes_back_from_who_had_not_heard_of_it(
             while each.link.take_turn(is_last=True) == 0:
                 pass
         assert store.stats().tokens_by_namespace == {others: 2}
-    assert [each.namespace for each in reader.read.orders] == [tenant_half("a")]
+    assert [each.namespace for each in reader.read.tombstones] == [tenant_half("a")]
     writer.write("of later", [5, 6], adapters)
     writer.link.take_turn(is_last=True)
     assert client.store.stats().tokens_by_namespace == {others: 2, adapters: 2}

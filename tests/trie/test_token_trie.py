@@ -9,7 +9,7 @@ import pytest
 
 from specserve.core.types import Int32Array
 from specserve.trie.layout import MOST_USE, NUM_FREE_PAGES, NUM_FREE_SLOTS, PAGE
-from specserve.trie.token_trie import Teacher, TokenTrie, TrieDrafts
+from specserve.trie.token_trie import LearnedFrom, TokenTrie, TrieDrafts
 
 SMALL = 1 << 20
 
@@ -28,9 +28,9 @@ def learn(
     name: str,
     *,
     num_prompt_tokens: int = 0,
-    teacher: Teacher = "local",
+    learned_from: LearnedFrom = "local",
 ) -> None:
-    assert trie.open(name, teacher=teacher)
+    assert trie.open(name, learned_from=learned_from)
     assert trie.append(name, text, num_prompt_tokens=num_prompt_tokens) == 0
     trie.finish(name)
 
@@ -168,7 +168,7 @@ def test_a_requests_own_text_weighs_most(trie: TokenTrie) -> None:
 
 def test_who_taught_a_draft_is_told(trie: TokenTrie) -> None:
     learn(trie, tokens(1, 2, 3), "here")
-    learn(trie, tokens(4, 5, 6), "there", teacher="cluster")
+    learn(trie, tokens(4, 5, 6), "there", learned_from="cluster")
     assert not look(trie, tokens(1, 2)).from_cluster[0]
     assert look(trie, tokens(4, 5)).from_cluster[0]
 

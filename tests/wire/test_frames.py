@@ -45,7 +45,6 @@ QUESTIONS: list[Question] = [
                 states_start=2,
                 states=np.full((1, HIDDEN_SIZE), 65535, np.uint16),
                 max_draft_tokens=128,
-                guessed=np.array([7, 8, LAST], np.int32),
             ),
         ),
     ),
@@ -71,7 +70,6 @@ def rows() -> st.SearchStrategy[TextRow]:
             lambda size: np.arange(size * HIDDEN_SIZE, dtype=np.uint16).reshape(size, HIDDEN_SIZE)
         ),
         max_draft_tokens=st.integers(0, 128),
-        guessed=st.lists(token, max_size=3).map(lambda ids: np.array(ids, np.int32)),
     )
 
 
@@ -95,7 +93,6 @@ def plain(request: DraftRequest) -> Any:
             (
                 (row.text, row.salt, row.start, row.states_start, row.max_draft_tokens),
                 row.tokens.tolist(),
-                row.guessed.tolist(),
                 None if row.states is None else row.states.tolist(),
             )
             for row in request.rows
@@ -198,7 +195,6 @@ def head(**changes: Any) -> bytes:
         "salt": 0,
         "start": 0,
         "tokens": 0,
-        "guessed": 0,
         "first": 0,
         "states": 0,
         "draft": 1,
@@ -234,12 +230,10 @@ def test_a_header_written_by_hand_is_read() -> None:
         ({"salt": -1}, "int` >= 0"),
         ({"tokens": MAX_TOKENS + 1}, f": {MAX_TOKENS + 1} tokens"),
         ({"tokens": -1}, "int` >= 0"),
-        ({"guessed": 129}, "int` <= 128"),
-        ({"guessed": 1}, "0 bytes instead of 4"),
         ({"states": 1}, "without a width"),
         ({"states": LAST, "hidden_size": 1 << 20}, "bytes of states"),
         ({"forget": list(range(MAX_ROWS + 1))}, "length <= 4096"),
-        ({"rows": [{"text": 1}]}, "at least length 8"),
+        ({"rows": [{"text": 1}]}, "at least length 7"),
     ],
 )
 def test_a_header_with_a_value_out_of_bounds_is_refused(
@@ -250,7 +244,7 @@ def test_a_header_with_a_value_out_of_bounds_is_refused(
 
 
 def test_a_text_may_have_one_row_only() -> None:
-    row = [1, 0, 0, 0, 0, 0, 0, 1]
+    row = [1, 0, 0, 0, 0, 0, 1]
     header = msgspec.msgpack.encode(["draft", 1, 0.1, 0, [row, row], []])
     with pytest.raises(WireError, match="two rows"):
         decode_question([header, b"", b""])

@@ -17,7 +17,7 @@ from specserve.compare.engine_process import EngineProcess
 from specserve.core.config import AppConfig
 from specserve.core.types import DraftBatch
 from specserve.engine.generation import Completion, Job, RunResult, Sampling
-from specserve.proposers.base import Surroundings
+from specserve.proposers.base import SourceContext
 from specserve.proposers.registry import build_proposer
 
 ALPHABET = (300, 301, 302, 303)
@@ -129,7 +129,7 @@ def _drafts(config: AppConfig, outputs: Sequence[Sample]) -> list[Sample]:
     )
     drafts = [
         draft.tokens
-        for draft in build_proposer(config.speculation[0], Surroundings()).propose(batch)
+        for draft in build_proposer(config.speculation[0], SourceContext()).propose(batch)
     ]
     assert all(len(draft) == NUM_TOKENS - 1 for draft in drafts)
     return drafts

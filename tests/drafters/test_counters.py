@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 from ray.util.metrics import Counter
 
-from specserve.drafters.counters import ServerCounters
-from specserve.drafters.exporter import CounterExporter
+from specserve.drafters.counters import CounterExporter, ServerCounters
 
 
 def test_what_was_counted_since_is_exported_once(monkeypatch: pytest.MonkeyPatch) -> None:

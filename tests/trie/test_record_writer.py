@@ -1,4 +1,4 @@
-"""Teaching a real store, in this process."""
+"""Writing to a real store, in this process."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from specserve.core.errors import StoreError
-from specserve.trie import teacher as module
+from specserve.trie import record_writer as module
 from specserve.trie.namespaces import namespace
+from specserve.trie.record_writer import RecordWriter
 from specserve.trie.records import MAX_RECORD_TOKENS, ExchangeReply, ExchangeRequest, Record
 from specserve.trie.store import StoreOptions, TrieStore
-from specserve.trie.teacher import Teacher
 
 NAME = namespace("model")
 
@@ -54,12 +54,12 @@ def tokens_of(records: list[Record]) -> Iterator[int]:
 
 
 def test_replicas_get_every_text_whole_and_closed(line: Line) -> None:
-    teacher = Teacher(line, "model", NAME)
+    writer = RecordWriter(line, "model", NAME)
     long = np.arange(2 * MAX_RECORD_TOKENS + 5, dtype=np.int32) % 1000
     short = np.array([1, 2, 3], np.int32)
-    teacher.teach(long, num_prompt_tokens=MAX_RECORD_TOKENS + 1)
-    teacher.teach(short)
-    teacher.flush()
+    writer.write(long, num_prompt_tokens=MAX_RECORD_TOKENS + 1)
+    writer.write(short)
+    writer.flush()
 
     first, second = texts(line).values()
     assert list(tokens_of(first)) == long.tolist()
@@ -67,39 +67,39 @@ def test_replicas_get_every_text_whole_and_closed(line: Line) -> None:
     assert [record.num_prompt_tokens for record in first] == [MAX_RECORD_TOKENS, 1, 0]
     assert [record.final for record in first] == [False, False, True]
     assert list(tokens_of(second)) == short.tolist()
-    assert teacher.num_tokens == len(long) + 3 == line.store.stats().num_tokens
+    assert writer.num_tokens == len(long) + 3 == line.store.stats().num_tokens
 
 
 def test_a_short_text_waits_for_the_end_and_many_are_sent_on_the_way(line: Line) -> None:
-    teacher = Teacher(line, "model", NAME)
-    teacher.teach(np.array([1], np.int32))
+    writer = RecordWriter(line, "model", NAME)
+    writer.write(np.array([1], np.int32))
     assert not texts(line)
     while not texts(line):
-        teacher.teach(np.zeros(MAX_RECORD_TOKENS, np.int32))
-    assert teacher.num_tokens == line.store.stats().num_tokens > MAX_RECORD_TOKENS
+        writer.write(np.zeros(MAX_RECORD_TOKENS, np.int32))
+    assert writer.num_tokens == line.store.stats().num_tokens > MAX_RECORD_TOKENS
 
 
 def test_an_answer_that_got_lost_teaches_nothing_twice(line: Line) -> None:
-    teacher = Teacher(line, "model", NAME)
+    writer = RecordWriter(line, "model", NAME)
     line.failures = 3
-    teacher.teach(np.array([1, 2], np.int32))
-    teacher.flush()
-    assert teacher.num_tokens == line.store.stats().num_tokens == 2
+    writer.write(np.array([1, 2], np.int32))
+    writer.flush()
+    assert writer.num_tokens == line.store.stats().num_tokens == 2
 
 
 def test_a_store_that_stays_away_is_given_up(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_PATIENCE_S", 0.0)
-    teacher = Teacher(line, "model", NAME)
+    writer = RecordWriter(line, "model", NAME)
     line.failures = 1_000_000_000
-    teacher.teach(np.array([1, 2], np.int32))
+    writer.write(np.array([1, 2], np.int32))
     with pytest.raises(StoreError, match="has not answered for"):
-        teacher.flush()
-    assert teacher.num_tokens == 0
+        writer.flush()
+    assert writer.num_tokens == 0
 
 
 def test_a_store_of_another_model_takes_nothing(line: Line) -> None:
-    teacher = Teacher(line, "another model", NAME)
-    teacher.teach(np.array([1], np.int32))
+    writer = RecordWriter(line, "another model", NAME)
+    writer.write(np.array([1], np.int32))
     with pytest.raises(StoreError, match="must not mix"):
-        teacher.flush()
+        writer.flush()
     assert not texts(line)

@@ -3,16 +3,16 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specserve.trie.held_numbers import MAX_RANGES, HeldNumbers
+from specserve.trie.seen_records import MAX_RANGES, SeenRecords
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 40))))
 def test_it_says_of_each_number_whether_it_was_there(added: list[tuple[str, int]]) -> None:
-    held, known = HeldNumbers(), set()
+    held, known = SeenRecords(), set()
     for origin, number in added:
         assert held.add(origin, number) == ((origin, number) not in known)
         known.add((origin, number))
-    copy = HeldNumbers(held.ranges())
+    copy = SeenRecords(held.ranges())
     for origin in "abc":
         for number in range(42):
             assert held.has(origin, number) == ((origin, number) in known)
@@ -21,14 +21,14 @@ def test_it_says_of_each_number_whether_it_was_there(added: list[tuple[str, int]
 
 @given(st.permutations(range(1, 30)))
 def test_numbers_without_gaps_are_one_range_in_whatever_order_they_came(order: list[int]) -> None:
-    held = HeldNumbers()
+    held = SeenRecords()
     for number in order:
         held.add("a", number)
     assert held.ranges() == {"a": [(1, 29)]}
 
 
 def test_the_oldest_gap_is_closed_when_there_are_too_many() -> None:
-    held = HeldNumbers()
+    held = SeenRecords()
     for number in range(2, 2 * (MAX_RANGES + 1) + 1, 2):
         held.add("a", number)
     assert len(held.ranges()["a"]) == MAX_RANGES
@@ -38,7 +38,7 @@ def test_the_oldest_gap_is_closed_when_there_are_too_many() -> None:
 
 
 def test_the_origin_that_was_silent_longest_is_forgotten_first() -> None:
-    held = HeldNumbers(max_origins=2)
+    held = SeenRecords(max_origins=2)
     held.add("a", 1)
     held.add("b", 1)
     held.add("a", 2)
@@ -47,7 +47,7 @@ def test_the_origin_that_was_silent_longest_is_forgotten_first() -> None:
 
 
 def test_an_origin_that_is_needed_is_kept() -> None:
-    held = HeldNumbers(max_origins=2)
+    held = SeenRecords(max_origins=2)
     for origin in "abc":
         held.add(origin, 1, is_needed=lambda origin: origin == "a")
     assert held.ranges().keys() == {"a", "c"}

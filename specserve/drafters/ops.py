@@ -1,15 +1,27 @@
-"""Greedy drafting: what a model holds for the likeliest token, and how sure it is of it."""
+"""Tensor operations that both drafting models use."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 Guess = tuple[tuple[int, ...], tuple[float, ...]]
 """A draft's tokens, and the model's probability of each, those before it given."""
 
 NO_GUESS: Guess = ((), ())
+
+
+def laid_out(weight: Tensor) -> Tensor:
+    """The same matrix ``[out, in]``, as ``F.linear`` multiplies fastest by it.
+
+    In float32 on a CPU that is with its columns one after the other: up to twice as fast for the
+    few rows that are drafted for.
+    """
+    if weight.device.type == "cpu" and weight.dtype == torch.float32:
+        return weight.t().contiguous().t()
+    return weight
 
 
 def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:

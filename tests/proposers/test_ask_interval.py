@@ -2,66 +2,66 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from specserve.proposers.pace import MOST_PAUSE, Pace
+from specserve.proposers.ask_interval import MOST_PAUSE, AskInterval
 
 SECONDS_PER_TOKEN = 0.01
 
 
-def calls(pace: Pace, steps: int, seconds: float, accepted: int = 0) -> list[int]:
+def calls(interval: AskInterval, steps: int, seconds: float, accepted: int = 0) -> list[int]:
     """Which of the next steps are calls; each takes ``seconds`` and brings ``accepted`` tokens."""
     made = []
     for step in range(steps):
-        if pace.is_due(SECONDS_PER_TOKEN):
+        if interval.is_due(SECONDS_PER_TOKEN):
             made.append(step)
-            pace.observe_call(seconds)
+            interval.observe_call(seconds)
             if accepted:
-                pace.observe_gain(accepted)
+                interval.observe_gain(accepted)
     return made
 
 
 def test_a_source_that_pays_is_asked_at_every_step() -> None:
-    pace = Pace()
-    assert len(calls(pace, 500, seconds=0.0003, accepted=1)) == 500
-    assert not pace.is_slow
+    interval = AskInterval()
+    assert len(calls(interval, 500, seconds=0.0003, accepted=1)) == 500
+    assert not interval.is_slow
 
 
 def test_a_source_that_brings_nothing_is_asked_ever_more_seldom_up_to_a_bound() -> None:
-    pace = Pace()
-    made = calls(pace, 1000, seconds=0.0003)
+    interval = AskInterval()
+    made = calls(interval, 1000, seconds=0.0003)
     gaps = [after - before for before, after in pairwise(made)]
     assert gaps == sorted(gaps)
     assert set(gaps) == {1, 2, 4, MOST_PAUSE}
-    assert pace.is_slow
+    assert interval.is_slow
 
 
 def test_one_accepted_draft_brings_it_back() -> None:
-    pace = Pace()
-    calls(pace, 1000, seconds=0.0003)
-    pace.observe_gain(4)
-    assert len(calls(pace, 8, seconds=0.0003, accepted=1)) == 8
-    assert not pace.is_slow
+    interval = AskInterval()
+    calls(interval, 1000, seconds=0.0003)
+    interval.observe_gain(4)
+    assert len(calls(interval, 8, seconds=0.0003, accepted=1)) == 8
+    assert not interval.is_slow
 
 
 def test_what_a_call_may_cost_depends_on_how_much_it_brings() -> None:
-    dear, cheap = Pace(), Pace()
-    for pace, seconds in ((dear, 0.002), (cheap, 0.0002)):
+    dear, cheap = AskInterval(), AskInterval()
+    for interval, seconds in ((dear, 0.002), (cheap, 0.0002)):
         for _ in range(50):  # a token in ten calls
-            calls(pace, 9, seconds)
-            calls(pace, 1, seconds, accepted=1)
+            calls(interval, 9, seconds)
+            calls(interval, 1, seconds, accepted=1)
     assert dear.is_slow
     assert not cheap.is_slow
 
 
 def test_one_stalled_call_does_not_silence_a_source() -> None:
-    pace = Pace()
-    calls(pace, 100, seconds=0.0003, accepted=1)
-    pace.observe_call(5.0)
-    pace.observe_gain(1)
-    assert len(calls(pace, 20, seconds=0.0003, accepted=1)) == 20
+    interval = AskInterval()
+    calls(interval, 100, seconds=0.0003, accepted=1)
+    interval.observe_call(5.0)
+    interval.observe_gain(1)
+    assert len(calls(interval, 20, seconds=0.0003, accepted=1)) == 20
 
 
 def test_it_is_known_how_many_steps_the_next_call_is_away() -> None:
-    told, asked = Pace(), Pace()
+    told, asked = AskInterval(), AskInterval()
     calls(told, 100, seconds=0.0003)
     calls(asked, 100, seconds=0.0003)
     for _ in range(5):
@@ -73,6 +73,6 @@ def test_it_is_known_how_many_steps_the_next_call_is_away() -> None:
 
 
 def test_there_are_no_idle_steps_while_a_source_pays() -> None:
-    pace = Pace()
-    calls(pace, 100, seconds=0.0003, accepted=1)
-    assert pace.num_idle_steps == 0
+    interval = AskInterval()
+    calls(interval, 100, seconds=0.0003, accepted=1)
+    assert interval.num_idle_steps == 0

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from specserve.core.errors import SpecServeError
-from specserve.trie.lessons import Lesson, read_lessons
+from specserve.trie.warm_texts import WarmText, read_texts
 
 GOOD = {"text": "a"}
 
 
 def write(folder: Path, *lines: object) -> Path:
     """A file of these lines; those that are not text already as JSON."""
-    path = folder / "lessons.jsonl"
+    path = folder / "texts.jsonl"
     texts = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
     path.write_bytes(b"\n".join(texts))
     return path
@@ -27,10 +27,10 @@ def test_each_form_of_a_line_is_read(tmp_path: Path) -> None:
         b"  ",
         {"token_ids": [0, 99]},
     )
-    assert list(read_lessons(path, 100)) == [
-        Lesson(completion="über\n"),
-        Lesson(prompt="a", completion="b"),
-        Lesson(token_ids=(0, 99)),
+    assert list(read_texts(path, 100)) == [
+        WarmText(completion="über\n"),
+        WarmText(prompt="a", completion="b"),
+        WarmText(token_ids=(0, 99)),
     ]
 
 
@@ -62,11 +62,11 @@ def test_a_line_that_is_wrong_is_told_with_file_number_and_reason(
 ) -> None:
     path = write(tmp_path, GOOD, line, GOOD)
     with pytest.raises(SpecServeError) as told:
-        list(read_lessons(path, 100))
+        list(read_texts(path, 100))
     assert str(told.value).startswith(f"{path}: line 2: {problem}")
     assert "\n" not in str(told.value)
 
 
 def test_a_missing_file_is_told(tmp_path: Path) -> None:
     with pytest.raises(SpecServeError, match="cannot be read: No such file or directory"):
-        list(read_lessons(tmp_path / "none.jsonl", 100))
+        list(read_texts(tmp_path / "none.jsonl", 100))

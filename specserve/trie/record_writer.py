@@ -1,4 +1,4 @@
-"""Teaches the cluster's draft memory texts that no request has written."""
+"""Writes texts that no request has written into the cluster's draft memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CALL_S, _PATIENCE_S = 10.0, 60.0
 _REST_S = 0.5
 
 
-class Teacher:
+class RecordWriter:
     """Writes records as a replica does, under an origin of its own.
 
     Args:
@@ -39,7 +39,7 @@ class Teacher:
         self._batch: list[Record] = []
         self._batch_bytes = 0
 
-    def teach(self, tokens: Int32Array, num_prompt_tokens: int = 0) -> None:
+    def write(self, tokens: Int32Array, num_prompt_tokens: int = 0) -> None:
         """Hands over a text, or keeps it until :meth:`flush` if it is short.
 
         Args:
@@ -70,7 +70,7 @@ class Teacher:
                 self.flush()
 
     def flush(self) -> None:
-        """Hands over what was kept; raises as :meth:`teach`."""
+        """Hands over what was kept; raises as :meth:`write`."""
         if not self._batch:
             return
         deadline = time.monotonic() + _PATIENCE_S

@@ -1,4 +1,4 @@
-"""What a lookout tells of the drafter that it looks for."""
+"""What a monitor tells of the drafter that it looks for."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 
 from specserve.core.errors import EngineError
 from specserve.drafters.server import DrafterServer
-from specserve.proposers import drafter_lookout
-from specserve.proposers.drafter_lookout import Find, Lookout, Wanted
+from specserve.proposers import health_monitor
+from specserve.proposers.health_monitor import Find, HealthMonitor, Wanted
 from specserve.wire.endpoint import Endpoint
 from tests.drafters.fakes import VOCAB_SIZE, WAIT_S, FakeDrafter
 
@@ -22,13 +22,15 @@ Reports = Iterator[tuple[bool, str]]
 
 @pytest.fixture
 def watch() -> Iterator[Callable[[Find], Reports]]:
-    """Starts a lookout; the reports as they come."""
+    """Starts a monitor; the reports as they come."""
     with ExitStack() as stack:
 
         def watch(find: Find) -> Reports:
             reports: queue.SimpleQueue[tuple[bool, str]] = queue.SimpleQueue()
             wanted = Wanted(kind="draft_model", vocab_size=500, tokenizer="", hidden_size=0)
-            stack.enter_context(closing(Lookout(wanted, find, lambda *each: reports.put(each))))
+            stack.enter_context(
+                closing(HealthMonitor(wanted, find, lambda *each: reports.put(each)))
+            )
             return iter(lambda: reports.get(timeout=WAIT_S), None)
 
         yield watch
@@ -64,7 +66,7 @@ def test_why_there_will_be_no_drafter_is_reported_and_it_is_asked_for_again(watc
 def test_a_drafter_that_is_found_and_never_answers_is_told_of(
     watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drafter_lookout, "SILENT_S", 0.05)
+    monkeypatch.setattr(health_monitor, "SILENT_S", 0.05)
     with closing(DrafterServer(FakeDrafter())) as server:
         place = Endpoint.parse(server.address).place
         reports = watch(lambda: Endpoint(place, "wrong").url)
@@ -76,7 +78,7 @@ def test_a_drafter_that_is_found_and_never_answers_is_told_of(
 def test_that_a_drafter_is_silent_is_told_before_it_is_found_again(
     watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drafter_lookout, "SILENT_S", 0.3)
+    monkeypatch.setattr(health_monitor, "SILENT_S", 0.3)
     drafter, may_find = FakeDrafter(), threading.Event()
     drafter.card = replace(drafter.card, vocab_size=500)
     server = DrafterServer(drafter)

@@ -15,7 +15,7 @@ _FIRST_YIELD, _FIRST_CALLS = 0.5, 2
 _MOST_SECONDS_TIMES = 4.0
 
 
-class Pace:
+class AskInterval:
     """Compares the time that a source's accepted tokens save with the time that its calls take.
 
     While they save more, every step is a call; else the pauses double up to ``MOST_PAUSE``. Both

@@ -32,13 +32,13 @@ SILENT_S = 2.0
 """A drafter that has left a hello without an answer for so long is looked for anew."""
 
 MOST_SILENT_LOOKS = 15
-"""So often a drafter is found that leaves hellos without an answer before that is told."""
+"""Times that a drafter may be found that answers no hello before the log says so."""
 
 LONGEST_REST_S = 10.0
-"""Before a drafter is used again that has answered hellos in time, but no request."""
+"""Longest pause of requests to a drafter that answers hellos in time, but no request."""
 
-DOUBTS_TOLD = 6
-"""Of so many in a row, which take some 10 seconds, the log tells."""
+TRIPS_TOLD = 6
+"""Trips in a row until the log says so; they take some 10 seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,23 +99,26 @@ class Peer:
         return self.instance, self.connection
 
 
-class Lookout:
-    """Knows whether there is a drafter to ask.
+class HealthMonitor:
+    """Tells whether there is a drafter to ask: a circuit breaker with health checks.
+
+    Each check is a hello. :meth:`trip` stops requests until a later hello is answered, and after
+    further trips for longer and longer pauses; :meth:`reset` ends the count.
 
     Args:
         wanted: what the drafter has to be; another one is refused with one line in the log.
-        find: where it is; called from this lookout's thread.
-        report: told several times a second how it stands, from this lookout's thread.
+        find: where it is; called from this monitor's thread.
+        report: told the state several times a second, from this monitor's thread.
     """
 
     def __init__(self, wanted: Wanted, find: Find, report: Report) -> None:
         self._wanted, self._find, self._report = wanted, find, report
         self._peer: Peer | None = None
-        self._lock = threading.Lock()  # between doubts and what is heard of the peer
+        self._lock = threading.Lock()  # between trips and what is heard of the peer
         self._connection = 0
-        self._num_doubts, self._doubt = 0, ""
+        self._num_trips, self._trip_reason = 0, ""
         self._rest_until = 0.0
-        self._believed_from = 0  # answers to earlier hellos do not count
+        self._counts_from = 0  # answers to earlier hellos do not count
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
         self._endpoint: Endpoint | None = None
@@ -125,7 +128,7 @@ class Lookout:
         self._num_silent_looks = 0
         self._refused = ""
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="drafter-lookout", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="drafter-health", daemon=True)
         self._thread.start()
 
     @property
@@ -133,25 +136,22 @@ class Lookout:
         """The drafter that may be asked now."""
         return self._peer
 
-    def doubt(self, reason: str) -> None:
-        """A request was not answered in time: nobody is asked before a new hello is answered.
-
-        One that answers hellos and no request is given longer and longer rests.
-        """
+    def trip(self, reason: str) -> None:
+        """A request was not answered in time: none is sent before a new hello is answered."""
         with self._lock:
             self._peer = None
-            self._connection += self._num_doubts > 0  # it may be the connection that is broken
-            self._believed_from = self._number + 1
-            rest_s = 0.0 if not self._num_doubts else GREET_DOWN_S * 2.0 ** min(self._num_doubts, 9)
+            self._connection += self._num_trips > 0  # it may be the connection that is broken
+            self._counts_from = self._number + 1
+            rest_s = 0.0 if not self._num_trips else GREET_DOWN_S * 2.0 ** min(self._num_trips, 9)
             self._rest_until = time.monotonic() + min(rest_s, LONGEST_REST_S)
-            self._num_doubts += 1
-            self._doubt = reason
-        if self._num_doubts == DOUBTS_TOLD:
+            self._num_trips += 1
+            self._trip_reason = reason
+        if self._num_trips == TRIPS_TOLD:
             self._warn(reason)
 
-    def trust(self) -> None:
-        """A request was answered in time."""
-        self._num_doubts, self._doubt = 0, ""
+    def reset(self) -> None:
+        """A request was answered in time: the next trip is the first again."""
+        self._num_trips, self._trip_reason = 0, ""
 
     def close(self) -> None:
         """Ends the thread; waits for a ``find`` that runs."""
@@ -168,7 +168,7 @@ class Lookout:
             except SpecServeError as error:
                 self._refuse(str(error))
                 self._closing.wait(GREET_UP_S)
-            except Exception:  # the lookout must outlive whatever it meets
+            except Exception:  # the thread must outlive every failure
                 logger.exception("Looking for the %s drafter failed; it goes on", self._wanted.kind)
                 self._closing.wait(SILENT_S)
             self._tell()
@@ -177,7 +177,7 @@ class Lookout:
 
     def _tell(self) -> None:
         is_up = self._peer is not None
-        self._report(is_up, "" if is_up else self._refused or self._doubt)
+        self._report(is_up, "" if is_up else self._refused or self._trip_reason)
 
     def _is_silent(self) -> bool:
         since = self._unheard_since
@@ -231,15 +231,15 @@ class Lookout:
             if objection := self._wanted.objection(reply):
                 self._refuse(f"{reply.model} at {self._endpoint.place} has {objection}")
             else:
-                self._believe(reply, self._endpoint)
+                self._accept(reply, self._endpoint)
 
-    def _believe(self, card: Card, endpoint: Endpoint) -> None:
+    def _accept(self, card: Card, endpoint: Endpoint) -> None:
         with self._lock:
-            if card.number < self._believed_from or time.monotonic() < self._rest_until:
+            if card.number < self._counts_from or time.monotonic() < self._rest_until:
                 return
             if self._peer is None or self._peer.instance != card.instance:
                 self._peer = Peer(endpoint, card.instance, card.max_tokens, self._connection)
-                self._refused = self._doubt = ""
+                self._refused = self._trip_reason = ""
 
     def _refuse(self, reason: str) -> None:
         self._lose()

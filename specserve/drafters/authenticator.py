@@ -1,7 +1,8 @@
 """Lets in who knows a drafter's secret: ZeroMQ's PLAIN mechanism.
 
 A connection begins with the secret, and no message is taken from it before that has been found
-right. Messages cost nothing more by it; neither they nor the secret are encrypted.
+right. Messages cost nothing more by it; neither they nor the secret are encrypted. pyzmq's own
+authenticator writes the secret into its debug log, and compares it in a time that depends on it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _MOST_AT_ONCE = 1024
 """Refusals that are counted before those that are let in are served."""
 
 
-class Doorkeeper:
+class Authenticator:
     """Guards the one listening socket of a context, with a random secret of its own.
 
     It has a thread, which ends with the context: connections are let in while the model computes,
@@ -45,7 +46,7 @@ class Doorkeeper:
         self._questions = context.socket(zmq.REP)
         self._questions.setsockopt(zmq.LINGER, 0)
         self._questions.bind(_QUESTIONS)
-        self._thread = threading.Thread(target=self._answer, name="drafter-door", daemon=True)
+        self._thread = threading.Thread(target=self._answer, name="drafter-auth", daemon=True)
         self._thread.start()
         self.refusals = socket.get_monitor_socket(_REFUSALS)
         self._socket = socket

@@ -17,7 +17,7 @@ _ALLOWED = "a mapping with either text, or prompt and completion, or token_ids"
 
 
 @dataclass(frozen=True, slots=True)
-class Lesson:
+class WarmText:
     """One line: either two texts, of which the first may be empty, or tokens.
 
     Attributes:
@@ -31,7 +31,7 @@ class Lesson:
     token_ids: tuple[int, ...] = ()
 
 
-def read_lessons(path: Path, vocab_size: int) -> Iterator[Lesson]:
+def read_texts(path: Path, vocab_size: int) -> Iterator[WarmText]:
     """Reads ``{"text": ...}``, ``{"prompt": ..., "completion": ...}`` or ``{"token_ids": [...]}``.
 
     Other keys of a line, and blank lines, are passed over.
@@ -49,27 +49,27 @@ def read_lessons(path: Path, vocab_size: int) -> Iterator[Lesson]:
                 if not line.strip():
                     continue
                 try:
-                    lesson = _lesson(msgspec.json.decode(line), vocab_size)
+                    text = _warm_text(msgspec.json.decode(line), vocab_size)
                 except ConfigError as error:
                     raise SpecServeError(f"{path}: line {number}: {error}") from None
                 except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                     reason = f"not valid JSON: {error}"
                     raise SpecServeError(f"{path}: line {number}: {reason}") from None
-                yield lesson
+                yield text
     except OSError as error:
         raise SpecServeError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def _lesson(value: Any, vocab_size: int) -> Lesson:
+def _warm_text(value: Any, vocab_size: int) -> WarmText:
     keys = value.keys() & _KEYS if isinstance(value, dict) else set()
     if keys not in _FORMS:
         raise ConfigError("line", value, _ALLOWED)
     if "token_ids" in keys:
-        return Lesson(token_ids=_tokens(value["token_ids"], vocab_size))
+        return WarmText(token_ids=_tokens(value["token_ids"], vocab_size))
     for key in sorted(keys):
         if not isinstance(value[key], str) or not value[key]:
             raise ConfigError(key, value[key], "a text that is not empty")
-    return Lesson(value.get("prompt", ""), value.get("text") or value["completion"])
+    return WarmText(value.get("prompt", ""), value.get("text") or value["completion"])
 
 
 def _tokens(value: Any, vocab_size: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Which records of each origin have been taken: what makes taking them idempotent."""
+"""Which records of each origin were taken, so that taking one again changes nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_RANGES = 64
 would have filled it counts as taken."""
 
 
-class HeldNumbers:
+class SeenRecords:
     """Sets of record numbers by origin, kept as ranges.
 
     Records of one origin may come in any order: after the store has lost its memory several
