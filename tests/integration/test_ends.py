@@ -123,7 +123,6 @@ def test_what_is_killed_leaves_nothing_and_the_next_one_ends_as_well(cluster: Cl
         run.await_gone()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_end_leaves_anything_twice_in_a_row(cluster: Cluster, end: signal.Signals) -> None:
     for _ in range(2):
@@ -132,7 +131,6 @@ def test_no_end_leaves_anything_twice_in_a_row(cluster: Cluster, end: signal.Sig
             run.await_gone()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("daemon", ["raylet", "gcs_server"])
 def test_a_daemon_that_is_killed_ends_it_all(cluster: Cluster, daemon: str) -> None:
     with running(cluster) as run:
@@ -140,7 +138,6 @@ def test_a_daemon_that_is_killed_ends_it_all(cluster: Cluster, daemon: str) -> N
         run.await_gone()
 
 
-@pytest.mark.long
 def test_haproxy_ends_with_its_actor_and_comes_back_with_the_next(cluster: Cluster) -> None:
     with running(cluster) as run:
         old = run.named("haproxy")

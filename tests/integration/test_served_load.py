@@ -38,7 +38,6 @@ ERROR_OF_MEDIAN = 1.2533 / NUM_ROUNDS**0.5
 """Standard error of a median, by the standard deviation of a normal distribution."""
 
 pytestmark = [
-    pytest.mark.long,
     pytest.mark.timeout(3600),
     pytest.mark.skipif(not HAPROXY.exists(), reason="Ray brings HAProxy for Linux only"),
 ]
