@@ -55,7 +55,10 @@ LONG = {
     "test_a_killed_process_fails_its_requests_and_the_replica_is_replaced[replicas]": (
         "`make test` kills a shard: the replica is replaced in the same way."
     ),
-    "integration/test_hanging_shard.py::"
+    "integration/test_lifecycle.py::test_ctrl_c_ends_everything_also_a_running_request": (
+        "`make test` ends each deployment with Ctrl-C, and looks for what is left of it."
+    ),
+    "integration/test_lifecycle.py::"
     "test_one_that_hangs_while_nothing_runs_is_replaced_when_it_is_asked_what_it_counted": (
         "`make test` has a shard that hangs while a request runs."
     ),
@@ -82,7 +85,7 @@ LONG = {
         "`make test` has it with a snapshot."
     ),
     "integration/test_trie_store.py::"
-    "test_what_only_dead_replicas_knew_comes_back_from_the_snapshot[Signals.SIGKILL]": (
+    "test_what_only_dead_replicas_knew_comes_back_from_the_snapshot[SIGKILL]": (
         "`make test` has it with SIGTERM."
     ),
     "integration/test_trie_store.py::test_what_a_dead_replica_published_is_still_served": (

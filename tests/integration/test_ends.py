@@ -40,13 +40,12 @@ class Run:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        (self.port, fallback_port) = free_ports(2)
+        (self.port,) = free_ports(1)
         file = cluster.folder / "small.yaml"
         file.write_text(yaml.safe_dump(self._content()))
         self._log = cluster.folder / "serve.log"
         environment = cluster.environment | {
             "PYTHONPATH": str(ROOT),
-            "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback_port),
         }
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(

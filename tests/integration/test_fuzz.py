@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Iterator
 
 import pytest
 
 from tests.integration.api import Api
-from tests.integration.conftest import ENGINE, Stage, application
 from tests.integration.fuzz import fuzz
 from tests.integration.fuzz_background import Streams
 
@@ -25,9 +23,6 @@ ACCEPTED = (
 
 
 NUM_CLIENTS = 8
-REASONING = {"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}
-
-
 NUM_CASES = int(os.environ.get("SPECSERVE_FUZZ_CASES", "200"))
 CASES_PER_S = 1
 """Far fewer than a quiet machine answers."""
@@ -36,27 +31,6 @@ CASES_PER_S = 1
 def first_seed() -> int:
     """``SPECSERVE_FUZZ_SEED``, or one drawn by lot."""
     return int(os.environ.get("SPECSERVE_FUZZ_SEED") or secrets.randbelow(1 << 32))
-
-
-@pytest.fixture
-def api(stage: Stage) -> Iterator[Api]:
-    """An application with room for eight streams beside what is tried, and all that may be asked.
-
-    It is the same for all tests of this file, and no other test's.
-    """
-    vllm = {
-        **ENGINE["vllm"],
-        "enable_prompt_embeds": True,
-        "enable_scale_out": True,
-        "reasoning_config": REASONING,
-    }
-    engine = {"max_num_seqs": 16, "vllm": vllm}
-    args = application(engine=engine, http={"max_queued_requests": 32})
-    deployment = stage.serve({"/": args})
-    deployment.await_ready()
-    api = Api(deployment.base_url())
-    with api.http:
-        yield api
 
 
 @pytest.mark.timeout(900 + NUM_CASES / CASES_PER_S)

@@ -17,8 +17,9 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.integration.api import TIMEOUT_S, Api
+from tests.integration.applications import MAX_NUM_SEQS, application
 from tests.integration.cluster import HAPROXY, Cluster, serving
-from tests.integration.conftest import MAX_NUM_SEQS, Stage, application
+from tests.integration.stage import Stage
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ pytestmark = [
 @pytest.fixture
 def api(stage: Stage) -> Iterator[Api]:
     """Behind HAProxy, as `make serve` serves."""
-    stage.clear()
+    stage.end()
     cluster = Cluster([2])
     cluster.use_haproxy()
     try:

@@ -23,9 +23,8 @@ numbers = count()
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with running_cluster(1) as cluster:
-        yield cluster
+def cluster(faults: Cluster) -> Cluster:
+    return faults
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +190,7 @@ def test_a_store_killed_in_mid_traffic_loses_nothing_that_a_living_replica_has(
         assert replica("link")["dropped_tokens"] == 0
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
 def test_what_only_dead_replicas_knew_comes_back_from_the_snapshot(
     start: Start, tmp_path: Path, how: signal.Signals
 ) -> None:
