@@ -12,6 +12,8 @@ import pytest
 from tests.integration.cluster import Cluster, eventually
 from tests.integration.drafter_host import TIMEOUT_S, DrafterHost
 
+pytestmark = pytest.mark.timeout(600)
+
 WAIT_S = 180.0
 TEXT = [(7 * position) % 500 + 3 for position in range(40)]
 

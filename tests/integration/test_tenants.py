@@ -17,6 +17,8 @@ from tests.integration.api import MODEL, TIMEOUT_S, fresh
 from tests.integration.applications import KEYS, TENANTS
 from tests.integration.cluster import Deployment
 
+pytestmark = pytest.mark.timeout(900)
+
 A, B, C, D = ({"Authorization": f"Bearer {key}"} for key in KEYS.values())
 
 

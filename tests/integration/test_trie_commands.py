@@ -18,6 +18,8 @@ from specserve.trie.namespaces import namespace, shard_of
 from tests.integration.cluster import Cluster, eventually, model_path
 from tests.integration.operator_host import Operator
 
+pytestmark = pytest.mark.timeout(600)
+
 MODEL = model_path("demo-draft")
 IDENTITY = model_identity(ModelConfig(path=str(MODEL)))
 TENANTS = ("team-a", "team-b")

@@ -18,6 +18,8 @@ from specserve.trie.store import StoreOptions
 from tests.integration.cluster import Cluster, eventually, running_cluster
 from tests.integration.trie_host import VOCAB_SIZE, TrieHost
 
+pytestmark = pytest.mark.timeout(600)
+
 WAIT_S = 60.0
 numbers = count()
 
