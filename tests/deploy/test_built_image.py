@@ -32,7 +32,7 @@ BUILD_S = 3000.0
 IMAGE = "localhost/specserve:cpu"
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(2 * BUILD_S)]
+pytestmark = pytest.mark.timeout(2 * BUILD_S)
 
 
 class Images:

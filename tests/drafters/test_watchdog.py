@@ -8,8 +8,8 @@ import pytest
 
 from specserve.drafters import watchdog
 from specserve.drafters.server import DrafterServer
+from tests.drafters.client import Client, row
 from tests.drafters.fakes import WAIT_S, FakeDrafter
-from tests.drafters.test_server import Client, row
 from tests.integration.cluster import eventually
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families as families
 
 from specserve.serve.shared import AS_OF
 
@@ -94,6 +95,15 @@ class Api:
         """What ``GET /v1/speculation`` answers, as of now."""
         answer: dict[str, Any] = fresh(self.http, "/v1/speculation").json()
         return answer
+
+    def metric(self, name: str, **labels: str) -> float:
+        """One of the replica's metrics as of now, summed over the labels not given."""
+        return sum(
+            sample.value
+            for family in families(fresh(self.http, "/metrics").text)
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
 
 
 def fresh(

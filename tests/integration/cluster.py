@@ -120,7 +120,7 @@ class Cluster:
 
     def use_haproxy(self) -> None:
         """Has Serve answer behind HAProxy, as `make serve` does; before :meth:`start`."""
-        metrics_port, stats_port = free_ports(2)
+        metrics_port, stats_port, fallback_port = free_ports(3)
         self.environment |= {
             "RAY_SERVE_ENABLE_HA_PROXY": "1",
             "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
@@ -128,6 +128,7 @@ class Cluster:
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
             "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
             "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
+            "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback_port),
         }
 
     def use_dashboard(self) -> None:

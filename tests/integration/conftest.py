@@ -1,101 +1,88 @@
-"""One Ray cluster of two nodes for all tests, and one application on it at a time."""
+"""Two clusters for nearly all tests, one after the other: one node, and then two.
+
+Tests that need the same deployment run one after the other, whatever their files are called.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
 from tests.integration.api import Api
-from tests.integration.cluster import Cluster, Deployment, model_path, running_cluster
+from tests.integration.applications import REPLICATED, SHARED, TWO_SHARDS
+from tests.integration.cluster import Cluster, Deployment
+from tests.integration.stage import Stage, one_node, two_nodes
 
-MAX_NUM_SEQS, MAX_QUEUED = 4, 2
-
-ENGINE: dict[str, Any] = {
-    "dtype": "float32",  # in which the same greedy tokens are an equality and no matter of luck
-    "max_model_len": 2048,
-    "max_num_seqs": MAX_NUM_SEQS,
-    "max_num_batched_tokens": 2048,
-    "enforce_eager": True,
-    "kv_cache_memory_bytes": 256 << 20,
-    "vllm": {
-        # A small model left to itself may put blanks into JSON for ever.
-        "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
-        "enable_auto_tool_choice": True,
-        "tool_call_parser": "hermes",
-    },
-}
+DEPLOYMENTS = {"replicated", "shared", "two_shards", "mistakes"}
+TURNS = [{"replicated"}, {"shared"}, {"shared", "two_shards"}, {"two_shards"}, {"mistakes"}]
+"""What tests use of these fixtures, in the order in which each deployment is started once."""
 
 
-def application(**sections: Mapping[str, Any]) -> dict[str, Any]:
-    """``args`` of an application that serves the draft model; sections are merged into it."""
-    base: dict[str, Any] = {
-        "model": {"path": str(model_path("demo-draft")), "served_name": "demo"},
-        "engine": ENGINE,
-        # Every draft is sent, also the ones that do not pay.
-        "speculation": [{"kind": "ngram", "max_draft_len": 6, "dynamic": False}],
-        "placement": {"num_cpus_per_shard": 1},
-        "http": {"max_queued_requests": MAX_QUEUED, "retry_after_s": 3},
-    }
-    return base | {key: {**base[key], **section} for key, section in sections.items()}
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=_turn)
 
 
-class Stage:
-    """Keeps one deployment running, for as long as tests ask for the same one.
-
-    Args:
-        cluster: where it runs.
-    """
-
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster = cluster
-        self._applications: object = None
-        self._deployment: Deployment | None = None
-
-    def serve(self, applications: Mapping[str, Mapping[str, Any]]) -> Deployment:
-        """A deployment of these applications, not yet ready if it had to be started."""
-        if self._deployment is None or applications != self._applications:
-            self.clear()
-            self._deployment = Deployment(self.cluster, applications)
-            self._applications = applications
-        return self._deployment
-
-    def clear(self) -> None:
-        """Ends what runs, if anything does."""
-        deployment, self._deployment = self._deployment, None
-        if deployment is not None:
-            deployment.stop()
+def _turn(item: pytest.Item) -> int:
+    used = DEPLOYMENTS.intersection(getattr(item, "fixturenames", ()))
+    return TURNS.index(used) if used else len(TURNS)
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
-    """Two Ray nodes on this machine, which declare two CPUs each."""
-    with running_cluster(2, 2) as cluster:
-        yield cluster
+def stage() -> Iterator[Stage]:
+    """One node behind HAProxy."""
+    yield from _ended(Stage(one_node))
 
 
 @pytest.fixture(scope="session")
-def stage(cluster: Cluster) -> Iterator[Stage]:
-    """What is served on the cluster."""
-    stage = Stage(cluster)
+def nodes() -> Iterator[Stage]:
+    """Two nodes behind Ray's own proxy."""
+    yield from _ended(Stage(two_nodes))
+
+
+def _ended(stage: Stage) -> Iterator[Stage]:
     try:
         yield stage
     finally:
-        stage.clear()
+        stage.end()
 
 
 @pytest.fixture
-def app(stage: Stage) -> Deployment:
-    """The application that most tests use, ready."""
-    deployment = stage.serve({"/": application()})
+def shared(stage: Stage) -> Deployment:
+    """The applications that most tests use, ready."""
+    deployment = stage.serve(SHARED)
     deployment.await_ready()
     return deployment
 
 
 @pytest.fixture
-def api(app: Deployment) -> Iterator[Api]:
-    """A client of ``app``."""
-    api = Api(app.base_url())
+def replicated(stage: Stage) -> Deployment:
+    """Two replicas with one memory, and the demo, ready."""
+    deployment = stage.serve(REPLICATED)
+    deployment.await_ready()
+    return deployment
+
+
+@pytest.fixture
+def two_shards(stage: Stage, nodes: Stage) -> Deployment:
+    """An application with two shards, ready, and one that will never be."""
+    stage.end()
+    deployment = nodes.serve(TWO_SHARDS)
+    deployment.await_healthy()
+    return deployment
+
+
+@pytest.fixture
+def api(shared: Deployment) -> Iterator[Api]:
+    """A client of the application at the root."""
+    api = Api(shared.base_url())
     with api.http:
         yield api
+
+
+@pytest.fixture(scope="session")
+def faults(stage: Stage, nodes: Stage) -> Cluster:
+    """Where stores and drafters are killed, and nothing is served."""
+    stage.end()
+    nodes.clear()
+    return nodes.cluster()

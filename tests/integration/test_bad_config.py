@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import pytest
 
+from tests.integration.applications import application
 from tests.integration.cluster import Deployment
-from tests.integration.conftest import Stage, application
+from tests.integration.stage import Stage
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -25,29 +25,29 @@ ERRORS = {
 }
 
 
-@pytest.fixture(scope="module")
-def deployment(stage: Stage) -> Iterator[Deployment]:
+@pytest.fixture
+def mistakes(stage: Stage, nodes: Stage) -> Deployment:
     """Applications with a mistake each, when Serve is done with all of them."""
-    deployment = stage.serve(BAD)
+    stage.end()
+    deployment = nodes.serve(BAD)
     deployment.eventually(
         lambda: all(error in deployment.output() for error in ERRORS.values()), "all errors", 120
     )
-    yield deployment
-    stage.clear()
+    return deployment
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_serve_run_tells_a_wrong_config_in_one_line(deployment: Deployment, name: str) -> None:
-    status = deployment.status(name)
+def test_serve_run_tells_a_wrong_config_in_one_line(mistakes: Deployment, name: str) -> None:
+    status = mistakes.status(name)
     assert status.startswith("DEPLOY_FAILED")
     assert ERRORS[name] in status
 
 
-def test_serve_run_shows_no_stack_trace_for_a_wrong_config(deployment: Deployment) -> None:
-    output = re.sub(r"\x1b\[\d+m", "", deployment.output())
+def test_serve_run_shows_no_stack_trace_for_a_wrong_config(mistakes: Deployment) -> None:
+    output = re.sub(r"\x1b\[\d+m", "", mistakes.output())
     assert "Traceback" not in output
     assert 'File "' not in output
 
 
-def test_nothing_is_started_for_a_wrong_config(deployment: Deployment) -> None:
-    assert not deployment.cluster.engine_processes()
+def test_nothing_is_started_for_a_wrong_config(mistakes: Deployment) -> None:
+    assert not mistakes.cluster.engine_processes()

@@ -9,17 +9,18 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from tests.integration.cluster import Cluster, eventually, running_cluster
+from tests.integration.cluster import Cluster, eventually
 from tests.integration.drafter_host import TIMEOUT_S, DrafterHost
+
+pytestmark = pytest.mark.timeout(600)
 
 WAIT_S = 180.0
 TEXT = [(7 * position) % 500 + 3 for position in range(40)]
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with running_cluster(1) as cluster:
-        yield cluster
+def cluster(faults: Cluster) -> Cluster:
+    return faults
 
 
 @pytest.fixture(scope="module")

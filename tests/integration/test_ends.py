@@ -40,13 +40,12 @@ class Run:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        (self.port, fallback_port) = free_ports(2)
+        (self.port,) = free_ports(1)
         file = cluster.folder / "small.yaml"
         file.write_text(yaml.safe_dump(self._content()))
         self._log = cluster.folder / "serve.log"
         environment = cluster.environment | {
             "PYTHONPATH": str(ROOT),
-            "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback_port),
         }
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -123,7 +122,6 @@ def test_what_is_killed_leaves_nothing_and_the_next_one_ends_as_well(cluster: Cl
         run.await_gone()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_end_leaves_anything_twice_in_a_row(cluster: Cluster, end: signal.Signals) -> None:
     for _ in range(2):
@@ -132,7 +130,6 @@ def test_no_end_leaves_anything_twice_in_a_row(cluster: Cluster, end: signal.Sig
             run.await_gone()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("daemon", ["raylet", "gcs_server"])
 def test_a_daemon_that_is_killed_ends_it_all(cluster: Cluster, daemon: str) -> None:
     with running(cluster) as run:
@@ -140,7 +137,6 @@ def test_a_daemon_that_is_killed_ends_it_all(cluster: Cluster, daemon: str) -> N
         run.await_gone()
 
 
-@pytest.mark.long
 def test_haproxy_ends_with_its_actor_and_comes_back_with_the_next(cluster: Cluster) -> None:
     with running(cluster) as run:
         old = run.named("haproxy")

@@ -1,43 +1,53 @@
 from __future__ import annotations
 
-import asyncio
-import queue
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import Any
 
 import httpx
-import psutil
 import pytest
-from prometheus_client.parser import text_string_to_metric_families as families
 
-from tests.integration.api import MODEL, OFF, TIMEOUT_S, Api, StreamError, fresh
-from tests.integration.cluster import READY_S, Cluster, Deployment, is_healthy
-from tests.integration.conftest import MAX_NUM_SEQS, MAX_QUEUED
+from tests.integration.api import MODEL, Api, StreamError
+from tests.integration.applications import MAX_NUM_SEQS, MAX_QUEUED
+from tests.integration.cluster import Deployment, eventually
+from tests.integration.running import (
+    LONG,
+    SEVERAL,
+    answers_finished_for_a_client_that_goes_away,
+    replaced_by,
+    running_stream,
+)
+from tests.integration.stage import STEP_S, Stage
 
 pytestmark = pytest.mark.timeout(900)
 
-LONG: dict[str, Any] = {
-    "prompt": "one two three",
-    "max_tokens": 1900,
-    "ignore_eos": True,
-    "vllm_xargs": OFF,
-}
-SEVERAL: dict[str, Any] = {"n": MAX_NUM_SEQS, "temperature": 1.0}
-"""Answers at once, so that there is time to cut them off before they are whole."""
-RUNNING = "vllm:num_requests_running"
 ERROR_S = 60.0
 """A request whose server died must have its error within this time."""
 
 
-def test_more_requests_than_fit_are_told_to_come_back_and_the_others_are_served(api: Api) -> None:
+@pytest.fixture
+def small(shared: Deployment) -> Iterator[Api]:
+    """An application with room for few requests."""
+    api = Api(shared.base_url("/drafter"))
+    with api.http:
+        yield api
+
+
+@pytest.fixture
+def of_two_shards(two_shards: Deployment) -> Iterator[Api]:
+    """The application with two shards, which is served alone."""
+    api = Api(two_shards.base_url())
+    with api.http:
+        yield api
+
+
+def test_more_requests_than_fit_are_told_to_come_back_and_the_others_are_served(
+    small: Api,
+) -> None:
     body = {"model": MODEL, **LONG, "max_tokens": 300}
     admitted = MAX_NUM_SEQS + MAX_QUEUED
     with ThreadPoolExecutor(3 * admitted) as pool:
         burst = [
-            pool.submit(api.http.post, "/v1/completions", json=body) for _ in range(3 * admitted)
+            pool.submit(small.http.post, "/v1/completions", json=body) for _ in range(3 * admitted)
         ]
         answers = [request.result() for request in burst]
     refused = [answer for answer in answers if answer.status_code == 503]
@@ -50,103 +60,65 @@ def test_more_requests_than_fit_are_told_to_come_back_and_the_others_are_served(
         assert answer.json()["error"]["code"] == 503
     for answer in served:
         assert answer.json()["usage"]["completion_tokens"] == 300
-    assert api.complete(prompt="x", max_tokens=4)["choices"]
+    assert small.complete(prompt="x", max_tokens=4)["choices"]
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_away_ends_its_request(api: Api, app: Deployment, stream: bool) -> None:
-    assert answers_finished_for_a_client_that_goes_away(api, app, stream) == 0
+def test_a_client_that_goes_away_ends_its_request(
+    api: Api, shared: Deployment, stream: bool
+) -> None:
+    assert answers_finished_for_a_client_that_goes_away(api, shared, stream) == 0
 
 
 @pytest.mark.parametrize("victim", ["shards", "engine_cores", "replicas"])
 def test_a_killed_process_fails_its_requests_and_the_replica_is_replaced(
-    api: Api, app: Deployment, victim: str
+    of_two_shards: Api, two_shards: Deployment, victim: str
 ) -> None:
-    cluster = app.cluster
+    cluster = two_shards.cluster
     before = cluster.engine_processes()
-    assert len(before) == 3
-    with running_stream(api, **LONG, **SEVERAL) as outcome:
-        (process,) = getattr(cluster, victim)()
-        process.kill()
+    assert len(before) == 4
+    with running_stream(of_two_shards, **LONG, **SEVERAL) as outcome:
+        getattr(cluster, victim)()[0].kill()
         error = outcome(ERROR_S)
     assert isinstance(error, StreamError | httpx.HTTPError), "the cut-off stream passed for whole"
 
-    replaced_by(cluster, before, app)
-    answer = api.complete(prompt="x = 1\n", max_tokens=8)
+    replaced_by(cluster, before, two_shards)
+    answer = of_two_shards.complete(prompt="x = 1\n", max_tokens=8)
     assert answer["usage"]["completion_tokens"] == 8
 
 
-def replaced_by(cluster: Cluster, before: list[psutil.Process], app: Deployment) -> None:
-    """Waits until a new replica answers and nothing is left of the old one."""
-    old = {process.pid for process in before}
+def test_a_shard_that_hangs_fails_its_requests_and_the_replica_is_replaced(
+    of_two_shards: Api, two_shards: Deployment
+) -> None:
+    """It neither answers nor dies, as one does whose connection to another has been lost."""
+    before = two_shards.cluster.engine_processes()
+    with running_stream(of_two_shards, **LONG) as outcome:
+        two_shards.cluster.shards()[0].suspend()
+        error = outcome(STEP_S + 30.0)
+    assert isinstance(error, StreamError | httpx.HTTPError), "the cut-off stream passed for whole"
 
-    def is_new() -> bool:
-        pids = {process.pid for process in cluster.engine_processes()}
-        return len(pids) == 3 and not pids & old and is_healthy(app.base_url())
-
-    app.eventually(is_new, f"a new replica alone, {old} gone", READY_S)
-
-
-def answers_finished_for_a_client_that_goes_away(api: Api, app: Deployment, stream: bool) -> float:
-    """Asks for long answers, leaves as soon as they are being written, and waits for their end.
-
-    Returns:
-        How many of the answers the engine wrote to their whole length.
-    """
-    before = answers_of_whole_length(api)
-
-    async def go_away() -> None:
-        body = {"model": MODEL, "stream": stream, **LONG, **SEVERAL}
-        async with httpx.AsyncClient(base_url=api.base_url, timeout=TIMEOUT_S) as client:
-            request = asyncio.create_task(client.post("/v1/completions", json=body))
-            await asyncio.to_thread(
-                app.eventually, lambda: vllm_metric(api, RUNNING) > 0, "it is generating", 60
-            )
-            assert request.cancel(), "the answer was there too soon"
-            await asyncio.wait([request])
-
-    asyncio.run(go_away())
-    app.eventually(lambda: vllm_metric(api, RUNNING) == 0, "nothing is running", 60)
-    return answers_of_whole_length(api) - before
+    replaced_by(two_shards.cluster, before, two_shards)
+    answer = of_two_shards.complete(prompt="x = 1\n", max_tokens=8)
+    assert answer["usage"]["completion_tokens"] == 8
 
 
-@contextmanager
-def running_stream(api: Api, **body: Any) -> Iterator[Callable[[float], Exception | None]]:
-    """A streamed request in the background, which has begun to answer.
-
-    Yields:
-        Waits so many seconds for the request's end: None if it ended well, else its error.
-    """
-    began = threading.Event()
-    ended: queue.Queue[Exception | None] = queue.Queue()
-
-    def consume() -> None:
-        try:
-            with Api(api.base_url).streaming(**body) as events:
-                for _ in events:
-                    began.set()
-        except Exception as error:
-            ended.put(error)
-        else:
-            ended.put(None)
-
-    thread = threading.Thread(target=consume, daemon=True)
-    thread.start()
-    assert began.wait(60), "the stream did not begin"
-    yield lambda timeout_s: ended.get(timeout=timeout_s)
+def test_one_that_hangs_while_nothing_runs_is_replaced_when_it_is_asked_what_it_counted(
+    of_two_shards: Api, two_shards: Deployment
+) -> None:
+    before = two_shards.cluster.engine_processes()
+    two_shards.cluster.shards()[0].suspend()
+    of_two_shards.speculation()
+    replaced_by(two_shards.cluster, before, two_shards)
 
 
-def answers_of_whole_length(api: Api) -> float:
-    """Answers so far that ended at their ``max_tokens``."""
-    return vllm_metric(api, "vllm:request_success_total", finished_reason="length")
-
-
-def vllm_metric(api: Api, name: str, **labels: str) -> float:
-    """One of vLLM's own metrics, from the replica, summed over the labels not given."""
-    page = fresh(api.http, "/metrics").text
-    return sum(
-        sample.value
-        for family in families(page)
-        for sample in family.samples
-        if sample.name == name and labels.items() <= sample.labels.items()
-    )
+def test_ctrl_c_ends_everything_also_a_running_request(
+    api: Api, shared: Deployment, stage: Stage
+) -> None:
+    cluster = shared.cluster
+    with running_stream(api, **LONG, **SEVERAL) as outcome:
+        shared.interrupt()
+        assert shared.wait(60) == 0
+        outcome(60)
+    eventually(lambda: not cluster.engine_processes(), "all engine processes gone", 60)
+    eventually(lambda: not cluster.processes("bin/haproxy"), "HAProxy gone", 60)
+    stage.clear()

@@ -19,8 +19,8 @@ import yaml
 
 from deploy.grafana.panels import rows
 from tests.integration.api import Api
-from tests.integration.cluster import BIN, Cluster, Deployment, model_path, serving
-from tests.integration.conftest import MAX_NUM_SEQS, MAX_QUEUED, Stage, application
+from tests.integration.applications import MAX_NUM_SEQS, MAX_QUEUED, application, demo
+from tests.integration.cluster import BIN, Cluster, Deployment, serving
 from tests.integration.prometheus import (
     FOLDER,
     Labels,
@@ -28,10 +28,10 @@ from tests.integration.prometheus import (
     labels,
     running_prometheus,
 )
+from tests.integration.stage import Stage
 
 pytestmark = pytest.mark.timeout(900)
 
-ROOT = Path(__file__).parents[2]
 PANELS = [
     pytest.param(query, id=f"{panel.title}: {legend}")
     for panels in rows().values()
@@ -64,14 +64,6 @@ FOUND_S = 60
 
 Counts = dict[Labels, float]
 """Numbers by a series' labels and ``name``, the metric's."""
-
-
-def demo() -> dict[str, Any]:
-    """``args`` of configs/demo.yaml: ngram, trie and mtp."""
-    file = yaml.safe_load((ROOT / "configs/demo.yaml").read_text())
-    args: dict[str, Any] = file["applications"][0]["args"]
-    args["model"]["path"] = str(model_path("demo-base"))
-    return args
 
 
 def ngram() -> dict[str, Any]:
@@ -182,7 +174,7 @@ def traffic(api: Api) -> None:
 
 @pytest.fixture(scope="module")
 def monitored(stage: Stage) -> Iterator[Monitored]:
-    stage.clear()  # two clusters at work at a time would be slow
+    stage.end()  # two clusters at a time would be slow
     cluster = Cluster([4, 4])
     cluster.use_dashboard()
     with ExitStack() as stack:

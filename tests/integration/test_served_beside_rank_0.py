@@ -6,8 +6,9 @@ import psutil
 import pytest
 
 from tests.integration.api import Api
-from tests.integration.cluster import Deployment, eventually, model_path
-from tests.integration.conftest import Stage, application
+from tests.integration.applications import DRAFT_MODEL, application, drafted_by
+from tests.integration.cluster import Deployment, eventually
+from tests.integration.stage import Stage
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -38,10 +39,7 @@ def await_drafts(api: Api, app: Deployment) -> None:
 def test_a_drafter_beside_rank_0_drafts_is_started_again_and_ends_with_the_replica(
     stage: Stage,
 ) -> None:
-    args = application()
-    # The target drafts for itself: nearly all is accepted, whatever it writes.
-    source = {"kind": "draft_model", "model": str(model_path("demo-draft")), "dynamic": False}
-    args["speculation"] = [{**source, "placement": "beside_rank_0"}]
+    args = drafted_by(application(), **DRAFT_MODEL, placement="beside_rank_0")
     app = stage.serve({"/": args})
     app.await_ready()
     api = Api(app.base_url())

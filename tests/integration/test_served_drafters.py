@@ -13,9 +13,7 @@ import psutil
 import pytest
 
 from tests.integration.api import OFF, Api
-from tests.integration.cluster import Deployment, model_path
-from tests.integration.conftest import Stage, application
-from tests.integration.test_lifecycle import vllm_metric
+from tests.integration.cluster import Deployment
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -29,31 +27,22 @@ LONG_PROMPTS = [
 WAIT_S = 180.0
 
 
-@pytest.fixture(scope="module")
-def app(stage: Stage) -> Iterator[Deployment]:
-    args = application()
-    # The target drafts for itself: nearly all is accepted, whatever it writes.
-    model = {"kind": "draft_model", "model": str(model_path("demo-draft")), "num_cpus": 0}
-    args["speculation"] = [{**model, "dynamic": False}]
-    deployment = stage.serve({"/": args})
-    deployment.await_ready()
-    yield deployment
-    stage.clear()
+@pytest.fixture
+def app(shared: Deployment) -> Deployment:
+    return shared
 
 
 @pytest.fixture
-def api(app: Deployment) -> Iterator[Api]:
-    api = Api(app.base_url())
+def api(shared: Deployment) -> Iterator[Api]:
+    api = Api(shared.base_url("/drafter"))
     with api.http:
         yield api
 
 
-@pytest.fixture(scope="module")
-def expected(app: Deployment) -> list[str]:
+@pytest.fixture
+def expected(api: Api) -> list[str]:
     """What the model writes without speculation."""
-    api = Api(app.base_url())
-    with api.http:
-        return [write(api, prompt, vllm_xargs=OFF) for prompt in PROMPTS]
+    return [write(api, prompt, vllm_xargs=OFF) for prompt in PROMPTS]
 
 
 def write(api: Api, prompt: str, **options: Any) -> str:
@@ -144,7 +133,7 @@ def no_more_memory(process: psutil.Process) -> Iterator[None]:
 
 def num_errors(api: Api) -> float:
     """Requests that the drafter, though it was there, did not answer, as Prometheus is told."""
-    return vllm_metric(api, "specserve_drafter_errors_total", source="draft_model")
+    return api.metric("specserve_drafter_errors_total", source="draft_model")
 
 
 def test_it_may_run_out_of_memory_and_is_used_again_when_it_has_some(

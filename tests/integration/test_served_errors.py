@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from tests.integration.api import Api
+from tests.integration.cluster import HOST, Deployment
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -118,3 +119,13 @@ def test_nobody_scales_the_engine_by_request(api: Api) -> None:
     response = api.http.post("/scale_elastic_ep", json={"new_data_parallel_size": 2})
     assert response.status_code == 501
     assert response.json()["error"]["code"] == 501
+
+
+def test_nobody_but_this_machine_is_served(shared: Deployment) -> None:
+    listening = {
+        connection.laddr.ip
+        for process in shared.cluster.processes()
+        for connection in process.net_connections(kind="tcp")
+        if connection.status == "LISTEN" and connection.laddr.port == shared.port
+    }
+    assert listening == {HOST}

@@ -17,8 +17,9 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.integration.api import TIMEOUT_S, Api
+from tests.integration.applications import MAX_NUM_SEQS, application
 from tests.integration.cluster import HAPROXY, Cluster, serving
-from tests.integration.conftest import MAX_NUM_SEQS, Stage, application
+from tests.integration.stage import Stage
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,6 @@ ERROR_OF_MEDIAN = 1.2533 / NUM_ROUNDS**0.5
 """Standard error of a median, by the standard deviation of a normal distribution."""
 
 pytestmark = [
-    pytest.mark.long,
     pytest.mark.timeout(3600),
     pytest.mark.skipif(not HAPROXY.exists(), reason="Ray brings HAProxy for Linux only"),
 ]
@@ -47,7 +47,7 @@ pytestmark = [
 @pytest.fixture
 def api(stage: Stage) -> Iterator[Api]:
     """Behind HAProxy, as `make serve` serves."""
-    stage.clear()
+    stage.end()
     cluster = Cluster([2])
     cluster.use_haproxy()
     try:

@@ -24,10 +24,10 @@ Series = dict[tuple[str, str], float]
 """(name, draft position) to value."""
 
 
-def series(url: str, prefix: str) -> list[Series]:
+def series(page: str, prefix: str) -> list[Series]:
     """The project's series of a page, named without ``prefix``: those of each process apart."""
     found: dict[frozenset[tuple[str, str]], Series] = defaultdict(dict)
-    for family in families(httpx.get(url, timeout=30).text):
+    for family in families(page):
         for sample in family.samples:
             if sample.name.startswith(f"{prefix}specserve_") and "le" not in sample.labels:
                 if "drafter" in sample.labels:
@@ -63,7 +63,7 @@ def traffic(api: Api) -> Series:
 
 def test_the_replicas_own_metrics_agree_with_the_speculation_route(api: Api) -> None:
     values = traffic(api)
-    (shown,) = series(f"{api.base_url}/metrics", "")
+    (shown,) = series(fresh(api.http, "/metrics").text, "")
     assert {key: shown[key] for key in values} == values
     # Ray tells a histogram's sum only nearly, so this is the replica's own alone.
     accepted = values["specserve_accepted_tokens_total", ""]
@@ -72,7 +72,7 @@ def test_the_replicas_own_metrics_agree_with_the_speculation_route(api: Api) -> 
     assert shown["specserve_drafter_errors_total", ""] == 0
 
 
-def test_rays_metrics_agree_with_the_speculation_route(api: Api, app: Deployment) -> None:
+def test_rays_metrics_agree_with_the_speculation_route(api: Api, shared: Deployment) -> None:
     # A counter that is still 0 has no series in Ray.
     values = {key: value for key, value in traffic(api).items() if value}
 
@@ -81,21 +81,24 @@ def test_rays_metrics_agree_with_the_speculation_route(api: Api, app: Deployment
     def exported() -> bool:
         # Ray goes on for a while to tell those of applications that were here before.
         shown.clear()
-        for port in app.cluster.metrics_ports:
-            shown.extend(series(f"http://{HOST}:{port}/metrics", "ray_"))
+        for port in shared.cluster.metrics_ports:
+            page = httpx.get(f"http://{HOST}:{port}/metrics", timeout=30).text
+            shown.extend(series(page, "ray_"))
         return any({key: each.get(key) for key in values} == values for each in shown)
 
-    app.eventually(exported, lambda: f"Ray exports {values}; it exports {shown}", timeout_s=60)
+    shared.eventually(exported, lambda: f"Ray exports {values}; it exports {shown}", timeout_s=60)
 
 
-def test_vllms_own_metrics_are_the_replicas_and_rays(api: Api, app: Deployment) -> None:
+def test_vllms_own_metrics_are_the_replicas_and_rays(api: Api, shared: Deployment) -> None:
     api.complete(prompt=PROMPT, max_tokens=8)
     text = fresh(api.http, "/metrics").text
     assert "\nvllm:generation_tokens_total{" in text
     assert "\nhttp_requests_total{" in text
 
     def exported() -> bool:
-        pages = [httpx.get(f"http://{HOST}:{port}/metrics") for port in app.cluster.metrics_ports]
+        pages = [
+            httpx.get(f"http://{HOST}:{port}/metrics") for port in shared.cluster.metrics_ports
+        ]
         return any("ray_vllm_generation_tokens_total" in page.text for page in pages)
 
-    app.eventually(exported, "Ray exports vLLM's metrics", timeout_s=60)
+    shared.eventually(exported, "Ray exports vLLM's metrics", timeout_s=60)

@@ -10,8 +10,9 @@ import psutil
 import pytest
 
 from tests.integration.api import OFF, Api
+from tests.integration.applications import MAX_NUM_SEQS, REPLICATED
 from tests.integration.cluster import Cluster, Deployment, kill
-from tests.integration.conftest import MAX_NUM_SEQS, Stage, application
+from tests.integration.stage import Stage
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -19,25 +20,24 @@ TEXT: dict[str, Any] = {"max_tokens": 60, "ignore_eos": True}
 NUM_ASKED = 12
 
 
-@pytest.fixture(scope="module")
-def app(stage: Stage) -> Iterator[Deployment]:
-    args = application(placement={"num_replicas": 2})
-    # Every draft is sent, also the ones that do not pay.
-    args["speculation"] = [{"kind": "trie", "max_bytes": 16 << 20, "dynamic": False}]
-    deployment = stage.serve({"/": args})
-    deployment.await_ready()
-    deployment.eventually(
-        lambda: deployment.status("main").startswith("RUNNING"), "both replicas are ready", 240
-    )
-    yield deployment
-    stage.clear()
+@pytest.fixture
+def api(replicated: Deployment) -> Iterator[Api]:
+    """A client of both replicas, when both are ready."""
+    api = Api(replicated.base_url("/two"))
+    with api.http:
+        replicated.eventually(lambda: len(replicas(api)) == 2, "both replicas are ready", 240)
+        yield api
 
 
 @pytest.fixture
-def api(app: Deployment) -> Iterator[Api]:
-    api = Api(app.base_url())
-    with api.http:
-        yield api
+def app(replicated: Deployment) -> Deployment:
+    return replicated
+
+
+def replicas(api: Api) -> dict[str, dict[str, Any]]:
+    """What each replica that answers shows of itself, by its id; a second old at most."""
+    data = api.http.get("/speculation/data").json()
+    return {each["replica"]: each for each in data["replicas"]}
 
 
 def stores(cluster: Cluster) -> list[int]:
@@ -46,10 +46,13 @@ def stores(cluster: Cluster) -> list[int]:
 
 
 def taught_by_others(api: Api) -> int:
-    """Accepted tokens that another replica had taught, of the replica that happens to answer."""
-    acceptance = api.speculation()["acceptance"]
-    tokens: int = acceptance.get("trie_cluster", {"accepted_tokens": 0})["accepted_tokens"]
-    return tokens
+    """Accepted tokens that another replica had taught, of both replicas."""
+    return sum(
+        sum(source["accepted"])
+        for replica in replicas(api).values()
+        for source in replica["speculation"]["acceptance"]
+        if source["source"] == "trie_cluster"
+    )
 
 
 def await_drafts_of_the_others(api: Api, app: Deployment, prompt: str) -> None:
@@ -58,31 +61,41 @@ def await_drafts_of_the_others(api: Api, app: Deployment, prompt: str) -> None:
     Several at once, since requests that come one by one may all go to one replica.
     """
     prompts = [prompt + more for more in ("", "try:", "import", "return", "@", '"""')]
+    before = taught_by_others(api)
     with ThreadPoolExecutor(len(prompts)) as pool:
-
-        def counts() -> set[int]:
-            return set(pool.map(lambda _: taught_by_others(api), range(24)))
-
-        before = counts()  # whichever replica answers later, its count was one of these, and grows
 
         def ask() -> bool:
             list(pool.map(lambda each: api.complete(prompt=each, **TEXT), prompts))
-            return not counts() <= before
+            return taught_by_others(api) > before
 
         app.eventually(ask, "an accepted draft that another replica taught", 120)
 
 
 def test_the_page_is_told_of_both_replicas_by_either(api: Api) -> None:
-    for _ in range(4):
-        data = api.http.get("/speculation/data").json()
+    for number in range(4):  # another query, so that HAProxy asks a replica each time
+        data = api.http.get("/speculation/data", params={"number": number}).json()
         assert len({replica["replica"] for replica in data["replicas"]}) == 2
         assert data["num_replicas"] == 2
 
 
-def test_both_replicas_get_requests_whichever_node_they_are_on(api: Api, app: Deployment) -> None:
+def test_both_replicas_get_requests(api: Api, app: Deployment) -> None:
+    until_both_have_written(api, app)
+
+
+def test_both_replicas_get_requests_whichever_node_they_are_on(stage: Stage, nodes: Stage) -> None:
+    stage.end()
+    app = nodes.serve({"/two": REPLICATED["/two"]})
+    app.await_ready()
+    api = Api(app.base_url("/two"))
+    with api.http:
+        app.eventually(lambda: len(replicas(api)) == 2, "both replicas are ready", 240)
+        until_both_have_written(api, app)
+    nodes.clear()
+
+
+def until_both_have_written(api: Api, app: Deployment) -> None:
     def written() -> dict[str, float]:
-        data = api.http.get("/speculation/data").json()
-        return {each["replica"]: each["generated_tokens"] for each in data["replicas"]}
+        return {name: each["generated_tokens"] for name, each in replicas(api).items()}
 
     before = written()
     with ThreadPoolExecutor(2 * MAX_NUM_SEQS) as pool:  # as many as both decode; one refuses them

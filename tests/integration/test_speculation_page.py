@@ -11,20 +11,18 @@ from typing import Any
 
 import httpx
 import pytest
-import yaml
 from PIL import Image, ImageColor
 
 from tests.integration.api import MODEL, TIMEOUT_S, Api
+from tests.integration.applications import KEYS
 from tests.integration.browser import CHROMIUM, Page, browsing
-from tests.integration.cluster import Cluster, Deployment, model_path, serving
-from tests.integration.conftest import Stage, application
+from tests.integration.cluster import Deployment, eventually
 
 pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(CHROMIUM is None, reason="no `chromium` on the PATH"),
 ]
 
-DEMO = Path(__file__).parents[2] / "configs/demo.yaml"
 CODE = "def total(values):\n    result = 0\n    for value in values:\n        result += value\n"
 BRIEF: dict[str, Any] = {"prompt": CODE * 6, "max_tokens": 40}
 """Of so few tokens that the page shows all of its steps."""
@@ -62,20 +60,14 @@ POOR_CONTRASTS = """(() => {
 """Texts whose contrast is below WCAG's 4.5 : 1, and how many texts there are."""
 
 
-@pytest.fixture(scope="module")
-def demo(stage: Stage) -> Iterator[Api]:
-    """What `configs/demo.yaml` serves."""
-    args = yaml.safe_load(DEMO.read_text())["applications"][0]["args"]
-    args["model"]["path"] = str(model_path("demo-base"))
-    args["engine"]["kv_cache_memory_bytes"] = 256 << 20
-    deployment = stage.serve({"/": args})
-    deployment.await_ready()
-    api = Api(deployment.base_url())
+@pytest.fixture
+def demo(replicated: Deployment) -> Iterator[Api]:
+    """What `configs/demo.yaml` serves, after some requests."""
+    api = Api(replicated.base_url("/demo"))
     with api.http:
         api.complete(**BRIEF)
         api.complete(**BRIEF, temperature=1.0, seed=1)  # of its drafts some are refused
         yield api
-    stage.clear()
 
 
 @pytest.fixture(scope="module")
@@ -213,55 +205,45 @@ def test_without_show_text_no_text_leaves_the_engine(page: Page, api: Api) -> No
     assert {step[key] for step in steps for key in ("accepted", "own", "refused")} == {""}
 
 
-KEYS = {"SPECSERVE_TEST_PAGE_KEY_A": "sk-page-a" * 4, "SPECSERVE_TEST_PAGE_KEY_B": "sk-page-b" * 4}
-A, B = ({"Authorization": f"Bearer {key}"} for key in KEYS.values())
+KEY_A, KEY_B, *_ = KEYS.values()
 
 
-@pytest.fixture(scope="module")
-def closed(stage: Stage) -> Iterator[Deployment]:
-    """An application with keys, at a path of its own."""
-    stage.clear()
-    keys = [{"env": env, "tenant": env[-1].lower()} for env in KEYS]
-    cluster = Cluster([1])
-    cluster.environment |= KEYS
-    try:
-        cluster.start()
-        args = application(http={"api_keys": keys, "show_text": True})
-        with serving(cluster, {"/team": args}) as deployment:
-            yield deployment
-    finally:
-        cluster.stop()
+@pytest.fixture
+def closed(shared: Deployment) -> str:
+    """URL of an application with keys."""
+    return shared.base_url("/team")
 
 
-def test_data_need_a_key_and_a_tenant_sees_its_own_requests_alone(closed: Deployment) -> None:
-    url = closed.base_url("/team")
-    asked = httpx.post(
-        f"{url}/v1/completions", headers=A, json={"model": MODEL, **BRIEF}, timeout=TIMEOUT_S
-    )
-    assert asked.status_code == 200, asked.text
+def test_data_need_a_key_and_a_tenant_sees_its_own_requests_alone(closed: str) -> None:
+    a, b = ({"Authorization": f"Bearer {key}"} for key in (KEY_A, KEY_B))
 
-    def num_requests(headers: dict[str, str]) -> int:
-        answer = httpx.get(f"{url}/speculation/data", headers=headers, timeout=TIMEOUT_S)
+    def requests_of(headers: dict[str, str]) -> set[str]:
+        answer = httpx.get(f"{closed}/speculation/data", headers=headers, timeout=TIMEOUT_S)
         assert answer.status_code == 200, answer.text
-        return sum(len(replica["requests"]) for replica in answer.json()["replicas"])
+        replicas = answer.json()["replicas"]
+        return {each["request"] for replica in replicas for each in replica["requests"]}
 
-    assert httpx.get(f"{url}/speculation/data").status_code == 401
-    assert httpx.get(f"{url}/speculation").status_code == 200
-    assert num_requests(A) > 0
-    assert num_requests(B) == 0
+    assert httpx.get(f"{closed}/speculation/data").status_code == 401
+    assert httpx.get(f"{closed}/speculation").status_code == 200
+    before = requests_of(a)
+    body = {"model": MODEL, **BRIEF}
+    asked = httpx.post(f"{closed}/v1/completions", headers=a, json=body, timeout=TIMEOUT_S)
+    assert asked.status_code == 200, asked.text
+    own = eventually(lambda: requests_of(a) - before, "the request", 10)
+    assert own.isdisjoint(requests_of(b))
 
 
-def test_the_page_asks_for_the_key_and_keeps_it_for_the_tab(page: Page, closed: Deployment) -> None:
+def test_the_page_asks_for_the_key_and_keeps_it_for_the_tab(page: Page, closed: str) -> None:
     def enter(key: str) -> None:
         page.run(f"document.querySelector('form input').value = {key!r}")
         page.run("document.querySelector('form button').click()")
 
-    page.open(f"{closed.base_url('/team')}/speculation")
+    page.open(f"{closed}/speculation")
     page.until("!document.querySelector('#login').hidden")
     enter("sk-nobodys")
     page.until("document.querySelector('#login-note').textContent.includes('not known')")
-    enter(KEYS["SPECSERVE_TEST_PAGE_KEY_A"])
+    enter(KEY_A)
     page.until(HAS_DATA)
-    page.open(f"{closed.base_url('/team')}/speculation")
+    page.open(f"{closed}/speculation")
     page.until(HAS_DATA)
     assert not any("sk-" in url for url in page.requested)

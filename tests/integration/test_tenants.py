@@ -6,6 +6,7 @@ import random
 import re
 import string
 from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -13,35 +14,18 @@ import pytest
 
 from specserve.trie.namespaces import half_of, tenant_half
 from tests.integration.api import MODEL, TIMEOUT_S, fresh
-from tests.integration.cluster import Cluster, Deployment, serving
-from tests.integration.conftest import application
+from tests.integration.applications import KEYS, TENANTS
+from tests.integration.cluster import Deployment
 
-TENANTS = ("team-a", "team-b", "team-c", "team-d")
-KEYS = {f"SPECSERVE_TEST_KEY_{number}": f"sk-{number}" * 8 for number in range(len(TENANTS))}
+pytestmark = pytest.mark.timeout(900)
+
 A, B, C, D = ({"Authorization": f"Bearer {key}"} for key in KEYS.values())
 
 
-@pytest.fixture(scope="module")
-def deployment() -> Iterator[Deployment]:
-    """An application with tenants; their keys are in the environment of the nodes alone."""
-    keys = [{"env": env, "tenant": name} for env, name in zip(KEYS, TENANTS, strict=True)]
-    cluster = Cluster((2,))
-    cluster.environment |= KEYS | {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}
-    try:
-        cluster.start()
-        # Every draft is sent, also the ones that do not pay.
-        source = {"kind": "trie", "dynamic": False}
-        args = application(http={"api_keys": keys}) | {"speculation": [source]}
-        with serving(cluster, {"/": args}) as deployment:
-            yield deployment
-    finally:
-        cluster.stop()
-
-
 @pytest.fixture
-def http(deployment: Deployment) -> Iterator[httpx.Client]:
-    """A client without a key."""
-    with httpx.Client(base_url=deployment.base_url(), timeout=TIMEOUT_S) as client:
+def http(shared: Deployment) -> Iterator[httpx.Client]:
+    """A client without a key; the keys are in the environment of the nodes alone."""
+    with httpx.Client(base_url=shared.base_url("/team"), timeout=TIMEOUT_S) as client:
         yield client
 
 
@@ -95,12 +79,20 @@ def some_text() -> str:
     return "".join(random.choices(string.ascii_lowercase + " ", k=1200))
 
 
-def ask(http: httpx.Client, key: Mapping[str, str], path: str, body: Mapping[str, Any]) -> float:
-    """Asks, and returns how many tokens of the prompt were known to the prefix cache."""
-    before = num_reused_tokens(http)
+def ask(http: httpx.Client, key: Mapping[str, str], path: str, body: Mapping[str, Any]) -> None:
     answer = http.post(path, headers=dict(key), json={"model": MODEL, **body})
     assert answer.status_code == 200, answer.text
-    return num_reused_tokens(http) - before
+
+
+def reused(
+    http: httpx.Client, path: str, body: Mapping[str, Any], *keys: Mapping[str, str]
+) -> list[float]:
+    """Asks the same with each key, and returns how many tokens the prefix cache knew each time."""
+    counts = [num_reused_tokens(http)]
+    for key in keys:
+        ask(http, key, path, body)
+        counts.append(num_reused_tokens(http))
+    return [after - before for before, after in pairwise(counts)]
 
 
 @pytest.mark.parametrize(("path", "body", "options"), ROUTES)
@@ -111,9 +103,9 @@ def test_by_every_route_a_tenant_finds_its_own_text_cached_and_no_one_elses(
     options: dict[str, Any],
 ) -> None:
     request = body(some_text()) | options
-    own = ask(http, A, path, request)  # a request with n samples meets itself
-    assert ask(http, A, path, request) > own
-    assert ask(http, B, path, request) == own
+    first, again, others = reused(http, path, request, A, A, B)
+    assert again > first  # which is not 0 where a request with n samples meets itself
+    assert others == first
 
 
 def test_a_tenant_is_drafted_for_as_if_no_other_tenant_had_asked(http: httpx.Client) -> None:
@@ -134,9 +126,9 @@ def test_a_tenant_is_drafted_for_as_if_no_other_tenant_had_asked(http: httpx.Cli
 
 def test_a_clients_own_salt_does_not_open_another_tenants_cache(http: httpx.Client) -> None:
     request = completion(some_text()) | {"cache_salt": TENANTS[0]}
-    ask(http, A, "/v1/completions", request)
-    assert ask(http, A, "/v1/completions", request) > 0
-    assert ask(http, B, "/v1/completions", request) == 0
+    first, again, others = reused(http, "/v1/completions", request, A, A, B)
+    assert again > 0
+    assert first == others == 0
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/speculation", "/version"])
@@ -149,8 +141,10 @@ def test_what_is_not_open_needs_a_key(http: httpx.Client, path: str) -> None:
 def test_the_open_metrics_have_a_series_of_each_tenant_that_its_name_does_not_tell(
     http: httpx.Client,
 ) -> None:
+    for key in (A, B, C, D):
+        ask(http, key, "/v1/completions", completion(some_text()))
     pattern = r'^specserve_trie_tokens{.*namespace="(\w+)"'
-    labels = set(re.findall(pattern, http.get("/metrics").text, re.MULTILINE))
+    labels = set(re.findall(pattern, fresh(http, "/metrics").text, re.MULTILINE))
     assert len(labels) == len(TENANTS)
     assert not any(half_of(each) == tenant_half(name) for each in labels for name in TENANTS)
 

@@ -1,24 +1,16 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import psutil
 import pytest
 
 from tests.integration.api import Api
 from tests.integration.cluster import Deployment, eventually
-from tests.integration.conftest import Stage, application
-from tests.integration.test_lifecycle import running_stream
+from tests.integration.running import running_stream
+from tests.integration.stage import NUM_CPUS, Stage
 
 pytestmark = pytest.mark.timeout(900)
 
 PROMPTS = ["def add(a, b):\n    return a + b\n" * 5, "x = 1\ny = 2\n" * 9, "import os\n"]
-APPLICATIONS = {
-    "/": application(engine={"tensor_parallel_size": 2}, placement={"strategy": "STRICT_SPREAD"}),
-    "/large": application(
-        engine={"tensor_parallel_size": 8}, placement={"timeout_s": 3.0, "num_cpus_per_shard": 3}
-    ),
-}
 
 
 def tokens(api: Api) -> list[list[int]]:
@@ -27,22 +19,10 @@ def tokens(api: Api) -> list[list[int]]:
     return [answer["choices"][0]["token_ids"] for answer in answers]
 
 
-@pytest.fixture(scope="module")
-def tokens_of_one_shard(stage: Stage) -> list[list[int]]:
-    """The same from the application with one shard."""
-    deployment = stage.serve({"/": application()})
-    deployment.await_ready()
-    return tokens(Api(deployment.base_url()))
-
-
-@pytest.fixture(scope="module")
-def two_shards(tokens_of_one_shard: list[list[int]], stage: Stage) -> Iterator[Deployment]:
-    """Two shards on two nodes, and an application that no node can hold."""
-    assert tokens_of_one_shard
-    deployment = stage.serve(APPLICATIONS)
-    deployment.await_healthy()
-    yield deployment
-    stage.clear()
+@pytest.fixture
+def tokens_of_one_shard(api: Api) -> list[list[int]]:
+    """The same from the application with one shard, before that with two is served."""
+    return tokens(api)
 
 
 def node_of(process: psutil.Process) -> str:
@@ -53,7 +33,7 @@ def node_of(process: psutil.Process) -> str:
 
 
 def test_two_shards_on_two_nodes_give_the_tokens_of_one(
-    two_shards: Deployment, tokens_of_one_shard: list[list[int]]
+    tokens_of_one_shard: list[list[int]], two_shards: Deployment
 ) -> None:
     api = Api(two_shards.base_url())
     shards = two_shards.cluster.shards()
@@ -70,7 +50,7 @@ def test_shards_that_fit_nowhere_are_told_in_one_line(two_shards: Deployment) ->
 
     said = two_shards.eventually(line, "the placement error", 120)
     assert "8 shards with 3 CPU each (PACK) did not fit within 3 s: needs 24 CPU, the " in said
-    assert "nodes: 2 x (2 CPU); free in all: " in said
+    assert f"nodes: 2 x ({NUM_CPUS} CPU); free in all: " in said
     two_shards.eventually(
         lambda: len(two_shards.cluster.replicas()) == 1, "nothing left of the application", 60
     )
@@ -79,7 +59,9 @@ def test_shards_that_fit_nowhere_are_told_in_one_line(two_shards: Deployment) ->
     )
 
 
-def test_a_running_request_is_finished_before_its_replica_goes(two_shards: Deployment) -> None:
+def test_a_running_request_is_finished_before_its_replica_goes(
+    two_shards: Deployment, nodes: Stage
+) -> None:
     api = Api(two_shards.base_url())
     with running_stream(
         api, prompt="one two", max_tokens=300, ignore_eos=True, vllm_xargs={"speculation": "off"}
@@ -87,3 +69,4 @@ def test_a_running_request_is_finished_before_its_replica_goes(two_shards: Deplo
         two_shards.delete("main")
         assert outcome(120) is None, two_shards.tail()
     eventually(lambda: not two_shards.cluster.engine_processes(), "all engine processes gone", 60)
+    nodes.clear()

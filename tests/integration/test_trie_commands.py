@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,7 +15,10 @@ import yaml
 from specserve.core.config import ModelConfig
 from specserve.engine.checkpoint import model_identity
 from specserve.trie.namespaces import namespace, shard_of
-from tests.integration.cluster import Cluster, model_path, running_cluster
+from tests.integration.cluster import Cluster, eventually, model_path
+from tests.integration.operator_host import Operator
+
+pytestmark = pytest.mark.timeout(600)
 
 MODEL = model_path("demo-draft")
 IDENTITY = model_identity(ModelConfig(path=str(MODEL)))
@@ -33,11 +36,11 @@ print(options.name)
 """
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    """A cluster of this module's own: no test of another one leaves a store in it."""
-    with running_cluster(1) as cluster:
-        yield cluster
+@pytest.fixture
+def cluster(faults: Cluster) -> Cluster:
+    """A cluster in which no store runs."""
+    eventually(lambda: not faults.processes("ray::TrieStore"), "no stores", 60)
+    return faults
 
 
 @pytest.fixture
@@ -55,19 +58,24 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def trie(cluster: Cluster, *arguments: object, code: int = 0) -> str:
-    """What a command prints, on stderr where it fails."""
-    command = [sys.executable, "-m", "specserve.cli.main", "trie", *map(str, arguments)]
-    done = subprocess.run(
-        [*command, "--address", cluster.address],
-        env=cluster.environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-    assert done.returncode == code, done.stderr
-    return done.stderr if code else done.stdout
+@pytest.fixture(scope="module")
+def operator(faults: Cluster) -> Iterator[Operator]:
+    operator = Operator(faults)
+    yield operator
+    operator.stop()
+
+
+@pytest.fixture
+def trie(cluster: Cluster, operator: Operator) -> Iterator[Callable[..., str]]:
+    """Runs ``specserve trie``; what it prints, on stderr where it fails. Leaves no store."""
+
+    def trie(*arguments: object, code: int = 0) -> str:
+        said = operator("trie", *arguments, "--address", cluster.address)
+        assert said.code == code, said.stderr
+        return said.stderr if code else said.stdout
+
+    yield trie
+    operator("trie", "stop", "--address", cluster.address)
 
 
 def start_store(cluster: Cluster, folder: Path) -> str:
@@ -80,34 +88,34 @@ def start_store(cluster: Cluster, folder: Path) -> str:
 
 
 def test_an_operator_fills_looks_at_keeps_and_clears_the_memory(
-    cluster: Cluster, config: Path, tmp_path: Path
+    cluster: Cluster, trie: Callable[..., str], config: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "texts.jsonl"
     file.write_text(json.dumps({"token_ids": list(range(1234))}))
     warm = ("warm", file, "--config", config, "--tenant")
 
     none = "specserve: error: no draft memory runs in this cluster\n"
-    assert trie(cluster, "stats", code=2) == none
+    assert trie("stats", code=2) == none
     missing = "specserve: error: no draft memory of this model runs in this cluster\n"
-    assert trie(cluster, *warm, "team-a", code=2) == missing
+    assert trie(*warm, "team-a", code=2) == missing
 
     name = start_store(cluster, tmp_path / "snapshots")
     for tenant, own in zip(TENANTS, (A, B), strict=True):
-        out = trie(cluster, *warm, tenant)
+        out = trie(*warm, tenant)
         assert out == f"1,234 tokens of 1 texts taught to {own}\n"
-    shown = trie(cluster, "stats").split()
+    shown = trie("stats").split()
     assert shown[0] == name
     assert {(own, "1,234") for own in (A, B)} <= set(pairwise(shown))
 
-    assert "bytes written" in trie(cluster, "snapshot")
+    assert "bytes written" in trie("snapshot")
     assert (tmp_path / "snapshots" / f"{name}.snapshot").stat().st_size > 2 * 4 * 1234
 
-    out = trie(cluster, "purge", "--tenant", "team-a")
+    out = trie("purge", "--tenant", "team-a")
     assert out == f"{name}: 1,234 tokens of tenant team-a forgotten\n"
-    shown = trie(cluster, "stats").split()
+    shown = trie("stats").split()
     assert (B, "1,234") in set(pairwise(shown))
     assert (A, "1,234") not in set(pairwise(shown))
-    out = trie(cluster, "purge", "--namespace", B)
+    out = trie("purge", "--namespace", B)
     assert out == f"{name}: 1,234 tokens of {B} forgotten\n"
 
 
@@ -138,7 +146,9 @@ print(json.dumps([sent, held, list_stores()]))
 """
 
 
-def test_namespaces_are_shared_through_the_store_that_each_belongs_to(cluster: Cluster) -> None:
+def test_namespaces_are_shared_through_the_store_that_each_belongs_to(
+    cluster: Cluster, trie: Callable[..., str]
+) -> None:
     names = [namespace(IDENTITY, tenant=f"tenant-{number}") for number in range(20)]
     of_shard = [next(name for name in names if shard_of(name, 2) == shard) for shard in (0, 1)]
     done = subprocess.run(
@@ -152,9 +162,9 @@ def test_namespaces_are_shared_through_the_store_that_each_belongs_to(cluster: C
     sent, held, stores = json.loads(done.stdout)
     assert sent == held == [500, 500]
     assert [store[-2:] for store in stores] == ["-0", "-1"]
-    shown = trie(cluster, "stats").split()
+    shown = trie("stats").split()
     first, second = shown.index(stores[0]), shown.index(stores[1])
     assert first < shown.index(of_shard[0]) < second < shown.index(of_shard[1])
 
-    assert trie(cluster, "stop") == "".join(f"{store}: stopped\n" for store in stores)
-    assert "no draft memory runs" in trie(cluster, "stats", code=2)
+    assert trie("stop") == "".join(f"{store}: stopped\n" for store in stores)
+    assert "no draft memory runs" in trie("stats", code=2)

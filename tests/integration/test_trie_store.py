@@ -18,14 +18,15 @@ from specserve.trie.store import StoreOptions
 from tests.integration.cluster import Cluster, eventually, running_cluster
 from tests.integration.trie_host import VOCAB_SIZE, TrieHost
 
+pytestmark = pytest.mark.timeout(600)
+
 WAIT_S = 60.0
 numbers = count()
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with running_cluster(1) as cluster:
-        yield cluster
+def cluster(faults: Cluster) -> Cluster:
+    return faults
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +192,7 @@ def test_a_store_killed_in_mid_traffic_loses_nothing_that_a_living_replica_has(
         assert replica("link")["dropped_tokens"] == 0
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
 def test_what_only_dead_replicas_knew_comes_back_from_the_snapshot(
     start: Start, tmp_path: Path, how: signal.Signals
 ) -> None:

@@ -20,7 +20,7 @@ from specserve.engine.methods import parse_method
 from tests.integration.api import MODEL, Api, StreamError
 from tests.integration.cluster import READY_S, eventually, is_healthy, model_path
 from tests.integration.hosts import HEAD, ROOT, WORKER, HostsDeployment, NoHostsError, TwoHosts
-from tests.integration.test_lifecycle import running_stream
+from tests.integration.running import running_stream
 
 pytestmark = pytest.mark.timeout(1500)
 

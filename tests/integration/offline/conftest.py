@@ -1,4 +1,4 @@
-"""Two engines on one small model in float32, with and without speculation, for all tests here."""
+"""A small model in float32, and its engine without speculation, for all tests here."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from specserve.compare.engine_process import EngineProcess
 from specserve.core.config import AppConfig, parse
 from specserve.engine.methods import parse_method
 from tests.integration.cluster import model_path
+from tests.integration.stage import Stage
 
 
 @pytest.fixture(scope="session")
@@ -40,14 +41,10 @@ def config() -> AppConfig:
 
 
 @pytest.fixture(scope="session")
-def none_engine(config: AppConfig) -> Iterator[EngineProcess]:
+def none_engine(stage: Stage, nodes: Stage, config: AppConfig) -> Iterator[EngineProcess]:
+    stage.end()
+    nodes.clear()
     with running_engine(config, "none") as engine:
-        yield engine
-
-
-@pytest.fixture(scope="session")
-def ngram_engine(config: AppConfig) -> Iterator[EngineProcess]:
-    with running_engine(config, "ngram") as engine:
         yield engine
 
 

@@ -7,7 +7,7 @@ speculation, and Pearson's chi-square test asks whether one distribution can hav
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from specserve.core.types import DraftBatch
 from specserve.engine.generation import Completion, Job, RunResult, Sampling
 from specserve.proposers.base import SourceContext
 from specserve.proposers.registry import build_proposer
+from tests.integration.offline.conftest import running_engine
 
 ALPHABET = (300, 301, 302, 303)
 NUM_SAMPLES = 2000
@@ -78,6 +79,13 @@ def samples(result: RunResult) -> list[Sample]:
         return completion.token_ids[:NUM_TOKENS]
 
     return [tokens(completion) for completion in result.completions]
+
+
+@pytest.fixture(scope="module")
+def ngram_engine(config: AppConfig) -> Iterator[EngineProcess]:
+    """With prompt lookup alone: fixed seeds give the same drafts each time."""
+    with running_engine(config, "ngram") as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,99 @@
+"""Requests that run while something happens to the server, and what becomes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import psutil
+
+from tests.integration.api import MODEL, OFF, TIMEOUT_S, Api
+from tests.integration.applications import MAX_NUM_SEQS
+from tests.integration.cluster import READY_S, Cluster, Deployment, is_healthy
+
+LONG: dict[str, Any] = {
+    "prompt": "one two three",
+    "max_tokens": 1900,
+    "ignore_eos": True,
+    "vllm_xargs": OFF,
+}
+SEVERAL: dict[str, Any] = {"n": MAX_NUM_SEQS, "temperature": 1.0}
+"""Answers at once, so that there is time to cut them off before they are whole."""
+
+
+def replaced_by(cluster: Cluster, before: list[psutil.Process], app: Deployment) -> None:
+    """Waits until a new replica answers and nothing is left of the old one."""
+    old = {process.pid for process in before}
+
+    def is_new() -> bool:
+        pids = {process.pid for process in cluster.engine_processes()}
+        return len(pids) == len(old) and not pids & old and is_healthy(app.base_url())
+
+    app.eventually(is_new, f"a new replica alone, {old} gone", READY_S)
+
+
+def answers_finished_for_a_client_that_goes_away(api: Api, app: Deployment, stream: bool) -> float:
+    """Asks for long answers, leaves as soon as they are being written, and waits for their end.
+
+    Returns:
+        How many of the answers the engine wrote to their whole length.
+    """
+    before = finished(api)
+
+    async def go_away() -> None:
+        body = {"model": MODEL, "stream": stream, **LONG, **SEVERAL}
+        async with httpx.AsyncClient(base_url=api.base_url, timeout=TIMEOUT_S) as client:
+            request = asyncio.create_task(client.post("/v1/completions", json=body))
+            await asyncio.to_thread(
+                app.eventually,
+                lambda: num_running(api) > 0,
+                "it is generating",
+                60,
+            )
+            assert request.cancel(), "the answer was there too soon"
+            await asyncio.wait([request])
+
+    asyncio.run(go_away())
+    app.eventually(lambda: num_running(api) == 0, "nothing is running", 60)
+    return finished(api) - before
+
+
+@contextmanager
+def running_stream(api: Api, **body: Any) -> Iterator[Callable[[float], Exception | None]]:
+    """A streamed request in the background, which has begun to answer.
+
+    Yields:
+        Waits so many seconds for the request's end: None if it ended well, else its error.
+    """
+    began = threading.Event()
+    ended: queue.Queue[Exception | None] = queue.Queue()
+
+    def consume() -> None:
+        try:
+            with Api(api.base_url).streaming(**body) as events:
+                for _ in events:
+                    began.set()
+        except Exception as error:
+            ended.put(error)
+        else:
+            ended.put(None)
+
+    thread = threading.Thread(target=consume, daemon=True)
+    thread.start()
+    assert began.wait(60), "the stream did not begin"
+    yield lambda timeout_s: ended.get(timeout=timeout_s)
+
+
+def num_running(api: Api) -> float:
+    """Requests that are being decoded."""
+    return api.metric("vllm:num_requests_running")
+
+
+def finished(api: Api) -> float:
+    """Answers so far that ended at their ``max_tokens``."""
+    return api.metric("vllm:request_success_total", finished_reason="length")

@@ -1,0 +1,148 @@
+"""What `make test` leaves out, and why: the one place that says so.
+
+A row names a file, a test of it, or one of that test's parameters, as pytest does below ``tests/``.
+`conftest.py` gives those tests the marker of their tier. Nothing is in a row whose fault or
+capability has no other test, of the unit or with fewer processes, in `make test`.
+"""
+
+from __future__ import annotations
+
+LONG = {
+    "integration/test_two_nodes.py": (
+        "Two hosts in network namespaces, and four starts of an engine. `make test` has two shards"
+        " on two nodes of Ray, and tests of the nodes' scripts."
+    ),
+    "integration/test_prometheus.py": (
+        "A Prometheus beside a cluster with a dashboard. `make test` compares the metrics with the"
+        " API, and has promtool check the rules."
+    ),
+    "integration/test_plan.py": (
+        "The plan beside what Ray does, on nodes that only declare GPUs. The plan has unit tests."
+    ),
+    "integration/test_beside_rank_0.py": (
+        "Ray's arithmetic of parts of a GPU, on nodes that only declare them."
+    ),
+    "integration/test_served_beside_rank_0.py": (
+        "A drafter's other place. `make test` has one in the place that is the default."
+    ),
+    "integration/test_demo_models_logprobs.py::"
+    "test_vllm_gives_the_prompt_log_probabilities_of_transformers": (
+        "Changes only with the lock or with the weights in configs/models."
+    ),
+    "integration/test_served_drafters.py::test_it_may_be_killed_in_the_midst_and_nobody_notices": (
+        "test_drafters.py kills a drafter's actor without an engine."
+    ),
+    "integration/test_served_drafters.py::"
+    "test_it_may_hang_and_is_told_to_be_down_until_it_goes_on": (
+        "test_drafters.py stops a drafter's actor without an engine."
+    ),
+    "integration/test_served_drafters.py::"
+    "test_it_may_run_out_of_memory_and_is_used_again_when_it_has_some": (
+        "A drafter's refusal is one error among others of tests/proposers/test_remote_failures.py."
+    ),
+    "integration/test_served_trie.py::test_the_store_may_die_in_the_midst_and_nobody_notices": (
+        "test_trie_store.py kills a store in the midst of traffic without an engine."
+    ),
+    "integration/test_served_trie.py::"
+    "test_a_store_that_hangs_holds_up_no_shutdown_and_the_replicas_tell_what_is_lost": (
+        "Ends the deployment. test_trie_store.py has a store that hangs."
+    ),
+    "integration/test_lifecycle.py::"
+    "test_a_killed_process_fails_its_requests_and_the_replica_is_replaced[engine_cores]": (
+        "`make test` kills a shard: the replica is replaced in the same way."
+    ),
+    "integration/test_lifecycle.py::"
+    "test_a_killed_process_fails_its_requests_and_the_replica_is_replaced[replicas]": (
+        "`make test` kills a shard: the replica is replaced in the same way."
+    ),
+    "integration/test_lifecycle.py::test_ctrl_c_ends_everything_also_a_running_request": (
+        "`make test` ends each deployment with Ctrl-C, and looks for what is left of it."
+    ),
+    "integration/test_lifecycle.py::"
+    "test_one_that_hangs_while_nothing_runs_is_replaced_when_it_is_asked_what_it_counted": (
+        "`make test` has a shard that hangs while a request runs."
+    ),
+    "integration/test_ends.py::test_no_end_leaves_anything_twice_in_a_row": (
+        "`make test` ends one run with a signal to its group and one by killing it."
+    ),
+    "integration/test_ends.py::test_a_daemon_that_is_killed_ends_it_all": (
+        "`make test` kills the process that the user started; daemons have unit tests."
+    ),
+    "integration/test_ends.py::test_haproxy_ends_with_its_actor_and_comes_back_with_the_next": (
+        "tests/serve/test_haproxy.py has the kernel end HAProxy with its parent."
+    ),
+    "integration/test_speculation_page.py::test_it_can_be_read[390-light]": (
+        "`make test` has one width and colour scheme."
+    ),
+    "integration/test_speculation_page.py::test_it_can_be_read[390-dark]": (
+        "`make test` has one width and colour scheme."
+    ),
+    "integration/test_speculation_page.py::test_it_can_be_read[1280-dark]": (
+        "`make test` has one width and colour scheme."
+    ),
+    "integration/test_trie_store.py::"
+    "test_a_store_killed_in_mid_traffic_loses_nothing_that_a_living_replica_has[no snapshot]": (
+        "`make test` has it with a snapshot."
+    ),
+    "integration/test_trie_store.py::"
+    "test_what_only_dead_replicas_knew_comes_back_from_the_snapshot[SIGKILL]": (
+        "`make test` has it with SIGTERM."
+    ),
+    "integration/test_trie_store.py::test_what_a_dead_replica_published_is_still_served": (
+        "A host that is killed and started again. The store's log has unit tests."
+    ),
+    "integration/test_trie_store.py::"
+    "test_a_damaged_snapshot_is_set_aside_and_the_memory_goes_on_empty": (
+        "tests/trie/test_log_snapshot.py sets damaged files aside."
+    ),
+    "integration/test_trie_store.py::test_a_full_disk_costs_the_new_snapshot_and_not_the_old_one": (
+        "tests/trie/test_snapshot_keeper.py has a snapshot that cannot be written."
+    ),
+    "integration/test_trie_store.py::test_a_replica_of_another_model_is_refused": (
+        "tests/trie/test_store.py refuses another fingerprint."
+    ),
+    "integration/test_trie_store.py::"
+    "test_records_out_of_order_twice_and_out_of_the_vocabulary_do_no_harm": (
+        "tests/trie/test_store.py has such records."
+    ),
+    "integration/test_trie_store.py::test_a_store_that_is_stopped_has_written_its_snapshot": (
+        "`make test` stops one with `specserve trie stop`, and kills one with SIGTERM."
+    ),
+    "integration/test_trie_store.py::"
+    "test_a_node_that_is_stopped_lets_its_store_write_a_last_snapshot": (
+        "A cluster of its own. `make test` has SIGTERM to the store itself."
+    ),
+    "integration/offline/test_agreement.py": (
+        "Four engines, to compare our drafts with vLLM's. Changes with the lock or with"
+        " specserve/drafters; the models have unit tests against transformers."
+    ),
+    "integration/offline/test_compare.py": (
+        "Three engines for a command that tests/bench has unit tests of."
+    ),
+    "integration/offline/test_refused_drafters.py": (
+        "Two engines that refuse to start. tests/proposers and tests/drafters test the objections."
+    ),
+}
+"""Part of `make test-all`."""
+
+ALONE = {
+    "integration/test_served_load.py": (
+        "Measures throughput to 2 %: needs a quiet machine for half an hour."
+    ),
+    "deploy/test_built_image.py": ("Builds the image: downloads some GB and takes up to an hour."),
+}
+"""Not even part of `make test-all`: run by name, as CONTRIBUTING.md says."""
+
+
+def tier(node_id: str) -> str:
+    """The marker of a test: ``long``, ``alone``, or an empty string for `make test`.
+
+    Args:
+        node_id: of pytest, as ``tests/folder/test_file.py::test_name[parameter]``.
+    """
+    test = node_id.removeprefix("tests/")
+    names = {test, test.partition("[")[0], test.partition("::")[0]}
+    for name, rows in (("long", LONG), ("alone", ALONE)):
+        if names & rows.keys():
+            return name
+    return ""
