@@ -117,7 +117,7 @@ LONG = {
         " specserve/drafters; the models have unit tests against transformers."
     ),
     "integration/offline/test_compare.py": (
-        "Three engines for a command that tests/bench has unit tests of."
+        "Three engines for a command that tests/compare has unit tests of."
     ),
     "integration/offline/test_refused_drafters.py": (
         "Two engines that refuse to start. tests/proposers and tests/drafters test the objections."
