@@ -137,3 +137,10 @@ def test_serve_files_in_the_pages_are_valid(page: Path) -> None:
             AppConfig.model_validate(application["args"])
         if "http" in content:
             AppConfig.model_validate({"model": {"path": "a"}, "http": content["http"]})
+
+
+def test_the_architecture_lists_every_room() -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
+    listed = set(re.findall(r"^\| `specserve/([\w.]+)` \|", page, re.M))
+    rooms = {path.parent.name for path in (ROOT / "specserve").glob("*/__init__.py")}
+    assert listed == rooms | {"app.py"}
