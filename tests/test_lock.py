@@ -4,29 +4,49 @@ import re
 import runpy
 from pathlib import Path
 
+import pytest
+
 REQUIREMENTS = Path(__file__).parents[1] / "deploy/requirements"
-LOCK = (REQUIREMENTS / "cpu.txt").read_text().splitlines()
+FEWEST = {"cpu": 100, "docs": 20}
+"""Packages that each lock holds at least."""
+
+each_lock = pytest.mark.parametrize("lock", FEWEST)
 
 
-def test_the_lock_holds_names_and_versions_only() -> None:
-    assert len(LOCK) > 100
-    for line in LOCK:
+def lines_of(lock: str) -> list[str]:
+    return (REQUIREMENTS / f"{lock}.txt").read_text().splitlines()
+
+
+@each_lock
+def test_the_lock_holds_names_and_versions_only(lock: str) -> None:
+    assert len(lines_of(lock)) > FEWEST[lock]
+    for line in lines_of(lock):
         assert re.fullmatch(r"[a-z0-9-]+==[A-Za-z0-9.+!]+", line), line
 
 
-def test_the_lock_names_each_package_once_in_order() -> None:
-    names = [line.split("==")[0] for line in LOCK]
+@each_lock
+def test_the_lock_names_each_package_once_in_order(lock: str) -> None:
+    names = [line.split("==")[0] for line in lines_of(lock)]
     assert len(set(names)) == len(names)
-    assert sorted(LOCK) == LOCK
+    assert sorted(lines_of(lock)) == lines_of(lock)
     assert set(names).isdisjoint({"torchvision", "torchaudio", "torchcodec", "triton"})
 
 
-def test_every_input_is_locked() -> None:
-    names = {line.split("==")[0] for line in LOCK}
-    for line in (REQUIREMENTS / "cpu.in").read_text().splitlines():
-        if line and not line.startswith("#"):
+@each_lock
+def test_every_input_is_locked(lock: str) -> None:
+    names = {line.split("==")[0] for line in lines_of(lock)}
+    for line in (REQUIREMENTS / f"{lock}.in").read_text().splitlines():
+        if line and not line.startswith(("#", "-c ")):
             name = re.split(r"[\[=<>]", line)[0].lower()
             assert name in names
+
+
+def test_the_pages_packages_change_nothing_that_the_installation_has() -> None:
+    """`make docs` installs them into the same environment."""
+    installed = dict(line.split("==") for line in lines_of("cpu"))
+    shared = [line.split("==") for line in lines_of("docs") if line.split("==")[0] in installed]
+    assert shared
+    assert [[name, installed[name]] for name, _ in shared] == shared
 
 
 def test_a_lock_is_sorted_normalised_and_without_cuda_builds() -> None:

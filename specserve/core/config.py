@@ -46,7 +46,9 @@ class EngineConfig(Section):
     """The engine. Names and meanings are vLLM's."""
 
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Type of the weights and activations; auto: what vLLM chooses for the checkpoint."""
     tensor_parallel_size: int = Field(default=1, ge=1, le=1024)
+    """Shards of the model; each is a Ray actor."""
     max_model_len: int = Field(default=0, ge=0)
     """Context length in tokens, prompt and output; 0: the model's own."""
     max_num_seqs: int = Field(default=32, ge=1)
@@ -58,7 +60,9 @@ class EngineConfig(Section):
     kv_cache_memory_bytes: int = Field(default=0, ge=0)
     """KV cache in bytes a shard; 0: from ``gpu_memory_utilization`` (1 GiB on CPU)."""
     enforce_eager: bool = False
+    """Run the model without compilation and CUDA graphs."""
     seed: int = Field(default=0, ge=0)
+    """Seed of the engine's random numbers."""
     vllm: dict[str, Any] = Field(default_factory=dict)
     """Further options of vLLM's ``AsyncEngineArgs`` and ``FrontendArgs``, by their field names;
     unknown ones are refused when the engine's arguments are built."""
@@ -68,6 +72,7 @@ class PlacementConfig(Section):
     """Where replicas and their shards run."""
 
     num_replicas: int = Field(default=1, ge=1)
+    """Replicas of the model, each with shards of its own."""
     strategy: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = "PACK"
     """Ray's placement strategy for the tensor-parallel shards of one replica."""
     num_cpus_per_shard: int = Field(default=1, ge=1)

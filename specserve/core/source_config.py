@@ -25,6 +25,7 @@ class NgramConfig(Section):
     """Prompt lookup: drafts are copied from the request's own prompt and output."""
 
     kind: Literal["ngram"]
+    """The kind of source."""
     max_draft_len: int = Field(default=8, ge=1, le=MAX_DRAFT_TOKENS)
     """Longest draft in tokens."""
     max_matching_ngram_size: int = Field(default=4, ge=1, le=16)
@@ -51,6 +52,7 @@ class TrieConfig(Section):
     """Memory decoding: drafts of what followed before, in any request's text."""
 
     kind: Literal["trie"]
+    """The kind of source."""
     max_draft_len: int = Field(
         default=16,
         ge=1,
@@ -135,6 +137,7 @@ class DraftModelConfig(DrafterConfig):
     """A smaller model with the target's vocabulary."""
 
     kind: Literal["draft_model"]
+    """The kind of source."""
     model: str = Field(min_length=1)
     """Folder of a Hugging Face checkpoint, or its id on the hub."""
 
@@ -143,6 +146,7 @@ class MtpConfig(DrafterConfig):
     """The target's multi-token prediction module."""
 
     kind: Literal["mtp"]
+    """The kind of source."""
     model: str = ""
     """Folder of its weights as ``specserve split-mtp`` writes them, or a checkpoint's, or the id of
     one on the hub; empty: the target's own, as it must be ``in_engine``."""

@@ -20,13 +20,13 @@ PROXY = SETTINGS["RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"]
 
 
 def table() -> dict[str, str]:
-    """The README's ports and on which nodes they are."""
-    readme = (ROOT / "README.md").read_text()
-    (rows,) = re.findall(r"^\| TCP port, from .*?\n\n", readme, flags=re.M | re.S)
+    """The documented ports and on which nodes they are."""
+    page = (ROOT / "docs/operations/two-nodes.md").read_text()
+    (rows,) = re.findall(r"^\| TCP port, from .*?\n\n", page, flags=re.M | re.S)
     return dict(re.findall(r"^\| ([\d., ]+?) \| (.*?) \|", rows, flags=re.M))
 
 
-def test_the_readme_names_the_ports_of_the_settings() -> None:
+def test_the_page_names_the_ports_of_the_settings() -> None:
     named = {number for row in table() for number in re.findall(r"\d+", row)}
     inner = {f"{number}" for number in range(6381, 6384)}  # between two that are named
     assert set(SETTINGS.values()) - inner == named - set(OWN)

@@ -1,6 +1,6 @@
 """What replicas gain by one memory, and what it costs: a simulation with the real parts.
 
-    python -m tests.peers cluster [--seed 0] [--requests 1024] [--plot tests/peers/cluster.svg]
+    python -m tests.peers cluster [--seed 0] [--requests 1024] [--plot docs/images/cluster.svg]
 
 Traffic: see traffic.py; 16 requests a second come to the whole cluster, each to a replica at
 random, and are replayed (replay.py) one after the other, with drafts of up to 16 tokens and no
@@ -66,6 +66,7 @@ REQUEST_BYTES = 68 * PAGE * -(-(PROMPT_TOKENS + OUTPUT_TOKENS) // PAGE)
 TOKENS_PER_S = (100, 1000, 5000)
 """Of each replica, prompt and output."""
 SHARDS = (1, 4)
+PLOT = Path(__file__).parents[2] / "docs/images/cluster.svg"
 
 
 def room_for(num_requests: int) -> int:
@@ -309,7 +310,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, default=Path("configs/models/demo-base"))
     parser.add_argument("--requests", type=int, default=1024)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--plot", type=Path, default=Path(__file__).with_name("cluster.svg"))
+    parser.add_argument("--plot", type=Path, default=PLOT)
     parser.add_argument("--without-ray", action="store_true", help="leave out what Ray costs")
     args = parser.parse_args(argv)
     console, made_with = Console(), circumstances()

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from html import escape
 from math import ceil, floor, log10
 
-WIDTH, HEIGHT = 430, 330
-LEFT, RIGHT, TOP, BOTTOM = 62, 14, 40, 104
-COLOURS = ("#0b6e99", "#d1495b", "#7a7a7a", "#edae49")
+WIDTH, HEIGHT = 430, 345
+LEFT, RIGHT, TOP, BOTTOM = 62, 14, 40, 119
+COLOURS = ("#0b6e99", "#d1495b", "#7a7a7a", "#edae49", "#222222")
 
 
 @dataclass(frozen=True)
