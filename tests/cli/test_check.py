@@ -355,10 +355,9 @@ def test_a_draft_model_with_another_vocabulary_is_refused(
     vocabulary["another token"] = vocabulary.pop(max(vocabulary, key=vocabulary.get))
     tokenizer["model"]["merges"] = []
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    source = {"kind": "draft_model", "model": str(other)}
+    source = {"kind": "draft_model", "model": "models/tiny"}
     said = refusal(capsys, source, path=MODELS / "demo-base")
-    assert "args.speculation.0.model" in said
-    assert str(other) in said
+    assert "args.speculation.0.model: 'models/tiny' is not allowed" in said
     assert f"a model with the vocabulary of {MODELS / 'demo-base'}" in said
 
 
