@@ -288,7 +288,8 @@ def test_weights_that_are_missing_where_they_are_to_be_served_are_refused(
     file = write(serve_file({**R1, "speculation": [{"kind": "mtp"}]}))
     assert main(["check", file, *options]) == 2
     said = capsys.readouterr().err
-    assert "models/r1' is not allowed; allowed: a checkpoint with all its files: model.saf" in said
+    assert "args.model.path: '" in said
+    assert "allowed: a checkpoint with all its files: model.safetensors is missing" in said
 
 
 def test_a_model_that_cannot_have_an_mtp_module_is_refused_by_its_config_json_too(
