@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.integration.api import Api
-from tests.integration.cluster import Cluster, Deployment, model_path, running_cluster
+from tests.integration.cluster import Cluster, Deployment, model_path, running_cluster, serving
 
 MAX_NUM_SEQS, MAX_QUEUED = 4, 2
 
@@ -99,3 +99,17 @@ def api(app: Deployment) -> Iterator[Api]:
     api = Api(app.base_url())
     with api.http:
         yield api
+
+
+@pytest.fixture(scope="module")
+def behind_haproxy(stage: Stage) -> Iterator[Deployment]:
+    """The application that most tests use, on a cluster of its own behind HAProxy, ready."""
+    stage.clear()  # two applications at a time would be slow
+    cluster = Cluster([2])
+    cluster.use_haproxy()
+    try:
+        cluster.start()
+        with serving(cluster, {"/": application()}) as deployment:
+            yield deployment
+    finally:
+        cluster.stop()

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.integration.api import Api
-from tests.integration.cluster import HAPROXY, HOST, Cluster, Deployment, eventually, serving
-from tests.integration.conftest import Stage, application
+from tests.integration.cluster import HAPROXY, HOST, Deployment, eventually
 from tests.integration.test_lifecycle import (
     LONG,
     SEVERAL,
@@ -22,17 +21,9 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def app(stage: Stage) -> Iterator[Deployment]:
-    stage.clear()  # two applications at a time would be slow
-    cluster = Cluster([2])
-    cluster.use_haproxy()
-    try:
-        cluster.start()
-        with serving(cluster, {"/": application()}) as deployment:
-            yield deployment
-    finally:
-        cluster.stop()
+@pytest.fixture
+def app(behind_haproxy: Deployment) -> Deployment:
+    return behind_haproxy
 
 
 @pytest.fixture
