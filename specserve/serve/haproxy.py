@@ -59,17 +59,20 @@ def end_with(parent: int) -> None:
         sys.exit("haproxy: the process that started it has ended")
 
 
-def adapted(config: str) -> str:
-    """Serve's configuration with two changes.
+def closed(config: str) -> str:
+    """Serve's configuration with statistics and metrics on the loopback interface alone.
 
-    Statistics and metrics are served on the loopback interface alone: Serve opens both on all
-    interfaces, without authentication.
-
-    Answers that a replica marks with ``Cache-Control: max-age`` are cached for a second: each GET
-    that reaches a replica takes time from decoding. HAProxy caches no request that carries the
-    header ``Authorization``.
+    Serve opens both on all interfaces, without authentication.
     """
-    config = _INTERNAL.sub(r"\1\n\2bind 127.0.0.1:\3", config)
+    return _INTERNAL.sub(r"\1\n\2bind 127.0.0.1:\3", config)
+
+
+def with_cache(config: str) -> str:
+    """Serve's configuration with a cache for what replicas mark ``Cache-Control: max-age=1``.
+
+    Each GET that reaches a replica takes time from decoding. HAProxy itself neither stores nor
+    answers a request with the header ``Authorization``.
+    """
     return _BACKEND.sub(_USE_CACHE, config) + _CACHE
 
 
@@ -77,7 +80,7 @@ def require_ports(config: str) -> None:
     """Checks that nobody listens on the ports that HAProxy is to bind.
 
     Args:
-        config: as :func:`adapted` returns it.
+        config: as :func:`closed` returns it.
 
     Raises:
         PortError: somebody does, and still does after a while.
@@ -122,7 +125,7 @@ def arguments(options: Sequence[str]) -> list[str]:
     if "-f" not in options:
         return found
     path = Path(options[options.index("-f") + 1])
-    config = adapted(path.read_text())
+    config = with_cache(closed(path.read_text()))
     path.write_text(config)
     # -dR: it shares its ports with nobody. -sf: it takes a predecessor's over.
     if "-dR" in options and "-sf" not in options:
