@@ -37,13 +37,6 @@ print(options.name)
 
 
 @pytest.fixture
-def cluster(faults: Cluster) -> Cluster:
-    """A cluster in which no store runs."""
-    eventually(lambda: not faults.processes("ray::TrieStore"), "no stores", 60)
-    return faults
-
-
-@pytest.fixture
 def config(tmp_path: Path) -> Path:
     """The Serve file of an application with two tenants."""
     keys = [{"env": f"KEY_{number}", "tenant": name} for number, name in enumerate(TENANTS)]
@@ -63,6 +56,14 @@ def operator(faults: Cluster) -> Iterator[Operator]:
     operator = Operator(faults)
     yield operator
     operator.stop()
+
+
+@pytest.fixture
+def cluster(faults: Cluster, operator: Operator) -> Cluster:
+    """A cluster in which no store runs: those of applications served before outlive them."""
+    operator("trie", "stop", "--address", faults.address)
+    eventually(lambda: not faults.processes("ray::TrieStore"), "no stores", 60)
+    return faults
 
 
 @pytest.fixture
