@@ -68,9 +68,13 @@ def is_vllms_own(label: str, request: object, text: str) -> bool:
     if "/inference/v1/abort_requests" in label:
         # The route reads its body by hand and takes it for an object.
         return "object has no attribute 'get'" in text
-    # A grammar and another parameter that leave no token between them.
     asked = request if isinstance(request, dict) else {}
-    asked = asked | (asked.get("sampling_params") or {})
+    sampling = asked.get("sampling_params") or {}
+    if sampling.get("trace_decode_token_ids") is not None:
+        # What vLLM finds wrong with a trace is an error without a message by the time it is told.
+        return '"message":""' in text
+    # A grammar and another parameter that leave no token between them.
+    asked = asked | sampling
     return (
         "Internal server error" in text
         and any(asked.get(key) for key in _GRAMMARS)
