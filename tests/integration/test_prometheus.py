@@ -61,6 +61,7 @@ COUNTED = {
 AT_POSITION = ("drafted_at_position", "accepted_at_position")
 EXPORTED_S = 60
 FOUND_S = 60
+DRAFTER_S = 120
 
 Counts = dict[Labels, float]
 """Numbers by a series' labels and ``name``, the metric's."""
@@ -69,6 +70,19 @@ Counts = dict[Labels, float]
 def ngram() -> dict[str, Any]:
     """``args`` whose drafts follow from the text alone, whenever and however fast it is written."""
     return application(model={"served_name": "ngram"})
+
+
+def watched() -> dict[str, Any]:
+    """``args`` of the demo, whose MTP module drafts also where that does not pay."""
+    args = demo()
+    (mtp,) = (each for each in args["speculation"] if each["kind"] == "mtp")
+    mtp |= {"dynamic": False, "timeout_s": 10.0}
+    return args
+
+
+def is_up(api: Api, kind: str) -> bool:
+    """Whether a source of drafts works."""
+    return any(each["up"] for each in api.speculation()["sources"] if each["kind"] == kind)
 
 
 @contextmanager
@@ -182,8 +196,9 @@ def monitored(stage: Stage) -> Iterator[Monitored]:
         # First, so that it has to notice the nodes as they come.
         prometheus = stack.enter_context(running_prometheus(cluster.folder))
         cluster.start()
-        app = stack.enter_context(serving(cluster, {"/": demo(), "/ngram": ngram()}))
+        app = stack.enter_context(serving(cluster, {"/": watched(), "/ngram": ngram()}))
         api = stack.enter_context(api_of(app, ""))
+        app.eventually(lambda: is_up(api, "mtp"), "the MTP module's actor", DRAFTER_S)
         for _ in range(2):  # so that there are series that can grow, and have grown as much before
             traffic(api)
         before, began = await_counted(app, prometheus, api, "demo"), time.time()
