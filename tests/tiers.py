@@ -71,6 +71,10 @@ LONG = {
     "integration/test_ends.py::test_haproxy_ends_with_its_actor_and_comes_back_with_the_next": (
         "tests/serve/test_haproxy.py has the kernel end HAProxy with its parent."
     ),
+    "integration/test_toy_source.py": (
+        "A source that only the test knows, in a cluster of its own. `make test` has the page"
+        " name every source's labels, and the chain any source's drafts."
+    ),
     "integration/test_speculation_page.py::test_it_can_be_read[390-light]": (
         "`make test` has one width and colour scheme."
     ),

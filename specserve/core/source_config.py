@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self, get_args
 
 from pydantic import AliasChoices, Field, field_validator, model_validator
 
@@ -21,8 +21,40 @@ _NOT_WHERE = {
 """Options of drafters that mean nothing in a place."""
 
 
-class NgramConfig(Section):
+class Label(NamedTuple):
+    """What metrics and the page call a source's drafts, and their colours there.
+
+    Attributes:
+        name: of letters, digits and ``_``.
+        light: ``#rrggbb`` on a light background.
+        dark: the same on a dark one.
+    """
+
+    name: str
+    light: str
+    dark: str
+
+
+class SourceSection(Section):
+    """Base of the entries of ``speculation``, with what the project has to know of each source.
+
+    Attributes:
+        PROPOSER: ``module:class`` of what drafts, imported only where it is configured; the class
+            makes itself by ``build(config, context)``.
+        LABELS: of its drafts; the source itself has the first one's colour.
+        LEARNS: whether it learns from one request for others: it has to see texts to their ends.
+    """
+
+    PROPOSER: ClassVar[str]
+    LABELS: ClassVar[tuple[Label, ...]]
+    LEARNS: ClassVar[bool] = False
+
+
+class NgramConfig(SourceSection):
     """Prompt lookup: drafts are copied from the request's own prompt and output."""
+
+    PROPOSER = "specserve.proposers.ngram:NgramProposer"
+    LABELS = (Label("ngram", "#0b6bb3", "#5cb0ee"),)
 
     kind: Literal["ngram"]
     """The kind of source."""
@@ -48,8 +80,15 @@ class NgramConfig(Section):
         return self
 
 
-class TrieConfig(Section):
+class TrieConfig(SourceSection):
     """Memory decoding: drafts of what followed before, in any request's text."""
+
+    PROPOSER = "specserve.proposers.trie:TrieProposer"
+    LABELS = (
+        Label("trie_local", "#0a7a58", "#43c39b"),
+        Label("trie_cluster", "#7748c2", "#b696f2"),
+    )
+    LEARNS = True
 
     kind: Literal["trie"]
     """The kind of source."""
@@ -95,8 +134,10 @@ class TrieConfig(Section):
         return self
 
 
-class DrafterConfig(Section):
+class DrafterConfig(SourceSection):
     """What the models that draft have in common: actors of their own, shared by the replicas."""
+
+    PROPOSER = "specserve.proposers.remote:RemoteProposer"
 
     placement: Literal["actor", "beside_rank_0", "in_engine"] = "actor"
     """Where it runs: in actors of its own; in one of each replica's own, in the place of the first
@@ -136,6 +177,8 @@ class DrafterConfig(Section):
 class DraftModelConfig(DrafterConfig):
     """A smaller model with the target's vocabulary."""
 
+    LABELS = (Label("draft_model", "#a95300", "#eea24f"),)
+
     kind: Literal["draft_model"]
     """The kind of source."""
     model: str = Field(min_length=1)
@@ -144,6 +187,8 @@ class DraftModelConfig(DrafterConfig):
 
 class MtpConfig(DrafterConfig):
     """The target's multi-token prediction module."""
+
+    LABELS = (Label("mtp", "#b02a77", "#f083bd"),)
 
     kind: Literal["mtp"]
     """The kind of source."""
@@ -163,4 +208,10 @@ class MtpConfig(DrafterConfig):
 SourceConfig = Annotated[
     NgramConfig | TrieConfig | DraftModelConfig | MtpConfig, Field(discriminator="kind")
 ]
-"""One entry of ``speculation``; ``kind`` tells which."""
+"""One entry of ``speculation``; ``kind`` tells which. A source is registered by its place here."""
+
+
+def source_sections() -> dict[str, type[SourceSection]]:
+    """The configuration class of each kind of source."""
+    sections: tuple[type[SourceSection], ...] = get_args(get_args(SourceConfig)[0])
+    return {get_args(each.model_fields["kind"].annotation)[0]: each for each in sections}

@@ -7,14 +7,11 @@ as long to make.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, Self
+from typing import Self
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-
-Source = Literal["ngram", "trie_local", "trie_cluster", "draft_model", "mtp"]
-"""Who a draft came from, as metrics label it."""
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -94,14 +91,14 @@ class Draft(msgspec.Struct, frozen=True):
 
     Attributes:
         tokens: the guessed tokens, in order; may be empty.
-        source: who guessed.
+        source: who guessed: one of the labels of a kind of source.
         match_len: how many tokens of context the guess rests on; 0 where that has no meaning.
         chances: how sure the source is of each token, those before it given, 0 .. 1; empty: it
             does not say.
     """
 
     tokens: tuple[int, ...]
-    source: Source
+    source: str
     match_len: int = 0
     chances: tuple[float, ...] = ()
 

@@ -14,11 +14,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from math import isfinite, isnan
-from typing import cast
 
 import numpy as np
 
-from specserve.core.types import Draft, Int32Array, Source
+from specserve.core.types import Draft, Int32Array
 from specserve.proposers.gate import LEAST_GAIN, PROBE_SHARE, Gate, best_rate
 from specserve.proposers.line import Line
 
@@ -266,7 +265,7 @@ class AskPolicy:
     def _guess(self, length: int) -> Draft:
         """A draft of this source, of which only the length is known; always the same one."""
         if length not in self._guesses:
-            self._guesses[length] = Draft((0,) * length, cast(Source, self._kind))
+            self._guesses[length] = Draft((0,) * length, self._kind)
         return self._guesses[length]
 
     def _probe(

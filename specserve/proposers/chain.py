@@ -24,7 +24,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from specserve.core.metrics import SpeculationMetrics
-from specserve.core.source_config import DrafterConfig, SourceConfig
+from specserve.core.source_config import DrafterConfig, SourceConfig, source_sections
 from specserve.core.types import Draft, DraftBatch, Int32Array, Outcome, RequestControls
 from specserve.proposers.acceptance import num_right
 from specserve.proposers.arbiter import Arbiter
@@ -40,11 +40,11 @@ logger = logging.getLogger(__name__)
 NO_DRAFT = Draft((), "ngram")
 """No source had a guess, or none that pays."""
 
-_LEARNING_KINDS = frozenset({"trie"})
+_LEARNING_KINDS = frozenset(kind for kind, each in source_sections().items() if each.LEARNS)
 """Kinds of source that learn from one request for others: they must see texts to their ends."""
 
-_KIND_OF = {"trie_local": "trie", "trie_cluster": "trie"}
-"""Kinds of source whose drafts bear other names."""
+_KIND_OF = {label.name: kind for kind, each in source_sections().items() for label in each.LABELS}
+"""The kind of source by its drafts' labels."""
 
 
 def _kind_of(draft: Draft) -> str:

@@ -8,6 +8,7 @@ asked once a second for all of a tenant. Rates come from the difference of two a
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import time
 from base64 import b64encode
@@ -26,7 +27,7 @@ from starlette.responses import Response
 from specserve.core.config import AppConfig
 from specserve.core.metrics import SpeculationSnapshot
 from specserve.core.recent import RecentRequest, RecentStep
-from specserve.core.source_config import TrieConfig
+from specserve.core.source_config import TrieConfig, source_sections
 from specserve.engine.tenants import CURRENT_TENANT
 from specserve.serve.shared import CACHEABLE, Shared
 from specserve.trie.layout import PAGE, pages_in
@@ -185,7 +186,7 @@ class SpeculationPage:
         router = APIRouter()
         if not self._config.http.speculation_page:
             return router
-        page = files("specserve.serve").joinpath("speculation.html").read_text()
+        page = html()
         headers = {**_HEADERS, "Content-Security-Policy": _content_security_policy(page)}
 
         @router.get("/speculation", include_in_schema=False)
@@ -240,6 +241,24 @@ class SpeculationPage:
             RequestView(each.request, tuple(step_views(each.steps, self._decode)))
             for each in requests
         )
+
+
+def html() -> str:
+    """The page, with the colours and the labels of all kinds of source."""
+    sections = source_sections()
+    named = {kind: each.LABELS[0] for kind, each in sections.items()}
+    named |= {label.name: label for each in sections.values() for label in each.LABELS}
+    light = (f"[data-source={name}] {{ --c: {label.light} }}" for name, label in named.items())
+    dark = (f"[data-source={name}] {{ --c: {label.dark} }}" for name, label in named.items())
+    colours = [*light, "@media (prefers-color-scheme: dark) {", *dark, "}"]
+    labels = {kind: [label.name for label in each.LABELS] for kind, each in sections.items()}
+    return (
+        files("specserve.serve")
+        .joinpath("speculation.html")
+        .read_text()
+        .replace("/* the sources' colours */", "\n".join(colours))
+        .replace("const LABELS = {}", f"const LABELS = {json.dumps(labels)}")
+    )
 
 
 def _content_security_policy(page: str) -> str:

@@ -73,7 +73,7 @@ def health(metrics: SpeculationMetrics, kind: str) -> HealthSnapshot:
 
 def offers(source: str, *guess: int, match_len: int = 4) -> Source:
     """A source that always guesses the same."""
-    return Source(lambda batch: [Draft(guess, source, match_len)] * len(batch))  # type: ignore[arg-type]
+    return Source(lambda batch: [Draft(guess, source, match_len)] * len(batch))
 
 
 def test_where_one_source_has_no_guess_another_ones_is_taken() -> None:

@@ -14,6 +14,7 @@ from fastapi.testclient import TestClient
 from specserve.core.config import parse
 from specserve.core.metrics import SpeculationSnapshot
 from specserve.core.recent import RecentRequest, RecentStep
+from specserve.core.source_config import source_sections
 from specserve.engine.tenants import CURRENT_TENANT
 from specserve.serve import page
 from specserve.serve.page import ReplicaView, SpeculationPage, StepView, step_views
@@ -197,3 +198,14 @@ def test_long_texts_are_put_together_from_their_steps() -> None:
     ]
     views = step_views(steps, decode)
     assert "".join(view.accepted + view.own for view in views) == text
+
+
+def test_the_page_has_the_labels_and_colours_of_all_sources() -> None:
+    text = page.html()
+    for kind, section in source_sections().items():
+        assert f'"{kind}": [' in text
+        for label in section.LABELS:
+            assert f'"{label.name}"' in text
+            assert f"[data-source={label.name}] {{ --c: {label.light} }}" in text
+            assert f"[data-source={label.name}] {{ --c: {label.dark} }}" in text
+    assert "[data-source=trie] { --c: #0a7a58 }" in text
