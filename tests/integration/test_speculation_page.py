@@ -181,8 +181,9 @@ def test_it_can_be_read(shown: Page, tmp_path: Path, width: int, scheme: str) ->
     assert contrasts["count"] > 50
     picture = shown.screenshot()
     (tmp_path / f"{width}-{scheme}.png").write_bytes(picture)
-    names = "['--page', '--card', '--ngram']"
-    read = f"{names}.map(name => getComputedStyle(document.documentElement).getPropertyValue(name))"
+    names = "[[':root', '--page'], [':root', '--card'], ['[data-source=ngram]', '--c']]"
+    of = "getComputedStyle(document.querySelector(element)).getPropertyValue(name)"
+    read = f"{names}.map(([element, name]) => {of})"
     wanted = {ImageColor.getrgb(colour.strip()) for colour in shown.run(read)}
     assert wanted <= pixels(picture)
 
