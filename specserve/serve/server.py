@@ -19,6 +19,7 @@ from specserve.serve.installation import require_same
 from specserve.serve.middleware import (
     DisconnectMiddleware,
     FreshMetricsMiddleware,
+    GZipWatchedMiddleware,
     RetryAfterMiddleware,
     add_exception_handlers,
     answer_deep_nesting,
@@ -85,7 +86,8 @@ class ModelServer:
         )
         in_engine = self._config.drafts_in_engine
         kinds = None if in_engine else [source.kind for source in self._config.speculation]
-        wrapped: ASGIApp = ControlsMiddleware(FreshMetricsMiddleware(app, monitor.refresh), kinds)
+        wrapped: ASGIApp = GZipWatchedMiddleware(FreshMetricsMiddleware(app, monitor.refresh))
+        wrapped = ControlsMiddleware(wrapped, kinds)
         if self._keys:
             wrapped = TenantMiddleware(wrapped, self._keys)
         self._progress.ready(_base_url())

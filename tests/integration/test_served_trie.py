@@ -92,24 +92,28 @@ def test_both_replicas_get_requests_whichever_node_they_are_on(stage: Stage, nod
     stage.end()
     app = nodes.serve({"/two": REPLICATED["/two"]})
     app.await_ready()
-    api = Api(app.base_url("/two"))
-    with api.http:
-        app.eventually(lambda: len(replicas(api)) == 2, "both replicas are ready", 240)
-        until_both_have_written(api, app)
-    nodes.clear()
+    try:
+        api = Api(app.base_url("/two"))
+        with api.http:
+            app.eventually(lambda: len(replicas(api)) == 2, "both replicas are ready", 240)
+            until_both_have_written(api, app)
+    finally:
+        nodes.clear()
 
 
 def until_both_have_written(api: Api, app: Deployment) -> None:
     def written() -> dict[str, float]:
-        return {name: each["generated_tokens"] for name, each in replicas(api).items()}
+        """By replica, of both or of none: just after the start, one may not know of the other."""
+        shown = replicas(api)
+        return {k: v["generated_tokens"] for k, v in shown.items()} if len(shown) == 2 else {}
 
-    before = written()
+    before = app.eventually(written, "both replicas are shown", 30)
     with ThreadPoolExecutor(2 * MAX_NUM_SEQS) as pool:  # as many as both decode; one refuses them
         list(pool.map(lambda _: api.complete(prompt="class", **TEXT), range(2 * MAX_NUM_SEQS)))
 
     def have_written() -> bool:
         after = written()
-        return len(after) == 2 and all(after[replica] > before[replica] for replica in after)
+        return bool(after) and all(after[replica] > before[replica] for replica in before)
 
     app.eventually(have_written, "both replicas have written", 30)
 
