@@ -27,14 +27,13 @@ cache specserve
     total-max-size 16  # MB
     max-object-size 4194304
     max-age 1
-    process-vary on
 """
-# Answers vary with the header Origin, too, by which HAProxy's cache does not tell them apart: who
-# sends it is not answered from the cache.
+# Answers vary with the header Origin, which HAProxy's cache does not know: who sends it is not
+# answered from the cache.
 _USE_CACHE = r"""\g<0>
 \1http-request set-var(txn.shared) bool(true) if METH_GET !{ req.hdr(origin) -m found }
 \1http-request cache-use specserve if { var(txn.shared) -m bool }
-\1http-response set-header vary accept-encoding if { var(txn.shared) -m bool } { res.hdr(cache-control) max-age=1 }
+\1http-response del-header vary if { var(txn.shared) -m bool } { res.hdr(cache-control) max-age=1 }
 \1http-response cache-store specserve if { var(txn.shared) -m bool }"""
 _USES = {"frontend prometheus": "HAProxy's metrics", "listen stats": "HAProxy's statistics"}
 _FREE_WITHIN_S = 5.0

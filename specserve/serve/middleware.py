@@ -12,7 +12,6 @@ from fastapi import FastAPI
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.exceptions import ExceptionMiddleware
-from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -27,8 +26,6 @@ _MOST_UNREAD = 16
 _DISCONNECT: Message = {"type": "http.disconnect"}
 _RENDER_S = 10.0
 """The application's time to render its metrics."""
-_WATCHED = {"/metrics", "/v1/speculation", "/speculation/data"}
-_GZIP_LEVEL = 4
 _SCALING = "/scale_elastic_ep"
 
 
@@ -128,12 +125,13 @@ class FreshMetricsMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles one ASGI connection."""
-        if scope["type"] == "http" and scope["method"] == "GET" and _route(scope) == "/metrics":
+        if scope["type"] == "http" and scope["method"] == "GET":
             root_path = scope.get("root_path", "")
-            answer = await self._answers.get((root_path, await self._refresh()))
-            await answer(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
+            if scope["path"].removeprefix(root_path).rstrip("/") == "/metrics":
+                answer = await self._answers.get((root_path, await self._refresh()))
+                await answer(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
     async def _render(self, asked: tuple[str, float]) -> Response:
         root_path, refreshed_at = asked
@@ -149,33 +147,6 @@ class FreshMetricsMiddleware:
         answer.raw_headers = [*start["headers"]]
         answer.headers.update({AS_OF: f"{refreshed_at:.6f}", **CACHEABLE})
         return answer
-
-
-class GZipWatchedMiddleware:
-    """Compresses what is asked for again and again, where the client takes that.
-
-    Prometheus and browsers do: the metrics are 64 kB, and 6 kB compressed.
-
-    Args:
-        app: the application behind.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-        self._compressed = GZipMiddleware(app, compresslevel=_GZIP_LEVEL)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handles one ASGI connection."""
-        is_watched = (
-            scope["type"] == "http" and scope["method"] == "GET" and _route(scope) in _WATCHED
-        )
-        await (self._compressed if is_watched else self._app)(scope, receive, send)
-
-
-def _route(scope: Scope) -> str:
-    """The path without the application's prefix and without a slash at its end."""
-    path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", "")).rstrip("/")
 
 
 def _get(path: str, root_path: str) -> Scope:

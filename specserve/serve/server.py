@@ -19,7 +19,6 @@ from specserve.serve.installation import require_same
 from specserve.serve.middleware import (
     DisconnectMiddleware,
     FreshMetricsMiddleware,
-    GZipWatchedMiddleware,
     RetryAfterMiddleware,
     add_exception_handlers,
     answer_deep_nesting,
@@ -86,8 +85,7 @@ class ModelServer:
         )
         in_engine = self._config.drafts_in_engine
         kinds = None if in_engine else [source.kind for source in self._config.speculation]
-        wrapped: ASGIApp = GZipWatchedMiddleware(FreshMetricsMiddleware(app, monitor.refresh))
-        wrapped = ControlsMiddleware(wrapped, kinds)
+        wrapped: ASGIApp = ControlsMiddleware(FreshMetricsMiddleware(app, monitor.refresh), kinds)
         if self._keys:
             wrapped = TenantMiddleware(wrapped, self._keys)
         self._progress.ready(_base_url())

@@ -29,8 +29,6 @@ NUM_TOKENS = 384
 PROMPT = "for number in numbers:\n    total += number\n" * 4
 BASELINE = "/-/healthz"
 """HAProxy answers it by itself: what it costs is the price of the client and of HAProxy."""
-HEADERS = {"Accept-Encoding": "gzip"}
-"""As Prometheus and browsers ask."""
 SHARED = ("/metrics", "/v1/speculation", "/speculation/data")
 PATHS = ("", BASELINE, *SHARED)
 MOST_LOST = 0.02
@@ -74,7 +72,7 @@ def asking(base_url: str, path: str) -> Iterator[list[int]]:
         connection = http.client.HTTPConnection(address, timeout=TIMEOUT_S)
         began_s = time.perf_counter()
         while not is_over.is_set():
-            connection.request("GET", path, headers=HEADERS)
+            connection.request("GET", path)
             answer = connection.getresponse()
             said = answer.read()
             assert answer.status == 200, f"{path}: {answer.status} {said!r:.300}"
