@@ -14,8 +14,15 @@ from tests.integration.applications import REPLICATED, SHARED, TWO_SHARDS
 from tests.integration.cluster import Cluster, Deployment
 from tests.integration.stage import Stage, one_node, two_nodes
 
-DEPLOYMENTS = {"replicated", "shared", "two_shards", "mistakes"}
-TURNS = [{"replicated"}, {"shared"}, {"shared", "two_shards"}, {"two_shards"}, {"mistakes"}]
+DEPLOYMENTS = {"replicated", "shared", "two_shards", "replicated_on_nodes", "mistakes"}
+TURNS = [
+    {"replicated"},
+    {"shared"},
+    {"shared", "two_shards"},
+    {"two_shards"},
+    {"replicated_on_nodes"},
+    {"mistakes"},
+]
 """What tests use of these fixtures, in the order in which each deployment is started once."""
 
 
@@ -69,6 +76,15 @@ def two_shards(stage: Stage, nodes: Stage) -> Deployment:
     stage.end()
     deployment = nodes.serve(TWO_SHARDS)
     deployment.await_healthy()
+    return deployment
+
+
+@pytest.fixture
+def replicated_on_nodes(stage: Stage, nodes: Stage) -> Deployment:
+    """Two replicas with one memory, ready, wherever Serve puts them."""
+    stage.end()
+    deployment = nodes.serve({"/two": REPLICATED["/two"]})
+    deployment.await_ready()
     return deployment
 
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.integration.api import OFF, Api
-from tests.integration.applications import MAX_NUM_SEQS, REPLICATED
+from tests.integration.applications import MAX_NUM_SEQS
 from tests.integration.cluster import Cluster, Deployment, kill
 from tests.integration.stage import Stage
 
@@ -88,17 +88,12 @@ def test_both_replicas_get_requests(api: Api, app: Deployment) -> None:
     until_both_have_written(api, app)
 
 
-def test_both_replicas_get_requests_whichever_node_they_are_on(stage: Stage, nodes: Stage) -> None:
-    stage.end()
-    app = nodes.serve({"/two": REPLICATED["/two"]})
-    app.await_ready()
-    try:
-        api = Api(app.base_url("/two"))
-        with api.http:
-            app.eventually(lambda: len(replicas(api)) == 2, "both replicas are ready", 240)
-            until_both_have_written(api, app)
-    finally:
-        nodes.clear()
+def test_both_replicas_get_requests_whichever_node_they_are_on(
+    replicated_on_nodes: Deployment,
+) -> None:
+    api = Api(replicated_on_nodes.base_url("/two"))
+    with api.http:
+        until_both_have_written(api, replicated_on_nodes)
 
 
 def until_both_have_written(api: Api, app: Deployment) -> None:
@@ -107,7 +102,7 @@ def until_both_have_written(api: Api, app: Deployment) -> None:
         shown = replicas(api)
         return {k: v["generated_tokens"] for k, v in shown.items()} if len(shown) == 2 else {}
 
-    before = app.eventually(written, "both replicas are shown", 30)
+    before = app.eventually(written, "both replicas are ready", 240)
     with ThreadPoolExecutor(2 * MAX_NUM_SEQS) as pool:  # as many as both decode; one refuses them
         list(pool.map(lambda _: api.complete(prompt="class", **TEXT), range(2 * MAX_NUM_SEQS)))
 
