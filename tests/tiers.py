@@ -38,7 +38,7 @@ LONG = {
     ),
     "integration/test_served_drafters.py::"
     "test_it_may_run_out_of_memory_and_is_used_again_when_it_has_some": (
-        "A drafter's refusal is one error among others of tests/proposers/test_remote_failures.py."
+        "A drafter's refusal is one error among others of tests/sources/test_remote_failures.py."
     ),
     "integration/test_served_trie.py::test_the_store_may_die_in_the_midst_and_nobody_notices": (
         "test_trie_store.py kills a store in the midst of traffic without an engine."
@@ -124,7 +124,7 @@ LONG = {
         "Three engines for a command that tests/compare has unit tests of."
     ),
     "integration/offline/test_refused_drafters.py": (
-        "Two engines that refuse to start. tests/proposers and tests/drafters test the objections."
+        "Two engines that refuse to start. tests/sources and tests/drafters test the objections."
     ),
 }
 """Part of `make test-all`."""

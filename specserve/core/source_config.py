@@ -39,13 +39,13 @@ class SourceSection(Section):
     """Base of the entries of ``speculation``, with what the project has to know of each source.
 
     Attributes:
-        PROPOSER: ``module:class`` of what drafts, imported only where it is configured; the class
+        SOURCE: ``module:class`` of what drafts, imported only where it is configured; the class
             makes itself by ``build(config, context)``.
         LABELS: of its drafts; the source itself has the first one's colour.
         LEARNS: whether it learns from one request for others: it has to see texts to their ends.
     """
 
-    PROPOSER: ClassVar[str]
+    SOURCE: ClassVar[str]
     LABELS: ClassVar[tuple[Label, ...]]
     LEARNS: ClassVar[bool] = False
 
@@ -53,7 +53,7 @@ class SourceSection(Section):
 class NgramConfig(SourceSection):
     """Prompt lookup: drafts are copied from the request's own prompt and output."""
 
-    PROPOSER = "specserve.proposers.ngram:NgramProposer"
+    SOURCE = "specserve.sources.ngram:NgramSource"
     LABELS = (Label("ngram", "#0b6bb3", "#5cb0ee"),)
 
     kind: Literal["ngram"]
@@ -83,7 +83,7 @@ class NgramConfig(SourceSection):
 class TrieConfig(SourceSection):
     """Memory decoding: drafts of what followed before, in any request's text."""
 
-    PROPOSER = "specserve.proposers.trie:TrieProposer"
+    SOURCE = "specserve.sources.trie:TrieSource"
     LABELS = (
         Label("trie_local", "#0a7a58", "#43c39b"),
         Label("trie_cluster", "#7748c2", "#b696f2"),
@@ -137,7 +137,7 @@ class TrieConfig(SourceSection):
 class DrafterConfig(SourceSection):
     """What the models that draft have in common: actors of their own, shared by the replicas."""
 
-    PROPOSER = "specserve.proposers.remote:RemoteProposer"
+    SOURCE = "specserve.sources.remote:DrafterClient"
 
     placement: Literal["actor", "beside_rank_0", "in_engine"] = "actor"
     """Where it runs: in actors of its own; in one of each replica's own, in the place of the first

@@ -1,19 +1,20 @@
-"""What proposers are asked and what they answer: small frozen values, no behaviour.
-
-Structs of msgspec: many are made in each step, and a frozen dataclass takes seven times
-as long to make.
-"""
+"""What draft sources are asked and what they answer: arrays of a batch, no object a request."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Self
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+BoolArray = npt.NDArray[np.bool_]
 Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+UInt16Array = npt.NDArray[np.uint16]
+Float32Array = npt.NDArray[np.float32]
+Float64Array = npt.NDArray[np.float64]
 
 
 class RequestControls(msgspec.Struct, frozen=True):
@@ -38,92 +39,70 @@ class RequestControls(msgspec.Struct, frozen=True):
     cache_salt: str = ""
 
 
-class HiddenStates(msgspec.Struct, frozen=True):
+class HiddenStates(NamedTuple):
     """The target's last hidden states of the step that has just run, after the final norm.
 
-    The last rows of a request may be of draft tokens that were refused: of a request with n tokens
-    now, the states of positions up to n - 2 count.
+    The last states of a request may be of draft tokens that were refused: of a request with m
+    tokens now, the states of positions up to m - 2 count.
 
     Attributes:
-        to_host: copies them: uint16 ``[sum(num_tokens), hidden_size]``, the bits of bfloat16; the
-            requests' rows follow one another in the batch's order. To be called within the step.
-        num_tokens: how many of the rows belong to each request.
-        starts: position in the request's text of the first of its rows.
+        to_host: starts to copy the states of some rows of the batch, int64 ``[r]``; to be called
+            within the step. What it returns waits for the copy: uint16
+            ``[sum(num_tokens[rows]), hidden_size]``, bits of bfloat16, the rows one after another.
+        num_tokens: int32 ``[n]``, states of each request.
+        starts: int32 ``[n]``, position in the request's text of the first of its states.
     """
 
-    to_host: Callable[[], npt.NDArray[np.uint16]]
-    num_tokens: tuple[int, ...]
-    starts: tuple[int, ...]
+    to_host: Callable[[Int64Array], Callable[[], UInt16Array]]
+    num_tokens: Int32Array
+    starts: Int32Array
 
 
-class DraftBatch(msgspec.Struct, frozen=True):
-    """One decoding step's question: what comes next for each of these requests?
+class DraftBatch(NamedTuple):
+    """One decoding step's question: what comes next for each of these n requests?
 
-    The arrays are views into the engine's buffers, valid only during the call; row ``i`` belongs
-    to ``request_ids[i]`` in this step and to another request in the next.
+    The arrays may be views into the engine's buffers, valid only during the call.
 
     Attributes:
-        request_ids: n engine-wide unique ids.
+        slots: int64 ``[n]``. A request has its slot from its first step to its last, whichever row
+            it has in a step. Slots are below ``SourceContext.num_slots``.
         token_ids: int32 ``[n, >= max(num_tokens)]``; ``token_ids[i, :num_tokens[i]]`` is the
             prompt followed by the output so far.
         num_tokens: int32 ``[n]``, prompt and output tokens known.
         num_prompt_tokens: int32 ``[n]``.
-        max_draft_tokens: int32 ``[n]``, the longest draft that can be used; 0: none.
-        controls: n, what each request asked for; empty: nothing special of any.
         hidden_states: what drafters that continue the target's own states need; None where the
             engine gives none.
     """
 
-    request_ids: list[str]
+    slots: Int64Array
     token_ids: Int32Array
     num_tokens: Int32Array
     num_prompt_tokens: Int32Array
-    max_draft_tokens: Int32Array
-    controls: tuple[RequestControls, ...] = ()
     hidden_states: HiddenStates | None = None
 
-    def __len__(self) -> int:
-        return len(self.request_ids)
 
-
-class Draft(msgspec.Struct, frozen=True):
-    """A guess at a request's next tokens.
+class Drafts(NamedTuple):
+    """A source's guesses at the next tokens of n requests.
 
     Attributes:
-        tokens: the guessed tokens, in order; may be empty.
-        source: who guessed: one of the labels of a kind of source.
-        match_len: how many tokens of context the guess rests on; 0 where that has no meaning.
-        chances: how sure the source is of each token, those before it given, 0 .. 1; empty: it
-            does not say.
+        tokens: int32 ``[n, k]``; ``tokens[i, :lengths[i]]`` is request i's draft.
+        lengths: int32 ``[n]``; 0: no guess.
+        confidence: float32 ``[n, k]``, how sure the source is of each token, those before it given,
+            0 .. 1. It need not be right: the policy learns what each level of it is worth.
+        labels: uint8 ``[n]``, index of each draft's label in the source's ``LABELS``.
     """
 
-    tokens: tuple[int, ...]
-    source: str
-    match_len: int = 0
-    chances: tuple[float, ...] = ()
+    tokens: Int32Array
+    lengths: Int32Array
+    confidence: Float32Array
+    labels: npt.NDArray[np.uint8]
 
-    def cut(self, num_tokens: int) -> Self:
-        """The first ``num_tokens`` tokens of this draft."""
-        if len(self.tokens) <= num_tokens:
-            return self
-        return msgspec.structs.replace(
-            self,
-            tokens=self.tokens[:num_tokens],
-            chances=self.chances[:num_tokens],
+    @classmethod
+    def empty(cls, num_rows: int, max_len: int) -> Drafts:
+        """No guess for any of ``num_rows`` requests, with room for drafts of ``max_len`` tokens."""
+        return cls(
+            np.zeros((num_rows, max_len), np.int32),
+            np.zeros(num_rows, np.int32),
+            np.zeros((num_rows, max_len), np.float32),
+            np.zeros(num_rows, np.uint8),
         )
-
-
-class Outcome(msgspec.Struct, frozen=True):
-    """What became of a request's last draft, and what the target wrote in that step.
-
-    Attributes:
-        request_id: whose draft it was.
-        draft: the draft as sent to verification; None if the request had none.
-        num_accepted: how many of its tokens the target accepted.
-        new_tokens: the tokens the target emitted in the step: the accepted ones and one of its own.
-    """
-
-    request_id: str
-    draft: Draft | None
-    num_accepted: int
-    new_tokens: tuple[int, ...]

@@ -14,7 +14,7 @@ from specserve.drafters.actor import DrafterFinder, OwnDrafter
 from specserve.drafters.host import HostedDrafter
 from specserve.drafters.options import drafter_options
 from specserve.engine.checkpoint import find_checkpoint, fingerprint, folder_or_id
-from specserve.proposers.health_monitor import Find
+from specserve.sources.health_monitor import Find
 
 
 def drafter_finder(

@@ -33,9 +33,9 @@ from specserve.engine.checkpoint import find_checkpoint, model_identity
 from specserve.engine.cluster_memory import ClusterMemory
 from specserve.engine.drafters import drafter_finder
 from specserve.engine.sampling import is_kept_without_drafts_only, may_step_plainly
-from specserve.proposers.base import SourceContext
-from specserve.proposers.chain import NO_DRAFT, ProposerChain, build_chain
-from specserve.proposers.controls import parse_controls, with_tenant
+from specserve.sources.base import SourceContext
+from specserve.policy.chain import NO_DRAFT, ProposerChain, build_chain
+from specserve.sources.controls import parse_controls, with_tenant
 from specserve.trie.memory import SharedMemory, TrieMemory
 
 logger = logging.getLogger(__name__)

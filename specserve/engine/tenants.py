@@ -17,7 +17,7 @@ from secrets import token_hex
 from types import MappingProxyType
 from typing import Any
 
-from specserve.proposers.controls import NO_TENANT, SALT_KEY, TENANT_KEY
+from specserve.sources.controls import NO_TENANT, SALT_KEY, TENANT_KEY
 
 CURRENT_TENANT: ContextVar[str] = ContextVar("specserve_tenant", default=NO_TENANT)
 """Tenant of the HTTP call being answered."""

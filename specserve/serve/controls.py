@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specserve.core.errors import RequestError
 from specserve.engine.tenants import CURRENT_CONTROLS
-from specserve.proposers.controls import own_fields, parse_controls, refuse_tenant
+from specserve.sources.controls import own_fields, parse_controls, refuse_tenant
 from specserve.serve.middleware import openai_error
 
 _KEYS = (b'"vllm_xargs"', b'"extra_args"', b"\\u00")

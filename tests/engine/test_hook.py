@@ -15,7 +15,7 @@ from specserve.core.metrics import SpeculationSnapshot
 from specserve.core.recent import RecentRequest
 from specserve.core.types import Draft, DraftBatch, HiddenStates
 from specserve.engine.hook import ProposerHook
-from specserve.proposers.chain import ProposerChain
+from specserve.policy.chain import ProposerChain
 
 MAX_MODEL_LEN = 64
 REPEATING = [1, 2, 3, 4] * 4

@@ -42,7 +42,7 @@ from specserve.engine.isolation import (
     part_responses,
 )
 from specserve.engine.tenants import CURRENT_TENANT
-from specserve.proposers.controls import NO_TENANT
+from specserve.sources.controls import NO_TENANT
 from specserve.serve.middleware import refuse_scaling
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 from specserve.core.config import parse
 from specserve.core.recent import RecentRequest
 from specserve.engine.hook import ProposerHook
-from specserve.proposers.controls import TENANT_KEY
+from specserve.sources.controls import TENANT_KEY
 
 MAX_MODEL_LEN, VOCAB_SIZE, HIDDEN_SIZE = 64, 1000, 2
 SECRET = list(range(100, 132))

@@ -17,7 +17,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from specserve.core.types import RequestControls
 from specserve.engine.tenants import CURRENT_CONTROLS, CURRENT_TENANT, stamp, stamp_requests
-from specserve.proposers.controls import (
+from specserve.sources.controls import (
     NO_TENANT,
     SALT_KEY,
     TENANT_KEY,

@@ -187,5 +187,5 @@ def test_the_level_of_vllms_log_holds_for_ours(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(theirs, "level", logging.DEBUG)
     worker = Worker()
     worker.init_device()
-    logging.getLogger("specserve.proposers.chain").debug("a step")
+    logging.getLogger("specserve.policy.chain").debug("a step")
     assert written == ["a step"]

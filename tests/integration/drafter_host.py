@@ -16,8 +16,8 @@ from specserve.core.source_config import DraftModelConfig
 from specserve.core.types import DraftBatch
 from specserve.drafters.actor import DrafterFinder
 from specserve.drafters.options import drafter_options
-from specserve.proposers.base import SourceContext
-from specserve.proposers.remote import RemoteProposer
+from specserve.sources.base import SourceContext
+from specserve.sources.remote import RemoteSource
 from tests.integration.cluster import Cluster, model_path
 from tests.integration.host_process import HostProcess, answer, connect
 
@@ -58,7 +58,7 @@ def main() -> None:
         metrics=metrics,
         find_drafter=lambda _: DrafterFinder(options, config.num_actors, "replica"),
     )
-    proposer = RemoteProposer.build(config, context)
+    proposer = RemoteSource.build(config, context)
 
     def propose(token_ids: list[int]) -> dict[str, Any]:
         text = np.array([token_ids], np.int32)

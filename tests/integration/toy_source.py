@@ -17,7 +17,7 @@ from specserve.core.types import Draft, DraftBatch
 class ToyConfig(SourceSection):
     """The last token once more."""
 
-    PROPOSER = "tests.integration.toy_source:ToyProposer"
+    SOURCE = "tests.integration.toy_source:ToyProposer"
     LABELS = (Label("echo", "#123456", "#abcdef"),)
 
     kind: Literal["toy"]

@@ -36,8 +36,8 @@ from specserve.compare.machine import circumstances
 from specserve.core.metrics import SpeculationMetrics
 from specserve.core.source_config import NgramConfig
 from specserve.core.types import DraftBatch, Int32Array, Outcome, RequestControls
-from specserve.proposers.chain import build_chain
-from specserve.proposers.ngram import INGEST_TOKENS_PER_STEP, NgramProposer
+from specserve.policy.chain import build_chain
+from specserve.sources.ngram import INGEST_TOKENS_PER_STEP, NgramSource
 
 BATCH = 16
 CONTEXTS = (1_000, 4_000, 32_000, 100_000)
@@ -86,7 +86,7 @@ def batch_of(token_ids: Int32Array, num_tokens: Int32Array) -> DraftBatch:
 
 
 def specserve_ngram(config: NgramConfig) -> Propose:
-    proposer = NgramProposer(config)
+    proposer = NgramSource(config)
 
     def propose(token_ids: Int32Array, num_tokens: Int32Array) -> list[tuple[int, ...]]:
         return [draft.tokens for draft in proposer.propose(batch_of(token_ids, num_tokens))]
@@ -161,7 +161,7 @@ def measure_ingest(stream: Int32Array, context: int) -> tuple[float, float]:
     """(tokens a second, slowest step in ms) while prompts of ``context`` tokens are indexed."""
     token_ids = np.stack([np.resize(np.roll(stream, -997 * row), context) for row in range(BATCH)])
     batch = batch_of(token_ids, np.full(BATCH, context, np.int32))
-    proposer = NgramProposer(settings(2, 4, 8))
+    proposer = NgramSource(settings(2, 4, 8))
     times: list[float] = []
     while not times or proposer.num_unindexed_tokens(batch):
         begin = time.perf_counter()

@@ -27,8 +27,8 @@ from specserve.core.source_config import DraftModelConfig, MtpConfig
 from specserve.core.types import DraftBatch, HiddenStates
 from specserve.drafters.base import Answer, Card, Key, Row
 from specserve.drafters.server import DrafterServer
-from specserve.proposers.base import SourceContext
-from specserve.proposers.remote import RemoteProposer
+from specserve.sources.base import SourceContext
+from specserve.sources.remote import RemoteSource
 from tests.peers.tables import print_rows
 
 VOCAB_SIZE, NEW_TOKENS, DRAFT_LEN = 1 << 17, 2, 3
@@ -74,7 +74,7 @@ def served(kind: str, hidden_size: int) -> Iterator[str]:
         process.wait(30)
 
 
-def proposer(kind: str, hidden_size: int, address: str) -> RemoteProposer:
+def proposer(kind: str, hidden_size: int, address: str) -> RemoteSource:
     """A replica's side that has met the drafter."""
     metrics = SpeculationMetrics((kind,))
     context = SourceContext(
@@ -89,7 +89,7 @@ def proposer(kind: str, hidden_size: int, address: str) -> RemoteProposer:
         if kind == "mtp"
         else DraftModelConfig(kind="draft_model", model="none", **options)
     )
-    made = RemoteProposer.build(config, context)
+    made = RemoteSource.build(config, context)
     while not all(each.up for each in metrics.snapshot().health):
         time.sleep(0.01)
     return made

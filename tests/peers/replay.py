@@ -14,16 +14,16 @@ import numpy as np
 from specserve.core.metrics import SpeculationMetrics
 from specserve.core.source_config import NgramConfig, TrieConfig
 from specserve.core.types import Draft, DraftBatch, Int32Array, Outcome, RequestControls
-from specserve.proposers.base import Proposer, SourceContext
-from specserve.proposers.chain import ProposerChain
-from specserve.proposers.ngram import NgramProposer
-from specserve.proposers.trie import TrieProposer
+from specserve.sources.base import Proposer, SourceContext
+from specserve.policy.chain import ProposerChain
+from specserve.sources.ngram import NgramSource
+from specserve.sources.trie import TrieSource
 from specserve.trie.memory import TrieMemory
 from specserve.trie.namespaces import namespace
 from tests.peers.suffix_peer import VllmSuffix
 
 NAMESPACE = namespace("")
-"""Where a :class:`TrieProposer` without a context learns."""
+"""Where a :class:`TrieSource` without a context learns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +122,10 @@ class ChainDrafter:
     def __init__(self, max_draft_len: int, *, ngram: bool, max_bytes: int) -> None:
         self._memory = TrieMemory(max_bytes, [NAMESPACE])
         config = TrieConfig(kind="trie", max_draft_len=max_draft_len, share="replica")
-        trie = TrieProposer(config, self._memory, SourceContext())
+        trie = TrieSource(config, self._memory, SourceContext())
         sources: list[tuple[str, Proposer]] = [("trie", trie)]
         if ngram:
-            lookup = NgramProposer(NgramConfig(kind="ngram", max_draft_len=max_draft_len))
+            lookup = NgramSource(NgramConfig(kind="ngram", max_draft_len=max_draft_len))
             sources.insert(0, ("ngram", lookup))
         self._chain = ProposerChain(sources, SpeculationMetrics())
         self._limits = np.full(1, max_draft_len, np.int32)

@@ -13,8 +13,8 @@ import numpy as np
 
 from specserve.core.source_config import TrieConfig
 from specserve.core.types import DraftBatch, Int32Array
-from specserve.proposers.base import SourceContext
-from specserve.proposers.trie import TrieProposer
+from specserve.sources.base import SourceContext
+from specserve.sources.trie import TrieSource
 from specserve.trie.learner import ClusterLearner
 from specserve.trie.memory import TrieMemory
 from specserve.trie.pieces import FULL_TOKENS
@@ -86,7 +86,7 @@ class Rivals:
     def __init__(self, texts: Sequence[Int32Array], max_bytes: int) -> None:
         self.memory = TrieMemory(max_bytes, [NAMESPACE])
         config = TrieConfig(kind="trie", max_draft_len=DRAFT_LEN, share="replica")
-        self._proposer = TrieProposer(config, self.memory, SourceContext())
+        self._proposer = TrieSource(config, self.memory, SourceContext())
         trie = self.memory.of(NAMESPACE)
         assert trie is not None
         self.trie = trie

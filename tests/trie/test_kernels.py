@@ -9,10 +9,10 @@ from numba.core.dispatcher import Dispatcher
 
 from specserve.core.source_config import NgramConfig, TrieConfig
 from specserve.core.types import DraftBatch, Int32Array, RequestControls
-from specserve.proposers import ngram
-from specserve.proposers.base import SourceContext
-from specserve.proposers.ngram import NgramProposer
-from specserve.proposers.trie import TrieProposer
+from specserve.sources import ngram
+from specserve.sources.base import SourceContext
+from specserve.sources.ngram import NgramSource
+from specserve.sources.trie import TrieSource
 from specserve.trie import branch, contexts, pages
 from specserve.trie.learner import ClusterLearner
 from specserve.trie.namespaces import namespace
@@ -53,14 +53,14 @@ def from_another_replica(number: int, tokens: Int32Array, **fields: object) -> R
 
 
 @pytest.fixture
-def proposer() -> TrieProposer:
-    return TrieProposer.build(
+def proposer() -> TrieSource:
+    return TrieSource.build(
         TrieConfig(kind="trie", max_bytes=1 << 20), SourceContext(model_identity="m")
     )
 
 
-def test_traffic_of_no_kind_compiles_anything_anew(proposer: TrieProposer) -> None:
-    lookup = NgramProposer(NgramConfig(kind="ngram"))
+def test_traffic_of_no_kind_compiles_anything_anew(proposer: TrieSource) -> None:
+    lookup = NgramSource(NgramConfig(kind="ngram"))
     before = compiled()
     kernels = ("branch.lookup", "pages.append", "pages.remove", "step_batch", "rehash")
     assert {before[each] for each in before if each.endswith(kernels)} == {1}
@@ -90,7 +90,7 @@ def test_traffic_of_no_kind_compiles_anything_anew(proposer: TrieProposer) -> No
 
 
 @pytest.mark.parametrize("dtype", ["<i4", np.int64])
-def test_tokens_may_come_in_any_array(proposer: TrieProposer, dtype: str) -> None:
+def test_tokens_may_come_in_any_array(proposer: TrieSource, dtype: str) -> None:
     before = compiled()
     trie = TokenTrie(1 << 20)
     content = text(100).astype(dtype).tobytes()

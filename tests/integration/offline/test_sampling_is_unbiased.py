@@ -17,8 +17,8 @@ from specserve.compare.engine_process import EngineProcess
 from specserve.core.config import AppConfig
 from specserve.core.types import DraftBatch
 from specserve.engine.generation import Completion, Job, RunResult, Sampling
-from specserve.proposers.base import SourceContext
-from specserve.proposers.registry import build_proposer
+from specserve.sources.base import SourceContext
+from specserve.sources.registry import build_source
 from tests.integration.offline.conftest import running_engine
 
 ALPHABET = (300, 301, 302, 303)
@@ -137,7 +137,7 @@ def _drafts(config: AppConfig, outputs: Sequence[Sample]) -> list[Sample]:
     )
     drafts = [
         draft.tokens
-        for draft in build_proposer(config.speculation[0], SourceContext()).propose(batch)
+        for draft in build_source(config.speculation[0], SourceContext()).propose(batch)
     ]
     assert all(len(draft) == NUM_TOKENS - 1 for draft in drafts)
     return drafts

@@ -1,1 +1,0 @@
-"""Draft sources and what chooses between them: imports no ray, vllm or torch."""

@@ -1,0 +1,1 @@
+"""The draft sources: import no ray, vllm or torch."""

@@ -1,0 +1,110 @@
+"""What a monitor tells of the drafter that it looks for."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import replace
+
+import pytest
+
+from specserve.core.errors import EngineError
+from specserve.drafters.server import DrafterServer
+from specserve.sources import health_monitor
+from specserve.sources.health_monitor import Find, HealthMonitor, Wanted
+from specserve.wire.endpoint import Endpoint
+from tests.drafters.fakes import VOCAB_SIZE, WAIT_S, FakeDrafter
+
+Reports = Iterator[tuple[bool, str]]
+
+
+@pytest.fixture
+def watch() -> Iterator[Callable[[Find], Reports]]:
+    """Starts a monitor; the reports as they come."""
+    with ExitStack() as stack:
+
+        def watch(find: Find) -> Reports:
+            reports: queue.SimpleQueue[tuple[bool, str]] = queue.SimpleQueue()
+            wanted = Wanted(kind="draft_model", vocab_size=500, tokenizer="", hidden_size=0)
+            stack.enter_context(
+                closing(HealthMonitor(wanted, find, lambda *each: reports.put(each)))
+            )
+            return iter(lambda: reports.get(timeout=WAIT_S), None)
+
+        yield watch
+
+
+Watch = Callable[[Find], Reports]
+
+
+def test_a_drafter_that_does_not_fit_is_reported_with_what_it_lacks(watch: Watch) -> None:
+    with closing(DrafterServer(FakeDrafter())) as server:
+        reports = watch(lambda: server.address)
+        up, refused = next(report for report in reports if report != (False, ""))
+    assert not up
+    assert refused.endswith(f" has vocab_size {VOCAB_SIZE} instead of 500")
+
+
+def test_why_there_will_be_no_drafter_is_reported_and_it_is_asked_for_again(watch: Watch) -> None:
+    server = DrafterServer(FakeDrafter())
+    answers = iter([EngineError("it did not start")])
+
+    def find() -> str:
+        if (error := next(answers, None)) is not None:
+            raise error
+        return server.address
+
+    with closing(server):
+        reports = watch(find)
+        told = [next(reports), next(reports)]
+        assert told == [(False, ""), (False, "it did not start")]
+        assert next(refused for _, refused in reports if "vocab_size" in refused)
+
+
+def test_a_drafter_that_is_found_and_never_answers_is_told_of(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health_monitor, "SILENT_S", 0.05)
+    with closing(DrafterServer(FakeDrafter())) as server:
+        place = Endpoint.parse(server.address).place
+        reports = watch(lambda: Endpoint(place, "wrong").url)
+        up, refused = next(report for report in reports if report != (False, ""))
+    assert not up
+    assert refused == f"{place} does not answer; is the way to its port open?"
+
+
+def test_that_a_drafter_is_silent_is_told_before_it_is_found_again(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health_monitor, "SILENT_S", 0.3)
+    drafter, may_find = FakeDrafter(), threading.Event()
+    drafter.card = replace(drafter.card, vocab_size=500)
+    server = DrafterServer(drafter)
+    urls = iter([server.address])
+
+    def find() -> str | None:
+        if (url := next(urls, None)) is None:
+            may_find.wait(2 * WAIT_S)
+        return url
+
+    reports = watch(find)
+    assert next(up for up, _ in reports if up)
+    server.close()
+    assert not next(up for up, _ in reports if not up)
+    may_find.set()
+
+
+def test_a_drafter_that_has_another_secret_by_now_is_asked_for_anew(
+    watch: Watch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with closing(DrafterServer(FakeDrafter())) as server:
+        place, secret = Endpoint.parse(server.address).place, Endpoint.parse(server.address).secret
+        urls = iter([Endpoint(place, "an earlier one's").url])
+        reports = watch(lambda: next(urls, server.address))
+        told = next(refused for _, refused in reports if refused)
+    assert told.endswith(f"at {place} has vocab_size {VOCAB_SIZE} instead of 500")
+    assert server.counters.num_refused["unauthorized"] == 1
+    assert not [record for record in caplog.records if record.exc_info]
+    assert secret not in caplog.text

@@ -1,0 +1,397 @@
+"""A drafter that is late, gone, wrong or another one: it costs drafts and nothing else."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+
+import numpy as np
+import pytest
+import zmq
+
+from specserve.core.errors import WireError
+from specserve.core.types import HiddenStates, RequestControls
+from specserve.drafters.server import DrafterServer
+from specserve.sources import remote
+from specserve.policy.chain import ProposerChain
+from specserve.sources.health_monitor import TRIPS_TOLD
+from specserve.sources.remote import (
+    FEED_TOKENS,
+    NEAR_TOKENS,
+)
+from specserve.wire.frames import decode_question, encode
+from specserve.wire.messages import (
+    LAST,
+    PROTOCOL,
+    Card,
+    DraftAnswer,
+    DraftRequest,
+    Hello,
+    RowAnswer,
+)
+from tests.drafters.fakes import VOCAB_SIZE, WAIT_S, FakeDrafter, states_of
+from tests.integration.cluster import eventually
+from tests.sources.remote_replica import HIDDEN_SIZE, TEXT, Place, Replica, replica, serve
+
+
+@pytest.mark.parametrize("kind", ["draft_model", "mtp"])
+def test_a_text_that_the_drafter_fails_to_read_is_sent_seldom_and_whole(
+    stack: ExitStack, place: Place, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(remote, "REST_S", 1000.0)
+    drafter = FakeDrafter(HIDDEN_SIZE if kind == "mtp" else 0)
+    serve(stack, place, drafter)
+    made = replica(stack, place, kind)
+    made.until_up()
+    made.grow("long", 2 * NEAR_TOKENS)
+    states = states_of(TEXT[: 2 * NEAR_TOKENS], HIDDEN_SIZE)
+    hidden = HiddenStates(lambda: states, (len(states),), (0,)) if kind == "mtp" else None
+    drafter.error = MemoryError()
+    assert made.propose("long", hidden=hidden) == [()]
+
+    def has_heard() -> bool:
+        assert made.propose("long") == [()]
+        return made.health().num_errors == 1
+
+    eventually(has_heard, "the error", WAIT_S, 0.005)
+    for _ in range(5):
+        assert made.propose("long") == [()]
+    assert len(drafter.calls) == 1
+    drafter.error = None
+    made.proposer._texts["long"].rests_until = 0.0
+    made.until_drafts("long")
+    assert not drafter.begins
+
+
+def test_an_error_of_the_drafter_costs_one_draft(served: Replica, drafter: FakeDrafter) -> None:
+    served.grow("a", 20)
+    drafter.error = MemoryError()
+    assert served.propose("a") == [()]
+    drafter.error = None
+    assert served.propose("a") != [()]
+    assert (served.health().num_errors, served.health().num_timeouts) == (1, 0)
+
+
+def test_a_drafter_that_stops_is_waited_for_once_and_used_again_when_it_goes_on(
+    stack: ExitStack, place: Place, drafter: FakeDrafter
+) -> None:
+    serve(stack, place, drafter)
+    stopped = replica(stack, place, timeout_s=0.1)
+    stopped.until_up()
+    stopped.grow("a", 20)
+    stopped.until_drafts("a")
+    timeouts = stopped.health().num_timeouts
+    drafter.may_go.clear()
+    began = time.monotonic()
+    for end in range(21, 40):
+        stopped.grow("a", end)
+        assert stopped.propose("a") == [()]
+    assert time.monotonic() - began < 5 * 0.1
+    assert stopped.health().num_timeouts == timeouts + 1
+    eventually(lambda: not stopped.health().up, "down", WAIT_S, 0.01)
+    drafter.may_go.set()
+    stopped.until_drafts("a")
+    eventually(lambda: stopped.health().up, "up", WAIT_S, 0.01)
+    assert drafter.calls[-1][0].start >= 20  # its late answer told what it holds
+
+
+def test_a_late_answer_does_not_have_long_texts_sent_twice(
+    stack: ExitStack, place: Place, drafter: FakeDrafter
+) -> None:
+    serve(stack, place, drafter)
+    made = replica(stack, place, timeout_s=0.1)
+    made.until_up()
+    made.grow("long", 2 * FEED_TOKENS)
+    made.grow("short", 20)
+    drafter.may_go.clear()
+    made.propose("long")
+    assert drafter.entered.wait(WAIT_S)
+    assert made.propose("short") == [()]
+    assert made.health().num_timeouts == 1
+    drafter.may_go.set()
+    made.until_drafts("long", "short")
+    starts = [row.start for call in drafter.calls for row in call if row.key[1] == 0]
+    assert starts == sorted(set(starts))
+
+
+def test_a_drafter_that_is_always_late_is_asked_less_and_less(
+    stack: ExitStack, place: Place, drafter: FakeDrafter
+) -> None:
+    serve(stack, place, drafter)
+    slow = replica(stack, place, timeout_s=0.001)
+    monitor = slow.proposer._link._monitor
+    rests = []
+    for _ in range(3):
+        slow.until_up()
+        drafter.may_go.clear()
+        slow.grow("a", 20)
+        assert slow.propose("a") == [()]
+        rests.append(monitor._rest_until - time.monotonic())
+        drafter.may_go.set()
+    assert rests[0] <= 0.0 < rests[1] < rests[2]
+
+
+def test_a_drafter_that_stays_late_is_told_of_once_and_until_it_answers(
+    stack: ExitStack, place: Place, drafter: FakeDrafter, caplog: pytest.LogCaptureFixture
+) -> None:
+    serve(stack, place, drafter)
+    slow = replica(stack, place)
+    slow.until_up()
+    monitor = slow.proposer._link._monitor
+    for _ in range(TRIPS_TOLD + 1):
+        monitor.trip("no answer within timeout_s (0.001 s)")
+    told = "no answer within timeout_s (0.001 s)"
+    eventually(lambda: slow.health().reason == told, "the reason", WAIT_S, 0.01)
+    (record,) = caplog.records
+    assert record.getMessage() == f"No drafts from the draft_model drafter: {told}"
+    monitor._rest_until = 0.0
+    slow.grow("a", 20)
+    slow.until_drafts("a")
+    eventually(lambda: slow.health().up, "up", WAIT_S, 0.01)
+    assert slow.health().reason == ""
+
+
+def test_a_drafter_whose_model_fails_is_asked_less_and_less(
+    stack: ExitStack, place: Place, drafter: FakeDrafter
+) -> None:
+    serve(stack, place, drafter)
+    made = replica(stack, place)
+    monitor = made.proposer._link._monitor
+    drafter.error = MemoryError()
+    rests = []
+    for _ in range(4):
+        made.until_up()
+        made.grow("a", 20)
+        assert made.propose("a") == [()]
+        rests.append(monitor._rest_until - time.monotonic())
+    assert rests[1] <= 0.0 < rests[2] < rests[3]  # the first one may have been the other texts'
+    drafter.error = None
+    made.until_drafts("a")
+
+
+def test_a_drafter_that_was_restarted_elsewhere_is_found_and_gets_the_texts_again(
+    stack: ExitStack, place: Place
+) -> None:
+    first, second = FakeDrafter(), FakeDrafter()
+    server = DrafterServer(first)
+    place.address = server.address
+    made = replica(stack, place, timeout_s=0.2)
+    made.until_up()
+    made.grow("a", 20)
+    made.until_drafts("a")
+    server.close()
+    made.grow("a", 22)
+    assert made.propose("a") == [()]
+    made.proposer._sent.position_s = 1.0
+    serve(stack, place, second)
+    made.until_drafts("a")
+    assert second.calls[0][0].start == 0
+    made.grow("long", 2 * NEAR_TOKENS)
+    assert made.proposer.reading_s(made.batch("long")) == [0.0]  # it may take another time
+
+
+def test_a_drafter_that_is_not_there_yet_is_waited_for_by_nobody(
+    stack: ExitStack, place: Place, drafter: FakeDrafter
+) -> None:
+    made = replica(stack, place)
+    made.grow("a", 20)
+    assert made.propose("a") == [()]
+    eventually(lambda: not made.health().up, "down", WAIT_S, 0.01)
+    serve(stack, place, drafter)
+    made.until_drafts("a")
+    assert made.health().num_timeouts == 0
+
+
+def test_a_source_that_is_switched_off_is_not_shown_as_up_because_its_drafter_is_there(
+    served: Replica,
+) -> None:
+    monitor = served.proposer._link._monitor
+    eventually(lambda: served.health().up, "up", WAIT_S, 0.01)
+    served.metrics.set_up("draft_model", False)
+    seen = monitor._number
+    eventually(lambda: monitor._number > seen + 1, "further hellos", WAIT_S, 0.01)
+    assert not served.health().up
+
+
+def test_a_drafter_that_does_not_fit_is_refused_with_one_line(
+    stack: ExitStack, place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrong = FakeDrafter(HIDDEN_SIZE)
+    serve(stack, place, wrong)
+    with caplog.at_level(logging.WARNING):
+        made = replica(stack, place)
+        eventually(lambda: caplog.records, "a warning", WAIT_S, 0.01)
+    made.grow("a", 20)
+    assert made.propose("a") == [()]
+    (record,) = caplog.records
+    assert "kind 'mtp' instead of 'draft_model'" in record.getMessage()
+    assert "/models/fake" in record.getMessage()
+    assert wrong.calls == []
+
+
+class Babbler:
+    """Introduces itself as a drafter, and answers requests with whatever it is told to."""
+
+    def __init__(self, answers: Callable[[DraftRequest], Sequence[bytes]]) -> None:
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # as the real one
+        self._socket.bind("tcp://127.0.0.1:0")
+        self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._answers = answers
+        self.num_requests = 0
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join()
+        self._socket.close()
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            if not self._socket.poll(20):
+                continue
+            client, *frames = self._socket.recv_multipart()
+            try:
+                question = decode_question(frames)
+            except WireError:
+                continue
+            if isinstance(question, Hello):
+                card = Card(
+                    question.number, PROTOCOL, "x", "draft_model", "m", VOCAB_SIZE, "", 0, 1000
+                )
+                self._socket.send_multipart([client, *encode(card)])
+            else:
+                self.num_requests += 1
+                for answer in self._answers(question):
+                    self._socket.send_multipart([client, answer])
+
+
+def test_answers_that_are_none_are_counted_and_change_nothing(
+    stack: ExitStack, place: Place
+) -> None:
+    babbler = stack.enter_context(closing(Babbler(lambda _: [b"nonsense", b"", b"\x91\xa6drafts"])))
+    place.address = babbler.address
+    made = replica(stack, place, timeout_s=0.2)
+    made.until_up()
+    made.grow("a", 20)
+    assert made.propose("a") == [()]
+    assert (made.health().num_errors, made.health().num_timeouts) == (3, 1)
+
+
+DRAFT = RowAnswer(20, (1, 2, 3), b"\xff\xff\xff")
+
+
+@pytest.mark.parametrize(
+    ("rows", "sent", "num_errors", "num_timeouts"),
+    [
+        ((DRAFT,), (1, 2, 3), 0, 0),
+        ((), (), 1, 1),
+        ((DRAFT, DRAFT), (), 1, 1),
+        ((RowAnswer(20, tuple(range(100)), bytes(100)),), (0, 1, 2), 0, 0),
+        ((RowAnswer(20, (1, VOCAB_SIZE), b"\xff\xff"),), (), 1, 0),
+        ((RowAnswer(20, (1, 2, 3), b"\xff"),), (), 1, 0),
+        ((RowAnswer(LAST, (1, 2, 3), b"\xff\xff\xff", LAST),), (1, 2, 3), 0, 0),
+        ((RowAnswer(0, (), b"", LAST),), (), 0, 0),
+    ],
+)
+def test_answers_that_do_not_fit_the_question_cost_no_more_than_drafts(
+    rows: tuple[RowAnswer, ...],
+    sent: tuple[int, ...],
+    num_errors: int,
+    num_timeouts: int,
+    stack: ExitStack,
+    place: Place,
+) -> None:
+    def answers(request: DraftRequest) -> Sequence[bytes]:
+        others = DraftAnswer(request.number + 1, (DRAFT,), 0.0)
+        replies = [others, DraftAnswer(request.number, rows, 0.0)]
+        return [bytes(frame) for reply in replies for frame in encode(reply)]
+
+    babbler = stack.enter_context(closing(Babbler(answers)))
+    place.address = babbler.address
+    made = replica(stack, place, timeout_s=0.2 if num_timeouts else WAIT_S)
+    made.until_up()
+    chain = ProposerChain([("draft_model", made.proposer)], made.metrics, vocab_size=VOCAB_SIZE)
+    for number, length in enumerate((20, 21, 25), start=1):
+        made.grow(f"text {number}", length)
+        made.until_up()
+        (draft,) = chain.step(made.batch(f"text {number}"), [], [RequestControls()])
+        assert draft.tokens == sent
+        assert made.health().num_errors == number * num_errors
+        assert made.health().num_timeouts == number * num_timeouts
+
+
+def test_a_flood_of_answers_holds_up_a_step_hardly_longer_than_none(
+    served: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def receive(timeout_s: float) -> DraftAnswer:
+        time.sleep(0.005)
+        return DraftAnswer(10**6, (), 0.0)
+
+    hurried = served.proposer._config.model_copy(update={"timeout_s": 0.1})
+    monkeypatch.setattr(served.proposer, "_config", hurried)
+    monkeypatch.setattr(served.proposer._link, "receive", receive)
+    served.grow("a", 20)
+    for _ in range(2):
+        served.until_up()
+        began = time.monotonic()
+        assert served.propose("a") == [()]
+        assert time.monotonic() - began < 1.0
+
+
+def test_a_text_that_is_not_the_drafters_is_sent_once(
+    stack: ExitStack, place: Place, drafter: FakeDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "REST_S", 0.0)
+    server = serve(stack, place, drafter)
+    made = replica(stack, place)
+    made.until_up()
+    made.texts["wrong"] = np.append(TEXT[:20], np.int32(VOCAB_SIZE))
+    made.grow("right", 20)
+    for _ in range(3):
+        assert [bool(draft) for draft in made.propose("wrong", "right")] == [False, True]
+    assert (server.counters.num_refused["unfit"], server.counters.num_rows) == (1, 4)
+    assert math.isnan(made.proposer.reading_s(made.batch("wrong"))[0])
+
+
+def test_a_text_whose_answer_was_lost_is_sent_again(
+    stack: ExitStack, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "FEED_BUDGET_S", 0.05)
+    monkeypatch.setattr(remote, "LOST_S", 0.05)
+    babbler = stack.enter_context(closing(Babbler(lambda _: [])))
+    place.address = babbler.address
+    made = replica(stack, place)
+    made.until_up()
+    made.grow("long", 2 * NEAR_TOKENS)
+
+    def is_sent_again() -> bool:
+        made.propose("long")
+        return babbler.num_requests > 1
+
+    eventually(is_sent_again, "the text again", WAIT_S, 0.005)
+    assert made.health().num_timeouts == 0
+
+
+def test_a_text_whose_answer_was_late_is_forgotten_when_it_ends(
+    stack: ExitStack, place: Place, drafter: FakeDrafter
+) -> None:
+    serve(stack, place, drafter)
+    made = replica(stack, place, timeout_s=0.05)
+    made.until_up()
+    drafter.may_go.clear()
+    made.grow("late", 20)
+    assert made.propose("late") == [()]
+    assert made.health().num_timeouts == 1
+    made.proposer.forget(["late"])
+    drafter.may_go.set()
+    eventually(lambda: drafter.forgotten, "the end of the late text", WAIT_S, 0.005)
+    (row,) = drafter.calls[0]
+    assert drafter.forgotten == [row.key]

@@ -1,0 +1,208 @@
+"""What a replica sends to an MTP drafter: the model's hidden states."""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+
+from specserve.core.types import HiddenStates
+from specserve.sources import remote
+from specserve.sources.remote import (
+    NEAR_TOKENS,
+)
+from tests.drafters.fakes import WAIT_S, FakeDrafter, states_of
+from tests.integration.cluster import eventually
+from tests.sources.remote_replica import HIDDEN_SIZE, TEXT, Place, Replica, replica, serve
+
+
+class Target:
+    """An engine that hands over the states of what it computes, refused draft tokens included."""
+
+    def __init__(self, made: Replica) -> None:
+        self._made = made
+        self.computed: dict[str, int] = {}
+
+    def step(self, scheduled: dict[str, int], sampled: dict[str, int]) -> list[tuple[int, ...]]:
+        """Computes so many positions of each request, then takes so many new tokens of ``TEXT``."""
+        values = []
+        for name, size in scheduled.items():
+            start = self.computed[name]
+            states = states_of(TEXT[: start + size], HIDDEN_SIZE)[start:].copy()
+            known = len(self._made.texts[name]) + max(sampled[name] - 1, 0)
+            states[max(known - start, 0) :] = 7  # of refused tokens
+            values.append(states)
+        hidden = HiddenStates(
+            lambda: np.concatenate(values),
+            tuple(scheduled.values()),
+            tuple(self.computed[name] for name in scheduled),
+        )
+        for name, size in scheduled.items():
+            new = sampled[name]
+            length = len(self._made.texts[name])
+            self._made.grow(name, length + new)
+            self.computed[name] = length + new - 1 if new else self.computed[name] + size
+        limit = 3 if all(sampled.values()) else 0
+        return self._made.propose(*scheduled, limit=limit, hidden=hidden)
+
+
+@pytest.fixture
+def mtp(stack: ExitStack, place: Place) -> tuple[Replica, Target, FakeDrafter]:
+    drafter = FakeDrafter(HIDDEN_SIZE)
+    serve(stack, place, drafter)
+    made = replica(stack, place, "mtp")
+    made.until_up()
+    return made, Target(made), drafter
+
+
+Mtp = tuple[Replica, Target, FakeDrafter]
+
+
+def open_text(made: Replica, target: Target, name: str, length: int, cached: int = 0) -> None:
+    made.grow(name, length)
+    target.computed[name] = cached
+
+
+def test_states_go_with_their_tokens_and_those_of_refused_drafts_do_not(mtp: Mtp) -> None:
+    made, target, _ = mtp
+    open_text(made, target, "a", 20)
+    open_text(made, target, "b", 30)
+    assert all(target.step({"a": 20, "b": 30}, {"a": 1, "b": 1}))
+    for accepted in (0, 3, 1, 2, 0):
+        drafts = target.step({"a": 4, "b": 4}, {"a": 1 + accepted, "b": 1})
+        assert [len(draft) for draft in drafts] == [3, 3]
+
+
+def test_a_text_for_which_the_model_fails_beside_others_keeps_its_states(
+    mtp: Mtp, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL)  # else pytest keeps the error, and it what was allocated
+    monkeypatch.setattr(remote, "REST_S", 0.05)
+    made, target, drafter = mtp
+    open_text(made, target, "a", 20)
+    open_text(made, target, "b", 30)
+    drafter.poison = {1}
+    drafts = target.step({"a": 20, "b": 30}, {"a": 1, "b": 1})
+    assert [bool(draft) for draft in drafts] == [True, False]
+    drafter.poison.clear()
+
+    def is_drafted_for() -> bool:
+        return bool(target.step({"a": 1, "b": 1}, {"a": 1, "b": 1})[1])
+
+    eventually(is_drafted_for, "a draft of the text that had failed", WAIT_S, 0.01)
+    assert drafter.begins == {}
+
+
+def test_a_long_prompt_is_brought_up_to_date_while_it_is_read(mtp: Mtp) -> None:
+    made, target, drafter = mtp
+    open_text(made, target, "a", 1000)
+    assert target.step({"a": 512}, {"a": 0}) == [()]
+    eventually(lambda: drafter.calls, "the first part", WAIT_S, 0.001)
+    target.step({"a": 488}, {"a": 1})
+    drafts: list[tuple[int, ...]] = [()]
+    deadline = time.monotonic() + WAIT_S
+    while drafts == [()]:
+        assert time.monotonic() < deadline
+        drafts = target.step({"a": 1}, {"a": 1})
+    assert drafter.begins == {}
+
+
+def test_a_step_that_reads_much_loses_no_state_of_the_texts_beside_it(
+    mtp: Mtp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, target, drafter = mtp
+    assert made.proposer._states is not None
+    monkeypatch.setattr(made.proposer._states, "_max_tokens", 400)
+    open_text(made, target, "a", 20)
+    assert target.step({"a": 20}, {"a": 1}) != [()]
+    open_text(made, target, "long", 500)
+    draft, _ = target.step({"a": 1, "long": 500}, {"a": 1, "long": 1})
+    assert len(draft) == 3
+    assert made.proposer._states.num_tokens <= 400
+    draft, _ = target.step({"a": 1, "long": 1}, {"a": 1, "long": 1})
+    assert len(draft) == 3
+    assert drafter.begins == {}
+
+
+@pytest.mark.parametrize("length", [NEAR_TOKENS - 1, 2 * NEAR_TOKENS])
+def test_states_that_are_too_large_for_one_request_go_one_text_after_the_other(
+    stack: ExitStack, place: Place, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    drafter = FakeDrafter(HIDDEN_SIZE)
+    serve(stack, place, drafter)
+    made = replica(stack, place, "mtp", timeout_s=0.1)
+    made.until_up()
+    target = Target(made)
+    monkeypatch.setattr(remote, "MAX_STATE_BYTES", 3 * length * HIDDEN_SIZE)
+    drafter.may_go.clear()
+    for name in "ab":
+        open_text(made, target, name, length)
+    target.step({"a": length, "b": length}, {"a": 1, "b": 1})
+    assert len(made.proposer._sent) == 1
+    drafter.may_go.set()
+    made.until_drafts("a")
+    made.until_drafts("b")
+    assert drafter.begins == {}
+    assert made.health().num_partial_texts == 0
+
+
+def test_a_prompt_whose_beginning_the_target_had_cached_begins_where_states_are(mtp: Mtp) -> None:
+    made, target, drafter = mtp
+    open_text(made, target, "a", 500, cached=480)
+    assert target.step({"a": 20}, {"a": 1}) != [()]
+    assert list(drafter.begins.values()) == [480]
+    assert drafter.calls[0][0].start == 0
+    assert target.step({"a": 2}, {"a": 1}) != [()]
+    assert made.health().num_partial_texts == 1
+
+
+def test_a_drafter_that_forgot_begins_at_the_first_state_that_is_left(mtp: Mtp) -> None:
+    made, target, drafter = mtp
+    open_text(made, target, "a", 20)
+    assert target.step({"a": 20}, {"a": 1}) != [()]
+    drafter.lose()
+    assert target.step({"a": 4}, {"a": 3}) == [()]
+    assert target.step({"a": 4}, {"a": 2}) != [()]
+    assert list(drafter.begins.values()) == [20]
+
+
+def test_a_request_that_was_preempted_goes_on(mtp: Mtp) -> None:
+    made, target, _ = mtp
+    open_text(made, target, "a", 20)
+    assert target.step({"a": 20}, {"a": 1}) != [()]
+    target.computed["a"] = 0
+    assert target.step({"a": 21}, {"a": 1}) != [()]
+    assert target.step({"a": 1}, {"a": 1}) != [()]
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_texts_that_no_draft_is_wanted_of_wait_unless_their_states_would_be_lost(
+    is_full: bool, stack: ExitStack, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = FakeDrafter(HIDDEN_SIZE)
+    serve(stack, place, drafter)
+    made = replica(stack, place, "mtp", dynamic=True)
+    made.until_up()
+    target = Target(made)
+    open_text(made, target, "asked", 20)
+    target.step({"asked": 20}, {"asked": 1})
+    for _ in range(10):  # it is in use
+        target.step({"asked": 1}, {"asked": 1})
+    if is_full:
+        monkeypatch.setattr("specserve.sources.remote.PENDING_STATES", 5 * NEAR_TOKENS)
+    open_text(made, target, "new", 5 * NEAR_TOKENS)
+    target.step({"new": 4 * NEAR_TOKENS}, {"new": 0})
+
+    def read(text: int) -> int:
+        return sum(row.key[1] == text for call in drafter.calls for row in call)
+
+    before = read(0)
+    target.step({"asked": 1}, {"asked": 1})
+    eventually(lambda: read(0) > before, "the last step's text to be read", WAIT_S, 0.005)
+    if is_full:
+        eventually(lambda: read(1), "the new text to be read", WAIT_S, 0.005)
+    else:
+        assert not read(1)
