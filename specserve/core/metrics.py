@@ -1,4 +1,4 @@
-"""The counters of speculation: counted in plain Python, exported from snapshots.
+"""The counters of speculation: counted in the decoding loop, exported from snapshots.
 
 The decoding loop only adds to integers. A :class:`SpeculationSnapshot` travels from rank 0 to the
 replica, where exporters turn it into series (:mod:`specserve.core.samples`): Prometheus' own client
@@ -8,13 +8,15 @@ wants totals, Ray's metrics want increments (:meth:`SpeculationSnapshot.since`).
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
 import msgspec
+import numpy as np
 
 from specserve.core.metric_specs import LATENCY_BUCKETS_S
 from specserve.core.source_config import MAX_DRAFT_TOKENS
+from specserve.core.types import Int32Array
 
 
 class AcceptanceSnapshot(msgspec.Struct, frozen=True):
@@ -152,7 +154,9 @@ class SpeculationMetrics:
     """
 
     def __init__(self, kinds: tuple[str, ...] = ()) -> None:
-        self._acceptance: dict[str, _Acceptance] = {}
+        self._labels: list[str] = []
+        # By number drafted and by number accepted; of each label; of each length.
+        self._drafts = np.zeros((2, 0, MAX_DRAFT_TOKENS + 1), np.int64)
         self._health: dict[str, _Health] = {kind: _Health() for kind in kinds}
         self._look_at_trie: Callable[[], TrieSnapshot] | None = None
 
@@ -160,14 +164,29 @@ class SpeculationMetrics:
         """Has the draft memory's state in every snapshot; ``look`` is called from any thread."""
         self._look_at_trie = look
 
-    def count_draft(self, source: str, num_drafted: int, num_accepted: int) -> None:
-        """One draft was verified: ``0 <= num_accepted <= num_drafted <= MAX_DRAFT_TOKENS``."""
-        counts = self._acceptance.get(source)
-        if counts is None:
-            counts = self._acceptance[source] = _Acceptance()
-        counts.longest = max(counts.longest, num_drafted)
-        counts.drafted[num_drafted] += 1
-        counts.accepted[num_accepted] += 1
+    def count_drafts(
+        self,
+        labels: Sequence[str],
+        which: Int32Array,
+        num_drafted: Int32Array,
+        num_accepted: Int32Array,
+    ) -> None:
+        """Some drafts were verified.
+
+        Args:
+            labels: names of drafts.
+            which: int32 ``[m]``, index of each draft's label.
+            num_drafted: int32 ``[m]``, at most ``MAX_DRAFT_TOKENS``.
+            num_accepted: int32 ``[m]``, at most as many.
+        """
+        if new := [label for label in labels if label not in self._labels]:
+            self._labels += new
+            more = np.zeros((2, len(new), MAX_DRAFT_TOKENS + 1), np.int64)
+            self._drafts = np.concatenate([self._drafts, more], axis=1)
+        rows = np.array([self._labels.index(label) for label in labels])[which]
+        drafted, accepted = self._drafts
+        np.add.at(drafted, (rows, num_drafted), 1)
+        np.add.at(accepted, (rows, num_accepted), 1)
 
     def count_call(self, kind: str, seconds: float) -> None:
         """A source answered for one batch."""
@@ -210,12 +229,8 @@ class SpeculationMetrics:
         """
         return SpeculationSnapshot(
             tuple(
-                AcceptanceSnapshot(
-                    source,
-                    tuple(counts.drafted[: counts.longest + 1]),
-                    tuple(counts.accepted[: counts.longest + 1]),
-                )
-                for source, counts in list(self._acceptance.items())
+                AcceptanceSnapshot(label, tuple(drafted), tuple(accepted))
+                for label, drafted, accepted in self._counted()
             ),
             tuple(
                 HealthSnapshot(
@@ -233,20 +248,19 @@ class SpeculationMetrics:
             None if self._look_at_trie is None else self._look_at_trie(),
         )
 
+    def _counted(self) -> Iterator[tuple[str, list[int], list[int]]]:
+        """(label, by number drafted, by number accepted), up to the longest, of those seen."""
+        drafts = self._drafts
+        for label, drafted, accepted in zip(list(self._labels), *drafts, strict=False):
+            if lengths := np.flatnonzero(drafted).tolist():
+                end = lengths[-1] + 1
+                yield label, drafted[:end].tolist(), accepted[:end].tolist()
+
     def _of(self, kind: str) -> _Health:
         health = self._health.get(kind)
         if health is None:
             health = self._health[kind] = _Health()
         return health
-
-
-class _Acceptance:
-    __slots__ = ("accepted", "drafted", "longest")
-
-    def __init__(self) -> None:
-        self.longest = 0
-        self.drafted = [0] * (MAX_DRAFT_TOKENS + 1)
-        self.accepted = [0] * (MAX_DRAFT_TOKENS + 1)
 
 
 class _Health:

@@ -1,21 +1,22 @@
 """The last steps of each request, for people who watch: what was drafted, and what became of it.
 
-The decoding loop hands over its outcomes as they are; they are sorted by request only when someone
-looks. What is shown travels from rank 0 to the replica as :class:`RecentRequest`.
+The decoding loop hands over each step's arrays as they are; they are sorted by request only when
+someone looks. What is shown travels from rank 0 to the replica as :class:`RecentRequest`.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from hashlib import blake2b
+from typing import NamedTuple
 
 import msgspec
 
-from specserve.core.types import Outcome, RequestControls
+from specserve.core.types import Int32Array, RequestControls
 
 MAX_OUTCOMES = 4096
-"""Outcomes kept, of all requests together: some megabytes."""
+"""Requests' steps kept, of all requests together: some megabytes."""
 
 MAX_REQUESTS = 8
 MAX_STEPS = 48
@@ -54,18 +55,51 @@ class RecentRequest(msgspec.Struct, frozen=True):
     steps: tuple[RecentStep, ...]
 
 
+class Step(NamedTuple):
+    """One step of n requests, as :class:`RecentSteps` keeps it.
+
+    Attributes:
+        request_ids: n.
+        sources: names of drafts.
+        which: int32 ``[n]``, index of each draft's name; -1: none was verified.
+        num_drafted: int32 ``[n]``, verified draft tokens.
+        num_accepted: int32 ``[n]``.
+        new: n, the tokens that the step emitted; a request without any had no turn.
+        drafted: int32 ``[n, k]``, draft tokens; None where texts are not shown.
+    """
+
+    request_ids: Sequence[str]
+    sources: Sequence[str]
+    which: Int32Array
+    num_drafted: Int32Array
+    num_accepted: Int32Array
+    new: Sequence[Sequence[int]]
+    drafted: Int32Array | None = None
+
+    def of_row(self, row: int) -> RecentStep:
+        """What the step brought one request."""
+        source = self.sources[self.which[row]] if self.which[row] >= 0 else ""
+        num_drafted, num_accepted = int(self.num_drafted[row]), int(self.num_accepted[row])
+        new, refused = self.new[row], ()
+        step = RecentStep(source, num_drafted, num_accepted, len(new))
+        if self.drafted is None:
+            return step
+        refused = tuple(self.drafted[row, num_accepted:num_drafted].tolist())
+        return msgspec.structs.replace(step, new=tuple(new), refused=refused)
+
+
 class RecentSteps:
-    """Keeps the last outcomes. Calls come from one thread.
+    """Keeps the last steps. Calls come from one thread.
 
     Args:
-        max_outcomes: how many, of all requests together; 0: none.
+        max_outcomes: how many, counted by request; 0: none.
         with_tokens: whether :meth:`requests` tells tokens, or lengths alone.
     """
 
     def __init__(self, max_outcomes: int = MAX_OUTCOMES, *, with_tokens: bool = False) -> None:
+        self.with_tokens = with_tokens
         self._max_outcomes = max_outcomes
-        self._with_tokens = with_tokens
-        self._steps: deque[list[Outcome]] = deque()
+        self._steps: deque[Step] = deque()
         self._num_outcomes = 0
         self._tenants: dict[str, str] = {}
         self._private: set[str] = set()
@@ -79,18 +113,18 @@ class RecentSteps:
             if len(self._tenants) > self._max_outcomes:  # then its steps are likely gone as well
                 del self._tenants[next(iter(self._tenants))]
 
-    def note(self, outcomes: list[Outcome]) -> None:
-        """One step's outcomes, kept as they are; of the decoding loop, so it costs next to nothing.
+    def note(self, step: Step) -> None:
+        """One step, kept as it is; of the decoding loop, so it costs next to nothing.
 
-        Those of requests that may not be remembered are left out.
+        Requests that may not be remembered are left out.
         """
-        if self._private:
-            outcomes = [each for each in outcomes if each.request_id not in self._private]
-        if outcomes:
-            self._steps.append(outcomes)
-            self._num_outcomes += len(outcomes)
+        if self._private and not self._private.isdisjoint(step.request_ids):
+            step = _without(step, self._private)
+        if step.request_ids:
+            self._steps.append(step)
+            self._num_outcomes += len(step.request_ids)
         while self._num_outcomes > self._max_outcomes:
-            self._num_outcomes -= len(self._steps.popleft())
+            self._num_outcomes -= len(self._steps.popleft().request_ids)
 
     def forget(self, request_ids: Collection[str]) -> None:
         """These requests have finished; what was noted of them stays for a while."""
@@ -98,32 +132,36 @@ class RecentSteps:
 
     def requests(self, tenant: str = "") -> tuple[RecentRequest, ...]:
         """The last requests of ``tenant``, newest first; without API keys all are of ``""``."""
-        found: dict[str, list[Outcome]] = {}
-        for outcomes in reversed(self._steps):
-            for outcome in outcomes:
-                of_request = found.get(outcome.request_id)
+        found: dict[str, list[RecentStep]] = {}
+        for step in reversed(self._steps):
+            for row, request_id in enumerate(step.request_ids):
+                if not step.new[row]:
+                    continue
+                of_request = found.get(request_id)
                 if of_request is None:
-                    is_shown = self._tenants.get(outcome.request_id, "") == tenant
+                    is_shown = self._tenants.get(request_id, "") == tenant
                     if not is_shown or len(found) == MAX_REQUESTS:
                         continue
-                    of_request = found[outcome.request_id] = []
+                    of_request = found[request_id] = []
                 if len(of_request) < MAX_STEPS:
-                    of_request.append(outcome)
+                    of_request.append(step.of_row(row))
         return tuple(
-            RecentRequest(_digest(request_id), tuple(map(self._step, reversed(of_request))))
-            for request_id, of_request in found.items()
+            RecentRequest(_digest(request_id), tuple(reversed(steps)))
+            for request_id, steps in found.items()
         )
 
-    def _step(self, outcome: Outcome) -> RecentStep:
-        draft = outcome.draft
-        drafted = () if draft is None else draft.tokens
-        source = "" if draft is None else draft.source
-        step = RecentStep(source, len(drafted), outcome.num_accepted, len(outcome.new_tokens))
-        if not self._with_tokens:
-            return step
-        return msgspec.structs.replace(
-            step, new=outcome.new_tokens, refused=drafted[outcome.num_accepted :]
-        )
+
+def _without(step: Step, private: Collection[str]) -> Step:
+    """The step without some requests."""
+    rows = [row for row, each in enumerate(step.request_ids) if each not in private]
+    return step._replace(
+        request_ids=[step.request_ids[row] for row in rows],
+        which=step.which[rows],
+        num_drafted=step.num_drafted[rows],
+        num_accepted=step.num_accepted[rows],
+        new=[step.new[row] for row in rows],
+        drafted=None if step.drafted is None else step.drafted[rows],
+    )
 
 
 def _digest(request_id: str) -> str:

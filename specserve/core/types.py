@@ -97,6 +97,15 @@ class Drafts(NamedTuple):
     confidence: Float32Array
     labels: npt.NDArray[np.uint8]
 
+    def first(self, num_rows: int) -> Drafts:
+        """Those of the first requests; views."""
+        return Drafts(
+            self.tokens[:num_rows],
+            self.lengths[:num_rows],
+            self.confidence[:num_rows],
+            self.labels[:num_rows],
+        )
+
     @classmethod
     def empty(cls, num_rows: int, max_len: int) -> Drafts:
         """No guess for any of ``num_rows`` requests, with room for drafts of ``max_len`` tokens."""

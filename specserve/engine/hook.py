@@ -10,13 +10,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import ray
 import torch
 from msgspec.structs import replace
@@ -25,16 +24,24 @@ from vllm.config import VllmConfig
 from specserve.core.config import AppConfig
 from specserve.core.errors import RequestError
 from specserve.core.metrics import SpeculationMetrics
-from specserve.core.recent import MAX_OUTCOMES, RecentSteps
+from specserve.core.recent import MAX_OUTCOMES, RecentSteps, Step
 from specserve.core.source_config import DrafterConfig, TrieConfig
-from specserve.core.types import Draft, DraftBatch, HiddenStates, Outcome, RequestControls
+from specserve.core.types import (
+    DraftBatch,
+    HiddenStates,
+    Int32Array,
+    Int64Array,
+    RequestControls,
+    UInt16Array,
+)
 from specserve.drafters.vocabulary import fingerprint
 from specserve.engine.checkpoint import find_checkpoint, model_identity
 from specserve.engine.cluster_memory import ClusterMemory
 from specserve.engine.drafters import drafter_finder
+from specserve.engine.request_slots import NO_LIMIT, RequestSlots
 from specserve.engine.sampling import is_kept_without_drafts_only, may_step_plainly
+from specserve.policy.chain import Chain, build_chain
 from specserve.sources.base import SourceContext
-from specserve.policy.chain import NO_DRAFT, ProposerChain, build_chain
 from specserve.sources.controls import parse_controls, with_tenant
 from specserve.trie.memory import SharedMemory, TrieMemory
 
@@ -65,12 +72,11 @@ class ProposerHook:
         self._recent = RecentSteps(
             MAX_OUTCOMES if config.http.speculation_page else 0, with_tokens=config.http.show_text
         )
-        self._chain: ProposerChain  # of the rank that drafts, by `attach`
+        self._chain: Chain  # of the rank that drafts, by `attach`
+        self._slots = RequestSlots(2 * vllm_config.scheduler_config.max_num_seqs)
         self._exits: list[Callable[[], None]] = []
         self.is_warm = threading.Event()
         self._runner: Any = None
-        self._drafts: dict[str, Draft] = {}
-        self._controls: dict[str, RequestControls] = {}
         self._last_step_end = 0.0
         self._plain_step: dict[str, int] = {}  # of the last one's requests: tokens to schedule
         self._may_idle = False
@@ -107,6 +113,7 @@ class ProposerHook:
             return shared
 
         return SourceContext(
+            num_slots=len(self._slots),
             vocab_size=vocab_size,
             model_identity=identity,
             tenants=tuple(sorted({key.tenant for key in self._config.http.api_keys})),
@@ -155,31 +162,27 @@ class ProposerHook:
         Returns:
             One draft for each request of the batch; any may be empty.
         """
-        input_batch = self._runner.input_batch
-        request_ids: list[str] = input_batch.req_ids
-        outcomes = self._outcomes(request_ids, sampled_token_ids, scheduler_output)
-        self._observe_step(request_ids, scheduler_output)
-        controls = [self._controls_of(request_id) for request_id in request_ids]
-        self._recent.note(outcomes)
+        request_ids: list[str] = self._runner.input_batch.req_ids
+        slots = self._slots_of(request_ids)
+        batch = self._draft_batch(slots, scheduler_output, hidden_states)
+        num_new = np.array([len(tokens) for tokens in sampled_token_ids], np.int32)
+        scheduled = scheduler_output.scheduled_spec_decode_tokens
+        num_verified = np.array([len(scheduled.get(each, ())) for each in request_ids], np.int32)
+        outcomes = self._chain.observe(batch, num_new, num_verified)
+        sent = self._chain.sent[slots] if self._recent.with_tokens else None
+        self._recent.note(
+            Step(list(request_ids), self._chain.labels, *outcomes, sampled_token_ids, sent)
+        )
+        self._observe_step(request_ids, scheduler_output, int(num_verified.sum()))
         num_steps, self._num_idle_steps = 1 + self._num_idle_steps, 0
-        if due := self._chain.due(len(request_ids), num_steps):
-            batch = self._draft_batch(
-                request_ids, sampled_token_ids, scheduler_output, hidden_states
-            )
-            drafts = self._chain.step(batch, outcomes, controls, due)
+        if self._chain.is_due(slots, num_steps):
+            drafts = self._chain.step(batch, self._room(batch, num_new))
         else:
-            self._chain.observe(outcomes)
-            drafts = [NO_DRAFT] * len(request_ids)
-        # A request that had no turn in this step keeps its draft: the scheduler does so too.
-        for request_id, draft in zip(request_ids, drafts, strict=True):
-            if draft.tokens:
-                self._drafts[request_id] = draft
-            else:
-                self._drafts.pop(request_id, None)
+            drafts = [[] for _ in request_ids]
         if self._may_idle:
-            self._num_idle_steps_left = self._chain.num_idle_steps(request_ids)
-        self._last_step_end = time.monotonic()
-        return [list(draft.tokens) for draft in drafts]
+            self._num_idle_steps_left = self._chain.num_idle_steps(slots)
+        self._last_step_end = time.perf_counter()
+        return drafts
 
     def is_idle(self, scheduler_output: Any) -> bool:
         """Whether nothing would come of :meth:`propose_draft_token_ids` after this step.
@@ -202,26 +205,21 @@ class ProposerHook:
         """
         self._num_idle_steps_left -= 1
         self._num_idle_steps += 1
-        self._recent.note(
-            [
-                Outcome(request_id, None, 0, tuple(new_tokens))
-                for request_id, new_tokens in zip(request_ids, sampled_token_ids, strict=True)
-                if new_tokens
-            ]
-        )
-        self._last_step_end = time.monotonic()
+        none = np.zeros(len(request_ids), np.int32)
+        self._recent.note(Step(list(request_ids), (), none - 1, none, none, sampled_token_ids))
+        self._last_step_end = time.perf_counter()
 
     def forget(self, request_ids: Collection[str]) -> None:
         """Drops all state of finished or aborted requests."""
         if not request_ids:
             return
-        if self._chain.has_unseen_texts:
-            self._chain.finish(self._last_texts(request_ids))
-        for request_id in request_ids:
-            self._controls.pop(request_id, None)
-            self._drafts.pop(request_id, None)
         self._recent.forget(request_ids)
-        self._chain.forget(list(request_ids))
+        slots = self._slots.find(request_ids)
+        if len(slots):
+            if self._chain.has_unseen_texts:
+                self._chain.finish(self._last_texts(slots))
+            self._chain.close(slots)
+            self._slots.free(request_ids)
 
     def close(self) -> None:
         """Ends what the sources have started; they are not asked afterwards."""
@@ -236,111 +234,88 @@ class ProposerHook:
         """A tenant's last requests: a list of :class:`RecentRequest` as JSON."""
         return msgspec.json.encode(self._recent.requests(tenant))
 
-    def _outcomes(
-        self, request_ids: list[str], sampled: list[list[int]], scheduler_output: Any
-    ) -> list[Outcome]:
-        scheduled = scheduler_output.scheduled_spec_decode_tokens
-        outcomes = []
-        for request_id, new_tokens in zip(request_ids, sampled, strict=True):
-            if not new_tokens:
-                continue
-            draft = self._drafts.pop(request_id, None)
-            # The scheduler may have cut the draft, or dropped it with the request's turn.
-            num_verified = len(scheduled.get(request_id, ()))
-            verified = None if draft is None or num_verified == 0 else draft.cut(num_verified)
-            num_accepted = len(new_tokens) - 1 if verified is not None else 0
-            outcomes.append(Outcome(request_id, verified, num_accepted, tuple(new_tokens)))
-        return outcomes
+    def _slots_of(self, request_ids: Sequence[str]) -> Int64Array:
+        """The requests' slots; those that are new are opened."""
+        for request_id in self._slots.missing(request_ids):
+            self._open(request_id, request_ids)
+        return self._slots.of(request_ids)
 
-    def _observe_step(self, request_ids: list[str], scheduler_output: Any) -> None:
+    def _open(self, request_id: str, present: Sequence[str]) -> None:
+        """A request's first step, or its first one since its slot was given away."""
+        if (lost := self._slots.victim(present)) is not None:
+            self._chain.close(self._slots.find([lost]))
+            self._slots.free([lost])
+        params = self._runner.requests[request_id].sampling_params
+        most, least = NO_LIMIT, 0
+        if params is not None:
+            most, least = params.max_tokens or NO_LIMIT, params.min_tokens
+        controls = self._read_controls(request_id)
+        self._chain.open(self._slots.add(request_id, most, least), controls)
+        self._recent.began(request_id, controls)
+
+    def _observe_step(
+        self, request_ids: list[str], scheduler_output: Any, num_draft_tokens: int
+    ) -> None:
         """Tells the cost of a step, where it decoded the same requests as the one before it.
 
         Only then the time between the two ends is the step's own: the engine was never idle, and
         no prompt was read.
         """
         size = len(request_ids)
-        drafted = sum(map(len, scheduler_output.scheduled_spec_decode_tokens.values()))
         if (
-            scheduler_output.total_num_scheduled_tokens == size + drafted
+            scheduler_output.total_num_scheduled_tokens == size + num_draft_tokens
             and scheduler_output.num_scheduled_tokens.keys() == self._plain_step.keys()
         ):
-            seconds = time.monotonic() - self._last_step_end
-            context = float(self._runner.input_batch.num_tokens_no_spec[:size].mean())
-            self._chain.observe_step(size, drafted, seconds, context)
+            seconds = time.perf_counter() - self._last_step_end
+            self._chain.observe_step(size, num_draft_tokens, seconds)
         self._plain_step = dict.fromkeys(request_ids, 1)
 
-    def _draft_batch(
-        self, request_ids: list[str], sampled: list[list[int]], scheduler_output: Any, hidden: Any
-    ) -> DraftBatch:
+    def _draft_batch(self, slots: Int64Array, scheduler_output: Any, hidden: Any) -> DraftBatch:
         input_batch = self._runner.input_batch
-        size = len(request_ids)
-        num_tokens = input_batch.num_tokens_no_spec[:size].astype(np.int32)
-        num_prompt_tokens = input_batch.num_prompt_tokens[:size].astype(np.int32)
-        room = [
-            self._room(name, num_prompt, length) if tokens else 0
-            for name, num_prompt, length, tokens in zip(
-                request_ids, num_prompt_tokens.tolist(), num_tokens.tolist(), sampled, strict=True
-            )
-        ]
+        size = len(slots)
         return DraftBatch(
-            request_ids=list(request_ids),
-            token_ids=input_batch.token_ids_cpu[:size],
-            num_tokens=num_tokens,
-            num_prompt_tokens=num_prompt_tokens,
-            max_draft_tokens=np.array(room, np.int32),
-            hidden_states=self._hidden_states(request_ids, scheduler_output, hidden),
+            slots,
+            input_batch.token_ids_cpu[:size],
+            input_batch.num_tokens_no_spec[:size].astype(np.int32),
+            input_batch.num_prompt_tokens[:size].astype(np.int32),
+            self._hidden_states(scheduler_output, hidden),
         )
 
-    def _room(self, request_id: str, num_prompt_tokens: int, num_tokens: int) -> int:
-        """Longest draft that a request's text, of ``num_tokens`` so far, has room for."""
-        params = self._runner.requests[request_id].sampling_params
-        end, num_unstoppable = self._max_model_len, 0
-        if params is not None:
-            if params.max_tokens is not None:
-                end = min(end, num_prompt_tokens + params.max_tokens)
-            num_unstoppable = num_prompt_tokens + params.min_tokens - num_tokens
+    def _room(self, batch: DraftBatch, num_new: Int32Array) -> Int32Array:
+        """int32 ``[n]``, the longest draft that each text has room for."""
+        most_output, least_output = self._slots.output_limits(batch.slots)
+        ends = np.minimum(batch.num_prompt_tokens + most_output, self._max_model_len)
         # One token more is always sampled after the draft, and it has to fit too.
-        room = min(end - num_tokens - 1, self._max_draft_len)
-        if num_unstoppable > 0:
-            # vLLM lets that token stop the text where the draft's first one may.
-            room = min(room, num_unstoppable - 1)
-        return max(room, 0)
+        room = np.minimum(ends - batch.num_tokens - 1, self._max_draft_len)
+        num_unstoppable = batch.num_prompt_tokens + least_output - batch.num_tokens
+        # vLLM lets the token after those stop the text where the draft's first one may.
+        room = np.where(num_unstoppable > 0, np.minimum(room, num_unstoppable - 1), room)
+        return np.where(num_new > 0, np.maximum(room, 0), 0).astype(np.int32)
 
-    def _last_texts(self, request_ids: Collection[str]) -> DraftBatch:
+    def _last_texts(self, slots: Int64Array) -> DraftBatch:
         """The texts of those of these requests that the model runner still holds."""
         input_batch = self._runner.input_batch
-        rows = {each: row for row, each in enumerate(input_batch.req_ids) if each in request_ids}
-        chosen = list(rows.values())
-        num_tokens = input_batch.num_tokens_no_spec[chosen].astype(np.int32)
+        by_id = self._slots.by_id
+        rows = [row for row, each in enumerate(input_batch.req_ids) if by_id.get(each, -1) in slots]
+        num_tokens = input_batch.num_tokens_no_spec[rows].astype(np.int32)
         return DraftBatch(
-            request_ids=list(rows),
-            token_ids=input_batch.token_ids_cpu[chosen, : num_tokens.max(initial=0)],
-            num_tokens=num_tokens,
-            num_prompt_tokens=input_batch.num_prompt_tokens[chosen].astype(np.int32),
-            max_draft_tokens=np.zeros(len(rows), np.int32),
-            controls=tuple(self._controls_of(request_id) for request_id in rows),
+            np.array([by_id[input_batch.req_ids[row]] for row in rows], np.int64),
+            input_batch.token_ids_cpu[rows, : num_tokens.max(initial=0)],
+            num_tokens,
+            input_batch.num_prompt_tokens[rows].astype(np.int32),
         )
 
-    def _hidden_states(
-        self, request_ids: list[str], scheduler_output: Any, hidden: Any
-    ) -> HiddenStates | None:
+    def _hidden_states(self, scheduler_output: Any, hidden: Any) -> HiddenStates | None:
         if not self._feeds_drafters:
             return None
-        num_scheduled = scheduler_output.num_scheduled_tokens
+        request_ids = self._runner.input_batch.req_ids
+        scheduled = scheduler_output.num_scheduled_tokens
+        num_tokens = np.array([scheduled[each] for each in request_ids], np.int32)
+        # Of before the step: the scheduler tells what it has computed with the next one.
+        starts = self._runner.input_batch.num_computed_tokens_cpu[: len(request_ids)]
         return HiddenStates(
-            partial(_to_host, hidden, scheduler_output.total_num_scheduled_tokens),
-            tuple(num_scheduled[request_id] for request_id in request_ids),
-            # Of before the step: the scheduler tells what it has computed with the next one.
-            tuple(self._runner.input_batch.num_computed_tokens_cpu[: len(request_ids)].tolist()),
+            partial(copy_states, hidden, num_tokens), num_tokens, starts.astype(np.int32)
         )
-
-    def _controls_of(self, request_id: str) -> RequestControls:
-        controls = self._controls.get(request_id)
-        if controls is None:
-            controls = self._read_controls(request_id)
-            self._controls[request_id] = controls
-            self._recent.began(request_id, controls)
-        return controls
 
     def _read_controls(self, request_id: str) -> RequestControls:
         request = self._runner.requests[request_id]
@@ -373,7 +348,32 @@ def _has_unknown_tokens(request: Any) -> bool:
     return any(each.modality == "prompt_embeds" for each in request.mm_features)
 
 
-def _to_host(hidden: torch.Tensor, num_tokens: int) -> npt.NDArray[np.uint16]:
-    """The first rows of ``hidden``, ``[num_tokens, hidden_size]``, as the bits of bfloat16."""
-    bits = hidden[:num_tokens].bfloat16().contiguous().view(torch.uint16)
-    return np.asarray(bits.cpu().numpy(), np.uint16)
+def copy_states(
+    hidden: torch.Tensor, num_tokens: Int32Array, rows: Int64Array
+) -> Callable[[], UInt16Array]:
+    """Starts to copy some requests' states to the host; on a GPU without waiting for it.
+
+    Args:
+        hidden: ``[>= sum(num_tokens), hidden_size]``, the requests' states one after another.
+        num_tokens: int32 ``[n]``, states of each request.
+        rows: int64 ``[r]``, the requests whose states are copied.
+
+    Returns:
+        What waits for the copy: uint16 ``[sum(num_tokens[rows]), hidden_size]``, bits of bfloat16.
+    """
+    ends = np.cumsum(num_tokens)
+    spans = [np.arange(ends[row] - num_tokens[row], ends[row]) for row in rows]
+    index = torch.from_numpy(np.concatenate(spans) if spans else np.zeros(0, np.int64))
+    chosen = hidden[index.to(hidden.device, non_blocking=True)].bfloat16()
+    if not hidden.is_cuda:
+        return lambda: np.asarray(chosen.view(torch.uint16).numpy())
+    host = torch.empty(chosen.shape, dtype=chosen.dtype, pin_memory=True)
+    host.copy_(chosen, non_blocking=True)
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record()
+
+    def wait() -> UInt16Array:
+        copied.synchronize()
+        return np.asarray(host.view(torch.uint16).numpy())
+
+    return wait

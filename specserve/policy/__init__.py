@@ -1,1 +1,1 @@
-"""Which drafts are sent: acceptance, costs and the plan of a step. Imports no ray, vllm or torch."""
+"""What is drafted and sent: acceptance, costs, a step's plan. Imports no ray, vllm or torch."""

@@ -1,383 +1,398 @@
-"""From sources to the drafts of one step: who is asked, whose draft is taken, what is let through.
+"""From sources to the drafts of one step: who is asked, whose draft is sent, and how much of it.
 
 The way of a step, for the engine's hook::
 
-    controls = parse_controls(...)                 once a request
-    due = chain.due(n)                             after each step
-    drafts = chain.step(batch, outcomes, controls, due)    drafts[i] is for row i
-    chain.observe(outcomes)                        instead of `step`, if no source is due
-    chain.observe_step(n, draft_tokens, seconds)   after each step of decoding requests alone
-    chain.num_idle_steps(ids)                      so many steps of the same requests may pass
-    chain.finish(batch)                            when requests end, if has_unseen_texts
-    chain.forget(ids)                              then, or when they are aborted
+    chain.open(slot, controls)                       a request begins
+    outcomes = chain.observe(batch, new, verified)   after each step
+    drafts = chain.step(batch, room)                 if chain.is_due(slots, num_steps)
+    chain.observe_step(n, draft_tokens, seconds)     after each step of decoding requests alone
+    chain.num_idle_steps(slots)                      so many steps of the same requests may pass
+    chain.finish(batch)                              when requests end, if has_unseen_texts
+    chain.close(slots)                               then, or when they are aborted
 """
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
-from msgspec.structs import replace
 
 from specserve.core.metrics import SpeculationMetrics
-from specserve.core.source_config import DrafterConfig, SourceConfig, source_sections
-from specserve.core.types import Draft, DraftBatch, Int32Array, Outcome, RequestControls
-from specserve.sources.acceptance import num_right
-from specserve.sources.arbiter import Arbiter
-from specserve.sources.ask_interval import AskInterval
-from specserve.sources.ask_policy import AskPolicy
-from specserve.sources.base import Proposer, SourceContext
-from specserve.sources.gate import Gate
-from specserve.sources.guard import GuardedSource, is_well_formed
+from specserve.core.source_config import SourceConfig
+from specserve.core.types import (
+    DraftBatch,
+    Float64Array,
+    Int32Array,
+    Int64Array,
+    RequestControls,
+)
+from specserve.policy.acceptance import Acceptance
+from specserve.policy.asking import (
+    AlwaysAsk,
+    AskPolicy,
+    Exploration,
+    LocalAsk,
+    RemoteAsk,
+    Situation,
+)
+from specserve.policy.cost import StepCost
+from specserve.policy.planner import Costs, Plan, plan, probe
+from specserve.sources.base import RemoteSource, Source, SourceContext
+from specserve.sources.guard import GuardedSource
 from specserve.sources.registry import build_source
 
-logger = logging.getLogger(__name__)
-
-NO_DRAFT = Draft((), "ngram")
-"""No source had a guess, or none that pays."""
-
-_LEARNING_KINDS = frozenset(kind for kind, each in source_sections().items() if each.LEARNS)
-"""Kinds of source that learn from one request for others: they must see texts to their ends."""
-
-_KIND_OF = {label.name: kind for kind, each in source_sections().items() for label in each.LABELS}
-"""The kind of source by its drafts' labels."""
+_FIRST_TOKENS = 4
+_PATIENCE_STEPS = 8
+_SIGMAS = 3.0
+"""A difference of costs of less than so many standard deviations is worth a measurement."""
 
 
-def _kind_of(draft: Draft) -> str:
-    return _KIND_OF.get(draft.source, draft.source)
+class Member(NamedTuple):
+    """A source of the chain.
+
+    Attributes:
+        kind: as configured.
+        source: what drafts.
+        labels: names of its drafts.
+        max_draft_len: longest draft in tokens.
+        dynamic: whether its drafts are cut to the length that pays, and it is asked where it pays.
+        learns: whether it learns from one request for others: it has to see texts to their ends.
+    """
+
+    kind: str
+    source: Source
+    labels: tuple[str, ...]
+    max_draft_len: int
+    dynamic: bool = True
+    learns: bool = False
 
 
-class ProposerChain:
+class Outcomes(NamedTuple):
+    """What became of the last step's drafts, for n requests.
+
+    Attributes:
+        labels: int32 ``[n]``, index in :attr:`Chain.labels`; -1: no draft was verified.
+        num_drafted: int32 ``[n]``, verified draft tokens.
+        num_accepted: int32 ``[n]``, how many of them were accepted.
+    """
+
+    labels: Int32Array
+    num_drafted: Int32Array
+    num_accepted: Int32Array
+
+
+class _Call(NamedTuple):
+    """What asking a source brought: lengths asked for and drafted, int32 ``[n]``, and seconds."""
+
+    source: int
+    asked: Int32Array
+    lengths: Int32Array
+    seconds: float
+
+
+class _Turns(NamedTuple):
+    """A source with what decides about its turns."""
+
+    member: Member
+    guard: GuardedSource
+    ask: AskPolicy
+    first_label: int
+
+    @property
+    def is_remote(self) -> bool:
+        return isinstance(self.member.source, RemoteSource)
+
+
+class Chain:
     """All sources of one replica, as one. Calls come from one thread.
 
     Args:
-        sources: (kind, proposer); of equally promising drafts the first source's is taken.
+        members: the sources; of equally good drafts the first one's is sent.
         metrics: where drafts, calls and errors are counted.
-        gated_kinds: the kinds whose drafts are trimmed to the length that pays.
-        remote_kinds: the kinds whose answers take time, with the longest draft of each: they are
-            asked last, and, if gated, only for what pays.
+        num_slots: requests that may be open at a time.
         vocab_size: draft tokens are 0 .. ``vocab_size - 1``; a draft with others is dropped.
         clock: monotonic seconds.
+
+    Attributes:
+        labels: names of all drafts.
+        cost: of steps.
+        sent: int32 ``[num_slots, k]``, the tokens of each request's last sent draft.
     """
 
     def __init__(
         self,
-        sources: Sequence[tuple[str, Proposer]],
+        members: Sequence[Member],
         metrics: SpeculationMetrics,
         *,
-        gated_kinds: frozenset[str] = frozenset(),
-        remote_kinds: Mapping[str, int] | None = None,
+        num_slots: int,
         vocab_size: int = 2**31 - 1,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._remote_kinds = remote_kinds or {}
-        self.kinds = tuple(kind for kind, _ in sources)
-        self._sources = [
-            GuardedSource(kind, source, metrics, clock)
-            for kind, source in sorted(sources, key=lambda source: source[0] in self._remote_kinds)
-        ]
+        count, longest = len(members), max(each.max_draft_len for each in members)
         self._metrics = metrics
-        self._gate = Gate()
-        self._gated_kinds = gated_kinds
-        self._vocab_size = vocab_size
-        self._arbiter = Arbiter(self._gate.acceptance)
-        self._policies = {
-            kind: AskPolicy(kind, self._gate) for kind in gated_kinds & self._remote_kinds.keys()
-        }
-        self._intervals = {kind: AskInterval() for kind in gated_kinds - self._remote_kinds.keys()}
         self._clock = clock
+        self._sources: list[_Turns] = []
+        labels: list[str] = []
+        # Remote sources are asked last, when it is known what the others have.
+        for member in sorted(members, key=lambda each: isinstance(each.source, RemoteSource)):
+            guard = GuardedSource(
+                member.kind, member.source, metrics, vocab_size, len(member.labels), clock
+            )
+            ask = _ask_policy(member, guard, num_slots)
+            self._sources.append(_Turns(member, guard, ask, len(labels)))
+            labels += member.labels
+        self.labels = tuple(labels)
+        self.cost = StepCost()
+        self.sent: Int32Array = np.zeros((num_slots, longest), np.int32)
+        self._sent_lengths = np.zeros(num_slots, np.int32)
+        self._sent_labels = np.full(num_slots, -1, np.int32)
+        self._fixed = np.array([not each.member.dynamic for each in self._sources])
+        self._limits = np.zeros((count, num_slots), np.int32)
+        self._acceptance = Acceptance(count, num_slots, longest)
+        self._survival: Float64Array = np.zeros((count, num_slots, longest))
+        self._unseen: Float64Array = np.zeros((num_slots, longest))
+        self._lengths: Int32Array = np.zeros((count, num_slots), np.int32)
+        self._labels = np.zeros((count, num_slots), np.int32)
+        self._account = Exploration()
+        self._step = self._unmeasured_steps = 0
 
-    def num_idle_steps(self, request_ids: Sequence[str]) -> int:
+    def open(self, slot: int, controls: RequestControls) -> None:
+        """A request begins, in a slot that is free.
+
+        Args:
+            slot: below ``num_slots``.
+            controls: what it asked for.
+        """
+        self._acceptance.open(slot, controls.tenant)
+        self._sent_lengths[slot] = 0
+        for index, (member, guard, _, _) in enumerate(self._sources):
+            limit = member.max_draft_len if controls.speculation in ("auto", member.kind) else 0
+            if controls.max_draft_tokens >= 0:
+                limit = min(limit, controls.max_draft_tokens)
+            self._limits[index, slot] = limit
+            guard.open(slot, controls)
+
+    def close(self, slots: Int64Array) -> None:
+        """Drops all that is kept of these finished or aborted requests; their slots are free."""
+        for each in self._sources:
+            each.guard.close(slots)
+            if isinstance(each.ask, RemoteAsk):
+                each.ask.forget(slots)
+
+    def observe(self, batch: DraftBatch, num_new: Int32Array, num_verified: Int32Array) -> Outcomes:
+        """Counts what became of the last drafts, and learns from what was written.
+
+        Args:
+            batch: n requests.
+            num_new: int32 ``[n]``, tokens that the step brought; 0: the request waits.
+            num_verified: int32 ``[n]``, draft tokens that were verified in the step.
+        """
+        slots = batch.slots
+        num_drafted = np.minimum(num_verified, self._sent_lengths[slots])
+        num_drafted[num_new == 0] = 0
+        is_verified = num_drafted > 0
+        num_accepted = np.where(is_verified, num_new - 1, 0).astype(np.int32)
+        labels = np.where(is_verified, self._sent_labels[slots], -1).astype(np.int32)
+        if is_verified.any():
+            counted = (each[is_verified] for each in (labels, num_drafted, num_accepted))
+            self._metrics.count_drafts(self.labels, *counted)
+        self._sent_lengths[slots[num_new > 0]] = 0
+        self._acceptance.observe(slots, batch.token_ids, batch.num_tokens, num_new)
+        return Outcomes(labels, num_drafted, num_accepted)
+
+    def is_due(self, slots: Int64Array, num_steps: int = 1) -> bool:
+        """Whether a source has a turn in this step.
+
+        Args:
+            slots: int64 ``[n]``, requests of this step.
+            num_steps: since the last call of this method, with this one.
+        """
+        self._step += num_steps
+        self._account.earn(self.cost.at(len(slots))[0], num_steps)
+        return any(self._is_due(each, slots) for each in self._sources)
+
+    def num_idle_steps(self, slots: Int64Array) -> int:
         """Steps that may pass from here on without a word of them.
 
         Nothing is sent, nothing is to be learned from what was offered, and no source will be due.
 
         Args:
-            request_ids: of this step; the next ones have to be of the same.
+            slots: int64 ``[n]``, requests of this step; the next ones have to be of the same.
         """
-        intervals = [self._intervals.get(source.kind) for source in self._sources if source.ready]
-        if self._arbiter.has_offers(request_ids) or not intervals:
+        if self._acceptance.has_offers(slots):
             return 0
-        return min(0 if interval is None else interval.num_idle_steps for interval in intervals)
+        ready = (each.ask for each in self._sources if each.guard.ready)
+        return min((ask.num_idle_steps(self._step, slots) for ask in ready), default=0)
 
-    def due(self, num_requests: int, num_steps: int = 1) -> frozenset[str]:
-        """The kinds of source to ask in this step.
-
-        A source that is down is among them when it may be tried again.
-
-        Args:
-            num_requests: in this step.
-            num_steps: since the last call of this method, with this one.
-        """
-        seconds_per_token = self._gate.cost.plain(num_requests) / max(num_requests, 1)
-        return frozenset(
-            source.kind
-            for source in self._sources
-            if source.ready
-            and (
-                (interval := self._intervals.get(source.kind)) is None
-                or interval.is_due(seconds_per_token, num_steps)
-            )
-        )
-
-    def step(
-        self,
-        batch: DraftBatch,
-        outcomes: list[Outcome],
-        controls: Sequence[RequestControls],
-        due: frozenset[str] | None = None,
-    ) -> list[Draft]:
-        """Learns from the last step, and drafts for the next.
-
-        In a step for which no source is due, it is enough to :meth:`observe`.
+    def step(self, batch: DraftBatch, room: Int32Array) -> list[list[int]]:
+        """Drafts for the next step.
 
         Args:
-            batch: n requests that can use a draft now.
-            outcomes: what became of the last step's drafts; any requests, in any order.
-            controls: n, of the batch's requests.
-            due: the step's answer of :meth:`due`, if it was asked for.
+            batch: n requests, of which the last step's outcomes were observed.
+            room: int32 ``[n]``, longest draft that each can use now.
 
         Returns:
-            n drafts, each at most ``batch.max_draft_tokens[i]`` and
-            ``controls[i].max_draft_tokens`` long, often empty.
+            n drafts, each at most ``room[i]`` long, often empty.
         """
-        assert len(controls) == len(batch)
         began = self._clock()
-        self.observe(outcomes)
-        for request_id, control in zip(batch.request_ids, controls, strict=True):
-            if control.tenant:
-                self._gate.acceptance.assign(request_id, control.tenant)
-        if len(batch):
-            self._gate.cost.context = float(batch.num_tokens.mean())
-        due = self.due(len(batch)) if due is None else due
-        offers, seconds = self._offers(replace(batch, controls=tuple(controls)), due)
-        sent = self._sent(batch.request_ids, offers)
-        self._charge(seconds, self._clock() - began)
-        return sent
-
-    def observe(self, outcomes: list[Outcome]) -> None:
-        """Counts the outcomes, and learns from them."""
-        if not outcomes:
-            return
-        verified = [
-            (each, each.draft) for each in outcomes if each.draft is not None and each.draft.tokens
+        costs = Costs(*self.cost.at(len(batch.slots)))
+        calls = [
+            call
+            for index in range(len(self._sources))
+            if (call := self._call(index, batch, room, costs)) is not None
         ]
-        for outcome, draft in verified:
-            self._metrics.count_draft(draft.source, len(draft.tokens), outcome.num_accepted)
-        if verified and self._intervals:
-            self._observe_gains(verified, len(outcomes))
-        self._arbiter.observe(outcomes)
+        chosen = self._plan(batch.slots, costs)
+        source, lengths = self._explored(chosen, costs)
+        drafts = self._take(batch.slots, source, lengths)
+        local = [call for call in calls if not self._sources[call.source].is_remote]
+        overhead_s = self._clock() - began - sum(call.seconds for call in calls)
+        for call in calls:
+            share_s = 0.0 if self._sources[call.source].is_remote else overhead_s / len(local)
+            gain_s = chosen.credits[call.source] / chosen.rate
+            ask = self._sources[call.source].ask
+            ask.observe(call.asked, call.lengths, call.seconds + share_s, gain_s)
+        return drafts
 
-    def _observe_gains(self, verified: list[tuple[Outcome, Draft]], num_requests: int) -> None:
-        """Tells the sources' intervals what their drafts brought, less what verifying them cost.
-
-        What two sources drafted is credited to the one that is worth more: without the other it
-        would have been sent all the same.
-        """
-        plain, base, per_token = self._gate.cost.at(num_requests)
-        first, token_seconds = (base - plain) / len(verified), plain / num_requests
-        worth = {
-            kind: interval.worth(token_seconds)
-            for kind, interval in self._intervals.items()
-            if not interval.is_slow
-        }
-        for outcome, draft in verified:
-            if not (interval := self._intervals.get(_kind_of(draft))):
-                continue
-            spent = (first + per_token * len(draft.tokens)) / token_seconds
-            gain = outcome.num_accepted - spent
-            rival, share = self._best_rival(outcome, draft, worth)
-            if rival:
-                self._intervals[rival].observe_gain(gain * share)
-            interval.observe_gain(gain * (1 - share))
-
-    def _best_rival(
-        self, outcome: Outcome, draft: Draft, worth: Mapping[str, float]
-    ) -> tuple[str, float]:
-        """The source that is worth most of those that offered a draft, if another one than the sent
-        draft's, and which share of that it had too; else none, and 0."""
-        best, num_same = _kind_of(draft), 0
-        for offer in self._arbiter.offers(outcome.request_id):
-            kind = _kind_of(offer)
-            if worth.get(kind, -inf) > worth.get(best, -inf):
-                best, num_same = kind, num_right(offer, draft.tokens)
-        if not num_same:
-            return "", 0.0
-        accepted = outcome.num_accepted
-        return best, min(num_same / (accepted or len(draft.tokens)), 1.0)
-
-    def observe_step(
-        self, num_requests: int, num_draft_tokens: int, seconds: float, context: float = 0.0
-    ) -> None:
+    def observe_step(self, num_requests: int, num_draft_tokens: int, seconds: float) -> None:
         """What a step cost that decoded ``num_requests`` requests and did nothing else.
 
         Args:
-            num_requests: requests in the step; each had one token and its draft scheduled.
-            num_draft_tokens: draft tokens verified in the step, of all requests together.
+            num_requests: each had one token and its draft scheduled.
+            num_draft_tokens: verified in the step, of all requests together.
             seconds: from the end of the drafting before the step to the tokens that it sampled:
                 scheduling and sampling are in it, drafting is not.
-            context: mean length of the requests' texts, in tokens.
         """
-        self._gate.cost.context = context
-        self._gate.observe_step(num_requests, num_draft_tokens, seconds)
+        self.cost.observe(num_requests, num_draft_tokens, seconds)
 
     @property
     def has_unseen_texts(self) -> bool:
         """Whether a source that learns is asked seldom, and so may have missed the last tokens."""
-        return any(
-            interval.is_slow
-            for kind, interval in self._intervals.items()
-            if kind in _LEARNING_KINDS
-        )
+        return any(each.member.learns and each.ask.is_slow for each in self._sources)
 
     def finish(self, batch: DraftBatch) -> None:
-        """Shows requests that end to the sources that learn from them.
+        """Shows requests that end to the sources that learn from them, as they are now."""
+        for each in self._sources:
+            if each.member.learns and each.guard.ready and len(batch.slots):
+                each.guard.propose(batch, np.zeros(len(batch.slots), np.int32))
 
-        Args:
-            batch: the requests as they are now, all ``max_draft_tokens`` 0.
+    def _is_due(self, turns: _Turns, slots: Int64Array) -> bool:
+        return turns.guard.ready and turns.ask.is_due(self._step, slots)
+
+    def _call(self, index: int, batch: DraftBatch, room: Int32Array, costs: Costs) -> _Call | None:
+        """Asks a source, if it is due, and takes note of its drafts."""
+        turns, slots = self._sources[index], batch.slots
+        if not self._is_due(turns, slots):
+            self._acceptance.offer(index, slots, None)
+            return None
+        limits = np.minimum(room, self._limits[index, slots])
+        if isinstance(turns.ask, RemoteAsk):
+            limits = self._remote_limits(index, turns.ask, batch, limits, costs)
+        began = self._clock()
+        drafts = turns.guard.propose(batch, limits)
+        self._acceptance.offer(index, slots, drafts)
+        if drafts is None:
+            return None
+        self._labels[index, slots] = turns.first_label + drafts.labels
+        return _Call(index, limits, drafts.lengths, self._clock() - began)
+
+    def _remote_limits(
+        self, index: int, ask: RemoteAsk, batch: DraftBatch, limits: Int32Array, costs: Costs
+    ) -> Int32Array:
+        """How long a draft to ask a remote source for, by what the others have offered."""
+        if not self._is_calibrated(len(limits)):
+            return np.zeros_like(limits)
+        self._acceptance.offer(index, batch.slots, None)
+        chosen = self._plan(batch.slots, costs)
+        self._acceptance.unseen_survival(index, batch.slots, self._unseen)
+        situation = Situation(self._step, batch, limits, chosen, costs, self._unseen)
+        return ask.limits(situation, self._account)
+
+    def _plan(self, slots: Int64Array, costs: Costs) -> Plan:
+        """The best use of what was offered so far."""
+        self._acceptance.survival(slots, self._survival, self._lengths)
+        surplus = [
+            each.ask.surplus_s if isinstance(each.ask, LocalAsk) else -inf for each in self._sources
+        ]
+        rank = sorted(range(len(surplus)), key=lambda index: -surplus[index])
+        return plan(
+            self._survival,
+            self._lengths,
+            len(slots),
+            costs,
+            rank=np.array(rank, np.int64),
+            fixed=self._fixed,
+            most_tokens=max(2 * self.cost.most_draft_tokens, _FIRST_TOKENS),
+        )
+
+    def _is_calibrated(self, num_requests: int) -> bool:
+        """Whether plain steps of about so many requests were measured, or none can be."""
+        is_measured = self.cost.is_calibrated(num_requests)
+        return is_measured or self._unmeasured_steps > _PATIENCE_STEPS
+
+    def _explored(self, chosen: Plan, costs: Costs) -> tuple[Int32Array, Int32Array]:
+        """The plan, or what is done instead to learn what is not known well enough.
+
+        A difference of costs on which the plan depends: whether a step with drafts is worth its
+        time beyond a plain one. The better it is known, the less would come of it.
+
+        Returns:
+            For each request the source, -1: none, and the length of the draft that is sent.
         """
-        for source in self._sources:
-            if source.kind in _LEARNING_KINDS and source.ready and len(batch):
-                source.propose(batch)
+        size = len(chosen.source)
+        self._unmeasured_steps += not self.cost.is_calibrated(size)
+        if not self._is_calibrated(size):
+            return chosen.source, np.where(self._fixed[chosen.source], chosen.lengths, 0)
+        if self._fixed.any():
+            return chosen.source, chosen.lengths
+        if num_tokens := chosen.num_draft_tokens:
+            source, lengths = np.full_like(chosen.source, -1), np.zeros_like(chosen.lengths)
+            loss_s = costs.plain * chosen.gain / (1 + chosen.gain)
+        else:
+            source, lengths, expected = probe(self._survival, self._lengths, size)
+            num_tokens = int(lengths.sum())
+            step_s = costs.base + costs.slope * num_tokens
+            loss_s = step_s - costs.plain * (1 + expected / size)
+        doubt_s = _SIGMAS * self.cost.doubt(size, num_tokens)
+        if num_tokens and loss_s < doubt_s and self._account.spend(loss_s):
+            return source, lengths
+        return chosen.source, chosen.lengths
 
-    def forget(self, request_ids: list[str]) -> None:
-        """Drops all that is kept of these finished or aborted requests; unknown ids are fine."""
-        for source in self._sources:
-            source.forget(request_ids)
-        for policy in self._policies.values():
-            policy.forget(request_ids)
-        self._arbiter.forget(request_ids)
-        self._gate.forget(request_ids)
+    def _take(self, slots: Int64Array, source: Int32Array, lengths: Int32Array) -> list[list[int]]:
+        """Notes what is sent; the drafts as the engine takes them."""
+        self._sent_lengths[slots] = lengths
+        if not lengths.any():
+            return [[] for _ in range(len(slots))]
+        self._sent_labels[slots] = self._labels[source, slots]
+        self.sent[slots] = self._acceptance.tokens[source, slots]
+        pairs = zip(self.sent[slots].tolist(), lengths.tolist(), strict=True)
+        return [tokens[:length] for tokens, length in pairs]
 
-    def _charge(self, seconds: Mapping[str, float], total: float) -> None:
-        """Tells each source's interval what asking it took, with its part of the whole step's.
 
-        Args:
-            seconds: of asking each, by kind of source.
-            total: of the step's drafting.
-        """
-        shared = total - sum(seconds.values())
-        for kind, own in seconds.items():
-            if interval := self._intervals.get(kind):
-                interval.observe_call(own + shared / len(seconds))
-
-    def _offers(
-        self, batch: DraftBatch, due: frozenset[str]
-    ) -> tuple[list[list[tuple[str, Draft]]], dict[str, float]]:
-        """What these sources offer: for each request (kind, draft), drafts with tokens alone; and
-        the seconds that it took to ask each, by kind.
-
-        A source that is asked sees the whole batch, with a limit of 0 where no draft is wanted:
-        some learn from what they see.
-        """
-        offers: list[list[tuple[str, Draft]]] = [[] for _ in batch.request_ids]
-        calls: dict[str, float] = {}
-        for source in self._sources:
-            if source.kind not in due:
-                continue
-            turn_began, policy = self._clock(), self._policies.get(source.kind)
-            limits = self._limits(source.kind, batch)
-            if policy is not None:
-                held = [[draft for _, draft in each] for each in offers]
-                limits = np.minimum(limits, self._remote_kinds[source.kind])
-                reading_s = partial(source.reading_s, batch)
-                limits = policy.limits(batch.request_ids, limits, held, reading_s)
-                if not source.ready:  # that failed
-                    continue
-            began = self._clock()
-            drafts = self._ask(source, batch, limits)
-            seconds = self._clock() - began
-            if policy is not None:
-                policy.observe_call(batch.request_ids, limits, drafts, seconds)
-            calls[source.kind] = self._clock() - turn_began
-            for each, draft in zip(offers, drafts, strict=True):
-                if draft.tokens:
-                    each.append((source.kind, draft))
-        return offers, calls
-
-    def _ask(self, source: GuardedSource, batch: DraftBatch, limits: Int32Array) -> list[Draft]:
-        """A source's drafts, each with nothing but tokens and not beyond its limit."""
-        answer = source.propose(replace(batch, max_draft_tokens=limits))
-        if answer is None:
-            return [NO_DRAFT] * len(batch)
-        pairs = zip(answer, limits.tolist(), strict=True)
-        return [self._checked(source.kind, draft, limit) for draft, limit in pairs]
-
-    def _sent(self, request_ids: list[str], offers: list[list[tuple[str, Draft]]]) -> list[Draft]:
-        """The rule of choice: each request's best draft, at the length that pays."""
-        sent = [NO_DRAFT] * len(offers)
-        gated = [NO_DRAFT] * len(offers)
-        for row, each in enumerate(offers):
-            if each:
-                best = self._arbiter.choose(request_ids[row], [draft for _, draft in each])
-                kind, draft = each[best]
-                (gated if kind in self._gated_kinds else sent)[row] = draft
-        for row, draft in enumerate(self._gate.trim(request_ids, gated)):
-            if draft.tokens:
-                sent[row] = draft
-        if logger.isEnabledFor(logging.DEBUG):
-            self._explain(request_ids, offers, sent)
-        for row, each in enumerate(offers):
-            self._arbiter.keep(request_ids[row], [draft for _, draft in each])
-        return sent
-
-    def _explain(
-        self, request_ids: list[str], offers: list[list[tuple[str, Draft]]], sent: list[Draft]
-    ) -> None:
-        """Logs what was expected of each draft and of a step's cost, and what was sent."""
-        costs = [1e3 * seconds for seconds in self._gate.cost.at(len(offers))]
-        logger.debug("a step: plain %.3g ms, with drafts %.3g ms and %.3g ms a token", *costs)
-        for request_id, each, draft in zip(request_ids, offers, sent, strict=True):
-            told = "; ".join(
-                f"{offer.source} {self._gate.acceptance.expected(request_id, offer):.2f} of "
-                f"{len(offer.tokens)} tokens"
-                for _, offer in each
-            )
-            logger.debug(
-                "%s: expected %s; sent %d of %s",
-                *(request_id, told or "nothing", len(draft.tokens), draft.source),
-            )
-
-    @staticmethod
-    def _limits(kind: str, batch: DraftBatch) -> Int32Array:
-        """How long a draft each request takes from this source."""
-        limits = batch.max_draft_tokens.tolist()
-        for row, control in enumerate(batch.controls):
-            if control.speculation not in ("auto", kind):
-                limits[row] = 0
-            elif 0 <= control.max_draft_tokens < limits[row]:
-                limits[row] = control.max_draft_tokens
-        return np.maximum(np.array(limits, np.int32), 0)
-
-    def _checked(self, kind: str, draft: Draft, limit: int) -> Draft:
-        """The draft, cut to the limit; dropped and counted if it is not made of tokens."""
-        if not draft.tokens or not limit:
-            return NO_DRAFT
-        if not is_well_formed(draft, self._vocab_size):
-            self._metrics.count_error(kind)
-            return NO_DRAFT
-        return draft.cut(limit)
+def _ask_policy(member: Member, guard: GuardedSource, num_slots: int) -> AskPolicy:
+    if not member.dynamic:
+        return AlwaysAsk()
+    return RemoteAsk(guard, num_slots) if isinstance(member.source, RemoteSource) else LocalAsk()
 
 
 def build_chain(
     configs: Sequence[SourceConfig],
     metrics: SpeculationMetrics,
     context: SourceContext | None = None,
-) -> ProposerChain:
+) -> Chain:
     """The chain that a configuration's ``speculation`` describes, warmed up."""
     context = context or SourceContext()
-    return ProposerChain(
-        [(config.kind, build_source(config, context)) for config in configs],
-        metrics,
-        gated_kinds=frozenset(config.kind for config in configs if config.dynamic),
-        remote_kinds={
-            config.kind: config.max_draft_len
-            for config in configs
-            if isinstance(config, DrafterConfig)
-        },
-        vocab_size=context.vocab_size,
-    )
+    members = [
+        Member(
+            config.kind,
+            build_source(config, context),
+            tuple(label.name for label in config.LABELS),
+            config.max_draft_len,
+            config.dynamic,
+            config.LEARNS,
+        )
+        for config in configs
+    ]
+    return Chain(members, metrics, num_slots=context.num_slots, vocab_size=context.vocab_size)

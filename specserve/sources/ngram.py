@@ -24,10 +24,9 @@ from numba.extending import intrinsic
 
 from specserve.core.compile import kernel, kernel_array
 from specserve.core.source_config import NgramConfig
-from specserve.core.types import Draft, DraftBatch, Int32Array
+from specserve.core.types import DraftBatch, Drafts, Int32Array, Int64Array, RequestControls
 from specserve.sources.base import SourceContext
 
-Int64Array = npt.NDArray[np.int64]
 UInt64Array = npt.NDArray[np.uint64]
 
 INGEST_TOKENS_PER_STEP = 8192
@@ -37,9 +36,10 @@ longer prompts take several steps, and meanwhile drafts come from the part that 
 _SMALL_INGEST_TOKENS = 256
 """What a step or a short prompt adds: no other request's long prompt makes it wait."""
 
-_NO_DRAFT = Draft((), "ngram")
 _FIRST_CAPACITY = 256
-_FIRST_ROWS = 64
+_DOUBT = 8.0
+"""A match of ``m`` tokens is right with a confidence of ``m^2 / (m^2 + 8)``, as in
+:mod:`specserve.trie.branch`; each token that is right makes the match longer."""
 
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 _FINALIZER = np.uint64(0xD6E8FEB86659FD93)
@@ -62,23 +62,21 @@ class NgramSource:
     guess. Cut at the end instead, a run of one token would get drafts of one token.
     """
 
-    def __init__(self, config: NgramConfig) -> None:
+    def __init__(self, config: NgramConfig, num_slots: int) -> None:
         self._config = config
         self._num_sizes = config.max_matching_ngram_size - config.min_matching_ngram_size + 1
-        self._rows: dict[str, int] = {}
-        self._free_rows = list(range(_FIRST_ROWS - 1, -1, -1))
-        self._tables: list[UInt64Array | None] = [None] * _FIRST_ROWS
-        self._addresses = np.zeros(_FIRST_ROWS, np.int64)
-        self._capacities = np.zeros(_FIRST_ROWS, np.int64)
-        self._indexed = np.zeros(_FIRST_ROWS, np.int64)
+        self._tables: list[UInt64Array | None] = [None] * num_slots
+        self._addresses = np.zeros(num_slots, np.int64)
+        self._capacities = np.zeros(num_slots, np.int64)
+        self._indexed = np.zeros(num_slots, np.int64)
         self._states = np.zeros(config.max_matching_ngram_size, np.uint64)
+        self._drafts = Drafts.empty(num_slots, config.max_draft_len)
         self.warm_up()
 
     @classmethod
     def build(cls, config: NgramConfig, context: SourceContext) -> Self:
         """For the registry; the request's own text is all that this source needs."""
-        del context
-        return cls(config)
+        return cls(config, context.num_slots)
 
     @property
     def num_bytes(self) -> int:
@@ -87,42 +85,40 @@ class NgramSource:
 
     def num_unindexed_tokens(self, batch: DraftBatch) -> int:
         """Tokens of the batch that later steps will index."""
-        rows = (self._rows.get(request_id) for request_id in batch.request_ids)
-        known = [0 if row is None else int(self._indexed[row]) for row in rows]
-        ends = (batch.num_tokens - 1).clip(0).tolist()
-        return sum(end - count for end, count in zip(ends, known, strict=True))
+        return int(((batch.num_tokens - 1).clip(0) - self._indexed[batch.slots]).sum())
 
     def warm_up(self) -> None:
         """Compiles the kernels, or loads them from numba's cache: no request waits for that."""
         length = 3 * _FIRST_CAPACITY
+        one = np.ones(1, np.int32)
         for tokens in (np.zeros((1, 8), np.int32), np.zeros((1, length), np.int32)):
-            one = np.ones(1, np.int32)
-            self.propose(DraftBatch(["\0warm-up"], tokens, one * tokens.shape[1], one, one))
-        self.forget(["\0warm-up"])
+            batch = DraftBatch(np.zeros(1, np.int64), tokens, one * tokens.shape[1], one)
+            self.propose(batch, one)
+        self.close(np.zeros(1, np.int64))
 
-    def propose(self, batch: DraftBatch) -> list[Draft]:
+    def open(self, slot: int, controls: RequestControls) -> None:
+        """Nothing to do: the index begins with the first tokens."""
+
+    def propose(self, batch: DraftBatch, limits: Int32Array) -> Drafts:
         """Searches each request's text for its own last tokens; indexes what is new in it.
 
-        A request in prefill may be in the batch with ``max_draft_tokens`` 0, so that its prompt is
-        indexed by the time it decodes.
+        A request in prefill may be in the batch with a limit of 0, so that its prompt is indexed by
+        the time it decodes.
         """
-        num_requests = len(batch)
-        if not num_requests:
-            return []
-        rows = np.array([self._row_of(request_id) for request_id in batch.request_ids], np.int64)
+        num_requests = len(batch.slots)
+        slots = kernel_array(batch.slots, np.int64)
         token_ids = kernel_array(batch.token_ids, np.int32)
         num_tokens = kernel_array(batch.num_tokens, np.int32)
-        targets = self._targets(rows, num_tokens)
-        self._make_room(rows, targets, num_tokens)
-        limits = np.minimum(batch.max_draft_tokens, self._config.max_draft_len, dtype=np.int32)
-        drafts = np.empty((num_requests, max(int(limits.max()), 1)), np.int32)
-        lengths = np.empty(num_requests, np.int64)
-        sizes = np.empty(num_requests, np.int64)
+        drafts = self._drafts.first(num_requests)
+        if not num_requests:
+            return drafts
+        targets = self._targets(slots, num_tokens)
+        self._make_room(slots, targets, num_tokens)
         step_batch(
             token_ids,
             num_tokens,
-            limits,
-            rows,
+            kernel_array(limits, np.int32),
+            slots,
             self._addresses,
             self._capacities,
             self._indexed,
@@ -131,82 +127,55 @@ class NgramSource:
             self._config.max_matching_ngram_size,
             self._config.use_oldest,
             self._states,
-            drafts,
-            lengths,
-            sizes,
+            drafts.tokens,
+            drafts.lengths,
+            drafts.confidence,
         )
-        return [
-            Draft(tuple(tokens[:length]), "ngram", size) if length else _NO_DRAFT
-            for tokens, length, size in zip(
-                drafts.tolist(), lengths.tolist(), sizes.tolist(), strict=True
-            )
-        ]
+        return drafts
 
-    def forget(self, request_ids: list[str]) -> None:
+    def close(self, slots: Int64Array) -> None:
         """Frees the indexes of these requests."""
-        for request_id in request_ids:
-            row = self._rows.pop(request_id, None)
-            if row is not None:
-                self._tables[row] = None
-                self._addresses[row] = self._capacities[row] = self._indexed[row] = 0
-                self._free_rows.append(row)
+        for slot in slots.tolist():
+            self._tables[slot] = None
+        self._addresses[slots] = self._capacities[slots] = self._indexed[slots] = 0
 
-    def _row_of(self, request_id: str) -> int:
-        row = self._rows.get(request_id)
-        if row is None:
-            if not self._free_rows:
-                self._add_rows()
-            row = self._rows[request_id] = self._free_rows.pop()
-        return row
-
-    def _add_rows(self) -> None:
-        count = len(self._tables)
-        self._free_rows.extend(range(2 * count - 1, count - 1, -1))
-        self._tables.extend([None] * count)
-        self._addresses, self._capacities, self._indexed = (
-            np.concatenate([old, np.zeros(count, np.int64)])
-            for old in (self._addresses, self._capacities, self._indexed)
-        )
-
-    def _targets(self, rows: Int64Array, num_tokens: Int32Array) -> Int64Array:
+    def _targets(self, slots: Int64Array, num_tokens: Int32Array) -> Int64Array:
         """Up to where each text is indexed in this step.
 
         The last position stays out: nothing follows it yet, and it is what is looked up.
         """
         ends = num_tokens.astype(np.int64) - 1
-        missing = ends - self._indexed[rows]
+        missing = ends - self._indexed[slots]
         if missing.min() < 0:
             # The text became shorter: it is another one, and the index starts again.
-            for row in rows[missing < 0].tolist():
-                self._tables[row] = None
-                self._addresses[row] = self._capacities[row] = self._indexed[row] = 0
-            missing = ends - self._indexed[rows]
+            self.close(slots[missing < 0])
+            missing = ends - self._indexed[slots]
         if missing.max() > _SMALL_INGEST_TOKENS:
             left = INGEST_TOKENS_PER_STEP
             for i in np.flatnonzero(missing > _SMALL_INGEST_TOKENS).tolist():
                 missing[i] = min(int(missing[i]), left)
                 left -= int(missing[i])
-        return self._indexed[rows] + missing
+        return self._indexed[slots] + missing
 
-    def _make_room(self, rows: Int64Array, targets: Int64Array, num_tokens: Int32Array) -> None:
+    def _make_room(self, slots: Int64Array, targets: Int64Array, num_tokens: Int32Array) -> None:
         """Enlarges the tables of those requests that need it in this step.
 
         A new request's are made for its whole prompt and a good part of its output.
         """
-        small = 2 * targets + 2 > self._capacities[rows]
+        small = 2 * targets + 2 > self._capacities[slots]
         if not small.any():
             return
         for i in np.flatnonzero(small).tolist():
-            row = int(rows[i])
-            old_table, old_capacity = self._tables[row], int(self._capacities[row])
-            slots = max(2 * int(num_tokens[i]) + 2, _FIRST_CAPACITY, 2 * old_capacity)
-            capacity = 1 << (slots - 1).bit_length()
+            slot = int(slots[i])
+            old_table, old_capacity = self._tables[slot], int(self._capacities[slot])
+            entries = max(2 * int(num_tokens[i]) + 2, _FIRST_CAPACITY, 2 * old_capacity)
+            capacity = 1 << (entries - 1).bit_length()
             table = np.zeros(self._num_sizes * capacity, np.uint64)
             if old_table is not None:
                 rehash(old_table, old_capacity, table, capacity, self._num_sizes)
-            self._tables[row] = table
-            self._addresses[row] = table.ctypes.data
-            self._capacities[row] = capacity
+            self._tables[slot] = table
+            self._addresses[slot] = table.ctypes.data
+            self._capacities[slot] = capacity
 
 
 @intrinsic
@@ -314,7 +283,7 @@ def step_batch(  # type: ignore[no-untyped-def]
     token_ids,
     num_tokens,
     limits,
-    rows,
+    slots,
     addresses,
     capacities,
     indexed,
@@ -325,7 +294,7 @@ def step_batch(  # type: ignore[no-untyped-def]
     states,
     drafts,
     lengths,
-    sizes,
+    confidence,
 ):
     """One decoding step of the batch: index what is new, look up, copy.
 
@@ -333,7 +302,7 @@ def step_batch(  # type: ignore[no-untyped-def]
         token_ids: int32 ``[n, >= max(num_tokens)]``.
         num_tokens: int32 ``[n]``.
         limits: int32 ``[n]``, longest draft.
-        rows: int64 ``[n]``, each request's entry in the three arrays that follow.
+        slots: int64 ``[n]``, each request's entry in the three arrays that follow.
         addresses: int64, of each request's tables.
         capacities: int64, slots of one table of each request.
         indexed: int64, positions indexed so far; updated.
@@ -342,28 +311,31 @@ def step_batch(  # type: ignore[no-untyped-def]
         max_size: longest n-gram.
         keep_oldest: of equal n-grams keep the oldest place, not the newest.
         states: uint64 ``[max_size]``, scratch.
-        drafts: int32 ``[n, max(limits)]``, written.
-        lengths: int64 ``[n]``, tokens in each draft, written.
-        sizes: int64 ``[n]``, matched n-gram of each draft, written.
+        drafts: int32 ``[n, >= max(limits)]``, written.
+        lengths: int32 ``[n]``, tokens in each draft, written.
+        confidence: float32 ``[n, >= max(limits)]``, written.
     """
     num_sizes = max_size - min_size + 1
-    for i in range(rows.shape[0]):
-        row = rows[i]
+    for i in range(slots.shape[0]):
+        slot = slots[i]
         text = token_ids[i]
         length = np.int64(num_tokens[i])
-        capacity = capacities[row]
-        table = carray(_as_pointer(addresses[row]), num_sizes * capacity)
-        if targets[i] > indexed[row]:
-            ingest(table, capacity, text, indexed[row], targets[i], min_size, max_size, keep_oldest)
-            indexed[row] = targets[i]
+        capacity = capacities[slot]
+        table = carray(_as_pointer(addresses[slot]), num_sizes * capacity)
+        if targets[i] > indexed[slot]:
+            begin = indexed[slot]
+            ingest(table, capacity, text, begin, targets[i], min_size, max_size, keep_oldest)
+            indexed[slot] = targets[i]
+        limit = min(limits[i], drafts.shape[1])
         lengths[i] = 0
-        sizes[i] = 0
-        if limits[i] > 0:
+        if limit > 0:
             position, size = find(table, capacity, text, length, min_size, max_size, states)
             if size > 0:
-                copy_from(text, length, position, limits[i], drafts[i])
-                lengths[i] = limits[i]
-                sizes[i] = size
+                copy_from(text, length, position, limit, drafts[i])
+                lengths[i] = limit
+                for j in range(limit):
+                    matched = float(size + j) ** 2
+                    confidence[i, j] = matched / (matched + _DOUBT)
 
 
 @kernel

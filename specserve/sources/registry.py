@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any, cast
 
 from specserve.core.source_config import SourceConfig, SourceSection
-from specserve.sources.base import Proposer, SourceContext
+from specserve.sources.base import Source, SourceContext
 
 
 def source_class(section: type[SourceSection]) -> Any:
@@ -15,6 +15,6 @@ def source_class(section: type[SourceSection]) -> Any:
     return getattr(import_module(module), name)
 
 
-def build_source(config: SourceConfig, context: SourceContext) -> Proposer:
-    """Makes the proposer that ``config`` describes, ready for its first request."""
-    return cast(Proposer, source_class(type(config)).build(config, context))
+def build_source(config: SourceConfig, context: SourceContext) -> Source:
+    """Makes the source that ``config`` describes, ready for its first request."""
+    return cast(Source, source_class(type(config)).build(config, context))

@@ -1,0 +1,78 @@
+"""A slot for each request that drafts are made for: the place of its state in all arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+import numpy as np
+
+from specserve.core.types import Int32Array, Int64Array
+
+NO_LIMIT = 1 << 30
+
+
+class RequestSlots:
+    """Gives each request a slot from its first step to its last.
+
+    Args:
+        num_slots: more than the requests of any one step.
+
+    Attributes:
+        by_id: the slot of each request.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.by_id: dict[str, int] = {}
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._limits: Int32Array = np.zeros((2, num_slots), np.int32)
+
+    def __len__(self) -> int:
+        return int(self._limits.shape[1])
+
+    def of(self, request_ids: Sequence[str]) -> Int64Array:
+        """int64 ``[n]``, the slots of these requests, which all have one."""
+        by_id = self.by_id
+        return np.array([by_id[each] for each in request_ids], np.int64)
+
+    def missing(self, request_ids: Sequence[str]) -> list[str]:
+        """Those of these requests that have no slot."""
+        by_id = self.by_id
+        return [each for each in request_ids if each not in by_id]
+
+    def find(self, request_ids: Iterable[str]) -> Int64Array:
+        """The slots of those of these requests that have one."""
+        found = (self.by_id.get(each, -1) for each in request_ids)
+        return np.array([slot for slot in found if slot >= 0], np.int64)
+
+    def victim(self, present: Collection[str]) -> str | None:
+        """Whose slot is to be freed before another can be given; None: there is a free one.
+
+        A request that is not in this step was pre-empted. The first of those is the one that began
+        earliest.
+        """
+        if self._free:
+            return None
+        return next(each for each in self.by_id if each not in set(present))
+
+    def add(self, request_id: str, most_output: int, least_output: int) -> int:
+        """A free slot for a request.
+
+        Args:
+            request_id: has none yet.
+            most_output: tokens that it may write.
+            least_output: tokens that it writes before anything but its length may end it.
+        """
+        slot = self.by_id[request_id] = self._free.pop()
+        self._limits[:, slot] = most_output, least_output
+        return slot
+
+    def output_limits(self, slots: Int64Array) -> tuple[Int32Array, Int32Array]:
+        """int32 ``[n]`` each: the most and the least tokens that these requests write."""
+        return self._limits[0, slots], self._limits[1, slots]
+
+    def free(self, request_ids: Iterable[str]) -> None:
+        """These requests have ended; those without a slot are fine."""
+        for request_id in request_ids:
+            slot = self.by_id.pop(request_id, None)
+            if slot is not None:
+                self._free.append(slot)

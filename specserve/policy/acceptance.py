@@ -1,0 +1,279 @@
+"""How likely each token of a draft is to be accepted, by what was accepted of its source before.
+
+Counts by source, confidence and position in the draft, learned from every draft that was offered.
+Whether it was sent makes no difference: the target's own text tells how far it was right. For
+sampled text this is so with the right probability, too.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from specserve.core.compile import kernel
+from specserve.core.types import Drafts, Float32Array, Float64Array, Int32Array, Int64Array
+
+CONFIDENCE_BUCKETS = 12
+"""Levels of confidence, in steps that become smaller towards 1: there a little more makes a draft
+many tokens longer."""
+
+POSITION_BUCKETS = 5
+"""Positions 1, 2, 3 and 4, 5 to 8, and later ones."""
+
+LEAST_SURVIVAL = 0.01
+"""What is less likely counts as impossible: not even an idle GPU verifies for nothing."""
+
+_MOST_LIKELY = 0.98
+_PRIOR_TRIALS = 4.0
+_MOST_TRIALS = 1024.0
+_RATIO_PRIOR = 4.0
+_RATIO_MEMORY = 0.97
+
+_ACCEPTED, _EXPECTED = 0, 1
+
+
+class _State(NamedTuple):
+    """All arrays, for T tenants, S sources, R request slots and drafts of at most k tokens.
+
+    Attributes:
+        counts: float64 ``[T, S, confidence, position, 2]``, draft tokens that were accepted, and
+            that were tried.
+        ratios: float64 ``[T, S, 2, 2]``, recent tokens accepted and expected by the prior, of
+            first draft tokens and of later ones.
+        by_position: float64 ``[T, S, k, 2]``, as ``counts``, by position alone.
+        of_request: float64 ``[R, S, 2]``, a request's recent tokens accepted and expected.
+        tenant: int64 ``[R]``.
+        tokens: int32 ``[S, R, k]``, the last step's drafts.
+        lengths: int32 ``[S, R]``; 0: none was offered.
+        confidence: float32 ``[S, R, k]``.
+    """
+
+    counts: Float64Array
+    ratios: Float64Array
+    by_position: Float64Array
+    of_request: Float64Array
+    tenant: Int64Array
+    tokens: Int32Array
+    lengths: Int32Array
+    confidence: Float32Array
+
+
+class Acceptance:
+    """Estimates ``P(draft tokens 1 .. j are all accepted)``.
+
+    A source's confidence is believed as far as it was right before: a token's rate is that of other
+    tokens of about the same confidence at about the same position, with a prior that takes
+    the confidence for true, scaled by the source's recent ratio of accepted to expected tokens.
+    Each request multiplies the rates of a source by its own such ratio. Older
+    observations count less. What is accepted of one tenant's drafts does not change another's.
+
+    Args:
+        num_sources: S.
+        num_slots: requests that may be open at a time.
+        max_draft_len: longest draft of any source.
+    """
+
+    def __init__(self, num_sources: int, num_slots: int, max_draft_len: int) -> None:
+        self._num_tenants = 0
+        self._tenants: dict[str, int] = {}
+        self._state = _State(
+            np.zeros((0, num_sources, CONFIDENCE_BUCKETS, POSITION_BUCKETS, 2)),
+            np.zeros((0, num_sources, 2, 2)),
+            np.zeros((0, num_sources, max_draft_len, 2)),
+            np.full((num_slots, num_sources, 2), _RATIO_PRIOR),
+            np.zeros(num_slots, np.int64),
+            np.zeros((num_sources, num_slots, max_draft_len), np.int32),
+            np.zeros((num_sources, num_slots), np.int32),
+            np.zeros((num_sources, num_slots, max_draft_len), np.float32),
+        )
+        self.open(0, "")
+
+    @property
+    def tokens(self) -> Int32Array:
+        """int32 ``[S, num_slots, k]``, the drafts that were last offered."""
+        return self._state.tokens
+
+    def open(self, slot: int, tenant: str) -> None:
+        """A request begins: what is known of its tenant's traffic holds for it."""
+        number = self._tenants.setdefault(tenant, len(self._tenants))
+        if number == len(self._state.counts):
+            self._add_tenants(max(number, 1))
+        self._state.tenant[slot] = number
+        self._state.of_request[slot] = _RATIO_PRIOR
+        self._state.lengths[:, slot] = 0
+
+    def has_offers(self, slots: Int64Array) -> bool:
+        """Whether the next tokens of these requests will tell how far drafts were right."""
+        return bool(self._state.lengths[:, slots].any())
+
+    def offer(self, source: int, slots: Int64Array, drafts: Drafts | None) -> None:
+        """Notes a source's drafts for these requests, until their next tokens are known.
+
+        Args:
+            source: its index.
+            slots: int64 ``[n]``.
+            drafts: n, well-formed; None: the source was not asked, or failed.
+        """
+        if drafts is None:
+            self._state.lengths[source, slots] = 0
+        else:
+            _offer(self._state, source, slots, drafts.tokens, drafts.lengths, drafts.confidence)
+
+    def survival(self, slots: Int64Array, survival: Float64Array, lengths: Int32Array) -> None:
+        """Probability that each offered draft token is accepted, all before it included.
+
+        Args:
+            slots: int64 ``[n]``.
+            survival: float64 ``[S, >= n, k]``, written; falling along a draft.
+            lengths: int32 ``[S, >= n]``, written: tokens of each draft.
+        """
+        _survival(self._state, slots, survival, lengths)
+
+    def unseen_survival(self, source: int, slots: Int64Array, survival: Float64Array) -> None:
+        """The same for drafts that are not there yet, of which only the position is known.
+
+        Args:
+            source: its index.
+            slots: int64 ``[n]``.
+            survival: float64 ``[>= n, k]``, written.
+        """
+        _unseen_survival(self._state, source, slots, survival)
+
+    def observe(
+        self,
+        slots: Int64Array,
+        token_ids: Int32Array,
+        num_tokens: Int32Array,
+        num_new: Int32Array,
+    ) -> None:
+        """Learns how far the last offers were right.
+
+        Args:
+            slots: int64 ``[n]``.
+            token_ids: int32 ``[n, >= max(num_tokens)]``.
+            num_tokens: int32 ``[n]``.
+            num_new: int32 ``[n]``, tokens that the last step brought; the request's last ones.
+                Offers to a request without new tokens stay.
+        """
+        _observe(self._state, slots, token_ids, num_tokens, num_new)
+
+    def _add_tenants(self, count: int) -> None:
+        state = self._state
+        shapes = (state.counts, state.ratios, state.by_position)
+        fills = (0.0, _RATIO_PRIOR, 0.0)
+        counts, ratios, by_position = (
+            np.concatenate([old, np.full((count, *old.shape[1:]), fill)])
+            for old, fill in zip(shapes, fills, strict=True)
+        )
+        self._state = state._replace(counts=counts, ratios=ratios, by_position=by_position)
+
+
+@njit(nogil=True, inline="always")
+def _level(confidence):  # type: ignore[no-untyped-def]
+    return min(int(CONFIDENCE_BUCKETS * confidence * confidence), CONFIDENCE_BUCKETS - 1)
+
+
+@njit(nogil=True, inline="always")
+def _place(position):  # type: ignore[no-untyped-def]
+    if position < 2:
+        return position
+    if position < 4:
+        return 2
+    return 3 if position < 8 else 4
+
+
+@njit(nogil=True, inline="always")
+def _rate(a, tenant, source, level, position):  # type: ignore[no-untyped-def]
+    """Share of draft tokens like this one that are accepted, where all before them were."""
+    ratio = a.ratios[tenant, source, min(position, 1)]
+    prior = np.sqrt((level + 0.5) / CONFIDENCE_BUCKETS) * ratio[_ACCEPTED] / ratio[_EXPECTED]
+    seen = a.counts[tenant, source, level, _place(position)]
+    return (seen[_ACCEPTED] + _PRIOR_TRIALS * prior) / (seen[_EXPECTED] + _PRIOR_TRIALS)
+
+
+@njit(nogil=True, inline="always")
+def _count(cell, is_accepted):  # type: ignore[no-untyped-def]
+    """One more trial; past ``_MOST_TRIALS`` the older half is forgotten."""
+    cell[_ACCEPTED] += is_accepted
+    cell[_EXPECTED] += 1.0
+    if cell[_EXPECTED] > _MOST_TRIALS:
+        cell[_ACCEPTED] *= 0.5
+        cell[_EXPECTED] *= 0.5
+
+
+@njit(nogil=True, inline="always")
+def _track(ratio, is_accepted, expected):  # type: ignore[no-untyped-def]
+    """What is forgotten is filled up with the prior, which says: as expected."""
+    rest = (1.0 - _RATIO_MEMORY) * _RATIO_PRIOR
+    ratio[_ACCEPTED] = _RATIO_MEMORY * ratio[_ACCEPTED] + rest + is_accepted
+    ratio[_EXPECTED] = _RATIO_MEMORY * ratio[_EXPECTED] + rest + expected
+
+
+@kernel
+def _offer(a, source, slots, tokens, lengths, confidence):  # type: ignore[no-untyped-def]
+    for row in range(slots.shape[0]):
+        slot = slots[row]
+        a.lengths[source, slot] = lengths[row]
+        for j in range(lengths[row]):
+            a.tokens[source, slot, j] = tokens[row, j]
+            a.confidence[source, slot, j] = confidence[row, j]
+
+
+@kernel
+def _survival(a, slots, survival, lengths):  # type: ignore[no-untyped-def]
+    for source in range(a.lengths.shape[0]):
+        for row in range(slots.shape[0]):
+            slot = slots[row]
+            tenant = a.tenant[slot]
+            own = a.of_request[slot, source]
+            factor = own[_ACCEPTED] / own[_EXPECTED]
+            probability = 1.0
+            lengths[source, row] = a.lengths[source, slot]
+            for j in range(a.lengths[source, slot]):
+                if probability > 0.0:
+                    level = _level(a.confidence[source, slot, j])
+                    chance = factor * _rate(a, tenant, source, level, j)
+                    probability *= min(chance, _MOST_LIKELY)
+                    if probability < LEAST_SURVIVAL:
+                        probability = 0.0
+                survival[source, row, j] = probability
+
+
+@kernel
+def _unseen_survival(a, source, slots, survival):  # type: ignore[no-untyped-def]
+    for row in range(slots.shape[0]):
+        slot = slots[row]
+        own = a.of_request[slot, source]
+        factor = own[_ACCEPTED] / own[_EXPECTED]
+        probability = 1.0
+        for j in range(survival.shape[1]):
+            seen = a.by_position[a.tenant[slot], source, j]
+            chance = (seen[_ACCEPTED] + _PRIOR_TRIALS * 0.5) / (seen[_EXPECTED] + _PRIOR_TRIALS)
+            probability *= min(factor * chance, _MOST_LIKELY)
+            survival[row, j] = probability
+
+
+@kernel
+def _observe(a, slots, token_ids, num_tokens, num_new):  # type: ignore[no-untyped-def]
+    for source in range(a.lengths.shape[0]):
+        for row in range(slots.shape[0]):
+            slot = slots[row]
+            known = min(a.lengths[source, slot], num_new[row])
+            if num_new[row] > 0:
+                a.lengths[source, slot] = 0
+            first = num_tokens[row] - num_new[row]
+            tenant = a.tenant[slot]
+            for j in range(known):
+                right = a.tokens[source, slot, j] == token_ids[row, first + j]
+                accepted = 1.0 if right else 0.0
+                level = _level(a.confidence[source, slot, j])
+                expected = _rate(a, tenant, source, level, j)
+                _track(a.of_request[slot, source], accepted, min(expected, _MOST_LIKELY))
+                prior = np.sqrt((level + 0.5) / CONFIDENCE_BUCKETS)
+                _track(a.ratios[tenant, source, min(j, 1)], accepted, prior)
+                _count(a.counts[tenant, source, level, _place(j)], accepted)
+                _count(a.by_position[tenant, source, j], accepted)
+                if not right:
+                    break

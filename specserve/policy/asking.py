@@ -1,0 +1,286 @@
+"""Which sources a step asks: those whose drafts bring more time than asking them takes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol, cast
+
+import numpy as np
+
+from specserve.core.backoff import Backoff
+from specserve.core.types import DraftBatch, Float64Array, Int32Array, Int64Array
+from specserve.policy.cost import LinearCost
+from specserve.policy.planner import Costs, Plan, plan_call
+from specserve.sources.base import RemoteSource
+from specserve.sources.guard import GuardedSource
+
+EXPLORED_SHARE = 0.01
+"""Share of the time that may be spent on learning whether what is not done would pay now."""
+
+MOST_PAUSE = 8
+"""Steps from one call of a local source to the next where nothing comes of them: a text that begins
+to repeat itself is noticed after so many steps at the latest."""
+
+MOST_PROBE_PAUSE = 256
+"""Steps between two probes of a remote source that nothing came of."""
+
+_MOST_SAVED = 4.0
+_MEMORY = 0.98
+_FIRST_CALLS = 8
+_MOST_TIMES = 4.0
+_MOST_TRIES = 8
+_AWAY_S = 1e-3
+_HOPE = 0.9
+
+
+class Exploration:
+    """One account, in seconds, for all that is done to learn from it alone.
+
+    It earns ``EXPLORED_SHARE`` of the time of each step.
+    """
+
+    def __init__(self) -> None:
+        self._credit_s = 0.0
+        self._is_new = True
+
+    def earn(self, step_s: float, num_steps: int = 1) -> None:
+        """Some steps of so many seconds each; four steps can be saved up for."""
+        most = _MOST_SAVED * step_s
+        if self._is_new:  # what is met first is learned first
+            self._is_new, self._credit_s = False, most
+        self._credit_s = min(self._credit_s + num_steps * EXPLORED_SHARE * step_s, most)
+
+    def spend(self, price_s: float) -> bool:
+        """Takes the price where there is enough; false: there is not."""
+        if price_s > self._credit_s:
+            return False
+        self._credit_s -= max(price_s, 0.0)
+        return True
+
+
+class Situation(NamedTuple):
+    """What is known in a step when a remote source's turn comes.
+
+    Attributes:
+        step: its number.
+        batch: n requests.
+        limits: int32 ``[n]``, longest draft of the source that is of use.
+        plan: with the drafts that there are so far.
+        costs: of a step of n requests.
+        unseen: float64 ``[>= n, k]``, survival of the source's drafts, which are not there yet.
+    """
+
+    step: int
+    batch: DraftBatch
+    limits: Int32Array
+    plan: Plan
+    costs: Costs
+    unseen: Float64Array
+
+
+class AskPolicy(Protocol):
+    """When one source is asked, and for which requests."""
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether it is not asked in each step."""
+        ...
+
+    def is_due(self, step: int, slots: Int64Array) -> bool:
+        """Whether the source has a turn in this step."""
+        ...
+
+    def num_idle_steps(self, step: int, slots: Int64Array) -> int:
+        """Steps after this one, of the same requests, in which it will have no turn."""
+        ...
+
+    def observe(self, asked: Int32Array, lengths: Int32Array, call_s: float, gain_s: float) -> None:
+        """What a call took and brought.
+
+        Args:
+            asked: int32 ``[n]``, what was asked for.
+            lengths: int32 ``[n]``, of the drafts that came.
+            call_s: seconds of the call, with all that it brought along.
+            gain_s: seconds that its drafts are expected to save beyond those ranked before it.
+        """
+        ...
+
+
+class AlwaysAsk:
+    """Asks in each step for all: a source that is not dynamic."""
+
+    is_slow = False
+
+    def is_due(self, step: int, slots: Int64Array) -> bool:
+        """Always."""
+        return True
+
+    def num_idle_steps(self, step: int, slots: Int64Array) -> int:
+        """None."""
+        return 0
+
+    def observe(self, asked: Int32Array, lengths: Int32Array, call_s: float, gain_s: float) -> None:
+        """Makes no difference."""
+
+
+class LocalAsk:
+    """Asks a source in this process in each step while it pays, else ever less.
+
+    What a call takes and brings are means over some fifty calls; a stalled one counts as four usual
+    ones. Sources that are slow are asked in the same steps: those between cost nothing then.
+    """
+
+    def __init__(self) -> None:
+        self.surplus_s = 0.0
+        """What a call brings less what it takes, in seconds."""
+        self._call_s = self._gain_s = 0.0
+        self._num_calls = 0
+        self._pause = 1
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether it is not asked in each step."""
+        return self._pause > 1
+
+    def is_due(self, step: int, slots: Int64Array) -> bool:
+        """Every step, or every 2nd, 4th or 8th."""
+        return step % self._pause == 0
+
+    def num_idle_steps(self, step: int, slots: Int64Array) -> int:
+        """Steps that come before the next turn."""
+        return self._pause - 1 - step % self._pause
+
+    def observe(self, asked: Int32Array, lengths: Int32Array, call_s: float, gain_s: float) -> None:
+        """See :meth:`AskPolicy.observe`."""
+        self._num_calls += 1
+        weight = max(1 / self._num_calls, 1 - _MEMORY)
+        if self._num_calls > 1:
+            call_s = min(call_s, _MOST_TIMES * self._call_s)
+        self._call_s += weight * (call_s - self._call_s)
+        self._gain_s += weight * (gain_s - self._gain_s)
+        self.surplus_s = self._gain_s - self._call_s
+        pays = self.surplus_s >= 0 or self._num_calls < _FIRST_CALLS
+        self._pause = 1 if pays else min(2 * self._pause, MOST_PAUSE)
+
+
+class RemoteAsk:
+    """Asks a source in another process for the requests that pay for the call.
+
+    A source that is never asked cannot be learned from. So now and then one request is probed, the
+    more seldom the longer nothing came of it.
+
+    Args:
+        source: whose turns these are.
+        num_slots: requests that may be open at a time.
+    """
+
+    def __init__(self, source: GuardedSource, num_slots: int) -> None:
+        self._guard = source
+        self._saved_s: Float64Array = np.zeros(num_slots)
+        self._cost: LinearCost | None = None
+        self._pause = Backoff(1, MOST_PROBE_PAUSE)
+        self._step = self._tries = 0
+        self._is_probe = False
+        self._is_quiet = True
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether nothing comes of asking now."""
+        return self._is_quiet
+
+    def is_due(self, step: int, slots: Int64Array) -> bool:
+        """Where it pays, every eighth step else, and where it would miss something."""
+        return not self._is_quiet or step % MOST_PAUSE == 0 or self._must_see(slots)
+
+    def num_idle_steps(self, step: int, slots: Int64Array) -> int:
+        """Steps that come before the next turn."""
+        if not self._is_quiet or self._must_see(slots):
+            return 0
+        return MOST_PAUSE - 1 - step % MOST_PAUSE
+
+    def forget(self, slots: Int64Array) -> None:
+        """These requests have ended."""
+        self._saved_s[slots] = 0.0
+
+    def limits(self, situation: Situation, account: Exploration) -> Int32Array:
+        """Which requests to ask for: those whose improvement pays for the call; else a probe.
+
+        Args:
+            situation: the step's.
+            account: pays for probes.
+
+        Returns:
+            int32 ``[n]``, how long a draft to ask for; 0: none.
+        """
+        self._step, self._is_probe, self._is_quiet = situation.step, False, True
+        limits, costs, chosen = situation.limits, situation.costs, situation.plan
+        source = cast(RemoteSource, self._guard.source)
+        waits_s = self._guard.call(lambda: source.reading_s(situation.batch))
+        if waits_s is None or not limits.any():
+            return np.zeros_like(limits)
+        slots = situation.batch.slots
+        saved_s = self._saved_s[slots]
+        asked, surplus = plan_call(
+            situation.unseen[:, : int(limits.max())],
+            limits,
+            chosen.values,
+            costs,
+            self._call(costs.plain),
+            chosen.rate,
+            chosen.num_draft_tokens > 0,
+            waits_s,
+            saved_s,
+        )
+        self._is_quiet = surplus <= 0 and np.array_equal(saved_s, self._saved_s[slots])
+        self._saved_s[slots] = saved_s
+        if asked.any():
+            self._pause.reset()
+            return asked
+        return self._probe(situation, waits_s, account)
+
+    def observe(self, asked: Int32Array, lengths: Int32Array, call_s: float, gain_s: float) -> None:
+        """See :meth:`AskPolicy.observe`."""
+        if not asked.any() or self._cost is None:
+            return
+        answered = lengths > 0
+        is_answered = bool(answered.any())
+        if self._is_probe and (is_answered or self._tries >= _MOST_TRIES):
+            self._pause.fail(self._step)
+            self._tries = 0
+        elif self._is_probe:  # a text that is just being read gets no draft: it is asked again
+            self._tries += 1
+        if call_s < _AWAY_S and not is_answered:
+            return  # the source is away, and knows it
+        rows = answered if is_answered else asked > 0
+        self._cost.observe((1.0, float(rows.sum()), float(asked[rows].max())), call_s)
+
+    def _call(self, plain_s: float) -> tuple[float, float, float]:
+        """Seconds of a call, of each request in it, of each token of the longest draft."""
+        if self._cost is None:
+            shares = np.array([0.1, 0.01, 0.1]) * plain_s
+            self._cost = LinearCost(shares.tolist(), (2 * shares).tolist(), (shares / 50).tolist())
+        first, row, token = (max(each, 0.0) for each in self._cost.coefficients)
+        return first, row, token
+
+    def _probe(
+        self, situation: Situation, waits_s: Float64Array, account: Exploration
+    ) -> Int32Array:
+        """Asks for one request, when it is time and there is credit.
+
+        The first that could be better off is the same request for as long as it runs: the source
+        has to be brought up to date on no more than one text.
+        """
+        limits = situation.limits
+        asked = np.zeros_like(limits)
+        able = (waits_s < np.inf) & (situation.plan.values < _HOPE * limits)
+        if not self._pause.is_due(self._step) or not able.any():
+            return asked
+        row = int(able.argmax())
+        first, per_row, token = self._call(situation.costs.plain)
+        if account.spend(first + per_row + token * int(limits[row])):
+            asked[row] = limits[row]
+            self._is_probe = True
+        return asked
+
+    def _must_see(self, slots: Int64Array) -> bool:
+        source = cast(RemoteSource, self._guard.source)
+        return bool(self._guard.call(lambda: bool(source.must_see(slots).any())))

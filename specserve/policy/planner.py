@@ -1,0 +1,339 @@
+"""The plan of a step: whose draft each request sends, and how long, for most tokens a second.
+
+One step of n requests with m draft tokens takes ``base + slope m`` seconds and writes n tokens and
+those that are accepted. The best choice maximises
+
+    rate = (n + expected accepted tokens) / (base + slope m)
+
+This is fractional programming (Dinkelbach, On Nonlinear Fractional Programming, 1967); SmartSpec
+(arXiv 2406.14066) calls the quantity goodput. At a price of ``rate`` tokens a second a draft token
+is worth ``survival - rate slope``: its probability of being accepted, less the tokens that its time
+would have brought elsewhere. Each request takes the source whose draft is worth most, cut where
+that falls to 0. The rate that comes of it is the next price; it converges in a few rounds.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from specserve.core.compile import kernel
+from specserve.core.types import BoolArray, Float64Array, Int32Array, Int64Array
+
+LEAST_GAIN = 0.02
+"""Drafts must promise this share of the plain rate more: below it noise decides."""
+
+PROBE_TOKENS, PROBE_HOPE = 3, 0.5
+"""Longest draft that is sent only to learn from it, and the least share of it that is expected to
+be accepted. Whether a draft is right is seen without sending it; what is learned is its cost."""
+
+_ROUNDS = 6
+
+
+class Costs(NamedTuple):
+    """Of a step's size: seconds of a plain step, of one with drafts but for their tokens, of a
+    draft token."""
+
+    plain: float
+    base: float
+    slope: float
+
+
+class Plan(NamedTuple):
+    """What a step sends, and what is expected of it.
+
+    Attributes:
+        source: int32 ``[n]``, index of the source whose draft is sent; -1: none.
+        lengths: int32 ``[n]``, draft tokens.
+        values: float64 ``[n]``, what each request's draft is worth, in tokens.
+        credits: float64 ``[S]``, tokens that each source brings beyond those ranked before it.
+        num_draft_tokens: of all requests.
+        rate: expected tokens a second.
+        gain: by how much that is more than without drafts, as a share; 0: none are sent.
+        unsent: the best rate that drafts had promised, where none are sent.
+    """
+
+    source: Int32Array
+    lengths: Int32Array
+    values: Float64Array
+    credits: Float64Array
+    num_draft_tokens: int
+    rate: float
+    gain: float
+    unsent: float
+
+
+def plan(
+    survival: Float64Array,
+    lengths: Int32Array,
+    num_requests: int,
+    costs: Costs,
+    *,
+    rank: Int64Array,
+    fixed: BoolArray,
+    most_tokens: int,
+) -> Plan:
+    """The choice of sources and lengths that brings most tokens a second.
+
+    Args:
+        survival: float64 ``[S, >= n, k]``, probability that each draft token is accepted with all
+            before it; falling along a draft.
+        lengths: int32 ``[S, >= n]``, tokens of each draft.
+        num_requests: n.
+        costs: of a step of n requests.
+        rank: int64 ``[S]``, the sources in the order in which they are credited; of equally good
+            drafts the first one's is taken.
+        fixed: bool ``[S]``, sources whose drafts are sent whole where they are taken, and for which
+            a request that has one always takes a draft.
+        most_tokens: draft tokens of the step at most, but for fixed ones.
+    """
+    source = np.empty(num_requests, np.int32)
+    chosen = np.empty(num_requests, np.int32)
+    values = np.empty(num_requests)
+    credits = np.zeros(len(rank))
+    found = _plan(
+        survival,
+        lengths,
+        costs.plain,
+        costs.base,
+        costs.slope,
+        rank,
+        fixed,
+        most_tokens,
+        source,
+        chosen,
+        values,
+        credits,
+    )
+    return Plan(source, chosen, values, credits, *found)
+
+
+@kernel
+def _plan(  # type: ignore[no-untyped-def]
+    survival, lengths, plain, base, slope, rank, fixed, most, source, chosen, values, credits
+):
+    n = source.shape[0]
+    plain_rate = rate = n / plain
+    is_any_fixed = False
+    num_tokens, expected = 0, 0.0
+    for _ in range(_ROUNDS):
+        num_tokens, expected, is_any_fixed = _choose(
+            survival, lengths, rank, fixed, rate * slope, source, chosen, values
+        )
+        before = rate
+        rate = (n + expected) / (base + slope * num_tokens) if num_tokens else plain_rate
+        if abs(rate - before) <= 1e-6 * before:
+            break
+    price = rate * slope
+    while num_tokens > most and price < 1.0:
+        price = 1.2 * price + 1e-3
+        num_tokens, expected, is_any_fixed = _choose(
+            survival, lengths, rank, fixed, price, source, chosen, values
+        )
+    if num_tokens:
+        rate = (n + expected) / (base + slope * num_tokens)
+    promised = rate
+    if num_tokens and rate < (1.0 + LEAST_GAIN) * plain_rate:
+        num_tokens, expected = 0, 0.0
+        for row in range(n):
+            if source[row] >= 0 and is_any_fixed and fixed[source[row]]:
+                num_tokens += chosen[row]
+                for j in range(chosen[row]):
+                    expected += survival[source[row], row, j]
+            else:
+                source[row], chosen[row], values[row] = -1, 0, 0.0
+        rate = (n + expected) / (base + slope * num_tokens) if num_tokens else plain_rate
+    if num_tokens:
+        _credit(survival, lengths, rank, rate * slope, rate * (base - plain), values, credits)
+    gain = rate / plain_rate - 1.0 if num_tokens else 0.0
+    return num_tokens, rate, gain, promised
+
+
+@kernel
+def _worth(survival, length, price, is_fixed):  # type: ignore[no-untyped-def]
+    """What a draft is worth in tokens, how many of its tokens are sent, how many are expected."""
+    value = expected = 0.0
+    count = 0
+    for j in range(length):
+        if survival[j] <= price and not is_fixed:
+            break
+        value += survival[j] - price
+        expected += survival[j]
+        count += 1
+    return value, count, expected
+
+
+@kernel
+def _choose(survival, lengths, rank, fixed, price, source, chosen, values):  # type: ignore[no-untyped-def]
+    """Each request's best draft at a price of a draft token."""
+    num_tokens, total, is_any_fixed = 0, 0.0, False
+    for row in range(source.shape[0]):
+        best, best_source, best_count, best_expected = 0.0, -1, 0, 0.0
+        for each in rank:
+            if not lengths[each, row]:
+                continue
+            value, count, expected = _worth(
+                survival[each, row], lengths[each, row], price, fixed[each]
+            )
+            must = fixed[each] and best_source < 0
+            if count and (value > best or must):
+                best, best_source, best_count, best_expected = value, each, count, expected
+                is_any_fixed = is_any_fixed or fixed[each]
+        source[row], chosen[row], values[row] = best_source, best_count, best
+        num_tokens += best_count
+        total += best_expected
+    return num_tokens, total, is_any_fixed
+
+
+@kernel
+def _credit(survival, lengths, rank, price, overhead, values, credits):  # type: ignore[no-untyped-def]
+    """What each source brings beyond those before it, less its share of what any draft costs."""
+    total = 0.0
+    for row in range(values.shape[0]):
+        best = 0.0
+        for each in rank:
+            value, _, _ = _worth(survival[each, row], lengths[each, row], price, False)
+            if value > best:
+                credits[each] += value - best
+                total += value - best
+                best = value
+    if total > 0.0:
+        share = max(1.0 - overhead / total, 0.0)
+        for each in range(credits.shape[0]):
+            credits[each] *= share
+
+
+def probe(
+    survival: Float64Array, lengths: Int32Array, num_requests: int
+) -> tuple[Int32Array, Int32Array, float]:
+    """The beginnings of drafts that are likely to be right, to see what verifying them costs.
+
+    Args:
+        survival: as of :func:`plan`.
+        lengths: as of :func:`plan`.
+        num_requests: n.
+
+    Returns:
+        (int32 ``[n]``, the source of each request, int32 ``[n]``, the tokens to send, and how many
+        of all are expected to be accepted).
+    """
+    source = np.full(num_requests, -1, np.int32)
+    chosen = np.zeros(num_requests, np.int32)
+    expected = _probe(survival, lengths, source, chosen)
+    return source, chosen, float(expected)
+
+
+@kernel
+def _probe(survival, lengths, source, chosen):  # type: ignore[no-untyped-def]
+    expected = 0.0
+    for row in range(source.shape[0]):
+        best = 0.0
+        for each in range(lengths.shape[0]):
+            count, total = min(lengths[each, row], PROBE_TOKENS), 0.0
+            for j in range(count):
+                total += survival[each, row, j]
+            if total > PROBE_HOPE * count and total > best:
+                best, source[row], chosen[row] = total, each, count
+        expected += best
+    return expected
+
+
+def plan_call(
+    unseen: Float64Array,
+    limits: Int32Array,
+    values: Float64Array,
+    costs: Costs,
+    call: tuple[float, float, float],
+    rate: float,
+    is_drafting: bool,
+    waits_s: Float64Array,
+    saved_s: Float64Array,
+) -> tuple[Int32Array, float]:
+    """Which requests a remote source is asked for, and how long drafts.
+
+    Those whose expected improvement over the drafts that there are exceeds the call's time. Reading
+    a text that the source does not know yet is paid once, when what its drafts would have saved so
+    far equals it: then it costs at most twice what knowing the end of the text would have (ski
+    rental: Karlin et al., Competitive Snoopy Caching, 1988).
+
+    Args:
+        unseen: float64 ``[>= n, k]``, survival of the source's drafts by position.
+        limits: int32 ``[n]``, longest draft of use; 0: none.
+        values: float64 ``[n]``, worth of the drafts that there are, in tokens.
+        costs: of a step.
+        call: seconds of a call, of each row of it, of each token of the longest draft.
+        rate: tokens a second without the call.
+        is_drafting: whether the step sends drafts without it.
+        waits_s: float64 ``[n]``, see :meth:`RemoteSource.reading_s`.
+        saved_s: float64 ``[n]``, seconds that drafts would have saved each text that is not read;
+            what this step would have is added.
+
+    Returns:
+        (int32 ``[n]``, the lengths to ask for, all 0: the source is not asked; the tokens that the
+        call is expected to bring beyond its price).
+    """
+    asked = np.zeros(len(limits), np.int32)
+    overhead = 0.0 if is_drafting else rate * (costs.base - costs.plain)
+    surplus = _plan_call(
+        unseen,
+        limits,
+        values,
+        rate * costs.slope,
+        overhead,
+        *call,
+        rate,
+        waits_s,
+        saved_s,
+        asked,
+    )
+    return asked, float(surplus)
+
+
+@kernel
+def _plan_call(  # type: ignore[no-untyped-def]
+    unseen, limits, values, price, overhead, call_s, row_s, token_s, rate, waits_s, saved_s, asked
+):
+    n, most = limits.shape[0], unseen.shape[1]
+    best, best_length, length = 0.0, 0, 1
+    while True:
+        surplus = -overhead - rate * (call_s + token_s * length)
+        for row in range(n):
+            if waits_s[row] < np.inf:  # false for NaN too
+                gain = _improvement(unseen[row], min(length, limits[row]), price)
+                surplus += max(gain - values[row] - rate * row_s, 0.0)
+        if surplus > best:
+            best, best_length = surplus, length
+        if length == most:
+            break
+        length = min(2 * length, most)
+    if best <= LEAST_GAIN * n:
+        return 0.0
+    surplus = -overhead - rate * (call_s + token_s * best_length)
+    for row in range(n):
+        if not waits_s[row] < np.inf:
+            continue
+        gain = _improvement(unseen[row], min(best_length, limits[row]), price)
+        gain -= values[row] + rate * row_s
+        if gain > 0.0:
+            if waits_s[row] > 0.0:
+                saved_s[row] += gain / rate
+            if waits_s[row] <= saved_s[row]:
+                asked[row] = min(best_length, limits[row])
+                surplus += gain
+    if surplus > LEAST_GAIN * n:
+        return surplus
+    # Those that can be answered do not pay for a call alone. Nobody waits for a text to be read.
+    for row in range(n):
+        if waits_s[row] == 0.0:
+            asked[row] = 0
+    return 0.0
+
+
+@kernel
+def _improvement(unseen, limit, price):  # type: ignore[no-untyped-def]
+    """What a draft of ``limit`` tokens is worth that is not there yet."""
+    gain = 0.0
+    for j in range(limit):
+        gain += max(unseen[j] - price, 0.0)
+    return gain
