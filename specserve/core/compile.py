@@ -37,6 +37,9 @@ def kernel_array(array: npt.NDArray[Any], dtype: type[np.generic]) -> npt.NDArra
     Numba has types of their own for arrays that are read-only, as those over ``bytes`` are,
     unaligned, or not contiguous.
     """
+    flags = array.flags  # `np.require` alone would take a good part of a small step's time
+    if array.dtype == dtype and flags.carray:
+        return array
     return np.require(array, dtype, ("C", "A", "W"))
 
 

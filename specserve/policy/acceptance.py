@@ -185,11 +185,11 @@ def _place(position):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, inline="always")
-def _rate(a, tenant, source, level, position):  # type: ignore[no-untyped-def]
-    """Share of draft tokens like this one that are accepted, where all before them were."""
-    ratio = a.ratios[tenant, source, min(position, 1)]
+def _rate(a, tenant, source, level, place):  # type: ignore[no-untyped-def]
+    """Share of draft tokens like these that are accepted, where all before them were."""
+    ratio = a.ratios[tenant, source, min(place, 1)]
     prior = np.sqrt((level + 0.5) / CONFIDENCE_BUCKETS) * ratio[_ACCEPTED] / ratio[_EXPECTED]
-    seen = a.counts[tenant, source, level, _place(position)]
+    seen = a.counts[tenant, source, level, place]
     return (seen[_ACCEPTED] + _PRIOR_TRIALS * prior) / (seen[_EXPECTED] + _PRIOR_TRIALS)
 
 
@@ -223,10 +223,16 @@ def _offer(a, source, slots, tokens, lengths, confidence):  # type: ignore[no-un
 
 @kernel
 def _survival(a, slots, survival, lengths):  # type: ignore[no-untyped-def]
+    rates = np.empty((a.counts.shape[0], CONFIDENCE_BUCKETS, POSITION_BUCKETS))
     for source in range(a.lengths.shape[0]):
+        rates[:, 0, 0] = -1.0  # of this tenant none is computed yet
         for row in range(slots.shape[0]):
             slot = slots[row]
             tenant = a.tenant[slot]
+            if rates[tenant, 0, 0] < 0.0:
+                for level in range(CONFIDENCE_BUCKETS):
+                    for place in range(POSITION_BUCKETS):
+                        rates[tenant, level, place] = _rate(a, tenant, source, level, place)
             own = a.of_request[slot, source]
             factor = own[_ACCEPTED] / own[_EXPECTED]
             probability = 1.0
@@ -234,7 +240,7 @@ def _survival(a, slots, survival, lengths):  # type: ignore[no-untyped-def]
             for j in range(a.lengths[source, slot]):
                 if probability > 0.0:
                     level = _level(a.confidence[source, slot, j])
-                    chance = factor * _rate(a, tenant, source, level, j)
+                    chance = factor * rates[tenant, level, _place(j)]
                     probability *= min(chance, _MOST_LIKELY)
                     if probability < LEAST_SURVIVAL:
                         probability = 0.0
@@ -269,7 +275,7 @@ def _observe(a, slots, token_ids, num_tokens, num_new):  # type: ignore[no-untyp
                 right = a.tokens[source, slot, j] == token_ids[row, first + j]
                 accepted = 1.0 if right else 0.0
                 level = _level(a.confidence[source, slot, j])
-                expected = _rate(a, tenant, source, level, j)
+                expected = _rate(a, tenant, source, level, _place(j))
                 _track(a.of_request[slot, source], accepted, min(expected, _MOST_LIKELY))
                 prior = np.sqrt((level + 0.5) / CONFIDENCE_BUCKETS)
                 _track(a.ratios[tenant, source, min(j, 1)], accepted, prior)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from math import inf
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -100,10 +101,7 @@ class _Turns(NamedTuple):
     guard: GuardedSource
     ask: AskPolicy
     first_label: int
-
-    @property
-    def is_remote(self) -> bool:
-        return isinstance(self.member.source, RemoteSource)
+    is_remote: bool
 
 
 class Chain:
@@ -137,12 +135,13 @@ class Chain:
         self._sources: list[_Turns] = []
         labels: list[str] = []
         # Remote sources are asked last, when it is known what the others have.
-        for member in sorted(members, key=lambda each: isinstance(each.source, RemoteSource)):
+        remote = [isinstance(each.source, RemoteSource) for each in members]
+        for is_remote, member in sorted(zip(remote, members, strict=True), key=itemgetter(0)):
             guard = GuardedSource(
                 member.kind, member.source, metrics, vocab_size, len(member.labels), clock
             )
-            ask = _ask_policy(member, guard, num_slots)
-            self._sources.append(_Turns(member, guard, ask, len(labels)))
+            ask = _ask_policy(member, guard, num_slots, is_remote)
+            self._sources.append(_Turns(member, guard, ask, len(labels), is_remote))
             labels += member.labels
         self.labels = tuple(labels)
         self.cost = StepCost()
@@ -168,7 +167,7 @@ class Chain:
         """
         self._acceptance.open(slot, controls.tenant)
         self._sent_lengths[slot] = 0
-        for index, (member, guard, _, _) in enumerate(self._sources):
+        for index, (member, guard, *_) in enumerate(self._sources):
             limit = member.max_draft_len if controls.speculation in ("auto", member.kind) else 0
             if controls.max_draft_tokens >= 0:
                 limit = min(limit, controls.max_draft_tokens)
@@ -366,15 +365,17 @@ class Chain:
         if not lengths.any():
             return [[] for _ in range(len(slots))]
         self._sent_labels[slots] = self._labels[source, slots]
-        self.sent[slots] = self._acceptance.tokens[source, slots]
-        pairs = zip(self.sent[slots].tolist(), lengths.tolist(), strict=True)
+        longest = int(lengths.max())
+        taken = self._acceptance.tokens[source, slots, :longest]
+        self.sent[slots, :longest] = taken
+        pairs = zip(taken.tolist(), lengths.tolist(), strict=True)
         return [tokens[:length] for tokens, length in pairs]
 
 
-def _ask_policy(member: Member, guard: GuardedSource, num_slots: int) -> AskPolicy:
+def _ask_policy(member: Member, guard: GuardedSource, num_slots: int, is_remote: bool) -> AskPolicy:
     if not member.dynamic:
         return AlwaysAsk()
-    return RemoteAsk(guard, num_slots) if isinstance(member.source, RemoteSource) else LocalAsk()
+    return RemoteAsk(guard, num_slots) if is_remote else LocalAsk()
 
 
 def build_chain(

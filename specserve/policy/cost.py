@@ -1,9 +1,9 @@
 """What decoding steps and calls of drafters cost, learned while serving.
 
 A cost is linear in three features. Its coefficients are tracked by a Kalman filter in which they
-drift (recursive least squares with exponential forgetting is the special case where all drift
-alike). The variance of a coefficient grows while nothing is measured that depends on it: so the
-filter also tells what is not known well enough any more.
+drift, each by itself and all together: longer texts, or another load, make everything dearer. The
+variance of a coefficient grows while nothing is measured that depends on it, so that the filter
+also tells what is not known well enough any more.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ _NEAR_SIZES = 2
 _CHANGED_AFTER = 3
 _LEAST_NOISE, _MOST_NOISE = 0.01, 0.3
 _CLIP = 3.0
+_COMMON_DRIFT = 0.005
 
 
 class LinearCost:
@@ -134,7 +135,7 @@ class StepCost:
         return LinearCost(
             [scale, first * scale, slope * scale],
             [0.5 * scale, 0.2 * scale, max(slope, _ASSUMED_SLOPE) * scale],
-            [0.005 * scale, 0.002 * scale, 0.02 * max(slope, _ASSUMED_SLOPE) * scale],
+            [0.002 * scale, 0.002 * scale, 0.02 * max(slope, _ASSUMED_SLOPE) * scale],
         )
 
 
@@ -161,6 +162,8 @@ def _update(mean, covariance, drift, noise, features, seconds):  # type: ignore[
     """One step of the filter, with the innovation clipped (Huber)."""
     for i in range(3):
         covariance[i, i] += drift[i]
+        for j in range(3):
+            covariance[i, j] += _COMMON_DRIFT**2 * mean[i] * mean[j]
     gain = np.zeros(3)
     predicted = variance = 0.0
     for i in range(3):
@@ -179,9 +182,11 @@ def _update(mean, covariance, drift, noise, features, seconds):  # type: ignore[
         noise[1] = noise[1] + sign if noise[1] * sign >= 0 else sign
         if abs(noise[1]) >= _CHANGED_AFTER:  # everything may have changed
             noise[1] = 0.0
+            change = (error / scale) ** 2
             for i in range(3):
-                if features[i] != 0.0:
-                    covariance[i, i] += (error / features[i]) ** 2
+                covariance[i, i] += change * mean[i] ** 2
+                for j in range(3):
+                    covariance[i, j] += change * mean[i] * mean[j]
         error = sign * most
     noise[0] += 0.05 * (min(max(abs(error) / scale, _LEAST_NOISE), _MOST_NOISE) - noise[0])
     for i in range(3):

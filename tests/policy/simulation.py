@@ -6,29 +6,14 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from specserve.core.types import Draft
-from specserve.sources.gate import Gate
+import numpy as np
 
+from specserve.core.metrics import SpeculationMetrics
+from specserve.core.types import DraftBatch, Drafts, Int32Array, Int64Array, RequestControls
+from specserve.policy.chain import Chain, Member
 
-class DraftGate(Protocol):
-    def trim(self, request_ids: Sequence[str], drafts: list[Draft]) -> list[Draft]: ...
-    def observe_step(self, num_requests: int, num_draft_tokens: int, seconds: float) -> None: ...
-    def forget(self, request_ids: list[str]) -> None: ...
-
-
-class FixedLength:
-    """The gate's competitor: always the same length."""
-
-    def __init__(self, length: int) -> None:
-        self._length = length
-
-    def trim(self, request_ids: Sequence[str], drafts: list[Draft]) -> list[Draft]:
-        return [draft.cut(self._length) for draft in drafts]
-
-    def observe_step(self, num_requests: int, num_draft_tokens: int, seconds: float) -> None: ...
-    def forget(self, request_ids: list[str]) -> None: ...
+_WRONG = 99
 
 
 @dataclass(frozen=True)
@@ -76,47 +61,102 @@ class Workload:
     seed: int = 0
 
 
-def speedup(workload: Workload, gate: DraftGate) -> float:
+class ChanceSource:
+    """Drafts 1, 2, 3, ..; how many of a draft are right is decided when it is made."""
+
+    def __init__(self, draft_len: int) -> None:
+        self.rng = random.Random(0)
+        self.workload: Workload
+        self.requests: list[int] = []
+        self.right = np.zeros(256, np.int64)
+        self._draft_len = draft_len
+
+    def open(self, slot: int, controls: RequestControls) -> None: ...
+    def close(self, slots: Int64Array) -> None: ...
+
+    def propose(self, batch: DraftBatch, limits: Int32Array) -> Drafts:
+        drafts = Drafts.empty(len(limits), self._draft_len)
+        drafts.tokens[:] = np.arange(1, self._draft_len + 1)
+        for row, slot in enumerate(batch.slots.tolist()):
+            if self.rng.random() < self.workload.hit_rate:
+                drafts.lengths[row] = limits[row]
+                drafts.confidence[row] = self.rng.choice((0.3, 0.5, 0.7))
+                chances = self.workload.chances
+                first, further = chances[self.requests[row] % len(chances)]
+                count = 0
+                while count < limits[row] and self.rng.random() < (further if count else first):
+                    count += 1
+                self.right[slot] = count
+        return drafts
+
+
+class Policy:
+    """The project's own: a chain with one source."""
+
+    def __init__(self, draft_len: int = 8, num_slots: int = 64) -> None:
+        self.source = ChanceSource(draft_len)
+        self.chain = Chain(
+            [Member("ngram", self.source, ("ngram",), draft_len)],
+            SpeculationMetrics(("ngram",)),
+            num_slots=num_slots,
+            clock=lambda: 0.0,
+        )
+
+    def draft(self, batch: DraftBatch, num_new: Int32Array, num_verified: Int32Array) -> Int32Array:
+        """Lengths of what is sent."""
+        self.chain.observe(batch, num_new, num_verified)
+        if not self.chain.is_due(batch.slots):
+            return np.zeros(len(num_new), np.int32)
+        drafts = self.chain.step(batch, np.full(len(num_new), 128, np.int32))
+        return np.array([len(each) for each in drafts], np.int32)
+
+
+class FixedLength(Policy):
+    """The competitor: always the same length."""
+
+    def __init__(self, length: int, draft_len: int = 8) -> None:
+        super().__init__(draft_len)
+        self._length = length
+
+    def draft(self, batch: DraftBatch, num_new: Int32Array, num_verified: Int32Array) -> Int32Array:
+        limits = np.full(len(num_new), 8, np.int32)
+        return np.minimum(self.source.propose(batch, limits).lengths, self._length)
+
+
+def speedup(workload: Workload, policy: Policy) -> float:
     """Output tokens a second, over those without speculation."""
-    rng, clock = random.Random(workload.seed), random.Random(workload.seed + 1)
-    rows = list(range(workload.concurrency))
-    left = [workload.request_tokens * (row + 1) // len(rows) for row in rows]
-    num_started, num_tokens, seconds = len(rows), 0, 0.0
+    clock = random.Random(workload.seed + 1)
+    size, source, chain = workload.concurrency, policy.source, policy.chain
+    source.rng, source.workload = random.Random(workload.seed), workload
+    source.requests = list(range(size))
+    left = [workload.request_tokens * (row + 1) // size for row in range(size)]
+    slots = np.arange(size)
+    for slot in slots.tolist():
+        chain.open(slot, RequestControls())
+    token_ids = np.zeros((size, 64), np.int32)
+    num_tokens = np.full(size, 32, np.int32)
+    num_new, num_verified = np.ones(size, np.int32), np.zeros(size, np.int32)
+    batch = DraftBatch(slots, token_ids, num_tokens, np.full(size, 4, np.int32))
+    num_started, total, seconds = size, 0, 0.0
     for _ in range(workload.num_steps):
-        ids = [str(request) for request in rows]
-        offers = [_offer(workload, rng) for _ in rows]
-        drafts = gate.trim(ids, offers)
-        num_draft_tokens = sum(len(draft.tokens) for draft in drafts)
-        step_s = workload.cost.seconds(len(rows), num_draft_tokens)
+        num_verified = policy.draft(batch, num_new, num_verified)
+        step_s = workload.cost.seconds(size, int(num_verified.sum()))
         seconds += step_s
         stall = 5.0 if clock.random() < 0.01 else 1.0
         measured_s = step_s * stall * math.exp(clock.gauss(0, workload.noise))
-        gate.observe_step(len(rows), num_draft_tokens, measured_s)
-        for row, (offer, draft) in enumerate(zip(offers, drafts, strict=True)):
-            num_right = _num_right(workload, rows[row], len(offer.tokens), rng)
-            num_new = min(num_right, len(draft.tokens)) + 1
-            if isinstance(gate, Gate):
-                gate.acceptance.observe(ids[row], offer, (*offer.tokens[:num_right], -1)[:num_new])
-            left[row] -= num_new
-            num_tokens += num_new
-        for row, tokens_left in enumerate(left):
-            if tokens_left <= 0:
-                gate.forget([ids[row]])
-                rows[row], left[row] = num_started, workload.request_tokens
+        chain.observe_step(size, int(num_verified.sum()), measured_s)
+        for row in range(size):
+            right = int(source.right[row])
+            num_new[row] = min(right, num_verified[row]) + 1
+            written: Sequence[int] = [*range(1, right + 1), _WRONG][: num_new[row]]
+            token_ids[row, 32 - num_new[row] : 32] = written
+            source.right[row] = 0
+            left[row] -= int(num_new[row])
+            total += int(num_new[row])
+            if left[row] <= 0:
+                chain.close(np.array([row]))
+                chain.open(row, RequestControls())
+                source.requests[row], left[row] = num_started, workload.request_tokens
+                num_verified[row] = 0
                 num_started += 1
-    plain = len(rows) / workload.cost.seconds(len(rows), 0)
-    return num_tokens / seconds / plain
-
-
-def _offer(workload: Workload, rng: random.Random) -> Draft:
-    if rng.random() >= workload.hit_rate:
-        return Draft((), "ngram")
-    return Draft(tuple(range(workload.draft_len)), "ngram", rng.choice((2, 3, 4)))
-
-
-def _num_right(workload: Workload, request: int, length: int, rng: random.Random) -> int:
-    first, further = workload.chances[request % len(workload.chances)]
-    count = 0
-    while count < length and rng.random() < (further if count else first):
-        count += 1
-    return count
+    return total / seconds * workload.cost.seconds(size, 0) / size
