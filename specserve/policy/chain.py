@@ -13,6 +13,7 @@ The way of a step, for the engine's hook::
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from math import inf
@@ -44,6 +45,8 @@ from specserve.policy.planner import Costs, Plan, plan, probe
 from specserve.sources.base import RemoteSource, Source, SourceContext
 from specserve.sources.guard import GuardedSource
 from specserve.sources.registry import build_source
+
+logger = logging.getLogger(__name__)
 
 _FIRST_TOKENS = 4
 _PATIENCE_STEPS = 8
@@ -246,6 +249,8 @@ class Chain:
         chosen = self._plan(batch.slots, costs)
         source, lengths = self._explored(chosen, costs)
         drafts = self._take(batch.slots, source, lengths)
+        if logger.isEnabledFor(logging.DEBUG):
+            self._explain(costs, calls, chosen, lengths)
         local = [call for call in calls if not self._sources[call.source].is_remote]
         overhead_s = self._clock() - began - sum(call.seconds for call in calls)
         for call in calls:
@@ -276,6 +281,20 @@ class Chain:
         for each in self._sources:
             if each.member.learns and each.guard.ready and len(batch.slots):
                 each.guard.propose(batch, np.zeros(len(batch.slots), np.int32))
+
+    def _explain(
+        self, costs: Costs, calls: Sequence[_Call], chosen: Plan, lengths: Int32Array
+    ) -> None:
+        """Logs what a step was expected to cost, what was drafted, and what is sent of it."""
+        drafted = {self._sources[each.source].member.kind: each.lengths.tolist() for each in calls}
+        logger.debug(
+            "a step: plain %.3g ms, with drafts %.3g ms and %.3g ms a token; drafted %s; sent %s; "
+            "expected %.2f times the plain rate",
+            *(1e3 * seconds for seconds in costs),
+            drafted,
+            lengths.tolist(),
+            1 + chosen.gain,
+        )
 
     def _is_due(self, turns: _Turns, slots: Int64Array) -> bool:
         return turns.guard.ready and turns.ask.is_due(self._step, slots)
