@@ -13,8 +13,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specserve.core.errors import RequestError
 from specserve.engine.tenants import CURRENT_CONTROLS
-from specserve.sources.controls import own_fields, parse_controls, refuse_tenant
 from specserve.serve.middleware import openai_error
+from specserve.sources.controls import own_fields, parse_controls, refuse_tenant
 
 _KEYS = (b'"vllm_xargs"', b'"extra_args"', b"\\u00")
 """A body without any of them holds no arguments. JSON may write a key's letters as escapes too."""
