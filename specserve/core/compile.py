@@ -31,6 +31,16 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     return compiled  # type: ignore[no-any-return]
 
 
+def inner(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiles a function that kernels call. It allocates nothing, and counts no references.
+
+    Numba counts them wherever a tuple's array is used, in atomic operations that took five sixths
+    of a lookup's time. The caller keeps the arrays alive.
+    """
+    compiled: Callable[..., Any] = njit(nogil=True, _nrt=False)(function)
+    return compiled
+
+
 def kernel_array(array: npt.NDArray[Any], dtype: type[np.generic]) -> npt.NDArray[Any]:
     """``array`` as kernels take it, copied only where it is otherwise.
 

@@ -67,10 +67,11 @@ class ClusterMemory:
         tokens: Int32Array,
         num_prompt_tokens: int = 0,
         final: bool = False,
+        stamp: float = 0.0,
     ) -> bool:
         """See :meth:`TrieReplica.publish`; the namespace tells the store."""
         link = self._links[shard_of(namespace, len(self._links))]
-        return link.publish(namespace, sequence, start, tokens, num_prompt_tokens, final)
+        return link.publish(namespace, sequence, start, tokens, num_prompt_tokens, final, stamp)
 
     def link(self) -> LinkSnapshot:
         """How the way to the other replicas is now; of several stores the worst."""

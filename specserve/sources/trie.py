@@ -6,7 +6,7 @@ while it is written: what one wrote in this step, all can draft in the next one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 from secrets import token_hex
 from typing import Self
 
@@ -16,41 +16,19 @@ from msgspec.structs import replace
 from specserve.core.compile import kernel_array
 from specserve.core.metrics import TrieSnapshot
 from specserve.core.source_config import TrieConfig
-from specserve.core.types import Draft, DraftBatch, Int32Array, RequestControls
+from specserve.core.types import DraftBatch, Drafts, Int32Array, Int64Array, RequestControls
 from specserve.sources.base import SourceContext
 from specserve.sources.controls import NO_TENANT, wants_drafts
 from specserve.sources.trie_misses import TrieMisses
 from specserve.trie.memory import KEPT_S, SharedMemory, TrieMemory
 from specserve.trie.namespaces import label, namespace
-from specserve.trie.token_trie import Int64Array, TokenTrie
+from specserve.trie.token_trie import NO_SEQUENCE, TokenTrie
+from specserve.trie.unsent import UnsentTexts
 
 LEARN_TOKENS_PER_STEP = 4096
-"""Tokens of long prompts that are learned in one step over all requests, 2 to 4 ms of work."""
+"""Tokens of long prompts that are learned in one step over all requests, 1 to 2 ms of work."""
 
-_SMALL_TOKENS = 256
-"""What a step or a short prompt adds: no other request's long prompt makes it wait."""
-
-_NO_DRAFT = Draft((), "trie_local")
-_DEFAULT = RequestControls()
-
-
-@dataclass(slots=True)
-class _Request:
-    """A request's text as far as it was learned.
-
-    Attributes:
-        name: the text's, in the trie and in the cluster.
-        namespace: whose it is.
-        trie: where it is learned; None without room for it, or where nobody would draft from it.
-        private: nobody else may learn from it.
-        num_learned: tokens learned so far.
-    """
-
-    name: str
-    namespace: str
-    trie: TokenTrie | None
-    private: bool
-    num_learned: int = 0
+_NO_TRIE = -1
 
 
 class TrieSource:
@@ -73,14 +51,23 @@ class TrieSource:
         context: SourceContext,
         shared: SharedMemory | None = None,
     ) -> None:
+        size = context.num_slots
         self._config = config
         self._memory = memory
         self._identity = context.model_identity
         self._label_key = context.label_key
         self._misses = TrieMisses(context.metrics)
         self._shared = shared
-        self._requests: dict[str, _Request] = {}
-        self._name, self._num_opened = token_hex(8), 0
+        self._unsent = None if shared is None else UnsentTexts(shared, size)
+        self._text_prefix, self._num_opened = token_hex(8), 0
+        self._tries: list[TokenTrie] = []
+        self._namespaces = [""] * size
+        self._trie_of = np.full(size, _NO_TRIE, np.int64)  # index of self._tries, by slot
+        self._sequences = np.full(size, NO_SEQUENCE, np.int64)
+        self._num_learned = np.zeros(size, np.int64)
+        self._rows = np.arange(size)
+        self._begins, self._ends = np.zeros(size, np.int64), np.zeros(size, np.int64)
+        self._drafts = Drafts.empty(size, config.max_draft_len)
         context.metrics.watch_trie(self.snapshot)
         self._warm_up()
 
@@ -100,49 +87,75 @@ class TrieSource:
             shared = context.share(config, memory)
         return cls(config, memory, context, shared)
 
-    def propose(self, batch: DraftBatch) -> list[Draft]:
-        """Learns what is new in each request's text, and looks up what may follow it."""
-        if not len(batch):
-            return []
-        token_ids = kernel_array(batch.token_ids, np.int32)
-        num_tokens = kernel_array(batch.num_tokens, np.int32)
-        limits = np.minimum(batch.max_draft_tokens, self._config.max_draft_len, dtype=np.int32)
-        batch_rows = self._rows_by_trie(batch)
-        ends = self._learn_until(batch, num_tokens)
-        drafts = [_NO_DRAFT] * len(batch)
-        names = [self._requests[request_id].name for request_id in batch.request_ids]
-        for trie, rows in batch_rows:
-            self._learn(trie, rows, batch, names, token_ids, ends)
-            if not limits[rows].any():
-                continue
-            found = trie.lookup(
-                token_ids,
-                num_tokens,
+    def open(self, slot: int, controls: RequestControls) -> None:
+        """See :class:`specserve.sources.base.Source`."""
+        self._sequences[slot], self._num_learned[slot] = NO_SEQUENCE, 0
+        self._trie_of[slot] = _NO_TRIE
+        if not (controls.learn or wants_drafts(controls, "trie")):
+            return
+        tenant = "" if self._config.share_tenants else controls.tenant
+        of = namespace(self._identity, controls.adapter, tenant)
+        trie = None if controls.tenant == NO_TENANT else self._memory.for_request(of)
+        if trie is None:
+            self._misses.note(of, self._why_none(of, controls))
+            return
+        # A client may choose its request's id, and so another one's: the text's name is our own.
+        name = f"{self._text_prefix}-{self._num_opened:x}"
+        self._num_opened += 1
+        sequence = trie.open(name, private=not controls.learn)
+        if sequence == NO_SEQUENCE:
+            self._memory.release(of)
+            reason = "a text found no room: more are open than max_bytes has pages for"
+            self._misses.note(of, reason)
+            return
+        self._misses.note(of, "")
+        self._namespaces[slot], self._sequences[slot] = of, sequence
+        self._trie_of[slot] = self._index_of(trie)
+        if self._unsent is not None and controls.learn:
+            self._unsent.open(slot, of, name)
+
+    def propose(self, batch: DraftBatch, limits: Int32Array) -> Drafts:
+        """See :class:`specserve.sources.base.Source`; looks up after all rows were learned."""
+        slots = kernel_array(batch.slots, np.int64)
+        size = len(slots)
+        drafts = Drafts(*(array[:size] for array in self._drafts))
+        drafts.lengths[:] = 0
+        arrays = (
+            slots,
+            kernel_array(batch.token_ids, np.int32),
+            kernel_array(batch.num_tokens, np.int32),
+            kernel_array(batch.num_prompt_tokens, np.int32),
+        )
+        limits = kernel_array(limits, np.int32)
+        begins, ends, budget = self._begins[:size], self._ends[:size], LEARN_TOKENS_PER_STEP
+        for trie, rows in self._rows_by_trie(slots):
+            budget = trie.step(
+                rows,
+                arrays,
                 limits,
-                names,
-                rows=rows,
+                self._sequences,
+                self._num_learned,
+                begins,
+                ends,
+                drafts,
+                skips_prompts=not self._config.learn_prompts,
+                budget=budget,
                 min_match_len=self._config.min_match_len,
             )
-            for row in rows[found.lengths[rows] > 0].tolist():
-                drafts[row] = Draft(
-                    tuple(found.tokens[row, : found.lengths[row]].tolist()),
-                    "trie_cluster" if found.from_cluster[row] else "trie_local",
-                    int(found.match_lens[row]),
-                    tuple(found.chances[row, : found.lengths[row]].tolist()),
-                )
+            if self._unsent is not None:
+                self._unsent.add(arrays, begins, ends)
         return drafts
 
-    def forget(self, request_ids: list[str]) -> None:
-        """Closes these requests' texts; what was learned of them stays."""
-        for request_id in request_ids:
-            request = self._requests.pop(request_id, None)
-            if request is None or request.trie is None:
+    def close(self, slots: Int64Array) -> None:
+        """See :class:`specserve.sources.base.Source`; what was learned of the requests stays."""
+        for slot in slots.tolist():
+            if self._trie_of[slot] == _NO_TRIE:
                 continue
-            request.trie.finish(request.name)
-            self._memory.release(request.namespace)
-            if self._shared is not None and not request.private:
-                end, nothing = request.num_learned, np.empty(0, np.int32)
-                self._shared.publish(request.namespace, request.name, end, nothing, final=True)
+            self._tries[self._trie_of[slot]].finish(int(self._sequences[slot]))
+            self._memory.release(self._namespaces[slot])
+            self._trie_of[slot], self._sequences[slot] = _NO_TRIE, NO_SEQUENCE
+            if self._unsent is not None:
+                self._unsent.close(slot)
 
     def snapshot(self) -> TrieSnapshot:
         """What is in the memory now; for any thread."""
@@ -153,33 +166,27 @@ class TrieSource:
         )
         return TrieSnapshot(tuple(namespaces), link)
 
-    def _rows_by_trie(self, batch: DraftBatch) -> list[tuple[TokenTrie, Int64Array]]:
+    def _rows_by_trie(self, slots: Int64Array) -> Iterator[tuple[TokenTrie, Int64Array]]:
         """The batch's rows, together where they share a trie."""
-        rows: dict[TokenTrie, list[int]] = {}
-        for row, request_id in enumerate(batch.request_ids):
-            request = self._requests.get(request_id)
-            if request is None:
-                controls = batch.controls[row] if batch.controls else _DEFAULT
-                request = self._requests[request_id] = self._open(request_id, controls)
-            if request.trie is not None:
-                rows.setdefault(request.trie, []).append(row)
-        return [(trie, np.array(each, np.int64)) for trie, each in rows.items()]
+        of = self._trie_of[slots]
+        if len(of) and (of == of[0]).all():  # as it mostly is
+            if of[0] != _NO_TRIE:
+                yield self._tries[of[0]], self._rows[: len(of)]
+            return
+        for index in np.unique(of[of != _NO_TRIE]).tolist():
+            yield self._tries[index], np.flatnonzero(of == index)
 
-    def _open(self, request_id: str, controls: RequestControls) -> _Request:
-        tenant = "" if self._config.share_tenants else controls.tenant
-        of = namespace(self._identity, controls.adapter, tenant)
-        # A client may choose its request's id, and so another one's: the text's name is our own.
-        name = f"{self._name}-{self._num_opened:x}"
-        self._num_opened += 1
-        if not (controls.learn or wants_drafts(controls, "trie")):
-            return _Request(name, of, None, private=True)
-        trie = None if controls.tenant == NO_TENANT else self._memory.for_request(of)
-        miss = "" if trie is not None else self._why_none(of, controls)
-        if trie is not None and not trie.open(name, private=not controls.learn):
-            self._memory.release(of)
-            trie, miss = None, "a text found no room: more are open than max_bytes has pages for"
-        self._misses.note(of, miss)
-        return _Request(name, of, trie, not controls.learn)
+    def _index_of(self, trie: TokenTrie) -> int:
+        """The trie's index, a new one if need be in the place of a trie that no request uses."""
+        for index, known in enumerate(self._tries):
+            if known is trie:
+                return index
+        for index in range(len(self._tries)):
+            if not (self._trie_of == index).any():
+                self._tries[index] = trie
+                return index
+        self._tries.append(trie)
+        return len(self._tries) - 1
 
     def _why_none(self, of: str, controls: RequestControls) -> str:
         """Why a request finds no trie; names neither tenant nor adapter, since all may read it."""
@@ -190,59 +197,16 @@ class TrieSource:
             f"(max_cpu_loras), and an adapter keeps one for {KEPT_S:g} s after its last request"
         )
 
-    def _learn_until(self, batch: DraftBatch, num_tokens: Int32Array) -> Int64Array:
-        """Up to where each text is learned in this step."""
-        requests = [self._requests[request_id] for request_id in batch.request_ids]
-        learned = np.array([request.num_learned for request in requests], np.int64)
-        missing = np.maximum(num_tokens - learned, 0)
-        if missing.max() > _SMALL_TOKENS:
-            left = LEARN_TOKENS_PER_STEP
-            for row in np.flatnonzero(missing > _SMALL_TOKENS).tolist():
-                missing[row] = min(int(missing[row]), left)
-                left -= int(missing[row])
-        ends: Int64Array = learned + missing
-        return ends
-
-    def _learn(
-        self,
-        trie: TokenTrie,
-        rows: Int64Array,
-        batch: DraftBatch,
-        names: list[str],
-        token_ids: Int32Array,
-        ends: Int64Array,
-    ) -> None:
-        """Learns these rows' new tokens, and tells the other replicas."""
-        begins = ends.copy()  # of the rows that are not this trie's, nothing
-        num_prompt_tokens = batch.num_prompt_tokens.astype(np.int64)
-        for row in rows.tolist():
-            request = self._requests[batch.request_ids[row]]
-            begin = request.num_learned
-            request.num_learned = end = int(ends[row])
-            if not self._config.learn_prompts:
-                begin = min(max(begin, int(num_prompt_tokens[row])), end)
-            begins[row] = begin
-            if self._shared is not None and not request.private and begin < end:
-                self._shared.publish(
-                    request.namespace,
-                    request.name,
-                    begin,
-                    token_ids[row, begin:end],
-                    min(max(int(num_prompt_tokens[row]) - begin, 0), end - begin),
-                )
-        trie.append_rows(names, token_ids, begins, ends, num_prompt_tokens)
-
     def _warm_up(self) -> None:
         """Compiles the kernels, or loads them from numba's cache: no request waits for that."""
         trie = TokenTrie(1 << 20)
-        tokens, one = np.zeros((1, 8), np.int32), np.ones(1, np.int32)
-        trie.open("\0warm-up")
-        trie.append_rows(
-            ["\0warm-up"],
-            tokens,
-            np.zeros(1, np.int64),
-            8 * one.astype(np.int64),
-            one.astype(np.int64),
-        )
-        trie.lookup(tokens, 8 * one, one, ["\0warm-up"], rows=np.zeros(1, np.int64))
-        trie.remove("\0warm-up")
+        slots, one = np.zeros(1, np.int64), np.ones(1, np.int32)
+        batch = slots, np.zeros((1, 8), np.int32), 8 * one, one
+        sequences = np.array([trie.open("warm-up")], np.int64)
+        begins, ends = slots.copy(), slots.copy()
+        drafts = Drafts(*(array[:1] for array in self._drafts))
+        trie.step(slots, batch, one, sequences, slots.copy(), begins, ends, drafts)
+        trie.append(int(sequences[0]), batch[1][0])
+        trie.remove("warm-up")
+        if self._unsent is not None:
+            self._unsent.add(batch, begins, begins)

@@ -2,15 +2,19 @@
 
 A lookup takes the longest context that has places, and walks on from all of them at once. A hash
 is never trusted: tokens are compared, so that a place that was evicted or overwritten since is seen
-for what it is.
+for what it is. Requests are looked up in groups, a place of each in turn: while the memory of one
+is fetched, the others go on.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
+import numpy.typing as npt
 from numba import njit
 
-from specserve.core.compile import kernel
+from specserve.core.compile import inner
 from specserve.trie.contexts import (
     LENGTHS,
     LONGEST,
@@ -19,8 +23,27 @@ from specserve.trie.contexts import (
     ONE,
     mix,
     newest_place,
+    prefetch,
+    prefetch_context,
 )
-from specserve.trie.layout import BUCKET, CLOCK, CUT, FROM_CLUSTER, LEVELS, MOST_USE, PAGE, PRIVATE
+from specserve.trie.layout import (
+    CLOCK,
+    CUT,
+    FLAGS,
+    FROM_CLUSTER,
+    LENGTH,
+    MOST_USE,
+    NEXT,
+    OUTPUT,
+    OWNER,
+    PAGE,
+    PREV,
+    PRIVATE,
+    STAMP,
+)
+
+GROUP = 32
+"""Requests that are looked up by turns."""
 
 _MOST_PLACES = 16
 """Places of one context that a lookup weighs."""
@@ -30,139 +53,246 @@ _DOUBT = 8.0
 """A path whose context matches in ``n`` tokens goes on right with a chance of ``n^2 / (n^2 + 8)``,
 where all places agree. Seen on Python code: 0.3 after 2 tokens, 0.6 after 6, 0.98 after 32."""
 _LONGEST_MATCH = 32
+_COLUMNS = 8
+LOCAL, CLUSTER = 0, 1
+"""Labels of drafts: who taught most of it, this replica or others."""
+
+
+class Group(NamedTuple):
+    """Where the lookups of a group are; ``[GROUP]`` and, of its places, ``[GROUP, 16]``.
+
+    Attributes:
+        levels: the length of context that is tried, an index of ``LEVELS``.
+        hops: places seen of it.
+        positions: the next one.
+        newest: int64 ``[GROUP, levels]``, the newest place of each context; -1.
+        counts: places that are good.
+        places: position of the token that follows.
+        ends: end of the tokens in that position's page.
+        weights: of each place.
+        matches: tokens of context that each place matches.
+    """
+
+    levels: npt.NDArray[np.int64]
+    hops: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    newest: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int64]
+    places: npt.NDArray[np.int64]
+    ends: npt.NDArray[np.int64]
+    weights: npt.NDArray[np.float64]
+    matches: npt.NDArray[np.int64]
+    mixed: npt.NDArray[np.uint64]
+    active: npt.NDArray[np.int64]
+    following: npt.NDArray[np.int32]
 
 
 @njit(nogil=True, inline="always")
 def _following(a, position):  # type: ignore[no-untyped-def]
     """The position after this one in the text; -1 at its end and before a gap."""
     page = position // PAGE
-    if position % PAGE + 1 < a.page_length[page]:
+    if position % PAGE + 1 < a.pages[page, LENGTH]:
         return position + 1
-    after = a.page_next[page]
-    if position % PAGE + 1 == PAGE and after >= 0 and not a.page_flags[after] & CUT:
-        return np.int64(after) * PAGE
+    after = np.int64(a.pages[page, NEXT])
+    if position % PAGE + 1 == PAGE and after >= 0 and not a.pages[after, FLAGS] & CUT:
+        return after * PAGE
     return -1
 
 
 @njit(nogil=True, inline="always")
-def _match_len(a, position, text, length):  # type: ignore[no-untyped-def]
-    """How many tokens up to ``position`` equal the last ones of ``text[:length]``."""
+def _match_len(a, position, token_ids, row, length):  # type: ignore[no-untyped-def]
+    """How many tokens up to ``position`` equal the last ones of ``token_ids[row, :length]``."""
     page = position // PAGE
     offset = position % PAGE
-    if offset >= a.page_length[page]:
+    if offset >= a.pages[page, LENGTH]:
         return 0
     longest = min(_LONGEST_MATCH, length)
     count = 0
-    while count < longest and a.tokens[page * PAGE + offset] == text[length - 1 - count]:
+    while count < longest and a.tokens[page * PAGE + offset] == token_ids[row, length - 1 - count]:
         count += 1
         offset -= 1
         if offset < 0:
-            prev = a.page_prev[page]
-            if prev < 0 or a.page_flags[page] & CUT:
+            prev = np.int64(a.pages[page, PREV])
+            if prev < 0 or a.pages[page, FLAGS] & CUT:
                 break
             page, offset = prev, PAGE - 1
     return count
 
 
 @njit(nogil=True, inline="always")
-def _contains(places, count, position):  # type: ignore[no-untyped-def]
-    for i in range(count):  # noqa: SIM110  # numba compiles no generator
-        if places[i] == position:
+def _go_to(a, group, i, position):  # type: ignore[no-untyped-def]
+    """The place that request i looks at next, and all that is read of it."""
+    group.positions[i] = position
+    prefetch(a.tokens, position)
+    prefetch(a.tokens, max(position - LONGEST, 0))
+    prefetch(a.older, position * NUM_LEVELS)
+    prefetch(a.pages, position // PAGE * _COLUMNS)
+
+
+@njit(nogil=True, inline="always")
+def _descend(a, group, i, lowest):  # type: ignore[no-untyped-def]
+    """Goes on with the next shorter context that has a place; False if there is none."""
+    for level in range(group.levels[i] - 1, lowest - 1, -1):
+        if group.newest[i, level] >= 0:
+            group.levels[i], group.hops[i] = level, 0
+            _go_to(a, group, i, group.newest[i, level])
             return True
     return False
 
 
-@njit(nogil=True)
-def _gather(a, text, length, slot, min_match_len, weights, places, place_weights, matches):  # type: ignore[no-untyped-def]
-    """Places of the longest context that has any: the tokens that followed it, and their weights.
-
-    Returns:
-        How many.
-    """
-    num_buckets = np.uint64(a.table.shape[1] // BUCKET)
+@njit(nogil=True, inline="always")
+def _hop(a, group, i, token_ids, row, length, slot, lowest, min_match_len, weights):  # type: ignore[no-untyped-def]
+    """Looks at one place; False where the request has all it needs, or nothing is left."""
     own_weight, prompt_weight, decay = weights
-    states = np.empty(NUM_LEVELS, np.uint64)
-    state, power, num_levels = np.uint64(0), ONE, 0
-    for back in range(min(LONGEST, length)):
-        state += (np.uint64(text[length - 1 - back]) + ONE) * power
-        power *= MULTIPLIER
-        if back + 1 == LENGTHS[num_levels]:
-            states[num_levels] = state
-            num_levels += 1
-    for level in range(num_levels - 1, -1, -1):
-        if level + 1 < NUM_LEVELS and LENGTHS[level + 1] <= min_match_len:
-            return 0  # whatever is found from here on matches less
-        count = 0
-        position = newest_place(a.table[level], mix(states[level]), num_buckets)
-        for _ in range(_MOST_HOPS):
-            if position < 0 or count == _MOST_PLACES:
-                break
-            page = position // PAGE
-            match = _match_len(a, position, text, length)
-            if match < LENGTHS[level]:
-                break  # overwritten since
-            is_own = a.page_slot[page] == slot
-            after = _following(a, position)
-            if _contains(places, count, after):
-                break  # overwritten since, and led back to here
-            if (
-                after >= 0
-                and match >= min_match_len
-                and (is_own or not a.page_flags[page] & PRIVATE)
+    position, level, count = group.positions[i], group.levels[i], group.counts[i]
+    page = position // PAGE
+    match = _match_len(a, position, token_ids, row, length)
+    is_valid = match >= LENGTHS[level]  # or it was overwritten since
+    after = _following(a, position) if is_valid else -1
+    if after >= 0:
+        for j in range(count):
+            if group.places[i, j] == after:
+                is_valid = False  # overwritten since, and led back to here
+        is_own = a.pages[page, OWNER] == slot
+        is_seen = is_own or not a.pages[page, FLAGS] & PRIVATE
+        if is_valid and match >= min_match_len and is_seen:
+            age = a.scalars[CLOCK] - np.int64(a.pages[page, STAMP]) * PAGE
+            weight = match * np.exp2(-decay * age)
+            if is_own:
+                weight *= own_weight
+            elif after % PAGE < a.pages[after // PAGE, OUTPUT]:
+                weight *= prompt_weight
+            group.places[i, count] = after
+            group.ends[i, count] = after // PAGE * PAGE + a.pages[after // PAGE, LENGTH]
+            group.weights[i, count] = weight
+            group.matches[i, count] = match
+            count += 1
+            group.counts[i] = count
+            prefetch(a.tokens, after + PAGE // 4)
+    group.hops[i] += 1
+    older = np.int64(a.older[position, level])
+    if is_valid and older >= 0 and group.hops[i] < _MOST_HOPS and count < _MOST_PLACES:
+        _go_to(a, group, i, older)
+        return True
+    return count == 0 and _descend(a, group, i, lowest)
+
+
+@inner
+def _gather(a, group, rows, token_ids, num_tokens, limits, slots, min_match_len, weights):  # type: ignore[no-untyped-def]
+    """Finds the places of each request's longest context that has any."""
+    lowest = 0
+    while lowest + 1 < NUM_LEVELS and LENGTHS[lowest + 1] <= min_match_len:
+        lowest += 1  # whatever a shorter context finds matches less
+    mixed, active, num_active = group.mixed, group.active, 0
+    for i in range(rows.shape[0]):
+        row = rows[i]
+        group.counts[i] = group.levels[i] = 0
+        if limits[row] <= 0:
+            continue
+        state, power, level = np.uint64(0), ONE, 0
+        for back in range(min(LONGEST, num_tokens[row])):
+            state += (np.uint64(token_ids[row, num_tokens[row] - 1 - back]) + ONE) * power
+            power *= MULTIPLIER
+            if back + 1 == LENGTHS[level]:
+                mixed[i, level] = mix(state)
+                prefetch_context(a.table, level, mixed[i, level])
+                level += 1
+        group.levels[i] = level
+        active[num_active] = i
+        num_active += 1
+    left = 0
+    for k in range(num_active):
+        i = active[k]
+        for level in range(group.levels[i]):
+            group.newest[i, level] = newest_place(a.table, level, mixed[i, level])
+        if _descend(a, group, i, lowest):
+            active[left] = i
+            left += 1
+    while left:
+        k = 0
+        while k < left:
+            i = active[k]
+            row = rows[i]
+            length = np.int64(num_tokens[row])
+            if _hop(
+                a, group, i, token_ids, row, length, slots[row], lowest, min_match_len, weights
             ):
-                weight = match * np.exp2(decay * (a.page_stamp[page] - a.scalars[CLOCK]))
-                if is_own:
-                    weight *= own_weight
-                elif after % PAGE < a.page_output[after // PAGE]:
-                    weight *= prompt_weight
-                places[count] = after
-                place_weights[count] = weight
-                matches[count] = match
-                count += 1
-            position = np.int64(a.older[level, position])
-        if count:
-            return count
-    return 0
+                k += 1
+            else:
+                left -= 1
+                active[k] = active[left]
 
 
-@njit(nogil=True)
-def _heaviest(a, places, weights, count):  # type: ignore[no-untyped-def]
-    """The token that follows with the greatest weight: (token, its weight, weight of all)."""
+@njit(nogil=True, inline="always")
+def _heaviest(tokens, weights, count):  # type: ignore[no-untyped-def]
+    """The token of the greatest weight: (token, its weight, weight of all)."""
     total = 0.0
-    first = a.tokens[places[0]]
     is_one = True
     for i in range(count):
         total += weights[i]
-        is_one = is_one and a.tokens[places[i]] == first
+        is_one = is_one and tokens[i] == tokens[0]
     if is_one:
-        return first, total, total
-    best, best_weight = first, 0.0
+        return tokens[0], total, total
+    best, best_weight = tokens[0], 0.0
     for i in range(count):
-        token, weight = a.tokens[places[i]], 0.0
+        weight = 0.0
         for j in range(count):
-            if a.tokens[places[j]] == token:
+            if tokens[j] == tokens[i]:
                 weight += weights[j]
         if weight > best_weight:
-            best, best_weight = token, weight
+            best, best_weight = tokens[i], weight
     return best, best_weight, total
 
 
-@kernel
+@inner
+def _draft(a, group, i, limit, floor, draft, confidence):  # type: ignore[no-untyped-def]
+    """Walks on from request i's places; returns (tokens in the draft, its label)."""
+    places, ends, weights = group.places[i], group.ends[i], group.weights[i]
+    tokens = group.following
+    count, label = group.counts[i], LOCAL
+    longest = 0
+    for j in range(count):
+        longest = max(longest, group.matches[i, j])
+    probability = 1.0
+    for index in range(limit):
+        if not count:
+            return index, label
+        for j in range(count):
+            tokens[j] = a.tokens[places[j]]
+        token, weight, total = _heaviest(tokens, weights, count)
+        matched = float(longest + index) ** 2
+        chance = weight / total * matched / (matched + _DOUBT)
+        probability *= chance
+        if probability < floor:
+            return index, label
+        draft[index] = token
+        confidence[index] = chance
+        kept, taught = 0, 0.0
+        for j in range(count):
+            if tokens[j] != token:
+                continue
+            place, end = places[j] + 1, ends[j]
+            if index == 0:
+                page = places[j] // PAGE
+                a.page_use[page] = min(a.page_use[page] + 1, MOST_USE)
+                if a.pages[page, FLAGS] & FROM_CLUSTER:
+                    taught += weights[j]
+            if place == end:
+                place = _following(a, place - 1)
+                if place < 0:
+                    continue
+                end = place // PAGE * PAGE + a.pages[place // PAGE, LENGTH]
+            places[kept], ends[kept], weights[kept] = place, end, weights[j]
+            kept += 1
+        if index == 0 and 2.0 * taught > weight:
+            label = CLUSTER
+        count = kept
+    return limit, label
+
+
+@njit(nogil=True)
 def lookup(  # type: ignore[no-untyped-def]
-    a,
-    rows,
-    token_ids,
-    num_tokens,
-    limits,
-    slots,
-    min_match_len,
-    floor,
-    weights,
-    drafts,
-    lengths,
-    match_lens,
-    chances,
-    from_cluster,
+    a, rows, token_ids, num_tokens, limits, slots, min_match_len, floor, weights, drafts
 ):
     """Drafts for a batch.
 
@@ -177,56 +307,29 @@ def lookup(  # type: ignore[no-untyped-def]
         floor: a draft ends before its path's probability falls below this.
         weights: (of a place in the request's own text, of one in another's prompt, doublings of
             weight a token of recency).
-        drafts: int32 ``[n, >= max(limits)]``, written.
-        lengths: int64 ``[n]``, tokens in each draft, written.
-        match_lens: int64 ``[n]``, longest match behind each draft, written.
-        chances: float64 ``[n, >= max(limits)]``, of each token, those before it given, written.
-        from_cluster: bool ``[n]``, most of the draft's weight was taught by others, written.
+        drafts: of n rows, written.
     """
-    places = np.empty(_MOST_PLACES, np.int64)
-    place_weights = np.empty(_MOST_PLACES, np.float64)
-    matches = np.empty(_MOST_PLACES, np.int64)
-    for row in rows:
-        lengths[row] = match_lens[row] = 0
-        from_cluster[row] = False
-        if limits[row] <= 0 or num_tokens[row] < LEVELS[0]:
-            continue
-        text, slot = token_ids[row], slots[row]
-        length = np.int64(num_tokens[row])
-        count = _gather(
-            a, text, length, slot, min_match_len, weights, places, place_weights, matches
+    group = Group(
+        np.empty(GROUP, np.int64),
+        np.empty(GROUP, np.int64),
+        np.empty(GROUP, np.int64),
+        np.empty((GROUP, NUM_LEVELS), np.int64),
+        np.empty(GROUP, np.int64),
+        np.empty((GROUP, _MOST_PLACES), np.int64),
+        np.empty((GROUP, _MOST_PLACES), np.int64),
+        np.empty((GROUP, _MOST_PLACES), np.float64),
+        np.empty((GROUP, _MOST_PLACES), np.int64),
+        np.empty((GROUP, NUM_LEVELS), np.uint64),
+        np.empty(GROUP, np.int64),
+        np.empty(_MOST_PLACES, np.int32),
+    )
+    for begin in range(0, rows.shape[0], GROUP):
+        chosen = rows[begin : begin + GROUP]
+        _gather(
+            a, group, chosen, token_ids, num_tokens, limits, slots, min_match_len, weights
         )
-        longest = np.int64(0)
-        for i in range(count):
-            longest = max(longest, matches[i])
-        probability = 1.0
-        for index in range(limits[row]):
-            if not count:
-                break
-            token, weight, total = _heaviest(a, places, place_weights, count)
-            matched = float(longest + index) ** 2
-            chance = weight / total * matched / (matched + _DOUBT)
-            probability *= chance
-            if probability < floor:
-                break
-            drafts[row, index] = token
-            lengths[row] = index + 1
-            chances[row, index] = chance
-            kept, taught = 0, 0.0
-            for i in range(count):
-                if a.tokens[places[i]] != token:
-                    continue
-                page = places[i] // PAGE
-                if index == 0:
-                    a.page_use[page] = min(a.page_use[page] + 1, MOST_USE)
-                    match_lens[row] = max(match_lens[row], matches[i])
-                    if a.page_flags[page] & FROM_CLUSTER:
-                        taught += place_weights[i]
-                after = _following(a, places[i])
-                if after >= 0:
-                    places[kept] = after
-                    place_weights[kept] = place_weights[i]
-                    kept += 1
-            if index == 0:
-                from_cluster[row] = 2.0 * taught > weight
-            count = kept
+        for i in range(chosen.shape[0]):
+            row = chosen[i]
+            drafts.lengths[row], drafts.labels[row] = _draft(
+                a, group, i, limits[row], floor, drafts.tokens[row], drafts.confidence[row]
+            )

@@ -7,9 +7,12 @@ into the kernels that use it.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
 
-from specserve.trie.layout import BUCKET, CUT, LEVELS, MOST_USE, PAGE
+from specserve.core.compile import inner
+from specserve.trie.layout import BUCKET, CUT, FLAGS, LEVELS, MOST_USE, PAGE, PREV
 
 LENGTHS = np.array(LEVELS, np.int64)
 LONGEST = LEVELS[-1]
@@ -32,6 +35,30 @@ def _outgoing() -> tuple[int, ...]:
 _OUTGOING = np.array(_outgoing(), np.uint64)
 
 
+@intrinsic
+def prefetch(typing_context, array, index):  # type: ignore[no-untyped-def]
+    """Has the processor fetch the cache line of ``array.flat[index]``; the array is contiguous.
+
+    A memory of this size is in no cache. The kernels say of many rows what they will read, and
+    then read it, so that the processor waits for all of it at once.
+    """
+
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        made = context.make_array(signature.args[0])(context, builder, arguments[0])
+        address = builder.gep(made.data, [arguments[1]])
+        byte = ir.IntType(8).as_pointer()
+        word = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+        function = builder.module.globals.get("llvm.prefetch.p0") or ir.Function(
+            builder.module, kind, "llvm.prefetch.p0"
+        )
+        options = [ir.Constant(word, value) for value in (0, 3, 1)]  # to read, keep, data
+        builder.call(function, [builder.bitcast(address, byte), *options])
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), codegen
+
+
 @njit(nogil=True, inline="always")
 def mix(state):  # type: ignore[no-untyped-def]
     """A rolling hash made fit for the tables."""
@@ -40,14 +67,21 @@ def mix(state):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, inline="always")
-def _bucket(mixed, num_buckets):  # type: ignore[no-untyped-def]
+def _bucket(table, mixed):  # type: ignore[no-untyped-def]
     """First entry of the bucket of a hash."""
-    return (((mixed >> _S32) * num_buckets) >> _S32) * _NUM_BUCKET
+    num_buckets = np.uint64(table.shape[1] // BUCKET)
+    return np.int64((((mixed >> _S32) * num_buckets) >> _S32) * _NUM_BUCKET)
 
 
-@njit(nogil=True)
-def hash_page_contexts(a, page, begin, end, states):  # type: ignore[no-untyped-def]
-    """Hash of each level's context that ends at offsets ``begin .. end - 1`` of a page.
+@njit(nogil=True, inline="always")
+def prefetch_context(table, level, mixed):  # type: ignore[no-untyped-def]
+    """Says that a context will be looked for."""
+    prefetch(table, level * table.shape[1] + _bucket(table, mixed))
+
+
+@inner
+def hash_page_contexts(a, page, begin, end, states, window):  # type: ignore[no-untyped-def]
+    """Mixed hash of each level's context that ends at offsets ``begin .. end - 1`` of a page.
 
     Args:
         a: arrays.
@@ -55,16 +89,17 @@ def hash_page_contexts(a, page, begin, end, states):  # type: ignore[no-untyped-
         begin: first offset.
         end: one past the last offset.
         states: uint64 ``[levels, PAGE]``, written from index 0 on.
+        window: int32 ``[LONGEST + PAGE]``, scratch.
 
     Returns:
         How many tokens stand before ``begin``, at most the longest context.
     """
-    window = np.empty(LONGEST + PAGE, np.int32)
     known = min(begin, LONGEST)
     before = 0
-    if known < LONGEST and not a.page_flags[page] & CUT and a.page_prev[page] >= 0:
+    prev = np.int64(a.pages[page, PREV])
+    if known < LONGEST and not a.pages[page, FLAGS] & CUT and prev >= 0:
         before = LONGEST - known  # the page before it is full
-        start = a.page_prev[page] * PAGE + PAGE - before
+        start = prev * PAGE + PAGE - before
         for j in range(before):
             window[j] = a.tokens[start + j]
     for j in range(known + end - begin):
@@ -79,47 +114,46 @@ def hash_page_contexts(a, page, begin, end, states):  # type: ignore[no-untyped-
             state = state * MULTIPLIER + np.uint64(window[j]) + ONE
             if j >= length:
                 state -= (np.uint64(window[j - length]) + ONE) * _OUTGOING[level]
-            states[level, j - known] = state
+            states[level, j - known] = mix(state)
     return known
 
 
 @njit(nogil=True, inline="always")
-def put_place(table, page_use, mixed, num_buckets, position):  # type: ignore[no-untyped-def]
+def put_place(a, level, mixed, position):  # type: ignore[no-untyped-def]
     """Notes a context's newest place; returns the one noted before, or -1.
 
     In a full bucket the context goes whose page is used least.
     """
-    start = _bucket(mixed, num_buckets)
+    start = _bucket(a.table, mixed)
     tag = mixed & _LOW
     entry = (tag << _S32) | np.uint64(position + 1)
-    for i in range(BUCKET):
-        slot = start + np.uint64(i)
-        found = table[slot]
+    for i in range(start, start + BUCKET):
+        found = a.table[level, i]
         if found == 0:
-            table[slot] = entry
+            a.table[level, i] = entry
             return -1
         if found >> _S32 == tag:
-            table[slot] = entry
+            a.table[level, i] = entry
             return np.int64(found & _LOW) - 1
-    least, victim = MOST_USE + 1, start
+    least, victim, first = MOST_USE + 1, start, np.int64(mixed >> _S29) & (BUCKET - 1)
     for i in range(BUCKET):
-        slot = start + ((mixed >> _S29) + np.uint64(i)) % _NUM_BUCKET
-        use = page_use[(np.int64(table[slot] & _LOW) - 1) // PAGE]
+        slot = start + (first + i) % BUCKET
+        use = a.page_use[(np.int64(a.table[level, slot] & _LOW) - 1) // PAGE]
         if use < least:
             least, victim = use, slot
             if not use:
                 break
-    table[victim] = entry
+    a.table[level, victim] = entry
     return -1
 
 
 @njit(nogil=True, inline="always")
-def newest_place(table, mixed, num_buckets):  # type: ignore[no-untyped-def]
+def newest_place(table, level, mixed):  # type: ignore[no-untyped-def]
     """A context's newest place, or -1."""
-    start = _bucket(mixed, num_buckets)
+    start = _bucket(table, mixed)
     tag = mixed & _LOW
-    for i in range(BUCKET):
-        found = table[start + np.uint64(i)]
+    for i in range(start, start + BUCKET):
+        found = table[level, i]
         if found == 0:
             return -1
         if found >> _S32 == tag:
@@ -128,19 +162,19 @@ def newest_place(table, mixed, num_buckets):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, inline="always")
-def replace_place(table, mixed, num_buckets, position, older):  # type: ignore[no-untyped-def]
+def replace_place(table, level, mixed, position, older):  # type: ignore[no-untyped-def]
     """Where ``position`` is a context's newest place, puts the older one there, or nothing."""
-    start = _bucket(mixed, num_buckets)
+    start = _bucket(table, mixed)
+    end = start + BUCKET
     entry = ((mixed & _LOW) << _S32) | np.uint64(position + 1)
-    for i in range(BUCKET):
-        slot = start + np.uint64(i)
-        if table[slot] == entry:
+    for i in range(start, end):
+        if table[level, i] == entry:
             if older >= 0:
-                table[slot] = (entry & ~_LOW) | np.uint64(older + 1)
+                table[level, i] = (entry & ~_LOW) | np.uint64(older + 1)
                 return
             last = i  # the bucket stays without gaps
-            while last + 1 < BUCKET and table[start + np.uint64(last + 1)] != 0:
+            while last + 1 < end and table[level, last + 1] != 0:
                 last += 1
-            table[slot] = table[start + np.uint64(last)]
-            table[start + np.uint64(last)] = np.uint64(0)
+            table[level, i] = table[level, last]
+            table[level, last] = np.uint64(0)
             return

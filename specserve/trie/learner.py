@@ -7,6 +7,7 @@ from collections import OrderedDict
 
 from specserve.trie.memory import TrieMemory
 from specserve.trie.records import Record
+from specserve.trie.token_trie import NO_SEQUENCE
 
 MOST_GROWING = 4096
 """Texts of other replicas that are held ready to go on; the oldest of more is closed."""
@@ -24,7 +25,7 @@ class ClusterLearner:
 
     def __init__(self, memory: TrieMemory) -> None:
         self._memory = memory
-        self._ends: OrderedDict[tuple[str, str], int] = OrderedDict()
+        self._ends: OrderedDict[tuple[str, str], tuple[int, int]] = OrderedDict()
 
     def apply(self, record: Record) -> None:
         """Learns a piece of a text, or forgets what the record says."""
@@ -38,11 +39,12 @@ class ClusterLearner:
         trie = self._memory.for_record(record.namespace)
         if trie is None:
             return
-        key, sequence = (record.namespace, record.sequence), record.sequence
-        if not trie.open(sequence, learned_from="cluster"):
+        sequence = trie.open(record.sequence, learned_from="cluster")
+        if sequence == NO_SEQUENCE:
             return
-        if self._ends.pop(key, -1) != record.start:  # or nobody knows where it ended
-            trie.skip(sequence)
+        key = record.namespace, record.sequence
+        if self._ends.pop(key, (0, -1)) != (sequence, record.start):
+            trie.skip(sequence)  # nobody knows what was before
         tokens = record.token_array()
         for begin in range(0, len(tokens), _SLICE_TOKENS):
             piece = tokens[begin : begin + _SLICE_TOKENS]
@@ -52,8 +54,8 @@ class ClusterLearner:
         if record.final:
             trie.finish(sequence)
             return
-        self._ends[key] = record.start + len(tokens)
+        self._ends[key] = sequence, record.start + len(tokens)
         if len(self._ends) > MOST_GROWING:
-            (namespace, oldest), _ = self._ends.popitem(last=False)
+            (namespace, _), (oldest, _) = self._ends.popitem(last=False)
             if (other := self._memory.of(namespace)) is not None:
                 other.finish(oldest)

@@ -29,6 +29,7 @@ class SharedMemory(Protocol):
         tokens: Int32Array,
         num_prompt_tokens: int = 0,
         final: bool = False,
+        stamp: float = 0.0,
     ) -> bool:
         """Tells the others what follows in a text.
 
@@ -39,6 +40,7 @@ class SharedMemory(Protocol):
             tokens: int32 ``[k]``, copied.
             num_prompt_tokens: how many of them, from the first one, are prompt.
             final: the text ends here.
+            stamp: when the first of these tokens was written, in seconds since 1970; 0: now.
 
         Returns:
             False if these tokens were dropped, because others wait in too great number.

@@ -11,10 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 
+import numpy as np
+
 from specserve.core.errors import StoreError
 from specserve.core.types import Int32Array
 from specserve.trie.outbox import Outbox
-from specserve.trie.pieces import PieceQueue
+from specserve.trie.pieces import Piece, PieceQueue
 from specserve.trie.records import ExchangeReply, ExchangeRequest, Record, StoreClient
 
 logger = logging.getLogger(__name__)
@@ -45,7 +47,6 @@ class ReplicaOptions:
         max_queued_tokens: tokens that wait for the thread; more are dropped.
         interval_s: time from the start of one call to the next, in seconds, while the replica
             keeps up.
-        max_delay_s: how long a few tokens wait for more of the same text, in seconds.
         deadline_s: how long a call may take, in seconds.
     """
 
@@ -54,7 +55,6 @@ class ReplicaOptions:
     max_bytes: int = 64 << 20
     max_queued_tokens: int = 1 << 18
     interval_s: float = 0.1
-    max_delay_s: float = 0.4
     deadline_s: float = 2.0
 
 
@@ -117,7 +117,7 @@ class TrieReplica:
         self._client = client
         self._apply = apply
         self._options = options
-        self._queue = PieceQueue(options.max_queued_tokens, options.max_delay_s)
+        self._queue = PieceQueue(options.max_queued_tokens)
         self._outbox = Outbox(self.origin, options.max_bytes, options.vocab_size)
         self._epoch = ""
         self._position = 0
@@ -144,6 +144,7 @@ class TrieReplica:
         tokens: Int32Array,
         num_prompt_tokens: int = 0,
         final: bool = False,
+        stamp: float = 0.0,
     ) -> bool:
         """Shares a piece of a request's text; takes microseconds and never waits.
 
@@ -156,11 +157,16 @@ class TrieReplica:
             tokens: int32 ``[n]``, copied.
             num_prompt_tokens: how many of the first of these tokens belong to the prompt.
             final: the text ends here.
+            stamp: when the first of these tokens was written, in seconds since 1970; 0: now.
 
         Returns:
             False if the piece was dropped because the thread does not keep up.
         """
-        return self._queue.put(namespace, sequence, start, tokens, num_prompt_tokens, final)
+        content = np.asarray(tokens, dtype="<i4").tobytes()
+        stamp = stamp or time.time()
+        return self._queue.put(
+            Piece(namespace, sequence, start, content, num_prompt_tokens, final, stamp)
+        )
 
     def stop(self, timeout_s: float = 3.0) -> bool:
         """Sends what is left, then ends the thread.
@@ -193,17 +199,14 @@ class TrieReplica:
             apply_errors=self._apply_errors,
         )
 
-    def take_turn(self, is_last: bool = False) -> float:
+    def take_turn(self) -> float:
         """Writes, sends and receives once. The thread's work; to be called where none was started.
-
-        Args:
-            is_last: sends also what could wait for more of the same text.
 
         Returns:
             Time from the start of this turn to the next, in seconds.
         """
         try:
-            for piece in self._queue.joined(everything=is_last):
+            for piece in self._queue.taken():
                 self._outbox.write(piece)
             rest_s = self._exchange()
             self._oldest_unsent = min(self._outbox.oldest_unsent_stamp, self._queue.oldest_stamp)
@@ -219,7 +222,7 @@ class TrieReplica:
             rest_s = self.take_turn()
             self._stopping.wait(max(0.0, began + rest_s - time.monotonic()))
         while time.monotonic() < self._last_call_at:
-            self.take_turn(is_last=True)
+            self.take_turn()
             if not self._up or self._oldest_unsent == inf:
                 return
 

@@ -10,56 +10,53 @@ places where the context stood.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from specserve.core.compile import kernel_array
-from specserve.core.types import Int32Array
-from specserve.trie import branch, pages
+from specserve.core.types import Drafts, Int32Array, Int64Array
+from specserve.trie import pages
 from specserve.trie.layout import (
     CLOCK,
     CUT,
     FROM_CLUSTER,
+    GENERATION,
+    HEAD,
+    IS_OPEN,
+    NEXT_FLAGS,
     NUM_EVICTED,
     NUM_FREE_SLOTS,
     NUM_TOKENS,
     PRIVATE,
     allocate,
     pages_in,
+    reset,
 )
+from specserve.trie.step import step
 
-Int64Array = npt.NDArray[np.int64]
 LearnedFrom = Literal["local", "cluster"]
 
 LEAST_PAGES = 16
 """Below this a trie forgets a text while it is being learned."""
 
+SMALL_TOKENS = 256
+"""What a step or a short prompt adds: no other request's long prompt makes it wait."""
 
-class TrieDrafts(NamedTuple):
-    """Drafts for n requests.
+NO_SEQUENCE = -1
+"""Number of no sequence."""
 
-    Attributes:
-        tokens: int32 ``[n, longest]``; row i holds ``lengths[i]`` tokens.
-        lengths: int64 ``[n]``; 0: no draft.
-        match_lens: int64 ``[n]``, tokens of context that the draft rests on.
-        chances: float64 ``[n, longest]``, of each token's right, those before it given.
-        from_cluster: bool ``[n]``, other replicas taught most of it.
-    """
-
-    tokens: Int32Array
-    lengths: Int64Array
-    match_lens: Int64Array
-    chances: npt.NDArray[np.float64]
-    from_cluster: npt.NDArray[np.bool_]
+BatchArrays = tuple[Int64Array, Int32Array, Int32Array, Int32Array]
+"""Slots, token ids, numbers of tokens and of prompt tokens, as in
+:class:`specserve.core.types.DraftBatch`, fit for kernels."""
 
 
 class TokenTrie:
     """Learns from many requests' texts. Calls may come from several threads.
 
-    The least used text is forgotten first, 64 tokens at a time, when the memory is full.
+    The least used text is forgotten first, 64 tokens at a time, when the memory is full. A sequence
+    has a name, by which it may be removed, and while it is open a number. What is asked of a number
+    whose sequence was finished, removed or cleared meanwhile is passed over.
 
     Args:
         max_bytes: memory that is never exceeded, about 65 bytes a token.
@@ -110,108 +107,134 @@ class TokenTrie:
         return sum(array.nbytes for array in self._arrays)
 
     def open(
-        self, sequence_id: str, *, learned_from: LearnedFrom = "local", private: bool = False
-    ) -> bool:
+        self, name: str, *, learned_from: LearnedFrom = "local", private: bool = False
+    ) -> int:
         """Makes ready for a sequence's tokens; one that is known goes on where it ended.
 
         Args:
-            sequence_id: unique among all texts.
+            name: unique among all texts.
             learned_from: whose request it is, this replica's or another one's.
             private: it is drafted from for its own request alone, and forgotten when finished.
 
         Returns:
-            False if there is no room for one more sequence.
+            The sequence's number; ``NO_SEQUENCE`` if there is no room for one more.
         """
         with self._lock:
             arrays = self._arrays
-            slot = self._slot_of(sequence_id)
+            slot = self._slot_of(name)
             if slot < 0:
-                free = arrays.scalars[NUM_FREE_SLOTS] - 1
+                free = int(arrays.scalars[NUM_FREE_SLOTS]) - 1
                 if free < 0:
-                    return False
+                    return NO_SEQUENCE
                 arrays.scalars[NUM_FREE_SLOTS] = free
                 slot = int(arrays.free_slots[free])
                 if (former := self._ids[slot]) is not None:
                     self._slots.pop(former, None)
-                self._ids[slot] = sequence_id
-                self._slots[sequence_id] = slot
-                arrays.slot_flags[slot] = (FROM_CLUSTER if learned_from == "cluster" else 0) | (
-                    PRIVATE if private else 0
-                )
-            arrays.slot_open[slot] = True
-            return True
+                self._ids[slot] = name
+                self._slots[name] = slot
+                arrays.slots[slot, GENERATION] += 1
+                arrays.slots[slot, NEXT_FLAGS] = (
+                    FROM_CLUSTER if learned_from == "cluster" else 0
+                ) | (PRIVATE if private else 0)
+            arrays.slots[slot, IS_OPEN] = 1
+            return int(arrays.slots[slot, GENERATION]) << 32 | slot
 
-    def append(self, sequence_id: str, tokens: Int32Array, *, num_prompt_tokens: int = 0) -> int:
-        """Adds tokens to the end of an open sequence.
+    def append(self, sequence: int, tokens: Int32Array, *, num_prompt_tokens: int = 0) -> int:
+        """Adds tokens to the end of a sequence.
 
         Args:
-            sequence_id: whose; opened before.
+            sequence: its number.
             tokens: int32 ``[k]``.
             num_prompt_tokens: how many of them, from the first one, are prompt.
 
         Returns:
             How many tokens found no room; no draft runs over the gap.
         """
-        return self.append_rows(
-            [sequence_id],
-            tokens[None],
-            np.zeros(1, np.int64),
-            np.array([len(tokens)]),
-            np.array([num_prompt_tokens]),
-        )
+        tokens = kernel_array(tokens, np.int32)
+        with self._lock:
+            return int(pages.append_one(self._arrays, sequence, tokens, num_prompt_tokens))
 
-    def append_rows(
+    def step(
         self,
-        sequence_ids: Sequence[str],
-        token_ids: Int32Array,
+        rows: Int64Array,
+        batch: BatchArrays,
+        limits: Int32Array,
+        sequences: Int64Array,
+        num_learned: Int64Array,
         begins: Int64Array,
         ends: Int64Array,
-        num_prompt_tokens: Int64Array,
+        drafts: Drafts,
+        *,
+        skips_prompts: bool = False,
+        budget: int = 1 << 31,
+        min_match_len: int = 2,
+        floor: float = 0.1,
     ) -> int:
-        """Adds ``token_ids[i, begins[i]:ends[i]]`` to sequence i, for all rows in one call.
+        """Learns what is new of each text, and drafts what follows it, in one call.
 
         Args:
-            sequence_ids: n; a row whose sequence is not open is passed over.
-            token_ids: int32 ``[n, columns]``.
-            begins: int64 ``[n]``.
-            ends: int64 ``[n]``.
-            num_prompt_tokens: int64 ``[n]``, columns before this one are prompt.
+            rows: int64 ``[m]``, the rows to deal with.
+            batch: n requests.
+            limits: int32 ``[n]``, longest drafts; 0: none.
+            sequences: int64 ``[slots]``, numbers of the requests' sequences, by their slots.
+            num_learned: int64 ``[slots]``, tokens learned of each; updated.
+            begins: int64 ``[n]``, written: what was learned of each row, nothing of other rows.
+            ends: int64 ``[n]``, written.
+            drafts: of n rows at least, written; labels as in ``branch``.
+            skips_prompts: learn outputs alone.
+            budget: how many tokens to learn of texts of which more than ``SMALL_TOKENS`` are new.
+            min_match_len: shortest match, in tokens, at least 2.
+            floor: a draft ends before its path's probability falls below this.
 
         Returns:
-            How many tokens found no room.
+            What is left of the budget.
         """
-        tokens = kernel_array(token_ids, np.int32)
-        bounds = [kernel_array(each, np.int64) for each in (begins, ends, num_prompt_tokens)]
         with self._lock:
-            slots = self._slots_of(sequence_ids, must_be_open=True)
-            return int(pages.append(self._arrays, slots, tokens, *bounds))
+            return int(
+                step(
+                    self._arrays,
+                    rows,
+                    batch,
+                    limits,
+                    sequences,
+                    num_learned,
+                    skips_prompts,
+                    SMALL_TOKENS,
+                    budget,
+                    min_match_len,
+                    floor,
+                    self._weights,
+                    begins,
+                    ends,
+                    drafts,
+                )
+            )
 
-    def skip(self, sequence_id: str) -> None:
-        """Says that a part of an open sequence is missing before what is appended next."""
+    def skip(self, sequence: int) -> None:
+        """Says that a part of a sequence is missing before what is appended next."""
         with self._lock:
-            slot = self._slot_of(sequence_id)
-            if slot >= 0:
-                self._arrays.slot_flags[slot] |= CUT
+            if (slot := self._open_slot(sequence)) >= 0:
+                self._arrays.slots[slot, NEXT_FLAGS] |= CUT
 
-    def finish(self, sequence_id: str) -> None:
+    def finish(self, sequence: int) -> None:
         """Closes a sequence: it may be forgotten now; a private one is, at once."""
         with self._lock:
-            slot = self._slot_of(sequence_id)
+            slot = self._open_slot(sequence)
             if slot < 0:
                 return
-            arrays = self._arrays
-            if arrays.slot_flags[slot] & PRIVATE or arrays.slot_head[slot] < 0:
-                pages.remove(arrays, slot)
-            arrays.slot_open[slot] = False
+            of_slot = self._arrays.slots[slot]
+            if of_slot[NEXT_FLAGS] & PRIVATE or of_slot[HEAD] < 0:
+                pages.remove(self._arrays, slot)
+            of_slot[IS_OPEN] = 0
 
-    def remove(self, sequence_id: str) -> int:
+    def remove(self, name: str) -> int:
         """Forgets a sequence; nothing of it is ever drafted again.
 
         Returns:
             How many tokens were removed; 0 for one that is unknown or long forgotten.
         """
         with self._lock:
-            slot = self._slot_of(sequence_id)
+            slot = self._slot_of(name)
             return int(pages.remove(self._arrays, slot)) if slot >= 0 else 0
 
     def clear(self) -> int:
@@ -222,70 +245,21 @@ class TokenTrie:
         """
         with self._lock:
             num_tokens = self.num_tokens
-            counters = self._arrays.scalars[[CLOCK, NUM_EVICTED]]
-            self._arrays = allocate(len(self._ids))
-            self._arrays.scalars[[CLOCK, NUM_EVICTED]] = counters
+            reset(self._arrays)
             self._slots.clear()
             self._ids = [None] * len(self._ids)
             return num_tokens
 
-    def lookup(
-        self,
-        token_ids: Int32Array,
-        num_tokens: Int32Array,
-        max_draft_tokens: Int32Array,
-        sequence_ids: Sequence[str],
-        *,
-        rows: Int64Array | None = None,
-        min_match_len: int = 2,
-        floor: float = 0.1,
-    ) -> TrieDrafts:
-        """Drafts what follows each context, in one call.
-
-        Args:
-            token_ids: int32 ``[n, >= max(num_tokens)]``; ``[i, :num_tokens[i]]`` is a context.
-            num_tokens: int32 ``[n]``.
-            max_draft_tokens: int32 ``[n]``, longest drafts; 0: none.
-            sequence_ids: n, the requests' own sequences; unknown ones are fine.
-            rows: int64, the rows to draft for; None: all of them.
-            min_match_len: shortest match, in tokens, at least 2.
-            floor: a draft ends before its path's probability falls below this.
-        """
-        size, longest = len(num_tokens), max(int(max_draft_tokens.max(initial=0)), 1)
-        drafts = TrieDrafts(
-            np.empty((size, longest), np.int32),
-            np.zeros(size, np.int64),
-            np.zeros(size, np.int64),
-            np.empty((size, longest)),
-            np.zeros(size, np.bool_),
-        )
-        chosen = np.arange(size) if rows is None else kernel_array(rows, np.int64)
-        tokens = kernel_array(token_ids, np.int32)
-        bounds = [kernel_array(each, np.int32) for each in (num_tokens, max_draft_tokens)]
-        with self._lock:
-            branch.lookup(
-                self._arrays,
-                chosen,
-                tokens,
-                *bounds,
-                self._slots_of(sequence_ids),
-                min_match_len,
-                float(floor),
-                self._weights,
-                *drafts,
-            )
-        return drafts
-
-    def _slot_of(self, sequence_id: str) -> int:
+    def _slot_of(self, name: str) -> int:
         """A sequence's slot while the sequence is open or has tokens; else -1."""
-        slot = self._slots.get(sequence_id, -1)
-        arrays = self._arrays
-        if slot >= 0 and (arrays.slot_open[slot] or arrays.slot_head[slot] >= 0):
-            return slot
-        return -1
+        slot = self._slots.get(name, -1)
+        of_slot = self._arrays.slots[slot]
+        return slot if slot >= 0 and (of_slot[IS_OPEN] or of_slot[HEAD] >= 0) else -1
 
-    def _slots_of(self, sequence_ids: Sequence[str], must_be_open: bool = False) -> Int64Array:
-        slots = np.array([self._slots.get(each, -1) for each in sequence_ids], np.int64)
-        if must_be_open:
-            slots[(slots >= 0) & ~self._arrays.slot_open[slots]] = -1
-        return slots
+    def _open_slot(self, sequence: int) -> int:
+        """A sequence's slot by its number; -1 where it is not open any more."""
+        slot = sequence & 0xFFFFFFFF
+        if sequence == NO_SEQUENCE:
+            return -1
+        of_slot = self._arrays.slots[slot]
+        return slot if of_slot[IS_OPEN] and of_slot[GENERATION] == sequence >> 32 else -1

@@ -18,7 +18,7 @@ import msgspec
 from specserve.trie.learner import ClusterLearner
 from specserve.trie.memory import TrieMemory
 from specserve.trie.outbox import Outbox
-from specserve.trie.pieces import FULL_TOKENS
+from specserve.trie.unsent import FULL_TOKENS
 from specserve.trie.records import ExchangeReply, ExchangeRequest, Record
 from specserve.trie.replica import BATCH_BYTES, ReplicaOptions
 from specserve.trie.store import StoreOptions, TrieStore

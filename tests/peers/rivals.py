@@ -17,7 +17,7 @@ from specserve.sources.base import SourceContext
 from specserve.sources.trie import TrieSource
 from specserve.trie.learner import ClusterLearner
 from specserve.trie.memory import TrieMemory
-from specserve.trie.pieces import FULL_TOKENS
+from specserve.trie.unsent import FULL_TOKENS
 from specserve.trie.records import Record
 from specserve.trie.token_trie import TokenTrie
 from tests.peers.replay import NAMESPACE

@@ -7,26 +7,38 @@ import numpy as np
 import pytest
 from numba.core.dispatcher import Dispatcher
 
-from specserve.core.source_config import NgramConfig, TrieConfig
+from specserve.core.metrics import LinkSnapshot
+from specserve.core.source_config import TrieConfig
 from specserve.core.types import DraftBatch, Int32Array, RequestControls
-from specserve.sources import ngram
 from specserve.sources.base import SourceContext
-from specserve.sources.ngram import NgramSource
 from specserve.sources.trie import TrieSource
-from specserve.trie import branch, contexts, pages
+from specserve.trie import branch, contexts, pages, step, unsent
 from specserve.trie.learner import ClusterLearner
+from specserve.trie.memory import TrieMemory
 from specserve.trie.namespaces import namespace
 from specserve.trie.records import Record
 from specserve.trie.token_trie import TokenTrie
+from tests.trie.lookups import look_up
 
 NAMESPACE = namespace("m")
+CONFIG = TrieConfig(kind="trie", max_bytes=1 << 20)
+
+
+class Nowhere:
+    """The way to other replicas that nobody is at the end of."""
+
+    def publish(self, *args: object) -> bool:
+        return True
+
+    def link(self) -> LinkSnapshot:
+        return LinkSnapshot(True, 0.0, 0, 0)
 
 
 def compiled() -> dict[str, int]:
     """How many signatures each compiled function has, by its name."""
     return {
         f"{module.__name__}.{name}": len(value.signatures)
-        for module in (branch, contexts, pages, ngram)
+        for module in (branch, contexts, pages, step, unsent)
         for name, value in vars(module).items()
         if isinstance(value, Dispatcher)
     }
@@ -36,14 +48,17 @@ def text(length: int, seed: int = 0) -> Int32Array:
     return np.random.default_rng(seed).integers(0, 30_000, length).astype(np.int32)
 
 
-def batch(*texts: Int32Array, names: list[str], private: bool = False) -> DraftBatch:
+def batch(*texts: Int32Array, slots: list[int]) -> DraftBatch:
     lengths = np.array([len(each) for each in texts], np.int32)
     rows = np.zeros((len(texts), lengths.max() + 8), np.int32)
     for row, each in zip(rows, texts, strict=True):
         row[: len(each)] = each
-    controls = tuple(RequestControls(learn=not private) for _ in texts)
-    view = rows[:, : lengths.max()]  # no contiguous array, as the engine's is none
-    return DraftBatch(names, view, lengths, lengths // 2, np.full_like(lengths, 8), controls)
+    view = rows[:, : lengths.max()]  # no contiguous array, as the engine's may be none
+    return DraftBatch(np.array(slots), view, lengths, lengths // 2)
+
+
+def limits(size: int) -> Int32Array:
+    return np.full(size, 8, np.int32)
 
 
 def from_another_replica(number: int, tokens: Int32Array, **fields: object) -> Record:
@@ -53,52 +68,50 @@ def from_another_replica(number: int, tokens: Int32Array, **fields: object) -> R
 
 
 @pytest.fixture
-def proposer() -> TrieSource:
-    return TrieSource.build(
-        TrieConfig(kind="trie", max_bytes=1 << 20), SourceContext(model_identity="m")
-    )
+def source() -> TrieSource:
+    memory = TrieMemory(CONFIG.max_bytes, [NAMESPACE])
+    return TrieSource(CONFIG, memory, SourceContext(model_identity="m"), Nowhere())
 
 
-def test_traffic_of_no_kind_compiles_anything_anew(proposer: TrieSource) -> None:
-    lookup = NgramSource(NgramConfig(kind="ngram"))
+def test_traffic_of_no_kind_compiles_anything_anew(source: TrieSource) -> None:
     before = compiled()
-    kernels = ("branch.lookup", "pages.append", "pages.remove", "step_batch", "rehash")
+    kernels = ("step.step", "pages.append_one", "pages.remove", "unsent.collect")
     assert {before[each] for each in before if each.endswith(kernels)} == {1}
 
-    for source in (proposer, lookup):
-        source.propose(batch(text(200), names=["one"]))
-        source.propose(batch(text(201), text(5000, 1), names=["one", "two"]))
-        source.propose(batch(text(90, 2), names=["private"], private=True))
-        source.forget(["one", "two", "private"])
-        frozen = batch(text(90, 3), names=["frozen"])
-        for array in (frozen.token_ids, frozen.num_tokens, frozen.max_draft_tokens):
-            array.setflags(write=False)
-        source.propose(frozen)
+    for slot in range(8):
+        source.open(slot, RequestControls(learn=slot != 2))
+    source.propose(batch(text(200), slots=[0]), limits(1))
+    source.propose(batch(text(201), text(5000, 1), slots=[0, 1]), limits(2))
+    source.propose(batch(text(90, 2), slots=[2]), limits(1))
+    source.close(np.array([0, 1, 2]))
+    frozen, wishes = batch(text(90, 3), slots=[3]), limits(1)
+    for array in (*frozen[:4], wishes):
+        array.setflags(write=False)  # type: ignore[union-attr]
+    source.propose(frozen, wishes)
 
-    learner = ClusterLearner(proposer._memory)
+    learner = ClusterLearner(source._memory)
     for number in range(1, 40):  # until the oldest are evicted
         learner.apply(from_another_replica(number, text(3000, number), final=number % 2 == 0))
-    trie = proposer._memory.of(NAMESPACE)
+    trie = source._memory.of(NAMESPACE)
     assert trie is not None
     assert trie.num_evicted_tokens
-    proposer.propose(batch(text(100, 38), names=["asks another's"]))
+    source.propose(batch(text(100, 38), slots=[4]), limits(1))
     learner.apply(from_another_replica(50, text(0), kind="remove", sequence="text 39"))
-    proposer.snapshot()
+    source.snapshot()
     learner.apply(from_another_replica(51, text(0), kind="purge", sequence=""))
-    proposer.propose(batch(text(100, 38), text(40), names=["three", "four"]))
+    source.propose(batch(text(100, 38), text(40), slots=[5, 6]), limits(2))
     assert compiled() == before
 
 
 @pytest.mark.parametrize("dtype", ["<i4", np.int64])
-def test_tokens_may_come_in_any_array(proposer: TrieSource, dtype: str) -> None:
+def test_tokens_may_come_in_any_array(source: TrieSource, dtype: str) -> None:
     before = compiled()
     trie = TokenTrie(1 << 20)
     content = text(100).astype(dtype).tobytes()
     unaligned = np.frombuffer(b"x" + content, dtype, offset=1)
     for number, tokens in enumerate((np.frombuffer(content, dtype), unaligned, unaligned[::2])):
-        assert trie.open(str(number))
-        assert trie.append(str(number), tokens) == 0
-        found = trie.lookup(tokens[None, :40], tokens[:1] * 0 + 40, tokens[:1] * 0 + 8, ["asks"])
+        assert trie.append(trie.open(str(number)), tokens) == 0
+        found = look_up(trie, [tokens[:40]], [8])
         assert found.tokens[0].tolist() == tokens[40:48].tolist()
         assert trie.remove(str(number)) == len(tokens)
     assert compiled() == before

@@ -5,10 +5,13 @@ import pytest
 
 from specserve.core.types import Int32Array
 from specserve.trie import learner as module
+from specserve.trie.branch import CLUSTER
+from specserve.trie.layout import IS_OPEN
 from specserve.trie.learner import ClusterLearner
 from specserve.trie.memory import TrieMemory
 from specserve.trie.namespaces import namespace, tenant_half
 from specserve.trie.records import Record
+from tests.trie.lookups import look_up
 
 TEXT = np.random.default_rng(0).integers(0, 30_000, 2000).astype(np.int32)
 
@@ -28,9 +31,8 @@ def piece(
 def draft(memory: TrieMemory, context: Int32Array, namespace: str = "n") -> tuple[list[int], bool]:
     trie = memory.of(namespace)
     assert trie is not None
-    length, limit = np.array([len(context)], np.int32), np.array([4], np.int32)
-    found = trie.lookup(context[None], length, limit, ["asks"])
-    return found.tokens[0, : found.lengths[0]].tolist(), bool(found.from_cluster[0])
+    found = look_up(trie, [context], [4], floor=0.1)
+    return found.tokens[0, : found.lengths[0]].tolist(), found.labels[0] == CLUSTER
 
 
 def test_pieces_of_a_text_become_one_that_others_taught(memory: TrieMemory) -> None:
@@ -103,4 +105,4 @@ def test_texts_that_never_end_are_closed_when_they_are_many(
         learner.apply(piece(0, 10, str(i)))
     trie = memory.of("n")
     assert trie is not None
-    assert int(trie._arrays.slot_open.sum()) == 8
+    assert int(trie._arrays.slots[:, IS_OPEN].sum()) == 8

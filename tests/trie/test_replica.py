@@ -17,7 +17,7 @@ from tests.trie.texts import FINGERPRINT, VOCAB_SIZE, DirectClient
 
 WAIT_S = 30.0
 OPTIONS = ReplicaOptions(
-    fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE, interval_s=0.01, max_delay_s=0.02
+    fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE, interval_s=0.01
 )
 
 Texts = dict[tuple[str, str], dict[int, int]]
@@ -107,7 +107,7 @@ def test_stopping_sends_what_is_left(client: DirectClient, start: Start) -> None
     slow = Replica(
         client,
         ReplicaOptions(
-            fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE, interval_s=3600, max_delay_s=3600
+            fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE, interval_s=3600
         ),
     )
     slow.link.start()
@@ -147,7 +147,7 @@ def test_without_a_store_text_waits_and_is_sent_when_one_is_there(
 
 def test_without_a_store_memory_is_bounded_and_what_is_dropped_is_counted() -> None:
     options = ReplicaOptions(
-        fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE, max_bytes=1 << 16, max_delay_s=0.0
+        fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE, max_bytes=1 << 16
     )
     client = DirectClient()
     replica = Replica(client, options)
@@ -175,7 +175,7 @@ def test_a_thread_that_does_not_keep_up_costs_text_and_no_memory(client: DirectC
 def test_a_replica_of_another_model_says_so_once_and_shares_nothing(
     client: DirectClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options = ReplicaOptions(fingerprint="another", vocab_size=VOCAB_SIZE, max_delay_s=0.0)
+    options = ReplicaOptions(fingerprint="another", vocab_size=VOCAB_SIZE)
     replica = Replica(client, options)
     replica.write("a", [1])
     rests_s = [replica.link.take_turn() for _ in range(3)]
@@ -193,7 +193,7 @@ def test_a_record_that_the_index_does_not_take_is_counted_and_the_next_one_comes
     writer = Replica(client)
     writer.write("bad", [1])
     writer.write("good", [2])
-    writer.link.take_turn(is_last=True)
+    writer.link.take_turn()
     got: list[str] = []
 
     def apply(record: Record) -> None:
@@ -224,7 +224,7 @@ def test_a_store_that_lost_its_memory_gets_it_back_but_not_what_was_purged(
     writer, reader = Replica(client), Replica(client)
     writer.write("a", [1, 2])
     writer.write("b", [3, 4], namespace="purged")
-    writer.link.take_turn(is_last=True)
+    writer.link.take_turn()
     reader.link.take_turn()
     assert client.store is not None
     client.store.purge("purged")
@@ -248,7 +248,7 @@ def test_nothing_of_a_purged_tenant_comes_back_from_who_had_not_heard_of_it(
     writer, reader = Replica(client), Replica(client)
     for name in (ours, others):
         writer.write("sent", [1, 2], name)
-    writer.link.take_turn(is_last=True)
+    writer.link.take_turn()
     reader.link.take_turn()
     writer.write("not yet sent", [3, 4], adapters)  # so that the store has never heard of it
     assert client.store is not None
@@ -256,25 +256,25 @@ def test_nothing_of_a_purged_tenant_comes_back_from_who_had_not_heard_of_it(
     for store in (client.store, new_store()):  # and one that knows nothing of the order
         client.store = store
         for each in (reader, writer, reader, reader):
-            while each.link.take_turn(is_last=True) == 0:
+            while each.link.take_turn() == 0:
                 pass
         assert store.stats().tokens_by_namespace == {others: 2}
     assert [each.namespace for each in reader.read.tombstones] == [tenant_half("a")]
     writer.write("of later", [5, 6], adapters)
-    writer.link.take_turn(is_last=True)
+    writer.link.take_turn()
     assert client.store.stats().tokens_by_namespace == {others: 2, adapters: 2}
 
 
 def test_the_lag_of_old_text_does_not_count(client: DirectClient) -> None:
     writer = Replica(client)
     writer.write("a", [1])
-    writer.link.take_turn(is_last=True)
+    writer.link.take_turn()
     reader = Replica(client)
     reader.link.take_turn()
     assert reader.link.stats().receive_lag_s == 0
     writer.write("a", [2])
     written_at = time.time()
-    writer.link.take_turn(is_last=True)
+    writer.link.take_turn()
     reader.link.take_turn()
     assert reader.link.stats().receive_lag_s > 0
     assert reader.link.stats().receive_lag_s <= time.time() - written_at + 1
@@ -298,10 +298,10 @@ def test_nothing_that_a_living_replica_holds_is_ever_lost(seed: int, tmp_path: P
                 tokens = [chance.randrange(VOCAB_SIZE) for _ in range(chance.randrange(1, 90))]
                 one.write(f"{one.link.origin}-{chance.randrange(3)}", tokens)
             case "turn":
-                one.link.take_turn(is_last=chance.random() < 0.5)
+                one.link.take_turn()
             case "lose":
                 client.loses_answers = True
-                one.link.take_turn(is_last=True)
+                one.link.take_turn()
                 client.loses_answers = False
             case "save":
                 stores[-1].snapshot_now()
@@ -318,7 +318,7 @@ def test_nothing_that_a_living_replica_holds_is_ever_lost(seed: int, tmp_path: P
         client.store = stores[-1]
     for _ in range(3):  # sent, handed out, and read
         for each in replicas:
-            while each.link.take_turn(is_last=True) == 0:
+            while each.link.take_turn() == 0:
                 pass
     fresh = Replica(client)
     while fresh.link.take_turn() == 0:

@@ -1,0 +1,137 @@
+"""What each open text has got since it was last told to the other replicas."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from specserve.core.compile import kernel
+from specserve.core.types import Float64Array, Int32Array, Int64Array
+from specserve.trie.memory import SharedMemory
+from specserve.trie.token_trie import BatchArrays
+
+FULL_TOKENS = 128
+"""A text is passed on once this much of it has come; less waits a while for more, since a record
+costs more memory than its tokens."""
+
+MAX_DELAY_S = 0.4
+"""How long less waits for more, in seconds."""
+
+CHECK_S = 0.05
+"""How often it is looked for what has waited long enough."""
+
+
+class Tails(NamedTuple):
+    """The unsent end of each slot's text.
+
+    Attributes:
+        tokens: int32 ``[slots, FULL_TOKENS]``.
+        starts: int64 ``[slots]``, position of its first token in the text.
+        lengths: int64 ``[slots]``, fewer than ``FULL_TOKENS``.
+        num_prompt_tokens: int64 ``[slots]``, of the whole text.
+        since: float64 ``[slots]``, when the first token came, in seconds since 1970.
+    """
+
+    tokens: Int32Array
+    starts: Int64Array
+    lengths: Int64Array
+    num_prompt_tokens: Int64Array
+    since: Float64Array
+
+
+class UnsentTexts:
+    """Collects what is learned of each request, and publishes it in pieces worth a record.
+
+    Calls come from one thread.
+
+    Args:
+        shared: the way to the other replicas.
+        num_slots: requests that may be open at a time.
+        wall_clock: seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        shared: SharedMemory,
+        num_slots: int,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._shared = shared
+        self._wall_clock = wall_clock
+        self._names = [("", "")] * num_slots
+        self._is_shared = np.zeros(num_slots, np.bool_)
+        self._full = np.zeros(num_slots, np.int64)
+        self._next_check = 0.0
+        self._tails = Tails(
+            np.zeros((num_slots, FULL_TOKENS), np.int32),
+            np.zeros(num_slots, np.int64),
+            np.zeros(num_slots, np.int64),
+            np.zeros(num_slots, np.int64),
+            np.zeros(num_slots),
+        )
+
+    def open(self, slot: int, namespace: str, name: str) -> None:
+        """A text begins that others may learn from."""
+        self._names[slot] = namespace, name
+        self._is_shared[slot] = True
+        self._tails.lengths[slot] = self._tails.starts[slot] = 0
+
+    def add(self, batch: BatchArrays, begins: Int64Array, ends: Int64Array) -> None:
+        """Takes ``token_ids[i, begins[i]:ends[i]]`` of each row whose text is shared."""
+        now = self._wall_clock()
+        tails = self._tails
+        num_full = collect(tails, self._is_shared, batch, begins, ends, now, self._full)
+        slots, token_ids, _, _ = batch
+        for row in self._full[:num_full].tolist():
+            slot = int(slots[row])
+            self._publish(slot, token_ids[row, tails.starts[slot] : ends[row]], int(ends[row]))
+        if now >= self._next_check:
+            self._next_check = now + CHECK_S
+            due = (tails.lengths > 0) & (tails.since <= now - MAX_DELAY_S)
+            for slot in np.flatnonzero(due).tolist():
+                self._publish_tail(slot)
+
+    def close(self, slot: int) -> None:
+        """The text of a slot ends; does nothing where it is not shared."""
+        if self._is_shared[slot]:
+            self._publish_tail(slot, final=True)
+            self._is_shared[slot] = False
+
+    def _publish_tail(self, slot: int, *, final: bool = False) -> None:
+        length = int(self._tails.lengths[slot])
+        end = int(self._tails.starts[slot]) + length
+        self._publish(slot, self._tails.tokens[slot, :length], end, final=final)
+
+    def _publish(self, slot: int, tokens: Int32Array, end: int, *, final: bool = False) -> None:
+        tails, (namespace, name) = self._tails, self._names[slot]
+        start = int(tails.starts[slot])
+        prompt = min(max(int(tails.num_prompt_tokens[slot]) - start, 0), len(tokens))
+        stamp = float(tails.since[slot]) if len(tokens) else self._wall_clock()
+        self._shared.publish(namespace, name, start, tokens, prompt, final, stamp)
+        tails.starts[slot], tails.lengths[slot] = end, 0
+
+
+@kernel
+def collect(tails, is_shared, batch, begins, ends, now, full):  # type: ignore[no-untyped-def]
+    """Copies new tokens to the tails; returns how many rows have enough, written to ``full``."""
+    slots, token_ids, _, num_prompt_tokens = batch
+    num_full = 0
+    for row in range(slots.shape[0]):
+        slot, begin, end = slots[row], begins[row], ends[row]
+        if begin == end or not is_shared[slot]:
+            continue
+        if not tails.lengths[slot]:
+            tails.starts[slot], tails.since[slot] = begin, now
+            tails.num_prompt_tokens[slot] = num_prompt_tokens[row]
+        start = tails.starts[slot]
+        if end - start >= FULL_TOKENS:
+            full[num_full] = row
+            num_full += 1
+            continue
+        for position in range(begin, end):
+            tails.tokens[slot, position - start] = token_ids[row, position]
+        tails.lengths[slot] = end - start
+    return num_full
