@@ -2,112 +2,148 @@
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 
-import msgspec
 import numpy as np
 
-from specserve.wire.messages import UInt16Array
+from specserve.core.types import HiddenStates, Int32Array, Int64Array, UInt16Array
 
-
-class _Piece(msgspec.Struct, frozen=True):
-    """States of ``start .. end - 1`` of one text; ``age`` counts the pieces of all."""
-
-    age: int
-    start: int
-    end: int
-    states: UInt16Array
+LARGE_TOKENS = 64
+"""More states of one text than this are copied to the host by themselves, and kept as they come.
+The others of a step come together, and each text's get memory of their own in the next step."""
 
 
 @dataclass(slots=True, eq=False)
-class TextStates:
-    """A text's states: pieces without gaps between them.
+class _Piece:
+    """States of positions ``start .. end - 1``: of what ``copy`` returns, those from ``offset``."""
 
-    Attributes:
-        end: position after the last state that came.
-    """
+    start: int
+    end: int
+    copy: Callable[[], UInt16Array]
+    offset: int = 0
 
-    end: int = 0
-    pieces: deque[_Piece] = field(default_factory=deque)
+    def states(self) -> UInt16Array:
+        """Waits until they are there."""
+        return self.copy()[self.offset : self.offset + self.end - self.start]
 
-    def start(self, position: int) -> int:
-        """First position from ``position`` on whose state is kept, and all that follow too."""
-        return max(position, self.pieces[0].start if self.pieces else self.end)
-
-    def between(self, start: int, end: int) -> UInt16Array:
-        """States of positions ``start .. end - 1``; not before :meth:`start` of them."""
-        last = self.pieces[-1]
-        if last.start <= start:  # as in most steps
-            return last.states[start - last.start : end - last.start]
-        return np.concatenate(
-            [
-                piece.states[max(start - piece.start, 0) : end - piece.start]
-                for piece in self.pieces
-                if piece.start < end and piece.end > start
-            ]
-        )
+    def settle(self) -> None:
+        """Keeps these alone."""
+        states = self.states().copy()
+        self.copy, self.offset = lambda: states, 0
 
 
 class PendingStates:
-    """Keeps states until they are confirmed.
+    """Keeps states by slot until they are confirmed; of each text a run without gaps.
+
+    A step's states are on their way to the host when they are added. They are waited for when they
+    are read, or in the next step, when they have long come.
 
     Args:
-        max_tokens: how many are left by :meth:`trim`, of all texts together.
+        num_slots: texts at a time.
+        max_tokens: how many states are left by :meth:`trim`, of all texts together.
+
+    Attributes:
+        starts: int64 ``[num_slots]``, position of the first state kept of each text.
+        ends: int64 ``[num_slots]``, position after its last state.
+        num_tokens: states kept, of all texts.
     """
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self, num_slots: int, max_tokens: int) -> None:
+        self.starts: Int64Array = np.zeros(num_slots, np.int64)
+        self.ends: Int64Array = np.zeros(num_slots, np.int64)
         self.num_tokens = 0
         self._max_tokens = max_tokens
-        self._num_pieces = 0
-        self._by_age: deque[tuple[int, TextStates]] = deque()  # pieces may be gone
+        self._pieces: defaultdict[int, deque[_Piece]] = defaultdict(deque)
+        self._unsettled: list[tuple[int, _Piece]] = []
 
-    def add(self, text: TextStates, start: int, states: UInt16Array) -> None:
-        """Copies the states of positions ``start ..``; those that had come before are left out."""
-        if start > text.end:
-            self.confirm(text, text.end)  # nothing goes on from them
-        elif start < text.end:
-            states = states[text.end - start :]
-            start = text.end
-        if num_new := len(states):
-            self._num_pieces += 1
-            self.num_tokens += num_new
-            text.end = start + num_new
-            text.pieces.append(_Piece(self._num_pieces, start, text.end, states.copy()))
-            self._by_age.append((self._num_pieces, text))
+    def first(self, slots: Int64Array, hidden: HiddenStates) -> Int64Array:
+        """Where the run of some texts, all of a step in their order, begins with its states.
+
+        Behind a gap it begins anew. States that had come before change nothing.
+        """
+        return np.where(hidden.starts > self.ends[slots], hidden.starts, self.starts[slots])
+
+    def add(
+        self, slots: Int64Array, num_tokens: Int32Array, hidden: HiddenStates, rows: Int64Array
+    ) -> None:
+        """Starts to copy what is new of a step's states.
+
+        Args:
+            slots: int64 ``[r]``, of the rows.
+            num_tokens: int32 ``[r]``, tokens of their texts: the last one has no state yet, and
+                those behind it are of refused drafts.
+            hidden: the step's.
+            rows: int64 ``[r]``, rows of the step, whose states are wanted.
+        """
+        self._settle()
+        starts = hidden.starts[rows].astype(np.int64)
+        ends = np.minimum(starts + hidden.num_tokens[rows], num_tokens - 1)
+        is_new = ends > np.maximum(starts, self.ends[slots])
+        is_large = hidden.num_tokens[rows] > LARGE_TOKENS
+        groups = [np.flatnonzero(is_new & ~is_large)]
+        groups += [np.array([index]) for index in np.flatnonzero(is_new & is_large)]
+        for group in groups:
+            if not group.size:
+                continue
+            copy, offset = cache(hidden.to_host(rows[group])), 0
+            for index in group.tolist():
+                slot = int(slots[index])
+                piece = _Piece(int(starts[index]), int(ends[index]), copy, offset)
+                self._append(slot, piece)
+                if len(group) > 1:
+                    self._unsettled.append((slot, piece))
+                offset += int(hidden.num_tokens[rows[index]])
+
+    def between(self, slot: int, start: int, end: int) -> UInt16Array:
+        """States of positions ``start .. end - 1``, which are kept; waits for their copies."""
+        parts = [
+            piece.states()[max(start - piece.start, 0) : end - piece.start]
+            for piece in self._pieces[slot]
+            if piece.start < end and piece.end > start
+        ]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def confirm(self, slot: int, end: int) -> None:
+        """States before ``end`` are not needed any more: whole pieces of them go."""
+        pieces = self._pieces[slot]
+        while pieces and pieces[0].end <= end:
+            piece = pieces.popleft()
+            self.num_tokens -= piece.end - piece.start
+        self.starts[slot] = pieces[0].start if pieces else self.ends[slot]
+
+    def drop(self, slot: int) -> None:
+        """None of a text's states are needed any more."""
+        self.confirm(slot, int(self.ends[slot]))
+
+    def close(self, slot: int) -> None:
+        """The text has ended; the slot's next one begins at position 0."""
+        self.drop(slot)
+        self.starts[slot] = self.ends[slot] = 0
 
     def trim(self) -> None:
-        """Loses the oldest states where there are too many; once those of a step have been sent.
+        """Loses states where there are too many: the first ones of the text that has most."""
+        while self.num_tokens > self._max_tokens:
+            slot = int((self.ends - self.starts).argmax())
+            self.confirm(slot, self._pieces[slot][0].end)
 
-        What is left of a piece still takes the memory of all of it; there is one such at a time.
-        """
-        if len(self._by_age) > 2 * self._max_tokens:
-            self._by_age = deque(each for each in self._by_age if _is_kept(*each))
-        while (excess := self.num_tokens - self._max_tokens) > 0:
-            age, oldest = self._by_age[0]
-            if not _is_kept(age, oldest):
-                self._by_age.popleft()
-                continue
-            piece = oldest.pieces[0]
-            if excess >= len(piece.states):
-                self.confirm(oldest, piece.end)
-            else:
-                oldest.pieces[0] = _Piece(
-                    piece.age, piece.start + excess, piece.end, piece.states[excess:]
-                )
-                self.num_tokens -= excess
+    def _append(self, slot: int, piece: _Piece) -> None:
+        known = int(self.ends[slot])
+        if piece.start > known:
+            self.drop(slot)  # nothing goes on from them
+            self.starts[slot] = piece.start
+        else:
+            piece.offset += known - piece.start
+            piece.start = known
+        self._pieces[slot].append(piece)
+        self.num_tokens += piece.end - piece.start
+        self.ends[slot] = piece.end
 
-    def confirm(self, text: TextStates, end: int) -> None:
-        """States before ``end`` are not needed any more: whole pieces of them go."""
-        pieces = text.pieces
-        while pieces and pieces[0].end <= end:
-            self.num_tokens -= len(pieces.popleft().states)
-
-    def forget(self, text: TextStates) -> None:
-        """The text has ended."""
-        self.confirm(text, text.end)
-
-
-def _is_kept(age: int, text: TextStates) -> bool:
-    """Whether a text still has its piece of this age: they go in their order."""
-    return bool(text.pieces) and age >= text.pieces[0].age
+    def _settle(self) -> None:
+        for slot, piece in self._unsettled:
+            pieces = self._pieces[slot]
+            if pieces and pieces[-1] is piece:
+                piece.settle()
+        self._unsettled.clear()
