@@ -135,8 +135,10 @@ class DrafterClient:
         self._wants[slot] = wants_drafts(controls, self._kind)
         self._held[slot] = self._rests_until[slot] = 0
         self._is_partial[slot], self._has_room[slot] = False, True
-        if self._states is not None and self._wants[slot]:
-            self._followed.open(slot)
+        if self._states is not None:
+            self._states.open(slot)
+            if self._wants[slot]:
+                self._followed.open(slot)
 
     def propose(self, batch: DraftBatch, limits: Int32Array) -> Drafts:
         """Sends what is new of texts, and waits for the drafts that are asked for."""
@@ -170,8 +172,6 @@ class DrafterClient:
             self._send(slot, [row], FEED_BUDGET_S, row.num_computed)
         if number and (answer := self._await(number)) is not None:
             self._fill(drafts, rows, answer, limits)
-        if self._states is not None:
-            self._states.trim()
         return drafts
 
     def reading_s(self, batch: DraftBatch) -> Float64Array:
@@ -214,8 +214,7 @@ class DrafterClient:
         self._sent_as[slots] = 0
         if self._states is not None:
             self._followed.close(slots)
-            for slot in slots.tolist():
-                self._states.close(slot)
+            self._states.drop(slots)
         if self._ended and self._peer is not None and not self._was_sent.any():
             self._send(slots[:0], [], FEED_BUDGET_S)
 
@@ -382,8 +381,8 @@ class DrafterClient:
         for slot, row in zip(slots.tolist(), rows, strict=True):
             if row.problem or row.begin or not row.held:
                 self._note_trouble(slot, row)
-            if self._states is not None:
-                self._states.confirm(slot, row.held)
+        if self._states is not None:
+            self._states.confirm(slots, held)
         self._held[slots] = held
         return True
 
