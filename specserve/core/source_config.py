@@ -138,6 +138,8 @@ class DrafterConfig(SourceSection):
     """What the models that draft have in common: actors of their own, shared by the replicas."""
 
     SOURCE = "specserve.sources.remote:DrafterClient"
+    NEEDS_STATES: ClassVar[bool] = False
+    """Whether it continues the target's hidden states, and misses those that it is not sent."""
 
     placement: Literal["actor", "beside_rank_0", "in_engine"] = "actor"
     """Where it runs: in actors of its own; in one of each replica's own, in the place of the first
@@ -189,6 +191,7 @@ class MtpConfig(DrafterConfig):
     """The target's multi-token prediction module."""
 
     LABELS = (Label("mtp", "#b02a77", "#f083bd"),)
+    NEEDS_STATES = True
 
     kind: Literal["mtp"]
     """The kind of source."""

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import zmq
 
-from specserve.core.errors import SpecServeError, WireError
+from specserve.core.backoff import Backoff
+from specserve.core.errors import SpecServeError
 from specserve.wire.endpoint import Endpoint
 from specserve.wire.frames import decode_reply, encode
 from specserve.wire.messages import PROTOCOL, Card, Hello
@@ -102,8 +103,8 @@ class Peer:
 class HealthMonitor:
     """Tells whether there is a drafter to ask: a circuit breaker with health checks.
 
-    Each check is a hello. :meth:`trip` stops requests until a later hello is answered, and after
-    further trips for longer and longer pauses; :meth:`reset` ends the count.
+    Each check is a hello. :meth:`trip` stops requests until a later hello is answered, for longer
+    with each trip in a row; :meth:`reset` ends the row.
 
     Args:
         wanted: what the drafter has to be; another one is refused with one line in the log.
@@ -114,19 +115,17 @@ class HealthMonitor:
     def __init__(self, wanted: Wanted, find: Find, report: Report) -> None:
         self._wanted, self._find, self._report = wanted, find, report
         self._peer: Peer | None = None
+        self._reason = ""  # why there is none
         self._lock = threading.Lock()  # between trips and what is heard of the peer
-        self._connection = 0
-        self._num_trips, self._trip_reason = 0, ""
-        self._rest_until = 0.0
-        self._counts_from = 0  # answers to earlier hellos do not count
+        self._rest = Backoff(GREET_DOWN_S, LONGEST_REST_S)
+        self._num_trips = self._connection = 0
+        self._number = self._counts_from = 0  # of hellos; answers to earlier ones do not count
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
         self._endpoint: Endpoint | None = None
-        self._number = 0
         self._said_at = 0.0
         self._unheard_since: float | None = None
         self._num_silent_looks = 0
-        self._refused = ""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="drafter-health", daemon=True)
         self._thread.start()
@@ -139,19 +138,18 @@ class HealthMonitor:
     def trip(self, reason: str) -> None:
         """A request was not answered in time: none is sent before a new hello is answered."""
         with self._lock:
-            self._peer = None
+            self._peer, self._reason = None, reason
             self._connection += self._num_trips > 0  # it may be the connection that is broken
             self._counts_from = self._number + 1
-            rest_s = 0.0 if not self._num_trips else GREET_DOWN_S * 2.0 ** min(self._num_trips, 9)
-            self._rest_until = time.monotonic() + min(rest_s, LONGEST_REST_S)
+            self._rest.fail(time.monotonic())
             self._num_trips += 1
-            self._trip_reason = reason
         if self._num_trips == TRIPS_TOLD:
-            self._warn(reason)
+            self._warn()
 
     def reset(self) -> None:
         """A request was answered in time: the next trip is the first again."""
-        self._num_trips, self._trip_reason = 0, ""
+        self._num_trips = 0
+        self._rest.reset()
 
     def close(self) -> None:
         """Ends the thread; waits for a ``find`` that runs."""
@@ -161,7 +159,9 @@ class HealthMonitor:
     def _run(self) -> None:
         while not self._closing.is_set():
             try:
-                if self._socket is None or self._is_silent():
+                since = self._unheard_since
+                is_silent = since is not None and time.monotonic() - since > SILENT_S
+                if self._socket is None or is_silent:
                     self._look()
                 self._greet()
                 self._listen()
@@ -177,11 +177,7 @@ class HealthMonitor:
 
     def _tell(self) -> None:
         is_up = self._peer is not None
-        self._report(is_up, "" if is_up else self._refused or self._trip_reason)
-
-    def _is_silent(self) -> bool:
-        since = self._unheard_since
-        return since is not None and time.monotonic() - since > SILENT_S
+        self._report(is_up, "" if is_up else self._reason)
 
     def _look(self) -> None:
         """Asks where the drafter is, and connects anew, also where it is still there."""
@@ -198,8 +194,7 @@ class HealthMonitor:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._endpoint.connect(self._socket)
-        self._said_at = 0.0
-        self._unheard_since = None
+        self._said_at, self._unheard_since = 0.0, None
         self._num_silent_looks += found is not None
         if found is not None and self._num_silent_looks > MOST_SILENT_LOOKS:
             self._refuse(f"{self._endpoint.place} does not answer; is the way to its port open?")
@@ -220,13 +215,9 @@ class HealthMonitor:
     def _listen(self) -> None:
         if self._socket is None or not self._socket.poll(int(GREET_DOWN_S * 1000)):
             return
-        assert self._endpoint is not None
-        try:
-            reply = decode_reply(self._socket.recv_multipart())
-        except WireError as error:
-            self._refuse(str(error))
-            return
+        reply = decode_reply(self._socket.recv_multipart())
         if isinstance(reply, Card):
+            assert self._endpoint is not None
             self._unheard_since, self._num_silent_looks = None, 0
             if objection := self._wanted.objection(reply):
                 self._refuse(f"{reply.model} at {self._endpoint.place} has {objection}")
@@ -235,24 +226,21 @@ class HealthMonitor:
 
     def _accept(self, card: Card, endpoint: Endpoint) -> None:
         with self._lock:
-            if card.number < self._counts_from or time.monotonic() < self._rest_until:
+            if card.number < self._counts_from or not self._rest.is_due(time.monotonic()):
                 return
             if self._peer is None or self._peer.instance != card.instance:
                 self._peer = Peer(endpoint, card.instance, card.max_tokens, self._connection)
-                self._refused = self._trip_reason = ""
+                self._reason = ""
 
     def _refuse(self, reason: str) -> None:
-        self._lose()
-        if reason != self._refused:
-            self._refused = reason
-            self._warn(reason)
-
-    def _warn(self, reason: str) -> None:
-        logger.warning("No drafts from the %s drafter: %s", self._wanted.kind, reason)
-
-    def _lose(self) -> None:
         with self._lock:
+            is_new, self._reason = reason != self._reason, reason
             self._peer = None
+        if is_new:
+            self._warn()
+
+    def _warn(self) -> None:
+        logger.warning("No drafts from the %s drafter: %s", self._wanted.kind, self._reason)
 
     def _hang_up(self) -> None:
         if self._socket is not None:

@@ -2,112 +2,190 @@
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from itertools import chain
 
-import msgspec
 import numpy as np
 
-from specserve.wire.messages import UInt16Array
+from specserve.core.types import BoolArray, HiddenStates, Int32Array, Int64Array, UInt16Array
+
+LARGE_TOKENS = 64
+"""More states of one text than this come to the host by themselves: they are never copied again."""
 
 
-class _Piece(msgspec.Struct, frozen=True):
-    """States of ``start .. end - 1`` of one text; ``age`` counts the pieces of all."""
+class _Block:
+    """States of a step that came together, of some texts.
 
-    age: int
-    start: int
-    end: int
-    states: UInt16Array
-
-
-@dataclass(slots=True, eq=False)
-class TextStates:
-    """A text's states: pieces without gaps between them.
-
-    Attributes:
-        end: position after the last state that came.
+    Args:
+        slots: int64 ``[m]``.
+        texts: int64 ``[m]``, the texts' names: a slot may have another one's by now.
+        starts: int64 ``[m]``, first position of each.
+        ends: int64 ``[m]``.
+        offsets: int64 ``[m]``; the state of position p is at ``p + offset``.
+        states: waits until they are there: uint16 ``[size, hidden_size]``.
+        size: what is in memory.
     """
 
-    end: int = 0
-    pieces: deque[_Piece] = field(default_factory=deque)
+    def __init__(
+        self,
+        slots: Int64Array,
+        texts: Int64Array,
+        starts: Int64Array,
+        ends: Int64Array,
+        offsets: Int64Array,
+        states: Callable[[], UInt16Array],
+        size: int,
+    ) -> None:
+        self.slots, self.texts, self.ends = slots, texts, ends
+        self.states, self.size = states, size
+        self._starts, self._offsets = starts, offsets
+        self._index = dict(zip(texts.tolist(), range(len(texts)), strict=True))
 
-    def start(self, position: int) -> int:
-        """First position from ``position`` on whose state is kept, and all that follow too."""
-        return max(position, self.pieces[0].start if self.pieces else self.end)
+    def part(self, text: int, start: int, end: int) -> UInt16Array | None:
+        """The states of those of positions ``start .. end - 1`` that it has, to their end."""
+        index = self._index.get(text)
+        if index is None or (first := max(start, int(self._starts[index]))) >= end:
+            return None
+        offset = int(self._offsets[index])
+        return self.states()[first + offset : min(end, int(self.ends[index])) + offset]
 
-    def between(self, start: int, end: int) -> UInt16Array:
-        """States of positions ``start .. end - 1``; not before :meth:`start` of them."""
-        last = self.pieces[-1]
-        if last.start <= start:  # as in most steps
-            return last.states[start - last.start : end - last.start]
-        return np.concatenate(
-            [
-                piece.states[max(start - piece.start, 0) : end - piece.start]
-                for piece in self.pieces
-                if piece.start < end and piece.end > start
-            ]
+    def only(self, which: BoolArray) -> _Block:
+        """The states of some of the texts, in memory of their own."""
+        slots, texts, starts, ends, offsets = (
+            each[which] for each in (self.slots, self.texts, self._starts, self.ends, self._offsets)
         )
+        states = self.states()
+        bounds = zip((starts + offsets).tolist(), (ends + offsets).tolist(), strict=True)
+        chosen, sizes = np.concatenate([states[start:end] for start, end in bounds]), ends - starts
+        offsets = np.cumsum(sizes) - sizes - starts
+        return _Block(slots, texts, starts, ends, offsets, lambda: chosen, len(chosen))
 
 
 class PendingStates:
-    """Keeps states until they are confirmed.
+    """Keeps states by slot until they are confirmed; of each text a run without gaps.
+
+    A step's states are on their way to the host when they are added. They are waited for when they
+    are read, or in a later step, when they have long come.
 
     Args:
-        max_tokens: how many are left by :meth:`trim`, of all texts together.
+        num_slots: texts at a time.
+        max_tokens: how many states of earlier steps are kept, of all texts together.
+
+    Attributes:
+        starts: int64 ``[num_slots]``, first position kept of each text.
+        ends: int64 ``[num_slots]``, position after its last state.
     """
 
-    def __init__(self, max_tokens: int) -> None:
-        self.num_tokens = 0
+    def __init__(self, num_slots: int, max_tokens: int) -> None:
+        self.starts: Int64Array = np.zeros(num_slots, np.int64)
+        self.ends: Int64Array = np.zeros(num_slots, np.int64)
+        self._texts: Int64Array = np.zeros(num_slots, np.int64)
+        self._num_texts = 0
         self._max_tokens = max_tokens
-        self._num_pieces = 0
-        self._by_age: deque[tuple[int, TextStates]] = deque()  # pieces may be gone
+        self._blocks: list[_Block] = []  # of earlier steps, the oldest first
+        self._new: list[_Block] = []
+        self._size = self._needed_size = 0  # of earlier steps' blocks, now and when last looked at
 
-    def add(self, text: TextStates, start: int, states: UInt16Array) -> None:
-        """Copies the states of positions ``start ..``; those that had come before are left out."""
-        if start > text.end:
-            self.confirm(text, text.end)  # nothing goes on from them
-        elif start < text.end:
-            states = states[text.end - start :]
-            start = text.end
-        if num_new := len(states):
-            self._num_pieces += 1
-            self.num_tokens += num_new
-            text.end = start + num_new
-            text.pieces.append(_Piece(self._num_pieces, start, text.end, states.copy()))
-            self._by_age.append((self._num_pieces, text))
+    @property
+    def num_tokens(self) -> int:
+        """States that are not confirmed, of all texts."""
+        return int((self.ends - self.starts).sum())
 
-    def trim(self) -> None:
-        """Loses the oldest states where there are too many; once those of a step have been sent.
+    def open(self, slot: int) -> None:
+        """Another text's states follow, from any position on."""
+        self._num_texts += 1
+        self._texts[slot] = self._num_texts
+        self.starts[slot] = self.ends[slot] = 0
 
-        What is left of a piece still takes the memory of all of it; there is one such at a time.
+    def first(self, slots: Int64Array, hidden: HiddenStates) -> Int64Array:
+        """Where the run of some texts, all of a step in their order, begins with its states.
+
+        Behind a gap it begins anew. States that had come before change nothing.
         """
-        if len(self._by_age) > 2 * self._max_tokens:
-            self._by_age = deque(each for each in self._by_age if _is_kept(*each))
-        while (excess := self.num_tokens - self._max_tokens) > 0:
-            age, oldest = self._by_age[0]
-            if not _is_kept(age, oldest):
-                self._by_age.popleft()
-                continue
-            piece = oldest.pieces[0]
-            if excess >= len(piece.states):
-                self.confirm(oldest, piece.end)
-            else:
-                oldest.pieces[0] = _Piece(
-                    piece.age, piece.start + excess, piece.end, piece.states[excess:]
-                )
-                self.num_tokens -= excess
+        return np.where(hidden.starts > self.ends[slots], hidden.starts, self.starts[slots])
 
-    def confirm(self, text: TextStates, end: int) -> None:
-        """States before ``end`` are not needed any more: whole pieces of them go."""
-        pieces = text.pieces
-        while pieces and pieces[0].end <= end:
-            self.num_tokens -= len(pieces.popleft().states)
+    def add(
+        self, slots: Int64Array, num_tokens: Int32Array, hidden: HiddenStates, rows: Int64Array
+    ) -> None:
+        """Starts to copy what is new of a step's states; loses the oldest if there are too many.
 
-    def forget(self, text: TextStates) -> None:
-        """The text has ended."""
-        self.confirm(text, text.end)
+        Args:
+            slots: int64 ``[r]``, of the rows.
+            num_tokens: int32 ``[r]``, tokens of their texts: the last one has no state yet, and
+                those behind it are of refused drafts.
+            hidden: the step's.
+            rows: int64 ``[r]``, rows of the step, whose states are wanted.
+        """
+        self._make_room()
+        sizes = hidden.num_tokens[rows].astype(np.int64)
+        starts = hidden.starts[rows].astype(np.int64)
+        ends = np.minimum(starts + sizes, num_tokens - 1)
+        is_new = ends > np.maximum(starts, self.ends[slots])
+        is_large = sizes > LARGE_TOKENS
+        groups = [np.flatnonzero(is_new & ~is_large), *np.flatnonzero(is_new & is_large)[:, None]]
+        for group in groups:
+            if group.size:
+                copy = cache(hidden.to_host(rows[group]))
+                self._append(slots[group], starts[group], ends[group], sizes[group], copy)
 
+    def between(self, slot: int, start: int, end: int) -> UInt16Array:
+        """States of positions ``start .. end - 1``, which are kept; waits for their copies."""
+        text, parts = int(self._texts[slot]), []
+        for block in chain(reversed(self._new), reversed(self._blocks)):
+            if (part := block.part(text, start, end)) is not None:
+                parts.append(part)
+                end -= len(part)
+                if start == end:
+                    break
+        return parts[0] if len(parts) == 1 else np.concatenate(parts[::-1])
 
-def _is_kept(age: int, text: TextStates) -> bool:
-    """Whether a text still has its piece of this age: they go in their order."""
-    return bool(text.pieces) and age >= text.pieces[0].age
+    def confirm(self, slots: Int64Array, held: Int64Array) -> None:
+        """States of some texts before these positions are not needed any more."""
+        confirmed = np.minimum(held, self.ends[slots])
+        self.starts[slots] = np.maximum(self.starts[slots], confirmed)
+
+    def drop(self, slots: Int64Array | int) -> None:
+        """None of these texts' states are needed any more."""
+        self.starts[slots] = self.ends[slots]
+
+    def _append(
+        self,
+        slots: Int64Array,
+        starts: Int64Array,
+        ends: Int64Array,
+        sizes: Int64Array,
+        copy: Callable[[], UInt16Array],
+    ) -> None:
+        known = self.ends[slots]
+        is_behind_gap = starts > known  # nothing goes on from what there was
+        offsets = np.cumsum(sizes) - sizes - starts
+        self.starts[slots[is_behind_gap]] = starts[is_behind_gap]
+        self.ends[slots] = ends
+        starts = np.maximum(starts, known)
+        texts, size = self._texts[slots], int(sizes.sum())
+        self._new.append(_Block(slots, texts, starts, ends, offsets, copy, size))
+
+    def _make_room(self) -> None:
+        """Gives back the memory of what was confirmed, all of it whenever it may be half."""
+        kept = list(self._needed(self._new))
+        self._new.clear()
+        self._blocks += kept
+        self._size += sum(each.size for each in kept)
+        if self._size > min(2 * self._needed_size + self._max_tokens // 8, self._max_tokens):
+            self._blocks = list(self._needed(self._blocks))
+            self._size = self._needed_size = sum(each.size for each in self._blocks)
+        while self._size > self._max_tokens:
+            oldest = self._blocks.pop(0)
+            self._size -= oldest.size
+            is_own = self._texts[oldest.slots] == oldest.texts
+            self.confirm(oldest.slots[is_own], oldest.ends[is_own])
+
+    def _needed(self, blocks: Iterable[_Block]) -> Iterator[_Block]:
+        for block in blocks:
+            is_needed = self._texts[block.slots] == block.texts
+            is_needed &= self.starts[block.slots] < block.ends
+            if is_needed.all():
+                yield block
+            elif is_needed.any():
+                yield block.only(is_needed)

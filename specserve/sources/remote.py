@@ -9,39 +9,48 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Sequence
+from functools import partial
 from hashlib import blake2b
+from itertools import chain, compress
 from secrets import randbits
 from typing import Self
 
 import numpy as np
 
-from specserve.core.errors import WireError
 from specserve.core.source_config import DraftModelConfig, MtpConfig
-from specserve.core.types import Draft, DraftBatch, RequestControls
+from specserve.core.types import (
+    BoolArray,
+    DraftBatch,
+    Drafts,
+    Float64Array,
+    Int32Array,
+    Int64Array,
+    RequestControls,
+)
 from specserve.sources.base import SourceContext
-from specserve.sources.controls import DEFAULT_CONTROLS, wants_drafts
-from specserve.sources.drafter_link import DrafterLink
-from specserve.sources.health_monitor import Find, Peer, Wanted
+from specserve.sources.controls import wants_drafts
+from specserve.sources.drafter_link import LOST_S, DrafterLink, Sent
+from specserve.sources.followed_texts import FollowedTexts
+from specserve.sources.health_monitor import Find, HealthMonitor, Peer, Wanted
 from specserve.sources.pending_states import PendingStates
-from specserve.sources.sent_requests import Room, SentRequests, Text
 from specserve.trie.namespaces import namespace
 from specserve.wire.messages import (
     MAX_ROWS,
     MAX_STATE_BYTES,
     MAX_TOKENS,
     DraftAnswer,
-    DraftRequest,
     Refusal,
+    RowAnswer,
     TextRow,
 )
 
 NEAR_TOKENS = 64
 """Positions that a draft may wait for: some steps' tokens, or a short prompt. A text that lacks
-more is brought up to date first, and nobody waits for that."""
+more is read first, and nobody waits for that."""
 
 FEED_TOKENS = 4096
-"""Positions of a text that are brought up to date by one request."""
+"""Positions of a text that are read by one request."""
 
 FEED_BUDGET_S = 60.0
 """How long such a request may wait for its turns, in seconds."""
@@ -53,27 +62,19 @@ PENDING_STATES = 32_768
 """Hidden states that wait to be confirmed, of all requests: some steps that read prompts. 448 MiB
 where they have 7168 values."""
 
-LOST_S = 1.0
-"""An answer that comes so much later than its request's budget is not waited for."""
-
 REST_S = 1.0
 """A text that the drafter has no room for, or cannot read, is sent again after so long."""
 
-_USE_RATE, _IN_USE = 0.1, 0.5
-"""A source that was asked for drafts in half of the last ten steps or so is in use."""
-
-MOST_READING_S = 0.01
-"""Time to read what has come: a drafter that floods must not hold a step up."""
-
-_CHANCES = [number / 255 for number in range(256)]
-"""By how they are sent."""
-
-_Rows = list[tuple[int, Text, TextRow]]
-"""Rows to send, each with its row of the batch."""
+_READING_RATE = 0.1
+"""Weight of a new measurement of what reading takes."""
 
 
 class DrafterClient:
-    """Asks a drafter for drafts, and keeps it up to date.
+    """Asks a drafter for drafts, and keeps it up to date: a remote source.
+
+    A text that lacks much is read first: where states are continued, from its next step on, so that
+    no step waits for the copy of a prompt's states. A text of which states are missing is drafted
+    for from behind the gap.
 
     Args:
         config: the source's configuration.
@@ -84,14 +85,9 @@ class DrafterClient:
     def __init__(
         self, config: DraftModelConfig | MtpConfig, context: SourceContext, find: Find
     ) -> None:
-        self._config = config
-        self._kind = config.kind
-        self._identity = context.model_identity
-        self._metrics = context.metrics
-        self._states = PendingStates(PENDING_STATES) if config.kind == "mtp" else None
-        self._no_draft = Draft((), config.kind)
-        hidden_size = context.hidden_size if config.kind == "mtp" else 0
-        self._state_bytes = 2 * hidden_size
+        self._config, self._kind = config, config.kind
+        self._identity, self._metrics = context.model_identity, context.metrics
+        hidden_size = context.hidden_size if config.NEEDS_STATES else 0
         wanted = Wanted(
             kind=config.kind,
             vocab_size=context.vocab_size,
@@ -99,119 +95,140 @@ class DrafterClient:
             hidden_size=hidden_size,
             replica=context.replica,
         )
-        self._link = DrafterLink(wanted, find, self._report)
-        self._has_own_gpu = config.num_gpus > 0 and config.placement == "actor"
-        self._peer: Peer | None = None
+        self._monitor = HealthMonitor(
+            wanted, find, partial(context.metrics.set_reachable, config.kind)
+        )
+        self._link = DrafterLink(self._monitor, partial(context.metrics.count_error, config.kind))
+        self._peer: Peer | None = None  # the last one that was met
         self._has_failed = False  # at the last request for drafts
-        self._texts: dict[str, Text] = {}
+        self._has_own_gpu = config.num_gpus > 0 and config.placement == "actor"
+        self._position_s = 0.0  # what reading a position takes; 0 before it was measured
+        num_slots = context.num_slots
+        self._states = PendingStates(num_slots, PENDING_STATES) if config.NEEDS_STATES else None
+        self._followed = FollowedTexts(num_slots, always=not config.dynamic)
+        self._state_bytes = 2 * hidden_size
         self._num_texts = 0
         self._ended: deque[int] = deque(maxlen=MAX_ROWS)
-        self._sent = SentRequests()
-        self._use = 0.0 if config.dynamic else 1.0  # of one that may not pay nothing is known yet
+        # By slot.
+        self._number = np.zeros(num_slots, np.int64)  # the text's name
+        self._salt = np.zeros(num_slots, np.uint64)  # who may share its beginning
+        self._wants = np.zeros(num_slots, np.bool_)
+        self._held = np.zeros(num_slots, np.int64)  # positions, by the drafter's last answer
+        self._sent_as = np.zeros(num_slots, np.int64)  # the request under way with a row of it
+        self._was_sent = np.zeros(num_slots, np.bool_)
+        self._is_partial = np.zeros(num_slots, np.bool_)  # the drafter began it behind a gap
+        self._has_room = np.ones(num_slots, np.bool_)  # as far as is known
+        self._rests_until = np.zeros(num_slots)  # monotonic time before which it is not sent
 
     @classmethod
     def build(cls, config: DraftModelConfig | MtpConfig, context: SourceContext) -> Self:
         """For the registry."""
-        proposer = cls(config, context, context.find_drafter(config))
-        context.exits.append(proposer.close)
-        return proposer
+        source = cls(config, context, context.find_drafter(config))
+        context.exits.append(source.end)
+        return source
 
-    def propose(self, batch: DraftBatch) -> list[Draft]:
-        """Sends what is new of the batch's texts, and waits for drafts of those that are near."""
-        texts = [self._text_of(batch, row) for row in range(len(batch))]
-        self._use += _USE_RATE * (bool(batch.max_draft_tokens.any()) - self._use)
-        self._keep_states(batch, texts)
-        drafts = self._drafts(batch, texts)
+    def open(self, slot: int, controls: RequestControls) -> None:
+        """See :meth:`specserve.sources.base.Source.open`."""
+        self._number[slot] = self._num_texts
+        self._num_texts += 1
+        self._salt[slot] = self._salt_of(controls)
+        self._wants[slot] = wants_drafts(controls, self._kind)
+        self._held[slot] = self._rests_until[slot] = 0
+        self._is_partial[slot], self._has_room[slot] = False, True
         if self._states is not None:
-            self._states.trim()
+            self._states.open(slot)
+            if self._wants[slot]:
+                self._followed.open(slot)
+
+    def propose(self, batch: DraftBatch, limits: Int32Array) -> Drafts:
+        """Sends what is new of texts, and waits for the drafts that are asked for."""
+        drafts = Drafts.empty(len(limits), self._config.max_draft_len)
+        if self._link.sent:
+            self._read_replies()  # before a new connection would lose them
+        peer, is_wanted, slots = self._meet(), limits > 0, batch.slots
+        if self._states is not None:
+            self._followed.note(slots[is_wanted], is_there=peer is not None)
+        is_told_all = self._is_full or not self._config.dynamic
+        if peer is None or not (is_told_all or is_wanted.any()):
+            self._keep_states(batch)
+            return drafts  # nothing is to be sent
+        ready = self._wants[slots] & (self._sent_as[slots] == 0)
+        ready &= self._rests_until[slots] <= time.monotonic()
+        ready &= batch.num_tokens <= min(peer.max_tokens, MAX_TOKENS)
+        # What is only read is sent up to the last step's states: this one's are not there yet.
+        begins, ends = self._lacking(batch)
+        is_fed = ready & (is_told_all | is_wanted) & (ends - begins > NEAR_TOKENS)
+        fed = self._feed(batch, np.flatnonzero(is_fed), begins, ends)
+        self._keep_states(batch)
+        begins, ends = self._lacking(batch)
+        is_asked = ready & is_wanted & ~is_fed & (ends == batch.num_tokens)
+        rows = np.flatnonzero(is_asked & (ends - begins <= NEAR_TOKENS))
+        rows = rows[: self._num_fitting(slots[rows], begins[rows], ends[rows], MAX_STATE_BYTES)]
+        number = 0
+        if rows.size:
+            asked = self._rows(batch, rows, ends, np.minimum(limits, self._config.max_draft_len))
+            number = self._send(slots[rows], asked, self._config.timeout_s)
+        for slot, row in fed:  # each for itself: a short one is not answered with the longest
+            self._send(slot, [row], FEED_BUDGET_S, row.num_computed)
+        if number and (answer := self._await(number)) is not None:
+            self._fill(drafts, rows, answer, limits)
         return drafts
 
-    def reading_s(self, batch: DraftBatch) -> list[float]:
+    def reading_s(self, batch: DraftBatch) -> Float64Array:
         """How long the drafter would compute what it lacks of each text before it can draft.
 
-        Nothing is put off where states would be lost meanwhile. A drafter with a GPU of its own
-        takes no time of the target's.
+        A drafter with a GPU of its own takes no time of the target's. Nothing is put off where
+        states would be lost meanwhile.
 
         Returns:
-            n times seconds; 0 where it lacks little, infinite where it is reading the text now, NaN
-            where it has no room for it.
+            float64 ``[n]``, seconds; 0 where it lacks little, infinite where it is reading the text
+            now, NaN where it has no room for it, and of all while there is no drafter.
         """
-        is_free = self._has_own_gpu or self._is_full
-        position_s = 0.0 if is_free else self._sent.position_s
-        most = math.inf if self._peer is None else self._peer.max_tokens
-        found, now = [], time.monotonic()
-        for request_id, length in zip(batch.request_ids, batch.num_tokens.tolist(), strict=True):
-            text = self._texts.get(request_id)
-            lacking = length if text is None else length - self._unsent(text, length)[0]
-            if length > most or (text is not None and text.rests_until > now):
-                found.append(math.nan)
-            elif text is not None and text.is_sent:
-                found.append(math.inf)
-            else:
-                found.append(lacking * position_s if lacking > NEAR_TOKENS else 0.0)
-        return found
+        slots, num_tokens = batch.slots, batch.num_tokens
+        if (peer := self._monitor.peer) is None:
+            return np.full(len(slots), np.nan)
+        begins = self._held[slots]
+        if self._states is not None and batch.hidden_states is not None:
+            begins = np.maximum(begins, self._states.first(slots, batch.hidden_states))
+        lacking = num_tokens - begins
+        position_s = 0.0 if self._has_own_gpu or self._is_full else self._position_s
+        seconds = np.where(lacking > NEAR_TOKENS, lacking * position_s, 0.0)
+        seconds[self._sent_as[slots] > 0] = np.inf
+        rests = self._rests_until[slots] > time.monotonic()
+        seconds[rests | (num_tokens > peer.max_tokens) | ~self._wants[slots]] = np.nan
+        return seconds
 
-    def forget(self, request_ids: list[str]) -> None:
+    def must_see(self, slots: Int64Array) -> BoolArray:
+        """bool ``[n]``: texts that are followed: states of a step without this source are lost.
+
+        A text of which states were lost is begun anew behind the gap.
+        """
+        if self._states is None:
+            return np.zeros(len(slots), np.bool_)
+        return self._followed.which(slots) & self._wants[slots]
+
+    def close(self, slots: Int64Array) -> None:
         """Tells the drafter with the next request, or at once where none is to be expected."""
-        for request_id in request_ids:
-            text = self._texts.pop(request_id, None)
-            if text is None:
-                continue
-            if text.was_sent:
-                self._ended.append(text.number)
-            if self._states is not None:
-                self._states.forget(text.states)
-        if self._ended and self._peer and not any(each.was_sent for each in self._texts.values()):
-            self._send([], FEED_BUDGET_S)
+        self._ended.extend(self._number[slots[self._was_sent[slots]]].tolist())
+        self._wants[slots] = self._was_sent[slots] = False
+        self._sent_as[slots] = 0
+        if self._states is not None:
+            self._followed.close(slots)
+            self._states.drop(slots)
+        if self._ended and self._peer is not None and not self._was_sent.any():
+            self._send(slots[:0], [], FEED_BUDGET_S)
 
-    def close(self) -> None:
+    def end(self) -> None:
         """Ends the link."""
         self._peer = None
         self._link.close()
 
-    def _report(self, up: bool, reason: str) -> None:
-        """Called by the health monitor's thread."""
-        self._metrics.set_reachable(self._kind, up, reason)
+    @property
+    def _is_full(self) -> bool:
+        """Whether states may soon be lost."""
+        return self._states is not None and self._states.num_tokens > PENDING_STATES // 2
 
-    def _drafts(self, batch: DraftBatch, texts: list[Text | None]) -> list[Draft]:
-        drafts = [self._no_draft] * len(batch)
-        if self._sent:
-            for _ in self._replies():  # before a new connection would lose them
-                pass
-        peer = self._link.connect()
-        if peer is None:
-            return drafts
-        self._sent.give_up(time.monotonic() - LOST_S)
-        if peer is not self._peer:
-            self._meet(peer)
-        is_told_all = self._is_told_all
-        if not (is_told_all or batch.max_draft_tokens.any()):
-            return drafts  # nothing would be sent
-        asked, fed = self._rows(batch, texts, peer.max_tokens, is_told_all)
-        number = self._send(asked, self._config.timeout_s) if asked else 0
-        for each in fed:  # each for itself: a short one is not answered with the longest
-            self._send([each], FEED_BUDGET_S, is_read=True)
-        if asked and (answer := self._await(number)) is not None:
-            for (row, _, sent), answered in zip(asked, answer.rows, strict=True):
-                if answered.tokens:
-                    chances = tuple(map(_CHANCES.__getitem__, answered.chances))
-                    draft = Draft(answered.tokens, self._kind, chances=chances)
-                    drafts[row] = draft.cut(sent.max_draft_tokens)
-        return drafts
-
-    def _text_of(self, batch: DraftBatch, row: int) -> Text | None:
-        """A request's text; None: it wants no drafts of this source."""
-        controls = batch.controls[row] if batch.controls else DEFAULT_CONTROLS
-        if not wants_drafts(controls, self._kind):
-            return None
-        text = self._texts.get(batch.request_ids[row])
-        if text is None:
-            text = Text(self._num_texts, self._salt(controls))
-            self._texts[batch.request_ids[row]] = text
-            self._num_texts += 1
-        return text
-
-    def _salt(self, controls: RequestControls) -> int:
+    def _salt_of(self, controls: RequestControls) -> int:
         """Equal for those that may find out that others have sent the same text before."""
         if not controls.learn:
             return randbits(64)
@@ -219,186 +236,183 @@ class DrafterClient:
         salted = f"{name}\0{controls.cache_salt}"
         return int.from_bytes(blake2b(salted.encode(), digest_size=8).digest(), "little")
 
-    def _keep_states(self, batch: DraftBatch, texts: list[Text | None]) -> None:
-        """Keeps the step's states, but for those of refused drafts: the last token has none yet."""
-        hidden = batch.hidden_states
-        if self._states is None or hidden is None or not any(texts):
-            return
-        values, begin, now = hidden.to_host(), 0, time.monotonic()
-        lengths = batch.num_tokens.tolist()
-        for text, size, start, length in zip(
-            texts, hidden.num_tokens, hidden.starts, lengths, strict=True
-        ):
-            if text is not None and (text.has_room or text.rests_until <= now):
-                valid = max(0, min(size, length - 1 - start))
-                self._states.add(text.states, start, values[begin : begin + valid])
-            begin += size
-
-    def _meet(self, peer: Peer) -> None:
-        """It answers again: what was sent for longer may be under way, but for a new connection."""
-        old = self._peer
-        is_lost = old is None or old.route != peer.route
-        self._sent.give_up(math.inf if is_lost else time.monotonic())
-        if old is None or old.instance != peer.instance:
-            self._sent.position_s = 0.0  # it may take another time
-            for text in self._texts.values():
-                text.held, text.has_room, text.rests_until = 0, True, 0.0
+    def _meet(self) -> Peer | None:
+        """The drafter to ask in this step, connected to; None: there is none."""
+        peer = self._monitor.peer
+        if peer is None or peer is self._peer:
+            return peer
+        if self._link.connect(peer):
+            self._give_up(math.inf)
+        if self._peer is None or self._peer.instance != peer.instance:
+            self._position_s = 0.0  # it may take another time
+            self._held[:], self._has_room[:], self._rests_until[:] = 0, True, 0.0
         self._peer = peer
+        return peer
 
-    def _rows(
-        self, batch: DraftBatch, texts: list[Text | None], max_tokens: int, is_told_all: bool
-    ) -> tuple[_Rows, _Rows]:
-        """What is to be sent: rows to be drafted for, and rows of texts that lack too much."""
-        asked: _Rows = []
-        fed: _Rows = []
-        room = Room(MAX_ROWS, MAX_TOKENS, MAX_STATE_BYTES)
-        feed_room = Room(
-            MAX_SENT - len(self._sent), MAX_TOKENS, MAX_STATE_BYTES - self._sent.state_bytes
-        )
-        limits = np.minimum(batch.max_draft_tokens, self._config.max_draft_len).tolist()
-        now = time.monotonic()
-        for row, (text, length) in enumerate(zip(texts, batch.num_tokens.tolist(), strict=True)):
-            if text is None or text.is_sent or text.rests_until > now or length > max_tokens:
-                continue
-            begin, end = self._unsent(text, length)
-            is_near = end - begin <= NEAR_TOKENS
-            if is_near and not (end == length and limits[row]):
-                continue
-            if not (limits[row] or is_told_all):
-                continue  # it would be computed for nothing, perhaps on the target's own cores
-            end = min(end, begin + FEED_TOKENS)
-            start = min(text.held, end - 1)
-            size = end - start, self._state_bytes * (end - begin)
-            if is_near and room.take(*size):
-                asked.append((row, text, self._row(batch, row, text, start, end, limits[row])))
-            elif not is_near and feed_room.take(*size):
-                fed.append((row, text, self._row(batch, row, text, start, end, 0)))
-        return asked, fed
+    def _keep_states(self, batch: DraftBatch) -> None:
+        """Starts to copy the step's states of the texts that are followed."""
+        slots, hidden = batch.slots, batch.hidden_states
+        if self._states is None or hidden is None:
+            return
+        is_kept = self.must_see(slots)
+        if is_kept.any():
+            is_kept &= self._has_room[slots] | (self._rests_until[slots] <= time.monotonic())
+            rows = np.flatnonzero(is_kept)
+            self._states.add(slots[rows], batch.num_tokens[rows], hidden, rows)
 
-    @property
-    def _is_told_all(self) -> bool:
-        """Whether texts are sent also while no draft of them is wanted.
-
-        Where none may ever be, they wait as long as no state is lost by it.
-        """
-        return self._use >= _IN_USE and (self._is_full or not self._config.dynamic)
-
-    @property
-    def _is_full(self) -> bool:
-        """Whether states may soon be lost."""
-        return self._states is not None and self._states.num_tokens > PENDING_STATES // 2
-
-    def _unsent(self, text: Text, length: int) -> tuple[int, int]:
-        """First position that the drafter will compute, and the end of what can be sent.
+    def _lacking(self, batch: DraftBatch) -> tuple[Int64Array, Int64Array]:
+        """int64 ``[n]``, ``[n]``: the first position that the drafter will compute of each text,
+        and the end of what can be sent.
 
         With states, position i is computed of the state of i and the token at i + 1.
         """
-        if self._states is None:
-            return text.held, length
-        return text.states.start(text.held), min(text.states.end + 1, length)
-
-    def _row(
-        self, batch: DraftBatch, row: int, text: Text, start: int, end: int, limit: int
-    ) -> TextRow:
-        states_start, states = 0, None
+        begins, ends = self._held[batch.slots], batch.num_tokens.astype(np.int64)
         if self._states is not None:
-            states_start = text.states.start(start)
-            if states_start < end - 1:
-                states = text.states.between(states_start, end - 1)
-        return TextRow(
-            text=text.number,
-            salt=text.salt,
-            start=start,
-            tokens=batch.token_ids[row, start:end],
-            states_start=states_start,
-            states=states,
-            max_draft_tokens=limit,
-        )
+            begins = np.maximum(begins, self._states.starts[batch.slots])
+            ends = np.minimum(self._states.ends[batch.slots] + 1, ends)
+        return begins, ends
 
-    def _send(self, rows: _Rows, budget_s: float, *, is_read: bool = False) -> int:
-        """Sends a request; returns its number."""
-        ended, self._ended = tuple(self._ended), deque(maxlen=MAX_ROWS)
-        states = (row.states for _, _, row in rows)
-        number = self._sent.add(
-            [text for _, text, _ in rows],
-            sum(each.nbytes for each in states if each is not None),
-            sum(row.num_computed for _, _, row in rows) if is_read else 0,
-            budget_s,
-        )
-        request = DraftRequest(
-            number=number,
-            budget_s=budget_s,
-            rows=tuple(row for _, _, row in rows),
-            forget=ended,
-        )
-        self._link.send(request)
+    def _feed(
+        self, batch: DraftBatch, rows: Int64Array, begins: Int64Array, ends: Int64Array
+    ) -> list[tuple[Int64Array, TextRow]]:
+        """What is sent of texts to be read, each with its slot: of as many as there is room for."""
+        if not (rows := rows[: max(MAX_SENT - len(self._link.sent), 0)]).size:
+            return []
+        ends = np.minimum(ends, begins + FEED_TOKENS)
+        room = MAX_STATE_BYTES - sum(each.state_bytes for each in self._link.sent.values())
+        rows = rows[: self._num_fitting(batch.slots[rows], begins[rows], ends[rows], room)]
+        sent = self._rows(batch, rows, ends, np.zeros_like(batch.num_tokens))
+        return list(zip(batch.slots[rows, None], sent, strict=True))
+
+    def _num_fitting(
+        self, slots: Int64Array, begins: Int64Array, ends: Int64Array, state_bytes: int
+    ) -> int:
+        """How many of these texts may be sent, from the first one on."""
+        num_tokens = np.cumsum(ends - np.minimum(self._held[slots], ends - 1))
+        num_bytes = np.cumsum(self._state_bytes * (ends - begins))
+        fits = (num_tokens <= MAX_TOKENS) & (num_bytes <= state_bytes)
+        return min(int(np.count_nonzero(fits)), MAX_ROWS)
+
+    def _rows(
+        self, batch: DraftBatch, rows: Int64Array, ends: Int64Array, limits: Int32Array
+    ) -> list[TextRow]:
+        """What is sent of some rows of the batch; ``ends`` and ``limits`` are of the batch."""
+        slots, ends = batch.slots[rows], ends[rows]
+        starts = np.minimum(self._held[slots], ends - 1)
+        of_rows = (rows, slots, starts, ends, self._number[slots], self._salt[slots], limits[rows])
+        sent = []
+        for row, slot, start, end, number, salt, limit in zip(
+            *(each.tolist() for each in of_rows), strict=True
+        ):
+            states_start, states = 0, None
+            if self._states is not None:
+                states_start = max(start, int(self._states.starts[slot]))
+                if states_start < end - 1:
+                    states = self._states.between(slot, states_start, end - 1)
+            sent.append(
+                TextRow(
+                    text=number,
+                    salt=salt,
+                    start=start,
+                    tokens=batch.token_ids[row, start:end],
+                    states_start=states_start,
+                    states=states,
+                    max_draft_tokens=limit,
+                )
+            )
+        return sent
+
+    def _send(
+        self, slots: Int64Array, rows: Sequence[TextRow], budget_s: float, num_read: int = 0
+    ) -> int:
+        """Sends a request, and which texts have ended; returns its number."""
+        number = self._link.send(slots, rows, self._ended, budget_s, num_read)
+        self._ended.clear()
+        self._sent_as[slots], self._was_sent[slots] = number, True
         return number
 
     def _await(self, number: int) -> DraftAnswer | None:
         """The answer to a request, if it comes in time."""
-        for reply in self._replies(time.monotonic() + self._config.timeout_s):
-            if reply.number == number:
+        for sent, reply in self._link.replies(time.monotonic() + self._config.timeout_s):
+            if self._take(sent, reply) and reply.number == number:
                 if isinstance(reply, DraftAnswer):
                     self._has_failed = False
-                    self._link.reset()
+                    self._monitor.reset()
                     return reply
                 if reply.reason == "failed":
                     if self._has_failed:
-                        self._link.trip("its model fails; its log says why")
+                        self._monitor.trip("its model fails; its log says why")
                     self._has_failed = True
                 return None
         self._metrics.count_timeout(self._kind)
-        self._link.trip(f"no answer within timeout_s ({self._config.timeout_s:g} s)")
+        self._monitor.trip(f"no answer within timeout_s ({self._config.timeout_s:g} s)")
         return None
 
-    def _replies(self, deadline: float = 0.0) -> Iterator[DraftAnswer | Refusal]:
-        """Takes what comes until a monotonic time; without one, what has come."""
-        end = max(deadline, time.monotonic() + MOST_READING_S)
-        while time.monotonic() < end:
-            try:
-                reply = self._link.receive(deadline - time.monotonic())
-            except WireError:
-                self._metrics.count_error(self._kind)
-                continue
-            if reply is None:
-                return
-            if isinstance(reply, DraftAnswer | Refusal) and self._take(reply):
-                yield reply
+    def _read_replies(self) -> None:
+        """Takes what has come, and gives up what will not come any more."""
+        for sent, reply in self._link.replies():
+            self._take(sent, reply)
+        self._give_up(time.monotonic() - LOST_S)
 
-    def _take(self, reply: DraftAnswer | Refusal) -> bool:
+    def _give_up(self, latest: float) -> None:
+        for sent in self._link.give_up(latest):
+            self._sent_as[sent.slots[self._sent_as[sent.slots] == sent.number]] = 0
+
+    def _take(self, sent: Sent, reply: DraftAnswer | Refusal) -> bool:
         """Notes what is held now; false: the reply is none to what was sent."""
-        sent = self._sent.take(reply)
-        if sent is None:
-            return False
+        is_own = self._sent_as[sent.slots] == sent.number
+        slots = sent.slots[is_own]
+        self._sent_as[slots] = 0
         if isinstance(reply, Refusal):
             if reply.reason != "expired":
                 self._metrics.count_error(self._kind)
             if reply.reason == "failed" and sent.num_read:
-                for text in sent.texts:
-                    text.rests_until = time.monotonic() + REST_S
+                self._rests_until[slots] = time.monotonic() + REST_S
             return True
-        if len(reply.rows) != len(sent.texts):
+        if len(reply.rows) != len(sent.slots):
             self._metrics.count_error(self._kind)
             return False
-        for text, row in zip(sent.texts, reply.rows, strict=True):
-            if row.problem == "failed":
-                text.rests_until = time.monotonic() + REST_S
-            elif row.problem == "unfit":
-                self._give_up(text, math.inf)
-            elif not (text.held or row.held):
-                self._give_up(text, time.monotonic() + REST_S)
-            else:
-                text.has_room = True
-            text.held = row.held
-            if row.begin and not text.is_partial:
-                text.is_partial = True
-                self._metrics.count_partial_text(self._kind)
-            if self._states is not None:
-                self._states.confirm(text.states, row.held)
+        rows = list(compress(reply.rows, is_own))
+        held = np.array([row.held for row in rows], np.int64)
+        if sent.num_read and (held > self._held[slots]).any():  # else it was not read
+            weight = _READING_RATE if self._position_s else 1.0
+            self._position_s += weight * (reply.compute_s / sent.num_read - self._position_s)
+        self._has_room[slots[held > 0]] = True
+        for slot, row in zip(slots.tolist(), rows, strict=True):
+            if row.problem or row.begin or not row.held:
+                self._note_trouble(slot, row)
+        if self._states is not None:
+            self._states.confirm(slots, held)
+        self._held[slots] = held
         return True
 
-    def _give_up(self, text: Text, until: float) -> None:
-        """The drafter takes nothing of a text: its states would push out those of the others."""
-        text.has_room, text.rests_until = False, until
-        if self._states is not None:
-            self._states.forget(text.states)
+    def _note_trouble(self, slot: int, row: RowAnswer) -> None:
+        """A text was not taken, or not whole."""
+        is_refused = row.problem == "unfit" or not (row.problem or row.held or self._held[slot])
+        if row.begin and not self._is_partial[slot]:
+            self._is_partial[slot] = True
+            self._metrics.count_partial_text(self._kind)
+        if is_refused:  # its states would push out those of the others
+            self._has_room[slot] = False
+            if self._states is not None:
+                self._states.drop(slot)
+        if is_refused or row.problem:
+            rest_s = math.inf if row.problem == "unfit" else REST_S
+            self._rests_until[slot] = time.monotonic() + rest_s
+
+    def _fill(
+        self, drafts: Drafts, rows: Int64Array, answer: DraftAnswer, limits: Int32Array
+    ) -> None:
+        """Takes over the drafts of an answer to some rows of the batch."""
+        tokens: list[tuple[int, ...]] = []
+        chances: list[bytes] = []
+        for limit, row in zip(limits[rows].tolist(), answer.rows, strict=True):
+            is_good = len(row.tokens) == len(row.chances)
+            if not is_good:
+                self._metrics.count_error(self._kind)
+            tokens.append(row.tokens[:limit] if is_good else ())
+            chances.append(row.chances[:limit] if is_good else b"")
+        drafts.lengths[rows] = [len(each) for each in tokens]
+        is_drafted = np.arange(drafts.tokens.shape[1]) < drafts.lengths[:, None]
+        drafts.tokens[is_drafted] = list(chain.from_iterable(tokens))
+        drafts.confidence[is_drafted] = np.frombuffer(b"".join(chances), np.uint8) / 255

@@ -69,7 +69,7 @@ class FakeDrafter:
         self.may_go.set()
         self.meanwhile: Callable[[], None] = lambda: None
         self.error: Exception | None = None
-        self.chances: tuple[float, ...] = ()
+        self.chances: tuple[float, ...] = (1.0,) * 128
         self.room = self.most_rows = 1 << 20
         self.poison: set[int] = set()
         self.complaint: AssertionError | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
@@ -10,26 +10,38 @@ import numpy as np
 
 from specserve.core.metrics import HealthSnapshot, SpeculationMetrics
 from specserve.core.source_config import DraftModelConfig, MtpConfig
-from specserve.core.types import DraftBatch, HiddenStates, Int32Array, RequestControls
+from specserve.core.types import (
+    DraftBatch,
+    HiddenStates,
+    Int32Array,
+    Int64Array,
+    RequestControls,
+    UInt16Array,
+)
 from specserve.drafters.server import DrafterServer
 from specserve.sources.base import SourceContext
-from specserve.sources.remote import (
-    DrafterClient,
-)
+from specserve.sources.remote import DrafterClient
 from tests.drafters.fakes import VOCAB_SIZE, WAIT_S, FakeDrafter, draft_of
 from tests.integration.cluster import eventually
 
 HIDDEN_SIZE = 2
+NUM_SLOTS = 16
 TEXT = np.random.default_rng(0).integers(0, VOCAB_SIZE, 20_000).astype(np.int32)
 
 
 class Replica:
-    """A source with its requests' texts; what is drafted has to follow from them."""
+    """A source with its requests' texts; what is drafted has to follow from them.
+
+    A request begins when it is first proposed for, with the ``controls`` of its name.
+    """
 
     def __init__(self, find: Callable[[], str | None], kind: str = "draft_model", **options: Any):
         self.metrics = SpeculationMetrics((kind,))
         self.texts: dict[str, Int32Array] = {}
+        self.controls: dict[str, RequestControls] = {}
+        self.slots: dict[str, int] = {}
         context = SourceContext(
+            num_slots=NUM_SLOTS,
             vocab_size=VOCAB_SIZE,
             hidden_size=HIDDEN_SIZE,
             metrics=self.metrics,
@@ -41,53 +53,76 @@ class Replica:
             config = MtpConfig(kind="mtp", **options)
         else:
             config = DraftModelConfig(kind="draft_model", model="m", **options)
-        self.proposer = DrafterClient.build(config, context)
-        self.kind = kind
+        self.source = DrafterClient.build(config, context)
 
-    def batch(
-        self,
-        *names: str,
-        limit: int = 3,
-        controls: tuple[RequestControls, ...] = (),
-        hidden: HiddenStates | None = None,
-    ) -> DraftBatch:
+    def slots_of(self, *names: str) -> Int64Array:
+        """The requests' slots, opened where they are new."""
+        for name in names:
+            if name not in self.slots:
+                slot = min(set(range(NUM_SLOTS)) - set(self.slots.values()))
+                self.slots[name] = slot
+                self.source.open(slot, self.controls.get(name, RequestControls()))
+        return np.array([self.slots[name] for name in names])
+
+    def batch(self, *names: str, hidden: HiddenStates | None = None) -> DraftBatch:
+        """A step's question about these requests."""
         texts = [self.texts[name] for name in names]
         lengths = np.array([len(text) for text in texts], np.int32)
         rows = np.zeros((len(texts), lengths.max() + 8), np.int32)
         for row, text in zip(rows, texts, strict=True):
             row[: len(text)] = text
-        limits = np.full(len(names), limit, np.int32)
-        return DraftBatch(list(names), rows, lengths, lengths, limits, controls, hidden)
+        return DraftBatch(self.slots_of(*names), rows, lengths, lengths, hidden)
 
     def propose(
-        self,
-        *names: str,
-        limit: int = 3,
-        controls: tuple[RequestControls, ...] = (),
-        hidden: HiddenStates | None = None,
-    ) -> list[tuple[int, ...]]:
-        batch = self.batch(*names, limit=limit, controls=controls, hidden=hidden)
-        drafts = self.proposer.propose(batch)
-        self.chances = [draft.chances for draft in drafts]
-        for name, draft in zip(names, drafts, strict=True):
-            text = self.texts[name]
-            assert draft.source == self.kind
-            assert len(draft.tokens) <= limit
-            assert draft.tokens == draft_of(text.tolist(), 3)[: len(draft.tokens)]
-        return [draft.tokens for draft in drafts]
+        self, *names: str, limit: int = 3, hidden: HiddenStates | None = None
+    ) -> list[list[int]]:
+        """A step; every draft has to follow from its text."""
+        limits = np.full(len(names), limit, np.int32)
+        drafts = self.source.propose(self.batch(*names, hidden=hidden), limits)
+        self.confidence = drafts.confidence
+        assert not drafts.labels.any()
+        assert (drafts.lengths <= limit).all()
+        found = [
+            tokens[:length].tolist()
+            for tokens, length in zip(drafts.tokens, drafts.lengths, strict=True)
+        ]
+        for name, tokens in zip(names, found, strict=True):
+            assert tokens == list(draft_of(self.texts[name].tolist(), 3))[: len(tokens)]
+        return found
+
+    def reading_s(self, *names: str) -> list[float]:
+        """What the source says of these requests."""
+        return self.source.reading_s(self.batch(*names)).tolist()  # type: ignore[no-any-return]
 
     def grow(self, name: str, end: int) -> None:
+        """The request's text is so long now."""
         self.texts[name] = TEXT[:end]
 
+    def close(self, *names: str) -> None:
+        """These requests end."""
+        self.source.close(np.array([self.slots.pop(name) for name in names]))
+
     def health(self) -> HealthSnapshot:
+        """Of the source."""
         (health,) = self.metrics.snapshot().health
         return health
 
     def until_up(self) -> None:
-        eventually(lambda: self.proposer._link._monitor.peer, "a drafter", WAIT_S, 0.005)
+        """Waits for the drafter."""
+        eventually(lambda: self.source._monitor.peer, "a drafter", WAIT_S, 0.005)
 
     def until_drafts(self, *names: str) -> None:
+        """Steps until all of these requests have drafts."""
         eventually(lambda: all(self.propose(*names)), "drafts", WAIT_S, 0.005)
+
+
+def hidden_states(values: Sequence[UInt16Array], starts: Sequence[int]) -> HiddenStates:
+    """States of a step as an engine gives them, ``values[i]`` those of row i."""
+    return HiddenStates(
+        lambda rows: lambda: np.concatenate([values[row] for row in rows]),
+        np.array([len(each) for each in values], np.int32),
+        np.array(starts, np.int32),
+    )
 
 
 class Place:
@@ -101,6 +136,7 @@ class Place:
 
 
 def serve(stack: ExitStack, place: Place, drafter: FakeDrafter) -> DrafterServer:
+    """Serves the drafter at the place."""
     stack.callback(drafter.assert_called_rightly)
     server = stack.enter_context(closing(DrafterServer(drafter)))
     stack.callback(drafter.may_go.set)
@@ -109,6 +145,7 @@ def serve(stack: ExitStack, place: Place, drafter: FakeDrafter) -> DrafterServer
 
 
 def replica(stack: ExitStack, place: Place, kind: str = "draft_model", **options: Any) -> Replica:
+    """A replica that looks for its drafter at the place."""
     made = Replica(place, kind, **options)
-    stack.enter_context(closing(made.proposer))
+    stack.callback(made.source.end)
     return made

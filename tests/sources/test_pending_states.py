@@ -1,87 +1,156 @@
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
 import numpy as np
+import pytest
 
-from specserve.sources.pending_states import PendingStates, TextStates
-from specserve.wire.messages import UInt16Array
+from specserve.core.types import Int64Array, UInt16Array
+from specserve.sources.pending_states import LARGE_TOKENS, PendingStates
+from tests.sources.remote_replica import hidden_states
 
-
-def states(start: int, end: int) -> UInt16Array:
-    """Each position's state is its number."""
-    return np.arange(start, end, dtype=np.uint16)[:, None]
-
-
-def numbers(text: TextStates, position: int = 0) -> list[int]:
-    start = text.start(position)
-    return text.between(start, text.end)[:, 0].tolist() if start < text.end else []
+LONG = 1 << 20
 
 
-def test_states_are_kept_until_they_are_confirmed() -> None:
-    pending, text = PendingStates(100), TextStates()
-    pending.add(text, 0, states(0, 4))
-    pending.add(text, 4, states(4, 6))
-    assert numbers(text) == [0, 1, 2, 3, 4, 5]
-    assert numbers(text, 3) == [3, 4, 5]
-    assert text.between(1, 5)[:, 0].tolist() == [1, 2, 3, 4]
-    assert text.between(4, 5)[:, 0].tolist() == [4]
-    pending.confirm(text, 5)
+class Part(NamedTuple):
+    """States ``start .. end - 1`` of a text that a step brings; each one is its position."""
+
+    slot: int
+    start: int
+    end: int
+
+    @property
+    def states(self) -> UInt16Array:
+        return np.arange(self.start, self.end, dtype=np.uint16)[:, None]
+
+
+def add(pending: PendingStates, *parts: Part, lengths: Sequence[int] = ()) -> None:
+    hidden = hidden_states([part.states for part in parts], [part.start for part in parts])
+    slots = np.array([part.slot for part in parts], np.int64)
+    num_tokens = np.array(lengths or [LONG] * len(parts), np.int32)
+    pending.add(slots, num_tokens, hidden, np.arange(len(parts)))
+
+
+def confirm(pending: PendingStates, slot: int, held: int) -> None:
+    pending.confirm(np.array([slot]), np.array([held]))
+
+
+def positions(pending: PendingStates, slot: int) -> list[int]:
+    start, end = int(pending.starts[slot]), int(pending.ends[slot])
+    return pending.between(slot, start, end)[:, 0].tolist() if start < end else []
+
+
+@pytest.fixture
+def pending() -> PendingStates:
+    made = PendingStates(4, 1000)
+    for slot in range(4):
+        made.open(slot)
+    return made
+
+
+def test_states_are_kept_until_they_are_confirmed(pending: PendingStates) -> None:
+    add(pending, Part(0, 0, 4), Part(1, 0, 2))
+    add(pending, Part(1, 2, 3), Part(0, 4, 6))
+    assert positions(pending, 0) == [0, 1, 2, 3, 4, 5]
+    assert pending.between(0, 1, 5)[:, 0].tolist() == [1, 2, 3, 4]
+    assert pending.between(0, 4, 5)[:, 0].tolist() == [4]
+    assert positions(pending, 1) == [0, 1, 2]
+    confirm(pending, 0, 5)
+    assert positions(pending, 0) == [5]
+    confirm(pending, 0, LONG)
+    assert positions(pending, 0) == []
+    assert pending.num_tokens == 3
+
+
+def test_states_of_refused_tokens_and_that_of_the_last_one_are_left_out(
+    pending: PendingStates,
+) -> None:
+    add(pending, Part(0, 0, 8), lengths=[6])
+    assert positions(pending, 0) == [0, 1, 2, 3, 4]
+
+
+def test_states_that_come_again_are_taken_once(pending: PendingStates) -> None:
+    for part in (Part(0, 0, 4), Part(0, 0, 3), Part(0, 2, 6)):
+        add(pending, part)
+    assert positions(pending, 0) == [0, 1, 2, 3, 4, 5]
+
+
+def test_after_a_gap_the_text_begins_anew(pending: PendingStates) -> None:
+    add(pending, Part(0, 0, 4))
+    hidden = hidden_states([Part(0, 10, 12).states], [10])
+    assert pending.first(np.array([0]), hidden).tolist() == [10]
+    add(pending, Part(0, 10, 12))
+    assert positions(pending, 0) == [10, 11]
     assert pending.num_tokens == 2
-    assert numbers(text, 5) == [5]
-    pending.confirm(text, 6)
-    assert (pending.num_tokens, text.start(0), text.end) == (0, 6, 6)
 
 
-def test_states_that_come_again_are_taken_once() -> None:
-    pending, text = PendingStates(100), TextStates()
-    pending.add(text, 0, states(0, 4))
-    pending.add(text, 0, states(0, 3))
-    pending.add(text, 2, states(2, 6))
-    assert numbers(text) == [0, 1, 2, 3, 4, 5]
+def test_a_slot_s_next_text_has_none_of_the_states_of_the_one_before(
+    pending: PendingStates,
+) -> None:
+    add(pending, Part(0, 0, 4), Part(1, 0, 4))
+    pending.drop(np.array([0]))
+    assert pending.num_tokens == 4
+    pending.open(0)
+    add(pending, Part(0, 0, 2))
+    assert positions(pending, 0) == [0, 1]
+    assert positions(pending, 1) == [0, 1, 2, 3]
 
 
-def test_after_a_gap_the_text_begins_anew() -> None:
-    pending, text = PendingStates(100), TextStates()
-    pending.add(text, 0, states(0, 4))
-    pending.add(text, 10, states(10, 12))
-    assert numbers(text) == [10, 11]
-    assert pending.num_tokens == 2
+def test_the_oldest_are_lost_where_there_are_too_many_once_they_may_have_been_sent() -> None:
+    pending = PendingStates(3, 8)
+    for slot in range(3):
+        pending.open(slot)
+    add(pending, Part(0, 0, 3))
+    add(pending, Part(1, 0, 4))
+    add(pending, Part(0, 3, 6))
+    assert positions(pending, 0) == [0, 1, 2, 3, 4, 5]
+    add(pending, Part(2, 0, 1))
+    assert positions(pending, 0) == [3, 4, 5]
+    assert positions(pending, 1) == [0, 1, 2, 3]
+    add(pending, Part(2, 1, 2))
+    assert pending.num_tokens <= 8 + 1
 
 
-def test_the_oldest_of_all_texts_are_lost_where_there_are_too_many() -> None:
-    pending = PendingStates(8)
-    one, two, three = TextStates(), TextStates(), TextStates()
-    pending.add(one, 0, states(0, 3))
-    pending.add(two, 0, states(0, 4))
-    pending.add(one, 3, states(3, 6))
-    assert numbers(one) == [0, 1, 2, 3, 4, 5]  # they may be sent first
-    pending.trim()
-    assert numbers(one) == [2, 3, 4, 5]
-    assert numbers(two) == [0, 1, 2, 3]
-    pending.add(three, 0, states(0, 9))
-    pending.trim()
-    assert (numbers(one), numbers(two)) == ([], [])
-    assert numbers(three) == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert (one.start(0), one.end) == (6, 6)
-    assert pending.num_tokens == 8
+def test_a_step_waits_for_no_copy_that_it_does_not_read(pending: PendingStates) -> None:
+    parts = [Part(0, 0, 2), Part(1, 0, 2 * LARGE_TOKENS)]
+    hidden = hidden_states([part.states for part in parts], [0, 0])
+    copied: list[list[int]] = []
+    waited: list[list[int]] = []
+
+    def to_host(rows: Int64Array) -> Callable[[], UInt16Array]:
+        copied.append(rows.tolist())
+
+        def wait() -> UInt16Array:
+            waited.append(rows.tolist())
+            return hidden.to_host(rows)()
+
+        return wait
+
+    rows = np.array([0, 1])
+    pending.add(rows, np.full(2, LONG, np.int32), hidden._replace(to_host=to_host), rows)
+    assert copied == [[0], [1]]  # the long one by itself
+    assert waited == []
+    assert positions(pending, 0) == [0, 1]
+    assert waited == [[0]]
+    add(pending, Part(0, 2, 3))
+    confirm(pending, 0, 3)
+    assert positions(pending, 1) == list(range(2 * LARGE_TOKENS))
+    assert waited == [[0], [1]]
 
 
-def test_what_is_kept_is_a_copy_and_ends_with_its_text() -> None:
-    pending, text = PendingStates(8), TextStates()
-    step = states(0, 3)
-    pending.add(text, 0, step)
-    step[:] = 99
-    assert numbers(text) == [0, 1, 2]
-    pending.forget(text)
-    pending.forget(TextStates())
-    assert (pending.num_tokens, numbers(text)) == (0, [])
+def test_what_is_kept_does_not_keep_the_states_that_came_with_it(pending: PendingStates) -> None:
+    for step in range(500):
+        add(pending, *(Part(slot, step, step + 1) for slot in range(4)))
+        for slot in range(1, 4):
+            confirm(pending, slot, step + 1)
+    assert positions(pending, 0) == list(range(500))
 
 
-def test_what_is_confirmed_leaves_nothing_behind() -> None:
-    pending, waiting, used = PendingStates(8), TextStates(), TextStates()
-    pending.add(waiting, 0, states(0, 1))
-    for position in range(1000):
-        pending.add(used, position, states(position, position + 1))
-        pending.confirm(used, position + 1)
-        pending.trim()
-    assert len(pending._by_age) <= 2 * 8
-    assert (numbers(waiting), pending.num_tokens) == ([0], 1)
+def test_what_is_confirmed_later_leaves_nothing_behind(pending: PendingStates) -> None:
+    for step in range(5000):
+        add(pending, Part(0, step, step + 1), Part(1, step, step + 1))
+        if step % 10 == 9:
+            confirm(pending, 0, step + 1)
+            confirm(pending, 1, step + 1)
+    assert len(pending._blocks) <= 200

@@ -5,23 +5,18 @@ from __future__ import annotations
 import math
 import threading
 import time
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from specserve.core.source_config import DraftModelConfig
-from specserve.core.types import DraftBatch, RequestControls
+from specserve.core.types import RequestControls
 from specserve.drafters.server import DrafterServer
 from specserve.sources import remote
 from specserve.sources.base import SourceContext
-from specserve.sources.remote import (
-    FEED_TOKENS,
-    NEAR_TOKENS,
-    REST_S,
-    DrafterClient,
-)
+from specserve.sources.remote import FEED_TOKENS, NEAR_TOKENS, REST_S, DrafterClient
 from tests.drafters.fakes import WAIT_S, FakeDrafter
 from tests.integration.cluster import eventually
 from tests.sources.remote_replica import TEXT, Place, Replica, replica, serve
@@ -58,7 +53,7 @@ def test_a_text_that_the_drafter_has_no_room_for_is_sent_seldom(
         assert not second
     sent = [row.key[1] for call in drafter.calls for row in call]
     assert 1 <= sent.count(1) <= 1 + (time.monotonic() - began) / REST_S
-    served.proposer.forget(["a"])
+    served.close("a")
     served.until_drafts("b")
 
 
@@ -75,12 +70,12 @@ def test_another_drafter_may_have_room_at_once(
     for name in ("a", "b"):
         made.grow(name, 20)
     made.until_drafts("a")
-    assert made.propose("b") == [()]
-    reading_s = made.proposer.reading_s(batch_of(made, "a", "b"))
+    assert made.propose("b") == [[]]
+    reading_s = made.reading_s("a", "b")
     assert reading_s[0] == 0.0
     assert math.isnan(reading_s[1])
     num_calls = len(full.calls)
-    assert made.propose("b") == [()]
+    assert made.propose("b") == [[]]
     assert len(full.calls) == num_calls
     server.close()
     serve(stack, place, roomy)
@@ -100,11 +95,11 @@ def test_nobody_waits_for_a_long_prompt_and_it_is_drafted_for_when_it_is_known(
     served.grow("long", 2 * FEED_TOKENS + 100)
     served.grow("short", 10)
     drafter.may_go.clear()
-    assert served.propose("long") == [()]
+    assert served.propose("long") == [[]]
     assert drafter.entered.wait(WAIT_S)
-    assert served.propose("long", limit=0) == [()]
+    assert served.propose("long", limit=0) == [[]]
     drafter.may_go.set()
-    assert served.propose("short") != [()]
+    assert served.propose("short") != [[]]
     served.until_drafts("long")
     assert served.health().num_timeouts == 0
     sent = [row.start for call in drafter.calls for row in call if row.key[1] == 0]
@@ -145,9 +140,9 @@ def test_what_the_drafter_has_forgotten_is_sent_again(
     served.propose("a")
     drafter.lose()
     served.grow("a", 22)
-    assert served.propose("a") == [()]
+    assert served.propose("a") == [[]]
     served.grow("a", 23)
-    assert served.propose("a") != [()]
+    assert served.propose("a") != [[]]
 
 
 def test_texts_that_are_too_long_for_the_drafter_are_not_sent(
@@ -158,9 +153,9 @@ def test_texts_that_are_too_long_for_the_drafter_are_not_sent(
     made = replica(stack, place)
     made.until_up()
     made.grow("a", 20)
-    assert made.propose("a") != [()]
+    assert made.propose("a") != [[]]
     made.grow("a", 21)
-    assert made.propose("a") == [()]
+    assert made.propose("a") == [[]]
     assert len(drafter.calls) == 1
 
 
@@ -173,7 +168,7 @@ def test_several_replicas_share_a_drafter(
         each.until_up()
         each.texts["a"] = TEXT[number : number + 30]
     for _ in range(3):
-        assert all(each.propose("a") != [()] for each in replicas)
+        assert all(each.propose("a") != [[]] for each in replicas)
     assert len({row.key for call in drafter.calls for row in call}) == 2
 
 
@@ -182,9 +177,9 @@ def test_ended_requests_are_forgotten_and_their_ids_may_come_again(
 ) -> None:
     served.grow("a", 20)
     served.propose("a")
-    served.proposer.forget(["a", "unknown"])
+    served.close("a")
     served.texts["a"] = TEXT[100:130]
-    assert served.propose("a") != [()]
+    assert served.propose("a") != [[]]
     assert [key[1] for key in drafter.forgotten] == [0]
     assert [row.key[1] for call in drafter.calls for row in call] == [0, 1]
 
@@ -198,7 +193,7 @@ def test_a_drafter_is_not_bothered_with_the_end_of_texts_that_it_was_not_told_of
     for name in ("untold", "told"):
         made.grow(name, 20)
         made.propose(name, limit=0 if name == "untold" else 3)
-        made.proposer.forget([name])
+        made.close(name)
     eventually(lambda: drafter.forgotten, "the end of the text that was told", WAIT_S, 0.005)
     assert [key[1] for key in drafter.forgotten] == [1]
     assert server.counters.num_requests == 2
@@ -210,15 +205,13 @@ def test_requests_that_want_no_drafts_of_this_source_do_not_reach_it(
     names = ("a", "b", "c", "d")
     for name in names:
         served.grow(name, 20)
-    controls = (
-        RequestControls(speculation="off"),
-        RequestControls(speculation="ngram"),
-        RequestControls(max_draft_tokens=0),
-        RequestControls(speculation="draft_model"),
-    )
-    assert [bool(draft) for draft in served.propose(*names, controls=controls)] == [
-        *(False, False, False, True)
-    ]
+    served.controls = {
+        "a": RequestControls(speculation="off"),
+        "b": RequestControls(speculation="ngram"),
+        "c": RequestControls(max_draft_tokens=0),
+        "d": RequestControls(speculation="draft_model"),
+    }
+    assert [bool(draft) for draft in served.propose(*names)] == [False, False, False, True]
     assert [len(call) for call in drafter.calls] == [1]
 
 
@@ -229,18 +222,16 @@ def test_only_texts_of_one_tenant_adapter_and_salt_may_share_a_beginning(
     for name in names:
         served.grow(name, 20)
     secret = RequestControls(tenant="x", learn=False)
-    served.propose(
-        *names,
-        controls=(
-            RequestControls(tenant="x"),
-            RequestControls(tenant="x"),
-            RequestControls(tenant="y"),
-            RequestControls(tenant="x", adapter="l"),
-            RequestControls(tenant="x", cache_salt="s"),
-            secret,
-            secret,
-        ),
-    )
+    served.controls = {
+        "a": RequestControls(tenant="x"),
+        "b": RequestControls(tenant="x"),
+        "c": RequestControls(tenant="y"),
+        "d": RequestControls(tenant="x", adapter="l"),
+        "e": RequestControls(tenant="x", cache_salt="s"),
+        "f": secret,
+        "g": secret,
+    }
+    served.propose(*names)
     salts = [row.salt for row in sorted(drafter.calls[0], key=lambda row: row.key[1])]
     assert salts[0] == salts[1]
     assert len(set(salts)) == 6
@@ -260,25 +251,7 @@ def test_a_draft_tells_how_sure_its_drafter_is(served: Replica, drafter: FakeDra
     drafter.chances = (1.0, 0.5, 0.0)
     served.texts["a"] = TEXT[:20]
     served.propose("a", limit=2)
-    assert served.chances == [pytest.approx((1.0, 0.5), abs=1 / 255)]
-
-
-def test_a_source_that_is_seldom_asked_is_told_only_of_texts_that_a_draft_is_wanted_of() -> None:
-    drafter = FakeDrafter()
-    with closing(DrafterServer(drafter)) as server:
-        replica = Replica(lambda: server.address)
-        with closing(replica.proposer):
-            replica.texts["asked"] = TEXT[:20]
-            replica.until_drafts("asked")
-            for _ in range(20):
-                replica.propose("asked", limit=0)
-            replica.texts["new"] = TEXT[: 5 * NEAR_TOKENS]
-            num_calls = len(drafter.calls)
-            for _ in range(5):
-                replica.propose("asked", "new", limit=0)
-            replica.until_drafts("asked")  # behind whatever had been sent before
-            assert len(drafter.calls) == num_calls + 1
-            replica.until_drafts("new")
+    assert served.confidence[0, :2].tolist() == pytest.approx([1.0, 0.5], abs=1 / 255)
 
 
 def test_a_source_that_may_not_pay_is_told_of_no_text_before_a_draft_is_wanted(
@@ -291,14 +264,9 @@ def test_a_source_that_may_not_pay_is_told_of_no_text_before_a_draft_is_wanted(
     for _ in range(5):
         made.propose("new", limit=0)
     made.grow("short", 5)
-    assert made.propose("short") != [()]  # behind whatever had been sent before
+    assert made.propose("short") != [[]]  # behind whatever had been sent before
     assert len(drafter.calls) == 1
     made.until_drafts("new")
-
-
-def batch_of(made: Replica, *names: str) -> DraftBatch:
-    lengths = np.array([len(made.texts[name]) for name in names], np.int32)
-    return DraftBatch(list(names), np.zeros((len(names), 1), np.int32), lengths, lengths, lengths)
 
 
 def test_what_reading_a_text_takes_is_told_once_it_was_measured(
@@ -311,7 +279,7 @@ def test_what_reading_a_text_takes_is_told_once_it_was_measured(
         made.grow(name, 5 * NEAR_TOKENS)
     made.grow("longer", 10 * NEAR_TOKENS)
     made.grow("short", NEAR_TOKENS)
-    assert made.proposer.reading_s(batch_of(made, "first", "short")) == [0.0, 0.0]
+    assert made.reading_s("first", "short") == [0.0, 0.0]
     drafter.may_go.clear()
     made.propose("first")
     assert drafter.entered.wait(WAIT_S)
@@ -319,12 +287,12 @@ def test_what_reading_a_text_takes_is_told_once_it_was_measured(
     drafter.may_go.set()
     made.until_drafts("first")
     names = ("first", "second", "longer", "short")
-    first, second, longer, short = made.proposer.reading_s(batch_of(made, *names))
+    first, second, longer, short = made.reading_s(*names)
     assert (first, short) == (0.0, 0.0)
     assert second > 0.04
     assert longer == pytest.approx(2 * second)
-    monkeypatch.setattr(made.proposer, "_has_own_gpu", True)
-    assert made.proposer.reading_s(batch_of(made, *names)) == [0.0] * 4
+    monkeypatch.setattr(made.source, "_has_own_gpu", True)
+    assert made.reading_s(*names) == [0.0] * 4
     drafter.may_go.clear()
     made.propose("second")
-    assert made.proposer.reading_s(batch_of(made, "second")) == [math.inf]  # is being read
+    assert made.reading_s("second") == [math.inf]  # is being read

@@ -14,15 +14,11 @@ import pytest
 import zmq
 
 from specserve.core.errors import WireError
-from specserve.core.types import HiddenStates, RequestControls
 from specserve.drafters.server import DrafterServer
 from specserve.sources import remote
-from specserve.policy.chain import ProposerChain
-from specserve.sources.health_monitor import TRIPS_TOLD
-from specserve.sources.remote import (
-    FEED_TOKENS,
-    NEAR_TOKENS,
-)
+from specserve.sources.guard import GuardedSource
+from specserve.sources.health_monitor import GREET_DOWN_S, TRIPS_TOLD
+from specserve.sources.remote import FEED_TOKENS, NEAR_TOKENS
 from specserve.wire.frames import decode_question, encode
 from specserve.wire.messages import (
     LAST,
@@ -35,7 +31,15 @@ from specserve.wire.messages import (
 )
 from tests.drafters.fakes import VOCAB_SIZE, WAIT_S, FakeDrafter, states_of
 from tests.integration.cluster import eventually
-from tests.sources.remote_replica import HIDDEN_SIZE, TEXT, Place, Replica, replica, serve
+from tests.sources.remote_replica import (
+    HIDDEN_SIZE,
+    TEXT,
+    Place,
+    Replica,
+    hidden_states,
+    replica,
+    serve,
+)
 
 
 @pytest.mark.parametrize("kind", ["draft_model", "mtp"])
@@ -49,20 +53,20 @@ def test_a_text_that_the_drafter_fails_to_read_is_sent_seldom_and_whole(
     made.until_up()
     made.grow("long", 2 * NEAR_TOKENS)
     states = states_of(TEXT[: 2 * NEAR_TOKENS], HIDDEN_SIZE)
-    hidden = HiddenStates(lambda: states, (len(states),), (0,)) if kind == "mtp" else None
+    hidden = hidden_states([states], [0]) if kind == "mtp" else None
     drafter.error = MemoryError()
-    assert made.propose("long", hidden=hidden) == [()]
+    assert made.propose("long", hidden=hidden) == [[]]
 
     def has_heard() -> bool:
-        assert made.propose("long") == [()]
+        assert made.propose("long") == [[]]
         return made.health().num_errors == 1
 
     eventually(has_heard, "the error", WAIT_S, 0.005)
     for _ in range(5):
-        assert made.propose("long") == [()]
+        assert made.propose("long") == [[]]
     assert len(drafter.calls) == 1
     drafter.error = None
-    made.proposer._texts["long"].rests_until = 0.0
+    made.source._rests_until[:] = 0.0
     made.until_drafts("long")
     assert not drafter.begins
 
@@ -70,9 +74,9 @@ def test_a_text_that_the_drafter_fails_to_read_is_sent_seldom_and_whole(
 def test_an_error_of_the_drafter_costs_one_draft(served: Replica, drafter: FakeDrafter) -> None:
     served.grow("a", 20)
     drafter.error = MemoryError()
-    assert served.propose("a") == [()]
+    assert served.propose("a") == [[]]
     drafter.error = None
-    assert served.propose("a") != [()]
+    assert served.propose("a") != [[]]
     assert (served.health().num_errors, served.health().num_timeouts) == (1, 0)
 
 
@@ -89,7 +93,7 @@ def test_a_drafter_that_stops_is_waited_for_once_and_used_again_when_it_goes_on(
     began = time.monotonic()
     for end in range(21, 40):
         stopped.grow("a", end)
-        assert stopped.propose("a") == [()]
+        assert stopped.propose("a") == [[]]
     assert time.monotonic() - began < 5 * 0.1
     assert stopped.health().num_timeouts == timeouts + 1
     eventually(lambda: not stopped.health().up, "down", WAIT_S, 0.01)
@@ -110,7 +114,7 @@ def test_a_late_answer_does_not_have_long_texts_sent_twice(
     drafter.may_go.clear()
     made.propose("long")
     assert drafter.entered.wait(WAIT_S)
-    assert made.propose("short") == [()]
+    assert made.propose("short") == [[]]
     assert made.health().num_timeouts == 1
     drafter.may_go.set()
     made.until_drafts("long", "short")
@@ -123,16 +127,18 @@ def test_a_drafter_that_is_always_late_is_asked_less_and_less(
 ) -> None:
     serve(stack, place, drafter)
     slow = replica(stack, place, timeout_s=0.001)
-    monitor = slow.proposer._link._monitor
-    rests = []
-    for _ in range(3):
+    rests_s = []
+    for _ in range(4):
+        began = time.monotonic()
         slow.until_up()
+        rests_s.append(time.monotonic() - began)
         drafter.may_go.clear()
         slow.grow("a", 20)
-        assert slow.propose("a") == [()]
-        rests.append(monitor._rest_until - time.monotonic())
+        assert slow.propose("a") == [[]]
         drafter.may_go.set()
-    assert rests[0] <= 0.0 < rests[1] < rests[2]
+    assert rests_s[1] >= GREET_DOWN_S
+    assert rests_s[2] >= 2 * GREET_DOWN_S
+    assert rests_s[3] >= 4 * GREET_DOWN_S
 
 
 def test_a_drafter_that_stays_late_is_told_of_once_and_until_it_answers(
@@ -141,14 +147,14 @@ def test_a_drafter_that_stays_late_is_told_of_once_and_until_it_answers(
     serve(stack, place, drafter)
     slow = replica(stack, place)
     slow.until_up()
-    monitor = slow.proposer._link._monitor
+    monitor = slow.source._monitor
     for _ in range(TRIPS_TOLD + 1):
         monitor.trip("no answer within timeout_s (0.001 s)")
     told = "no answer within timeout_s (0.001 s)"
     eventually(lambda: slow.health().reason == told, "the reason", WAIT_S, 0.01)
     (record,) = caplog.records
     assert record.getMessage() == f"No drafts from the draft_model drafter: {told}"
-    monitor._rest_until = 0.0
+    monitor.reset()
     slow.grow("a", 20)
     slow.until_drafts("a")
     eventually(lambda: slow.health().up, "up", WAIT_S, 0.01)
@@ -160,15 +166,17 @@ def test_a_drafter_whose_model_fails_is_asked_less_and_less(
 ) -> None:
     serve(stack, place, drafter)
     made = replica(stack, place)
-    monitor = made.proposer._link._monitor
     drafter.error = MemoryError()
-    rests = []
-    for _ in range(4):
+    rests_s = []
+    for _ in range(5):
+        began = time.monotonic()
         made.until_up()
+        rests_s.append(time.monotonic() - began)
         made.grow("a", 20)
-        assert made.propose("a") == [()]
-        rests.append(monitor._rest_until - time.monotonic())
-    assert rests[1] <= 0.0 < rests[2] < rests[3]  # the first one may have been the other texts'
+        assert made.propose("a") == [[]]
+    assert rests_s[1] < GREET_DOWN_S  # the first failure may have been the other texts'
+    assert rests_s[3] >= 2 * GREET_DOWN_S
+    assert rests_s[4] >= 4 * GREET_DOWN_S
     drafter.error = None
     made.until_drafts("a")
 
@@ -185,13 +193,13 @@ def test_a_drafter_that_was_restarted_elsewhere_is_found_and_gets_the_texts_agai
     made.until_drafts("a")
     server.close()
     made.grow("a", 22)
-    assert made.propose("a") == [()]
-    made.proposer._sent.position_s = 1.0
+    assert made.propose("a") == [[]]
+    made.source._position_s = 1.0
     serve(stack, place, second)
     made.until_drafts("a")
     assert second.calls[0][0].start == 0
     made.grow("long", 2 * NEAR_TOKENS)
-    assert made.proposer.reading_s(made.batch("long")) == [0.0]  # it may take another time
+    assert made.reading_s("long") == [0.0]  # it may take another time
 
 
 def test_a_drafter_that_is_not_there_yet_is_waited_for_by_nobody(
@@ -199,7 +207,7 @@ def test_a_drafter_that_is_not_there_yet_is_waited_for_by_nobody(
 ) -> None:
     made = replica(stack, place)
     made.grow("a", 20)
-    assert made.propose("a") == [()]
+    assert made.propose("a") == [[]]
     eventually(lambda: not made.health().up, "down", WAIT_S, 0.01)
     serve(stack, place, drafter)
     made.until_drafts("a")
@@ -209,7 +217,7 @@ def test_a_drafter_that_is_not_there_yet_is_waited_for_by_nobody(
 def test_a_source_that_is_switched_off_is_not_shown_as_up_because_its_drafter_is_there(
     served: Replica,
 ) -> None:
-    monitor = served.proposer._link._monitor
+    monitor = served.source._monitor
     eventually(lambda: served.health().up, "up", WAIT_S, 0.01)
     served.metrics.set_up("draft_model", False)
     seen = monitor._number
@@ -226,7 +234,7 @@ def test_a_drafter_that_does_not_fit_is_refused_with_one_line(
         made = replica(stack, place)
         eventually(lambda: caplog.records, "a warning", WAIT_S, 0.01)
     made.grow("a", 20)
-    assert made.propose("a") == [()]
+    assert made.propose("a") == [[]]
     (record,) = caplog.records
     assert "kind 'mtp' instead of 'draft_model'" in record.getMessage()
     assert "/models/fake" in record.getMessage()
@@ -281,7 +289,7 @@ def test_answers_that_are_none_are_counted_and_change_nothing(
     made = replica(stack, place, timeout_s=0.2)
     made.until_up()
     made.grow("a", 20)
-    assert made.propose("a") == [()]
+    assert made.propose("a") == [[]]
     assert (made.health().num_errors, made.health().num_timeouts) == (3, 1)
 
 
@@ -318,12 +326,13 @@ def test_answers_that_do_not_fit_the_question_cost_no_more_than_drafts(
     place.address = babbler.address
     made = replica(stack, place, timeout_s=0.2 if num_timeouts else WAIT_S)
     made.until_up()
-    chain = ProposerChain([("draft_model", made.proposer)], made.metrics, vocab_size=VOCAB_SIZE)
+    guarded = GuardedSource("draft_model", made.source, made.metrics, VOCAB_SIZE, 1, time.monotonic)
     for number, length in enumerate((20, 21, 25), start=1):
         made.grow(f"text {number}", length)
         made.until_up()
-        (draft,) = chain.step(made.batch(f"text {number}"), [], [RequestControls()])
-        assert draft.tokens == sent
+        drafts = guarded.propose(made.batch(f"text {number}"), np.array([3], np.int32))
+        assert drafts is not None
+        assert drafts.tokens[0, : drafts.lengths[0]].tolist() == list(sent)
         assert made.health().num_errors == number * num_errors
         assert made.health().num_timeouts == number * num_timeouts
 
@@ -335,14 +344,14 @@ def test_a_flood_of_answers_holds_up_a_step_hardly_longer_than_none(
         time.sleep(0.005)
         return DraftAnswer(10**6, (), 0.0)
 
-    hurried = served.proposer._config.model_copy(update={"timeout_s": 0.1})
-    monkeypatch.setattr(served.proposer, "_config", hurried)
-    monkeypatch.setattr(served.proposer._link, "receive", receive)
+    hurried = served.source._config.model_copy(update={"timeout_s": 0.1})
+    monkeypatch.setattr(served.source, "_config", hurried)
+    monkeypatch.setattr(served.source._link, "_receive", receive)
     served.grow("a", 20)
     for _ in range(2):
         served.until_up()
         began = time.monotonic()
-        assert served.propose("a") == [()]
+        assert served.propose("a") == [[]]
         assert time.monotonic() - began < 1.0
 
 
@@ -358,7 +367,7 @@ def test_a_text_that_is_not_the_drafters_is_sent_once(
     for _ in range(3):
         assert [bool(draft) for draft in made.propose("wrong", "right")] == [False, True]
     assert (server.counters.num_refused["unfit"], server.counters.num_rows) == (1, 4)
-    assert math.isnan(made.proposer.reading_s(made.batch("wrong"))[0])
+    assert math.isnan(made.reading_s("wrong")[0])
 
 
 def test_a_text_whose_answer_was_lost_is_sent_again(
@@ -388,9 +397,9 @@ def test_a_text_whose_answer_was_late_is_forgotten_when_it_ends(
     made.until_up()
     drafter.may_go.clear()
     made.grow("late", 20)
-    assert made.propose("late") == [()]
+    assert made.propose("late") == [[]]
     assert made.health().num_timeouts == 1
-    made.proposer.forget(["late"])
+    made.close("late")
     drafter.may_go.set()
     eventually(lambda: drafter.forgotten, "the end of the late text", WAIT_S, 0.005)
     (row,) = drafter.calls[0]

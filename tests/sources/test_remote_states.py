@@ -6,17 +6,21 @@ import logging
 import time
 from contextlib import ExitStack
 
-import numpy as np
 import pytest
 
-from specserve.core.types import HiddenStates
 from specserve.sources import remote
-from specserve.sources.remote import (
-    NEAR_TOKENS,
-)
+from specserve.sources.remote import NEAR_TOKENS
 from tests.drafters.fakes import WAIT_S, FakeDrafter, states_of
 from tests.integration.cluster import eventually
-from tests.sources.remote_replica import HIDDEN_SIZE, TEXT, Place, Replica, replica, serve
+from tests.sources.remote_replica import (
+    HIDDEN_SIZE,
+    TEXT,
+    Place,
+    Replica,
+    hidden_states,
+    replica,
+    serve,
+)
 
 
 class Target:
@@ -26,7 +30,7 @@ class Target:
         self._made = made
         self.computed: dict[str, int] = {}
 
-    def step(self, scheduled: dict[str, int], sampled: dict[str, int]) -> list[tuple[int, ...]]:
+    def step(self, scheduled: dict[str, int], sampled: dict[str, int]) -> list[list[int]]:
         """Computes so many positions of each request, then takes so many new tokens of ``TEXT``."""
         values = []
         for name, size in scheduled.items():
@@ -35,11 +39,7 @@ class Target:
             known = len(self._made.texts[name]) + max(sampled[name] - 1, 0)
             states[max(known - start, 0) :] = 7  # of refused tokens
             values.append(states)
-        hidden = HiddenStates(
-            lambda: np.concatenate(values),
-            tuple(scheduled.values()),
-            tuple(self.computed[name] for name in scheduled),
-        )
+        hidden = hidden_states(values, [self.computed[name] for name in scheduled])
         for name, size in scheduled.items():
             new = sampled[name]
             length = len(self._made.texts[name])
@@ -99,12 +99,13 @@ def test_a_text_for_which_the_model_fails_beside_others_keeps_its_states(
 def test_a_long_prompt_is_brought_up_to_date_while_it_is_read(mtp: Mtp) -> None:
     made, target, drafter = mtp
     open_text(made, target, "a", 1000)
-    assert target.step({"a": 512}, {"a": 0}) == [()]
+    assert target.step({"a": 512}, {"a": 0}) == [[]]
+    assert target.step({"a": 300}, {"a": 0}) == [[]]
     eventually(lambda: drafter.calls, "the first part", WAIT_S, 0.001)
-    target.step({"a": 488}, {"a": 1})
-    drafts: list[tuple[int, ...]] = [()]
+    target.step({"a": 188}, {"a": 1})
+    drafts: list[list[int]] = [[]]
     deadline = time.monotonic() + WAIT_S
-    while drafts == [()]:
+    while drafts == [[]]:
         assert time.monotonic() < deadline
         drafts = target.step({"a": 1}, {"a": 1})
     assert drafter.begins == {}
@@ -114,16 +115,18 @@ def test_a_step_that_reads_much_loses_no_state_of_the_texts_beside_it(
     mtp: Mtp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, target, drafter = mtp
-    assert made.proposer._states is not None
-    monkeypatch.setattr(made.proposer._states, "_max_tokens", 400)
+    assert made.source._states is not None
+    monkeypatch.setattr(made.source._states, "_max_tokens", 510)
     open_text(made, target, "a", 20)
-    assert target.step({"a": 20}, {"a": 1}) != [()]
+    assert target.step({"a": 20}, {"a": 1}) != [[]]
     open_text(made, target, "long", 500)
-    draft, _ = target.step({"a": 1, "long": 500}, {"a": 1, "long": 1})
+    open_text(made, target, "longer", 600)
+    draft, *_ = target.step({"a": 1, "long": 500, "longer": 600}, {"a": 1, "long": 1, "longer": 1})
     assert len(draft) == 3
-    assert made.proposer._states.num_tokens <= 400
-    draft, _ = target.step({"a": 1, "long": 1}, {"a": 1, "long": 1})
+    scheduled = {"a": 1, "long": 1, "longer": 1}
+    draft, *_ = target.step(scheduled, scheduled)
     assert len(draft) == 3
+    made.until_drafts("a", "long", "longer")
     assert drafter.begins == {}
 
 
@@ -141,7 +144,8 @@ def test_states_that_are_too_large_for_one_request_go_one_text_after_the_other(
     for name in "ab":
         open_text(made, target, name, length)
     target.step({"a": length, "b": length}, {"a": 1, "b": 1})
-    assert len(made.proposer._sent) == 1
+    made.propose("a", "b")  # a text that is only read is sent with the step after its states
+    assert len(made.source._link.sent) == 1
     drafter.may_go.set()
     made.until_drafts("a")
     made.until_drafts("b")
@@ -152,30 +156,30 @@ def test_states_that_are_too_large_for_one_request_go_one_text_after_the_other(
 def test_a_prompt_whose_beginning_the_target_had_cached_begins_where_states_are(mtp: Mtp) -> None:
     made, target, drafter = mtp
     open_text(made, target, "a", 500, cached=480)
-    assert target.step({"a": 20}, {"a": 1}) != [()]
+    assert target.step({"a": 20}, {"a": 1}) != [[]]
     assert list(drafter.begins.values()) == [480]
     assert drafter.calls[0][0].start == 0
-    assert target.step({"a": 2}, {"a": 1}) != [()]
+    assert target.step({"a": 2}, {"a": 1}) != [[]]
     assert made.health().num_partial_texts == 1
 
 
 def test_a_drafter_that_forgot_begins_at_the_first_state_that_is_left(mtp: Mtp) -> None:
     made, target, drafter = mtp
     open_text(made, target, "a", 20)
-    assert target.step({"a": 20}, {"a": 1}) != [()]
+    assert target.step({"a": 20}, {"a": 1}) != [[]]
     drafter.lose()
-    assert target.step({"a": 4}, {"a": 3}) == [()]
-    assert target.step({"a": 4}, {"a": 2}) != [()]
+    assert target.step({"a": 4}, {"a": 3}) == [[]]
+    assert target.step({"a": 4}, {"a": 2}) != [[]]
     assert list(drafter.begins.values()) == [20]
 
 
 def test_a_request_that_was_preempted_goes_on(mtp: Mtp) -> None:
     made, target, _ = mtp
     open_text(made, target, "a", 20)
-    assert target.step({"a": 20}, {"a": 1}) != [()]
+    assert target.step({"a": 20}, {"a": 1}) != [[]]
     target.computed["a"] = 0
-    assert target.step({"a": 21}, {"a": 1}) != [()]
-    assert target.step({"a": 1}, {"a": 1}) != [()]
+    assert target.step({"a": 21}, {"a": 1}) != [[]]
+    assert target.step({"a": 1}, {"a": 1}) != [[]]
 
 
 @pytest.mark.parametrize("is_full", [False, True])
@@ -195,6 +199,7 @@ def test_texts_that_no_draft_is_wanted_of_wait_unless_their_states_would_be_lost
         monkeypatch.setattr("specserve.sources.remote.PENDING_STATES", 5 * NEAR_TOKENS)
     open_text(made, target, "new", 5 * NEAR_TOKENS)
     target.step({"new": 4 * NEAR_TOKENS}, {"new": 0})
+    made.propose("new", limit=0)
 
     def read(text: int) -> int:
         return sum(row.key[1] == text for call in drafter.calls for row in call)

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from specserve.sources.followed_texts import FOLLOWED_STEPS, FollowedTexts
+
+SLOTS = np.arange(3)
+
+
+def steps(texts: FollowedTexts, count: int, *asked: int, is_there: bool = True) -> None:
+    for _ in range(count):
+        texts.note(np.array(asked, np.int64), is_there=is_there)
+
+
+@pytest.fixture
+def texts() -> FollowedTexts:
+    """Of a source that is there, and was not asked yet."""
+    made = FollowedTexts(3, always=False)
+    steps(made, 1)
+    return made
+
+
+def test_before_a_draft_is_wanted_one_text_is_followed_from_its_start(texts: FollowedTexts) -> None:
+    texts.open(1)
+    texts.open(2)
+    assert texts.which(SLOTS).tolist() == [False, True, False]
+    texts.close(np.array([1]))
+    assert not texts.which(SLOTS).any()
+    texts.open(0)
+    assert texts.which(SLOTS).tolist() == [True, False, False]
+
+
+def test_texts_that_were_asked_for_last_are_followed(texts: FollowedTexts) -> None:
+    texts.open(1)
+    steps(texts, 1, 0, 2)
+    steps(texts, 5)
+    assert texts.which(SLOTS).tolist() == [True, False, True]
+    steps(texts, 1, 1)
+    assert texts.which(SLOTS).tolist() == [False, True, False]
+
+
+def test_all_texts_are_followed_while_the_source_is_in_use(texts: FollowedTexts) -> None:
+    steps(texts, 10, 1)
+    assert texts.which(SLOTS).all()
+    steps(texts, 2)
+    steps(texts, 20)
+    assert texts.which(SLOTS).tolist() == [False, True, False]
+
+
+def test_all_are_followed_over_a_short_absence_of_the_drafter(texts: FollowedTexts) -> None:
+    steps(texts, 20, 1)
+    steps(texts, 50, 1, is_there=False)
+    assert texts.are_all
+    steps(texts, 1000, 1, is_there=False)
+    assert not texts.are_all
+
+
+def test_of_a_source_that_is_always_asked_all_are_followed_while_it_is_there() -> None:
+    texts = FollowedTexts(3, always=True)
+    assert not texts.are_all
+    steps(texts, 1)
+    assert texts.which(SLOTS).all()
+
+
+def test_what_is_not_asked_for_any_more_is_followed_for_a_while_and_others_later(
+    texts: FollowedTexts,
+) -> None:
+    steps(texts, 1, 0)
+    steps(texts, FOLLOWED_STEPS - 1)
+    assert texts.which(SLOTS).tolist() == [True, False, False]
+    steps(texts, 1)
+    texts.open(1)
+    assert not texts.which(SLOTS).any()
+    steps(texts, FOLLOWED_STEPS)
+    texts.open(2)
+    assert texts.which(SLOTS).tolist() == [False, False, True]
