@@ -17,7 +17,7 @@ LARGE_TOKENS = 64
 
 @dataclass(slots=True, eq=False)
 class _Piece:
-    """States of positions ``start .. end - 1``: of what ``copy`` brings those from ``offset`` on."""
+    """States of positions ``start .. end - 1``: those from ``offset`` on in what came together."""
 
     start: int
     end: int

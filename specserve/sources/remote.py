@@ -106,7 +106,7 @@ class DrafterClient:
         num_slots = context.num_slots
         self._states = PendingStates(num_slots, PENDING_STATES) if config.NEEDS_STATES else None
         self._followed = FollowedTexts(num_slots, always=not config.dynamic)
-        self._is_behind = False  # whether a text of the last step is to be read first
+        self._behind: Int64Array = np.zeros(0, np.int64)  # slots of those to be read in this step
         self._num_texts = 0
         self._ended: deque[int] = deque(maxlen=MAX_ROWS)
         # By slot.
@@ -145,6 +145,8 @@ class DrafterClient:
         peer, is_wanted, slots = self._meet(), limits > 0, batch.slots
         if self._states is not None:
             self._followed.note(slots[is_wanted], is_there=peer is not None)
+        if self._behind.size:
+            is_wanted |= np.isin(slots, self._behind)
         is_told_all = self._is_full or not self._config.dynamic
         if peer is None or not (is_told_all or is_wanted.any()):
             self._keep_states(batch)
@@ -267,7 +269,7 @@ class DrafterClient:
         self, batch: DraftBatch, rows: Int64Array
     ) -> tuple[list[tuple[Int64Array, TextRow]], Int64Array]:
         """What is sent of texts that lack much, each with its slot; the other ones of ``rows``."""
-        if self._states is not None and not self._is_behind:
+        if self._states is not None and not self._behind.size:
             return [], rows
         begins, ends = self._lacking(batch, rows)
         lacks = ends - begins > NEAR_TOKENS
@@ -291,7 +293,7 @@ class DrafterClient:
         is_near = ends - begins <= NEAR_TOKENS
         is_asked = is_near & (limits[rows] > 0)
         if self._states is not None:
-            self._is_behind = not is_near.all()
+            self._behind = batch.slots[rows[~is_near]]
             is_asked &= ends == batch.num_tokens[rows]
         if not (rows := rows[is_asked]).size:
             return 0, rows
