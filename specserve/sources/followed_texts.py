@@ -34,6 +34,7 @@ class FollowedTexts:
         self._always = always
         self._is_there = False
         self._use = 0.0
+        self._wants = np.zeros(num_slots, np.bool_)
         self._chosen = np.zeros(num_slots, np.bool_)
         self._step = self._chosen_at = 0
         self._next = Backoff(FOLLOWED_STEPS, 64 * FOLLOWED_STEPS)
@@ -45,12 +46,13 @@ class FollowedTexts:
 
     def open(self, slot: int) -> None:
         """A text begins that wants drafts."""
+        self._wants[slot] = True
         if self._is_there and self._next.is_due(self._step) and not self._chosen.any():
             self._choose(np.array([slot]))
 
     def close(self, slots: Int64Array) -> None:
         """These texts have ended."""
-        self._chosen[slots] = False
+        self._wants[slots] = self._chosen[slots] = False
 
     def note(self, asked: Int64Array, *, is_there: bool) -> None:
         """Takes note of a step.
@@ -71,8 +73,8 @@ class FollowedTexts:
             self._next.fail(self._step)
 
     def which(self, slots: Int64Array) -> BoolArray:
-        """bool ``[n]``: the texts that are followed, of some that want drafts."""
-        return np.ones(len(slots), np.bool_) if self.are_all else self._chosen[slots]
+        """bool ``[n]``: those of these texts that are followed."""
+        return (self._wants if self.are_all else self._chosen)[slots]
 
     def _choose(self, slots: Int64Array) -> None:
         self._chosen[:] = False

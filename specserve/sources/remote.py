@@ -106,19 +106,18 @@ class DrafterClient:
         num_slots = context.num_slots
         self._states = PendingStates(num_slots, PENDING_STATES) if config.NEEDS_STATES else None
         self._followed = FollowedTexts(num_slots, always=not config.dynamic)
-        self._state_bytes = 2 * hidden_size
+        self._behind: Int64Array = np.zeros(0, np.int64)  # slots of those to be read in this step
         self._num_texts = 0
         self._ended: deque[int] = deque(maxlen=MAX_ROWS)
         # By slot.
         self._number = np.zeros(num_slots, np.int64)  # the text's name
         self._salt = np.zeros(num_slots, np.uint64)  # who may share its beginning
-        self._wants = np.zeros(num_slots, np.bool_)
         self._held = np.zeros(num_slots, np.int64)  # positions, by the drafter's last answer
         self._sent_as = np.zeros(num_slots, np.int64)  # the request under way with a row of it
         self._was_sent = np.zeros(num_slots, np.bool_)
         self._is_partial = np.zeros(num_slots, np.bool_)  # the drafter began it behind a gap
         self._has_room = np.ones(num_slots, np.bool_)  # as far as is known
-        self._rests_until = np.zeros(num_slots)  # monotonic time before which it is not sent
+        self._blocked_until = np.zeros(num_slots)  # monotonic time before which it is not sent
 
     @classmethod
     def build(cls, config: DraftModelConfig | MtpConfig, context: SourceContext) -> Self:
@@ -132,13 +131,11 @@ class DrafterClient:
         self._number[slot] = self._num_texts
         self._num_texts += 1
         self._salt[slot] = self._salt_of(controls)
-        self._wants[slot] = wants_drafts(controls, self._kind)
-        self._held[slot] = self._rests_until[slot] = 0
+        wants = wants_drafts(controls, self._kind)
+        self._held[slot], self._blocked_until[slot] = 0, 0.0 if wants else math.inf
         self._is_partial[slot], self._has_room[slot] = False, True
-        if self._states is not None:
-            self._states.open(slot)
-            if self._wants[slot]:
-                self._followed.open(slot)
+        if wants and self._states is not None:
+            self._followed.open(slot)
 
     def propose(self, batch: DraftBatch, limits: Int32Array) -> Drafts:
         """Sends what is new of texts, and waits for the drafts that are asked for."""
@@ -148,27 +145,20 @@ class DrafterClient:
         peer, is_wanted, slots = self._meet(), limits > 0, batch.slots
         if self._states is not None:
             self._followed.note(slots[is_wanted], is_there=peer is not None)
+        if self._behind.size:
+            is_wanted |= np.isin(slots, self._behind)
         is_told_all = self._is_full or not self._config.dynamic
         if peer is None or not (is_told_all or is_wanted.any()):
             self._keep_states(batch)
             return drafts  # nothing is to be sent
-        ready = self._wants[slots] & (self._sent_as[slots] == 0)
-        ready &= self._rests_until[slots] <= time.monotonic()
-        ready &= batch.num_tokens <= min(peer.max_tokens, MAX_TOKENS)
+        rows = np.arange(len(slots)) if is_told_all else np.flatnonzero(is_wanted)
+        is_ready = self._blocked_until[slots[rows]] <= time.monotonic()
+        rows = rows[is_ready & (batch.num_tokens[rows] <= min(peer.max_tokens, MAX_TOKENS))]
         # What is only read is sent up to the last step's states: this one's are not there yet.
-        begins, ends = self._lacking(batch)
-        is_fed = ready & (is_told_all | is_wanted) & (ends - begins > NEAR_TOKENS)
-        fed = self._feed(batch, np.flatnonzero(is_fed), begins, ends)
+        read, rows = self._read(batch, rows)
         self._keep_states(batch)
-        begins, ends = self._lacking(batch)
-        is_asked = ready & is_wanted & ~is_fed & (ends == batch.num_tokens)
-        rows = np.flatnonzero(is_asked & (ends - begins <= NEAR_TOKENS))
-        rows = rows[: self._num_fitting(slots[rows], begins[rows], ends[rows], MAX_STATE_BYTES)]
-        number = 0
-        if rows.size:
-            asked = self._rows(batch, rows, ends, np.minimum(limits, self._config.max_draft_len))
-            number = self._send(slots[rows], asked, self._config.timeout_s)
-        for slot, row in fed:  # each for itself: a short one is not answered with the longest
+        number, rows = self._ask(batch, rows, limits)
+        for slot, row in read:  # each for itself: a short one is not answered with the longest
             self._send(slot, [row], FEED_BUDGET_S, row.num_computed)
         if number and (answer := self._await(number)) is not None:
             self._fill(drafts, rows, answer, limits)
@@ -193,9 +183,9 @@ class DrafterClient:
         lacking = num_tokens - begins
         position_s = 0.0 if self._has_own_gpu or self._is_full else self._position_s
         seconds = np.where(lacking > NEAR_TOKENS, lacking * position_s, 0.0)
+        is_unfit = self._blocked_until[slots] > time.monotonic()
+        seconds[is_unfit | (num_tokens > peer.max_tokens)] = np.nan
         seconds[self._sent_as[slots] > 0] = np.inf
-        rests = self._rests_until[slots] > time.monotonic()
-        seconds[rests | (num_tokens > peer.max_tokens) | ~self._wants[slots]] = np.nan
         return seconds
 
     def must_see(self, slots: Int64Array) -> BoolArray:
@@ -205,16 +195,16 @@ class DrafterClient:
         """
         if self._states is None:
             return np.zeros(len(slots), np.bool_)
-        return self._followed.which(slots) & self._wants[slots]
+        return self._followed.which(slots)
 
     def close(self, slots: Int64Array) -> None:
         """Tells the drafter with the next request, or at once where none is to be expected."""
         self._ended.extend(self._number[slots[self._was_sent[slots]]].tolist())
-        self._wants[slots] = self._was_sent[slots] = False
-        self._sent_as[slots] = 0
+        self._was_sent[slots], self._sent_as[slots] = False, 0
         if self._states is not None:
             self._followed.close(slots)
-            self._states.drop(slots)
+            for slot in slots.tolist():
+                self._states.close(slot)
         if self._ended and self._peer is not None and not self._was_sent.any():
             self._send(slots[:0], [], FEED_BUDGET_S)
 
@@ -245,7 +235,8 @@ class DrafterClient:
             self._give_up(math.inf)
         if self._peer is None or self._peer.instance != peer.instance:
             self._position_s = 0.0  # it may take another time
-            self._held[:], self._has_room[:], self._rests_until[:] = 0, True, 0.0
+            self._held[:], self._has_room[:] = 0, True
+            self._blocked_until[np.isfinite(self._blocked_until)] = 0.0
         self._peer = peer
         return peer
 
@@ -254,61 +245,103 @@ class DrafterClient:
         slots, hidden = batch.slots, batch.hidden_states
         if self._states is None or hidden is None:
             return
-        is_kept = self.must_see(slots)
-        if is_kept.any():
-            is_kept &= self._has_room[slots] | (self._rests_until[slots] <= time.monotonic())
-            rows = np.flatnonzero(is_kept)
+        is_kept = self._followed.which(slots)
+        if not self._has_room.all():
+            rests = self._blocked_until[slots] > time.monotonic()
+            is_kept = is_kept & (self._has_room[slots] | ~rests)
+        if (rows := np.flatnonzero(is_kept)).size:
             self._states.add(slots[rows], batch.num_tokens[rows], hidden, rows)
 
-    def _lacking(self, batch: DraftBatch) -> tuple[Int64Array, Int64Array]:
-        """int64 ``[n]``, ``[n]``: the first position that the drafter will compute of each text,
+    def _lacking(self, batch: DraftBatch, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """int64 ``[r]``, ``[r]``: the first position that the drafter will compute of each text,
         and the end of what can be sent.
 
         With states, position i is computed of the state of i and the token at i + 1.
         """
-        begins, ends = self._held[batch.slots], batch.num_tokens.astype(np.int64)
-        if self._states is not None:
-            begins = np.maximum(begins, self._states.starts[batch.slots])
-            ends = np.minimum(self._states.ends[batch.slots] + 1, ends)
-        return begins, ends
+        slots, begins = batch.slots[rows], self._held[batch.slots[rows]]
+        ends = batch.num_tokens[rows].astype(np.int64)
+        if self._states is None:
+            return begins, ends
+        ends = np.minimum(self._states.ends[slots] + 1, ends)
+        return np.maximum(begins, self._states.starts[slots]), ends
 
-    def _feed(
-        self, batch: DraftBatch, rows: Int64Array, begins: Int64Array, ends: Int64Array
-    ) -> list[tuple[Int64Array, TextRow]]:
-        """What is sent of texts to be read, each with its slot: of as many as there is room for."""
-        if not (rows := rows[: max(MAX_SENT - len(self._link.sent), 0)]).size:
-            return []
-        ends = np.minimum(ends, begins + FEED_TOKENS)
+    def _read(
+        self, batch: DraftBatch, rows: Int64Array
+    ) -> tuple[list[tuple[Int64Array, TextRow]], Int64Array]:
+        """What is sent of texts that lack much, each with its slot; the other ones of ``rows``."""
+        if self._states is not None and not self._behind.size:
+            return [], rows
+        begins, ends = self._lacking(batch, rows)
+        lacks = ends - begins > NEAR_TOKENS
+        if not lacks.any():
+            return [], rows
+        ends = np.minimum(ends, begins + FEED_TOKENS)[lacks]
         room = MAX_STATE_BYTES - sum(each.state_bytes for each in self._link.sent.values())
-        rows = rows[: self._num_fitting(batch.slots[rows], begins[rows], ends[rows], room)]
-        sent = self._rows(batch, rows, ends, np.zeros_like(batch.num_tokens))
-        return list(zip(batch.slots[rows, None], sent, strict=True))
+        most = max(MAX_SENT - len(self._link.sent), 0)
+        sent = self._rows(batch, rows[lacks][:most], ends[:most], None, room)
+        return list(zip(batch.slots[rows[lacks], None], sent, strict=False)), rows[~lacks]
 
-    def _num_fitting(
-        self, slots: Int64Array, begins: Int64Array, ends: Int64Array, state_bytes: int
-    ) -> int:
-        """How many of these texts may be sent, from the first one on."""
-        num_tokens = np.cumsum(ends - np.minimum(self._held[slots], ends - 1))
-        num_bytes = np.cumsum(self._state_bytes * (ends - begins))
-        fits = (num_tokens <= MAX_TOKENS) & (num_bytes <= state_bytes)
-        return min(int(np.count_nonzero(fits)), MAX_ROWS)
+    def _ask(
+        self, batch: DraftBatch, rows: Int64Array, limits: Int32Array
+    ) -> tuple[int, Int64Array]:
+        """Asks for drafts of those of these rows that lack little.
+
+        Returns:
+            (the request's number, 0: there is none; its rows).
+        """
+        begins, ends = self._lacking(batch, rows)
+        is_near = ends - begins <= NEAR_TOKENS
+        is_asked = is_near & (limits[rows] > 0)
+        if self._states is not None:
+            self._behind = batch.slots[rows[~is_near]]
+            is_asked &= ends == batch.num_tokens[rows]
+        if not (rows := rows[is_asked]).size:
+            return 0, rows
+        sent = self._rows(batch, rows, ends[is_asked], limits, MAX_STATE_BYTES)
+        rows = rows[: len(sent)]
+        return self._send(batch.slots[rows], sent, self._config.timeout_s), rows
 
     def _rows(
-        self, batch: DraftBatch, rows: Int64Array, ends: Int64Array, limits: Int32Array
+        self,
+        batch: DraftBatch,
+        rows: Int64Array,
+        ends: Int64Array,
+        limits: Int32Array | None,
+        state_bytes: int,
     ) -> list[TextRow]:
-        """What is sent of some rows of the batch; ``ends`` and ``limits`` are of the batch."""
-        slots, ends = batch.slots[rows], ends[rows]
-        starts = np.minimum(self._held[slots], ends - 1)
-        of_rows = (rows, slots, starts, ends, self._number[slots], self._salt[slots], limits[rows])
-        sent = []
-        for row, slot, start, end, number, salt, limit in zip(
+        """What is sent of some rows of the batch; of the first ones, where there is no more room.
+
+        Args:
+            batch: n requests.
+            rows: int64 ``[r]``.
+            ends: int64 ``[r]``, of what is sent of each.
+            limits: int32 ``[n]``; None: nothing is to be drafted.
+            state_bytes: room for states.
+        """
+        slots, sent, num_tokens = batch.slots[rows], list[TextRow](), 0
+        asked = np.zeros_like(rows) if limits is None else limits[rows]
+        of_rows = (
+            rows,
+            slots,
+            ends,
+            self._held[slots],
+            self._number[slots],
+            self._salt[slots],
+            asked,
+        )
+        for row, slot, end, held, number, salt, limit in zip(
             *(each.tolist() for each in of_rows), strict=True
         ):
-            states_start, states = 0, None
+            start = states_start = min(held, end - 1)
+            states = None
             if self._states is not None:
                 states_start = max(start, int(self._states.starts[slot]))
                 if states_start < end - 1:
                     states = self._states.between(slot, states_start, end - 1)
+                    state_bytes -= states.nbytes
+            num_tokens += end - start
+            if num_tokens > MAX_TOKENS or state_bytes < 0 or len(sent) == MAX_ROWS:
+                break
             sent.append(
                 TextRow(
                     text=number,
@@ -317,7 +350,7 @@ class DrafterClient:
                     tokens=batch.token_ids[row, start:end],
                     states_start=states_start,
                     states=states,
-                    max_draft_tokens=limit,
+                    max_draft_tokens=min(limit, self._config.max_draft_len),
                 )
             )
         return sent
@@ -329,6 +362,7 @@ class DrafterClient:
         number = self._link.send(slots, rows, self._ended, budget_s, num_read)
         self._ended.clear()
         self._sent_as[slots], self._was_sent[slots] = number, True
+        self._blocked_until[slots], self._has_room[slots] = math.inf, True
         return number
 
     def _await(self, number: int) -> DraftAnswer | None:
@@ -356,18 +390,22 @@ class DrafterClient:
 
     def _give_up(self, latest: float) -> None:
         for sent in self._link.give_up(latest):
-            self._sent_as[sent.slots[self._sent_as[sent.slots] == sent.number]] = 0
+            self._unblock(sent.slots[self._sent_as[sent.slots] == sent.number])
+
+    def _unblock(self, slots: Int64Array) -> None:
+        """These texts are not under way any more."""
+        self._sent_as[slots], self._blocked_until[slots] = 0, 0.0
 
     def _take(self, sent: Sent, reply: DraftAnswer | Refusal) -> bool:
         """Notes what is held now; false: the reply is none to what was sent."""
         is_own = self._sent_as[sent.slots] == sent.number
         slots = sent.slots[is_own]
-        self._sent_as[slots] = 0
+        self._unblock(slots)
         if isinstance(reply, Refusal):
             if reply.reason != "expired":
                 self._metrics.count_error(self._kind)
             if reply.reason == "failed" and sent.num_read:
-                self._rests_until[slots] = time.monotonic() + REST_S
+                self._blocked_until[slots] = time.monotonic() + REST_S
             return True
         if len(reply.rows) != len(sent.slots):
             self._metrics.count_error(self._kind)
@@ -377,12 +415,11 @@ class DrafterClient:
         if sent.num_read and (held > self._held[slots]).any():  # else it was not read
             weight = _READING_RATE if self._position_s else 1.0
             self._position_s += weight * (reply.compute_s / sent.num_read - self._position_s)
-        self._has_room[slots[held > 0]] = True
         for slot, row in zip(slots.tolist(), rows, strict=True):
             if row.problem or row.begin or not row.held:
                 self._note_trouble(slot, row)
-        if self._states is not None:
-            self._states.confirm(slots, held)
+            if self._states is not None:
+                self._states.confirm(slot, row.held)
         self._held[slots] = held
         return True
 
@@ -398,7 +435,7 @@ class DrafterClient:
                 self._states.drop(slot)
         if is_refused or row.problem:
             rest_s = math.inf if row.problem == "unfit" else REST_S
-            self._rests_until[slot] = time.monotonic() + rest_s
+            self._blocked_until[slot] = time.monotonic() + rest_s
 
     def _fill(
         self, drafts: Drafts, rows: Int64Array, answer: DraftAnswer, limits: Int32Array

@@ -101,9 +101,9 @@ def test_a_replica_keeps_its_seat_while_it_says_hello(
 
 def test_a_text_that_grows_is_drafted_for_from_what_is_new(connect: Connect) -> None:
     client = connect(b"a")
-    assert client.ask(row(1, 50)) == (RowAnswer(50, draft_of(TEXT[:50].tolist(), 2)),)
+    assert client.ask(row(1, 50)) == (RowAnswer(50, draft_of(TEXT[:50].tolist(), 2), b"\xff\xff"),)
     assert client.ask(row(1, 53, start=50, draft=4)) == (
-        RowAnswer(53, draft_of(TEXT[:53].tolist(), 4)),
+        RowAnswer(53, draft_of(TEXT[:53].tolist(), 4), b"\xff" * 4),
     )
 
 
@@ -132,7 +132,7 @@ def test_what_waits_of_several_clients_goes_through_the_model_together(
     assert isinstance(second.receive(), DraftAnswer)
     answer = third.receive()
     assert isinstance(answer, DraftAnswer)
-    assert answer.rows == (RowAnswer(12, draft_of(TEXT[:12].tolist(), 2)),)
+    assert answer.rows == (RowAnswer(12, draft_of(TEXT[:12].tolist(), 2), b"\xff\xff"),)
     assert [len(call) for call in drafter.calls] == [1, 3]
     assert {each.key for each in drafter.calls[1]} == {(b"2", 0), (b"2", 1), (b"3", 0)}
 
@@ -165,7 +165,7 @@ def test_a_long_text_that_wants_a_draft_gets_it_after_its_last_piece(
     connect: Connect, drafter: FakeDrafter
 ) -> None:
     (answer,) = connect(b"a").ask(row(1, 600))
-    assert answer == RowAnswer(600, draft_of(TEXT[:600].tolist(), 2))
+    assert answer == RowAnswer(600, draft_of(TEXT[:600].tolist(), 2), b"\xff\xff")
     assert computed(drafter) == [[FEED_TOKENS], [FEED_TOKENS], [600 - 2 * FEED_TOKENS]]
 
 

@@ -13,11 +13,11 @@ import numpy as np
 
 from specserve.core.metrics import SpeculationMetrics
 from specserve.core.source_config import DraftModelConfig
-from specserve.core.types import DraftBatch
+from specserve.core.types import DraftBatch, RequestControls
 from specserve.drafters.actor import DrafterFinder
 from specserve.drafters.options import drafter_options
 from specserve.sources.base import SourceContext
-from specserve.sources.remote import RemoteSource
+from specserve.sources.remote import DrafterClient
 from tests.integration.cluster import Cluster, model_path
 from tests.integration.host_process import HostProcess, answer, connect
 
@@ -54,21 +54,24 @@ def main() -> None:
     options = drafter_options(config, config.model, 512)
     metrics = SpeculationMetrics((config.kind,))
     context = SourceContext(
+        num_slots=1,
         vocab_size=VOCAB_SIZE,
         metrics=metrics,
         find_drafter=lambda _: DrafterFinder(options, config.num_actors, "replica"),
     )
-    proposer = RemoteSource.build(config, context)
+    source = DrafterClient.build(config, context)
+    source.open(0, RequestControls())
 
     def propose(token_ids: list[int]) -> dict[str, Any]:
         text = np.array([token_ids], np.int32)
         length, limit = np.array([text.shape[1]], np.int32), np.array([3], np.int32)
+        batch = DraftBatch(np.array([0]), text, length, length)
         began = time.monotonic()
-        (draft,) = proposer.propose(DraftBatch(["request"], text, length, length, limit))
+        drafts = source.propose(batch, limit)
         seconds = time.monotonic() - began
         (health,) = metrics.snapshot().health
         return {
-            "tokens": draft.tokens,
+            "tokens": tuple(drafts.tokens[0, : drafts.lengths[0]].tolist()),
             "seconds": seconds,
             "up": health.up,
             "timeouts": health.num_timeouts,

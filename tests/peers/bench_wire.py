@@ -24,11 +24,11 @@ from rich.console import Console
 from specserve.compare.machine import circumstances
 from specserve.core.metrics import SpeculationMetrics
 from specserve.core.source_config import DraftModelConfig, MtpConfig
-from specserve.core.types import DraftBatch, HiddenStates
+from specserve.core.types import DraftBatch, HiddenStates, RequestControls
 from specserve.drafters.base import Answer, Card, Key, Row
 from specserve.drafters.server import DrafterServer
 from specserve.sources.base import SourceContext
-from specserve.sources.remote import RemoteSource
+from specserve.sources.remote import DrafterClient
 from tests.peers.tables import print_rows
 
 VOCAB_SIZE, NEW_TOKENS, DRAFT_LEN = 1 << 17, 2, 3
@@ -54,7 +54,11 @@ class NoModel:
     def draft(self, rows: Sequence[Row]) -> list[Answer]:
         """What is held of an MTP text ends before its last token."""
         last = 1 if self.card.hidden_size else 0
-        return [Answer(row.num_tokens - last, (1, 2, 3)[: row.max_draft_tokens]) for row in rows]
+        drafts = [(1, 2, 3)[: row.max_draft_tokens] for row in rows]
+        return [
+            Answer(row.num_tokens - last, draft, (1.0,) * len(draft))
+            for row, draft in zip(rows, drafts, strict=True)
+        ]
 
     def forget(self, keys: Sequence[Key]) -> None:
         """Nothing is kept."""
@@ -74,10 +78,11 @@ def served(kind: str, hidden_size: int) -> Iterator[str]:
         process.wait(30)
 
 
-def proposer(kind: str, hidden_size: int, address: str) -> RemoteSource:
+def client(kind: str, hidden_size: int, size: int, address: str) -> DrafterClient:
     """A replica's side that has met the drafter."""
     metrics = SpeculationMetrics((kind,))
     context = SourceContext(
+        num_slots=size,
         vocab_size=VOCAB_SIZE,
         hidden_size=hidden_size,
         metrics=metrics,
@@ -89,9 +94,11 @@ def proposer(kind: str, hidden_size: int, address: str) -> RemoteSource:
         if kind == "mtp"
         else DraftModelConfig(kind="draft_model", model="none", **options)
     )
-    made = RemoteSource.build(config, context)
+    made = DrafterClient.build(config, context)
     while not all(each.up for each in metrics.snapshot().health):
         time.sleep(0.01)
+    for slot in range(size):
+        made.open(slot, RequestControls())
     return made
 
 
@@ -101,32 +108,30 @@ def measure_ours(kind: str, hidden_size: int, size: int, num_calls: int) -> list
     width = CONTEXT_TOKENS + NEW_TOKENS * (num_calls + WARM_UP_CALLS + 1)
     texts = rng.integers(0, VOCAB_SIZE, (size, width)).astype(np.int32)
     states = rng.integers(0, 1 << 15, (size * CONTEXT_TOKENS, hidden_size), np.uint16)
-    names = [f"request {row}" for row in range(size)]
     times = []
     with served(kind, hidden_size) as address:
-        asking = proposer(kind, hidden_size, address)
+        asking = client(kind, hidden_size, size, address)
         start, length = 0, CONTEXT_TOKENS
         for _ in range(num_calls + WARM_UP_CALLS):
             new = length - start - (1 if start == 0 else 0)
             hidden = HiddenStates(
-                lambda new=new: states[: size * new],  # type: ignore[misc]
-                (new,) * size,
-                (start,) * size,
+                lambda rows, new=new: lambda: states[: len(rows) * new],  # type: ignore[misc]
+                np.full(size, new, np.int32),
+                np.full(size, start, np.int32),
             )
             batch = DraftBatch(
-                names,
+                np.arange(size),
                 texts,
                 np.full(size, length, np.int32),
                 np.full(size, CONTEXT_TOKENS, np.int32),
-                np.full(size, DRAFT_LEN, np.int32),
-                hidden_states=hidden if hidden_size else None,
+                hidden if hidden_size else None,
             )
             began = time.perf_counter()
-            drafts = asking.propose(batch)
+            drafts = asking.propose(batch, np.full(size, DRAFT_LEN, np.int32))
             times.append(time.perf_counter() - began)
-            assert len(times) < 2 or all(len(draft.tokens) == DRAFT_LEN for draft in drafts)
+            assert len(times) < 2 or (drafts.lengths == DRAFT_LEN).all()
             start, length = length - 1, length + NEW_TOKENS
-        asking.close()
+        asking.end()
     return times[WARM_UP_CALLS:]
 
 

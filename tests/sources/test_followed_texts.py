@@ -17,6 +17,8 @@ def steps(texts: FollowedTexts, count: int, *asked: int, is_there: bool = True) 
 def texts() -> FollowedTexts:
     """Of a source that is there, and was not asked yet."""
     made = FollowedTexts(3, always=False)
+    for slot in range(3):
+        made.open(slot)
     steps(made, 1)
     return made
 
@@ -58,7 +60,9 @@ def test_all_are_followed_over_a_short_absence_of_the_drafter(texts: FollowedTex
 
 def test_of_a_source_that_is_always_asked_all_are_followed_while_it_is_there() -> None:
     texts = FollowedTexts(3, always=True)
-    assert not texts.are_all
+    for slot in range(3):
+        texts.open(slot)
+    assert not texts.which(SLOTS).any()
     steps(texts, 1)
     assert texts.which(SLOTS).all()
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 
+import numpy as np
 import pytest
 
+from specserve.core.types import Int64Array, UInt16Array
 from specserve.sources import remote
 from specserve.sources.remote import NEAR_TOKENS
 from tests.drafters.fakes import WAIT_S, FakeDrafter, states_of
@@ -199,7 +202,8 @@ def test_texts_that_no_draft_is_wanted_of_wait_unless_their_states_would_be_lost
         monkeypatch.setattr("specserve.sources.remote.PENDING_STATES", 5 * NEAR_TOKENS)
     open_text(made, target, "new", 5 * NEAR_TOKENS)
     target.step({"new": 4 * NEAR_TOKENS}, {"new": 0})
-    made.propose("new", limit=0)
+    for _ in range(2):
+        made.propose("new", limit=0)
 
     def read(text: int) -> int:
         return sum(row.key[1] == text for call in drafter.calls for row in call)
@@ -211,3 +215,58 @@ def test_texts_that_no_draft_is_wanted_of_wait_unless_their_states_would_be_lost
         eventually(lambda: read(1), "the new text to be read", WAIT_S, 0.005)
     else:
         assert not read(1)
+
+
+def test_a_prompt_that_was_asked_for_once_is_read_without_waiting_for_its_states(
+    stack: ExitStack, place: Place
+) -> None:
+    drafter = FakeDrafter(HIDDEN_SIZE)
+    serve(stack, place, drafter)
+    made = replica(stack, place, "mtp", dynamic=True)
+    made.until_up()
+    made.grow("a", 5 * NEAR_TOKENS)
+    states = states_of(TEXT[: 5 * NEAR_TOKENS], HIDDEN_SIZE)
+    is_there = False
+
+    def to_host(rows: Int64Array) -> Callable[[], UInt16Array]:
+        def wait() -> UInt16Array:
+            assert is_there, "waited for in the step itself"
+            return states
+
+        return wait
+
+    hidden = hidden_states([states], [0])._replace(to_host=to_host)
+    assert made.propose("a", hidden=hidden) == [[]]
+    is_there = True
+    made.propose("a", limit=0)
+    eventually(lambda: drafter.calls, "the prompt to be read", WAIT_S, 0.005)
+    made.until_drafts("a")
+    assert drafter.begins == {}
+
+
+def test_states_of_texts_that_nobody_asks_for_are_not_copied(
+    stack: ExitStack, place: Place
+) -> None:
+    serve(stack, place, FakeDrafter(HIDDEN_SIZE))
+    made = replica(stack, place, "mtp", dynamic=True)
+    made.until_up()
+    copied: list[int] = []
+    names = "abc"
+    for name in names:
+        made.grow(name, 20)
+    states = states_of(TEXT[:20], HIDDEN_SIZE)
+    hidden = hidden_states([states] * 3, [0] * 3)
+
+    def to_host(rows: Int64Array) -> Callable[[], UInt16Array]:
+        copied.extend(rows.tolist())
+        return hidden.to_host(rows)
+
+    made.propose(*names, limit=0)  # has met the drafter
+    batch = made.batch(*names, hidden=hidden._replace(to_host=to_host))
+    made.source.propose(batch, np.zeros(3, np.int32))
+    assert copied == []
+    assert not made.source.must_see(batch.slots).any()
+    drafts = made.source.propose(batch, np.array([0, 3, 0], np.int32))
+    assert copied == [1]
+    assert drafts.lengths.tolist() == [0, 3, 0]
+    assert made.source.must_see(batch.slots).tolist() == [False, True, False]
