@@ -100,9 +100,7 @@ class Asker:
         rows[:] = -1  # as the engine's buffer may change after the call
         return [
             Draft(tuple(tokens[:length].tolist()), TrieConfig.LABELS[label].name)
-            for tokens, length, label in zip(
-                found.tokens, found.lengths, found.labels, strict=True
-            )
+            for tokens, length, label in zip(found.tokens, found.lengths, found.labels, strict=True)
         ]
 
     def close(self, *names: str) -> None:

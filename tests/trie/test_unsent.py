@@ -98,9 +98,7 @@ def test_a_long_prompt_is_told_at_once(texts: Texts) -> None:
 def test_the_end_of_a_text_is_told_though_the_request_is_gone(texts: Texts) -> None:
     texts.grow(40, 20)
     texts.clock.now += 1.0
-    assert texts.told(lambda: texts.unsent.close(3)) == [
-        ("0", 0, 40, PROMPT_TOKENS, True, 100.0)
-    ]
+    assert texts.told(lambda: texts.unsent.close(3)) == [("0", 0, 40, PROMPT_TOKENS, True, 100.0)]
     assert texts.told(lambda: texts.unsent.close(3)) == []
     assert texts.told(lambda: texts.unsent.close(1)) == [("1", 0, 20, 20, True, 100.0)]
 
