@@ -83,6 +83,8 @@ def allocate(num_pages: int) -> Arrays:
     memory = mmap.mmap(-1, _num_bytes(num_pages), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
+    # Written now, all of it: a step would wait while the system clears memory.
+    np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE] = 0
     arrays, offset = {}, 0
     for name, (shape, dtype) in sizes.items():
         array = np.frombuffer(memory, dtype, prod(shape), offset)
@@ -94,10 +96,7 @@ def allocate(num_pages: int) -> Arrays:
 
 
 def reset(arrays: Arrays) -> None:
-    """Empties the arrays; clock, evictions and generations go on.
-
-    The table is written, all of it: a text would wait while the system clears its memory.
-    """
+    """Empties the arrays; clock, evictions and generations go on."""
     num_pages = len(arrays.pages)
     counters = arrays.scalars[[CLOCK, NUM_EVICTED]]
     arrays.table[:] = 0

@@ -46,10 +46,7 @@ class PieceQueue:
 
     def put(self, piece: Piece) -> bool:
         """Leaves a piece for the other thread; False if it was dropped."""
-        if (
-            self.num_waiting + piece.num_tokens > self._max_tokens
-            or len(self._queue) >= MAX_PIECES
-        ):
+        if self.num_waiting + piece.num_tokens > self._max_tokens or len(self._queue) >= MAX_PIECES:
             self.dropped_tokens += piece.num_tokens
             return False
         self._queue.append(piece)

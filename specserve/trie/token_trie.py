@@ -106,9 +106,7 @@ class TokenTrie:
         """Bytes of all arrays, used or not."""
         return sum(array.nbytes for array in self._arrays)
 
-    def open(
-        self, name: str, *, learned_from: LearnedFrom = "local", private: bool = False
-    ) -> int:
+    def open(self, name: str, *, learned_from: LearnedFrom = "local", private: bool = False) -> int:
         """Makes ready for a sequence's tokens; one that is known goes on where it ended.
 
         Args:

@@ -8,7 +8,7 @@ import pytest
 
 from specserve.core.metrics import LinkSnapshot, SpeculationMetrics
 from specserve.core.source_config import TrieConfig
-from specserve.core.types import Draft, DraftBatch, Int32Array, RequestControls
+from specserve.core.types import DraftBatch, Int32Array, RequestControls
 from specserve.sources.base import SourceContext
 from specserve.sources.controls import NO_TENANT
 from specserve.sources.trie import LEARN_TOKENS_PER_STEP, TrieSource
@@ -38,7 +38,9 @@ class Published:
         tokens: Int32Array,
         num_prompt_tokens: int = 0,
         final: bool = False,
+        stamp: float = 0.0,
     ) -> bool:
+        assert stamp
         text = self.texts.setdefault((namespace, sequence), [])
         assert start == len(text)
         text.extend(tokens.tolist())
@@ -52,110 +54,141 @@ class Published:
         return LinkSnapshot(True, 0.1, 5, 0)
 
 
-def build(config: TrieConfig = CONFIG, tenants: tuple[str, ...] = ()) -> TrieSource:
-    return TrieSource.build(config, SourceContext(model_identity="m", tenants=tenants))
+def build(config: TrieConfig = CONFIG, tenants: tuple[str, ...] = ()) -> Asker:
+    context = SourceContext(model_identity="m", tenants=tenants)
+    return Asker(TrieSource.build(config, context))
 
 
-def ask(
-    proposer: TrieSource,
-    *texts: Int32Array,
-    names: list[str] | None = None,
-    num_prompt_tokens: int = 10,
-    limit: int = 8,
-    controls: tuple[RequestControls, ...] = (),
-) -> list[Draft]:
-    lengths = np.array([len(text) for text in texts], np.int32)
-    rows = np.zeros((len(texts), lengths.max()), np.int32)
-    for row, text in zip(rows, texts, strict=True):
-        row[: len(text)] = text
-    prompts = np.full(len(texts), num_prompt_tokens, np.int32)
-    limits = np.full(len(texts), limit, np.int32)
-    names = names or [f"r{row}" for row in range(len(texts))]
-    return proposer.propose(DraftBatch(names, rows, lengths, prompts, limits, controls))
+@dataclass
+class Draft:
+    """One request's draft."""
+
+    tokens: tuple[int, ...]
+    label: str
+
+
+class Asker:
+    """A source whose requests have names here."""
+
+    def __init__(self, source: TrieSource) -> None:
+        self.source = source
+        self.slots: dict[str, int] = {}
+
+    def __call__(
+        self,
+        *texts: Int32Array,
+        names: list[str] | None = None,
+        num_prompt_tokens: int = 10,
+        limit: int = 8,
+        controls: tuple[RequestControls, ...] = (),
+    ) -> list[Draft]:
+        """One step of these requests; the new ones among them are opened."""
+        names = names or [f"r{row}" for row in range(len(texts))]
+        for row, name in enumerate(names):
+            if name not in self.slots:
+                self.slots[name] = min(set(range(64)) - set(self.slots.values()))
+                wishes = controls[row] if controls else RequestControls()
+                self.source.open(self.slots[name], wishes)
+        lengths = np.array([len(text) for text in texts], np.int32)
+        rows = np.zeros((len(texts), lengths.max()), np.int32)
+        for row, text in zip(rows, texts, strict=True):
+            row[: len(text)] = text
+        slots = np.array([self.slots[name] for name in names])
+        prompts = np.full(len(texts), num_prompt_tokens, np.int32)
+        batch = DraftBatch(slots, rows, lengths, prompts)
+        found = self.source.propose(batch, np.full(len(texts), limit, np.int32))
+        rows[:] = -1  # as the engine's buffer may change after the call
+        return [
+            Draft(tuple(tokens[:length].tolist()), TrieConfig.LABELS[label].name)
+            for tokens, length, label in zip(found.tokens, found.lengths, found.labels, strict=True)
+        ]
+
+    def close(self, *names: str) -> None:
+        self.source.close(np.array([self.slots.pop(name) for name in names], np.int64))
 
 
 def test_what_one_request_wrote_another_drafts_in_the_next_step() -> None:
-    proposer = build()
-    ask(proposer, TEXT[:100], names=["writes"])
-    (draft,) = ask(proposer, TEXT[40:60], names=["asks"])
+    ask = build()
+    ask(TEXT[:100], names=["writes"])
+    (draft,) = ask(TEXT[40:60], names=["asks"])
     assert draft.tokens == tuple(TEXT[60:68].tolist())
-    assert (draft.source, draft.match_len) == ("trie_local", 20)
-    proposer.forget(["writes", "asks"])
-    assert ask(proposer, TEXT[40:60], names=["later"])[0].tokens == draft.tokens
+    assert draft.label == "trie_local"
+    ask.close("writes", "asks")
+    assert ask(TEXT[40:60], names=["later"])[0].tokens == draft.tokens
 
 
 def test_a_text_that_grows_step_by_step_is_learned_whole() -> None:
-    proposer = build()
+    ask = build()
     for end in (50, 51, 53, 60, 90):
-        ask(proposer, TEXT[:end], names=["writes"])
-    assert ask(proposer, TEXT[45:55], names=["asks"])[0].tokens == tuple(TEXT[55:63].tolist())
+        ask(TEXT[:end], names=["writes"])
+    assert ask(TEXT[45:55], names=["asks"])[0].tokens == tuple(TEXT[55:63].tolist())
 
 
 def test_a_long_prompt_is_learned_over_several_steps_while_short_ones_do_not_wait() -> None:
-    proposer = build()
+    ask = build()
     long, short = TEXT, TEXT[:60] + 1
-    ask(proposer, long, short, names=["long", "short"], num_prompt_tokens=6000)
-    trie = proposer._memory.of(namespace("m"))
+    ask(long, short, names=["long", "short"], num_prompt_tokens=6000)
+    trie = ask.source._memory.of(namespace("m"))
     assert trie is not None
     assert trie.num_tokens == LEARN_TOKENS_PER_STEP + 60
-    ask(proposer, long, short, names=["long", "short"], num_prompt_tokens=6000)
+    ask(long, short, names=["long", "short"], num_prompt_tokens=6000)
     assert trie.num_tokens == 6060
 
 
 def test_a_request_that_must_not_be_learned_from_drafts_from_others_and_leaves_nothing() -> None:
-    proposer = build()
-    ask(proposer, TEXT[:100], names=["writes"])
+    ask = build()
+    ask(TEXT[:100], names=["writes"])
     secret = RequestControls(learn=False)
     own = np.concatenate([TEXT[200:230], TEXT[40:60]])
-    (draft,) = ask(proposer, own, names=["secret"], controls=(secret,))
+    (draft,) = ask(own, names=["secret"], controls=(secret,))
     assert draft.tokens == tuple(TEXT[60:68].tolist())
-    assert ask(proposer, TEXT[205:215], names=["asks"])[0].tokens == ()
-    proposer.forget(["secret"])
-    assert ask(proposer, TEXT[205:215], names=["asks"])[0].tokens == ()
+    assert ask(TEXT[205:215], names=["asks"])[0].tokens == ()
+    ask.close("secret")
+    assert ask(TEXT[205:215], names=["asks"])[0].tokens == ()
 
 
 @pytest.mark.parametrize("wish", [{"speculation": "off"}, {"max_draft_tokens": 0}])
 def test_a_text_that_nobody_would_draft_from_takes_no_room(wish: dict[str, Any]) -> None:
-    proposer = build()
+    ask = build()
     controls = RequestControls(learn=False, **wish)
-    ask(proposer, TEXT[:100], names=["silent"], controls=(controls,))
-    assert not any(trie.num_tokens for trie in proposer._memory.tries().values())
+    ask(TEXT[:100], names=["silent"], controls=(controls,))
+    assert not any(trie.num_tokens for trie in ask.source._memory.tries().values())
 
 
 def test_prompts_are_left_out_where_the_configuration_says_so() -> None:
     config = CONFIG.model_copy(update={"learn_prompts": False})
-    proposer = build(config)
-    ask(proposer, TEXT[:100], names=["writes"], num_prompt_tokens=50)
-    assert ask(proposer, TEXT[20:40], names=["asks"], num_prompt_tokens=20)[0].tokens == ()
-    assert ask(proposer, TEXT[60:70], names=["asks too"], num_prompt_tokens=10)[0].tokens
+    ask = build(config)
+    ask(TEXT[:100], names=["writes"], num_prompt_tokens=50)
+    assert ask(TEXT[20:40], names=["asks"], num_prompt_tokens=20)[0].tokens == ()
+    assert ask(TEXT[60:70], names=["asks too"], num_prompt_tokens=10)[0].tokens
 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_tenants_never_see_one_anothers_texts_unless_they_share(shared: bool) -> None:
-    proposer = build(CONFIG.model_copy(update={"share_tenants": shared}), TENANTS)
+    ask = build(CONFIG.model_copy(update={"share_tenants": shared}), TENANTS)
     one, two = RequestControls(tenant="one"), RequestControls(tenant="two")
-    ask(proposer, TEXT[:100], names=["writes"], controls=(one,))
-    drafts = ask(proposer, TEXT[40:60], TEXT[40:60], names=["a", "b"], controls=(one, two))
+    ask(TEXT[:100], names=["writes"], controls=(one,))
+    drafts = ask(TEXT[40:60], TEXT[40:60], names=["a", "b"], controls=(one, two))
     assert bool(drafts[0].tokens)
     assert bool(drafts[1].tokens) is shared
 
 
 def test_one_tenants_flood_makes_no_other_tenant_forget() -> None:
-    proposer = build(tenants=TENANTS)
+    ask = build(tenants=TENANTS)
     one, two = RequestControls(tenant="one"), RequestControls(tenant="two")
-    ask(proposer, TEXT[:100], names=["writes"], controls=(one,))
-    proposer.forget(["writes"])
+    ask(TEXT[:100], names=["writes"], controls=(one,))
+    ask.close("writes")
     for i in range(60):
         flood = np.random.default_rng(i).integers(0, 30_000, 4000).astype(np.int32)
-        ask(proposer, flood, names=[f"flood {i}"], controls=(two,))
-        proposer.forget([f"flood {i}"])
-    assert ask(proposer, TEXT[40:60], names=["asks"], controls=(one,))[0].tokens
+        ask(flood, names=[f"flood {i}"], controls=(two,))
+        ask.close(f"flood {i}")
+    assert ask(TEXT[40:60], names=["asks"], controls=(one,))[0].tokens
 
 
 def test_an_adapters_text_is_for_that_adapter() -> None:
-    proposer = TrieSource.build(CONFIG, SourceContext(num_adapters=1))
-    ask(proposer, TEXT[:100], names=["writes"], controls=(RequestControls(adapter="sql"),))
-    assert ask(proposer, TEXT[40:60], names=["asks"])[0].tokens == ()
+    ask = Asker(TrieSource.build(CONFIG, SourceContext(num_adapters=1)))
+    ask(TEXT[:100], names=["writes"], controls=(RequestControls(adapter="sql"),))
+    assert ask(TEXT[40:60], names=["asks"])[0].tokens == ()
 
 
 @pytest.mark.parametrize(
@@ -173,11 +206,10 @@ def test_a_configured_tenant_drafts_whoever_else_is_in_the_log(
     tenants: tuple[str, ...], share_tenants: bool, in_the_log: list[str]
 ) -> None:
     metrics = SpeculationMetrics(("trie",))
-    proposer = TrieSource.build(
-        CONFIG.model_copy(update={"share_tenants": share_tenants}),
-        SourceContext(model_identity="m", tenants=tenants, num_adapters=1, metrics=metrics),
-    )
-    learner, tokens = ClusterLearner(proposer._memory), TEXT[1000:1100].tobytes()
+    config = CONFIG.model_copy(update={"share_tenants": share_tenants})
+    context = SourceContext(model_identity="m", tenants=tenants, num_adapters=1, metrics=metrics)
+    ask = Asker(TrieSource.build(config, context))
+    learner, tokens = ClusterLearner(ask.source._memory), TEXT[1000:1100].tobytes()
     for number, tenant in enumerate(in_the_log):
         for adapter in ("", "old"):
             of = namespace("m", adapter, tenant)
@@ -186,9 +218,9 @@ def test_a_configured_tenant_drafts_whoever_else_is_in_the_log(
         for adapter in ("", "sql"):
             controls, name = (RequestControls(adapter=adapter, tenant=tenant),), f"{number}"
             text = TEXT[200 * number : 200 * number + 100]
-            ask(proposer, text, names=[f"{name} writes {adapter}"], controls=controls)
+            ask(text, names=[f"{name} writes {adapter}"], controls=controls)
             asks = [f"{name} asks {adapter}"]
-            assert ask(proposer, text[40:60], names=asks, controls=controls)[0].tokens
+            assert ask(text[40:60], names=asks, controls=controls)[0].tokens
     assert (metrics.snapshot().health[0].up, metrics.snapshot().health[0].reason) == (True, "")
 
 
@@ -197,11 +229,11 @@ def test_a_request_that_finds_no_trie_is_told_and_served_without_drafts(
 ) -> None:
     metrics = SpeculationMetrics(("trie",))
     context = SourceContext(tenants=("a",), num_adapters=1, metrics=metrics)
-    proposer = TrieSource.build(CONFIG, context)
+    ask = Asker(TrieSource.build(CONFIG, context))
 
     def asks(name: str, *, adapter: str = "", tenant: str = "a") -> tuple[bool, str]:
         wishes = (RequestControls(adapter=adapter, tenant=tenant),)
-        assert ask(proposer, TEXT[40:60], names=[name], controls=wishes)[0].tokens == ()
+        assert ask(TEXT[40:60], names=[name], controls=wishes)[0].tokens == ()
         health = metrics.snapshot().health[0]
         return health.up, health.reason
 
@@ -214,28 +246,23 @@ def test_a_request_that_finds_no_trie_is_told_and_served_without_drafts(
     assert asks("unknown", tenant="b") == (True, "a request's tenant is not configured")
     assert asks("third", adapter="chat") == (up, reason)
     assert len(caplog.records) == 2
-    proposer.forget(["plain", "first", "second", "plain again", "unknown", "third"])
+    ask.close("plain", "first", "second", "plain again", "unknown", "third")
 
 
 def test_the_others_are_told_everything_but_what_must_not_be_learned() -> None:
     published = Published()
-    proposer = TrieSource(
-        CONFIG,
-        TrieMemory(CONFIG.max_bytes, [namespace("m")]),
-        SourceContext(model_identity="m"),
-        published,
-    )
+    memory = TrieMemory(CONFIG.max_bytes, [namespace("m")])
+    ask = Asker(TrieSource(CONFIG, memory, SourceContext(model_identity="m"), published))
     secret = RequestControls(learn=False)
     for end in (30, 35, 60):
         texts = TEXT[:end], TEXT[100 : 100 + end]
         ask(
-            proposer,
             *texts,
             names=["a", "secret"],
             num_prompt_tokens=30,
             controls=(RequestControls(), secret),
         )
-    proposer.forget(["a", "secret", "never seen"])
+    ask.close("a", "secret")
     [(of, name)] = published.texts
     assert of == namespace("m")
     assert published.texts[of, name] == TEXT[:60].tolist()
@@ -243,24 +270,44 @@ def test_the_others_are_told_everything_but_what_must_not_be_learned() -> None:
     assert published.finished == [name]
 
 
+def test_a_text_that_was_purged_while_it_grows_is_learned_no_further() -> None:
+    ask = build()
+    ask(TEXT[:100], names=["grows"])
+    ask.source._memory.clear(namespace("m"))
+    ask(TEXT[:200], names=["grows"])
+    assert not any(trie.num_tokens for trie in ask.source._memory.tries().values())
+    ask(TEXT[:300], names=["later"])
+    ask.close("grows")
+    assert ask(TEXT[40:60], names=["asks"])[0].tokens == tuple(TEXT[60:68].tolist())
+
+
+def test_a_request_gets_nothing_of_the_one_that_had_its_slot_before() -> None:
+    ask = build()
+    ask(TEXT[:100], names=["first"])
+    ask.close("first")
+    ask(TEXT[200:230], names=["second"])
+    [trie] = ask.source._memory.tries().values()
+    assert trie.num_tokens == 130
+
+
 def test_a_request_without_a_tenant_where_there_are_tenants_shares_nothing() -> None:
-    proposer = build(tenants=TENANTS)
+    ask = build(tenants=TENANTS)
     nobody = (RequestControls(tenant=NO_TENANT),)
-    ask(proposer, TEXT[:100], names=["writes"], controls=nobody)
-    assert ask(proposer, TEXT[40:60], names=["asks"], controls=nobody)[0].tokens == ()
-    assert not sum(trie.num_tokens for trie in proposer._memory.tries().values())
+    ask(TEXT[:100], names=["writes"], controls=nobody)
+    assert ask(TEXT[40:60], names=["asks"], controls=nobody)[0].tokens == ()
+    assert not sum(trie.num_tokens for trie in ask.source._memory.tries().values())
 
 
 def test_the_memory_is_in_the_metrics() -> None:
     metrics = SpeculationMetrics()
-    proposer = TrieSource.build(CONFIG, SourceContext(model_identity="m", metrics=metrics))
+    ask = Asker(TrieSource.build(CONFIG, SourceContext(model_identity="m", metrics=metrics)))
     before = metrics.snapshot()
-    ask(proposer, TEXT[:100], names=["writes"])
+    ask(TEXT[:100], names=["writes"])
     now = metrics.snapshot()
     assert now.trie is not None
     [entry] = now.trie.namespaces
     assert (entry.namespace, entry.num_tokens, entry.ingested_tokens) == (namespace("m"), 100, 100)
-    ask(proposer, TEXT[:130], names=["writes"])
+    ask(TEXT[:130], names=["writes"])
     since = metrics.snapshot().since(now).trie
     assert since is not None
     assert [each.ingested_tokens for each in since.namespaces] == [30]
@@ -281,8 +328,8 @@ def test_the_metrics_do_not_show_the_namespaces_of_tenants() -> None:
 
 
 def test_no_draft_is_longer_than_asked_for() -> None:
-    proposer = build()
-    ask(proposer, TEXT[:200], names=["writes"])
-    assert len(ask(proposer, TEXT[40:60], names=["a"], limit=3)[0].tokens) == 3
-    assert len(ask(proposer, TEXT[40:60], names=["b"], limit=99)[0].tokens) == 16
-    assert ask(proposer, TEXT[40:60], names=["c"], limit=0)[0].tokens == ()
+    ask = build()
+    ask(TEXT[:200], names=["writes"])
+    assert len(ask(TEXT[40:60], names=["a"], limit=3)[0].tokens) == 3
+    assert len(ask(TEXT[40:60], names=["b"], limit=99)[0].tokens) == 16
+    assert ask(TEXT[40:60], names=["c"], limit=0)[0].tokens == ()

@@ -47,9 +47,7 @@ def look(
     min_match_len: int = 2,
     floor: float = 0.0,
 ) -> Drafts:
-    return look_up(
-        trie, [context], [limit], [own], min_match_len=min_match_len, floor=floor
-    )
+    return look_up(trie, [context], [limit], [own], min_match_len=min_match_len, floor=floor)
 
 
 def draft(
