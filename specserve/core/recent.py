@@ -65,7 +65,8 @@ class Step(NamedTuple):
         num_drafted: int32 ``[n]``, verified draft tokens.
         num_accepted: int32 ``[n]``.
         new: n, the tokens that the step emitted; a request without any had no turn.
-        drafted: int32 ``[n, k]``, draft tokens; None where texts are not shown.
+        drafted: int32 ``[n, k]``, draft tokens; None where texts are not shown, or nothing was
+            drafted.
     """
 
     request_ids: Sequence[str]
@@ -76,15 +77,17 @@ class Step(NamedTuple):
     new: Sequence[Sequence[int]]
     drafted: Int32Array | None = None
 
-    def of_row(self, row: int) -> RecentStep:
+    def of_row(self, row: int, *, with_tokens: bool) -> RecentStep:
         """What the step brought one request."""
         source = self.sources[self.which[row]] if self.which[row] >= 0 else ""
         num_drafted, num_accepted = int(self.num_drafted[row]), int(self.num_accepted[row])
-        new, refused = self.new[row], ()
+        new: Sequence[int] = self.new[row]
+        refused: tuple[int, ...] = ()
         step = RecentStep(source, num_drafted, num_accepted, len(new))
-        if self.drafted is None:
+        if not with_tokens:
             return step
-        refused = tuple(self.drafted[row, num_accepted:num_drafted].tolist())
+        if self.drafted is not None:
+            refused = tuple(self.drafted[row, num_accepted:num_drafted].tolist())
         return msgspec.structs.replace(step, new=tuple(new), refused=refused)
 
 
@@ -144,7 +147,7 @@ class RecentSteps:
                         continue
                     of_request = found[request_id] = []
                 if len(of_request) < MAX_STEPS:
-                    of_request.append(step.of_row(row))
+                    of_request.append(step.of_row(row, with_tokens=self.with_tokens))
         return tuple(
             RecentRequest(_digest(request_id), tuple(reversed(steps)))
             for request_id, steps in found.items()

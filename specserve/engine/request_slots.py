@@ -52,7 +52,8 @@ class RequestSlots:
         """
         if self._free:
             return None
-        return next(each for each in self.by_id if each not in set(present))
+        here = set(present)
+        return next(each for each in self.by_id if each not in here)
 
     def add(self, request_id: str, most_output: int, least_output: int) -> int:
         """A free slot for a request.
@@ -63,7 +64,7 @@ class RequestSlots:
             least_output: tokens that it writes before anything but its length may end it.
         """
         slot = self.by_id[request_id] = self._free.pop()
-        self._limits[:, slot] = most_output, least_output
+        self._limits[:, slot] = min(most_output, NO_LIMIT), min(least_output, NO_LIMIT)
         return slot
 
     def output_limits(self, slots: Int64Array) -> tuple[Int32Array, Int32Array]:

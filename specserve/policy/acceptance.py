@@ -104,22 +104,23 @@ class Acceptance:
         self._state.of_request[slot] = _RATIO_PRIOR
         self._state.lengths[:, slot] = 0
 
+    def withdraw(self, slots: Int64Array) -> None:
+        """Nothing is offered to these requests."""
+        self._state.lengths[:, slots] = 0
+
     def has_offers(self, slots: Int64Array) -> bool:
         """Whether the next tokens of these requests will tell how far drafts were right."""
         return bool(self._state.lengths[:, slots].any())
 
-    def offer(self, source: int, slots: Int64Array, drafts: Drafts | None) -> None:
+    def offer(self, source: int, slots: Int64Array, drafts: Drafts) -> None:
         """Notes a source's drafts for these requests, until their next tokens are known.
 
         Args:
             source: its index.
             slots: int64 ``[n]``.
-            drafts: n, well-formed; None: the source was not asked, or failed.
+            drafts: n, well-formed.
         """
-        if drafts is None:
-            self._state.lengths[source, slots] = 0
-        else:
-            _offer(self._state, source, slots, drafts.tokens, drafts.lengths, drafts.confidence)
+        _offer(self._state, source, slots, drafts.tokens, drafts.lengths, drafts.confidence)
 
     def survival(self, slots: Int64Array, survival: Float64Array, lengths: Int32Array) -> None:
         """Probability that each offered draft token is accepted, all before it included.
@@ -158,6 +159,17 @@ class Acceptance:
                 Offers to a request without new tokens stay.
         """
         _observe(self._state, slots, token_ids, num_tokens, num_new)
+
+    def warm_up(self) -> None:
+        """Compiles the kernels: no request waits for that."""
+        none = np.zeros(0, np.int64)
+        num_sources, _, longest = self._state.tokens.shape
+        self.offer(0, none, Drafts.empty(0, longest))
+        survival = np.zeros((num_sources, 0, longest))
+        self.survival(none, survival, np.zeros((num_sources, 0), np.int32))
+        self.unseen_survival(0, none, survival[0])
+        rows = np.zeros((2, 0), np.int32)
+        self.observe(none, np.zeros((0, 1), np.int32), *rows)
 
     def _add_tenants(self, count: int) -> None:
         state = self._state

@@ -220,7 +220,7 @@ class RemoteAsk:
         slots = situation.batch.slots
         saved_s = self._saved_s[slots]
         asked, surplus = plan_call(
-            situation.unseen[:, : int(limits.max())],
+            situation.unseen,
             limits,
             chosen.values,
             costs,

@@ -31,6 +31,7 @@ from specserve.core.types import (
     Int64Array,
     RequestControls,
 )
+from specserve.policy import cost, planner
 from specserve.policy.acceptance import Acceptance
 from specserve.policy.asking import (
     AlwaysAsk,
@@ -160,6 +161,10 @@ class Chain:
         self._labels = np.zeros((count, num_slots), np.int32)
         self._account = Exploration()
         self._step = self._unmeasured_steps = 0
+        # Nothing is compiled while requests wait.
+        self._acceptance.warm_up()
+        planner.warm_up(self._survival, self._lengths, self._fixed)
+        cost.warm_up()
 
     def open(self, slot: int, controls: RequestControls) -> None:
         """A request begins, in a slot that is free.
@@ -239,7 +244,10 @@ class Chain:
         Returns:
             n drafts, each at most ``room[i]`` long, often empty.
         """
+        if not len(batch.slots):
+            return []
         began = self._clock()
+        self._acceptance.withdraw(batch.slots)
         costs = Costs(*self.cost.at(len(batch.slots)))
         calls = [
             call
@@ -303,16 +311,15 @@ class Chain:
         """Asks a source, if it is due, and takes note of its drafts."""
         turns, slots = self._sources[index], batch.slots
         if not self._is_due(turns, slots):
-            self._acceptance.offer(index, slots, None)
             return None
         limits = np.minimum(room, self._limits[index, slots])
         if isinstance(turns.ask, RemoteAsk):
             limits = self._remote_limits(index, turns.ask, batch, limits, costs)
         began = self._clock()
         drafts = turns.guard.propose(batch, limits)
-        self._acceptance.offer(index, slots, drafts)
         if drafts is None:
             return None
+        self._acceptance.offer(index, slots, drafts)
         self._labels[index, slots] = turns.first_label + drafts.labels
         return _Call(index, limits, drafts.lengths, self._clock() - began)
 
@@ -322,7 +329,6 @@ class Chain:
         """How long a draft to ask a remote source for, by what the others have offered."""
         if not self._is_calibrated(len(limits)):
             return np.zeros_like(limits)
-        self._acceptance.offer(index, batch.slots, None)
         chosen = self._plan(batch.slots, costs)
         self._acceptance.unseen_survival(index, batch.slots, self._unseen)
         situation = Situation(self._step, batch, limits, chosen, costs, self._unseen)
@@ -360,7 +366,9 @@ class Chain:
             For each request the source, -1: none, and the length of the draft that is sent.
         """
         size = len(chosen.source)
-        self._unmeasured_steps += not self.cost.is_calibrated(size)
+        self._unmeasured_steps += 1
+        if self.cost.is_calibrated(size):
+            self._unmeasured_steps = 0
         if not self._is_calibrated(size):
             return chosen.source, np.where(self._fixed[chosen.source], chosen.lengths, 0)
         if self._fixed.any():

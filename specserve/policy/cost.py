@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import mul
 
 import numpy as np
 
@@ -23,6 +24,8 @@ _ASSUMED_SLOPE = 0.01
 """Cost of a draft token in plain steps, before any was measured."""
 
 _NEAR_SIZES = 2
+_TOO_SHORT = 2.0
+_LEAST_S = 1e-6
 _CHANGED_AFTER = 3
 _LEAST_NOISE, _MOST_NOISE = 0.01, 0.3
 _CLIP = 3.0
@@ -54,6 +57,12 @@ class LinearCost:
     def deviation(self, features: Sequence[float]) -> float:
         """Standard deviation of the cost that these features have, in seconds."""
         return math.sqrt(max(_variance(self._covariance, np.array(features, np.float64)), 0.0))
+
+    def scale(self, factor: float) -> None:
+        """Everything costs so many times what was believed, and is as uncertain relative to it."""
+        self._mean *= factor
+        self._covariance *= factor**2
+        self._drift *= factor**2
 
     def observe(self, features: Sequence[float], seconds: float) -> None:
         """One measurement; of one that is far off, only a part is believed.
@@ -92,7 +101,12 @@ class StepCost:
         line = self._sizes.get(size)
         if line is None:
             line = self._sizes[size] = self._new_line(num_requests, num_draft_tokens, seconds)
-        line.observe(_features(num_draft_tokens), seconds)
+        features = _features(num_draft_tokens)
+        believed = sum(map(mul, line.coefficients, features))
+        if believed > _TOO_SHORT * seconds:
+            # No step is that much shorter by chance. The first ones may have compiled something.
+            line.scale(seconds / believed)
+        line.observe(features, seconds)
         if num_draft_tokens:
             self.most_draft_tokens = max(self.most_draft_tokens, num_draft_tokens)
         else:
@@ -113,6 +127,7 @@ class StepCost:
         if line is None:
             return 1.0, 1.0, _ASSUMED_SLOPE
         plain, first, slope = line.coefficients
+        plain = max(plain, _LEAST_S)
         return plain, plain + max(first, 0.0), max(slope, 1e-4 * plain)
 
     def doubt(self, num_requests: int, num_draft_tokens: int) -> float:
@@ -139,9 +154,15 @@ class StepCost:
         )
 
 
+def warm_up() -> None:
+    """Compiles the kernels: no request waits for that."""
+    cost = LinearCost([1.0, 0.0, 0.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0])
+    cost.observe([1.0, 0.0, 0.0], cost.deviation([1.0, 0.0, 0.0]))
+
+
 def size_of(num_requests: int) -> int:
     """A number for about so many requests: 0 for one, and two more for each doubling."""
-    return round(2 * math.log2(num_requests))
+    return round(2 * math.log2(max(num_requests, 1)))
 
 
 def _features(num_draft_tokens: int) -> tuple[float, float, float]:

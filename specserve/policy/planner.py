@@ -51,7 +51,6 @@ class Plan(NamedTuple):
         num_draft_tokens: of all requests.
         rate: expected tokens a second.
         gain: by how much that is more than without drafts, as a share; 0: none are sent.
-        unsent: the best rate that drafts had promised, where none are sent.
     """
 
     source: Int32Array
@@ -61,7 +60,15 @@ class Plan(NamedTuple):
     num_draft_tokens: int
     rate: float
     gain: float
-    unsent: float
+
+
+def warm_up(survival: Float64Array, lengths: Int32Array, fixed: BoolArray) -> None:
+    """Compiles the kernels for arrays of these kinds: no request waits for that."""
+    costs, none, zeros = Costs(1.0, 1.0, 1.0), np.zeros(0, np.int32), np.zeros(0)
+    rank = np.arange(len(fixed))
+    plan(survival, lengths, 0, costs, rank=rank, fixed=fixed, most_tokens=0)
+    probe(survival, lengths, 0)
+    plan_call(survival[0], none, zeros, costs, (1.0, 1.0, 1.0), 1.0, False, zeros, zeros)
 
 
 def plan(
@@ -86,7 +93,8 @@ def plan(
             drafts the first one's is taken.
         fixed: bool ``[S]``, sources whose drafts are sent whole where they are taken, and for which
             a request that has one always takes a draft.
-        most_tokens: draft tokens of the step at most, but for fixed ones.
+        most_tokens: draft tokens of the step at most, but for fixed ones; the first requests have
+            them.
     """
     source = np.empty(num_requests, np.int32)
     chosen = np.empty(num_requests, np.int32)
@@ -115,39 +123,24 @@ def _plan(  # type: ignore[no-untyped-def]
 ):
     n = source.shape[0]
     plain_rate = rate = n / plain
-    is_any_fixed = False
     num_tokens, expected = 0, 0.0
     for _ in range(_ROUNDS):
-        num_tokens, expected, is_any_fixed = _choose(
-            survival, lengths, rank, fixed, rate * slope, source, chosen, values
+        num_tokens, expected = _choose(
+            survival, lengths, rank, fixed, rate * slope, most, source, chosen, values
         )
         before = rate
         rate = (n + expected) / (base + slope * num_tokens) if num_tokens else plain_rate
         if abs(rate - before) <= 1e-6 * before:
             break
-    price = rate * slope
-    while num_tokens > most and price < 1.0:
-        price = 1.2 * price + 1e-3
-        num_tokens, expected, is_any_fixed = _choose(
-            survival, lengths, rank, fixed, price, source, chosen, values
-        )
-    if num_tokens:
-        rate = (n + expected) / (base + slope * num_tokens)
-    promised = rate
     if num_tokens and rate < (1.0 + LEAST_GAIN) * plain_rate:
-        num_tokens, expected = 0, 0.0
-        for row in range(n):
-            if source[row] >= 0 and is_any_fixed and fixed[source[row]]:
-                num_tokens += chosen[row]
-                for j in range(chosen[row]):
-                    expected += survival[source[row], row, j]
-            else:
-                source[row], chosen[row], values[row] = -1, 0, 0.0
+        num_tokens, expected = _choose(
+            survival, lengths, rank, fixed, rate * slope, 0, source, chosen, values
+        )
         rate = (n + expected) / (base + slope * num_tokens) if num_tokens else plain_rate
     if num_tokens:
         _credit(survival, lengths, rank, rate * slope, rate * (base - plain), values, credits)
     gain = rate / plain_rate - 1.0 if num_tokens else 0.0
-    return num_tokens, rate, gain, promised
+    return num_tokens, rate, gain
 
 
 @kernel
@@ -165,25 +158,23 @@ def _worth(survival, length, price, is_fixed):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _choose(survival, lengths, rank, fixed, price, source, chosen, values):  # type: ignore[no-untyped-def]
-    """Each request's best draft at a price of a draft token."""
-    num_tokens, total, is_any_fixed = 0, 0.0, False
+def _choose(survival, lengths, rank, fixed, price, most, source, chosen, values):  # type: ignore[no-untyped-def]
+    """Each request's best draft at a price of a draft token; the first ones' up to ``most``."""
+    num_tokens, total = 0, 0.0
     for row in range(source.shape[0]):
         best, best_source, best_count, best_expected = 0.0, -1, 0, 0.0
         for each in rank:
-            if not lengths[each, row]:
-                continue
-            value, count, expected = _worth(
-                survival[each, row], lengths[each, row], price, fixed[each]
-            )
+            length = lengths[each, row]
+            if not fixed[each]:
+                length = min(length, max(most - num_tokens, 0))
+            value, count, expected = _worth(survival[each, row], length, price, fixed[each])
             must = fixed[each] and best_source < 0
             if count and (value > best or must):
                 best, best_source, best_count, best_expected = value, each, count, expected
-                is_any_fixed = is_any_fixed or fixed[each]
         source[row], chosen[row], values[row] = best_source, best_count, best
         num_tokens += best_count
         total += best_expected
-    return num_tokens, total, is_any_fixed
+    return num_tokens, total
 
 
 @kernel
@@ -294,7 +285,9 @@ def plan_call(
 def _plan_call(  # type: ignore[no-untyped-def]
     unseen, limits, values, price, overhead, call_s, row_s, token_s, rate, waits_s, saved_s, asked
 ):
-    n, most = limits.shape[0], unseen.shape[1]
+    n, most = limits.shape[0], 0
+    for row in range(n):
+        most = max(most, limits[row])
     best, best_length, length = 0.0, 0, 1
     while True:
         surplus = -overhead - rate * (call_s + token_s * length)
@@ -304,7 +297,7 @@ def _plan_call(  # type: ignore[no-untyped-def]
                 surplus += max(gain - values[row] - rate * row_s, 0.0)
         if surplus > best:
             best, best_length = surplus, length
-        if length == most:
+        if length >= most:
             break
         length = min(2 * length, most)
     if best <= LEAST_GAIN * n:
@@ -320,7 +313,8 @@ def _plan_call(  # type: ignore[no-untyped-def]
                 saved_s[row] += gain / rate
             if waits_s[row] <= saved_s[row]:
                 asked[row] = min(best_length, limits[row])
-                surplus += gain
+                if waits_s[row] == 0.0:
+                    surplus += gain
     if surplus > LEAST_GAIN * n:
         return surplus
     # Those that can be answered do not pay for a call alone. Nobody waits for a text to be read.

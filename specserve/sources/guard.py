@@ -56,6 +56,7 @@ class GuardedSource:
         self._clock = clock
         self._up = True
         self._rest = Backoff(FIRST_REST_S, LONGEST_REST_S)
+        self._checked(Drafts.empty(0, 1), np.zeros(0, np.int32))  # compiles the kernel
 
     @property
     def ready(self) -> bool:

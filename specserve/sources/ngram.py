@@ -55,7 +55,7 @@ class NgramSource:
     The longest suffix of ``min_matching_ngram_size`` .. ``max_matching_ngram_size`` tokens that
     occurred before is taken, at its newest (or oldest) place. The index of a request grows by the
     tokens of each step, so that a step's cost does not depend on the context's length. Memory a
-    request: 16 to 32 bytes a token and n-gram size, until :meth:`forget`.
+    request: 16 to 32 bytes a token and n-gram size, until :meth:`close`.
 
     A draft that reaches the text's end goes on with its own tokens: a match ``d`` tokens before
     the end says that the text repeats itself with period ``d``, and the period is then the best
