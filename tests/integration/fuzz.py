@@ -132,7 +132,7 @@ def send(base_url: str, cases: Sequence[RandomCase], odd: Sequence[tuple[str, by
         for number, _ in enumerate(pool.map(lambda case: _send(http, case, report), cases)):
             if number % 500 == 0:
                 logger.info("%d of %d cases", number, len(cases))
-        list(pool.map(lambda each: _post(http, *each, report), odd))
+        list(pool.map(lambda each: _post(http, each, report), odd))
     return report
 
 
@@ -202,7 +202,8 @@ def _send(http: httpx.Client, case: RandomCase, report: Report) -> None:
     report.note(label, body, answer.status_code, answer.text)
 
 
-def _post(http: httpx.Client, path: str, body: bytes, report: Report) -> None:
+def _post(http: httpx.Client, odd: tuple[str, bytes], report: Report) -> None:
+    path, body = odd
     try:
         answer = http.post(path, content=body, headers={"Content-Type": "application/json"})
     except httpx.TransportError as error:
