@@ -28,7 +28,7 @@ def traffic(sources: Sources, num_requests: int, seed: int) -> list[Text]:
     popularity = [1 / (rank + 1) for rank in range(NUM_FILES)]
     users = [
         {
-            number: _edited(files[number], OF_THE_USER, rng)
+            number: edited(files[number], OF_THE_USER, rng)
             for number in rng.choices(range(NUM_FILES), popularity, k=FILES_PER_USER)
         }
         for _ in range(NUM_USERS)
@@ -37,7 +37,7 @@ def traffic(sources: Sources, num_requests: int, seed: int) -> list[Text]:
     for _ in range(num_requests):
         lines = rng.choice(list(rng.choice(users).values()))
         begin = len(lines) * rng.randrange(PLACES) // (PLACES + 2)
-        pieces.append("".join(_edited(lines[begin:], OF_THE_REQUEST, rng)))
+        pieces.append("".join(edited(lines[begin:], OF_THE_REQUEST, rng)))
     length = PROMPT_TOKENS + OUTPUT_TOKENS
     return [
         Text(f"request-{number}", tokens[:length], PROMPT_TOKENS)
@@ -46,7 +46,7 @@ def traffic(sources: Sources, num_requests: int, seed: int) -> list[Text]:
     ]
 
 
-def _edited(lines: list[str], share: float, rng: random.Random) -> list[str]:
+def edited(lines: list[str], share: float, rng: random.Random) -> list[str]:
     """The lines, of which a share is missing or has another word in it."""
     found = []
     for line in lines:
