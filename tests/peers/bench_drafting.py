@@ -10,9 +10,11 @@ drafted itself. One thread.
 ``agent``: every text was written before, with edits, so that nearly all drafts are long and break
 off somewhere. ``code``: files never seen. ``random``: random tokens, nothing can be drafted.
 
-``specserve`` is the whole hook that the engine calls: outcomes, learning, looking up with ``ngram``
-and ``trie``, choice, length, bookkeeping. ``trie`` is the draft memory alone. Drafts have up to 16
-tokens on all sides.
+``asked`` is the whole hook that the engine calls: outcomes, learning, looking up with ``ngram`` and
+``trie``, which are both asked in every step and draft up to 16 tokens, choice, bookkeeping.
+``served`` is the same as it is configured by default: sources that do not pay are asked less often,
+and drafts have the length that pays. ``trie`` is the draft memory alone. vLLM's proposers draft up
+to 16 tokens, too. A cell has the median and the 99th percentile.
 """
 
 from __future__ import annotations
@@ -101,26 +103,22 @@ def num_same(one: Sequence[int], other: Sequence[int]) -> int:
 
 def sides(model: Path, batch: int, width: int) -> dict[str, Side]:
     """All competitors, none of which has seen anything."""
-    config: AppConfig = parse(
-        {
-            "model": {"path": str(model)},
-            "speculation": [
-                {
-                    "kind": "ngram",
-                    "max_draft_len": DRAFT_LEN,
-                    "min_matching_ngram_size": MATCH[0],
-                    "max_matching_ngram_size": MATCH[1],
-                },
-                {"kind": "trie", "max_draft_len": DRAFT_LEN, "max_bytes": MAX_BYTES},
-            ],
-        }
-    )
     return {
-        "specserve": Hook(config, 2 * width),
+        "asked": Hook(application(model, dynamic=False), 2 * width),
+        "served": Hook(application(model, dynamic=True), 2 * width),
         "trie": Trie(),
-        "vllm_ngram": VllmNgram(*MATCH, batch, 2 * width),
-        "vllm_suffix": VllmSuffixSide(),
+        "vllm ngram": VllmNgram(*MATCH, batch, 2 * width),
+        "vllm suffix": VllmSuffixSide(),
     }
+
+
+def application(model: Path, *, dynamic: bool) -> AppConfig:
+    """With the sources that need no model."""
+    each = {"max_draft_len": DRAFT_LEN, "dynamic": dynamic}
+    low, high = MATCH
+    ngram = {"kind": "ngram", "min_matching_ngram_size": low, "max_matching_ngram_size": high}
+    trie = {"kind": "trie", "max_bytes": MAX_BYTES}
+    return parse({"model": {"path": str(model)}, "speculation": [ngram | each, trie | each]})
 
 
 def texts_of(
@@ -146,7 +144,7 @@ def texts_of(
 def measure(
     model: Path, kind: str, batch: int, context: int, steps: int, seeds: Sequence[int]
 ) -> dict[str, Any]:
-    """A row: milliseconds of a step of each side, its median and 99th percentile.
+    """A row: milliseconds of a step of each side.
 
     Args:
         model: whose tokenizer is used.
@@ -159,7 +157,6 @@ def measure(
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     width = context + (DRAFT_LEN + 1) * (WARM_UP_STEPS + steps)
     seconds: dict[str, list[float]] = {}
-    drafted: dict[str, float] = {}
     for seed in seeds:
         texts, before = texts_of(kind, tokenizer, batch, width, seed)
         players = {}
@@ -176,15 +173,35 @@ def measure(
                     seconds.setdefault(name, []).append(took)
             order = order[1:] + order[:1]
             time.sleep(FORWARD_S)
-        ours = players["specserve"]
-        total = batch * (WARM_UP_STEPS + steps)
-        drafted = {"drafted": ours.num_drafted / total, "accepted": ours.num_accepted / total}
+    total = batch * (WARM_UP_STEPS + steps)
     row: dict[str, Any] = {"text": kind, "batch": batch}
     for name, found in seconds.items():
-        row[f"{name}_ms"] = round(1e3 * float(np.median(found)), 3)
-        row[f"{name}_p99"] = round(1e3 * float(np.percentile(found, 99)), 3)
-    row["trie_us_a_request"] = round(1e3 * row["trie_ms"] / batch, 2)
-    return row | {name: round(value, 2) for name, value in drafted.items()}
+        of_last = players[name]
+        row[name] = {
+            "median_ms": round(1e3 * float(np.median(found)), 3),
+            "p99_ms": round(1e3 * float(np.percentile(found, 99)), 3),
+            "drafted_per_step": round(of_last.num_drafted / total, 2),
+            "accepted_per_step": round(of_last.num_accepted / total, 2),
+        }
+    return row
+
+
+def cells(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of the table."""
+    shown = {
+        name: f"{value['median_ms']:.3f} ({value['p99_ms']:.2f})"
+        for name, value in row.items()
+        if isinstance(value, dict)
+    }
+    per_request = 1e3 * row["trie"]["median_ms"] / row["batch"]
+    asked = row["asked"]
+    return {
+        "text": row["text"],
+        "batch": row["batch"],
+        **shown,
+        "trie, us a request": round(per_request, 2),
+        "drafted, accepted of asked": f"{asked['drafted_per_step']}, {asked['accepted_per_step']}",
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -210,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         measure(args.model, kind, batch, args.context, args.steps, seeds)
         for kind, batch in track(places, "measuring")
     ]
-    print_rows(Console(width=160), "ms a step: median and 99th percentile", rows)
+    print_rows(Console(width=160), "ms a step: median (99th percentile)", list(map(cells, rows)))
     options = {key: value for key, value in vars(args).items() if key != "model"}
     print(
         json.dumps({"benchmark": "drafting", **circumstances(), "options": options, "rows": rows})
