@@ -5,12 +5,20 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 
 from specserve.compare.corpus import Module, load_modules
 from specserve.compare.prompts import BUILT_IN, Tokenizer, load_prompts
 from specserve.compare.tasks import TaskMaker
 from specserve.engine.generation import Job, Sampling
-from tests.peers.workload import EDITS, RANDOM_PROMPT_TOKENS, RANDOM_VOCAB, TEMPERATURE, Workload
+from tests.peers.workload import (
+    EDITS,
+    RANDOM_PROMPT_TOKENS,
+    RANDOM_VOCAB,
+    TEMPERATURE,
+    Workload,
+    pieces_of,
+)
 
 SETS = (*BUILT_IN, "again", "random", "mixed")
 NUM_FILES, FILE_CHARS, TASK_CHARS = 3, 6000, 3000
@@ -78,8 +86,9 @@ def random_jobs(number: int, max_tokens: int, seed: int) -> list[Job]:
 def asked_again(seed: int) -> list[Module]:
     """The files that ``again_jobs`` are about."""
     large = [module for module in load_modules(held_out=True) if len(module.text) >= FILE_CHARS]
-    modules = random.Random(seed).sample(large, NUM_FILES)
-    return [Module(name=module.name, text=module.text[:FILE_CHARS]) for module in modules]
+    random.Random(seed).shuffle(large)
+    pieces = (next(pieces_of(module, FILE_CHARS), None) for module in large)
+    return list(islice((piece for piece in pieces if piece is not None), NUM_FILES))
 
 
 def again_jobs(

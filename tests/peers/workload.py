@@ -36,7 +36,7 @@ TEMPERATURE = 0.7
 OUTPUT_TOKENS = (48, 144)
 """Fewest and most; a model may end earlier, but with ``plain-code`` and ``random`` it may not."""
 TASK_CHARS, MAX_PROMPT_TOKENS = 3000, 1500
-PIECE_FUNCTIONS = 5
+PIECE_CHARS = 2500
 NUM_FILES, FILE_CHARS, CHANGED_LINES = 3, (4_000, 16_000), 0.02
 """Of an agent: files, their lengths, and the share of lines that change before each request."""
 PASSAGE_CHARS = (200, 700)
@@ -220,8 +220,8 @@ class Workload:
 
 
 def _pieces(modules: Iterable[Module]) -> Iterator[Module]:
-    """Neighbouring functions: the first ones of each module, then the next ones of each."""
-    left = deque(map(_pieces_of, modules))
+    """The first piece of each module, then the next one of each."""
+    left = deque(pieces_of(module, PIECE_CHARS) for module in modules)
     while left:
         of_module = left.popleft()
         if (piece := next(of_module, None)) is not None:
@@ -229,11 +229,14 @@ def _pieces(modules: Iterable[Module]) -> Iterator[Module]:
             yield piece
 
 
-def _pieces_of(module: Module) -> Iterator[Module]:
-    functions = functions_of(module)
-    for begin in range(0, len(functions), PIECE_FUNCTIONS):
-        codes = [each.code for each in functions[begin : begin + PIECE_FUNCTIONS]]
-        yield replace(module, text="\n\n".join(codes))
+def pieces_of(module: Module, num_chars: int) -> Iterator[Module]:
+    """The module's functions in pieces that can be parsed, each of ``num_chars`` or some more."""
+    codes: list[str] = []
+    for function in functions_of(module):
+        codes.append(function.code)
+        if sum(map(len, codes)) >= num_chars:
+            yield replace(module, text="\n\n".join(codes))
+            codes = []
 
 
 def _passages(packages: Path, rng: random.Random) -> list[str]:
