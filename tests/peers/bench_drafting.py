@@ -52,7 +52,7 @@ from tests.peers.drafting_sides import (
 from tests.peers.sources import Sources
 from tests.peers.suffix_peer import arctic
 from tests.peers.tables import print_rows
-from tests.peers.traffic import edited
+from tests.peers.workload import edited
 
 BATCHES = (1, 8, 32, 64, 128, 256)
 TEXTS = ("agent", "code", "random")

@@ -6,6 +6,7 @@ import random
 
 from tests.peers.replay import Text
 from tests.peers.sources import Sources
+from tests.peers.workload import edited
 
 NUM_FILES, FILE_TOKENS = 96, 1400
 NUM_USERS, FILES_PER_USER = 64, 8
@@ -44,14 +45,3 @@ def traffic(sources: Sources, num_requests: int, seed: int) -> list[Text]:
         for number, tokens in enumerate(sources.encoded(pieces))
         if len(tokens) >= length
     ]
-
-
-def edited(lines: list[str], share: float, rng: random.Random) -> list[str]:
-    """The lines, of which a share is missing or has another word in it."""
-    found = []
-    for line in lines:
-        if rng.random() >= share:
-            found.append(line)
-        elif rng.random() < 0.5 and (words := line.split()):
-            found.append(line.replace(rng.choice(words), f"edit{rng.randrange(1000)}", 1))
-    return found

@@ -18,7 +18,6 @@ from specserve.compare.corpus import Module, load_modules
 from specserve.compare.prompts import Tokenizer, load_prompts
 from specserve.compare.tasks import Task, TaskMaker, functions_of
 from specserve.core.errors import ConfigError
-from tests.peers.traffic import edited
 
 TRAFFIC = {
     "plain-code": "tasks on code, greedy",
@@ -217,6 +216,17 @@ class Workload:
             messages, add_generation_prompt=True, tokenize=False
         )
         return text
+
+
+def edited(lines: list[str], share: float, rng: random.Random) -> list[str]:
+    """The lines, of which a share is missing or has another word in it."""
+    found = []
+    for line in lines:
+        if rng.random() >= share:
+            found.append(line)
+        elif rng.random() < 0.5 and (words := line.split()):
+            found.append(line.replace(rng.choice(words), f"edit{rng.randrange(1000)}", 1))
+    return found
 
 
 def _pieces(modules: Iterable[Module]) -> Iterator[Module]:
