@@ -17,7 +17,7 @@ from specserve.core.errors import SpecServeError
 BENCHMARKS = {
     "drafting": "what drafting adds to a step, beside vLLM's ngram and suffix proposers",
     "ngram": "prompt lookup alone, beside vLLM's: accepted length",
-    "trie": "the draft memory alone, beside Arctic's suffix trees: time, bytes, accepted length",
+    "trie": "the draft memory alone, beside Arctic's suffix trees: learning, bytes, acceptance",
     "mtp-context": "the MTP layer beside transformers': time of a token by length of the context",
     "cluster": "a simulation: one memory for 1 to 256 replicas, what it gains and what it costs",
     "engine": "one engine: no speculation, ours with a memory, vLLM's ngram and suffix decoding",
