@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,6 +35,22 @@ class Llm:
 
     def shutdown(self) -> None:
         self.asked.append("shutdown")
+
+    async def check_health(self) -> None: ...
+
+    async def is_sleeping(self) -> None:
+        self.asked.append("sign")
+        await self._answer()
+
+    def kill(self) -> None:
+        self.asked.append("kill")
+
+    @property
+    def engine_core(self) -> Any:
+        """The way to the core's process, which is this as well."""
+        return SimpleNamespace(
+            resources=SimpleNamespace(engine_manager=SimpleNamespace(processes=[self]))
+        )
 
 
 async def at_once() -> None: ...
@@ -66,3 +83,22 @@ def test_the_sources_end_before_the_engine_if_they_can(
 
 def test_an_engine_that_drafts_by_itself_has_no_sources_to_end() -> None:
     assert asked_at_the_end(IN_ENGINE) == ["shutdown"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "asked"), [(at_once, ["sign"] * 2), (dead, ["sign"] * 2), (never, ["sign", "kill"])]
+)
+def test_a_core_that_gives_no_sign_of_life_within_a_steps_time_is_killed(
+    answer: Any, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "0")
+    fake: Any = Llm(answer)
+
+    async def check() -> None:
+        engine = Engine(parse({"model": {"path": "m"}}), fake)
+        for _ in range(2):
+            await engine.check_health()
+            await asyncio.sleep(0)
+
+    asyncio.run(check())
+    assert fake.asked == asked
