@@ -1,10 +1,10 @@
 """Runs the tensor-parallel shards: one in the engine core's process, or all as Ray actors.
 
-A single shard on CPU that is placed on the replica's own node needs no hand-over between processes.
-The others are Ray actors, on GPUs and where there are none. vLLM's own Ray executor waits for ever for a shard that has died on another node. It also refuses
-CPUs, because the CPU platform names no Ray resource for a device; everything else in it works. The
-subclass for CPU counts CPUs as devices, and answers the one question that has no answer there:
-which GPUs a shard was given.
+A single shard on CPU, placed on the replica's own node, needs no hand-over between processes. All
+others are Ray actors. vLLM's own Ray executor waits for ever for a shard that has died on another
+node. It also refuses CPUs, because the CPU platform names no Ray resource for a device; everything
+else in it works. The subclass for CPU counts CPUs as devices, and answers the one question that has
+no answer there: which GPUs a shard was given.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ else:
 
 _LOOK_S = 1.0
 """How often a reader of another node's queue looks whether it is to end."""
-
-
 _POLLING_S = 1e-3
 """How long a hand-over within a step may take to be noticed at once."""
 _LATE = 0.02

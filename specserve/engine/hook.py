@@ -363,7 +363,7 @@ class ProposerHook:
 
 
 def _own_name() -> str:
-    """A name that no other process of the cluster has: an actor's, or a job's, as engine cores are."""
+    """A name that no other process of the cluster has: an actor's, or an engine core's job."""
     context = ray.get_runtime_context()
     return str(context.get_actor_id() or context.get_job_id())
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from vllm.model_executor.layers import utils
@@ -45,9 +47,12 @@ def test_float32_is_chosen_where_decoding_and_reading_are_faster_in_all(
 ) -> None:
     """First decoding in float32, then in bfloat16, then the same of a prompt."""
     of_rows = iter([seconds[:2], seconds[2:]])
-    monkeypatch.setattr(
-        linear, "_seconds", lambda *calls: [c() is not None and next(of_rows) for c in calls[:1]][0]
-    )
+
+    def take(*calls: Callable[[], torch.Tensor]) -> tuple[int, ...]:
+        assert len({call().shape for call in calls}) == 1
+        return next(of_rows)
+
+    monkeypatch.setattr(linear, "_seconds", take)
     linear.is_float32_faster.cache_clear()
     found = linear.is_float32_faster(64, 32, linear._dispatch)
     assert found is is_faster
