@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.platforms import current_platform
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from specserve.core.config import parse
@@ -102,3 +103,29 @@ def test_a_core_that_gives_no_sign_of_life_within_a_steps_time_is_killed(
 
     asyncio.run(check())
     assert fake.asked == asked
+
+
+BESIDE = {"kind": "draft_model", "model": "m", "placement": "beside_rank_0"}
+
+
+@pytest.mark.parametrize(
+    ("sections", "node", "is_in_process"),
+    [
+        ({}, "own", True),
+        ({"speculation": [NGRAM]}, "own", True),
+        ({}, "another", False),
+        ({"engine": {"tensor_parallel_size": 2}}, "own", False),
+        ({"engine": {"vllm": {"async_scheduling": True}}}, "own", False),
+        ({"speculation": [BESIDE]}, "own", False),
+    ],
+)
+def test_the_engine_core_holds_a_single_shard_that_is_placed_on_its_node(
+    sections: dict[str, Any], node: str, is_in_process: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = {"bundles_to_node_id": {0: node}}
+    monkeypatch.setattr(llm, "placement_group_table", lambda _: table)
+    here = SimpleNamespace(get_node_id=lambda: "own")
+    monkeypatch.setattr(llm.ray, "get_runtime_context", lambda: here)
+    group: Any = None
+    found = llm._in_process(parse({"model": {"path": "m"}, **sections}), group)
+    assert found is (is_in_process and current_platform.is_cpu())

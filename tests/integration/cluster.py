@@ -110,6 +110,7 @@ class Cluster:
             "RAY_TMPDIR": str(self.folder),
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_worker_niceness": "0",
+            "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
             # Ray drops increments whose export takes longer than half of it, as a process does that
             # waits for its turn on a busy machine.
             "RAY_metrics_report_interval_ms": "5000",
