@@ -125,7 +125,7 @@ def test_the_engine_core_holds_a_single_shard_that_is_placed_on_its_node(
     table = {"bundles_to_node_id": {0: node}}
     monkeypatch.setattr(llm, "placement_group_table", lambda _: table)
     here = SimpleNamespace(get_node_id=lambda: "own")
-    monkeypatch.setattr(llm.ray, "get_runtime_context", lambda: here)
+    monkeypatch.setattr("ray.get_runtime_context", lambda: here)
     group: Any = None
     found = llm._in_process(parse({"model": {"path": "m"}, **sections}), group)
     assert found is (is_in_process and current_platform.is_cpu())

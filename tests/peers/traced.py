@@ -105,7 +105,7 @@ class TracedModelServer(ModelServer):
         from specserve.engine import llm
         from tests.peers import traced_engine
 
-        make = llm.served_engine_args
+        make = vars(llm)["served_engine_args"]
 
         def traced_args(*args: Any, **kwargs: Any) -> Any:
             arguments = make(*args, **kwargs)
@@ -115,7 +115,7 @@ class TracedModelServer(ModelServer):
             arguments.worker_cls = f"{traced_engine.__name__}.Traced{kind}"
             return arguments
 
-        llm.served_engine_args = traced_args
+        vars(llm)["served_engine_args"] = traced_args
         wrap(AsyncLLM, "add_request", "add request")
         wrap(OutputProcessor, "process_outputs", "process outputs")
         await super()._start()
@@ -126,5 +126,5 @@ class TracedModelServer(ModelServer):
 
 def build(args: dict[str, Any]) -> Application:
     """The application of :func:`specserve.app.build`, which writes down what it does."""
-    specserve.app.ModelServer = TracedModelServer
+    vars(specserve.app)["ModelServer"] = TracedModelServer
     return specserve.app.build(args)

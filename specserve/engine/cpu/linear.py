@@ -80,7 +80,7 @@ def is_float32_faster(
         )
         ratio *= in_float32 / in_bfloat16
     logger.info("Linear %d to %d: float32 takes %.2f", num_inputs, num_outputs, ratio**0.5)
-    return ratio**0.5 < _WORTH
+    return bool(ratio**0.5 < _WORTH)
 
 
 def _seconds(*calls: Callable[[], object]) -> list[float]:
