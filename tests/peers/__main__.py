@@ -28,6 +28,7 @@ BENCHMARKS = {
     "wire": "asking a drafter but for its model, beside a call of a Ray actor",
     "replication": "how soon replicas learn from each other, and where their store saturates",
     "server": "over HTTP: ours beside `vllm serve` with each of its methods, by kind of traffic",
+    "step-trace": "a step's timeline over all processes of the server, for Perfetto",
 }
 
 WITHOUT_ENGINE = ("drafting", "ngram", "trie", "mtp-context", "cluster", "wire")
