@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from specserve.core.config import AppConfig
-from specserve.engine.args import check_engine_options, ray_engine_args
+from specserve.engine.args import check_engine_options, served_engine_args
 from specserve.serve.config_file import read
 from tests.model_cards import DEEPSEEK_R1, DEEPSEEK_R1_UNQUANTIZED, LLAMA_70B
 
@@ -27,7 +27,7 @@ def engine_config(name: str, checkpoint: dict[str, Any], folder: Path) -> Any:
     (folder / "config.json").write_text(json.dumps(checkpoint))
     file = config(name)
     model = file.model.model_copy(update={"path": str(folder)})
-    return ray_engine_args(file.model_copy(update={"model": model})).create_engine_config()
+    return served_engine_args(file.model_copy(update={"model": model})).create_engine_config()
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -131,7 +131,7 @@ LONG = {
 
 ALONE = {
     "integration/test_served_load.py": (
-        "Measures throughput to 2 %: needs a quiet machine for half an hour."
+        "Measures throughput to 2 %: needs a quiet machine for ten minutes."
     ),
     "deploy/test_built_image.py": ("Builds the image: downloads some GB and takes up to an hour."),
 }

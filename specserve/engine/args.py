@@ -16,7 +16,7 @@ from specserve.core.config import AppConfig
 from specserve.core.errors import ConfigError
 from specserve.core.source_config import DraftModelConfig
 from specserve.engine.cuda_graphs import set_graph_sizes
-from specserve.engine.executor import CpuRayExecutor, RayExecutor
+from specserve.engine.executor import CpuRayExecutor, InProcessExecutor, RayExecutor
 from specserve.engine.refused_options import ELSEWHERE, check_option
 
 CPU_KV_CACHE_BYTES = 1 << 30
@@ -102,12 +102,15 @@ def engine_args(config: AppConfig, speculative_config: dict[str, Any] | None) ->
         raise ConfigError("engine.vllm", config.engine.vllm, reason) from None
 
 
-def ray_engine_args(config: AppConfig, label_key: bytes = b"") -> AsyncEngineArgs:
-    """Engine arguments for shards that are Ray actors and draft from the configured sources.
+def served_engine_args(
+    config: AppConfig, label_key: bytes = b"", *, in_process: bool = False
+) -> AsyncEngineArgs:
+    """Engine arguments for shards that draft from the configured sources.
 
     Args:
         config: the application's configuration.
         label_key: see :func:`specserve.trie.namespaces.label`.
+        in_process: the only shard runs in the engine core's process; else they are Ray actors.
     """
     drafts = bool(config.speculation) and not config.drafts_in_engine
     if not drafts:
@@ -130,8 +133,8 @@ def ray_engine_args(config: AppConfig, label_key: bytes = b"") -> AsyncEngineArg
         if not current_platform.is_cpu():
             set_graph_sizes(arguments, config)
     arguments.worker_cls = worker_cls(drafts=drafts)
-    on_cpu = current_platform.is_cpu()
-    arguments.distributed_executor_backend = CpuRayExecutor if on_cpu else RayExecutor
+    on_ray = CpuRayExecutor if current_platform.is_cpu() else RayExecutor
+    arguments.distributed_executor_backend = InProcessExecutor if in_process else on_ray
     return arguments
 
 

@@ -1,15 +1,17 @@
-"""Runs the tensor-parallel shards as Ray actors, on GPUs and where there are none.
+"""Runs the tensor-parallel shards: one in the engine core's process, or all as Ray actors.
 
-vLLM's own Ray executor waits for ever for a shard that has died on another node. It also refuses
-CPUs, because the CPU platform names no Ray resource for a device; everything else in it works. The
-subclass for CPU counts CPUs as devices, and answers the one question that has no answer there:
-which GPUs a shard was given.
+A single shard on CPU, placed on the replica's own node, needs no hand-over between processes. All
+others are Ray actors. vLLM's own Ray executor waits for ever for a shard that has died on another
+node. It also refuses CPUs, because the CPU platform names no Ray resource for a device; everything
+else in it works. The subclass for CPU counts CPUs as devices, and answers the one question that has
+no answer there: which GPUs a shard was given.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +32,13 @@ else:
 
 _LOOK_S = 1.0
 """How often a reader of another node's queue looks whether it is to end."""
-
+_POLLING_S = 1e-3
+"""How long a hand-over within a step may take to be noticed at once."""
+_LATE = 0.02
+"""Share of a longer wait by which its end may be noticed late."""
+_LONGEST_NAP_S = 1e-3
+_WORKED_S = 1e-4
+"""A thread that has computed for so long between two calls has read, and now waits anew."""
 
 _NOT_ATTACHED: Any = object()
 
@@ -62,7 +70,20 @@ class DraftsWithTokens(_Executor):
 
 
 class InProcessExecutor(DraftsWithTokens, UniProcExecutor):
-    """vLLM's executor for an engine on its own."""
+    """vLLM's executor for one shard in this very process.
+
+    Of a replica it is the engine core's, which joins the cluster: sources and metrics need that.
+    """
+
+    @classmethod
+    def supports_async_scheduling(cls) -> bool:
+        """No: a step is over when the call returns, so that its tokens would only come later."""
+        return False
+
+    def _init_executor(self) -> None:
+        if self.parallel_config.placement_group is not None:
+            _connect(self.parallel_config)
+        super()._init_executor()
 
 
 class CpuRayWorkerProc(RayWorkerProc):
@@ -75,7 +96,7 @@ class CpuRayWorkerProc(RayWorkerProc):
         return ray.get_runtime_context().get_node_id(), []
 
     def _init_message_queues(self, *args: object, **kwargs: object) -> None:
-        shm_broadcast.sched_yield = _nap
+        shm_broadcast.sched_yield = QueueWait()
         super()._init_message_queues(*args, **kwargs)
 
 
@@ -137,19 +158,43 @@ class CpuRayExecutor(RayExecutor):
         # vLLM looks these names up in this process, the engine core's own. Its
         # `initialize_ray_cluster` would refuse a bundle with more than one CPU.
         type(current_platform).ray_device_key = "CPU"
-        shm_broadcast.sched_yield = _nap
+        shm_broadcast.sched_yield = QueueWait()
         ray_executor_v2.RayWorkerProc = CpuRayWorkerProc
         ray_executor_v2.initialize_ray_cluster = _connect
         super()._init_executor()
 
 
-def _nap() -> None:
-    """Waits a moment for another process.
+class QueueWait:
+    """Waits a moment for another process: called again and again, until it has written.
 
     vLLM's readers poll their queues with ``sched_yield`` while they are in use. On a GPU node that
-    takes a spare CPU; here it takes one of those that the shard computes with.
+    takes a spare CPU; here it takes one of those that the shards compute with. So only what a
+    hand-over within a step takes is polled for. A longer wait, for a step's end, sleeps: a small
+    part of the time that it has taken, by which alone the step's end may be noticed late.
+
+    Args:
+        clock: monotonic seconds.
+        cpu_clock: seconds that the calling thread has computed.
+        sleep: sleeps for so many seconds; 0: only lets others run.
     """
-    time.sleep(50e-6)
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        cpu_clock: Callable[[], float] = time.thread_time,
+        sleep: Callable[[float], object] = lambda s: time.sleep(s) if s else os.sched_yield(),
+    ) -> None:
+        self._clock, self._cpu_clock, self._sleep = clock, cpu_clock, sleep
+        self._began = self._computed = float("-inf")
+
+    def __call__(self) -> None:
+        """Gives the CPU away once, for no time or for some."""
+        computed = self._cpu_clock()
+        if computed - self._computed > _WORKED_S:
+            self._began = self._clock()
+        waited = self._clock() - self._began
+        self._sleep(0.0 if waited < _POLLING_S else min(waited * _LATE, _LONGEST_NAP_S))
+        self._computed = self._cpu_clock()
 
 
 def _connect(parallel_config: ParallelConfig, **options: object) -> None:

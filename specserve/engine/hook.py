@@ -105,7 +105,7 @@ class ProposerHook:
         has_identity = has_drafters or "trie" in self._kinds
         identity = model_identity(self._config.model) if has_identity else ""
         vocab_size = self._vocab_size
-        replica = (ray.get_runtime_context().get_actor_id() or "") if ray.is_initialized() else ""
+        replica = _own_name() if ray.is_initialized() else ""
 
         def share(config: TrieConfig, memory: TrieMemory) -> SharedMemory:
             shared = ClusterMemory(config, memory, identity, vocab_size)
@@ -335,6 +335,12 @@ class ProposerHook:
         if self._config.http.api_keys:
             controls = with_tenant(controls, extra_args)
         return controls
+
+
+def _own_name() -> str:
+    """A name that no other process of the cluster has: an actor's, or an engine core's job."""
+    context = ray.get_runtime_context()
+    return str(context.get_actor_id() or context.get_job_id())
 
 
 def _has_unknown_tokens(request: Any) -> bool:

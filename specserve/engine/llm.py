@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import logging
 import os
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,7 @@ import msgspec
 import ray
 from fastapi import FastAPI
 from ray.runtime_env import RuntimeEnv
-from ray.util.placement_group import PlacementGroup
+from ray.util.placement_group import PlacementGroup, placement_group_table
 from vllm import envs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
@@ -29,10 +31,12 @@ from specserve.core.errors import EngineError
 from specserve.core.metrics import SpeculationSnapshot
 from specserve.core.openmp import openmp_environment
 from specserve.core.recent import RecentRequest
-from specserve.engine.args import ray_engine_args, serve_namespace
+from specserve.engine.args import serve_namespace, served_engine_args
 from specserve.engine.cpu.backend import choose_latent_attention
 from specserve.engine.isolation import TenantLLM, close_routes, part_media, part_responses
 from specserve.engine.tenants import stamp_requests
+
+logger = logging.getLogger(__name__)
 
 CLOSE_S = 2.0
 """How long the sources may take to end what they have started."""
@@ -44,6 +48,8 @@ class Engine:
     def __init__(self, config: AppConfig, llm: AsyncLLM) -> None:
         self._config = config
         self._llm = llm
+        self._sign: asyncio.Task[Any] | None = None  # of life: the core answers between two steps
+        self._sign_deadline = 0.0
         self._has_sources = bool(config.speculation) and not config.drafts_in_engine
 
     @classmethod
@@ -64,7 +70,8 @@ class Engine:
                 or its engine core or a shard died while starting.
         """
         _prepare_environment(config)
-        arguments = ray_engine_args(config, label_key)
+        in_process = _in_process(config, placement_group)
+        arguments = served_engine_args(config, label_key, in_process=in_process)
         arguments.max_num_queued_reqs = config.engine.max_num_seqs + config.http.max_queued_requests
         try:
             choose_latent_attention(arguments)
@@ -77,6 +84,8 @@ class Engine:
         if current_platform.is_cpu():
             # Ray sets one thread for an actor that asks for few CPUs; the bundle holds more.
             environment = openmp_environment(config.placement.num_cpus_per_shard)
+            if in_process:
+                os.environ.update(environment)  # which the engine core's process inherits
             vllm_config.parallel_config.ray_runtime_env = RuntimeEnv(env_vars=environment)
         try:
             # Named both, since Ray's takes the place of the default one, and `/metrics` needs that.
@@ -143,11 +152,22 @@ class Engine:
         return lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=False))
 
     async def check_health(self) -> None:
-        """Raises EngineError when the engine core or one of its shards has died."""
+        """Raises EngineError when the engine core or one of its shards has died.
+
+        Kills an engine core that takes longer for a step than vLLM's bound of it, as vLLM's own
+        executor does where shards are processes of their own. Its requests end with an error.
+        """
         try:
             await self._llm.check_health()
         except EngineDeadError as error:
             raise EngineError("the engine has died; see the replica's log") from error
+        if self._sign is None or self._sign.done():
+            self._sign = asyncio.create_task(_suppressed(self._llm.is_sleeping()))
+            self._sign_deadline = time.monotonic() + envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
+        elif time.monotonic() > self._sign_deadline:
+            logger.error("The engine core hangs in a step: it is killed")
+            for process in self._llm.engine_core.resources.engine_manager.processes:
+                process.kill()
 
     async def shutdown(self) -> None:
         """Ends the engine core process and, with it, the shards."""
@@ -164,9 +184,28 @@ class Engine:
             await asyncio.wait_for(closing, CLOSE_S)
 
 
+async def _suppressed(answer: Awaitable[object]) -> None:
+    with suppress(Exception):  # a core that has died is told of elsewhere
+        await answer
+
+
 def shard_bundle(config: AppConfig) -> dict[str, float]:
     """The Ray resources that one shard needs, as a placement group's bundle."""
     return config.placement.shard_bundle(on_gpu=not current_platform.is_cpu())
+
+
+def _in_process(config: AppConfig, group: PlacementGroup) -> bool:
+    """Whether the engine core's process holds the shard: one, on CPU, placed on this node.
+
+    On GPU only an actor learns which device its bundle has. A drafter beside rank 0 looks for its
+    place in the bundle of the actor that starts it. Async scheduling wants another process.
+    """
+    is_one = config.engine.tensor_parallel_size == 1
+    wants_actor = config.beside_rank_0 or config.engine.vllm.get("async_scheduling")
+    if not (is_one and current_platform.is_cpu()) or wants_actor:
+        return False
+    (node,) = placement_group_table(group)["bundles_to_node_id"].values()
+    return bool(node == ray.get_runtime_context().get_node_id())
 
 
 def _prepare_environment(config: AppConfig) -> None:

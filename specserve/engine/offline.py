@@ -26,7 +26,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from specserve.core.config import AppConfig
 from specserve.core.errors import ConfigError, EngineError
 from specserve.core.metrics import AcceptanceSnapshot, SpeculationSnapshot
-from specserve.engine.args import engine_args, ray_engine_args, worker_cls
+from specserve.engine.args import engine_args, served_engine_args, worker_cls
 from specserve.engine.cpu.backend import choose_latent_attention
 from specserve.engine.executor import InProcessExecutor
 from specserve.engine.generation import Completion, Job, RunResult, Sampling
@@ -243,7 +243,7 @@ def _offline_args(config: AppConfig, method: Method) -> EngineArgs:
         if method.on_our_kernels:
             served.worker_cls = worker_cls(drafts=False)
     else:
-        served = ray_engine_args(method.narrowed(config))
+        served = served_engine_args(method.narrowed(config))
     fields = {f.name: getattr(served, f.name) for f in dataclasses.fields(EngineArgs) if f.init}
     fields["disable_log_stats"] = False
     if fields["speculative_config"]:

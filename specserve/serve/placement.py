@@ -19,11 +19,18 @@ async def reserve(
 ) -> PlacementGroup:
     """Reserves ``num_shards`` bundles; they are freed when the calling actor ends.
 
+    A single one is on the caller's own node where that has room.
+
     Raises:
         PlacementError: the cluster did not hold them within ``placement.timeout_s`` seconds; says
             what was asked for and what there is.
     """
-    group = placement_group([dict(bundle) for _ in range(num_shards)], strategy=placement.strategy)
+    if num_shards == 1:
+        # Any strategy places one bundle; only this one takes a wish.
+        here = ray.get_runtime_context().get_node_id()
+        group = placement_group([dict(bundle)], "STRICT_PACK", _soft_target_node_id=here)
+    else:
+        group = placement_group([dict(bundle)] * num_shards, placement.strategy)
     if await asyncio.to_thread(group.wait, placement.timeout_s):
         return group
     remove_placement_group(group)

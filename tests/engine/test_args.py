@@ -13,7 +13,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from specserve.core.config import AppConfig, parse
 from specserve.core.errors import ConfigError
-from specserve.engine.args import check_engine_options, ray_engine_args, serve_namespace
+from specserve.engine.args import check_engine_options, serve_namespace, served_engine_args
+from specserve.engine.executor import InProcessExecutor, RayExecutor
 from specserve.engine.refused_options import DEFAULT_ONLY, ELSEWHERE, NOT_WITH_SOURCES
 
 
@@ -134,7 +135,7 @@ def test_a_section_becomes_vllms_own_class() -> None:
 
 def test_the_longest_draft_of_all_sources_is_what_vllm_makes_room_for() -> None:
     sources = [{"kind": "ngram", "max_draft_len": 11}]
-    arguments = ray_engine_args(config(speculation=sources))
+    arguments = served_engine_args(config(speculation=sources))
 
     assert arguments.speculative_config["num_speculative_tokens"] == 11
     assert arguments.scheduler_cls == "specserve.engine.scheduler.DraftScheduler"
@@ -146,16 +147,23 @@ def test_the_longest_draft_of_all_sources_is_what_vllm_makes_room_for() -> None:
 
 def test_the_hook_is_told_the_key_of_the_labels() -> None:
     sources = [{"kind": "trie"}]
-    told = ray_engine_args(config(speculation=sources), b"a key").additional_config
+    told = served_engine_args(config(speculation=sources), b"a key").additional_config
     assert bytes.fromhex(told["specserve_label_key"]) == b"a key"
 
 
 def test_without_sources_the_worker_has_no_hook_and_the_same_kernels() -> None:
-    arguments = ray_engine_args(config())
+    arguments = served_engine_args(config())
 
     assert arguments.speculative_config is None
     expected = "specserve.engine.cpu.worker.CpuWorker" if current_platform.is_cpu() else "auto"
     assert arguments.worker_cls == expected
+
+
+def test_a_shard_is_an_actor_unless_the_engine_core_holds_it() -> None:
+    on_ray, held = served_engine_args(config()), served_engine_args(config(), in_process=True)
+    assert issubclass(on_ray.distributed_executor_backend, RayExecutor)
+    assert held.distributed_executor_backend is InProcessExecutor
+    assert held.worker_cls == on_ray.worker_cls
 
 
 def test_the_served_name_is_the_path_unless_one_is_given() -> None:
@@ -169,7 +177,7 @@ def test_the_served_name_is_the_path_unless_one_is_given() -> None:
 def test_a_source_in_the_engine_is_vllms_own_method_without_our_hook(
     source: dict[str, Any],
 ) -> None:
-    arguments = ray_engine_args(
+    arguments = served_engine_args(
         config(speculation=[{**source, "placement": "in_engine", "max_draft_len": 2}])
     )
     expected = {"method": source["kind"], "num_speculative_tokens": 2}

@@ -37,7 +37,7 @@ def _on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def gpu_config(config: AppConfig) -> VllmConfig:
     """vLLM's configuration, its graphs those of a GPU."""
-    arguments = args.ray_engine_args(config)
+    arguments = args.served_engine_args(config)
     given = arguments.cudagraph_capture_sizes, arguments.max_cudagraph_capture_size
     made = arguments.create_engine_config()
     compilation = made.compilation_config
@@ -157,7 +157,7 @@ def test_sizes_that_the_user_names_are_taken_as_they_are(
 def test_other_options_for_sizes_leave_them_to_vllm(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
-    assert args.ray_engine_args(app(tmp_path, 16, vllm=options)).cudagraph_capture_sizes is None
+    assert args.served_engine_args(app(tmp_path, 16, vllm=options)).cudagraph_capture_sizes is None
 
 
 def test_no_size_is_larger_than_a_step(tmp_path: Path) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.platforms import current_platform
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from specserve.core.config import parse
@@ -34,6 +36,22 @@ class Llm:
 
     def shutdown(self) -> None:
         self.asked.append("shutdown")
+
+    async def check_health(self) -> None: ...
+
+    async def is_sleeping(self) -> None:
+        self.asked.append("sign")
+        await self._answer()
+
+    def kill(self) -> None:
+        self.asked.append("kill")
+
+    @property
+    def engine_core(self) -> Any:
+        """The way to the core's process, which is this as well."""
+        return SimpleNamespace(
+            resources=SimpleNamespace(engine_manager=SimpleNamespace(processes=[self]))
+        )
 
 
 async def at_once() -> None: ...
@@ -66,3 +84,48 @@ def test_the_sources_end_before_the_engine_if_they_can(
 
 def test_an_engine_that_drafts_by_itself_has_no_sources_to_end() -> None:
     assert asked_at_the_end(IN_ENGINE) == ["shutdown"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "asked"), [(at_once, ["sign"] * 2), (dead, ["sign"] * 2), (never, ["sign", "kill"])]
+)
+def test_a_core_that_gives_no_sign_of_life_within_a_steps_time_is_killed(
+    answer: Any, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "0")
+    fake: Any = Llm(answer)
+
+    async def check() -> None:
+        engine = Engine(parse({"model": {"path": "m"}}), fake)
+        for _ in range(2):
+            await engine.check_health()
+            await asyncio.sleep(0)
+
+    asyncio.run(check())
+    assert fake.asked == asked
+
+
+BESIDE = {"kind": "draft_model", "model": "m", "placement": "beside_rank_0"}
+
+
+@pytest.mark.parametrize(
+    ("sections", "node", "is_in_process"),
+    [
+        ({}, "own", True),
+        ({"speculation": [NGRAM]}, "own", True),
+        ({}, "another", False),
+        ({"engine": {"tensor_parallel_size": 2}}, "own", False),
+        ({"engine": {"vllm": {"async_scheduling": True}}}, "own", False),
+        ({"speculation": [BESIDE]}, "own", False),
+    ],
+)
+def test_the_engine_core_holds_a_single_shard_that_is_placed_on_its_node(
+    sections: dict[str, Any], node: str, is_in_process: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = {"bundles_to_node_id": {0: node}}
+    monkeypatch.setattr(llm, "placement_group_table", lambda _: table)
+    here = SimpleNamespace(get_node_id=lambda: "own")
+    monkeypatch.setattr("ray.get_runtime_context", lambda: here)
+    group: Any = None
+    found = llm._in_process(parse({"model": {"path": "m"}, **sections}), group)
+    assert found is (is_in_process and current_platform.is_cpu())

@@ -110,6 +110,7 @@ class Cluster:
             "RAY_TMPDIR": str(self.folder),
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_worker_niceness": "0",
+            "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
             # Ray drops increments whose export takes longer than half of it, as a process does that
             # waits for its turn on a busy machine.
             "RAY_metrics_report_interval_ms": "5000",
@@ -259,9 +260,15 @@ class Deployment:
     Args:
         cluster: where to.
         applications: ``args`` by route prefix; an application is named after its prefix.
+        import_path: of what builds them.
     """
 
-    def __init__(self, cluster: Cluster, applications: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        applications: Mapping[str, Mapping[str, Any]],
+        import_path: str = "specserve.app:build",
+    ) -> None:
         self.cluster = cluster
         (self.port,) = free_ports(1)
         self.prefixes = [prefix.rstrip("/") for prefix in applications]
@@ -272,7 +279,7 @@ class Deployment:
                 {
                     "name": prefix.strip("/") or "main",
                     "route_prefix": prefix,
-                    "import_path": "specserve.app:build",
+                    "import_path": import_path,
                     "args": dict(args),
                 }
                 for prefix, args in applications.items()
@@ -418,10 +425,12 @@ def running_cluster(*num_cpus: int, num_gpus: int = 0) -> Iterator[Cluster]:
 
 @contextmanager
 def serving(
-    cluster: Cluster, applications: Mapping[str, Mapping[str, Any]]
+    cluster: Cluster,
+    applications: Mapping[str, Mapping[str, Any]],
+    import_path: str = "specserve.app:build",
 ) -> Iterator[Deployment]:
     """A deployment for the length of a block, ready when the block begins."""
-    with Deployment(cluster, applications).running() as deployment:
+    with Deployment(cluster, applications, import_path).running() as deployment:
         yield deployment
 
 

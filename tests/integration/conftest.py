@@ -10,16 +10,19 @@ from collections.abc import Iterator
 import pytest
 
 from tests.integration.api import Api
-from tests.integration.applications import REPLICATED, SHARED, TWO_SHARDS
+from tests.integration.applications import REPLICATED, SHARED, TWO_SHARDS, application
 from tests.integration.cluster import Cluster, Deployment
 from tests.integration.stage import Stage, one_node, two_nodes
 
-DEPLOYMENTS = {"replicated", "shared", "two_shards", "replicated_on_nodes", "mistakes"}
+DEPLOYMENTS = {
+    *("replicated", "shared", "two_shards", "one_shard", "replicated_on_nodes", "mistakes")
+}
 TURNS = [
     {"replicated"},
     {"shared"},
     {"shared", "two_shards"},
     {"two_shards"},
+    {"one_shard"},
     {"replicated_on_nodes"},
     {"mistakes"},
 ]
@@ -76,6 +79,15 @@ def two_shards(stage: Stage, nodes: Stage) -> Deployment:
     stage.end()
     deployment = nodes.serve(TWO_SHARDS)
     deployment.await_healthy()
+    return deployment
+
+
+@pytest.fixture
+def one_shard(stage: Stage, nodes: Stage) -> Deployment:
+    """An application with one shard, ready."""
+    stage.end()
+    deployment = nodes.serve({"/": application()})
+    deployment.await_ready()
     return deployment
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any
 
 import httpx
@@ -27,6 +30,8 @@ Operation = APIOperation[Any, Any, Any, Any]
 RandomCase = Case[Any]
 
 CASE_S = 60.0
+NUM_CLIENTS = 4
+"""How many send cases at once: most of a case is the wait for its answer."""
 ALLOWED_5XX = (501, 503)
 
 _GRAMMARS = ("structured_outputs", "response_format", "tools", "text")
@@ -45,12 +50,14 @@ class Report:
 
     statuses: dict[str, Counter[int]] = field(default_factory=lambda: defaultdict(Counter))
     failures: list[str] = field(default_factory=list)
+    _lock: Lock = field(default_factory=Lock)
 
     def note(self, label: str, request: object, status: int, text: str) -> None:
         """One case's end."""
         in_stream = re.search(r'^data: \{"error".*"code": ?(\d+)', text, re.MULTILINE)
         told = int(in_stream[1]) if in_stream else status
-        self.statuses[label][told] += 1
+        with self._lock:
+            self.statuses[label][told] += 1
         if told >= 500 and told not in ALLOWED_5XX and not is_vllms_own(label, request, text):
             self.failures.append(f"{label} {told}: {request!r:.1500}: {text[-600:]}")
 
@@ -97,45 +104,63 @@ def operations(base_url: str) -> list[Operation]:
     return found
 
 
-def fuzz(base_url: str, num_cases: int, first_seed: int) -> Report:
-    """Sends random cases, one after the other.
+def random_cases(found: Sequence[Operation], num_cases: int, number: int) -> list[RandomCase]:
+    """Random cases of all operations in a random order.
 
     Args:
-        base_url: of the application.
+        found: the application's operations.
         num_cases: how many, over all routes with a body.
-        first_seed: the same cases come from the same seed.
+        number: the seed. The same cases come in the same order from the same seed.
     """
+    share = num_cases // sum(each.path in EXAMPLES for each in found)
+    cases = [
+        case
+        for operation in found
+        for case in _drawn(operation, share if operation.path in EXAMPLES else 5, number)
+    ]
+    random.Random(number).shuffle(cases)
+    return cases
+
+
+def send(base_url: str, cases: Sequence[RandomCase], odd: Sequence[tuple[str, bytes]]) -> Report:
+    """Sends cases, and then bodies that no schema describes to their paths, several at once."""
     report = Report()
-    found = operations(base_url)
-    with_body = [each for each in found if each.path in EXAMPLES]
-    with httpx.Client(base_url=base_url, timeout=CASE_S) as http:
-        for operation in found:
-            most = num_cases // len(with_body) if operation.path in EXAMPLES else 5
-            _run(operation, most, first_seed, lambda case: _send(http, case, report))
-            num_done = sum(counts.total() for counts in report.statuses.values())
-            logger.info("%d cases; %s is done", num_done, operation.label)
-        for path in sorted({each.path for each in found if each.method == "post"}):
-            for body in ODD_BODIES:
-                _post(http, path.replace("{response_id}", "none"), body, report)
+    with (
+        httpx.Client(base_url=base_url, timeout=CASE_S) as http,
+        ThreadPoolExecutor(NUM_CLIENTS) as pool,
+    ):
+        for number, _ in enumerate(pool.map(lambda case: _send(http, case, report), cases)):
+            if number % 500 == 0:
+                logger.info("%d of %d cases", number, len(cases))
+        list(pool.map(lambda each: _post(http, each, report), odd))
     return report
 
 
-def _run(operation: Operation, most: int, number: int, send: Callable[[RandomCase], None]) -> None:
+def odd_bodies(found: Sequence[Operation]) -> list[tuple[str, bytes]]:
+    """Each path that takes a body, with each of the bodies that no schema describes."""
+    paths = sorted({each.path for each in found if each.method == "post"})
+    return [(path.replace("{response_id}", "none"), body) for path in paths for body in ODD_BODIES]
+
+
+def _drawn(operation: Operation, most: int, number: int) -> list[RandomCase]:
+    """Cases of one operation: ``most``, or as many as its schema has."""
     by_schema = operation.as_strategy(generation_mode=GenerationMode.POSITIVE)
+    cases = []
 
     @seed(number)
     @settings(
         max_examples=most,
         database=None,
         deadline=None,
-        phases=[Phase.generate],  # what fails is told, with the seed, and not made smaller
+        phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
     @given(_cases(operation, by_schema))
-    def run(case: RandomCase) -> None:
-        send(case)
+    def draw(case: RandomCase) -> None:
+        cases.append(case)
 
-    run()
+    draw()
+    return cases
 
 
 @st.composite
@@ -177,7 +202,8 @@ def _send(http: httpx.Client, case: RandomCase, report: Report) -> None:
     report.note(label, body, answer.status_code, answer.text)
 
 
-def _post(http: httpx.Client, path: str, body: bytes, report: Report) -> None:
+def _post(http: httpx.Client, odd: tuple[str, bytes], report: Report) -> None:
+    path, body = odd
     try:
         answer = http.post(path, content=body, headers={"Content-Type": "application/json"})
     except httpx.TransportError as error:

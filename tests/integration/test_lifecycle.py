@@ -111,6 +111,26 @@ def test_one_that_hangs_while_nothing_runs_is_replaced_when_it_is_asked_what_it_
     replaced_by(two_shards.cluster, before, two_shards)
 
 
+@pytest.mark.parametrize(
+    ("victim", "end"), [("engine_cores", "kill"), ("engine_cores", "suspend"), ("replicas", "kill")]
+)
+def test_an_engine_core_that_holds_the_shard_is_replaced_when_it_hangs_or_dies(
+    one_shard: Deployment, victim: str, end: str
+) -> None:
+    cluster, api = one_shard.cluster, Api(one_shard.base_url())
+    before = cluster.engine_processes()
+    assert len(before) == 2
+    assert not cluster.shards()
+    with running_stream(api, **LONG, **SEVERAL) as outcome:
+        getattr(getattr(cluster, victim)()[0], end)()
+        error = outcome(STEP_S + ERROR_S)
+    assert isinstance(error, StreamError | httpx.HTTPError), "the cut-off stream passed for whole"
+
+    replaced_by(cluster, before, one_shard)
+    answer = api.complete(prompt="x = 1\n", max_tokens=8)
+    assert answer["usage"]["completion_tokens"] == 8
+
+
 def test_ctrl_c_ends_everything_also_a_running_request(
     api: Api, shared: Deployment, stage: Stage
 ) -> None:

@@ -146,6 +146,8 @@ def test_it_may_run_out_of_memory_and_is_used_again_when_it_has_some(
     with no_more_memory(poor):
         assert [write(api, prompt) for prompt in LONG_PROMPTS] == expected
         # It refuses what it has no room for; or it dies of it, and is started again.
-        assert num_errors(api) > before or not is_up(api)
+        app.eventually(
+            lambda: num_errors(api) > before or not is_up(api), "the refusal to be told", WAIT_S
+        )
     await_drafts(api, app)
     assert is_up(api)

@@ -15,25 +15,23 @@ from importlib import import_module
 from specserve.core.errors import SpecServeError
 
 BENCHMARKS = {
-    "ngram": "prompt lookup alone, beside vLLM's: time a request and step, accepted length",
-    "trie": "the draft memory alone, beside Arctic's suffix trees: time, bytes, accepted length",
+    "drafting": "what drafting adds to a step, beside vLLM's ngram and suffix proposers",
+    "ngram": "prompt lookup alone, beside vLLM's: accepted length",
+    "trie": "the draft memory alone, beside Arctic's suffix trees: learning, bytes, acceptance",
     "mtp-context": "the MTP layer beside transformers': time of a token by length of the context",
     "cluster": "a simulation: one memory for 1 to 256 replicas, what it gains and what it costs",
-    "engine": "one engine: no speculation, ours, vLLM's own ngram",
-    "arbiter": "one engine: all sources together, beside each alone",
-    "switched": "the same one engine, whose sources are switched from turn to turn",
+    "engine": "one engine: no speculation, ours with a memory, vLLM's ngram and suffix decoding",
+    "switched": "one engine: all sources together beside each alone, switched from turn to turn",
     "drafters": "a model that drafts: in a process of its own, and in vLLM's engine",
     "agreement": "the same drafters beside vLLM's own: what both draft at the same places",
     "sharing": "two replicas: one drafter for both, beside a drafter each",
-    "memory": "one engine with a memory: ours beside vLLM's suffix decoding",
-    "random": "one engine with a memory where nothing can be foreseen: what drafting costs",
-    "overhead": "one engine with a memory, and the same one with speculation switched off",
     "wire": "asking a drafter but for its model, beside a call of a Ray actor",
     "replication": "how soon replicas learn from each other, and where their store saturates",
-    "server": "over HTTP: ours beside `vllm serve`, the same drafts on both sides",
+    "server": "over HTTP: ours beside `vllm serve` with each of its methods, by kind of traffic",
+    "step-trace": "a step's timeline over all processes of the server, for Perfetto",
 }
 
-WITHOUT_ENGINE = ("ngram", "trie", "mtp-context", "cluster", "wire")
+WITHOUT_ENGINE = ("drafting", "ngram", "trie", "mtp-context", "cluster", "wire")
 """These need no Serve file."""
 
 

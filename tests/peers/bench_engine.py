@@ -1,8 +1,14 @@
-"""One engine, without HTTP: no speculation, our prompt lookup, vLLM's own.
+"""One engine, without HTTP: no speculation, ours without a model that drafts, vLLM's own methods.
+
+    python -m tests.peers engine [--rounds 4] [--sets again,code,random]
 
 All engines live at the same time, each in a process of its own, and take turns, so that what else
 the machine does meets all of them; a ratio is taken within a turn, and its median over the turns
-is shown. Greedy, every round the same prompts. ``accepted`` is accepted tokens a draft.
+is shown. Each round has prompts of its own, since a memory would know the others by heart; those of
+``again`` are about the same files. ``accepted`` is accepted tokens a draft. "Our kernels" are our
+CPU kernels in vLLM's engine.
+
+The peer needs ``pip install --no-deps arctic-inference==0.1.1``.
 """
 
 from __future__ import annotations
@@ -23,9 +29,10 @@ from rich.progress import Progress
 from rich.table import Table
 
 from specserve.compare.comparison import WARM_UP_TOKENS
+from specserve.compare.corpus import Module
 from specserve.compare.engine_process import EngineProcess
 from specserve.compare.machine import circumstances
-from specserve.compare.prompts import BUILT_IN, Prompt, load_prompts, load_tokenizer
+from specserve.compare.prompts import Tokenizer, load_prompts, load_tokenizer
 from specserve.compare.report import median_first_token_seconds, median_tokens_per_second, totals
 from specserve.core.config import AppConfig
 from specserve.core.errors import ConfigError
@@ -33,15 +40,13 @@ from specserve.core.source_config import NgramConfig
 from specserve.engine.generation import Job, RunResult, Sampling
 from specserve.engine.methods import parse_method
 from specserve.serve.config_file import read
+from tests.peers.jobs import again_jobs, asked_again, random_jobs
 
 CONCURRENCIES = (1, 8)
 LEAST_JOBS = 4
 """Jobs of a set and round, where fewer run at once."""
 
 KV_CACHE_BYTES = 256 << 20
-MAX_TOKENS = {"code": 128}
-"""Tokens a prompt by set; :data:`OTHER_MAX_TOKENS` for the others."""
-OTHER_MAX_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,23 +60,21 @@ class Contender:
 
 
 def contenders(config: AppConfig) -> list[Contender]:
-    """No speculation; ours as configured; vLLM's with its usual settings, and with ours."""
-    ours = next((s for s in config.speculation if s.kind == "ngram"), None)
-    if ours is None:
-        raise ConfigError("speculation", [], "a source of the kind ngram, for this benchmark")
+    """No speculation, ours without and with a memory, vLLM's two methods without a model."""
+    if not {"ngram", "trie"} <= {source.kind for source in config.speculation}:
+        raise ConfigError("speculation", [], "sources of the kinds ngram and trie")
     usual = NgramConfig(
         kind="ngram", max_draft_len=5, min_matching_ngram_size=2, max_matching_ngram_size=3
     )
-    settings = (
-        f"k={ours.max_draft_len}, {ours.min_matching_ngram_size}..{ours.max_matching_ngram_size}"
-    )
-    always = ours.model_copy(update={"dynamic": False})
+    with_usual = config.model_copy(update={"speculation": (usual,)})
     return [
         Contender("none", "none", config),
-        Contender(f"ngram ({settings})", "ngram", config),
-        Contender(f"ngram, no gate ({settings})", "ngram", _with(config, always)),
-        Contender("vLLM ngram (k=5, 2..3)", "vllm-ngram", _with(config, usual)),
-        Contender(f"vLLM ngram ({settings})", "vllm-ngram", config),
+        Contender("ngram", "ngram", config),
+        Contender("ngram+trie", "ngram+trie", config),
+        Contender("vLLM ngram (k=5, 2..3)", "vllm-ngram", with_usual),
+        Contender("the same, our kernels", "vllm-ngram", with_usual, on_our_kernels=True),
+        Contender("vLLM suffix (k=16)", "vllm-suffix:16", config),
+        Contender("suffix, our kernels", "vllm-suffix:16", config, on_our_kernels=True),
     ]
 
 
@@ -86,25 +89,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints a table a concurrency and, last, one line of JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--config", type=Path, default=Path("configs/demo.yaml"))
-    parser.add_argument("--sets", default=",".join(BUILT_IN), help="prompt sets")
+    parser.add_argument("--sets", default="random,code,again", help="prompt sets")
     parser.add_argument("--num-prompts", type=int, default=8)
-    parser.add_argument("--max-tokens", type=int, default=0, help="default: 128 of code, 64 else")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     console = Console()
     config = measured_config(args.config)
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.path, config.model.revision)
-    prompts = {
-        name: load_prompts(name, tokenizer, num_prompts=args.num_prompts, seed=args.seed)
-        for name in args.sets.split(",")
-    }
-    entrants = contenders(config)
-    jobs = {
-        name: _jobs(of_set, args.max_tokens or MAX_TOKENS.get(name, OTHER_MAX_TOKENS))
-        for name, of_set in prompts.items()
-    }
-    rows = compare(console, entrants, [jobs] * args.rounds)
+    files = asked_again(args.seed)
+    rounds = [
+        {
+            name: _jobs(name, tokenizer, files, args.num_prompts, args.max_tokens, seed)
+            for name in args.sets.split(",")
+        }
+        for seed in range(args.seed, args.seed + args.rounds)
+    ]
+    rows = compare(console, contenders(config), rounds)
     options = {key: value for key, value in vars(args).items() if key != "config"}
     document = {"options": options, "config": config.model_dump(mode="json"), "rows": rows}
     print(json.dumps({"benchmark": "engine", **circumstances(), **document}))
@@ -121,7 +123,7 @@ def compare(
 
     Args:
         console: where tables and progress go.
-        entrants: what is compared; the first is what the others are compared to.
+        entrants: what is compared; the first and the last are what the others are compared to.
         rounds: the jobs of each set, for each round; a turn takes as many of them as run at once.
         concurrencies: how many run at once; all jobs are run at the largest, ``LEAST_JOBS`` or as
             many as run at once at the others.
@@ -152,10 +154,8 @@ def measure(
     entrants: Sequence[Contender],
     rounds: Sequence[Mapping[str, list[Job]]],
     concurrencies: Sequence[int],
-    least_jobs: int = LEAST_JOBS,
-    waves: int = 1,
 ) -> dict[Key, list[RunResult]]:
-    """A result a turn: of one job, or of ``waves`` times as many as run at once."""
+    """A result a turn, of as many jobs as run at once."""
     results: dict[Key, list[RunResult]] = defaultdict(list)
     with ExitStack() as stack:
         bars = stack.enter_context(Progress(console=console))
@@ -178,10 +178,9 @@ def measure(
                 for concurrency in concurrencies:
                     # As few jobs a turn as keep the engine busy: what is compared is run within
                     # seconds, on a machine whose speed changes within minutes.
-                    size = waves * concurrency if concurrency > 1 else 1
-                    num_jobs = min(max(least_jobs, size), len(jobs))
-                    for begin in range(0, num_jobs, size):
-                        few = jobs[begin : begin + size]
+                    num_jobs = min(max(LEAST_JOBS, concurrency), len(jobs))
+                    for begin in range(0, num_jobs, concurrency):
+                        few = jobs[begin : begin + concurrency]
                         for entrant, engine in turns:
                             results[name, concurrency, entrant.name].append(
                                 engine.run(few, concurrency)
@@ -197,13 +196,10 @@ def summarise(
     """A row for each contender and concurrency."""
     rows = []
     for concurrency in sorted({key[1] for key in results}):
-        base = results[name, concurrency, entrants[0].name]
+        base, last = (results[name, concurrency, entrants[i].name] for i in (0, -1))
         for entrant in entrants:
             passes = results[name, concurrency, entrant.name]
-            ratios = [
-                one.tokens_per_second / other.tokens_per_second
-                for one, other in zip(passes, base, strict=True)
-            ]
+            ratios, over_last = _ratios(passes, base), _ratios(passes, last)
             num_drafts, drafted, accepted = totals(passes)
             rows.append(
                 {
@@ -213,6 +209,8 @@ def summarise(
                     "tokens_per_second": round(median_tokens_per_second(passes), 2),
                     "ratio": round(median(ratios), 3),
                     "ratios": [round(ratio, 3) for ratio in ratios],
+                    "over_last": round(median(over_last), 3),
+                    "each_over_last": [round(ratio, 3) for ratio in over_last],
                     "first_token_seconds": round(median_first_token_seconds(passes), 4),
                     "drafts": num_drafts,
                     "drafted_tokens": drafted,
@@ -229,6 +227,11 @@ def summarise(
     return rows
 
 
+def _ratios(passes: Sequence[RunResult], others: Sequence[RunResult]) -> list[float]:
+    pairs = zip(passes, others, strict=True)
+    return [one.tokens_per_second / other.tokens_per_second for one, other in pairs]
+
+
 def _sums(counts: Iterable[Sequence[int]]) -> list[int]:
     return [sum(column) for column in zip_longest(*counts, fillvalue=0)]
 
@@ -237,7 +240,7 @@ def print_table(console: Console, concurrency: int, rows: Sequence[dict[str, Any
     table = Table(title=f"One engine, concurrency {concurrency}")
     table.add_column("set")
     table.add_column("method", no_wrap=True)
-    for column in ("tok/s", "x none", "first token", "a draft"):
+    for column in ("tok/s", "x none", "x last", "first token", "a draft"):
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(
@@ -245,6 +248,7 @@ def print_table(console: Console, concurrency: int, rows: Sequence[dict[str, Any
             row["method"],
             f"{row['tokens_per_second']:.0f}",
             f"{row['ratio']:.2f}",
+            f"{row['over_last']:.2f}",
             f"{row['first_token_seconds'] * 1000:.0f} ms",
             f"{row['accepted_per_draft']:.2f}" if row["drafts"] else "",
             end_section=row is rows[-1] or rows[rows.index(row) + 1]["set"] != row["set"],
@@ -258,12 +262,20 @@ def _warm_up(engine: EngineProcess, jobs: Sequence[Job], concurrency: int) -> No
     engine.run([Job(job.prompt_token_ids, sampling) for job in few], concurrency)
 
 
-def _jobs(prompts: Sequence[Prompt], max_tokens: int) -> list[Job]:
+def _jobs(
+    name: str,
+    tokenizer: Tokenizer,
+    files: Sequence[Module],
+    number: int,
+    max_tokens: int,
+    seed: int,
+) -> list[Job]:
+    if name == "random":
+        return random_jobs(number, max_tokens, seed)
+    if name == "again":
+        return again_jobs(tokenizer, files, number, max_tokens, seed)
+    prompts = load_prompts(name, tokenizer, num_prompts=number, seed=seed)
     return [Job(prompt.token_ids, Sampling(max_tokens=max_tokens)) for prompt in prompts]
-
-
-def _with(config: AppConfig, source: NgramConfig) -> AppConfig:
-    return config.model_copy(update={"speculation": (source,)})
 
 
 if __name__ == "__main__":

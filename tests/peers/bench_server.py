@@ -1,312 +1,205 @@
-"""Over HTTP: specserve's ``serve run`` beside ``vllm serve``, driven by ``vllm bench serve``.
+"""Over HTTP: specserve's ``serve run`` beside ``vllm serve`` with each of its methods.
 
-Both have the same engine options and make the same drafts: prompt lookup with the same settings,
-ours without its gate, which vLLM's has not. The servers run one at a time, in turns, since an idle
-Ray cluster uses some CPU too; a ratio is taken within a round, and the median of the rounds shown.
+    python -m tests.peers server [--traffic never-seen,agent] [--clients 1 8] [--rounds 1]
+        [--servers specserve,vllm-plain,vllm-ngram@ours] [--extra-layers 12]
+
+All servers have the same engine options. ``specserve-none`` is ours with ``speculation: []``.
+``@ours`` is ``vllm serve`` with our CPU kernels. ``vllm-mtp:2`` drafts two tokens.
+
+Traffic (see workload.py): {traffic}.
+
+The servers run one at a time, in turns, each started anew in each round, since an idle Ray cluster
+uses some CPU too. In a round all get the same requests, in another round other ones. What a server
+is asked before a measurement is not counted. Ratios are taken within a round, to the best of
+``vllm serve`` there and to the better of its ``plain`` ones; the median of the rounds is shown.
+
+Without ``--servers``, ``random`` and ``plain-code`` are asked of those alone that show what
+drafting and serving cost.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from specserve.compare.machine import circumstances
-from specserve.compare.prompts import load_prompts, load_tokenizer
+from specserve.compare.prompts import load_tokenizer
 from specserve.core.config import AppConfig
-from specserve.core.errors import SpecServeError
-from specserve.core.openmp import openmp_environment
-from specserve.core.source_config import NgramConfig
 from specserve.serve.config_file import read
-from tests.integration.cluster import (
-    HAPROXY,
-    HOST,
-    READY_S,
-    Cluster,
-    eventually,
-    free_ports,
-    is_healthy,
-    serving,
-)
+from tests.peers.inflate import inflated
+from tests.peers.load_client import drive
+from tests.peers.servers import OURS, THEIRS, check, serve
+from tests.peers.tables import print_rows
+from tests.peers.workload import TRAFFIC, Load, Workload
 
-LAUNCHER = [sys.executable, str(Path(__file__).with_name("vllm_launcher.py"))]
-NUM_PROMPTS = {1: 16, 8: 64}
-"""Requests a run, by concurrency."""
-OUTPUT_TOKENS = 128
-STOP_TIMEOUT_S = 30.0
-DRAFTS = NgramConfig(
-    kind="ngram",
-    max_draft_len=5,
-    min_matching_ngram_size=2,
-    max_matching_ngram_size=3,
-    use_oldest=True,
-    dynamic=False,
-)
-COLUMNS = {"output_throughput": "tok/s", "median_ttft_ms": "median first token, ms"}
+NUM_REQUESTS = {1: 6, 8: 32, 24: 72}
+"""Of a measurement, by number of clients."""
+
+PLAIN = ("vllm-plain", "vllm-plain@ours")
+ASKED_BY_DEFAULT = {
+    "plain-code": ("specserve-none", *PLAIN),
+    "random": (*OURS, *PLAIN),
+}
+"""Servers by traffic; of other traffic all but ``specserve-none``."""
+
+Place = tuple[str, int]
+"""Traffic and number of clients."""
+
+Found = dict[Place, dict[str, list[dict[str, float]]]]
+"""By place and server, a result a round."""
+
+
+def measure(
+    console: Console,
+    config: AppConfig,
+    servers: Mapping[str, Sequence[Place]],
+    rounds: Sequence[Mapping[Place, Load]],
+) -> Found:
+    """Every server in turn, started afresh in each round.
+
+    Args:
+        console: for progress.
+        config: what is served.
+        servers: where each is asked.
+        rounds: what each round asks.
+    """
+    found: Found = {place: {} for place in rounds[0]}
+    with Progress(console=console) as bars:
+        bar = bars.add_task("", total=len(rounds) * sum(map(len, servers.values())))
+        for number, loads in enumerate(rounds, 1):
+            for server, places in servers.items():
+                bars.update(bar, description=f"round {number}: starting {server}")
+                with serve(server, config) as url:
+                    for place in places:
+                        what = f"round {number}: {server}, {place[0]}, {place[1]} clients"
+                        bars.update(bar, description=what)
+                        drive(url, config.model.name, loads[place].warm_up, place[1])
+                        result = drive(url, config.model.name, loads[place].measured, place[1])
+                        found[place].setdefault(server, []).append(result)
+                        bars.advance(bar)
+    return found
+
+
+def summarise(found: Found) -> list[dict[str, Any]]:
+    """A row for each place and server."""
+    rows = []
+    for (traffic, num_clients), of_place in found.items():
+        best = [_best(each, "vllm-") for each in _by_round(of_place)]
+        plain = [_best(each, "vllm-plain") for each in _by_round(of_place)]
+        first = [_first(each) for each in _by_round(of_place)]
+        for server, results in of_place.items():
+            speeds = [result["tokens_per_second"] for result in results]
+            firsts = [result["first_token_ms"] for result in results]
+            rows.append(
+                {
+                    "traffic": traffic,
+                    "clients": num_clients,
+                    "server": server,
+                    "tokens_per_second": round(median(speeds), 1),
+                    "x_best_vllm": _ratio(speeds, best),
+                    "x_plain": _ratio(speeds, plain),
+                    "first_token_ms": round(median(firsts), 1),
+                    "first_x_plain": _ratio(firsts, first),
+                    "token_ms": round(median(result["token_ms"] for result in results), 2),
+                    "each_x_best_vllm": _ratios(speeds, best),
+                    "each_x_plain": _ratios(speeds, plain),
+                    "rounds": results,
+                }
+            )
+    return rows
+
+
+def _by_round(
+    of_place: Mapping[str, Sequence[dict[str, float]]],
+) -> list[dict[str, dict[str, float]]]:
+    rounds = zip(*of_place.values(), strict=True)
+    return [dict(zip(of_place, each, strict=True)) for each in rounds]
+
+
+def _best(results: Mapping[str, dict[str, float]], prefix: str) -> float:
+    """Highest speed of the servers whose names begin so; 0 without any."""
+    speeds = [one["tokens_per_second"] for name, one in results.items() if name.startswith(prefix)]
+    return max(speeds, default=0.0)
+
+
+def _first(results: Mapping[str, dict[str, float]]) -> float:
+    """The plain servers' shortest median time to the first token; 0 without any."""
+    return min((results[name]["first_token_ms"] for name in PLAIN if name in results), default=0.0)
+
+
+def _ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
+    return [round(a / b, 3) for a, b in zip(values, others, strict=True) if b]
+
+
+def _ratio(values: Sequence[float], others: Sequence[float]) -> float | str:
+    """Median; empty where there is nothing to compare to."""
+    return round(median(ratios), 3) if (ratios := _ratios(values, others)) else ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints a table and, last, one line of JSON."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    listing = "; ".join(f"``{name}``: {what}" for name, what in TRAFFIC.items())
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").format(traffic=listing),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--config", type=Path, default=Path("configs/demo.yaml"))
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--dataset", choices=("code", "random"), default="code")
-    parser.add_argument("--num-prompts", type=int, default=0, help="default: 16 and 64")
+    parser.add_argument("--servers", help=f"default: {','.join((*OURS, *THEIRS))}")
+    parser.add_argument("--traffic", default=",".join(TRAFFIC))
+    parser.add_argument("--clients", type=int, nargs="+", default=list(NUM_REQUESTS))
+    parser.add_argument("--num-requests", type=int, default=0, help="default: 6, 32 and 72")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--extra-layers", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    console = Console()
+    kinds = args.traffic.split(",")
+    if unknown := set(kinds) - TRAFFIC.keys():
+        parser.error(f"--traffic: {', '.join(sorted(unknown))}: known are {', '.join(TRAFFIC)}")
+    places = [(kind, number) for kind in kinds for number in args.clients]
+    servers = _places_by_server(args.servers, places)
+    console = Console(width=160)
     config = read(args.config).applications[0].config
-    config = config.model_copy(update={"speculation": (DRAFTS,)})
+    tokenizer = load_tokenizer(config.model.tokenizer or config.model.path, config.model.revision)
+    rounds = []
+    for seed in range(args.seed, args.seed + args.rounds):
+        workload = Workload(tokenizer, seed)
+        rounds.append(
+            {
+                place: workload.load(
+                    *place, args.num_requests or NUM_REQUESTS.get(place[1], 3 * place[1])
+                )
+                for place in places
+            }
+        )
     with tempfile.TemporaryDirectory(prefix="specserve-bench-") as folder:
-        client = Client(config, args.dataset, args.num_prompts, args.seed, Path(folder))
-        found = measure(console, client, args.rounds)
-    rows = list(summarise(found, list(SERVERS)))
-    print_table(console, rows)
+        config = inflated(config, args.extra_layers, Path(folder, "target"))
+        rows = summarise(measure(console, config, servers, rounds))
+    print_rows(console, "over HTTP; ratios to the best of vllm serve, and to its plain one", rows)
     options = {key: value for key, value in vars(args).items() if key != "config"}
     document = {"options": options, "config": config.model_dump(mode="json"), "rows": rows}
     print(json.dumps({"benchmark": "server", **circumstances(), **document}))
     return 0
 
 
-Found = dict[tuple[str, int], list[dict[str, float]]]
-"""By server and concurrency, a result a round."""
-
-
-class Client:
-    """``vllm bench serve`` with one dataset.
-
-    Args:
-        config: what is served.
-        dataset: ``code`` or ``random``.
-        num_prompts: requests a run; 0: :data:`NUM_PROMPTS`.
-        seed: of the dataset.
-        folder: for files of its own.
-    """
-
-    def __init__(
-        self, config: AppConfig, dataset: str, num_prompts: int, seed: int, folder: Path
-    ) -> None:
-        self.config = config
-        self._num_prompts = num_prompts
-        self._seed = seed
-        self._folder = folder
-        self._data = _dataset(dataset, config, folder, seed)
-
-    def drive(self, url: str, concurrency: int) -> dict[str, float]:
-        """One run against the server at ``url``."""
-        num_prompts = self._num_prompts or NUM_PROMPTS[concurrency]
-        result = self._folder / "result.json"
-        result.unlink(missing_ok=True)
-        model = self.config.model
-        command = [
-            *(*LAUNCHER, "bench", "serve", "--backend", "openai", "--base-url", url),
-            *("--endpoint", "/v1/completions", "--model", model.path),
-            *("--served-model-name", model.name, *self._data),
-            *("--num-prompts", str(num_prompts), "--max-concurrency", str(concurrency)),
-            *("--num-warmups", str(concurrency * 2), "--temperature", "0"),
-            *("--seed", str(self._seed), "--disable-tqdm", "--save-result"),
-            *("--result-dir", str(self._folder), "--result-filename", result.name),
-        ]
-        done = subprocess.run(
-            command, env=_environment(), capture_output=True, text=True, timeout=600, check=False
-        )
-        if done.returncode or not result.exists():
-            last = " | ".join((done.stderr or done.stdout).splitlines()[-3:])
-            raise SpecServeError(f"vllm bench serve ended with {done.returncode}: {last}")
-        content = json.loads(result.read_text())
-        if content["completed"] != num_prompts:
-            raise SpecServeError(f"{content['completed']} of {num_prompts} requests succeeded")
-        return {name: content[name] for name in (*COLUMNS, "total_output_tokens", "duration")}
-
-
-def _latent_attention(config: AppConfig) -> str:
-    """The backend that a model needs to be served here at all; empty: vLLM's own choice."""
-    # Here, because it takes seconds.
-    from vllm.engine.arg_utils import EngineArgs
-
-    from specserve.engine.cpu.backend import choose_latent_attention
-
-    arguments = EngineArgs(model=config.model.path, dtype=config.engine.dtype)
-    choose_latent_attention(arguments)
-    return "" if arguments.attention_backend is None else arguments.attention_backend.name
-
-
-def measure(console: Console, client: Client, rounds: int) -> Found:
-    """Every server in turn, started afresh, ``rounds`` times."""
-    found: Found = defaultdict(list)
-    with Progress(console=console) as bars:
-        bar = bars.add_task("", total=rounds * len(SERVERS) * len(NUM_PROMPTS))
-        for number in range(rounds):
-            for name, server in SERVERS.items():
-                bars.update(bar, description=f"round {number + 1}: starting {name}")
-                with server(client.config) as url:
-                    for concurrency in NUM_PROMPTS:
-                        what = f"round {number + 1}: {name}, concurrency {concurrency}"
-                        bars.update(bar, description=what)
-                        found[name, concurrency].append(client.drive(url, concurrency))
-                        bars.advance(bar)
-    return found
-
-
-@contextmanager
-def vllm_server(config: AppConfig) -> Iterator[str]:
-    """``vllm serve`` with the configuration's engine options; its address."""
-    (port,) = free_ports(1)
-    engine = config.engine
-    speculation = {
-        "method": "ngram",
-        "num_speculative_tokens": DRAFTS.max_draft_len,
-        "prompt_lookup_min": DRAFTS.min_matching_ngram_size,
-        "prompt_lookup_max": DRAFTS.max_matching_ngram_size,
+def _places_by_server(names: str | None, places: Sequence[Place]) -> dict[str, list[Place]]:
+    """Where each server is asked."""
+    if names is not None:
+        return {check(name): list(places) for name in names.split(",")}
+    everywhere = ("specserve", *THEIRS)
+    asked = {
+        check(name): [p for p in places if name in ASKED_BY_DEFAULT.get(p[0], everywhere)]
+        for name in (*OURS, *THEIRS)
     }
-    options = {
-        "host": HOST,
-        "port": port,
-        "served-model-name": config.model.name,
-        "dtype": engine.dtype,
-        "tensor-parallel-size": engine.tensor_parallel_size,
-        "max-num-seqs": engine.max_num_seqs,
-        "max-num-batched-tokens": engine.max_num_batched_tokens,
-        "gpu-memory-utilization": engine.gpu_memory_utilization,
-        "kv-cache-memory-bytes": engine.kv_cache_memory_bytes or 1 << 30,
-        "seed": engine.seed,
-        "speculative-config": json.dumps(speculation),
-    } | ({"max-model-len": engine.max_model_len} if engine.max_model_len else {})
-    if backend := _latent_attention(config):
-        options["attention-backend"] = backend
-    command = [*LAUNCHER, "serve", config.model.path]
-    command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    command += ["--enforce-eager"] if engine.enforce_eager else []
-    environment = _environment() | openmp_environment(config.placement.num_cpus_per_shard)
-    # As our shards. Left to itself vLLM would keep one core of each NUMA node free.
-    environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
-        url = f"http://{HOST}:{port}"
-
-        def is_up() -> bool:
-            if process.poll() is not None:
-                log.seek(0)
-                last = log.read().decode(errors="replace").splitlines()[-5:]
-                raise SpecServeError(f"vllm serve ended: {' | '.join(last)}")
-            return is_healthy(url)
-
-        try:
-            eventually(is_up, "vllm serve is healthy", READY_S)
-            yield url
-        finally:
-            _stop(process)
+    return {name: of_server for name, of_server in asked.items() if of_server}
 
 
-@contextmanager
-def specserve_server(config: AppConfig) -> Iterator[str]:
-    """``serve run`` as ``make serve`` starts it, on a cluster of its own; its address."""
-    cluster = Cluster([os.cpu_count() or 1])
-    if HAPROXY.exists():
-        cluster.use_haproxy()
-    try:
-        cluster.start()
-        with serving(cluster, {"/": config.model_dump(mode="json")}) as deployment:
-            yield deployment.base_url()
-    finally:
-        cluster.stop()
-
-
-SERVERS: dict[str, Callable[[AppConfig], AbstractContextManager[str]]] = {
-    "vllm serve": vllm_server,
-    "specserve": specserve_server,
-}
-"""The first is what ratios are to."""
-
-
-def summarise(found: Found, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """A row for each server and concurrency; ratios are to the first server's same round."""
-    for concurrency in NUM_PROMPTS:
-        for name in names:
-            own, base = found[name, concurrency], found[names[0], concurrency]
-            row: dict[str, Any] = {"server": name, "concurrency": concurrency}
-            for column in COLUMNS:
-                row[column] = round(median(one[column] for one in own), 2)
-                row[f"{column}_ratio"] = round(
-                    median(a[column] / b[column] for a, b in zip(own, base, strict=True)), 3
-                )
-            row["rounds"] = own
-            yield row
-
-
-def print_table(console: Console, rows: Sequence[dict[str, Any]]) -> None:
-    table = Table(title="Over HTTP, the same drafts on both sides")
-    table.add_column("concurrency", justify="right")
-    table.add_column("server", no_wrap=True)
-    for heading in COLUMNS.values():
-        table.add_column(heading, justify="right")
-        table.add_column("x vllm", justify="right")
-    for row in rows:
-        cells = [
-            cell
-            for column in COLUMNS
-            for cell in (f"{row[column]:.1f}", f"{row[f'{column}_ratio']:.2f}")
-        ]
-        table.add_row(str(row["concurrency"]), row["server"], *cells)
-    console.print(table)
-
-
-def _dataset(name: str, config: AppConfig, folder: Path, seed: int) -> list[str]:
-    """Options of ``vllm bench serve`` that say what to send."""
-    if name == "random":
-        lengths = ("--random-input-len", "200", "--random-output-len", str(OUTPUT_TOKENS))
-        return ["--dataset-name", "random", *lengths, "--ignore-eos"]
-    tokenizer = load_tokenizer(config.model.tokenizer or config.model.path, config.model.revision)
-    prompts = load_prompts("code", tokenizer, num_prompts=max(NUM_PROMPTS.values()), seed=seed)
-    # The one format that it reads from a file without pandas.
-    conversations = [
-        {"conversations": [{"value": prompt.text}, {"value": "answer"}]} for prompt in prompts
-    ]
-    path = folder / "code.json"
-    path.write_text(json.dumps(conversations))
-    output = ("--sharegpt-output-len", str(OUTPUT_TOKENS))
-    return ["--dataset-name", "sharegpt", "--dataset-path", str(path), *output]
-
-
-def _environment() -> dict[str, str]:
-    return {**os.environ, "VLLM_NO_USAGE_STATS": "1"}
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process that leads a group, and what is left of the group."""
-    process.terminate()
-    try:
-        process.wait(STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-    finally:
-        _kill_group(process)
-
-
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    try:
-        os.killpg(process.pid, 9)
-    except ProcessLookupError:
-        return
-    finally:
-        process.wait()
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from specserve.core.config import AppConfig
+
 _LAYER = re.compile(r"(model\.layers\.)(\d+)(\..*)")
 _WRITES = ("o_proj.weight", "down_proj.weight")
 """Projections that write into the hidden state."""
@@ -39,3 +41,12 @@ def inflate(model: Path, out: Path, num_layers: int) -> None:
             for added in range(last, last + num_layers):
                 weights[f"{before}{added}{rest}"] = blank.clone()
     save_file(weights, out / "model.safetensors", {"format": "pt"})
+
+
+def inflated(config: AppConfig, num_layers: int, folder: Path) -> AppConfig:
+    """The configuration with so many more layers in the target, which is written to ``folder``."""
+    if not num_layers:
+        return config
+    inflate(Path(config.model.path), folder, num_layers)
+    model = config.model.model_copy(update={"path": str(folder)})
+    return config.model_copy(update={"model": model})

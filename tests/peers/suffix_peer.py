@@ -47,13 +47,13 @@ class VllmSuffix:
             if name.startswith("suffix_decoding_")
         }
         self.settings = settings | {"num_speculative_tokens": max_draft_len}
-        self._proposer = SuffixDecodingProposer(
+        self.proposer = SuffixDecodingProposer(
             SimpleNamespace(
                 speculative_config=SimpleNamespace(**self.settings),
                 model_config=SimpleNamespace(max_model_len=MAX_MODEL_LEN),
             )
         )
-        self.cache = self._proposer.suffix_cache
+        self.cache = self.proposer.suffix_cache
         self.max_draft_len = max_draft_len
 
     def learn(self, name: str, text: Int32Array) -> None:
@@ -78,7 +78,7 @@ class VllmSuffix:
             num_prompt_tokens=num_prompt_tokens,
             token_ids_cpu=token_ids,
         )
-        drafts: list[list[int]] = self._proposer.propose(
+        drafts: list[list[int]] = self.proposer.propose(
             self.max_draft_len, batch, sampled_token_ids
         )
         return drafts

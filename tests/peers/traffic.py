@@ -6,6 +6,7 @@ import random
 
 from tests.peers.replay import Text
 from tests.peers.sources import Sources
+from tests.peers.workload import edited
 
 NUM_FILES, FILE_TOKENS = 96, 1400
 NUM_USERS, FILES_PER_USER = 64, 8
@@ -28,7 +29,7 @@ def traffic(sources: Sources, num_requests: int, seed: int) -> list[Text]:
     popularity = [1 / (rank + 1) for rank in range(NUM_FILES)]
     users = [
         {
-            number: _edited(files[number], OF_THE_USER, rng)
+            number: edited(files[number], OF_THE_USER, rng)
             for number in rng.choices(range(NUM_FILES), popularity, k=FILES_PER_USER)
         }
         for _ in range(NUM_USERS)
@@ -37,21 +38,10 @@ def traffic(sources: Sources, num_requests: int, seed: int) -> list[Text]:
     for _ in range(num_requests):
         lines = rng.choice(list(rng.choice(users).values()))
         begin = len(lines) * rng.randrange(PLACES) // (PLACES + 2)
-        pieces.append("".join(_edited(lines[begin:], OF_THE_REQUEST, rng)))
+        pieces.append("".join(edited(lines[begin:], OF_THE_REQUEST, rng)))
     length = PROMPT_TOKENS + OUTPUT_TOKENS
     return [
         Text(f"request-{number}", tokens[:length], PROMPT_TOKENS)
         for number, tokens in enumerate(sources.encoded(pieces))
         if len(tokens) >= length
     ]
-
-
-def _edited(lines: list[str], share: float, rng: random.Random) -> list[str]:
-    """The lines, of which a share is missing or has another word in it."""
-    found = []
-    for line in lines:
-        if rng.random() >= share:
-            found.append(line)
-        elif rng.random() < 0.5 and (words := line.split()):
-            found.append(line.replace(rng.choice(words), f"edit{rng.randrange(1000)}", 1))
-    return found

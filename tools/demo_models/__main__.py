@@ -25,6 +25,8 @@ def parse(argv: Sequence[str] | None) -> TrainConfig:
     add("--output", type=Path, default=Path("configs/models"), help="gets demo-base/, demo-draft/")
     add("--work", type=Path, default=Path("demo-training"), help="checkpoints; continued if there")
     add("--corpus", type=Path, default=standard_library(), help="folder of Python files")
+    add("--from", dest="start", type=Path, help="folder with the weights to train on from")
+    add("--packages", action="store_true", help="train on installed packages too")
     add("--device", default="auto", help=f"one of {', '.join(DEVICES)}")
     add("--seed", type=int, default=0)
     add("--minutes", type=float, default=60.0, help="training time of the base")

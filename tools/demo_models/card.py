@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from specserve.compare.corpus import HELD_OUT_ONE_IN
+from tools.demo_models.completions import Sample
 from tools.demo_models.config import TrainConfig
-from tools.demo_models.evaluate import BaseScores, DraftScores, Sample
+from tools.demo_models.evaluate import BaseScores, DraftScores
 from tools.demo_models.objectives import DIVERGENCE_WEIGHT, MTP_WEIGHT
 from tools.demo_models.training import ROW_STAGES, Run
 
@@ -33,8 +34,8 @@ _BASE = """\
 
 A DeepSeek-V3-architecture model (latent attention, experts, one multi-token-prediction layer, YaRN
 positions) of {parameters:.2f} M parameters, trained by `python -m tools.demo_models` on the Python
-standard library: a model to look at speculative decoding with, on a CPU. It knows Python's shapes
-and copies from its prompt; it is no assistant.
+standard library{also}: a model to look at speculative decoding with, on a CPU.
+It knows Python's shapes and copies from its prompt; it is no assistant.
 
 Half of the tokens are plain code, half are chat tasks made from the code: complete a function,
 repeat it with a name changed, print, list or describe functions of a file. One module in
@@ -49,6 +50,16 @@ repeat it with a name changed, print, list or describe functions of a file. One 
 | answer tokens right given the tokens before: print a function of a file | {quote:.1%} |
 | repeat with a name changed | {rename:.1%} |
 | repeat exactly | {repeat:.1%} |
+| completions of plain code that end in a loop | {loops:.1%} |
+"""
+
+_START_LOOPS = """\
+| the same, of the weights that training started from | {loops:.1%} |
+"""
+
+_LOOPS = """
+A completion is greedy, 128 tokens long and follows 128 tokens of a held-out module; it ends in a
+loop where its last 64 tokens repeat with a period of at most 16.
 """
 
 _DRAFT = """\
@@ -70,13 +81,32 @@ _TRAINED = """
 
 {steps} steps, {million_tokens} M tokens, {minutes} minutes on {device} ({machine}, torch {torch},
 Python {python}'s standard library), seed {seed}. Muon and AdamW, warm-up, stable, decay; rows of
-{rows} tokens. The first weights hold an induction circuit (`tools/demo_models/induction.py`):
-copying from the prompt is where training starts. `training.json` has the same as JSON.
+{rows} tokens. {first} `training.json` has the same as JSON.
+"""
+
+_PLANTED = """\
+The first weights hold an induction circuit (`tools/demo_models/induction.py`): copying from the
+prompt is where training starts."""
+
+_STARTED = "The first weights had been trained on {million_tokens:.2f} M tokens."
+
+_PACKAGES = """
+Beside the standard library, small packages of permissive licences were trained on: {names}.
 """
 
 _ALONE = """
 Then the MTP layer was trained alone: {steps} steps, {million_tokens} M tokens, {minutes} minutes.
 """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """The weights that a run trained on from."""
+
+    million_tokens: float
+    """What they had seen."""
+    loops: float | None = None
+    """See BaseScores; None for the draft model."""
 
 
 def write_base_card(
@@ -86,10 +116,13 @@ def write_base_card(
     shown: list[Sample],
     runs: tuple[Run, Run],
     config: TrainConfig,
+    packages: list[str],
+    start: Start | None,
 ) -> None:
     """Write README.md and training.json of the base; `runs` are the joint and the MTP layer's."""
     joint, alone = runs
     own = {
+        **_sources(packages, start),
         "mtp_weight": MTP_WEIGHT,
         "divergence_weight": DIVERGENCE_WEIGHT,
         "mtp_alone": _spent(alone),
@@ -97,10 +130,16 @@ def write_base_card(
     record = _record(model, joint, config, own, asdict(scores))
     measured = record["held_out"]
     text = _FRONT.format(tags="deepseek_v3, speculative-decoding, mtp") + _BASE.format(
-        **record, **measured, **measured["copy_accuracy"]
+        **record,
+        **measured,
+        **measured["copy_accuracy"],
+        also=" and installed packages" if packages else "",
     )
+    if start:
+        text += _START_LOOPS.format(loops=start.loops)
     text += (
-        _trained(record)
+        _LOOPS
+        + _trained(record)
         + _ALONE.format(**_spent(alone))
         + "\n## Greedy completions of held-out prompts\n"
     )
@@ -110,10 +149,16 @@ def write_base_card(
 
 
 def write_draft_card(
-    folder: Path, model: nn.Module, scores: DraftScores, run: Run, config: TrainConfig
+    folder: Path,
+    model: nn.Module,
+    scores: DraftScores,
+    run: Run,
+    config: TrainConfig,
+    packages: list[str],
+    start: Start | None,
 ) -> None:
     """Write README.md and training.json of the draft model."""
-    own = {"divergence_weight": DIVERGENCE_WEIGHT}
+    own = {**_sources(packages, start), "divergence_weight": DIVERGENCE_WEIGHT}
     record = _record(model, run, config, own, asdict(scores))
     text = _FRONT.format(tags="llama, speculative-decoding, draft-model")
     text += _DRAFT.format(**record, **record["held_out"]) + _trained(record)
@@ -142,6 +187,10 @@ def _record(
     }
 
 
+def _sources(packages: list[str], start: Start | None) -> dict[str, Any]:
+    return {"packages": packages, "start": _rounded(asdict(start)) if start else None}
+
+
 def _spent(run: Run) -> dict[str, float]:
     return {
         "steps": run.counters.step,
@@ -159,7 +208,12 @@ def _machine(device: torch.device) -> str:
 def _trained(record: dict[str, Any]) -> str:
     training = record["training"]
     rows = ", ".join(str(tokens) for _, tokens in training["row_stages"])
-    return _TRAINED.format(**{**training, "rows": rows})
+    start = training["start"]
+    first = _STARTED.format(**start) if start else _PLANTED
+    text = _TRAINED.format(**{**training, "rows": rows, "first": first})
+    if training["packages"]:
+        text += _PACKAGES.format(names=", ".join(training["packages"]))
+    return text
 
 
 def _sample(sample: Sample) -> str:

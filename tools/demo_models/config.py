@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specserve.core.errors import ConfigError
+from tools.demo_models.evaluate import ROW_TOKENS
 
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -23,6 +24,10 @@ class TrainConfig:
     """Folder for the tokenizer and the checkpoints; a run found there is continued."""
     corpus: Path
     """Folder of Python files: the standard library where not told otherwise."""
+    start: Path | None = None
+    """Folder with demo-base/ and demo-draft/ to train on from; None: from planted first weights."""
+    packages: bool = False
+    """Whether the small installed packages of permissive licences are trained on too."""
     device: str = "auto"
     seed: int = 0
     minutes: float = 60.0
@@ -31,7 +36,7 @@ class TrainConfig:
     """Training time of the MTP layer alone, after the joint training."""
     draft_minutes: float = 15.0
     max_tokens: int = 10**12
-    """Ends either model's training where it comes before the minutes."""
+    """Ends either model's training where it comes before the minutes; time alone counts pauses."""
     batch_tokens: int = 4096
     checkpoint_s: float = 180.0
     evaluation_tokens: int = 60_000
@@ -39,10 +44,15 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
             raise ConfigError("device", self.device, ", ".join(DEVICES))
+        if self.start and not (self.start / "demo-base" / "model.safetensors").exists():
+            raise ConfigError("from", str(self.start), "a folder with demo-base/ and demo-draft/")
+        if self.start and self.start.resolve() == self.output.resolve():
+            # What was trained on from is measured, and read again by a run that continues.
+            raise ConfigError("from", str(self.start), "another folder than the output's")
         if self.batch_tokens < 128:
             raise ConfigError("batch-tokens", self.batch_tokens, "128 or more")
         for field in ("minutes", "mtp_minutes", "draft_minutes", "max_tokens", "checkpoint_s"):
             if getattr(self, field) <= 0:
                 raise ConfigError(field.replace("_", "-"), getattr(self, field), "more than 0")
-        if self.evaluation_tokens < 4096:
-            raise ConfigError("evaluation-tokens", self.evaluation_tokens, "4096 or more")
+        if self.evaluation_tokens < ROW_TOKENS:
+            raise ConfigError("evaluation-tokens", self.evaluation_tokens, f"{ROW_TOKENS} or more")

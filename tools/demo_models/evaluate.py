@@ -1,4 +1,4 @@
-"""Measures the trained models on held-out modules: losses, acceptance, copying."""
+"""Measures the trained models on held-out modules: losses, acceptance, copying, loops."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from specserve.compare.corpus import Module
 from specserve.compare.tasks import TaskMaker
 from specserve.core.errors import ConfigError
 from tools.demo_models.base_model import BaseModel
+from tools.demo_models.completions import COPY_KINDS, loop_share
 from tools.demo_models.draft_model import DraftModel
-from tools.demo_models.tokenizer import END_ID, encode_chat, encode_text
+from tools.demo_models.tokenizer import encode_chat, encode_text
 
 ROW_TOKENS = 1024
-COPY_KINDS = ("quote", "rename", "repeat")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +31,8 @@ class BaseScores:
     """How often the MTP layer's first guess is the base's own greedy choice."""
     chat_mtp_acceptance: float
     """The same on the answers of chat tasks."""
+    loops: float
+    """Share of greedy completions of plain code that end in a loop."""
     copy_accuracy: dict[str, float]
     """By task: how often the greedy choice is the answer's next token, given the tokens before."""
     num_tokens: int
@@ -90,11 +92,12 @@ def held_out_dialogues(
 def score_base(
     model: BaseModel, modules: list[Module], tokenizer: Tokenizer, num_tokens: int
 ) -> BaseScores:
-    """Measure the base; takes about as long as training on the same number of tokens."""
+    """Measure the base; takes a few times as long as training on the same number of tokens."""
     model.eval()
     device = model.embed_tokens.weight.device
     losses, mtp_losses, agreed = [], [], []
-    for row in torch.split(held_out_rows(modules, tokenizer, num_tokens), 4):
+    rows = held_out_rows(modules, tokenizer, num_tokens)
+    for row in torch.split(rows, 4):
         row = row.to(device)
         logits, guesses = _base_and_mtp(model, row)
         losses.append(F.cross_entropy(logits.flatten(0, 1), row[:, 1:].flatten()))
@@ -115,8 +118,9 @@ def score_base(
         mtp_loss=_mean(mtp_losses),
         mtp_acceptance=_mean(agreed),
         chat_mtp_acceptance=_mean(chat_agreed),
+        loops=loop_share(model, rows),
         copy_accuracy={kind: _mean(shares) for kind, shares in copied.items()},
-        num_tokens=len(losses) * 4 * ROW_TOKENS,
+        num_tokens=rows.numel(),
     )
 
 
@@ -133,7 +137,8 @@ def score_draft(
     base.eval()
     device = model.embed_tokens.weight.device
     losses, agreed, chat_agreed = [], [], []
-    for row in torch.split(held_out_rows(modules, tokenizer, num_tokens), 4):
+    rows = held_out_rows(modules, tokenizer, num_tokens)
+    for row in torch.split(rows, 4):
         row = row.to(device)
         logits = model(row[:, :-1])
         wanted = base.lm_head(base.hidden(row[:, :-1])).argmax(-1)
@@ -148,23 +153,8 @@ def score_draft(
         loss=_mean(losses),
         acceptance=_mean(agreed),
         chat_acceptance=_mean(chat_agreed),
-        num_tokens=len(losses) * 4 * ROW_TOKENS,
+        num_tokens=rows.numel(),
     )
-
-
-@torch.no_grad()
-def complete(model: BaseModel, prompt: list[int], max_tokens: int) -> list[int]:
-    """Greedy continuation of `prompt` up to the end token; for samples, as it has no cache."""
-    model.eval()
-    ids = list(prompt)
-    device = model.embed_tokens.weight.device
-    for _ in range(max_tokens):
-        hidden = model.hidden(torch.tensor([ids], device=device))
-        best = int(model.lm_head(hidden[0, -1]).argmax())
-        if best == END_ID:
-            break
-        ids.append(best)
-    return ids[len(prompt) :]
 
 
 def _base_and_mtp(model: BaseModel, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,43 +166,3 @@ def _base_and_mtp(model: BaseModel, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 def _mean(values: list[Tensor] | list[float]) -> float:
     return float(sum(float(v) for v in values) / len(values))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sample:
-    """A held-out prompt's end, what the base wrote, and for a task what was asked for."""
-
-    kind: str
-    prompt: str
-    completion: str
-    wanted: str
-
-
-def samples(model: BaseModel, modules: list[Module], tokenizer: Tokenizer) -> list[Sample]:
-    """Greedy completions: two of plain code, then one of each copying task and of `complete`."""
-    shown = []
-    for module in modules[1:3]:
-        ids = encode_text(tokenizer, module.text)[:260]
-        written = complete(model, ids[:200], 60)
-        shown.append(
-            Sample(
-                kind="code",
-                prompt=tokenizer.decode(ids[120:200]),
-                completion=tokenizer.decode(written),
-                wanted=tokenizer.decode(ids[200:]),
-            )
-        )
-    maker = TaskMaker(modules)
-    for kind in (*COPY_KINDS, "complete"):
-        messages = maker.draw(random.Random(f"sample {kind}"), 900, kind).messages
-        prompt = encode_chat(tokenizer, messages[:-1], add_generation_prompt=True)
-        written = complete(model, prompt, 80)
-        shown.append(
-            Sample(
-                kind=kind,
-                prompt=messages[-2]["content"],
-                completion=tokenizer.decode(written),
-                wanted=messages[-1]["content"],
-            )
-        )
-    return shown

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -60,6 +60,14 @@ def base_tensors(model: BaseModel) -> dict[str, Tensor]:
 def draft_tensors(model: DraftModel) -> dict[str, Tensor]:
     """The draft model's tensors by Llama's names."""
     return {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+
+
+@torch.no_grad()
+def load_into(tensors: dict[str, Tensor], folder: Path) -> None:
+    """Overwrite what `base_tensors` or `draft_tensors` gave with an exported folder's weights."""
+    stored = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        tensor.copy_(stored[name])
 
 
 def _write(

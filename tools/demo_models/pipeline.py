@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import torch
 from tokenizers import Tokenizer
 
 from specserve.compare.corpus import load_modules
 from tools.demo_models import base_model, draft_model
 from tools.demo_models.base_model import BaseModel
-from tools.demo_models.card import write_base_card, write_draft_card
+from tools.demo_models.card import Start, write_base_card, write_draft_card
+from tools.demo_models.completions import loop_share, samples
 from tools.demo_models.config import TrainConfig
 from tools.demo_models.draft_model import DraftModel
-from tools.demo_models.evaluate import samples, score_base, score_draft
-from tools.demo_models.export import export_base, export_draft
+from tools.demo_models.evaluate import held_out_rows, score_base, score_draft
+from tools.demo_models.export import (
+    base_tensors,
+    draft_tensors,
+    export_base,
+    export_draft,
+    load_into,
+)
 from tools.demo_models.induction import plant_in_base, plant_in_draft, plant_in_mtp
 from tools.demo_models.objectives import BaseObjective, DraftObjective, MTPObjective
+from tools.demo_models.packages import permissive_packages
 from tools.demo_models.progress import Progress
 from tools.demo_models.shapes import MAX_TOKENS, VOCAB_SIZE, BaseShape, DraftShape
 from tools.demo_models.stream import TokenStream
@@ -31,7 +42,10 @@ class Pipeline:
         on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
         self.device = torch.device("cuda" if on_gpu else "cpu")
         self.workers = Workers(self.device)
+        packages = permissive_packages() if config.packages else {}
+        self.packages = list(packages)
         self.training = load_modules(config.corpus, held_out=False)
+        self.training += [module for modules in packages.values() for module in modules]
         self.held_out = load_modules(config.corpus, held_out=True)
         self.tokenizer = self._tokenizer()
 
@@ -53,8 +67,11 @@ class Pipeline:
         return True
 
     def new_base(self) -> BaseModel:
-        """The base with its seeded first weights."""
+        """The base with its seeded first weights, or with those to train on from."""
         model = BaseModel(BaseShape(), max_tokens=MAX_TOKENS)
+        if self.config.start:
+            load_into(base_tensors(model), self.config.start / "demo-base")
+            return model.to(self.device)
         generator = torch.Generator().manual_seed(self.config.seed)
         base_model.initialise(model, generator)
         plant_in_base(model, generator)
@@ -65,8 +82,11 @@ class Pipeline:
         return model.to(self.device)
 
     def new_draft(self) -> DraftModel:
-        """The draft model with its seeded first weights."""
+        """The draft model with its seeded first weights, or with those to train on from."""
         model = DraftModel(DraftShape(), max_tokens=MAX_TOKENS)
+        if self.config.start:
+            load_into(draft_tensors(model), self.config.start / "demo-draft")
+            return model.to(self.device)
         generator = torch.Generator().manual_seed(self.config.seed + 1)
         draft_model.initialise(model, generator)
         plant_in_draft(model, generator)
@@ -93,9 +113,15 @@ class Pipeline:
         """Measure the base and write its folder."""
         folder = self.config.output / "demo-base"
         export_base(model, self.tokenizer, folder)
-        scores = score_base(model, self.held_out, self.tokenizer, self.config.evaluation_tokens)
+        tokens = self.config.evaluation_tokens
+        scores = score_base(model, self.held_out, self.tokenizer, tokens)
         shown = samples(model, self.held_out, self.tokenizer)
-        write_base_card(folder, model, scores, shown, (run, mtp_run), self.config)
+        start = self._start("demo-base")
+        if start:
+            rows = held_out_rows(self.held_out, self.tokenizer, tokens)
+            start = replace(start, loops=loop_share(self.new_base(), rows))
+        runs = (run, mtp_run)
+        write_base_card(folder, model, scores, shown, runs, self.config, self.packages, start)
 
     def write_draft(self, model: DraftModel, base: BaseModel, run: Run) -> None:
         """Measure the draft model against the base and write its folder."""
@@ -103,7 +129,15 @@ class Pipeline:
         export_draft(model, self.tokenizer, folder)
         tokens = self.config.evaluation_tokens
         scores = score_draft(model, base, self.held_out, self.tokenizer, tokens)
-        write_draft_card(folder, model, scores, run, self.config)
+        start = self._start("demo-draft")
+        write_draft_card(folder, model, scores, run, self.config, self.packages, start)
+
+    def _start(self, name: str) -> Start | None:
+        if not self.config.start:
+            return None
+        training = json.loads((self.config.start / name / "training.json").read_text())["training"]
+        before = training.get("start") or {"million_tokens": 0.0}
+        return Start(million_tokens=training["million_tokens"] + before["million_tokens"])
 
     def _train(self, run: Run, name: str) -> bool:
         if run.resume():
@@ -112,6 +146,8 @@ class Pipeline:
             return run.train(progress)
 
     def _tokenizer(self) -> Tokenizer:
+        if self.config.start:
+            return Tokenizer.from_file(str(self.config.start / "demo-base" / "tokenizer.json"))
         path = self.config.work / "tokenizer.json"
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ from tools.demo_models.progress import Progress
 from tools.demo_models.stream import Position, TokenStream
 from tools.demo_models.workers import Workers, sum_in_order
 
-ROW_STAGES = ((0.0, 512), (0.3, 1024), (0.75, 2048))
+ROW_STAGES = ((0.0, 512), (0.6, 1024), (0.9, 2048))
 """From which progress on rows have how many tokens: short rows learn faster, long ones farther."""
 
 CLIP_NORM = 1.0

@@ -1,14 +1,17 @@
-"""Linear layers on CPUs without bfloat16 arithmetic.
+"""Linear layers on CPU, in bfloat16 or in float32: as is faster here, by a measurement at load.
 
-Without AVX512-BF16, AMX or Arm's BF16, matrix products in bfloat16 are slower than in float32. Here
-linear layers keep their weights in float32, twice the memory, and round the result once, as
-bfloat16 hardware does. Latent attention and a separate output head keep their bfloat16 weights
-beside them, which others read too.
+Without AVX512-BF16, AMX or Arm's BF16, most matrix products are slower in bfloat16 than in float32,
+by how much depends on the shape. A layer that computes in float32 keeps its weights so, in twice
+the memory, and rounds the result once, as bfloat16 hardware does. Latent attention and a separate
+output head keep their bfloat16 weights beside them, which others read too.
 """
 
 from __future__ import annotations
 
-from functools import partial
+import logging
+import time
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,38 +21,92 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
+logger = logging.getLogger(__name__)
+
 _dispatch = utils.dispatch_cpu_unquantized_gemm
 
+_ROWS = (8, 128)
+"""Tokens of a step that decodes, and of one that reads a prompt."""
+_MOST_WEIGHTS = 1 << 22
+"""As many are measured at most: a run takes milliseconds, and no cache of a core holds them."""
+_NUM_RUNS = 5
+_MEASURED_S = 0.03
+"""Of a shape and number of rows at least so much."""
+_WORTH = 0.8
+"""Float32 takes twice the memory: it is worth that where it takes at most this part of the time."""
 
-def use_float32_linear() -> None:
-    """Has vLLM's linear layers compute so in this process, where the CPU needs it."""
-    if not has_bfloat16_arithmetic():
-        utils.dispatch_cpu_unquantized_gemm = _dispatch_float32
+
+def use_fastest_linear() -> None:
+    """Has vLLM's linear layers compute in this process as is faster for their shape."""
+    utils.dispatch_cpu_unquantized_gemm = _dispatch_fastest
 
 
-def use_float32_linear_in(model: torch.nn.Module) -> None:
+def use_fastest_linear_in(model: torch.nn.Module) -> None:
     """The same for the loaded layers that vLLM leaves to torch: those of latent attention."""
-    if not has_bfloat16_arithmetic():
-        for layer in model.modules():
-            if getattr(layer, "_cpu_skip_gemm_dispatch", False):
-                weight = getattr(layer, "weight", None)
-                if isinstance(weight, torch.Tensor) and _is_concerned(weight):
-                    _compute_in_float32(layer, weight)
+    for layer in model.modules():
+        if getattr(layer, "_cpu_skip_gemm_dispatch", False):
+            weight = getattr(layer, "weight", None)
+            if (
+                isinstance(weight, torch.Tensor)
+                and _is_concerned(weight)
+                and is_float32_faster(*weight.shape, _leave_to_torch)
+            ):
+                _compute_in_float32(layer, weight)
 
 
-def has_bfloat16_arithmetic() -> bool:
-    """Whether the CPU multiplies bfloat16 numbers itself (x86: AVX512-BF16 or AMX; Arm: BF16)."""
-    return bool(
-        torch.cpu._is_avx512_bf16_supported()
-        or torch.cpu._is_amx_tile_supported()
-        or torch.cpu.get_capabilities().get("bf16", False)
-    )
+@cache
+def is_float32_faster(
+    num_outputs: int, num_inputs: int, dispatch: Callable[[Any, bool], None]
+) -> bool:
+    """Whether a layer of this shape takes clearly less time in float32; measures it once.
+
+    Decoding and reading a prompt count the same, by the ratios of their times.
+
+    Args:
+        num_outputs: of the layer; of many only some are measured.
+        num_inputs: of the layer.
+        dispatch: chooses how a layer computes in bfloat16, as vLLM's function does.
+    """
+    num_outputs = min(num_outputs, max(1, _MOST_WEIGHTS // num_inputs))
+    layer: Any = torch.nn.Linear(num_inputs, num_outputs, bias=False, dtype=torch.bfloat16)
+    weight = layer.weight.detach().float()
+    dispatch(layer, False)
+    ratio = 1.0
+    for num_rows in _ROWS:
+        x = torch.ones(num_rows, num_inputs, dtype=torch.bfloat16)
+        in_float32, in_bfloat16 = _seconds(
+            partial(_linear, weight, x, weight, None),
+            partial(layer.cpu_linear, x, layer.weight, None),
+        )
+        ratio *= in_float32 / in_bfloat16
+    logger.info("Linear %d to %d: float32 takes %.2f", num_inputs, num_outputs, ratio**0.5)
+    return bool(ratio**0.5 < _WORTH)
 
 
-def _dispatch_float32(layer: Any, remove_weight: bool) -> None:
+def _seconds(*calls: Callable[[], object]) -> list[float]:
+    """The shortest run of each, in turns: on a busy machine many are interrupted."""
+    runs: list[list[float]] = [[_one_run(call) for call in calls]]  # which warms up
+    until = time.perf_counter() + _MEASURED_S
+    while len(runs) <= _NUM_RUNS or time.perf_counter() < until:
+        runs.append([_one_run(call) for call in calls])
+    return [min(times) for times in zip(*runs[1:], strict=True)]
+
+
+def _one_run(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def _leave_to_torch(layer: Any, remove_weight: bool) -> None:
+    layer.cpu_linear = torch.nn.functional.linear
+
+
+def _dispatch_fastest(layer: Any, remove_weight: bool) -> None:
     """vLLM's function of this name: chooses how a layer computes."""
     is_lookup = isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead)
-    if is_lookup or not _is_concerned(layer.weight):
+    may_change = not is_lookup and _is_concerned(layer.weight)
+    if not (may_change and is_float32_faster(*layer.weight.shape, _dispatch)):
         _dispatch(layer, remove_weight)
         return
     _compute_in_float32(layer, layer.weight)

@@ -8,7 +8,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from specserve.engine.cpu.experts import allow_float32_experts
 from specserve.engine.cpu.kernels import repair_kernels, unused_generators_aside
-from specserve.engine.cpu.linear import use_float32_linear, use_float32_linear_in
+from specserve.engine.cpu.linear import use_fastest_linear, use_fastest_linear_in
 from specserve.engine.cpu.mla import use_verifying_backend
 from specserve.engine.worker import SpeculationMixin
 
@@ -20,14 +20,14 @@ class CpuWorker(CPUWorker):
         """Builds the model runner."""
         repair_kernels()
         use_verifying_backend()
-        use_float32_linear()
+        use_fastest_linear()
         allow_float32_experts()
         super().init_device()
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Loads the weights."""
         super().load_model(load_dummy_weights=load_dummy_weights)
-        use_float32_linear_in(self.get_model())
+        use_fastest_linear_in(self.get_model())
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """A step's tokens."""

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from vllm.model_executor.layers import utils
@@ -13,11 +15,11 @@ def _restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", utils.dispatch_cpu_unquantized_gemm)
 
 
-def test_products_are_rounded_once_where_the_cpu_has_no_bfloat16(
+def test_products_in_float32_are_rounded_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(linear, "has_bfloat16_arithmetic", lambda: False)
-    linear.use_float32_linear()
+    monkeypatch.setattr(linear, "is_float32_faster", lambda *_: True)
+    linear.use_fastest_linear()
     layer = torch.nn.Linear(64, 48, dtype=torch.bfloat16)
     x = torch.randn(5, 64).bfloat16()
     exact = x.double() @ layer.weight.double().T + layer.bias.double()
@@ -29,18 +31,39 @@ def test_products_are_rounded_once_where_the_cpu_has_no_bfloat16(
 
 
 def test_layers_that_vllm_leaves_to_torch_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "has_bfloat16_arithmetic", lambda: False)
+    monkeypatch.setattr(linear, "is_float32_faster", lambda *_: True)
     left_to_torch, other = (torch.nn.Linear(4, 4, dtype=torch.bfloat16) for _ in range(2))
     exact, packed = torch.nn.Linear(4, 4), torch.nn.Identity()
     for layer in (left_to_torch, exact, packed):
         vars(layer)["_cpu_skip_gemm_dispatch"] = True
-    linear.use_float32_linear_in(torch.nn.Sequential(left_to_torch, other, exact, packed))
+    linear.use_fastest_linear_in(torch.nn.Sequential(left_to_torch, other, exact, packed))
     assert hasattr(left_to_torch, "cpu_linear")
     assert not any(hasattr(layer, "cpu_linear") for layer in (other, exact, packed))
 
 
-def test_a_cpu_that_has_bfloat16_keeps_vllms_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "has_bfloat16_arithmetic", lambda: True)
-    before = utils.dispatch_cpu_unquantized_gemm
-    linear.use_float32_linear()
-    assert utils.dispatch_cpu_unquantized_gemm is before
+@pytest.mark.parametrize(("seconds", "is_faster"), [((1, 2, 1, 2), True), ((2, 1, 1, 2), False)])
+def test_float32_is_chosen_where_decoding_and_reading_are_faster_in_all(
+    seconds: tuple[int, ...], is_faster: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First decoding in float32, then in bfloat16, then the same of a prompt."""
+    of_rows = iter([seconds[:2], seconds[2:]])
+
+    def take(*calls: Callable[[], torch.Tensor]) -> tuple[int, ...]:
+        assert len({call().shape for call in calls}) == 1
+        return next(of_rows)
+
+    monkeypatch.setattr(linear, "_seconds", take)
+    linear.is_float32_faster.cache_clear()
+    found = linear.is_float32_faster(64, 32, linear._dispatch)
+    assert found is is_faster
+    assert linear.is_float32_faster(64, 32, linear._dispatch) is found  # measured once
+    linear.is_float32_faster.cache_clear()
+
+
+def test_where_bfloat16_is_as_fast_vllm_chooses_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "is_float32_faster", lambda *_: False)
+    asked: list[bool] = []
+    monkeypatch.setattr(linear, "_dispatch", lambda _, remove_weight: asked.append(remove_weight))
+    linear.use_fastest_linear()
+    utils.dispatch_cpu_unquantized_gemm(torch.nn.Linear(4, 4, dtype=torch.bfloat16), True)
+    assert asked == [True]

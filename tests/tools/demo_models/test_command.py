@@ -9,6 +9,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tools.demo_models.__main__ import main
 from tools.demo_models.shapes import BaseShape, DraftShape
 
+MODELS = str(Path(__file__).parents[3] / "configs" / "models")
+
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
@@ -16,6 +18,8 @@ from tools.demo_models.shapes import BaseShape, DraftShape
         (("--minutes", "0"), "minutes: 0.0 is not allowed; allowed: more than 0"),
         (("--device", "tpu"), "device: 'tpu' is not allowed; allowed: auto, cpu, cuda"),
         (("--batch-tokens", "1"), "batch-tokens: 1 is not allowed"),
+        (("--from", "/nonexistent"), "from: '/nonexistent' is not allowed; allowed: a folder with"),
+        (("--from", MODELS, "--output", MODELS), "allowed: another folder than the output's"),
         (("--corpus", "/nonexistent"), "corpus: '/nonexistent' is not allowed"),
     ],
 )
@@ -33,7 +37,7 @@ def test_two_steps_end_with_two_measured_model_folders(corpus: Path, tmp_path: P
     folders = {"--corpus": corpus, "--work": tmp_path / "work", "--output": tmp_path / "models"}
     options = {"--device": "cpu", "--batch-tokens": 128, "--max-tokens": 256}
     flat = [str(part) for pair in {**folders, **options}.items() for part in pair]
-    assert main([*flat, "--evaluation-tokens", "4096"]) == 0
+    assert main([*flat, "--evaluation-tokens", "1024"]) == 0
     for name, shape in (("demo-base", BaseShape()), ("demo-draft", DraftShape())):
         folder = tmp_path / "models" / name
         record = json.loads((folder / "training.json").read_text())

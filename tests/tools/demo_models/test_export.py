@@ -13,7 +13,13 @@ from transformers import AutoModelForCausalLM
 
 from tools.demo_models.base_model import BaseModel
 from tools.demo_models.draft_model import DraftModel
-from tools.demo_models.export import export_base, export_draft
+from tools.demo_models.export import (
+    base_tensors,
+    draft_tensors,
+    export_base,
+    export_draft,
+    load_into,
+)
 from tools.demo_models.shapes import BaseShape, DraftShape
 
 VOCAB_SIZE = 512
@@ -77,3 +83,22 @@ def test_the_mtp_layer_is_stored_behind_the_last_layer_with_its_own_copies(
         assert stored[f"{layer}.{name}.weight"].dtype == torch.bfloat16
     assert stored[f"{layer}.mlp.gate.e_score_correction_bias"].dtype == torch.float32
     assert f"{layer}.mlp.experts.{base_shape.n_routed_experts - 1}.down_proj.weight" in stored
+
+
+def test_training_goes_on_from_exported_folders(
+    base_shape: BaseShape, draft_shape: DraftShape, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    base, draft = BaseModel(base_shape, max_tokens=64), DraftModel(draft_shape, max_tokens=64)
+    _randomise(base)
+    _randomise(draft)
+    export_base(base, tokenizer, tmp_path / "base")
+    export_draft(draft, tokenizer, tmp_path / "draft")
+    new_base, new_draft = (
+        BaseModel(base_shape, max_tokens=64),
+        DraftModel(draft_shape, max_tokens=64),
+    )
+    load_into(base_tensors(new_base), tmp_path / "base")
+    load_into(draft_tensors(new_draft), tmp_path / "draft")
+    for model, expected in ((new_base, base), (new_draft, draft)):
+        state = model.state_dict()
+        assert all(torch.equal(state[n], tensor) for n, tensor in expected.state_dict().items())

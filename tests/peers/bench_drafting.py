@@ -1,0 +1,239 @@
+"""What drafting adds to one decoding step: ours beside vLLM's own proposers, without an engine.
+
+    python -m tests.peers drafting [--batches 1 8 32] [--texts agent,random] [--rounds 2]
+
+Requests of about 1,000 tokens of Python code are decoded in a replay: a draft's tokens are accepted
+as far as they are the next ones of the text, and one token more is written. Between two steps
+nothing runs for 5 ms. All sides take turns within a step, each with texts that grow by what it has
+drafted itself. One thread.
+
+``agent``: every text was written before, with edits, so that nearly all drafts are long and break
+off somewhere. ``code``: files never seen. ``random``: random tokens, nothing can be drafted.
+
+``asked`` is the whole hook that the engine calls: outcomes, learning, looking up with ``ngram`` and
+``trie``, which are both asked in every step and draft up to 16 tokens, choice, bookkeeping.
+``served`` is the same as it is configured by default: sources that do not pay are asked less often,
+and drafts have the length that pays. ``trie`` is the draft memory alone. vLLM's proposers draft up
+to 16 tokens, too. A cell has the median and the 99th percentile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import track
+from tokenizers import Tokenizer
+
+from specserve.compare.machine import circumstances
+from specserve.core.config import AppConfig, parse
+from specserve.core.types import Int32Array
+from tests.peers.drafting_sides import (
+    DRAFT_LEN,
+    MAX_BYTES,
+    VOCAB_SIZE,
+    Drafts,
+    Hook,
+    Requests,
+    Side,
+    Trie,
+    VllmNgram,
+    VllmSuffixSide,
+)
+from tests.peers.sources import Sources
+from tests.peers.suffix_peer import arctic
+from tests.peers.tables import print_rows
+from tests.peers.workload import edited
+
+BATCHES = (1, 8, 32, 64, 128, 256)
+TEXTS = ("agent", "code", "random")
+WARM_UP_STEPS = 20
+FORWARD_S = 0.005
+EDITED_LINES = 0.1
+"""Share of an ``agent`` text's lines that differ from what was written before."""
+MATCH = (2, 4)
+"""Shortest and longest match of prompt lookup, in tokens."""
+
+
+class Player:
+    """One side's replay of a batch.
+
+    Args:
+        side: drafts.
+        requests: its own.
+    """
+
+    def __init__(self, side: Side, requests: Requests) -> None:
+        self._side, self._requests = side, requests
+        self._drafts: Drafts = [[] for _ in requests.req_ids]
+        self.num_drafted = self.num_accepted = 0
+        side.begin(requests)
+
+    def step(self) -> float:
+        """Verifies the last drafts and asks for new ones; the seconds that asking took."""
+        requests, sampled = self._requests, []
+        for row, draft in enumerate(self._drafts):
+            begin = int(requests.num_tokens_no_spec[row])
+            following = requests.token_ids_cpu[row, begin : begin + len(draft) + 1].tolist()
+            accepted = num_same(draft, following)
+            sampled.append(following[: accepted + 1])
+            requests.num_tokens_no_spec[row] += accepted + 1
+            self.num_drafted += len(draft)
+            self.num_accepted += accepted
+        call = self._side.step(sampled, self._drafts)
+        began = time.perf_counter()
+        self._drafts = call()
+        return time.perf_counter() - began
+
+
+def num_same(one: Sequence[int], other: Sequence[int]) -> int:
+    """Length of the common beginning."""
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def sides(model: Path, batch: int, width: int) -> dict[str, Side]:
+    """All competitors, none of which has seen anything."""
+    return {
+        "asked": Hook(application(model, dynamic=False), 2 * width),
+        "served": Hook(application(model, dynamic=True), 2 * width),
+        "trie": Trie(),
+        "vllm ngram": VllmNgram(*MATCH, batch, 2 * width),
+        "vllm suffix": VllmSuffixSide(),
+    }
+
+
+def application(model: Path, *, dynamic: bool) -> AppConfig:
+    """With the sources that need no model."""
+    each = {"max_draft_len": DRAFT_LEN, "dynamic": dynamic}
+    low, high = MATCH
+    ngram = {"kind": "ngram", "min_matching_ngram_size": low, "max_matching_ngram_size": high}
+    trie = {"kind": "trie", "max_bytes": MAX_BYTES}
+    return parse({"model": {"path": str(model)}, "speculation": [ngram | each, trie | each]})
+
+
+def texts_of(
+    kind: str, tokenizer: Tokenizer, batch: int, width: int, seed: int
+) -> tuple[Int32Array, list[Int32Array]]:
+    """(texts ``[batch, width]``, what was written before)."""
+    if kind == "random":
+        rng = np.random.default_rng(seed)
+        return rng.integers(0, VOCAB_SIZE, (batch, width), np.int32), []
+    sources = Sources(tokenizer, seed)
+    stream = np.concatenate(sources.texts(batch * width))[: batch * width]
+    texts = stream.reshape(batch, width)
+    if kind == "code":
+        return texts, []
+    rng_of_edits = random.Random(seed)
+    before = [
+        "".join(edited(text.splitlines(keepends=True), EDITED_LINES, rng_of_edits))
+        for text in tokenizer.decode_batch(texts.tolist())
+    ]
+    return texts, list(sources.encoded(before))
+
+
+def measure(
+    model: Path, kind: str, batch: int, context: int, steps: int, seeds: Sequence[int]
+) -> dict[str, Any]:
+    """A row: milliseconds of a step of each side.
+
+    Args:
+        model: whose tokenizer is used.
+        kind: of :data:`TEXTS`.
+        batch: requests.
+        context: prompt tokens of each.
+        steps: timed, of each round.
+        seeds: of each round's texts.
+    """
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    width = context + (DRAFT_LEN + 1) * (WARM_UP_STEPS + steps)
+    seconds: dict[str, list[float]] = {}
+    for seed in seeds:
+        texts, before = texts_of(kind, tokenizer, batch, width, seed)
+        players = {}
+        for name, side in sides(model, batch, width).items():
+            for number, text in enumerate(before):
+                side.learn(f"before-{number}", text)
+            names = [f"request-{row}" for row in range(batch)]
+            players[name] = Player(side, Requests(names, texts, context))
+        order = list(players)
+        for number in range(WARM_UP_STEPS + steps):
+            for name in order:
+                took = players[name].step()
+                if number >= WARM_UP_STEPS:
+                    seconds.setdefault(name, []).append(took)
+            order = order[1:] + order[:1]
+            time.sleep(FORWARD_S)
+    total = batch * (WARM_UP_STEPS + steps)
+    row: dict[str, Any] = {"text": kind, "batch": batch}
+    for name, found in seconds.items():
+        of_last = players[name]
+        row[name] = {
+            "median_ms": round(1e3 * float(np.median(found)), 3),
+            "p99_ms": round(1e3 * float(np.percentile(found, 99)), 3),
+            "drafted_per_step": round(of_last.num_drafted / total, 2),
+            "accepted_per_step": round(of_last.num_accepted / total, 2),
+        }
+    return row
+
+
+def cells(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of the table."""
+    shown = {
+        name: f"{value['median_ms']:.3f} ({value['p99_ms']:.2f})"
+        for name, value in row.items()
+        if isinstance(value, dict)
+    }
+    per_request = 1e3 * row["trie"]["median_ms"] / row["batch"]
+    asked = row["asked"]
+    return {
+        "text": row["text"],
+        "batch": row["batch"],
+        **shown,
+        "trie, us a request": round(per_request, 2),
+        "drafted, accepted of asked": f"{asked['drafted_per_step']}, {asked['accepted_per_step']}",
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints a table and, last, one line of JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", type=Path, default=Path("configs/models/demo-base"))
+    parser.add_argument("--texts", default=",".join(TEXTS))
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
+    parser.add_argument("--context", type=int, default=1000, help="prompt tokens of a request")
+    parser.add_argument("--steps", type=int, default=60, help="timed, of each round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    kinds = args.texts.split(",")
+    if unknown := set(kinds) - set(TEXTS):
+        parser.error(f"--texts: {', '.join(sorted(unknown))}: known are {', '.join(TEXTS)}")
+    arctic()
+    numba.set_num_threads(1)
+    torch.set_num_threads(1)
+    places = [(kind, batch) for kind in kinds for batch in args.batches]
+    seeds = range(args.seed, args.seed + args.rounds)
+    rows = [
+        measure(args.model, kind, batch, args.context, args.steps, seeds)
+        for kind, batch in track(places, "measuring")
+    ]
+    print_rows(Console(width=160), "ms a step: median (99th percentile)", list(map(cells, rows)))
+    options = {key: value for key, value in vars(args).items() if key != "model"}
+    print(
+        json.dumps({"benchmark": "drafting", **circumstances(), "options": options, "rows": rows})
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

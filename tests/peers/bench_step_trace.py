@@ -1,0 +1,164 @@
+"""One step's timeline over all processes of the server, as a file that Perfetto opens.
+
+    python -m tests.peers step-trace [--clients 8] [--steps 3] [--out step-trace.json]
+
+Streams answers to some clients, and cuts steps out of the middle: the request's way in, scheduling,
+the executor's hand-over, the worker, sampling, drafting, the tokens' way out. Open the file at
+https://ui.perfetto.dev or in chrome://tracing. The table has the same spans' times a step. The
+instruments themselves cost some microseconds a span.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+
+from specserve.compare.machine import circumstances
+from specserve.core.config import AppConfig
+from specserve.core.errors import SpecServeError
+from specserve.serve.config_file import read
+from tests.integration.api import Api
+from tests.integration.cluster import HAPROXY, Cluster, serving
+from tests.peers.tables import print_rows
+
+PROMPT = "def add(a, b):\n    return a + b\n\n"
+NUM_TOKENS = 96
+STEP, SUFFIX = "step", ".spans"
+
+
+@dataclass(frozen=True, order=True)
+class Span:
+    """What a thread did, in nanoseconds of the machine's monotonic clock."""
+
+    started: int
+    ended: int
+    name: str
+    thread: str
+    process: str
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes the file; prints a table and, last, one line of JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--config", type=Path, default=Path("configs/demo.yaml"))
+    parser.add_argument("--plain", action="store_true", help="with `speculation: []`")
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path("step-trace.json"))
+    args = parser.parse_args(argv)
+    config = read(args.config).applications[0].config
+    if args.plain:
+        config = config.model_copy(update={"speculation": ()})
+    spans = record(config, args.clients)
+    args.out.write_text(json.dumps(timeline(cut(spans, args.steps))))
+    rows = list(summarise(spans))
+    print_rows(Console(), f"{args.clients} clients, all steps; the timeline is in {args.out}", rows)
+    options = {key: str(value) for key, value in vars(args).items()}
+    print(
+        json.dumps({"benchmark": "step-trace", **circumstances(), "options": options, "rows": rows})
+    )
+    return 0
+
+
+def record(config: AppConfig, num_clients: int) -> list[Span]:
+    """What the processes of a server did while it answered, in their order."""
+    cluster = Cluster([os.cpu_count() or 1])
+    if HAPROXY.exists():
+        cluster.use_haproxy()
+    try:
+        cluster.start()
+        application = {"/": config.model_dump(mode="json")}
+        with serving(cluster, application, "tests.peers.traced:build") as deployment:
+            base_url, name = deployment.base_url(), config.model.name
+            with ThreadPoolExecutor(num_clients) as pool:
+                list(pool.map(lambda _: stream(base_url, name), range(2 * num_clients)))
+            return sorted(_read(cluster))
+    finally:
+        cluster.stop()
+
+
+def stream(base_url: str, model: str) -> None:
+    """One answer, read to its end."""
+    body = {"model": model, "prompt": PROMPT, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+    api = Api(base_url)
+    with api.http, api.streaming(**body) as events:
+        for _ in events:
+            pass
+
+
+def _read(cluster: Cluster) -> Iterator[Span]:
+    kinds = {process.pid: "replica" for process in cluster.replicas()}
+    kinds |= {process.pid: "engine core" for process in cluster.engine_cores()}
+    kinds |= {process.pid: "shard" for process in cluster.shards()}
+    for path in cluster.folder.glob(f"*{SUFFIX}"):
+        pid = int(path.stem)
+        for line in path.read_text().splitlines():
+            name, thread, started, ended = json.loads(line)
+            yield Span(started, ended, name, thread, f"{kinds.get(pid, 'process')} {pid}")
+
+
+def cut(spans: Sequence[Span], num_steps: int) -> list[Span]:
+    """The spans that began within some steps, in the middle of all."""
+    steps = [span for span in spans if span.name == STEP]
+    if len(steps) < num_steps:
+        raise SpecServeError(f"{len(steps)} steps were recorded, --steps asks for {num_steps}")
+    first = (len(steps) - num_steps) // 2
+    began, ended = steps[first].started, steps[first + num_steps - 1].ended
+    tail = (ended - began) // num_steps  # in which the last tokens go out
+    return [span for span in spans if began <= span.started <= ended + tail]
+
+
+def timeline(spans: Sequence[Span]) -> dict[str, Any]:
+    """In the trace event format, times in microseconds: a row for each thread of each process."""
+    processes = sorted({span.process for span in spans})
+    threads = sorted({(span.process, span.thread) for span in spans})
+    start = min(span.started for span in spans)
+    names = [
+        {"ph": "M", "name": "process_name", "pid": number, "args": {"name": process}}
+        for number, process in enumerate(processes)
+    ]
+    names += [
+        {
+            **{"ph": "M", "name": "thread_name", "pid": processes.index(process)},
+            **{"tid": number, "args": {"name": thread}},
+        }
+        for number, (process, thread) in enumerate(threads)
+    ]
+    events = [
+        {
+            **{"ph": "X", "name": span.name, "pid": processes.index(span.process)},
+            **{"tid": threads.index((span.process, span.thread))},
+            **{"ts": (span.started - start) / 1e3, "dur": (span.ended - span.started) / 1e3},
+        }
+        for span in spans
+    ]
+    return {"traceEvents": [*names, *events], "displayTimeUnit": "ms"}
+
+
+def summarise(spans: Sequence[Span]) -> Iterator[dict[str, Any]]:
+    """A row for each kind of span: how long it takes, and how much of it a step has."""
+    num_steps = sum(span.name == STEP for span in spans)
+    times: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for span in spans:
+        times[span.process.split(" ")[0], span.name].append((span.ended - span.started) / 1e6)
+    for (process, name), found in sorted(times.items()):
+        yield {
+            "process": process,
+            "span": name,
+            "median ms": round(median(found), 3),
+            "ms a step": round(sum(found) / max(num_steps, 1), 3),
+        }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,223 @@
+"""What drafts in one decoding step, ours and vLLM's, each called as a model runner calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import numpy as np
+from vllm import SamplingParams
+from vllm.v1.spec_decode.ngram_proposer import NgramProposer as VllmNgramProposer
+
+from specserve.core.config import AppConfig
+from specserve.core.types import Int32Array
+from specserve.engine.hook import ProposerHook
+from specserve.trie.token_trie import TokenTrie
+from tests.peers.suffix_peer import VllmSuffix
+
+DRAFT_LEN = 16
+VOCAB_SIZE = 1 << 20
+MAX_BYTES = 256 << 20
+"""Of the trie."""
+
+Drafts = list[list[int]]
+
+
+class Requests:
+    """As much of vLLM's input batch as drafters read.
+
+    Args:
+        names: n ids.
+        token_ids: int32 ``[n, width]``, the whole texts; what is not written yet is read by nobody.
+        num_prompt_tokens: of each.
+    """
+
+    def __init__(self, names: Sequence[str], token_ids: Int32Array, num_prompt_tokens: int) -> None:
+        size = len(names)
+        self.req_ids = list(names)
+        self.req_id_to_index = {name: row for row, name in enumerate(names)}
+        self.token_ids_cpu = token_ids
+        self.num_prompt_tokens = np.full(size, num_prompt_tokens, np.int32)
+        self.num_tokens_no_spec = self.num_prompt_tokens.copy()
+
+
+class Side(Protocol):
+    """One competitor."""
+
+    def learn(self, name: str, text: Int32Array) -> None:
+        """Takes a text for what an earlier request wrote."""
+        ...
+
+    def begin(self, requests: Requests) -> None:
+        """These are decoded from now on; their prompts are read."""
+        ...
+
+    def step(self, sampled: Drafts, verified: Drafts) -> Callable[[], Drafts]:
+        """What is to be timed: all that is done for drafts after a step.
+
+        Args:
+            sampled: the new tokens of each request, which are in the texts already.
+            verified: the drafts that were sent to the step.
+        """
+        ...
+
+
+class Hook:
+    """Our hook with these sources, called as the worker does.
+
+    Args:
+        config: the application, with sources that need no model.
+        max_model_len: in tokens.
+    """
+
+    def __init__(self, config: AppConfig, max_model_len: int) -> None:
+        vllm_config: Any = SimpleNamespace(
+            additional_config={"specserve": config.model_dump(mode="json")},
+            model_config=SimpleNamespace(
+                max_model_len=max_model_len, get_vocab_size=lambda: VOCAB_SIZE
+            ),
+            lora_config=None,
+        )
+        self._hook = ProposerHook(vllm_config)
+        self._runner = SimpleNamespace(
+            model_config=SimpleNamespace(has_inner_state=False, is_hybrid=False),
+            requests={},
+            input_batch=None,
+        )
+        self._hook.attach(self._runner)
+
+    def learn(self, name: str, text: Int32Array) -> None:
+        requests = Requests([name], text[None], 1)
+        self._hold(requests)
+        requests.num_tokens_no_spec[:] = len(text)
+        self._propose(_scheduled([name], [[]], len(text)), [text[1:].tolist()])
+        self._hook.forget([name])
+
+    def begin(self, requests: Requests) -> None:
+        self._hold(requests)
+        # As in steps that read a prompt in pieces, of which the sources take some at a time.
+        partly = _scheduled(requests.req_ids, [[]] * len(requests.req_ids), 2)
+        for _ in range(2 + int(requests.num_prompt_tokens.sum()) // 2048):
+            self._propose(partly, [[] for _ in requests.req_ids])
+
+    def step(self, sampled: Drafts, verified: Drafts) -> Callable[[], Drafts]:
+        names = self._runner.input_batch.req_ids
+        scheduled = _scheduled(names, verified, 1)
+
+        def call() -> Drafts:
+            if not self._hook.is_idle(scheduled):
+                return self._propose(scheduled, sampled)
+            self._hook.pass_over(names, sampled)
+            return [[] for _ in names]
+
+        return call
+
+    def _hold(self, requests: Requests) -> None:
+        self._runner.input_batch = requests
+        request = SimpleNamespace(
+            sampling_params=SamplingParams(max_tokens=1 << 20),
+            lora_request=None,
+            prompt_token_ids=[1],
+            prompt_embeds=None,
+            mm_features=[],
+        )
+        self._runner.requests = dict.fromkeys(requests.req_ids, request)
+
+    def _propose(self, scheduled: Any, sampled: Drafts) -> Drafts:
+        return self._hook.propose_draft_token_ids(scheduled, sampled, None, None)
+
+
+class Trie:
+    """Our draft memory without what is around it: learning and looking up."""
+
+    def __init__(self) -> None:
+        self._trie = TokenTrie(MAX_BYTES)
+
+    def learn(self, name: str, text: Int32Array) -> None:
+        self._trie.open(name)
+        self._trie.append(name, text)
+        self._trie.finish(name)
+
+    def begin(self, requests: Requests) -> None:
+        self._requests = requests
+        prompts = zip(requests.req_ids, requests.token_ids_cpu, strict=True)
+        for (name, row), length in zip(prompts, requests.num_prompt_tokens.tolist(), strict=True):
+            self._trie.open(name)
+            self._trie.append(name, row[:length], num_prompt_tokens=length)
+        self._limits = np.full(len(requests.req_ids), DRAFT_LEN, np.int32)
+
+    def step(self, sampled: Drafts, verified: Drafts) -> Callable[[], Drafts]:
+        requests = self._requests
+        ends = requests.num_tokens_no_spec.astype(np.int64)
+        begins = ends - np.array([len(new) for new in sampled])
+        prompts = requests.num_prompt_tokens.astype(np.int64)
+
+        def call() -> Drafts:
+            names, token_ids = requests.req_ids, requests.token_ids_cpu
+            self._trie.append_rows(names, token_ids, begins, ends, prompts)
+            found = self._trie.lookup(token_ids, requests.num_tokens_no_spec, self._limits, names)
+            rows = zip(found.tokens.tolist(), found.lengths.tolist(), strict=True)
+            return [tokens[:length] for tokens, length in rows]
+
+        return call
+
+
+class VllmNgram:
+    """vLLM's prompt lookup.
+
+    Args:
+        low: shortest match, in tokens.
+        high: longest.
+        max_num_seqs: largest batch.
+        max_model_len: in tokens.
+    """
+
+    def __init__(self, low: int, high: int, max_num_seqs: int, max_model_len: int) -> None:
+        config: Any = SimpleNamespace(
+            speculative_config=SimpleNamespace(
+                prompt_lookup_min=low, prompt_lookup_max=high, num_speculative_tokens=DRAFT_LEN
+            ),
+            model_config=SimpleNamespace(max_model_len=max_model_len),
+            # Its own warm-up is a batch of 1,024.
+            scheduler_config=SimpleNamespace(max_num_seqs=max(max_num_seqs, 1024)),
+            parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        )
+        self._proposer = VllmNgramProposer(config)
+
+    def learn(self, name: str, text: Int32Array) -> None:
+        return
+
+    def begin(self, requests: Requests) -> None:
+        self._requests = requests
+
+    def step(self, sampled: Drafts, verified: Drafts) -> Callable[[], Drafts]:
+        return lambda: self._proposer.propose(
+            DRAFT_LEN, sampled, self._requests.num_tokens_no_spec, self._requests.token_ids_cpu
+        )
+
+
+class VllmSuffixSide:
+    """vLLM's suffix decoding with its default settings."""
+
+    def __init__(self) -> None:
+        self._peer = VllmSuffix(DRAFT_LEN)
+        self.learn = self._peer.learn
+
+    def begin(self, requests: Requests) -> None:
+        self._requests = requests
+
+    def step(self, sampled: Drafts, verified: Drafts) -> Callable[[], Drafts]:
+        return lambda: self._peer.proposer.propose(DRAFT_LEN, self._requests, sampled)
+
+
+def _scheduled(names: Sequence[str], verified: Drafts, num_others: int) -> Any:
+    """vLLM's scheduler output of a step with these drafts and other tokens of each request."""
+    drafts = dict(zip(names, verified, strict=True))
+    num_tokens = {name: num_others + len(draft) for name, draft in drafts.items()}
+    return SimpleNamespace(
+        scheduled_spec_decode_tokens={name: draft for name, draft in drafts.items() if draft},
+        num_scheduled_tokens=num_tokens,
+        total_num_scheduled_tokens=sum(num_tokens.values()),
+        finished_req_ids=set(),
+    )

@@ -1,0 +1,124 @@
+"""Jobs for engines: the built-in prompt sets, and what only benchmarks ask."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
+
+from specserve.compare.corpus import Module, load_modules
+from specserve.compare.prompts import BUILT_IN, Tokenizer, load_prompts
+from specserve.compare.tasks import TaskMaker
+from specserve.engine.generation import Job, Sampling
+from tests.peers.workload import (
+    EDITS,
+    RANDOM_PROMPT_TOKENS,
+    RANDOM_VOCAB,
+    TEMPERATURE,
+    Workload,
+    pieces_of,
+)
+
+SETS = (*BUILT_IN, "again", "random", "mixed")
+NUM_FILES, FILE_CHARS, TASK_CHARS = 3, 6000, 3000
+
+
+class JobSets:
+    """Jobs of the sets by name.
+
+    ``again`` are tasks on the same few files. ``random`` are random tokens, continued at random.
+    ``mixed`` has in turn a task whose answer stands in the prompt, one of ``again``, and a new
+    dialogue; every other job samples. Its tasks and dialogues are other ones in each call: they
+    are not to be known from an earlier one.
+
+    Args:
+        tokenizer: of the model.
+        max_tokens: of an answer in the mean; the answers have half to one and a half times as many.
+        seed: of all draws.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, max_tokens: int, seed: int) -> None:
+        self._tokenizer, self._max_tokens, self._seed = tokenizer, max_tokens, seed
+        self._files = asked_again(seed)
+        self._workload = Workload(tokenizer, seed)
+
+    def jobs(self, name: str, number: int) -> list[Job]:
+        """The set's first ``number`` jobs, some several times if it has fewer."""
+        if name == "mixed":
+            return _of_many_lengths(self._mixed(number), self._seed)
+        if name == "again":
+            found = again_jobs(self._tokenizer, self._files, number, self._max_tokens, self._seed)
+        elif name == "random":
+            found = random_jobs(number, self._max_tokens, self._seed)
+        else:
+            num_prompts = number if name == "code" else 0
+            prompts = load_prompts(name, self._tokenizer, num_prompts=num_prompts, seed=self._seed)
+            sampling = Sampling(max_tokens=self._max_tokens)
+            found = [Job(each.token_ids, sampling) for each in (prompts * number)[:number]]
+        return _of_many_lengths(found, self._seed)
+
+    def _mixed(self, number: int) -> list[Job]:
+        again = again_jobs(self._tokenizer, self._files, number, self._max_tokens, self._seed)
+        jobs = []
+        for index in range(number):
+            sampling = Sampling(max_tokens=self._max_tokens, temperature=TEMPERATURE * (index % 2))
+            if index % 3 == 1:
+                jobs.append(replace(again[index], sampling=sampling))
+                continue
+            text = self._workload.dialogue() if index % 3 else self._workload.code_task("repeat")
+            ids = self._tokenizer.encode(text, add_special_tokens=False)
+            jobs.append(Job(tuple(ids), sampling))
+        return jobs
+
+
+def random_jobs(number: int, max_tokens: int, seed: int) -> list[Job]:
+    """Prompts of random tokens, continued at random."""
+    rng = random.Random(seed)
+    sampling = Sampling(max_tokens=max_tokens, temperature=1.0, ignore_eos=True)
+    prompts = [
+        tuple(rng.randrange(RANDOM_VOCAB) for _ in range(RANDOM_PROMPT_TOKENS))
+        for _ in range(number)
+    ]
+    return [Job(prompt, sampling) for prompt in prompts]
+
+
+def asked_again(seed: int) -> list[Module]:
+    """The files that ``again_jobs`` are about."""
+    large = [module for module in load_modules(held_out=True) if len(module.text) >= FILE_CHARS]
+    random.Random(seed).shuffle(large)
+    pieces = (next(pieces_of(module, FILE_CHARS), None) for module in large)
+    return list(islice((piece for piece in pieces if piece is not None), NUM_FILES))
+
+
+def again_jobs(
+    tokenizer: Tokenizer, files: Sequence[Module], number: int, max_tokens: int, seed: int
+) -> list[Job]:
+    """Tasks on ``files``, in words and with edits drawn by ``seed``."""
+    tasks, rng = TaskMaker(list(files)), random.Random(seed)
+    jobs = []
+    for index in range(number):
+        task = tasks.draw(rng, TASK_CHARS, kind=EDITS[index % len(EDITS)])
+        text = tokenizer.apply_chat_template(
+            task.messages[:-1], add_generation_prompt=True, tokenize=False
+        )
+        ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+        jobs.append(Job(ids, Sampling(max_tokens=max_tokens)))
+    return jobs
+
+
+def _of_many_lengths(jobs: Sequence[Job], seed: int) -> list[Job]:
+    """The jobs with half to one and a half times as many output tokens each.
+
+    Of answers of one length, an engine without drafts reads all prompts in the same few steps, as
+    no server can.
+    """
+    rng = random.Random(seed)
+    varied = []
+    for job in jobs:
+        most = job.sampling.max_tokens
+        sampling = replace(
+            job.sampling, max_tokens=rng.randint(max(most // 2, 1), most + most // 2)
+        )
+        varied.append(replace(job, sampling=sampling))
+    return varied

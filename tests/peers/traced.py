@@ -1,0 +1,130 @@
+"""A served application whose processes write down what they do, for ``bench_step_trace``.
+
+The import path of a Serve file names :func:`build`, and vLLM takes its executor and worker by their
+classes: so the instruments reach each process by the ways that are there. Each process appends what
+it did to a file of its own in the cluster's folder, one line of JSON for a span.
+"""
+
+# No `from __future__ import annotations` here: Serve reads the builder's annotation at run time.
+
+import asyncio
+import functools
+import inspect
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ray.serve import Application
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import specserve.app
+from specserve.serve.server import ModelServer
+
+SUFFIX = ".spans"
+_MOST_LINES = 50
+_lines: list[str] = []
+_lock = threading.Lock()
+
+
+def note(name: str, started_ns: int) -> None:
+    """Writes down a span that ends now; clocks are the same in all processes of a machine."""
+    ended_ns = time.monotonic_ns()
+    with _lock:
+        _lines.append(json.dumps((name, _row(), started_ns, ended_ns)))
+        if len(_lines) >= _MOST_LINES:
+            path = Path(os.environ["RAY_TMPDIR"], f"{os.getpid()}{SUFFIX}")
+            with path.open("a") as file:
+                file.writelines(f"{line}\n" for line in _lines)
+            _lines.clear()
+
+
+def _row() -> str:
+    """Where in its process the span belongs: spans of one task or thread are within each other."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no event loop runs in this thread
+        task = None
+    return threading.current_thread().name if task is None else task.get_name()
+
+
+def wrap(owner: Any, method: str, name: str) -> None:
+    """Has every call of a method be a span."""
+    original: Callable[..., Any] = getattr(owner, method)
+
+    @functools.wraps(original)
+    def spanned(*args: Any, **kwargs: Any) -> Any:
+        started = time.monotonic_ns()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            note(name, started)
+
+    @functools.wraps(original)
+    async def spanned_async(*args: Any, **kwargs: Any) -> Any:
+        started = time.monotonic_ns()
+        try:
+            return await original(*args, **kwargs)
+        finally:
+            note(name, started)
+
+    is_async = inspect.iscoroutinefunction(original)
+    setattr(owner, method, spanned_async if is_async else spanned)
+
+
+def wrap_http(app: ASGIApp) -> ASGIApp:
+    """Has a request's way to the first byte of its answer be a span, and every write one."""
+
+    async def spanned(scope: Scope, receive: Receive, send: Send) -> None:
+        started = time.monotonic_ns()
+        is_first = True
+
+        async def send_spanned(message: Message) -> None:
+            nonlocal is_first
+            if is_first:
+                note("request to first byte", started)
+            is_first, began = False, time.monotonic_ns()
+            await send(message)
+            note("HTTP write", began)
+
+        await app(scope, receive, send_spanned)
+
+    return spanned
+
+
+class TracedModelServer(ModelServer):
+    """A replica that writes its spans, and has its engine write theirs."""
+
+    async def _start(self) -> None:
+        from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm.v1.engine.output_processor import OutputProcessor
+
+        from specserve.engine import llm
+        from tests.peers import traced_engine
+
+        make = vars(llm)["served_engine_args"]
+
+        def traced_args(*args: Any, **kwargs: Any) -> Any:
+            arguments = make(*args, **kwargs)
+            executor = arguments.distributed_executor_backend
+            arguments.distributed_executor_backend = traced_engine.EXECUTORS[executor]
+            kind = arguments.worker_cls.rpartition(".")[2]
+            arguments.worker_cls = f"{traced_engine.__name__}.Traced{kind}"
+            return arguments
+
+        vars(llm)["served_engine_args"] = traced_args
+        wrap(AsyncLLM, "add_request", "add request")
+        wrap(OutputProcessor, "process_outputs", "process outputs")
+        await super()._start()
+
+    async def __serve_build_asgi_app__(self) -> ASGIApp:
+        return wrap_http(await super().__serve_build_asgi_app__())
+
+
+def build(args: dict[str, Any]) -> Application:
+    """The application of :func:`specserve.app.build`, which writes down what it does."""
+    vars(specserve.app)["ModelServer"] = TracedModelServer
+    return specserve.app.build(args)

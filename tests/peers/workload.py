@@ -1,0 +1,265 @@
+"""Requests to a server, from texts that the demo models were not trained on.
+
+Code is of held-out modules, of the standard library and of the installed packages (corpus.py has
+the rule). Dialogues are about licences and documents of this machine. Half of the requests sample
+at temperature 0.7: a small model's greedy text repeats itself.
+"""
+
+from __future__ import annotations
+
+import random
+import sysconfig
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from specserve.compare.corpus import Module, load_modules
+from specserve.compare.prompts import Tokenizer, load_prompts
+from specserve.compare.tasks import Task, TaskMaker, functions_of
+from specserve.core.errors import ConfigError
+
+TRAFFIC = {
+    "plain-code": "tasks on code, greedy",
+    "never-seen": "questions on code, edits of code in the prompt, dialogues, nothing twice",
+    "agent": "edits of the same few files, which change from request to request",
+    "seen": "as `never-seen`, and all of it was asked before",
+    "random": "random tokens at temperature 1",
+}
+
+QUESTIONS = ("complete", "describe", "list", "signature")
+EDITS = ("rename", "repeat", "strip_docstring", "quote")
+"""Kinds of tasks whose answers stand, with changes, in the prompt."""
+
+TEMPERATURE = 0.7
+OUTPUT_TOKENS = (48, 144)
+"""Fewest and most; a model may end earlier, but with ``plain-code`` and ``random`` it may not."""
+TASK_CHARS, MAX_PROMPT_TOKENS = 3000, 1500
+PIECE_CHARS = 2500
+NUM_FILES, FILE_CHARS, CHANGED_LINES = 3, (4_000, 16_000), 0.02
+"""Of an agent: files, their lengths, and the share of lines that change before each request."""
+PASSAGE_CHARS = (200, 700)
+RANDOM_PROMPT_TOKENS, RANDOM_VOCAB = 200, 4000
+TEXTS = ("common-licenses/*", "doc/*/copyright", "doc/*/README*")
+"""Under /usr/share."""
+TEXTS_OF_PACKAGES = ("*.dist-info/licenses/*", "*.dist-info/LICENSE*")
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One completion.
+
+    Attributes:
+        prompt: text behind the chat template, or tokens.
+        max_tokens: of the answer.
+        temperature: 0: greedy.
+        ignore_eos: the answer has ``max_tokens`` whatever the model writes.
+    """
+
+    prompt: str | list[int]
+    max_tokens: int
+    temperature: float = 0.0
+    ignore_eos: bool = False
+
+    def body(self, model: str) -> dict[str, object]:
+        """For ``/v1/completions``, streamed."""
+        return {
+            "model": model,
+            "prompt": self.prompt,
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "ignore_eos": self.ignore_eos,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is sent to a server before it is measured, and while it is."""
+
+    warm_up: list[Request]
+    measured: list[Request]
+
+
+class Workload:
+    """Draws requests; no file and no passage is given out twice, but by an agent.
+
+    Args:
+        tokenizer: of the model.
+        seed: of all draws.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
+        self._tokenizer, self._seed = tokenizer, seed
+        self._rng = random.Random(seed)
+        packages = Path(sysconfig.get_path("purelib"))
+        modules = load_modules(held_out=True) + load_modules(packages, held_out=True)
+        self._rng.shuffle(modules)
+        num_files = len(modules) // 8
+        self._files = iter(modules[:num_files])
+        self._pieces = _pieces(modules[num_files:])
+        self._passages = _passages(packages, self._rng)
+        self._num_plain = 0
+
+    def load(self, kind: str, num_clients: int, num_requests: int) -> Load:
+        """A load of one of the kinds of :data:`TRAFFIC`.
+
+        Raises:
+            ConfigError: this machine has too few texts.
+        """
+        num_warm_up = max(num_clients, 2)
+        total = num_warm_up + num_requests
+        if kind == "agent":
+            requests = self._sampled(list(self._loop(total)))
+        elif kind == "random":
+            requests = [self._random() for _ in range(total)]
+        elif kind == "plain-code":
+            requests = self._plain(total)
+        else:
+            requests = self._sampled([self._mixed(number) for number in range(total)])
+        measured = requests[num_warm_up:]
+        return Load(measured if kind == "seen" else requests[:num_warm_up], measured)
+
+    def _sampled(self, prompts: list[str]) -> list[Request]:
+        """Every other one greedy."""
+        return [
+            Request(prompt, self._rng.randint(*OUTPUT_TOKENS), TEMPERATURE * (number % 2))
+            for number, prompt in enumerate(prompts)
+        ]
+
+    def code_task(self, kind: str) -> str:
+        """A task of this kind on code that was not given out."""
+        for piece in self._pieces:
+            if prompt := self._task(piece, kind):
+                return prompt
+        raise ConfigError("requests", kind, "fewer: all held-out modules are in use")
+
+    def _mixed(self, number: int) -> str:
+        if number % 3 == 2:
+            return self.dialogue()
+        kinds = (QUESTIONS, EDITS)[number % 3]
+        return self.code_task(kinds[number // 3 % len(kinds)])
+
+    def _loop(self, num_requests: int) -> Iterator[str]:
+        """An agent's requests: another file each time, with the changes so far and some more."""
+        files: list[Module] = []
+        while len(files) < NUM_FILES:
+            module = next(self._files)
+            is_fit = FILE_CHARS[0] <= len(module.text) <= FILE_CHARS[1]
+            if is_fit and all(self._task(module, kind) for kind in EDITS):
+                files.append(module)
+        for number in range(num_requests):
+            place, kind = number % NUM_FILES, EDITS[number // NUM_FILES % len(EDITS)]
+            while True:
+                lines = files[place].text.splitlines(keepends=True)
+                changed = replace(
+                    files[place], text="".join(edited(lines, CHANGED_LINES, self._rng))
+                )
+                if prompt := self._task(changed, kind):  # it can still be parsed
+                    files[place] = changed
+                    yield prompt
+                    break
+
+    def _task(self, module: Module, kind: str) -> str:
+        """A task on the module, without its answer; empty: none of this kind fits."""
+        try:
+            task: Task = TaskMaker([module]).draw(self._rng, TASK_CHARS, kind=kind)
+        except ConfigError:
+            return ""
+        prompt = self._rendered(task.messages[:-1])
+        is_short = (
+            len(self._tokenizer.encode(prompt, add_special_tokens=False)) <= MAX_PROMPT_TOKENS
+        )
+        return prompt if is_short else ""
+
+    def dialogue(self) -> str:
+        """The first turns of one on passages that were not given out."""
+        first, second = self._passage(), self._passage()
+        said = first.split(". ")[0]
+        turns = self._rng.choice(
+            [
+                [f"What does this text say?\n\n{first}", said, "Go on."],
+                [f"Read this.\n\n{first}", said, f"How does this differ from it?\n\n{second}"],
+                [f"Correct the mistakes in this text.\n\n{first}"],
+                [f"Continue this text.\n\n{first}"],
+            ]
+        )
+        return self._rendered(
+            [
+                {"role": ("user", "assistant")[number % 2], "content": turn}
+                for number, turn in enumerate(turns)
+            ]
+        )
+
+    def _passage(self) -> str:
+        if not self._passages:
+            raise ConfigError("requests", "dialogues", "fewer: all texts are in use")
+        return self._passages.pop()
+
+    def _plain(self, num_requests: int) -> list[Request]:
+        """The set ``code``, from where the last call has ended."""
+        begin, self._num_plain = self._num_plain, self._num_plain + num_requests
+        prompts = load_prompts(
+            "code", self._tokenizer, num_prompts=self._num_plain, seed=self._seed
+        )
+        return [Request(prompt.text, 128) for prompt in prompts[begin:]]
+
+    def _random(self) -> Request:
+        prompt = [self._rng.randrange(RANDOM_VOCAB) for _ in range(RANDOM_PROMPT_TOKENS)]
+        return Request(prompt, self._rng.randint(*OUTPUT_TOKENS), 1.0, ignore_eos=True)
+
+    def _rendered(self, messages: list[Message]) -> str:
+        text: str = self._tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False
+        )
+        return text
+
+
+def edited(lines: list[str], share: float, rng: random.Random) -> list[str]:
+    """The lines, of which a share is missing or has another word in it."""
+    found = []
+    for line in lines:
+        if rng.random() >= share:
+            found.append(line)
+        elif rng.random() < 0.5 and (words := line.split()):
+            found.append(line.replace(rng.choice(words), f"edit{rng.randrange(1000)}", 1))
+    return found
+
+
+def _pieces(modules: Iterable[Module]) -> Iterator[Module]:
+    """The first piece of each module, then the next one of each."""
+    left = deque(pieces_of(module, PIECE_CHARS) for module in modules)
+    while left:
+        of_module = left.popleft()
+        if (piece := next(of_module, None)) is not None:
+            left.append(of_module)
+            yield piece
+
+
+def pieces_of(module: Module, num_chars: int) -> Iterator[Module]:
+    """The module's functions in pieces that can be parsed, each of ``num_chars`` or some more."""
+    codes: list[str] = []
+    for function in functions_of(module):
+        codes.append(function.code)
+        if sum(map(len, codes)) >= num_chars:
+            yield replace(module, text="\n\n".join(codes))
+            codes = []
+
+
+def _passages(packages: Path, rng: random.Random) -> list[str]:
+    """Paragraphs of this machine's texts, each once, in an order drawn by ``rng``."""
+    found: dict[str, None] = {}
+    places = {Path("/usr/share"): TEXTS, packages: TEXTS_OF_PACKAGES}
+    for root, patterns in places.items():
+        for path in sorted({path for pattern in patterns for path in root.glob(pattern)}):
+            if path.is_file():
+                text = path.read_text(encoding="utf-8", errors="ignore")
+                paragraphs = (" ".join(each.split()) for each in text.split("\n\n"))
+                low, high = PASSAGE_CHARS
+                found.update((each, None) for each in paragraphs if low <= len(each) <= high)
+    passages = list(found)
+    rng.shuffle(passages)
+    return passages
