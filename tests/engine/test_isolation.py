@@ -42,8 +42,8 @@ from specserve.engine.isolation import (
     part_responses,
 )
 from specserve.engine.tenants import CURRENT_TENANT
-from specserve.sources.controls import NO_TENANT
 from specserve.serve.middleware import refuse_scaling
+from specserve.sources.controls import NO_TENANT
 
 T = TypeVar("T")
 

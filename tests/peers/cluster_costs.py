@@ -18,11 +18,11 @@ import msgspec
 from specserve.trie.learner import ClusterLearner
 from specserve.trie.memory import TrieMemory
 from specserve.trie.outbox import Outbox
-from specserve.trie.unsent import FULL_TOKENS
 from specserve.trie.records import ExchangeReply, ExchangeRequest, Record
 from specserve.trie.replica import BATCH_BYTES, ReplicaOptions
 from specserve.trie.store import StoreOptions, TrieStore
 from specserve.trie.store_actor import get_or_start
+from specserve.trie.unsent import FULL_TOKENS
 from tests.integration.cluster import running_cluster
 from tests.peers.replay import NAMESPACE, Text
 

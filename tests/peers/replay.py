@@ -14,8 +14,8 @@ import numpy as np
 from specserve.core.metrics import SpeculationMetrics
 from specserve.core.source_config import NgramConfig, TrieConfig
 from specserve.core.types import Draft, DraftBatch, Int32Array, Outcome, RequestControls
-from specserve.sources.base import Proposer, SourceContext
 from specserve.policy.chain import ProposerChain
+from specserve.sources.base import Proposer, SourceContext
 from specserve.sources.ngram import NgramSource
 from specserve.sources.trie import TrieSource
 from specserve.trie.memory import TrieMemory

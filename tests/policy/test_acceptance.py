@@ -3,9 +3,9 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
+from specserve.sources.acceptance import LEAST_LIKELY, Acceptance
 
 from specserve.core.types import Draft
-from specserve.sources.acceptance import LEAST_LIKELY, Acceptance
 
 DRAFT = Draft((1, 2, 3, 4), "ngram", 3)
 

@@ -5,15 +5,15 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
+from specserve.sources.acceptance import num_right
+from specserve.sources.gate import Gate
+from specserve.sources.step_cost import CALIBRATION_STEPS
 
 from specserve.core.metrics import HealthSnapshot, SpeculationMetrics
 from specserve.core.source_config import NgramConfig
 from specserve.core.types import Draft, DraftBatch, Outcome, RequestControls
-from specserve.sources.acceptance import num_right
-from specserve.sources.base import SourceContext
 from specserve.policy.chain import ProposerChain, build_chain
-from specserve.sources.gate import Gate
-from specserve.sources.step_cost import CALIBRATION_STEPS
+from specserve.sources.base import SourceContext
 
 AUTO = RequestControls()
 

@@ -12,8 +12,8 @@ from starlette.websockets import WebSocketDisconnect
 from specserve.core.config import ApiKeyConfig
 from specserve.core.errors import ConfigError
 from specserve.engine.tenants import CURRENT_TENANT
-from specserve.sources.controls import NO_TENANT
 from specserve.serve.tenants import TenantMiddleware, label_key, read_keys
+from specserve.sources.controls import NO_TENANT
 
 VARIABLES = {"A_KEY": "sk-alpha", "A_NEW_KEY": "sk-alpha-2", "B_KEY": "sk-beta"}
 CONFIGURED = [
