@@ -67,8 +67,11 @@ class LinearCost:
     def observe(self, features: Sequence[float], seconds: float) -> None:
         """One measurement; of one that is far off, only a part is believed.
 
-        Several in a row that are far off in the same direction say that the cost has changed.
+        Several in a row that are far off in the same direction say that the cost has changed. What
+        took no time that could be measured is ignored.
         """
+        if seconds <= 0:
+            return
         values = np.array(features, np.float64)
         _update(self._mean, self._covariance, self._drift, self._noise, values, seconds)
 

@@ -1,215 +1,164 @@
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Sequence
 
+import numpy as np
 import pytest
-from specserve.sources.acceptance import LEAST_LIKELY, Acceptance
 
-from specserve.core.types import Draft
+from specserve.policy.acceptance import LEAST_SURVIVAL, Acceptance
+from tests.sources.answering_source import drafts
 
-DRAFT = Draft((1, 2, 3, 4), "ngram", 3)
-
-
-def taught(num_accepted: int, times: int = 300, request: str = "teacher") -> Acceptance:
-    acceptance = Acceptance()
-    for _ in range(times):
-        observe(acceptance, request, DRAFT, num_accepted)
-    return acceptance
+NUM_SLOTS, LONGEST = 8, 8
+DRAFT = (1, 2, 3, 4)
 
 
-def observe(acceptance: Acceptance, request: str, draft: Draft, num_right: int) -> None:
-    acceptance.observe(request, draft, (*draft.tokens[:num_right], -1))
+class Judge:
+    """What is expected of drafts, and what the target wrote then."""
 
+    def __init__(self, num_sources: int = 1) -> None:
+        self.acceptance = Acceptance(num_sources, NUM_SLOTS, LONGEST)
+        self.num_sources = num_sources
 
-def chances(acceptance: Acceptance, request: str, draft: Draft = DRAFT) -> list[float]:
-    gains = acceptance.prefix_probabilities(request, draft)
-    return gains + [0.0] * (len(draft.tokens) - len(gains))
+    def offer(self, slot: int = 0, source: int = 0, confidence: float = 0.7) -> None:
+        made = drafts([DRAFT], confidence)
+        self.acceptance.offer(source, np.array([slot]), made)
 
+    def survival(self, slot: int = 0, source: int = 0) -> list[float]:
+        survival = np.zeros((self.num_sources, 1, LONGEST))
+        lengths = np.zeros((self.num_sources, 1), np.int32)
+        self.acceptance.survival(np.array([slot]), survival, lengths)
+        return survival[source, 0, : lengths[source, 0]].tolist()  # type: ignore[no-any-return]
 
-def first(acceptance: Acceptance, request: str, draft: Draft = DRAFT) -> float:
-    return chances(acceptance, request, draft)[0]
+    def expected(self, slot: int = 0, source: int = 0, confidence: float = 0.7) -> list[float]:
+        """Of a draft that is not learned from."""
+        self.offer(slot, source, confidence)
+        found = self.survival(slot, source)
+        self.acceptance.withdraw(np.array([slot]))
+        return found
+
+    def write(self, *tokens: int, slot: int = 0) -> None:
+        text = np.zeros((1, 32), np.int32)
+        text[0, 16 - len(tokens) : 16] = tokens
+        counts = np.array([16], np.int32), np.array([len(tokens)], np.int32)
+        self.acceptance.observe(np.array([slot]), text, *counts)
+
+    def teach(self, written: Sequence[int], times: int = 20, **of: float) -> None:
+        for _ in range(times):
+            self.offer(**of)  # type: ignore[arg-type]
+            self.write(*written, slot=int(of.get("slot", 0)))
 
 
 def test_what_is_accepted_becomes_likely_and_what_is_refused_unlikely() -> None:
-    gains = chances(taught(2), "new")
-    assert gains[1] > 0.9
-    assert gains[2] < 0.05
+    judge = Judge()
+    before = judge.expected()
+    judge.teach((1, 2, 9))
+    after = judge.expected()
+    assert after[0] > before[0]
+    assert after[2] < before[2]
+
+
+def test_a_draft_that_was_not_sent_teaches_as_far_as_the_targets_text_is_known() -> None:
+    judge = Judge()
+    before = judge.expected(slot=5)
+    judge.teach((1,))
+    after = judge.expected(slot=5)
+    assert after[0] > before[0]
+    assert after[3] / after[2] == pytest.approx(before[3] / before[2], rel=0.05)
 
 
 def test_tokens_after_a_refused_one_teach_nothing() -> None:
-    before, after = (chances(each, "new") for each in (Acceptance(), taught(0, times=20)))
-    assert after[0] < before[0]
-    assert after[2] / after[1] == pytest.approx(before[2] / before[1])
+    judge, other = Judge(), Judge()
+    judge.teach((9, 2, 3, 4))
+    other.teach((9, 8, 8, 8))
+    assert judge.expected() == other.expected()
 
 
-def test_chances_fall_along_a_draft_and_end_where_nothing_is_to_be_expected() -> None:
-    gains = taught(4).prefix_probabilities("new", Draft(tuple(range(200)), "ngram", 3))
-    assert all(later < earlier for earlier, later in pairwise(gains))
-    assert 4 < len(gains) < 200
-    assert gains[-1] >= LEAST_LIKELY
-    assert taught(0).prefix_probabilities("new", DRAFT) == []
+def test_survival_falls_along_a_draft_and_ends_where_nothing_is_to_be_expected() -> None:
+    judge = Judge()
+    judge.teach((9,), times=200)
+    found = judge.expected()
+    assert found == sorted(found, reverse=True)
+    assert found[-1] == 0.0
+    assert all(each == 0.0 or each >= LEAST_SURVIVAL for each in found)
 
 
-def test_a_request_that_refuses_lowers_its_own_chances_more_than_the_others() -> None:
-    acceptance = Acceptance()
-    for _ in range(30):
-        observe(acceptance, "good", DRAFT, 4)
-        observe(acceptance, "bad", DRAFT, 0)
-    good, bad, new = (first(acceptance, request) for request in ("good", "bad", "new"))
-    assert bad < new < good
+def test_a_source_is_believed_at_first_and_judged_by_tokens_of_about_the_same_confidence() -> None:
+    judge = Judge()
+    assert judge.expected(confidence=0.95)[0] > judge.expected(confidence=0.4)[0]
+    judge.teach((9,), confidence=0.95, times=60)
+    judge.teach((1, 2, 3, 4, 5), slot=1, confidence=0.4, times=60)
+    fresh = 2
+    assert judge.expected(fresh, confidence=0.95)[0] < judge.expected(fresh, confidence=0.4)[0]
 
 
-def test_what_a_request_refuses_of_one_source_says_nothing_of_another() -> None:
-    mtp = Draft((1, 2, 3, 4), "mtp")
-    acceptance = Acceptance()
-    for _ in range(100):
-        observe(acceptance, "teacher", DRAFT, 2)
-        observe(acceptance, "teacher", mtp, 2)
-    before = first(acceptance, "a", mtp)
-    observe(acceptance, "a", DRAFT, 0)
-    assert first(acceptance, "a") < first(acceptance, "new")
-    assert first(acceptance, "a", mtp) == before
+@pytest.mark.parametrize("confidence", [0.0, 1.0])
+def test_a_source_may_be_as_sure_as_can_be(confidence: float) -> None:
+    judge = Judge()
+    judge.teach((1, 2, 9), confidence=confidence)
+    assert 0.0 <= judge.expected(confidence=confidence)[0] <= 1.0
 
 
-def test_a_longer_match_is_more_likely_before_anything_is_known() -> None:
-    short, long = (first(Acceptance(), "a", Draft((1,), "ngram", size)) for size in (2, 6))
-    assert short < long
+def test_a_request_that_refuses_lowers_its_own_expectations_more_than_the_others() -> None:
+    judge = Judge()
+    judge.teach((1, 2, 3, 4, 5), slot=1)
+    judge.teach((9,), slot=0)
+    assert judge.expected(slot=0)[0] < 0.7 * judge.expected(slot=1)[0]
 
 
-def test_a_source_that_says_how_sure_it_is_is_believed_at_first() -> None:
-    for chance in (0.35, 0.7, 0.9):
-        assert first(Acceptance(), "a", Draft((1,), "mtp", chances=(chance,))) == pytest.approx(
-            chance, abs=0.1
-        )
-
-
-def test_a_token_is_judged_by_those_of_which_its_source_was_as_sure() -> None:
-    acceptance = Acceptance()
-    for _ in range(300):
-        observe(acceptance, "teacher", Draft((1, 2), "mtp", chances=(0.9, 0.4)), 1)
-    sure, unsure = (Draft((1,), "mtp", chances=(chance,)) for chance in (0.9, 0.4))
-    assert first(acceptance, "new", sure) > 0.9
-    # In the first position it was never seen unsure, and so is believed.
-    assert first(acceptance, "new", unsure) == pytest.approx(0.4, abs=0.1)
-    assert chances(acceptance, "new", Draft((1, 2), "mtp", chances=(0.9, 0.4)))[1] < 0.05
-
-
-@pytest.mark.parametrize(
-    ("right", "wrong"),
-    [
-        (
-            Draft((1,) * 3, "trie_local", 6, (0.9,) * 3),
-            Draft((1,) * 12, "trie_local", 6, (0.9,) * 12),
-        ),
-        (
-            Draft((1,) * 3, "trie_local", 20, (0.9,) * 3),
-            Draft((1,) * 3, "trie_local", 2, (0.9,) * 3),
-        ),
-    ],
-)
-def test_drafts_of_which_a_source_is_as_sure_are_told_apart_by_length_and_match(
-    right: Draft, wrong: Draft
-) -> None:
-    acceptance = Acceptance()
-    for teacher in range(100):
-        observe(acceptance, f"right{teacher}", right, 3)
-        observe(acceptance, f"wrong{teacher}", wrong, 0)
-    assert first(acceptance, "new", right) > 0.9
-    assert first(acceptance, "new", wrong) < 0.1
-
-
-def test_before_a_source_is_asked_it_is_judged_by_all_its_drafts() -> None:
-    acceptance = Acceptance()
-    for _ in range(300):
-        for chance, num_accepted in ((0.9, 1), (0.4, 0)):
-            draft = Draft((1,), "mtp", chances=(chance,))
-            observe(acceptance, "teacher", draft, num_accepted)
-    assert first(acceptance, "new", Draft((1,), "mtp")) == pytest.approx(0.5, abs=0.1)
-
-
-@pytest.mark.parametrize("chance", [0.0, 1.0])
-def test_a_source_may_be_as_sure_as_can_be(chance: float) -> None:
-    assert (
-        len(
-            Acceptance().prefix_probabilities(
-                "a", Draft((1,) * 200, "mtp", chances=(chance,) * 200)
-            )
-        )
-        < 200
-    )
-
-
-def test_what_was_never_seen_of_a_source_is_judged_by_what_it_was_worth_altogether() -> None:
-    longer = Draft((1, 2), "ngram", 6)
-    assert first(taught(0, times=30), "new", longer) < 0.5 * first(Acceptance(), "new", longer)
-    acceptance = taught(0, times=30)
-    for _ in range(30):
-        acceptance.observe("teacher", longer, (1, 2))
-    assert first(acceptance, "new", longer) > 0.8
+def test_another_request_in_the_slot_starts_from_what_all_have_taught() -> None:
+    judge = Judge()
+    judge.teach((1, 2, 3, 4, 5), slot=1)
+    judge.teach((9,), slot=0)
+    judge.acceptance.open(0, "")
+    assert judge.expected(slot=0) == judge.expected(slot=2)
 
 
 def test_sources_are_told_apart() -> None:
-    other = Draft((1, 2, 3, 4), "mtp", 3)
-    acceptance = taught(0)
-    assert first(acceptance, "new") < 0.1 < first(acceptance, "new", other)
-
-
-def test_a_forgotten_request_starts_from_the_shared_rates() -> None:
-    acceptance = taught(0, times=10, request="bad")
-    before = first(acceptance, "bad")
-    acceptance.forget(["bad", "unknown"])
-    assert first(acceptance, "bad") > before
-
-
-def test_a_draft_teaches_as_far_as_the_targets_text_is_known() -> None:
-    whole, known = Acceptance(), Acceptance()
-    whole.observe("a", DRAFT, (1, 2))
-    known.observe("a", DRAFT.cut(2), (1, 2, 3))
-    assert whole.prefix_probabilities("new", DRAFT) == known.prefix_probabilities("new", DRAFT)
-    whole.observe("a", DRAFT, (1, 9))
-    assert whole.prefix_probabilities("new", DRAFT) != known.prefix_probabilities("new", DRAFT)
-    known.observe("a", DRAFT, (1, 9, 3, 4))
-    assert whole.prefix_probabilities("new", DRAFT) == known.prefix_probabilities("new", DRAFT)
+    judge = Judge(num_sources=2)
+    before = judge.expected(source=1)
+    judge.teach((9,), source=0)
+    assert judge.expected(source=1) == before
 
 
 def test_a_tenant_learns_nothing_from_what_is_accepted_of_anothers_drafts() -> None:
-    acceptance, alone = Acceptance(), Acceptance()
-    for each in (acceptance, alone):
-        each.assign("mine", "team-a")
-    acceptance.assign("theirs", "team-b")
-    for _ in range(300):
-        observe(acceptance, "theirs", DRAFT, 4)
-    assert chances(acceptance, "mine") == chances(alone, "mine")
-    assert first(acceptance, "theirs") > 0.9
+    judge = Judge()
+    for slot, tenant in enumerate(("a", "b", "c", "a")):
+        judge.acceptance.open(slot, tenant)
+    before = judge.expected(slot=1)
+    judge.teach((9,), slot=0)
+    assert judge.expected(slot=1) == judge.expected(slot=2) == before
+    assert judge.expected(slot=3)[0] < before[0]
 
 
-@pytest.mark.parametrize("is_judged", [True, False])
-def test_a_source_is_learned_of_alike_whether_its_drafts_are_judged_or_not(is_judged: bool) -> None:
-    acceptance = Acceptance()
-    for step in range(300):
-        acceptance.begin_step()
-        observe(acceptance, "a", DRAFT, 1 if step % 5 == 0 else 0)
-        if is_judged:
-            acceptance.prefix_probabilities("a", DRAFT)
-    assert first(acceptance, "a") == pytest.approx(0.2, abs=0.1)
-    assert first(acceptance, "new") == pytest.approx(0.2, abs=0.05)
+def test_what_is_not_known_of_a_confidence_is_taken_from_what_the_source_was_worth() -> None:
+    judge = Judge()
+    before = judge.expected(slot=1, confidence=0.9)
+    judge.teach((9,), confidence=0.3, times=100)
+    assert judge.expected(slot=1, confidence=0.9)[0] < before[0]
 
 
-def test_a_step_without_new_tokens_teaches_nothing() -> None:
-    acceptance, sure = Acceptance(), Draft((1, 2), "mtp", chances=(0.9, 0.4))
-    acceptance.observe("a", sure, ())
-    assert acceptance.prefix_probabilities("a", sure) == Acceptance().prefix_probabilities(
-        "a", sure
-    )
+def test_drafts_that_are_not_there_yet_are_judged_by_position() -> None:
+    judge = Judge()
+    judge.teach((1, 2, 9), times=100)
+    survival = np.zeros((1, LONGEST))
+    judge.acceptance.unseen_survival(0, np.array([1]), survival)
+    assert survival[0, 1] > 0.8
+    assert survival[0, 2] < 0.1
 
 
-def test_what_was_said_of_a_draft_does_not_outlive_what_is_learned() -> None:
-    acceptance, draft = Acceptance(), Draft((1, 2, 3), "ngram", 3)
-    before = list(acceptance.prefix_probabilities("a", draft))
-    assert acceptance.prefix_probabilities("a", draft) == before
-    acceptance.observe("a", draft, (1, 2, 3, 4))
-    after = acceptance.prefix_probabilities("a", draft)
-    assert sum(after) > sum(before)
-    assert sum(acceptance.prefix_probabilities("b", draft)) < sum(
-        after
-    )  # another request's own factor
+def test_old_observations_count_less() -> None:
+    judge = Judge()
+    judge.teach((9,), times=3000)
+    judge.teach((1, 2, 3, 4, 5), slot=1, times=1500)
+    assert judge.expected(slot=2)[0] > 0.6
+
+
+def test_a_step_without_new_tokens_teaches_nothing_and_offers_stay() -> None:
+    judge = Judge()
+    judge.offer()
+    before = judge.survival()
+    judge.write()
+    assert judge.survival() == before
+    assert judge.acceptance.has_offers(np.array([0]))
+    judge.write(1)
+    assert not judge.acceptance.has_offers(np.array([0]))

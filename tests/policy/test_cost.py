@@ -114,9 +114,7 @@ def test_a_size_that_was_measured_is_remembered_while_others_run() -> None:
         assert learned.at(num_requests)[0] == pytest.approx(expected)
 
 
-def test_a_size_that_was_not_measured_is_to_be_calibrated_and_takes_over_its_neighbours_ratios() -> (
-    None
-):
+def test_a_size_that_was_not_measured_takes_over_its_neighbours_ratios() -> None:
     learned, rng = StepCost(), random.Random(0)
     for step in range(300):
         num_draft_tokens = rng.randint(1, 8) if step % 2 else 0

@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specserve.core.metrics import HealthSnapshot, SpeculationMetrics
+from specserve.core.types import Drafts, RequestControls
+from specserve.sources.guard import LONGEST_REST_S, GuardedSource
+from tests.sources.answering_source import AnsweringSource, Clock, always, batch, broken, drafts
+
+FOUR = np.array([4, 4], np.int32)
+
+
+@dataclass
+class Guarded:
+    """A guarded source with what is seen of it."""
+
+    source: AnsweringSource
+    clock: Clock = field(default_factory=Clock)
+    metrics: SpeculationMetrics = field(default_factory=SpeculationMetrics)
+
+    def __post_init__(self) -> None:
+        options = self.metrics, 100, 2, self.clock
+        self.guard = GuardedSource("ngram", self.source, *options)
+
+    def propose(self) -> list[list[int]] | None:
+        found = self.guard.propose(batch(2), FOUR)
+        if found is None:
+            return None
+        pairs = zip(found.tokens.tolist(), found.lengths.tolist(), strict=True)
+        return [tokens[:length] for tokens, length in pairs]
+
+    @property
+    def health(self) -> HealthSnapshot:
+        (entry,) = self.metrics.snapshot().health
+        return entry
+
+
+def test_a_draft_is_cut_to_its_limit() -> None:
+    assert Guarded(always(1, 2, 3, 4, 5)).propose() == [[1, 2, 3, 4]] * 2
+
+
+@pytest.mark.parametrize(
+    ("tokens", "confidence", "label"),
+    [
+        *(((1, -1), 0.5, 0), ((1, 100), 0.5, 0), ((1, 2), 1.5, 0), ((1, 2), -0.1, 0)),
+        *(((1, 2), float("nan"), 0), ((1, 2), 0.5, 2)),
+    ],
+)
+def test_a_draft_that_holds_anything_but_tokens_is_dropped_and_counted(
+    tokens: tuple[int, ...], confidence: float, label: int
+) -> None:
+    made = drafts([tokens, (1, 2)], labels=(label,))
+    made.confidence[0] = confidence
+    guarded = Guarded(AnsweringSource(lambda *_: made))
+    assert guarded.propose() == [[], [1, 2]]
+    assert (guarded.health.num_errors, guarded.health.up) == (1, True)
+
+
+@pytest.mark.parametrize("length", [-1, 9])
+def test_a_length_that_no_draft_can_have_is_dropped(length: int) -> None:
+    made = drafts([(1, 2), (1, 2)])
+    made.lengths[0] = length
+    assert Guarded(AnsweringSource(lambda *_: made)).propose() == [[], [1, 2]]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [None, 7, drafts([(1,)]), drafts([(1,)] * 3)._replace(lengths=np.zeros(1, np.int32))],
+    ids=["none", "a number", "too few", "of two lengths"],
+)
+def test_an_answer_that_is_not_a_draft_for_each_request_switches_the_source_off(
+    answer: Drafts,
+) -> None:
+    guarded = Guarded(AnsweringSource(lambda *_: answer))
+    assert guarded.propose() is None
+    assert (guarded.health.num_errors, guarded.health.up) == (1, False)
+    assert "wanted 2 drafts" in guarded.health.reason
+
+
+def test_arrays_of_other_types_are_taken_for_what_they_hold() -> None:
+    made = drafts([(1, 2), (3,)])
+    wider: Any = Drafts._make(each.astype(np.float64) for each in made)
+    assert Guarded(AnsweringSource(lambda *_: wider)).propose() == [[1, 2], [3]]
+
+
+def test_a_source_that_raises_rests_twice_as_long_each_time_up_to_a_minute(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    guarded = Guarded(AnsweringSource(broken))
+    rests = []
+    with caplog.at_level(logging.WARNING):
+        for _ in range(9):
+            assert guarded.guard.ready
+            guarded.propose()
+            began = guarded.clock.now
+            while not guarded.guard.ready:
+                guarded.clock.now += 0.5
+            rests.append(guarded.clock.now - began)
+    assert rests == [1, 2, 4, 8, 16, 32, LONGEST_REST_S, LONGEST_REST_S, LONGEST_REST_S]
+    assert guarded.health.reason == "OSError: 'no route to the drafter'"
+    assert [record.levelname for record in caplog.records] == ["WARNING"]  # told once
+
+
+def test_a_source_that_answers_a_probe_is_up_again_and_rests_briefly_the_next_time() -> None:
+    guarded = Guarded(AnsweringSource(broken))
+    for _ in range(4):
+        guarded.propose()
+        guarded.clock.now += LONGEST_REST_S
+    guarded.source.answer = always(5).answer
+    assert guarded.propose() == [[5], [5]]
+    assert (guarded.health.up, guarded.health.reason) == (True, "")
+    guarded.source.answer = broken
+    guarded.propose()
+    guarded.clock.now += 1.0
+    assert guarded.guard.ready
+
+
+def test_errors_when_requests_begin_and_end_do_not_reach_them() -> None:
+    class Broken(AnsweringSource):
+        def open(self, slot: int, controls: RequestControls) -> None:
+            raise KeyError(slot)
+
+        def close(self, slots: object) -> None:
+            raise ValueError(slots)
+
+    guarded = Guarded(Broken(always(1).answer))
+    guarded.guard.open(0, RequestControls())
+    guarded.guard.close(np.array([0]))
+    assert guarded.health.num_errors == 2
+
+
+def test_a_resting_source_is_still_told_who_begins_and_who_ends() -> None:
+    guarded = Guarded(AnsweringSource(broken))
+    guarded.propose()
+    assert not guarded.guard.ready
+    guarded.guard.open(3, RequestControls())
+    guarded.guard.close(np.array([1, 2]))
+    assert (guarded.source.opened, guarded.source.closed) == ([3], [1, 2])
+
+
+def test_calls_that_ask_for_drafts_are_timed() -> None:
+    guarded = Guarded(always(1))
+    guarded.propose()
+    guarded.guard.propose(batch(2), 0 * FOUR)
+    assert sum(guarded.health.latency) == 1
