@@ -348,7 +348,7 @@ class Chain:
             costs,
             rank=np.array(rank, np.int64),
             fixed=self._fixed,
-            most_tokens=max(2 * self.cost.most_draft_tokens, _FIRST_TOKENS),
+            most_tokens=max(2 * self.cost.most_draft_tokens, _FIRST_TOKENS, len(slots)),
         )
 
     def _is_calibrated(self, num_requests: int) -> bool:

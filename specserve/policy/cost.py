@@ -217,3 +217,6 @@ def _update(mean, covariance, drift, noise, features, seconds):  # type: ignore[
         mean[i] += gain[i] / variance * error
         for j in range(3):
             covariance[i, j] -= gain[i] * gain[j] / variance
+    for i in range(3):
+        if mean[i] < 0.0 and covariance[i, i] > 0.0:  # what the others are, if this one is 0
+            mean -= covariance[:, i] / covariance[i, i] * mean[i]

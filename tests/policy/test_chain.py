@@ -194,6 +194,7 @@ def test_of_two_sources_that_foresee_the_same_the_other_is_asked_seldom() -> Non
     sources = [always(1, 2, 3), always(1, 2, 3)]
     driven = Driven(*(dynamic(kind, each) for kind, each in zip("ab", sources, strict=True)))
     driven.measure()
+    driven.chain.observe_step(2, 16, 0.0116)
 
     def answer(batch: DraftBatch, limits: object) -> object:
         driven.clock.now += 1e-4
@@ -242,6 +243,7 @@ def test_a_remote_source_is_asked_last_and_only_where_it_makes_a_request_better_
     local = AnsweringSource(lambda batch, limits: drafts([(1, 2, 3, 4, 5, 6, 7), ()]))
     driven = Driven(dynamic("mtp", remote), dynamic("ngram", local), wishes=[AUTO, AUTO])
     driven.measure()
+    driven.chain.observe_step(2, 16, 0.0116)
 
     def answer(batch: DraftBatch, limits: object) -> object:
         driven.clock.now += 1e-4
@@ -249,9 +251,8 @@ def test_a_remote_source_is_asked_last_and_only_where_it_makes_a_request_better_
 
     remote.answer = answer  # type: ignore[assignment]
     for _ in range(60):
-        rows = [[*draft, 9] if draft else [1] for draft in driven.sent]
-        rows[1] = rows[1] if driven.sent[1] else [6]
-        driven.step(*rows)
+        first, second = (len(draft) + 1 for draft in driven.sent)
+        driven.step([1, 2, 3, 4, 5, 6, 7, 9][:first], [6, 7, 9][:second])
     assert driven.sent == [[1, 2, 3, 4, 5, 6, 7], [6, 7]]
     assert remote.limits[-1][0] == 0 < remote.limits[-1][1]
 

@@ -95,7 +95,6 @@ def test_a_source_that_raises_rests_twice_as_long_each_time_up_to_a_minute(
     rests = []
     with caplog.at_level(logging.WARNING):
         for _ in range(9):
-            assert guarded.guard.ready
             guarded.propose()
             began = guarded.clock.now
             while not guarded.guard.ready:

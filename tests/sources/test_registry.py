@@ -20,7 +20,7 @@ def test_a_config_becomes_its_proposer() -> None:
 
 def test_a_source_is_imported_only_when_it_is_used() -> None:
     code = (
-        "import sys, specserve.policy.chain;"
+        "import sys, specserve.sources.registry;"
         "assert 'numba' not in sys.modules and 'specserve.sources.ngram' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
