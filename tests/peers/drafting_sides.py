@@ -81,6 +81,7 @@ class Hook:
             model_config=SimpleNamespace(
                 max_model_len=max_model_len, get_vocab_size=lambda: VOCAB_SIZE
             ),
+            scheduler_config=SimpleNamespace(max_num_seqs=256),
             lora_config=None,
         )
         self._hook = ProposerHook(vllm_config)
