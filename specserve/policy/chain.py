@@ -315,6 +315,8 @@ class Chain:
         limits = np.minimum(room, self._limits[index, slots])
         if isinstance(turns.ask, RemoteAsk):
             limits = self._remote_limits(index, turns.ask, batch, limits, costs)
+            if not turns.guard.ready:  # it has just failed to say what reading takes
+                return None
         began = self._clock()
         drafts = turns.guard.propose(batch, limits)
         if drafts is None:

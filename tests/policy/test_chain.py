@@ -283,6 +283,21 @@ def test_a_remote_source_that_would_miss_something_has_a_turn_in_each_step() -> 
     assert driven.chain.num_idle_steps(np.arange(1)) == 0
 
 
+def test_a_source_that_cannot_say_what_reading_takes_rests_and_is_not_asked() -> None:
+    class Unreadable(RemoteAnswers):
+        def reading_s(self, batch: DraftBatch) -> Float64Array:
+            raise OSError("lost")
+
+    remote = Unreadable(lambda batch, limits: drafts([(6,)] * len(limits)))
+    driven = Driven(dynamic("mtp", remote), dynamic("ngram", always(1, 2)))
+    driven.measure()
+    for _ in range(8):
+        driven.step([1, 2, 3] if driven.sent[0] else [1])
+    assert driven.sent == [[1, 2]]
+    assert remote.limits == []
+    assert driven.health("mtp").num_errors == 1
+
+
 def test_a_configured_chain_drafts_from_the_text() -> None:
     config = NgramConfig(kind="ngram", max_draft_len=3, dynamic=False)
     chain = build_chain((config,), SpeculationMetrics(), SourceContext(num_slots=4))
