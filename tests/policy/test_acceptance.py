@@ -1,215 +1,245 @@
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Sequence
 
+import numpy as np
 import pytest
-from specserve.sources.acceptance import LEAST_LIKELY, Acceptance
 
-from specserve.core.types import Draft
+from specserve.core.types import Drafts, Float64Array
+from specserve.policy.acceptance import LEAST_SURVIVAL, Acceptance
+from tests.draft_batches import draft_batch
 
-DRAFT = Draft((1, 2, 3, 4), "ngram", 3)
+NUM_SLOTS, LONGEST = 4, 8
+DRAFT = (1, 2, 3, 4)
+WRONG = 9
+TEACHER, NEW = 0, 1
 
 
-def taught(num_accepted: int, times: int = 300, request: str = "teacher") -> Acceptance:
-    acceptance = Acceptance()
-    for _ in range(times):
-        observe(acceptance, request, DRAFT, num_accepted)
+def fresh(num_sources: int = 1) -> Acceptance:
+    acceptance = Acceptance(num_sources, NUM_SLOTS, LONGEST)
+    for slot in (TEACHER, NEW):
+        acceptance.open(slot, "")
     return acceptance
 
 
-def observe(acceptance: Acceptance, request: str, draft: Draft, num_right: int) -> None:
-    acceptance.observe(request, draft, (*draft.tokens[:num_right], -1))
+def offer(
+    acceptance: Acceptance,
+    slot: int,
+    draft: Sequence[int] = DRAFT,
+    confidence: float | Sequence[float] = 0.5,
+    source: int = 0,
+) -> None:
+    drafts = Drafts.empty(1, LONGEST)
+    drafts.tokens[0, : len(draft)] = draft
+    drafts.confidence[0, : len(draft)] = confidence
+    drafts.lengths[0] = len(draft)
+    acceptance.offer(source, np.array([slot]), drafts)
 
 
-def chances(acceptance: Acceptance, request: str, draft: Draft = DRAFT) -> list[float]:
-    gains = acceptance.prefix_probabilities(request, draft)
-    return gains + [0.0] * (len(draft.tokens) - len(gains))
+def write(acceptance: Acceptance, slot: int, *new: int) -> None:
+    """A step of a request, after three tokens of its prompt."""
+    batch = draft_batch({slot: [7, 7, 7, *new]})
+    num_new = np.array([len(new)], np.int32)
+    acceptance.observe(batch.slots, batch.token_ids, batch.num_tokens, num_new)
 
 
-def first(acceptance: Acceptance, request: str, draft: Draft = DRAFT) -> float:
-    return chances(acceptance, request, draft)[0]
+def teach(
+    acceptance: Acceptance,
+    num_right: int,
+    times: int = 300,
+    slot: int = TEACHER,
+    draft: Sequence[int] = DRAFT,
+    confidence: float | Sequence[float] = 0.5,
+    source: int = 0,
+) -> Acceptance:
+    for _ in range(times):
+        offer(acceptance, slot, draft, confidence, source)
+        write(acceptance, slot, *draft[:num_right], WRONG)
+    return acceptance
+
+
+def survivals(acceptance: Acceptance, slot: int, source: int = 0) -> list[float]:
+    """Of the draft that is offered."""
+    slots = np.array([slot])
+    survival = np.full((len(acceptance.tokens), 1, LONGEST), np.nan)
+    lengths = np.zeros((len(acceptance.tokens), 1), np.int32)
+    acceptance.survival(slots, survival, lengths)
+    return [float(each) for each in survival[source, 0, : lengths[source, 0]]]
+
+
+def judged(
+    acceptance: Acceptance,
+    slot: int = NEW,
+    draft: Sequence[int] = DRAFT,
+    confidence: float | Sequence[float] = 0.5,
+    source: int = 0,
+) -> list[float]:
+    offer(acceptance, slot, draft, confidence, source)
+    found = survivals(acceptance, slot, source)
+    acceptance.withdraw(np.array([slot]))
+    return found
+
+
+def unseen(acceptance: Acceptance, slot: int, source: int = 0) -> Float64Array:
+    survival = np.zeros((1, LONGEST))
+    acceptance.unseen_survival(source, np.array([slot]), survival)
+    return survival[0]
 
 
 def test_what_is_accepted_becomes_likely_and_what_is_refused_unlikely() -> None:
-    gains = chances(taught(2), "new")
-    assert gains[1] > 0.9
-    assert gains[2] < 0.05
+    found = judged(teach(fresh(), 2))
+    assert found[1] > 0.9
+    assert found[2] < 0.05
 
 
-def test_tokens_after_a_refused_one_teach_nothing() -> None:
-    before, after = (chances(each, "new") for each in (Acceptance(), taught(0, times=20)))
+def test_survival_falls_along_a_draft_and_ends_where_nothing_is_to_be_expected() -> None:
+    found = judged(teach(fresh(), 1), draft=range(LONGEST))
+    assert found == sorted(found, reverse=True)
+    assert all(each == 0 or each >= LEAST_SURVIVAL for each in found)
+    assert found[-1] == 0
+
+
+def test_tokens_after_a_wrong_one_teach_nothing() -> None:
+    before, after = judged(fresh()), judged(teach(fresh(), 0, times=1), slot=NEW)
     assert after[0] < before[0]
-    assert after[2] / after[1] == pytest.approx(before[2] / before[1])
+    # What was not reached is believed as before, but for what the source is worth at first tokens.
+    assert after[1] / after[0] == pytest.approx(before[1] / before[0])
 
 
-def test_chances_fall_along_a_draft_and_end_where_nothing_is_to_be_expected() -> None:
-    gains = taught(4).prefix_probabilities("new", Draft(tuple(range(200)), "ngram", 3))
-    assert all(later < earlier for earlier, later in pairwise(gains))
-    assert 4 < len(gains) < 200
-    assert gains[-1] >= LEAST_LIKELY
-    assert taught(0).prefix_probabilities("new", DRAFT) == []
+@pytest.mark.parametrize("num_new", [1, 2])
+def test_a_draft_teaches_as_far_as_the_target_has_written(num_new: int) -> None:
+    whole, known = fresh(), fresh()
+    for _ in range(30):
+        offer(whole, TEACHER, DRAFT)
+        offer(known, TEACHER, DRAFT[:num_new])
+        for each in (whole, known):
+            write(each, TEACHER, *DRAFT[:num_new])
+    assert judged(whole) == judged(known)
+
+
+def test_drafts_that_were_not_sent_are_learned_from_by_the_targets_text() -> None:
+    acceptance = fresh(num_sources=2)
+    for _ in range(100):
+        offer(acceptance, TEACHER, (5, 6, 7), source=0)
+        offer(acceptance, TEACHER, (1, 2, 8), source=1)
+        write(acceptance, TEACHER, 1, 2, WRONG)
+    assert judged(acceptance, source=0)[0] < 0.05
+    assert judged(acceptance, source=1)[1] > 0.9
+
+
+@pytest.mark.parametrize("confidence", [0.3, 0.7, 0.9])
+def test_a_source_is_believed_before_anything_is_known(confidence: float) -> None:
+    assert judged(fresh(), confidence=confidence)[0] == pytest.approx(confidence, abs=0.06)
+
+
+def test_confidence_is_worth_what_it_was_before() -> None:
+    acceptance = fresh()
+    for _ in range(150):
+        teach(acceptance, 0, 1, confidence=0.9)
+        teach(acceptance, 1, 1, confidence=0.5)
+    assert judged(acceptance, confidence=0.9)[0] < 0.2
+    assert judged(acceptance, confidence=0.5)[0] > 0.8
+
+
+def test_an_unseen_confidence_is_judged_by_what_the_source_was_worth_altogether() -> None:
+    acceptance = teach(fresh(), 0, times=100, confidence=0.9)
+    assert judged(acceptance, confidence=0.5)[0] < 0.2
 
 
 def test_a_request_that_refuses_lowers_its_own_chances_more_than_the_others() -> None:
-    acceptance = Acceptance()
+    acceptance = fresh()
+    bad = 2
+    acceptance.open(bad, "")
     for _ in range(30):
-        observe(acceptance, "good", DRAFT, 4)
-        observe(acceptance, "bad", DRAFT, 0)
-    good, bad, new = (first(acceptance, request) for request in ("good", "bad", "new"))
-    assert bad < new < good
+        teach(acceptance, 4, 1, slot=TEACHER)
+        teach(acceptance, 0, 1, slot=bad)
+    good, other, refusing = (judged(acceptance, slot)[0] for slot in (TEACHER, NEW, bad))
+    assert refusing < 0.6 * other
+    assert other < good
 
 
-def test_what_a_request_refuses_of_one_source_says_nothing_of_another() -> None:
-    mtp = Draft((1, 2, 3, 4), "mtp")
-    acceptance = Acceptance()
-    for _ in range(100):
-        observe(acceptance, "teacher", DRAFT, 2)
-        observe(acceptance, "teacher", mtp, 2)
-    before = first(acceptance, "a", mtp)
-    observe(acceptance, "a", DRAFT, 0)
-    assert first(acceptance, "a") < first(acceptance, "new")
-    assert first(acceptance, "a", mtp) == before
+def test_a_request_is_judged_by_each_source_apart() -> None:
+    acceptance = fresh(num_sources=2)
+    for source in (0, 1):
+        teach(acceptance, 2, source=source)
+    before = judged(acceptance, NEW, source=1)
+    teach(acceptance, 0, 5, slot=NEW, source=0)
+    assert judged(acceptance, NEW, source=0)[0] < before[0]
+    assert judged(acceptance, NEW, source=1) == before
 
 
-def test_a_longer_match_is_more_likely_before_anything_is_known() -> None:
-    short, long = (first(Acceptance(), "a", Draft((1,), "ngram", size)) for size in (2, 6))
-    assert short < long
+def test_the_next_request_of_a_slot_begins_with_what_is_known_of_all() -> None:
+    acceptance = teach(fresh(), 0, times=20)
+    offer(acceptance, TEACHER)
+    acceptance.open(TEACHER, "")
+    assert not acceptance.has_offers(np.array([TEACHER]))
+    assert judged(acceptance, TEACHER) == judged(acceptance, NEW)
 
 
-def test_a_source_that_says_how_sure_it_is_is_believed_at_first() -> None:
-    for chance in (0.35, 0.7, 0.9):
-        assert first(Acceptance(), "a", Draft((1,), "mtp", chances=(chance,))) == pytest.approx(
-            chance, abs=0.1
-        )
-
-
-def test_a_token_is_judged_by_those_of_which_its_source_was_as_sure() -> None:
-    acceptance = Acceptance()
-    for _ in range(300):
-        observe(acceptance, "teacher", Draft((1, 2), "mtp", chances=(0.9, 0.4)), 1)
-    sure, unsure = (Draft((1,), "mtp", chances=(chance,)) for chance in (0.9, 0.4))
-    assert first(acceptance, "new", sure) > 0.9
-    # In the first position it was never seen unsure, and so is believed.
-    assert first(acceptance, "new", unsure) == pytest.approx(0.4, abs=0.1)
-    assert chances(acceptance, "new", Draft((1, 2), "mtp", chances=(0.9, 0.4)))[1] < 0.05
-
-
-@pytest.mark.parametrize(
-    ("right", "wrong"),
-    [
-        (
-            Draft((1,) * 3, "trie_local", 6, (0.9,) * 3),
-            Draft((1,) * 12, "trie_local", 6, (0.9,) * 12),
-        ),
-        (
-            Draft((1,) * 3, "trie_local", 20, (0.9,) * 3),
-            Draft((1,) * 3, "trie_local", 2, (0.9,) * 3),
-        ),
-    ],
-)
-def test_drafts_of_which_a_source_is_as_sure_are_told_apart_by_length_and_match(
-    right: Draft, wrong: Draft
-) -> None:
-    acceptance = Acceptance()
-    for teacher in range(100):
-        observe(acceptance, f"right{teacher}", right, 3)
-        observe(acceptance, f"wrong{teacher}", wrong, 0)
-    assert first(acceptance, "new", right) > 0.9
-    assert first(acceptance, "new", wrong) < 0.1
-
-
-def test_before_a_source_is_asked_it_is_judged_by_all_its_drafts() -> None:
-    acceptance = Acceptance()
-    for _ in range(300):
-        for chance, num_accepted in ((0.9, 1), (0.4, 0)):
-            draft = Draft((1,), "mtp", chances=(chance,))
-            observe(acceptance, "teacher", draft, num_accepted)
-    assert first(acceptance, "new", Draft((1,), "mtp")) == pytest.approx(0.5, abs=0.1)
-
-
-@pytest.mark.parametrize("chance", [0.0, 1.0])
-def test_a_source_may_be_as_sure_as_can_be(chance: float) -> None:
-    assert (
-        len(
-            Acceptance().prefix_probabilities(
-                "a", Draft((1,) * 200, "mtp", chances=(chance,) * 200)
-            )
-        )
-        < 200
-    )
-
-
-def test_what_was_never_seen_of_a_source_is_judged_by_what_it_was_worth_altogether() -> None:
-    longer = Draft((1, 2), "ngram", 6)
-    assert first(taught(0, times=30), "new", longer) < 0.5 * first(Acceptance(), "new", longer)
-    acceptance = taught(0, times=30)
-    for _ in range(30):
-        acceptance.observe("teacher", longer, (1, 2))
-    assert first(acceptance, "new", longer) > 0.8
-
-
-def test_sources_are_told_apart() -> None:
-    other = Draft((1, 2, 3, 4), "mtp", 3)
-    acceptance = taught(0)
-    assert first(acceptance, "new") < 0.1 < first(acceptance, "new", other)
-
-
-def test_a_forgotten_request_starts_from_the_shared_rates() -> None:
-    acceptance = taught(0, times=10, request="bad")
-    before = first(acceptance, "bad")
-    acceptance.forget(["bad", "unknown"])
-    assert first(acceptance, "bad") > before
-
-
-def test_a_draft_teaches_as_far_as_the_targets_text_is_known() -> None:
-    whole, known = Acceptance(), Acceptance()
-    whole.observe("a", DRAFT, (1, 2))
-    known.observe("a", DRAFT.cut(2), (1, 2, 3))
-    assert whole.prefix_probabilities("new", DRAFT) == known.prefix_probabilities("new", DRAFT)
-    whole.observe("a", DRAFT, (1, 9))
-    assert whole.prefix_probabilities("new", DRAFT) != known.prefix_probabilities("new", DRAFT)
-    known.observe("a", DRAFT, (1, 9, 3, 4))
-    assert whole.prefix_probabilities("new", DRAFT) == known.prefix_probabilities("new", DRAFT)
+def test_sources_that_change_are_followed() -> None:
+    acceptance = teach(fresh(), 4, times=5000)
+    teach(acceptance, 0, times=1500)
+    assert judged(acceptance)[0] < 0.2
 
 
 def test_a_tenant_learns_nothing_from_what_is_accepted_of_anothers_drafts() -> None:
-    acceptance, alone = Acceptance(), Acceptance()
+    acceptance, alone = fresh(), fresh()
     for each in (acceptance, alone):
-        each.assign("mine", "team-a")
-    acceptance.assign("theirs", "team-b")
-    for _ in range(300):
-        observe(acceptance, "theirs", DRAFT, 4)
-    assert chances(acceptance, "mine") == chances(alone, "mine")
-    assert first(acceptance, "theirs") > 0.9
+        each.open(NEW, "mine")
+    for number in range(5):  # more than the arrays began with
+        acceptance.open(TEACHER, f"other {number}")
+        teach(acceptance, 4, times=50)
+    assert judged(acceptance, NEW) == judged(alone, NEW)
+    assert (unseen(acceptance, NEW) == unseen(alone, NEW)).all()
+    assert judged(acceptance, TEACHER)[0] > 0.9
 
 
-@pytest.mark.parametrize("is_judged", [True, False])
-def test_a_source_is_learned_of_alike_whether_its_drafts_are_judged_or_not(is_judged: bool) -> None:
-    acceptance = Acceptance()
-    for step in range(300):
-        acceptance.begin_step()
-        observe(acceptance, "a", DRAFT, 1 if step % 5 == 0 else 0)
-        if is_judged:
-            acceptance.prefix_probabilities("a", DRAFT)
-    assert first(acceptance, "a") == pytest.approx(0.2, abs=0.1)
-    assert first(acceptance, "new") == pytest.approx(0.2, abs=0.05)
+def test_two_requests_of_different_tenants_are_judged_in_one_call() -> None:
+    acceptance = fresh()
+    acceptance.open(NEW, "mine")
+    teach(acceptance, 4)
+    offer(acceptance, TEACHER)
+    offer(acceptance, NEW)
+    slots, survival, lengths = np.array([TEACHER, NEW]), np.zeros((1, 2, 8)), np.zeros((1, 2))
+    acceptance.survival(slots, survival, lengths.astype(np.int32))
+    assert [survival[0, row, 0] for row in (0, 1)] == [
+        survivals(acceptance, TEACHER)[0],
+        survivals(acceptance, NEW)[0],
+    ]
+    assert survival[0, 1, 0] < 0.6 < 0.9 < survival[0, 0, 0]
 
 
-def test_a_step_without_new_tokens_teaches_nothing() -> None:
-    acceptance, sure = Acceptance(), Draft((1, 2), "mtp", chances=(0.9, 0.4))
-    acceptance.observe("a", sure, ())
-    assert acceptance.prefix_probabilities("a", sure) == Acceptance().prefix_probabilities(
-        "a", sure
-    )
+def test_offers_wait_for_a_request_without_new_tokens() -> None:
+    acceptance = fresh()
+    offer(acceptance, TEACHER)
+    write(acceptance, TEACHER)
+    assert acceptance.has_offers(np.array([NEW, TEACHER]))
+    assert not acceptance.has_offers(np.array([NEW]))
+    write(acceptance, TEACHER, 1)
+    assert not acceptance.has_offers(np.array([TEACHER]))
+    assert judged(acceptance)[0] > judged(fresh())[0]
 
 
-def test_what_was_said_of_a_draft_does_not_outlive_what_is_learned() -> None:
-    acceptance, draft = Acceptance(), Draft((1, 2, 3), "ngram", 3)
-    before = list(acceptance.prefix_probabilities("a", draft))
-    assert acceptance.prefix_probabilities("a", draft) == before
-    acceptance.observe("a", draft, (1, 2, 3, 4))
-    after = acceptance.prefix_probabilities("a", draft)
-    assert sum(after) > sum(before)
-    assert sum(acceptance.prefix_probabilities("b", draft)) < sum(
-        after
-    )  # another request's own factor
+def test_of_sampled_text_the_share_that_is_right_is_learned() -> None:
+    acceptance, rng = fresh(), np.random.default_rng(0)
+    for _ in range(2000):
+        teach(acceptance, int(rng.random() < 0.3), times=1)
+    assert judged(acceptance)[0] == pytest.approx(0.3, abs=0.05)
+
+
+def test_drafts_that_are_not_there_yet_are_judged_by_position() -> None:
+    acceptance = teach(fresh(), 2)
+    found = unseen(acceptance, NEW)
+    assert found[1] > 0.9
+    assert found[2] < 0.05
+    teach(acceptance, 0, 10, slot=NEW)
+    assert unseen(acceptance, NEW)[0] < 0.8 * found[0]
+
+
+@pytest.mark.parametrize("confidence", [0.0, 1.0])
+@pytest.mark.parametrize("num_right", [0, LONGEST])
+def test_a_source_may_be_as_sure_and_as_right_as_can_be(confidence: float, num_right: int) -> None:
+    acceptance = teach(fresh(), num_right, 2000, draft=range(1, 9), confidence=confidence)
+    found = judged(acceptance, TEACHER, draft=range(1, 9), confidence=confidence)
+    assert all(0 <= each < 1 for each in found)
+    assert found[0] > 0.9 if num_right else found[0] < 0.02
