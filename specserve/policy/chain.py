@@ -315,6 +315,8 @@ class Chain:
         limits = np.minimum(room, self._limits[index, slots])
         if isinstance(turns.ask, RemoteAsk):
             limits = self._remote_limits(index, turns.ask, batch, limits, costs)
+            if not turns.guard.ready:
+                return None
         began = self._clock()
         drafts = turns.guard.propose(batch, limits)
         if drafts is None:
@@ -373,15 +375,16 @@ class Chain:
             return chosen.source, np.where(self._fixed[chosen.source], chosen.lengths, 0)
         if self._fixed.any():
             return chosen.source, chosen.lengths
+        num_unmeasured = 0
         if num_tokens := chosen.num_draft_tokens:
             source, lengths = np.full_like(chosen.source, -1), np.zeros_like(chosen.lengths)
             loss_s = costs.plain * chosen.gain / (1 + chosen.gain)
         else:
             source, lengths, expected = probe(self._survival, self._lengths, size)
-            num_tokens = int(lengths.sum())
+            num_tokens = num_unmeasured = int(lengths.sum())
             step_s = costs.base + costs.slope * num_tokens
             loss_s = step_s - costs.plain * (1 + expected / size)
-        doubt_s = _SIGMAS * self.cost.doubt(size, num_tokens)
+        doubt_s = _SIGMAS * self.cost.doubt(size, num_unmeasured)
         if num_tokens and loss_s < doubt_s and self._account.spend(loss_s):
             return source, lengths
         return chosen.source, chosen.lengths

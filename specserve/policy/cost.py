@@ -127,13 +127,15 @@ class StepCost:
         if line is None:
             return 1.0, 1.0, _ASSUMED_SLOPE
         plain, first, slope = line.coefficients
-        plain = max(plain, _LEAST_S)
-        return plain, plain + max(first, 0.0), max(slope, 1e-4 * plain)
+        base = max(plain + first, _LEAST_S)
+        plain = max(min(plain, base), _LEAST_S)  # no step is dearer than one with drafts as well
+        return plain, base, max(slope, 1e-4 * plain)
 
     def doubt(self, num_requests: int, num_draft_tokens: int) -> float:
-        """Standard deviation, in seconds, of what such a step costs beyond a plain one."""
+        """Standard deviation, in seconds, of what such a step costs beyond a plain one; of a plain
+        one, of what it costs altogether."""
         line = self._nearest(num_requests)
-        features = 0.0, 1.0, float(num_draft_tokens)
+        features = float(not num_draft_tokens), float(num_draft_tokens > 0), float(num_draft_tokens)
         return 0.0 if line is None else line.deviation(features)
 
     def _nearest(self, num_requests: int) -> LinearCost | None:

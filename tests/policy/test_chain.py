@@ -1,558 +1,402 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from specserve.sources.acceptance import num_right
-from specserve.sources.gate import Gate
-from specserve.sources.step_cost import CALIBRATION_STEPS
 
-from specserve.core.metrics import HealthSnapshot, SpeculationMetrics
+from specserve.core.metrics import SpeculationMetrics
 from specserve.core.source_config import NgramConfig
-from specserve.core.types import Draft, DraftBatch, Outcome, RequestControls
-from specserve.policy.chain import ProposerChain, build_chain
+from specserve.core.types import RequestControls
+from specserve.policy.chain import build_chain
 from specserve.sources.base import SourceContext
+from tests.draft_batches import draft_batch
+from tests.policy.traffic import WRONG, Clock, DistantSource, Guess, LocalSource, Traffic
 
-AUTO = RequestControls()
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+RIGHT = (1, 2, 3, 4)
+SLOW_S = 0.0003
 
 
-class Source:
-    """A proposer that answers what it is told to, and remembers what it was asked."""
-
-    def __init__(self, answer: Callable[[DraftBatch], object]) -> None:
-        self.answer = answer
-        self.limits: list[list[int]] = []
-        self.forgotten: list[str] = []
-
-    def propose(self, batch: DraftBatch) -> list[Draft]:
-        self.limits.append(batch.max_draft_tokens.tolist())
-        return self.answer(batch)  # type: ignore[return-value]
-
-    def forget(self, request_ids: list[str]) -> None:
-        self.forgotten.extend(request_ids)
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
 
 
-def always(*tokens: int) -> Callable[[DraftBatch], list[Draft]]:
-    return lambda batch: [Draft(tokens, "ngram") for _ in batch.request_ids]
+def always(*tokens: int) -> Guess:
+    return lambda slot: tokens
 
 
-def only(row: int, *tokens: int) -> Callable[[DraftBatch], list[Draft]]:
-    return lambda batch: [
-        Draft(tokens if index == row else (), "ngram") for index in range(len(batch))
-    ]
+def only(slot: int, *tokens: int) -> Guess:
+    return lambda each: tokens if each == slot else ()
 
 
-def broken(batch: DraftBatch) -> list[Draft]:
-    raise OSError("no route to the drafter")
+def traffic_of(
+    clock: Clock, *guesses: Guess, slots: Sequence[int] = (0,), dynamic: bool = True
+) -> Traffic:
+    """Of one source to each guess, in this order."""
+    kinds = ("ngram", "trie", "more")
+    sources = {
+        kind: LocalSource(guess, clock) for kind, guess in zip(kinds, guesses, strict=False)
+    }
+    return Traffic(sources, clock, slots=slots, dynamic=dynamic)
 
 
-def batch(*limits: int) -> DraftBatch:
-    count = len(limits)
-    ones = np.ones(count, np.int32)
-    names = [f"r{row}" for row in range(count)]
-    return DraftBatch(names, np.ones((count, 8), np.int32), ones, ones, np.array(limits, np.int32))
+def test_where_one_source_has_no_guess_another_ones_is_sent(clock: Clock) -> None:
+    traffic = traffic_of(clock, only(0, 1, 2), always(6, 7), slots=(0, 1), dynamic=False)
+    traffic.step()
+    assert traffic.drafts == {0: [1, 2], 1: [6, 7]}
 
 
-def tokens(drafts: list[Draft]) -> list[tuple[int, ...]]:
-    return [draft.tokens for draft in drafts]
+def test_of_equally_good_drafts_the_first_sources_is_sent(clock: Clock) -> None:
+    traffic = traffic_of(clock, always(5, 6), always(7, 8), dynamic=False)
+    traffic.step()
+    assert traffic.drafts[0] == [5, 6]
 
 
-def health(metrics: SpeculationMetrics, kind: str) -> HealthSnapshot:
-    return next(entry for entry in metrics.snapshot().health if entry.source == kind)
-
-
-def offers(source: str, *guess: int, match_len: int = 4) -> Source:
-    """A source that always guesses the same."""
-    return Source(lambda batch: [Draft(guess, source, match_len)] * len(batch))
-
-
-def test_where_one_source_has_no_guess_another_ones_is_taken() -> None:
-    first, second = Source(only(1, 5)), Source(always(6, 7))
-    chain = ProposerChain([("ngram", first), ("mtp", second)], SpeculationMetrics())
-    assert tokens(chain.step(batch(4, 4), [], [AUTO, AUTO])) == [(6, 7), (6, 7)]
-    assert second.limits == [[4, 4]]
-
-
-def test_of_drafts_that_promise_the_same_the_first_sources_is_taken() -> None:
-    sources = [("ngram", offers("ngram", 1, 2)), ("trie", offers("trie_local", 3, 4))]
-    chain = ProposerChain(sources, SpeculationMetrics())
-    assert tokens(chain.step(batch(4), [], [AUTO])) == [(1, 2)]
-
-
-def test_the_source_is_chosen_whose_drafts_are_accepted_also_when_they_were_not_sent() -> None:
-    sources = [("ngram", offers("ngram", 1, 2)), ("trie", offers("trie_local", 3, 4))]
-    chain = ProposerChain(sources, SpeculationMetrics())
-    (draft,) = chain.step(batch(4), [], [AUTO])
-    for _ in range(3):  # the target writes what the trie would have drafted
-        num_accepted = 2 if draft.source == "trie_local" else 0
-        new_tokens = (3, 4, 5)[: num_accepted + 1]
-        (draft,) = chain.step(batch(4), [Outcome("r0", draft, num_accepted, new_tokens)], [AUTO])
-    assert draft.source == "trie_local"
-
-
-def test_every_source_sees_every_step() -> None:
-    source = Source(always(6))
-    chain = ProposerChain([("trie", source)], SpeculationMetrics())
-    assert tokens(chain.step(batch(0, 4), [], [AUTO, RequestControls("off")])) == [(), ()]
-    assert source.limits == [[0, 0]]
-
-
-def test_a_request_may_switch_speculation_off_or_name_its_source() -> None:
-    sources = [("ngram", Source(always(5))), ("mtp", Source(always(6)))]
-    chain = ProposerChain(sources, SpeculationMetrics())
-    wishes = [AUTO, RequestControls("off"), RequestControls("mtp"), RequestControls("ngram")]
-    assert tokens(chain.step(batch(4, 4, 4, 4), [], wishes)) == [(5,), (), (6,), (5,)]
-
-
-def test_a_draft_is_cut_to_the_engines_and_to_the_requests_limit() -> None:
-    chain = ProposerChain([("ngram", Source(always(1, 2, 3, 4)))], SpeculationMetrics())
-    wishes = [AUTO, RequestControls(max_draft_tokens=3), RequestControls(max_draft_tokens=0)]
-    assert tokens(chain.step(batch(2, 9, 9), [], wishes)) == [(1, 2), (1, 2, 3), ()]
-
-
-def test_limits_below_zero_count_as_none() -> None:
-    chain = ProposerChain([("ngram", Source(always(1)))], SpeculationMetrics())
-    assert tokens(chain.step(batch(-3), [], [AUTO])) == [()]
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [(1, -1), (1, 100), (1.5,), ("a",), (True,), [1, 2], (np.int32(3),)],
-    ids=str,
-)
-def test_a_draft_that_is_not_made_of_tokens_is_dropped_and_counted(wrong: object) -> None:
-    def answer(batch: DraftBatch) -> list[Draft]:
-        return [Draft(wrong, "ngram"), Draft((1, 2), "ngram")]  # type: ignore[arg-type]
-
-    metrics = SpeculationMetrics()
-    chain = ProposerChain([("ngram", Source(answer))], metrics, vocab_size=100)
-    assert tokens(chain.step(batch(4, 4), [], [AUTO, AUTO])) == [(), (1, 2)]
-    assert health(metrics, "ngram").num_errors == 1
-    assert health(metrics, "ngram").up
-
-
-@pytest.mark.parametrize("wrong", [(0.5,), (0.5, -0.1), (1.5, 0.5), (0.5, float("nan"))], ids=str)
-def test_a_draft_with_chances_that_are_none_is_dropped_and_counted(
-    wrong: tuple[float, ...],
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_the_source_is_taken_whose_drafts_come_true_also_when_they_were_not_sent(
+    clock: Clock, dynamic: bool
 ) -> None:
-    metrics = SpeculationMetrics()
-    source = Source(lambda _: [Draft((1, 2), "ngram", chances=wrong)])
-    assert tokens(ProposerChain([("ngram", source)], metrics).step(batch(4), [], [AUTO])) == [()]
-    assert health(metrics, "ngram").num_errors == 1
+    traffic = traffic_of(clock, always(WRONG, WRONG), always(*RIGHT), dynamic=dynamic)
+    traffic.run(20)
+    assert traffic.drafts[0] == list(RIGHT)
 
 
-@pytest.mark.parametrize("answer", [[], None, [1], [None]], ids=str)
-def test_an_answer_that_is_not_one_draft_a_request_switches_the_source_off(answer: object) -> None:
-    metrics = SpeculationMetrics()
-    chain = ProposerChain([("ngram", Source(lambda _: answer))], metrics, clock=Clock())
-    assert tokens(chain.step(batch(4), [], [AUTO])) == [()]
-    assert not health(metrics, "ngram").up
+def test_a_request_may_switch_drafts_off_or_name_a_source_or_a_length(clock: Clock) -> None:
+    traffic = traffic_of(clock, always(5, 6), always(7, 8, 9), slots=(), dynamic=False)
+    for slot, controls in enumerate(
+        [
+            RequestControls(),
+            RequestControls("off"),
+            RequestControls("trie"),
+            RequestControls("trie", max_draft_tokens=1),
+            RequestControls(max_draft_tokens=0),
+        ]
+    ):
+        traffic.controls = controls
+        traffic.open(slot)
+    traffic.step()
+    assert list(traffic.drafts.values()) == [[7, 8, 9], [], [7, 8, 9], [7], []]
 
 
-def test_a_source_that_raises_rests_and_the_next_one_takes_over(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize(("room", "draft"), [(0, []), (3, [1, 2, 3]), (8, list(RIGHT))])
+def test_a_draft_is_cut_to_the_room_that_there_is(
+    clock: Clock, room: int, draft: list[int]
 ) -> None:
-    metrics, clock = SpeculationMetrics(), Clock()
-    first = Source(broken)
-    chain = ProposerChain([("mtp", first), ("ngram", Source(always(6)))], metrics, clock=clock)
+    traffic = traffic_of(clock, always(*RIGHT), dynamic=False)
+    traffic.step(room=room)
+    assert traffic.drafts[0] == draft
+
+
+def test_drafts_with_what_is_no_token_are_not_sent(clock: Clock) -> None:
+    traffic = traffic_of(clock, only(0, 1, 100), slots=(0, 1), dynamic=False)
+    traffic.step()
+    assert traffic.drafts[0] == []
+    assert traffic.health("ngram").num_errors == 1
+
+
+def observed(
+    traffic: Traffic, new: Sequence[Sequence[int]], verified: Sequence[int], *slots: int
+) -> list[list[int]]:
+    """Labels, draft tokens and accepted ones of a step."""
+    batch = traffic.batch(slots or (0,), new)
+    num_new = np.array([len(each) for each in new], np.int32)
+    outcomes = traffic.chain.observe(batch, num_new, np.array(verified, np.int32))
+    return [each.tolist() for each in outcomes]
+
+
+def test_what_became_of_drafts_is_told_and_counted_by_the_source_that_made_them(
+    clock: Clock,
+) -> None:
+    traffic = traffic_of(clock, only(0, 1, 2, 3), only(1, 4, 5), slots=(0, 1, 2), dynamic=False)
+    traffic.step()
+    new = [[1, 2, 9], [8], [1]]
+    assert observed(traffic, new, [3, 2, 0], 0, 1, 2) == [[0, 1, -1], [3, 2, 0], [2, 0, 0]]
+    counted = {each.source: each for each in traffic.metrics.snapshot().acceptance}
+    assert counted["ngram_1"].accepted_at_position == (1, 1, 0)
+    assert counted["trie_1"].accepted_at_position == (0, 0)
+
+
+def test_a_draft_that_the_scheduler_cut_counts_as_cut(clock: Clock) -> None:
+    traffic = traffic_of(clock, always(1, 2, 3), dynamic=False)
+    traffic.step()
+    assert observed(traffic, [[1, 2, 9]], [2]) == [[0], [2], [2]]
+
+
+def test_a_draft_waits_for_a_request_that_had_no_turn(clock: Clock) -> None:
+    traffic = traffic_of(clock, always(1, 2), slots=(0, 1), dynamic=False)
+    traffic.step()
+    traffic.step(1)
+    assert observed(traffic, [[1, 2, 3]], [2]) == [[0], [2], [2]]
+
+
+def test_without_new_tokens_nothing_has_become_of_a_draft(clock: Clock) -> None:
+    traffic = traffic_of(clock, always(1, 2), dynamic=False)
+    traffic.step()
+    assert observed(traffic, [[]], [0]) == [[-1], [0], [0]]
+    assert traffic.metrics.snapshot().acceptance == ()
+
+
+def test_the_next_request_of_a_slot_has_no_part_in_the_lasts_draft(clock: Clock) -> None:
+    traffic = traffic_of(clock, always(1, 2), dynamic=False)
+    traffic.step()
+    traffic.close(0)
+    traffic.open(0)
+    assert observed(traffic, [[1, 2, 3]], [2]) == [[-1], [0], [0]]
+
+
+def test_no_requests_get_no_drafts(clock: Clock) -> None:
+    traffic = traffic_of(clock, always(*RIGHT), slots=(), dynamic=False)
+    traffic.step()
+    assert traffic.sent == [0]
+    traffic.open(0)
+    traffic.step()
+    assert traffic.drafts[0] == list(RIGHT)
+
+
+def test_nothing_is_drafted_before_it_is_known_what_a_plain_step_takes(clock: Clock) -> None:
+    traffic = traffic_of(clock, always(*RIGHT))
+    traffic.run(20)
+    assert traffic.sent[:2] == [0, 0]
+    assert traffic.sent[-1] == len(RIGHT)
+
+
+def test_steps_that_can_never_be_measured_are_not_waited_for(clock: Clock) -> None:
+    traffic = traffic_of(clock, always(*RIGHT))
+    batch = traffic.batch([0], [[1]])
+    drafts = []
+    for _ in range(20):
+        traffic.chain.observe(batch, np.ones(1, np.int32), np.zeros(1, np.int32))
+        assert traffic.chain.is_due(batch.slots)
+        drafts.append(traffic.chain.step(batch, np.full(1, 8, np.int32)))
+    assert drafts[0] == [[]]
+    assert drafts[-1] != [[]]
+
+
+def test_what_is_never_accepted_is_soon_no_longer_sent_unless_it_always_is(clock: Clock) -> None:
+    wrong = [WRONG] * 8
+    sent = {}
+    for dynamic in (True, False):
+        traffic = traffic_of(clock, always(*wrong), slots=range(4), dynamic=dynamic)
+        traffic.run(200)
+        sent[dynamic] = sum(traffic.sent)
+    assert sent[True] < 50
+    assert sent[False] == 200 * 4 * 8
+
+
+@pytest.mark.parametrize(("token_s", "least"), [(0.0075, 1), (0.0001, 0)])
+def test_where_drafts_hardly_pay_a_plain_step_is_measured_now_and_then(
+    clock: Clock, token_s: float, least: int
+) -> None:
+    traffic = Traffic({"ngram": LocalSource(always(1), clock)}, clock, token_s=token_s)
+    traffic.run(2000)
+    assert least <= traffic.sent[200:].count(0) <= 20 * least
+
+
+def finding_nothing(
+    clock: Clock, *kinds: str, num_steps: int = 1000, learns: bool = False, dynamic: bool = True
+) -> tuple[Traffic, list[LocalSource]]:
+    sources = {kind: LocalSource(always(), clock, SLOW_S) for kind in kinds}
+    traffic = Traffic(sources, clock, learns=learns, dynamic=dynamic)
+    traffic.run(num_steps)
+    return traffic, list(sources.values())
+
+
+def test_a_source_that_brings_nothing_is_asked_seldom_and_shown_texts_when_they_end(
+    clock: Clock,
+) -> None:
+    traffic, (source,) = finding_nothing(clock, "trie", learns=True)
+    num_asked = len(source.asked)
+    assert num_asked < 200
+    assert traffic.chain.has_unseen_texts
+    traffic.chain.finish(traffic.batch([0], [[1]]))
+    assert source.asked[num_asked:] == [{0: 0}]
+
+
+def test_a_source_that_is_to_draft_always_is_asked_in_every_step(clock: Clock) -> None:
+    traffic, (source,) = finding_nothing(clock, "trie", learns=True, dynamic=False)
+    assert len(source.asked) == 1000
+    assert not traffic.chain.has_unseen_texts
+    assert not traffic.chain.num_idle_steps(np.array([0]))
+
+
+def test_sources_that_bring_nothing_are_asked_as_often_where_idle_steps_are_not_told(
+    clock: Clock,
+) -> None:
+    _, told = finding_nothing(clock, "ngram", "trie")
+    traffic, passed = finding_nothing(clock, "ngram", "trie", num_steps=0)
+    num_steps, slots = 1000, np.array([0])
+    while num_steps > 0:
+        num_idle = traffic.chain.num_idle_steps(slots)
+        num_steps -= num_idle + 1
+        batch = traffic.batch([0], [[1]])
+        traffic.chain.observe_step(1, 0, 0.01)
+        traffic.chain.observe(batch, np.ones(1, np.int32), np.zeros(1, np.int32))
+        if traffic.chain.is_due(slots, num_idle + 1):
+            traffic.chain.step(batch, np.full(1, 8, np.int32))
+    assert [len(each.asked) for each in passed] == [len(each.asked) for each in told]
+
+
+def test_a_text_that_begins_to_repeat_is_noticed_after_eight_steps(clock: Clock) -> None:
+    traffic, (source,) = finding_nothing(clock, "ngram")
+    source.guess = always(*RIGHT)
+    traffic.run(16)
+    assert traffic.sent[-1] == len(RIGHT)
+
+
+def test_no_step_is_idle_while_there_is_a_draft_to_learn_from(clock: Clock) -> None:
+    traffic, (source,) = finding_nothing(clock, "ngram")
+    source.guess = always(WRONG)
+    source.asked.clear()
+    while not source.asked:
+        traffic.step()
+    batch = traffic.batch([0], [[1]])
+    assert not traffic.chain.num_idle_steps(batch.slots)
+    traffic.chain.observe(batch, np.ones(1, np.int32), np.zeros(1, np.int32))
+    assert traffic.chain.num_idle_steps(batch.slots)
+
+
+def num_asked_of_two(
+    clock: Clock, first: Guess, second: Guess, second_s: float = SLOW_S
+) -> tuple[int, int]:
+    """How often two sources are asked in the last 400 of 600 steps."""
+    sources = {
+        "ngram": LocalSource(first, clock, SLOW_S),
+        "trie": LocalSource(second, clock, second_s),
+    }
+    traffic = Traffic(sources, clock)
+    traffic.run(200)
+    for each in sources.values():
+        each.asked.clear()
+    traffic.run(400)
+    return len(sources["ngram"].asked), len(sources["trie"].asked)
+
+
+def test_of_two_sources_that_foresee_the_same_one_is_asked_in_every_step(clock: Clock) -> None:
+    fewest, most = sorted(num_asked_of_two(clock, always(1, 2), always(1, 2)))
+    assert fewest < 100
+    assert most == 400
+
+
+def test_of_two_sources_that_foresee_the_same_the_cheaper_one_is_asked(clock: Clock) -> None:
+    num_ngram, num_trie = num_asked_of_two(clock, always(1, 2), always(1, 2), second_s=0.002)
+    assert (num_ngram, num_trie < 100) == (400, True)
+
+
+def test_a_source_that_goes_further_than_another_is_asked_in_every_step_too(clock: Clock) -> None:
+    turn = iter(range(10_000))
+    seldom_far = always(1, 2, 3, 4)
+    near = lambda slot: (1, 2) if next(turn) % 3 else ()  # noqa: E731  # which far has as well
+    assert num_asked_of_two(clock, near, seldom_far)[1] == 400
+
+
+def test_a_source_that_raises_rests_and_another_one_takes_over(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = LocalSource(OSError("gone"), clock), LocalSource(always(1, 2), clock)
+    traffic = Traffic({"mtp": first, "ngram": second}, clock, dynamic=False)
     with caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            assert tokens(chain.step(batch(4), [], [AUTO])) == [(6,)]
-    assert len(first.limits) == 1
-    assert (health(metrics, "mtp").up, health(metrics, "mtp").num_errors) == (False, 1)
-    assert health(metrics, "ngram").up
-    (record,) = caplog.records
-    reason = health(metrics, "mtp").reason
-    assert reason == "OSError: 'no route to the drafter'"
-    assert record.getMessage() == f"draft source mtp is switched off: {reason}"
+        traffic.run(3)
+    assert traffic.sent == [2, 2, 2]
+    assert len(first.asked) == 1
+    assert (traffic.health("mtp").up, traffic.health("ngram").up) == (False, True)
+    traffic.close(0)
+    assert first.closed == second.closed == [0]
 
 
-def test_each_failed_probe_doubles_the_rest_up_to_a_minute() -> None:
-    clock = Clock()
-    source = Source(broken)
-    chain = ProposerChain([("ngram", source)], SpeculationMetrics(), clock=clock)
-    called_at = []
-    for _ in range(4000):
-        before = len(source.limits)
-        chain.step(batch(4), [], [AUTO])
-        if len(source.limits) > before:
-            called_at.append(clock.now)
-        clock.now += 0.125
-    rests = np.diff(called_at).tolist()
-    assert rests[:7] == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0]
-    assert set(rests[7:]) == {60.0}
+def test_where_all_sources_rest_steps_are_idle_or_plain(clock: Clock) -> None:
+    traffic = Traffic({"ngram": LocalSource(OSError("gone"), clock)}, clock)
+    traffic.run(5)
+    assert traffic.sent == [0] * 5
+    assert not traffic.chain.is_due(np.array([0]))
 
 
-def test_a_source_that_answers_a_probe_is_up_again(caplog: pytest.LogCaptureFixture) -> None:
-    metrics, clock = SpeculationMetrics(), Clock()
-    source = Source(broken)
-    chain = ProposerChain([("ngram", source)], metrics, clock=clock)
-    chain.step(batch(4), [], [AUTO])
-    source.answer = always(3)
-    clock.now += 1.0
-    with caplog.at_level(logging.WARNING):
-        assert tokens(chain.step(batch(4), [], [AUTO])) == [(3,)]
-        assert tokens(chain.step(batch(4), [], [AUTO])) == [(3,)]
-    assert health(metrics, "ngram").up
-    assert [record.getMessage() for record in caplog.records[1:]] == [
-        "draft source ngram is up again"
-    ]
+def with_distant(
+    clock: Clock, distant: DistantSource, near: Guess = always(), **options: object
+) -> Traffic:
+    sources = {"mtp": distant, "ngram": LocalSource(near, clock)}
+    return Traffic(sources, clock, **options)  # type: ignore[arg-type]
 
 
-def test_errors_in_forget_do_not_reach_the_request() -> None:
-    class Fragile(Source):
-        def forget(self, request_ids: list[str]) -> None:
-            raise KeyError("forget")
-
-    metrics = SpeculationMetrics()
-    chain = ProposerChain([("ngram", Fragile(always(1)))], metrics, clock=Clock())
-    chain.step(batch(4), [Outcome("r0", None, 0, (5,))], [AUTO])
-    chain.forget(["r0"])
-    assert health(metrics, "ngram").num_errors == 1
+def test_a_distant_source_is_asked_for_those_requests_whose_drafts_it_makes_better(
+    clock: Clock,
+) -> None:
+    distant = DistantSource(always(*RIGHT), clock, 0.002)
+    traffic = with_distant(clock, distant, only(0, 1, 2, 3, 4, 5, 6, 7, 8), slots=(0, 1))
+    traffic.run(300)
+    assert [sorted(each.items()) for each in distant.asked[-3:]] == [[(0, 0), (1, 8)]] * 3
+    assert traffic.drafts == {0: list(range(1, 9)), 1: list(RIGHT)}
 
 
-def test_a_resting_source_is_still_told_what_to_forget() -> None:
-    source = Source(broken)
-    chain = ProposerChain([("ngram", source)], SpeculationMetrics(), clock=Clock())
-    chain.step(batch(4), [], [AUTO])
-    chain.forget(["r0", "r1"])
-    assert source.forgotten == ["r0", "r1"]
+@pytest.mark.parametrize(("call_s", "is_asked"), [(0.003, True), (0.05, False)])
+def test_a_distant_source_is_asked_where_its_drafts_are_worth_the_call(
+    clock: Clock, call_s: float, is_asked: bool
+) -> None:
+    distant = DistantSource(always(*RIGHT), clock, call_s)
+    traffic = with_distant(clock, distant)
+    traffic.run(500)
+    distant.asked.clear()
+    traffic.run(500)
+    assert distant.num_asked > 480 if is_asked else distant.num_asked < 10
 
 
-def test_what_became_of_drafts_is_counted() -> None:
-    metrics = SpeculationMetrics()
-    chain = ProposerChain([("ngram", Source(always(1)))], metrics)
-    outcomes = [
-        Outcome("r0", Draft((1, 2, 3), "ngram"), 2, (1, 2, 9)),
-        Outcome("r1", None, 0, (4,)),
-    ]
-    chain.step(batch(4, 4), outcomes, [AUTO, AUTO])
-    [entry] = metrics.snapshot().acceptance
-    assert (entry.num_drafts, entry.num_draft_tokens, entry.num_accepted_tokens) == (1, 3, 2)
+def test_of_two_distant_sources_the_second_is_asked_only_for_what_the_first_does_not_have(
+    clock: Clock,
+) -> None:
+    first, second = (DistantSource(only(slot, *RIGHT), clock, 0.001) for slot in (0, 1))
+    traffic = Traffic({"mtp": first, "draft_model": second}, clock, slots=(0, 1))
+    traffic.run(400)
+    assert traffic.drafts == {0: list(RIGHT), 1: list(RIGHT)}
+    same = DistantSource(always(*RIGHT), clock, 0.001)
+    traffic = Traffic({"mtp": first, "draft_model": same}, clock, slots=(0,))
+    traffic.run(400)
+    same.asked.clear()
+    traffic.run(100)
+    assert same.num_asked < 5
 
 
-def test_calls_are_timed() -> None:
-    metrics, clock = SpeculationMetrics(), Clock()
-
-    def slow(batch: DraftBatch) -> list[Draft]:
-        clock.now += 0.004
-        return always(1)(batch)
-
-    ProposerChain([("ngram", Source(slow))], metrics, clock=clock).step(batch(4), [], [AUTO])
-    assert health(metrics, "ngram").latency_sum_s == pytest.approx(0.004)
-
-
-def test_a_chain_without_sources_drafts_nothing() -> None:
-    chain = ProposerChain([], SpeculationMetrics())
-    assert tokens(chain.step(batch(4), [], [AUTO])) == [()]
+def test_a_distant_source_that_would_miss_something_sees_every_step(clock: Clock) -> None:
+    distant = DistantSource(always(), clock, 0.05)
+    traffic = Traffic({"mtp": distant}, clock)
+    traffic.run(300)
+    assert traffic.chain.num_idle_steps(np.array([0])) > 0
+    distant.is_watching = True
+    assert traffic.chain.num_idle_steps(np.array([0])) == 0
+    distant.asked.clear()
+    traffic.run(20)
+    assert len(distant.asked) == 20
 
 
-def repeated(count: int) -> DraftBatch:
-    text = np.array([[1, 2, 3, 4, 5, 6] * 4] * count, np.int32)
-    lengths = np.full(count, text.shape[1], np.int32)
-    names = [f"r{row}" for row in range(count)]
-    return DraftBatch(names, text, lengths, lengths, np.full(count, 8, np.int32))
+def test_a_distant_source_that_is_to_draft_always_is_asked_for_all(clock: Clock) -> None:
+    distant = DistantSource(always(*RIGHT), clock, 0.05)
+    traffic = with_distant(clock, distant, slots=(0, 1), dynamic=False)
+    traffic.run(5)
+    assert distant.asked == [{0: 8, 1: 8}] * 5
+
+
+def test_a_distant_source_that_cannot_say_what_reading_takes_rests(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    distant = DistantSource(always(*RIGHT), clock)
+
+    def fail(batch: object) -> None:
+        raise OSError("no such text")
+
+    monkeypatch.setattr(distant, "reading_s", fail)
+    traffic = with_distant(clock, distant, always(1, 2))
+    traffic.run(20)
+    assert not traffic.health("mtp").up
+    assert traffic.drafts[0] == [1, 2]
 
 
 def test_a_configured_chain_drafts_from_the_text() -> None:
     config = NgramConfig(kind="ngram", max_draft_len=3, dynamic=False)
     chain = build_chain([config], SpeculationMetrics(), SourceContext(vocab_size=7))
-    assert chain.kinds == ("ngram",)
-    assert tokens(chain.step(repeated(1), [], [AUTO])) == [(1, 2, 3)]
-
-
-def test_a_dynamic_source_stops_drafting_what_is_never_accepted_at_a_price() -> None:
-    chain = build_chain([NgramConfig(kind="ngram")], SpeculationMetrics())
-    fixed = build_chain([NgramConfig(kind="ngram", dynamic=False)], SpeculationMetrics())
-    drafted = {chain: 0, fixed: 0}
-    for each in drafted:
-        outcomes: list[Outcome] = []
-        for _ in range(200):
-            drafts = each.step(repeated(4), outcomes, [AUTO] * 4)
-            num_tokens = sum(len(draft.tokens) for draft in drafts)
-            each.observe_step(4, num_tokens, 0.01 + 0.002 * num_tokens)
-            drafted[each] += num_tokens
-            outcomes = [
-                Outcome(f"r{row}", draft if draft.tokens else None, 0, (9,))
-                for row, draft in enumerate(drafts)
-            ]
-    assert drafted[fixed] == 200 * 4 * 8
-    assert drafted[chain] < 100
-
-
-def test_a_source_that_takes_time_is_asked_last_and_for_no_more_than_it_can_draft() -> None:
-    order: list[str] = []
-
-    def answering(name: str) -> Source:
-        def answer(batch: DraftBatch) -> list[Draft]:
-            order.append(name)
-            return [Draft((), "ngram")] * len(batch)
-
-        return Source(answer)
-
-    remote, near = answering("mtp"), answering("ngram")
-    chain = ProposerChain(
-        [("mtp", remote), ("ngram", near)],
-        SpeculationMetrics(),
-        gated_kinds=frozenset({"mtp"}),
-        remote_kinds={"mtp": 2},
-    )
-    for _ in range(10):  # that cannot be measured: it is not waited for any longer
-        chain.step(batch(16, 1, 0), [], [AUTO] * 3)
-    assert order == ["ngram", "mtp"] * 10
-    assert near.limits[-1] == [16, 1, 0]
-    assert remote.limits[-1] == [2, 1, 0]
-
-
-@pytest.mark.parametrize(("call_s", "is_asked"), [(0.003, True), (0.02, False)])
-def test_a_source_that_takes_time_is_asked_where_its_only_token_is_worth_it(
-    call_s: float, is_asked: bool
-) -> None:
-    clock = Clock()
-
-    def answer(batch: DraftBatch) -> list[Draft]:
-        if not batch.max_draft_tokens.any():
-            return [Draft((), "mtp")]
-        clock.now += call_s
-        return [Draft((7,), "mtp")]
-
-    remote = Source(answer)
-    chain = ProposerChain(
-        [("mtp", remote)],
-        SpeculationMetrics(),
-        gated_kinds=frozenset({"mtp"}),
-        remote_kinds={"mtp": 1},
-        clock=clock,
-    )
-    drafts = [Draft((), "mtp")]
-    for number in range(400):
-        sent = drafts[0] if drafts[0].tokens else None
-        num_accepted = int(sent is not None and number % 5 != 0)
-        outcome = Outcome("r0", sent, num_accepted, (7,) * (num_accepted + 1))
-        chain.observe_step(1, len(drafts[0].tokens), 0.010)
-        drafts = chain.step(batch(16), [outcome], [AUTO])
-    num_asked = sum(limits != [0] for limits in remote.limits[20:])
-    assert num_asked > 350 if is_asked else num_asked < 20
-
-
-def finds_nothing(clock: Clock) -> Source:
-    """A source that takes time, for nothing."""
-
-    def search(batch: DraftBatch) -> list[Draft]:
-        clock.now += 0.0003
-        return [Draft((), "ngram")] * len(batch)
-
-    return Source(search)
-
-
-def after_many_steps(kind: str, source: Source, clock: Clock) -> ProposerChain:
-    """A chain of one source, which was asked whenever it was due in 1000 plain steps."""
-    chain = ProposerChain(
-        [(kind, source)], SpeculationMetrics((kind,)), gated_kinds=frozenset({kind}), clock=clock
-    )
-    for _ in range(1000):
-        if due := chain.due(1):
-            chain.step(batch(4), [], [AUTO], due)
-        chain.observe_step(1, 0, 0.01)
-    return chain
-
-
-def test_the_time_for_judging_what_a_source_found_counts_as_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock, source, trim = Clock(), Source(always()), Gate.trim
-
-    def slow_trim(self: Gate, request_ids: Sequence[str], drafts: list[Draft]) -> list[Draft]:
-        clock.now += 0.0003
-        return trim(self, request_ids, drafts)
-
-    monkeypatch.setattr(Gate, "trim", slow_trim)
-    after_many_steps("ngram", source, clock)
-    assert len(source.limits) < 500
-
-
-def test_a_source_that_brings_nothing_is_asked_seldom_and_sees_texts_when_they_end() -> None:
-    clock = Clock()
-    source = finds_nothing(clock)
-    chain = after_many_steps("trie", source, clock)
-    num_asked = len(source.limits)
-    assert num_asked < 500
-    assert chain.has_unseen_texts
-
-    chain.finish(batch(0))
-    assert source.limits[num_asked:] == [[0]]
-
-
-def test_a_source_that_is_to_draft_always_is_asked_at_every_step() -> None:
-    clock = Clock()
-    source = finds_nothing(clock)
-    chain = ProposerChain([("ngram", source)], SpeculationMetrics(("ngram",)), clock=clock)
-    for _ in range(1000):
-        chain.step(batch(4), [], [AUTO])
-        chain.observe_step(1, 0, 0.01)
-        assert not chain.num_idle_steps(["r0"])
-    assert len(source.limits) == 1000
-    assert not chain.has_unseen_texts
-
-
-def test_sources_that_bring_nothing_are_asked_as_often_where_idle_steps_are_not_told() -> None:
-    num_asked = []
-    for is_told in (True, False):
-        clock = Clock()
-        kinds = ("ngram", "trie")
-        sources = [(kind, finds_nothing(clock)) for kind in kinds]
-        chain = ProposerChain(
-            sources, SpeculationMetrics(kinds), gated_kinds=frozenset(kinds), clock=clock
-        )
-        num_steps = 1000
-        while num_steps > 0:
-            num_idle_steps = 0 if is_told else chain.num_idle_steps(["r0"])
-            num_steps -= num_idle_steps + 1
-            if due := chain.due(1, num_idle_steps + 1):
-                chain.step(batch(4), [], [AUTO], due)
-            chain.observe_step(1, 0, 0.01)
-        num_asked.append([len(source.limits) for _, source in sources])
-    assert num_asked[0] == num_asked[1]
-
-
-def num_asked_of_two(
-    ngram: Callable[[int], tuple[int, ...]],
-    trie: Callable[[int], tuple[int, ...]],
-    trie_seconds: float = 0.0003,
-) -> tuple[int, int]:
-    """How often two sources are asked in the last 400 of 600 steps, in which the target writes 1 to
-    5; they draft what is told by step."""
-    clock, step = Clock(), 0
-
-    def source(draft: Callable[[], Draft], seconds: float) -> Source:
-        def search(batch: DraftBatch) -> list[Draft]:
-            clock.now += seconds
-            return [draft()] * len(batch)
-
-        return Source(search)
-
-    sources = {
-        "ngram": source(lambda: Draft(ngram(step), "ngram", 2), 0.0003),
-        "trie": source(lambda: Draft(trie(step), "trie_local", 8), trie_seconds),
-    }
-    chain = ProposerChain(
-        list(sources.items()),
-        SpeculationMetrics(tuple(sources)),
-        gated_kinds=frozenset(sources),
-        clock=clock,
-    )
-    outcomes: list[Outcome] = []
-    for step in range(600):
-        if step == 200:
-            for each in sources.values():
-                each.limits.clear()
-        (draft,) = chain.step(batch(4), outcomes, [AUTO], chain.due(1))
-        accepted = num_right(draft, (1, 2, 3, 4, 5))
-        new_tokens = (1, 2, 3, 4, 5)[: accepted + 1]
-        outcomes = [Outcome("r0", draft if draft.tokens else None, accepted, new_tokens)]
-        chain.observe_step(1, len(draft.tokens), 0.01)
-    return len(sources["ngram"].limits), len(sources["trie"].limits)
-
-
-def test_a_source_that_foresees_only_what_a_better_one_does_is_asked_seldom() -> None:
-    # Its few drafts are sent, since it is never wrong.
-    few = num_asked_of_two(
-        lambda step: () if step % 7 else (1, 2, 3, 4),
-        lambda step: (1, 9) if step % 7 else (1, 2, 3, 4),
-    )
-    assert few[0] < 100
-    assert few[1] == 400
-
-
-def test_a_source_that_goes_further_than_a_better_one_is_asked_at_every_step() -> None:
-    both = num_asked_of_two(
-        lambda step: () if step % 7 else (1, 2, 3, 4),
-        lambda step: (1, 2, 9) if step % 7 else (1, 9),
-    )
-    assert both == (400, 400)
-
-
-def test_of_two_sources_that_foresee_the_same_one_is_asked_at_every_step() -> None:
-    fewest, most = sorted(num_asked_of_two(lambda step: (1, 2), lambda step: (1, 2)))
-    assert fewest < 100
-    assert most == 400
-
-
-@pytest.mark.parametrize("right_each", [1, 6])
-def test_of_two_sources_that_foresee_the_same_the_cheaper_one_is_asked(right_each: int) -> None:
-    num_ngram, num_trie = num_asked_of_two(
-        lambda step: (9, 9) if step % right_each else (1, 2),
-        lambda step: (9, 9) if step % right_each else (1, 2),
-        trie_seconds=0.004,
-    )
-    assert num_ngram == 400
-    assert num_trie < 100
-
-
-def test_no_step_is_idle_while_there_is_a_draft_to_learn_from() -> None:
-    clock = Clock()
-    source = finds_nothing(clock)
-    chain = ProposerChain(
-        [("trie", source)],
-        SpeculationMetrics(("trie",)),
-        gated_kinds=frozenset({"trie"}),
-        clock=clock,
-    )
-    for _ in range(100):
-        chain.observe_step(1, 0, 0.01)
-        chain.step(batch(4), [], [AUTO])
-    while not chain.num_idle_steps(["r0"]):
-        chain.step(batch(4), [], [AUTO])
-
-    source.answer = lambda batch: [Draft((1, 2), "trie_local", 2)]
-    chain.step(batch(4), [], [AUTO], frozenset({"trie"}))
-    assert not chain.num_idle_steps(["r0"])
-    chain.observe([Outcome("r0", None, 0, (5,))])
-    assert chain.num_idle_steps(["r0"])
-
-
-def test_a_drafter_that_is_fed_hidden_states_sees_every_step() -> None:
-    clock = Clock()
-    metrics = SpeculationMetrics(("ngram", "mtp"))
-    chain = ProposerChain(
-        [("ngram", finds_nothing(clock)), ("mtp", Source(lambda batch: [Draft((), "mtp")]))],
-        metrics,
-        gated_kinds=frozenset({"ngram", "mtp"}),
-        remote_kinds={"mtp": 1},
-        clock=clock,
-    )
-    for _ in range(200):
-        chain.observe_step(1, 0, 0.01)
-        chain.step(batch(4), [], [AUTO])
-        assert not chain.num_idle_steps(["r0"])
-
-
-def test_a_source_that_cannot_say_what_reading_takes_rests(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    class Illiterate(Source):
-        def reading_s(self, batch: DraftBatch) -> list[float]:
-            raise OSError("no such text")
-
-    metrics = SpeculationMetrics(("mtp",))
-    chain = ProposerChain(
-        [("mtp", Illiterate(always(1)))],
-        metrics,
-        gated_kinds=frozenset({"mtp"}),
-        remote_kinds={"mtp": 1},
-    )
-    for _ in range(CALIBRATION_STEPS):  # before, nothing is to be decided
-        chain.observe_step(1, 0, 0.01)
-    assert tokens(chain.step(batch(4), [], [AUTO])) == [()]
-    assert health(metrics, "mtp").num_errors == 1
-    assert "no such text" in caplog.text
+    chain.open(2, RequestControls())
+    batch = draft_batch({2: [1, 2, 3, 4, 5, 6] * 4})
+    chain.observe(batch, np.ones(1, np.int32), np.zeros(1, np.int32))
+    assert chain.is_due(batch.slots)
+    assert chain.step(batch, np.full(1, 8, np.int32)) == [[1, 2, 3]]
+    assert chain.sent[2].tolist() == [1, 2, 3]
+    assert chain.labels == ("ngram",)

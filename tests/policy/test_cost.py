@@ -87,6 +87,17 @@ def test_doubt_about_drafts_grows_while_none_are_measured_and_falls_when_one_is(
     assert learned.doubt(4, 4) < 0.6 * stale
 
 
+def test_doubt_about_plain_steps_grows_while_all_have_drafts() -> None:
+    learned = taught(STEEP)
+    fresh = learned.doubt(4, 0)
+    for _ in range(300):
+        learned.observe(4, 4, STEEP.seconds(4, 4))
+    stale = learned.doubt(4, 0)
+    learned.observe(4, 0, STEEP.seconds(4, 0))
+    assert stale > 1.5 * fresh
+    assert learned.doubt(4, 0) < 0.8 * stale
+
+
 def test_before_any_measurement_drafts_cost_a_little_of_a_plain_step() -> None:
     for learned in (StepCost(), measured(10)):
         plain, base, slope = learned.at(4)
