@@ -258,7 +258,7 @@ class RemoteAsk:
         if self._cost is None:
             shares = np.array([0.1, 0.01, 0.1]) * plain_s
             self._cost = LinearCost(shares.tolist(), (2 * shares).tolist(), (shares / 50).tolist())
-        first, row, token = (max(each, 0.0) for each in self._cost.coefficients)
+        first, row, token = self._cost.positive_coefficients
         return first, row, token
 
     def _probe(

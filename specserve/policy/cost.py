@@ -54,6 +54,19 @@ class LinearCost:
         """Now, in seconds."""
         return self._mean.tolist()  # type: ignore[no-any-return]
 
+    @property
+    def positive_coefficients(self) -> list[float]:
+        """The same with those below 0 at 0, and the others so that what was measured adds up.
+
+        That is a projection along the covariance (Simon and Chia, Kalman Filtering with State
+        Equality Constraints, 2002).
+        """
+        mean = self._mean.copy()
+        for i in range(3):
+            if mean[i] < 0:
+                mean -= self._covariance[i] * (mean[i] / self._covariance[i, i])
+        return np.maximum(mean, 0.0).tolist()  # type: ignore[no-any-return]
+
     def deviation(self, features: Sequence[float]) -> float:
         """Standard deviation of the cost that these features have, in seconds."""
         return math.sqrt(max(_variance(self._covariance, np.array(features, np.float64)), 0.0))
