@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol, cast
 import numpy as np
 
 from specserve.core.backoff import Backoff
-from specserve.core.types import DraftBatch, Float64Array, Int32Array, Int64Array
+from specserve.core.types import BoolArray, DraftBatch, Float64Array, Int32Array, Int64Array
 from specserve.policy.cost import LinearCost
 from specserve.policy.planner import Costs, Plan, plan_call
 from specserve.sources.base import RemoteSource
@@ -258,7 +258,7 @@ class RemoteAsk:
         if self._cost is None:
             shares = np.array([0.1, 0.01, 0.1]) * plain_s
             self._cost = LinearCost(shares.tolist(), (2 * shares).tolist(), (shares / 50).tolist())
-        first, row, token = self._cost.positive_coefficients
+        first, row, token = (max(each, 0.0) for each in self._cost.coefficients)
         return first, row, token
 
     def _probe(
@@ -266,15 +266,17 @@ class RemoteAsk:
     ) -> Int32Array:
         """Asks for one request, when it is time and there is credit.
 
-        The first that could be better off is the same request for as long as it runs: the source
-        has to be brought up to date on no more than one text.
+        For one that the source follows, if there is any: of another it knows a part alone. Else for
+        the one whose draft is worth least.
         """
         limits = situation.limits
         asked = np.zeros_like(limits)
         able = (waits_s < np.inf) & (situation.plan.values < _HOPE * limits)
         if not self._pause.is_due(self._step) or not able.any():
             return asked
-        row = int(able.argmax())
+        if (followed := able & self._seen(situation.batch.slots)).any():
+            able = followed
+        row = int(np.where(able, situation.plan.values, np.inf).argmin())
         first, per_row, token = self._call(situation.costs.plain)
         if account.spend(first + per_row + token * int(limits[row])):
             asked[row] = limits[row]
@@ -282,5 +284,10 @@ class RemoteAsk:
         return asked
 
     def _must_see(self, slots: Int64Array) -> bool:
+        return bool(self._seen(slots).any())
+
+    def _seen(self, slots: Int64Array) -> BoolArray:
+        """bool ``[n]``, see :meth:`RemoteSource.must_see`."""
         source = cast(RemoteSource, self._guard.source)
-        return bool(self._guard.call(lambda: bool(source.must_see(slots).any())))
+        seen = self._guard.call(lambda: source.must_see(slots))
+        return np.zeros(len(slots), np.bool_) if seen is None else seen

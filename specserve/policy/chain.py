@@ -350,7 +350,7 @@ class Chain:
             costs,
             rank=np.array(rank, np.int64),
             fixed=self._fixed,
-            most_tokens=max(2 * self.cost.most_draft_tokens, _FIRST_TOKENS),
+            most_tokens=max(2 * self.cost.most_draft_tokens, _FIRST_TOKENS, len(slots)),
         )
 
     def _is_calibrated(self, num_requests: int) -> bool:
@@ -375,16 +375,15 @@ class Chain:
             return chosen.source, np.where(self._fixed[chosen.source], chosen.lengths, 0)
         if self._fixed.any():
             return chosen.source, chosen.lengths
-        num_unmeasured = 0
         if num_tokens := chosen.num_draft_tokens:
             source, lengths = np.full_like(chosen.source, -1), np.zeros_like(chosen.lengths)
             loss_s = costs.plain * chosen.gain / (1 + chosen.gain)
         else:
             source, lengths, expected = probe(self._survival, self._lengths, size)
-            num_tokens = num_unmeasured = int(lengths.sum())
+            num_tokens = int(lengths.sum())
             step_s = costs.base + costs.slope * num_tokens
             loss_s = step_s - costs.plain * (1 + expected / size)
-        doubt_s = _SIGMAS * self.cost.doubt(size, num_unmeasured)
+        doubt_s = _SIGMAS * self.cost.doubt(size, num_tokens)
         if num_tokens and loss_s < doubt_s and self._account.spend(loss_s):
             return source, lengths
         return chosen.source, chosen.lengths

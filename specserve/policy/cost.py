@@ -54,19 +54,6 @@ class LinearCost:
         """Now, in seconds."""
         return self._mean.tolist()  # type: ignore[no-any-return]
 
-    @property
-    def positive_coefficients(self) -> list[float]:
-        """The same with those below 0 at 0, and the others so that what was measured adds up.
-
-        That is a projection along the covariance (Simon and Chia, Kalman Filtering with State
-        Equality Constraints, 2002).
-        """
-        mean = self._mean.copy()
-        for i in range(3):
-            if mean[i] < 0:
-                mean -= self._covariance[i] * (mean[i] / self._covariance[i, i])
-        return np.maximum(mean, 0.0).tolist()  # type: ignore[no-any-return]
-
     def deviation(self, features: Sequence[float]) -> float:
         """Standard deviation of the cost that these features have, in seconds."""
         return math.sqrt(max(_variance(self._covariance, np.array(features, np.float64)), 0.0))
@@ -80,8 +67,11 @@ class LinearCost:
     def observe(self, features: Sequence[float], seconds: float) -> None:
         """One measurement; of one that is far off, only a part is believed.
 
-        Several in a row that are far off in the same direction say that the cost has changed.
+        Several in a row that are far off in the same direction say that the cost has changed. What
+        took no time that could be measured is ignored.
         """
+        if seconds <= 0:
+            return
         values = np.array(features, np.float64)
         _update(self._mean, self._covariance, self._drift, self._noise, values, seconds)
 
@@ -140,15 +130,13 @@ class StepCost:
         if line is None:
             return 1.0, 1.0, _ASSUMED_SLOPE
         plain, first, slope = line.coefficients
-        base = max(plain + first, _LEAST_S)
-        plain = max(min(plain, base), _LEAST_S)  # no step is dearer than one with drafts as well
-        return plain, base, max(slope, 1e-4 * plain)
+        plain = max(plain, _LEAST_S)
+        return plain, plain + max(first, 0.0), max(slope, 1e-4 * plain)
 
     def doubt(self, num_requests: int, num_draft_tokens: int) -> float:
-        """Standard deviation, in seconds, of what such a step costs beyond a plain one; of a plain
-        one, of what it costs altogether."""
+        """Standard deviation, in seconds, of what such a step costs beyond a plain one."""
         line = self._nearest(num_requests)
-        features = float(not num_draft_tokens), float(num_draft_tokens > 0), float(num_draft_tokens)
+        features = 0.0, 1.0, float(num_draft_tokens)
         return 0.0 if line is None else line.deviation(features)
 
     def _nearest(self, num_requests: int) -> LinearCost | None:
@@ -229,3 +217,6 @@ def _update(mean, covariance, drift, noise, features, seconds):  # type: ignore[
         mean[i] += gain[i] / variance * error
         for j in range(3):
             covariance[i, j] -= gain[i] * gain[j] / variance
+    for i in range(3):
+        if mean[i] < 0.0 and covariance[i, i] > 0.0:  # what the others are, if this one is 0
+            mean -= covariance[:, i] / covariance[i, i] * mean[i]

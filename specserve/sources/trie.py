@@ -118,7 +118,7 @@ class TrieSource:
         """See :class:`specserve.sources.base.Source`; looks up after all rows were learned."""
         slots = kernel_array(batch.slots, np.int64)
         size = len(slots)
-        drafts = Drafts(*(array[:size] for array in self._drafts))
+        drafts = _first_rows(self._drafts, size)
         drafts.lengths[:] = 0
         arrays = (
             slots,
@@ -204,9 +204,15 @@ class TrieSource:
         batch = slots, np.zeros((1, 8), np.int32), 8 * one, one
         sequences = np.array([trie.open("warm-up")], np.int64)
         begins, ends = slots.copy(), slots.copy()
-        drafts = Drafts(*(array[:1] for array in self._drafts))
+        drafts = _first_rows(self._drafts, 1)
         trie.step(slots, batch, one, sequences, slots.copy(), begins, ends, drafts)
         trie.append(int(sequences[0]), batch[1][0])
         trie.remove("warm-up")
         if self._unsent is not None:
             self._unsent.add(batch, begins, begins)
+
+
+def _first_rows(drafts: Drafts, size: int) -> Drafts:
+    return Drafts(
+        drafts.tokens[:size], drafts.lengths[:size], drafts.confidence[:size], drafts.labels[:size]
+    )

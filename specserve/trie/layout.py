@@ -38,7 +38,8 @@ HEAD, TAIL, IS_OPEN, NEXT_FLAGS, GENERATION = range(5)
 NUM_FREE_PAGES, HAND, CLOCK, NUM_FREE_SLOTS, NUM_TOKENS, NUM_EVICTED, NUM_SCALARS = range(7)
 """Indices of ``Arrays.scalars``. The clock counts the tokens ever taken."""
 
-_COLUMNS = 8
+COLUMNS = 8
+"""Of pages and of slots: half a cache line."""
 _LINE = 64
 
 
@@ -123,9 +124,9 @@ def _sizes(num_pages: int) -> dict[str, tuple[tuple[int, ...], Any]]:
         "table": ((len(LEVELS), buckets * BUCKET), np.uint64),
         "tokens": ((size,), np.int32),
         "older": ((size, len(LEVELS)), np.int32),
-        "pages": ((num_pages, _COLUMNS), np.int32),
+        "pages": ((num_pages, COLUMNS), np.int32),
         "page_use": ((num_pages,), np.uint8),
-        "slots": ((num_pages, _COLUMNS), np.int32),
+        "slots": ((num_pages, COLUMNS), np.int32),
         "free_pages": ((num_pages,), np.int32),
         "free_slots": ((num_pages,), np.int32),
         "scalars": ((NUM_SCALARS,), np.int64),

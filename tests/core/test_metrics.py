@@ -21,6 +21,7 @@ from specserve.core.metrics import (
     TrieSnapshot,
 )
 from specserve.core.samples import samples
+from tests.counts import count_draft
 
 DRAFTS = st.lists(
     st.integers(1, 128).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n))), max_size=30
@@ -30,7 +31,7 @@ DRAFTS = st.lists(
 def counted(drafts: list[tuple[int, int]]) -> SpeculationMetrics:
     metrics = SpeculationMetrics(("ngram",))
     for num_drafted, num_accepted in drafts:
-        metrics.count_draft("ngram", num_drafted, num_accepted)
+        count_draft(metrics, "ngram", num_drafted, num_accepted)
     return metrics
 
 
@@ -56,9 +57,9 @@ def test_every_metric_is_named_and_described_in_one_way() -> None:
 
 def test_drafts_and_tokens_are_counted_by_source() -> None:
     metrics = SpeculationMetrics()
-    metrics.count_draft("ngram", 5, 2)
-    metrics.count_draft("ngram", 3, 0)
-    metrics.count_draft("mtp", 1, 1)
+    count_draft(metrics, "ngram", 5, 2)
+    count_draft(metrics, "ngram", 3, 0)
+    count_draft(metrics, "mtp", 1, 1)
     snapshot = metrics.snapshot()
     assert values(snapshot, by_name("specserve_drafts_total")) == {("ngram",): 2, ("mtp",): 1}
     assert values(snapshot, by_name("specserve_draft_tokens_total")) == {
@@ -154,7 +155,7 @@ def test_increments_and_the_earlier_totals_make_the_later_totals(
     metrics = counted(early)
     before = metrics.snapshot()
     for num_drafted, num_accepted in late:
-        metrics.count_draft("ngram", num_drafted, num_accepted)
+        count_draft(metrics, "ngram", num_drafted, num_accepted)
         metrics.count_call("ngram", 1e-4)
     grown = metrics.snapshot().since(before)
     alone = counted(late).snapshot()

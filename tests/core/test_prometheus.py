@@ -12,6 +12,7 @@ from specserve.core.metrics import (
     TrieSnapshot,
 )
 from specserve.core.prometheus import PrometheusCollector
+from tests.counts import count_draft
 
 
 def registry_of(metrics: SpeculationMetrics) -> CollectorRegistry:
@@ -22,7 +23,7 @@ def registry_of(metrics: SpeculationMetrics) -> CollectorRegistry:
 
 def test_every_metric_appears_under_its_declared_name() -> None:
     metrics = SpeculationMetrics(("ngram",))
-    metrics.count_draft("ngram", 4, 2)
+    count_draft(metrics, "ngram", 4, 2)
     namespaces = (NamespaceSnapshot("n", 10, 650, 20, 10),)
     metrics.watch_trie(lambda: TrieSnapshot(namespaces, LinkSnapshot(True, 0.5, 7, 0)))
     text = generate_latest(registry_of(metrics)).decode()
@@ -37,8 +38,8 @@ def test_values_are_those_of_the_moment_of_the_scrape() -> None:
     registry = registry_of(metrics)
     labels = {"model": "demo", "source": "ngram"}
     assert registry.get_sample_value("specserve_drafts_total", labels) is None
-    metrics.count_draft("ngram", 4, 2)
-    metrics.count_draft("ngram", 4, 3)
+    count_draft(metrics, "ngram", 4, 2)
+    count_draft(metrics, "ngram", 4, 3)
     assert registry.get_sample_value("specserve_drafts_total", labels) == 2
     assert registry.get_sample_value("specserve_accepted_tokens_total", labels) == 5
     at_three = labels | {"position": "3"}
@@ -50,7 +51,7 @@ def test_values_are_those_of_the_moment_of_the_scrape() -> None:
 def test_a_histogram_is_cumulative_with_its_sum_and_count() -> None:
     metrics = SpeculationMetrics()
     for num_accepted in (0, 2, 2, 7, 100):
-        metrics.count_draft("ngram", 128, num_accepted)
+        count_draft(metrics, "ngram", 128, num_accepted)
     registry = registry_of(metrics)
     labels = {"model": "demo", "source": "ngram"}
 

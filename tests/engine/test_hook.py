@@ -13,9 +13,9 @@ import torch
 from specserve.core.config import AppConfig, parse
 from specserve.core.metrics import SpeculationSnapshot
 from specserve.core.recent import RecentRequest
-from specserve.core.types import Draft, DraftBatch, HiddenStates
-from specserve.engine.hook import ProposerHook
-from specserve.policy.chain import ProposerChain
+from specserve.core.types import DraftBatch, HiddenStates, Int32Array
+from specserve.engine.hook import ProposerHook, copy_states
+from specserve.policy.chain import Chain
 
 MAX_MODEL_LEN = 64
 REPEATING = [1, 2, 3, 4] * 4
@@ -30,10 +30,10 @@ class Runner:
         self.requests = {name: _request() for name in texts}
         self.input_batch = SimpleNamespace(
             req_ids=list(texts),
-            token_ids_cpu=np.zeros((8, MAX_MODEL_LEN), np.int32),
-            num_tokens_no_spec=np.zeros(8, np.int32),
-            num_prompt_tokens=np.full(8, 4, np.int32),
-            num_computed_tokens_cpu=np.zeros(8, np.int32),
+            token_ids_cpu=np.zeros((20, MAX_MODEL_LEN), np.int32),
+            num_tokens_no_spec=np.zeros(20, np.int32),
+            num_prompt_tokens=np.full(20, 4, np.int32),
+            num_computed_tokens_cpu=np.zeros(20, np.int32),
         )
         for row, text in enumerate(texts.values()):
             self.input_batch.token_ids_cpu[row, : len(text)] = text
@@ -92,6 +92,7 @@ def hook(config: AppConfig) -> ProposerHook:
     vllm_config: Any = SimpleNamespace(
         additional_config={"specserve": config.model_dump(mode="json")},
         model_config=SimpleNamespace(max_model_len=MAX_MODEL_LEN, get_vocab_size=lambda: 100),
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
         lora_config=None,
     )
     return ProposerHook(vllm_config)
@@ -155,11 +156,10 @@ def test_a_draft_waits_for_a_request_that_had_no_turn(hook: ProposerHook) -> Non
     hook.attach(runner)
     _step(hook, runner, [[4], [8]])
 
-    alone = Runner(b=[5, 6, 7, 8, 9])
-    alone.requests = runner.requests
-    hook.attach(alone)
-    _step(hook, alone, [[9]])
-    hook.attach(runner)
+    both = runner.input_batch
+    runner.input_batch = Runner(b=[5, 6, 7, 8, 9]).input_batch
+    _step(hook, runner, [[9]])
+    runner.input_batch = both
     _append(runner, 0, [1, 2, 3, 4, 1])
     _step(hook, runner, [[1, 2, 3, 4, 1], [9]], a=[1, 2, 3, 4])
 
@@ -271,19 +271,28 @@ def test_hidden_states_come_with_the_position_of_each_requests_first(
     seen: list[HiddenStates | None] = []
     step = hook._chain.step
 
-    def watch(batch: DraftBatch, *rest: Any) -> list[Draft]:
+    def watch(batch: DraftBatch, room: Int32Array) -> list[list[int]]:
         seen.append(batch.hidden_states)
-        return step(batch, *rest)
+        return step(batch, room)
 
     monkeypatch.setattr(hook._chain, "step", watch)
     _step(hook, runner, [[1, 2, 3, 4], [4]], a=[1, 2, 3, 4])
 
     (states,) = seen
     assert states is not None
-    assert (states.starts, states.num_tokens) == ((11, 15), (5, 1))
-    values = states.to_host()
-    assert values.dtype == np.uint16
-    assert values.tolist() == [[0x3F80, 0x3F80]] * 6
+    assert states.starts.tolist() == [11, 15]
+    assert states.num_tokens.tolist() == [5, 1]
+    for rows, count in (([0, 1], 6), ([1], 1), ([], 0)):
+        values = states.to_host(np.array(rows, np.int64))()
+        assert values.dtype == np.uint16
+        assert values.tolist() == [[0x3F80, 0x3F80]] * count
+
+
+def test_only_the_states_of_the_rows_that_are_asked_for_are_copied() -> None:
+    hidden = torch.arange(12.0).reshape(6, 2)
+    copied = copy_states(hidden, np.array([2, 3, 1], np.int32), np.array([2, 0]))()
+    rows = torch.from_numpy(copied.astype(np.int32)).to(torch.int16).view(torch.bfloat16)
+    assert rows.tolist() == [[10, 11], [0, 1], [2, 3]]
 
 
 def test_a_text_that_ends_is_shown_to_sources_that_have_not_seen_it_whole(
@@ -291,6 +300,7 @@ def test_a_text_that_ends_is_shown_to_sources_that_have_not_seen_it_whole(
 ) -> None:
     runner = Runner(a=REPEATING, b=[5, 6, 7, 8])
     hook.attach(runner)
+    _step(hook, runner, [[4], [8]])
     seen: list[DraftBatch] = []
     monkeypatch.setattr(type(hook._chain), "has_unseen_texts", True)
     monkeypatch.setattr(hook._chain, "finish", seen.append)
@@ -298,9 +308,9 @@ def test_a_text_that_ends_is_shown_to_sources_that_have_not_seen_it_whole(
     hook.forget({"b", "long gone"})
 
     (texts,) = seen
-    assert texts.request_ids == ["b"]
+    assert texts.slots.tolist() == [1]
     assert texts.token_ids.tolist() == [[5, 6, 7, 8]]
-    assert texts.max_draft_tokens.tolist() == [0]
+    assert texts.num_tokens.tolist() == [4]
 
 
 def test_in_a_step_without_a_source_that_is_due_only_the_outcomes_are_passed_on(
@@ -309,7 +319,7 @@ def test_in_a_step_without_a_source_that_is_due_only_the_outcomes_are_passed_on(
     runner = Runner(a=REPEATING)
     hook.attach(runner)
     assert _step(hook, runner, [[4]]) == [[1, 2, 3, 4]]
-    monkeypatch.setattr(hook._chain, "due", lambda *_: frozenset())
+    monkeypatch.setattr(hook._chain, "is_due", lambda *_: False)
     _append(runner, 0, [1, 2, 9])
 
     assert _step(hook, runner, [[1, 2, 9]], a=[1, 2, 3, 4]) == [[]]
@@ -321,7 +331,7 @@ def test_in_a_step_without_a_source_that_is_due_only_the_outcomes_are_passed_on(
 @pytest.fixture
 def resting(hook: ProposerHook, monkeypatch: pytest.MonkeyPatch) -> ProposerHook:
     """A hook whose sources are due at every fourth step, as long as they have no draft."""
-    monkeypatch.setattr(ProposerChain, "num_idle_steps", lambda *_: 3)
+    monkeypatch.setattr(Chain, "num_idle_steps", lambda *_: 3)
     return hook
 
 
@@ -332,11 +342,11 @@ def test_steps_of_the_same_requests_are_idle_until_a_source_is_due(
     resting.attach(runner)
     asked_after: list[int] = []
 
-    def none_is_due(num_requests: int, num_steps: int) -> frozenset[str]:
+    def is_due(slots: object, num_steps: int) -> bool:
         asked_after.append(num_steps)
-        return frozenset()
+        return False
 
-    monkeypatch.setattr(resting._chain, "due", none_is_due)
+    monkeypatch.setattr(resting._chain, "is_due", is_due)
     assert not resting.is_idle(_scheduled(runner))  # nothing is known yet
     _step(resting, runner, [[1], [2]])
     for _ in range(3):
@@ -374,14 +384,14 @@ def test_the_time_of_the_step_after_idle_ones_is_its_own(
     runner = Runner(a=[5, 6, 7, 8])
     resting.attach(runner)
     times = iter([10.0, 11.0, 11.5, 11.6])
-    monkeypatch.setattr("specserve.engine.hook.time.monotonic", lambda: next(times))
-    seen: list[tuple[float, float]] = []
-    monkeypatch.setattr(resting._chain, "due", lambda *_: frozenset())
-    monkeypatch.setattr(resting._chain, "observe_step", lambda *told: seen.append(told[2:]))
+    monkeypatch.setattr("specserve.engine.hook.time.perf_counter", lambda: next(times))
+    seen: list[float] = []
+    monkeypatch.setattr(resting._chain, "is_due", lambda *_: False)
+    monkeypatch.setattr(resting._chain, "observe_step", lambda *told: seen.append(told[2]))
     _step(resting, runner, [[1]])
     resting.pass_over(["a"], [[3]])
     _step(resting, runner, [[5]])
-    assert seen == [(0.5, 4.0)]  # seconds, mean length of the texts
+    assert seen == [0.5]
 
 
 def test_the_draft_memory_is_told_who_is_configured_and_how_its_metrics_are_labelled() -> None:
@@ -400,9 +410,25 @@ def test_the_draft_memory_is_told_who_is_configured_and_how_its_metrics_are_labe
     vllm_config: Any = SimpleNamespace(
         additional_config=told,
         model_config=SimpleNamespace(max_model_len=MAX_MODEL_LEN, get_vocab_size=lambda: 100),
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
         lora_config=SimpleNamespace(max_cpu_loras=3, max_loras=1),
     )
     context = ProposerHook(vllm_config)._source_context()
 
     assert (context.tenants, context.adapters) == (("a", "b"), ("sql",))
     assert (context.num_adapters, context.label_key) == (3, b"a key")
+
+
+def test_more_requests_than_slots_take_those_of_requests_that_wait(hook: ProposerHook) -> None:
+    runner = Runner(**{f"r{number}": REPEATING for number in range(20)})
+    hook.attach(runner)
+    batch = runner.input_batch
+    names = batch.req_ids
+    batch.token_ids_cpu[:, : len(REPEATING)] = REPEATING
+    batch.num_tokens_no_spec[:] = len(REPEATING)
+    for begin in (0, 4, 8, 12, 16, 0):
+        batch.req_ids = names[begin : begin + 4]
+        drafts = _step(hook, runner, [[4]] * 4)
+        assert drafts == [[1, 2, 3, 4]] * 4
+    hook.forget(names)
+    assert _step(hook, runner, [[4]] * 4) == [[1, 2, 3, 4]] * 4

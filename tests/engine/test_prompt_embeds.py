@@ -89,6 +89,7 @@ def hook() -> ProposerHook:
         model_config=SimpleNamespace(
             max_model_len=MAX_MODEL_LEN, get_vocab_size=lambda: VOCAB_SIZE
         ),
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
         lora_config=None,
     )
     return ProposerHook(vllm_config)
@@ -163,7 +164,7 @@ def test_nobody_learns_it_when_the_unknown_text_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(type(hook._chain), "has_unseen_texts", True)
-    monkeypatch.setattr(hook._chain, "due", lambda *_: frozenset())
+    monkeypatch.setattr(hook._chain, "is_due", lambda *_: False)
     runner.add("b-1", "b", **unknown)
     step(hook, runner, 200)
     hook.forget(["b-1"])

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 GETS_PER_S = 200
 NUM_CONNECTIONS = 4
-NUM_ROUNDS = 40
+NUM_ROUNDS = 60
 NUM_TOKENS = 384
 PROMPT = "for number in numbers:\n    total += number\n" * 4
 NOBODY = "nobody"

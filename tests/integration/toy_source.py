@@ -7,17 +7,18 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self, Union, get_args
 
+import numpy as np
 from pydantic import Field
 
 from specserve.core import source_config
 from specserve.core.source_config import Label, SourceSection
-from specserve.core.types import Draft, DraftBatch
+from specserve.core.types import DraftBatch, Drafts, Int32Array, Int64Array, RequestControls
 
 
 class ToyConfig(SourceSection):
     """The last token once more."""
 
-    SOURCE = "tests.integration.toy_source:ToyProposer"
+    SOURCE = "tests.integration.toy_source:ToySource"
     LABELS = (Label("echo", "#123456", "#abcdef"),)
 
     kind: Literal["toy"]
@@ -25,7 +26,7 @@ class ToyConfig(SourceSection):
     dynamic: bool = True
 
 
-class ToyProposer:
+class ToySource:
     """Guesses that the last token comes again."""
 
     def __init__(self, max_draft_len: int) -> None:
@@ -36,15 +37,19 @@ class ToyProposer:
         """Without anything of the replica's."""
         return cls(config.max_draft_len)
 
-    def propose(self, batch: DraftBatch) -> list[Draft]:
-        """The last token, as often as it may be."""
-        rows = zip(batch.token_ids, batch.num_tokens, batch.max_draft_tokens, strict=False)
-        return [
-            Draft((int(tokens[length - 1]),) * min(int(most), self._max_draft_len), "echo", 1)
-            for tokens, length, most in rows
-        ]
+    def open(self, slot: int, controls: RequestControls) -> None:
+        """Nothing is kept."""
 
-    def forget(self, request_ids: list[str]) -> None:
+    def propose(self, batch: DraftBatch, limits: Int32Array) -> Drafts:
+        """The last token, as often as it may be."""
+        drafts = Drafts.empty(len(limits), self._max_draft_len)
+        last = batch.token_ids[np.arange(len(limits)), batch.num_tokens - 1]
+        drafts.tokens[:] = last[:, None]
+        drafts.lengths[:] = limits
+        drafts.confidence[:] = 0.5
+        return drafts
+
+    def close(self, slots: Int64Array) -> None:
         """Nothing is kept."""
 
 

@@ -16,7 +16,6 @@ from specserve.core.errors import SpecServeError
 
 BENCHMARKS = {
     "drafting": "what drafting adds to a step, beside vLLM's ngram and suffix proposers",
-    "ngram": "prompt lookup alone, beside vLLM's: accepted length",
     "trie": "the draft memory alone, beside Arctic's suffix trees: learning, bytes, acceptance",
     "mtp-context": "the MTP layer beside transformers': time of a token by length of the context",
     "cluster": "a simulation: one memory for 1 to 256 replicas, what it gains and what it costs",
@@ -31,7 +30,7 @@ BENCHMARKS = {
     "step-trace": "a step's timeline over all processes of the server, for Perfetto",
 }
 
-WITHOUT_ENGINE = ("drafting", "ngram", "trie", "mtp-context", "cluster", "wire")
+WITHOUT_ENGINE = ("drafting", "trie", "mtp-context", "cluster", "wire")
 """These need no Serve file."""
 
 

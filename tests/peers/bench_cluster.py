@@ -33,7 +33,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 from tokenizers import Tokenizer
@@ -45,9 +44,18 @@ from specserve.trie.learner import ClusterLearner
 from specserve.trie.memory import TrieMemory
 from specserve.trie.records import ExchangeRequest, Record
 from specserve.trie.store import TrieStore
-from specserve.trie.token_trie import TokenTrie
 from tests.peers.cluster_costs import FINGERPRINT, STORE, Costs, measure_costs, records_of
-from tests.peers.replay import NAMESPACE, Drafter, SuffixDrafter, Tally, Text, replay, replay_one
+from tests.peers.replay import (
+    NAMESPACE,
+    Drafter,
+    SuffixDrafter,
+    Tally,
+    Text,
+    TrieDrafter,
+    learn,
+    replay,
+    replay_one,
+)
 from tests.peers.sources import Sources
 from tests.peers.suffix_peer import arctic
 from tests.peers.svg import Chart, Line, page
@@ -74,40 +82,6 @@ def room_for(num_requests: int) -> int:
     return max(1 << 20, REQUEST_BYTES * (num_requests + 1))
 
 
-class TrieDrafter:
-    """One replica's trie, without the proposer around it.
-
-    Args:
-        trie: drafts, and learns.
-        private: it forgets each request when that ends.
-    """
-
-    def __init__(self, trie: TokenTrie, *, private: bool = False) -> None:
-        self._trie = trie
-        self._private = private
-        self._limit = np.full(1, DRAFT_LEN, np.int32)
-
-    def learn(self, name: str, text: Any) -> None:
-        self._trie.open(name)
-        self._trie.append(name, text)
-        self._trie.finish(name)
-
-    def draft(self, text: Text, num_tokens: int, num_new: int) -> Sequence[int]:
-        begin = num_tokens - num_new
-        if begin == text.num_prompt_tokens:
-            self._trie.open(text.name, private=self._private)
-            self._trie.append(text.name, text.tokens[:begin], num_prompt_tokens=begin)
-        self._trie.append(text.name, text.tokens[begin:num_tokens])
-        found = self._trie.lookup(
-            text.tokens[None], np.array([num_tokens], np.int32), self._limit, [text.name]
-        )
-        guess: list[int] = found.tokens[0, : found.lengths[0]].tolist()
-        return guess
-
-    def finish(self, text: Text) -> None:
-        self._trie.finish(text.name)
-
-
 class Replica:
     """A replica's memory with its way to the store, in the simulation's own time.
 
@@ -125,7 +99,8 @@ class Replica:
         trie = memory.of(NAMESPACE)
         assert trie is not None
         self.trie = trie
-        self.drafter = TrieDrafter(trie)
+        self.memory = memory
+        self.drafter = TrieDrafter(memory, DRAFT_LEN)
         self._unsent: list[Record] = []
         self._num_records = 0
         self._epoch, self._position = "", 0
@@ -199,20 +174,20 @@ def with_store(texts: Sequence[Text], owners: Sequence[int]) -> tuple[float, lis
 
 def first_requests(replica: Replica, texts: Sequence[Text]) -> float:
     """Accepted tokens a step of requests of which nothing is learned."""
-    tally = replay(TrieDrafter(replica.trie, private=True), texts)
+    tally = replay(TrieDrafter(replica.memory, DRAFT_LEN, private=True), texts)
     return round(tally.accepted / tally.steps, 3)
 
 
 def late(texts: Sequence[Text]) -> float:
     """One memory that gets each text some requests after its end."""
-    count, trie = Count(len(texts)), TokenTrie(room_for(len(texts)))
-    drafter, waiting = TrieDrafter(trie, private=True), deque[Text]()
+    count, memory = Count(len(texts)), TrieMemory(room_for(len(texts)), [NAMESPACE])
+    trie = memory.of(NAMESPACE)
+    assert trie is not None
+    drafter, waiting = TrieDrafter(memory, DRAFT_LEN, private=True), deque[Text]()
     for number, text in enumerate(texts):
         if len(waiting) > LATE_REQUESTS:
             known = waiting.popleft()
-            trie.open(known.name)
-            trie.append(known.name, known.tokens, num_prompt_tokens=known.num_prompt_tokens)
-            trie.finish(known.name)
+            learn(trie, known.name, known.tokens, known.num_prompt_tokens)
         replay_one(drafter, text, count.of(number))
         waiting.append(text)
     return count.accepted_per_step
@@ -253,7 +228,7 @@ def simulate(
 
 
 def _new_trie(num_requests: int) -> TrieDrafter:
-    return TrieDrafter(TokenTrie(room_for(num_requests)))
+    return TrieDrafter(TrieMemory(room_for(num_requests), [NAMESPACE]), DRAFT_LEN)
 
 
 def tabulate(costs: Costs) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -106,7 +106,7 @@ def sides(model: Path, batch: int, width: int) -> dict[str, Side]:
     return {
         "asked": Hook(application(model, dynamic=False), 2 * width),
         "served": Hook(application(model, dynamic=True), 2 * width),
-        "trie": Trie(),
+        "trie": Trie(batch),
         "vllm ngram": VllmNgram(*MATCH, batch, 2 * width),
         "vllm suffix": VllmSuffixSide(),
     }

@@ -8,9 +8,9 @@ over the rounds is shown. The peer needs ``pip install --no-deps arctic-inferenc
 step takes of both is measured by ``drafting``.
 
 Insert: whole files into one memory. vLLM puts an output into two of the peer's trees; one is timed.
-While learning: looking up, and a whole step of the proposer, which learns 2 tokens of each of 32
-requests as well; 5 ms between the calls, with a thread that teaches the memory what other replicas
-wrote, in bursts every 0.1 s, as the link to the store does.
+While learning: a whole step of the source, which learns 2 tokens of each of 32 requests; 5 ms
+between the calls, with a thread that teaches the memory what other replicas wrote, in bursts every
+0.1 s, as the link to the store does.
 Replay: see replay.py. ``again``: texts that were requests before. ``renamed``: these with their
 commonest name replaced.
 """
@@ -37,8 +37,9 @@ from tokenizers import Tokenizer
 
 from specserve.compare.machine import circumstances
 from specserve.core.types import Int32Array
+from specserve.trie.memory import TrieMemory
 from specserve.trie.token_trie import TokenTrie
-from tests.peers.replay import ChainDrafter, Drafter, SuffixDrafter, Text, replay
+from tests.peers.replay import NAMESPACE, Drafter, SuffixDrafter, Text, TrieDrafter, replay
 from tests.peers.sources import Sources
 from tests.peers.suffix_peer import arctic
 from tests.peers.tables import print_rows
@@ -132,13 +133,15 @@ class Contender:
 def contenders(max_bytes: int) -> list[Contender]:
     found: list[Contender] = []
     for k in DRAFT_LENS:
-        ours = partial(ChainDrafter, k, max_bytes=max_bytes)
         found += [
-            Contender(f"trie, k={k}", partial(ours, ngram=False)),
-            Contender(f"trie + ngram, k={k}", partial(ours, ngram=True)),
+            Contender(f"trie, k={k}", partial(new_trie, k, max_bytes)),
             Contender(f"vLLM suffix, k={k}", partial(SuffixDrafter, k)),
         ]
     return found
+
+
+def new_trie(max_draft_len: int, max_bytes: int) -> TrieDrafter:
+    return TrieDrafter(TrieMemory(max_bytes, [NAMESPACE]), max_draft_len)
 
 
 def measure_replay(

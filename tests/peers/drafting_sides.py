@@ -11,9 +11,13 @@ from vllm import SamplingParams
 from vllm.v1.spec_decode.ngram_proposer import NgramProposer as VllmNgramProposer
 
 from specserve.core.config import AppConfig
-from specserve.core.types import Int32Array
+from specserve.core.source_config import TrieConfig
+from specserve.core.types import DraftBatch, Int32Array, RequestControls
 from specserve.engine.hook import ProposerHook
-from specserve.trie.token_trie import TokenTrie
+from specserve.sources.base import SourceContext
+from specserve.sources.trie import LEARN_TOKENS_PER_STEP, TrieSource
+from specserve.trie.memory import TrieMemory
+from tests.peers.replay import NAMESPACE, learn
 from tests.peers.suffix_peer import VllmSuffix
 
 DRAFT_LEN = 16
@@ -77,6 +81,7 @@ class Hook:
             model_config=SimpleNamespace(
                 max_model_len=max_model_len, get_vocab_size=lambda: VOCAB_SIZE
             ),
+            scheduler_config=SimpleNamespace(max_num_seqs=256),
             lora_config=None,
         )
         self._hook = ProposerHook(vllm_config)
@@ -129,38 +134,47 @@ class Hook:
 
 
 class Trie:
-    """Our draft memory without what is around it: learning and looking up."""
+    """Our draft memory without what is around it: learning and looking up.
 
-    def __init__(self) -> None:
-        self._trie = TokenTrie(MAX_BYTES)
+    Args:
+        batch: requests that are decoded at a time.
+    """
+
+    def __init__(self, batch: int) -> None:
+        memory = TrieMemory(MAX_BYTES, [NAMESPACE])
+        trie = memory.of(NAMESPACE)
+        assert trie is not None
+        self._trie = trie
+        config = TrieConfig(kind="trie", max_draft_len=DRAFT_LEN, share="replica")
+        self._source = TrieSource(config, memory, SourceContext(num_slots=batch))
+        self._slots, self._limits = np.arange(batch), np.full(batch, DRAFT_LEN, np.int32)
 
     def learn(self, name: str, text: Int32Array) -> None:
-        self._trie.open(name)
-        self._trie.append(name, text)
-        self._trie.finish(name)
+        learn(self._trie, name, text)
 
     def begin(self, requests: Requests) -> None:
         self._requests = requests
-        prompts = zip(requests.req_ids, requests.token_ids_cpu, strict=True)
-        for (name, row), length in zip(prompts, requests.num_prompt_tokens.tolist(), strict=True):
-            self._trie.open(name)
-            self._trie.append(name, row[:length], num_prompt_tokens=length)
-        self._limits = np.full(len(requests.req_ids), DRAFT_LEN, np.int32)
+        for slot in self._slots.tolist():
+            self._source.open(slot, RequestControls())
+        for _ in range(int(requests.num_prompt_tokens.sum()) // LEARN_TOKENS_PER_STEP + 1):
+            self._source.propose(self._question(), self._limits)
 
     def step(self, sampled: Drafts, verified: Drafts) -> Callable[[], Drafts]:
-        requests = self._requests
-        ends = requests.num_tokens_no_spec.astype(np.int64)
-        begins = ends - np.array([len(new) for new in sampled])
-        prompts = requests.num_prompt_tokens.astype(np.int64)
-
         def call() -> Drafts:
-            names, token_ids = requests.req_ids, requests.token_ids_cpu
-            self._trie.append_rows(names, token_ids, begins, ends, prompts)
-            found = self._trie.lookup(token_ids, requests.num_tokens_no_spec, self._limits, names)
+            found = self._source.propose(self._question(), self._limits)
             rows = zip(found.tokens.tolist(), found.lengths.tolist(), strict=True)
             return [tokens[:length] for tokens, length in rows]
 
         return call
+
+    def _question(self) -> DraftBatch:
+        requests = self._requests
+        return DraftBatch(
+            self._slots,
+            requests.token_ids_cpu,
+            requests.num_tokens_no_spec,
+            requests.num_prompt_tokens,
+        )
 
 
 class VllmNgram:

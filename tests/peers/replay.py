@@ -11,15 +11,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from specserve.core.metrics import SpeculationMetrics
-from specserve.core.source_config import NgramConfig, TrieConfig
-from specserve.core.types import Draft, DraftBatch, Int32Array, Outcome, RequestControls
-from specserve.policy.chain import ProposerChain
-from specserve.sources.base import Proposer, SourceContext
-from specserve.sources.ngram import NgramSource
+from specserve.core.source_config import TrieConfig
+from specserve.core.types import DraftBatch, Int32Array, RequestControls
+from specserve.sources.base import SourceContext
 from specserve.sources.trie import TrieSource
 from specserve.trie.memory import TrieMemory
 from specserve.trie.namespaces import namespace
+from specserve.trie.token_trie import TokenTrie
 from tests.peers.suffix_peer import VllmSuffix
 
 NAMESPACE = namespace("")
@@ -110,53 +108,49 @@ def replay_one(drafter: Drafter, text: Text, tally: Tally) -> None:
     drafter.finish(text)
 
 
-class ChainDrafter:
-    """Our sources through the chain and its arbiter, every draft sent in full (no gate).
+def learn(trie: TokenTrie, name: str, text: Int32Array, num_prompt_tokens: int = 0) -> None:
+    """Takes a text for what an earlier request wrote."""
+    sequence = trie.open(name)
+    trie.append(sequence, text, num_prompt_tokens=num_prompt_tokens)
+    trie.finish(sequence)
+
+
+class TrieDrafter:
+    """Our memory, every draft sent in full.
 
     Args:
-        max_draft_len: of each source, in tokens.
-        ngram: with prompt lookup beside the trie.
-        max_bytes: of the trie.
+        memory: drafts, and learns; has ``NAMESPACE``.
+        max_draft_len: in tokens.
+        private: it forgets each request when that ends.
     """
 
-    def __init__(self, max_draft_len: int, *, ngram: bool, max_bytes: int) -> None:
-        self._memory = TrieMemory(max_bytes, [NAMESPACE])
+    def __init__(self, memory: TrieMemory, max_draft_len: int, *, private: bool = False) -> None:
+        trie = memory.of(NAMESPACE)
+        assert trie is not None
+        self._trie = trie
         config = TrieConfig(kind="trie", max_draft_len=max_draft_len, share="replica")
-        trie = TrieSource(config, self._memory, SourceContext())
-        sources: list[tuple[str, Proposer]] = [("trie", trie)]
-        if ngram:
-            lookup = NgramSource(NgramConfig(kind="ngram", max_draft_len=max_draft_len))
-            sources.insert(0, ("ngram", lookup))
-        self._chain = ProposerChain(sources, SpeculationMetrics())
-        self._limits = np.full(1, max_draft_len, np.int32)
-        self._last: Draft | None = None
+        self._source = TrieSource(config, memory, SourceContext(num_slots=1))
+        self._controls = RequestControls(learn=not private)
+        self._slot, self._limit = np.zeros(1, np.int64), np.full(1, max_draft_len, np.int32)
 
     def learn(self, name: str, text: Int32Array) -> None:
-        trie = self._memory.of(NAMESPACE)
-        assert trie is not None
-        trie.open(name)
-        trie.append(name, text)
-        trie.finish(name)
+        learn(self._trie, name, text)
 
     def draft(self, text: Text, num_tokens: int, num_new: int) -> Sequence[int]:
+        if num_tokens - num_new == text.num_prompt_tokens:
+            self._source.open(0, self._controls)
         batch = DraftBatch(
-            [text.name],
+            self._slot,
             text.tokens[None],
             np.array([num_tokens], np.int32),
             np.array([text.num_prompt_tokens], np.int32),
-            self._limits,
         )
-        outcomes = []
-        if self._last is not None:
-            new = tuple(text.tokens[num_tokens - num_new : num_tokens].tolist())
-            num_accepted = min(num_new - 1, len(self._last.tokens))
-            outcomes = [Outcome(text.name, self._last, num_accepted, new)]
-        [self._last] = self._chain.step(batch, outcomes, [RequestControls()])
-        return self._last.tokens
+        drafts = self._source.propose(batch, self._limit)
+        guess: list[int] = drafts.tokens[0, : drafts.lengths[0]].tolist()
+        return guess
 
     def finish(self, text: Text) -> None:
-        self._last = None
-        self._chain.forget([text.name])
+        self._source.close(self._slot)
 
 
 class SuffixDrafter:

@@ -22,6 +22,7 @@ from specserve.trie.records import MAX_RECORD_TOKENS, ExchangeReply, ExchangeReq
 from specserve.trie.replica import BATCH_BYTES, ReplicaOptions, TrieReplica
 from specserve.trie.store import StoreOptions
 from specserve.trie.store_actor import RayStoreClient, get_or_start
+from specserve.trie.unsent import FULL_TOKENS, MAX_DELAY_S
 
 VOCAB_SIZE = 130_000
 NAMESPACE = "ab" * 16
@@ -76,17 +77,23 @@ def write(task: Task, store: StoreOptions) -> dict[str, Any]:
     process, began = psutil.Process(), time.monotonic()
     cpu = process.cpu_times()
     written, publish_s, calls = 0, 0.0, 0
+    waiting_since = time.time()
     rng = np.random.default_rng(task.seed)
     while (elapsed := time.monotonic() - began) < task.seconds:
         due = int(elapsed * task.tokens_per_s / task.num_replicas / STREAMS) - written
+        if due < FULL_TOKENS and time.time() < waiting_since + MAX_DELAY_S:
+            time.sleep(STEP_S)  # as a source collects its texts
+            continue
         tokens = rng.integers(0, VOCAB_SIZE, size=(STREAMS, due), dtype=np.int32)
         before = time.perf_counter()
         for link in links if due else ():
             for stream in range(STREAMS):
-                link.publish(NAMESPACE, f"{link.origin}-{stream}", written, tokens[stream])
+                name = f"{link.origin}-{stream}"
+                link.publish(NAMESPACE, name, written, tokens[stream], stamp=waiting_since)
                 calls += 1
         publish_s += time.perf_counter() - before
         written += due
+        waiting_since = time.time()
         time.sleep(STEP_S)
     spent = process.cpu_times()
     drained = [link.stop(30) for link in links]

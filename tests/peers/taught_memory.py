@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 
 from specserve.core.source_config import TrieConfig
-from specserve.core.types import DraftBatch, Int32Array
+from specserve.core.types import DraftBatch, Int32Array, RequestControls
 from specserve.sources.base import SourceContext
-from specserve.sources.trie import TrieProposer
+from specserve.sources.trie import LEARN_TOKENS_PER_STEP, TrieSource
 from specserve.trie.learner import ClusterLearner
 from specserve.trie.memory import TrieMemory
-from specserve.trie.pieces import FULL_TOKENS
 from specserve.trie.records import Record
 from specserve.trie.token_trie import TokenTrie
-from tests.peers.replay import NAMESPACE
+from specserve.trie.unsent import FULL_TOKENS
+from tests.peers.replay import NAMESPACE, learn
 
 BATCH, GROWTH, STEPS = 32, 2, 250
 PROMPT_TOKENS, DRAFT_LEN = 400, 16
@@ -31,9 +31,7 @@ FORWARD_S = 0.005
 
 def learn_all(trie: TokenTrie, texts: Sequence[Int32Array]) -> None:
     for number, text in enumerate(texts):
-        trie.open(str(number))
-        trie.append(str(number), text)
-        trie.finish(str(number))
+        learn(trie, str(number), text)
 
 
 class Batch:
@@ -41,28 +39,26 @@ class Batch:
 
     Args:
         texts: what they are cut from, at random places.
-        name: makes their ids.
         rng: chooses.
     """
 
-    def __init__(self, texts: Sequence[Int32Array], name: str, rng: np.random.Generator) -> None:
+    def __init__(self, texts: Sequence[Int32Array], rng: np.random.Generator) -> None:
         width = PROMPT_TOKENS + GROWTH * (STEPS + 1)
         pool = [text for text in texts if len(text) > width]
         picked = [pool[i] for i in rng.integers(0, len(pool), BATCH)]
         begins = [int(rng.integers(0, len(text) - width)) for text in picked]
         rows = [t[b : b + width] for t, b in zip(picked, begins, strict=True)]
-        self.token_ids = np.stack(rows).astype(np.int32)
-        self.names = [f"{name}-{row}" for row in range(BATCH)]
-        self.lengths = np.full(BATCH, PROMPT_TOKENS, np.int32)
-        self.num_prompt_tokens = np.full(BATCH, PROMPT_TOKENS, np.int32)
+        lengths = np.full(BATCH, PROMPT_TOKENS, np.int32)
+        self.question = DraftBatch(np.arange(BATCH), np.stack(rows), lengths, lengths)
         self.limits = np.full(BATCH, DRAFT_LEN, np.int32)
 
     def grow(self) -> None:
-        self.lengths = self.lengths + np.int32(GROWTH)
+        num_tokens = self.question.num_tokens + np.int32(GROWTH)
+        self.question = self.question._replace(num_tokens=num_tokens)
 
 
 class TaughtMemory:
-    """A memory with its proposer.
+    """A memory with its source.
 
     Args:
         texts: whole files that it knows.
@@ -72,46 +68,26 @@ class TaughtMemory:
     def __init__(self, texts: Sequence[Int32Array], max_bytes: int) -> None:
         self.memory = TrieMemory(max_bytes, [NAMESPACE])
         config = TrieConfig(kind="trie", max_draft_len=DRAFT_LEN, share="replica")
-        self._proposer = TrieProposer(config, self.memory, SourceContext())
+        self._source = TrieSource(config, self.memory, SourceContext(num_slots=BATCH))
         trie = self.memory.of(NAMESPACE)
         assert trie is not None
-        self._trie = trie
         learn_all(trie, texts)
 
-    def lookups(self, batch: Batch) -> list[float]:
-        """Drafts for a growing batch; the seconds of each call's looking up alone."""
-        trie, times = self._trie, []
-        for name, row in zip(batch.names, batch.token_ids, strict=True):
-            trie.open(name)
-            trie.append(name, row[:PROMPT_TOKENS], num_prompt_tokens=PROMPT_TOKENS)
-        for _ in range(STEPS):
-            begins = batch.lengths.astype(np.int64)
-            batch.grow()
-            ends = batch.lengths.astype(np.int64)
-            trie.append_rows(batch.names, batch.token_ids, begins, ends, begins)
-            began = time.perf_counter()
-            trie.lookup(batch.token_ids, batch.lengths, batch.limits, batch.names)
-            times.append(time.perf_counter() - began)
-            time.sleep(FORWARD_S)
-        for name in batch.names:
-            trie.finish(name)
-        return times
-
     def steps(self, batch: Batch) -> list[float]:
-        """All that the proposer does in a step; the first one, which takes the prompts, untimed."""
+        """All that the source does in a step, in seconds; what takes the prompts, untimed."""
+        for slot in range(BATCH):
+            self._source.open(slot, RequestControls())
+        for _ in range(BATCH * PROMPT_TOKENS // LEARN_TOKENS_PER_STEP + 1):
+            self._source.propose(batch.question, batch.limits)
         times = []
-        for _ in range(STEPS + 1):
+        for _ in range(STEPS):
             batch.grow()
-            limits, num_prompt_tokens = batch.limits, batch.num_prompt_tokens
-            question = DraftBatch(
-                batch.names, batch.token_ids, batch.lengths, num_prompt_tokens, limits
-            )
             began = time.perf_counter()
-            self._proposer.propose(question)
+            self._source.propose(batch.question, batch.limits)
             times.append(time.perf_counter() - began)
             time.sleep(FORWARD_S)
-        self._proposer.forget(batch.names)
-        return times[1:]
+        self._source.close(batch.question.slots)
+        return times
 
 
 class Stream(threading.Thread):
@@ -162,22 +138,19 @@ class Stream(threading.Thread):
 def measure_while_learning(
     memory: TaughtMemory, texts: Mapping[str, Sequence[Int32Array]], stream: Stream, seed: int
 ) -> list[dict[str, Any]]:
-    """Microseconds a request of looking up, and of a whole step, while the stream is learned."""
+    """Microseconds a request of a step, while the stream is learned."""
     rng = np.random.default_rng(seed)
-    runs = {"lookup": memory.lookups, "step": memory.steps}
-    times: dict[tuple[str, str], list[float]] = {(c, kind): [] for c in runs for kind in texts}
+    times: dict[str, list[float]] = {kind: [] for kind in texts}
     stream.start()
-    begin, number = time.perf_counter(), 0
+    begin = time.perf_counter()
     while time.perf_counter() - begin < LEARNING_S and stream.is_alive():
-        for call, kind in times:
-            batch = Batch(texts[kind], f"{call}-{kind}-{number}", rng)
-            times[call, kind] += runs[call](batch)
-        number += 1
+        for kind, of_kind in texts.items():
+            times[kind] += memory.steps(Batch(of_kind, rng))
     stream.stop()
     rate = round(stream.num_tokens / stream.seconds)
     return [
-        {"text": kind, "call": call, **_in_us(seconds), "learned_tokens_per_s": rate}
-        for (call, kind), seconds in times.items()
+        {"text": kind, **_in_us(seconds), "learned_tokens_per_s": rate}
+        for kind, seconds in times.items()
     ]
 
 

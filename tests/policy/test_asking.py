@@ -62,9 +62,7 @@ def test_a_local_source_that_pays_is_asked_in_every_step() -> None:
     assert ask.surplus_s == pytest.approx(1e-4)
 
 
-def test_a_local_source_that_does_not_pay_is_tried_some_times_and_then_pauses_longer_and_longer() -> (
-    None
-):
+def test_a_local_source_that_does_not_pay_is_tried_some_times_and_then_pauses_longer() -> None:
     ask, idle = LocalAsk(), []
     for _ in range(12):
         ask.observe(ONE, NONE, 1e-4, 0.0)
@@ -168,13 +166,11 @@ def test_probes_are_paid_from_the_account(ask: RemoteAsk) -> None:
     assert not account.spend(4 * STEP_S)
 
 
-def test_a_probe_is_for_the_first_request_that_could_be_better_off(
+def test_a_probe_is_for_the_request_whose_draft_is_worth_least_of_those_that_it_may_help(
     ask: RemoteAsk, source: DistantSource
 ) -> None:
     source.waits = {0: float("nan"), 1: float("inf")}
-    asked = ask.limits(
-        situation(0, values=(0.0, 0.0, 3.9, 0.0, 1.0)[:4], limits=(4, 4, 4, 3)), rich()
-    )
+    asked = ask.limits(situation(0, values=(0.0, 0.0, 1.0, 0.5), limits=(4, 4, 4, 3)), rich())
     assert asked.tolist() == [0, 0, 0, 3]
     assert not ask.limits(situation(0, values=(0.0, 0.0), limits=(0, 0)), rich()).any()
 
@@ -194,15 +190,20 @@ def test_a_source_that_pays_is_asked_in_every_step_and_else_has_a_turn_in_every_
     assert ask.num_idle_steps(2, SLOTS) == 0
 
 
+def reads(ask: RemoteAsk, step: int) -> bool:
+    """Whether a source that promises much is asked in a step."""
+    return bool(ask.limits(situation(step, unseen=0.9), Exploration()).any())
+
+
 def test_reading_is_paid_by_what_it_would_have_saved_of_this_request_alone(
     ask: RemoteAsk, source: DistantSource
 ) -> None:
     source.waits = {0: 0.1}
-    steps = [ask.limits(situation(step, unseen=0.9), Exploration()).any() for step in range(10)]
+    steps = [reads(ask, step) for step in range(10)]
     first = steps.index(True)
     assert first > 1
     ask.forget(SLOTS)
-    again = [ask.limits(situation(step, unseen=0.9), Exploration()).any() for step in range(10)]
+    again = [reads(ask, step) for step in range(10)]
     assert again.index(True) == first
 
 
@@ -223,3 +224,11 @@ def test_a_source_that_is_away_does_not_look_cheap(ask: RemoteAsk) -> None:
     for _ in range(50):
         ask.observe(ONE, NONE, 1e-5, 0.0)
     assert not ask.limits(good, Exploration()).any()
+
+
+def test_a_probe_is_for_a_request_that_the_source_follows(
+    ask: RemoteAsk, source: DistantSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source, "must_see", lambda slots: slots == 1)
+    asked = ask.limits(situation(0, values=(0.0, 1.0), limits=(4, 4)), rich())
+    assert asked.tolist() == [0, 4]

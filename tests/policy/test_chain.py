@@ -6,397 +6,295 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from specserve.core.metrics import SpeculationMetrics
+from specserve.core.metrics import HealthSnapshot, SpeculationMetrics
 from specserve.core.source_config import NgramConfig
-from specserve.core.types import RequestControls
-from specserve.policy.chain import build_chain
+from specserve.core.types import BoolArray, DraftBatch, Float64Array, Int64Array, RequestControls
+from specserve.policy.chain import Chain, Member, build_chain
 from specserve.sources.base import SourceContext
-from tests.draft_batches import draft_batch
-from tests.policy.traffic import WRONG, Clock, DistantSource, Guess, LocalSource, Traffic
+from tests.sources.answering_source import (
+    AnsweringSource,
+    Clock,
+    always,
+    batch,
+    broken,
+    drafts,
+)
 
-RIGHT = (1, 2, 3, 4)
-SLOW_S = 0.0003
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-def always(*tokens: int) -> Guess:
-    return lambda slot: tokens
+AUTO = RequestControls()
+ROOM = 8
 
 
-def only(slot: int, *tokens: int) -> Guess:
-    return lambda each: tokens if each == slot else ()
+class RemoteAnswers(AnsweringSource):
+    """A source in another process that has read every text."""
+
+    waits_s = 0.0
+    sees_all = False
+
+    def reading_s(self, batch: DraftBatch) -> Float64Array:
+        return np.full(len(batch.slots), self.waits_s)
+
+    def must_see(self, slots: Int64Array) -> BoolArray:
+        return np.full(len(slots), self.sees_all)
 
 
-def traffic_of(
-    clock: Clock, *guesses: Guess, slots: Sequence[int] = (0,), dynamic: bool = True
-) -> Traffic:
-    """Of one source to each guess, in this order."""
-    kinds = ("ngram", "trie", "more")
-    sources = {
-        kind: LocalSource(guess, clock) for kind, guess in zip(kinds, guesses, strict=False)
-    }
-    return Traffic(sources, clock, slots=slots, dynamic=dynamic)
+class Driven:
+    """A chain, and an engine that takes its steps."""
+
+    def __init__(
+        self, *members: Member, wishes: Sequence[RequestControls] = (AUTO,), vocab_size: int = 100
+    ) -> None:
+        self.metrics, self.clock = SpeculationMetrics(), Clock()
+        self.chain = Chain(
+            members, self.metrics, num_slots=8, vocab_size=vocab_size, clock=self.clock
+        )
+        for slot, controls in enumerate(wishes):
+            self.chain.open(slot, controls)
+        self.size = len(wishes)
+        self.sent: list[list[int]] = [[]] * self.size
+
+    def measure(self, plain_s: float = 0.01, slope_s: float = 1e-4, num_steps: int = 10) -> None:
+        for _ in range(num_steps):
+            self.chain.observe_step(self.size, 0, plain_s)
+            self.chain.observe_step(self.size, 4, plain_s + 4 * slope_s)
+
+    def step(self, *written: Sequence[int], room: int | Sequence[int] = ROOM) -> list[list[int]]:
+        """The target writes these tokens; the next drafts."""
+        rows = written or [[7]] * self.size
+        step = batch(self.size)
+        for row, tokens in enumerate(rows):
+            step.token_ids[row, 8 - len(tokens) : 8] = tokens
+        num_new = np.array([len(tokens) for tokens in rows], np.int32)
+        num_verified = np.array([len(tokens) for tokens in self.sent], np.int32)
+        self.outcomes = self.chain.observe(step, num_new, num_verified)
+        self.sent = [[]] * self.size
+        if self.chain.is_due(step.slots):
+            limits = np.broadcast_to(np.array(room, np.int32), self.size)
+            self.sent = self.chain.step(step, limits)
+        return self.sent
+
+    def health(self, kind: str) -> HealthSnapshot:
+        return next(each for each in self.metrics.snapshot().health if each.source == kind)
 
 
-def test_where_one_source_has_no_guess_another_ones_is_sent(clock: Clock) -> None:
-    traffic = traffic_of(clock, only(0, 1, 2), always(6, 7), slots=(0, 1), dynamic=False)
-    traffic.step()
-    assert traffic.drafts == {0: [1, 2], 1: [6, 7]}
+def fixed(kind: str, source: AnsweringSource, max_draft_len: int = 8) -> Member:
+    return Member(kind, source, (kind,), max_draft_len, dynamic=False)
 
 
-def test_of_equally_good_drafts_the_first_sources_is_sent(clock: Clock) -> None:
-    traffic = traffic_of(clock, always(5, 6), always(7, 8), dynamic=False)
-    traffic.step()
-    assert traffic.drafts[0] == [5, 6]
+def dynamic(kind: str, source: AnsweringSource, *, learns: bool = False) -> Member:
+    return Member(kind, source, (kind,), 8, learns=learns)
 
 
-@pytest.mark.parametrize("dynamic", [True, False])
-def test_the_source_is_taken_whose_drafts_come_true_also_when_they_were_not_sent(
-    clock: Clock, dynamic: bool
-) -> None:
-    traffic = traffic_of(clock, always(WRONG, WRONG), always(*RIGHT), dynamic=dynamic)
-    traffic.run(20)
-    assert traffic.drafts[0] == list(RIGHT)
+def test_where_one_source_has_no_guess_another_ones_is_sent() -> None:
+    first = AnsweringSource(lambda batch, limits: drafts([(), (5,)]))
+    driven = Driven(fixed("ngram", first), fixed("mtp", always(6, 7)), wishes=[AUTO, AUTO])
+    assert driven.step()[0] == [6, 7]
 
 
-def test_a_request_may_switch_drafts_off_or_name_a_source_or_a_length(clock: Clock) -> None:
-    traffic = traffic_of(clock, always(5, 6), always(7, 8, 9), slots=(), dynamic=False)
-    for slot, controls in enumerate(
-        [
-            RequestControls(),
-            RequestControls("off"),
-            RequestControls("trie"),
-            RequestControls("trie", max_draft_tokens=1),
-            RequestControls(max_draft_tokens=0),
-        ]
-    ):
-        traffic.controls = controls
-        traffic.open(slot)
-    traffic.step()
-    assert list(traffic.drafts.values()) == [[7, 8, 9], [], [7, 8, 9], [7], []]
+def test_of_drafts_that_promise_the_same_the_first_sources_is_sent() -> None:
+    assert Driven(fixed("ngram", always(1, 2)), fixed("trie", always(3, 4))).step() == [[1, 2]]
 
 
-@pytest.mark.parametrize(("room", "draft"), [(0, []), (3, [1, 2, 3]), (8, list(RIGHT))])
-def test_a_draft_is_cut_to_the_room_that_there_is(
-    clock: Clock, room: int, draft: list[int]
-) -> None:
-    traffic = traffic_of(clock, always(*RIGHT), dynamic=False)
-    traffic.step(room=room)
-    assert traffic.drafts[0] == draft
+def test_the_source_is_chosen_whose_drafts_are_accepted_also_when_they_were_not_sent() -> None:
+    driven = Driven(fixed("ngram", always(1, 2)), fixed("trie", always(3, 4)))
+    driven.step()
+    for _ in range(3):  # the target writes what the trie would have drafted
+        driven.step([3, 4, 5] if driven.sent == [[3, 4]] else [3])
+    assert driven.sent == [[3, 4]]
 
 
-def test_drafts_with_what_is_no_token_are_not_sent(clock: Clock) -> None:
-    traffic = traffic_of(clock, only(0, 1, 100), slots=(0, 1), dynamic=False)
-    traffic.step()
-    assert traffic.drafts[0] == []
-    assert traffic.health("ngram").num_errors == 1
+def test_a_request_may_switch_speculation_off_or_name_its_source() -> None:
+    sources = fixed("ngram", always(5)), fixed("mtp", always(6))
+    wishes = [AUTO, *(RequestControls(each) for each in ("off", "mtp", "ngram"))]
+    assert Driven(*sources, wishes=wishes).step() == [[5], [], [6], [5]]
 
 
-def observed(
-    traffic: Traffic, new: Sequence[Sequence[int]], verified: Sequence[int], *slots: int
-) -> list[list[int]]:
-    """Labels, draft tokens and accepted ones of a step."""
-    batch = traffic.batch(slots or (0,), new)
-    num_new = np.array([len(each) for each in new], np.int32)
-    outcomes = traffic.chain.observe(batch, num_new, np.array(verified, np.int32))
-    return [each.tolist() for each in outcomes]
+def test_a_draft_is_cut_to_the_engines_and_to_the_requests_limit() -> None:
+    source = always(1, 2, 3, 4)
+    wishes = [AUTO, RequestControls(max_draft_tokens=3), RequestControls(max_draft_tokens=0)]
+    driven = Driven(fixed("ngram", source), wishes=wishes)
+    assert driven.step(room=(2, 9, 9)) == [[1, 2], [1, 2, 3], []]
+    assert source.limits == [[2, 3, 0]]
 
 
-def test_what_became_of_drafts_is_told_and_counted_by_the_source_that_made_them(
-    clock: Clock,
-) -> None:
-    traffic = traffic_of(clock, only(0, 1, 2, 3), only(1, 4, 5), slots=(0, 1, 2), dynamic=False)
-    traffic.step()
-    new = [[1, 2, 9], [8], [1]]
-    assert observed(traffic, new, [3, 2, 0], 0, 1, 2) == [[0, 1, -1], [3, 2, 0], [2, 0, 0]]
-    counted = {each.source: each for each in traffic.metrics.snapshot().acceptance}
-    assert counted["ngram_1"].accepted_at_position == (1, 1, 0)
-    assert counted["trie_1"].accepted_at_position == (0, 0)
+def test_a_source_that_fails_rests_and_the_next_one_takes_over() -> None:
+    source = AnsweringSource(broken)
+    driven = Driven(fixed("ngram", source), fixed("mtp", always(6)))
+    assert driven.step() == driven.step() == [[6]]
+    assert len(source.limits) == driven.health("ngram").num_errors == 1
 
 
-def test_a_draft_that_the_scheduler_cut_counts_as_cut(clock: Clock) -> None:
-    traffic = traffic_of(clock, always(1, 2, 3), dynamic=False)
-    traffic.step()
-    assert observed(traffic, [[1, 2, 9]], [2]) == [[0], [2], [2]]
+def test_what_became_of_drafts_is_counted_and_told() -> None:
+    driven = Driven(fixed("ngram", always(1, 2, 3)), wishes=[AUTO, AUTO])
+    driven.step()
+    driven.step([1, 2, 9], [8])
+    assert driven.outcomes.labels.tolist() == [0, 0]
+    assert driven.outcomes.num_drafted.tolist() == [3, 3]
+    assert driven.outcomes.num_accepted.tolist() == [2, 0]
+    (counted,) = driven.metrics.snapshot().acceptance
+    assert counted.accepted_at_position == (1, 1, 0)
 
 
-def test_a_draft_waits_for_a_request_that_had_no_turn(clock: Clock) -> None:
-    traffic = traffic_of(clock, always(1, 2), slots=(0, 1), dynamic=False)
-    traffic.step()
-    traffic.step(1)
-    assert observed(traffic, [[1, 2, 3]], [2]) == [[0], [2], [2]]
+def test_a_request_without_new_tokens_keeps_its_draft_until_it_is_verified() -> None:
+    driven = Driven(fixed("ngram", always(1, 2, 3)))
+    sent = driven.step()
+    driven.chain.observe(batch(1), np.zeros(1, np.int32), np.zeros(1, np.int32))
+    driven.sent = sent
+    driven.step([1, 2, 3, 4])
+    assert driven.outcomes.num_accepted.tolist() == [3]
 
 
-def test_without_new_tokens_nothing_has_become_of_a_draft(clock: Clock) -> None:
-    traffic = traffic_of(clock, always(1, 2), dynamic=False)
-    traffic.step()
-    assert observed(traffic, [[]], [0]) == [[-1], [0], [0]]
-    assert traffic.metrics.snapshot().acceptance == ()
+def test_a_slot_begins_anew_with_another_request() -> None:
+    driven = Driven(fixed("ngram", always(1, 2)))
+    driven.step()
+    driven.chain.close(np.array([0]))
+    driven.chain.open(0, RequestControls("off"))
+    assert driven.step([1, 2, 3]) == [[]]
+    assert driven.outcomes.num_drafted.tolist() == [0]
 
 
-def test_the_next_request_of_a_slot_has_no_part_in_the_lasts_draft(clock: Clock) -> None:
-    traffic = traffic_of(clock, always(1, 2), dynamic=False)
-    traffic.step()
-    traffic.close(0)
-    traffic.open(0)
-    assert observed(traffic, [[1, 2, 3]], [2]) == [[-1], [0], [0]]
+def test_what_is_never_accepted_at_a_price_is_not_sent_any_more() -> None:
+    driven = Driven(dynamic("ngram", always(1, 2, 3, 4)))
+    driven.measure(slope_s=2e-3)
+    sent = []
+    for _ in range(80):
+        sent.append(len(driven.step([9])[0]))
+        driven.measure(slope_s=2e-3, num_steps=1)
+    assert sum(sent[-40:]) <= 4
 
 
-def test_no_requests_get_no_drafts(clock: Clock) -> None:
-    traffic = traffic_of(clock, always(*RIGHT), slots=(), dynamic=False)
-    traffic.step()
-    assert traffic.sent == [0]
-    traffic.open(0)
-    traffic.step()
-    assert traffic.drafts[0] == list(RIGHT)
+def test_before_plain_steps_are_measured_nothing_is_sent_at_once() -> None:
+    driven = Driven(dynamic("ngram", always(1, 2)))
+    assert driven.step() == [[]]
+    driven.measure()
+    assert driven.step([1]) == [[1, 2]]
 
 
-def test_nothing_is_drafted_before_it_is_known_what_a_plain_step_takes(clock: Clock) -> None:
-    traffic = traffic_of(clock, always(*RIGHT))
-    traffic.run(20)
-    assert traffic.sent[:2] == [0, 0]
-    assert traffic.sent[-1] == len(RIGHT)
+def test_a_source_that_brings_nothing_is_asked_seldom_and_sees_texts_when_they_end() -> None:
+    source = AnsweringSource(lambda batch, limits: drafts([()] * len(limits)))
+    driven = Driven(dynamic("trie", source, learns=True))
+    driven.measure()
+
+    def slow_answer(batch: DraftBatch, limits: object) -> object:
+        driven.clock.now += 1e-4
+        return drafts([()])
+
+    source.answer = slow_answer  # type: ignore[assignment]
+    for _ in range(80):
+        driven.step()
+    assert driven.chain.has_unseen_texts
+    num_asked = len(source.limits)
+    for _ in range(40):
+        driven.step()
+    assert len(source.limits) - num_asked == 5
+    driven.chain.finish(batch(1))
+    assert source.limits[-1] == [0]
 
 
-def test_steps_that_can_never_be_measured_are_not_waited_for(clock: Clock) -> None:
-    traffic = traffic_of(clock, always(*RIGHT))
-    batch = traffic.batch([0], [[1]])
-    drafts = []
+def test_of_two_sources_that_foresee_the_same_the_other_is_asked_seldom() -> None:
+    sources = [always(1, 2, 3), always(1, 2, 3)]
+    driven = Driven(*(dynamic(kind, each) for kind, each in zip("ab", sources, strict=True)))
+    driven.measure()
+    driven.chain.observe_step(2, 16, 0.0116)
+
+    def answer(batch: DraftBatch, limits: object) -> object:
+        driven.clock.now += 1e-4
+        return drafts([(1, 2, 3)])
+
+    for each in sources:
+        each.answer = answer  # type: ignore[assignment]
+    for _ in range(200):
+        driven.step([1, 2, 3, 4] if driven.sent[0] else [1])
+    asked = sorted(len(each.limits) for each in sources)
+    assert asked[1] == 200
+    assert asked[0] < 60
+
+
+def test_steps_are_idle_until_a_source_is_due() -> None:
+    source = AnsweringSource(lambda batch, limits: drafts([()]))
+    driven = Driven(dynamic("ngram", source))
+    driven.measure()
+
+    def slow_answer(batch: DraftBatch, limits: object) -> object:
+        driven.clock.now += 1e-4
+        return drafts([()])
+
+    source.answer = slow_answer  # type: ignore[assignment]
+    for _ in range(80):
+        driven.step()
+    while driven.chain.num_idle_steps(np.arange(1)) != 7:
+        driven.step()
+    num_asked = len(source.limits)
+    assert driven.chain.is_due(np.arange(1), 8)
+    driven.chain.step(batch(1), np.full(1, 8, np.int32))
+    assert len(source.limits) == num_asked + 1
+
+
+def test_no_step_is_idle_while_there_is_a_draft_to_learn_from_or_a_source_always_drafts() -> None:
+    driven = Driven(dynamic("ngram", always(1, 2)))
+    driven.step()
+    assert driven.chain.num_idle_steps(np.arange(1)) == 0
+    always_asked = Driven(fixed("ngram", AnsweringSource(lambda *_: drafts([()]))))
+    always_asked.step()
+    assert always_asked.chain.num_idle_steps(np.arange(1)) == 0
+
+
+def test_a_remote_source_is_asked_last_and_only_where_it_makes_a_request_better_off() -> None:
+    remote = RemoteAnswers(lambda batch, limits: drafts([(6, 7)] * len(limits)))
+    local = AnsweringSource(lambda batch, limits: drafts([(1, 2, 3, 4, 5, 6, 7), ()]))
+    driven = Driven(dynamic("mtp", remote), dynamic("ngram", local), wishes=[AUTO, AUTO])
+    driven.measure()
+    driven.chain.observe_step(2, 16, 0.0116)
+
+    def answer(batch: DraftBatch, limits: object) -> object:
+        driven.clock.now += 1e-4
+        return drafts([(6, 7), (6, 7)])
+
+    remote.answer = answer  # type: ignore[assignment]
+    for _ in range(60):
+        first, second = (len(draft) + 1 for draft in driven.sent)
+        driven.step([1, 2, 3, 4, 5, 6, 7, 9][:first], [6, 7, 9][:second])
+    assert driven.sent == [[1, 2, 3, 4, 5, 6, 7], [6, 7]]
+    assert remote.limits[-1][0] == 0 < remote.limits[-1][1]
+
+
+def test_a_remote_source_that_takes_longer_than_it_saves_is_left_alone_but_for_probes() -> None:
+    remote = RemoteAnswers(lambda batch, limits: drafts([(6,)] * len(limits)))
+    driven = Driven(dynamic("mtp", remote))
+    driven.measure()
+
+    def slow_answer(batch: DraftBatch, limits: object) -> object:
+        driven.clock.now += 0.1
+        return drafts([(6,)])
+
+    remote.answer = slow_answer  # type: ignore[assignment]
+    for _ in range(400):
+        driven.step([6, 7] if driven.sent[0] else [6])
+    assert sum(map(sum, remote.limits[-100:])) <= 8
+
+
+def test_a_remote_source_that_would_miss_something_has_a_turn_in_each_step() -> None:
+    remote = RemoteAnswers(lambda batch, limits: drafts([()] * len(limits)))
+    remote.sees_all = True
+    driven = Driven(dynamic("mtp", remote))
+    driven.measure()
     for _ in range(20):
-        traffic.chain.observe(batch, np.ones(1, np.int32), np.zeros(1, np.int32))
-        assert traffic.chain.is_due(batch.slots)
-        drafts.append(traffic.chain.step(batch, np.full(1, 8, np.int32)))
-    assert drafts[0] == [[]]
-    assert drafts[-1] != [[]]
-
-
-def test_what_is_never_accepted_is_soon_no_longer_sent_unless_it_always_is(clock: Clock) -> None:
-    wrong = [WRONG] * 8
-    sent = {}
-    for dynamic in (True, False):
-        traffic = traffic_of(clock, always(*wrong), slots=range(4), dynamic=dynamic)
-        traffic.run(200)
-        sent[dynamic] = sum(traffic.sent)
-    assert sent[True] < 50
-    assert sent[False] == 200 * 4 * 8
-
-
-@pytest.mark.parametrize(("token_s", "least"), [(0.0075, 1), (0.0001, 0)])
-def test_where_drafts_hardly_pay_a_plain_step_is_measured_now_and_then(
-    clock: Clock, token_s: float, least: int
-) -> None:
-    traffic = Traffic({"ngram": LocalSource(always(1), clock)}, clock, token_s=token_s)
-    traffic.run(2000)
-    assert least <= traffic.sent[200:].count(0) <= 20 * least
-
-
-def finding_nothing(
-    clock: Clock, *kinds: str, num_steps: int = 1000, learns: bool = False, dynamic: bool = True
-) -> tuple[Traffic, list[LocalSource]]:
-    sources = {kind: LocalSource(always(), clock, SLOW_S) for kind in kinds}
-    traffic = Traffic(sources, clock, learns=learns, dynamic=dynamic)
-    traffic.run(num_steps)
-    return traffic, list(sources.values())
-
-
-def test_a_source_that_brings_nothing_is_asked_seldom_and_shown_texts_when_they_end(
-    clock: Clock,
-) -> None:
-    traffic, (source,) = finding_nothing(clock, "trie", learns=True)
-    num_asked = len(source.asked)
-    assert num_asked < 200
-    assert traffic.chain.has_unseen_texts
-    traffic.chain.finish(traffic.batch([0], [[1]]))
-    assert source.asked[num_asked:] == [{0: 0}]
-
-
-def test_a_source_that_is_to_draft_always_is_asked_in_every_step(clock: Clock) -> None:
-    traffic, (source,) = finding_nothing(clock, "trie", learns=True, dynamic=False)
-    assert len(source.asked) == 1000
-    assert not traffic.chain.has_unseen_texts
-    assert not traffic.chain.num_idle_steps(np.array([0]))
-
-
-def test_sources_that_bring_nothing_are_asked_as_often_where_idle_steps_are_not_told(
-    clock: Clock,
-) -> None:
-    _, told = finding_nothing(clock, "ngram", "trie")
-    traffic, passed = finding_nothing(clock, "ngram", "trie", num_steps=0)
-    num_steps, slots = 1000, np.array([0])
-    while num_steps > 0:
-        num_idle = traffic.chain.num_idle_steps(slots)
-        num_steps -= num_idle + 1
-        batch = traffic.batch([0], [[1]])
-        traffic.chain.observe_step(1, 0, 0.01)
-        traffic.chain.observe(batch, np.ones(1, np.int32), np.zeros(1, np.int32))
-        if traffic.chain.is_due(slots, num_idle + 1):
-            traffic.chain.step(batch, np.full(1, 8, np.int32))
-    assert [len(each.asked) for each in passed] == [len(each.asked) for each in told]
-
-
-def test_a_text_that_begins_to_repeat_is_noticed_after_eight_steps(clock: Clock) -> None:
-    traffic, (source,) = finding_nothing(clock, "ngram")
-    source.guess = always(*RIGHT)
-    traffic.run(16)
-    assert traffic.sent[-1] == len(RIGHT)
-
-
-def test_no_step_is_idle_while_there_is_a_draft_to_learn_from(clock: Clock) -> None:
-    traffic, (source,) = finding_nothing(clock, "ngram")
-    source.guess = always(WRONG)
-    source.asked.clear()
-    while not source.asked:
-        traffic.step()
-    batch = traffic.batch([0], [[1]])
-    assert not traffic.chain.num_idle_steps(batch.slots)
-    traffic.chain.observe(batch, np.ones(1, np.int32), np.zeros(1, np.int32))
-    assert traffic.chain.num_idle_steps(batch.slots)
-
-
-def num_asked_of_two(
-    clock: Clock, first: Guess, second: Guess, second_s: float = SLOW_S
-) -> tuple[int, int]:
-    """How often two sources are asked in the last 400 of 600 steps."""
-    sources = {
-        "ngram": LocalSource(first, clock, SLOW_S),
-        "trie": LocalSource(second, clock, second_s),
-    }
-    traffic = Traffic(sources, clock)
-    traffic.run(200)
-    for each in sources.values():
-        each.asked.clear()
-    traffic.run(400)
-    return len(sources["ngram"].asked), len(sources["trie"].asked)
-
-
-def test_of_two_sources_that_foresee_the_same_one_is_asked_in_every_step(clock: Clock) -> None:
-    fewest, most = sorted(num_asked_of_two(clock, always(1, 2), always(1, 2)))
-    assert fewest < 100
-    assert most == 400
-
-
-def test_of_two_sources_that_foresee_the_same_the_cheaper_one_is_asked(clock: Clock) -> None:
-    num_ngram, num_trie = num_asked_of_two(clock, always(1, 2), always(1, 2), second_s=0.002)
-    assert (num_ngram, num_trie < 100) == (400, True)
-
-
-def test_a_source_that_goes_further_than_another_is_asked_in_every_step_too(clock: Clock) -> None:
-    turn = iter(range(10_000))
-    seldom_far = always(1, 2, 3, 4)
-    near = lambda slot: (1, 2) if next(turn) % 3 else ()  # noqa: E731  # which far has as well
-    assert num_asked_of_two(clock, near, seldom_far)[1] == 400
-
-
-def test_a_source_that_raises_rests_and_another_one_takes_over(
-    clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
-    first, second = LocalSource(OSError("gone"), clock), LocalSource(always(1, 2), clock)
-    traffic = Traffic({"mtp": first, "ngram": second}, clock, dynamic=False)
-    with caplog.at_level(logging.WARNING):
-        traffic.run(3)
-    assert traffic.sent == [2, 2, 2]
-    assert len(first.asked) == 1
-    assert (traffic.health("mtp").up, traffic.health("ngram").up) == (False, True)
-    traffic.close(0)
-    assert first.closed == second.closed == [0]
-
-
-def test_where_all_sources_rest_steps_are_idle_or_plain(clock: Clock) -> None:
-    traffic = Traffic({"ngram": LocalSource(OSError("gone"), clock)}, clock)
-    traffic.run(5)
-    assert traffic.sent == [0] * 5
-    assert not traffic.chain.is_due(np.array([0]))
-
-
-def with_distant(
-    clock: Clock, distant: DistantSource, near: Guess = always(), **options: object
-) -> Traffic:
-    sources = {"mtp": distant, "ngram": LocalSource(near, clock)}
-    return Traffic(sources, clock, **options)  # type: ignore[arg-type]
-
-
-def test_a_distant_source_is_asked_for_those_requests_whose_drafts_it_makes_better(
-    clock: Clock,
-) -> None:
-    distant = DistantSource(always(*RIGHT), clock, 0.002)
-    traffic = with_distant(clock, distant, only(0, 1, 2, 3, 4, 5, 6, 7, 8), slots=(0, 1))
-    traffic.run(300)
-    assert [sorted(each.items()) for each in distant.asked[-3:]] == [[(0, 0), (1, 8)]] * 3
-    assert traffic.drafts == {0: list(range(1, 9)), 1: list(RIGHT)}
-
-
-@pytest.mark.parametrize(("call_s", "is_asked"), [(0.003, True), (0.05, False)])
-def test_a_distant_source_is_asked_where_its_drafts_are_worth_the_call(
-    clock: Clock, call_s: float, is_asked: bool
-) -> None:
-    distant = DistantSource(always(*RIGHT), clock, call_s)
-    traffic = with_distant(clock, distant)
-    traffic.run(500)
-    distant.asked.clear()
-    traffic.run(500)
-    assert distant.num_asked > 480 if is_asked else distant.num_asked < 10
-
-
-def test_of_two_distant_sources_the_second_is_asked_only_for_what_the_first_does_not_have(
-    clock: Clock,
-) -> None:
-    first, second = (DistantSource(only(slot, *RIGHT), clock, 0.001) for slot in (0, 1))
-    traffic = Traffic({"mtp": first, "draft_model": second}, clock, slots=(0, 1))
-    traffic.run(400)
-    assert traffic.drafts == {0: list(RIGHT), 1: list(RIGHT)}
-    same = DistantSource(always(*RIGHT), clock, 0.001)
-    traffic = Traffic({"mtp": first, "draft_model": same}, clock, slots=(0,))
-    traffic.run(400)
-    same.asked.clear()
-    traffic.run(100)
-    assert same.num_asked < 5
-
-
-def test_a_distant_source_that_would_miss_something_sees_every_step(clock: Clock) -> None:
-    distant = DistantSource(always(), clock, 0.05)
-    traffic = Traffic({"mtp": distant}, clock)
-    traffic.run(300)
-    assert traffic.chain.num_idle_steps(np.array([0])) > 0
-    distant.is_watching = True
-    assert traffic.chain.num_idle_steps(np.array([0])) == 0
-    distant.asked.clear()
-    traffic.run(20)
-    assert len(distant.asked) == 20
-
-
-def test_a_distant_source_that_is_to_draft_always_is_asked_for_all(clock: Clock) -> None:
-    distant = DistantSource(always(*RIGHT), clock, 0.05)
-    traffic = with_distant(clock, distant, slots=(0, 1), dynamic=False)
-    traffic.run(5)
-    assert distant.asked == [{0: 8, 1: 8}] * 5
-
-
-def test_a_distant_source_that_cannot_say_what_reading_takes_rests(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    distant = DistantSource(always(*RIGHT), clock)
-
-    def fail(batch: object) -> None:
-        raise OSError("no such text")
-
-    monkeypatch.setattr(distant, "reading_s", fail)
-    traffic = with_distant(clock, distant, always(1, 2))
-    traffic.run(20)
-    assert not traffic.health("mtp").up
-    assert traffic.drafts[0] == [1, 2]
+        driven.step()
+    assert len(remote.limits) == 20
+    assert driven.chain.num_idle_steps(np.arange(1)) == 0
 
 
 def test_a_configured_chain_drafts_from_the_text() -> None:
     config = NgramConfig(kind="ngram", max_draft_len=3, dynamic=False)
-    chain = build_chain([config], SpeculationMetrics(), SourceContext(vocab_size=7))
-    chain.open(2, RequestControls())
-    batch = draft_batch({2: [1, 2, 3, 4, 5, 6] * 4})
-    chain.observe(batch, np.ones(1, np.int32), np.zeros(1, np.int32))
-    assert chain.is_due(batch.slots)
-    assert chain.step(batch, np.full(1, 8, np.int32)) == [[1, 2, 3]]
-    assert chain.sent[2].tolist() == [1, 2, 3]
-    assert chain.labels == ("ngram",)
+    chain = build_chain((config,), SpeculationMetrics(), SourceContext(num_slots=4))
+    chain.open(2, AUTO)
+    text = np.array([[1, 2, 3, 4, 1, 2]], np.int32)
+    count = np.array([6], np.int32)
+    assert chain.step(DraftBatch(np.array([2]), text, count, count), count) == [[3, 4, 1]]
+
+
+def test_why_a_step_sends_what_it_sends_is_logged_at_debug(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.DEBUG):
+        Driven(fixed("ngram", always(1, 2))).step()
+    assert "drafted {'ngram': [2]}; sent [2]" in caplog.text

@@ -27,7 +27,10 @@ def compiled() -> dict[str, int]:
 def test_no_traffic_compiles_anything_that_a_new_chain_has_not() -> None:
     clock = Clock()
     lookup = NgramSource(NgramConfig(kind="ngram"), 16)
-    near, distant = LocalSource(lambda slot: (1, 2, 3), clock), DistantSource(lambda slot: (1,), clock)
+    near, distant = (
+        LocalSource(lambda slot: (1, 2, 3), clock),
+        DistantSource(lambda slot: (1,), clock),
+    )
     traffic = Traffic({"trie": near, "mtp": distant, "more": lookup}, clock, slots=())  # type: ignore[dict-item]
     before = compiled()
     ours = {name: count for name, count in before.items() if name.rsplit(".", 1)[-1] in KERNELS}
@@ -44,7 +47,7 @@ def test_no_traffic_compiles_anything_that_a_new_chain_has_not() -> None:
     frozen = draft_batch({0: list(range(5000))})
     limits = np.full(1, 8, np.int32)
     for array in (*frozen[:4], limits):
-        array.setflags(write=False)  # type: ignore[union-attr]
+        array.setflags(write=False)
     lookup.propose(frozen, limits)
     assert compiled() == before
 

@@ -87,17 +87,6 @@ def test_doubt_about_drafts_grows_while_none_are_measured_and_falls_when_one_is(
     assert learned.doubt(4, 4) < 0.6 * stale
 
 
-def test_doubt_about_plain_steps_grows_while_all_have_drafts() -> None:
-    learned = taught(STEEP)
-    fresh = learned.doubt(4, 0)
-    for _ in range(300):
-        learned.observe(4, 4, STEEP.seconds(4, 4))
-    stale = learned.doubt(4, 0)
-    learned.observe(4, 0, STEEP.seconds(4, 0))
-    assert stale > 1.5 * fresh
-    assert learned.doubt(4, 0) < 0.8 * stale
-
-
 def test_before_any_measurement_drafts_cost_a_little_of_a_plain_step() -> None:
     for learned in (StepCost(), measured(10)):
         plain, base, slope = learned.at(4)
@@ -125,9 +114,7 @@ def test_a_size_that_was_measured_is_remembered_while_others_run() -> None:
         assert learned.at(num_requests)[0] == pytest.approx(expected)
 
 
-def test_a_size_that_was_not_measured_is_to_be_calibrated_and_takes_over_its_neighbours_ratios() -> (
-    None
-):
+def test_a_size_that_was_not_measured_takes_over_its_neighbours_ratios() -> None:
     learned, rng = StepCost(), random.Random(0)
     for step in range(300):
         num_draft_tokens = rng.randint(1, 8) if step % 2 else 0
@@ -163,12 +150,11 @@ def test_a_filter_keeps_a_covariance_that_is_one() -> None:
 
 
 @pytest.mark.parametrize("num_slow", [0, 1, 10])
-def test_what_is_always_measured_together_adds_up_also_without_coefficients_below_zero(
+def test_what_is_always_measured_together_adds_up_without_coefficients_below_zero(
     num_slow: int,
 ) -> None:
     cost, features = LinearCost([1e-3, 1e-4, 1e-3], [2e-3, 2e-4, 2e-3], [2e-5] * 3), (1, 1, 4)
     for seconds in [0.05] * num_slow + [0.001] * 20:
         cost.observe(features, seconds)
-    coefficients = cost.positive_coefficients
-    assert min(coefficients) >= 0
+    coefficients = np.maximum(cost.coefficients, 0.0)
     assert np.dot(coefficients, features) == pytest.approx(0.001, rel=0.05)

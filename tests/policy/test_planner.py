@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
+from operator import mul
 
 import numpy as np
 import pytest
@@ -77,7 +78,7 @@ def brute_force(offers: Offers, costs: Costs) -> float:
 
 
 def falling(rng: random.Random, length: int) -> list[float]:
-    return np.cumprod([rng.uniform(0.05, 0.98) for _ in range(length)]).tolist()
+    return list(itertools.accumulate((rng.uniform(0.05, 0.98) for _ in range(length)), mul))
 
 
 def random_case(seed: int) -> tuple[Offers, Costs]:

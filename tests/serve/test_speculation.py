@@ -14,6 +14,7 @@ from specserve.core.metrics import SpeculationMetrics, SpeculationSnapshot
 from specserve.serve import speculation
 from specserve.serve.shared import AS_OF
 from specserve.serve.speculation import SpeculationMonitor
+from tests.counts import count_draft
 
 
 class Rank0:
@@ -53,8 +54,8 @@ def client(rank0: Rank0, monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient
 
 
 def test_acceptance_is_told_by_source_and_position(client: TestClient, rank0: Rank0) -> None:
-    rank0.metrics.count_draft("ngram", 3, 2)
-    rank0.metrics.count_draft("ngram", 1, 0)
+    count_draft(rank0.metrics, "ngram", 3, 2)
+    count_draft(rank0.metrics, "ngram", 1, 0)
     answer = client.get("/v1/speculation").json()
     assert [(source["kind"], source["up"]) for source in answer["sources"]] == [("ngram", True)]
     assert answer["acceptance"]["ngram"] == {
@@ -78,7 +79,7 @@ def test_why_a_drafter_is_not_there_is_told(client: TestClient, rank0: Rank0) ->
 def test_the_last_known_counts_are_told_when_the_engine_does_not_answer(
     client: TestClient, rank0: Rank0, hangs: bool
 ) -> None:
-    rank0.metrics.count_draft("ngram", 3, 2)
+    count_draft(rank0.metrics, "ngram", 3, 2)
     before = client.get("/v1/speculation").json()
     rank0.hangs, rank0.error = hangs, RuntimeError("the engine has died")
     assert client.get("/v1/speculation").json() == before

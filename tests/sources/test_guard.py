@@ -1,227 +1,149 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
 
 from specserve.core.metrics import HealthSnapshot, SpeculationMetrics
-from specserve.core.types import DraftBatch, Drafts, Int32Array, Int64Array, RequestControls
-from specserve.sources.guard import GuardedSource
-from tests.draft_batches import draft_batch
+from specserve.core.types import Drafts, RequestControls
+from specserve.sources.guard import LONGEST_REST_S, GuardedSource
+from tests.sources.answering_source import AnsweringSource, Clock, always, batch, broken, drafts
 
-BATCH = draft_batch({0: [1, 2, 3], 5: [4]})
-LIMITS = np.array([4, 4], np.int32)
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+FOUR = np.array([4, 4], np.int32)
 
 
-def drafts(*guesses: tuple[int, ...]) -> Drafts:
-    made = Drafts.empty(len(guesses), 4)
-    for row, guess in enumerate(guesses):
-        made.tokens[row, : len(guess)] = guess
-        made.confidence[row] = 0.5
-        made.lengths[row] = len(guess)
-    return made
+@dataclass
+class Guarded:
+    """A guarded source with what is seen of it."""
+
+    source: AnsweringSource
+    clock: Clock = field(default_factory=Clock)
+    metrics: SpeculationMetrics = field(default_factory=SpeculationMetrics)
+
+    def __post_init__(self) -> None:
+        options = self.metrics, 100, 2, self.clock
+        self.guard = GuardedSource("ngram", self.source, *options)
+
+    def propose(self) -> list[list[int]] | None:
+        found = self.guard.propose(batch(2), FOUR)
+        if found is None:
+            return None
+        pairs = zip(found.tokens.tolist(), found.lengths.tolist(), strict=True)
+        return [tokens[:length] for tokens, length in pairs]
+
+    @property
+    def health(self) -> HealthSnapshot:
+        (entry,) = self.metrics.snapshot().health
+        return entry
 
 
-class Source:
-    """Answers what it is told to, or raises it."""
-
-    def __init__(self, answer: object) -> None:
-        self.answer = answer
-        self.closed: list[int] = []
-        self.num_calls = 0
-
-    def open(self, slot: int, controls: RequestControls) -> None: ...
-
-    def propose(self, batch: DraftBatch, limits: Int32Array) -> Drafts:
-        self.num_calls += 1
-        if isinstance(self.answer, Exception):
-            raise self.answer
-        return self.answer() if callable(self.answer) else self.answer  # type: ignore[return-value]
-
-    def close(self, slots: Int64Array) -> None:
-        self.closed += slots.tolist()
-        if isinstance(self.answer, Exception):
-            raise self.answer
-
-
-@pytest.fixture
-def metrics() -> SpeculationMetrics:
-    return SpeculationMetrics(("mtp",))
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def guarded(metrics: SpeculationMetrics, clock: Clock) -> Callable[[Source], GuardedSource]:
-    return lambda source: GuardedSource("mtp", source, metrics, 100, 2, clock)
-
-
-def health(metrics: SpeculationMetrics) -> HealthSnapshot:
-    (entry,) = metrics.snapshot().health
-    return entry
-
-
-def sent(found: Drafts | None) -> list[list[int]]:
-    assert found is not None
-    return [row[:length].tolist() for row, length in zip(found.tokens, found.lengths, strict=True)]
-
-
-def test_drafts_are_cut_to_their_limits(guarded: Callable[[Source], GuardedSource]) -> None:
-    guard = guarded(Source(lambda: drafts((1, 2, 3), (4, 5, 6))))
-    assert sent(guard.propose(BATCH, np.array([2, 0], np.int32))) == [[1, 2], []]
-
-
-def spoilt(array: str, value: float) -> Drafts:
-    made = drafts((1, 2), (3, 4))
-    getattr(made, array)[0] = value
-    return made
+def test_a_draft_is_cut_to_its_limit() -> None:
+    assert Guarded(always(1, 2, 3, 4, 5)).propose() == [[1, 2, 3, 4]] * 2
 
 
 @pytest.mark.parametrize(
-    ("array", "value"),
+    ("tokens", "confidence", "label"),
     [
-        ("tokens", -1),
-        ("tokens", 100),
-        ("lengths", -1),
-        ("lengths", 5),
-        ("confidence", -0.1),
-        ("confidence", 1.5),
-        ("confidence", np.nan),
-        ("labels", 2),
+        *(((1, -1), 0.5, 0), ((1, 100), 0.5, 0), ((1, 2), 1.5, 0), ((1, 2), -0.1, 0)),
+        *(((1, 2), float("nan"), 0), ((1, 2), 0.5, 2)),
     ],
 )
-def test_a_malformed_draft_is_dropped_and_counted_and_the_others_are_kept(
-    guarded: Callable[[Source], GuardedSource],
-    metrics: SpeculationMetrics,
-    array: str,
-    value: float,
+def test_a_draft_that_holds_anything_but_tokens_is_dropped_and_counted(
+    tokens: tuple[int, ...], confidence: float, label: int
 ) -> None:
-    guard = guarded(Source(spoilt(array, value)))
-    assert sent(guard.propose(BATCH, LIMITS)) == [[], [3, 4]]
-    assert (health(metrics).num_errors, health(metrics).up) == (1, True)
+    made = drafts([tokens, (1, 2)], labels=(label,))
+    made.confidence[0] = confidence
+    guarded = Guarded(AnsweringSource(lambda *_: made))
+    assert guarded.propose() == [[], [1, 2]]
+    assert (guarded.health.num_errors, guarded.health.up) == (1, True)
+
+
+@pytest.mark.parametrize("length", [-1, 9])
+def test_a_length_that_no_draft_can_have_is_dropped(length: int) -> None:
+    made = drafts([(1, 2), (1, 2)])
+    made.lengths[0] = length
+    assert Guarded(AnsweringSource(lambda *_: made)).propose() == [[], [1, 2]]
 
 
 @pytest.mark.parametrize(
     "answer",
-    [
-        None,
-        [],
-        drafts((1,)),
-        drafts((1,), (2,), (3,)),
-        drafts((1,), (2,))._replace(confidence=np.zeros((2, 1), np.float32)),
-        drafts((1,), (2,))._replace(tokens=np.zeros(2, np.int32)),
-        drafts((1,), (2,))._replace(lengths=np.int32(1)),  # type: ignore[arg-type]
-    ],
-    ids=["none", "list", "too few", "too many", "shapes", "no rows", "no array"],
+    [None, 7, drafts([(1,)]), drafts([(1,)] * 3)._replace(lengths=np.zeros(1, np.int32))],
+    ids=["none", "a number", "too few", "of two lengths"],
 )
-def test_an_answer_that_is_not_the_batchs_switches_the_source_off(
-    guarded: Callable[[Source], GuardedSource], metrics: SpeculationMetrics, answer: object
+def test_an_answer_that_is_not_a_draft_for_each_request_switches_the_source_off(
+    answer: Drafts,
 ) -> None:
-    guard = guarded(Source(answer))
-    assert guard.propose(BATCH, LIMITS) is None
-    assert not health(metrics).up
-    assert not guard.ready
+    guarded = Guarded(AnsweringSource(lambda *_: answer))
+    assert guarded.propose() is None
+    assert (guarded.health.num_errors, guarded.health.up) == (1, False)
+    assert "wanted 2 drafts" in guarded.health.reason
 
 
-def test_other_kinds_of_arrays_will_do(guarded: Callable[[Source], GuardedSource]) -> None:
-    made = drafts((1, 2), (3, 4))
-    answer = Drafts(
-        made.tokens.astype(np.int64)[:, ::-1][:, ::-1],
-        made.lengths.astype(np.int64),
-        made.confidence.astype(np.float64),
-        made.labels,
-    )
-    for array in answer:
-        array.setflags(write=False)
-    assert sent(guarded(Source(answer)).propose(BATCH, LIMITS)) == [[1, 2], [3, 4]]
+def test_arrays_of_other_types_are_taken_for_what_they_hold() -> None:
+    made = drafts([(1, 2), (3,)])
+    wider: Any = Drafts._make(each.astype(np.float64) for each in made)
+    assert Guarded(AnsweringSource(lambda *_: wider)).propose() == [[1, 2], [3]]
 
 
-def test_a_source_that_raises_is_switched_off_and_says_why_once(
-    guarded: Callable[[Source], GuardedSource],
-    metrics: SpeculationMetrics,
-    clock: Clock,
+def test_a_source_that_raises_rests_twice_as_long_each_time_up_to_a_minute(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    guard = guarded(Source(OSError("no route to the drafter")))
+    guarded = Guarded(AnsweringSource(broken))
+    rests = []
     with caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            assert guard.propose(BATCH, LIMITS) is None
-    reason = "OSError: 'no route to the drafter'"
-    assert (health(metrics).up, health(metrics).num_errors) == (False, 3)
-    assert health(metrics).reason == reason
-    (record,) = caplog.records
-    assert record.getMessage() == f"draft source mtp is switched off: {reason}"
+        for _ in range(9):
+            guarded.propose()
+            began = guarded.clock.now
+            while not guarded.guard.ready:
+                guarded.clock.now += 0.5
+            rests.append(guarded.clock.now - began)
+    assert rests == [1, 2, 4, 8, 16, 32, LONGEST_REST_S, LONGEST_REST_S, LONGEST_REST_S]
+    assert guarded.health.reason == "OSError: 'no route to the drafter'"
+    assert [record.levelname for record in caplog.records] == ["WARNING"]  # told once
 
 
-def test_each_failed_probe_doubles_the_rest_up_to_a_minute(
-    guarded: Callable[[Source], GuardedSource], clock: Clock
-) -> None:
-    guard, called_at = guarded(Source(OSError())), []
-    for _ in range(4000):
-        if guard.ready:
-            called_at.append(clock.now)
-            guard.propose(BATCH, LIMITS)
-        clock.now += 0.125
-    rests = np.diff(called_at).tolist()
-    assert rests[:7] == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0]
-    assert set(rests[7:]) == {60.0}
-
-
-def test_a_source_that_answers_a_probe_is_up_again_and_rests_briefly_next_time(
-    guarded: Callable[[Source], GuardedSource],
-    metrics: SpeculationMetrics,
-    clock: Clock,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    source = Source(OSError())
-    guard = guarded(source)
+def test_a_source_that_answers_a_probe_is_up_again_and_rests_briefly_the_next_time() -> None:
+    guarded = Guarded(AnsweringSource(broken))
     for _ in range(4):
-        guard.propose(BATCH, LIMITS)
-    clock.now += 8.0
-    assert guard.ready
-    source.answer = drafts((1,), (2,))
-    with caplog.at_level(logging.WARNING):
-        assert sent(guard.propose(BATCH, LIMITS)) == [[1], [2]]
-    assert health(metrics).up
-    assert caplog.records[-1].getMessage() == "draft source mtp is up again"
-    source.answer = OSError()
-    guard.propose(BATCH, LIMITS)
-    clock.now += 1.0
-    assert guard.ready
+        guarded.propose()
+        guarded.clock.now += LONGEST_REST_S
+    guarded.source.answer = always(5).answer
+    assert guarded.propose() == [[5], [5]]
+    assert (guarded.health.up, guarded.health.reason) == (True, "")
+    guarded.source.answer = broken
+    guarded.propose()
+    guarded.clock.now += 1.0
+    assert guarded.guard.ready
 
 
-def test_a_resting_source_is_told_what_ends_and_its_errors_reach_nobody(
-    guarded: Callable[[Source], GuardedSource], metrics: SpeculationMetrics
-) -> None:
-    source = Source(KeyError("close"))
-    guard = guarded(source)
-    guard.propose(BATCH, LIMITS)
-    guard.close(np.array([0, 5]))
-    assert source.closed == [0, 5]
-    assert health(metrics).num_errors == 2
+def test_errors_when_requests_begin_and_end_do_not_reach_them() -> None:
+    class Broken(AnsweringSource):
+        def open(self, slot: int, controls: RequestControls) -> None:
+            raise KeyError(slot)
+
+        def close(self, slots: object) -> None:
+            raise ValueError(slots)
+
+    guarded = Guarded(Broken(always(1).answer))
+    guarded.guard.open(0, RequestControls())
+    guarded.guard.close(np.array([0]))
+    assert guarded.health.num_errors == 2
 
 
-def test_calls_that_may_draft_are_timed(
-    guarded: Callable[[Source], GuardedSource], metrics: SpeculationMetrics, clock: Clock
-) -> None:
-    def slow() -> Drafts:
-        clock.now += 0.004
-        return drafts((1,), (2,))
+def test_a_resting_source_is_still_told_who_begins_and_who_ends() -> None:
+    guarded = Guarded(AnsweringSource(broken))
+    guarded.propose()
+    assert not guarded.guard.ready
+    guarded.guard.open(3, RequestControls())
+    guarded.guard.close(np.array([1, 2]))
+    assert (guarded.source.opened, guarded.source.closed) == ([3], [1, 2])
 
-    guard = guarded(Source(slow))
-    guard.propose(BATCH, LIMITS)
-    guard.propose(BATCH, np.zeros(2, np.int32))
-    assert health(metrics).latency_sum_s == pytest.approx(0.004)
-    assert sum(health(metrics).latency) == 1
+
+def test_calls_that_ask_for_drafts_are_timed() -> None:
+    guarded = Guarded(always(1))
+    guarded.propose()
+    guarded.guard.propose(batch(2), 0 * FOUR)
+    assert sum(guarded.health.latency) == 1

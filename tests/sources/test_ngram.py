@@ -8,40 +8,52 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specserve.core.source_config import NgramConfig
-from specserve.core.types import Drafts
+from specserve.core.types import DraftBatch
 from specserve.sources import ngram
 from specserve.sources.ngram import NgramSource
-from tests.draft_batches import draft_batch
 
-NUM_SLOTS = 8
-
-
-def source(num_slots: int = NUM_SLOTS, **options: object) -> NgramSource:
-    return NgramSource(config(**options), num_slots)
+NUM_SLOTS = 256
 
 
 def config(**options: object) -> NgramConfig:
     return NgramConfig.model_validate({"kind": "ngram", **options})
 
 
-def propose_all(source: NgramSource, texts: dict[int, list[int]], limit: int = 128) -> Drafts:
-    return source.propose(draft_batch(texts), np.full(len(texts), limit, np.int32))
+class Lookup:
+    """The source with a slot for each name."""
 
+    def __init__(self, options: NgramConfig) -> None:
+        self.source = NgramSource(options, NUM_SLOTS)
+        self.slots: dict[str, int] = {}
+        self.confidence: list[float] = []
 
-def tokens(drafts: Drafts) -> list[list[int]]:
-    rows = zip(drafts.tokens, drafts.lengths, strict=True)
-    return [row[:length].tolist() for row, length in rows]
+    def propose(self, texts: dict[str, list[int]], limit: int = 128) -> list[tuple[int, ...]]:
+        """The drafts of a step with these requests."""
+        step = self.batch(texts)
+        longest = self.source.propose(step, np.zeros(len(texts), np.int32)).tokens.shape[1]
+        found = self.source.propose(step, np.full(len(texts), min(limit, longest), np.int32))
+        pairs = list(zip(found.tokens.tolist(), found.lengths.tolist(), strict=True))
+        if pairs:
+            self.confidence = found.confidence[0, : pairs[0][1]].tolist()
+        return [tuple(tokens[:length]) for tokens, length in pairs]
 
+    def one(self, text: list[int], limit: int = 128) -> tuple[int, ...]:
+        """The draft of a step with one request."""
+        return self.propose({"a": text}, limit)[0]
 
-def propose(source: NgramSource, text: list[int], limit: int = 128) -> list[int]:
-    (draft,) = tokens(propose_all(source, {3: text}, limit))
-    return draft
+    def batch(self, texts: dict[str, list[int]], width: int = 0) -> DraftBatch:
+        for name in texts:
+            self.slots.setdefault(name, len(self.slots))
+        counts = np.array([len(text) for text in texts.values()], np.int32)
+        token_ids = np.full((len(texts), max([*counts, width, 1])), -7, np.int32)
+        for row, text in enumerate(texts.values()):
+            token_ids[row, : len(text)] = text
+        slots = np.array([self.slots[name] for name in texts], np.int64)
+        return DraftBatch(slots, token_ids, counts, counts)
 
-
-def matched(drafts: Drafts) -> list[float]:
-    """Tokens that each draft's first one was found by, as its confidence says."""
-    rows = zip(drafts.confidence[:, 0].tolist(), drafts.lengths, strict=True)
-    return [round((8 * sure / (1 - sure)) ** 0.5, 3) if length else 0 for sure, length in rows]
+    def close(self, *names: str) -> None:
+        """These requests have ended."""
+        self.source.close(np.array([self.slots[name] for name in names], np.int64))
 
 
 def naive(text: list[int], settings: NgramConfig, limit: int) -> tuple[list[int], int]:
@@ -64,49 +76,45 @@ def naive(text: list[int], settings: NgramConfig, limit: int) -> tuple[list[int]
 
 def test_what_followed_the_longest_match_is_the_draft() -> None:
     text = [1, 2, 3, 10, 11, 2, 3, 20, 21, 9, 1, 2, 3]
-    drafts = propose_all(source(max_draft_len=2), {0: text})
-    assert (tokens(drafts), matched(drafts)) == ([[10, 11]], [3])
+    lookup = Lookup(config(max_draft_len=2))
+    assert lookup.one(text) == (10, 11)
+    assert lookup.confidence == pytest.approx([9 / 17, 16 / 24])  # of 3 tokens, then of 4
 
 
 def test_of_equal_matches_the_newest_is_taken_or_the_oldest_on_request() -> None:
     text = [1, 2, 30, 1, 2, 40, 1, 2]
-    assert propose(source(max_draft_len=1), text) == [40]
-    assert propose(source(max_draft_len=1, use_oldest=True), text) == [30]
+    assert Lookup(config(max_draft_len=1)).one(text) == (40,)
+    oldest = Lookup(config(max_draft_len=1, use_oldest=True))
+    assert oldest.one(text) == (30,)
 
 
 def test_a_match_shorter_than_the_minimum_is_no_match() -> None:
     text = [5, 1, 2, 9, 9, 1, 2]
-    assert propose(source(min_matching_ngram_size=3), text) == []
-    assert propose(source(), text) != []
+    strict = Lookup(config(min_matching_ngram_size=3))
+    assert strict.one(text) == ()
+    assert Lookup(config()).one(text) != ()
 
 
 def test_a_periodic_text_is_continued_with_its_period() -> None:
-    looking = source(max_draft_len=7)
-    assert propose(looking, [9, 1, 2, 3, 1, 2, 3]) == [1, 2, 3, 1, 2, 3, 1]
-    looking.close(np.array([3]))
-    assert propose(looking, [8, 5, 5, 5]) == [5] * 7
-
-
-def test_the_further_a_draft_goes_the_surer_it_is() -> None:
-    confidence = propose_all(source(max_draft_len=4), {0: [1, 2, 3, 4, 5, 6, 1, 2]}).confidence[0]
-    assert (np.diff(confidence) > 0).all()
-    assert 0 < confidence[0] < confidence[-1] < 1
+    proposer = Lookup(config(max_draft_len=7))
+    assert proposer.one([9, 1, 2, 3, 1, 2, 3]) == (1, 2, 3, 1, 2, 3, 1)
+    proposer.close("a")
+    assert proposer.one([8, 5, 5, 5]) == (5,) * 7
 
 
 def test_a_draft_never_runs_past_the_requests_limit() -> None:
-    looking = source(max_draft_len=8)
-    for limit, length in ((100, 8), (5, 5), (1, 1), (0, 0)):
-        assert len(propose(looking, [1, 2, 3] * 5, limit)) == length
+    proposer = Lookup(config(max_draft_len=8))
+    for limit in (5, 1, 0):
+        assert len(proposer.one([1, 2, 3] * 5, limit)) == limit
 
 
 @pytest.mark.parametrize("text", [[], [1], [1, 2], [1, 2, 3]])
-@pytest.mark.parametrize("smallest", [1, 2])
-def test_a_text_too_short_to_repeat_gets_no_draft(text: list[int], smallest: int) -> None:
-    assert propose(source(min_matching_ngram_size=smallest), text) == []
+def test_a_text_too_short_to_repeat_gets_no_draft(text: list[int]) -> None:
+    assert Lookup(config()).one(text) == ()
 
 
 def test_an_empty_batch_gets_no_drafts() -> None:
-    assert tokens(propose_all(source(), {})) == []
+    assert Lookup(config()).propose({}) == []
 
 
 @settings(deadline=None, max_examples=150)
@@ -126,98 +134,117 @@ def test_every_step_agrees_with_a_plain_search(
         max_draft_len=max_draft_len,
         use_oldest=use_oldest,
     )
-    looking, rng = NgramSource(options, 4), random.Random(seed)
-    known = dict.fromkeys(range(len(texts)), 0)
-    while any(known[slot] < len(texts[slot]) for slot in known):
+    proposer = Lookup(options)
+    rng = random.Random(seed)
+    known = dict.fromkeys(map(str, range(len(texts))), 0)
+    while any(known[name] < len(texts[int(name)]) for name in known):
         # Some requests are absent from this step, and the others come in any order.
         present = rng.sample(list(known), rng.randint(1, len(known)))
-        for slot in present:
-            known[slot] = min(known[slot] + rng.randint(0, 6), len(texts[slot]))
+        for name in present:
+            known[name] = min(known[name] + rng.randint(0, 6), len(texts[int(name)]))
         limit = rng.randint(0, 10)
-        step = {slot: texts[slot][: known[slot]] for slot in present}
-        drafts = propose_all(looking, step, limit)
-        expected = [naive(text, options, limit) for text in step.values()]
-        assert list(zip(tokens(drafts), matched(drafts), strict=True)) == expected
+        step = {name: texts[int(name)][: known[name]] for name in present}
+        for name, draft in zip(present, proposer.propose(step, limit), strict=True):
+            assert list(draft) == naive(step[name], options, limit)[0]
 
 
 def test_large_texts_of_many_tokens_agree_with_a_plain_search() -> None:
+    rng = np.random.default_rng(0)
     options = config(max_draft_len=4)
-    looking = NgramSource(options, 1)
-    text = np.random.default_rng(0).integers(0, 60, 6000).tolist()
+    proposer = Lookup(options)
+    text = rng.integers(0, 60, 6000).tolist()
     for end in range(200, 6000, 290):
-        drafts = propose_all(looking, {0: text[:end]})
-        assert (tokens(drafts)[0], matched(drafts)[0]) == naive(text[:end], options, 4)
+        tokens, size = naive(text[:end], options, 4)
+        assert list(proposer.one(text[:end])) == tokens
+        assert proposer.confidence[:1] == pytest.approx([size**2 / (size**2 + 8)] if size else [])
 
 
-def test_a_request_that_was_pre_empted_comes_back_to_its_index_on_any_row() -> None:
-    looking = source(max_draft_len=2)
-    away, here = [1, 2, 3, 4, 5], [1, 2, 7, 8]
-    propose_all(looking, {0: away, 5: here})
+def test_requests_keep_their_text_when_they_change_rows() -> None:
+    proposer = Lookup(config(max_draft_len=2))
+    one, two = [1, 2, 3, 4, 1, 2], [1, 2, 7, 8, 1, 2]
+    proposer.propose({"one": one[:-1], "two": two[:-1]})
+    swapped = proposer.propose({"two": two, "one": one})
+    assert swapped == [(7, 8), (3, 4)]
+
+
+def test_a_request_that_was_pre_empted_comes_back_to_its_index() -> None:
+    proposer = Lookup(config(max_draft_len=2))
+    text = [1, 2, 3, 4, 5]
+    proposer.propose({"away": text, "here": text})
     for _ in range(3):
-        propose_all(looking, {5: here})
-    before = looking.num_bytes
-    drafts = propose_all(looking, {5: [*here, 1, 2], 0: [*away, 9, 2, 3]})
-    assert tokens(drafts) == [[7, 8], [4, 5]]
-    assert looking.num_bytes == before
+        proposer.propose({"here": text})
+    before = proposer.source.num_bytes
+    assert proposer.propose({"away": [*text, 9, 2, 3]}) == [(4, 5)]
+    assert proposer.source.num_bytes == before
 
 
-def test_a_slot_with_a_shorter_text_starts_anew() -> None:
-    looking = source(max_draft_len=2)
-    propose(looking, [1, 2, 3, 4] * 20)
-    assert propose(looking, [1, 2, 8, 8, 1, 2]) == [8, 8]
+def test_an_id_that_comes_back_with_a_shorter_text_starts_anew() -> None:
+    proposer = Lookup(config(max_draft_len=2))
+    proposer.one([1, 2, 3, 4] * 20)
+    assert proposer.one([1, 2, 8, 8, 1, 2]) == (8, 8)
 
 
-def test_other_tokens_in_a_known_slot_never_make_a_wrong_match() -> None:
-    looking = source(max_draft_len=2)
-    propose(looking, [1, 2, 3, 4, 1, 2])
-    assert propose(looking, [6, 7, 8, 9, 10, 1, 2]) == []
+def test_other_tokens_under_a_known_id_never_make_a_wrong_match() -> None:
+    proposer = Lookup(config(max_draft_len=2))
+    proposer.one([1, 2, 3, 4, 1, 2])
+    assert proposer.one([6, 7, 8, 9, 10, 1, 2]) == ()
 
 
-def test_a_closed_slot_takes_no_memory_and_the_next_request_sees_nothing_of_the_last() -> None:
-    looking = source(200)
-    assert looking.num_bytes == 0
-    propose_all(looking, {slot: list(range(100)) for slot in range(200)})
-    assert looking.num_bytes > 0
-    looking.close(np.arange(200))
-    assert looking.num_bytes == 0
-    assert propose_all(looking, {7: [*range(100, 150), 3, 4]}).lengths[0] == 0
+def test_forgotten_requests_take_no_memory() -> None:
+    proposer = Lookup(config())
+    assert proposer.source.num_bytes == 0
+    names = [str(number) for number in range(200)]
+    proposer.propose({name: list(range(100)) for name in names})
+    assert proposer.source.num_bytes > 0
+    proposer.close(*names)
+    assert proposer.source.num_bytes == 0
 
 
 def test_memory_is_bounded_by_the_length_of_the_text() -> None:
-    looking = source(min_matching_ngram_size=2, max_matching_ngram_size=4)
+    proposer = Lookup(config(min_matching_ngram_size=2, max_matching_ngram_size=4))
     text = np.random.default_rng(0).integers(0, 4096, 20_000).tolist()
     for end in range(1000, 20_001, 1000):
-        propose(looking, text[:end])
-    assert looking.num_bytes <= 3 * 32 * len(text) * 2
+        proposer.one(text[:end])
+    assert proposer.source.num_bytes <= 3 * 32 * len(text) * 2
 
 
 def test_a_long_prompt_is_indexed_over_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ngram, "INGEST_TOKENS_PER_STEP", 1000)
-    looking, rng = source(max_draft_len=1), np.random.default_rng(0)
+    proposer = Lookup(config(max_draft_len=1))
+    rng = np.random.default_rng(0)
     prompt = [*rng.integers(100, 4000, 2500).tolist(), 7, 8, 9, *rng.integers(100, 4000, 100)]
-    drafts = [propose(looking, [*prompt, 7, 8]) for _ in range(4)]
-    assert drafts[0] == []
-    assert drafts[-1] == [9]
-    assert not looking.num_unindexed_tokens(draft_batch({3: [*prompt, 7, 8]}))
+    text = [*prompt, 7, 8]
+    drafts = [proposer.one(text) for _ in range(4)]
+    assert drafts[0] == ()
+    assert drafts[-1] == (9,)
 
 
 def test_a_long_prompt_does_not_starve_the_other_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ngram, "INGEST_TOKENS_PER_STEP", 1000)
-    drafts = propose_all(source(max_draft_len=1), {0: list(range(5000)), 1: [1, 2, 3, 4, 1, 2]})
-    assert tokens(drafts)[1] == [3]
+    proposer = Lookup(config(max_draft_len=1))
+    step = {"long": list(range(5000)), "short": [1, 2, 3, 4, 1, 2]}
+    assert proposer.propose(step)[1] == (3,)
 
 
 def test_the_engines_arrays_are_left_as_they_are() -> None:
-    step = draft_batch({0: [1, 2, 3, 1, 2], 1: [4, 4, 4]}, width=20)
-    limits = np.array([9, 9], np.int32)
-    for array in (*step[:4], limits):
-        array.setflags(write=False)  # type: ignore[union-attr]
-    before = step.token_ids.copy()
-    assert tokens(source(max_draft_len=2).propose(step, limits)) == [[3, 1], [4, 4]]
-    np.testing.assert_array_equal(step.token_ids, before)
+    lookup = Lookup(config())
+    step = lookup.batch({"a": [1, 2, 3, 1, 2], "b": [4, 4, 4]}, width=20)
+    copies = [array.copy() for array in step[:4]]
+    lookup.source.propose(step, np.array([8, 8], np.int32))
+    for array, copy in zip(step[:4], copies, strict=True):
+        np.testing.assert_array_equal(array, copy)
 
 
 def test_a_view_into_a_wider_buffer_will_do() -> None:
-    step = draft_batch({0: [1, 2, 3, 1, 2], 1: [5, 6, 7, 5, 6]}, width=64)
-    step = step._replace(token_ids=step.token_ids[:, :8])
-    assert tokens(source().propose(step, np.ones(2, np.int32))) == [[3], [7]]
+    buffer = np.zeros((2, 64), np.int32)
+    buffer[:, :5] = [[1, 2, 3, 1, 2], [5, 6, 7, 5, 6]]
+    counts = np.array([5, 5], np.int32)
+    step = DraftBatch(np.arange(2), buffer[:, :8], counts, counts)
+    found = NgramSource(config(), 2).propose(step, np.array([1, 1], np.int32))
+    assert found.tokens[:, 0].tolist() == [3, 7]
+
+
+def test_no_limit_makes_it_write_beyond_its_longest_draft() -> None:
+    lookup = Lookup(config(max_draft_len=4))
+    step = lookup.batch({"a": [1, 2, 3] * 5})
+    assert lookup.source.propose(step, np.array([100], np.int32)).lengths.tolist() == [4]

@@ -324,7 +324,7 @@ def test_answers_that_do_not_fit_the_question_cost_no_more_than_drafts(
 
     babbler = stack.enter_context(closing(Babbler(answers)))
     place.address = babbler.address
-    made = replica(stack, place, timeout_s=0.2 if num_timeouts else WAIT_S)
+    made = replica(stack, place, timeout_s=0.5 if num_timeouts else WAIT_S)
     made.until_up()
     guarded = GuardedSource("draft_model", made.source, made.metrics, VOCAB_SIZE, 1, time.monotonic)
     for number, length in enumerate((20, 21, 25), start=1):

@@ -86,7 +86,7 @@ def test_traffic_of_no_kind_compiles_anything_anew(source: TrieSource) -> None:
     source.close(np.array([0, 1, 2]))
     frozen, wishes = batch(text(90, 3), slots=[3]), limits(1)
     for array in (*frozen[:4], wishes):
-        array.setflags(write=False)  # type: ignore[union-attr]
+        array.setflags(write=False)
     source.propose(frozen, wishes)
 
     learner = ClusterLearner(source._memory)

@@ -15,7 +15,7 @@ from scipy.stats import chi2_contingency
 
 from specserve.compare.engine_process import EngineProcess
 from specserve.core.config import AppConfig
-from specserve.core.types import DraftBatch
+from specserve.core.types import DraftBatch, RequestControls
 from specserve.engine.generation import Completion, Job, RunResult, Sampling
 from specserve.sources.base import SourceContext
 from specserve.sources.registry import build_source
@@ -129,15 +129,16 @@ def _drafts(config: AppConfig, outputs: Sequence[Sample]) -> list[Sample]:
     contexts = np.array([[*PROMPT, *output] for output in outputs], dtype=np.int32)
     size, length = contexts.shape
     batch = DraftBatch(
-        request_ids=[str(index) for index in range(size)],
-        token_ids=contexts,
-        num_tokens=np.full(size, length, dtype=np.int32),
-        num_prompt_tokens=np.full(size, len(PROMPT), dtype=np.int32),
-        max_draft_tokens=np.full(size, NUM_TOKENS - 1, dtype=np.int32),
+        np.arange(size),
+        contexts,
+        np.full(size, length, dtype=np.int32),
+        np.full(size, len(PROMPT), dtype=np.int32),
     )
-    drafts = [
-        draft.tokens
-        for draft in build_source(config.speculation[0], SourceContext()).propose(batch)
-    ]
+    source = build_source(config.speculation[0], SourceContext(num_slots=size))
+    for slot in range(size):
+        source.open(slot, RequestControls())
+    found = source.propose(batch, np.full(size, NUM_TOKENS - 1, dtype=np.int32))
+    pairs = zip(found.tokens.tolist(), found.lengths.tolist(), strict=True)
+    drafts = [tuple(tokens[:length]) for tokens, length in pairs]
     assert all(len(draft) == NUM_TOKENS - 1 for draft in drafts)
     return drafts
