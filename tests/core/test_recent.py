@@ -50,6 +50,13 @@ def test_steps_are_told_by_request_in_their_order_the_newest_request_first() -> 
     assert a.steps[1].refused == (4,)
 
 
+def test_the_tokens_of_a_step_in_which_nothing_was_drafted_are_told_too() -> None:
+    recent, none = RecentSteps(with_tokens=True), np.zeros(1, np.int32)
+    recent.note(Step(["a"], (), none - 1, none, none, [[5]]))
+    (step,) = recent.requests()[0].steps
+    assert (step.source, step.new, step.refused) == ("", (5,), ())
+
+
 def test_without_tokens_lengths_and_sources_are_told_alone() -> None:
     recent = RecentSteps(with_tokens=False)
     note(recent, [outcome("a", 2, 9, draft=(2, 3, 4))])

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from specserve.engine.request_slots import RequestSlots
+from specserve.engine.request_slots import NO_LIMIT, RequestSlots
 
 
 def add(slots: RequestSlots, *names: str) -> None:
@@ -38,6 +38,13 @@ def test_it_knows_how_much_each_may_and_must_write() -> None:
     slots.add("b", most_output=9, least_output=0)
     most, least = slots.output_limits(slots.of(["b", "a"]))
     assert (most.tolist(), least.tolist()) == ([9, 7], [0, 3])
+
+
+def test_a_request_may_ask_for_more_tokens_than_any_text_has() -> None:
+    slots = RequestSlots(1)
+    slots.add("a", most_output=10**12, least_output=10**12)
+    most, least = slots.output_limits(slots.of(["a"]))
+    assert most.tolist() == least.tolist() == [NO_LIMIT]
 
 
 def test_more_requests_in_a_step_than_slots_are_a_mistake_of_ours() -> None:

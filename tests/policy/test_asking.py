@@ -1,63 +1,234 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
+import pytest
 
-from specserve.policy.asking import EXPLORED_SHARE, MOST_PAUSE, Exploration, LocalAsk
+from specserve.core.metrics import SpeculationMetrics
+from specserve.core.types import Int32Array
+from specserve.policy.asking import (
+    EXPLORED_SHARE,
+    MOST_PAUSE,
+    MOST_PROBE_PAUSE,
+    AlwaysAsk,
+    Exploration,
+    LocalAsk,
+    RemoteAsk,
+    Situation,
+)
+from specserve.policy.planner import Costs, Plan
+from specserve.sources.guard import GuardedSource
+from tests.draft_batches import draft_batch
+from tests.policy.traffic import Clock, DistantSource
 
-SLOTS = np.arange(1)
+STEP_S = 0.01
+COSTS = Costs(STEP_S, STEP_S, 1e-4)
 ONE = np.ones(1, np.int32)
+NONE = np.zeros(1, np.int32)
+SLOTS = np.array([0])
 
 
-def turns(ask: LocalAsk, steps: range, call_s: float, gain_s: float) -> list[int]:
-    """The steps in which the source is asked."""
-    return [step for step in steps if ask.is_due(step, SLOTS) and observed(ask, call_s, gain_s)]
+def rich() -> Exploration:
+    account = Exploration()
+    account.earn(1e9)
+    return account
 
 
-def observed(ask: LocalAsk, call_s: float, gain_s: float) -> bool:
-    ask.observe(ONE, ONE, call_s, gain_s)
-    return True
-
-
-def test_a_source_that_saves_more_than_it_takes_is_asked_in_each_step() -> None:
-    ask = LocalAsk()
-    assert len(turns(ask, range(200), call_s=1e-4, gain_s=2e-4)) == 200
-    assert not ask.is_slow
-    assert ask.num_idle_steps(200, SLOTS) == 0
-
-
-def test_a_source_that_takes_more_than_it_saves_is_asked_in_each_eighth_step() -> None:
-    ask = LocalAsk()
-    turns(ask, range(400), call_s=1e-4, gain_s=0.0)
-    assert ask.is_slow
-    assert turns(ask, range(400, 480), call_s=1e-4, gain_s=0.0) == list(range(400, 480, MOST_PAUSE))
-    assert ask.num_idle_steps(480, SLOTS) == MOST_PAUSE - 1
-
-
-def test_one_that_begins_to_pay_is_asked_in_each_step_at_once() -> None:
-    ask = LocalAsk()
-    turns(ask, range(400), call_s=1e-4, gain_s=0.0)
-    assert turns(ask, range(400, 420), call_s=1e-4, gain_s=1e-2) == list(range(400, 420))
-
-
-def test_a_call_that_stalls_does_not_make_it_slow() -> None:
-    ask = LocalAsk()
-    turns(ask, range(100), call_s=1e-4, gain_s=1.5e-4)
-    observed(ask, 1.0, 1.5e-4)
-    assert not ask.is_slow
-
-
-def test_what_is_done_to_learn_costs_a_hundredth_of_the_time() -> None:
+def test_an_account_allows_one_percent_of_the_time_after_a_first_credit() -> None:
     account, spent_s = Exploration(), 0.0
     for _ in range(10_000):
-        account.earn(0.01)
-        spent_s += 0.003 * account.spend(0.003)
-    assert 0.9 * EXPLORED_SHARE * 100 < spent_s < 1.1 * EXPLORED_SHARE * 100
+        account.earn(STEP_S)
+        while account.spend(STEP_S / 2):
+            spent_s += STEP_S / 2
+    assert spent_s == pytest.approx(10_000 * STEP_S * EXPLORED_SHARE, abs=5 * STEP_S)
 
 
-def test_a_rest_is_saved_up_for_no_more_than_four_steps() -> None:
+def test_an_account_earns_in_idle_steps_and_saves_no_more_than_four() -> None:
     account = Exploration()
-    for _ in range(10_000):
-        account.earn(0.01)
-    assert not account.spend(0.0401)
-    assert account.spend(0.0399)
-    assert not account.spend(0.0399)
+    account.earn(STEP_S, 100_000)
+    assert account.spend(4 * STEP_S)
+    assert not account.spend(STEP_S)
+    account.earn(STEP_S, 100)
+    assert account.spend(0.99 * STEP_S)
+
+
+def test_a_local_source_that_pays_is_asked_in_every_step() -> None:
+    ask = LocalAsk()
+    for _ in range(100):
+        ask.observe(ONE, ONE, 1e-4, 2e-4)
+        assert not ask.is_slow
+        assert not ask.num_idle_steps(3, SLOTS)
+    assert ask.surplus_s == pytest.approx(1e-4)
+
+
+def test_a_local_source_that_does_not_pay_is_tried_some_times_and_then_pauses_longer() -> None:
+    ask, idle = LocalAsk(), []
+    for _ in range(12):
+        ask.observe(ONE, NONE, 1e-4, 0.0)
+        idle.append(ask.num_idle_steps(0, SLOTS))
+    assert idle == [0] * 7 + [1, 3, 7, 7, 7]
+    assert ask.is_slow
+    due = [step for step in range(24) if ask.is_due(step, SLOTS)]
+    assert due == [0, MOST_PAUSE, 2 * MOST_PAUSE]
+    assert [ask.num_idle_steps(step, SLOTS) for step in (0, 1, 7)] == [7, 6, 0]
+
+
+def test_a_local_source_that_pays_again_is_asked_in_every_step_at_once() -> None:
+    ask = LocalAsk()
+    for _ in range(100):
+        ask.observe(ONE, NONE, 1e-4, 0.0)
+    ask.observe(ONE, ONE, 1e-4, STEP_S)
+    assert not ask.is_slow
+
+
+def test_one_stalled_call_does_not_make_a_source_dear() -> None:
+    ask = LocalAsk()
+    for _ in range(100):
+        ask.observe(ONE, ONE, 1e-4, 2e-4)
+    ask.observe(ONE, ONE, 10.0, 2e-4)
+    assert not ask.is_slow
+
+
+def test_what_is_not_dynamic_is_asked_in_every_step() -> None:
+    ask = AlwaysAsk()
+    ask.observe(ONE, NONE, 10.0, 0.0)
+    assert ask.is_due(1, SLOTS)
+    assert not ask.is_slow
+    assert ask.num_idle_steps(1, SLOTS) == 0
+
+
+@pytest.fixture
+def source() -> DistantSource:
+    return DistantSource(lambda slot: (), Clock())
+
+
+@pytest.fixture
+def ask(source: DistantSource) -> RemoteAsk:
+    guard = GuardedSource("mtp", source, SpeculationMetrics(), 100, 1, Clock())
+    return RemoteAsk(guard, 4)
+
+
+def situation(
+    step: int,
+    *,
+    unseen: float = 0.0,
+    values: Sequence[float] = (0.0,),
+    limits: Sequence[int] = (4,),
+    num_drafted: int = 0,
+) -> Situation:
+    """A step of some requests whose drafts of the source are each as likely as told to be right."""
+    size = len(values)
+    plan = Plan(
+        np.zeros(size, np.int32),
+        np.zeros(size, np.int32),
+        np.array(values),
+        np.zeros(1),
+        num_drafted,
+        size / STEP_S,
+        0.0,
+    )
+    batch = draft_batch({slot: [1, 2, 3] for slot in range(size)})
+    survival = np.full((4, 8), unseen)
+    return Situation(step, batch, np.array(limits, np.int32), plan, COSTS, survival)
+
+
+def probes(
+    ask: RemoteAsk, num_steps: int, lengths: Int32Array, account: Exploration | None = None
+) -> list[int]:
+    """The steps in which a source that promises nothing is probed."""
+    found = []
+    for step in range(num_steps):
+        asked = ask.limits(situation(step), account or rich())
+        if asked.any():
+            found.append(step)
+        ask.observe(asked, lengths, 0.005, 0.0)
+    return found
+
+
+def test_a_source_that_promises_nothing_is_probed_ever_less_often(ask: RemoteAsk) -> None:
+    pauses = np.diff(probes(ask, 1500, ONE)).tolist()
+    assert pauses[:5] == [1, 2, 4, 8, 16]
+    assert max(pauses) == MOST_PROBE_PAUSE
+
+
+def test_a_text_that_is_just_being_read_is_probed_until_there_is_a_draft(ask: RemoteAsk) -> None:
+    assert probes(ask, 6, NONE) == list(range(6))
+    ask.observe(ONE, ONE, 0.005, 0.0)
+    assert len(probes(ask, 64, ONE)) < 10
+
+
+def test_probes_are_paid_from_the_account(ask: RemoteAsk) -> None:
+    account = Exploration()
+    account.earn(STEP_S)
+    num_probes = len(probes(ask, 200, NONE, account))
+    assert 0 < num_probes < 40
+    assert not account.spend(4 * STEP_S)
+
+
+def test_a_probe_is_for_the_request_whose_draft_is_worth_least_of_those_that_it_may_help(
+    ask: RemoteAsk, source: DistantSource
+) -> None:
+    source.waits = {0: float("nan"), 1: float("inf")}
+    asked = ask.limits(situation(0, values=(0.0, 0.0, 1.0, 0.5), limits=(4, 4, 4, 3)), rich())
+    assert asked.tolist() == [0, 0, 0, 3]
+    assert not ask.limits(situation(0, values=(0.0, 0.0), limits=(0, 0)), rich()).any()
+
+
+def test_a_source_that_pays_is_asked_in_every_step_and_else_has_a_turn_in_every_eighth(
+    ask: RemoteAsk, source: DistantSource
+) -> None:
+    assert [ask.is_due(step, SLOTS) for step in range(9)] == [True] + [False] * 7 + [True]
+    assert ask.limits(situation(0, unseen=0.9), Exploration()).tolist() == [4]
+    assert ask.is_due(1, SLOTS)
+    assert ask.num_idle_steps(1, SLOTS) == 0
+    ask.limits(situation(1, unseen=0.0), Exploration())
+    assert not ask.is_due(2, SLOTS)
+    assert ask.num_idle_steps(2, SLOTS) == 5
+    source.is_watching = True
+    assert ask.is_due(2, SLOTS)
+    assert ask.num_idle_steps(2, SLOTS) == 0
+
+
+def reads(ask: RemoteAsk, step: int) -> bool:
+    """Whether a source that promises much is asked in a step."""
+    return bool(ask.limits(situation(step, unseen=0.9), Exploration()).any())
+
+
+def test_reading_is_paid_by_what_it_would_have_saved_of_this_request_alone(
+    ask: RemoteAsk, source: DistantSource
+) -> None:
+    source.waits = {0: 0.1}
+    steps = [reads(ask, step) for step in range(10)]
+    first = steps.index(True)
+    assert first > 1
+    ask.forget(SLOTS)
+    again = [reads(ask, step) for step in range(10)]
+    assert again.index(True) == first
+
+
+def test_what_calls_take_is_learned_and_decides(ask: RemoteAsk) -> None:
+    good, four = situation(0, unseen=0.5), ONE * 4
+    assert ask.limits(good, Exploration()).any()
+    for seconds, is_asked in ((0.05, False), (0.001, True)):
+        for _ in range(20):
+            ask.observe(four, four, seconds, 0.0)
+        assert ask.limits(good, Exploration()).any() == is_asked
+
+
+def test_a_source_that_is_away_does_not_look_cheap(ask: RemoteAsk) -> None:
+    good = situation(0, unseen=0.5)
+    ask.limits(good, Exploration())
+    for _ in range(10):
+        ask.observe(ONE, ONE, 0.05, 0.0)
+    for _ in range(50):
+        ask.observe(ONE, NONE, 1e-5, 0.0)
+    assert not ask.limits(good, Exploration()).any()
+
+
+def test_a_probe_is_for_a_request_that_the_source_follows(
+    ask: RemoteAsk, source: DistantSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source, "must_see", lambda slots: slots == 1)
+    asked = ask.limits(situation(0, values=(0.0, 1.0), limits=(4, 4)), rich())
+    assert asked.tolist() == [0, 4]

@@ -147,3 +147,14 @@ def test_a_filter_keeps_a_covariance_that_is_one() -> None:
         cost.observe((1.0, rows, longest), 1e-3 + 1e-4 * rows + 1e-5 * longest)
     assert np.linalg.eigvalsh(cost._covariance).min() > 0
     assert np.allclose(cost.coefficients, [1e-3, 1e-4, 1e-5], rtol=0.2)
+
+
+@pytest.mark.parametrize("num_slow", [0, 1, 10])
+def test_what_is_always_measured_together_adds_up_without_coefficients_below_zero(
+    num_slow: int,
+) -> None:
+    cost, features = LinearCost([1e-3, 1e-4, 1e-3], [2e-3, 2e-4, 2e-3], [2e-5] * 3), (1, 1, 4)
+    for seconds in [0.05] * num_slow + [0.001] * 20:
+        cost.observe(features, seconds)
+    coefficients = np.maximum(cost.coefficients, 0.0)
+    assert np.dot(coefficients, features) == pytest.approx(0.001, rel=0.05)

@@ -1,0 +1,68 @@
+"""Which code of a step is compiled: all of it before the first request, and nothing afterwards."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba.core.dispatcher import Dispatcher
+
+from specserve.core.source_config import NgramConfig
+from specserve.core.types import RequestControls
+from specserve.policy import acceptance, cost, planner
+from specserve.sources import guard, ngram
+from specserve.sources.ngram import NgramSource
+from tests.draft_batches import draft_batch
+from tests.policy.traffic import Clock, DistantSource, LocalSource, Traffic
+
+
+def compiled() -> dict[str, int]:
+    """How many signatures each compiled function has, by its name."""
+    return {
+        f"{module.__name__}.{name}": len(value.signatures)
+        for module in (acceptance, cost, planner, guard, ngram)
+        for name, value in vars(module).items()
+        if isinstance(value, Dispatcher)
+    }
+
+
+def test_no_traffic_compiles_anything_that_a_new_chain_has_not() -> None:
+    clock = Clock()
+    lookup = NgramSource(NgramConfig(kind="ngram"), 16)
+    near, distant = (
+        LocalSource(lambda slot: (1, 2, 3), clock),
+        DistantSource(lambda slot: (1,), clock),
+    )
+    traffic = Traffic({"trie": near, "mtp": distant, "more": lookup}, clock, slots=())  # type: ignore[dict-item]
+    before = compiled()
+    ours = {name: count for name, count in before.items() if name.rsplit(".", 1)[-1] in KERNELS}
+    assert ours == dict.fromkeys(ours, 1)
+    assert len(ours) == len(KERNELS)
+
+    traffic.run(2)
+    for slot in range(16):  # of tenants that arrays have no room for yet
+        traffic.controls = RequestControls(tenant=str(slot % 5))
+        traffic.open(slot)
+    traffic.run(40)
+    traffic.close(*range(1, 16))
+    traffic.run(20)
+    frozen = draft_batch({0: list(range(5000))})
+    limits = np.full(1, 8, np.int32)
+    for array in (*frozen[:4], limits):
+        array.setflags(write=False)
+    lookup.propose(frozen, limits)
+    assert compiled() == before
+
+
+KERNELS = {
+    "_offer",
+    "_survival",
+    "_unseen_survival",
+    "_observe",
+    "_variance",
+    "_update",
+    "_plan",
+    "_probe",
+    "_plan_call",
+    "_drop_malformed",
+    "step_batch",
+    "rehash",
+}

@@ -1,0 +1,245 @@
+"""What a chain of sources does in traffic of some hundred steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from tests.policy.traffic import Clock, DistantSource, Guess, LocalSource, Traffic
+
+RIGHT = (1, 2, 3, 4)
+SLOW_S = 0.0003
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def always(*tokens: int) -> Guess:
+    return lambda slot: tokens
+
+
+NOTHING = always()
+
+
+def only(slot: int, *tokens: int) -> Guess:
+    return lambda each: tokens if each == slot else ()
+
+
+def traffic_of(
+    clock: Clock, *guesses: Guess, slots: Sequence[int] = (0,), dynamic: bool = True
+) -> Traffic:
+    """Of one source to each guess, in this order."""
+    kinds = ("ngram", "trie", "more")
+    sources = {kind: LocalSource(guess, clock) for kind, guess in zip(kinds, guesses, strict=False)}
+    return Traffic(sources, clock, slots=slots, dynamic=dynamic)
+
+
+def observed(
+    traffic: Traffic, new: Sequence[Sequence[int]], verified: Sequence[int], *slots: int
+) -> list[list[int]]:
+    """Labels, draft tokens and accepted ones of a step."""
+    batch = traffic.batch(slots or (0,), new)
+    num_new = np.array([len(each) for each in new], np.int32)
+    outcomes = traffic.chain.observe(batch, num_new, np.array(verified, np.int32))
+    return [each.tolist() for each in outcomes]
+
+
+def test_what_became_of_drafts_is_told_and_counted_by_the_source_that_made_them(
+    clock: Clock,
+) -> None:
+    traffic = traffic_of(clock, only(0, 1, 2, 3), only(1, 4, 5), slots=(0, 1, 2), dynamic=False)
+    traffic.step()
+    new = [[1, 2, 9], [8], [1]]
+    assert observed(traffic, new, [3, 2, 0], 0, 1, 2) == [[0, 1, -1], [3, 2, 0], [2, 0, 0]]
+    counted = {each.source: each for each in traffic.metrics.snapshot().acceptance}
+    assert counted["ngram_1"].accepted_at_position == (1, 1, 0)
+    assert counted["trie_1"].accepted_at_position == (0, 0)
+
+
+def test_a_draft_that_the_scheduler_cut_counts_as_cut(clock: Clock) -> None:
+    traffic = traffic_of(clock, always(1, 2, 3), dynamic=False)
+    traffic.step()
+    assert observed(traffic, [[1, 2, 9]], [2]) == [[0], [2], [2]]
+
+
+def test_a_draft_waits_for_a_request_that_had_no_turn(clock: Clock) -> None:
+    traffic = traffic_of(clock, always(1, 2), slots=(0, 1), dynamic=False)
+    traffic.step()
+    traffic.step(1)
+    assert observed(traffic, [[1, 2, 3]], [2]) == [[0], [2], [2]]
+
+
+def test_the_next_request_of_a_slot_has_no_part_in_the_lasts_draft(clock: Clock) -> None:
+    traffic = traffic_of(clock, always(1, 2), dynamic=False)
+    traffic.step()
+    traffic.close(0)
+    traffic.open(0)
+    assert observed(traffic, [[1, 2, 3]], [2]) == [[-1], [0], [0]]
+
+
+def test_no_requests_get_no_drafts(clock: Clock) -> None:
+    traffic = traffic_of(clock, always(*RIGHT), slots=(), dynamic=False)
+    traffic.step()
+    assert traffic.sent == [0]
+    traffic.open(0)
+    traffic.step()
+    assert traffic.drafts[0] == list(RIGHT)
+
+
+def test_steps_that_can_never_be_measured_are_not_waited_for(clock: Clock) -> None:
+    traffic = traffic_of(clock, always(*RIGHT))
+    batch = traffic.batch([0], [[1]])
+    drafts = []
+    for _ in range(20):
+        traffic.chain.observe(batch, np.ones(1, np.int32), np.zeros(1, np.int32))
+        assert traffic.chain.is_due(batch.slots)
+        drafts.append(traffic.chain.step(batch, np.full(1, 8, np.int32)))
+    assert drafts[0] == [[]]
+    assert drafts[-1] != [[]]
+
+
+@pytest.mark.parametrize(("token_s", "least"), [(0.0075, 1), (0.0001, 0)])
+def test_where_drafts_hardly_pay_a_plain_step_is_measured_now_and_then(
+    clock: Clock, token_s: float, least: int
+) -> None:
+    traffic = Traffic({"ngram": LocalSource(always(1), clock)}, clock, token_s=token_s)
+    traffic.run(2000)
+    assert least <= traffic.sent[200:].count(0) <= 20 * least
+
+
+def finding_nothing(
+    clock: Clock, *kinds: str, num_steps: int = 1000, learns: bool = False, dynamic: bool = True
+) -> tuple[Traffic, list[LocalSource]]:
+    sources = {kind: LocalSource(always(), clock, SLOW_S) for kind in kinds}
+    traffic = Traffic(sources, clock, learns=learns, dynamic=dynamic)
+    traffic.run(num_steps)
+    return traffic, list(sources.values())
+
+
+def test_sources_that_bring_nothing_are_asked_as_often_where_idle_steps_are_not_told(
+    clock: Clock,
+) -> None:
+    _, told = finding_nothing(clock, "ngram", "trie")
+    traffic, passed = finding_nothing(clock, "ngram", "trie", num_steps=0)
+    num_steps, slots = 1000, np.array([0])
+    while num_steps > 0:
+        num_idle = traffic.chain.num_idle_steps(slots)
+        num_steps -= num_idle + 1
+        batch = traffic.batch([0], [[1]])
+        traffic.chain.observe_step(1, 0, 0.01)
+        traffic.chain.observe(batch, np.ones(1, np.int32), np.zeros(1, np.int32))
+        if traffic.chain.is_due(slots, num_idle + 1):
+            traffic.chain.step(batch, np.full(1, 8, np.int32))
+    assert [len(each.asked) for each in passed] == [len(each.asked) for each in told]
+
+
+def test_a_text_that_begins_to_repeat_gets_drafts_soon(clock: Clock) -> None:
+    traffic, (source,) = finding_nothing(clock, "ngram")
+    source.guess = always(*RIGHT)
+    traffic.run(40)
+    assert traffic.sent[-10:] == [len(RIGHT)] * 10
+
+
+def num_asked_of_two(
+    clock: Clock, first: Guess, second: Guess, second_s: float = SLOW_S
+) -> tuple[int, int]:
+    """How often two sources are asked in the last 400 of 600 steps."""
+    sources = {
+        "ngram": LocalSource(first, clock, SLOW_S),
+        "trie": LocalSource(second, clock, second_s),
+    }
+    traffic = Traffic(sources, clock)
+    traffic.run(200)
+    for each in sources.values():
+        each.asked.clear()
+    traffic.run(400)
+    return len(sources["ngram"].asked), len(sources["trie"].asked)
+
+
+def test_of_two_sources_that_foresee_the_same_the_cheaper_one_is_asked(clock: Clock) -> None:
+    num_ngram, num_trie = num_asked_of_two(clock, always(1, 2), always(1, 2), second_s=0.002)
+    assert (num_ngram, num_trie < 100) == (400, True)
+
+
+def test_a_source_that_goes_further_than_another_is_asked_in_every_step_too(clock: Clock) -> None:
+    turn = iter(range(10_000))
+    seldom_far = always(1, 2, 3, 4)
+    near = lambda slot: (1, 2) if next(turn) % 3 else ()  # noqa: E731  # which far has as well
+    assert num_asked_of_two(clock, near, seldom_far)[1] == 400
+
+
+def test_where_all_sources_rest_steps_are_idle_or_plain(clock: Clock) -> None:
+    traffic = Traffic({"ngram": LocalSource(OSError("gone"), clock)}, clock)
+    traffic.run(5)
+    assert traffic.sent == [0] * 5
+    assert not traffic.chain.is_due(np.array([0]))
+
+
+def with_distant(
+    clock: Clock, distant: DistantSource, near: Guess = NOTHING, **options: object
+) -> Traffic:
+    sources = {"mtp": distant, "ngram": LocalSource(near, clock)}
+    return Traffic(sources, clock, **options)  # type: ignore[arg-type]
+
+
+def test_a_distant_source_is_asked_for_those_requests_whose_drafts_it_makes_better(
+    clock: Clock,
+) -> None:
+    distant = DistantSource(always(*RIGHT), clock, 0.002)
+    traffic = with_distant(clock, distant, only(0, 1, 2, 3, 4, 5, 6, 7, 8), slots=(0, 1))
+    traffic.run(300)
+    assert [sorted(each.items()) for each in distant.asked[-3:]] == [[(0, 0), (1, 8)]] * 3
+    assert traffic.drafts == {0: list(range(1, 9)), 1: list(RIGHT)}
+
+
+@pytest.mark.parametrize(("call_s", "is_asked"), [(0.003, True), (0.05, False)])
+def test_a_distant_source_is_asked_where_its_drafts_are_worth_the_call(
+    clock: Clock, call_s: float, is_asked: bool
+) -> None:
+    distant = DistantSource(always(*RIGHT), clock, call_s)
+    traffic = with_distant(clock, distant)
+    traffic.run(500)
+    distant.asked.clear()
+    traffic.run(500)
+    assert distant.num_asked > 480 if is_asked else distant.num_asked < 10
+
+
+def test_of_two_distant_sources_the_second_is_asked_only_for_what_the_first_does_not_have(
+    clock: Clock,
+) -> None:
+    first, second = (DistantSource(only(slot, *RIGHT), clock, 0.001) for slot in (0, 1))
+    traffic = Traffic({"mtp": first, "draft_model": second}, clock, slots=(0, 1))
+    traffic.run(400)
+    assert traffic.drafts == {0: list(RIGHT), 1: list(RIGHT)}
+    same = DistantSource(always(*RIGHT), clock, 0.001)
+    traffic = Traffic({"mtp": first, "draft_model": same}, clock, slots=(0,))
+    traffic.run(400)
+    same.asked.clear()
+    traffic.run(100)
+    assert same.num_asked < 5
+
+
+def test_a_distant_source_that_is_to_draft_always_is_asked_for_all(clock: Clock) -> None:
+    distant = DistantSource(always(*RIGHT), clock, 0.05)
+    traffic = with_distant(clock, distant, slots=(0, 1), dynamic=False)
+    traffic.run(5)
+    assert distant.asked == [{0: 8, 1: 8}] * 5
+
+
+def test_a_distant_source_that_cannot_say_what_reading_takes_rests(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    distant = DistantSource(always(*RIGHT), clock)
+
+    def fail(batch: object) -> None:
+        raise OSError("no such text")
+
+    monkeypatch.setattr(distant, "reading_s", fail)
+    traffic = with_distant(clock, distant, always(1, 2))
+    traffic.run(20)
+    assert not traffic.health("mtp").up
+    assert traffic.drafts[0] == [1, 2]

@@ -1,0 +1,177 @@
+"""Requests that are decoded by formula, for tests of a chain of sources.
+
+After every step the target's next tokens are 1, 2, 3, ...: a draft is right as far as it says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from specserve.core.metrics import HealthSnapshot, SpeculationMetrics
+from specserve.core.types import (
+    BoolArray,
+    DraftBatch,
+    Drafts,
+    Float64Array,
+    Int32Array,
+    Int64Array,
+    RequestControls,
+)
+from specserve.policy.chain import Chain, Member
+from tests.draft_batches import draft_batch
+
+AUTO = RequestControls()
+WRONG = 9
+
+Guess = Callable[[int], Sequence[int]]
+"""By slot."""
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class LocalSource:
+    """Guesses what it is told to, and remembers what it was asked.
+
+    Attributes:
+        guess: what it guesses by slot; an error is raised.
+        seconds: how long a call takes in which a draft may be made.
+        asked: limits of each call by slot.
+        closed: slots.
+    """
+
+    def __init__(self, guess: Guess | Exception, clock: Clock, seconds: float = 0.0) -> None:
+        self.guess, self.seconds = guess, seconds
+        self.asked: list[dict[int, int]] = []
+        self.closed: list[int] = []
+        self._clock = clock
+
+    def open(self, slot: int, controls: RequestControls) -> None: ...
+
+    def close(self, slots: Int64Array) -> None:
+        self.closed += slots.tolist()
+
+    def propose(self, batch: DraftBatch, limits: Int32Array) -> Drafts:
+        self.asked.append(dict(zip(batch.slots.tolist(), limits.tolist(), strict=True)))
+        drafts = Drafts.empty(len(limits), 8)
+        if isinstance(self.guess, Exception):
+            raise self.guess
+        if limits.any():
+            self._clock.now += self.seconds
+        for row, (slot, limit) in enumerate(self.asked[-1].items()):
+            guess = list(self.guess(slot))[:limit]
+            drafts.tokens[row, : len(guess)] = guess
+            drafts.confidence[row] = 0.6
+            drafts.lengths[row] = len(guess)
+        return drafts
+
+    @property
+    def num_asked(self) -> int:
+        """Calls in which a draft was wanted."""
+        return sum(any(each.values()) for each in self.asked)
+
+
+class DistantSource(LocalSource):
+    """The same in another process.
+
+    Attributes:
+        waits: seconds of reading, by slot.
+        is_watching: whether it would miss something in a step without it.
+    """
+
+    def __init__(self, guess: Guess | Exception, clock: Clock, seconds: float = 0.0) -> None:
+        super().__init__(guess, clock, seconds)
+        self.waits: dict[int, float] = {}
+        self.is_watching = False
+
+    def reading_s(self, batch: DraftBatch) -> Float64Array:
+        return np.array([self.waits.get(slot, 0.0) for slot in batch.slots.tolist()])
+
+    def must_see(self, slots: Int64Array) -> BoolArray:
+        return np.full(len(slots), self.is_watching)
+
+
+class Traffic:
+    """A chain, and requests in some slots, each step of which takes seconds by a formula.
+
+    Attributes:
+        chain: the chain.
+        clock: of all.
+        drafts: what was sent last, by slot.
+        sent: draft tokens of each step.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, LocalSource],
+        clock: Clock,
+        *,
+        slots: Sequence[int] = (0,),
+        dynamic: bool = True,
+        learns: bool = False,
+        token_s: float = 1e-4,
+        controls: RequestControls = AUTO,
+    ) -> None:
+        self.metrics = SpeculationMetrics(tuple(sources))
+        members = [
+            Member(kind, source, (f"{kind}_1",), 8, dynamic, learns)
+            for kind, source in sources.items()
+        ]
+        self.chain = Chain(members, self.metrics, num_slots=16, vocab_size=100, clock=clock)
+        self.clock, self.token_s, self.controls = clock, token_s, controls
+        self.drafts: dict[int, list[int]] = {}
+        self.sent: list[int] = []
+        self.open(*slots)
+
+    def open(self, *slots: int) -> None:
+        """Requests begin."""
+        for slot in slots:
+            self.chain.open(slot, self.controls)
+            self.drafts[slot] = []
+
+    def close(self, *slots: int) -> None:
+        """Requests end."""
+        self.chain.close(np.array(slots, np.int64))
+        for slot in slots:
+            del self.drafts[slot]
+
+    def batch(self, slots: Sequence[int], new: Sequence[Sequence[int]]) -> DraftBatch:
+        """The step of some requests that has brought these tokens."""
+        return draft_batch({slot: [7, 7, *each] for slot, each in zip(slots, new, strict=True)})
+
+    def step(self, *slots: int, room: int = 8) -> None:
+        """A step of these requests, all of them if none are named."""
+        here = slots or tuple(self.drafts)
+        new = [self._written(self.drafts[slot]) for slot in here]
+        verified = np.array([len(self.drafts[slot]) for slot in here], np.int32)
+        seconds = 0.01 + self.token_s * int(verified.sum())
+        self.clock.now += seconds
+        self.chain.observe_step(len(here), int(verified.sum()), seconds)
+        batch = self.batch(here, new)
+        self.chain.observe(batch, np.array([len(each) for each in new], np.int32), verified)
+        drafts: list[list[int]] = [[] for _ in here]
+        if self.chain.is_due(batch.slots):
+            drafts = self.chain.step(batch, np.full(len(here), room, np.int32))
+        self.drafts |= dict(zip(here, drafts, strict=True))
+        self.sent.append(sum(map(len, drafts)))
+
+    def run(self, num_steps: int) -> None:
+        """Steps of all requests."""
+        for _ in range(num_steps):
+            self.step()
+
+    def health(self, kind: str) -> HealthSnapshot:
+        """What is counted of a source's calls."""
+        return next(each for each in self.metrics.snapshot().health if each.source == kind)
+
+    def _written(self, draft: Sequence[int]) -> list[int]:
+        num_right = 0
+        while num_right < len(draft) and draft[num_right] == num_right + 1:
+            num_right += 1
+        return list(range(1, num_right + 2))
