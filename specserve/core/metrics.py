@@ -16,7 +16,7 @@ import numpy as np
 
 from specserve.core.metric_specs import LATENCY_BUCKETS_S
 from specserve.core.source_config import MAX_DRAFT_TOKENS
-from specserve.core.types import Int32Array
+from specserve.core.types import Int64Array
 
 
 class AcceptanceSnapshot(msgspec.Struct, frozen=True):
@@ -154,9 +154,7 @@ class SpeculationMetrics:
     """
 
     def __init__(self, kinds: tuple[str, ...] = ()) -> None:
-        self._labels: list[str] = []
-        # By number drafted and by number accepted; of each label; of each length.
-        self._drafts = np.zeros((2, 0, MAX_DRAFT_TOKENS + 1), np.int64)
+        self._drafts: dict[str, Int64Array] = {}  # by label, see `draft_counts`
         self._health: dict[str, _Health] = {kind: _Health() for kind in kinds}
         self._look_at_trie: Callable[[], TrieSnapshot] | None = None
 
@@ -164,29 +162,19 @@ class SpeculationMetrics:
         """Has the draft memory's state in every snapshot; ``look`` is called from any thread."""
         self._look_at_trie = look
 
-    def count_drafts(
-        self,
-        labels: Sequence[str],
-        which: Int32Array,
-        num_drafted: Int32Array,
-        num_accepted: Int32Array,
-    ) -> None:
-        """Some drafts were verified.
+    def draft_counts(self, labels: Sequence[str]) -> Int64Array:
+        """Where verified drafts are counted, by whoever asks for it.
 
         Args:
-            labels: names of drafts.
-            which: int32 ``[m]``, index of each draft's label.
-            num_drafted: int32 ``[m]``, at most ``MAX_DRAFT_TOKENS``.
-            num_accepted: int32 ``[m]``, at most as many.
+            labels: names of drafts, not asked for before.
+
+        Returns:
+            int64 ``[len(labels), 2, MAX_DRAFT_TOKENS + 1]``: drafts by number of tokens, and by
+            number of accepted ones.
         """
-        if new := [label for label in labels if label not in self._labels]:
-            self._labels += new
-            more = np.zeros((2, len(new), MAX_DRAFT_TOKENS + 1), np.int64)
-            self._drafts = np.concatenate([self._drafts, more], axis=1)
-        rows = np.array([self._labels.index(label) for label in labels])[which]
-        drafted, accepted = self._drafts
-        np.add.at(drafted, (rows, num_drafted), 1)
-        np.add.at(accepted, (rows, num_accepted), 1)
+        counts = np.zeros((len(labels), 2, MAX_DRAFT_TOKENS + 1), np.int64)
+        self._drafts |= dict(zip(labels, counts, strict=True))
+        return counts
 
     def count_call(self, kind: str, seconds: float) -> None:
         """A source answered for one batch."""
@@ -250,8 +238,7 @@ class SpeculationMetrics:
 
     def _counted(self) -> Iterator[tuple[str, list[int], list[int]]]:
         """(label, by number drafted, by number accepted), up to the longest, of those seen."""
-        drafts = self._drafts
-        for label, drafted, accepted in zip(list(self._labels), *drafts, strict=False):
+        for label, (drafted, accepted) in list(self._drafts.items()):
             if lengths := np.flatnonzero(drafted).tolist():
                 end = lengths[-1] + 1
                 yield label, drafted[:end].tolist(), accepted[:end].tolist()

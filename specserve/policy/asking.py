@@ -9,12 +9,10 @@ import numpy as np
 from specserve.core.backoff import Backoff
 from specserve.core.types import BoolArray, DraftBatch, Float64Array, Int32Array, Int64Array
 from specserve.policy.cost import LinearCost
-from specserve.policy.planner import Costs, Plan, plan_call
+from specserve.policy.exploration import Exploration
+from specserve.policy.planner import Costs, plan_call
 from specserve.sources.base import RemoteSource
 from specserve.sources.guard import GuardedSource
-
-EXPLORED_SHARE = 0.01
-"""Share of the time that may be spent on learning whether what is not done would pay now."""
 
 MOST_PAUSE = 8
 """Steps from one call of a local source to the next where nothing comes of them: a text that begins
@@ -23,38 +21,12 @@ to repeat itself is noticed after so many steps at the latest."""
 MOST_PROBE_PAUSE = 256
 """Steps between two probes of a remote source that nothing came of."""
 
-_MOST_SAVED = 4.0
 _MEMORY = 0.98
 _FIRST_CALLS = 8
 _MOST_TIMES = 4.0
 _MOST_TRIES = 8
 _AWAY_S = 1e-3
 _HOPE = 0.9
-
-
-class Exploration:
-    """One account, in seconds, for all that is done to learn from it alone.
-
-    It earns ``EXPLORED_SHARE`` of the time of each step.
-    """
-
-    def __init__(self) -> None:
-        self._credit_s = 0.0
-        self._is_new = True
-
-    def earn(self, step_s: float, num_steps: int = 1) -> None:
-        """Some steps of so many seconds each; four steps can be saved up for."""
-        most = _MOST_SAVED * step_s
-        if self._is_new:  # what is met first is learned first
-            self._is_new, self._credit_s = False, most
-        self._credit_s = min(self._credit_s + num_steps * EXPLORED_SHARE * step_s, most)
-
-    def spend(self, price_s: float) -> bool:
-        """Takes the price where there is enough; false: there is not."""
-        if price_s > self._credit_s:
-            return False
-        self._credit_s -= max(price_s, 0.0)
-        return True
 
 
 class Situation(NamedTuple):
@@ -64,7 +36,9 @@ class Situation(NamedTuple):
         step: its number.
         batch: n requests.
         limits: int32 ``[n]``, longest draft of the source that is of use.
-        plan: with the drafts that there are so far.
+        values: float64 ``[n]``, worth of the drafts that there are so far, in tokens.
+        rate: expected tokens a second with these.
+        is_drafting: whether the step sends some of them.
         costs: of a step of n requests.
         unseen: float64 ``[>= n, k]``, survival of the source's drafts, which are not there yet.
     """
@@ -72,7 +46,9 @@ class Situation(NamedTuple):
     step: int
     batch: DraftBatch
     limits: Int32Array
-    plan: Plan
+    values: Float64Array
+    rate: float
+    is_drafting: bool
     costs: Costs
     unseen: Float64Array
 
@@ -212,7 +188,7 @@ class RemoteAsk:
             int32 ``[n]``, how long a draft to ask for; 0: none.
         """
         self._step, self._is_probe, self._is_quiet = situation.step, False, True
-        limits, costs, chosen = situation.limits, situation.costs, situation.plan
+        limits, costs = situation.limits, situation.costs
         source = cast(RemoteSource, self._guard.source)
         waits_s = self._guard.call(lambda: source.reading_s(situation.batch))
         if waits_s is None or not limits.any():
@@ -222,11 +198,11 @@ class RemoteAsk:
         asked, surplus = plan_call(
             situation.unseen,
             limits,
-            chosen.values,
+            situation.values,
             costs,
             self._call(costs.plain),
-            chosen.rate,
-            chosen.num_draft_tokens > 0,
+            situation.rate,
+            situation.is_drafting,
             waits_s,
             saved_s,
         )
@@ -271,12 +247,12 @@ class RemoteAsk:
         """
         limits = situation.limits
         asked = np.zeros_like(limits)
-        able = (waits_s < np.inf) & (situation.plan.values < _HOPE * limits)
+        able = (waits_s < np.inf) & (situation.values < _HOPE * limits)
         if not self._pause.is_due(self._step) or not able.any():
             return asked
         if (followed := able & self._seen(situation.batch.slots)).any():
             able = followed
-        row = int(np.where(able, situation.plan.values, np.inf).argmin())
+        row = int(np.where(able, situation.values, np.inf).argmin())
         first, per_row, token = self._call(situation.costs.plain)
         if account.spend(first + per_row + token * int(limits[row])):
             asked[row] = limits[row]

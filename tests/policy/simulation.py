@@ -11,7 +11,8 @@ import numpy as np
 
 from specserve.core.metrics import SpeculationMetrics
 from specserve.core.types import DraftBatch, Drafts, Int32Array, Int64Array, RequestControls
-from specserve.policy.chain import Chain, Member
+from specserve.policy.chain import Chain
+from specserve.policy.members import Member
 
 _WRONG = 99
 
@@ -105,10 +106,7 @@ class Policy:
     def draft(self, batch: DraftBatch, num_new: Int32Array, num_verified: Int32Array) -> Int32Array:
         """Lengths of what is sent."""
         self.chain.observe(batch, num_new, num_verified)
-        if not self.chain.is_due(batch.slots):
-            return np.zeros(len(num_new), np.int32)
-        drafts = self.chain.step(batch, np.full(len(num_new), 128, np.int32))
-        return np.array([len(each) for each in drafts], np.int32)
+        return np.array([len(each) for each in self.chain.step(batch)], np.int32)
 
 
 class FixedLength(Policy):

@@ -7,7 +7,7 @@ from numba.core.dispatcher import Dispatcher
 
 from specserve.core.source_config import NgramConfig
 from specserve.core.types import RequestControls
-from specserve.policy import acceptance, cost, planner
+from specserve.policy import acceptance, cost, exploration, planner, step
 from specserve.sources import guard, ngram
 from specserve.sources.ngram import NgramSource
 from tests.draft_batches import draft_batch
@@ -18,9 +18,9 @@ def compiled() -> dict[str, int]:
     """How many signatures each compiled function has, by its name."""
     return {
         f"{module.__name__}.{name}": len(value.signatures)
-        for module in (acceptance, cost, planner, guard, ngram)
+        for module in (acceptance, cost, exploration, planner, step, guard, ngram)
         for name, value in vars(module).items()
-        if isinstance(value, Dispatcher)
+        if isinstance(value, Dispatcher) and value.py_func.__module__ == module.__name__
     }
 
 
@@ -53,16 +53,18 @@ def test_no_traffic_compiles_anything_that_a_new_chain_has_not() -> None:
 
 
 KERNELS = {
-    "_offer",
-    "_survival",
     "_unseen_survival",
-    "_observe",
-    "_variance",
-    "_update",
-    "_plan",
-    "_probe",
+    "_begin",
+    "_observe_line",
+    "_observe_step",
+    "_is_calibrated",
+    "earn",
+    "spend",
     "_plan_call",
-    "_drop_malformed",
+    "observe",
+    "foresee",
+    "decide",
+    "_take",
     "step_batch",
     "rehash",
 }

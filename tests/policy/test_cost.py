@@ -145,7 +145,7 @@ def test_a_filter_keeps_a_covariance_that_is_one() -> None:
     for _ in range(5000):
         rows, longest = rng.choice([1, 64]), rng.choice([1, 128])
         cost.observe((1.0, rows, longest), 1e-3 + 1e-4 * rows + 1e-5 * longest)
-    assert np.linalg.eigvalsh(cost._covariance).min() > 0
+    assert np.linalg.eigvalsh(cost.covariance).min() > 0
     assert np.allclose(cost.coefficients, [1e-3, 1e-4, 1e-5], rtol=0.2)
 
 

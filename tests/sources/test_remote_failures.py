@@ -16,7 +16,7 @@ import zmq
 from specserve.core.errors import WireError
 from specserve.drafters.server import DrafterServer
 from specserve.sources import remote
-from specserve.sources.guard import GuardedSource
+from specserve.sources.guard import GuardedSource, Offers, Offers, Offers, Offers, Offers
 from specserve.sources.health_monitor import GREET_DOWN_S, TRIPS_TOLD
 from specserve.sources.remote import FEED_TOKENS, NEAR_TOKENS
 from specserve.wire.frames import decode_question, encode
@@ -326,7 +326,15 @@ def test_answers_that_do_not_fit_the_question_cost_no_more_than_drafts(
     place.address = babbler.address
     made = replica(stack, place, timeout_s=0.5 if num_timeouts else WAIT_S)
     made.until_up()
-    guarded = GuardedSource("draft_model", made.source, made.metrics, VOCAB_SIZE, 1, time.monotonic)
+    guarded = GuardedSource(
+        "draft_model",
+        made.source,
+        made.metrics,
+        VOCAB_SIZE,
+        1,
+        time.monotonic,
+        Offers.empty(16, 8),
+    )
     for number, length in enumerate((20, 21, 25), start=1):
         made.grow(f"text {number}", length)
         made.until_up()

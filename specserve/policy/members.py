@@ -1,0 +1,94 @@
+"""The sources of a chain, and what decides about their turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from specserve.core.metrics import SpeculationMetrics
+from specserve.core.source_config import SourceConfig
+from specserve.policy.acceptance import Acceptance
+from specserve.policy.asking import AlwaysAsk, AskPolicy, LocalAsk, RemoteAsk
+from specserve.sources.base import RemoteSource, Source, SourceContext
+from specserve.sources.guard import GuardedSource
+from specserve.sources.registry import build_source
+
+
+class Member(NamedTuple):
+    """A source of the chain.
+
+    Attributes:
+        kind: as configured.
+        source: what drafts.
+        labels: names of its drafts.
+        max_draft_len: longest draft in tokens.
+        dynamic: whether its drafts are cut to the length that pays, and it is asked where it pays.
+        learns: whether it learns from one request for others: it has to see texts to their ends.
+    """
+
+    kind: str
+    source: Source
+    labels: tuple[str, ...]
+    max_draft_len: int
+    dynamic: bool = True
+    learns: bool = False
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether it drafts in another process."""
+        return isinstance(self.source, RemoteSource)
+
+
+class Turns(NamedTuple):
+    """A source with what decides about its turns; ``index`` is its place in all arrays."""
+
+    index: int
+    member: Member
+    guard: GuardedSource
+    ask: AskPolicy
+    is_remote: bool
+
+
+def turns_of(
+    members: Sequence[Member],
+    acceptance: Acceptance,
+    metrics: SpeculationMetrics,
+    vocab_size: int,
+    num_slots: int,
+    clock: Callable[[], float],
+) -> list[Turns]:
+    """Makes ready to ask some sources; their drafts go where acceptance is judged."""
+    found: list[Turns] = []
+    num_labels = 0
+    for index, member in enumerate(members):
+        guard = GuardedSource(
+            member.kind,
+            member.source,
+            metrics,
+            vocab_size,
+            len(member.labels),
+            clock,
+            acceptance.offers(index),
+            num_labels,
+        )
+        ask: AskPolicy = AlwaysAsk()
+        if member.dynamic:
+            ask = RemoteAsk(guard, num_slots) if member.is_remote else LocalAsk()
+        found.append(Turns(index, member, guard, ask, member.is_remote))
+        num_labels += len(member.labels)
+    return found
+
+
+def build_members(configs: Sequence[SourceConfig], context: SourceContext) -> list[Member]:
+    """What a configuration's ``speculation`` describes."""
+    return [
+        Member(
+            config.kind,
+            build_source(config, context),
+            tuple(label.name for label in config.LABELS),
+            config.max_draft_len,
+            config.dynamic,
+            config.LEARNS,
+        )
+        for config in configs
+    ]
