@@ -61,7 +61,8 @@ class HiddenStates(NamedTuple):
 class DraftBatch(NamedTuple):
     """One decoding step's question: what comes next for each of these n requests?
 
-    The arrays may be views into the engine's buffers, valid only during the call.
+    The arrays may be views into the engine's buffers, valid only during the call. They are
+    contiguous and writable, as kernels take them without being compiled anew.
 
     Attributes:
         slots: int64 ``[n]``. A request has its slot from its first step to its last, whichever row

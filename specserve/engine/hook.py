@@ -21,7 +21,6 @@ import torch
 from msgspec.structs import replace
 from vllm.config import VllmConfig
 
-from specserve.core.compile import kernel_array
 from specserve.core.config import AppConfig
 from specserve.core.errors import RequestError
 from specserve.core.metrics import SpeculationMetrics
@@ -81,7 +80,7 @@ class ProposerHook:
         self._last_step_end = 0.0
         # Of the last step; other requests' are made anew.
         self._request_ids: list[str] = []
-        self._slots_here: Int64Array = np.zeros(0, np.int64)
+        self._texts: DraftBatch  # their rows in the engine's buffers
         self._plain_step: dict[str, int] = {}  # tokens to schedule
         self._may_idle = False
         self._num_idle_steps_left = self._num_idle_steps = 0
@@ -172,8 +171,10 @@ class ProposerHook:
         is_same = self._runner.input_batch.req_ids == self._request_ids
         if not is_same:
             self._take_slots(self._runner.input_batch.req_ids)
-        request_ids, slots = self._request_ids, self._slots_here
-        batch = self._draft_batch(slots, scheduler_output, hidden_states)
+        request_ids, slots, batch = self._request_ids, self._texts.slots, self._texts
+        if self._feeds_drafters:
+            states = self._hidden_states(scheduler_output, hidden_states)
+            batch = batch._replace(hidden_states=states)
         verified = [len(scheduled.get(each, ())) for each in request_ids]
         num_new = np.array([len(tokens) for tokens in sampled_token_ids], np.int32)
         outcomes = chain.observe(batch, num_new, np.array(verified, np.int32))
@@ -243,8 +244,16 @@ class ProposerHook:
         """Other requests than in the last step: those that are new are opened."""
         for request_id in self._slots.missing(request_ids):
             self._open(request_id, request_ids)
-        self._request_ids, self._slots_here = list(request_ids), self._slots.of(request_ids)
+        self._request_ids, size = list(request_ids), len(request_ids)
         self._plain_step = dict.fromkeys(request_ids, 1)
+        buffers = self._runner.input_batch
+        self._texts = DraftBatch(
+            self._slots.of(request_ids),
+            buffers.token_ids_cpu[:size],
+            buffers.num_tokens_no_spec[:size],
+            buffers.num_prompt_tokens[:size],
+        )
+        assert all(each.dtype == np.int32 for each in self._texts[1:4])
 
     def _open(self, request_id: str, present: Sequence[str]) -> None:
         """A request's first step, or its first one since its slot was given away."""
@@ -270,17 +279,6 @@ class ProposerHook:
             seconds = time.perf_counter() - self._last_step_end
             self._chain.observe_step(size, num_draft_tokens, seconds)
 
-    def _draft_batch(self, slots: Int64Array, scheduler_output: Any, hidden: Any) -> DraftBatch:
-        input_batch = self._runner.input_batch
-        size = len(slots)
-        return DraftBatch(
-            slots,
-            kernel_array(input_batch.token_ids_cpu[:size], np.int32),
-            kernel_array(input_batch.num_tokens_no_spec[:size], np.int32),
-            kernel_array(input_batch.num_prompt_tokens[:size], np.int32),
-            self._hidden_states(scheduler_output, hidden),
-        )
-
     def _last_texts(self, slots: Int64Array) -> DraftBatch:
         """The texts of those of these requests that the model runner still holds."""
         input_batch = self._runner.input_batch
@@ -294,9 +292,7 @@ class ProposerHook:
             input_batch.num_prompt_tokens[rows].astype(np.int32),
         )
 
-    def _hidden_states(self, scheduler_output: Any, hidden: Any) -> HiddenStates | None:
-        if not self._feeds_drafters:
-            return None
+    def _hidden_states(self, scheduler_output: Any, hidden: Any) -> HiddenStates:
         request_ids = self._runner.input_batch.req_ids
         scheduled = scheduler_output.num_scheduled_tokens
         num_tokens = np.array([scheduled[each] for each in request_ids], np.int32)

@@ -129,7 +129,7 @@ class StepCost:
 @inner
 def size_of(num_requests):  # type: ignore[no-untyped-def]
     """A number for about so many requests: 0 for one, and two more for each doubling."""
-    return min(int(round(2.0 * math.log2(max(num_requests, 1)))), _NUM_SIZES - 1)
+    return min(round(2.0 * math.log2(max(num_requests, 1))), _NUM_SIZES - 1)
 
 
 @inner

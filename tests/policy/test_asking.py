@@ -17,7 +17,7 @@ from specserve.policy.asking import (
 )
 from specserve.policy.exploration import EXPLORED_SHARE, Exploration
 from specserve.policy.planner import Costs
-from specserve.sources.guard import GuardedSource, Offers, Offers, Offers, Offers, Offers
+from specserve.sources.guard import GuardedSource, Offers
 from tests.draft_batches import draft_batch
 from tests.policy.traffic import Clock, DistantSource
 

@@ -44,11 +44,7 @@ def test_no_traffic_compiles_anything_that_a_new_chain_has_not() -> None:
     traffic.run(40)
     traffic.close(*range(1, 16))
     traffic.run(20)
-    frozen = draft_batch({0: list(range(5000))})
-    limits = np.full(1, 8, np.int32)
-    for array in (*frozen[:4], limits):
-        array.setflags(write=False)
-    lookup.propose(frozen, limits)
+    lookup.propose(draft_batch({0: list(range(5000))}), np.full(1, 8, np.int32))
     assert compiled() == before
 
 

@@ -13,10 +13,6 @@ from specserve.sources.guard import (
     LONGEST_REST_S,
     GuardedSource,
     Offers,
-    Offers,
-    Offers,
-    Offers,
-    Offers,
 )
 from tests.sources.answering_source import AnsweringSource, Clock, always, batch, broken, drafts
 

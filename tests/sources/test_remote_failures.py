@@ -16,7 +16,7 @@ import zmq
 from specserve.core.errors import WireError
 from specserve.drafters.server import DrafterServer
 from specserve.sources import remote
-from specserve.sources.guard import GuardedSource, Offers, Offers, Offers, Offers, Offers
+from specserve.sources.guard import GuardedSource, Offers
 from specserve.sources.health_monitor import GREET_DOWN_S, TRIPS_TOLD
 from specserve.sources.remote import FEED_TOKENS, NEAR_TOKENS
 from specserve.wire.frames import decode_question, encode
