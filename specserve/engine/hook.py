@@ -277,7 +277,7 @@ class ProposerHook:
         size = len(self._request_ids)
         if scheduler_output.total_num_scheduled_tokens == size + num_draft_tokens:
             seconds = time.perf_counter() - self._last_step_end
-            self._chain.observe_step(size, num_draft_tokens, seconds)
+            self._chain.cost.observe(size, num_draft_tokens, seconds)
 
     def _last_texts(self, slots: Int64Array) -> DraftBatch:
         """The texts of those of these requests that the model runner still holds."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 
 from specserve.core.backoff import Backoff
 from specserve.core.types import BoolArray, DraftBatch, Float64Array, Int32Array, Int64Array
 from specserve.policy.cost import LinearCost
-from specserve.policy.exploration import Exploration
+from specserve.policy.exploration import spend
 from specserve.policy.planner import Costs, plan_call
 from specserve.sources.base import RemoteSource
 from specserve.sources.guard import GuardedSource
@@ -53,21 +53,22 @@ class Situation(NamedTuple):
     unseen: Float64Array
 
 
-class AskPolicy(Protocol):
-    """When one source is asked, and for which requests."""
+class Ask:
+    """When a source is asked, and for which requests. This one: in each step, for all.
 
-    @property
-    def is_slow(self) -> bool:
-        """Whether it is not asked in each step."""
-        ...
+    Attributes:
+        is_slow: whether it is not asked in each step.
+    """
 
-    def is_due(self, step: int, slots: Int64Array) -> bool:
-        """Whether the source has a turn in this step."""
-        ...
+    is_slow = False
 
     def num_idle_steps(self, step: int, slots: Int64Array) -> int:
-        """Steps after this one, of the same requests, in which it will have no turn."""
-        ...
+        """Steps after this one, of the same requests, in which the source will have no turn."""
+        return 0
+
+    def is_due(self, step: int, slots: Int64Array) -> bool:
+        """Whether it has a turn in this step."""
+        return self.num_idle_steps(step - 1, slots) == 0
 
     def observe(self, asked: Int32Array, lengths: Int32Array, call_s: float, gain_s: float) -> None:
         """What a call took and brought.
@@ -78,27 +79,9 @@ class AskPolicy(Protocol):
             call_s: seconds of the call, with all that it brought along.
             gain_s: seconds that its drafts are expected to save beyond those ranked before it.
         """
-        ...
 
 
-class AlwaysAsk:
-    """Asks in each step for all: a source that is not dynamic."""
-
-    is_slow = False
-
-    def is_due(self, step: int, slots: Int64Array) -> bool:
-        """Always."""
-        return True
-
-    def num_idle_steps(self, step: int, slots: Int64Array) -> int:
-        """None."""
-        return 0
-
-    def observe(self, asked: Int32Array, lengths: Int32Array, call_s: float, gain_s: float) -> None:
-        """Makes no difference."""
-
-
-class LocalAsk:
+class LocalAsk(Ask):
     """Asks a source in this process in each step while it pays, else ever less.
 
     What a call takes and brings are means over some fifty calls; a stalled one counts as four usual
@@ -112,21 +95,12 @@ class LocalAsk:
         self._num_calls = 0
         self._pause = 1
 
-    @property
-    def is_slow(self) -> bool:
-        """Whether it is not asked in each step."""
-        return self._pause > 1
-
-    def is_due(self, step: int, slots: Int64Array) -> bool:
-        """Every step, or every 2nd, 4th or 8th."""
-        return step % self._pause == 0
-
     def num_idle_steps(self, step: int, slots: Int64Array) -> int:
-        """Steps that come before the next turn."""
+        """Steps that come before the next turn: 0, 1, 3 or 7 at most."""
         return self._pause - 1 - step % self._pause
 
     def observe(self, asked: Int32Array, lengths: Int32Array, call_s: float, gain_s: float) -> None:
-        """See :meth:`AskPolicy.observe`."""
+        """See :meth:`Ask.observe`."""
         self._num_calls += 1
         weight = max(1 / self._num_calls, 1 - _MEMORY)
         if self._num_calls > 1:
@@ -136,9 +110,10 @@ class LocalAsk:
         self.surplus_s = self._gain_s - self._call_s
         pays = self.surplus_s >= 0 or self._num_calls < _FIRST_CALLS
         self._pause = 1 if pays else min(2 * self._pause, MOST_PAUSE)
+        self.is_slow = not pays
 
 
-class RemoteAsk:
+class RemoteAsk(Ask):
     """Asks a source in another process for the requests that pay for the call.
 
     A source that is never asked cannot be learned from. So now and then one request is probed, the
@@ -156,20 +131,11 @@ class RemoteAsk:
         self._pause = Backoff(1, MOST_PROBE_PAUSE)
         self._step = self._tries = 0
         self._is_probe = False
-        self._is_quiet = True
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether nothing comes of asking now."""
-        return self._is_quiet
-
-    def is_due(self, step: int, slots: Int64Array) -> bool:
-        """Where it pays, every eighth step else, and where it would miss something."""
-        return not self._is_quiet or step % MOST_PAUSE == 0 or self._must_see(slots)
+        self.is_slow = True
 
     def num_idle_steps(self, step: int, slots: Int64Array) -> int:
-        """Steps that come before the next turn."""
-        if not self._is_quiet or self._must_see(slots):
+        """None where asking pays or the source would miss something; else every eighth has one."""
+        if not self.is_slow or self._seen(slots).any():
             return 0
         return MOST_PAUSE - 1 - step % MOST_PAUSE
 
@@ -177,17 +143,17 @@ class RemoteAsk:
         """These requests have ended."""
         self._saved_s[slots] = 0.0
 
-    def limits(self, situation: Situation, account: Exploration) -> Int32Array:
+    def limits(self, situation: Situation, credit_s: Float64Array) -> Int32Array:
         """Which requests to ask for: those whose improvement pays for the call; else a probe.
 
         Args:
             situation: the step's.
-            account: pays for probes.
+            credit_s: float64 ``[1]``, pays for probes.
 
         Returns:
             int32 ``[n]``, how long a draft to ask for; 0: none.
         """
-        self._step, self._is_probe, self._is_quiet = situation.step, False, True
+        self._step, self._is_probe, self.is_slow = situation.step, False, True
         limits, costs = situation.limits, situation.costs
         source = cast(RemoteSource, self._guard.source)
         waits_s = self._guard.call(lambda: source.reading_s(situation.batch))
@@ -206,15 +172,15 @@ class RemoteAsk:
             waits_s,
             saved_s,
         )
-        self._is_quiet = surplus <= 0 and np.array_equal(saved_s, self._saved_s[slots])
+        self.is_slow = surplus <= 0 and np.array_equal(saved_s, self._saved_s[slots])
         self._saved_s[slots] = saved_s
         if asked.any():
             self._pause.reset()
             return asked
-        return self._probe(situation, waits_s, account)
+        return self._probe(situation, waits_s, credit_s)
 
     def observe(self, asked: Int32Array, lengths: Int32Array, call_s: float, gain_s: float) -> None:
-        """See :meth:`AskPolicy.observe`."""
+        """See :meth:`Ask.observe`."""
         if not asked.any() or self._cost is None:
             return
         answered = lengths > 0
@@ -238,7 +204,7 @@ class RemoteAsk:
         return first, row, token
 
     def _probe(
-        self, situation: Situation, waits_s: Float64Array, account: Exploration
+        self, situation: Situation, waits_s: Float64Array, credit_s: Float64Array
     ) -> Int32Array:
         """Asks for one request, when it is time and there is credit.
 
@@ -254,13 +220,10 @@ class RemoteAsk:
             able = followed
         row = int(np.where(able, situation.values, np.inf).argmin())
         first, per_row, token = self._call(situation.costs.plain)
-        if account.spend(first + per_row + token * int(limits[row])):
+        if spend(credit_s, first + per_row + token * int(limits[row])):
             asked[row] = limits[row]
             self._is_probe = True
         return asked
-
-    def _must_see(self, slots: Int64Array) -> bool:
-        return bool(self._seen(slots).any())
 
     def _seen(self, slots: Int64Array) -> BoolArray:
         """bool ``[n]``, see :meth:`RemoteSource.must_see`."""

@@ -5,7 +5,7 @@ The way of a step, for the engine's hook::
     chain.open(slot, controls)                       a request begins
     outcomes = chain.observe(batch, new, verified)   after each step
     drafts = chain.step(batch)                       then; by the sources that have a turn
-    chain.observe_step(n, draft_tokens, seconds)     after each step of decoding requests alone
+    chain.cost.observe(n, draft_tokens, seconds)     after each step of decoding requests alone
     chain.num_idle_steps(slots)                      so many steps of the same requests may pass
     chain.finish(batch)                              when requests end, if has_unseen_texts
     chain.close(slots)                               then, or when they are aborted
@@ -33,7 +33,7 @@ from specserve.policy import planner
 from specserve.policy.acceptance import Acceptance
 from specserve.policy.asking import LocalAsk, RemoteAsk, Situation
 from specserve.policy.cost import StepCost
-from specserve.policy.exploration import Exploration
+from specserve.policy.exploration import spend
 from specserve.policy.members import Member, Turns, build_members, turns_of
 from specserve.policy.planner import Costs, Plan
 from specserve.policy.step import (
@@ -117,7 +117,6 @@ class Chain:
         self.labels = tuple(label for each in members for label in each.labels)
         self._counts = metrics.draft_counts(self.labels)
         self.cost = StepCost()
-        self._account = Exploration()
         self.sent: Int32Array = np.zeros((num_slots, longest), np.int32)
         self._work = Workspace(
             requests=np.zeros((num_slots, LIMITS + count), np.int32),
@@ -127,7 +126,7 @@ class Chain:
             rank=np.arange(count),
             surplus_s=np.full(count, -np.inf),
             fixed=np.array([not each.dynamic for each in members]),
-            credit_s=self._account.credit_s,
+            credit_s=np.full(1, np.inf),
             sent=self.sent,
             drafts=np.zeros(num_slots * longest, np.int32),
         )
@@ -240,17 +239,6 @@ class Chain:
         self._observe_calls(calls, self._clock() - began, planned[1])
         return drafts
 
-    def observe_step(self, num_requests: int, num_draft_tokens: int, seconds: float) -> None:
-        """What a step cost that decoded ``num_requests`` requests and did nothing else.
-
-        Args:
-            num_requests: each had one token and its draft scheduled.
-            num_draft_tokens: verified in the step, of all requests together.
-            seconds: from the end of the drafting before the step to the tokens that it sampled:
-                scheduling and sampling are in it, drafting is not.
-        """
-        self.cost.observe(num_requests, num_draft_tokens, seconds)
-
     @property
     def has_unseen_texts(self) -> bool:
         """Whether a source that learns is asked seldom, and so may have missed the last tokens."""
@@ -295,7 +283,7 @@ class Chain:
             Situation(
                 self._step, batch, limits, values, rate, is_drafting, Costs(*costs), self._unseen
             ),
-            self._account,
+            self._work.credit_s,
         )
 
     def _known(self, slots: Int64Array) -> tuple[object, ...]:
@@ -348,6 +336,7 @@ class Chain:
         decide(*self._known(none), False, self._plan)
         self._acceptance.unseen_survival(0, none, self._unseen)
         planner.warm_up(self._unseen, self._plan.values[:0])
+        spend(self._work.credit_s, 0.0)
         self.cost.warm_up()
 
 

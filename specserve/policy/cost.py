@@ -52,7 +52,7 @@ class LinearCost:
         self, prior: Sequence[float], deviation: Sequence[float], drift: Sequence[float]
     ) -> None:
         self._line: Float64Array = np.zeros(NUM_COLUMNS)
-        _begin(self._line, *(tuple(map(float, each)) for each in (prior, deviation, drift)))
+        _reset(self._line, *(tuple(map(float, each)) for each in (prior, deviation, drift)))
 
     @property
     def coefficients(self) -> list[float]:
@@ -96,7 +96,8 @@ class StepCost:
         Args:
             num_requests: each had one token and its draft verified.
             num_draft_tokens: of all requests together.
-            seconds: more than 0, else it is ignored.
+            seconds: from the end of the drafting before the step to the tokens that it sampled:
+                scheduling and sampling are in it, drafting is not. More than 0, else it is ignored.
         """
         if seconds <= 0 or num_requests <= 0:
             return
@@ -105,19 +106,19 @@ class StepCost:
 
     def is_calibrated(self, num_requests: int) -> bool:
         """Whether enough plain steps of about so many requests were measured to compare with."""
-        return bool(_is_calibrated(self.lines, num_requests))
+        return bool(is_calibrated(self.lines, num_requests))
 
     def at(self, num_requests: int) -> tuple[float, float, float]:
         """Seconds of a plain step, of one with drafts but for their tokens, of each draft token.
 
         Before the first measurement a plain step counts as one second: only ratios matter.
         """
-        plain, base, slope = _costs(self.lines, num_requests)
+        plain, base, slope = costs_of(self.lines, num_requests)
         return plain, base, slope
 
     def doubt(self, num_requests: int, num_draft_tokens: int) -> float:
         """Standard deviation, in seconds, of what such a step costs beyond a plain one."""
-        return float(_doubt(self.lines, num_requests, num_draft_tokens))
+        return float(doubt_about(self.lines, num_requests, num_draft_tokens))
 
     def warm_up(self) -> None:
         """Compiles the kernels: no request waits for that."""
@@ -132,7 +133,7 @@ def size_of(num_requests):  # type: ignore[no-untyped-def]
     return min(round(2.0 * math.log2(max(num_requests, 1))), _NUM_SIZES - 1)
 
 
-@inner
+@lean_kernel
 def is_calibrated(lines, num_requests):  # type: ignore[no-untyped-def]
     """See :meth:`StepCost.is_calibrated`."""
     size, num_plain = size_of(num_requests), 0.0
@@ -141,7 +142,7 @@ def is_calibrated(lines, num_requests):  # type: ignore[no-untyped-def]
     return num_plain >= CALIBRATION_STEPS
 
 
-@inner
+@lean_kernel
 def costs_of(lines, num_requests):  # type: ignore[no-untyped-def]
     """See :meth:`StepCost.at`."""
     size = _nearest(lines, num_requests)
@@ -152,7 +153,7 @@ def costs_of(lines, num_requests):  # type: ignore[no-untyped-def]
     return plain, plain + max(first, 0.0), max(slope, 1e-4 * plain)
 
 
-@inner
+@lean_kernel
 def doubt_about(lines, num_requests, num_draft_tokens):  # type: ignore[no-untyped-def]
     """See :meth:`StepCost.doubt`."""
     size = _nearest(lines, num_requests)
@@ -176,7 +177,7 @@ def _nearest(lines, num_requests):  # type: ignore[no-untyped-def]
     return -1
 
 
-@inner
+@lean_kernel
 def _reset(line, prior, deviation, drift):  # type: ignore[no-untyped-def]
     line[:] = 0.0
     line[_NOISE] = 0.05
@@ -258,11 +259,6 @@ def _update(line, features, seconds):  # type: ignore[no-untyped-def]
 
 
 @lean_kernel
-def _begin(line, prior, deviation, drift):  # type: ignore[no-untyped-def]
-    _reset(line, prior, deviation, drift)
-
-
-@lean_kernel
 def _observe_line(line, features, seconds):  # type: ignore[no-untyped-def]
     if seconds > 0.0:
         _update(line, features, seconds)
@@ -282,18 +278,3 @@ def _observe_step(lines, num_requests, num_draft_tokens, seconds):  # type: igno
     _update(line, (1.0, any_draft, float(num_draft_tokens)), seconds)
     if not num_draft_tokens:
         line[_NUM_PLAIN] += 1.0
-
-
-@lean_kernel
-def _is_calibrated(lines, num_requests):  # type: ignore[no-untyped-def]
-    return is_calibrated(lines, num_requests)
-
-
-@lean_kernel
-def _costs(lines, num_requests):  # type: ignore[no-untyped-def]
-    return costs_of(lines, num_requests)
-
-
-@lean_kernel
-def _doubt(lines, num_requests, num_draft_tokens):  # type: ignore[no-untyped-def]
-    return doubt_about(lines, num_requests, num_draft_tokens)

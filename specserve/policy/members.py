@@ -8,7 +8,7 @@ from typing import NamedTuple
 from specserve.core.metrics import SpeculationMetrics
 from specserve.core.source_config import SourceConfig
 from specserve.policy.acceptance import Acceptance
-from specserve.policy.asking import AlwaysAsk, AskPolicy, LocalAsk, RemoteAsk
+from specserve.policy.asking import Ask, LocalAsk, RemoteAsk
 from specserve.sources.base import RemoteSource, Source, SourceContext
 from specserve.sources.guard import GuardedSource
 from specserve.sources.registry import build_source
@@ -45,7 +45,7 @@ class Turns(NamedTuple):
     index: int
     member: Member
     guard: GuardedSource
-    ask: AskPolicy
+    ask: Ask
     is_remote: bool
 
 
@@ -71,7 +71,7 @@ def turns_of(
             acceptance.offers(index),
             num_labels,
         )
-        ask: AskPolicy = AlwaysAsk()
+        ask = Ask()
         if member.dynamic:
             ask = RemoteAsk(guard, num_slots) if member.is_remote else LocalAsk()
         found.append(Turns(index, member, guard, ask, member.is_remote))

@@ -319,7 +319,7 @@ def test_in_a_step_without_a_source_that_is_due_only_the_outcomes_are_passed_on(
     runner = Runner(a=REPEATING)
     hook.attach(runner)
     assert _step(hook, runner, [[4]]) == [[1, 2, 3, 4]]
-    monkeypatch.setattr("specserve.policy.asking.AlwaysAsk.is_due", lambda *_: False)
+    monkeypatch.setattr("specserve.policy.asking.Ask.is_due", lambda *_: False)
     _append(runner, 0, [1, 2, 9])
 
     assert _step(hook, runner, [[1, 2, 9]], a=[1, 2, 3, 4]) == [[]]
@@ -387,7 +387,7 @@ def test_the_time_of_the_step_after_idle_ones_is_its_own(
     monkeypatch.setattr("specserve.engine.hook.time.perf_counter", lambda: next(times))
     seen: list[float] = []
     monkeypatch.setattr(resting._chain, "step", lambda *_: [[]])
-    monkeypatch.setattr(resting._chain, "observe_step", lambda *told: seen.append(told[2]))
+    monkeypatch.setattr(resting._chain.cost, "observe", lambda *told: seen.append(told[2]))
     _step(resting, runner, [[1]])
     resting.pass_over(["a"], [[3]])
     _step(resting, runner, [[5]])

@@ -142,7 +142,7 @@ def speedup(workload: Workload, policy: Policy) -> float:
         seconds += step_s
         stall = 5.0 if clock.random() < 0.01 else 1.0
         measured_s = step_s * stall * math.exp(clock.gauss(0, workload.noise))
-        chain.observe_step(size, int(num_verified.sum()), measured_s)
+        chain.cost.observe(size, int(num_verified.sum()), measured_s)
         for row in range(size):
             right = int(source.right[row])
             num_new[row] = min(right, num_verified[row]) + 1

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 
 from specserve.core.metrics import SpeculationMetrics
-from specserve.core.types import Int32Array
+from specserve.core.types import Float64Array, Int32Array
 from specserve.policy.asking import (
     MOST_PAUSE,
     MOST_PROBE_PAUSE,
-    AlwaysAsk,
+    Ask,
     LocalAsk,
     RemoteAsk,
     Situation,
 )
-from specserve.policy.exploration import EXPLORED_SHARE, Exploration
+from specserve.policy.exploration import EXPLORED_SHARE, earn, spend
 from specserve.policy.planner import Costs
 from specserve.sources.guard import GuardedSource, Offers
 from tests.draft_batches import draft_batch
@@ -28,34 +28,34 @@ NONE = np.zeros(1, np.int32)
 SLOTS = np.array([0])
 
 
-def rich() -> Exploration:
-    account = Exploration()
-    account.earn(1e9)
-    return account
+def rich() -> Float64Array:
+    return np.full(1, 1e9)
 
 
-def poor() -> Exploration:
-    account = Exploration()
-    account.credit_s[:] = 0.0
-    return account
+def poor() -> Float64Array:
+    return np.zeros(1)
+
+
+def new() -> Float64Array:
+    return np.full(1, np.inf)
 
 
 def test_an_account_allows_one_percent_of_the_time_after_a_first_credit() -> None:
-    account, spent_s = Exploration(), 0.0
+    account, spent_s = new(), 0.0
     for _ in range(10_000):
-        account.earn(STEP_S)
-        while account.spend(STEP_S / 2):
+        earn(account, STEP_S, 1)
+        while spend(account, STEP_S / 2):
             spent_s += STEP_S / 2
     assert spent_s == pytest.approx(10_000 * STEP_S * EXPLORED_SHARE, abs=5 * STEP_S)
 
 
 def test_an_account_earns_in_idle_steps_and_saves_no_more_than_four() -> None:
-    account = Exploration()
-    account.earn(STEP_S, 100_000)
-    assert account.spend(4 * STEP_S)
-    assert not account.spend(STEP_S)
-    account.earn(STEP_S, 100)
-    assert account.spend(0.99 * STEP_S)
+    account = new()
+    earn(account, STEP_S, 100_000)
+    assert spend(account, 4 * STEP_S)
+    assert not spend(account, STEP_S)
+    earn(account, STEP_S, 100)
+    assert spend(account, 0.99 * STEP_S)
 
 
 def test_a_local_source_that_pays_is_asked_in_every_step() -> None:
@@ -96,7 +96,7 @@ def test_one_stalled_call_does_not_make_a_source_dear() -> None:
 
 
 def test_what_is_not_dynamic_is_asked_in_every_step() -> None:
-    ask = AlwaysAsk()
+    ask = Ask()
     ask.observe(ONE, NONE, 10.0, 0.0)
     assert ask.is_due(1, SLOTS)
     assert not ask.is_slow
@@ -138,12 +138,12 @@ def situation(
 
 
 def probes(
-    ask: RemoteAsk, num_steps: int, lengths: Int32Array, account: Exploration | None = None
+    ask: RemoteAsk, num_steps: int, lengths: Int32Array, account: Float64Array | None = None
 ) -> list[int]:
     """The steps in which a source that promises nothing is probed."""
     found = []
     for step in range(num_steps):
-        asked = ask.limits(situation(step), account or rich())
+        asked = ask.limits(situation(step), rich() if account is None else account)
         if asked.any():
             found.append(step)
         ask.observe(asked, lengths, 0.005, 0.0)
@@ -163,11 +163,11 @@ def test_a_text_that_is_just_being_read_is_probed_until_there_is_a_draft(ask: Re
 
 
 def test_probes_are_paid_from_the_account(ask: RemoteAsk) -> None:
-    account = Exploration()
-    account.earn(STEP_S)
+    account = new()
+    earn(account, STEP_S, 1)
     num_probes = len(probes(ask, 200, NONE, account))
     assert 0 < num_probes < 40
-    assert not account.spend(4 * STEP_S)
+    assert not spend(account, 4 * STEP_S)
 
 
 def test_a_probe_is_for_the_request_whose_draft_is_worth_least_of_those_that_it_may_help(

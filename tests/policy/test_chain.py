@@ -55,8 +55,8 @@ class Driven:
 
     def measure(self, plain_s: float = 0.01, slope_s: float = 1e-4, num_steps: int = 10) -> None:
         for _ in range(num_steps):
-            self.chain.observe_step(self.size, 0, plain_s)
-            self.chain.observe_step(self.size, 4, plain_s + 4 * slope_s)
+            self.chain.cost.observe(self.size, 0, plain_s)
+            self.chain.cost.observe(self.size, 4, plain_s + 4 * slope_s)
 
     def step(self, *written: Sequence[int]) -> list[list[int]]:
         """The target writes these tokens; the next drafts."""
@@ -192,7 +192,7 @@ def test_of_two_sources_that_foresee_the_same_the_other_is_asked_seldom() -> Non
     sources = [always(1, 2, 3), always(1, 2, 3)]
     driven = Driven(*(dynamic(kind, each) for kind, each in zip("ab", sources, strict=True)))
     driven.measure()
-    driven.chain.observe_step(2, 16, 0.0116)
+    driven.chain.cost.observe(2, 16, 0.0116)
 
     def answer(batch: DraftBatch, limits: object) -> object:
         driven.clock.now += 1e-4
@@ -240,7 +240,7 @@ def test_a_remote_source_is_asked_last_and_only_where_it_makes_a_request_better_
     local = AnsweringSource(lambda batch, limits: drafts([(1, 2, 3, 4, 5, 6, 7), ()]))
     driven = Driven(dynamic("mtp", remote), dynamic("ngram", local), wishes=[AUTO, AUTO])
     driven.measure()
-    driven.chain.observe_step(2, 16, 0.0116)
+    driven.chain.cost.observe(2, 16, 0.0116)
 
     def answer(batch: DraftBatch, limits: object) -> object:
         driven.clock.now += 1e-4

@@ -50,10 +50,12 @@ def test_no_traffic_compiles_anything_that_a_new_chain_has_not() -> None:
 
 KERNELS = {
     "_unseen_survival",
-    "_begin",
+    "_reset",
     "_observe_line",
     "_observe_step",
-    "_is_calibrated",
+    "is_calibrated",
+    "costs_of",
+    "doubt_about",
     "earn",
     "spend",
     "_plan_call",

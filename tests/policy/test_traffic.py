@@ -129,7 +129,7 @@ def test_sources_that_bring_nothing_are_asked_as_often_where_idle_steps_are_not_
         num_idle = traffic.chain.num_idle_steps(slots)
         num_steps -= num_idle + 1
         batch = traffic.batch([0], [[1]])
-        traffic.chain.observe_step(1, 0, 0.01)
+        traffic.chain.cost.observe(1, 0, 0.01)
         traffic.chain.observe(batch, np.ones(1, np.int32), np.zeros(1, np.int32))
         traffic.chain.step(batch, num_idle + 1)
     assert [len(each.asked) for each in passed] == [len(each.asked) for each in told]

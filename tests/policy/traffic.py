@@ -153,7 +153,7 @@ class Traffic:
         verified = np.array([len(self.drafts[slot]) for slot in here], np.int32)
         seconds = 0.01 + self.token_s * int(verified.sum())
         self.clock.now += seconds
-        self.chain.observe_step(len(here), int(verified.sum()), seconds)
+        self.chain.cost.observe(len(here), int(verified.sum()), seconds)
         batch = self.batch(here, new)
         self.chain.observe(batch, np.array([len(each) for each in new], np.int32), verified)
         drafts = self.chain.step(batch)
