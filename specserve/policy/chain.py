@@ -32,7 +32,7 @@ from specserve.core.types import (
 from specserve.policy import planner
 from specserve.policy.acceptance import Acceptance
 from specserve.policy.asking import LocalAsk, RemoteAsk, Situation
-from specserve.policy.cost import StepCost
+from specserve.policy.cost import StepCost, is_calibrated
 from specserve.policy.exploration import spend
 from specserve.policy.members import Member, Turns, build_members, turns_of
 from specserve.policy.planner import Costs, Plan
@@ -274,7 +274,7 @@ class Chain:
         """How long a draft to ask a remote source for, by what the others have offered."""
         slots, size = batch.slots, len(limits)
         is_patient = self._unmeasured_steps < _PATIENCE_STEPS
-        if is_patient and not self.cost.is_calibrated(size):
+        if is_patient and not is_calibrated(self.cost.lines, size):
             return np.zeros_like(limits)
         costs, (num_tokens, rate, _) = foresee(*self._known(slots), self._plan)
         self._acceptance.unseen_survival(turns.index, slots, self._unseen)

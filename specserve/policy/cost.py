@@ -104,27 +104,11 @@ class StepCost:
         _observe_step(self.lines, num_requests, num_draft_tokens, float(seconds))
         self.most_draft_tokens = max(self.most_draft_tokens, num_draft_tokens)
 
-    def is_calibrated(self, num_requests: int) -> bool:
-        """Whether enough plain steps of about so many requests were measured to compare with."""
-        return bool(is_calibrated(self.lines, num_requests))
-
-    def at(self, num_requests: int) -> tuple[float, float, float]:
-        """Seconds of a plain step, of one with drafts but for their tokens, of each draft token.
-
-        Before the first measurement a plain step counts as one second: only ratios matter.
-        """
-        plain, base, slope = costs_of(self.lines, num_requests)
-        return plain, base, slope
-
-    def doubt(self, num_requests: int, num_draft_tokens: int) -> float:
-        """Standard deviation, in seconds, of what such a step costs beyond a plain one."""
-        return float(doubt_about(self.lines, num_requests, num_draft_tokens))
-
     def warm_up(self) -> None:
         """Compiles the kernels: no request waits for that."""
         LinearCost([1.0, 0.0, 0.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0]).observe((1, 0, 0), 1.0)
         _observe_step(self.lines.copy(), 1, 0, 1.0)
-        self.is_calibrated(1)
+        is_calibrated(self.lines, 1)
 
 
 @inner
@@ -135,7 +119,7 @@ def size_of(num_requests):  # type: ignore[no-untyped-def]
 
 @lean_kernel
 def is_calibrated(lines, num_requests):  # type: ignore[no-untyped-def]
-    """See :meth:`StepCost.is_calibrated`."""
+    """Whether enough plain steps of about so many requests were measured to compare with."""
     size, num_plain = size_of(num_requests), 0.0
     for each in range(max(size - _NEAR_SIZES, 0), min(size + _NEAR_SIZES + 1, lines.shape[0])):
         num_plain += lines[each, _NUM_PLAIN]
@@ -144,7 +128,10 @@ def is_calibrated(lines, num_requests):  # type: ignore[no-untyped-def]
 
 @lean_kernel
 def costs_of(lines, num_requests):  # type: ignore[no-untyped-def]
-    """See :meth:`StepCost.at`."""
+    """Seconds of a plain step, of one with drafts but for their tokens, of each draft token.
+
+    Before the first measurement a plain step counts as one second: only ratios matter.
+    """
     size = _nearest(lines, num_requests)
     if size < 0:
         return 1.0, 1.0, _ASSUMED_SLOPE
@@ -155,7 +142,7 @@ def costs_of(lines, num_requests):  # type: ignore[no-untyped-def]
 
 @lean_kernel
 def doubt_about(lines, num_requests, num_draft_tokens):  # type: ignore[no-untyped-def]
-    """See :meth:`StepCost.doubt`."""
+    """Standard deviation, in seconds, of what such a step costs beyond a plain one."""
     size = _nearest(lines, num_requests)
     if size < 0:
         return 0.0

@@ -90,10 +90,6 @@ class NgramSource:
         """Memory of all indexes."""
         return sum(table.nbytes for table in self._tables if table is not None)
 
-    def num_unindexed_tokens(self, batch: DraftBatch) -> int:
-        """Tokens of the batch that later steps will index."""
-        return int(((batch.num_tokens - 1).clip(0) - self._requests[batch.slots, _INDEXED]).sum())
-
     def warm_up(self) -> None:
         """Compiles the kernels, or loads them from numba's cache: no request waits for that."""
         length = 3 * _FIRST_CAPACITY
