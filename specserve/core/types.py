@@ -12,6 +12,7 @@ import numpy.typing as npt
 BoolArray = npt.NDArray[np.bool_]
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
+UInt8Array = npt.NDArray[np.uint8]
 UInt16Array = npt.NDArray[np.uint16]
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
@@ -96,7 +97,7 @@ class Drafts(NamedTuple):
     tokens: Int32Array
     lengths: Int32Array
     confidence: Float32Array
-    labels: npt.NDArray[np.uint8]
+    labels: UInt8Array
 
     def first(self, num_rows: int) -> Drafts:
         """Those of the first requests; views."""

@@ -13,8 +13,14 @@ from typing import NamedTuple
 import numpy as np
 
 from specserve.core.compile import inner, lean_kernel
-from specserve.core.types import Float32Array, Float64Array, Int32Array, Int64Array
-from specserve.sources.guard import Offers
+from specserve.core.types import (
+    Drafts,
+    Float32Array,
+    Float64Array,
+    Int32Array,
+    Int64Array,
+    UInt8Array,
+)
 
 CONFIDENCE_BUCKETS = 12
 """Levels of confidence, in steps that become smaller towards 1: there a little more makes a draft
@@ -43,26 +49,24 @@ class AcceptanceState(NamedTuple):
             that were tried.
         ratios: float64 ``[T, S, 2, 2]``, recent tokens accepted and expected by the prior, of
             first draft tokens and of later ones.
-        by_position: float64 ``[T, S, k, 2]``, as ``counts``, by position alone.
         rates: float64 ``[T, confidence, position]``, scratch.
         of_request: float64 ``[R, S, 2]``, a request's recent tokens accepted and expected.
         tenant: int64 ``[R]``.
         tokens: int32 ``[S, R, k]``, the last step's drafts.
         lengths: int32 ``[S, R]``; 0: none was offered.
         confidence: float32 ``[S, R, k]``.
-        labels: int32 ``[S, R]``.
+        labels: uint8 ``[S, R]``.
     """
 
     counts: Float64Array
     ratios: Float64Array
-    by_position: Float64Array
     rates: Float64Array
     of_request: Float64Array
     tenant: Int64Array
     tokens: Int32Array
     lengths: Int32Array
     confidence: Float32Array
-    labels: Int32Array
+    labels: UInt8Array
 
 
 class Acceptance:
@@ -90,21 +94,20 @@ class Acceptance:
         self.state = AcceptanceState(
             np.zeros((0, num_sources, CONFIDENCE_BUCKETS, POSITION_BUCKETS, 2)),
             np.zeros((0, num_sources, 2, 2)),
-            np.zeros((0, num_sources, max_draft_len, 2)),
             np.zeros((0, CONFIDENCE_BUCKETS, POSITION_BUCKETS)),
             np.full((num_slots, num_sources, 2), _RATIO_PRIOR),
             np.zeros(num_slots, np.int64),
             np.zeros((num_sources, num_slots, max_draft_len), np.int32),
             np.zeros((num_sources, num_slots), np.int32),
             np.zeros((num_sources, num_slots, max_draft_len), np.float32),
-            np.zeros((num_sources, num_slots), np.int32),
+            np.zeros((num_sources, num_slots), np.uint8),
         )
         self.open(0, "")
 
-    def offers(self, source: int) -> Offers:
-        """Where a source's drafts are written."""
+    def offers(self, source: int) -> Drafts:
+        """A source's drafts by slot, to be written; labels count those of all sources."""
         state = self.state
-        return Offers(
+        return Drafts(
             state.tokens[source],
             state.lengths[source],
             state.confidence[source],
@@ -132,7 +135,7 @@ class Acceptance:
 
     def _add_tenants(self, count: int) -> None:
         state = self.state
-        fills = {"counts": 0.0, "ratios": _RATIO_PRIOR, "by_position": 0.0, "rates": 0.0}
+        fills = {"counts": 0.0, "ratios": _RATIO_PRIOR, "rates": 0.0}
         larger = {}
         for name, fill in fills.items():
             old = getattr(state, name)
@@ -258,7 +261,6 @@ def learn(a, slots, token_ids, num_tokens, num_new):  # type: ignore[no-untyped-
                 _track(a.of_request[slot, source], accepted, min(expected, _MOST_LIKELY))
                 _track(a.ratios[tenant, source, min(j, 1)], accepted, _prior(level))
                 _count(a.counts[tenant, source, level, place], accepted)
-                _count(a.by_position[tenant, source, j], accepted)
                 if not right:
                     break
     return num_left
@@ -270,9 +272,13 @@ def _unseen_survival(a, source, slots, survival):  # type: ignore[no-untyped-def
         slot = slots[row]
         own = a.of_request[slot, source]
         factor = own[_ACCEPTED] / own[_EXPECTED]
-        probability = 1.0
+        probability, chance, last = 1.0, 0.0, -1
         for j in range(survival.shape[1]):
-            seen = a.by_position[a.tenant[slot], source, j]
-            chance = (seen[_ACCEPTED] + _PRIOR_TRIALS * 0.5) / (seen[_EXPECTED] + _PRIOR_TRIALS)
+            if _place(j) != last:
+                last, accepted, tried = _place(j), 0.5 * _PRIOR_TRIALS, _PRIOR_TRIALS
+                for level in range(CONFIDENCE_BUCKETS):
+                    accepted += a.counts[a.tenant[slot], source, level, last, _ACCEPTED]
+                    tried += a.counts[a.tenant[slot], source, level, last, _EXPECTED]
+                chance = accepted / tried
             probability *= min(factor * chance, _MOST_LIKELY)
             survival[row, j] = probability

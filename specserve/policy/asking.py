@@ -161,7 +161,8 @@ class RemoteAsk(Ask):
             return np.zeros_like(limits)
         slots = situation.batch.slots
         saved_s = self._saved_s[slots]
-        asked, surplus = plan_call(
+        asked = np.zeros_like(limits)
+        surplus = plan_call(
             situation.unseen,
             limits,
             situation.values,
@@ -171,6 +172,7 @@ class RemoteAsk(Ask):
             situation.is_drafting,
             waits_s,
             saved_s,
+            asked,
         )
         self.is_slow = surplus <= 0 and np.array_equal(saved_s, self._saved_s[slots])
         self._saved_s[slots] = saved_s

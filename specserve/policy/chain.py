@@ -29,13 +29,12 @@ from specserve.core.types import (
     Int64Array,
     RequestControls,
 )
-from specserve.policy import planner
 from specserve.policy.acceptance import Acceptance
 from specserve.policy.asking import LocalAsk, RemoteAsk, Situation
 from specserve.policy.cost import StepCost, is_calibrated
 from specserve.policy.exploration import spend
 from specserve.policy.members import Member, Turns, build_members, turns_of
-from specserve.policy.planner import Costs, Plan
+from specserve.policy.planner import Costs, Plan, plan_call
 from specserve.policy.step import (
     LEAST_OUTPUT,
     LIMITS,
@@ -161,7 +160,7 @@ class Chain:
             limit = member.max_draft_len if controls.speculation in ("auto", member.kind) else 0
             if controls.max_draft_tokens >= 0:
                 limit = min(limit, controls.max_draft_tokens)
-            request[LIMITS + each.index] = limit
+            request[LIMITS + each.place] = limit
             each.guard.open(slot, controls)
 
     def close(self, slots: Int64Array) -> None:
@@ -252,7 +251,7 @@ class Chain:
 
     def _call(self, turns: Turns, batch: DraftBatch) -> _Call | None:
         """Asks a source; its drafts are among the offers then."""
-        limits = self._limits_of(len(batch.slots))[turns.index]
+        limits = self._limits_of(len(batch.slots))[turns.place]
         if isinstance(turns.ask, RemoteAsk):
             limits = self._remote_limits(turns, turns.ask, batch, limits)
             if not turns.guard.ready:  # it has just failed to say what reading takes
@@ -277,7 +276,7 @@ class Chain:
         if is_patient and not is_calibrated(self.cost.lines, size):
             return np.zeros_like(limits)
         costs, (num_tokens, rate, _) = foresee(*self._known(slots), self._plan)
-        self._acceptance.unseen_survival(turns.index, slots, self._unseen)
+        self._acceptance.unseen_survival(turns.place, slots, self._unseen)
         values, is_drafting = self._plan.values[:size], num_tokens > 0
         return ask.limits(
             Situation(
@@ -308,12 +307,12 @@ class Chain:
         overhead_s = step_s - sum(call.seconds for call in calls)
         num_local = sum(not call.turns.is_remote for call in calls)
         for turns, asked, lengths, seconds in calls:
-            gain_s = self._plan.credits[turns.index] / rate
+            gain_s = self._plan.credits[turns.place] / rate
             if not turns.is_remote:
                 seconds += overhead_s / num_local
             turns.ask.observe(asked, lengths, seconds, gain_s)
             if isinstance(turns.ask, LocalAsk):
-                self._work.surplus_s[turns.index] = turns.ask.surplus_s
+                self._work.surplus_s[turns.place] = turns.ask.surplus_s
 
     def _explain(self, costs: Costs, calls: Sequence[_Call], sent: Int32Array, gain: float) -> None:
         """Logs what a step was expected to cost, what was drafted, and what is sent of it."""
@@ -335,7 +334,8 @@ class Chain:
         foresee(*self._known(none), self._plan)
         decide(*self._known(none), False, self._plan)
         self._acceptance.unseen_survival(0, none, self._unseen)
-        planner.warm_up(self._unseen, self._plan.values[:0])
+        some, seconds = self._plan.values[:0], Costs(1.0, 1.0, 1.0)
+        plan_call(self._unseen, rows, some, seconds, seconds[:], 1.0, False, some, some, rows)
         spend(self._work.credit_s, 0.0)
         self.cost.warm_up()
 

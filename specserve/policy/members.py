@@ -40,9 +40,9 @@ class Member(NamedTuple):
 
 
 class Turns(NamedTuple):
-    """A source with what decides about its turns; ``index`` is its place in all arrays."""
+    """A source with what decides about its turns; ``place`` is its index in all arrays."""
 
-    index: int
+    place: int
     member: Member
     guard: GuardedSource
     ask: Ask

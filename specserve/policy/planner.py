@@ -58,8 +58,8 @@ class Plan(NamedTuple):
     @classmethod
     def empty(cls, num_requests: int, num_sources: int) -> Plan:
         """With room for so many requests."""
-        shape = 2, num_requests
-        return cls(*np.zeros(shape, np.int32), np.zeros(num_requests), np.zeros(num_sources))
+        source, lengths = np.zeros((2, num_requests), np.int32)
+        return cls(source, lengths, np.zeros(num_requests), np.zeros(num_sources))
 
 
 @inner
@@ -105,12 +105,6 @@ def plan(survival, lengths, n, costs, rank, fixed, most, found):  # type: ignore
         _credit(survival, lengths, n, rank, rate * slope, rate * (base - plain), values, credits)
     gain = rate / plain_rate - 1.0 if num_tokens else 0.0
     return num_tokens, rate, gain
-
-
-def warm_up(unseen: Float64Array, values: Float64Array) -> None:
-    """Compiles the kernel of :func:`plan_call`: no request waits for that."""
-    none, costs = np.zeros(0, np.int32), Costs(1.0, 1.0, 1.0)
-    plan_call(unseen, none, values, costs, (1.0, 1.0, 1.0), 1.0, False, values, values)
 
 
 @inner
@@ -195,17 +189,10 @@ def probe(survival, lengths, n, found):  # type: ignore[no-untyped-def]
     return num_tokens, expected
 
 
-def plan_call(
-    unseen: Float64Array,
-    limits: Int32Array,
-    values: Float64Array,
-    costs: Costs,
-    call: tuple[float, float, float],
-    rate: float,
-    is_drafting: bool,
-    waits_s: Float64Array,
-    saved_s: Float64Array,
-) -> tuple[Int32Array, float]:
+@lean_kernel
+def plan_call(  # type: ignore[no-untyped-def]
+    unseen, limits, values, costs, call, rate, is_drafting, waits_s, saved_s, asked
+):
     """Which requests a remote source is asked for, and how long drafts.
 
     Those whose expected improvement over the drafts that there are exceeds the call's time. Reading
@@ -224,32 +211,13 @@ def plan_call(
         waits_s: float64 ``[n]``, see :meth:`RemoteSource.reading_s`.
         saved_s: float64 ``[n]``, seconds that drafts would have saved each text that is not read;
             what this step would have is added.
+        asked: int32 ``[n]``, zeros; written: the lengths to ask for. All 0: it is not asked.
 
     Returns:
-        (int32 ``[n]``, the lengths to ask for, all 0: the source is not asked; the tokens that the
-        call is expected to bring beyond its price).
+        The tokens that the call is expected to bring beyond its price.
     """
-    asked = np.zeros(len(limits), np.int32)
-    overhead = 0.0 if is_drafting else rate * (costs.base - costs.plain)
-    surplus = _plan_call(
-        unseen,
-        limits,
-        values,
-        rate * costs.slope,
-        overhead,
-        *call,
-        rate,
-        waits_s,
-        saved_s,
-        asked,
-    )
-    return asked, float(surplus)
-
-
-@lean_kernel
-def _plan_call(  # type: ignore[no-untyped-def]
-    unseen, limits, values, price, overhead, call_s, row_s, token_s, rate, waits_s, saved_s, asked
-):
+    (plain, base, slope), (call_s, row_s, token_s) = costs, call
+    price, overhead = rate * slope, 0.0 if is_drafting else rate * (base - plain)
     n, most = limits.shape[0], 0
     for row in range(n):
         most = max(most, limits[row])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -12,14 +12,7 @@ from specserve.core.backoff import Backoff
 from specserve.core.compile import kernel_array, lean_kernel
 from specserve.core.errors import shorten
 from specserve.core.metrics import SpeculationMetrics
-from specserve.core.types import (
-    DraftBatch,
-    Drafts,
-    Float32Array,
-    Int32Array,
-    Int64Array,
-    RequestControls,
-)
+from specserve.core.types import DraftBatch, Drafts, Int32Array, Int64Array, RequestControls
 from specserve.sources.base import Source
 
 logger = logging.getLogger(__name__)
@@ -28,29 +21,6 @@ FIRST_REST_S = 1.0
 LONGEST_REST_S = 60.0
 
 T = TypeVar("T")
-
-
-class Offers(NamedTuple):
-    """A source's last drafts by request slot, of R slots.
-
-    Attributes:
-        tokens: int32 ``[R, k]``.
-        lengths: int32 ``[R]``; 0: none.
-        confidence: float32 ``[R, k]``.
-        labels: int32 ``[R]``, as :class:`Drafts` has them, and ``first_label`` more.
-    """
-
-    tokens: Int32Array
-    lengths: Int32Array
-    confidence: Float32Array
-    labels: Int32Array
-
-    @classmethod
-    def empty(cls, num_slots: int, max_draft_len: int) -> Offers:
-        """None, with room for drafts of so many tokens."""
-        shape = num_slots, max_draft_len
-        counts = np.zeros((2, num_slots), np.int32)
-        return cls(np.zeros(shape, np.int32), counts[0], np.zeros(shape, np.float32), counts[1])
 
 
 class GuardedSource:
@@ -67,8 +37,8 @@ class GuardedSource:
         vocab_size: draft tokens are 0 .. ``vocab_size - 1``; a draft with others is dropped.
         num_labels: the source's labels.
         clock: monotonic seconds.
-        offers: where its drafts are written, with room for the longest.
-        first_label: number of the source's first label among all.
+        offers: its drafts by slot, written; with room for the longest.
+        first_label: number of the source's first label among all, of which the offers tell.
 
     Attributes:
         call_s: seconds of the last call of :meth:`propose`.
@@ -82,7 +52,7 @@ class GuardedSource:
         vocab_size: int,
         num_labels: int,
         clock: Callable[[], float],
-        offers: Offers,
+        offers: Drafts,
         first_label: int = 0,
     ) -> None:
         self.kind = kind

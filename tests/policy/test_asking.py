@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specserve.core.metrics import SpeculationMetrics
-from specserve.core.types import Float64Array, Int32Array
+from specserve.core.types import Drafts, Float64Array, Int32Array
 from specserve.policy.asking import (
     MOST_PAUSE,
     MOST_PROBE_PAUSE,
@@ -17,7 +17,7 @@ from specserve.policy.asking import (
 )
 from specserve.policy.exploration import EXPLORED_SHARE, earn, spend
 from specserve.policy.planner import Costs
-from specserve.sources.guard import GuardedSource, Offers
+from specserve.sources.guard import GuardedSource
 from tests.draft_batches import draft_batch
 from tests.policy.traffic import Clock, DistantSource
 
@@ -110,7 +110,7 @@ def source() -> DistantSource:
 
 @pytest.fixture
 def ask(source: DistantSource) -> RemoteAsk:
-    guard = GuardedSource("mtp", source, SpeculationMetrics(), 100, 1, Clock(), Offers.empty(4, 8))
+    guard = GuardedSource("mtp", source, SpeculationMetrics(), 100, 1, Clock(), Drafts.empty(4, 8))
     return RemoteAsk(guard, 4)
 
 

@@ -55,7 +55,7 @@ KERNELS = {
     "_observe_step",
     "is_calibrated",
     "spend",
-    "_plan_call",
+    "plan_call",
     "observe",
     "foresee",
     "decide",

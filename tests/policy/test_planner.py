@@ -79,7 +79,8 @@ def planned(
     told = kernel_of_plan(
         survival, lengths, num_requests, costs, order, is_fixed, most_tokens, found
     )
-    return Planned(*(each[:num_requests] for each in found[:3]), found.credits, *told)
+    n = num_requests
+    return Planned(found.source[:n], found.lengths[:n], found.values[:n], found.credits, *told)
 
 
 def brute_force(offers: Offers, costs: Costs) -> float:
@@ -237,7 +238,8 @@ def called(
 ) -> tuple[list[int], float]:
     count = len(unseen)
     zeros = [0.0] * count
-    asked, surplus = plan_call(
+    asked = np.zeros(count, np.int32)
+    surplus = plan_call(
         np.array([*unseen, [np.nan] * 4]),
         np.full(count, limit, np.int32),
         np.array(values or zeros),
@@ -247,6 +249,7 @@ def called(
         is_drafting,
         np.array(waits_s or zeros),
         np.zeros(count) if saved_s is None else saved_s,
+        asked,
     )
     return asked.tolist(), surplus
 

@@ -12,7 +12,6 @@ from specserve.core.types import Drafts, RequestControls
 from specserve.sources.guard import (
     LONGEST_REST_S,
     GuardedSource,
-    Offers,
 )
 from tests.sources.answering_source import AnsweringSource, Clock, always, batch, broken, drafts
 
@@ -28,7 +27,7 @@ class Guarded:
     metrics: SpeculationMetrics = field(default_factory=SpeculationMetrics)
 
     def __post_init__(self) -> None:
-        self.offers = Offers.empty(4, 8)
+        self.offers = Drafts.empty(4, 8)
         options = self.metrics, 100, 2, self.clock, self.offers
         self.guard = GuardedSource("ngram", self.source, *options, first_label=3)
 

@@ -14,9 +14,10 @@ import pytest
 import zmq
 
 from specserve.core.errors import WireError
+from specserve.core.types import Drafts
 from specserve.drafters.server import DrafterServer
 from specserve.sources import remote
-from specserve.sources.guard import GuardedSource, Offers
+from specserve.sources.guard import GuardedSource
 from specserve.sources.health_monitor import GREET_DOWN_S, TRIPS_TOLD
 from specserve.sources.remote import FEED_TOKENS, NEAR_TOKENS
 from specserve.wire.frames import decode_question, encode
@@ -333,7 +334,7 @@ def test_answers_that_do_not_fit_the_question_cost_no_more_than_drafts(
         VOCAB_SIZE,
         1,
         time.monotonic,
-        Offers.empty(16, 8),
+        Drafts.empty(16, 8),
     )
     for number, length in enumerate((20, 21, 25), start=1):
         made.grow(f"text {number}", length)
