@@ -180,7 +180,7 @@ class Chain:
         """
         outcomes = np.empty((3, len(num_new)), np.int32)
         self._num_offered = observe(
-            self._acceptance.state,
+            *self._acceptance.state,
             self._work.requests,
             self._work.limits,
             self._counts,
@@ -229,7 +229,11 @@ class Chain:
         calls = [call for each in due if (call := self._call(each, batch)) is not None]
         is_impatient = self._unmeasured_steps >= _PATIENCE_STEPS
         costs, planned, num_sent, self._num_offered, is_measured = decide(
-            *self._known(slots), is_impatient, self._plan
+            *self._known(slots),
+            is_impatient,
+            *self._acceptance.state,
+            *self._work,
+            *self._plan,
         )
         self._unmeasured_steps = 0 if is_measured else self._unmeasured_steps + 1
         drafts = self._drafts(size, num_sent)
@@ -275,7 +279,9 @@ class Chain:
         is_patient = self._unmeasured_steps < _PATIENCE_STEPS
         if is_patient and not is_calibrated(self.cost.lines, size):
             return np.zeros_like(limits)
-        costs, (num_tokens, rate, _) = foresee(*self._known(slots), self._plan)
+        costs, (num_tokens, rate, _) = foresee(
+            *self._known(slots), self._acceptance.state, self._work, self._plan
+        )
         self._acceptance.unseen_survival(turns.place, slots, self._unseen)
         values, is_drafting = self._plan.values[:size], num_tokens > 0
         return ask.limits(
@@ -289,8 +295,7 @@ class Chain:
         """What both kernels of a plan take first; counts steps for the account once."""
         num_steps, self._num_unearned = self._num_unearned, 0
         most_tokens = max(2 * self.cost.most_draft_tokens, _FIRST_TOKENS, len(slots))
-        lines = self.cost.lines
-        return self._acceptance.state, self._work, lines, slots, num_steps, most_tokens
+        return self.cost.lines, slots, num_steps, most_tokens
 
     def _drafts(self, size: int, num_tokens: int) -> list[list[int]]:
         """The drafts as the engine takes them."""
@@ -331,8 +336,9 @@ class Chain:
         none = np.zeros(0, np.int64)
         rows = np.zeros(0, np.int32)
         self.observe(DraftBatch(none, np.zeros((0, 1), np.int32), rows, rows), rows, rows)
-        foresee(*self._known(none), self._plan)
-        decide(*self._known(none), False, self._plan)
+        state = self._acceptance.state
+        foresee(*self._known(none), state, self._work, self._plan)
+        decide(*self._known(none), False, *state, *self._work, *self._plan)
         self._acceptance.unseen_survival(0, none, self._unseen)
         some, seconds = self._plan.values[:0], Costs(1.0, 1.0, 1.0)
         plan_call(self._unseen, rows, some, seconds, seconds[:], 1.0, False, some, some, rows)

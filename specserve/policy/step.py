@@ -1,6 +1,7 @@
 """The two compiled parts of a step: what became of its drafts, and what the next one sends.
 
-Each is one call for the whole batch. At few requests nearly all of a step's time is calls.
+Each is one call for the whole batch. At few requests nearly all of a step's time is calls, and
+what is passed to them: an array in a tuple takes three times as long as one alone.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from typing import NamedTuple
 
 from specserve.core.compile import inner, lean_kernel
 from specserve.core.types import BoolArray, Float64Array, Int32Array, Int64Array
-from specserve.policy.acceptance import learn, survival_of
+from specserve.policy.acceptance import AcceptanceState, learn, survival_of
 from specserve.policy.cost import costs_of, doubt_about, is_calibrated
 from specserve.policy.exploration import earn, spend
-from specserve.policy.planner import plan, probe
+from specserve.policy.planner import Plan, plan, probe
 
 _SIGMAS = 3.0
 """A difference of costs of less than so many standard deviations is worth a measurement."""
@@ -52,10 +53,18 @@ class Workspace(NamedTuple):
 
 @lean_kernel
 def observe(  # type: ignore[no-untyped-def]
-    a,
+    counts,
+    ratios,
+    rates,
+    of_request,
+    tenant,
+    tokens,
+    lengths,
+    confidence,
+    labels,
     requests,
     limits,
-    counts,
+    num_drafts,
     max_len,
     slots,
     token_ids,
@@ -68,10 +77,10 @@ def observe(  # type: ignore[no-untyped-def]
     """Counts what became of the last drafts, learns from it, and says what is of use next.
 
     Args:
-        a: state of :mod:`specserve.policy.acceptance`.
-        requests: see :class:`Workspace`.
-        limits: see there; written.
-        counts: int64 ``[labels, 2, lengths]``, of drafts, by number of tokens drafted and accepted;
+        counts: of :class:`AcceptanceState`, as all up to ``labels``.
+        requests: of :class:`Workspace`.
+        limits: of the workspace; written.
+        num_drafts: int64 ``[labels, 2, lengths]``, by number of tokens drafted, and accepted;
             updated.
         max_len: longest text, in tokens.
         slots: int64 ``[n]``.
@@ -92,8 +101,8 @@ def observe(  # type: ignore[no-untyped-def]
         if num_drafted > 0:
             label, num_accepted = requests[slot, SENT_LABEL], min(new - 1, num_drafted)
             outcomes[0, row], outcomes[1, row], outcomes[2, row] = label, num_drafted, num_accepted
-            counts[label, 0, num_drafted] += 1
-            counts[label, 1, num_accepted] += 1
+            num_drafts[label, 0, num_drafted] += 1
+            num_drafts[label, 1, num_accepted] += 1
         room = 0
         if new > 0:
             requests[slot, NUM_SENT] = 0
@@ -106,20 +115,23 @@ def observe(  # type: ignore[no-untyped-def]
                 room = min(room, num_unstoppable - 1)
         for source in range(limits.shape[0]):
             limits[source, row] = max(min(room, requests[slot, LIMITS + source]), 0)
-    return learn(a, slots, token_ids, num_tokens, num_new)
+    state = AcceptanceState(
+        counts, ratios, rates, of_request, tenant, tokens, lengths, confidence, labels
+    )
+    return learn(state, slots, token_ids, num_tokens, num_new)
 
 
 @lean_kernel
-def foresee(a, work, lines, slots, num_steps, most_tokens, found):  # type: ignore[no-untyped-def]
+def foresee(lines, slots, num_steps, most_tokens, a, work, found):  # type: ignore[no-untyped-def]
     """The best use of what was offered so far.
 
     Args:
-        a: state of :mod:`specserve.policy.acceptance`.
-        work: the workspace.
         lines: of :class:`specserve.policy.cost.StepCost`.
         slots: int64 ``[n]``.
         num_steps: whose time is added to the account of exploration.
         most_tokens: draft tokens of the step at most.
+        a: the state of acceptance.
+        work: the workspace.
         found: a :class:`specserve.policy.planner.Plan`, written.
 
     Returns:
@@ -136,26 +148,66 @@ def foresee(a, work, lines, slots, num_steps, most_tokens, found):  # type: igno
 
 @lean_kernel
 def decide(  # type: ignore[no-untyped-def]
-    a, work, lines, slots, num_steps, most_tokens, is_impatient, found
+    lines,
+    slots,
+    num_steps,
+    most_tokens,
+    is_impatient,
+    counts,
+    ratios,
+    rates,
+    of_request,
+    tenant,
+    tokens,
+    lengths,
+    confidence,
+    labels,
+    requests,
+    limits,
+    survival,
+    work_lengths,
+    rank,
+    surplus_s,
+    fixed,
+    credit_s,
+    sent,
+    drafts,
+    source,
+    chosen,
+    values,
+    credits,
 ):
     """What the step sends: as foreseen, or what is done instead to learn what is not known.
 
     Args:
-        a: as of :func:`foresee`.
-        work: as there.
-        lines: as there.
-        slots: as there.
-        num_steps: as there.
-        most_tokens: as there.
+        lines: as of :func:`foresee`, as the three that follow.
         is_impatient: no plain steps are waited for that could be compared with.
-        found: as there.
+        counts: of :class:`AcceptanceState`, as all up to ``labels``.
+        requests: of :class:`Workspace`, as all up to ``drafts``.
+        source: of the plan, as the rest.
 
     Returns:
         (costs of the step; what the plan was; draft tokens that are sent; requests that something
         was offered to; whether plain steps of about so many requests were measured).
     """
     n = slots.shape[0]
-    costs, planned = foresee(a, work, lines, slots, num_steps, most_tokens, found)
+    state = AcceptanceState(
+        counts, ratios, rates, of_request, tenant, tokens, lengths, confidence, labels
+    )
+    work = Workspace(
+        requests,
+        limits,
+        survival,
+        work_lengths,
+        rank,
+        surplus_s,
+        fixed,
+        credit_s,
+        sent,
+        drafts,
+    )
+    found = Plan(source, chosen, values, credits)
+    costs, planned = foresee(lines, slots, num_steps, most_tokens, state, work, found)
     is_known = is_calibrated(lines, n)
     if not (is_known or is_impatient):
         for row in range(n):
@@ -163,7 +215,7 @@ def decide(  # type: ignore[no-untyped-def]
                 found.source[row], found.lengths[row] = -1, 0
     elif not work.fixed.any():
         _explore(work, lines, n, costs, planned, found)
-    num_sent = _send(a, work, slots, found)
+    num_sent = _send(state, work, slots, found)
     num_offered = 0
     for source in range(work.lengths.shape[0]):
         for row in range(n):
