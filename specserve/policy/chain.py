@@ -33,7 +33,7 @@ from specserve.policy.acceptance import Acceptance
 from specserve.policy.asking import LocalAsk, RemoteAsk, Situation
 from specserve.policy.cost import StepCost, is_calibrated
 from specserve.policy.exploration import spend
-from specserve.policy.members import Member, Turns, build_members, turns_of
+from specserve.policy.members import Member, Turns, ask_policy, build_members
 from specserve.policy.planner import Costs, Plan, plan_call
 from specserve.policy.step import (
     LEAST_OUTPUT,
@@ -46,6 +46,7 @@ from specserve.policy.step import (
     observe,
 )
 from specserve.sources.base import SourceContext
+from specserve.sources.guard import GuardedSource
 
 logger = logging.getLogger(__name__)
 
@@ -112,8 +113,14 @@ class Chain:
         self._clock = clock
         self._max_len = max_len
         self._acceptance = Acceptance(count, num_slots, longest)
-        self._sources = turns_of(members, self._acceptance, metrics, vocab_size, num_slots, clock)
-        self.labels = tuple(label for each in members for label in each.labels)
+        self._sources: list[Turns] = []
+        self.labels: tuple[str, ...] = ()
+        for place, each in enumerate(members):
+            offers, first = self._acceptance.offers(place), len(self.labels)
+            options = vocab_size, len(each.labels), clock, offers, first
+            guard = GuardedSource(each.kind, each.source, metrics, *options)
+            self._sources.append(Turns(place, each, guard, ask_policy(each, guard, num_slots)))
+            self.labels += each.labels
         self._counts = metrics.draft_counts(self.labels)
         self.cost = StepCost()
         self.sent: Int32Array = np.zeros((num_slots, longest), np.int32)
@@ -131,7 +138,6 @@ class Chain:
         )
         self._plan = Plan.empty(num_slots, count)
         self._unseen: Float64Array = np.zeros((num_slots, longest))
-        self._limits: list[Int32Array] = []  # of the rows of a step, by source
         self._step = self._num_unearned = self._unmeasured_steps = self._num_offered = 0
         self._warm_up()
 
@@ -255,7 +261,7 @@ class Chain:
 
     def _call(self, turns: Turns, batch: DraftBatch) -> _Call | None:
         """Asks a source; its drafts are among the offers then."""
-        limits = self._limits_of(len(batch.slots))[turns.place]
+        limits = self._work.limits[turns.place, : len(batch.slots)]
         if isinstance(turns.ask, RemoteAsk):
             limits = self._remote_limits(turns, turns.ask, batch, limits)
             if not turns.guard.ready:  # it has just failed to say what reading takes
@@ -264,12 +270,6 @@ class Chain:
         if drafts is None:
             return None
         return _Call(turns, limits, drafts.lengths, turns.guard.call_s)
-
-    def _limits_of(self, size: int) -> list[Int32Array]:
-        """int32 ``[size]`` of each source: the longest draft of use to each row."""
-        if not self._limits or len(self._limits[0]) != size:
-            self._limits = list(self._work.limits[:, :size])
-        return self._limits
 
     def _remote_limits(
         self, turns: Turns, ask: RemoteAsk, batch: DraftBatch, limits: Int32Array
@@ -309,15 +309,14 @@ class Chain:
 
     def _observe_calls(self, calls: Sequence[_Call], step_s: float, rate: float) -> None:
         """Tells what calls took, each local one with its share of what deciding took."""
-        overhead_s = step_s - sum(call.seconds for call in calls)
-        num_local = sum(not call.turns.is_remote for call in calls)
+        share_s = (step_s - sum(call.seconds for call in calls)) / max(len(calls), 1)
         for turns, asked, lengths, seconds in calls:
             gain_s = self._plan.credits[turns.place] / rate
-            if not turns.is_remote:
-                seconds += overhead_s / num_local
-            turns.ask.observe(asked, lengths, seconds, gain_s)
             if isinstance(turns.ask, LocalAsk):
+                turns.ask.observe(asked, lengths, seconds + share_s, gain_s)
                 self._work.surplus_s[turns.place] = turns.ask.surplus_s
+            else:
+                turns.ask.observe(asked, lengths, seconds, gain_s)
 
     def _explain(self, costs: Costs, calls: Sequence[_Call], sent: Int32Array, gain: float) -> None:
         """Logs what a step was expected to cost, what was drafted, and what is sent of it."""

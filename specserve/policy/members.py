@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from specserve.core.metrics import SpeculationMetrics
 from specserve.core.source_config import SourceConfig
-from specserve.policy.acceptance import Acceptance
 from specserve.policy.asking import Ask, LocalAsk, RemoteAsk
 from specserve.sources.base import RemoteSource, Source, SourceContext
 from specserve.sources.guard import GuardedSource
@@ -46,37 +44,13 @@ class Turns(NamedTuple):
     member: Member
     guard: GuardedSource
     ask: Ask
-    is_remote: bool
 
 
-def turns_of(
-    members: Sequence[Member],
-    acceptance: Acceptance,
-    metrics: SpeculationMetrics,
-    vocab_size: int,
-    num_slots: int,
-    clock: Callable[[], float],
-) -> list[Turns]:
-    """Makes ready to ask some sources; their drafts go where acceptance is judged."""
-    found: list[Turns] = []
-    num_labels = 0
-    for index, member in enumerate(members):
-        guard = GuardedSource(
-            member.kind,
-            member.source,
-            metrics,
-            vocab_size,
-            len(member.labels),
-            clock,
-            acceptance.offers(index),
-            num_labels,
-        )
-        ask = Ask()
-        if member.dynamic:
-            ask = RemoteAsk(guard, num_slots) if member.is_remote else LocalAsk()
-        found.append(Turns(index, member, guard, ask, member.is_remote))
-        num_labels += len(member.labels)
-    return found
+def ask_policy(member: Member, guard: GuardedSource, num_slots: int) -> Ask:
+    """When a source is asked."""
+    if not member.dynamic:
+        return Ask()
+    return RemoteAsk(guard, num_slots) if member.is_remote else LocalAsk()
 
 
 def build_members(configs: Sequence[SourceConfig], context: SourceContext) -> list[Member]:

@@ -65,8 +65,8 @@ class GuardedSource:
         self._up = True
         self._rest = Backoff(FIRST_REST_S, LONGEST_REST_S)
         self._checked = Drafts.empty(0, 1)
-        none = np.zeros(0, np.int64)
-        self._take(none, none.astype(np.int32), self._checked)  # compiles the kernel
+        none = np.zeros(0, np.int64), np.zeros(0, np.int32)
+        _take(*offers, *none, *self._checked, *self._bounds)  # nothing is compiled later
 
     @property
     def ready(self) -> bool:
@@ -87,7 +87,9 @@ class GuardedSource:
             drafts = self.source.propose(batch, limits)
             if drafts is not self._checked or len(drafts.lengths) != len(limits):
                 drafts = self._checked = _checked(drafts, len(limits))
-            num_malformed, num_wanted = self._take(batch.slots, limits, drafts)
+            num_malformed, num_wanted = _take(
+                *self._offers, batch.slots, limits, *drafts, *self._bounds
+            )
         except Exception as error:
             self._switch_off(error)
             return None
@@ -114,11 +116,6 @@ class GuardedSource:
         except Exception as error:
             self._switch_off(error)
             return None
-
-    def _take(self, slots: Int64Array, limits: Int32Array, drafts: Drafts) -> tuple[int, int]:
-        """Writes drafts into the offers: (malformed ones, requests that wanted one)."""
-        num_malformed, num_wanted = _take(*self._offers, slots, limits, *drafts, *self._bounds)
-        return num_malformed, num_wanted
 
     def _switch_off(self, error: Exception) -> None:
         self._metrics.count_error(self.kind)
