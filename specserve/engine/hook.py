@@ -178,8 +178,10 @@ class ProposerHook:
         verified = [len(scheduled.get(each, ())) for each in request_ids]
         num_new = np.array([len(tokens) for tokens in sampled_token_ids], np.int32)
         outcomes = chain.observe(batch, num_new, np.array(verified, np.int32))
-        sent = chain.sent[slots] if self._recent.with_tokens else None
-        self._recent.note(Step(request_ids, chain.labels, *outcomes, sampled_token_ids, sent))
+        step = Step(request_ids, chain.labels, *outcomes, num_new)
+        if self._recent.with_tokens:
+            step = step._replace(new=sampled_token_ids, drafted=chain.sent[slots])
+        self._recent.note(step)
         if is_same:
             self._observe_step(scheduler_output, sum(verified))
         num_steps, self._num_idle_steps = 1 + self._num_idle_steps, 0
@@ -210,8 +212,10 @@ class ProposerHook:
         """
         self._num_idle_steps_left -= 1
         self._num_idle_steps += 1
-        none = np.zeros(len(request_ids), np.int32)
-        self._recent.note(Step(list(request_ids), (), none - 1, none, none, sampled_token_ids))
+        num_new = np.array([len(tokens) for tokens in sampled_token_ids], np.int32)
+        none = np.zeros_like(num_new)
+        new = sampled_token_ids if self._recent.with_tokens else None
+        self._recent.note(Step(list(request_ids), (), none - 1, none, none, num_new, new))
         self._last_step_end = time.perf_counter()
 
     def forget(self, request_ids: Collection[str]) -> None:
