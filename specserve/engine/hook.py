@@ -81,7 +81,8 @@ class ProposerHook:
         # Of the last step; other requests' are made anew.
         self._request_ids: list[str] = []
         self._texts: DraftBatch  # their rows in the engine's buffers
-        self._plain_step: dict[str, int] = {}  # tokens to schedule
+        self._plain_schedule: dict[str, int] = {}  # tokens of each in a step without drafts
+        self._plain_step: Step  # what comes of such a step
         self._may_idle = False
         self._num_idle_steps_left = self._num_idle_steps = 0
 
@@ -201,21 +202,20 @@ class ProposerHook:
             scheduler_output: vLLM's ``SchedulerOutput`` of the step that is about to run.
         """
         is_left = self._num_idle_steps_left > 0
-        return is_left and scheduler_output.num_scheduled_tokens == self._plain_step
+        return is_left and scheduler_output.num_scheduled_tokens == self._plain_schedule
 
-    def pass_over(self, request_ids: list[str], sampled_token_ids: list[list[int]]) -> None:
+    def pass_over(self, sampled_token_ids: list[list[int]]) -> None:
         """An idle step has run.
 
         Args:
-            request_ids: n.
-            sampled_token_ids: n, the step's new tokens.
+            sampled_token_ids: n, the step's new tokens, one of each request.
         """
         self._num_idle_steps_left -= 1
         self._num_idle_steps += 1
-        num_new = np.array([len(tokens) for tokens in sampled_token_ids], np.int32)
-        none = np.zeros_like(num_new)
-        new = sampled_token_ids if self._recent.with_tokens else None
-        self._recent.note(Step(list(request_ids), (), none - 1, none, none, num_new, new))
+        step = self._plain_step
+        if self._recent.with_tokens:
+            step = step._replace(new=sampled_token_ids)
+        self._recent.note(step)
         self._last_step_end = time.perf_counter()
 
     def forget(self, request_ids: Collection[str]) -> None:
@@ -249,7 +249,9 @@ class ProposerHook:
         for request_id in self._slots.missing(request_ids):
             self._open(request_id, request_ids)
         self._request_ids, size = list(request_ids), len(request_ids)
-        self._plain_step = dict.fromkeys(request_ids, 1)
+        self._plain_schedule = dict.fromkeys(request_ids, 1)
+        none = np.zeros(size, np.int32)
+        self._plain_step = Step(self._request_ids, (), none - 1, none, none, none + 1)
         buffers = self._runner.input_batch
         self._texts = DraftBatch(
             self._slots.of(request_ids),

@@ -351,7 +351,7 @@ def test_steps_of_the_same_requests_are_idle_until_a_source_is_due(
     _step(resting, runner, [[1], [2]])
     for _ in range(3):
         assert resting.is_idle(_scheduled(runner))
-        resting.pass_over(["a", "b"], [[3], [4]])
+        resting.pass_over([[3], [4]])
     assert not resting.is_idle(_scheduled(runner))
     _step(resting, runner, [[5], [6]])
     assert asked_after == [1, 4]
@@ -389,7 +389,7 @@ def test_the_time_of_the_step_after_idle_ones_is_its_own(
     monkeypatch.setattr(resting._chain, "step", lambda *_: [[]])
     monkeypatch.setattr(resting._chain.cost, "observe", lambda *told: seen.append(told[2]))
     _step(resting, runner, [[1]])
-    resting.pass_over(["a"], [[3]])
+    resting.pass_over([[3]])
     _step(resting, runner, [[5]])
     assert seen == [0.5]
 

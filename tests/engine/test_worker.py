@@ -130,7 +130,7 @@ class Hook(ProposerHook):
     def is_idle(self, scheduler_output: Any) -> bool:
         return bool(scheduler_output.is_idle)
 
-    def pass_over(self, request_ids: list[str], sampled_token_ids: list[list[int]]) -> None:
+    def pass_over(self, sampled_token_ids: list[list[int]]) -> None:
         self.idle_steps.append((request_ids, sampled_token_ids))
 
 
