@@ -7,19 +7,9 @@ as far as they are the next ones of the text, and one token more is written. Bet
 nothing runs for 5 ms. All sides take turns within a step, each with texts that grow by what it has
 drafted itself. One thread.
 
-A time is what the thread's own clock says: on a machine that is shared, a step that another process
-interrupts takes any time. Where the wall clock says much more, ``interrupted`` is high: the share of
-steps, of all sides, that took 1.2 times as long by it. Both are in the line of JSON.
-
-``agent``: every text was written before, with edits, so that nearly all drafts are long and break
-off somewhere. ``code``: files never seen. ``random``: random tokens, nothing can be drafted.
-
-``asked`` is the whole hook that the engine calls: outcomes, learning, looking up with ``ngram`` and
-``trie``, which are both asked in every step and draft up to 16 tokens, choice, bookkeeping.
-``served`` is the same as it is configured by default: sources that do not pay are asked less often,
-and drafts have the length that pays. ``trie`` is the draft memory alone, a fifth full; in
-``trie, full`` it was filled with other text first, so that each page learned evicts one. vLLM's
-proposers draft up to 16 tokens, too. A cell has the median and the 99th percentile.
+A time is what the thread's own clock says, since other processes may interrupt a step.
+``interrupted`` is the share of steps that took 1.2 times as long by the wall clock. The line of
+JSON has both times.
 """
 
 from __future__ import annotations
