@@ -154,9 +154,7 @@ class DrafterServer:
         self._expire()
         self._run(self._schedule.drafts())
         self._answer_done()
-        feed = self._schedule.feed()
-        self.counters.num_feed_calls += bool(feed)
-        self._run(feed)
+        self._run(self._schedule.feed())
         self._answer_done()
 
     def _take_arrivals(self) -> None:

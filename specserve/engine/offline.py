@@ -131,7 +131,10 @@ class OfflineEngine:
     def _drafts(self, before: SpeculationSnapshot) -> tuple[AcceptanceSnapshot, ...]:
         if self._vllm_drafts:
             return (self._counter.counts(str(self._method)),)
-        return self._snapshot().since(before).acceptance
+        earlier = {entry.source: entry for entry in before.acceptance}
+        return tuple(
+            entry.since(earlier.get(entry.source)) for entry in self._snapshot().acceptance
+        )
 
     def _snapshot(self) -> SpeculationSnapshot:
         """Our own counters, which alone tell the sources apart."""
