@@ -5,11 +5,9 @@ from __future__ import annotations
 import time
 import uuid
 
-import numpy as np
-
 from specserve.core.errors import StoreError
 from specserve.core.types import Int32Array
-from specserve.trie.records import MAX_RECORD_TOKENS, ExchangeRequest, Record, StoreClient
+from specserve.trie.records import ExchangeRequest, Record, StoreClient, records_of
 
 BATCH_BYTES = 256 << 10
 """Records that one call carries."""
@@ -50,20 +48,19 @@ class RecordWriter:
             StoreError: the store refuses, or has not answered for a minute.
         """
         self._num_texts += 1
-        for start in range(0, len(tokens), MAX_RECORD_TOKENS):
-            piece = tokens[start : start + MAX_RECORD_TOKENS]
-            self._num_records += 1
-            record = Record(
-                origin=self._origin,
-                number=self._num_records,
-                stamp=time.time(),
-                namespace=self._namespace,
-                sequence=f"{self._origin}-{self._num_texts}",
-                start=start,
-                tokens=np.asarray(piece, "<i4").tobytes(),
-                num_prompt_tokens=min(max(num_prompt_tokens - start, 0), len(piece)),
-                final=start + len(piece) == len(tokens),
-            )
+        sequence = f"{self._origin}-{self._num_texts}"
+        for record in records_of(
+            self._origin,
+            self._num_records + 1,
+            time.time(),
+            self._namespace,
+            sequence,
+            0,
+            tokens,
+            num_prompt_tokens,
+            final=True,
+        ):
+            self._num_records = record.number
             self._batch.append(record)
             self._batch_bytes += record.num_bytes
             if self._batch_bytes >= BATCH_BYTES:

@@ -121,6 +121,50 @@ def problem_of(record: Record, vocab_size: int) -> str:
     return ""
 
 
+def records_of(
+    origin: str,
+    first_number: int,
+    stamp: float,
+    namespace: str,
+    sequence: str,
+    start: int,
+    tokens: Int32Array,
+    num_prompt_tokens: int,
+    final: bool,
+) -> list[Record]:
+    """A piece of a text as records, numbered from ``first_number`` on.
+
+    Args:
+        origin: see :class:`Record`, as for the other fields of this name.
+        first_number: of the first record.
+        stamp: as above.
+        namespace: as above.
+        sequence: as above.
+        start: position of the first token in the text.
+        tokens: int32 ``[n]``, copied.
+        num_prompt_tokens: how many of the first of these tokens belong to the prompt.
+        final: the text ends here.
+    """
+    records: list[Record] = []
+    for begin in range(0, max(1, len(tokens)), MAX_RECORD_TOKENS):
+        piece = tokens[begin : begin + MAX_RECORD_TOKENS]
+        records.append(
+            Record(
+                origin,
+                first_number + len(records),
+                stamp,
+                namespace,
+                "text",
+                sequence,
+                start + begin,
+                np.asarray(piece, "<i4").tobytes(),
+                max(0, min(num_prompt_tokens - begin, len(piece))),
+                final and begin + len(piece) == len(tokens),
+            )
+        )
+    return records
+
+
 Ranges = dict[str, list[tuple[int, int]]]
 """Numbers of records by origin, as ranges from first to last."""
 
@@ -153,7 +197,6 @@ class ExchangeReply(msgspec.Struct, frozen=True, array_like=True):
         position: where to go on reading.
         records: others' records, in the log's order.
         behind: how many positions of the log are left to read.
-        lost: how many positions were dropped from the log before the reader came to them.
         held: the store's records by number, those of the request included. Only for a caller that
             did not know the epoch: what it has beyond these, the store has lost.
         refused: why the store will have nothing to do with the caller; empty: it is welcome.
@@ -163,7 +206,6 @@ class ExchangeReply(msgspec.Struct, frozen=True, array_like=True):
     position: int = 0
     records: list[Record] = []
     behind: int = 0
-    lost: int = 0
     held: Ranges = {}
     refused: str = ""
 

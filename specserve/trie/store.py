@@ -84,7 +84,6 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         fingerprint: identity of the model and tokenizer.
-        epoch: identity of this start of the store.
         up_s: time since then, in seconds.
         num_replicas: replicas that asked within the last ``SEEN_S`` seconds.
         num_records: records held.
@@ -93,18 +92,11 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
         max_bytes: its limit.
         tokens_by_namespace: tokens held.
         restored_tokens: tokens that came from the snapshot at start.
-        taken_tokens: tokens taken from replicas.
         dropped_tokens: tokens dropped for want of room, oldest first.
-        forgotten_tokens: tokens forgotten by a tombstone.
-        duplicate_records: records that came again.
-        invalid_records: records that were not well formed.
-        num_calls: calls of replicas.
-        refused_calls: those of replicas with another fingerprint.
         snapshot: how the snapshots are doing; None: none are kept.
     """
 
     fingerprint: str
-    epoch: str
     up_s: float
     num_replicas: int
     num_records: int
@@ -113,13 +105,7 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     max_bytes: int
     tokens_by_namespace: dict[str, int]
     restored_tokens: int
-    taken_tokens: int
     dropped_tokens: int
-    forgotten_tokens: int
-    duplicate_records: int
-    invalid_records: int
-    num_calls: int
-    refused_calls: int
     snapshot: SnapshotStats | None
 
 
@@ -143,7 +129,6 @@ class TrieStore:
         self._lock = threading.Lock()  # of the log and the fields below
         self._began = time.monotonic()
         self._last_seen: dict[str, float] = {}
-        self._num_calls = self._refused_calls = 0
         self._num_tombstones = 0
         self._restored_epoch, self._restored_end, self._restored_tokens = "", 0, 0
 
@@ -161,7 +146,6 @@ class TrieStore:
     def exchange(self, request: ExchangeRequest) -> ExchangeReply:
         """Takes a replica's records and answers with others' (:class:`ExchangeReply`)."""
         with self._lock:
-            self._num_calls += 1
             if request.fingerprint != self._options.fingerprint:
                 return self._refuse(request)
             is_new = request.epoch != self.epoch
@@ -170,9 +154,8 @@ class TrieStore:
             self._last_seen[request.origin] = time.monotonic()
             for record in request.records:
                 self._log.append(record)
-            position = self._position_of(request)
             batch = self._log.since(
-                position,
+                self._position_of(request),
                 min(request.max_bytes, MAX_REPLY_BYTES),
                 lambda record: record.origin != request.origin,
             )
@@ -181,7 +164,6 @@ class TrieStore:
                 position=batch.position,
                 records=batch.records,
                 behind=batch.behind,
-                lost=batch.lost if position else 0,  # who begins has lost nothing
                 held=self._log.held.ranges() if is_new else {},
             )
 
@@ -228,11 +210,10 @@ class TrieStore:
         """The store at this moment."""
         now = time.monotonic()
         with self._lock:
-            log, counts = self._log, self._log.counts
+            log = self._log
             self._forget_the_unseen()
             return StoreStats(
                 fingerprint=self._options.fingerprint,
-                epoch=self.epoch,
                 up_s=now - self._began,
                 num_replicas=len(self._last_seen),
                 num_records=log.num_records,
@@ -241,13 +222,7 @@ class TrieStore:
                 max_bytes=self._options.max_bytes,
                 tokens_by_namespace=log.num_tokens_of(),
                 restored_tokens=self._restored_tokens,
-                taken_tokens=counts.taken_tokens,
-                dropped_tokens=counts.dropped_tokens,
-                forgotten_tokens=counts.forgotten_tokens,
-                duplicate_records=counts.duplicate_records,
-                invalid_records=counts.invalid_records,
-                num_calls=self._num_calls,
-                refused_calls=self._refused_calls,
+                dropped_tokens=log.dropped_tokens,
                 snapshot=self._keeper.stats() if self._keeper is not None else None,
             )
 
@@ -256,7 +231,6 @@ class TrieStore:
         self._last_seen = {origin: at for origin, at in self._last_seen.items() if at > since}
 
     def _refuse(self, request: ExchangeRequest) -> ExchangeReply:
-        self._refused_calls += 1
         reason = (
             f"this draft memory is of {self._options.fingerprint}, and the replica "
             f"{request.origin} of {request.fingerprint}: their tokens must not mix"

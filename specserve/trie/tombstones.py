@@ -57,7 +57,7 @@ class Tombstones:
 
 def is_meant(tombstone: Record, text: Record) -> bool:
     """Whether a tombstone is about this text."""
-    if text.stamp > tombstone.stamp:
+    if text.kind != "text" or text.stamp > tombstone.stamp:
         return False
     if tombstone.kind == "purge":
         return is_part_of(text.namespace, tombstone.namespace)

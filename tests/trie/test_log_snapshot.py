@@ -11,12 +11,13 @@ import fsspec
 import pytest
 
 from specserve.core.errors import ConfigError, SnapshotError
-from specserve.trie.log_snapshot import BLOCK_RECORDS, VERSION, SnapshotFile, SnapshotHeader
+from specserve.trie import log_snapshot
+from specserve.trie.log_snapshot import VERSION, SnapshotFile
 from specserve.trie.token_log import LogState, TokenLog
 from tests.trie.texts import FINGERPRINT, VOCAB_SIZE, purge, record
 
 
-def some_state(num_records: int = 2 * BLOCK_RECORDS + 1) -> LogState:
+def some_state(num_records: int = 500) -> LogState:
     log = TokenLog(1 << 24, VOCAB_SIZE)
     for number in range(1, num_records + 1):
         log.append(record(number, [number % VOCAB_SIZE], origin=f"replica-{number % 3}"))
@@ -42,11 +43,6 @@ def test_what_is_saved_is_what_is_loaded(path: Path) -> None:
     assert path.stat().st_size == size
     assert file.load_or_set_aside(FINGERPRINT) == ("epoch", some_state())
     assert os.listdir(path.parent) == [path.name]
-
-
-def test_the_header_on_disk_names_its_fields_as_it_always_did() -> None:
-    names = ("fingerprint", "epoch", "saved_at", "end", "held", "orders", "num_records")
-    assert SnapshotHeader.__struct_encode_fields__ == names
 
 
 def test_only_the_owner_may_read_what_users_wrote(path: Path) -> None:
@@ -88,7 +84,7 @@ def test_a_url_that_no_installed_package_knows_is_a_config_error(url: str) -> No
         SnapshotFile(url)
 
 
-@pytest.mark.parametrize("place", [0, 8, 13, 20, 200, 5000, -40, -1])
+@pytest.mark.parametrize("place", [0, 1, 20, 200, 2000, -40, -8, -1])
 def test_one_wrong_byte_is_noticed(
     path: Path, place: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -129,13 +125,12 @@ def test_a_snapshot_of_another_model_is_set_aside(
 
 
 def test_a_snapshot_of_another_version_is_set_aside(
-    path: Path, caplog: pytest.LogCaptureFixture
+    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = SnapshotFile(str(path))
-    file.save(FINGERPRINT, "epoch", some_state())
-    content = bytearray(path.read_bytes())
-    content[8] = VERSION + 1
-    path.write_bytes(content)
+    with monkeypatch.context() as patch:
+        patch.setattr(log_snapshot, "VERSION", VERSION + 1)
+        file.save(FINGERPRINT, "epoch", some_state())
     assert file.load_or_set_aside(FINGERPRINT) is None
     assert f"version {VERSION + 1}" in caplog.text
 
