@@ -13,7 +13,13 @@ from rich.console import Console
 from rich.progress import track
 
 from specserve.core.config import AppConfig
-from specserve.core.errors import ConfigError, MissingExtraError, SpecServeError, StoreError
+from specserve.core.errors import (
+    ConfigError,
+    MissingExtraError,
+    SpecServeError,
+    StoreError,
+    reason_of,
+)
 from specserve.core.source_config import TrieConfig
 from specserve.core.types import Int32Array
 from specserve.engine.checkpoint import find_checkpoint, model_identity
@@ -144,8 +150,8 @@ def _load(config: AppConfig) -> tuple[Any, int]:
         model = AutoConfig.from_pretrained(checkpoint.path, **options)
         tokenizer = AutoTokenizer.from_pretrained(checkpoint.tokenizer, **options)
     except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError("model.path", config.model.path, f"a tokenizer: {reason}") from None
+        allowed = f"a tokenizer: {reason_of(error)}"
+        raise ConfigError("model.path", config.model.path, allowed) from None
     return tokenizer, int(model.get_text_config().vocab_size)
 
 

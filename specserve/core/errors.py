@@ -86,5 +86,5 @@ def shorten(value: object, limit: int = 80) -> str:
 
 def reason_of(error: Exception) -> str:
     """What another library's error says, on one line of at most 300 characters."""
-    text = " ".join(str(error).split())
+    text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 300 else text[:297] + "..."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -83,9 +83,8 @@ class MtpDrafter:
         *,
         max_texts: int,
         max_tokens: int,
-        dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto",
+        dtype: torch.dtype = torch.float32,
         device: str = "cpu",
-        num_threads: int | None = None,
         revision: str = "",
     ) -> Self:
         """Loads the module from its target's checkpoint or from a folder of its own.
@@ -94,23 +93,18 @@ class MtpDrafter:
             model: the folder, or the checkpoint's id on the hub.
             max_texts: texts that are remembered.
             max_tokens: longest text in tokens; the module's own limit holds as well.
-            dtype: to compute in; auto: float32 on CPU, bfloat16 elsewhere.
-            device: torch's name of it.
-            num_threads: of this process, for computing on CPU; None: as torch has it.
+            dtype: to compute in.
+            device: as torch names it.
             revision: on the hub: branch, tag or commit; empty: the default one.
 
         Raises:
             ConfigError: the model is not there, has no MTP module or one that is not as
                 DeepSeek-V3's, or the cache does not fit into memory.
         """
-        if num_threads is not None:
-            torch.set_num_threads(num_threads)
-        if dtype == "auto":
-            dtype = "float32" if torch.device(device).type == "cpu" else "bfloat16"
         folder = model if Path(model).is_dir() else fetch_mtp(model, revision, "model")
         files = find_mtp(folder, "model")
         config = _read_config(folder, files.config)
-        weights = MtpWeights(files, "model", getattr(torch, dtype), torch.device(device))
+        weights = MtpWeights(files, "model", dtype, torch.device(device))
         card = Card(
             kind="mtp",
             model=model,

@@ -27,7 +27,8 @@ NUM_SLOTS = 4
 @pytest.fixture(scope="module")
 def loaded() -> Iterator[MtpDrafter]:
     before = torch.get_num_threads()
-    yield MtpDrafter.load(str(MODEL), max_texts=NUM_SLOTS, max_tokens=ROOM, num_threads=1)
+    torch.set_num_threads(1)
+    yield MtpDrafter.load(str(MODEL), max_texts=NUM_SLOTS, max_tokens=ROOM)
     torch.set_num_threads(before)
 
 
@@ -320,13 +321,13 @@ def test_a_checkpoint_that_does_not_fit_is_refused_in_one_line(
 ) -> None:
     folder = copy_of_base(tmp_path / "model", **changes)
     with pytest.raises(ConfigError, match=message) as caught:
-        MtpDrafter.load(folder, max_texts=1, max_tokens=64, num_threads=1)
+        MtpDrafter.load(folder, max_texts=1, max_tokens=64)
     assert "\n" not in str(caught.value)
 
 
 def test_a_cache_that_does_not_fit_is_refused_by_its_bytes() -> None:
     with pytest.raises(ConfigError, match=r"max_texts: 1000000 .* 9,437,184,000,000 bytes"):
-        MtpDrafter.load(str(MODEL), max_texts=1_000_000, max_tokens=4096, num_threads=1)
+        MtpDrafter.load(str(MODEL), max_texts=1_000_000, max_tokens=4096)
 
 
 def test_the_card_tells_what_a_client_must_know(loaded: MtpDrafter) -> None:
