@@ -37,9 +37,7 @@ class SnapshotHeader(msgspec.Struct, frozen=True):
         version: of this layout.
         fingerprint: identity of the model and tokenizer whose tokens these are.
         epoch: the store's start that wrote it; positions are this epoch's.
-        end: see :class:`LogState`, as the next two.
-        held: as above.
-        tombstones: as above.
+        end: as the next two one of :class:`LogState`'s.
     """
 
     version: int

@@ -28,7 +28,7 @@ LAST = 1 << 62
 MAX_AHEAD_S = 3600.0
 """A stamp further in the future is a broken clock."""
 
-Kind = Literal["text", "purge", "remove"]
+Kind = Literal["text", "purge"]
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -40,10 +40,10 @@ class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
         stamp: when its first token was written, in seconds since 1970 by the writer's clock.
         namespace: whose text it is. Text of one namespace is never shown to another. A ``purge``
             may name a tenant's half, and so all namespaces of the tenant.
-        kind: ``text``; ``purge`` forgets the namespace, ``remove`` one sequence of it, each as far
-            as it was written up to ``stamp``. So nodes' clocks have to agree, within the time that
-            may pass between a purge and the next text that counts.
-        sequence: the request whose text this is; unique in the cluster.
+        kind: ``text``; ``purge`` forgets the namespace, as far as it was written up to ``stamp``.
+            So nodes' clocks have to agree, within the time that may pass between a purge and the
+            next text that counts.
+        sequence: the request whose text this is; unique in the cluster. Of a purge empty.
         start: position of the first token in the request's text. The pieces of a text may come
             with gaps between them, since memory is bounded everywhere.
         tokens: token ids, int32, little-endian.
@@ -103,14 +103,14 @@ def problem_of(record: Record, vocab_size: int) -> str:
     if len(record.sequence) > MAX_NAME_CHARS or not record.sequence.isascii():
         return f"sequence has at most {MAX_NAME_CHARS} ASCII characters"
     if bool(record.sequence) == (record.kind == "purge"):
-        return "a text and its removal need a sequence, a purge has none"
+        return "a text needs a sequence, a purge has none"
     if not (0 < record.number < LAST and 0 <= record.start < LAST):
         return "number or start is out of bounds"
     if not isfinite(record.stamp) or record.stamp > time.time() + MAX_AHEAD_S:
         return "its stamp is no time, or in the future: compare the nodes' clocks"
     size = len(record.tokens)
     if size and record.kind != "text":
-        return f"a {record.kind} has no tokens"
+        return "a purge has no tokens"
     if size % 4 or size > 4 * MAX_RECORD_TOKENS:
         return f"tokens are {size} bytes, not 4 for each of 0 .. {MAX_RECORD_TOKENS} tokens"
     if not 0 <= record.num_prompt_tokens <= size // 4:
@@ -134,16 +134,7 @@ def records_of(
 ) -> list[Record]:
     """A piece of a text as records, numbered from ``first_number`` on.
 
-    Args:
-        origin: see :class:`Record`, as for the other fields of this name.
-        first_number: of the first record.
-        stamp: as above.
-        namespace: as above.
-        sequence: as above.
-        start: position of the first token in the text.
-        tokens: int32 ``[n]``, copied.
-        num_prompt_tokens: how many of the first of these tokens belong to the prompt.
-        final: the text ends here.
+    The arguments are a record's fields, but for ``tokens``: int32 ``[n]``, of any length, copied.
     """
     records: list[Record] = []
     for begin in range(0, max(1, len(tokens)), MAX_RECORD_TOKENS):

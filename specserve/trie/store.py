@@ -17,7 +17,6 @@ from specserve.trie.records import (
     MAX_NAME_CHARS,
     ExchangeReply,
     ExchangeRequest,
-    Kind,
     Record,
 )
 from specserve.trie.snapshot_keeper import SnapshotKeeper, SnapshotStats
@@ -182,16 +181,23 @@ class TrieStore:
             ConfigError: that is no namespace.
             SnapshotError: forgotten, but the snapshot could not be written and still has the text.
         """
-        return self._forget("purge", namespace, "")
-
-    def remove(self, namespace: str, sequence: str) -> int:
-        """Forgets one request's text in the same way.
-
-        Raises:
-            ConfigError: that is no namespace or no sequence.
-            SnapshotError: as for :meth:`purge`.
-        """
-        return self._forget("remove", namespace, sequence)
+        with self._lock:
+            self._num_tombstones += 1
+            before = self._log.num_tokens
+            tombstone = Record(
+                origin=self.epoch,
+                number=self._num_tombstones,
+                # Also what a replica wrote whose clock is fast.
+                stamp=max(time.time(), self._log.newest_stamp(namespace)),
+                namespace=namespace,
+                kind="purge",
+            )
+            if not self._log.append(tombstone):
+                allowed = f"1 .. {MAX_NAME_CHARS} ASCII characters"
+                raise ConfigError("purge", namespace, allowed)
+            forgotten = before - self._log.num_tokens
+        self.snapshot_now()
+        return forgotten
 
     def snapshot_now(self) -> int:
         """Writes the snapshot; its size in bytes, 0 where none is kept.
@@ -249,26 +255,6 @@ class TrieStore:
         if request.epoch and request.epoch == self._restored_epoch:
             return min(request.position, self._restored_end)
         return 0
-
-    def _forget(self, kind: Kind, namespace: str, sequence: str) -> int:
-        with self._lock:
-            self._num_tombstones += 1
-            before = self._log.num_tokens
-            tombstone = Record(
-                origin=self.epoch,
-                number=self._num_tombstones,
-                # Also what a replica wrote whose clock is fast.
-                stamp=max(time.time(), self._log.newest_stamp(namespace)),
-                namespace=namespace,
-                kind=kind,
-                sequence=sequence,
-            )
-            if not self._log.append(tombstone):
-                name = f"{namespace}/{sequence}" if kind == "remove" else namespace
-                raise ConfigError(kind, name, f"names of 1 .. {MAX_NAME_CHARS} ASCII characters")
-            forgotten = before - self._log.num_tokens
-        self.snapshot_now()
-        return forgotten
 
     def _state(self) -> LogState:
         with self._lock:

@@ -153,15 +153,7 @@ vocabulary, or a state is not the model's."""
 
 
 class RowAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """What became of a row; see :class:`specserve.drafters.base.Answer`.
-
-    Attributes:
-        held: as there.
-        tokens: as there.
-        chances: of each token, in 255ths.
-        begin: as there.
-        problem: as there.
-    """
+    """What became of a row; see :class:`specserve.drafters.base.Answer`. Chances in 255ths."""
 
     held: Position
     tokens: Annotated[tuple[Position, ...], msgspec.Meta(max_length=MAX_DRAFT_TOKENS)] = ()

@@ -16,7 +16,7 @@ from specserve.trie.records import (
     records_of,
 )
 from specserve.trie.token_log import TokenLog
-from tests.trie.texts import VOCAB_SIZE, purge, record, removal
+from tests.trie.texts import VOCAB_SIZE, purge, record
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,6 @@ from tests.trie.texts import VOCAB_SIZE, purge, record, removal
         record(sequence="s" * MAX_NAME_CHARS),
         record(stamp=time.time() + 5),
         purge(),
-        removal(),
     ],
 )
 def test_a_well_formed_record_has_no_problem(good: Record) -> None:
@@ -55,7 +54,7 @@ def test_a_well_formed_record_has_no_problem(good: Record) -> None:
         ({"sequence": ""}, "sequence"),
         ({"sequence": "s" * (MAX_NAME_CHARS + 1)}, "sequence"),
         ({"kind": "purge", "tokens": []}, "sequence"),
-        ({"kind": "remove"}, "no tokens"),
+        ({"kind": "purge", "sequence": ""}, "no tokens"),
     ],
 )
 def test_a_record_that_must_not_be_taken_is_told_why(fields: dict[str, Any], said: str) -> None:

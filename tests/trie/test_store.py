@@ -166,12 +166,6 @@ def test_a_purge_that_the_snapshot_cannot_follow_says_so(options: StoreOptions) 
     store.close()
 
 
-def test_a_removal_forgets_one_request(store: TrieStore) -> None:
-    store.exchange(call([record(1), record(2, sequence="another")], origin="replica"))
-    assert store.remove("tenant", "request") == 3
-    assert [each.sequence for each in read(store)[0] if each.num_tokens] == ["another"]
-
-
 @pytest.mark.parametrize("namespace", ["", "n" * 200])
 def test_a_purge_of_what_is_no_namespace_is_refused(store: TrieStore, namespace: str) -> None:
     with pytest.raises(ConfigError, match="purge"):

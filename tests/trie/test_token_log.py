@@ -7,7 +7,7 @@ import pytest
 from specserve.core.errors import ConfigError
 from specserve.trie.records import Record
 from specserve.trie.token_log import MIN_BYTES, SCANNED, TokenLog
-from tests.trie.texts import VOCAB_SIZE, purge, record, removal
+from tests.trie.texts import VOCAB_SIZE, purge, record
 
 
 def new_log(max_bytes: int = 1 << 20) -> TokenLog:
@@ -118,18 +118,9 @@ def test_a_purge_forgets_the_namespace_and_nothing_else() -> None:
     assert log.num_tokens_of() == {"other": 3}
 
 
-def test_a_removal_forgets_one_sequence() -> None:
+def test_what_was_forgotten_does_not_come_back_and_newer_text_does() -> None:
     log = new_log()
-    log.append(record(1))
-    log.append(record(2, sequence="another"))
-    log.append(removal(stamp=1e9))
-    assert read(log) == [record(2, sequence="another"), removal(stamp=1e9)]
-
-
-@pytest.mark.parametrize("order", [purge(stamp=1e9), removal(stamp=1e9)])
-def test_what_was_forgotten_does_not_come_back_and_newer_text_does(order: Record) -> None:
-    log = new_log()
-    log.append(order)
+    log.append(purge(stamp=1e9))
     assert not log.append(record(1, stamp=1e9))
     assert log.append(record(2, stamp=1e9 + 1))
     assert log.append(record(3, namespace="other"))
