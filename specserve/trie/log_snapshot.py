@@ -36,14 +36,11 @@ class SnapshotHeader(msgspec.Struct, frozen=True):
     Attributes:
         version: of this layout.
         fingerprint: identity of the model and tokenizer whose tokens these are.
-        epoch: the store's start that wrote it; positions are this epoch's.
-        end: as the next two one of :class:`LogState`'s.
+        held: as the next one of :class:`LogState`.
     """
 
     version: int
     fingerprint: str
-    epoch: str
-    end: int
     held: Ranges
     tombstones: list[Record]
 
@@ -76,7 +73,7 @@ class SnapshotFile:
         self._path = str(path)
         self._is_local = isinstance(self._fs, LocalFileSystem)
 
-    def save(self, fingerprint: str, epoch: str, state: LogState) -> int:
+    def save(self, fingerprint: str, state: LogState) -> int:
         """Writes the snapshot aside, then puts it in the place of the one that was there.
 
         Returns:
@@ -89,7 +86,7 @@ class SnapshotFile:
         try:
             if self._is_local:
                 Path(self._path).parent.mkdir(parents=True, exist_ok=True)
-            size = self._write(aside, fingerprint, epoch, state)
+            size = self._write(aside, fingerprint, state)
             self._move(aside, self._path)
         except Exception as error:  # each file system has errors of its own
             with suppress(Exception):
@@ -97,13 +94,13 @@ class SnapshotFile:
             raise SnapshotError(f"snapshot {self.url} was not written: {_say(error)}") from error
         return size
 
-    def load_or_set_aside(self, fingerprint: str) -> tuple[str, LogState] | None:
+    def load_or_set_aside(self, fingerprint: str) -> LogState | None:
         """Reads the snapshot.
 
         One that cannot be used is renamed to ``<name>.refused-<number>``, and the log says why.
 
         Returns:
-            The epoch that wrote it, and what the log held; None: there is none to be used.
+            What the log held; None: there is none to be used.
 
         Raises:
             SnapshotError: it cannot be used and could not be renamed either.
@@ -134,10 +131,8 @@ class SnapshotFile:
         )
         return None
 
-    def _write(self, path: str, fingerprint: str, epoch: str, state: LogState) -> int:
-        header = SnapshotHeader(
-            VERSION, fingerprint, epoch, state.end, state.held, state.tombstones
-        )
+    def _write(self, path: str, fingerprint: str, state: LogState) -> int:
+        header = SnapshotHeader(VERSION, fingerprint, state.held, state.tombstones)
         with self._open_new(path) as file:
             with gzip.GzipFile(fileobj=file, mode="wb", compresslevel=1) as lines:
                 for each in (header, *state.records):  # one by one: others get their turns
@@ -165,7 +160,7 @@ class SnapshotFile:
             os.close(folder)
 
 
-def _read(file: BinaryIO, fingerprint: str) -> tuple[str, LogState]:
+def _read(file: BinaryIO, fingerprint: str) -> LogState:
     try:
         with gzip.GzipFile(fileobj=file) as lines:
             header = msgspec.json.decode(lines.readline(), type=SnapshotHeader)
@@ -183,7 +178,7 @@ def _read(file: BinaryIO, fingerprint: str) -> tuple[str, LogState]:
         raise RefusedSnapshotError("it is cut off") from None
     except (gzip.BadGzipFile, zlib.error, msgspec.MsgspecError, UnicodeDecodeError):
         raise RefusedSnapshotError("it is damaged, or no snapshot of a draft memory") from None
-    return header.epoch, LogState(header.end, header.held, header.tombstones, records)
+    return LogState(header.held, header.tombstones, records)
 
 
 def _say(error: Exception) -> str:

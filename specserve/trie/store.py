@@ -129,14 +129,13 @@ class TrieStore:
         self._began = time.monotonic()
         self._last_seen: dict[str, float] = {}
         self._num_tombstones = 0
-        self._restored_epoch, self._restored_end, self._restored_tokens = "", 0, 0
+        self._restored_tokens = 0
 
         self._keeper: SnapshotKeeper | None = None
         if options.snapshot_url:
             self._keeper = SnapshotKeeper(
                 SnapshotFile(options.snapshot_file),
                 options.fingerprint,
-                self.epoch,
                 self._state,
                 self._take_over,
             )
@@ -154,7 +153,7 @@ class TrieStore:
             for record in request.records:
                 self._log.append(record)
             batch = self._log.since(
-                self._position_of(request),
+                0 if is_new else request.position,
                 min(request.max_bytes, MAX_REPLY_BYTES),
                 lambda record: record.origin != request.origin,
             )
@@ -244,30 +243,13 @@ class TrieStore:
         logger.warning("Refused: %s", reason)
         return ExchangeReply(epoch=self.epoch, refused=reason)
 
-    def _position_of(self, request: ExchangeRequest) -> int:
-        """Where the caller goes on reading.
-
-        Positions are one epoch's. Up to the snapshot's end they are also those of the epoch that
-        wrote the snapshot, so its readers need not start again.
-        """
-        if request.epoch == self.epoch:
-            return request.position
-        if request.epoch and request.epoch == self._restored_epoch:
-            return min(request.position, self._restored_end)
-        return 0
-
     def _state(self) -> LogState:
         with self._lock:
             return self._log.state()
 
-    def _take_over(self, epoch: str, state: LogState) -> None:
+    def _take_over(self, state: LogState) -> None:
         """Takes over what a snapshot holds."""
         with self._lock:
             before = self._log.num_tokens
-            if self._log.end == 0:
-                self._log.restore(state)
-                self._restored_epoch, self._restored_end = epoch, state.end
-            else:  # it could not be read at once, and replicas have written since
-                for record in (*state.tombstones, *state.records):
-                    self._log.append(record)
+            self._log.restore(state)
             self._restored_tokens = self._log.num_tokens - before

@@ -46,13 +46,11 @@ class LogState(msgspec.Struct, frozen=True):
     """All that a log holds, for a snapshot.
 
     Attributes:
-        end: position after the last record.
         held: numbers of all records ever taken.
         tombstones: those in force.
-        records: the log's records, in order.
+        records: the texts' records, in order.
     """
 
-    end: int
     held: Ranges
     tombstones: list[Record]
     records: list[Record]
@@ -169,29 +167,16 @@ class TokenLog:
 
     def state(self) -> LogState:
         """All of it; the log may change afterwards."""
-        return LogState(
-            self._end, self.held.ranges(), self._tombstones.in_force(), list(self.records())
-        )
+        texts = [record for record in self.records() if record.kind == "text"]
+        return LogState(self.held.ranges(), self._tombstones.in_force(), texts)
 
     def restore(self, state: LogState) -> None:
-        """Takes over what another log held; only for a log that is still empty.
-
-        A reader may go on at the position that it had in the other log. Where records had been
-        forgotten it reads some again, and never misses one.
-        """
-        assert self._end == 0
-        self.held = SeenRecords(state.held)
-        for tombstone in state.tombstones:
-            if not problem_of(tombstone, self._vocab_size):
-                self._tombstones.keep(tombstone.with_shared_names())
-        self._end = state.end - len(state.records)
-        for record in state.records:
-            if problem_of(record, self._vocab_size):
-                self._slots.append(None)  # the positions of the others stay
-                self._end += 1
-                self._record_bytes += SLOT_BYTES
-            else:
-                self._put(record.with_shared_names())
+        """Takes what another log held, behind what this one has."""
+        is_new = not self._end
+        for record in (*state.tombstones, *state.records):
+            self.append(record)
+        if is_new:
+            self.held = SeenRecords(state.held)
 
     def tombstones(self) -> list[Record]:
         """Those in force, the oldest first."""

@@ -351,4 +351,4 @@ def test_a_node_that_is_stopped_lets_its_store_write_a_last_snapshot(tmp_path: P
             host.stop()
     loaded = SnapshotFile(str(memory.file)).load_or_set_aside(memory.fingerprint)
     assert loaded is not None
-    assert sum(record.num_tokens for record in loaded[1].records) == 10
+    assert sum(record.num_tokens for record in loaded.records) == 10

@@ -39,14 +39,14 @@ def memory() -> Iterator[fsspec.AbstractFileSystem]:
 
 def test_what_is_saved_is_what_is_loaded(path: Path) -> None:
     file = SnapshotFile(str(path))
-    size = file.save(FINGERPRINT, "epoch", some_state())
+    size = file.save(FINGERPRINT, some_state())
     assert path.stat().st_size == size
-    assert file.load_or_set_aside(FINGERPRINT) == ("epoch", some_state())
+    assert file.load_or_set_aside(FINGERPRINT) == some_state()
     assert os.listdir(path.parent) == [path.name]
 
 
 def test_only_the_owner_may_read_what_users_wrote(path: Path) -> None:
-    SnapshotFile(str(path)).save(FINGERPRINT, "epoch", some_state())
+    SnapshotFile(str(path)).save(FINGERPRINT, some_state())
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
@@ -60,9 +60,9 @@ def test_a_missing_snapshot_is_none_and_nothing_is_said(
 def test_a_url_is_as_good_as_a_path(memory: fsspec.AbstractFileSystem) -> None:
     file = SnapshotFile("memory://bucket/trie.snapshot")
     assert file.load_or_set_aside(FINGERPRINT) is None
-    file.save(FINGERPRINT, "older", some_state(3))
-    file.save(FINGERPRINT, "epoch", some_state())
-    assert file.load_or_set_aside(FINGERPRINT) == ("epoch", some_state())
+    file.save(FINGERPRINT, some_state(3))
+    file.save(FINGERPRINT, some_state())
+    assert file.load_or_set_aside(FINGERPRINT) == some_state()
     assert file.load_or_set_aside("another") is None
     assert [name.rpartition("/")[2] for name in memory.ls("/bucket", detail=False)] == [
         "trie.snapshot.refused-1"
@@ -89,7 +89,7 @@ def test_one_wrong_byte_is_noticed(
     path: Path, place: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = SnapshotFile(str(path))
-    file.save(FINGERPRINT, "epoch", some_state())
+    file.save(FINGERPRINT, some_state())
     content = bytearray(path.read_bytes())
     content[place] ^= 0x41
     path.write_bytes(content)
@@ -102,7 +102,7 @@ def test_one_wrong_byte_is_noticed(
 
 def test_no_cut_off_snapshot_is_taken_for_a_whole_one(path: Path) -> None:
     file = SnapshotFile(str(path))
-    file.save(FINGERPRINT, "epoch", some_state(5))
+    file.save(FINGERPRINT, some_state(5))
     content = path.read_bytes()
     for size in (*range(0, len(content), 11), len(content) - 1):
         path.write_bytes(content[:size])
@@ -118,7 +118,7 @@ def test_a_snapshot_of_another_model_is_set_aside(
 ) -> None:
     file = SnapshotFile(str(path))
     for number in (1, 2):
-        file.save("another", "epoch", some_state())
+        file.save("another", some_state())
         assert file.load_or_set_aside(FINGERPRINT) is None
         assert Path(f"{path}.refused-{number}").exists()
     assert f"it is of 'another', this is '{FINGERPRINT}'" in caplog.text
@@ -130,7 +130,7 @@ def test_a_snapshot_of_another_version_is_set_aside(
     file = SnapshotFile(str(path))
     with monkeypatch.context() as patch:
         patch.setattr(log_snapshot, "VERSION", VERSION + 1)
-        file.save(FINGERPRINT, "epoch", some_state())
+        file.save(FINGERPRINT, some_state())
     assert file.load_or_set_aside(FINGERPRINT) is None
     assert f"version {VERSION + 1}" in caplog.text
 
@@ -145,7 +145,7 @@ def test_a_full_disk_leaves_the_old_snapshot_whole(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = SnapshotFile(str(path))
-    file.save(FINGERPRINT, "epoch", some_state())
+    file.save(FINGERPRINT, some_state())
 
     def is_full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -153,15 +153,15 @@ def test_a_full_disk_leaves_the_old_snapshot_whole(
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", is_full)
         with pytest.raises(SnapshotError, match="No space left on device"):
-            file.save(FINGERPRINT, "later", some_state(3))
+            file.save(FINGERPRINT, some_state(3))
     assert os.listdir(path.parent) == [path.name]
-    assert file.load_or_set_aside(FINGERPRINT) == ("epoch", some_state())
+    assert file.load_or_set_aside(FINGERPRINT) == some_state()
 
 
 def test_a_folder_that_cannot_be_is_a_snapshot_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     file = SnapshotFile(str(tmp_path / "file" / "trie.snapshot"))
     with pytest.raises(SnapshotError, match=r"trie\.snapshot was not written"):
-        file.save(FINGERPRINT, "epoch", some_state())
+        file.save(FINGERPRINT, some_state())
     with pytest.raises(SnapshotError, match="cannot be used"):
         file.load_or_set_aside(FINGERPRINT)
