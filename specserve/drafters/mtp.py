@@ -89,13 +89,7 @@ class MtpDrafter:
     ) -> Self:
         """Loads the module from its target's checkpoint or from a folder of its own.
 
-        Args:
-            model: the folder, or the checkpoint's id on the hub.
-            max_texts: texts that are remembered.
-            max_tokens: longest text in tokens; the module's own limit holds as well.
-            dtype: to compute in.
-            device: as torch names it.
-            revision: on the hub: branch, tag or commit; empty: the default one.
+        The arguments are those of :meth:`specserve.drafters.causal.CausalDrafter.load`.
 
         Raises:
             ConfigError: the model is not there, has no MTP module or one that is not as

@@ -137,21 +137,9 @@ class TrieReplica:
         final: bool = False,
         stamp: float = 0.0,
     ) -> bool:
-        """Shares a piece of a request's text; takes microseconds and never waits.
+        """See :meth:`specserve.trie.memory.SharedMemory.publish`; takes microseconds.
 
         For one thread at a time. Pieces of one request follow each other.
-
-        Args:
-            namespace: whose text it is.
-            sequence: the request; unique in the cluster.
-            start: position of the first token in the request's text.
-            tokens: int32 ``[n]``, copied.
-            num_prompt_tokens: how many of the first of these tokens belong to the prompt.
-            final: the text ends here.
-            stamp: when the first of these tokens was written, in seconds since 1970; 0: now.
-
-        Returns:
-            False if the piece was dropped because the thread does not keep up.
         """
         num_waiting = self._num_put - self._num_taken + len(tokens)
         if num_waiting > self._options.max_queued_tokens or len(self._queue) >= MAX_QUEUED:
