@@ -49,6 +49,7 @@ class ReplicaOptions:
         interval_s: time from the start of one call to the next, in seconds, while the replica
             keeps up.
         deadline_s: how long a call may take, in seconds.
+        reads: whether it wants what others write.
     """
 
     fingerprint: str
@@ -57,6 +58,7 @@ class ReplicaOptions:
     max_queued_tokens: int = 1 << 18
     interval_s: float = 0.1
     deadline_s: float = 2.0
+    reads: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +175,11 @@ class TrieReplica:
             self._thread.join(timeout_s)
         return not self._thread.is_alive() and self._oldest_unsent == inf
 
+    @property
+    def has_unsent(self) -> bool:
+        """Whether the store lacks anything of what was published; for the thread's own use."""
+        return bool(self._queue) or not self._outbox.is_empty
+
     def stats(self) -> ReplicaStats:
         """The link at this moment; for any thread."""
         return ReplicaStats(
@@ -224,7 +231,7 @@ class TrieReplica:
             self._epoch,
             self._position,
             records,
-            BATCH_BYTES,
+            BATCH_BYTES if self._options.reads else 0,
         )
         deadline_s = min(self._options.deadline_s, self._last_call_at - time.monotonic())
         try:
@@ -241,8 +248,8 @@ class TrieReplica:
             if self._outbox.receive(record):
                 self._apply_one(record)
         self._note_progress(reply)
-        is_even = self._outbox.is_empty and not reply.behind
-        return self._options.interval_s if is_even else 0.0
+        has_more = not self._outbox.is_empty or (self._options.reads and reply.behind)
+        return 0.0 if has_more else self._options.interval_s
 
     def _start_over(self, reply: ExchangeReply) -> None:
         if self._epoch:
