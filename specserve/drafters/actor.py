@@ -20,7 +20,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 from ray.util.placement_group import get_current_placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from specserve.core.errors import EngineError, shorten
+from specserve.core.errors import EngineError, last_line_of
 from specserve.core.metric_specs import OF_DRAFTERS
 from specserve.core.openmp import openmp_environment
 from specserve.drafters.options import FAILED_REST_S, NAME_PREFIX, DrafterOptions, load
@@ -278,7 +278,7 @@ class DrafterFinder:
                 self._give_up()
             else:
                 self._wait(began)
-            self._tell(shorten(str(error).strip().splitlines()[-1], 300))
+            self._tell(last_line_of(error)[:300])
         else:
             self._told.clear()
             return seat
