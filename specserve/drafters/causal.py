@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from specserve.core.types import Int32Array
-from specserve.drafters.attention import Span
 from specserve.drafters.base import Answer, Card, Key, Row
 from specserve.drafters.causal_model import CausalModel
-from specserve.drafters.kv_cache import KVCache
+from specserve.drafters.kv_cache import KVCache, Span
 from specserve.drafters.ops import Guess, guesses, likeliest
 from specserve.drafters.slots import Slot, SlotTable
 from specserve.drafters.vocabulary import fingerprint

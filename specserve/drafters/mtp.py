@@ -16,7 +16,8 @@ from transformers import DeepseekV3Config
 
 from specserve.core.errors import ConfigError, reason_of
 from specserve.drafters.base import Answer, Card, Key, Row
-from specserve.drafters.latent_attention import Packed, Span
+from specserve.drafters.kv_cache import Span
+from specserve.drafters.latent_attention import Packed
 from specserve.drafters.mtp_files import fetch_mtp, find_mtp
 from specserve.drafters.mtp_module import MtpModule
 from specserve.drafters.mtp_weights import MtpWeights
@@ -149,7 +150,7 @@ class MtpDrafter:
             self._slots.restart(slot, row.tokens[:0])
             slot.begin = slot.length = row.states_start
         end = max(end, slot.length)
-        return _Work(row, slot, Span(slot.index, slot.begin, slot.length, end), num_drafts)
+        return _Work(row, slot, Span(slot.index, slot.length, end, slot.begin), num_drafts)
 
     def _fits(self, row: Row) -> bool:
         """Whether the row can be computed at all; others' rows must not fail with it."""
@@ -220,7 +221,7 @@ class MtpDrafter:
             hidden = hidden[: len(works)]
             if step:
                 ends = [(work.span, work.span.end + step) for work in works]
-                spans = [Span(span.slot, span.begin, end - 1, end) for span, end in ends]
+                spans = [Span(span.slot, end - 1, end, span.first) for span, end in ends]
                 packed = Packed.of(spans, hidden.device)
                 tokens = steps[-1][0][: len(works)]
                 hidden = self.module.forward(hidden, tokens, packed, len(works))

@@ -16,7 +16,8 @@ from msgspec.structs import replace
 
 from specserve.core.errors import ConfigError
 from specserve.drafters.base import Answer, Key, Row
-from specserve.drafters.latent_attention import Packed, Span
+from specserve.drafters.kv_cache import Span
+from specserve.drafters.latent_attention import Packed
 from specserve.drafters.mtp import MtpDrafter
 from tests.drafters.mtp_reference import MODEL, NUM_TOKENS, texts
 
@@ -69,7 +70,7 @@ def row(
 
 def test_results_are_what_the_training_code_computes(drafter: MtpDrafter) -> None:
     text, end = texts()[0], NUM_TOKENS - 1
-    each = Packed.of([Span(0, 0, i, i + 1) for i in range(end)], torch.device("cpu"))
+    each = Packed.of([Span(0, i, i + 1) for i in range(end)], torch.device("cpu"))
     with torch.inference_mode():
         ours = drafter.module.forward(
             torch.from_numpy(text.states[:end]),
@@ -86,7 +87,7 @@ def test_only_wanted_results_are_computed_and_all_entries_are_written(
     drafter: MtpDrafter,
 ) -> None:
     first, second = texts()[:2]
-    spans = [Span(0, 0, 0, 200), Span(1, 0, 0, 150)]
+    spans = [Span(0, 0, 200), Span(1, 0, 150)]
     with torch.inference_mode():
         (result,) = drafter.module.forward(
             torch.from_numpy(np.concatenate([first.states[:200], second.states[:150]])),
@@ -97,7 +98,7 @@ def test_only_wanted_results_are_computed_and_all_entries_are_written(
         (later,) = drafter.module.forward(
             torch.from_numpy(second.states[150:151]),
             torch.from_numpy(second.tokens[151:152]).long(),
-            Packed.of([Span(1, 0, 150, 151)], torch.device("cpu")),
+            Packed.of([Span(1, 150, 151)], torch.device("cpu")),
             1,
         )
     assert (result - first.entries(200)[-1]).abs().max() < 2e-3
