@@ -122,7 +122,7 @@ class Hook(ProposerHook):
         self.is_warm = threading.Event()
         self._exits = [lambda: self.seen.append(worker.is_shut_down)]
         self.seen: list[bool] = []
-        self.idle_steps: list[tuple[list[str], list[list[int]]]] = []
+        self.idle_steps: list[list[list[int]]] = []
 
     def forget(self, request_ids: object) -> None:
         """Nothing is kept."""
@@ -131,7 +131,7 @@ class Hook(ProposerHook):
         return bool(scheduler_output.is_idle)
 
     def pass_over(self, sampled_token_ids: list[list[int]]) -> None:
-        self.idle_steps.append((request_ids, sampled_token_ids))
+        self.idle_steps.append(sampled_token_ids)
 
 
 def test_the_sources_learn_when_the_worker_has_its_memory() -> None:
@@ -167,7 +167,7 @@ def test_an_idle_step_is_taken_as_without_speculation() -> None:
     output = worker.sample_tokens(None)
     assert worker.taken_with == [None, None]
     assert output.specserve_drafts is None
-    assert hook.idle_steps == [(["a"], [[7]])]
+    assert hook.idle_steps == [[[7]]]
 
     worker.execute_model(SimpleNamespace(finished_req_ids=(), is_idle=False))
     output = worker.sample_tokens(None)

@@ -113,7 +113,7 @@ class Hook:
         def call() -> Drafts:
             if not self._hook.is_idle(scheduled):
                 return self._propose(scheduled, sampled)
-            self._hook.pass_over(names, sampled)
+            self._hook.pass_over(sampled)
             return [[] for _ in names]
 
         return call
