@@ -84,7 +84,14 @@ def shorten(value: object, limit: int = 80) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
+def last_line_of(error: BaseException) -> str:
+    """The last line of an error, where Ray, vLLM and pydantic put what matters."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    useful = [line for line in lines if not line.startswith("For further information")]
+    return useful[-1] if useful else repr(error)
+
+
 def reason_of(error: Exception) -> str:
     """What another library's error says, on one line of at most 300 characters."""
-    text = " ".join(str(error).split())
+    text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 300 else text[:297] + "..."

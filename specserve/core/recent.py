@@ -23,22 +23,28 @@ MAX_STEPS = 48
 """What is shown at most: of so many requests, so many steps of each."""
 
 
-class RecentStep(msgspec.Struct, frozen=True):
-    """What one step brought a request.
+class StepCounts(msgspec.Struct, frozen=True):
+    """What one step brought a request, without texts.
 
     Attributes:
         source: who drafted; empty: nobody did.
         num_drafted: draft tokens that were verified.
         num_accepted: how many of them the target accepted.
         num_new: tokens that the step emitted: the accepted ones and the target's own.
-        new: those tokens; empty where texts are not shown.
-        refused: the draft tokens that were not accepted; empty where texts are not shown.
     """
 
     source: str
     num_drafted: int
     num_accepted: int
     num_new: int
+
+
+class RecentStep(StepCounts, frozen=True):
+    """The same with the tokens that were emitted, and the draft's that were not accepted.
+
+    Both are empty where texts are not shown.
+    """
+
     new: tuple[int, ...] = ()
     refused: tuple[int, ...] = ()
 

@@ -27,7 +27,7 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
 
 from specserve.core.config import AppConfig
-from specserve.core.errors import EngineError
+from specserve.core.errors import EngineError, last_line_of
 from specserve.core.metrics import SpeculationSnapshot
 from specserve.core.openmp import openmp_environment
 from specserve.core.recent import RecentRequest
@@ -78,7 +78,7 @@ class Engine:
             vllm_config = arguments.create_engine_config()
         except (ValueError, OSError, RuntimeError) as error:
             raise EngineError(
-                f"vLLM refuses the configuration of {config.model.path}: {_last_line(error)}"
+                f"vLLM refuses the configuration of {config.model.path}: {last_line_of(error)}"
             ) from error
         vllm_config.parallel_config.placement_group = placement_group
         if current_platform.is_cpu():
@@ -95,7 +95,7 @@ class Engine:
                 vllm_config, stat_loggers=[RayPrometheusStatLogger, PrometheusStatLogger]
             )
         except (RuntimeError, ValueError) as error:
-            raise EngineError(f"the engine did not start: {_last_line(error)}") from error
+            raise EngineError(f"the engine did not start: {last_line_of(error)}") from error
         if not config.drafts_in_engine:
             # It would refuse `min_p` and `logit_bias`; see specserve.engine.sampling for why not.
             llm.input_processor.speculative_config = None
@@ -218,10 +218,3 @@ def _prepare_environment(config: AppConfig) -> None:
         # vLLM has one value for all ranks. Each bundle still holds a whole GPU, so that nobody else
         # gets what the other ranks leave of theirs.
         os.environ["VLLM_RAY_PER_WORKER_GPUS"] = str(1 - sum(shares))
-
-
-def _last_line(error: Exception) -> str:
-    """The last line of an error, where pydantic and vLLM put what matters."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    useful: list[Any] = [line for line in lines if not line.startswith("For further information")]
-    return useful[-1] if useful else repr(error)

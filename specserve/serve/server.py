@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Awaitable, Callable
 
+import prometheus_client
 from ray import serve
 from ray.serve.context import _get_global_client
 from starlette.exceptions import HTTPException
@@ -85,7 +86,8 @@ class ModelServer:
         )
         in_engine = self._config.drafts_in_engine
         kinds = None if in_engine else [source.kind for source in self._config.speculation]
-        wrapped: ASGIApp = ControlsMiddleware(FreshMetricsMiddleware(app, monitor.refresh), kinds)
+        fresh = FreshMetricsMiddleware(app, monitor.refresh, prometheus_client.REGISTRY)
+        wrapped: ASGIApp = ControlsMiddleware(fresh, kinds)
         if self._keys:
             wrapped = TenantMiddleware(wrapped, self._keys)
         self._progress.ready(_base_url())

@@ -9,7 +9,6 @@ from itertools import islice
 
 from specserve.compare.corpus import Module, load_modules
 from specserve.compare.prompts import BUILT_IN, Tokenizer, load_prompts
-from specserve.compare.tasks import TaskMaker
 from specserve.engine.generation import Job, Sampling
 from tests.peers.workload import (
     EDITS,
@@ -19,6 +18,7 @@ from tests.peers.workload import (
     Workload,
     pieces_of,
 )
+from tools.demo_models.tasks import AllTasks
 
 SETS = (*BUILT_IN, "again", "random", "mixed")
 NUM_FILES, FILE_CHARS, TASK_CHARS = 3, 6000, 3000
@@ -95,7 +95,7 @@ def again_jobs(
     tokenizer: Tokenizer, files: Sequence[Module], number: int, max_tokens: int, seed: int
 ) -> list[Job]:
     """Tasks on ``files``, in words and with edits drawn by ``seed``."""
-    tasks, rng = TaskMaker(list(files)), random.Random(seed)
+    tasks, rng = AllTasks(list(files)), random.Random(seed)
     jobs = []
     for index in range(number):
         task = tasks.draw(rng, TASK_CHARS, kind=EDITS[index % len(EDITS)])
