@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from specserve.core.errors import RequestError
 from specserve.engine.tenants import CURRENT_CONTROLS
 from specserve.serve.middleware import openai_error
-from specserve.sources.controls import own_fields, parse_controls, refuse_tenant
+from specserve.sources.controls import own_fields, parse_controls, refuse_server_keys
 
 _KEYS = (b'"vllm_xargs"', b'"extra_args"', b"\\u00")
 """A body without any of them holds no arguments. JSON may write a key's letters as escapes too."""
@@ -62,7 +62,7 @@ class ControlsMiddleware:
 
     def _check(self, field: str, arguments: Mapping[str, Any]) -> None:
         try:
-            refuse_tenant(arguments)
+            refuse_server_keys(arguments)
             parse_controls(arguments, self._kinds)
         except RequestError as error:
             key = error.field.removeprefix("vllm_xargs")

@@ -1,0 +1,300 @@
+"""Continues texts for the generation API, by vLLM's renderer, engine client and detokenizer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from http import HTTPStatus
+from types import SimpleNamespace
+from typing import Any
+
+from starlette.requests import Request
+from vllm import envs
+from vllm.entrypoints.generate.base.serving import GenerateBaseServing
+from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMValidationError
+from vllm.inputs import EngineInput
+from vllm.logprobs import Logprob
+from vllm.lora.request import LoRARequest
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.renderers import TokenizeParams
+from vllm.renderers.inputs.preprocess import parse_model_prompt
+from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+from vllm.v1.engine.exceptions import EngineGenerateError
+
+from specserve.core.errors import GenerationError, reason_of
+from specserve.engine.logits_processors import extra_args
+from specserve.engine.text_request import (
+    Continuation,
+    FinishReason,
+    Limits,
+    Output,
+    PromptToken,
+    TextRequest,
+    Token,
+)
+
+logger = logging.getLogger(__name__)
+
+_CONTEXT_TOKENS = 16
+"""Of a prompt, before the first generated token: more than any character is made of."""
+_CLIENTS_MISTAKES = (ValueError, TypeError, OverflowError)
+"""What vLLM raises of a request, where it has no error of its own for it."""
+
+
+class TextGenerator(GenerateBaseServing):
+    """vLLM's base of HTTP handlers, for the generation API; a ``TextEngine``.
+
+    Args:
+        engine_client: vLLM's ``AsyncLLM``.
+        models: its ``OpenAIServingModels``, with the adapters.
+        request_logger: logs requests; None: nothing does.
+        max_concurrent_requests: decoded and waiting.
+        has_processors: whether the workers have :mod:`specserve.engine.logits_processors`.
+    """
+
+    def __init__(
+        self,
+        engine_client: Any,
+        models: Any,
+        request_logger: Any,
+        max_concurrent_requests: int,
+        *,
+        has_processors: bool,
+    ) -> None:
+        super().__init__(engine_client, models, request_logger=request_logger)
+        model = engine_client.model_config
+        self.limits = Limits(
+            max_total_tokens=model.max_model_len,
+            max_concurrent_requests=max_concurrent_requests,
+            num_tokenizers=model.renderer_num_workers,
+        )
+        self._has_processors = has_processors
+
+    async def generate(self, request: TextRequest, call: Request) -> AsyncGenerator[Output, None]:
+        """See :meth:`specserve.engine.text_request.TextEngine.generate`."""
+        with _as_our_errors(request):
+            self._check_processors(request)
+            adapter = await self._adapter(request.adapter_id)
+            prompt = await self._rendered(request)
+            params = self._sampling_params(request, self._extract_prompt_len(prompt))
+            request_id = f"generate-{self._base_request_id(call)}"
+            self._log_inputs(request_id, prompt, params, adapter)
+            outputs = self.engine_client.generate(
+                prompt,
+                params,
+                request_id,
+                lora_request=adapter,
+                trace_headers=await self._get_trace_headers(call.headers),
+                priority=self._get_priority(SimpleNamespace(priority=0), call),
+                session_id=self._get_session_id_from_headers(call),
+            )
+            texts: dict[int, _TokenTexts] = {}
+            async with aclosing(outputs):
+                async for output in outputs:
+                    yield self._output(request, output, texts)
+
+    def _check_processors(self, request: TextRequest) -> None:
+        if self._has_processors:
+            return
+        rule = "is not supported by this server: its engine has no logits processors of ours"
+        if request.typical_p is not None:
+            raise GenerationError.of_field("typical_p", rule, request.typical_p)
+        if request.watermark:
+            raise GenerationError.of_field("watermark", rule, request.watermark)
+
+    async def _adapter(self, name: str) -> LoRARequest | None:
+        if self._is_model_supported(name):
+            return None
+        found = self.models.lora_requests.get(name)
+        if found is None and envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING:
+            found = await self.models.resolve_lora(name)
+        if isinstance(found, LoRARequest):
+            return found
+        names = [*(each.name for each in self.models.base_model_paths), *self.models.lora_requests]
+        raise GenerationError.of_field("adapter_id", f"must be one of {', '.join(names)}", name)
+
+    async def _rendered(self, request: TextRequest) -> EngineInput:
+        most = self.limits.max_total_tokens
+        options = TokenizeParams(
+            max_total_tokens=most,
+            truncate_prompt_tokens=request.truncate,
+            truncation_side=None if request.truncate is None else "left",
+        )
+        prompt = parse_model_prompt(self.model_config, request.inputs)
+        try:
+            (rendered,) = await self.renderer.render_cmpl_async([prompt], options)
+        except VLLMValidationError as error:
+            if error.parameter not in ("input_tokens", "input_text"):
+                raise
+            unit = "tokens" if error.parameter == "input_tokens" else "characters"
+            given = f"{error.value} {unit} or more"
+            raise _too_long(most, given) from None
+        return rendered
+
+    def _sampling_params(self, request: TextRequest, num_prompt_tokens: int) -> SamplingParams:
+        most = self.limits.max_total_tokens
+        max_tokens = request.max_new_tokens
+        if max_tokens is None:
+            max_tokens = most - num_prompt_tokens
+        elif num_prompt_tokens + max_tokens > most:
+            rule = f"`inputs` tokens + `max_new_tokens` must be <= {most}"
+            given = f"{num_prompt_tokens} `inputs` tokens and {max_tokens} `max_new_tokens`"
+            raise GenerationError("validation", f"Input validation error: {rule}. Given: {given}")
+        if num_prompt_tokens >= most:
+            raise _too_long(most, str(num_prompt_tokens))
+        with_logprobs = request.with_tokens or request.num_sequences > 1
+        is_typical = request.typical_p is not None  # has these two in its processor
+        return SamplingParams(
+            n=request.num_sequences,
+            temperature=request.temperature,
+            top_k=0 if is_typical else request.top_k,
+            top_p=1.0 if is_typical else request.top_p,
+            repetition_penalty=request.repetition_penalty,
+            frequency_penalty=request.frequency_penalty,
+            seed=request.seed,
+            stop=list(request.stop),
+            include_stop_str_in_output=True,
+            max_tokens=max_tokens,
+            logprobs=request.num_top_tokens if with_logprobs else None,
+            prompt_logprobs=0 if request.with_prompt else None,
+            output_kind=RequestOutputKind.DELTA if request.streams else RequestOutputKind.FINAL_ONLY,
+            structured_outputs=_structured_outputs(request),
+            extra_args=extra_args(request) or None,
+        )
+
+    def _output(
+        self, request: TextRequest, output: RequestOutput, texts: dict[int, _TokenTexts]
+    ) -> Output:
+        """vLLM's output in ours; ``texts`` has a detokenizer for each continuation."""
+        continuations = []
+        for each in output.outputs:
+            if request.with_tokens and each.index not in texts:
+                texts[each.index] = _TokenTexts(self.renderer.tokenizer, output.prompt_token_ids)
+            continuations.append(_continuation(request, each, texts.get(each.index)))
+        return Output(
+            num_prompt_tokens=len(output.prompt_token_ids),
+            prompt_tokens=self._prompt_tokens(output) if request.with_prompt else (),
+            continuations=tuple(continuations),
+        )
+
+    def _prompt_tokens(self, output: RequestOutput) -> tuple[PromptToken, ...]:
+        first, *others = output.prompt_token_ids
+        (text,) = convert_ids_list_to_tokens(self.renderer.tokenizer, [first])
+        _, *entries = output.prompt_logprobs
+        return (
+            PromptToken(first, text, None),
+            *(
+                PromptToken(token, entry[token].decoded_token, entry[token].logprob)
+                for token, entry in zip(others, entries, strict=True)
+            ),
+        )
+
+
+class _TokenTexts:
+    """What each generated token adds to a text, special tokens included; by vLLM's detokenizer."""
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
+        self.special: frozenset[int] = frozenset(tokenizer.all_special_ids)
+        self._detokenizer = IncrementalDetokenizer.from_new_request(
+            tokenizer,
+            EngineCoreRequest(
+                request_id="",
+                prompt_token_ids=list(prompt[-_CONTEXT_TOKENS:]),
+                mm_features=None,
+                sampling_params=SamplingParams(skip_special_tokens=False),
+                pooling_params=None,
+                arrival_time=0.0,
+                lora_request=None,
+                cache_salt=None,
+                data_parallel_rank=None,
+            ),
+        )
+
+    def next(self, token: int) -> str:
+        """The text that comes with one token more."""
+        self._detokenizer.update([token], stop_terminated=False)
+        text: str = self._detokenizer.get_next_output_text(finished=False, delta=True)
+        return text
+
+
+def _continuation(
+    request: TextRequest, output: CompletionOutput, texts: _TokenTexts | None
+) -> Continuation:
+    tokens: list[Token] = []
+    top_tokens: list[tuple[Token, ...]] = []
+    if texts is not None:
+        for token, entries in zip(output.token_ids, output.logprobs or (), strict=True):
+            logprob = entries[token].logprob
+            tokens.append(Token(token, texts.next(token), logprob, token in texts.special))
+            if request.num_top_tokens:
+                top_tokens.append(_top_tokens(entries, request.num_top_tokens, texts.special))
+    return Continuation(
+        text=output.text,
+        num_tokens=len(output.token_ids),
+        tokens=tuple(tokens),
+        top_tokens=tuple(top_tokens),
+        mean_logprob=(output.cumulative_logprob or 0.0) / max(len(output.token_ids), 1),
+        finish_reason=_finish_reason(output),
+    )
+
+
+def _top_tokens(
+    entries: dict[int, Logprob], most: int, special: frozenset[int]
+) -> tuple[Token, ...]:
+    """The most likely tokens of a position; the chosen one may come with them and not be one."""
+    likely = sorted(entries.items(), key=lambda item: item[1].rank)[:most]
+    return tuple(
+        Token(token, entry.decoded_token, entry.logprob, token in special)
+        for token, entry in likely
+    )
+
+
+def _finish_reason(output: CompletionOutput) -> FinishReason | None:
+    match output.finish_reason:
+        case None:
+            return None
+        case "length":
+            return "length"
+        case "stop":
+            return "stop_sequence" if isinstance(output.stop_reason, str) else "eos_token"
+        case "error":
+            raise GenerationError("generation", "Request failed during generation: engine error")
+    raise GenerationError("incomplete_generation", "Incomplete generation")
+
+
+def _structured_outputs(request: TextRequest) -> StructuredOutputsParams | None:
+    if request.grammar is None:
+        return None
+    kind, value = request.grammar
+    return StructuredOutputsParams(**{kind: value if isinstance(value, str) else dict(value)})
+
+
+def _too_long(most: int, given: str) -> GenerationError:
+    rule = f"`inputs` must have less than {most} tokens"
+    return GenerationError("validation", f"Input validation error: {rule}. Given: {given}")
+
+
+@contextmanager
+def _as_our_errors(request: TextRequest) -> Iterator[None]:
+    """Tells what vLLM raises in the words of Text Generation Inference."""
+    try:
+        yield
+    except GenerationError:
+        raise
+    except GracefulHTTPError as error:
+        if error.http_status != HTTPStatus.SERVICE_UNAVAILABLE:
+            raise
+        raise GenerationError("overloaded", "Model is overloaded") from error
+    except Exception as error:
+        cause = error.__cause__ if isinstance(error, EngineGenerateError) else error
+        if isinstance(cause, VLLMClientError | _CLIENTS_MISTAKES):
+            what = "grammar is not valid: " if request.grammar else ""
+            message = f"Input validation error: {what}{reason_of(cause)}"
+            raise GenerationError("validation", message) from error
+        logger.exception("A text was not generated")
+        message = f"Request failed during generation: {reason_of(error)}"
+        raise GenerationError("generation", message) from error
