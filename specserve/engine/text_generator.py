@@ -161,7 +161,9 @@ class TextGenerator(GenerateBaseServing):
             max_tokens=max_tokens,
             logprobs=request.num_top_tokens if with_logprobs else None,
             prompt_logprobs=0 if request.with_prompt else None,
-            output_kind=RequestOutputKind.DELTA if request.streams else RequestOutputKind.FINAL_ONLY,
+            output_kind=RequestOutputKind.DELTA
+            if request.streams
+            else RequestOutputKind.FINAL_ONLY,
             structured_outputs=_structured_outputs(request),
             extra_args=extra_args(request) or None,
         )

@@ -12,6 +12,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
+from starlette.routing import Match, get_route_path
+from starlette.types import Scope
 
 from specserve import __version__
 from specserve.core.config import AppConfig
@@ -26,8 +28,7 @@ from specserve.serve.generation.schema import (
     refusal,
 )
 
-PATHS = ("", "/", "/generate", "/generate_stream")
-"""Of the routes that generate, below the application's prefix."""
+_PATHS = ("", "/generate", "/generate_stream")
 
 T = TypeVar("T")
 
@@ -38,6 +39,12 @@ class _ClientGone(Exception):
 
 class _Route(APIRoute):
     """A route whose errors have Text Generation Inference's form."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """Starlette's method. A call of the bare prefix is one of ``/``; others are redirected."""
+        if not get_route_path(scope):
+            scope = {**scope, "path": scope["path"] + "/"}
+        return super().matches(scope)
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """FastAPI's method."""
@@ -112,10 +119,11 @@ class GenerationApi:
         asked = generation(body, limit, streams=streams, full_text=full_text)
         outputs = self._engine.generate(asked.request, request)
         # Whatever is wrong is known with the first output, when there still is a status to tell it.
-        first = await _while_connected(request, anext(outputs))
+        first = await _while_connected(request, _first(outputs))
         if streams:
             content = events(asked, _following(first, outputs))
             return StreamingResponse(content, media_type="text/event-stream")
+        await outputs.aclose()
         return whole_response(asked, first, time.perf_counter() - started, listed=listed)
 
     def _info(self) -> dict[str, Any]:
@@ -160,6 +168,23 @@ async def _while_connected(request: Request, work: Awaitable[T]) -> T:
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+def is_generation(scope: Scope) -> bool:
+    """Whether a call is one of this API's, that continue texts."""
+    path: str = scope["path"].removeprefix(scope.get("root_path", "")).rstrip("/")
+    return scope["type"] == "http" and scope["method"] == "POST" and path in _PATHS
+
+
+async def _first(outputs: AsyncGenerator[Output, None]) -> Output:
+    """The first output.
+
+    Raises:
+        GenerationError: there is none, or instead of it.
+    """
+    async for output in outputs:
+        return output
+    raise GenerationError("incomplete_generation", "Incomplete generation")
 
 
 async def _following(
