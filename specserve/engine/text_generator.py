@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 _CONTEXT_TOKENS = 16
 """Of a prompt, before the first generated token: more than any character is made of."""
 _CLIENTS_MISTAKES = (ValueError, TypeError, OverflowError)
-"""What vLLM raises of a request, where it has no error of its own for it."""
+"""What a request can meet in vLLM that has no error of its own for it."""
 
 
 class TextGenerator(GenerateBaseServing):
@@ -133,6 +133,8 @@ class TextGenerator(GenerateBaseServing):
             unit = "tokens" if error.parameter == "input_tokens" else "characters"
             given = f"{error.value} {unit} or more"
             raise _too_long(most, given) from None
+        except _CLIENTS_MISTAKES as error:
+            raise GenerationError.of_field("inputs", "must be text", reason_of(error)) from error
         return rendered
 
     def _sampling_params(self, request: TextRequest, num_prompt_tokens: int) -> SamplingParams:
@@ -280,6 +282,12 @@ def _too_long(most: int, given: str) -> GenerationError:
     return GenerationError("validation", f"Input validation error: {rule}. Given: {given}")
 
 
+def _refusal(request: TextRequest, reason: Exception) -> GenerationError:
+    # All else is checked before vLLM does.
+    what = "grammar is not valid: " if request.grammar else ""
+    return GenerationError("validation", f"Input validation error: {what}{reason_of(reason)}")
+
+
 @contextmanager
 def _as_our_errors(request: TextRequest) -> Iterator[None]:
     """Tells what vLLM raises in the words of Text Generation Inference."""
@@ -291,12 +299,11 @@ def _as_our_errors(request: TextRequest) -> Iterator[None]:
         if error.http_status != HTTPStatus.SERVICE_UNAVAILABLE:
             raise
         raise GenerationError("overloaded", "Model is overloaded") from error
+    except VLLMClientError as error:
+        raise _refusal(request, error) from error
     except Exception as error:
-        cause = error.__cause__ if isinstance(error, EngineGenerateError) else error
-        if isinstance(cause, VLLMClientError | _CLIENTS_MISTAKES):
-            what = "grammar is not valid: " if request.grammar else ""
-            message = f"Input validation error: {what}{reason_of(cause)}"
-            raise GenerationError("validation", message) from error
+        if isinstance(error.__cause__, _CLIENTS_MISTAKES):
+            raise _refusal(request, error.__cause__) from error
         logger.exception("A text was not generated")
         message = f"Request failed during generation: {reason_of(error)}"
         raise GenerationError("generation", message) from error
