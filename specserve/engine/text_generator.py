@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from http import HTTPStatus
 from types import SimpleNamespace
@@ -14,33 +14,19 @@ from vllm import envs
 from vllm.entrypoints.generate.base.serving import GenerateBaseServing
 from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMValidationError
 from vllm.inputs import EngineInput
-from vllm.logprobs import Logprob
 from vllm.lora.request import LoRARequest
-from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.renderers import TokenizeParams
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
-from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
-from vllm.v1.engine import EngineCoreRequest
-from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.exceptions import EngineGenerateError
 
 from specserve.core.errors import GenerationError, reason_of
 from specserve.engine.logits_processors import extra_args
-from specserve.engine.text_request import (
-    Continuation,
-    FinishReason,
-    Limits,
-    Output,
-    PromptToken,
-    TextRequest,
-    Token,
-)
+from specserve.engine.text_outputs import OutputReader
+from specserve.engine.text_request import Limits, Output, TextRequest
 
 logger = logging.getLogger(__name__)
 
-_CONTEXT_TOKENS = 16
-"""Of a prompt, before the first generated token: more than any character is made of."""
 _CLIENTS_MISTAKES = (ValueError, TypeError, OverflowError)
 """What a request can meet in vLLM that has no error of its own for it."""
 
@@ -67,12 +53,17 @@ class TextGenerator(GenerateBaseServing):
     ) -> None:
         super().__init__(engine_client, models, request_logger=request_logger)
         model = engine_client.model_config
-        self.limits = Limits(
+        self._limits = Limits(
             max_total_tokens=model.max_model_len,
             max_concurrent_requests=max_concurrent_requests,
             num_tokenizers=model.renderer_num_workers,
         )
         self._has_processors = has_processors
+
+    @property
+    def limits(self) -> Limits:
+        """What the engine takes."""
+        return self._limits
 
     async def generate(self, request: TextRequest, call: Request) -> AsyncGenerator[Output, None]:
         """See :meth:`specserve.engine.text_request.TextEngine.generate`."""
@@ -92,10 +83,10 @@ class TextGenerator(GenerateBaseServing):
                 priority=self._get_priority(SimpleNamespace(priority=0), call),
                 session_id=self._get_session_id_from_headers(call),
             )
-            texts: dict[int, _TokenTexts] = {}
+            reader = OutputReader(request, self.renderer.tokenizer)
             async with aclosing(outputs):
                 async for output in outputs:
-                    yield self._output(request, output, texts)
+                    yield reader.read(output)
 
     def _check_processors(self, request: TextRequest) -> None:
         if self._has_processors:
@@ -118,7 +109,7 @@ class TextGenerator(GenerateBaseServing):
         raise GenerationError.of_field("adapter_id", f"must be one of {', '.join(names)}", name)
 
     async def _rendered(self, request: TextRequest) -> EngineInput:
-        most = self.limits.max_total_tokens
+        most = self._limits.max_total_tokens
         options = TokenizeParams(
             max_total_tokens=most,
             truncate_prompt_tokens=request.truncate,
@@ -138,7 +129,7 @@ class TextGenerator(GenerateBaseServing):
         return rendered
 
     def _sampling_params(self, request: TextRequest, num_prompt_tokens: int) -> SamplingParams:
-        most = self.limits.max_total_tokens
+        most = self._limits.max_total_tokens
         max_tokens = request.max_new_tokens
         if max_tokens is None:
             max_tokens = most - num_prompt_tokens
@@ -169,105 +160,6 @@ class TextGenerator(GenerateBaseServing):
             structured_outputs=_structured_outputs(request),
             extra_args=extra_args(request) or None,
         )
-
-    def _output(
-        self, request: TextRequest, output: RequestOutput, texts: dict[int, _TokenTexts]
-    ) -> Output:
-        """vLLM's output in ours; ``texts`` has a detokenizer for each continuation."""
-        continuations = []
-        for each in output.outputs:
-            if request.with_tokens and each.index not in texts:
-                texts[each.index] = _TokenTexts(self.renderer.tokenizer, output.prompt_token_ids)
-            continuations.append(_continuation(request, each, texts.get(each.index)))
-        return Output(
-            num_prompt_tokens=len(output.prompt_token_ids),
-            prompt_tokens=self._prompt_tokens(output) if request.with_prompt else (),
-            continuations=tuple(continuations),
-        )
-
-    def _prompt_tokens(self, output: RequestOutput) -> tuple[PromptToken, ...]:
-        first, *others = output.prompt_token_ids
-        (text,) = convert_ids_list_to_tokens(self.renderer.tokenizer, [first])
-        _, *entries = output.prompt_logprobs
-        return (
-            PromptToken(first, text, None),
-            *(
-                PromptToken(token, entry[token].decoded_token, entry[token].logprob)
-                for token, entry in zip(others, entries, strict=True)
-            ),
-        )
-
-
-class _TokenTexts:
-    """What each generated token adds to a text, special tokens included; by vLLM's detokenizer."""
-
-    def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
-        self.special: frozenset[int] = frozenset(tokenizer.all_special_ids)
-        self._detokenizer = IncrementalDetokenizer.from_new_request(
-            tokenizer,
-            EngineCoreRequest(
-                request_id="",
-                prompt_token_ids=list(prompt[-_CONTEXT_TOKENS:]),
-                mm_features=None,
-                sampling_params=SamplingParams(skip_special_tokens=False),
-                pooling_params=None,
-                arrival_time=0.0,
-                lora_request=None,
-                cache_salt=None,
-                data_parallel_rank=None,
-            ),
-        )
-
-    def next(self, token: int) -> str:
-        """The text that comes with one token more."""
-        self._detokenizer.update([token], stop_terminated=False)
-        text: str = self._detokenizer.get_next_output_text(finished=False, delta=True)
-        return text
-
-
-def _continuation(
-    request: TextRequest, output: CompletionOutput, texts: _TokenTexts | None
-) -> Continuation:
-    tokens: list[Token] = []
-    top_tokens: list[tuple[Token, ...]] = []
-    if texts is not None:
-        for token, entries in zip(output.token_ids, output.logprobs or (), strict=True):
-            logprob = entries[token].logprob
-            tokens.append(Token(token, texts.next(token), logprob, token in texts.special))
-            if request.num_top_tokens:
-                top_tokens.append(_top_tokens(entries, request.num_top_tokens, texts.special))
-    return Continuation(
-        text=output.text,
-        num_tokens=len(output.token_ids),
-        tokens=tuple(tokens),
-        top_tokens=tuple(top_tokens),
-        mean_logprob=(output.cumulative_logprob or 0.0) / max(len(output.token_ids), 1),
-        finish_reason=_finish_reason(output),
-    )
-
-
-def _top_tokens(
-    entries: dict[int, Logprob], most: int, special: frozenset[int]
-) -> tuple[Token, ...]:
-    """The most likely tokens of a position; the chosen one may come with them and not be one."""
-    likely = sorted(entries.items(), key=lambda item: item[1].rank)[:most]
-    return tuple(
-        Token(token, entry.decoded_token, entry.logprob, token in special)
-        for token, entry in likely
-    )
-
-
-def _finish_reason(output: CompletionOutput) -> FinishReason | None:
-    match output.finish_reason:
-        case None:
-            return None
-        case "length":
-            return "length"
-        case "stop":
-            return "stop_sequence" if isinstance(output.stop_reason, str) else "eos_token"
-        case "error":
-            raise GenerationError("generation", "Request failed during generation: engine error")
-    raise GenerationError("incomplete_generation", "Incomplete generation")
 
 
 def _structured_outputs(request: TextRequest) -> StructuredOutputsParams | None:
@@ -302,8 +194,9 @@ def _as_our_errors(request: TextRequest) -> Iterator[None]:
     except VLLMClientError as error:
         raise _refusal(request, error) from error
     except Exception as error:
-        if isinstance(error.__cause__, _CLIENTS_MISTAKES):
-            raise _refusal(request, error.__cause__) from error
+        cause = error.__cause__ if isinstance(error, EngineGenerateError) else None
+        if isinstance(cause, _CLIENTS_MISTAKES):
+            raise _refusal(request, cause) from error
         logger.exception("A text was not generated")
         message = f"Request failed during generation: {reason_of(error)}"
         raise GenerationError("generation", message) from error

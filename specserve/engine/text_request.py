@@ -137,7 +137,10 @@ class Limits:
 class TextEngine(Protocol):
     """What continues texts."""
 
-    limits: Limits
+    @property
+    def limits(self) -> Limits:
+        """What it takes."""
+        ...
 
     def generate(self, request: TextRequest, call: Request) -> AsyncGenerator[Output, None]:
         """Continues a text; ends the work when it is closed.

@@ -258,7 +258,7 @@ def test_a_text_that_is_no_unicode_is_refused(client: ScriptedClient) -> None:
 
 def caused_by(cause: Exception) -> Exception:
     """vLLM's error of a request that failed for another reason."""
-    error = EngineGenerateError()
+    error: Exception = EngineGenerateError()
     error.__cause__ = cause
     return error
 

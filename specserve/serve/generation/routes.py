@@ -12,7 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import Match, get_route_path
+from starlette.routing import Match
 from starlette.types import Scope
 
 from specserve import __version__
@@ -42,7 +42,7 @@ class _Route(APIRoute):
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         """Starlette's method. A call of the bare prefix is one of ``/``; others are redirected."""
-        if not get_route_path(scope):
+        if scope["path"] == scope.get("root_path", ""):
             scope = {**scope, "path": scope["path"] + "/"}
         return super().matches(scope)
 

@@ -4,7 +4,6 @@ import asyncio
 import json
 from typing import Any
 
-import httpx
 import pytest
 from starlette.testclient import TestClient
 from starlette.types import Message
@@ -19,13 +18,12 @@ BROKEN = GenerationError("generation", "Request failed during generation: it bro
 
 def post(
     engine: ScriptedEngine, path: str = "/generate", root_path: str = "", **body: Any
-) -> httpx.Response:
+) -> Any:
     client = TestClient(engine.app(), root_path=root_path, follow_redirects=False)
-    answer: Any = client.post(root_path + path, json={"inputs": "a b", **body})
-    return answer
+    return client.post(root_path + path, json={"inputs": "a b", **body})
 
 
-def events(answer: httpx.Response) -> list[dict[str, Any]]:
+def events(answer: Any) -> list[dict[str, Any]]:
     assert answer.headers["content-type"].startswith("text/event-stream")
     *told, rest = answer.text.split("\n\n")
     assert rest == ""
