@@ -16,9 +16,7 @@ OVERLOADED = GenerationError("overloaded", "Model is overloaded")
 BROKEN = GenerationError("generation", "Request failed during generation: it broke")
 
 
-def post(
-    engine: ScriptedEngine, path: str = "/generate", root_path: str = "", **body: Any
-) -> Any:
+def post(engine: ScriptedEngine, path: str = "/generate", root_path: str = "", **body: Any) -> Any:
     client = TestClient(engine.app(), root_path=root_path, follow_redirects=False)
     return client.post(root_path + path, json={"inputs": "a b", **body})
 
