@@ -53,10 +53,9 @@ EXAMPLES: dict[str, Body] = {
     "/v1/systemone": {"model": MODEL, "state": "x", "questions": {"q": {"type": "boolean"}}},
     "/tokenize": {"model": MODEL, "prompt": _PROMPT},
     "/detokenize": {"model": MODEL, "tokens": _TOKENS},
-    **dict.fromkeys(
-        ("/generate", "/generate_stream", "/"),
-        {"inputs": _PROMPT, "parameters": {"max_new_tokens": 8}},
-    ),
+    "/generate": {"inputs": _PROMPT, "parameters": {"max_new_tokens": 8}},
+    "/generate_stream": {"inputs": _PROMPT, "parameters": {"max_new_tokens": 8}},
+    "/": {"inputs": _PROMPT, "parameters": {"max_new_tokens": 8}},
 }
 
 _JSON_SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
