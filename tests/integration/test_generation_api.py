@@ -202,7 +202,7 @@ def test_the_best_of_two_has_the_higher_mean_log_probability(api: Api) -> None:
     (other,) = details["best_of_sequences"]
 
     def mean(sequence: dict[str, Any]) -> float:
-        logprobs = [token["logprob"] for token in sequence["tokens"]]
+        logprobs: list[float] = [token["logprob"] for token in sequence["tokens"]]
         return sum(logprobs) / len(logprobs)
 
     assert mean(details) >= mean(other)
