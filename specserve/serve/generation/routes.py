@@ -118,13 +118,13 @@ class GenerationApi:
         limit = self._engine.limits.max_total_tokens
         asked = generation(body, limit, streams=streams, full_text=full_text)
         outputs = self._engine.generate(asked.request, request)
+        if not streams:
+            whole = await _while_connected(request, _only(outputs))
+            return whole_response(asked, whole, time.perf_counter() - started, listed=listed)
         # Whatever is wrong is known with the first output, when there still is a status to tell it.
         first = await _while_connected(request, _first(outputs))
-        if streams:
-            content = events(asked, _following(first, outputs))
-            return StreamingResponse(content, media_type="text/event-stream")
-        await outputs.aclose()
-        return whole_response(asked, first, time.perf_counter() - started, listed=listed)
+        content = events(asked, _following(first, outputs))
+        return StreamingResponse(content, media_type="text/event-stream")
 
     def _info(self) -> dict[str, Any]:
         limits = self._engine.limits
@@ -185,6 +185,18 @@ async def _first(outputs: AsyncGenerator[Output, None]) -> Output:
     async for output in outputs:
         return output
     raise GenerationError("incomplete_generation", "Incomplete generation")
+
+
+async def _only(outputs: AsyncGenerator[Output, None]) -> Output:
+    """The output of an answer that is not streamed, once the engine has ended it.
+
+    Raises:
+        GenerationError: as :func:`_first`.
+    """
+    output = await _first(outputs)
+    async for _ in outputs:
+        raise AssertionError("more than one output of a request that is not streamed")
+    return output
 
 
 async def _following(
