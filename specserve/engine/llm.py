@@ -76,8 +76,7 @@ class Engine:
         in_process = _in_process(config, placement_group)
         arguments = served_engine_args(config, label_key, in_process=in_process)
         arguments.max_num_queued_reqs = _most_requests(config)
-        if not config.speculation and current_platform.is_cpu():
-            # Workers that draft have them anyway; vLLM's V2 runner, of GPUs, takes others.
+        if has_processors(config) and not config.speculation:  # workers that draft have them anyway
             arguments.logits_processors = [*(arguments.logits_processors or ()), *PROCESSORS]
         try:
             choose_latent_attention(arguments)
@@ -136,15 +135,12 @@ class Engine:
         handler = app.state.openai_serving_completion
         if handler is None:
             return None
-        can_process = self._has_sources or (
-            not self._config.speculation and current_platform.is_cpu()
-        )
         return TextGenerator(
             self._llm,
             handler.models,
             handler.request_logger,
             _most_requests(self._config),
-            has_processors=can_process,
+            has_processors=has_processors(self._config),
         )
 
     async def speculation(self) -> SpeculationSnapshot | None:
@@ -218,6 +214,14 @@ async def _suppressed(answer: Awaitable[object]) -> None:
 def _most_requests(config: AppConfig) -> int:
     """How many requests may be decoded or wait."""
     return config.engine.max_num_seqs + config.http.max_queued_requests
+
+
+def has_processors(config: AppConfig) -> bool:
+    """Whether the workers have :mod:`specserve.engine.logits_processors`.
+
+    vLLM takes none beside a method of its own, and its V2 runner, of GPUs, takes others.
+    """
+    return not config.drafts_in_engine and (bool(config.speculation) or current_platform.is_cpu())
 
 
 def shard_bundle(config: AppConfig) -> dict[str, float]:

@@ -169,8 +169,8 @@ def _check(given: Parameters, max_total_tokens: int, *, streams: bool) -> None:
             rule = "!= 1 is not supported when streaming tokens"
             raise GenerationError.of_field("best_of", rule, given.best_of)
         if not given.samples:
-            rule = "> 1 needs sampling: you must use sampling when `best_of` is > 1"
-            raise GenerationError.of_field("best_of", rule, given.best_of)
+            told = f"you must use sampling when `best_of` is > 1. Given: {given.best_of}"
+            raise GenerationError("validation", f"Input validation error: {told}")
         if given.seed is not None:
             rule = "must not be set when `best_of` > 1"
             raise GenerationError.of_field("seed", rule, given.seed)
