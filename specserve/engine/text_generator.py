@@ -98,9 +98,9 @@ class TextGenerator(GenerateBaseServing):
             raise GenerationError.of_field("watermark", rule, request.watermark)
 
     async def _adapter(self, name: str) -> LoRARequest | None:
-        if self._is_model_supported(name):
-            return None
         found = self.models.lora_requests.get(name)
+        if found is None and self._is_model_supported(name):
+            return None
         if found is None and envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING:
             found = await self.models.resolve_lora(name)
         if isinstance(found, LoRARequest):

@@ -127,7 +127,9 @@ def whole_response(asked: Generation, output: Output, seconds: float, *, listed:
     return Response(content, media_type="application/json", headers=headers)
 
 
-async def events(asked: Generation, outputs: AsyncGenerator[Output, None]) -> AsyncGenerator[bytes]:
+async def events(
+    asked: Generation, outputs: AsyncGenerator[Output, None]
+) -> AsyncGenerator[bytes, None]:
     """An answer's events: one for each token, also where a step brought several.
 
     An error on the way is the last event. Closes ``outputs``.
