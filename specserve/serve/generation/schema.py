@@ -100,13 +100,11 @@ class Generation:
         request: for the engine.
         before: what stands before each generated text.
         details: whether the answer tells how it came about.
-        samples: whether tokens are drawn.
     """
 
     request: TextRequest
     before: str
     details: bool
-    samples: bool
 
 
 def generation(
@@ -124,9 +122,10 @@ def generation(
         GenerationError: fields that do not go together, or a limit of the model.
     """
     given = body.parameters or Parameters(do_sample=True)
-    num_sequences = given.best_of or 1
     with_prompt = bool(given.decoder_input_details)
     details = bool(given.details) or with_prompt
+    if given.return_full_text is not None:
+        full_text = given.return_full_text
     _check(given, max_total_tokens, streams=streams)
     seed = given.seed if given.samples else None
     if given.samples and seed is None and details:
@@ -136,7 +135,7 @@ def generation(
             inputs=body.inputs,
             truncate=given.truncate,
             max_new_tokens=given.max_new_tokens,
-            num_sequences=num_sequences,
+            num_sequences=given.best_of or 1,
             temperature=(given.temperature or 1.0) if given.samples else 0.0,
             top_k=given.top_k or 0,
             top_p=given.top_p or 1.0,
@@ -153,14 +152,9 @@ def generation(
             num_top_tokens=given.top_n_tokens or 0,
             with_prompt=with_prompt,
         ),
-        before=body.inputs if _or(given.return_full_text, full_text) else "",
+        before=body.inputs if full_text else "",
         details=details,
-        samples=given.samples,
     )
-
-
-def _or(value: bool | None, default: bool) -> bool:
-    return default if value is None else value
 
 
 def _check(given: Parameters, max_total_tokens: int, *, streams: bool) -> None:
