@@ -246,14 +246,8 @@ def test_typical_decoding_is_that_of_transformers(api: Api, tokenizer: Any) -> N
     details = generate(api, parameters=parameters)["details"]
     model = AutoModelForCausalLM.from_pretrained(model_path("demo-draft"), dtype=torch.float32)
     prompt = torch.tensor([tokenizer.encode(PROMPT)])
-    expected = model.generate(
-        prompt,
-        do_sample=True,
-        typical_p=0.001,
-        top_k=0,
-        max_new_tokens=24,
-        use_model_defaults=False,
-    )[0, prompt.shape[1] :].tolist()
+    options = {"do_sample": True, "typical_p": 0.001, "top_k": 0, "max_new_tokens": 24}
+    expected = model.generate(prompt, **options)[0, prompt.shape[1] :].tolist()
     assert [token["id"] for token in details["tokens"]] == expected
     assert completed(api, return_token_ids=True)["token_ids"][:24] != expected
 
