@@ -124,6 +124,9 @@ class HttpConfig(Section):
     """How long running requests may take to finish at shutdown, in seconds."""
     api_keys: tuple[ApiKeyConfig, ...] = Field(default=(), strict=False)
     """Keys that requests may come with, each with its tenant; empty: no key is asked for."""
+    generation_api: bool = True
+    """Answer ``/generate``, ``/generate_stream``, ``/`` and ``/info`` as Text Generation Inference
+    does."""
     speculation_page: bool = True
     """Answer ``/speculation``, a page that shows live what is drafted and accepted."""
     show_text: bool = False

@@ -34,7 +34,10 @@ from specserve.core.recent import RecentRequest
 from specserve.engine.args import serve_namespace, served_engine_args
 from specserve.engine.cpu.backend import choose_latent_attention
 from specserve.engine.isolation import TenantLLM, close_routes, part_media, part_responses
+from specserve.engine.logits_processors import PROCESSORS
 from specserve.engine.tenants import stamp_requests
+from specserve.engine.text_generator import TextGenerator
+from specserve.engine.text_request import TextEngine
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +75,9 @@ class Engine:
         _prepare_environment(config)
         in_process = _in_process(config, placement_group)
         arguments = served_engine_args(config, label_key, in_process=in_process)
-        arguments.max_num_queued_reqs = config.engine.max_num_seqs + config.http.max_queued_requests
+        arguments.max_num_queued_reqs = _most_requests(config)
+        if has_processors(config) and not config.speculation:  # workers that draft have them anyway
+            arguments.logits_processors = [*(arguments.logits_processors or ()), *PROCESSORS]
         try:
             choose_latent_attention(arguments)
             vllm_config = arguments.create_engine_config()
@@ -120,6 +125,23 @@ class Engine:
         # that part, so it gets something to tell.
         app.state.server = SimpleNamespace(should_exit=False)
         return app
+
+    def text_engine(self, app: FastAPI) -> TextEngine | None:
+        """What continues texts for the generation API; None: the model does not generate.
+
+        Args:
+            app: what :meth:`asgi_app` has returned.
+        """
+        handler = app.state.openai_serving_completion
+        if handler is None:
+            return None
+        return TextGenerator(
+            self._llm,
+            handler.models,
+            handler.request_logger,
+            _most_requests(self._config),
+            has_processors=has_processors(self._config),
+        )
 
     async def speculation(self) -> SpeculationSnapshot | None:
         """What rank 0 has counted so far; None without speculation of our own."""
@@ -187,6 +209,19 @@ class Engine:
 async def _suppressed(answer: Awaitable[object]) -> None:
     with suppress(Exception):  # a core that has died is told of elsewhere
         await answer
+
+
+def _most_requests(config: AppConfig) -> int:
+    """How many requests may be decoded or wait."""
+    return config.engine.max_num_seqs + config.http.max_queued_requests
+
+
+def has_processors(config: AppConfig) -> bool:
+    """Whether the workers have :mod:`specserve.engine.logits_processors`.
+
+    vLLM takes none beside a method of its own, and its V2 runner, of GPUs, takes others.
+    """
+    return not config.drafts_in_engine and (bool(config.speculation) or current_platform.is_cpu())
 
 
 def shard_bundle(config: AppConfig) -> dict[str, float]:

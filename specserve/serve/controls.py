@@ -9,12 +9,15 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specserve.core.errors import RequestError
+from specserve.core.errors import GenerationError, RequestError
 from specserve.engine.tenants import CURRENT_CONTROLS
+from specserve.serve.generation.answers import error_response
+from specserve.serve.generation.routes import is_generation
 from specserve.serve.middleware import openai_error
-from specserve.sources.controls import own_fields, parse_controls, refuse_tenant
+from specserve.sources.controls import own_fields, parse_controls, refuse_server_keys
 
 _KEYS = (b'"vllm_xargs"', b'"extra_args"', b"\\u00")
 """A body without any of them holds no arguments. JSON may write a key's letters as escapes too."""
@@ -23,7 +26,7 @@ _FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
 
 
 class ControlsMiddleware:
-    """Answers 400 to a request whose speculation controls are not allowed, and notes the others'.
+    """Refuses a request whose speculation controls are not allowed, and notes the others'.
 
     vLLM hands ``vllm_xargs`` to the worker unread, where it would be too late for an error; some of
     its handlers leave them out. Bodies without that key, nearly all, are passed on without being
@@ -50,9 +53,7 @@ class ControlsMiddleware:
                 self._check(field, arguments)
                 controls |= own_fields(arguments)
         except RequestError as error:
-            await openai_error(str(error), "BadRequestError", error.field, 400)(
-                scope, receive, send
-            )
+            await _refusal(scope, error)(scope, receive, send)
             return
         token = CURRENT_CONTROLS.set(controls)
         try:
@@ -62,11 +63,19 @@ class ControlsMiddleware:
 
     def _check(self, field: str, arguments: Mapping[str, Any]) -> None:
         try:
-            refuse_tenant(arguments)
+            refuse_server_keys(arguments)
             parse_controls(arguments, self._kinds)
         except RequestError as error:
             key = error.field.removeprefix("vllm_xargs")
             raise RequestError(field + key, error.value, error.allowed) from None
+
+
+def _refusal(scope: Scope, error: RequestError) -> Response:
+    """The error in the form of the API that was called."""
+    if is_generation(scope):
+        message = f"Input validation error: {error}"
+        return error_response(GenerationError("validation", message))
+    return openai_error(str(error), "BadRequestError", error.field, 400)
 
 
 async def _arguments(

@@ -28,11 +28,12 @@ _MOST_UNREAD = 16
 _DISCONNECT: Message = {"type": "http.disconnect"}
 _RENDER_S = 10.0
 """How long rendering the metrics may take."""
+_BUSY = (503, 429)
 _SCALING = "/scale_elastic_ep"
 
 
 class RetryAfterMiddleware:
-    """Adds ``Retry-After`` to every 503, so that clients know when to come back.
+    """Adds ``Retry-After`` to every 503 and 429, so that clients know when to come back.
 
     Args:
         app: the application behind.
@@ -47,7 +48,7 @@ class RetryAfterMiddleware:
         """Handles one ASGI connection."""
 
         async def send_with_header(message: Message) -> None:
-            if message["type"] == "http.response.start" and message["status"] == 503:
+            if message["type"] == "http.response.start" and message["status"] in _BUSY:
                 message["headers"] = [*message.get("headers", ()), self._header]
             await send(message)
 

@@ -13,6 +13,7 @@ from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS
 from vllm.v1.sample.sampler import Sampler
 
 from specserve.engine.hook import ProposerHook
+from specserve.engine.logits_processors import PROCESSORS
 from specserve.engine.sampler import IndependentRejectionSampler, IndependentSampler
 from specserve.engine.worker import SpeculationMixin
 
@@ -82,7 +83,7 @@ def test_a_rank_that_does_not_draft_samples_as_the_one_that_does() -> None:
     worker = Worker()
     worker.init_device()
     processors = worker.model_runner.input_batch.logitsprocs
-    assert {type(each) for each in processors.all} == set(BUILTIN_LOGITS_PROCESSORS)
+    assert {type(each) for each in processors.all} == {*BUILTIN_LOGITS_PROCESSORS, *PROCESSORS}
     assert isinstance(worker.model_runner.sampler, IndependentSampler)
     assert isinstance(worker.model_runner.rejection_sampler, IndependentRejectionSampler)
     assert worker.model_runner.rejection_sampler.sampler is worker.model_runner.sampler

@@ -32,7 +32,7 @@ from specserve.serve.middleware import (
 from specserve.serve.shared import AS_OF
 
 
-@pytest.mark.parametrize(("status", "header"), [(503, "7"), (500, None), (200, None)])
+@pytest.mark.parametrize(("status", "header"), [(503, "7"), (429, "7"), (500, None), (200, None)])
 def test_a_busy_server_and_no_other_says_when_to_come_back(status: int, header: str | None) -> None:
     application = RetryAfterMiddleware(Response(status_code=status), 7)
     assert TestClient(application).get("/").headers.get("Retry-After") == header
