@@ -113,14 +113,16 @@ def document(
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Writes a document as JSON.
+    """Writes a document as JSON, aside first: no half-written file is ever seen.
 
     Raises:
         ConfigError: the file cannot be written.
     """
     text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
+    aside = path.with_name(f".{path.name}.tmp")
     try:
-        path.write_text(f"{text}\n", encoding="utf-8")
+        aside.write_text(f"{text}\n", encoding="utf-8")
+        aside.replace(path)
     except OSError as error:
         raise ConfigError(
             "--save-output", str(path), f"a file that can be written ({error.strerror})"
