@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.integration.api import OFF, Api
+from tests.integration.api import MODEL, OFF, Api
 from tests.integration.applications import MAX_NUM_SEQS, REPLICATED
 from tests.integration.cluster import Cluster, Deployment, kill
 from tests.integration.stage import Stage
@@ -103,8 +103,18 @@ def until_both_have_written(api: Api, app: Deployment) -> None:
         return {k: v["generated_tokens"] for k, v in shown.items()} if len(shown) == 2 else {}
 
     before = app.eventually(written, "both replicas are ready", 240)
-    with ThreadPoolExecutor(2 * MAX_NUM_SEQS) as pool:  # as many as both decode; one refuses them
-        list(pool.map(lambda _: api.complete(prompt="class", **TEXT), range(2 * MAX_NUM_SEQS)))
+    asked = {"model": MODEL, "prompt": "class", **TEXT}
+
+    def nobody_is_refused() -> bool:
+        """Of as many as both decode; HAProxy hears of a replica later than its neighbour does."""
+        with ThreadPoolExecutor(2 * MAX_NUM_SEQS) as pool:
+            posts = [
+                pool.submit(api.http.post, "/v1/completions", json=asked)
+                for _ in range(2 * MAX_NUM_SEQS)
+            ]
+        return {post.result().status_code for post in posts} == {200}
+
+    app.eventually(nobody_is_refused, "both replicas decode", 60)
 
     def have_written() -> bool:
         after = written()
