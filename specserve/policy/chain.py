@@ -34,6 +34,7 @@ from specserve.core.types import (
 from specserve.policy import cost, planner
 from specserve.policy.acceptance import Acceptance
 from specserve.policy.asking import (
+    MOST_PAUSE,
     AlwaysAsk,
     AskPolicy,
     Exploration,
@@ -44,6 +45,7 @@ from specserve.policy.asking import (
 from specserve.policy.cost import StepCost
 from specserve.policy.planner import Costs, Plan, plan, probe
 from specserve.sources.base import RemoteSource, Source, SourceContext
+from specserve.sources.controls import wants_drafts
 from specserve.sources.guard import GuardedSource
 from specserve.sources.registry import build_source
 
@@ -65,6 +67,7 @@ class Member(NamedTuple):
         max_draft_len: longest draft in tokens.
         dynamic: whether its drafts are cut to the length that pays, and it is asked where it pays.
         learns: whether it learns from one request for others: it has to see texts to their ends.
+        needs_prediction: whether it drafts for requests with a prediction alone.
     """
 
     kind: str
@@ -73,6 +76,7 @@ class Member(NamedTuple):
     max_draft_len: int
     dynamic: bool = True
     learns: bool = False
+    needs_prediction: bool = False
 
 
 class Outcomes(NamedTuple):
@@ -176,7 +180,9 @@ class Chain:
         self._acceptance.open(slot, controls.tenant)
         self._sent_lengths[slot] = 0
         for index, (member, guard, *_) in enumerate(self._sources):
-            limit = member.max_draft_len if controls.speculation in ("auto", member.kind) else 0
+            has_needed = bool(controls.prediction) or not member.needs_prediction
+            is_wanted = has_needed and wants_drafts(controls, member.kind)
+            limit = member.max_draft_len if is_wanted else 0
             if controls.max_draft_tokens >= 0:
                 limit = min(limit, controls.max_draft_tokens)
             self._limits[index, slot] = limit
@@ -219,7 +225,7 @@ class Chain:
         """
         self._step += num_steps
         self._account.earn(self.cost.at(len(slots))[0], num_steps)
-        return any(self._is_due(each, slots) for each in self._sources)
+        return any(self._is_due(index, slots) for index in range(len(self._sources)))
 
     def num_idle_steps(self, slots: Int64Array) -> int:
         """Steps that may pass from here on without a word of them.
@@ -231,8 +237,12 @@ class Chain:
         """
         if self._acceptance.has_offers(slots):
             return 0
-        ready = (each.ask for each in self._sources if each.guard.ready)
-        return min((ask.num_idle_steps(self._step, slots) for ask in ready), default=0)
+        asks = (
+            each.ask.num_idle_steps(self._step, slots)
+            for index, each in enumerate(self._sources)
+            if each.guard.ready and self._is_of_use(index, slots)
+        )
+        return min(asks, default=MOST_PAUSE - 1)
 
     def step(self, batch: DraftBatch, room: Int32Array) -> list[list[int]]:
         """Drafts for the next step.
@@ -304,13 +314,20 @@ class Chain:
             1 + chosen.gain,
         )
 
-    def _is_due(self, turns: _Turns, slots: Int64Array) -> bool:
-        return turns.guard.ready and turns.ask.is_due(self._step, slots)
+    def _is_due(self, index: int, slots: Int64Array) -> bool:
+        turns = self._sources[index]
+        is_due = turns.guard.ready and turns.ask.is_due(self._step, slots)
+        return is_due and self._is_of_use(index, slots)
+
+    def _is_of_use(self, index: int, slots: Int64Array) -> bool:
+        """Whether these requests have what the source drafts from."""
+        needs = self._sources[index].member.needs_prediction
+        return not needs or bool(self._limits[index, slots].any())
 
     def _call(self, index: int, batch: DraftBatch, room: Int32Array, costs: Costs) -> _Call | None:
         """Asks a source, if it is due, and takes note of its drafts."""
         turns, slots = self._sources[index], batch.slots
-        if not self._is_due(turns, slots):
+        if not self._is_due(index, slots):
             return None
         limits = np.minimum(room, self._limits[index, slots])
         if isinstance(turns.ask, RemoteAsk):
@@ -422,6 +439,7 @@ def build_chain(
             config.max_draft_len,
             config.dynamic,
             config.LEARNS,
+            config.NEEDS_PREDICTION,
         )
         for config in configs
     ]

@@ -37,7 +37,7 @@ _SMALL_INGEST_TOKENS = 256
 """What a step or a short prompt adds: no other request's long prompt makes it wait."""
 
 _FIRST_CAPACITY = 256
-_DOUBT = 8.0
+DOUBT = 8.0
 """A match of ``m`` tokens is right with a confidence of ``m^2 / (m^2 + 8)``, as in
 :mod:`specserve.trie.branch`; each token that is right makes the match longer."""
 
@@ -179,7 +179,7 @@ class NgramSource:
 
 
 @intrinsic
-def _as_pointer(typing_context, address):  # type: ignore[no-untyped-def]
+def as_pointer(typing_context, address):  # type: ignore[no-untyped-def]
     """An address as a pointer to uint64: the way to hand many arrays to one compiled call."""
     signature = types.CPointer(types.uint64)(address)
 
@@ -321,7 +321,7 @@ def step_batch(  # type: ignore[no-untyped-def]
         text = token_ids[i]
         length = np.int64(num_tokens[i])
         capacity = capacities[slot]
-        table = carray(_as_pointer(addresses[slot]), num_sizes * capacity)
+        table = carray(as_pointer(addresses[slot]), num_sizes * capacity)
         if targets[i] > indexed[slot]:
             begin = indexed[slot]
             ingest(table, capacity, text, begin, targets[i], min_size, max_size, keep_oldest)
@@ -335,7 +335,7 @@ def step_batch(  # type: ignore[no-untyped-def]
                 lengths[i] = limit
                 for j in range(limit):
                     matched = float(size + j) ** 2
-                    confidence[i, j] = matched / (matched + _DOUBT)
+                    confidence[i, j] = matched / (matched + DOUBT)
 
 
 @kernel

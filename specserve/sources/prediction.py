@@ -1,0 +1,225 @@
+"""Drafts from a text that the client expects as the answer: OpenAI's predicted outputs.
+
+The prediction is followed from its beginning. Where the answer departs from it, each new token is
+looked up in the prediction together with those before it, as in prompt lookup
+(:mod:`specserve.sources.ngram`), and followed from there. Of several places the nearest one after
+the last place where the answer was known to be is taken, as an alignment of the two texts would.
+
+Nothing is indexed: a request that departs from its prediction costs one scan of it for each token,
+0.5 ns a token of the prediction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Self
+
+import numpy as np
+from numba import carray, njit
+
+from specserve.core.compile import kernel, kernel_array
+from specserve.core.source_config import PredictionConfig
+from specserve.core.types import DraftBatch, Drafts, Int32Array, Int64Array, RequestControls
+from specserve.sources.base import SourceContext
+from specserve.sources.controls import wants_drafts
+from specserve.sources.ngram import DOUBT, UInt64Array, as_pointer, copy_from
+
+ENOUGH_TOKENS = 4
+"""A match of so many tokens is as good as a longer one: of such matches the nearest is taken, and
+the answer is known to be there."""
+
+NEARBY_TOKENS = 64
+"""So far ahead a single token is match enough: an edit is seldom longer, and a token seldom far."""
+
+_SEEN, _PLACE, _MATCHED, _ALIGNED = range(4)
+"""Columns of a request's state: output tokens that were followed; position in the prediction of
+what comes next, -1: unknown; tokens that matched before it; where the answer was last known to be."""
+
+_BEGINNING = (0, 0, ENOUGH_TOKENS, 0)
+
+
+class PredictionSource:
+    """Drafts by copying from the text that a request predicts.
+
+    Several predictions are one text, one after the other: the first one is followed first, and any
+    place of any of them may be joined. Memory a request: 8 bytes a token, until :meth:`close`.
+    """
+
+    def __init__(self, config: PredictionConfig, num_slots: int) -> None:
+        self._texts: list[UInt64Array | None] = [None] * num_slots
+        self._addresses = np.zeros(num_slots, np.int64)
+        self._sizes = np.zeros(num_slots, np.int64)
+        self._states = np.zeros((num_slots, len(_BEGINNING)), np.int64)
+        self._drafts = Drafts.empty(num_slots, config.max_draft_len)
+        self.warm_up()
+
+    @classmethod
+    def build(cls, config: PredictionConfig, context: SourceContext) -> Self:
+        """For the registry; a request brings all that this source needs."""
+        return cls(config, context.num_slots)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all predictions."""
+        return sum(text.nbytes for text in self._texts if text is not None)
+
+    def warm_up(self) -> None:
+        """Compiles the kernels, or loads them from numba's cache: no request waits for that."""
+        one = np.ones(1, np.int32)
+        self.open(0, RequestControls(prediction=one.tobytes()))
+        self.propose(DraftBatch(np.zeros(1, np.int64), one[None], one, one - 1), one)
+        self.close(np.zeros(1, np.int64))
+
+    def open(self, slot: int, controls: RequestControls) -> None:
+        """Takes the request's prediction, if there is one that it wants drafts of."""
+        if controls.prediction and wants_drafts(controls, "prediction"):
+            text = np.frombuffer(controls.prediction, np.int32).astype(np.uint64)
+            self._texts[slot] = text
+            self._addresses[slot] = text.ctypes.data
+            self._sizes[slot] = len(text)
+            self._states[slot] = _BEGINNING
+
+    def propose(self, batch: DraftBatch, limits: Int32Array) -> Drafts:
+        """Follows what is new of each answer, and copies what its prediction says comes next."""
+        drafts = self._drafts.first(len(batch.slots))
+        step_batch(
+            kernel_array(batch.token_ids, np.int32),
+            kernel_array(batch.num_tokens, np.int32),
+            kernel_array(batch.num_prompt_tokens, np.int32),
+            kernel_array(limits, np.int32),
+            kernel_array(batch.slots, np.int64),
+            self._addresses,
+            self._sizes,
+            self._states,
+            drafts.tokens,
+            drafts.lengths,
+            drafts.confidence,
+        )
+        return drafts
+
+    def close(self, slots: Int64Array) -> None:
+        """Frees the predictions of these requests."""
+        for slot in slots.tolist():
+            self._texts[slot] = None
+        self._addresses[slots] = self._sizes[slots] = 0
+
+
+def num_foretold(prediction: Int32Array, answer: Sequence[int]) -> int:
+    """How many tokens of an answer its prediction foretold, each at its place.
+
+    Args:
+        prediction: int32 ``[m]``.
+        answer: token ids.
+    """
+    state = np.array(_BEGINNING, np.int64)
+    text = np.array(answer, np.int32)
+    return int(follow(prediction.astype(np.uint64), text, len(text), state))
+
+
+@njit(nogil=True, inline="always")
+def _matched(prediction, place, output, length):  # type: ignore[no-untyped-def]
+    """Tokens before ``place`` that also end ``output[:length]``, of those that count."""
+    longest = min(place, length, ENOUGH_TOKENS)
+    size = 0
+    while size < longest and prediction[place - size - 1] == np.uint64(output[length - size - 1]):
+        size += 1
+    return size
+
+
+@kernel
+def join(prediction, output, length, state):  # type: ignore[no-untyped-def]
+    """Finds the place in the prediction that the output is at, and notes it in ``state``.
+
+    The longest suffix of ``output[:length]`` is searched; its nearest place after the one where the
+    output was last known to be, and from the beginning after the prediction's end.
+    """
+    size = prediction.shape[0]
+    last = np.uint64(output[length - 1])
+    aligned = state[_ALIGNED]
+    state[_PLACE], state[_MATCHED] = -1, 0
+    for begin, end in ((aligned, size), (0, aligned)):
+        for position in range(begin, end):
+            if prediction[position] == last:
+                matched = _matched(prediction, position + 1, output, length)
+                is_near = aligned <= position < aligned + NEARBY_TOKENS
+                if matched > state[_MATCHED] and (matched > 1 or is_near):
+                    state[_PLACE], state[_MATCHED] = position + 1, matched
+                    if matched == ENOUGH_TOKENS:
+                        return
+
+
+@kernel
+def follow(prediction, output, length, state):  # type: ignore[no-untyped-def]
+    """Follows ``output[:length]`` from where it was left.
+
+    Args:
+        prediction: uint64 ``[m]``.
+        output: int32 ``[>= length]``.
+        length: tokens of the output.
+        state: int64 ``[4]``, updated.
+
+    Returns:
+        How many of the new tokens the prediction foretold.
+    """
+    num_foretold = 0
+    for position in range(state[_SEEN], length):
+        place = state[_PLACE]
+        is_known = 0 <= place < prediction.shape[0]
+        if is_known and prediction[place] == np.uint64(output[position]):
+            num_foretold += 1
+            state[_PLACE] += 1
+            state[_MATCHED] += 1
+        else:
+            join(prediction, output, position + 1, state)
+        if state[_MATCHED] >= ENOUGH_TOKENS:
+            state[_ALIGNED] = state[_PLACE]
+    state[_SEEN] = max(state[_SEEN], length)
+    return num_foretold
+
+
+@kernel
+def step_batch(  # type: ignore[no-untyped-def]
+    token_ids,
+    num_tokens,
+    num_prompt_tokens,
+    limits,
+    slots,
+    addresses,
+    sizes,
+    states,
+    drafts,
+    lengths,
+    confidence,
+):
+    """One decoding step of the batch: follow what is new, and copy what comes next.
+
+    Args:
+        token_ids: int32 ``[n, >= max(num_tokens)]``.
+        num_tokens: int32 ``[n]``.
+        num_prompt_tokens: int32 ``[n]``.
+        limits: int32 ``[n]``, longest draft.
+        slots: int64 ``[n]``, each request's entry in the three arrays that follow.
+        addresses: int64, of each request's prediction.
+        sizes: int64, tokens of each prediction; 0: there is none.
+        states: int64 ``[., 4]``, updated.
+        drafts: int32 ``[n, >= max(limits)]``, written.
+        lengths: int32 ``[n]``, tokens in each draft, written.
+        confidence: float32 ``[n, >= max(limits)]``, written.
+    """
+    for i in range(slots.shape[0]):
+        lengths[i] = 0
+        size = sizes[slots[i]]
+        if size == 0:
+            continue
+        prediction = carray(as_pointer(addresses[slots[i]]), size)
+        state = states[slots[i]]
+        output = token_ids[i, num_prompt_tokens[i] :]
+        follow(prediction, output, num_tokens[i] - num_prompt_tokens[i], state)
+        place = state[_PLACE]
+        limit = min(limits[i], drafts.shape[1], size - place)
+        if place >= 0 and limit > 0:
+            copy_from(prediction, size, place, limit, drafts[i])
+            lengths[i] = limit
+            for j in range(limit):
+                matched = float(state[_MATCHED] + j) ** 2
+                confidence[i, j] = matched / (matched + DOUBT)
