@@ -85,7 +85,8 @@ class ModelServer:
         )
         in_engine = self._config.drafts_in_engine
         kinds = None if in_engine else [source.kind for source in self._config.speculation]
-        wrapped: ASGIApp = ControlsMiddleware(FreshMetricsMiddleware(app, monitor.refresh), kinds)
+        fresh = FreshMetricsMiddleware(app, monitor.refresh)
+        wrapped: ASGIApp = ControlsMiddleware(fresh, kinds, self._engine.predictor())
         if self._keys:
             wrapped = TenantMiddleware(wrapped, self._keys)
         self._progress.ready(_base_url())

@@ -33,7 +33,7 @@ NEARBY_TOKENS = 64
 
 _SEEN, _PLACE, _MATCHED, _ALIGNED = range(4)
 """Columns of a request's state: output tokens that were followed; position in the prediction of
-what comes next, -1: unknown; tokens that matched before it; where the answer was last known to be."""
+what comes next, -1: unknown; tokens that matched before it; where the answer surely was last."""
 
 _BEGINNING = (0, 0, ENOUGH_TOKENS, 0)
 

@@ -94,7 +94,7 @@ def test_where_the_answer_is_not_known_to_be_there_is_no_draft(asked: Asked) -> 
 def test_of_equal_places_the_nearest_after_the_last_known_one_is_taken(asked: Asked) -> None:
     repeated = [1, 2, 3, 4, 5]
     places = [[*repeated, 10 * number] for number in range(2, 7)]
-    asked.source.open(0, predicted(sum(places, [])))
+    asked.source.open(0, predicted(*places))
     written = [*places[0], *places[1]]
     assert asked.draft([*written, 99, *repeated[:3]], limit=3) == [4, 5, 40]
     # The first of all is nearer in tokens, and lies behind.
