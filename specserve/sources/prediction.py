@@ -5,8 +5,8 @@ looked up in the prediction together with those before it, as in prompt lookup
 (:mod:`specserve.sources.ngram`), and followed from there. Of several places the nearest one after
 the last place where the answer was known to be is taken, as an alignment of the two texts would.
 
-Nothing is indexed: a request that departs from its prediction costs one scan of it for each token,
-0.5 ns a token of the prediction.
+Nothing is indexed. A request that has departed from its prediction costs a scan of it each time
+that the source is asked: a nanosecond a token, 4 us for a prediction of 4,096.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class PredictionSource:
     def propose(self, batch: DraftBatch, limits: Int32Array) -> Drafts:
         """Follows what is new of each answer, and copies what its prediction says comes next."""
         drafts = self._drafts.first(len(batch.slots))
-        step_batch(
+        draft_step(
             kernel_array(batch.token_ids, np.int32),
             kernel_array(batch.num_tokens, np.int32),
             kernel_array(batch.num_prompt_tokens, np.int32),
@@ -113,7 +113,7 @@ def num_foretold(prediction: Int32Array, answer: Sequence[int]) -> int:
     """
     state = np.array(_BEGINNING, np.int64)
     text = np.array(answer, np.int32)
-    return int(follow(prediction.astype(np.uint64), text, len(text), state))
+    return int(follow_each(prediction.astype(np.uint64), text, state))
 
 
 @njit(nogil=True, inline="always")
@@ -145,12 +145,13 @@ def join(prediction, output, length, state):  # type: ignore[no-untyped-def]
                 if matched > state[_MATCHED] and (matched > 1 or is_near):
                     state[_PLACE], state[_MATCHED] = position + 1, matched
                     if matched == ENOUGH_TOKENS:
+                        state[_ALIGNED] = position + 1
                         return
 
 
 @kernel
 def follow(prediction, output, length, state):  # type: ignore[no-untyped-def]
-    """Follows ``output[:length]`` from where it was left.
+    """Follows ``output[:length]`` from where it was left; where it is lost, its end is looked up.
 
     Args:
         prediction: uint64 ``[m]``.
@@ -169,16 +170,27 @@ def follow(prediction, output, length, state):  # type: ignore[no-untyped-def]
             num_foretold += 1
             state[_PLACE] += 1
             state[_MATCHED] += 1
+            if state[_MATCHED] >= ENOUGH_TOKENS:
+                state[_ALIGNED] = state[_PLACE]
         else:
-            join(prediction, output, position + 1, state)
-        if state[_MATCHED] >= ENOUGH_TOKENS:
-            state[_ALIGNED] = state[_PLACE]
-    state[_SEEN] = max(state[_SEEN], length)
+            state[_PLACE] = -1
+    if state[_PLACE] < 0 and state[_SEEN] < length:
+        join(prediction, output, length, state)
+    state[_SEEN] = length
     return num_foretold
 
 
 @kernel
-def step_batch(  # type: ignore[no-untyped-def]
+def follow_each(prediction, output, state):  # type: ignore[no-untyped-def]
+    """Follows an output token by token; returns how many of them the prediction foretold."""
+    num_foretold = 0
+    for position in range(output.shape[0]):
+        num_foretold += follow(prediction, output, position + 1, state)
+    return num_foretold
+
+
+@kernel
+def draft_step(  # type: ignore[no-untyped-def]
     token_ids,
     num_tokens,
     num_prompt_tokens,
