@@ -191,6 +191,32 @@ def test_what_may_not_be_learned_is_not_whichever_handler_asks(
     assert num_learned(http, path, body | {"prompt": text, "items": [text]}) == 0
 
 
+def test_a_prediction_is_drafted_to_its_request_alone_and_learned_by_no_one(
+    http: httpx.Client,
+) -> None:
+    written = http.post(
+        "/v1/completions",
+        headers=A,
+        json=completion("import os\n") | {"model": MODEL, "temperature": 0, "max_tokens": 48},
+    ).json()["choices"][0]["text"]
+    body = {"model": MODEL, "prompt": "import os\n", "temperature": 0, "max_tokens": 48}
+    body |= {"vllm_xargs": SILENT | {"speculation": "prediction"}}
+    predicted = {"vllm_xargs": body["vllm_xargs"] | {"prediction": [some_text(), written]}}
+
+    def drafted(key: Mapping[str, str], wishes: Mapping[str, Any]) -> tuple[int, int]:
+        before = counts(http, key)
+        answer = http.post("/v1/completions", headers=dict(key), json={**body, **wishes})
+        assert answer.json()["choices"][0]["text"] == written
+        after = counts(http, key)
+        return after[0] - before[0], after[1] - before[1]
+
+    assert drafted(B, predicted)[1] > 0
+    assert drafted(B, {}) == drafted(A, {}) == (0, 0)
+    long = completion("a") | {"vllm_xargs": {"prediction": some_text()}}
+    learned = num_learned(http, "/v1/completions", long)
+    assert learned == num_learned(http, "/v1/completions", completion("a"))
+
+
 def test_a_stored_response_is_its_tenants_alone(http: httpx.Client) -> None:
     body = responses("a") | {"model": MODEL, "request_id": "resp_chosen"}
     assert http.post("/v1/responses", headers=A, json=body).status_code == 200

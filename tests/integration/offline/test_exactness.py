@@ -1,6 +1,7 @@
 """In float32 speculation writes exactly what the model writes without it."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -47,11 +48,24 @@ def accepting(*runs: RunResult) -> set[str]:
     return {drafts.source for run in runs for drafts in run.drafts if drafts.num_accepted_tokens}
 
 
+def predicted(jobs: list[Job], expected: RunResult) -> list[Job]:
+    """The jobs, each with its answer as the prediction, of which some tokens are missing."""
+    answers = [completion.token_ids for completion in expected.completions]
+    texts = [tuple(each for i, each in enumerate(answer) if i % 9) for answer in answers]
+    return [
+        replace(job, sampling=replace(job.sampling, prediction=text))
+        for job, text in zip(jobs, texts, strict=True)
+    ]
+
+
 def test_greedy_output_with_drafts_is_the_output_without(
     none_engine: EngineProcess, drafting_engine: EngineProcess, jobs: list[Job]
 ) -> None:
     expected = none_engine.run(jobs, 8)
     assert expected.drafts == ()
+    of_predictions = drafting_engine.run(predicted(jobs, expected), 8)
+    assert_same(of_predictions, expected)
+    assert "prediction" in accepting(of_predictions)
     first, again = (drafting_engine.run(jobs, concurrency) for concurrency in (1, 8))
     assert_same(first, expected)
     assert_same(again, expected)
