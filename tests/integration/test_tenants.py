@@ -200,21 +200,21 @@ def test_a_prediction_is_drafted_to_its_request_alone_and_learned_by_no_one(
         json=completion("import os\n") | {"model": MODEL, "temperature": 0, "max_tokens": 48},
     ).json()["choices"][0]["text"]
     body = {"model": MODEL, "prompt": "import os\n", "temperature": 0, "max_tokens": 48}
-    body |= {"vllm_xargs": SILENT | {"speculation": "prediction"}}
-    predicted = {"vllm_xargs": body["vllm_xargs"] | {"prediction": [some_text(), written]}}
+    alone = SILENT | {"speculation": "prediction"}
+    predicted = alone | {"prediction": [some_text(), written]}
 
-    def drafted(key: Mapping[str, str], wishes: Mapping[str, Any]) -> tuple[int, int]:
+    def drafted(key: Mapping[str, str], xargs: Mapping[str, object]) -> tuple[int, int]:
         before = counts(http, key)
-        answer = http.post("/v1/completions", headers=dict(key), json={**body, **wishes})
+        asked = body | {"vllm_xargs": xargs}
+        answer = http.post("/v1/completions", headers=dict(key), json=asked)
         assert answer.json()["choices"][0]["text"] == written
         after = counts(http, key)
         return after[0] - before[0], after[1] - before[1]
 
     assert drafted(B, predicted)[1] > 0
-    assert drafted(B, {}) == drafted(A, {}) == (0, 0)
-    long = completion("a") | {"vllm_xargs": {"prediction": some_text()}}
-    learned = num_learned(http, "/v1/completions", long)
-    assert learned == num_learned(http, "/v1/completions", completion("a"))
+    assert drafted(B, alone) == drafted(A, alone) == (0, 0)
+    short = completion("a") | {"vllm_xargs": {"prediction": some_text()}}
+    assert 0 < num_learned(http, "/v1/completions", short) < 20
 
 
 def test_a_stored_response_is_its_tenants_alone(http: httpx.Client) -> None:

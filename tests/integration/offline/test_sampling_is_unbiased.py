@@ -1,8 +1,9 @@
 """Sampled output has the same distribution with speculation as without.
 
-The model may write four tokens only, and the prompt and the prediction are long mixtures of them, so
-that after every token there is a draft. The first tokens of many samples are then counted with and without
-speculation, and Pearson's chi-square test asks whether one distribution can have made both tables.
+The model may write four tokens only, and the prompt and the prediction are long mixtures of them,
+so that after every token there is a draft. The first tokens of many samples are then counted with
+and without speculation, and Pearson's chi-square test asks whether one distribution can have made
+both tables.
 """
 
 import random
