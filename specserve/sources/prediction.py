@@ -176,7 +176,7 @@ def follow(prediction, output, length, state):  # type: ignore[no-untyped-def]
             state[_PLACE] = -1
     if state[_PLACE] < 0 and state[_SEEN] < length:
         join(prediction, output, length, state)
-    state[_SEEN] = length
+    state[_SEEN] = max(state[_SEEN], length)
     return num_foretold
 
 
