@@ -44,7 +44,7 @@ class SourceSection(Section):
         LABELS: of its drafts; the source itself has the first one's colour.
         LEARNS: whether it learns from one request for others: it has to see texts to their ends.
         NEEDS_PREDICTION: whether it drafts for requests that predict their answer, and for no
-            other: a step without any does not ask it.
+            other: it is not asked while there is none.
     """
 
     SOURCE: ClassVar[str]

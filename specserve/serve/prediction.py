@@ -27,6 +27,8 @@ _NOT_BESIDE = {
     "min_p": "it is applied to tokens without drafts alone",
     "logit_bias": "it is applied to tokens without drafts alone",
     "thinking_token_budget": "it is kept without drafts alone",
+    "typical_p": "it is kept without drafts alone",
+    "watermark": "it is kept without drafts alone",
 }
 """Parameters of requests that are decoded without drafts, and why."""
 
@@ -67,7 +69,9 @@ def _too_long(field: str, what: str, predictor: Predictor) -> RequestError:
 
 def _refuse_others(body: Mapping[str, Any]) -> None:
     sampling = body.get("sampling_params")  # of the route that takes tokens
-    for prefix, parameters in (("", body), ("sampling_params.", sampling)):
+    given = body.get("parameters")  # of the generation API
+    places = ("", body), ("sampling_params.", sampling), ("parameters.", given)
+    for prefix, parameters in places:
         if isinstance(parameters, dict):
             for name, reason in _NOT_BESIDE.items():
                 if value := parameters.get(name):

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from typing import Self
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
-from specserve.core.compile import kernel, kernel_array
+from specserve.core.compile import inner, kernel, lean_kernel
 from specserve.core.source_config import PredictionConfig
 from specserve.core.types import DraftBatch, Drafts, Int32Array, Int64Array, RequestControls
 from specserve.sources.base import SourceContext
@@ -31,11 +31,13 @@ the answer is known to be there."""
 NEARBY_TOKENS = 64
 """So far ahead a single token is match enough: an edit is seldom longer, and a token seldom far."""
 
-_SEEN, _PLACE, _MATCHED, _ALIGNED = range(4)
-"""Columns of a request's state: output tokens that were followed; position in the prediction of
-what comes next, -1: unknown; tokens that matched before it; where the answer surely was last."""
+_ADDRESS, _SIZE, _SEEN, _PLACE, _MATCHED, _ALIGNED, _NUM_COLUMNS = range(7)
+"""Columns of a request: where its prediction is, and its tokens, 0: it has none; output tokens that
+were followed; position in the prediction of what comes next, -1: unknown; tokens that matched
+before it; where the answer surely was last."""
 
 _BEGINNING = (0, 0, ENOUGH_TOKENS, 0)
+"""The columns from ``_SEEN`` on, before the answer's first token."""
 
 
 class PredictionSource:
@@ -47,10 +49,8 @@ class PredictionSource:
 
     def __init__(self, config: PredictionConfig, num_slots: int) -> None:
         self._texts: list[UInt64Array | None] = [None] * num_slots
-        self._addresses = np.zeros(num_slots, np.int64)
-        self._sizes = np.zeros(num_slots, np.int64)
-        self._states = np.zeros((num_slots, len(_BEGINNING)), np.int64)
-        self._drafts = Drafts.empty(num_slots, config.max_draft_len)
+        self._requests: Int64Array = np.zeros((num_slots, _NUM_COLUMNS), np.int64)
+        self._drafts = self._here = Drafts.empty(num_slots, config.max_draft_len)
         self.warm_up()
 
     @classmethod
@@ -75,33 +75,20 @@ class PredictionSource:
         if controls.prediction and wants_drafts(controls, "prediction"):
             text = np.frombuffer(controls.prediction, np.int32).astype(np.uint64)
             self._texts[slot] = text
-            self._addresses[slot] = text.ctypes.data
-            self._sizes[slot] = len(text)
-            self._states[slot] = _BEGINNING
+            self._requests[slot] = (text.ctypes.data, len(text), *_BEGINNING)
 
     def propose(self, batch: DraftBatch, limits: Int32Array) -> Drafts:
         """Follows what is new of each answer, and copies what its prediction says comes next."""
-        drafts = self._drafts.first(len(batch.slots))
-        draft_step(
-            kernel_array(batch.token_ids, np.int32),
-            kernel_array(batch.num_tokens, np.int32),
-            kernel_array(batch.num_prompt_tokens, np.int32),
-            kernel_array(limits, np.int32),
-            kernel_array(batch.slots, np.int64),
-            self._addresses,
-            self._sizes,
-            self._states,
-            drafts.tokens,
-            drafts.lengths,
-            drafts.confidence,
-        )
-        return drafts
+        if len(self._here.lengths) != len(limits):
+            self._here = self._drafts.first(len(limits))
+        draft_step(*batch[:4], limits, self._requests, *self._here)
+        return self._here
 
     def close(self, slots: Int64Array) -> None:
         """Frees the predictions of these requests."""
         for slot in slots.tolist():
             self._texts[slot] = None
-        self._addresses[slots] = self._sizes[slots] = 0
+        self._requests[slots] = 0
 
 
 def num_foretold(prediction: Int32Array, answer: Sequence[int]) -> int:
@@ -111,12 +98,12 @@ def num_foretold(prediction: Int32Array, answer: Sequence[int]) -> int:
         prediction: int32 ``[m]``.
         answer: token ids.
     """
-    state = np.array(_BEGINNING, np.int64)
+    request = np.array((0, 0, *_BEGINNING), np.int64)
     text = np.array(answer, np.int32)
-    return int(follow_each(prediction.astype(np.uint64), text, state))
+    return int(follow_each(prediction.astype(np.uint64), text, request))
 
 
-@njit(nogil=True, inline="always")
+@inner
 def _matched(prediction, place, output, length):  # type: ignore[no-untyped-def]
     """Tokens before ``place`` that also end ``output[:length]``, of those that count."""
     longest = min(place, length, ENOUGH_TOKENS)
@@ -126,112 +113,108 @@ def _matched(prediction, place, output, length):  # type: ignore[no-untyped-def]
     return size
 
 
-@kernel
-def join(prediction, output, length, state):  # type: ignore[no-untyped-def]
-    """Finds the place in the prediction that the output is at, and notes it in ``state``.
+@inner
+def _join(prediction, output, length, request):  # type: ignore[no-untyped-def]
+    """Finds the place in the prediction that the output is at, and notes it in ``request``.
 
     The longest suffix of ``output[:length]`` is searched; its nearest place after the one where the
     output was last known to be, and from the beginning after the prediction's end.
     """
-    size = prediction.shape[0]
-    last = np.uint64(output[length - 1])
-    aligned = state[_ALIGNED]
-    state[_PLACE], state[_MATCHED] = -1, 0
-    for begin, end in ((aligned, size), (0, aligned)):
+    last, aligned = np.uint64(output[length - 1]), request[_ALIGNED]
+    request[_PLACE], request[_MATCHED] = -1, 0
+    for begin, end in ((aligned, prediction.shape[0]), (0, aligned)):
         for position in range(begin, end):
             if prediction[position] == last:
                 matched = _matched(prediction, position + 1, output, length)
                 is_near = aligned <= position < aligned + NEARBY_TOKENS
-                if matched > state[_MATCHED] and (matched > 1 or is_near):
-                    state[_PLACE], state[_MATCHED] = position + 1, matched
+                if matched > request[_MATCHED] and (matched > 1 or is_near):
+                    request[_PLACE], request[_MATCHED] = position + 1, matched
                     if matched == ENOUGH_TOKENS:
-                        state[_ALIGNED] = position + 1
+                        request[_ALIGNED] = position + 1
                         return
 
 
-@kernel
-def follow(prediction, output, length, state):  # type: ignore[no-untyped-def]
+@inner
+def _follow(prediction, output, length, request):  # type: ignore[no-untyped-def]
     """Follows ``output[:length]`` from where it was left; where it is lost, its end is looked up.
 
     Args:
         prediction: uint64 ``[m]``.
         output: int32 ``[>= length]``.
         length: tokens of the output.
-        state: int64 ``[4]``, updated.
+        request: int64 ``[_NUM_COLUMNS]``, updated.
 
     Returns:
         How many of the new tokens the prediction foretold.
     """
-    num_foretold = 0
-    for position in range(state[_SEEN], length):
-        place = state[_PLACE]
+    num_foretold, seen = 0, request[_SEEN]
+    for position in range(seen, length):
+        place = request[_PLACE]
         is_known = 0 <= place < prediction.shape[0]
         if is_known and prediction[place] == np.uint64(output[position]):
             num_foretold += 1
-            state[_PLACE] += 1
-            state[_MATCHED] += 1
-            if state[_MATCHED] >= ENOUGH_TOKENS:
-                state[_ALIGNED] = state[_PLACE]
+            request[_PLACE] += 1
+            request[_MATCHED] += 1
+            if request[_MATCHED] >= ENOUGH_TOKENS:
+                request[_ALIGNED] = request[_PLACE]
         else:
-            state[_PLACE] = -1
-    if state[_PLACE] < 0 and state[_SEEN] < length:
-        join(prediction, output, length, state)
-    state[_SEEN] = max(state[_SEEN], length)
+            request[_PLACE] = -1
+    if request[_PLACE] < 0 and seen < length:
+        _join(prediction, output, length, request)
+    request[_SEEN] = max(seen, length)
     return num_foretold
 
 
-@kernel
-def follow_each(prediction, output, state):  # type: ignore[no-untyped-def]
+@lean_kernel
+def follow_each(prediction, output, request):  # type: ignore[no-untyped-def]
     """Follows an output token by token; returns how many of them the prediction foretold."""
     num_foretold = 0
     for position in range(output.shape[0]):
-        num_foretold += follow(prediction, output, position + 1, state)
+        num_foretold += _follow(prediction, output, position + 1, request)
     return num_foretold
 
 
 @kernel
 def draft_step(  # type: ignore[no-untyped-def]
+    slots,
     token_ids,
     num_tokens,
     num_prompt_tokens,
     limits,
-    slots,
-    addresses,
-    sizes,
-    states,
+    requests,
     drafts,
     lengths,
     confidence,
+    labels,
 ):
     """One decoding step of the batch: follow what is new, and copy what comes next.
 
     Args:
+        slots: int64 ``[n]``.
         token_ids: int32 ``[n, >= max(num_tokens)]``.
         num_tokens: int32 ``[n]``.
         num_prompt_tokens: int32 ``[n]``.
         limits: int32 ``[n]``, longest draft.
-        slots: int64 ``[n]``, each request's entry in the three arrays that follow.
-        addresses: int64, of each request's prediction.
-        sizes: int64, tokens of each prediction; 0: there is none.
-        states: int64 ``[., 4]``, updated.
-        drafts: int32 ``[n, >= max(limits)]``, written.
+        requests: int64 ``[slots, _NUM_COLUMNS]``; updated.
+        drafts: int32 ``[n, k]``, written.
         lengths: int32 ``[n]``, tokens in each draft, written.
-        confidence: float32 ``[n, >= max(limits)]``, written.
+        confidence: float32 ``[n, k]``, written.
+        labels: unused.
     """
     for i in range(slots.shape[0]):
         lengths[i] = 0
-        size = sizes[slots[i]]
+        request = requests[slots[i]]
+        size = request[_SIZE]
         if size == 0:
             continue
-        prediction = carray(as_pointer(addresses[slots[i]]), size)
-        state = states[slots[i]]
+        prediction = carray(as_pointer(request[_ADDRESS]), size)
         output = token_ids[i, num_prompt_tokens[i] :]
-        follow(prediction, output, num_tokens[i] - num_prompt_tokens[i], state)
-        place = state[_PLACE]
+        _follow(prediction, output, num_tokens[i] - num_prompt_tokens[i], request)
+        place = request[_PLACE]
         limit = min(limits[i], drafts.shape[1], size - place)
         if place >= 0 and limit > 0:
             copy_from(prediction, size, place, limit, drafts[i])
             lengths[i] = limit
             for j in range(limit):
-                matched = float(state[_MATCHED] + j) ** 2
+                matched = float(request[_MATCHED] + j) ** 2
                 confidence[i, j] = matched / (matched + DOUBT)

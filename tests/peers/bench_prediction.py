@@ -37,13 +37,13 @@ from rich.progress import track
 from specserve.compare.corpus import load_modules
 from specserve.compare.machine import circumstances
 from specserve.compare.prompts import Tokenizer, load_tokenizer
-from specserve.compare.tasks import TaskMaker
 from specserve.core.config import AppConfig
 from specserve.core.source_config import NgramConfig, PredictionConfig
 from tests.peers.bench_engine import measured_config
 from tests.peers.servers import serve
 from tests.peers.tables import print_rows
 from tests.peers.workload import edited
+from tools.demo_models.tasks import AllTasks
 
 SETS = ("edit", "in-prompt", "wrong")
 STATES = ("off", "ngram", "prediction", "auto")
@@ -135,7 +135,7 @@ def _repeats_itself(text: str) -> bool:
 
 def copies(tokenizer: Tokenizer, number: int, seed: int) -> list[Asked]:
     """The set ``in-prompt``."""
-    rng, tasks = random.Random(seed), TaskMaker(load_modules(held_out=True))
+    rng, tasks = random.Random(seed), AllTasks(load_modules(held_out=True))
     found = []
     for index in range(number):
         task = tasks.draw(rng, TASK_CHARS, kind=COPIES[index % len(COPIES)])

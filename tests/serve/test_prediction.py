@@ -71,6 +71,7 @@ def part(text: object) -> dict[str, object]:
         ("/v1/completions", {"vllm_xargs": {"prediction": ["ab", "c"]}}, "abc"),
         ("/v1/completions", {"vllm_xargs": {"learn": 0}}, ""),
         ("/inference/v1/generate", {"sampling_params": {"extra_args": {"prediction": "a"}}}, "a"),
+        ("/generate", {"inputs": "x", "vllm_xargs": {"prediction": ["ab", "c"]}}, "abc"),
         ("/v1/chat/completions", content("a") | {"vllm_xargs": {"prediction": "b"}}, "ab"),
         ("/v1/chat/completions", content("a") | {"n": 2, "logprobs": True, "tools": []}, "a"),
         ("/v1/chat/completions", content("a") | {"min_p": 0, "logit_bias": None}, "a"),
@@ -132,6 +133,28 @@ def test_what_is_not_allowed_is_answered_400_with_field_value_and_limit(
     assert (answer.status_code, error["code"], error["param"]) == (400, 400, param)
     assert error["message"].startswith(f"{param}: ")
     assert words in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"vllm_xargs": {"prediction": 3}}, "vllm_xargs.prediction: 3 is not allowed"),
+        (
+            {"parameters": {"typical_p": 0.5}, "vllm_xargs": {"prediction": "a"}},
+            "parameters.typical_p: 0.5 is not allowed",
+        ),
+        (
+            {"parameters": {"watermark": True}, "vllm_xargs": {"prediction": "a"}},
+            "parameters.watermark: True is not allowed",
+        ),
+    ],
+)
+def test_the_generation_api_is_refused_in_its_own_form(
+    telling: TestClient, body: dict[str, Any], message: str
+) -> None:
+    answer = telling.post("/generate", json={"inputs": "x", **body})
+    assert answer.status_code == 422
+    assert answer.json()["error"].startswith(f"Input validation error: {message}")
 
 
 @pytest.mark.parametrize("body", [content("abc"), {"vllm_xargs": {"prediction": "abc"}}])
