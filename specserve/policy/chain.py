@@ -122,8 +122,8 @@ class Chain:
             guard = GuardedSource(each.kind, each.source, metrics, *options)
             self._sources.append(Turns(place, each, guard, ask_policy(each, guard, num_slots)))
             self.labels += each.labels
-        self._unpredicted = [each for each in self._sources if not each.member.needs_prediction]
-        self._predicted: set[int] = set()
+        self._plain_sources = [each for each in self._sources if not each.member.needs_prediction]
+        self._predicting: set[int] = set()  # slots of the requests with a prediction
         self._counts = metrics.draft_counts(self.labels)
         self.cost = StepCost()
         self.sent: Int32Array = np.zeros((num_slots, longest), np.int32)
@@ -171,7 +171,7 @@ class Chain:
             if controls.max_draft_tokens >= 0:
                 limit = min(limit, controls.max_draft_tokens)
             if limit and member.needs_prediction:
-                self._predicted.add(slot)
+                self._predicting.add(slot)
             request[LIMITS + each.place] = limit
             each.guard.open(slot, controls)
 
@@ -181,7 +181,7 @@ class Chain:
             each.guard.close(slots)
             if isinstance(each.ask, RemoteAsk):
                 each.ask.forget(slots)
-        self._predicted.difference_update(slots.tolist())
+        self._predicting.difference_update(slots.tolist())
 
     def observe(self, batch: DraftBatch, num_new: Int32Array, num_verified: Int32Array) -> Outcomes:
         """Counts what became of the last drafts, and learns from what was written.
@@ -268,7 +268,7 @@ class Chain:
     @property
     def _of_use(self) -> list[Turns]:
         """The sources that have something to draft from."""
-        return self._sources if self._predicted else self._unpredicted
+        return self._sources if self._predicting else self._plain_sources
 
     def _call(self, turns: Turns, batch: DraftBatch) -> _Call | None:
         """Asks a source; its drafts are among the offers then."""

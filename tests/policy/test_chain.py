@@ -251,6 +251,22 @@ def test_a_step_without_predictions_does_not_ask_the_source_that_drafts_from_the
         assert driven.step() == sent
 
 
+def test_such_a_source_is_asked_until_the_last_request_with_a_prediction_ends() -> None:
+    source = always(5)
+    member = Member("prediction", source, ("prediction",), 8, False, needs_prediction=True)
+    predicts = RequestControls(prediction=b"1234")
+    driven = Driven(member, wishes=[predicts, AUTO, predicts])
+    for slot, sent in ((0, [[], [], [5]]), (2, [[], [], []])):
+        driven.step()
+        driven.chain.close(np.array([slot]))
+        driven.chain.open(slot, AUTO)  # the next request in its slot
+        driven.sent[slot] = []
+        num_calls = len(source.limits)
+        assert driven.step() == sent
+        assert len(source.limits) - num_calls == any(sent)
+    assert driven.chain.num_idle_steps(np.arange(3)) > 0
+
+
 def test_a_remote_source_is_asked_last_and_only_where_it_makes_a_request_better_off() -> None:
     remote = RemoteAnswers(lambda batch, limits: drafts([(6, 7)] * len(limits)))
     local = AnsweringSource(lambda batch, limits: drafts([(1, 2, 3, 4, 5, 6, 7), ()]))
