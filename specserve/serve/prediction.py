@@ -197,8 +197,9 @@ class CountedAnswer:
         except ValueError:  # the mark of a stream's end
             return text
         usage = answer.get("usage") if isinstance(answer, dict) else None
-        is_last = answer.get("choices") == [] if self._is_stream else True
-        if not isinstance(usage, dict) or "completion_tokens" not in usage or not is_last:
+        if not isinstance(usage, dict) or "completion_tokens" not in usage:
+            return text
+        if self._is_stream and answer.get("choices") != []:  # it is not the last chunk
             return text
         usage["completion_tokens_details"] = {
             **(usage.get("completion_tokens_details") or {}),
