@@ -13,7 +13,14 @@ from tests.integration.cluster import Deployment
 
 pytestmark = pytest.mark.timeout(900)
 
-QUESTION = "Write a function that adds up the numbers of a list.\n"
+CODE = """
+def total(values):
+    result = 0
+    for value in values:
+        result = result + value
+    return result
+"""
+QUESTION = f"Repeat this code:\n{CODE * 3}"
 CHAT: dict[str, Any] = {
     "model": MODEL,
     "messages": [{"role": "user", "content": QUESTION}],

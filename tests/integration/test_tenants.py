@@ -203,12 +203,10 @@ def test_what_may_not_be_learned_is_not_whichever_handler_asks(
 def test_a_prediction_is_drafted_to_its_request_alone_and_learned_by_no_one(
     http: httpx.Client,
 ) -> None:
-    written = http.post(
-        "/v1/completions",
-        headers=A,
-        json=completion("import os\n") | {"model": MODEL, "temperature": 0, "max_tokens": 48},
-    ).json()["choices"][0]["text"]
-    body = {"model": MODEL, "prompt": "import os\n", "temperature": 0, "max_tokens": 48}
+    code = "def total(values):\n    result = 0\n    for value in values:\n        result += value\n"
+    body = {"model": MODEL, "prompt": code * 3, "temperature": 0, "max_tokens": 48}
+    answer = http.post("/v1/completions", headers=A, json=body | {"vllm_xargs": SILENT})
+    written = answer.json()["choices"][0]["text"]
     alone = SILENT | {"speculation": "prediction"}
     predicted = alone | {"prediction": [some_text(), written]}
 
