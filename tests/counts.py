@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from specserve.core.metrics import SpeculationMetrics
 
 
@@ -11,5 +9,7 @@ def count_draft(
     metrics: SpeculationMetrics, label: str, num_drafted: int, num_accepted: int
 ) -> None:
     """One draft was verified."""
-    which, drafted, accepted = np.array([[0], [num_drafted], [num_accepted]], np.int32)
-    metrics.count_drafts((label,), which, drafted, accepted)
+    if (counts := metrics._drafts.get(label)) is None:
+        (counts,) = metrics.draft_counts((label,))
+    counts[0, num_drafted] += 1
+    counts[1, num_accepted] += 1

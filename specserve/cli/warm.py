@@ -13,16 +13,22 @@ from rich.console import Console
 from rich.progress import track
 
 from specserve.core.config import AppConfig
-from specserve.core.errors import ConfigError, MissingExtraError, SpecServeError, StoreError
+from specserve.core.errors import (
+    ConfigError,
+    MissingExtraError,
+    SpecServeError,
+    StoreError,
+    reason_of,
+)
 from specserve.core.source_config import TrieConfig
 from specserve.core.types import Int32Array
 from specserve.engine.checkpoint import find_checkpoint, model_identity
 from specserve.engine.cluster_memory import store_options
 from specserve.serve.config_file import Application, read
 from specserve.trie.namespaces import namespace, shard_of
-from specserve.trie.record_writer import RecordWriter
 from specserve.trie.store import StoreOptions
 from specserve.trie.store_actor import RayStoreClient, list_stores
+from specserve.trie.text_writer import write_texts
 from specserve.trie.warm_texts import WarmText, read_texts
 
 
@@ -80,13 +86,11 @@ class Warmup:
         if self.store.name not in (running := list_stores()):
             others = f"; others: {', '.join(running)}" if running else ""
             raise StoreError(f"no draft memory of this model runs in this cluster{others}")
-        writer = RecordWriter(RayStoreClient(self.store), self.store.fingerprint, self.namespace)
         texts = read_texts(path, self.store.vocab_size)
         console = Console(stderr=True)
-        for text in track(texts, "warming", num_texts, console=console, transient=True):
-            writer.write(*self.tokens(text))
-        writer.flush()
-        return writer.num_tokens
+        shown = track(texts, "warming", num_texts, console=console, transient=True)
+        client = RayStoreClient(self.store)
+        return write_texts(client, self.store, self.namespace, map(self.tokens, shown))
 
     def tokens(self, text: WarmText) -> tuple[Int32Array, int]:
         """The text's tokens as requests would have them, and how many of them are prompt.
@@ -144,8 +148,8 @@ def _load(config: AppConfig) -> tuple[Any, int]:
         model = AutoConfig.from_pretrained(checkpoint.path, **options)
         tokenizer = AutoTokenizer.from_pretrained(checkpoint.tokenizer, **options)
     except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError("model.path", config.model.path, f"a tokenizer: {reason}") from None
+        allowed = f"a tokenizer: {reason_of(error)}"
+        raise ConfigError("model.path", config.model.path, allowed) from None
     return tokenizer, int(model.get_text_config().vocab_size)
 
 

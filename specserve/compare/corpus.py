@@ -69,12 +69,6 @@ def is_held_out(name: str) -> bool:
     return int.from_bytes(digest[:4], "big") % HELD_OUT_ONE_IN == 0
 
 
-def held_out_modules(root: Path | None = None) -> list[Path]:
-    """The files that training never reads, sorted; benchmarks and evaluation take prompts here."""
-    root = root or standard_library()
-    return [p for p in module_paths(root) if is_held_out(p.relative_to(root).as_posix())]
-
-
 def load_modules(root: Path | None = None, *, held_out: bool) -> list[Module]:
     """The text of the training modules, or of the held-out ones; what is not UTF-8 is left out.
 

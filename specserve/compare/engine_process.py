@@ -1,4 +1,10 @@
-"""An engine in a process of its own, so that neither memory nor state passes between methods."""
+"""An engine in a process of its own, so that neither memory nor state passes between methods.
+
+The child is ``python -m specserve.compare.engine_process FD`` with the number of an inherited pipe.
+It is sent the configuration and the method, then jobs and how many of them to run at a time. It
+answers None when the engine stands, then the numbers of finished prompts and tokens so far from
+time to time, and a ``RunResult``; or an ``EngineError``, which is its last word.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +15,15 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
+import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from specserve.core.config import AppConfig
-from specserve.core.errors import EngineError, MissingExtraError
+from specserve.core.errors import EngineError, MissingExtraError, SpecServeError, shorten
 from specserve.core.openmp import openmp_environment
 from specserve.engine.generation import Job, RunResult
 from specserve.engine.methods import Method
@@ -25,47 +31,8 @@ from specserve.engine.methods import Method
 STOP_TIMEOUT_S = 20.0
 """How long an engine may take to end by itself."""
 
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """First message to the child: what to build. Answered by :class:`Ready`."""
-
-    config: AppConfig
-    method: Method
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """The engine stands.
-
-    Attributes:
-        seconds: what it took to build.
-    """
-
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Continue these prompts. Answered by any number of ``Progressed`` and a ``RunResult``."""
-
-    jobs: tuple[Job, ...]
-    concurrency: int
-
-
-@dataclass(frozen=True, slots=True)
-class Progressed:
-    """Finished prompts and generated tokens so far."""
-
-    num_done: int
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """The child's last message: one line for the user."""
-
-    line: str
+PROGRESS_INTERVAL_S = 0.25
+"""Progress is told at most this often; it also is how a child notices that its parent is gone."""
 
 
 class EngineProcess:
@@ -87,7 +54,7 @@ class EngineProcess:
         self._log = tempfile.TemporaryFile(prefix="specserve-engine-")  # noqa: SIM115
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "specserve.compare.engine_child", str(theirs.fileno())],
+                [sys.executable, "-m", __name__, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
@@ -95,17 +62,15 @@ class EngineProcess:
                 env=engine_environment(config),
                 start_new_session=True,
             )
-        self._send(Start(config, method))
+        self._send(config, method)
 
-    def wait_ready(self) -> float:
-        """Blocks until the engine stands; answers the seconds it took.
+    def wait_ready(self) -> None:
+        """Blocks until the engine stands.
 
         Raises:
             EngineError: it did not start; one line says why.
         """
-        message = self._receive()
-        assert isinstance(message, Ready)
-        return message.seconds
+        assert self._receive() is None
 
     def run(
         self,
@@ -118,13 +83,10 @@ class EngineProcess:
         Raises:
             EngineError: the engine died, or refused a prompt.
         """
-        self._send(Run(tuple(jobs), concurrency))
-        while True:
-            message = self._receive()
-            if isinstance(message, RunResult):
-                return message
-            assert isinstance(message, Progressed)
-            progress(message.num_done, message.num_tokens)
+        self._send(tuple(jobs), concurrency)
+        while not isinstance(message := self._receive(), RunResult):
+            progress(*message)
+        return message
 
     def close(self) -> None:
         """Ends the child, by force after :data:`STOP_TIMEOUT_S`; nothing of it is left."""
@@ -139,29 +101,24 @@ class EngineProcess:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is not None:
             self._kill()
         self.close()
 
-    def _send(self, message: Start | Run) -> None:
+    def _send(self, *message: object) -> None:
         # A child that has died is told when its answer is read.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._connection.send(message)
 
-    def _receive(self) -> object:
+    def _receive(self) -> Any:
         try:
-            message: object = self._connection.recv()
+            message = self._connection.recv()
         except (EOFError, ConnectionResetError):
             self._kill()
             raise EngineError(f"method {self.method}: {self._last_words()}") from None
-        if isinstance(message, Failed):
-            raise EngineError(message.line)
+        if isinstance(message, EngineError):
+            raise message
         return message
 
     def _kill(self) -> None:
@@ -185,3 +142,43 @@ def engine_environment(config: AppConfig) -> dict[str, str]:
     environment["VLLM_NO_USAGE_STATS"] = "1"
     environment.update(openmp_environment(config.placement.num_cpus_per_shard))
     return environment
+
+
+def main(connection: Connection) -> None:
+    """The child: serves its parent until that closes the pipe."""
+    try:
+        _serve(connection)
+    except (BrokenPipeError, ConnectionResetError, EOFError):
+        return
+    except SpecServeError as error:
+        connection.send(EngineError(str(error)))
+    except Exception as error:
+        traceback.print_exc()
+        connection.send(EngineError(f"{type(error).__name__}: {shorten(str(error), 300)}"))
+
+
+def _serve(connection: Connection) -> None:
+    # Importing vLLM takes seconds, and only here may it happen.
+    from specserve.engine.offline import OfflineEngine
+
+    told = time.perf_counter()
+
+    def progress(num_done: int, num_tokens: int) -> None:
+        nonlocal told
+        now = time.perf_counter()
+        if now - told >= PROGRESS_INTERVAL_S:
+            told = now
+            connection.send((num_done, num_tokens))
+
+    engine = OfflineEngine(*connection.recv())
+    try:
+        connection.send(None)
+        while True:
+            jobs, concurrency = connection.recv()
+            connection.send(engine.run(jobs, concurrency, progress))
+    finally:
+        engine.close()
+
+
+if __name__ == "__main__":
+    main(Connection(int(sys.argv[1])))

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from specserve.compare.corpus import Module, load_modules
 from specserve.compare.tasks import TaskMaker
-from specserve.core.errors import ConfigError
+from specserve.core.errors import ConfigError, reason_of
 
 FIELD = "--prompts"
 
@@ -79,10 +79,8 @@ def load_tokenizer(path: str, revision: str = "") -> Tokenizer:
     try:
         tokenizer: Tokenizer = AutoTokenizer.from_pretrained(path, revision=revision or "main")
     except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(
-            "model", path, f"a checkpoint with a tokenizer ({reason[:120]})"
-        ) from None
+        allowed = f"a checkpoint with a tokenizer ({reason_of(error)})"
+        raise ConfigError("model", path, allowed) from None
     return tokenizer
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -115,22 +113,16 @@ def document(
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Writes aside and renames, so that no half-written file is ever seen.
+    """Writes a document as JSON, aside first: no half-written file is ever seen.
 
     Raises:
         ConfigError: the file cannot be written.
     """
+    text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
+    aside = path.with_name(f".{path.name}.tmp")
     try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(content, file, indent=1, ensure_ascii=False, allow_nan=False)
-                file.write("\n")
-            os.chmod(name, 0o644)
-            os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
-            raise
+        aside.write_text(f"{text}\n", encoding="utf-8")
+        aside.replace(path)
     except OSError as error:
         raise ConfigError(
             "--save-output", str(path), f"a file that can be written ({error.strerror})"

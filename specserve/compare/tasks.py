@@ -43,6 +43,10 @@ class Task:
     messages: list[Message]
 
 
+Draw = Callable[[random.Random, int], Task | None]
+"""Makes a task of at most so many characters; None: this draw allows for none."""
+
+
 def functions_of(module: Module) -> list[Function]:
     """The functions and methods of a module in file order; [] where it does not parse."""
     try:
@@ -98,17 +102,12 @@ class TaskMaker:
             raise ConfigError("corpus", [m.name for m in modules], "modules with functions")
         words = {w for m in modules for w in re.findall(r"\b[a-z][a-z_]{3,14}\b", m.text)}
         self.words = sorted(words)
-        self.kinds: dict[str, tuple[int, Callable[[random.Random, int], Task | None]]] = {
+        self.kinds: dict[str, tuple[int, Draw]] = {
             "complete": (6, self._complete),
-            "rename": (6, self._rename),
+            "rename": (6, self.rename),
             "quote": (6, self._quote),
-            "repeat": (2, self._repeat),
-            "strip_docstring": (2, self._strip_docstring),
-            "list": (2, self._list),
-            "signature": (2, self._signature),
-            "describe": (1, self._describe),
-            "dialogue": (3, self._dialogue),
         }
+        """Of each kind how often it is drawn where none is named, and what makes one."""
 
     def draw(self, rng: random.Random, max_chars: int, kind: str | None = None) -> Task:
         """A task of about at most `max_chars` characters in all; its kind drawn where None.
@@ -129,11 +128,12 @@ class TaskMaker:
                 return task
         raise ConfigError("corpus", kind, "modules whose functions this task can be made from")
 
-    def _function(self, rng: random.Random, max_chars: int) -> Function | None:
+    def function(self, rng: random.Random, max_chars: int) -> Function | None:
+        """Some function; None if it is too long."""
         function = rng.choice(rng.choice(self.functions))
         return function if len(function.code) <= max_chars else None
 
-    def _excerpt(self, rng: random.Random, max_chars: int) -> list[Function]:
+    def excerpt(self, rng: random.Random, max_chars: int) -> list[Function]:
         """Neighbouring functions of one module with distinct names."""
         functions = rng.choice(self.functions)
         start = rng.randrange(len(functions))
@@ -149,7 +149,7 @@ class TaskMaker:
         return picked
 
     def _complete(self, rng: random.Random, max_chars: int) -> Task | None:
-        function = self._function(rng, int(max_chars * 0.7))
+        function = self.function(rng, int(max_chars * 0.7))
         if function is None or function.docstring_lines is None:
             return None
         lines = function.code.splitlines()
@@ -157,15 +157,15 @@ class TaskMaker:
         if len(lines) <= function.docstring_lines[1] + 1:
             return None
         ask = rng.choice(["Complete this function.", "Write the body of this function."])
-        return _task("complete", f"{ask}\n{fence(head)}", fence(function.code))
+        return one_question("complete", f"{ask}\n{fence(head)}", fence(function.code))
 
-    def _rename(self, rng: random.Random, max_chars: int) -> Task | None:
-        function = self._function(rng, max_chars // 2)
-        if function is None:
-            return None
-        return self._rename_in(rng, function)
+    def rename(self, rng: random.Random, max_chars: int) -> Task | None:
+        """Repeats a function with one of its names changed."""
+        function = self.function(rng, max_chars // 2)
+        return self.rename_in(rng, function) if function is not None else None
 
-    def _rename_in(self, rng: random.Random, function: Function) -> Task | None:
+    def rename_in(self, rng: random.Random, function: Function) -> Task | None:
+        """The same of a given function; None where it has no name to change."""
         names = re.findall(r"\b[A-Za-z_]\w{2,}\b", function.code)
         candidates = sorted({n for n in names if names.count(n) > 1 and n not in _KEYWORDS})
         if not candidates:
@@ -175,23 +175,10 @@ class TaskMaker:
             return None
         code = re.sub(rf"\b{re.escape(old)}\b", new, function.code)
         ask = f"Repeat this code with `{old}` renamed to `{new}`."
-        return _task("rename", f"{ask}\n{fence(function.code)}", fence(code))
-
-    def _repeat(self, rng: random.Random, max_chars: int) -> Task | None:
-        function = self._function(rng, max_chars // 2)
-        if function is None:
-            return None
-        code = function.code
-        if rng.random() < 0.5:
-            words: list[str] = re.split(r"(\W+)", code)
-            swaps: dict[str, str] = {
-                w: rng.choice(self.words) for w in sorted(set(words)) if len(w) > 3
-            }
-            code = "".join(swaps.get(w, w) for w in words)
-        return _task("repeat", f"Repeat this code exactly.\n{fence(code)}", fence(code))
+        return one_question("rename", f"{ask}\n{fence(function.code)}", fence(code))
 
     def _quote(self, rng: random.Random, max_chars: int) -> Task | None:
-        picked = self._excerpt(rng, int(max_chars * 0.65))
+        picked = self.excerpt(rng, int(max_chars * 0.65))
         if len(picked) < 2:
             return None
         target = rng.choice(picked)
@@ -201,78 +188,17 @@ class TaskMaker:
         if rng.random() >= 0.5:
             parts.reverse()
         question = "\n".join(parts)
-        return _task("quote", question, fence(target.code))
-
-    def _strip_docstring(self, rng: random.Random, max_chars: int) -> Task | None:
-        function = self._function(rng, max_chars // 2)
-        if function is None or function.docstring_lines is None:
-            return None
-        first, last = function.docstring_lines
-        lines = function.code.splitlines()
-        if len(lines) <= last + 1:
-            return None
-        code = "\n".join(lines[:first] + lines[last + 1 :])
-        ask = "Remove the docstring from this function."
-        return _task("strip_docstring", f"{ask}\n{fence(function.code)}", fence(code))
-
-    def _list(self, rng: random.Random, max_chars: int) -> Task | None:
-        picked = self._excerpt(rng, int(max_chars * 0.8))
-        if len(picked) < 2:
-            return None
-        code = "\n\n".join(f.code for f in picked)
-        names = "\n".join(f"- `{f.name}`" for f in picked)
-        return _task("list", f"List the functions of this file.\n{fence(code)}", names)
-
-    def _signature(self, rng: random.Random, max_chars: int) -> Task | None:
-        picked = self._excerpt(rng, int(max_chars * 0.8))
-        if len(picked) < 2:
-            return None
-        target = rng.choice(picked)
-        code = "\n\n".join(f.code for f in picked)
-        ask = f"What is the signature of `{target.name}` in this file?"
-        return _task("signature", f"{ask}\n{fence(code)}", fence(target.signature))
-
-    def _describe(self, rng: random.Random, max_chars: int) -> Task | None:
-        function = self._function(rng, int(max_chars * 0.6))
-        if function is None or not function.docstring:
-            return None
-        if len(function.code) + len(function.docstring) > max_chars:
-            return None
-        ask = "What does this function do?"
-        return _task("describe", f"{ask}\n{fence(function.code)}", function.docstring)
-
-    def _dialogue(self, rng: random.Random, max_chars: int) -> Task | None:
-        """Two or three questions about one file, each answered from it."""
-        picked = self._excerpt(rng, max_chars // 3)
-        if len(picked) < 2:
-            return None
-        code = "\n\n".join(f.code for f in picked)
-        first = rng.choice(picked)
-        messages = [
-            _message("user", f"Print the function `{first.name}` of this file.\n{fence(code)}"),
-            _message("assistant", fence(first.code)),
-        ]
-        if rng.random() < 0.5:
-            renamed = self._rename_in(rng, first)
-            if renamed is not None and renamed.messages[1]["content"] != fence(first.code):
-                ask = renamed.messages[0]["content"].split("\n")[0]
-                messages.append(_message("user", ask.replace("this code", "it")))
-                messages.append(renamed.messages[1])
-        else:
-            second = rng.choice(picked)
-            messages.append(_message("user", f"Now print `{second.name}`."))
-            messages.append(_message("assistant", fence(second.code)))
-        if sum(len(m["content"]) for m in messages) > max_chars * 1.2:
-            return None
-        return Task(kind="dialogue", messages=messages)
+        return one_question("quote", question, fence(target.code))
 
 
 _KEYWORDS = frozenset([*keyword.kwlist, "self"])
 
 
-def _message(role: str, content: str) -> Message:
+def message(role: str, content: str) -> Message:
+    """One chat message."""
     return {"role": role, "content": content}
 
 
-def _task(kind: str, question: str, answer: str) -> Task:
-    return Task(kind=kind, messages=[_message("user", question), _message("assistant", answer)])
+def one_question(kind: str, asked: str, answer: str) -> Task:
+    """A task of one question."""
+    return Task(kind=kind, messages=[message("user", asked), message("assistant", answer)])

@@ -122,17 +122,15 @@ class HttpConfig(Section):
     """``Retry-After`` of that answer, in seconds."""
     drain_timeout_s: float = Field(default=30.0, ge=0)
     """How long running requests may take to finish at shutdown, in seconds."""
-    api_keys: tuple[ApiKeyConfig, ...] = ()
+    api_keys: tuple[ApiKeyConfig, ...] = Field(default=(), strict=False)
     """Keys that requests may come with, each with its tenant; empty: no key is asked for."""
+    generation_api: bool = True
+    """Answer ``/generate``, ``/generate_stream``, ``/`` and ``/info`` as Text Generation Inference
+    does."""
     speculation_page: bool = True
     """Answer ``/speculation``, a page that shows live what is drafted and accepted."""
     show_text: bool = False
     """Show the texts of recent requests on that page; otherwise lengths and sources alone."""
-
-    @field_validator("api_keys", mode="before")
-    @classmethod
-    def _keys_to_tuple(cls, value: object) -> object:
-        return tuple(value) if isinstance(value, list) else value
 
     @model_validator(mode="after")
     def _each_variable_once(self) -> Self:
@@ -148,15 +146,10 @@ class AppConfig(Section):
 
     model: ModelConfig
     engine: EngineConfig = EngineConfig()
-    speculation: tuple[SourceConfig, ...] = ()
+    speculation: tuple[SourceConfig, ...] = Field(default=(), strict=False)
     """Draft sources; empty: no speculation. Each kind at most once."""
     placement: PlacementConfig = PlacementConfig()
     http: HttpConfig = HttpConfig()
-
-    @field_validator("speculation", mode="before")
-    @classmethod
-    def _list_to_tuple(cls, value: object) -> object:
-        return tuple(value) if isinstance(value, list) else value
 
     @model_validator(mode="after")
     def _sources_fit(self) -> Self:

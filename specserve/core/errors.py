@@ -9,7 +9,8 @@
     ├── SnapshotError       the draft memory's snapshot could not be written, or moved aside
     ├── StoreError          the cluster's draft memory did not answer in time, or is not there
     ├── WireError           a message between a replica and a drafter is malformed or too large
-    └── RequestError        an HTTP request asks for something that is not allowed (HTTP 400)
+    ├── RequestError        an HTTP request asks for something that is not allowed (HTTP 400)
+    └── GenerationError     a request of the generation API was refused, or not answered to its end
 
 All derive from ``ValueError`` or ``RuntimeError`` as well, so that code which knows nothing of
 specserve can handle them.
@@ -17,7 +18,7 @@ specserve can handle them.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 
 class SpecServeError(Exception):
@@ -78,13 +79,43 @@ class WireError(SpecServeError, ValueError):
     """What came over the wire is no message, or a larger one than is allowed; it was not used."""
 
 
+GenerationErrorKind = Literal["validation", "generation", "overloaded", "incomplete_generation"]
+"""Kinds of errors of the generation API, by the names of Text Generation Inference."""
+
+
+class GenerationError(SpecServeError, RuntimeError):
+    """A request of the generation API was refused, or not answered to its end.
+
+    Args:
+        kind: what kind of error it is; clients know these names.
+        message: what they show.
+    """
+
+    def __init__(self, kind: GenerationErrorKind, message: str) -> None:
+        super().__init__(message)
+        self.kind: GenerationErrorKind = kind
+
+    @classmethod
+    def of_field(cls, field: str, rule: str, value: object) -> GenerationError:
+        """A parameter that breaks a rule, in the sentence of Text Generation Inference."""
+        told = f"`{field}` {rule}. Given: {shorten(value)}"
+        return cls("validation", f"Input validation error: {told}")
+
+
 def shorten(value: object, limit: int = 80) -> str:
     """``repr(value)`` on one line, cut to ``limit`` characters."""
     text = " ".join(repr(value).split())
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
+def last_line_of(error: BaseException) -> str:
+    """The last line of an error, where Ray, vLLM and pydantic put what matters."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    useful = [line for line in lines if not line.startswith("For further information")]
+    return useful[-1] if useful else repr(error)
+
+
 def reason_of(error: Exception) -> str:
     """What another library's error says, on one line of at most 300 characters."""
-    text = " ".join(str(error).split())
+    text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 300 else text[:297] + "..."

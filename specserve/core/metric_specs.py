@@ -1,4 +1,4 @@
-"""Every metric of speculation, declared once: name, unit, labels and the PromQL it is made for."""
+"""Every metric of speculation, declared once: name, unit, labels and help."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ class MetricSpec:
         unit: of the value.
         labels: names of the labels besides the exporter's own (``model``).
         description: one sentence, shown as the metric's help.
-        promql: the question it usually answers.
         buckets: upper bounds of a histogram's buckets, without the open one.
     """
 
@@ -34,7 +33,6 @@ class MetricSpec:
     unit: str
     labels: tuple[str, ...]
     description: str
-    promql: str
     buckets: tuple[float, ...] = ()
 
 
@@ -44,7 +42,6 @@ DRAFTS = MetricSpec(
     unit="drafts",
     labels=("source",),
     description="Drafts that the target verified.",
-    promql="sum by (source) (rate(specserve_drafts_total[1m]))",
 )
 DRAFT_TOKENS = MetricSpec(
     name="specserve_draft_tokens_total",
@@ -52,7 +49,6 @@ DRAFT_TOKENS = MetricSpec(
     unit="tokens",
     labels=("source",),
     description="Draft tokens that the target verified.",
-    promql="sum by (source) (rate(specserve_draft_tokens_total[1m]))",
 )
 ACCEPTED_TOKENS = MetricSpec(
     name="specserve_accepted_tokens_total",
@@ -60,8 +56,6 @@ ACCEPTED_TOKENS = MetricSpec(
     unit="tokens",
     labels=("source",),
     description="Draft tokens that the target accepted.",
-    promql="sum by (source) (rate(specserve_accepted_tokens_total[1m]))"
-    " / sum by (source) (rate(specserve_draft_tokens_total[1m]))",
 )
 ACCEPTED_LENGTH = MetricSpec(
     name="specserve_accepted_length",
@@ -69,8 +63,6 @@ ACCEPTED_LENGTH = MetricSpec(
     unit="tokens",
     labels=("source",),
     description="Accepted tokens of a draft.",
-    promql="histogram_quantile(0.5, sum by (source, le)"
-    " (rate(specserve_accepted_length_bucket[5m])))",
     buckets=LENGTH_BUCKETS,
 )
 DRAFTED_AT_POSITION = MetricSpec(
@@ -79,7 +71,6 @@ DRAFTED_AT_POSITION = MetricSpec(
     unit="tokens",
     labels=("source", "position"),
     description="Drafts that had a token at this position, counted from 1.",
-    promql="sum by (source, position) (rate(specserve_drafted_at_position_total[5m]))",
 )
 ACCEPTED_AT_POSITION = MetricSpec(
     name="specserve_accepted_at_position_total",
@@ -87,8 +78,6 @@ ACCEPTED_AT_POSITION = MetricSpec(
     unit="tokens",
     labels=("source", "position"),
     description="Drafts whose token at this position, counted from 1, was accepted.",
-    promql="sum by (source, position) (rate(specserve_accepted_at_position_total[5m]))"
-    " / sum by (source, position) (rate(specserve_drafted_at_position_total[5m]))",
 )
 DRAFT_LATENCY = MetricSpec(
     name="specserve_draft_latency_seconds",
@@ -96,8 +85,6 @@ DRAFT_LATENCY = MetricSpec(
     unit="seconds",
     labels=("source",),
     description="Time a source took to draft for a batch, where it was asked to.",
-    promql="histogram_quantile(0.99, sum by (source, le)"
-    " (rate(specserve_draft_latency_seconds_bucket[5m])))",
     buckets=LATENCY_BUCKETS_S,
 )
 DRAFTER_UP = MetricSpec(
@@ -106,7 +93,6 @@ DRAFTER_UP = MetricSpec(
     unit="bool",
     labels=("source",),
     description="1 while the source can be asked for drafts, 0 while it is switched off or away.",
-    promql="min by (source) (specserve_drafter_up) < 1",
 )
 DRAFTER_TIMEOUTS = MetricSpec(
     name="specserve_drafter_timeouts_total",
@@ -114,7 +100,6 @@ DRAFTER_TIMEOUTS = MetricSpec(
     unit="calls",
     labels=("source",),
     description="Calls to a source that missed their deadline.",
-    promql="sum by (source) (rate(specserve_drafter_timeouts_total[5m]))",
 )
 DRAFTER_ERRORS = MetricSpec(
     name="specserve_drafter_errors_total",
@@ -122,7 +107,6 @@ DRAFTER_ERRORS = MetricSpec(
     unit="errors",
     labels=("source",),
     description="Calls to a source that raised or were refused, and answers that were malformed.",
-    promql="sum by (source) (rate(specserve_drafter_errors_total[5m]))",
 )
 DRAFTER_PARTIAL_TEXTS = MetricSpec(
     name="specserve_drafter_partial_texts_total",
@@ -131,7 +115,6 @@ DRAFTER_PARTIAL_TEXTS = MetricSpec(
     labels=("source",),
     description="Requests whose drafter lacks the beginning of the text and drafts from the rest:"
     " mostly since the model took it from its prefix cache.",
-    promql="sum by (source) (rate(specserve_drafter_partial_texts_total[5m]))",
 )
 
 TRIE_TOKENS = MetricSpec(
@@ -140,7 +123,6 @@ TRIE_TOKENS = MetricSpec(
     unit="tokens",
     labels=("namespace",),
     description="Tokens that a replica's draft memory holds.",
-    promql="sum by (namespace) (specserve_trie_tokens)",
 )
 TRIE_BYTES = MetricSpec(
     name="specserve_trie_bytes",
@@ -148,7 +130,6 @@ TRIE_BYTES = MetricSpec(
     unit="bytes",
     labels=("namespace",),
     description="Memory set apart for a namespace, used or not.",
-    promql="sum(specserve_trie_bytes)",
 )
 TRIE_INGESTED = MetricSpec(
     name="specserve_trie_ingested_tokens_total",
@@ -156,7 +137,6 @@ TRIE_INGESTED = MetricSpec(
     unit="tokens",
     labels=("namespace",),
     description="Tokens that a replica's draft memory has learned.",
-    promql="sum by (namespace) (rate(specserve_trie_ingested_tokens_total[1m]))",
 )
 TRIE_EVICTED = MetricSpec(
     name="specserve_trie_evicted_total",
@@ -164,7 +144,6 @@ TRIE_EVICTED = MetricSpec(
     unit="tokens",
     labels=("namespace",),
     description="Tokens forgotten for want of memory.",
-    promql="sum by (namespace) (rate(specserve_trie_evicted_total[5m]))",
 )
 TRIE_STORE_UP = MetricSpec(
     name="specserve_trie_store_up",
@@ -172,7 +151,6 @@ TRIE_STORE_UP = MetricSpec(
     unit="bool",
     labels=(),
     description="1 while the cluster's draft memory answers this replica.",
-    promql="min(specserve_trie_store_up) < 1",
 )
 TRIE_LAG = MetricSpec(
     name="specserve_trie_replication_lag_seconds",
@@ -180,7 +158,6 @@ TRIE_LAG = MetricSpec(
     unit="seconds",
     labels=(),
     description="Age of the oldest token on its way from or to this replica.",
-    promql="max(specserve_trie_replication_lag_seconds) > 1",
 )
 TRIE_RECEIVED = MetricSpec(
     name="specserve_trie_received_tokens_total",
@@ -188,7 +165,6 @@ TRIE_RECEIVED = MetricSpec(
     unit="tokens",
     labels=(),
     description="Tokens that other replicas taught this one.",
-    promql="sum(rate(specserve_trie_received_tokens_total[1m]))",
 )
 TRIE_DROPPED = MetricSpec(
     name="specserve_trie_dropped_tokens_total",
@@ -196,7 +172,6 @@ TRIE_DROPPED = MetricSpec(
     unit="tokens",
     labels=(),
     description="Own tokens that no other replica will see: the store was away for too long.",
-    promql="sum(rate(specserve_trie_dropped_tokens_total[5m]))",
 )
 
 DRAFTER_ROWS = MetricSpec(
@@ -205,7 +180,6 @@ DRAFTER_ROWS = MetricSpec(
     unit="rows",
     labels=("source", "drafter"),
     description="Texts that a drafter was told of or asked about, one a request and step.",
-    promql="sum by (drafter) (rate(specserve_drafter_rows_total[1m]))",
 )
 DRAFTER_COMPUTE = MetricSpec(
     name="specserve_drafter_compute_seconds_total",
@@ -213,7 +187,6 @@ DRAFTER_COMPUTE = MetricSpec(
     unit="seconds",
     labels=("source", "drafter"),
     description="Time in which a drafter's model has computed.",
-    promql="sum by (drafter) (rate(specserve_drafter_compute_seconds_total[5m]))",
 )
 DRAFTER_REFUSED = MetricSpec(
     name="specserve_drafter_refused_total",
@@ -222,7 +195,6 @@ DRAFTER_REFUSED = MetricSpec(
     labels=("source", "drafter", "reason"),
     description="What a drafter dropped: malformed messages, unauthorized connections, expired and"
     " crowded requests, unfit rows, and rows for which its model failed.",
-    promql="sum by (drafter, reason) (rate(specserve_drafter_refused_total[5m]))",
 )
 
 ALL: tuple[MetricSpec, ...] = (

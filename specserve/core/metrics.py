@@ -1,22 +1,23 @@
 """The counters of speculation: counted in the decoding loop, exported from snapshots.
 
 The decoding loop only adds to integers. A :class:`SpeculationSnapshot` travels from rank 0 to the
-replica, where exporters turn it into series (:mod:`specserve.core.samples`): Prometheus' own client
-wants totals, Ray's metrics want increments (:meth:`SpeculationSnapshot.since`).
+replica, where exporters turn it into series (:mod:`specserve.core.samples`).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from dataclasses import dataclass, field
+from itertools import accumulate, zip_longest
 
 import msgspec
 import numpy as np
 
 from specserve.core.metric_specs import LATENCY_BUCKETS_S
 from specserve.core.source_config import MAX_DRAFT_TOKENS
-from specserve.core.types import Int32Array
+from specserve.core.types import Int64Array
 
 
 class AcceptanceSnapshot(msgspec.Struct, frozen=True):
@@ -57,6 +58,16 @@ class AcceptanceSnapshot(msgspec.Struct, frozen=True):
     def accepted_at_position(self) -> tuple[int, ...]:
         """Drafts whose token at position 1, 2, ... was accepted."""
         return _at_least(self.accepted)
+
+    def since(self, before: AcceptanceSnapshot | None) -> AcceptanceSnapshot:
+        """What was counted after an earlier snapshot of the same source; None: all of it."""
+        if before is None:
+            return self
+        return AcceptanceSnapshot(
+            self.source,
+            _minus(self.drafted, before.drafted),
+            _minus(self.accepted, before.accepted),
+        )
 
 
 class HealthSnapshot(msgspec.Struct, frozen=True):
@@ -131,20 +142,6 @@ class SpeculationSnapshot(msgspec.Struct, frozen=True):
     health: tuple[HealthSnapshot, ...] = ()
     trie: TrieSnapshot | None = None
 
-    def since(self, earlier: SpeculationSnapshot) -> SpeculationSnapshot:
-        """What was counted after ``earlier``; ``up`` and ``reason`` are this snapshot's.
-
-        A counter below its earlier value means that the process behind it is a new one: then
-        everything that this snapshot holds came after.
-        """
-        before = {entry.source: entry for entry in earlier.acceptance}
-        calls_before = {entry.source: entry for entry in earlier.health}
-        return SpeculationSnapshot(
-            tuple(_acceptance_since(now, before.get(now.source)) for now in self.acceptance),
-            tuple(_health_since(now, calls_before.get(now.source)) for now in self.health),
-            _trie_since(self.trie, earlier.trie),
-        )
-
 
 class SpeculationMetrics:
     """The counters of one process. Updates are a few integer additions, from one thread.
@@ -154,61 +151,49 @@ class SpeculationMetrics:
     """
 
     def __init__(self, kinds: tuple[str, ...] = ()) -> None:
-        self._labels: list[str] = []
-        # By number drafted and by number accepted; of each label; of each length.
-        self._drafts = np.zeros((2, 0, MAX_DRAFT_TOKENS + 1), np.int64)
-        self._health: dict[str, _Health] = {kind: _Health() for kind in kinds}
+        self._drafts: dict[str, Int64Array] = {}  # by label, see `draft_counts`
+        self._health = defaultdict(_Health, {kind: _Health() for kind in kinds})
         self._look_at_trie: Callable[[], TrieSnapshot] | None = None
 
     def watch_trie(self, look: Callable[[], TrieSnapshot]) -> None:
         """Has the draft memory's state in every snapshot; ``look`` is called from any thread."""
         self._look_at_trie = look
 
-    def count_drafts(
-        self,
-        labels: Sequence[str],
-        which: Int32Array,
-        num_drafted: Int32Array,
-        num_accepted: Int32Array,
-    ) -> None:
-        """Some drafts were verified.
+    def draft_counts(self, labels: Sequence[str]) -> Int64Array:
+        """Where verified drafts are counted, by whoever asks for it.
 
         Args:
-            labels: names of drafts.
-            which: int32 ``[m]``, index of each draft's label.
-            num_drafted: int32 ``[m]``, at most ``MAX_DRAFT_TOKENS``.
-            num_accepted: int32 ``[m]``, at most as many.
+            labels: names of drafts, not asked for before.
+
+        Returns:
+            int64 ``[len(labels), 2, MAX_DRAFT_TOKENS + 1]``: drafts by number of tokens, and by
+            number of accepted ones.
         """
-        if new := [label for label in labels if label not in self._labels]:
-            self._labels += new
-            more = np.zeros((2, len(new), MAX_DRAFT_TOKENS + 1), np.int64)
-            self._drafts = np.concatenate([self._drafts, more], axis=1)
-        rows = np.array([self._labels.index(label) for label in labels])[which]
-        drafted, accepted = self._drafts
-        np.add.at(drafted, (rows, num_drafted), 1)
-        np.add.at(accepted, (rows, num_accepted), 1)
+        counts = np.zeros((len(labels), 2, MAX_DRAFT_TOKENS + 1), np.int64)
+        self._drafts |= dict(zip(labels, counts, strict=True))
+        return counts
 
     def count_call(self, kind: str, seconds: float) -> None:
         """A source answered for one batch."""
-        health = self._of(kind)
+        health = self._health[kind]
         health.latency[bisect_left(LATENCY_BUCKETS_S, seconds)] += 1
         health.latency_sum_s += seconds
 
     def count_error(self, kind: str) -> None:
         """A source raised, or one of its drafts was malformed."""
-        self._of(kind).num_errors += 1
+        self._health[kind].num_errors += 1
 
     def count_timeout(self, kind: str) -> None:
         """A call to a source missed its deadline."""
-        self._of(kind).num_timeouts += 1
+        self._health[kind].num_timeouts += 1
 
     def count_partial_text(self, kind: str) -> None:
         """A source's drafter lacks the beginning of one more request's text."""
-        self._of(kind).num_partial_texts += 1
+        self._health[kind].num_partial_texts += 1
 
     def set_up(self, kind: str, up: bool, reason: str = "") -> None:
         """A source is being asked from now on, or is switched off."""
-        health = self._of(kind)
+        health = self._health[kind]
         health.up, health.why_off = up, reason
 
     def set_reachable(self, kind: str, reachable: bool, reason: str = "") -> None:
@@ -219,7 +204,7 @@ class SpeculationMetrics:
             reachable: whether it can draft at all.
             reason: why it cannot, for some requests or for all.
         """
-        health = self._of(kind)
+        health = self._health[kind]
         health.reachable, health.why_away = reachable, reason
 
     def snapshot(self) -> SpeculationSnapshot:
@@ -250,41 +235,23 @@ class SpeculationMetrics:
 
     def _counted(self) -> Iterator[tuple[str, list[int], list[int]]]:
         """(label, by number drafted, by number accepted), up to the longest, of those seen."""
-        drafts = self._drafts
-        for label, drafted, accepted in zip(list(self._labels), *drafts, strict=False):
+        for label, (drafted, accepted) in list(self._drafts.items()):
             if lengths := np.flatnonzero(drafted).tolist():
                 end = lengths[-1] + 1
                 yield label, drafted[:end].tolist(), accepted[:end].tolist()
 
-    def _of(self, kind: str) -> _Health:
-        health = self._health.get(kind)
-        if health is None:
-            health = self._health[kind] = _Health()
-        return health
 
-
+@dataclass(slots=True)
 class _Health:
-    __slots__ = (
-        "latency",
-        "latency_sum_s",
-        "num_errors",
-        "num_partial_texts",
-        "num_timeouts",
-        "reachable",
-        "up",
-        "why_away",
-        "why_off",
-    )
-
-    def __init__(self) -> None:
-        self.up = True
-        self.reachable = True
-        self.num_errors = 0
-        self.num_timeouts = 0
-        self.num_partial_texts = 0
-        self.latency = [0] * (len(LATENCY_BUCKETS_S) + 1)
-        self.latency_sum_s = 0.0
-        self.why_off = self.why_away = ""
+    up: bool = True
+    reachable: bool = True
+    num_errors: int = 0
+    num_timeouts: int = 0
+    num_partial_texts: int = 0
+    latency: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BUCKETS_S) + 1))
+    latency_sum_s: float = 0.0
+    why_off: str = ""
+    why_away: str = ""
 
 
 def _at_least(counts: tuple[int, ...]) -> tuple[int, ...]:
@@ -293,63 +260,4 @@ def _at_least(counts: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _minus(now: tuple[int, ...], before: tuple[int, ...]) -> tuple[int, ...]:
-    padded = before + (0,) * (len(now) - len(before))
-    return tuple(a - b for a, b in zip(now, padded, strict=True))
-
-
-def _acceptance_since(
-    now: AcceptanceSnapshot, before: AcceptanceSnapshot | None
-) -> AcceptanceSnapshot:
-    if before is None or now.num_drafts < before.num_drafts:
-        return now
-    return AcceptanceSnapshot(
-        now.source, _minus(now.drafted, before.drafted), _minus(now.accepted, before.accepted)
-    )
-
-
-def _health_since(now: HealthSnapshot, before: HealthSnapshot | None) -> HealthSnapshot:
-    if before is None or sum(now.latency) < sum(before.latency):
-        return now
-    return HealthSnapshot(
-        now.source,
-        now.up,
-        max(now.num_errors - before.num_errors, 0),
-        max(now.num_timeouts - before.num_timeouts, 0),
-        max(now.num_partial_texts - before.num_partial_texts, 0),
-        _minus(now.latency, before.latency),
-        max(now.latency_sum_s - before.latency_sum_s, 0.0),
-        now.reason,
-    )
-
-
-def _trie_since(now: TrieSnapshot | None, before: TrieSnapshot | None) -> TrieSnapshot | None:
-    """A namespace that has lost its trie is told once more, as empty: gauges keep their value."""
-    if now is None or before is None:
-        return now
-    earlier = {entry.namespace: entry for entry in before.namespaces}
-    namespaces = tuple(
-        _namespace_since(each, earlier.get(each.namespace)) for each in now.namespaces
-    )
-    kept = {entry.namespace for entry in now.namespaces}
-    gone = tuple(NamespaceSnapshot(name, 0, 0, 0, 0) for name in earlier if name not in kept)
-    link = now.link
-    if link is not None and before.link is not None:
-        link = LinkSnapshot(
-            link.up,
-            link.lag_s,
-            max(link.received_tokens - before.link.received_tokens, 0),
-            max(link.dropped_tokens - before.link.dropped_tokens, 0),
-        )
-    return TrieSnapshot((*namespaces, *gone), link)
-
-
-def _namespace_since(now: NamespaceSnapshot, before: NamespaceSnapshot | None) -> NamespaceSnapshot:
-    if before is None or now.ingested_tokens < before.ingested_tokens:
-        return now
-    return NamespaceSnapshot(
-        now.namespace,
-        now.num_tokens,
-        now.num_bytes,
-        now.ingested_tokens - before.ingested_tokens,
-        now.evicted_tokens - before.evicted_tokens,
-    )
+    return tuple(a - b for a, b in zip_longest(now, before, fillvalue=0))

@@ -23,22 +23,28 @@ MAX_STEPS = 48
 """What is shown at most: of so many requests, so many steps of each."""
 
 
-class RecentStep(msgspec.Struct, frozen=True):
-    """What one step brought a request.
+class StepCounts(msgspec.Struct, frozen=True):
+    """What one step brought a request, without texts.
 
     Attributes:
         source: who drafted; empty: nobody did.
         num_drafted: draft tokens that were verified.
         num_accepted: how many of them the target accepted.
         num_new: tokens that the step emitted: the accepted ones and the target's own.
-        new: those tokens; empty where texts are not shown.
-        refused: the draft tokens that were not accepted; empty where texts are not shown.
     """
 
     source: str
     num_drafted: int
     num_accepted: int
     num_new: int
+
+
+class RecentStep(StepCounts, frozen=True):
+    """The same with the tokens that were emitted, and the draft's that were not accepted.
+
+    Both are empty where texts are not shown.
+    """
+
     new: tuple[int, ...] = ()
     refused: tuple[int, ...] = ()
 
@@ -64,7 +70,8 @@ class Step(NamedTuple):
         which: int32 ``[n]``, index of each draft's name; -1: none was verified.
         num_drafted: int32 ``[n]``, verified draft tokens.
         num_accepted: int32 ``[n]``.
-        new: n, the tokens that the step emitted; a request without any had no turn.
+        num_new: int32 ``[n]``, tokens that the step emitted; a request without any had no turn.
+        new: n, those tokens; None where texts are not shown.
         drafted: int32 ``[n, k]``, draft tokens; None where texts are not shown, or nothing was
             drafted.
     """
@@ -74,21 +81,21 @@ class Step(NamedTuple):
     which: Int32Array
     num_drafted: Int32Array
     num_accepted: Int32Array
-    new: Sequence[Sequence[int]]
+    num_new: Int32Array
+    new: Sequence[Sequence[int]] | None = None
     drafted: Int32Array | None = None
 
-    def of_row(self, row: int, *, with_tokens: bool) -> RecentStep:
+    def of_row(self, row: int) -> RecentStep:
         """What the step brought one request."""
         source = self.sources[self.which[row]] if self.which[row] >= 0 else ""
         num_drafted, num_accepted = int(self.num_drafted[row]), int(self.num_accepted[row])
-        new: Sequence[int] = self.new[row]
-        refused: tuple[int, ...] = ()
-        step = RecentStep(source, num_drafted, num_accepted, len(new))
-        if not with_tokens:
+        step = RecentStep(source, num_drafted, num_accepted, int(self.num_new[row]))
+        if self.new is None:
             return step
+        refused: tuple[int, ...] = ()
         if self.drafted is not None:
             refused = tuple(self.drafted[row, num_accepted:num_drafted].tolist())
-        return msgspec.structs.replace(step, new=tuple(new), refused=refused)
+        return msgspec.structs.replace(step, new=tuple(self.new[row]), refused=refused)
 
 
 class RecentSteps:
@@ -138,7 +145,7 @@ class RecentSteps:
         found: dict[str, list[RecentStep]] = {}
         for step in reversed(self._steps):
             for row, request_id in enumerate(step.request_ids):
-                if not step.new[row]:
+                if not step.num_new[row]:
                     continue
                 of_request = found.get(request_id)
                 if of_request is None:
@@ -147,7 +154,7 @@ class RecentSteps:
                         continue
                     of_request = found[request_id] = []
                 if len(of_request) < MAX_STEPS:
-                    of_request.append(step.of_row(row, with_tokens=self.with_tokens))
+                    of_request.append(step.of_row(row))
         return tuple(
             RecentRequest(_digest(request_id), tuple(reversed(steps)))
             for request_id, steps in found.items()
@@ -162,7 +169,8 @@ def _without(step: Step, private: Collection[str]) -> Step:
         which=step.which[rows],
         num_drafted=step.num_drafted[rows],
         num_accepted=step.num_accepted[rows],
-        new=[step.new[row] for row in rows],
+        num_new=step.num_new[rows],
+        new=None if step.new is None else [step.new[row] for row in rows],
         drafted=None if step.drafted is None else step.drafted[rows],
     )
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 BoolArray = npt.NDArray[np.bool_]
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
+UInt8Array = npt.NDArray[np.uint8]
 UInt16Array = npt.NDArray[np.uint16]
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
@@ -63,7 +64,8 @@ class HiddenStates(NamedTuple):
 class DraftBatch(NamedTuple):
     """One decoding step's question: what comes next for each of these n requests?
 
-    The arrays may be views into the engine's buffers, valid only during the call.
+    The arrays may be views into the engine's buffers, valid only during the call. They are
+    contiguous and writable, as kernels take them without being compiled anew.
 
     Attributes:
         slots: int64 ``[n]``. A request has its slot from its first step to its last, whichever row
@@ -97,7 +99,7 @@ class Drafts(NamedTuple):
     tokens: Int32Array
     lengths: Int32Array
     confidence: Float32Array
-    labels: npt.NDArray[np.uint8]
+    labels: UInt8Array
 
     def first(self, num_rows: int) -> Drafts:
         """Those of the first requests; views."""

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -19,10 +20,11 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 from ray.util.placement_group import get_current_placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from specserve.core.errors import EngineError, shorten
+from specserve.core.errors import EngineError, last_line_of
+from specserve.core.metric_specs import OF_DRAFTERS
 from specserve.core.openmp import openmp_environment
-from specserve.drafters.counters import CounterExporter
 from specserve.drafters.options import FAILED_REST_S, NAME_PREFIX, DrafterOptions, load
+from specserve.drafters.ray_metrics import RayExporter
 from specserve.drafters.server import DrafterServer
 from specserve.drafters.watchdog import end_failing, end_hanging
 from specserve.trie.store_actor import NAMESPACE, await_drain
@@ -70,7 +72,8 @@ class _DrafterActor:
         end_hanging(self._server)
         actor = ray.get_runtime_context()
         name = actor.get_actor_name() or f"{NAME_PREFIX}{options.kind}-{actor.get_actor_id()}"
-        CounterExporter(self._server.counters, options.kind, name).start()
+        read = partial(self._server.counters.samples, options.kind, name)
+        RayExporter(OF_DRAFTERS, read, {}).start()
         if is_shared:
             for end in (self._end_when_idle, self._leave_with_the_node):
                 threading.Thread(target=end, daemon=True).start()
@@ -275,7 +278,7 @@ class DrafterFinder:
                 self._give_up()
             else:
                 self._wait(began)
-            self._tell(shorten(str(error).strip().splitlines()[-1], 300))
+            self._tell(last_line_of(error)[:300])
         else:
             self._told.clear()
             return seat

@@ -8,7 +8,6 @@ computed outside of attention. transformers calls :func:`attend` in place of its
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from specserve.drafters.kv_cache import KVCache
+from specserve.drafters.kv_cache import KVCache, Span
 
 NAME = "specserve_slots"
 """Of this attention among transformers' implementations."""
@@ -79,15 +78,6 @@ def attend(
 AttentionInterface.register(NAME, attend)
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """New tokens of one text: positions ``begin .. end - 1`` of slot ``slot``."""
-
-    slot: int
-    begin: int
-    end: int
-
-
 class CachedStep:
     """A forward that writes its entries into the cache and reads those before them.
 
@@ -99,10 +89,10 @@ class CachedStep:
     def __init__(self, cache: KVCache, spans: Sequence[Span]) -> None:
         self._cache = cache
         device = cache.keys[0].device
-        positions = np.concatenate([np.arange(span.begin, span.end) for span in spans])
+        positions = np.concatenate([np.arange(span.start, span.end) for span in spans])
         offsets = np.repeat(
             [span.slot * cache.max_tokens for span in spans],
-            [span.end - span.begin for span in spans],
+            [span.end - span.start for span in spans],
         )
         self.positions = torch.as_tensor(positions, device=device)
         """int64 ``[n]``, each new token's position in its text."""
@@ -129,7 +119,7 @@ class RowByRow:
     def attend(self, layer: int, query: Tensor, scale: float | None) -> Tensor:
         """``[query_heads, n, key_dim]`` to ``[n, query_heads, value_dim]``."""
         outputs = []
-        lengths = [span.end - span.begin for span in self._spans]
+        lengths = [span.end - span.start for span in self._spans]
         parts = torch.split(query, lengths, dim=1)
         for span, mask, part in zip(self._spans, self._masks, parts, strict=True):
             keys = self._cache.keys[layer][span.slot, : span.end].transpose(0, 1)
@@ -147,7 +137,7 @@ class Padded:
     def __init__(self, cache: KVCache, spans: Sequence[Span]) -> None:
         self._cache = cache
         device = cache.keys[0].device
-        slots, begins, ends = np.array([(s.slot, s.begin, s.end) for s in spans]).T[..., None]
+        slots, begins, ends = np.array([(s.slot, s.start, s.end) for s in spans]).T[..., None]
         counts = ends - begins
         positions = np.minimum(np.arange(ends.max()), ends - 1)
         steps = np.minimum(np.arange(counts.max()), counts - 1)
@@ -171,10 +161,10 @@ class Padded:
 
 def _causal_mask(span: Span, dtype: torch.dtype) -> Tensor | None:
     """``[1, 1, m, end]``, -inf where a new token does not see; None: the only one sees all."""
-    num_new = span.end - span.begin
+    num_new = span.end - span.start
     if num_new == 1:
         return None
-    return torch.full((1, 1, num_new, span.end), -torch.inf, dtype=dtype).triu_(span.begin + 1)
+    return torch.full((1, 1, num_new, span.end), -torch.inf, dtype=dtype).triu_(span.start + 1)
 
 
 def _grouped(

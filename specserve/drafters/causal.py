@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from specserve.core.types import Int32Array
-from specserve.drafters.attention import Span
 from specserve.drafters.base import Answer, Card, Key, Row
 from specserve.drafters.causal_model import CausalModel
-from specserve.drafters.kv_cache import KVCache
+from specserve.drafters.kv_cache import KVCache, Span
 from specserve.drafters.ops import Guess, guesses, likeliest
 from specserve.drafters.slots import Slot, SlotTable
 from specserve.drafters.vocabulary import fingerprint
@@ -70,9 +69,8 @@ class CausalDrafter:
         *,
         max_texts: int,
         max_tokens: int,
-        dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto",
+        dtype: torch.dtype = torch.float32,
         device: str = "cpu",
-        num_threads: int | None = None,
         revision: str = "",
     ) -> Self:
         """Loads a draft model.
@@ -81,21 +79,15 @@ class CausalDrafter:
             model: folder of a Hugging Face checkpoint, or its id on the hub.
             max_texts: texts to remember.
             max_tokens: longest text; the model's own limit holds as well.
-            dtype: to compute in; auto: float32 on a CPU, bfloat16 elsewhere.
+            dtype: to compute in.
             device: as torch names it.
-            num_threads: of this process's torch; None: as they are.
             revision: on the hub: branch, tag or commit; empty: the default one.
 
         Raises:
             ConfigError: the checkpoint is missing or no model of plain causal attention, or the KV
                 cache does not fit into memory.
         """
-        if num_threads is not None:
-            torch.set_num_threads(num_threads)
-        where = torch.device(device)
-        if dtype == "auto":
-            dtype = "float32" if where.type == "cpu" else "bfloat16"
-        loaded = CausalModel.load(model, getattr(torch, dtype), where, revision)
+        loaded = CausalModel.load(model, dtype, torch.device(device), revision)
         card = Card(
             kind="draft_model",
             model=model,

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from specserve.core.errors import ConfigError, reason_of
-from specserve.drafters.attention import NAME, CachedStep, Span, Step, UnsupportedAttention
-from specserve.drafters.kv_cache import KVCache, LayerShape
+from specserve.drafters.attention import NAME, CachedStep, Step, UnsupportedAttention
+from specserve.drafters.kv_cache import KVCache, LayerShape, Span
 from specserve.drafters.ops import laid_out
 
 _PROBE_TOKENS = 24

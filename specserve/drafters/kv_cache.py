@@ -27,6 +27,23 @@ class LayerShape:
     value_dim: int
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Neighbouring entries of one text, all new.
+
+    Attributes:
+        slot: row of the cache.
+        start: position of the first of them.
+        end: position after the last of them.
+        first: the first entry that they may see.
+    """
+
+    slot: int
+    start: int
+    end: int
+    first: int = 0
+
+
 class KVCache:
     """Keys ``[num_slots, max_tokens, heads, key_dim]`` of each layer, and values alike.
 

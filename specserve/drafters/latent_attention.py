@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specserve.drafters.kv_cache import check_room
+from specserve.drafters.kv_cache import Span, check_room
 from specserve.drafters.ops import laid_out
 
 
@@ -28,23 +28,6 @@ class Weights(Protocol):
     def get(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """The tensor ``name`` of the layer, which must have this shape; dtype None: the model's."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Neighbouring entries of one text, all new.
-
-    Attributes:
-        slot: row of the cache.
-        begin: first entry that they may see.
-        start: position of the first of them.
-        end: position after the last of them.
-    """
-
-    slot: int
-    begin: int
-    start: int
-    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +143,7 @@ class LatentAttention:
         """
         attend = attend_on_cpu if queries.device.type == "cpu" else attend_by_products
         pairs = zip(queries, spans, strict=True)
-        texts = ((own, self.cache[span.slot, span.begin : span.end]) for own, span in pairs)
+        texts = ((own, self.cache[span.slot, span.first : span.end]) for own, span in pairs)
         return torch.stack([attend(*text, self._latent, self._scale) for text in texts])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,8 @@ from transformers import DeepseekV3Config
 
 from specserve.core.errors import ConfigError, reason_of
 from specserve.drafters.base import Answer, Card, Key, Row
-from specserve.drafters.latent_attention import Packed, Span
+from specserve.drafters.kv_cache import Span
+from specserve.drafters.latent_attention import Packed
 from specserve.drafters.mtp_files import fetch_mtp, find_mtp
 from specserve.drafters.mtp_module import MtpModule
 from specserve.drafters.mtp_weights import MtpWeights
@@ -83,34 +84,22 @@ class MtpDrafter:
         *,
         max_texts: int,
         max_tokens: int,
-        dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto",
+        dtype: torch.dtype = torch.float32,
         device: str = "cpu",
-        num_threads: int | None = None,
         revision: str = "",
     ) -> Self:
         """Loads the module from its target's checkpoint or from a folder of its own.
 
-        Args:
-            model: the folder, or the checkpoint's id on the hub.
-            max_texts: texts that are remembered.
-            max_tokens: longest text in tokens; the module's own limit holds as well.
-            dtype: to compute in; auto: float32 on CPU, bfloat16 elsewhere.
-            device: torch's name of it.
-            num_threads: of this process, for computing on CPU; None: as torch has it.
-            revision: on the hub: branch, tag or commit; empty: the default one.
+        The arguments are those of :meth:`specserve.drafters.causal.CausalDrafter.load`.
 
         Raises:
             ConfigError: the model is not there, has no MTP module or one that is not as
                 DeepSeek-V3's, or the cache does not fit into memory.
         """
-        if num_threads is not None:
-            torch.set_num_threads(num_threads)
-        if dtype == "auto":
-            dtype = "float32" if torch.device(device).type == "cpu" else "bfloat16"
         folder = model if Path(model).is_dir() else fetch_mtp(model, revision, "model")
         files = find_mtp(folder, "model")
         config = _read_config(folder, files.config)
-        weights = MtpWeights(files, "model", getattr(torch, dtype), torch.device(device))
+        weights = MtpWeights(files, "model", dtype, torch.device(device))
         card = Card(
             kind="mtp",
             model=model,
@@ -161,7 +150,7 @@ class MtpDrafter:
             self._slots.restart(slot, row.tokens[:0])
             slot.begin = slot.length = row.states_start
         end = max(end, slot.length)
-        return _Work(row, slot, Span(slot.index, slot.begin, slot.length, end), num_drafts)
+        return _Work(row, slot, Span(slot.index, slot.length, end, slot.begin), num_drafts)
 
     def _fits(self, row: Row) -> bool:
         """Whether the row can be computed at all; others' rows must not fail with it."""
@@ -232,7 +221,7 @@ class MtpDrafter:
             hidden = hidden[: len(works)]
             if step:
                 ends = [(work.span, work.span.end + step) for work in works]
-                spans = [Span(span.slot, span.begin, end - 1, end) for span, end in ends]
+                spans = [Span(span.slot, end - 1, end, span.first) for span, end in ends]
                 packed = Packed.of(spans, hidden.device)
                 tokens = steps[-1][0][: len(works)]
                 hidden = self.module.forward(hidden, tokens, packed, len(works))

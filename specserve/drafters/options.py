@@ -105,19 +105,22 @@ def load(options: DrafterOptions) -> Drafter:
     Raises:
         ValueError: it is no model that can draft.
     """
+    torch = import_module("torch")
     module, name = _DRAFTERS[options.kind].split(":")
     on_gpu = options.num_gpus > 0
     if 0 < options.num_gpus < 1:
         # Whoever has the rest of the GPU finds it free: out of memory is the drafter alone.
-        import_module("torch").cuda.set_per_process_memory_fraction(options.num_gpus)
+        torch.cuda.set_per_process_memory_fraction(options.num_gpus)
+    if not on_gpu:
+        torch.set_num_threads(options.num_threads)
+    usual = "bfloat16" if on_gpu else "float32"
     drafter: Drafter = getattr(import_module(module), name).load(
         options.model,
         revision=options.revision,
         max_texts=options.max_texts,
         max_tokens=options.max_tokens,
-        dtype=options.dtype,
+        dtype=getattr(torch, usual if options.dtype == "auto" else options.dtype),
         device="cuda" if on_gpu else "cpu",
-        num_threads=None if on_gpu else options.num_threads,
     )
     with ended_if_it_hangs():
         _warm_up(drafter)

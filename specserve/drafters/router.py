@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from secrets import token_urlsafe
 
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
 
 from specserve.core.errors import WireError
-from specserve.drafters.authenticator import Authenticator
-from specserve.wire.endpoint import Endpoint
+from specserve.wire.endpoint import USER, Endpoint
 from specserve.wire.frames import MAX_FRAME_BYTES, decode_question, encode
 from specserve.wire.messages import Question, Reply
 
@@ -22,6 +24,15 @@ others from their answers."""
 
 _QUESTION_BYTES = 1024
 """Memory of a question beside its frames, and more than that."""
+
+_REFUSALS = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL  # also: the other side was the first to hang up
+)
+
+_silent = logging.Logger("pyzmq's authenticator")
+_silent.disabled = True  # at the level DEBUG it tells the secret
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +53,11 @@ class Arrival:
 
 
 class Router:
-    """Reads questions and sends answers.
+    """Reads questions of those who know its secret, and sends answers.
+
+    A connection begins with the secret (ZeroMQ's PLAIN mechanism), and no message is taken from it
+    before that has been found right, by a thread of its own: so while the model computes, too.
+    Messages cost nothing more by it; neither they nor the secret are encrypted.
 
     All but :meth:`wake` is for one thread, that which computes: a message that another one had to
     hand on would take longer. What comes meanwhile waits in ZeroMQ's queues, which hold so many
@@ -72,13 +87,17 @@ class Router:
         # A client that lost its connection comes back by its name.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._authenticator = Authenticator(self._context, self._socket)
+        secret = token_urlsafe(32)
+        self._authenticator = ThreadAuthenticator(self._context, log=_silent)
+        self._authenticator.start()
+        self._authenticator.configure_plain("*", {USER: secret})
+        self._refusals = self._socket.get_monitor_socket(_REFUSALS)
+        self._socket.setsockopt(zmq.PLAIN_SERVER, 1)
         self._socket.bind(bind)
-        place = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.address = Endpoint(place, self._authenticator.secret).url
+        self.address = Endpoint(self._socket.getsockopt_string(zmq.LAST_ENDPOINT), secret).url
         self._bell, self._bell_rope = os.pipe()
         self._poller = zmq.Poller()
-        for each in (self._socket, self._authenticator.refusals, self._bell):
+        for each in (self._socket, self._refusals, self._bell):
             self._poller.register(each, zmq.POLLIN)
 
     def get(self, timeout_s: float) -> list[Arrival]:
@@ -88,9 +107,12 @@ class Router:
             none if none came in time, if what came was no question, or after :meth:`wake`.
         """
         ready = dict(self._poller.poll(round(timeout_s * 1000)))
-        if self._authenticator.refusals in ready:
-            for _ in range(self._authenticator.take_refusals()):
+        if self._refusals in ready:
+            for _ in range(_MOST_AT_ONCE):
+                self._refusals.recv_multipart()
                 self._on_refused()
+                if not self._refusals.poll(0):
+                    break
         return self._questions() if self._socket in ready else []
 
     def wake(self) -> None:
@@ -104,10 +126,11 @@ class Router:
 
     def close(self) -> None:
         """Ends all connections."""
-        self._authenticator.close()
+        self._socket.disable_monitor()
+        self._refusals.close()
         self._socket.close()
+        self._authenticator.stop()
         self._context.term()
-        self._authenticator.join()
         os.close(self._bell)
         os.close(self._bell_rope)
 

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from secrets import token_hex
 
 import numpy as np
@@ -154,9 +154,7 @@ class DrafterServer:
         self._expire()
         self._run(self._schedule.drafts())
         self._answer_done()
-        feed = self._schedule.feed()
-        self.counters.num_feed_calls += bool(feed)
-        self._run(feed)
+        self._run(self._schedule.feed())
         self._answer_done()
 
     def _take_arrivals(self) -> None:
@@ -187,18 +185,7 @@ class DrafterServer:
                 self._refuse(name, question.number, "crowded")
 
     def _introduce(self, hello: Hello) -> messages.Card:
-        card = self._card
-        return messages.Card(
-            hello.number,
-            PROTOCOL,
-            self._instance,
-            card.kind,
-            card.model,
-            card.vocab_size,
-            card.tokenizer,
-            card.hidden_size,
-            card.max_tokens,
-        )
+        return messages.Card(hello.number, PROTOCOL, self._instance, *astuple(self._card))
 
     def _unfit(self, rows: Sequence[TextRow]) -> set[int]:
         """Rows that the model cannot be given: a wrong token is beyond its embedding's end."""

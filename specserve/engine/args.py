@@ -13,7 +13,7 @@ from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from specserve.core.config import AppConfig
-from specserve.core.errors import ConfigError
+from specserve.core.errors import ConfigError, reason_of
 from specserve.core.source_config import DraftModelConfig
 from specserve.engine.cuda_graphs import set_graph_sizes
 from specserve.engine.executor import CpuRayExecutor, InProcessExecutor, RayExecutor
@@ -98,8 +98,7 @@ def engine_args(config: AppConfig, speculative_config: dict[str, Any] | None) ->
     try:
         return AsyncEngineArgs.from_cli_args(namespace)
     except (TypeError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError("engine.vllm", config.engine.vllm, reason) from None
+        raise ConfigError("engine.vllm", config.engine.vllm, reason_of(error)) from None
 
 
 def served_engine_args(

@@ -38,9 +38,9 @@ from specserve.drafters.vocabulary import fingerprint
 from specserve.engine.checkpoint import find_checkpoint, model_identity
 from specserve.engine.cluster_memory import ClusterMemory
 from specserve.engine.drafters import drafter_finder
-from specserve.engine.request_slots import NO_LIMIT, RequestSlots
+from specserve.engine.request_slots import RequestSlots
 from specserve.engine.sampling import is_kept_without_drafts_only, may_step_plainly
-from specserve.policy.chain import Chain, build_chain
+from specserve.policy.chain import NO_LIMIT, Chain, build_chain
 from specserve.sources.base import SourceContext
 from specserve.sources.controls import parse_controls, with_tenant
 from specserve.trie.memory import SharedMemory, TrieMemory
@@ -78,7 +78,11 @@ class ProposerHook:
         self.is_warm = threading.Event()
         self._runner: Any = None
         self._last_step_end = 0.0
-        self._plain_step: dict[str, int] = {}  # of the last one's requests: tokens to schedule
+        # Of the last step; other requests' are made anew.
+        self._request_ids: list[str] = []
+        self._texts: DraftBatch  # their rows in the engine's buffers
+        self._plain_schedule: dict[str, int] = {}  # tokens of each in a step without drafts
+        self._plain_step: Step  # what comes of such a step
         self._may_idle = False
         self._num_idle_steps_left = self._num_idle_steps = 0
 
@@ -91,7 +95,9 @@ class ProposerHook:
 
     def attach(self, runner: Any) -> None:
         """Takes over the drafting of ``runner``, a vLLM V1 model runner of rank 0."""
-        self._chain = build_chain(self._config.speculation, self.metrics, self._source_context())
+        self._chain = build_chain(
+            self._config.speculation, self.metrics, self._source_context(), self._max_model_len
+        )
         self._runner = runner
         self._may_idle = may_step_plainly(runner)
         runner.propose_draft_token_ids = self.propose_draft_token_ids
@@ -162,25 +168,27 @@ class ProposerHook:
         Returns:
             One draft for each request of the batch; any may be empty.
         """
-        request_ids: list[str] = self._runner.input_batch.req_ids
-        slots = self._slots_of(request_ids)
-        batch = self._draft_batch(slots, scheduler_output, hidden_states)
+        chain, scheduled = self._chain, scheduler_output.scheduled_spec_decode_tokens
+        is_same = self._runner.input_batch.req_ids == self._request_ids
+        if not is_same:
+            self._take_slots(self._runner.input_batch.req_ids)
+        request_ids, slots, batch = self._request_ids, self._texts.slots, self._texts
+        if self._feeds_drafters:
+            states = self._hidden_states(scheduler_output, hidden_states)
+            batch = batch._replace(hidden_states=states)
+        verified = [len(scheduled.get(each, ())) for each in request_ids]
         num_new = np.array([len(tokens) for tokens in sampled_token_ids], np.int32)
-        scheduled = scheduler_output.scheduled_spec_decode_tokens
-        num_verified = np.array([len(scheduled.get(each, ())) for each in request_ids], np.int32)
-        outcomes = self._chain.observe(batch, num_new, num_verified)
-        sent = self._chain.sent[slots] if self._recent.with_tokens else None
-        self._recent.note(
-            Step(list(request_ids), self._chain.labels, *outcomes, sampled_token_ids, sent)
-        )
-        self._observe_step(request_ids, scheduler_output, int(num_verified.sum()))
+        outcomes = chain.observe(batch, num_new, np.array(verified, np.int32))
+        step = Step(request_ids, chain.labels, *outcomes, num_new)
+        if self._recent.with_tokens:
+            step = step._replace(new=sampled_token_ids, drafted=chain.sent[slots])
+        self._recent.note(step)
+        if is_same:
+            self._observe_step(scheduler_output, sum(verified))
         num_steps, self._num_idle_steps = 1 + self._num_idle_steps, 0
-        if self._chain.is_due(slots, num_steps):
-            drafts = self._chain.step(batch, self._room(batch, num_new))
-        else:
-            drafts = [[] for _ in request_ids]
+        drafts = chain.step(batch, num_steps)
         if self._may_idle:
-            self._num_idle_steps_left = self._chain.num_idle_steps(slots)
+            self._num_idle_steps_left = chain.num_idle_steps(slots)
         self._last_step_end = time.perf_counter()
         return drafts
 
@@ -194,19 +202,20 @@ class ProposerHook:
             scheduler_output: vLLM's ``SchedulerOutput`` of the step that is about to run.
         """
         is_left = self._num_idle_steps_left > 0
-        return is_left and scheduler_output.num_scheduled_tokens == self._plain_step
+        return is_left and scheduler_output.num_scheduled_tokens == self._plain_schedule
 
-    def pass_over(self, request_ids: list[str], sampled_token_ids: list[list[int]]) -> None:
+    def pass_over(self, sampled_token_ids: list[list[int]]) -> None:
         """An idle step has run.
 
         Args:
-            request_ids: n.
-            sampled_token_ids: n, the step's new tokens.
+            sampled_token_ids: n, the step's new tokens, one of each request.
         """
         self._num_idle_steps_left -= 1
         self._num_idle_steps += 1
-        none = np.zeros(len(request_ids), np.int32)
-        self._recent.note(Step(list(request_ids), (), none - 1, none, none, sampled_token_ids))
+        step = self._plain_step
+        if self._recent.with_tokens:
+            step = step._replace(new=sampled_token_ids)
+        self._recent.note(step)
         self._last_step_end = time.perf_counter()
 
     def forget(self, request_ids: Collection[str]) -> None:
@@ -220,6 +229,7 @@ class ProposerHook:
                 self._chain.finish(self._last_texts(slots))
             self._chain.close(slots)
             self._slots.free(request_ids)
+            self._request_ids = []
 
     def close(self) -> None:
         """Ends what the sources have started; they are not asked afterwards."""
@@ -234,11 +244,22 @@ class ProposerHook:
         """A tenant's last requests: a list of :class:`RecentRequest` as JSON."""
         return msgspec.json.encode(self._recent.requests(tenant))
 
-    def _slots_of(self, request_ids: Sequence[str]) -> Int64Array:
-        """The requests' slots; those that are new are opened."""
+    def _take_slots(self, request_ids: Sequence[str]) -> None:
+        """Other requests than in the last step: those that are new are opened."""
         for request_id in self._slots.missing(request_ids):
             self._open(request_id, request_ids)
-        return self._slots.of(request_ids)
+        self._request_ids, size = list(request_ids), len(request_ids)
+        self._plain_schedule = dict.fromkeys(request_ids, 1)
+        none = np.zeros(size, np.int32)
+        self._plain_step = Step(self._request_ids, (), none - 1, none, none, none + 1)
+        buffers = self._runner.input_batch
+        self._texts = DraftBatch(
+            self._slots.of(request_ids),
+            buffers.token_ids_cpu[:size],
+            buffers.num_tokens_no_spec[:size],
+            buffers.num_prompt_tokens[:size],
+        )
+        assert all(each.dtype == np.int32 for each in self._texts[1:4])
 
     def _open(self, request_id: str, present: Sequence[str]) -> None:
         """A request's first step, or its first one since its slot was given away."""
@@ -250,47 +271,19 @@ class ProposerHook:
         if params is not None:
             most, least = params.max_tokens or NO_LIMIT, params.min_tokens
         controls = self._read_controls(request_id)
-        self._chain.open(self._slots.add(request_id, most, least), controls)
+        self._chain.open(self._slots.add(request_id), controls, most, least)
         self._recent.began(request_id, controls)
 
-    def _observe_step(
-        self, request_ids: list[str], scheduler_output: Any, num_draft_tokens: int
-    ) -> None:
-        """Tells the cost of a step, where it decoded the same requests as the one before it.
+    def _observe_step(self, scheduler_output: Any, num_draft_tokens: int) -> None:
+        """Tells the cost of a step that had the requests of the one before it, if it read nothing.
 
         Only then the time between the two ends is the step's own: the engine was never idle, and
         no prompt was read.
         """
-        size = len(request_ids)
-        if (
-            scheduler_output.total_num_scheduled_tokens == size + num_draft_tokens
-            and scheduler_output.num_scheduled_tokens.keys() == self._plain_step.keys()
-        ):
+        size = len(self._request_ids)
+        if scheduler_output.total_num_scheduled_tokens == size + num_draft_tokens:
             seconds = time.perf_counter() - self._last_step_end
-            self._chain.observe_step(size, num_draft_tokens, seconds)
-        self._plain_step = dict.fromkeys(request_ids, 1)
-
-    def _draft_batch(self, slots: Int64Array, scheduler_output: Any, hidden: Any) -> DraftBatch:
-        input_batch = self._runner.input_batch
-        size = len(slots)
-        return DraftBatch(
-            slots,
-            input_batch.token_ids_cpu[:size],
-            input_batch.num_tokens_no_spec[:size].astype(np.int32),
-            input_batch.num_prompt_tokens[:size].astype(np.int32),
-            self._hidden_states(scheduler_output, hidden),
-        )
-
-    def _room(self, batch: DraftBatch, num_new: Int32Array) -> Int32Array:
-        """int32 ``[n]``, the longest draft that each text has room for."""
-        most_output, least_output = self._slots.output_limits(batch.slots)
-        ends = np.minimum(batch.num_prompt_tokens + most_output, self._max_model_len)
-        # One token more is always sampled after the draft, and it has to fit too.
-        room = np.minimum(ends - batch.num_tokens - 1, self._max_draft_len)
-        num_unstoppable = batch.num_prompt_tokens + least_output - batch.num_tokens
-        # vLLM lets the token after those stop the text where the draft's first one may.
-        room = np.where(num_unstoppable > 0, np.minimum(room, num_unstoppable - 1), room)
-        return np.where(num_new > 0, np.maximum(room, 0), 0).astype(np.int32)
+            self._chain.cost.observe(size, num_draft_tokens, seconds)
 
     def _last_texts(self, slots: Int64Array) -> DraftBatch:
         """The texts of those of these requests that the model runner still holds."""
@@ -305,9 +298,7 @@ class ProposerHook:
             input_batch.num_prompt_tokens[rows].astype(np.int32),
         )
 
-    def _hidden_states(self, scheduler_output: Any, hidden: Any) -> HiddenStates | None:
-        if not self._feeds_drafters:
-            return None
+    def _hidden_states(self, scheduler_output: Any, hidden: Any) -> HiddenStates:
         request_ids = self._runner.input_batch.req_ids
         scheduled = scheduler_output.num_scheduled_tokens
         num_tokens = np.array([scheduled[each] for each in request_ids], np.int32)

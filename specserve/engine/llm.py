@@ -27,16 +27,19 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
 
 from specserve.core.config import AppConfig
-from specserve.core.errors import EngineError
+from specserve.core.errors import EngineError, last_line_of
 from specserve.core.metrics import SpeculationSnapshot
 from specserve.core.openmp import openmp_environment
 from specserve.core.recent import RecentRequest
 from specserve.engine.args import serve_namespace, served_engine_args
 from specserve.engine.cpu.backend import choose_latent_attention
 from specserve.engine.isolation import TenantLLM, close_routes, part_media, part_responses
+from specserve.engine.logits_processors import PROCESSORS
 from specserve.engine.predicted import PredictedLLM, predictor
 from specserve.engine.prediction import Predictor
 from specserve.engine.tenants import stamp_requests
+from specserve.engine.text_generator import TextGenerator
+from specserve.engine.text_request import TextEngine
 
 logger = logging.getLogger(__name__)
 
@@ -74,13 +77,15 @@ class Engine:
         _prepare_environment(config)
         in_process = _in_process(config, placement_group)
         arguments = served_engine_args(config, label_key, in_process=in_process)
-        arguments.max_num_queued_reqs = config.engine.max_num_seqs + config.http.max_queued_requests
+        arguments.max_num_queued_reqs = _most_requests(config)
+        if has_processors(config) and not config.speculation:  # workers that draft have them anyway
+            arguments.logits_processors = [*(arguments.logits_processors or ()), *PROCESSORS]
         try:
             choose_latent_attention(arguments)
             vllm_config = arguments.create_engine_config()
         except (ValueError, OSError, RuntimeError) as error:
             raise EngineError(
-                f"vLLM refuses the configuration of {config.model.path}: {_last_line(error)}"
+                f"vLLM refuses the configuration of {config.model.path}: {last_line_of(error)}"
             ) from error
         vllm_config.parallel_config.placement_group = placement_group
         if current_platform.is_cpu():
@@ -97,7 +102,7 @@ class Engine:
                 vllm_config, stat_loggers=[RayPrometheusStatLogger, PrometheusStatLogger]
             )
         except (RuntimeError, ValueError) as error:
-            raise EngineError(f"the engine did not start: {_last_line(error)}") from error
+            raise EngineError(f"the engine did not start: {last_line_of(error)}") from error
         if not config.drafts_in_engine:
             # It would refuse `min_p` and `logit_bias`; see specserve.engine.sampling for why not.
             llm.input_processor.speculative_config = None
@@ -122,6 +127,23 @@ class Engine:
         # that part, so it gets something to tell.
         app.state.server = SimpleNamespace(should_exit=False)
         return app
+
+    def text_engine(self, app: FastAPI) -> TextEngine | None:
+        """What continues texts for the generation API; None: the model does not generate.
+
+        Args:
+            app: what :meth:`asgi_app` has returned.
+        """
+        handler = app.state.openai_serving_completion
+        if handler is None:
+            return None
+        return TextGenerator(
+            self._llm,
+            handler.models,
+            handler.request_logger,
+            _most_requests(self._config),
+            has_processors=has_processors(self._config),
+        )
 
     async def speculation(self) -> SpeculationSnapshot | None:
         """What rank 0 has counted so far; None without speculation of our own."""
@@ -196,6 +218,19 @@ async def _suppressed(answer: Awaitable[object]) -> None:
         await answer
 
 
+def _most_requests(config: AppConfig) -> int:
+    """How many requests may be decoded or wait."""
+    return config.engine.max_num_seqs + config.http.max_queued_requests
+
+
+def has_processors(config: AppConfig) -> bool:
+    """Whether the workers have :mod:`specserve.engine.logits_processors`.
+
+    vLLM takes none beside a method of its own, and its V2 runner, of GPUs, takes others.
+    """
+    return not config.drafts_in_engine and (bool(config.speculation) or current_platform.is_cpu())
+
+
 def shard_bundle(config: AppConfig) -> dict[str, float]:
     """The Ray resources that one shard needs, as a placement group's bundle."""
     return config.placement.shard_bundle(on_gpu=not current_platform.is_cpu())
@@ -225,10 +260,3 @@ def _prepare_environment(config: AppConfig) -> None:
         # vLLM has one value for all ranks. Each bundle still holds a whole GPU, so that nobody else
         # gets what the other ranks leave of theirs.
         os.environ["VLLM_RAY_PER_WORKER_GPUS"] = str(1 - sum(shares))
-
-
-def _last_line(error: Exception) -> str:
-    """The last line of an error, where pydantic and vLLM put what matters."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    useful: list[Any] = [line for line in lines if not line.startswith("For further information")]
-    return useful[-1] if useful else repr(error)

@@ -115,7 +115,7 @@ def drafter_memory(config: AppConfig, source: DraftModelConfig | MtpConfig) -> D
     An MTP module whose folder is not on this machine has the size that the model's own would have.
 
     Raises:
-        NoEstimateError: as above.
+        NoEstimateError: as :func:`shard_memory`.
     """
     is_float32 = source.dtype == "float32" or (source.dtype == "auto" and not source.num_gpus)
     value_bytes = 4 if is_float32 else 2

@@ -25,7 +25,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from specserve.core.config import AppConfig
-from specserve.core.errors import ConfigError, EngineError
+from specserve.core.errors import ConfigError, EngineError, reason_of
 from specserve.core.metrics import AcceptanceSnapshot, SpeculationSnapshot
 from specserve.engine.args import engine_args, served_engine_args, worker_cls
 from specserve.engine.cpu.backend import choose_latent_attention
@@ -65,7 +65,7 @@ class OfflineEngine:
                 enable_multiprocessing=False,
             )
         except (RuntimeError, ValueError, OSError, ImportError) as error:
-            raise EngineError(f"method {method}: {_one_line(error)}") from error
+            raise EngineError(f"method {method}: {reason_of(error)}") from error
         self._num_requests = 0
         self._await_sources()
 
@@ -113,7 +113,7 @@ class OfflineEngine:
             self._engine.add_request(request_id, prompt, _sampling_params(job.sampling))
         except ValueError as error:
             raise ConfigError(
-                "prompt", f"{len(job.prompt_token_ids)} tokens", _one_line(error)
+                "prompt", f"{len(job.prompt_token_ids)} tokens", reason_of(error)
             ) from error
 
     def _await_sources(self) -> None:
@@ -133,7 +133,10 @@ class OfflineEngine:
     def _drafts(self, before: SpeculationSnapshot) -> tuple[AcceptanceSnapshot, ...]:
         if self._vllm_drafts:
             return (self._counter.counts(str(self._method)),)
-        return self._snapshot().since(before).acceptance
+        earlier = {entry.source: entry for entry in before.acceptance}
+        return tuple(
+            entry.since(earlier.get(entry.source)) for entry in self._snapshot().acceptance
+        )
 
     def _snapshot(self) -> SpeculationSnapshot:
         """Our own counters, which alone tell the sources apart."""
@@ -218,9 +221,7 @@ def _by_length(num_drafts: int, at_position: Sequence[int]) -> tuple[int, ...]:
 
 
 def _added(left: list[int], right: Sequence[int]) -> list[int]:
-    length = max(len(left), len(right))
-    padded = [[*values, *[0] * (length - len(values))] for values in (left, right)]
-    return [a + b for a, b in zip(*padded, strict=True)]
+    return [a + b for a, b in itertools.zip_longest(left, right, fillvalue=0)]
 
 
 def _sampling_params(sampling: Sampling) -> SamplingParams:
@@ -282,8 +283,3 @@ def _peer_speculation(config: AppConfig, method: Method) -> dict[str, Any]:
         "model": method.argument,
         "num_speculative_tokens": models[0].max_draft_len if models else 5,
     }
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else text[:297] + "..."

@@ -6,9 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
-from specserve.core.types import Int32Array, Int64Array
-
-NO_LIMIT = 1 << 30
+from specserve.core.types import Int64Array
 
 
 class RequestSlots:
@@ -23,11 +21,11 @@ class RequestSlots:
 
     def __init__(self, num_slots: int) -> None:
         self.by_id: dict[str, int] = {}
+        self._num_slots = num_slots
         self._free = list(range(num_slots - 1, -1, -1))
-        self._limits: Int32Array = np.zeros((2, num_slots), np.int32)
 
     def __len__(self) -> int:
-        return int(self._limits.shape[1])
+        return self._num_slots
 
     def of(self, request_ids: Sequence[str]) -> Int64Array:
         """int64 ``[n]``, the slots of these requests, which all have one."""
@@ -55,21 +53,10 @@ class RequestSlots:
         here = set(present)
         return next(each for each in self.by_id if each not in here)
 
-    def add(self, request_id: str, most_output: int, least_output: int) -> int:
-        """A free slot for a request.
-
-        Args:
-            request_id: has none yet.
-            most_output: tokens that it may write.
-            least_output: tokens that it writes before anything but its length may end it.
-        """
+    def add(self, request_id: str) -> int:
+        """A free slot for a request that has none yet."""
         slot = self.by_id[request_id] = self._free.pop()
-        self._limits[:, slot] = min(most_output, NO_LIMIT), min(least_output, NO_LIMIT)
         return slot
-
-    def output_limits(self, slots: Int64Array) -> tuple[Int32Array, Int32Array]:
-        """int32 ``[n]`` each: the most and the least tokens that these requests write."""
-        return self._limits[0, slots], self._limits[1, slots]
 
     def free(self, request_ids: Iterable[str]) -> None:
         """These requests have ended; those without a slot are fine."""

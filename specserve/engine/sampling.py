@@ -10,6 +10,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import PIN_MEMORY
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 
+from specserve.engine import logits_processors
 from specserve.engine.sampler import IndependentRejectionSampler, IndependentSampler
 
 
@@ -24,25 +25,26 @@ def repair_sampling(runner: Any) -> None:
 
 
 def restore_logits_processors(runner: Any) -> None:
-    """Lets requests with ``min_p`` or ``logit_bias`` be served.
+    """Lets requests with ``min_p`` or ``logit_bias`` be served, and those with our parameters.
 
-    Under speculation vLLM leaves both out, and refuses such requests. They work on rows without a
+    Under speculation vLLM leaves all out, and refuses such requests. They work on rows without a
     draft, so these requests are decoded without drafts.
     """
     runner.input_batch.logitsprocs = LogitsProcessors(
         processor(runner.vllm_config, runner.device, PIN_MEMORY)
-        for processor in BUILTIN_LOGITS_PROCESSORS
+        for processor in (*BUILTIN_LOGITS_PROCESSORS, *logits_processors.PROCESSORS)
     )
 
 
 def is_kept_without_drafts_only(params: SamplingParams) -> bool:
     """Whether vLLM would break one of a request's parameters where drafts are verified.
 
-    It applies ``min_p`` and ``logit_bias`` to the last of a row's logits alone. A thought that
-    begins or ends within a draft is miscounted against its ``thinking_token_budget``.
+    It applies ``min_p``, ``logit_bias`` and what we add to the last of a row's logits alone. A
+    thought that begins or ends within a draft is miscounted against its ``thinking_token_budget``.
     """
     has_budget = params.thinking_token_budget is not None
-    return has_budget or bool(params.min_p or params.logit_bias)
+    has_processor = bool(params.min_p or params.logit_bias)
+    return has_budget or has_processor or logits_processors.are_asked_for(params)
 
 
 def sample_independently(runner: Any) -> None:

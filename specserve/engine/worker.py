@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.outputs import ModelRunnerOutput
 
+from specserve.core.metric_specs import ALL
+from specserve.core.samples import samples
+from specserve.drafters.ray_metrics import RayExporter
 from specserve.engine.cuda_graphs import capture_plain_steps
 from specserve.engine.executor import attach_drafts
 from specserve.engine.hook import ProposerHook
-from specserve.engine.ray_metrics import RayMetricsExporter
 from specserve.engine.sampling import repair_sampling, without_speculation
 
 if TYPE_CHECKING:
@@ -38,8 +40,8 @@ class SpeculationMixin(_Worker):
             assert isinstance(drafter, ProposerHook), f"unexpected drafter {drafter!r}"
             drafter.attach(self.model_runner)
             self._hook = drafter
-            self._exporter = RayMetricsExporter(drafter.metrics, drafter.model_name)
-            self._exporter.start()
+            metrics, labels = drafter.metrics, {"model": drafter.model_name}
+            RayExporter(ALL, lambda: samples(metrics.snapshot()), labels).start()
         else:
             self.model_runner.propose_draft_token_ids = _no_drafts
 
@@ -64,7 +66,7 @@ class SpeculationMixin(_Worker):
             output = super().sample_tokens(grammar_output)
         if self._hook is not None and isinstance(output, ModelRunnerOutput):
             if self._is_idle:
-                self._hook.pass_over(output.req_ids, output.sampled_token_ids)
+                self._hook.pass_over(output.sampled_token_ids)
             attach_drafts(output, self.take_draft_token_ids())
         return output
 

@@ -7,13 +7,20 @@ sampled text this is so with the right probability, too.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
-from specserve.core.compile import kernel
-from specserve.core.types import Drafts, Float32Array, Float64Array, Int32Array, Int64Array
+from specserve.core.compile import inner, lean_kernel
+from specserve.core.types import (
+    Drafts,
+    Float32Array,
+    Float64Array,
+    Int32Array,
+    Int64Array,
+    UInt8Array,
+)
 
 CONFIDENCE_BUCKETS = 12
 """Levels of confidence, in steps that become smaller towards 1: there a little more makes a draft
@@ -34,7 +41,7 @@ _RATIO_MEMORY = 0.97
 _ACCEPTED, _EXPECTED = 0, 1
 
 
-class _State(NamedTuple):
+class AcceptanceState(NamedTuple):
     """All arrays, for T tenants, S sources, R request slots and drafts of at most k tokens.
 
     Attributes:
@@ -42,22 +49,24 @@ class _State(NamedTuple):
             that were tried.
         ratios: float64 ``[T, S, 2, 2]``, recent tokens accepted and expected by the prior, of
             first draft tokens and of later ones.
-        by_position: float64 ``[T, S, k, 2]``, as ``counts``, by position alone.
+        rates: float64 ``[T, confidence, position]``, scratch.
         of_request: float64 ``[R, S, 2]``, a request's recent tokens accepted and expected.
         tenant: int64 ``[R]``.
         tokens: int32 ``[S, R, k]``, the last step's drafts.
         lengths: int32 ``[S, R]``; 0: none was offered.
         confidence: float32 ``[S, R, k]``.
+        labels: uint8 ``[S, R]``.
     """
 
     counts: Float64Array
     ratios: Float64Array
-    by_position: Float64Array
+    rates: Float64Array
     of_request: Float64Array
     tenant: Int64Array
     tokens: Int32Array
     lengths: Int32Array
     confidence: Float32Array
+    labels: UInt8Array
 
 
 class Acceptance:
@@ -69,125 +78,77 @@ class Acceptance:
     Each request multiplies the rates of a source by its own such ratio. Older
     observations count less. What is accepted of one tenant's drafts does not change another's.
 
+    What is offered to a request stays until its next tokens are known.
+
     Args:
         num_sources: S.
         num_slots: requests that may be open at a time.
         max_draft_len: longest draft of any source.
+
+    Attributes:
+        state: for kernels; another one after :meth:`open`.
     """
 
     def __init__(self, num_sources: int, num_slots: int, max_draft_len: int) -> None:
-        self._num_tenants = 0
         self._tenants: dict[str, int] = {}
-        self._state = _State(
+        self.state = AcceptanceState(
             np.zeros((0, num_sources, CONFIDENCE_BUCKETS, POSITION_BUCKETS, 2)),
             np.zeros((0, num_sources, 2, 2)),
-            np.zeros((0, num_sources, max_draft_len, 2)),
+            np.zeros((0, CONFIDENCE_BUCKETS, POSITION_BUCKETS)),
             np.full((num_slots, num_sources, 2), _RATIO_PRIOR),
             np.zeros(num_slots, np.int64),
             np.zeros((num_sources, num_slots, max_draft_len), np.int32),
             np.zeros((num_sources, num_slots), np.int32),
             np.zeros((num_sources, num_slots, max_draft_len), np.float32),
+            np.zeros((num_sources, num_slots), np.uint8),
         )
         self.open(0, "")
 
-    @property
-    def tokens(self) -> Int32Array:
-        """int32 ``[S, num_slots, k]``, the drafts that were last offered."""
-        return self._state.tokens
+    def offers(self, source: int) -> Drafts:
+        """A source's drafts by slot, to be written; labels count those of all sources."""
+        state = self.state
+        return Drafts(
+            state.tokens[source],
+            state.lengths[source],
+            state.confidence[source],
+            state.labels[source],
+        )
 
     def open(self, slot: int, tenant: str) -> None:
         """A request begins: what is known of its tenant's traffic holds for it."""
         number = self._tenants.setdefault(tenant, len(self._tenants))
-        if number == len(self._state.counts):
+        if number == len(self.state.counts):
             self._add_tenants(max(number, 1))
-        self._state.tenant[slot] = number
-        self._state.of_request[slot] = _RATIO_PRIOR
-        self._state.lengths[:, slot] = 0
-
-    def withdraw(self, slots: Int64Array) -> None:
-        """Nothing is offered to these requests."""
-        self._state.lengths[:, slots] = 0
-
-    def has_offers(self, slots: Int64Array) -> bool:
-        """Whether the next tokens of these requests will tell how far drafts were right."""
-        return bool(self._state.lengths[:, slots].any())
-
-    def offer(self, source: int, slots: Int64Array, drafts: Drafts) -> None:
-        """Notes a source's drafts for these requests, until their next tokens are known.
-
-        Args:
-            source: its index.
-            slots: int64 ``[n]``.
-            drafts: n, well-formed.
-        """
-        _offer(self._state, source, slots, drafts.tokens, drafts.lengths, drafts.confidence)
-
-    def survival(self, slots: Int64Array, survival: Float64Array, lengths: Int32Array) -> None:
-        """Probability that each offered draft token is accepted, all before it included.
-
-        Args:
-            slots: int64 ``[n]``.
-            survival: float64 ``[S, >= n, k]``, written; falling along a draft.
-            lengths: int32 ``[S, >= n]``, written: tokens of each draft.
-        """
-        _survival(self._state, slots, survival, lengths)
+        self.state.tenant[slot] = number
+        self.state.of_request[slot] = _RATIO_PRIOR
+        self.state.lengths[:, slot] = 0
 
     def unseen_survival(self, source: int, slots: Int64Array, survival: Float64Array) -> None:
-        """The same for drafts that are not there yet, of which only the position is known.
+        """Survival of drafts that are not there yet, of which only the position is known.
 
         Args:
             source: its index.
             slots: int64 ``[n]``.
-            survival: float64 ``[>= n, k]``, written.
+            survival: float64 ``[>= n, k]``, written; see :func:`survival_of`.
         """
-        _unseen_survival(self._state, source, slots, survival)
-
-    def observe(
-        self,
-        slots: Int64Array,
-        token_ids: Int32Array,
-        num_tokens: Int32Array,
-        num_new: Int32Array,
-    ) -> None:
-        """Learns how far the last offers were right.
-
-        Args:
-            slots: int64 ``[n]``.
-            token_ids: int32 ``[n, >= max(num_tokens)]``.
-            num_tokens: int32 ``[n]``.
-            num_new: int32 ``[n]``, tokens that the last step brought; the request's last ones.
-                Offers to a request without new tokens stay.
-        """
-        _observe(self._state, slots, token_ids, num_tokens, num_new)
-
-    def warm_up(self) -> None:
-        """Compiles the kernels: no request waits for that."""
-        none = np.zeros(0, np.int64)
-        num_sources, _, longest = self._state.tokens.shape
-        self.offer(0, none, Drafts.empty(0, longest))
-        survival = np.zeros((num_sources, 0, longest))
-        self.survival(none, survival, np.zeros((num_sources, 0), np.int32))
-        self.unseen_survival(0, none, survival[0])
-        rows = np.zeros((2, 0), np.int32)
-        self.observe(none, np.zeros((0, 1), np.int32), *rows)
+        _unseen_survival(self.state, source, slots, survival)
 
     def _add_tenants(self, count: int) -> None:
-        state = self._state
-        shapes = (state.counts, state.ratios, state.by_position)
-        fills = (0.0, _RATIO_PRIOR, 0.0)
-        counts, ratios, by_position = (
-            np.concatenate([old, np.full((count, *old.shape[1:]), fill)])
-            for old, fill in zip(shapes, fills, strict=True)
-        )
-        self._state = state._replace(counts=counts, ratios=ratios, by_position=by_position)
+        state = self.state
+        fills = {"counts": 0.0, "ratios": _RATIO_PRIOR, "rates": 0.0}
+        larger = {}
+        for name, fill in fills.items():
+            old = getattr(state, name)
+            larger[name] = np.concatenate([old, np.full((count, *old.shape[1:]), fill)])
+        self.state = state._replace(**larger)
 
 
-@njit(nogil=True, inline="always")
+@inner
 def _level(confidence):  # type: ignore[no-untyped-def]
     return min(int(CONFIDENCE_BUCKETS * confidence * confidence), CONFIDENCE_BUCKETS - 1)
 
 
-@njit(nogil=True, inline="always")
+@inner
 def _place(position):  # type: ignore[no-untyped-def]
     if position < 2:
         return position
@@ -196,16 +157,21 @@ def _place(position):  # type: ignore[no-untyped-def]
     return 3 if position < 8 else 4
 
 
-@njit(nogil=True, inline="always")
+@inner
+def _prior(level):  # type: ignore[no-untyped-def]
+    return math.sqrt((level + 0.5) / CONFIDENCE_BUCKETS)
+
+
+@inner
 def _rate(a, tenant, source, level, place):  # type: ignore[no-untyped-def]
     """Share of draft tokens like these that are accepted, where all before them were."""
     ratio = a.ratios[tenant, source, min(place, 1)]
-    prior = np.sqrt((level + 0.5) / CONFIDENCE_BUCKETS) * ratio[_ACCEPTED] / ratio[_EXPECTED]
+    prior = _prior(level) * ratio[_ACCEPTED] / ratio[_EXPECTED]
     seen = a.counts[tenant, source, level, place]
     return (seen[_ACCEPTED] + _PRIOR_TRIALS * prior) / (seen[_EXPECTED] + _PRIOR_TRIALS)
 
 
-@njit(nogil=True, inline="always")
+@inner
 def _count(cell, is_accepted):  # type: ignore[no-untyped-def]
     """One more trial; past ``_MOST_TRIALS`` the older half is forgotten."""
     cell[_ACCEPTED] += is_accepted
@@ -215,7 +181,7 @@ def _count(cell, is_accepted):  # type: ignore[no-untyped-def]
         cell[_EXPECTED] *= 0.5
 
 
-@njit(nogil=True, inline="always")
+@inner
 def _track(ratio, is_accepted, expected):  # type: ignore[no-untyped-def]
     """What is forgotten is filled up with the prior, which says: as expected."""
     rest = (1.0 - _RATIO_MEMORY) * _RATIO_PRIOR
@@ -223,75 +189,96 @@ def _track(ratio, is_accepted, expected):  # type: ignore[no-untyped-def]
     ratio[_EXPECTED] = _RATIO_MEMORY * ratio[_EXPECTED] + rest + expected
 
 
-@kernel
-def _offer(a, source, slots, tokens, lengths, confidence):  # type: ignore[no-untyped-def]
-    for row in range(slots.shape[0]):
-        slot = slots[row]
-        a.lengths[source, slot] = lengths[row]
-        for j in range(lengths[row]):
-            a.tokens[source, slot, j] = tokens[row, j]
-            a.confidence[source, slot, j] = confidence[row, j]
+@inner
+def survival_of(a, slots, limits, survival, lengths):  # type: ignore[no-untyped-def]
+    """Probability that each offered draft token is accepted, all before it included.
 
-
-@kernel
-def _survival(a, slots, survival, lengths):  # type: ignore[no-untyped-def]
-    rates = np.empty((a.counts.shape[0], CONFIDENCE_BUCKETS, POSITION_BUCKETS))
+    Args:
+        a: the state.
+        slots: int64 ``[n]``.
+        limits: int32 ``[S, >= n]``, tokens of each draft that are of use.
+        survival: float64 ``[S, >= n, k]``, written; falling along a draft.
+        lengths: int32 ``[S, >= n]``, written: tokens of each draft.
+    """
     for source in range(a.lengths.shape[0]):
-        rates[:, 0, 0] = -1.0  # of this tenant none is computed yet
+        a.rates[:, 0, 0] = -1.0  # of this tenant none is computed yet
         for row in range(slots.shape[0]):
             slot = slots[row]
+            length = min(a.lengths[source, slot], limits[source, row])
+            lengths[source, row] = length
+            if length <= 0:
+                continue
             tenant = a.tenant[slot]
-            if rates[tenant, 0, 0] < 0.0:
+            if a.rates[tenant, 0, 0] < 0.0:
                 for level in range(CONFIDENCE_BUCKETS):
                     for place in range(POSITION_BUCKETS):
-                        rates[tenant, level, place] = _rate(a, tenant, source, level, place)
+                        a.rates[tenant, level, place] = _rate(a, tenant, source, level, place)
             own = a.of_request[slot, source]
             factor = own[_ACCEPTED] / own[_EXPECTED]
             probability = 1.0
-            lengths[source, row] = a.lengths[source, slot]
-            for j in range(a.lengths[source, slot]):
+            for j in range(length):
                 if probability > 0.0:
                     level = _level(a.confidence[source, slot, j])
-                    chance = factor * rates[tenant, level, _place(j)]
+                    chance = factor * a.rates[tenant, level, _place(j)]
                     probability *= min(chance, _MOST_LIKELY)
                     if probability < LEAST_SURVIVAL:
                         probability = 0.0
                 survival[source, row, j] = probability
 
 
-@kernel
-def _unseen_survival(a, source, slots, survival):  # type: ignore[no-untyped-def]
-    for row in range(slots.shape[0]):
-        slot = slots[row]
-        own = a.of_request[slot, source]
-        factor = own[_ACCEPTED] / own[_EXPECTED]
-        probability = 1.0
-        for j in range(survival.shape[1]):
-            seen = a.by_position[a.tenant[slot], source, j]
-            chance = (seen[_ACCEPTED] + _PRIOR_TRIALS * 0.5) / (seen[_EXPECTED] + _PRIOR_TRIALS)
-            probability *= min(factor * chance, _MOST_LIKELY)
-            survival[row, j] = probability
+@inner
+def learn(a, slots, token_ids, num_tokens, num_new):  # type: ignore[no-untyped-def]
+    """Learns how far the last offers were right.
 
+    Args:
+        a: the state.
+        slots: int64 ``[n]``.
+        token_ids: int32 ``[n, >= max(num_tokens)]``.
+        num_tokens: int32 ``[n]``.
+        num_new: int32 ``[n]``, tokens that the last step brought; the request's last ones. Offers
+            to a request without new tokens stay.
 
-@kernel
-def _observe(a, slots, token_ids, num_tokens, num_new):  # type: ignore[no-untyped-def]
+    Returns:
+        How many requests have offers left.
+    """
+    num_left = 0
     for source in range(a.lengths.shape[0]):
         for row in range(slots.shape[0]):
             slot = slots[row]
+            if num_new[row] <= 0:
+                num_left += a.lengths[source, slot] > 0
+                continue
             known = min(a.lengths[source, slot], num_new[row])
-            if num_new[row] > 0:
-                a.lengths[source, slot] = 0
+            a.lengths[source, slot] = 0
             first = num_tokens[row] - num_new[row]
             tenant = a.tenant[slot]
             for j in range(known):
                 right = a.tokens[source, slot, j] == token_ids[row, first + j]
                 accepted = 1.0 if right else 0.0
                 level = _level(a.confidence[source, slot, j])
-                expected = _rate(a, tenant, source, level, _place(j))
+                place = _place(j)
+                expected = _rate(a, tenant, source, level, place)
                 _track(a.of_request[slot, source], accepted, min(expected, _MOST_LIKELY))
-                prior = np.sqrt((level + 0.5) / CONFIDENCE_BUCKETS)
-                _track(a.ratios[tenant, source, min(j, 1)], accepted, prior)
-                _count(a.counts[tenant, source, level, _place(j)], accepted)
-                _count(a.by_position[tenant, source, j], accepted)
+                _track(a.ratios[tenant, source, min(j, 1)], accepted, _prior(level))
+                _count(a.counts[tenant, source, level, place], accepted)
                 if not right:
                     break
+    return num_left
+
+
+@lean_kernel
+def _unseen_survival(a, source, slots, survival):  # type: ignore[no-untyped-def]
+    for row in range(slots.shape[0]):
+        slot = slots[row]
+        own = a.of_request[slot, source]
+        factor = own[_ACCEPTED] / own[_EXPECTED]
+        probability, chance, last = 1.0, 0.0, -1
+        for j in range(survival.shape[1]):
+            if _place(j) != last:
+                last, accepted, tried = _place(j), 0.5 * _PRIOR_TRIALS, _PRIOR_TRIALS
+                for level in range(CONFIDENCE_BUCKETS):
+                    accepted += a.counts[a.tenant[slot], source, level, last, _ACCEPTED]
+                    tried += a.counts[a.tenant[slot], source, level, last, _EXPECTED]
+                chance = accepted / tried
+            probability *= min(factor * chance, _MOST_LIKELY)
+            survival[row, j] = probability

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 
 from specserve.core.backoff import Backoff
 from specserve.core.types import BoolArray, DraftBatch, Float64Array, Int32Array, Int64Array
 from specserve.policy.cost import LinearCost
-from specserve.policy.planner import Costs, Plan, plan_call
+from specserve.policy.exploration import spend
+from specserve.policy.planner import Costs, plan_call
 from specserve.sources.base import RemoteSource
 from specserve.sources.guard import GuardedSource
-
-EXPLORED_SHARE = 0.01
-"""Share of the time that may be spent on learning whether what is not done would pay now."""
 
 MOST_PAUSE = 8
 """Steps from one call of a local source to the next where nothing comes of them: a text that begins
@@ -23,38 +21,12 @@ to repeat itself is noticed after so many steps at the latest."""
 MOST_PROBE_PAUSE = 256
 """Steps between two probes of a remote source that nothing came of."""
 
-_MOST_SAVED = 4.0
 _MEMORY = 0.98
 _FIRST_CALLS = 8
 _MOST_TIMES = 4.0
 _MOST_TRIES = 8
 _AWAY_S = 1e-3
 _HOPE = 0.9
-
-
-class Exploration:
-    """One account, in seconds, for all that is done to learn from it alone.
-
-    It earns ``EXPLORED_SHARE`` of the time of each step.
-    """
-
-    def __init__(self) -> None:
-        self._credit_s = 0.0
-        self._is_new = True
-
-    def earn(self, step_s: float, num_steps: int = 1) -> None:
-        """Some steps of so many seconds each; four steps can be saved up for."""
-        most = _MOST_SAVED * step_s
-        if self._is_new:  # what is met first is learned first
-            self._is_new, self._credit_s = False, most
-        self._credit_s = min(self._credit_s + num_steps * EXPLORED_SHARE * step_s, most)
-
-    def spend(self, price_s: float) -> bool:
-        """Takes the price where there is enough; false: there is not."""
-        if price_s > self._credit_s:
-            return False
-        self._credit_s -= max(price_s, 0.0)
-        return True
 
 
 class Situation(NamedTuple):
@@ -64,7 +36,9 @@ class Situation(NamedTuple):
         step: its number.
         batch: n requests.
         limits: int32 ``[n]``, longest draft of the source that is of use.
-        plan: with the drafts that there are so far.
+        values: float64 ``[n]``, worth of the drafts that there are so far, in tokens.
+        rate: expected tokens a second with these.
+        is_drafting: whether the step sends some of them.
         costs: of a step of n requests.
         unseen: float64 ``[>= n, k]``, survival of the source's drafts, which are not there yet.
     """
@@ -72,26 +46,29 @@ class Situation(NamedTuple):
     step: int
     batch: DraftBatch
     limits: Int32Array
-    plan: Plan
+    values: Float64Array
+    rate: float
+    is_drafting: bool
     costs: Costs
     unseen: Float64Array
 
 
-class AskPolicy(Protocol):
-    """When one source is asked, and for which requests."""
+class Ask:
+    """When a source is asked, and for which requests. This one: in each step, for all.
 
-    @property
-    def is_slow(self) -> bool:
-        """Whether it is not asked in each step."""
-        ...
+    Attributes:
+        is_slow: whether it is not asked in each step.
+    """
 
-    def is_due(self, step: int, slots: Int64Array) -> bool:
-        """Whether the source has a turn in this step."""
-        ...
+    is_slow = False
 
     def num_idle_steps(self, step: int, slots: Int64Array) -> int:
-        """Steps after this one, of the same requests, in which it will have no turn."""
-        ...
+        """Steps after this one, of the same requests, in which the source will have no turn."""
+        return 0
+
+    def is_due(self, step: int, slots: Int64Array) -> bool:
+        """Whether it has a turn in this step."""
+        return self.num_idle_steps(step - 1, slots) == 0
 
     def observe(self, asked: Int32Array, lengths: Int32Array, call_s: float, gain_s: float) -> None:
         """What a call took and brought.
@@ -102,27 +79,9 @@ class AskPolicy(Protocol):
             call_s: seconds of the call, with all that it brought along.
             gain_s: seconds that its drafts are expected to save beyond those ranked before it.
         """
-        ...
 
 
-class AlwaysAsk:
-    """Asks in each step for all: a source that is not dynamic."""
-
-    is_slow = False
-
-    def is_due(self, step: int, slots: Int64Array) -> bool:
-        """Always."""
-        return True
-
-    def num_idle_steps(self, step: int, slots: Int64Array) -> int:
-        """None."""
-        return 0
-
-    def observe(self, asked: Int32Array, lengths: Int32Array, call_s: float, gain_s: float) -> None:
-        """Makes no difference."""
-
-
-class LocalAsk:
+class LocalAsk(Ask):
     """Asks a source in this process in each step while it pays, else ever less.
 
     What a call takes and brings are means over some fifty calls; a stalled one counts as four usual
@@ -136,21 +95,12 @@ class LocalAsk:
         self._num_calls = 0
         self._pause = 1
 
-    @property
-    def is_slow(self) -> bool:
-        """Whether it is not asked in each step."""
-        return self._pause > 1
-
-    def is_due(self, step: int, slots: Int64Array) -> bool:
-        """Every step, or every 2nd, 4th or 8th."""
-        return step % self._pause == 0
-
     def num_idle_steps(self, step: int, slots: Int64Array) -> int:
-        """Steps that come before the next turn."""
+        """Steps that come before the next turn: 0, 1, 3 or 7 at most."""
         return self._pause - 1 - step % self._pause
 
     def observe(self, asked: Int32Array, lengths: Int32Array, call_s: float, gain_s: float) -> None:
-        """See :meth:`AskPolicy.observe`."""
+        """See :meth:`Ask.observe`."""
         self._num_calls += 1
         weight = max(1 / self._num_calls, 1 - _MEMORY)
         if self._num_calls > 1:
@@ -160,9 +110,10 @@ class LocalAsk:
         self.surplus_s = self._gain_s - self._call_s
         pays = self.surplus_s >= 0 or self._num_calls < _FIRST_CALLS
         self._pause = 1 if pays else min(2 * self._pause, MOST_PAUSE)
+        self.is_slow = not pays
 
 
-class RemoteAsk:
+class RemoteAsk(Ask):
     """Asks a source in another process for the requests that pay for the call.
 
     A source that is never asked cannot be learned from. So now and then one request is probed, the
@@ -180,20 +131,11 @@ class RemoteAsk:
         self._pause = Backoff(1, MOST_PROBE_PAUSE)
         self._step = self._tries = 0
         self._is_probe = False
-        self._is_quiet = True
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether nothing comes of asking now."""
-        return self._is_quiet
-
-    def is_due(self, step: int, slots: Int64Array) -> bool:
-        """Where it pays, every eighth step else, and where it would miss something."""
-        return not self._is_quiet or step % MOST_PAUSE == 0 or self._must_see(slots)
+        self.is_slow = True
 
     def num_idle_steps(self, step: int, slots: Int64Array) -> int:
-        """Steps that come before the next turn."""
-        if not self._is_quiet or self._must_see(slots):
+        """None where asking pays or the source would miss something; else every eighth has one."""
+        if not self.is_slow or self._seen(slots).any():
             return 0
         return MOST_PAUSE - 1 - step % MOST_PAUSE
 
@@ -201,44 +143,46 @@ class RemoteAsk:
         """These requests have ended."""
         self._saved_s[slots] = 0.0
 
-    def limits(self, situation: Situation, account: Exploration) -> Int32Array:
+    def limits(self, situation: Situation, credit_s: Float64Array) -> Int32Array:
         """Which requests to ask for: those whose improvement pays for the call; else a probe.
 
         Args:
             situation: the step's.
-            account: pays for probes.
+            credit_s: float64 ``[1]``, pays for probes.
 
         Returns:
             int32 ``[n]``, how long a draft to ask for; 0: none.
         """
-        self._step, self._is_probe, self._is_quiet = situation.step, False, True
-        limits, costs, chosen = situation.limits, situation.costs, situation.plan
+        self._step, self._is_probe, self.is_slow = situation.step, False, True
+        limits, costs = situation.limits, situation.costs
         source = cast(RemoteSource, self._guard.source)
         waits_s = self._guard.call(lambda: source.reading_s(situation.batch))
         if waits_s is None or not limits.any():
             return np.zeros_like(limits)
         slots = situation.batch.slots
         saved_s = self._saved_s[slots]
-        asked, surplus = plan_call(
+        asked = np.zeros_like(limits)
+        surplus = plan_call(
             situation.unseen,
             limits,
-            chosen.values,
+            situation.values,
             costs,
             self._call(costs.plain),
-            chosen.rate,
-            chosen.num_draft_tokens > 0,
+            situation.rate,
+            situation.is_drafting,
             waits_s,
             saved_s,
+            asked,
         )
-        self._is_quiet = surplus <= 0 and np.array_equal(saved_s, self._saved_s[slots])
+        self.is_slow = surplus <= 0 and np.array_equal(saved_s, self._saved_s[slots])
         self._saved_s[slots] = saved_s
         if asked.any():
             self._pause.reset()
             return asked
-        return self._probe(situation, waits_s, account)
+        return self._probe(situation, waits_s, credit_s)
 
     def observe(self, asked: Int32Array, lengths: Int32Array, call_s: float, gain_s: float) -> None:
-        """See :meth:`AskPolicy.observe`."""
+        """See :meth:`Ask.observe`."""
         if not asked.any() or self._cost is None:
             return
         answered = lengths > 0
@@ -262,7 +206,7 @@ class RemoteAsk:
         return first, row, token
 
     def _probe(
-        self, situation: Situation, waits_s: Float64Array, account: Exploration
+        self, situation: Situation, waits_s: Float64Array, credit_s: Float64Array
     ) -> Int32Array:
         """Asks for one request, when it is time and there is credit.
 
@@ -271,20 +215,17 @@ class RemoteAsk:
         """
         limits = situation.limits
         asked = np.zeros_like(limits)
-        able = (waits_s < np.inf) & (situation.plan.values < _HOPE * limits)
+        able = (waits_s < np.inf) & (situation.values < _HOPE * limits)
         if not self._pause.is_due(self._step) or not able.any():
             return asked
         if (followed := able & self._seen(situation.batch.slots)).any():
             able = followed
-        row = int(np.where(able, situation.plan.values, np.inf).argmin())
+        row = int(np.where(able, situation.values, np.inf).argmin())
         first, per_row, token = self._call(situation.costs.plain)
-        if account.spend(first + per_row + token * int(limits[row])):
+        if spend(credit_s, first + per_row + token * int(limits[row])):
             asked[row] = limits[row]
             self._is_probe = True
         return asked
-
-    def _must_see(self, slots: Int64Array) -> bool:
-        return bool(self._seen(slots).any())
 
     def _seen(self, slots: Int64Array) -> BoolArray:
         """bool ``[n]``, see :meth:`RemoteSource.must_see`."""

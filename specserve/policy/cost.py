@@ -4,17 +4,18 @@ A cost is linear in three features. Its coefficients are tracked by a Kalman fil
 drift, each by itself and all together: longer texts, or another load, make everything dearer. The
 variance of a coefficient grows while nothing is measured that depends on it, so that the filter
 also tells what is not known well enough any more.
+
+The state of a filter is a line: float64 ``[NUM_COLUMNS]``.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from operator import mul
 
 import numpy as np
 
-from specserve.core.compile import kernel
+from specserve.core.compile import inner, lean_kernel
 from specserve.core.types import Float64Array
 
 CALIBRATION_STEPS = 3
@@ -23,6 +24,7 @@ CALIBRATION_STEPS = 3
 _ASSUMED_SLOPE = 0.01
 """Cost of a draft token in plain steps, before any was measured."""
 
+_NUM_SIZES = 40
 _NEAR_SIZES = 2
 _TOO_SHORT = 2.0
 _LEAST_S = 1e-6
@@ -30,6 +32,11 @@ _CHANGED_AFTER = 3
 _LEAST_NOISE, _MOST_NOISE = 0.01, 0.3
 _CLIP = 3.0
 _COMMON_DRIFT = 0.005
+
+_MEAN, _DRIFT, _GAIN, _COVARIANCE = 0, 3, 6, 9
+_NOISE, _CLIPPED, _NUM_MEASURED, _NUM_PLAIN, NUM_COLUMNS = 18, 19, 20, 21, 22
+"""Columns of a line: coefficients, their drift (a variance), scratch, their covariance; relative
+noise, clipped measurements in a row (signed), measurements, those of plain steps."""
 
 
 class LinearCost:
@@ -44,25 +51,18 @@ class LinearCost:
     def __init__(
         self, prior: Sequence[float], deviation: Sequence[float], drift: Sequence[float]
     ) -> None:
-        self._mean = np.array(prior, np.float64)
-        self._covariance = np.diag(np.array(deviation, np.float64) ** 2)
-        self._drift = np.array(drift, np.float64) ** 2
-        self._noise = np.array([0.05, 0.0])  # relative; clipped measurements in a row, signed
+        self._line: Float64Array = np.zeros(NUM_COLUMNS)
+        _reset(self._line, *(tuple(map(float, each)) for each in (prior, deviation, drift)))
 
     @property
     def coefficients(self) -> list[float]:
         """Now, in seconds."""
-        return self._mean.tolist()  # type: ignore[no-any-return]
+        return self._line[_MEAN : _MEAN + 3].tolist()  # type: ignore[no-any-return]
 
-    def deviation(self, features: Sequence[float]) -> float:
-        """Standard deviation of the cost that these features have, in seconds."""
-        return math.sqrt(max(_variance(self._covariance, np.array(features, np.float64)), 0.0))
-
-    def scale(self, factor: float) -> None:
-        """Everything costs so many times what was believed, and is as uncertain relative to it."""
-        self._mean *= factor
-        self._covariance *= factor**2
-        self._drift *= factor**2
+    @property
+    def covariance(self) -> Float64Array:
+        """float64 ``[3, 3]``, of the coefficients."""
+        return self._line[_COVARIANCE : _COVARIANCE + 9].reshape(3, 3)
 
     def observe(self, features: Sequence[float], seconds: float) -> None:
         """One measurement; of one that is far off, only a part is believed.
@@ -70,10 +70,8 @@ class LinearCost:
         Several in a row that are far off in the same direction say that the cost has changed. What
         took no time that could be measured is ignored.
         """
-        if seconds <= 0:
-            return
-        values = np.array(features, np.float64)
-        _update(self._mean, self._covariance, self._drift, self._noise, values, seconds)
+        first, second, third = features
+        _observe_line(self._line, (float(first), float(second), float(third)), float(seconds))
 
 
 class StepCost:
@@ -82,13 +80,15 @@ class StepCost:
     By the size of n, two sizes to a doubling. An engine skips work in a step where no request has a
     draft, so that the first draft token costs more than the next one. A size that was not measured
     takes over what is known of the nearest.
+
+    Attributes:
+        lines: float64 ``[sizes, NUM_COLUMNS]``, for kernels.
+        most_draft_tokens: of all steps measured so far: beyond, the lines are not to be trusted.
     """
 
     def __init__(self) -> None:
-        self._sizes: dict[int, LinearCost] = {}
-        self._num_plain: dict[int, int] = {}
+        self.lines: Float64Array = np.zeros((_NUM_SIZES, NUM_COLUMNS))
         self.most_draft_tokens = 0
-        """Of all steps measured so far: the lines are not to be trusted far beyond."""
 
     def observe(self, num_requests: int, num_draft_tokens: int, seconds: float) -> None:
         """A step that decoded ``num_requests`` requests and did nothing else.
@@ -96,127 +96,172 @@ class StepCost:
         Args:
             num_requests: each had one token and its draft verified.
             num_draft_tokens: of all requests together.
-            seconds: more than 0, else it is ignored.
+            seconds: from the end of the drafting before the step to the tokens that it sampled:
+                scheduling and sampling are in it, drafting is not. More than 0, else it is ignored.
         """
         if seconds <= 0 or num_requests <= 0:
             return
-        size = size_of(num_requests)
-        line = self._sizes.get(size)
-        if line is None:
-            line = self._sizes[size] = self._new_line(num_requests, num_draft_tokens, seconds)
-        features = _features(num_draft_tokens)
-        believed = sum(map(mul, line.coefficients, features))
-        if believed > _TOO_SHORT * seconds:
-            # No step is that much shorter by chance. The first ones may have compiled something.
-            line.scale(seconds / believed)
-        line.observe(features, seconds)
-        if num_draft_tokens:
-            self.most_draft_tokens = max(self.most_draft_tokens, num_draft_tokens)
-        else:
-            self._num_plain[size] = self._num_plain.get(size, 0) + 1
+        _observe_step(self.lines, num_requests, num_draft_tokens, float(seconds))
+        self.most_draft_tokens = max(self.most_draft_tokens, num_draft_tokens)
 
-    def is_calibrated(self, num_requests: int) -> bool:
-        """Whether enough plain steps of about so many requests were measured to compare with."""
-        size = size_of(num_requests)
-        near = range(size - _NEAR_SIZES, size + _NEAR_SIZES + 1)
-        return sum(self._num_plain.get(each, 0) for each in near) >= CALIBRATION_STEPS
-
-    def at(self, num_requests: int) -> tuple[float, float, float]:
-        """Seconds of a plain step, of one with drafts but for their tokens, of each draft token.
-
-        Before the first measurement a plain step counts as one second: only ratios matter.
-        """
-        line = self._nearest(num_requests)
-        if line is None:
-            return 1.0, 1.0, _ASSUMED_SLOPE
-        plain, first, slope = line.coefficients
-        plain = max(plain, _LEAST_S)
-        return plain, plain + max(first, 0.0), max(slope, 1e-4 * plain)
-
-    def doubt(self, num_requests: int, num_draft_tokens: int) -> float:
-        """Standard deviation, in seconds, of what such a step costs beyond a plain one."""
-        line = self._nearest(num_requests)
-        features = 0.0, 1.0, float(num_draft_tokens)
-        return 0.0 if line is None else line.deviation(features)
-
-    def _nearest(self, num_requests: int) -> LinearCost | None:
-        size = size_of(num_requests)
-        if (line := self._sizes.get(size)) is not None or not self._sizes:
-            return line
-        return self._sizes[min(self._sizes, key=lambda each: (abs(each - size), each))]
-
-    def _new_line(self, num_requests: int, num_draft_tokens: int, seconds: float) -> LinearCost:
-        """Of a size measured for the first time, by its first step and its neighbours' ratios."""
-        plain, base, slope = self.at(num_requests)
-        first, slope = (base - plain) / plain, slope / plain
-        scale = seconds / (1.0 + (first + slope * num_draft_tokens if num_draft_tokens else 0.0))
-        return LinearCost(
-            [scale, first * scale, slope * scale],
-            [0.5 * scale, 0.2 * scale, max(slope, _ASSUMED_SLOPE) * scale],
-            [0.002 * scale, 0.002 * scale, 0.02 * max(slope, _ASSUMED_SLOPE) * scale],
-        )
+    def warm_up(self) -> None:
+        """Compiles the kernels: no request waits for that."""
+        LinearCost([1.0, 0.0, 0.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0]).observe((1, 0, 0), 1.0)
+        _observe_step(self.lines.copy(), 1, 0, 1.0)
+        is_calibrated(self.lines, 1)
 
 
-def warm_up() -> None:
-    """Compiles the kernels: no request waits for that."""
-    cost = LinearCost([1.0, 0.0, 0.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0])
-    cost.observe([1.0, 0.0, 0.0], cost.deviation([1.0, 0.0, 0.0]))
-
-
-def size_of(num_requests: int) -> int:
+@inner
+def size_of(num_requests):  # type: ignore[no-untyped-def]
     """A number for about so many requests: 0 for one, and two more for each doubling."""
-    return round(2 * math.log2(max(num_requests, 1)))
+    return min(round(2.0 * math.log2(max(num_requests, 1))), _NUM_SIZES - 1)
 
 
-def _features(num_draft_tokens: int) -> tuple[float, float, float]:
-    return 1.0, float(num_draft_tokens > 0), float(num_draft_tokens)
+@lean_kernel
+def is_calibrated(lines, num_requests):  # type: ignore[no-untyped-def]
+    """Whether enough plain steps of about so many requests were measured to compare with."""
+    size, num_plain = size_of(num_requests), 0.0
+    for each in range(max(size - _NEAR_SIZES, 0), min(size + _NEAR_SIZES + 1, lines.shape[0])):
+        num_plain += lines[each, _NUM_PLAIN]
+    return num_plain >= CALIBRATION_STEPS
 
 
-@kernel
-def _variance(covariance: Float64Array, features: Float64Array) -> float:
-    total = 0.0
+@lean_kernel
+def costs_of(lines, num_requests):  # type: ignore[no-untyped-def]
+    """Seconds of a plain step, of one with drafts but for their tokens, of each draft token.
+
+    Before the first measurement a plain step counts as one second: only ratios matter.
+    """
+    size = _nearest(lines, num_requests)
+    if size < 0:
+        return 1.0, 1.0, _ASSUMED_SLOPE
+    plain = max(lines[size, _MEAN], _LEAST_S)
+    first, slope = lines[size, _MEAN + 1], lines[size, _MEAN + 2]
+    return plain, plain + max(first, 0.0), max(slope, 1e-4 * plain)
+
+
+@lean_kernel
+def doubt_about(lines, num_requests, num_draft_tokens):  # type: ignore[no-untyped-def]
+    """Standard deviation, in seconds, of what such a step costs beyond a plain one."""
+    size = _nearest(lines, num_requests)
+    if size < 0:
+        return 0.0
+    of_any, of_both = lines[size, _COVARIANCE + 4], lines[size, _COVARIANCE + 5]
+    of_each = lines[size, _COVARIANCE + 8]
+    variance = of_any + num_draft_tokens * (2.0 * of_both + num_draft_tokens * of_each)
+    return math.sqrt(max(variance, 0.0))
+
+
+@inner
+def _nearest(lines, num_requests):  # type: ignore[no-untyped-def]
+    """The size that was measured, or the nearest such one; -1: none was."""
+    size = size_of(num_requests)
+    for distance in range(lines.shape[0]):
+        if size >= distance and lines[size - distance, _NUM_MEASURED] > 0.0:
+            return size - distance
+        if size + distance < lines.shape[0] and lines[size + distance, _NUM_MEASURED] > 0.0:
+            return size + distance
+    return -1
+
+
+@lean_kernel
+def _reset(line, prior, deviation, drift):  # type: ignore[no-untyped-def]
+    line[:] = 0.0
+    line[_NOISE] = 0.05
     for i in range(3):
-        for j in range(3):
-            total += features[i] * covariance[i, j] * features[j]
-    return total
+        line[_MEAN + i] = prior[i]
+        line[_DRIFT + i] = drift[i] ** 2
+        line[_COVARIANCE + 4 * i] = deviation[i] ** 2
 
 
-@kernel
-def _update(mean, covariance, drift, noise, features, seconds):  # type: ignore[no-untyped-def]
+@inner
+def _new_size(lines, size, num_requests, num_draft_tokens, seconds):  # type: ignore[no-untyped-def]
+    """A size that is measured for the first time: by its first step and its neighbours' ratios."""
+    plain, base, slope = costs_of(lines, num_requests)
+    first, slope = (base - plain) / plain, slope / plain
+    scale = seconds
+    if num_draft_tokens:
+        scale /= 1.0 + first + slope * num_draft_tokens
+    unsure = max(slope, _ASSUMED_SLOPE) * scale
+    prior = (scale, first * scale, slope * scale)
+    deviation = (0.5 * scale, 0.2 * scale, unsure)
+    _reset(lines[size], prior, deviation, (0.002 * scale, 0.002 * scale, 0.02 * unsure))
+
+
+@inner
+def _scale(line, factor):  # type: ignore[no-untyped-def]
+    """Everything costs so many times what was believed, and is as uncertain relative to it."""
+    for i in range(3):
+        line[_MEAN + i] *= factor
+        line[_DRIFT + i] *= factor**2
+    for i in range(9):
+        line[_COVARIANCE + i] *= factor**2
+
+
+@inner
+def _update(line, features, seconds):  # type: ignore[no-untyped-def]
     """One step of the filter, with the innovation clipped (Huber)."""
-    for i in range(3):
-        covariance[i, i] += drift[i]
-        for j in range(3):
-            covariance[i, j] += _COMMON_DRIFT**2 * mean[i] * mean[j]
-    gain = np.zeros(3)
+    mean, gain = line[_MEAN : _MEAN + 3], line[_GAIN : _GAIN + 3]
+    covariance = line[_COVARIANCE : _COVARIANCE + 9].reshape(3, 3)
     predicted = variance = 0.0
     for i in range(3):
-        predicted += mean[i] * features[i]
+        covariance[i, i] += line[_DRIFT + i]
+        for j in range(3):
+            covariance[i, j] += _COMMON_DRIFT**2 * mean[i] * mean[j]
+    for i in range(3):
+        gain[i] = 0.0
         for j in range(3):
             gain[i] += covariance[i, j] * features[j]
+        predicted += mean[i] * features[i]
         variance += features[i] * gain[i]
     scale = max(predicted, 0.1 * seconds)
-    variance += (noise[0] * scale) ** 2
+    variance += (line[_NOISE] * scale) ** 2
     error = seconds - predicted
-    most = _CLIP * np.sqrt(variance)
+    most = _CLIP * math.sqrt(variance)
     if abs(error) <= most:
-        noise[1] = 0.0
+        line[_CLIPPED] = 0.0
     else:
         sign = 1.0 if error > 0 else -1.0
-        noise[1] = noise[1] + sign if noise[1] * sign >= 0 else sign
-        if abs(noise[1]) >= _CHANGED_AFTER:  # everything may have changed
-            noise[1] = 0.0
+        line[_CLIPPED] = line[_CLIPPED] + sign if line[_CLIPPED] * sign >= 0 else sign
+        if abs(line[_CLIPPED]) >= _CHANGED_AFTER:  # everything may have changed
+            line[_CLIPPED] = 0.0
             change = (error / scale) ** 2
             for i in range(3):
                 covariance[i, i] += change * mean[i] ** 2
                 for j in range(3):
                     covariance[i, j] += change * mean[i] * mean[j]
         error = sign * most
-    noise[0] += 0.05 * (min(max(abs(error) / scale, _LEAST_NOISE), _MOST_NOISE) - noise[0])
+    noise = min(max(abs(error) / scale, _LEAST_NOISE), _MOST_NOISE)
+    line[_NOISE] += 0.05 * (noise - line[_NOISE])
     for i in range(3):
         mean[i] += gain[i] / variance * error
         for j in range(3):
             covariance[i, j] -= gain[i] * gain[j] / variance
     for i in range(3):
         if mean[i] < 0.0 and covariance[i, i] > 0.0:  # what the others are, if this one is 0
-            mean -= covariance[:, i] / covariance[i, i] * mean[i]
+            surplus = mean[i] / covariance[i, i]
+            for j in range(3):
+                mean[j] -= covariance[j, i] * surplus
+    line[_NUM_MEASURED] += 1.0
+
+
+@lean_kernel
+def _observe_line(line, features, seconds):  # type: ignore[no-untyped-def]
+    if seconds > 0.0:
+        _update(line, features, seconds)
+
+
+@lean_kernel
+def _observe_step(lines, num_requests, num_draft_tokens, seconds):  # type: ignore[no-untyped-def]
+    size = size_of(num_requests)
+    line = lines[size]
+    if line[_NUM_MEASURED] == 0.0:
+        _new_size(lines, size, num_requests, num_draft_tokens, seconds)
+    any_draft = 1.0 if num_draft_tokens else 0.0
+    believed = line[_MEAN] + any_draft * line[_MEAN + 1] + num_draft_tokens * line[_MEAN + 2]
+    if believed > _TOO_SHORT * seconds:
+        # No step is that much shorter by chance. The first ones may have compiled something.
+        _scale(line, seconds / believed)
+    _update(line, (1.0, any_draft, float(num_draft_tokens)), seconds)
+    if not num_draft_tokens:
+        line[_NUM_PLAIN] += 1.0

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specserve.core.compile import kernel
-from specserve.core.types import BoolArray, Float64Array, Int32Array, Int64Array
+from specserve.core.compile import inner, lean_kernel
+from specserve.core.types import Float64Array, Int32Array
 
 LEAST_GAIN = 0.02
 """Drafts must promise this share of the plain rate more: below it noise decides."""
@@ -44,89 +44,53 @@ class Plan(NamedTuple):
     """What a step sends, and what is expected of it.
 
     Attributes:
-        source: int32 ``[n]``, index of the source whose draft is sent; -1: none.
-        lengths: int32 ``[n]``, draft tokens.
-        values: float64 ``[n]``, what each request's draft is worth, in tokens.
+        source: int32 ``[>= n]``, index of the source whose draft is sent; -1: none.
+        lengths: int32 ``[>= n]``, draft tokens.
+        values: float64 ``[>= n]``, what each request's draft is worth, in tokens.
         credits: float64 ``[S]``, tokens that each source brings beyond those ranked before it.
-        num_draft_tokens: of all requests.
-        rate: expected tokens a second.
-        gain: by how much that is more than without drafts, as a share; 0: none are sent.
     """
 
     source: Int32Array
     lengths: Int32Array
     values: Float64Array
     credits: Float64Array
-    num_draft_tokens: int
-    rate: float
-    gain: float
+
+    @classmethod
+    def empty(cls, num_requests: int, num_sources: int) -> Plan:
+        """With room for so many requests."""
+        source, lengths = np.zeros((2, num_requests), np.int32)
+        return cls(source, lengths, np.zeros(num_requests), np.zeros(num_sources))
 
 
-def warm_up(survival: Float64Array, lengths: Int32Array, fixed: BoolArray) -> None:
-    """Compiles the kernels for arrays of these kinds: no request waits for that."""
-    costs, none, zeros = Costs(1.0, 1.0, 1.0), np.zeros(0, np.int32), np.zeros(0)
-    rank = np.arange(len(fixed))
-    plan(survival, lengths, 0, costs, rank=rank, fixed=fixed, most_tokens=0)
-    probe(survival, lengths, 0)
-    plan_call(survival[0], none, zeros, costs, (1.0, 1.0, 1.0), 1.0, False, zeros, zeros)
-
-
-def plan(
-    survival: Float64Array,
-    lengths: Int32Array,
-    num_requests: int,
-    costs: Costs,
-    *,
-    rank: Int64Array,
-    fixed: BoolArray,
-    most_tokens: int,
-) -> Plan:
+@inner
+def plan(survival, lengths, n, costs, rank, fixed, most, found):  # type: ignore[no-untyped-def]
     """The choice of sources and lengths that brings most tokens a second.
 
     Args:
         survival: float64 ``[S, >= n, k]``, probability that each draft token is accepted with all
             before it; falling along a draft.
         lengths: int32 ``[S, >= n]``, tokens of each draft.
-        num_requests: n.
+        n: number of requests.
         costs: of a step of n requests.
         rank: int64 ``[S]``, the sources in the order in which they are credited; of equally good
             drafts the first one's is taken.
         fixed: bool ``[S]``, sources whose drafts are sent whole where they are taken, and for which
             a request that has one always takes a draft.
-        most_tokens: draft tokens of the step at most, but for fixed ones; the first requests have
-            them.
+        most: draft tokens of the step at most, but for fixed ones; the first requests have them.
+        found: a :class:`Plan`, written.
+
+    Returns:
+        (number of draft tokens; expected tokens a second; by how much that is more than without
+        drafts, as a share, 0 where none are sent).
     """
-    source = np.empty(num_requests, np.int32)
-    chosen = np.empty(num_requests, np.int32)
-    values = np.empty(num_requests)
-    credits = np.zeros(len(rank))
-    found = _plan(
-        survival,
-        lengths,
-        costs.plain,
-        costs.base,
-        costs.slope,
-        rank,
-        fixed,
-        most_tokens,
-        source,
-        chosen,
-        values,
-        credits,
-    )
-    return Plan(source, chosen, values, credits, *found)
-
-
-@kernel
-def _plan(  # type: ignore[no-untyped-def]
-    survival, lengths, plain, base, slope, rank, fixed, most, source, chosen, values, credits
-):
-    n = source.shape[0]
+    plain, base, slope = costs
+    source, chosen, values, credits = found
     plain_rate = rate = n / plain
     num_tokens, expected = 0, 0.0
+    credits[:] = 0.0
     for _ in range(_ROUNDS):
         num_tokens, expected = _choose(
-            survival, lengths, rank, fixed, rate * slope, most, source, chosen, values
+            survival, lengths, n, rank, fixed, rate * slope, most, source, chosen, values
         )
         before = rate
         rate = (n + expected) / (base + slope * num_tokens) if num_tokens else plain_rate
@@ -134,16 +98,16 @@ def _plan(  # type: ignore[no-untyped-def]
             break
     if num_tokens and rate < (1.0 + LEAST_GAIN) * plain_rate:
         num_tokens, expected = _choose(
-            survival, lengths, rank, fixed, rate * slope, 0, source, chosen, values
+            survival, lengths, n, rank, fixed, rate * slope, 0, source, chosen, values
         )
         rate = (n + expected) / (base + slope * num_tokens) if num_tokens else plain_rate
     if num_tokens:
-        _credit(survival, lengths, rank, rate * slope, rate * (base - plain), values, credits)
+        _credit(survival, lengths, n, rank, rate * slope, rate * (base - plain), values, credits)
     gain = rate / plain_rate - 1.0 if num_tokens else 0.0
     return num_tokens, rate, gain
 
 
-@kernel
+@inner
 def _worth(survival, length, price, is_fixed):  # type: ignore[no-untyped-def]
     """What a draft is worth in tokens, how many of its tokens are sent, how many are expected."""
     value = expected = 0.0
@@ -157,11 +121,13 @@ def _worth(survival, length, price, is_fixed):  # type: ignore[no-untyped-def]
     return value, count, expected
 
 
-@kernel
-def _choose(survival, lengths, rank, fixed, price, most, source, chosen, values):  # type: ignore[no-untyped-def]
+@inner
+def _choose(  # type: ignore[no-untyped-def]
+    survival, lengths, n, rank, fixed, price, most, source, chosen, values
+):
     """Each request's best draft at a price of a draft token; the first ones' up to ``most``."""
     num_tokens, total = 0, 0.0
-    for row in range(source.shape[0]):
+    for row in range(n):
         best, best_source, best_count, best_expected = 0.0, -1, 0, 0.0
         for each in rank:
             length = lengths[each, row]
@@ -177,11 +143,11 @@ def _choose(survival, lengths, rank, fixed, price, most, source, chosen, values)
     return num_tokens, total
 
 
-@kernel
-def _credit(survival, lengths, rank, price, overhead, values, credits):  # type: ignore[no-untyped-def]
+@inner
+def _credit(survival, lengths, n, rank, price, overhead, values, credits):  # type: ignore[no-untyped-def]
     """What each source brings beyond those before it, less its share of what any draft costs."""
     total = 0.0
-    for row in range(values.shape[0]):
+    for row in range(n):
         best = 0.0
         for each in rank:
             value, _, _ = _worth(survival[each, row], lengths[each, row], price, False)
@@ -195,52 +161,38 @@ def _credit(survival, lengths, rank, price, overhead, values, credits):  # type:
             credits[each] *= share
 
 
-def probe(
-    survival: Float64Array, lengths: Int32Array, num_requests: int
-) -> tuple[Int32Array, Int32Array, float]:
+@inner
+def probe(survival, lengths, n, found):  # type: ignore[no-untyped-def]
     """The beginnings of drafts that are likely to be right, to see what verifying them costs.
 
     Args:
         survival: as of :func:`plan`.
         lengths: as of :func:`plan`.
-        num_requests: n.
+        n: number of requests.
+        found: a :class:`Plan`, of which sources and lengths are written.
 
     Returns:
-        (int32 ``[n]``, the source of each request, int32 ``[n]``, the tokens to send, and how many
-        of all are expected to be accepted).
+        (number of draft tokens, how many of them are expected to be accepted).
     """
-    source = np.full(num_requests, -1, np.int32)
-    chosen = np.zeros(num_requests, np.int32)
-    expected = _probe(survival, lengths, source, chosen)
-    return source, chosen, float(expected)
-
-
-@kernel
-def _probe(survival, lengths, source, chosen):  # type: ignore[no-untyped-def]
-    expected = 0.0
-    for row in range(source.shape[0]):
+    num_tokens, expected = 0, 0.0
+    for row in range(n):
         best = 0.0
+        found.source[row], found.lengths[row] = -1, 0
         for each in range(lengths.shape[0]):
             count, total = min(lengths[each, row], PROBE_TOKENS), 0.0
             for j in range(count):
                 total += survival[each, row, j]
             if total > PROBE_HOPE * count and total > best:
-                best, source[row], chosen[row] = total, each, count
+                best, found.source[row], found.lengths[row] = total, each, count
         expected += best
-    return expected
+        num_tokens += found.lengths[row]
+    return num_tokens, expected
 
 
-def plan_call(
-    unseen: Float64Array,
-    limits: Int32Array,
-    values: Float64Array,
-    costs: Costs,
-    call: tuple[float, float, float],
-    rate: float,
-    is_drafting: bool,
-    waits_s: Float64Array,
-    saved_s: Float64Array,
-) -> tuple[Int32Array, float]:
+@lean_kernel
+def plan_call(  # type: ignore[no-untyped-def]
+    unseen, limits, values, costs, call, rate, is_drafting, waits_s, saved_s, asked
+):
     """Which requests a remote source is asked for, and how long drafts.
 
     Those whose expected improvement over the drafts that there are exceeds the call's time. Reading
@@ -259,32 +211,13 @@ def plan_call(
         waits_s: float64 ``[n]``, see :meth:`RemoteSource.reading_s`.
         saved_s: float64 ``[n]``, seconds that drafts would have saved each text that is not read;
             what this step would have is added.
+        asked: int32 ``[n]``, zeros; written: the lengths to ask for. All 0: it is not asked.
 
     Returns:
-        (int32 ``[n]``, the lengths to ask for, all 0: the source is not asked; the tokens that the
-        call is expected to bring beyond its price).
+        The tokens that the call is expected to bring beyond its price.
     """
-    asked = np.zeros(len(limits), np.int32)
-    overhead = 0.0 if is_drafting else rate * (costs.base - costs.plain)
-    surplus = _plan_call(
-        unseen,
-        limits,
-        values,
-        rate * costs.slope,
-        overhead,
-        *call,
-        rate,
-        waits_s,
-        saved_s,
-        asked,
-    )
-    return asked, float(surplus)
-
-
-@kernel
-def _plan_call(  # type: ignore[no-untyped-def]
-    unseen, limits, values, price, overhead, call_s, row_s, token_s, rate, waits_s, saved_s, asked
-):
+    (plain, base, slope), (call_s, row_s, token_s) = costs, call
+    price, overhead = rate * slope, 0.0 if is_drafting else rate * (base - plain)
     n, most = limits.shape[0], 0
     for row in range(n):
         most = max(most, limits[row])
@@ -324,7 +257,7 @@ def _plan_call(  # type: ignore[no-untyped-def]
     return 0.0
 
 
-@kernel
+@inner
 def _improvement(unseen, limit, price):  # type: ignore[no-untyped-def]
     """What a draft of ``limit`` tokens is worth that is not there yet."""
     gain = 0.0

@@ -9,11 +9,14 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specserve.core.errors import RequestError
+from specserve.core.errors import GenerationError, RequestError
 from specserve.engine.prediction import CURRENT_PREDICTION, Prediction, Predictor
 from specserve.engine.tenants import CURRENT_CONTROLS
+from specserve.serve.generation.answers import error_response
+from specserve.serve.generation.routes import is_generation
 from specserve.serve.middleware import openai_error
 from specserve.serve.prediction import (
     CountedAnswer,
@@ -25,7 +28,7 @@ from specserve.sources.controls import (
     PREDICTION_KEY,
     own_fields,
     parse_controls,
-    refuse_tenant,
+    refuse_server_keys,
 )
 
 _KEYS = (b'"vllm_xargs"', b'"extra_args"', b'"prediction"', b"\\u00")
@@ -35,8 +38,8 @@ _FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
 
 
 class ControlsMiddleware:
-    """Answers 400 to a request whose speculation controls or prediction are not allowed, and notes
-    the others'.
+    """Refuses a request whose speculation controls or prediction are not allowed, and notes the
+    others'.
 
     vLLM hands ``vllm_xargs`` to the worker unread, where it would be too late for an error; some of
     its handlers leave them out. Bodies without that key, nearly all, are passed on without being
@@ -65,9 +68,7 @@ class ControlsMiddleware:
         try:
             prediction = await self._read(scope, body, messages, controls)
         except RequestError as error:
-            await openai_error(str(error), "BadRequestError", error.field, 400)(
-                scope, receive, send
-            )
+            await _refusal(scope, error)(scope, receive, send)
             return
         if prediction is not None:
             controls[PREDICTION_KEY] = prediction.token_ids.tobytes()
@@ -97,11 +98,19 @@ class ControlsMiddleware:
 
     def _check(self, field: str, arguments: Mapping[str, Any]) -> None:
         try:
-            refuse_tenant(arguments)
+            refuse_server_keys(arguments)
             parse_controls(arguments, self._kinds)
         except RequestError as error:
             key = error.field.removeprefix("vllm_xargs")
             raise RequestError(field + key, error.value, error.allowed) from None
+
+
+def _refusal(scope: Scope, error: RequestError) -> Response:
+    """The error in the form of the API that was called."""
+    if is_generation(scope):
+        message = f"Input validation error: {error}"
+        return error_response(GenerationError("validation", message))
+    return openai_error(str(error), "BadRequestError", error.field, 400)
 
 
 async def _arguments(

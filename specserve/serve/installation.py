@@ -13,7 +13,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from specserve.core.config import ModelConfig
-from specserve.core.errors import EngineError
+from specserve.core.errors import EngineError, last_line_of
 from specserve.engine.checkpoint import fingerprint
 
 ANSWER_S = 60.0
@@ -105,12 +105,8 @@ def _answers(tasks: Mapping[str, ray.ObjectRef]) -> dict[str, Installation]:
             ) from None
         except RayError as error:
             cause = error.cause if isinstance(error, RayTaskError) else error
-            raise EngineError(f"node {address}: {_line(cause)}") from None
+            raise EngineError(f"node {address}: {last_line_of(cause)}") from None
     return answers
-
-
-def _line(error: Exception) -> str:
-    return (str(error).strip() or repr(error)).splitlines()[-1]
 
 
 def _version(*packages: str) -> str:

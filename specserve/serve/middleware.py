@@ -9,6 +9,8 @@ from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.exceptions import ExceptionMiddleware
@@ -25,12 +27,13 @@ _MOST_UNREAD = 16
 """Messages of a call that its application has not taken: pieces of a body that may be refused."""
 _DISCONNECT: Message = {"type": "http.disconnect"}
 _RENDER_S = 10.0
-"""The application's time to render its metrics."""
+"""How long rendering the metrics may take."""
+_BUSY = (503, 429)
 _SCALING = "/scale_elastic_ep"
 
 
 class RetryAfterMiddleware:
-    """Adds ``Retry-After`` to every 503, so that clients know when to come back.
+    """Adds ``Retry-After`` to every 503 and 429, so that clients know when to come back.
 
     Args:
         app: the application behind.
@@ -45,7 +48,7 @@ class RetryAfterMiddleware:
         """Handles one ASGI connection."""
 
         async def send_with_header(message: Message) -> None:
-            if message["type"] == "http.response.start" and message["status"] == 503:
+            if message["type"] == "http.response.start" and message["status"] in _BUSY:
                 message["headers"] = [*message.get("headers", ()), self._header]
             await send(message)
 
@@ -109,66 +112,38 @@ class DisconnectMiddleware:
 
 
 class FreshMetricsMiddleware:
-    """Answers ``GET /metrics`` with what the application says after a refresh, and keeps that.
+    """Answers ``GET /metrics`` after a refresh, in the place of the application.
 
     vLLM's text is long: it is rendered once for each refresh, and not for each who asks.
 
     Args:
         app: the application behind.
         refresh: brings the speculation metrics up to date; tells when that was, in Unix time.
+        registry: all metrics, vLLM's and ours.
     """
 
-    def __init__(self, app: ASGIApp, refresh: Callable[[], Awaitable[float]]) -> None:
+    def __init__(
+        self, app: ASGIApp, refresh: Callable[[], Awaitable[float]], registry: CollectorRegistry
+    ) -> None:
         self._app = app
         self._refresh = refresh
-        self._answers: Shared[tuple[str, float], Response] = Shared(self._render, _RENDER_S)
+        self._registry = registry
+        self._answers: Shared[float, Response] = Shared(self._render, _RENDER_S)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles one ASGI connection."""
         if scope["type"] == "http" and scope["method"] == "GET":
-            root_path = scope.get("root_path", "")
-            if scope["path"].removeprefix(root_path).rstrip("/") == "/metrics":
-                answer = await self._answers.get((root_path, await self._refresh()))
+            path = scope["path"].removeprefix(scope.get("root_path", ""))
+            if path.rstrip("/") == "/metrics":
+                answer = await self._answers.get(await self._refresh())
                 await answer(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
-    async def _render(self, asked: tuple[str, float]) -> Response:
-        root_path, refreshed_at = asked
-        sent: list[Message] = []
-
-        async def send(message: Message) -> None:
-            sent.append(message)
-
-        await self._app(_get(f"{root_path}/metrics", root_path), _nobody, send)
-        start, *body = sent
-        content = b"".join(message.get("body", b"") for message in body)
-        answer = Response(content, start["status"])
-        answer.raw_headers = [*start["headers"]]
-        answer.headers.update({AS_OF: f"{refreshed_at:.6f}", **CACHEABLE})
-        return answer
-
-
-def _get(path: str, root_path: str) -> Scope:
-    """The scope of a call that comes from no client."""
-    return {
-        "type": "http",
-        "http_version": "1.1",
-        "method": "GET",
-        "scheme": "http",
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": b"",
-        "root_path": root_path,
-        "headers": [],
-        "client": None,
-        "server": None,
-    }
-
-
-async def _nobody() -> Message:
-    """What is heard of no client: it has sent no body, and it is gone."""
-    return _DISCONNECT
+    async def _render(self, refreshed_at: float) -> Response:
+        encode, content_type = choose_encoder("")
+        headers = {"content-type": content_type, AS_OF: f"{refreshed_at:.6f}", **CACHEABLE}
+        return Response(encode(self._registry), headers=headers)
 
 
 async def _end(call: asyncio.Future[None]) -> None:

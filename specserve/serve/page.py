@@ -26,7 +26,7 @@ from starlette.responses import Response
 
 from specserve.core.config import AppConfig
 from specserve.core.metrics import SpeculationSnapshot
-from specserve.core.recent import RecentRequest, RecentStep
+from specserve.core.recent import RecentRequest, RecentStep, StepCounts
 from specserve.core.source_config import TrieConfig, source_sections
 from specserve.engine.tenants import CURRENT_TENANT
 from specserve.serve.shared import CACHEABLE, Shared
@@ -42,23 +42,15 @@ _CONTEXT_TOKENS = 8
 _TEXTS_CACHED = 16_384
 
 
-class StepView(msgspec.Struct, frozen=True):
+class StepView(StepCounts, frozen=True):
     """One step of a request: what was drafted, and what the text became.
 
     Attributes:
-        source: who drafted; empty: nobody did.
-        num_drafted: draft tokens that were verified.
-        num_accepted: how many of them the target accepted.
-        num_new: tokens that the step emitted.
         accepted: text of the accepted tokens; as the other texts empty where none are shown.
         own: text of the tokens that were the target's own.
         refused: text of the draft tokens that were not accepted.
     """
 
-    source: str
-    num_drafted: int
-    num_accepted: int
-    num_new: int
     accepted: str = ""
     own: str = ""
     refused: str = ""

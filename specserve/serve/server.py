@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Awaitable, Callable
 
+import prometheus_client
 from ray import serve
 from ray.serve.context import _get_global_client
 from starlette.exceptions import HTTPException
@@ -15,6 +16,7 @@ from specserve.core.errors import SpecServeError
 from specserve.engine.vllm_version import check_vllm
 from specserve.serve import daemons
 from specserve.serve.controls import ControlsMiddleware
+from specserve.serve.generation.routes import GenerationApi
 from specserve.serve.installation import require_same
 from specserve.serve.middleware import (
     DisconnectMiddleware,
@@ -72,20 +74,23 @@ class ModelServer:
             self._engine = Engine.start(config, group, label_key(self._keys))
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
-        """vLLM's application with our route and middleware; Serve calls it once."""
+        """vLLM's application with our routes and middleware; Serve calls it once."""
         app = await self._engine.asgi_app()
         monitor = SpeculationMonitor(self._config, self._engine.speculation)
         app.include_router(monitor.router())
         replica = serve.get_replica_context().replica_id.unique_id
         self._page = SpeculationPage(self._config, self._engine, replica, _asker())
         app.include_router(self._page.router())
+        texts = self._engine.text_engine(app) if self._config.http.generation_api else None
+        if texts is not None:
+            app.include_router(GenerationApi(self._config, texts).router())
         refuse_scaling(app)
         add_exception_handlers(
             app, {HTTPException: answer_http_error, RecursionError: answer_deep_nesting}
         )
         in_engine = self._config.drafts_in_engine
         kinds = None if in_engine else [source.kind for source in self._config.speculation]
-        fresh = FreshMetricsMiddleware(app, monitor.refresh)
+        fresh = FreshMetricsMiddleware(app, monitor.refresh, prometheus_client.REGISTRY)
         wrapped: ASGIApp = ControlsMiddleware(fresh, kinds, self._engine.predictor())
         if self._keys:
             wrapped = TenantMiddleware(wrapped, self._keys)

@@ -19,10 +19,13 @@ PREDICTION_KEY = "prediction"
 """Where, among a request's extra arguments, a client predicts its answer in words. The server puts
 the token ids in their place, bytes of int32, which no client can send."""
 
-TENANT_KEY = "specserve_tenant"
+SERVER_PREFIX = "specserve_"
+"""How keys among a request's extra arguments begin that no client may give."""
+
+TENANT_KEY = f"{SERVER_PREFIX}tenant"
 """Where, among a request's extra arguments, the server tells the engine the tenant."""
 
-SALT_KEY = "specserve_cache_salt"
+SALT_KEY = f"{SERVER_PREFIX}cache_salt"
 """Where, among them, the server tells the engine the client's own ``cache_salt``."""
 
 NO_TENANT = "-"
@@ -74,11 +77,12 @@ def wants_drafts(controls: RequestControls, kind: str) -> bool:
     return controls.speculation in ("auto", kind) and controls.max_draft_tokens != 0
 
 
-def refuse_tenant(extra_args: Mapping[str, object]) -> None:
-    """Raises RequestError where a client names a tenant itself."""
-    if TENANT_KEY in extra_args:
-        allowed = "nothing: the API key tells the tenant"
-        raise RequestError(f"vllm_xargs.{TENANT_KEY}", extra_args[TENANT_KEY], allowed)
+def refuse_server_keys(extra_args: Mapping[str, object]) -> None:
+    """Raises RequestError where a client gives what the server tells the engine, as its tenant."""
+    for key, value in extra_args.items():
+        if key.startswith(SERVER_PREFIX):
+            allowed = "nothing: the server tells the engine by this key, as the API key's tenant"
+            raise RequestError(f"vllm_xargs.{key}", value, allowed)
 
 
 def with_tenant(

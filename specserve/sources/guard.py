@@ -9,7 +9,7 @@ from typing import TypeVar
 import numpy as np
 
 from specserve.core.backoff import Backoff
-from specserve.core.compile import kernel, kernel_array
+from specserve.core.compile import kernel_array, lean_kernel
 from specserve.core.errors import shorten
 from specserve.core.metrics import SpeculationMetrics
 from specserve.core.types import DraftBatch, Drafts, Int32Array, Int64Array, RequestControls
@@ -37,6 +37,11 @@ class GuardedSource:
         vocab_size: draft tokens are 0 .. ``vocab_size - 1``; a draft with others is dropped.
         num_labels: the source's labels.
         clock: monotonic seconds.
+        offers: its drafts by slot, written; with room for the longest.
+        first_label: number of the source's first label among all, of which the offers tell.
+
+    Attributes:
+        call_s: seconds of the last call of :meth:`propose`.
     """
 
     def __init__(
@@ -47,16 +52,21 @@ class GuardedSource:
         vocab_size: int,
         num_labels: int,
         clock: Callable[[], float],
+        offers: Drafts,
+        first_label: int = 0,
     ) -> None:
         self.kind = kind
         self.source = source
+        self.call_s = 0.0
         self._metrics = metrics
-        self._vocab_size = vocab_size
-        self._num_labels = num_labels
+        self._bounds = vocab_size, num_labels, first_label
         self._clock = clock
+        self._offers = offers
         self._up = True
         self._rest = Backoff(FIRST_REST_S, LONGEST_REST_S)
-        self._checked(Drafts.empty(0, 1), np.zeros(0, np.int32))  # compiles the kernel
+        self._checked = Drafts.empty(0, 1)
+        none = np.zeros(0, np.int64), np.zeros(0, np.int32)
+        _take(*offers, *none, *self._checked, *self._bounds)  # nothing is compiled later
 
     @property
     def ready(self) -> bool:
@@ -68,13 +78,26 @@ class GuardedSource:
         self.call(lambda: self.source.open(slot, controls))
 
     def propose(self, batch: DraftBatch, limits: Int32Array) -> Drafts | None:
-        """The source's drafts, all well-formed and none beyond its limit; None where it failed."""
+        """The source's drafts, all well-formed and none beyond its limit; None where it failed.
+
+        They are in the offers, too.
+        """
         began = self._clock()
-        drafts = self.call(lambda: self._checked(self.source.propose(batch, limits), limits))
-        if drafts is None:
+        try:
+            drafts = self.source.propose(batch, limits)
+            if drafts is not self._checked or len(drafts.lengths) != len(limits):
+                drafts = self._checked = _checked(drafts, len(limits))
+            num_malformed, num_wanted = _take(
+                *self._offers, batch.slots, limits, *drafts, *self._bounds
+            )
+        except Exception as error:
+            self._switch_off(error)
             return None
-        if limits.any():  # otherwise it only learned
-            self._metrics.count_call(self.kind, self._clock() - began)
+        self.call_s = self._clock() - began
+        if num_wanted:  # otherwise it only learned
+            self._metrics.count_call(self.kind, self.call_s)
+        for _ in range(num_malformed):
+            self._metrics.count_error(self.kind)
         if not self._up:
             self._up = True
             self._rest.reset()
@@ -94,29 +117,6 @@ class GuardedSource:
             self._switch_off(error)
             return None
 
-    def _checked(self, drafts: Drafts, limits: Int32Array) -> Drafts:
-        """The drafts as kernels take them.
-
-        Raises:
-            ValueError: they are not a batch's drafts.
-        """
-        rows = len(limits)
-        if not isinstance(drafts, Drafts) or any(len(each) != rows for each in drafts):
-            raise ValueError(f"wanted {rows} drafts, got {shorten(drafts)}")
-        checked = Drafts(
-            kernel_array(drafts.tokens, np.int32),
-            kernel_array(drafts.lengths, np.int32),
-            kernel_array(drafts.confidence, np.float32),
-            kernel_array(drafts.labels, np.uint8),
-        )
-        if checked.tokens.shape != checked.confidence.shape:
-            shapes = checked.tokens.shape, checked.confidence.shape
-            raise ValueError(f"tokens and confidence of one shape wanted, got {shapes}")
-        num_malformed = _drop_malformed(*checked, limits, self._vocab_size, self._num_labels)
-        for _ in range(num_malformed):
-            self._metrics.count_error(self.kind)
-        return checked
-
     def _switch_off(self, error: Exception) -> None:
         self._metrics.count_error(self.kind)
         self._rest.fail(self._clock())
@@ -127,24 +127,63 @@ class GuardedSource:
             logger.warning("draft source %s is switched off: %s", self.kind, reason, exc_info=error)
 
 
-@kernel
-def _drop_malformed(tokens, lengths, confidence, labels, limits, vocab_size, num_labels):  # type: ignore[no-untyped-def]
-    """Cuts drafts to their limits, and drops those that hold anything but tokens and confidence.
+def _checked(drafts: Drafts, num_rows: int) -> Drafts:
+    """The drafts as kernels take them.
+
+    Raises:
+        ValueError: they are not a batch's drafts.
+    """
+    if not isinstance(drafts, Drafts) or any(len(each) != num_rows for each in drafts):
+        raise ValueError(f"wanted {num_rows} drafts, got {shorten(drafts)}")
+    checked = Drafts(
+        kernel_array(drafts.tokens, np.int32),
+        kernel_array(drafts.lengths, np.int32),
+        kernel_array(drafts.confidence, np.float32),
+        kernel_array(drafts.labels, np.uint8),
+    )
+    if checked.tokens.shape != checked.confidence.shape:
+        shapes = checked.tokens.shape, checked.confidence.shape
+        raise ValueError(f"tokens and confidence of one shape wanted, got {shapes}")
+    return checked
+
+
+@lean_kernel
+def _take(  # type: ignore[no-untyped-def]
+    offered_tokens,
+    offered_lengths,
+    offered_confidence,
+    offered_labels,
+    slots,
+    limits,
+    tokens,
+    lengths,
+    confidence,
+    labels,
+    vocab_size,
+    num_labels,
+    first_label,
+):
+    """Cuts drafts to their limits, drops what holds anything but tokens and confidence, copies.
 
     A wrong token would be looked up in the target's embedding, out of its bounds.
 
     Returns:
-        How many were dropped.
+        (how many were dropped, how many limits were above 0).
     """
-    num_malformed = 0
+    num_malformed = num_wanted = 0
     for row in range(limits.shape[0]):
-        length = min(lengths[row], limits[row])
+        slot, limit = slots[row], min(limits[row], offered_tokens.shape[1])
+        length = max(min(lengths[row], limit), 0)
         is_good = 0 <= lengths[row] <= tokens.shape[1] and labels[row] < num_labels
         if is_good:
             for j in range(length):
                 is_token = 0 <= tokens[row, j] < vocab_size
                 is_good = is_good and is_token and 0.0 <= confidence[row, j] <= 1.0
-        if not is_good and limits[row] > 0:
-            num_malformed += 1
-        lengths[row] = max(length, 0) if is_good else 0
-    return num_malformed
+                offered_tokens[slot, j] = tokens[row, j]
+                offered_confidence[slot, j] = confidence[row, j]
+        if limit > 0:
+            num_wanted += 1
+            num_malformed += not is_good
+        lengths[row] = offered_lengths[slot] = length if is_good else 0
+        offered_labels[slot] = first_label + labels[row]
+    return num_malformed, num_wanted

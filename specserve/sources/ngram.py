@@ -19,13 +19,14 @@ from typing import Self
 
 import numpy as np
 import numpy.typing as npt
-from numba import carray, njit, types
+from numba import carray, types
 from numba.extending import intrinsic
 
-from specserve.core.compile import kernel, kernel_array
+from specserve.core.compile import inner, kernel, lean_kernel
 from specserve.core.source_config import NgramConfig
 from specserve.core.types import DraftBatch, Drafts, Int32Array, Int64Array, RequestControls
 from specserve.sources.base import SourceContext
+from specserve.trie.contexts import prefetch
 
 UInt64Array = npt.NDArray[np.uint64]
 
@@ -37,6 +38,9 @@ _SMALL_INGEST_TOKENS = 256
 """What a step or a short prompt adds: no other request's long prompt makes it wait."""
 
 _FIRST_CAPACITY = 256
+_CHUNK = 64
+"""Entries that are fetched before they are written: the processor waits for all of them at once."""
+
 DOUBT = 8.0
 """A match of ``m`` tokens is right with a confidence of ``m^2 / (m^2 + 8)``, as in
 :mod:`specserve.trie.branch`; each token that is right makes the match longer."""
@@ -47,6 +51,10 @@ _POSITION_MASK = np.uint64(0xFFFFFFFF)
 _S32 = np.uint64(32)
 _S29 = np.uint64(29)
 _ONE = np.uint64(1)
+
+_ADDRESS, _CAPACITY, _INDEXED, _TARGET, _NUM_COLUMNS = range(5)
+"""Columns of a request: where its tables are, slots of each, positions indexed so far, and up to
+where in this step. The last position stays out: nothing follows it yet, and it is looked up."""
 
 
 class NgramSource:
@@ -66,11 +74,10 @@ class NgramSource:
         self._config = config
         self._num_sizes = config.max_matching_ngram_size - config.min_matching_ngram_size + 1
         self._tables: list[UInt64Array | None] = [None] * num_slots
-        self._addresses = np.zeros(num_slots, np.int64)
-        self._capacities = np.zeros(num_slots, np.int64)
-        self._indexed = np.zeros(num_slots, np.int64)
-        self._states = np.zeros(config.max_matching_ngram_size, np.uint64)
-        self._drafts = Drafts.empty(num_slots, config.max_draft_len)
+        self._requests: Int64Array = np.zeros((num_slots, _NUM_COLUMNS), np.int64)
+        self._scratch = np.zeros((2, max(_CHUNK, config.max_matching_ngram_size)), np.uint64)
+        self._sizes = config.min_matching_ngram_size, config.max_matching_ngram_size
+        self._drafts = self._here = Drafts.empty(num_slots, config.max_draft_len)
         self.warm_up()
 
     @classmethod
@@ -82,10 +89,6 @@ class NgramSource:
     def num_bytes(self) -> int:
         """Memory of all indexes."""
         return sum(table.nbytes for table in self._tables if table is not None)
-
-    def num_unindexed_tokens(self, batch: DraftBatch) -> int:
-        """Tokens of the batch that later steps will index."""
-        return int(((batch.num_tokens - 1).clip(0) - self._indexed[batch.slots]).sum())
 
     def warm_up(self) -> None:
         """Compiles the kernels, or loads them from numba's cache: no request waits for that."""
@@ -105,77 +108,40 @@ class NgramSource:
         A request in prefill may be in the batch with a limit of 0, so that its prompt is indexed by
         the time it decodes.
         """
-        num_requests = len(batch.slots)
-        slots = kernel_array(batch.slots, np.int64)
-        token_ids = kernel_array(batch.token_ids, np.int32)
-        num_tokens = kernel_array(batch.num_tokens, np.int32)
-        drafts = self._drafts.first(num_requests)
-        if not num_requests:
-            return drafts
-        targets = self._targets(slots, num_tokens)
-        self._make_room(slots, targets, num_tokens)
-        step_batch(
-            token_ids,
-            num_tokens,
-            kernel_array(limits, np.int32),
-            slots,
-            self._addresses,
-            self._capacities,
-            self._indexed,
-            targets,
-            self._config.min_matching_ngram_size,
-            self._config.max_matching_ngram_size,
-            self._config.use_oldest,
-            self._states,
-            drafts.tokens,
-            drafts.lengths,
-            drafts.confidence,
-        )
-        return drafts
+        if len(self._here.lengths) != len(limits):
+            self._here = self._drafts.first(len(limits))
+        options = *self._sizes, self._config.use_oldest, INGEST_TOKENS_PER_STEP
+        while True:
+            row = step_batch(
+                *batch[:3], limits, self._requests, *options, self._scratch, *self._here
+            )
+            if row < 0:
+                return self._here
+            self._make_room(int(batch.slots[row]), int(batch.num_tokens[row]))
 
     def close(self, slots: Int64Array) -> None:
         """Frees the indexes of these requests."""
         for slot in slots.tolist():
             self._tables[slot] = None
-        self._addresses[slots] = self._capacities[slots] = self._indexed[slots] = 0
+        self._requests[slots] = 0
 
-    def _targets(self, slots: Int64Array, num_tokens: Int32Array) -> Int64Array:
-        """Up to where each text is indexed in this step.
-
-        The last position stays out: nothing follows it yet, and it is what is looked up.
-        """
-        ends = num_tokens.astype(np.int64) - 1
-        missing = ends - self._indexed[slots]
-        if missing.min() < 0:
-            # The text became shorter: it is another one, and the index starts again.
-            self.close(slots[missing < 0])
-            missing = ends - self._indexed[slots]
-        if missing.max() > _SMALL_INGEST_TOKENS:
-            left = INGEST_TOKENS_PER_STEP
-            for i in np.flatnonzero(missing > _SMALL_INGEST_TOKENS).tolist():
-                missing[i] = min(int(missing[i]), left)
-                left -= int(missing[i])
-        return self._indexed[slots] + missing
-
-    def _make_room(self, slots: Int64Array, targets: Int64Array, num_tokens: Int32Array) -> None:
-        """Enlarges the tables of those requests that need it in this step.
+    def _make_room(self, slot: int, num_tokens: int) -> None:
+        """Enlarges a request's tables; a text that became shorter is another one, and begins anew.
 
         A new request's are made for its whole prompt and a good part of its output.
         """
-        small = 2 * targets + 2 > self._capacities[slots]
-        if not small.any():
-            return
-        for i in np.flatnonzero(small).tolist():
-            slot = int(slots[i])
-            old_table, old_capacity = self._tables[slot], int(self._capacities[slot])
-            entries = max(2 * int(num_tokens[i]) + 2, _FIRST_CAPACITY, 2 * old_capacity)
-            capacity = 1 << (entries - 1).bit_length()
-            table = np.zeros(self._num_sizes * capacity, np.uint64)
-            if old_table is not None:
-                rehash(old_table, old_capacity, table, capacity, self._num_sizes)
-            self._tables[slot] = table
-            self._addresses[slot] = table.ctypes.data
-            self._capacities[slot] = capacity
+        request = self._requests[slot]
+        if num_tokens <= request[_INDEXED]:
+            self.close(np.array([slot]))
+        old_table, old_capacity = self._tables[slot], int(request[_CAPACITY])
+        entries = max(2 * num_tokens + 2, _FIRST_CAPACITY, 2 * old_capacity)
+        capacity = 1 << (entries - 1).bit_length()
+        low, high = self._sizes
+        table = np.zeros((high - low + 1) * capacity, np.uint64)
+        if old_table is not None:
+            rehash(old_table, old_capacity, table, capacity, high - low + 1)
+        self._tables[slot] = table
+        request[_ADDRESS], request[_CAPACITY] = table.ctypes.data, capacity
 
 
 @intrinsic
@@ -189,19 +155,19 @@ def as_pointer(typing_context, address):  # type: ignore[no-untyped-def]
     return signature, codegen
 
 
-@njit(nogil=True, inline="always")
+@inner
 def _extend(state: np.uint64, token: np.int32) -> np.uint64:
     """The hash state of an n-gram that reaches one token further back."""
     return (state ^ (np.uint64(token) + _ONE)) * _MULTIPLIER
 
 
-@njit(nogil=True, inline="always")
+@inner
 def _tag(state: np.uint64) -> np.uint64:
     """32 well-mixed bits of a hash state."""
     return ((state ^ (state >> _S29)) * _FINALIZER) >> _S32
 
 
-@njit(nogil=True, inline="always")
+@inner
 def _put(table, start, mask, tag, position, keep_oldest):  # type: ignore[no-untyped-def]
     """Notes ``position`` for ``tag``; an earlier one stays where ``keep_oldest``."""
     slot = tag & mask
@@ -217,7 +183,7 @@ def _put(table, start, mask, tag, position, keep_oldest):  # type: ignore[no-unt
         slot = (slot + _ONE) & mask
 
 
-@njit(nogil=True, inline="always")
+@inner
 def _get(table, start, mask, tag):  # type: ignore[no-untyped-def]
     """The position noted for ``tag``; 0: none."""
     slot = tag & mask
@@ -230,35 +196,52 @@ def _get(table, start, mask, tag):  # type: ignore[no-untyped-def]
         slot = (slot + _ONE) & mask
 
 
-@kernel
-def ingest(table, capacity, text, begin, end, min_size, max_size, keep_oldest):  # type: ignore[no-untyped-def]
+@inner
+def _ingest(table, capacity, text, begin, end, sizes, keep_oldest, scratch):  # type: ignore[no-untyped-def]
     """Indexes the n-grams that end at positions ``begin + 1 .. end`` of ``text``."""
-    mask = np.uint64(capacity - 1)
+    (low, high), mask = sizes, np.uint64(capacity - 1)
+    tags, positions = scratch[0], scratch[1]
+    count = 0
     for position in range(begin + 1, end + 1):
         state = np.uint64(0)
-        for size in range(1, min(max_size, position) + 1):
+        for size in range(1, min(high, position) + 1):
             state = _extend(state, text[position - size])
-            if size >= min_size:
-                start = np.uint64((size - min_size) * capacity)
-                _put(table, start, mask, _tag(state), np.uint64(position), keep_oldest)
+            if size >= low:
+                tag, start = _tag(state), (size - low) * capacity
+                prefetch(table, start + np.int64(tag & mask))
+                tags[count] = tag
+                positions[count] = (np.uint64(start) << _S32) | np.uint64(position)
+                count += 1
+                if count == _CHUNK:
+                    _put_all(table, mask, tags, positions, count, keep_oldest)
+                    count = 0
+    _put_all(table, mask, tags, positions, count, keep_oldest)
 
 
-@kernel
-def find(table, capacity, text, length, min_size, max_size, states):  # type: ignore[no-untyped-def]
+@inner
+def _put_all(table, mask, tags, positions, count, keep_oldest):  # type: ignore[no-untyped-def]
+    for i in range(count):
+        start, position = positions[i] >> _S32, positions[i] & _POSITION_MASK
+        _put(table, start, mask, tags[i], position, keep_oldest)
+
+
+@inner
+def _find(table, capacity, text, length, sizes, tags):  # type: ignore[no-untyped-def]
     """The noted earlier place of the longest indexed suffix of ``text[:length]``.
 
     Returns:
         (the position after the match, its size); (0, 0): none.
     """
-    mask = np.uint64(capacity - 1)
-    longest = min(max_size, length)
+    (low, high), mask = sizes, np.uint64(capacity - 1)
+    longest = min(high, length)
     state = np.uint64(0)
     for size in range(1, longest + 1):
         state = _extend(state, text[length - size])
-        states[size - 1] = state
-    for size in range(longest, min_size - 1, -1):
-        start = np.uint64((size - min_size) * capacity)
-        position = _get(table, start, mask, _tag(states[size - 1]))
+        if size >= low:
+            tags[size - 1] = _tag(state)
+            prefetch(table, (size - low) * capacity + np.int64(tags[size - 1] & mask))
+    for size in range(longest, low - 1, -1):
+        position = _get(table, np.uint64((size - low) * capacity), mask, tags[size - 1])
         if size <= position < length:
             equal = True
             for back in range(1, size + 1):
@@ -270,7 +253,7 @@ def find(table, capacity, text, length, min_size, max_size, states):  # type: ig
     return 0, 0
 
 
-@kernel
+@inner
 def copy_from(text, length, position, limit, draft):  # type: ignore[no-untyped-def]
     """Writes ``limit`` tokens from ``position`` on; past the end it reads what it wrote."""
     for j in range(limit):
@@ -278,67 +261,84 @@ def copy_from(text, length, position, limit, draft):  # type: ignore[no-untyped-
         draft[j] = text[source] if source < length else draft[source - length]
 
 
+@inner
+def _plan_ingest(num_tokens, slots, requests, budget):  # type: ignore[no-untyped-def]
+    """Up to where each text is indexed; the first row whose tables are not fit for that, or -1."""
+    for row in range(slots.shape[0]):
+        request = requests[slots[row]]
+        end = max(num_tokens[row] - 1, 0)
+        missing = end - request[_INDEXED]
+        if missing > _SMALL_INGEST_TOKENS:
+            missing = min(missing, budget)
+            budget -= missing
+        request[_TARGET] = request[_INDEXED] + missing
+        if missing < 0 or 2 * request[_TARGET] + 2 > request[_CAPACITY]:
+            return row
+    return -1
+
+
 @kernel
 def step_batch(  # type: ignore[no-untyped-def]
+    slots,
     token_ids,
     num_tokens,
     limits,
-    slots,
-    addresses,
-    capacities,
-    indexed,
-    targets,
+    requests,
     min_size,
     max_size,
     keep_oldest,
-    states,
+    budget,
+    scratch,
     drafts,
     lengths,
     confidence,
+    labels,
 ):
     """One decoding step of the batch: index what is new, look up, copy.
 
     Args:
+        slots: int64 ``[n]``.
         token_ids: int32 ``[n, >= max(num_tokens)]``.
         num_tokens: int32 ``[n]``.
         limits: int32 ``[n]``, longest draft.
-        slots: int64 ``[n]``, each request's entry in the three arrays that follow.
-        addresses: int64, of each request's tables.
-        capacities: int64, slots of one table of each request.
-        indexed: int64, positions indexed so far; updated.
-        targets: int64 ``[n]``, up to where to index in this step, less than ``num_tokens``.
+        requests: int64 ``[slots, _NUM_COLUMNS]``; updated.
         min_size: shortest n-gram.
         max_size: longest n-gram.
         keep_oldest: of equal n-grams keep the oldest place, not the newest.
-        states: uint64 ``[max_size]``, scratch.
-        drafts: int32 ``[n, >= max(limits)]``, written.
+        budget: tokens of long new texts to index.
+        scratch: uint64 ``[2, >= max(_CHUNK, max_size)]``.
+        drafts: int32 ``[n, k]``, written.
         lengths: int32 ``[n]``, tokens in each draft, written.
-        confidence: float32 ``[n, >= max(limits)]``, written.
+        confidence: float32 ``[n, k]``, written.
+        labels: unused.
+
+    Returns:
+        The row of a request whose tables have to be made first, and nothing was done; else -1.
     """
-    num_sizes = max_size - min_size + 1
+    row = _plan_ingest(num_tokens, slots, requests, budget)
+    if row >= 0:
+        return row
+    sizes = min_size, max_size
     for i in range(slots.shape[0]):
-        slot = slots[i]
-        text = token_ids[i]
-        length = np.int64(num_tokens[i])
-        capacity = capacities[slot]
-        table = carray(as_pointer(addresses[slot]), num_sizes * capacity)
-        if targets[i] > indexed[slot]:
-            begin = indexed[slot]
-            ingest(table, capacity, text, begin, targets[i], min_size, max_size, keep_oldest)
-            indexed[slot] = targets[i]
+        request, text, length = requests[slots[i]], token_ids[i], np.int64(num_tokens[i])
+        capacity, begin, end = request[_CAPACITY], request[_INDEXED], request[_TARGET]
+        table = carray(as_pointer(request[_ADDRESS]), (max_size - min_size + 1) * capacity)
+        _ingest(table, capacity, text, begin, end, sizes, keep_oldest, scratch)
+        request[_INDEXED] = end
         limit = min(limits[i], drafts.shape[1])
         lengths[i] = 0
         if limit > 0:
-            position, size = find(table, capacity, text, length, min_size, max_size, states)
+            position, size = _find(table, capacity, text, length, sizes, scratch[0])
             if size > 0:
                 copy_from(text, length, position, limit, drafts[i])
                 lengths[i] = limit
                 for j in range(limit):
                     matched = float(size + j) ** 2
                     confidence[i, j] = matched / (matched + DOUBT)
+    return -1
 
 
-@kernel
+@lean_kernel
 def rehash(old, old_capacity, new, new_capacity, num_sizes):  # type: ignore[no-untyped-def]
     """Moves all entries into larger tables."""
     mask = np.uint64(new_capacity - 1)

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from typing import Self
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
-from specserve.core.compile import kernel, kernel_array
+from specserve.core.compile import inner, kernel
 from specserve.core.source_config import PredictionConfig
 from specserve.core.types import DraftBatch, Drafts, Int32Array, Int64Array, RequestControls
 from specserve.sources.base import SourceContext
@@ -50,7 +50,7 @@ class PredictionSource:
         self._addresses = np.zeros(num_slots, np.int64)
         self._sizes = np.zeros(num_slots, np.int64)
         self._states = np.zeros((num_slots, len(_BEGINNING)), np.int64)
-        self._drafts = Drafts.empty(num_slots, config.max_draft_len)
+        self._drafts = self._here = Drafts.empty(num_slots, config.max_draft_len)
         self.warm_up()
 
     @classmethod
@@ -81,21 +81,10 @@ class PredictionSource:
 
     def propose(self, batch: DraftBatch, limits: Int32Array) -> Drafts:
         """Follows what is new of each answer, and copies what its prediction says comes next."""
-        drafts = self._drafts.first(len(batch.slots))
-        draft_step(
-            kernel_array(batch.token_ids, np.int32),
-            kernel_array(batch.num_tokens, np.int32),
-            kernel_array(batch.num_prompt_tokens, np.int32),
-            kernel_array(limits, np.int32),
-            kernel_array(batch.slots, np.int64),
-            self._addresses,
-            self._sizes,
-            self._states,
-            drafts.tokens,
-            drafts.lengths,
-            drafts.confidence,
-        )
-        return drafts
+        if len(self._here.lengths) != len(limits):
+            self._here = self._drafts.first(len(limits))
+        draft_step(*batch[:4], limits, self._addresses, self._sizes, self._states, *self._here)
+        return self._here
 
     def close(self, slots: Int64Array) -> None:
         """Frees the predictions of these requests."""
@@ -116,7 +105,7 @@ def num_foretold(prediction: Int32Array, answer: Sequence[int]) -> int:
     return int(follow_each(prediction.astype(np.uint64), text, state))
 
 
-@njit(nogil=True, inline="always")
+@inner
 def _matched(prediction, place, output, length):  # type: ignore[no-untyped-def]
     """Tokens before ``place`` that also end ``output[:length]``, of those that count."""
     longest = min(place, length, ENOUGH_TOKENS)
@@ -126,7 +115,7 @@ def _matched(prediction, place, output, length):  # type: ignore[no-untyped-def]
     return size
 
 
-@kernel
+@inner
 def join(prediction, output, length, state):  # type: ignore[no-untyped-def]
     """Finds the place in the prediction that the output is at, and notes it in ``state``.
 
@@ -149,7 +138,7 @@ def join(prediction, output, length, state):  # type: ignore[no-untyped-def]
                         return
 
 
-@kernel
+@inner
 def follow(prediction, output, length, state):  # type: ignore[no-untyped-def]
     """Follows ``output[:length]`` from where it was left; where it is lost, its end is looked up.
 
@@ -191,32 +180,34 @@ def follow_each(prediction, output, state):  # type: ignore[no-untyped-def]
 
 @kernel
 def draft_step(  # type: ignore[no-untyped-def]
+    slots,
     token_ids,
     num_tokens,
     num_prompt_tokens,
     limits,
-    slots,
     addresses,
     sizes,
     states,
     drafts,
     lengths,
     confidence,
+    labels,
 ):
     """One decoding step of the batch: follow what is new, and copy what comes next.
 
     Args:
+        slots: int64 ``[n]``, each request's entry in the three arrays ``addresses`` .. ``states``.
         token_ids: int32 ``[n, >= max(num_tokens)]``.
         num_tokens: int32 ``[n]``.
         num_prompt_tokens: int32 ``[n]``.
         limits: int32 ``[n]``, longest draft.
-        slots: int64 ``[n]``, each request's entry in the three arrays that follow.
         addresses: int64, of each request's prediction.
         sizes: int64, tokens of each prediction; 0: there is none.
         states: int64 ``[., 4]``, updated.
         drafts: int32 ``[n, >= max(limits)]``, written.
         lengths: int32 ``[n]``, tokens in each draft, written.
         confidence: float32 ``[n, >= max(limits)]``, written.
+        labels: unused.
     """
     for i in range(slots.shape[0]):
         lengths[i] = 0

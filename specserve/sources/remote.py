@@ -106,15 +106,17 @@ class DrafterClient:
         num_slots = context.num_slots
         self._states = PendingStates(num_slots, PENDING_STATES) if config.NEEDS_STATES else None
         self._followed = FollowedTexts(num_slots, always=not config.dynamic)
-        self._behind: Int64Array = np.zeros(0, np.int64)  # slots of those to be read in this step
         self._num_texts = 0
         self._ended: deque[int] = deque(maxlen=MAX_ROWS)
+        self._drafts = Drafts.empty(num_slots, config.max_draft_len)
         # By slot.
         self._number = np.zeros(num_slots, np.int64)  # the text's name
         self._salt = np.zeros(num_slots, np.uint64)  # who may share its beginning
         self._held = np.zeros(num_slots, np.int64)  # positions, by the drafter's last answer
         self._sent_as = np.zeros(num_slots, np.int64)  # the request under way with a row of it
         self._was_sent = np.zeros(num_slots, np.bool_)
+        self._is_behind = np.zeros(num_slots, np.bool_)  # to be read in this step
+        self._are_behind = False  # some of them
         self._is_partial = np.zeros(num_slots, np.bool_)  # the drafter began it behind a gap
         self._has_room = np.ones(num_slots, np.bool_)  # as far as is known
         self._blocked_until = np.zeros(num_slots)  # monotonic time before which it is not sent
@@ -139,21 +141,23 @@ class DrafterClient:
 
     def propose(self, batch: DraftBatch, limits: Int32Array) -> Drafts:
         """Sends what is new of texts, and waits for the drafts that are asked for."""
-        drafts = Drafts.empty(len(limits), self._config.max_draft_len)
+        drafts = self._drafts.first(len(limits))
+        drafts.lengths[:] = 0
         if self._link.sent:
             self._read_replies()  # before a new connection would lose them
-        peer, is_wanted, slots = self._meet(), limits > 0, batch.slots
+        peer, is_sent, slots = self._meet(), limits > 0, batch.slots
         if self._states is not None:
-            self._followed.note(slots[is_wanted], is_there=peer is not None)
-        if self._behind.size:
-            is_wanted |= np.isin(slots, self._behind)
-        is_told_all = self._is_full or not self._config.dynamic
-        if peer is None or not (is_told_all or is_wanted.any()):
+            self._followed.note(slots[is_sent], is_there=peer is not None)
+        if self._are_behind:
+            is_sent |= self._is_behind[slots]
+        if self._is_full or not self._config.dynamic:
+            is_sent[:] = True
+        if peer is None or not np.count_nonzero(is_sent):
             self._keep_states(batch)
             return drafts  # nothing is to be sent
-        rows = np.arange(len(slots)) if is_told_all else np.flatnonzero(is_wanted)
-        is_ready = self._blocked_until[slots[rows]] <= time.monotonic()
-        rows = rows[is_ready & (batch.num_tokens[rows] <= min(peer.max_tokens, MAX_TOKENS))]
+        is_sent &= self._blocked_until[slots] <= time.monotonic()
+        is_sent &= batch.num_tokens <= min(peer.max_tokens, MAX_TOKENS)
+        (rows,) = is_sent.nonzero()
         # What is only read is sent up to the last step's states: this one's are not there yet.
         read, rows = self._read(batch, rows)
         self._keep_states(batch)
@@ -175,17 +179,21 @@ class DrafterClient:
             now, NaN where it has no room for it, and of all while there is no drafter.
         """
         slots, num_tokens = batch.slots, batch.num_tokens
+        seconds = np.zeros(len(slots))
         if (peer := self._monitor.peer) is None:
-            return np.full(len(slots), np.nan)
-        begins = self._held[slots]
-        if self._states is not None and batch.hidden_states is not None:
-            begins = np.maximum(begins, self._states.first(slots, batch.hidden_states))
-        lacking = num_tokens - begins
-        position_s = 0.0 if self._has_own_gpu or self._is_full else self._position_s
-        seconds = np.where(lacking > NEAR_TOKENS, lacking * position_s, 0.0)
+            seconds[:] = np.nan
+            return seconds
+        if self._position_s and not (self._has_own_gpu or self._is_full):
+            begins = self._held[slots]
+            if self._states is not None and batch.hidden_states is not None:
+                begins = np.maximum(begins, self._states.first(slots, batch.hidden_states))
+            lacking = num_tokens - begins
+            seconds[:] = np.where(lacking > NEAR_TOKENS, lacking * self._position_s, 0.0)
         is_unfit = self._blocked_until[slots] > time.monotonic()
-        seconds[is_unfit | (num_tokens > peer.max_tokens)] = np.nan
-        seconds[self._sent_as[slots] > 0] = np.inf
+        is_unfit |= num_tokens > peer.max_tokens
+        if np.count_nonzero(is_unfit):
+            seconds[is_unfit] = np.nan
+            seconds[self._sent_as[slots] > 0] = np.inf
         return seconds
 
     def must_see(self, slots: Int64Array) -> BoolArray:
@@ -246,10 +254,11 @@ class DrafterClient:
         if self._states is None or hidden is None:
             return
         is_kept = self._followed.which(slots)
-        if not self._has_room.all():
+        if np.count_nonzero(self._has_room) < len(self._has_room):
             rests = self._blocked_until[slots] > time.monotonic()
             is_kept = is_kept & (self._has_room[slots] | ~rests)
-        if (rows := np.flatnonzero(is_kept)).size:
+        (rows,) = is_kept.nonzero()
+        if rows.size:
             self._states.add(slots[rows], batch.num_tokens[rows], hidden, rows)
 
     def _lacking(self, batch: DraftBatch, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
@@ -269,11 +278,11 @@ class DrafterClient:
         self, batch: DraftBatch, rows: Int64Array
     ) -> tuple[list[tuple[Int64Array, TextRow]], Int64Array]:
         """What is sent of texts that lack much, each with its slot; the other ones of ``rows``."""
-        if self._states is not None and not self._behind.size:
+        if self._states is not None and not self._are_behind:
             return [], rows
         begins, ends = self._lacking(batch, rows)
         lacks = ends - begins > NEAR_TOKENS
-        if not lacks.any():
+        if not np.count_nonzero(lacks):
             return [], rows
         ends = np.minimum(ends, begins + FEED_TOKENS)[lacks]
         room = MAX_STATE_BYTES - sum(each.state_bytes for each in self._link.sent.values())
@@ -293,7 +302,10 @@ class DrafterClient:
         is_near = ends - begins <= NEAR_TOKENS
         is_asked = is_near & (limits[rows] > 0)
         if self._states is not None:
-            self._behind = batch.slots[rows[~is_near]]
+            behind = batch.slots[rows[~is_near]]
+            self._are_behind = behind.size > 0
+            self._is_behind[:] = False
+            self._is_behind[behind] = True
             is_asked &= ends == batch.num_tokens[rows]
         if not (rows := rows[is_asked]).size:
             return 0, rows

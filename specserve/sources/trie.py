@@ -67,7 +67,8 @@ class TrieSource:
         self._num_learned = np.zeros(size, np.int64)
         self._rows = np.arange(size)
         self._begins, self._ends = np.zeros(size, np.int64), np.zeros(size, np.int64)
-        self._drafts = Drafts.empty(size, config.max_draft_len)
+        self._apart: set[int] = set()  # slots of requests without the first trie
+        self._drafts = self._here = Drafts.empty(size, config.max_draft_len)
         context.metrics.watch_trie(self.snapshot)
         self._warm_up()
 
@@ -91,6 +92,7 @@ class TrieSource:
         """See :class:`specserve.sources.base.Source`."""
         self._sequences[slot], self._num_learned[slot] = NO_SEQUENCE, 0
         self._trie_of[slot] = _NO_TRIE
+        self._apart.add(slot)
         if not (controls.learn or wants_drafts(controls, "trie")):
             return
         tenant = "" if self._config.share_tenants else controls.tenant
@@ -110,7 +112,9 @@ class TrieSource:
             return
         self._misses.note(of, "")
         self._namespaces[slot], self._sequences[slot] = of, sequence
-        self._trie_of[slot] = self._index_of(trie)
+        self._trie_of[slot] = index = self._index_of(trie)
+        if index == 0:
+            self._apart.discard(slot)
         if self._unsent is not None and controls.learn:
             self._unsent.open(slot, of, name)
 
@@ -118,8 +122,9 @@ class TrieSource:
         """See :class:`specserve.sources.base.Source`; looks up after all rows were learned."""
         slots = kernel_array(batch.slots, np.int64)
         size = len(slots)
-        drafts = _first_rows(self._drafts, size)
-        drafts.lengths[:] = 0
+        if len(self._here.lengths) != size:
+            self._here = self._drafts.first(size)
+        drafts = self._here
         arrays = (
             slots,
             kernel_array(batch.token_ids, np.int32),
@@ -128,6 +133,8 @@ class TrieSource:
         )
         limits = kernel_array(limits, np.int32)
         begins, ends, budget = self._begins[:size], self._ends[:size], LEARN_TOKENS_PER_STEP
+        if self._apart:
+            drafts.lengths[:] = 0
         for trie, rows in self._rows_by_trie(slots):
             budget = trie.step(
                 rows,
@@ -149,6 +156,7 @@ class TrieSource:
     def close(self, slots: Int64Array) -> None:
         """See :class:`specserve.sources.base.Source`; what was learned of the requests stays."""
         for slot in slots.tolist():
+            self._apart.discard(slot)
             if self._trie_of[slot] == _NO_TRIE:
                 continue
             self._tries[self._trie_of[slot]].finish(int(self._sequences[slot]))
@@ -168,11 +176,10 @@ class TrieSource:
 
     def _rows_by_trie(self, slots: Int64Array) -> Iterator[tuple[TokenTrie, Int64Array]]:
         """The batch's rows, together where they share a trie."""
-        of = self._trie_of[slots]
-        if len(of) and (of == of[0]).all():  # as it mostly is
-            if of[0] != _NO_TRIE:
-                yield self._tries[of[0]], self._rows[: len(of)]
+        if self._tries and not self._apart:  # as it mostly is
+            yield self._tries[0], self._rows[: len(slots)]
             return
+        of = self._trie_of[slots]
         for index in np.unique(of[of != _NO_TRIE]).tolist():
             yield self._tries[index], np.flatnonzero(of == index)
 
@@ -204,15 +211,9 @@ class TrieSource:
         batch = slots, np.zeros((1, 8), np.int32), 8 * one, one
         sequences = np.array([trie.open("warm-up")], np.int64)
         begins, ends = slots.copy(), slots.copy()
-        drafts = _first_rows(self._drafts, 1)
+        drafts = self._drafts.first(1)
         trie.step(slots, batch, one, sequences, slots.copy(), begins, ends, drafts)
         trie.append(int(sequences[0]), batch[1][0])
         trie.remove("warm-up")
         if self._unsent is not None:
             self._unsent.add(batch, begins, begins)
-
-
-def _first_rows(drafts: Drafts, size: int) -> Drafts:
-    return Drafts(
-        drafts.tokens[:size], drafts.lengths[:size], drafts.confidence[:size], drafts.labels[:size]
-    )

@@ -32,10 +32,6 @@ class ClusterLearner:
         if record.kind == "purge":
             self._memory.clear(record.namespace)
             return
-        if record.kind == "remove":
-            if (trie := self._memory.of(record.namespace)) is not None:
-                trie.remove(record.sequence)
-            return
         trie = self._memory.for_record(record.namespace)
         if trie is None:
             return

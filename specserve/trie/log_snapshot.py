@@ -1,18 +1,15 @@
 """Snapshots of a token log: one file, whole or not there.
 
-Layout: ``MAGIC``, version (uint32), then blocks, each a uint32 length and that many bytes of
-msgpack: a :class:`SnapshotHeader`, and lists of records. A block of length 0 ends them, and a
-BLAKE2b digest of all bytes before it ends the file. Integers are little-endian.
+A gzip file of JSON lines: a :class:`SnapshotHeader`, then a record a line. Gzip's checksum tells
+damage, and its end what is cut off.
 """
 
 from __future__ import annotations
 
-import hashlib
+import gzip
 import logging
 import os
-import struct
-import time
-from collections.abc import Iterator
+import zlib
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -28,35 +25,24 @@ from specserve.trie.token_log import LogState
 
 logger = logging.getLogger(__name__)
 
-MAGIC = b"SPECTRIE"
-VERSION = 1
-DIGEST_BYTES = 32
-BLOCK_RECORDS = 256
-"""Records written at a time: the encoder keeps the interpreter to itself for that long."""
-MAX_BLOCK_BYTES = 64 << 20
-"""A length above this is damage, and must not be allocated."""
+VERSION = 2
+
+_encode = msgspec.json.Encoder().encode
 
 
 class SnapshotHeader(msgspec.Struct, frozen=True):
     """What a snapshot says of itself, and all of a log but its records.
 
     Attributes:
+        version: of this layout.
         fingerprint: identity of the model and tokenizer whose tokens these are.
-        epoch: the store's start that wrote it; positions are this epoch's.
-        saved_at: seconds since 1970.
-        end: see :class:`LogState`, as the next two.
-        held: as above.
-        tombstones: as above.
-        num_records: records that follow.
+        held: as the next one of :class:`LogState`.
     """
 
+    version: int
     fingerprint: str
-    epoch: str
-    saved_at: float
-    end: int
     held: Ranges
-    tombstones: list[Record] = msgspec.field(name="orders")
-    num_records: int
+    tombstones: list[Record]
 
 
 class RefusedSnapshotError(Exception):
@@ -87,7 +73,7 @@ class SnapshotFile:
         self._path = str(path)
         self._is_local = isinstance(self._fs, LocalFileSystem)
 
-    def save(self, fingerprint: str, epoch: str, state: LogState) -> int:
+    def save(self, fingerprint: str, state: LogState) -> int:
         """Writes the snapshot aside, then puts it in the place of the one that was there.
 
         Returns:
@@ -100,7 +86,7 @@ class SnapshotFile:
         try:
             if self._is_local:
                 Path(self._path).parent.mkdir(parents=True, exist_ok=True)
-            size = self._write(aside, _encode(fingerprint, epoch, state))
+            size = self._write(aside, fingerprint, state)
             self._move(aside, self._path)
         except Exception as error:  # each file system has errors of its own
             with suppress(Exception):
@@ -108,20 +94,20 @@ class SnapshotFile:
             raise SnapshotError(f"snapshot {self.url} was not written: {_say(error)}") from error
         return size
 
-    def load_or_set_aside(self, fingerprint: str) -> tuple[str, LogState] | None:
+    def load_or_set_aside(self, fingerprint: str) -> LogState | None:
         """Reads the snapshot.
 
         One that cannot be used is renamed to ``<name>.refused-<number>``, and the log says why.
 
         Returns:
-            The epoch that wrote it, and what the log held; None: there is none to be used.
+            What the log held; None: there is none to be used.
 
         Raises:
             SnapshotError: it cannot be used and could not be renamed either.
         """
         try:
             with self._fs.open(self._path, "rb") as file:
-                return _decode(file, fingerprint)
+                return _read(file, fingerprint)
         except FileNotFoundError:
             return None
         except Exception as error:
@@ -145,12 +131,13 @@ class SnapshotFile:
         )
         return None
 
-    def _write(self, path: str, chunks: Iterator[bytes]) -> int:
-        size = 0
+    def _write(self, path: str, fingerprint: str, state: LogState) -> int:
+        header = SnapshotHeader(VERSION, fingerprint, state.held, state.tombstones)
         with self._open_new(path) as file:
-            for chunk in chunks:
-                file.write(chunk)
-                size += len(chunk)
+            with gzip.GzipFile(fileobj=file, mode="wb", compresslevel=1) as lines:
+                for each in (header, *state.records):  # one by one: others get their turns
+                    lines.write(_encode(each) + b"\n")
+            size: int = file.tell()
             if self._is_local:
                 file.flush()
                 os.fsync(file.fileno())
@@ -173,80 +160,25 @@ class SnapshotFile:
             os.close(folder)
 
 
-def _encode(fingerprint: str, epoch: str, state: LogState) -> Iterator[bytes]:
-    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    header = SnapshotHeader(
-        fingerprint=fingerprint,
-        epoch=epoch,
-        saved_at=time.time(),
-        end=state.end,
-        held=state.held,
-        tombstones=state.tombstones,
-        num_records=len(state.records),
-    )
-    for chunk in _chunks(header, state.records):
-        digest.update(chunk)
-        yield chunk
-    yield digest.digest()
-
-
-def _chunks(header: SnapshotHeader, records: list[Record]) -> Iterator[bytes]:
-    encode = msgspec.msgpack.Encoder().encode
-    yield MAGIC + struct.pack("<I", VERSION)
-    yield _block(encode(header))
-    for begin in range(0, len(records), BLOCK_RECORDS):
-        yield _block(encode(records[begin : begin + BLOCK_RECORDS]))
-    yield _block(b"")
-
-
-def _block(content: bytes) -> bytes:
-    return struct.pack("<I", len(content)) + content
-
-
-class _Reader:
-    """Reads exactly what is asked for, and sums up what was read."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
-
-    def read(self, size: int) -> bytes:
-        content = self._file.read(size)
-        if len(content) != size:
-            raise RefusedSnapshotError("it is cut off")
-        self.digest.update(content)
-        return content
-
-    def block(self) -> bytes:
-        (size,) = struct.unpack("<I", self.read(4))
-        if size > MAX_BLOCK_BYTES:
-            raise RefusedSnapshotError("it is damaged")
-        return self.read(size)
-
-
-def _decode(file: BinaryIO, fingerprint: str) -> tuple[str, LogState]:
-    reader = _Reader(file)
-    if reader.read(len(MAGIC)) != MAGIC:
-        raise RefusedSnapshotError("it is no snapshot of a draft memory")
-    (version,) = struct.unpack("<I", reader.read(4))
-    if version != VERSION:
-        raise RefusedSnapshotError(f"it has version {version}, this is version {VERSION}")
+def _read(file: BinaryIO, fingerprint: str) -> LogState:
     try:
-        header = msgspec.msgpack.decode(reader.block(), type=SnapshotHeader)
-        if header.fingerprint != fingerprint:
-            raise RefusedSnapshotError(
-                f"it is of {shorten(header.fingerprint)}, this is {shorten(fingerprint)}"
-            )
-        records: list[Record] = []
-        decoder = msgspec.msgpack.Decoder(list[Record])
-        while block := reader.block():
-            records += decoder.decode(block)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        raise RefusedSnapshotError("it is damaged") from None
-    digest = reader.digest.digest()
-    if reader.read(DIGEST_BYTES) != digest or len(records) != header.num_records or file.read(1):
-        raise RefusedSnapshotError("it is damaged")
-    return header.epoch, LogState(header.end, header.held, header.tombstones, records)
+        with gzip.GzipFile(fileobj=file) as lines:
+            header = msgspec.json.decode(lines.readline(), type=SnapshotHeader)
+            if header.version != VERSION:
+                raise RefusedSnapshotError(
+                    f"it has version {header.version}, this is version {VERSION}"
+                )
+            if header.fingerprint != fingerprint:
+                raise RefusedSnapshotError(
+                    f"it is of {shorten(header.fingerprint)}, this is {shorten(fingerprint)}"
+                )
+            decode = msgspec.json.Decoder(Record).decode
+            records = [decode(line) for line in lines]
+    except EOFError:
+        raise RefusedSnapshotError("it is cut off") from None
+    except (gzip.BadGzipFile, zlib.error, msgspec.MsgspecError, UnicodeDecodeError):
+        raise RefusedSnapshotError("it is damaged, or no snapshot of a draft memory") from None
+    return LogState(header.held, header.tombstones, records)
 
 
 def _say(error: Exception) -> str:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from math import inf
 
-from specserve.trie.pieces import Piece
-from specserve.trie.records import MAX_RECORD_TOKENS, Ranges, Record
+from specserve.trie.records import Ranges, Record
 from specserve.trie.seen_records import SeenRecords
-from specserve.trie.token_log import LogBatch, TokenLog
+from specserve.trie.token_log import TokenLog
+from specserve.trie.tombstones import is_meant
+
+Unsent = dict[tuple[str, int], Record]
+"""Records by origin and number, in the order in which they are sent."""
 
 
 class Outbox:
@@ -29,86 +33,68 @@ class Outbox:
         self.dropped_tokens = 0
         """Own tokens that were dropped before the store had them."""
         self._origin = origin
-        self._log = TokenLog(max_bytes, vocab_size, self._count_dropped)
-        self._last_number = 0
-        self._stored = SeenRecords()
-        self._read_to = {True: 0, False: 0}  # positions in the log; of own records, of others'
-        self._offered: tuple[bool, LogBatch] | None = None
+        self._log = TokenLog(max_bytes, vocab_size, self._drop)
+        self._own: Unsent = {}
+        self._others: Unsent = {}
+        self._offered: list[Record] = []
 
-    @property
-    def invalid_records(self) -> int:
-        """Records that were not well formed, and so are neither kept nor sent."""
-        return self._log.counts.invalid_records
-
-    def write(self, piece: Piece) -> None:
-        """Makes records of a piece of this replica's text."""
-        step = 4 * MAX_RECORD_TOKENS
-        for begin in range(0, max(1, len(piece.tokens)), step):
-            tokens = piece.tokens[begin : begin + step]
-            self._last_number += 1
-            self._log.append(
-                Record(
-                    origin=self._origin,
-                    number=self._last_number,
-                    stamp=piece.stamp,
-                    namespace=piece.namespace,
-                    sequence=piece.sequence,
-                    start=piece.start + begin // 4,
-                    tokens=tokens,
-                    num_prompt_tokens=max(
-                        0, min(piece.num_prompt_tokens - begin // 4, len(tokens) // 4)
-                    ),
-                    final=piece.final and begin + step >= len(piece.tokens),
-                )
-            )
+    def write(self, record: Record) -> None:
+        """Keeps a record of this replica's text until it is sent, and longer."""
+        if self._log.append(record):
+            self._own[record.origin, record.number] = record
 
     def receive(self, record: Record) -> bool:
         """Keeps a record that the store has handed out; False if there is no use for it."""
-        self._stored.add(record.origin, record.number)
-        return self._log.append(record)
+        self._take_out(record)
+        if not self._log.append(record):
+            return False
+        if record.kind != "text":
+            for unsent in (self._own, self._others):
+                for each in [each for each in unsent.values() if is_meant(record, each)]:
+                    self._take_out(each)
+        return True
 
     def pending(self, max_bytes: int) -> list[Record]:
         """The next records to send; the same ones until :meth:`confirm`."""
-        for own in (True, False):
-            batch = self._next(own, max_bytes)
-            self._offered = own, batch
-            if batch.records:
-                return batch.records
-        return []
+        self._offered = []
+        num_bytes = 0
+        for record in (self._own or self._others).values():
+            self._offered.append(record)
+            num_bytes += record.num_bytes
+            if num_bytes >= max_bytes:
+                break
+        return self._offered
 
     def confirm(self) -> None:
         """The store has dealt with what :meth:`pending` gave last."""
-        assert self._offered is not None
-        own, batch = self._offered
-        self._read_to[own] = batch.position
-        for record in batch.records:
-            self._stored.add(record.origin, record.number)
+        for record in self._offered:
+            self._take_out(record)
 
     def start_over(self, held: Ranges) -> None:
         """Another start of the store, which has these records and no others."""
-        self._stored = SeenRecords(held)
-        self._read_to = {True: 0, False: 0}
+        stored = SeenRecords(held)
+        self._own, self._others = {}, {}
+        for record in chain(self._log.tombstones(), self._log.records()):
+            if not stored.has(record.origin, record.number):
+                self._unsent(record)[record.origin, record.number] = record
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the store has everything."""
+        return not (self._own or self._others)
 
     @property
     def oldest_unsent_stamp(self) -> float:
         """Stamp of the oldest own record that the store may lack; infinity if there is none."""
-        batch = self._next(True, 1)
-        return batch.records[0].stamp if batch.records else inf
+        return next((record.stamp for record in self._own.values()), inf)
 
-    def _next(self, own: bool, max_bytes: int) -> LogBatch:
-        while True:
-            batch = self._log.since(
-                self._read_to[own],
-                max_bytes,
-                lambda record: (
-                    (record.origin == self._origin) == own
-                    and not self._stored.has(record.origin, record.number)
-                ),
-            )
-            if batch.records or not batch.behind:
-                return batch
-            self._read_to[own] = batch.position
+    def _unsent(self, record: Record) -> Unsent:
+        return self._own if record.origin == self._origin else self._others
 
-    def _count_dropped(self, record: Record) -> None:
-        if record.origin == self._origin and not self._stored.has(record.origin, record.number):
+    def _take_out(self, record: Record) -> Record | None:
+        return self._unsent(record).pop((record.origin, record.number), None)
+
+    def _drop(self, record: Record) -> None:
+        """The log has no room for a record any more."""
+        if self._take_out(record) is not None and record.origin == self._origin:
             self.dropped_tokens += record.num_tokens

@@ -28,7 +28,7 @@ LAST = 1 << 62
 MAX_AHEAD_S = 3600.0
 """A stamp further in the future is a broken clock."""
 
-Kind = Literal["text", "purge", "remove"]
+Kind = Literal["text", "purge"]
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -40,10 +40,10 @@ class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
         stamp: when its first token was written, in seconds since 1970 by the writer's clock.
         namespace: whose text it is. Text of one namespace is never shown to another. A ``purge``
             may name a tenant's half, and so all namespaces of the tenant.
-        kind: ``text``; ``purge`` forgets the namespace, ``remove`` one sequence of it, each as far
-            as it was written up to ``stamp``. So nodes' clocks have to agree, within the time that
-            may pass between a purge and the next text that counts.
-        sequence: the request whose text this is; unique in the cluster.
+        kind: ``text``; ``purge`` forgets the namespace, as far as it was written up to ``stamp``.
+            So nodes' clocks have to agree, within the time that may pass between a purge and the
+            next text that counts.
+        sequence: the request whose text this is; unique in the cluster. Of a purge empty.
         start: position of the first token in the request's text. The pieces of a text may come
             with gaps between them, since memory is bounded everywhere.
         tokens: token ids, int32, little-endian.
@@ -103,14 +103,14 @@ def problem_of(record: Record, vocab_size: int) -> str:
     if len(record.sequence) > MAX_NAME_CHARS or not record.sequence.isascii():
         return f"sequence has at most {MAX_NAME_CHARS} ASCII characters"
     if bool(record.sequence) == (record.kind == "purge"):
-        return "a text and its removal need a sequence, a purge has none"
+        return "a text needs a sequence, a purge has none"
     if not (0 < record.number < LAST and 0 <= record.start < LAST):
         return "number or start is out of bounds"
     if not isfinite(record.stamp) or record.stamp > time.time() + MAX_AHEAD_S:
         return "its stamp is no time, or in the future: compare the nodes' clocks"
     size = len(record.tokens)
     if size and record.kind != "text":
-        return f"a {record.kind} has no tokens"
+        return "a purge has no tokens"
     if size % 4 or size > 4 * MAX_RECORD_TOKENS:
         return f"tokens are {size} bytes, not 4 for each of 0 .. {MAX_RECORD_TOKENS} tokens"
     if not 0 <= record.num_prompt_tokens <= size // 4:
@@ -119,6 +119,41 @@ def problem_of(record: Record, vocab_size: int) -> str:
     if size and int(np.frombuffer(record.tokens, dtype="<u4").max()) >= vocab_size:
         return f"a token id is not in 0 .. {vocab_size - 1}"
     return ""
+
+
+def records_of(
+    origin: str,
+    first_number: int,
+    stamp: float,
+    namespace: str,
+    sequence: str,
+    start: int,
+    tokens: Int32Array,
+    num_prompt_tokens: int,
+    final: bool,
+) -> list[Record]:
+    """A piece of a text as records, numbered from ``first_number`` on.
+
+    The arguments are a record's fields, but for ``tokens``: int32 ``[n]``, of any length, copied.
+    """
+    records: list[Record] = []
+    for begin in range(0, max(1, len(tokens)), MAX_RECORD_TOKENS):
+        piece = tokens[begin : begin + MAX_RECORD_TOKENS]
+        records.append(
+            Record(
+                origin,
+                first_number + len(records),
+                stamp,
+                namespace,
+                "text",
+                sequence,
+                start + begin,
+                np.asarray(piece, "<i4").tobytes(),
+                max(0, min(num_prompt_tokens - begin, len(piece))),
+                final and begin + len(piece) == len(tokens),
+            )
+        )
+    return records
 
 
 Ranges = dict[str, list[tuple[int, int]]]
@@ -153,7 +188,6 @@ class ExchangeReply(msgspec.Struct, frozen=True, array_like=True):
         position: where to go on reading.
         records: others' records, in the log's order.
         behind: how many positions of the log are left to read.
-        lost: how many positions were dropped from the log before the reader came to them.
         held: the store's records by number, those of the request included. Only for a caller that
             did not know the epoch: what it has beyond these, the store has lost.
         refused: why the store will have nothing to do with the caller; empty: it is welcome.
@@ -163,7 +197,6 @@ class ExchangeReply(msgspec.Struct, frozen=True, array_like=True):
     position: int = 0
     records: list[Record] = []
     behind: int = 0
-    lost: int = 0
     held: Ranges = {}
     refused: str = ""
 

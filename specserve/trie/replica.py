@@ -7,17 +7,15 @@ import random
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 
-import numpy as np
-
 from specserve.core.errors import StoreError
 from specserve.core.types import Int32Array
 from specserve.trie.outbox import Outbox
-from specserve.trie.pieces import Piece, PieceQueue
-from specserve.trie.records import ExchangeReply, ExchangeRequest, Record, StoreClient
+from specserve.trie.records import ExchangeReply, ExchangeRequest, Record, StoreClient, records_of
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +27,9 @@ LONGEST_REST_S = 1.0
 
 REFUSED_REST_S = 30.0
 """Between two calls after the store has refused this replica."""
+
+MAX_QUEUED = 1 << 16
+"""Records that wait for the thread, however short."""
 
 STARTING_CALLS = 2
 """Calls that may fail before anything is said of it: a store that is just being started takes some
@@ -48,6 +49,7 @@ class ReplicaOptions:
         interval_s: time from the start of one call to the next, in seconds, while the replica
             keeps up.
         deadline_s: how long a call may take, in seconds.
+        reads: whether it wants what others write.
     """
 
     fingerprint: str
@@ -56,6 +58,7 @@ class ReplicaOptions:
     max_queued_tokens: int = 1 << 18
     interval_s: float = 0.1
     deadline_s: float = 2.0
+    reads: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,34 +69,22 @@ class ReplicaStats:
         up: whether the store answered the last call.
         refused: why the store refuses this replica; empty: it does not.
         epoch: identity of the store's start; empty before the first answer.
-        num_epochs: starts of the store that this replica has seen.
-        published_tokens: tokens given to :meth:`TrieReplica.publish` and not dropped there.
         dropped_tokens: own tokens that no other replica will see: the store was away for longer
             than memory lasted, or the thread was.
         unsent_s: age of the oldest own token that the store has not confirmed, in seconds.
         received_tokens: tokens of other replicas' records.
         receive_lag_s: age of the oldest token of the last batch received, in seconds, by the
             writers' clocks. Counts what was written since this replica had read all there was.
-        behind: positions of the store's log left to read.
-        lost_positions: positions that the store dropped before this replica came to them.
-        invalid_records: records that were not well formed, and so were dropped.
-        num_failed_calls: calls that the store did not answer.
         apply_errors: records that the index did not take.
     """
 
     up: bool
     refused: str
     epoch: str
-    num_epochs: int
-    published_tokens: int
     dropped_tokens: int
     unsent_s: float
     received_tokens: int
     receive_lag_s: float
-    behind: int
-    lost_positions: int
-    invalid_records: int
-    num_failed_calls: int
     apply_errors: int
 
 
@@ -117,7 +108,10 @@ class TrieReplica:
         self._client = client
         self._apply = apply
         self._options = options
-        self._queue = PieceQueue(options.max_queued_tokens)
+        self._queue: deque[Record] = deque()
+        # Each of these is written by one of the two threads alone.
+        self._num_put = self._num_dropped = self._num_records = 0
+        self._num_taken = 0
         self._outbox = Outbox(self.origin, options.max_bytes, options.vocab_size)
         self._epoch = ""
         self._position = 0
@@ -126,8 +120,7 @@ class TrieReplica:
         self._oldest_unsent = inf
         self._caught_up_at = inf
         self._receive_lag_s = 0.0
-        self._behind = self._lost_positions = self._num_epochs = self._received_tokens = 0
-        self._failures_in_a_row = self._num_failed_calls = self._apply_errors = 0
+        self._received_tokens = self._failures_in_a_row = self._apply_errors = 0
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="trie-replica", daemon=True)
         self._last_call_at = inf  # once stopping, none begins later
@@ -146,27 +139,29 @@ class TrieReplica:
         final: bool = False,
         stamp: float = 0.0,
     ) -> bool:
-        """Shares a piece of a request's text; takes microseconds and never waits.
+        """See :meth:`specserve.trie.memory.SharedMemory.publish`; takes microseconds.
 
         For one thread at a time. Pieces of one request follow each other.
-
-        Args:
-            namespace: whose text it is.
-            sequence: the request; unique in the cluster.
-            start: position of the first token in the request's text.
-            tokens: int32 ``[n]``, copied.
-            num_prompt_tokens: how many of the first of these tokens belong to the prompt.
-            final: the text ends here.
-            stamp: when the first of these tokens was written, in seconds since 1970; 0: now.
-
-        Returns:
-            False if the piece was dropped because the thread does not keep up.
         """
-        content = np.asarray(tokens, dtype="<i4").tobytes()
-        stamp = stamp or time.time()
-        return self._queue.put(
-            Piece(namespace, sequence, start, content, num_prompt_tokens, final, stamp)
+        num_waiting = self._num_put - self._num_taken + len(tokens)
+        if num_waiting > self._options.max_queued_tokens or len(self._queue) >= MAX_QUEUED:
+            self._num_dropped += len(tokens)
+            return False
+        records = records_of(
+            self.origin,
+            self._num_records + 1,
+            stamp or time.time(),
+            namespace,
+            sequence,
+            start,
+            tokens,
+            num_prompt_tokens,
+            final,
         )
+        self._num_records += len(records)
+        self._num_put += len(tokens)
+        self._queue.extend(records)
+        return True
 
     def stop(self, timeout_s: float = 3.0) -> bool:
         """Sends what is left, then ends the thread.
@@ -180,22 +175,21 @@ class TrieReplica:
             self._thread.join(timeout_s)
         return not self._thread.is_alive() and self._oldest_unsent == inf
 
+    @property
+    def has_unsent(self) -> bool:
+        """Whether the store lacks anything of what was published; for the thread's own use."""
+        return bool(self._queue) or not self._outbox.is_empty
+
     def stats(self) -> ReplicaStats:
         """The link at this moment; for any thread."""
         return ReplicaStats(
             up=self._up,
             refused=self._refused,
             epoch=self._epoch,
-            num_epochs=self._num_epochs,
-            published_tokens=self._queue.put_tokens,
-            dropped_tokens=self._queue.dropped_tokens + self._outbox.dropped_tokens,
+            dropped_tokens=self._num_dropped + self._outbox.dropped_tokens,
             unsent_s=max(0.0, time.time() - self._oldest_unsent),
             received_tokens=self._received_tokens,
             receive_lag_s=self._receive_lag_s,
-            behind=self._behind,
-            lost_positions=self._lost_positions,
-            invalid_records=self._outbox.invalid_records,
-            num_failed_calls=self._num_failed_calls,
             apply_errors=self._apply_errors,
         )
 
@@ -206,10 +200,13 @@ class TrieReplica:
             Time from the start of this turn to the next, in seconds.
         """
         try:
-            for piece in self._queue.taken():
-                self._outbox.write(piece)
+            for _ in range(len(self._queue)):
+                record = self._queue.popleft()
+                self._num_taken += record.num_tokens
+                self._outbox.write(record)
             rest_s = self._exchange()
-            self._oldest_unsent = min(self._outbox.oldest_unsent_stamp, self._queue.oldest_stamp)
+            oldest_queued = self._queue[0].stamp if self._queue else inf
+            self._oldest_unsent = min(self._outbox.oldest_unsent_stamp, oldest_queued)
         except Exception:  # the link must outlive whatever it meets
             logger.exception("The link to the draft memory failed; it goes on")
             self._up = False
@@ -234,7 +231,7 @@ class TrieReplica:
             self._epoch,
             self._position,
             records,
-            BATCH_BYTES,
+            BATCH_BYTES if self._options.reads else 0,
         )
         deadline_s = min(self._options.deadline_s, self._last_call_at - time.monotonic())
         try:
@@ -251,15 +248,13 @@ class TrieReplica:
             if self._outbox.receive(record):
                 self._apply_one(record)
         self._note_progress(reply)
-        if reply.behind or self._outbox.pending(1):
-            return 0.0
-        return self._options.interval_s
+        has_more = not self._outbox.is_empty or (self._options.reads and reply.behind)
+        return 0.0 if has_more else self._options.interval_s
 
     def _start_over(self, reply: ExchangeReply) -> None:
         if self._epoch:
             logger.warning("The draft memory has started again; it is sent what it has lost")
         self._epoch = reply.epoch
-        self._num_epochs += 1
         self._outbox.start_over(reply.held)
 
     def _apply_one(self, record: Record) -> None:
@@ -272,8 +267,7 @@ class TrieReplica:
                 logger.exception("A record was not applied. Further ones are only counted")
 
     def _note_progress(self, reply: ExchangeReply) -> None:
-        self._lost_positions += reply.lost
-        self._position, self._behind = reply.position, reply.behind
+        self._position = reply.position
         now = time.time()
         stamps = [each.stamp for each in reply.records if each.stamp > self._caught_up_at]
         self._receive_lag_s = max(0.0, now - min(stamps, default=now))
@@ -287,7 +281,6 @@ class TrieReplica:
 
     def _go_without(self, error: StoreError) -> float:
         self._up = False
-        self._num_failed_calls += 1
         self._failures_in_a_row += 1
         if not self._is_missed and (self._epoch or self._failures_in_a_row > STARTING_CALLS):
             self._is_missed = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from specserve.trie.records import Ranges
 
@@ -20,7 +20,7 @@ class SeenRecords:
 
     Args:
         ranges: what is held to begin with.
-        max_origins: more origins than that are forgotten, see :meth:`add`.
+        max_origins: of more than that the one that was silent longest is forgotten.
     """
 
     def __init__(
@@ -45,18 +45,11 @@ class SeenRecords:
         index = bisect_right(ranges, number, key=_first) - 1
         return index >= 0 and number <= ranges[index][1]
 
-    def add(
-        self, origin: str, number: int, is_needed: Callable[[str], bool] = lambda _: False
-    ) -> bool:
-        """Adds a record; False if it was there.
-
-        Above ``max_origins`` the origin that was silent longest is forgotten, among those of which
-        ``is_needed`` says no.
-        """
-        ranges = self._ranges.pop(origin, None)
-        if ranges is None:
-            self._make_room(is_needed)
-            ranges = []
+    def add(self, origin: str, number: int) -> bool:
+        """Adds a record; False if it was there."""
+        ranges = self._ranges.pop(origin, [])
+        if not ranges and len(self._ranges) >= self._max_origins:
+            del self._ranges[next(iter(self._ranges))]
         self._ranges[origin] = ranges
         if ranges and number == ranges[-1][1] + 1:  # as it mostly is
             ranges[-1][1] = number
@@ -69,13 +62,6 @@ class SeenRecords:
             origin: [(first, last) for first, last in pairs]
             for origin, pairs in self._ranges.items()
         }
-
-    def _make_room(self, is_needed: Callable[[str], bool]) -> None:
-        if len(self._ranges) >= self._max_origins:
-            for origin in self._ranges:
-                if not is_needed(origin):
-                    del self._ranges[origin]
-                    return
 
 
 def _first(pair: list[int]) -> int:

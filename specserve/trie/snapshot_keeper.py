@@ -11,6 +11,7 @@ import msgspec
 
 from specserve.core.errors import SnapshotError
 from specserve.trie.log_snapshot import SnapshotFile
+from specserve.trie.records import Ranges
 from specserve.trie.token_log import LogState
 
 logger = logging.getLogger(__name__)
@@ -45,27 +46,24 @@ class SnapshotKeeper:
     Args:
         file: the file.
         fingerprint: identity of the model and tokenizer.
-        epoch: identity of this start of the store.
         state: tells what is to be kept.
-        take_over: given the epoch that wrote the snapshot, and what it holds.
+        take_over: given what the snapshot holds.
     """
 
     def __init__(
         self,
         file: SnapshotFile,
         fingerprint: str,
-        epoch: str,
         state: Callable[[], LogState],
-        take_over: Callable[[str, LogState], None],
+        take_over: Callable[[LogState], None],
     ) -> None:
         self._file = file
         self._fingerprint = fingerprint
-        self._epoch = epoch
         self._state = state
         self._take_over = take_over
         self._lock = threading.Lock()
         self._was_read = False
-        self._saved_end = -1
+        self._saved: Ranges = {}
         self._saved_at = 0.0
         self._num_saved = self._num_errors = self._num_bytes = 0
         self._last_error = ""
@@ -128,16 +126,16 @@ class SnapshotKeeper:
         loaded = self._file.load_or_set_aside(self._fingerprint)
         self._was_read = True
         if loaded is not None:
-            self._take_over(*loaded)
+            self._take_over(loaded)
 
     def _save(self, only_news: bool = False) -> int:
         if not self._was_read:
             self._read()
         state = self._state()
-        if only_news and state.end == self._saved_end:
+        if only_news and state.held == self._saved:
             return self._num_bytes
-        self._num_bytes = self._file.save(self._fingerprint, self._epoch, state)
-        self._saved_end, self._saved_at = state.end, time.monotonic()
+        self._num_bytes = self._file.save(self._fingerprint, state)
+        self._saved, self._saved_at = state.held, time.monotonic()
         self._num_saved += 1
         self._last_error = ""
         return self._num_bytes

@@ -17,7 +17,6 @@ from specserve.trie.records import (
     MAX_NAME_CHARS,
     ExchangeReply,
     ExchangeRequest,
-    Kind,
     Record,
 )
 from specserve.trie.snapshot_keeper import SnapshotKeeper, SnapshotStats
@@ -84,7 +83,6 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         fingerprint: identity of the model and tokenizer.
-        epoch: identity of this start of the store.
         up_s: time since then, in seconds.
         num_replicas: replicas that asked within the last ``SEEN_S`` seconds.
         num_records: records held.
@@ -93,18 +91,11 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
         max_bytes: its limit.
         tokens_by_namespace: tokens held.
         restored_tokens: tokens that came from the snapshot at start.
-        taken_tokens: tokens taken from replicas.
         dropped_tokens: tokens dropped for want of room, oldest first.
-        forgotten_tokens: tokens forgotten by a tombstone.
-        duplicate_records: records that came again.
-        invalid_records: records that were not well formed.
-        num_calls: calls of replicas.
-        refused_calls: those of replicas with another fingerprint.
         snapshot: how the snapshots are doing; None: none are kept.
     """
 
     fingerprint: str
-    epoch: str
     up_s: float
     num_replicas: int
     num_records: int
@@ -113,13 +104,7 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     max_bytes: int
     tokens_by_namespace: dict[str, int]
     restored_tokens: int
-    taken_tokens: int
     dropped_tokens: int
-    forgotten_tokens: int
-    duplicate_records: int
-    invalid_records: int
-    num_calls: int
-    refused_calls: int
     snapshot: SnapshotStats | None
 
 
@@ -143,16 +128,14 @@ class TrieStore:
         self._lock = threading.Lock()  # of the log and the fields below
         self._began = time.monotonic()
         self._last_seen: dict[str, float] = {}
-        self._num_calls = self._refused_calls = 0
         self._num_tombstones = 0
-        self._restored_epoch, self._restored_end, self._restored_tokens = "", 0, 0
+        self._restored_tokens = 0
 
         self._keeper: SnapshotKeeper | None = None
         if options.snapshot_url:
             self._keeper = SnapshotKeeper(
                 SnapshotFile(options.snapshot_file),
                 options.fingerprint,
-                self.epoch,
                 self._state,
                 self._take_over,
             )
@@ -161,7 +144,6 @@ class TrieStore:
     def exchange(self, request: ExchangeRequest) -> ExchangeReply:
         """Takes a replica's records and answers with others' (:class:`ExchangeReply`)."""
         with self._lock:
-            self._num_calls += 1
             if request.fingerprint != self._options.fingerprint:
                 return self._refuse(request)
             is_new = request.epoch != self.epoch
@@ -170,9 +152,8 @@ class TrieStore:
             self._last_seen[request.origin] = time.monotonic()
             for record in request.records:
                 self._log.append(record)
-            position = self._position_of(request)
             batch = self._log.since(
-                position,
+                0 if is_new else request.position,
                 min(request.max_bytes, MAX_REPLY_BYTES),
                 lambda record: record.origin != request.origin,
             )
@@ -181,7 +162,6 @@ class TrieStore:
                 position=batch.position,
                 records=batch.records,
                 behind=batch.behind,
-                lost=batch.lost if position else 0,  # who begins has lost nothing
                 held=self._log.held.ranges() if is_new else {},
             )
 
@@ -200,16 +180,23 @@ class TrieStore:
             ConfigError: that is no namespace.
             SnapshotError: forgotten, but the snapshot could not be written and still has the text.
         """
-        return self._forget("purge", namespace, "")
-
-    def remove(self, namespace: str, sequence: str) -> int:
-        """Forgets one request's text in the same way.
-
-        Raises:
-            ConfigError: that is no namespace or no sequence.
-            SnapshotError: as for :meth:`purge`.
-        """
-        return self._forget("remove", namespace, sequence)
+        with self._lock:
+            self._num_tombstones += 1
+            before = self._log.num_tokens
+            tombstone = Record(
+                origin=self.epoch,
+                number=self._num_tombstones,
+                # Also what a replica wrote whose clock is fast.
+                stamp=max(time.time(), self._log.newest_stamp(namespace)),
+                namespace=namespace,
+                kind="purge",
+            )
+            if not self._log.append(tombstone):
+                allowed = f"1 .. {MAX_NAME_CHARS} ASCII characters"
+                raise ConfigError("purge", namespace, allowed)
+            forgotten = before - self._log.num_tokens
+        self.snapshot_now()
+        return forgotten
 
     def snapshot_now(self) -> int:
         """Writes the snapshot; its size in bytes, 0 where none is kept.
@@ -228,11 +215,10 @@ class TrieStore:
         """The store at this moment."""
         now = time.monotonic()
         with self._lock:
-            log, counts = self._log, self._log.counts
+            log = self._log
             self._forget_the_unseen()
             return StoreStats(
                 fingerprint=self._options.fingerprint,
-                epoch=self.epoch,
                 up_s=now - self._began,
                 num_replicas=len(self._last_seen),
                 num_records=log.num_records,
@@ -241,13 +227,7 @@ class TrieStore:
                 max_bytes=self._options.max_bytes,
                 tokens_by_namespace=log.num_tokens_of(),
                 restored_tokens=self._restored_tokens,
-                taken_tokens=counts.taken_tokens,
-                dropped_tokens=counts.dropped_tokens,
-                forgotten_tokens=counts.forgotten_tokens,
-                duplicate_records=counts.duplicate_records,
-                invalid_records=counts.invalid_records,
-                num_calls=self._num_calls,
-                refused_calls=self._refused_calls,
+                dropped_tokens=log.dropped_tokens,
                 snapshot=self._keeper.stats() if self._keeper is not None else None,
             )
 
@@ -256,7 +236,6 @@ class TrieStore:
         self._last_seen = {origin: at for origin, at in self._last_seen.items() if at > since}
 
     def _refuse(self, request: ExchangeRequest) -> ExchangeReply:
-        self._refused_calls += 1
         reason = (
             f"this draft memory is of {self._options.fingerprint}, and the replica "
             f"{request.origin} of {request.fingerprint}: their tokens must not mix"
@@ -264,50 +243,13 @@ class TrieStore:
         logger.warning("Refused: %s", reason)
         return ExchangeReply(epoch=self.epoch, refused=reason)
 
-    def _position_of(self, request: ExchangeRequest) -> int:
-        """Where the caller goes on reading.
-
-        Positions are one epoch's. Up to the snapshot's end they are also those of the epoch that
-        wrote the snapshot, so its readers need not start again.
-        """
-        if request.epoch == self.epoch:
-            return request.position
-        if request.epoch and request.epoch == self._restored_epoch:
-            return min(request.position, self._restored_end)
-        return 0
-
-    def _forget(self, kind: Kind, namespace: str, sequence: str) -> int:
-        with self._lock:
-            self._num_tombstones += 1
-            before = self._log.num_tokens
-            tombstone = Record(
-                origin=self.epoch,
-                number=self._num_tombstones,
-                # Also what a replica wrote whose clock is fast.
-                stamp=max(time.time(), self._log.newest_stamp(namespace)),
-                namespace=namespace,
-                kind=kind,
-                sequence=sequence,
-            )
-            if not self._log.append(tombstone):
-                name = f"{namespace}/{sequence}" if kind == "remove" else namespace
-                raise ConfigError(kind, name, f"names of 1 .. {MAX_NAME_CHARS} ASCII characters")
-            forgotten = before - self._log.num_tokens
-        self.snapshot_now()
-        return forgotten
-
     def _state(self) -> LogState:
         with self._lock:
             return self._log.state()
 
-    def _take_over(self, epoch: str, state: LogState) -> None:
+    def _take_over(self, state: LogState) -> None:
         """Takes over what a snapshot holds."""
         with self._lock:
             before = self._log.num_tokens
-            if self._log.end == 0:
-                self._log.restore(state)
-                self._restored_epoch, self._restored_end = epoch, state.end
-            else:  # it could not be read at once, and replicas have written since
-                for record in (*state.tombstones, *state.records):
-                    self._log.append(record)
+            self._log.restore(state)
             self._restored_tokens = self._log.num_tokens - before

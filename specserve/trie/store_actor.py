@@ -38,50 +38,30 @@ _decode_reply = msgspec.msgpack.Decoder(ExchangeReply).decode
 _decode_request = msgspec.msgpack.Decoder(ExchangeRequest).decode
 
 
-class TrieStoreActor:
-    """A :class:`TrieStore` in a process of its own, started again by Ray when that ends."""
+class TrieStoreActor(TrieStore):
+    """A store in a process of its own, started again by Ray when that ends."""
 
     def __init__(self, options: StoreOptions) -> None:
-        self._store = TrieStore(options)
+        super().__init__(options)
         threading.Thread(target=self._leave_with_the_node, daemon=True).start()
 
-    def exchange(self, request: bytes) -> bytes:
-        """:meth:`TrieStore.exchange`, encoded."""
+    def exchange_encoded(self, request: bytes) -> bytes:
+        """:meth:`exchange`, of messages as bytes."""
         try:
             decoded = _decode_request(request)
         except msgspec.MsgspecError as error:
             reason = f"this draft memory cannot read the replica's call, is it as new? {error}"
             return _encode(ExchangeReply(epoch="", refused=reason))
-        return _encode(self._store.exchange(decoded))
-
-    def purge(self, namespace: str) -> int:
-        """:meth:`TrieStore.purge`."""
-        return self._store.purge(namespace)
-
-    def remove(self, namespace: str, sequence: str) -> int:
-        """:meth:`TrieStore.remove`."""
-        return self._store.remove(namespace, sequence)
-
-    def snapshot_now(self) -> int:
-        """:meth:`TrieStore.snapshot_now`."""
-        return self._store.snapshot_now()
-
-    def stats(self) -> StoreStats:
-        """:meth:`TrieStore.stats`."""
-        return self._store.stats()
-
-    def close(self) -> None:
-        """:meth:`TrieStore.close`."""
-        self._store.close()
+        return _encode(self.exchange(decoded))
 
     def __ray_shutdown__(self) -> None:
-        self._store.close()
+        self.close()
 
     def _leave_with_the_node(self) -> None:
         """Ends the process, after a last snapshot, when its node is drained."""
         await_drain()
         logger.warning("This node is drained: the draft memory leaves it")
-        self._store.close()
+        self.close()
         os._exit(1)
 
 
@@ -145,7 +125,7 @@ class RayStoreClient:
         deadline = time.monotonic() + timeout_s
         try:
             self._await_the_last(timeout_s)
-            self._unanswered = self._store().exchange.remote(_encode(request))
+            self._unanswered = self._store().exchange_encoded.remote(_encode(request))
             left_s = max(0.0, deadline - time.monotonic())
             content = ray.get(self._unanswered, timeout=left_s)
         except GetTimeoutError:
@@ -193,10 +173,6 @@ class RemoteStore:
     def purge(self, namespace: str) -> int:
         """:meth:`TrieStore.purge`."""
         return _result(self._actor.purge.remote(namespace), int)
-
-    def remove(self, namespace: str, sequence: str) -> int:
-        """:meth:`TrieStore.remove`."""
-        return _result(self._actor.remove.remote(namespace, sequence), int)
 
     def snapshot_now(self) -> int:
         """:meth:`TrieStore.snapshot_now`."""

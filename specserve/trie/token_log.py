@@ -35,45 +35,22 @@ class LogBatch:
         records: in the log's order.
         position: where to go on reading.
         behind: positions left to read from there.
-        lost: positions that were dropped before they could be read.
     """
 
     records: list[Record]
     position: int
     behind: int
-    lost: int
-
-
-@dataclass(slots=True)
-class LogCounts:
-    """What a log has done since it was made.
-
-    Attributes:
-        taken_tokens: tokens of records taken.
-        dropped_tokens: tokens of records dropped for want of room, oldest first.
-        forgotten_tokens: tokens of records forgotten by a tombstone, or refused because of one.
-        duplicate_records: records that came again.
-        invalid_records: records that were not well formed.
-    """
-
-    taken_tokens: int = 0
-    dropped_tokens: int = 0
-    forgotten_tokens: int = 0
-    duplicate_records: int = 0
-    invalid_records: int = 0
 
 
 class LogState(msgspec.Struct, frozen=True):
     """All that a log holds, for a snapshot.
 
     Attributes:
-        end: position after the last record.
         held: numbers of all records ever taken.
         tombstones: those in force.
-        records: the log's records, in order.
+        records: the texts' records, in order.
     """
 
-    end: int
     held: Ranges
     tombstones: list[Record]
     records: list[Record]
@@ -100,9 +77,12 @@ class TokenLog:
         if max_bytes < MIN_BYTES:
             raise ConfigError("max_bytes", max_bytes, f"at least {MIN_BYTES}")
         assert MIN_BYTES > 4 * MAX_RECORD_TOKENS
-        self.counts = LogCounts()
         self.held = SeenRecords()
-        self.num_tokens = 0
+        self.num_tokens = self.num_records = 0
+        """Those held."""
+        self.dropped_tokens = 0
+        """Tokens of records dropped for want of room."""
+        self._was_told = False
         self._record_bytes = 0
         self._max_bytes = max_bytes
         self._vocab_size = vocab_size
@@ -110,7 +90,6 @@ class TokenLog:
         self._slots: list[Record | None] = []
         self._head = 0  # slots before it are used up
         self._end = 0
-        self._num_records_of: Counter[str] = Counter()
         self._num_tokens_of: Counter[str] = Counter()
         self._tombstones = Tombstones(max_bytes // 2)
 
@@ -129,32 +108,24 @@ class TokenLog:
         """Memory of what is held, in bytes."""
         return self._record_bytes + self._tombstones.num_bytes
 
-    @property
-    def num_records(self) -> int:
-        """Records held."""
-        return self._num_records_of.total()
-
     def append(self, record: Record) -> bool:
         """Takes a record, unless it was taken before, is to be forgotten or is not well formed.
 
         A tombstone is carried out at once, and kept so that readers do the same.
         """
         if problem := problem_of(record, self._vocab_size):
-            if not self.counts.invalid_records:
-                logger.warning("A record is dropped: %s. Further ones are only counted", problem)
-            self.counts.invalid_records += 1
+            if not self._was_told:
+                logger.warning("A record is dropped: %s. Of further ones nothing is said", problem)
+            self._was_told = True
             return False
-        if not self.held.add(record.origin, record.number, self._is_needed):
-            self.counts.duplicate_records += 1
+        if not self.held.add(record.origin, record.number):
             return False
         if record.kind == "text" and self._tombstones.cover(record):
-            self.counts.forgotten_tokens += record.num_tokens
             return False
         record = record.with_shared_names()
         if record.kind != "text":
             self._carry_out(record)
         self._put(record)
-        self.counts.taken_tokens += record.num_tokens
         return True
 
     def since(
@@ -171,8 +142,8 @@ class TokenLog:
             wanted: which records the reader wants.
         """
         start = self.start
-        lost = max(0, start - position)
-        records = [each for each in self._tombstones.in_force() if lost and wanted(each)]
+        missed = self._tombstones.in_force() if position < start else []
+        records = [each for each in missed if wanted(each)]
         position = min(max(position, start), self._end)
         offset = len(self._slots) - self._end
         stop = min(self._end, position + SCANNED)
@@ -183,11 +154,11 @@ class TokenLog:
             if record is not None and wanted(record):
                 records.append(record)
                 size += record.num_bytes
-        return LogBatch(records, position, self._end - position, lost)
+        return LogBatch(records, position, self._end - position)
 
     def newest_stamp(self, purged: str) -> float:
         """Stamp of the newest record that a purge of ``purged`` is about; 0 if there is none."""
-        stamps = (each.stamp for each in self._records() if is_part_of(each.namespace, purged))
+        stamps = (each.stamp for each in self.records() if is_part_of(each.namespace, purged))
         return max(stamps, default=0.0)
 
     def num_tokens_of(self) -> dict[str, int]:
@@ -196,32 +167,23 @@ class TokenLog:
 
     def state(self) -> LogState:
         """All of it; the log may change afterwards."""
-        return LogState(
-            self._end, self.held.ranges(), self._tombstones.in_force(), list(self._records())
-        )
+        texts = [record for record in self.records() if record.kind == "text"]
+        return LogState(self.held.ranges(), self._tombstones.in_force(), texts)
 
     def restore(self, state: LogState) -> None:
-        """Takes over what another log held; only for a log that is still empty.
+        """Takes what another log held, behind what this one has."""
+        is_new = not self._end
+        for record in (*state.tombstones, *state.records):
+            self.append(record)
+        if is_new:
+            self.held = SeenRecords(state.held)
 
-        A reader may go on at the position that it had in the other log. Where records had been
-        forgotten it reads some again, and never misses one.
-        """
-        assert self._end == 0
-        self.held = SeenRecords(state.held)
-        for tombstone in state.tombstones:
-            if not problem_of(tombstone, self._vocab_size):
-                self._tombstones.keep(tombstone.with_shared_names())
-        self._end = state.end - len(state.records)
-        for record in state.records:
-            if problem_of(record, self._vocab_size):
-                self.counts.invalid_records += 1
-                self._slots.append(None)  # the positions of the others stay
-                self._end += 1
-                self._record_bytes += SLOT_BYTES
-            else:
-                self._put(record.with_shared_names())
+    def tombstones(self) -> list[Record]:
+        """Those in force, the oldest first."""
+        return self._tombstones.in_force()
 
-    def _records(self) -> Iterator[Record]:
+    def records(self) -> Iterator[Record]:
+        """All records held, the oldest first."""
         for index in range(self._head, len(self._slots)):
             record = self._slots[index]
             if record is not None:
@@ -230,9 +192,7 @@ class TokenLog:
     def _put(self, record: Record) -> None:
         self._slots.append(record)
         self._end += 1
-        self._num_records_of[record.origin] += 1
-        self._count(record, record.num_tokens)
-        self._record_bytes += record.num_bytes
+        self._count(record, 1)
         self._shrink()
 
     def _shrink(self) -> None:
@@ -244,36 +204,28 @@ class TokenLog:
             if record is None:
                 self._record_bytes -= SLOT_BYTES
                 continue
-            self._release(record)
-            self.counts.dropped_tokens += record.num_tokens
+            self._count(record, -1)
+            self.dropped_tokens += record.num_tokens
             if self._on_drop is not None:
                 self._on_drop(record)
         if self._head > 1024 and 2 * self._head > len(self._slots):
             del self._slots[: self._head]
             self._head = 0
 
-    def _release(self, record: Record) -> None:
-        self._count(record, -record.num_tokens)
-        self._record_bytes -= record.num_bytes
-        self._num_records_of[record.origin] -= 1
-        if not self._num_records_of[record.origin]:
-            del self._num_records_of[record.origin]
-
-    def _count(self, record: Record, num_tokens: int) -> None:
-        self.num_tokens += num_tokens
-        self._num_tokens_of[record.namespace] += num_tokens
+    def _count(self, record: Record, sign: int) -> None:
+        """A record more, or with the sign -1 one less."""
+        self.num_records += sign
+        self._record_bytes += sign * record.num_bytes
+        self.num_tokens += sign * record.num_tokens
+        self._num_tokens_of[record.namespace] += sign * record.num_tokens
         if not self._num_tokens_of[record.namespace]:
             del self._num_tokens_of[record.namespace]
-
-    def _is_needed(self, origin: str) -> bool:
-        return origin in self._num_records_of
 
     def _carry_out(self, tombstone: Record) -> None:
         for index in range(self._head, len(self._slots)):
             record = self._slots[index]
-            if record is not None and record.kind == "text" and is_meant(tombstone, record):
+            if record is not None and is_meant(tombstone, record):
                 self._slots[index] = None
-                self._release(record)
+                self._count(record, -1)
                 self._record_bytes += SLOT_BYTES
-                self.counts.forgotten_tokens += record.num_tokens
         self._tombstones.keep(tombstone)

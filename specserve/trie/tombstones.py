@@ -22,16 +22,15 @@ class Tombstones:
         self.num_bytes = 0
         """Memory of the tombstones, in bytes."""
         self._max_bytes = max_bytes
-        self._tombstones: dict[tuple[str, str], Record] = {}
+        self._tombstones: dict[str, Record] = {}
 
     def keep(self, tombstone: Record) -> None:
         """Puts a tombstone in force, in the place of an older one about the same."""
-        key = (tombstone.namespace, tombstone.sequence)
-        older = self._tombstones.pop(key, None)
+        older = self._tombstones.pop(tombstone.namespace, None)
         if older is not None:
             self.num_bytes -= older.num_bytes
             tombstone = max(older, tombstone, key=lambda each: each.stamp)
-        self._tombstones[key] = tombstone
+        self._tombstones[tombstone.namespace] = tombstone
         self.num_bytes += tombstone.num_bytes
         while len(self._tombstones) > MAX_TOMBSTONES or (
             self.num_bytes > self._max_bytes and len(self._tombstones) > 1
@@ -40,15 +39,8 @@ class Tombstones:
 
     def cover(self, text: Record) -> bool:
         """Whether one of them is about this text."""
-        if not self._tombstones:
-            return False
-        keys = (
-            (half_of(text.namespace), ""),
-            (text.namespace, ""),
-            (text.namespace, text.sequence),
-        )
-        about_it = (self._tombstones.get(key) for key in keys)
-        return any(tombstone is not None and is_meant(tombstone, text) for tombstone in about_it)
+        purges = map(self._tombstones.get, (half_of(text.namespace), text.namespace))
+        return any(purge is not None and is_meant(purge, text) for purge in purges)
 
     def in_force(self) -> list[Record]:
         """All of them, the oldest first."""
@@ -57,8 +49,5 @@ class Tombstones:
 
 def is_meant(tombstone: Record, text: Record) -> bool:
     """Whether a tombstone is about this text."""
-    if text.stamp > tombstone.stamp:
-        return False
-    if tombstone.kind == "purge":
-        return is_part_of(text.namespace, tombstone.namespace)
-    return (tombstone.namespace, tombstone.sequence) == (text.namespace, text.sequence)
+    is_older = text.kind == "text" and text.stamp <= tombstone.stamp
+    return is_older and is_part_of(text.namespace, tombstone.namespace)

@@ -7,7 +7,7 @@ from typing import Self
 
 import zmq
 
-_USER = b"replica"
+USER = "replica"
 """ZeroMQ wants a name beside the secret."""
 
 
@@ -41,6 +41,6 @@ class Endpoint:
     def connect(self, socket: zmq.Socket[bytes]) -> None:
         """Connects a socket; with another secret than the drafter's it never hears anything."""
         if self.secret:
-            socket.setsockopt(zmq.PLAIN_USERNAME, _USER)
+            socket.setsockopt(zmq.PLAIN_USERNAME, USER.encode())
             socket.setsockopt(zmq.PLAIN_PASSWORD, self.secret.encode())
         socket.connect(self.place)

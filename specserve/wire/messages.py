@@ -62,12 +62,6 @@ class Card(msgspec.Struct, frozen=True, array_like=True, tag="card"):
         number: the question's.
         protocol: what the drafter speaks.
         instance: the process's random name; another one means that all texts are forgotten.
-        kind: ``draft_model`` or ``mtp``.
-        model: the checkpoint's path, for messages.
-        vocab_size: token ids are below it.
-        tokenizer: hash of the vocabulary; empty: unknown.
-        hidden_size: width of the hidden states it wants; 0: none.
-        max_tokens: longest text in tokens.
     """
 
     number: Number
@@ -109,11 +103,7 @@ class TextRow(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         text: its number.
         salt: 0 .. 2**64 - 1.
-        start: position of the first of ``tokens``.
-        tokens: int32 ``[m]``.
-        states_start: position of the first of ``states``.
         states: uint16 ``[s, hidden_size]``, bits of bfloat16; None: none.
-        max_draft_tokens: 0: nothing is to be drafted.
     """
 
     text: int
@@ -153,15 +143,7 @@ vocabulary, or a state is not the model's."""
 
 
 class RowAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """What became of a row; see :class:`specserve.drafters.base.Answer`.
-
-    Attributes:
-        held: as there.
-        tokens: as there.
-        chances: of each token, in 255ths.
-        begin: as there.
-        problem: as there.
-    """
+    """What became of a row; see :class:`specserve.drafters.base.Answer`. Chances in 255ths."""
 
     held: Position
     tokens: Annotated[tuple[Position, ...], msgspec.Meta(max_length=MAX_DRAFT_TOKENS)] = ()

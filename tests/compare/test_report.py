@@ -94,7 +94,7 @@ def test_a_text_that_was_changed_is_told(comparison: Comparison) -> None:
     assert content["ngram"]["lossless"]["failures"][0]["gap"] is None
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_what_cannot_be_written_as_json_leaves_the_file_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     write_json(path, {"a": 1})
     assert json.loads(path.read_text()) == {"a": 1}

@@ -73,12 +73,11 @@ def test_a_renamed_function_differs_in_that_name_alone(maker: TaskMaker) -> None
         assert not re.search(rf"\b{old}\b", answer)
 
 
-def test_quoted_and_repeated_code_stands_in_the_question(maker: TaskMaker) -> None:
-    for kind in ("quote", "repeat"):
-        for seed in range(20):
-            task = maker.draw(random.Random(seed), 2000, kind)
-            question, answer = (m["content"] for m in task.messages[-2:])
-            assert answer.removeprefix("```python\n").removesuffix("\n```") in question
+def test_quoted_code_stands_in_the_question(maker: TaskMaker) -> None:
+    for seed in range(20):
+        task = maker.draw(random.Random(seed), 2000, "quote")
+        question, answer = (m["content"] for m in task.messages[-2:])
+        assert answer.removeprefix("```python\n").removesuffix("\n```") in question
 
 
 def test_equal_seeds_draw_equal_tasks(modules: list[Module]) -> None:

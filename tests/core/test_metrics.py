@@ -5,21 +5,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specserve.core.metric_specs import (
-    ACCEPTED_LENGTH,
     ALL,
-    DRAFT_LATENCY,
     DRAFTER_UP,
     LATENCY_BUCKETS_S,
     OF_DRAFTERS,
-    TRIE_TOKENS,
     MetricSpec,
 )
-from specserve.core.metrics import (
-    NamespaceSnapshot,
-    SpeculationMetrics,
-    SpeculationSnapshot,
-    TrieSnapshot,
-)
+from specserve.core.metrics import SpeculationMetrics, SpeculationSnapshot
 from specserve.core.samples import samples
 from tests.counts import count_draft
 
@@ -50,7 +42,6 @@ def test_every_metric_is_named_and_described_in_one_way() -> None:
         assert spec.name.startswith("specserve_")
         assert spec.name.endswith("_total") == (spec.kind == "counter")
         assert bool(spec.buckets) == (spec.kind == "histogram")
-        assert spec.name in spec.promql
         assert spec.unit
         assert spec.description.endswith(".")
 
@@ -136,42 +127,14 @@ def test_a_source_is_up_while_it_is_asked_and_what_it_asks_itself_is_there() -> 
     assert shown == [(True, ""), (False, "off"), (False, "away"), (False, "off")]
 
 
-def test_a_namespace_that_has_lost_its_trie_is_told_as_empty_once() -> None:
-    metrics = SpeculationMetrics()
-    held = [NamespaceSnapshot(name, 5, 650, 7, 2) for name in ("kept", "lost")]
-    metrics.watch_trie(lambda: TrieSnapshot(tuple(held)))
-    first = metrics.snapshot()
-    held.pop()
-    second = metrics.snapshot()
-    assert values(second.since(first), TRIE_TOKENS) == {("kept",): 5, ("lost",): 0}
-    assert set(values(metrics.snapshot().since(second), TRIE_TOKENS)) == {("kept",)}
-
-
-@settings(deadline=None)
-@given(DRAFTS, DRAFTS)
-def test_increments_and_the_earlier_totals_make_the_later_totals(
-    early: list[tuple[int, int]], late: list[tuple[int, int]]
-) -> None:
-    metrics = counted(early)
-    before = metrics.snapshot()
-    for num_drafted, num_accepted in late:
-        count_draft(metrics, "ngram", num_drafted, num_accepted)
-        metrics.count_call("ngram", 1e-4)
-    grown = metrics.snapshot().since(before)
-    alone = counted(late).snapshot()
-    for name in ("specserve_drafts_total", "specserve_accepted_tokens_total"):
-        spec = by_name(name)
-        assert sum(values(grown, spec).values()) == sum(values(alone, spec).values())
-    bins = [sample.bins for sample in samples(grown) if sample.spec is ACCEPTED_LENGTH]
-    assert sum(count for each in bins for _, count in each) == len(late)
-    calls = [sample.bins for sample in samples(grown) if sample.spec is DRAFT_LATENCY]
-    assert sum(count for each in calls for _, count in each) == len(late)
-
-
-def test_after_a_restart_all_that_is_counted_is_new() -> None:
-    before = counted([(4, 4)] * 10).snapshot()
-    after = counted([(4, 1)]).snapshot()
-    assert after.since(before).acceptance == after.acceptance
+def test_what_came_since_an_earlier_snapshot_is_told() -> None:
+    metrics = counted([(3, 1)])
+    (before,) = metrics.snapshot().acceptance
+    count_draft(metrics, "ngram", 4, 4)
+    (now,) = metrics.snapshot().acceptance
+    assert now.since(before).drafted_at_position == (1, 1, 1, 1)
+    assert now.since(before).accepted_at_position == (1, 1, 1, 1)
+    assert now.since(None) == now
 
 
 def test_a_snapshot_survives_the_wire() -> None:

@@ -31,7 +31,8 @@ def note(recent: RecentSteps, outcomes: list[Outcome]) -> None:
             np.array([0 if each.draft else -1 for each in outcomes], np.int32),
             np.array([len(each.draft) for each in outcomes], np.int32),
             np.array([len(each.new) - 1 if each.draft else 0 for each in outcomes], np.int32),
-            [list(each.new) for each in outcomes],
+            np.array([len(each.new) for each in outcomes], np.int32),
+            [list(each.new) for each in outcomes] if recent.with_tokens else None,
             drafted if recent.with_tokens else None,
         )
     )
@@ -52,7 +53,7 @@ def test_steps_are_told_by_request_in_their_order_the_newest_request_first() -> 
 
 def test_the_tokens_of_a_step_in_which_nothing_was_drafted_are_told_too() -> None:
     recent, none = RecentSteps(with_tokens=True), np.zeros(1, np.int32)
-    recent.note(Step(["a"], (), none - 1, none, none, [[5]]))
+    recent.note(Step(["a"], (), none - 1, none, none, none + 1, [[5]]))
     (step,) = recent.requests()[0].steps
     assert (step.source, step.new, step.refused) == ("", (5,), ())
 

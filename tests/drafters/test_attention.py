@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from specserve.drafters.attention import Padded, RowByRow, Span
-from specserve.drafters.kv_cache import KVCache, LayerShape
+from specserve.drafters.attention import Padded, RowByRow
+from specserve.drafters.kv_cache import KVCache, LayerShape, Span
 
 SPANS = [
     [Span(2, 0, 1)],
@@ -28,7 +28,7 @@ def plain_attention(query: Tensor, cache: KVCache, spans: list[Span], scale: flo
     """By its definition, one query at a time; head h of 6 reads head h // 3 of 2."""
     rows, n = [], 0
     for span in spans:
-        for position in range(span.begin, span.end):
+        for position in range(span.start, span.end):
             keys = cache.keys[1][span.slot, : position + 1].repeat_interleave(3, 1)
             values = cache.values[1][span.slot, : position + 1].repeat_interleave(3, 1)
             weights = torch.einsum("hd,thd->ht", query[:, n] * scale, keys).softmax(-1)
@@ -46,7 +46,7 @@ def test_each_new_token_sees_its_own_text_up_to_itself(
     for span in spans:  # what lies behind a text may be anything
         for entries in (*cache.keys, *cache.values):
             entries[span.slot, span.end :] = torch.nan
-    num_tokens = sum(span.end - span.begin for span in spans)
+    num_tokens = sum(span.end - span.start for span in spans)
     query = torch.randn(6, num_tokens, 8, generator=torch.Generator().manual_seed(1))
     found = reader(cache, spans).attend(1, query, 0.3)
     torch.testing.assert_close(found, plain_attention(query, cache, spans, 0.3))

@@ -16,11 +16,10 @@ from transformers import AutoModelForCausalLM
 from specserve.core.errors import ConfigError
 from specserve.core.types import Int32Array
 from specserve.drafters import slots
-from specserve.drafters.attention import Span
 from specserve.drafters.base import Answer, Card, Row
 from specserve.drafters.causal import CausalDrafter
 from specserve.drafters.causal_model import CausalModel
-from specserve.drafters.kv_cache import KVCache
+from specserve.drafters.kv_cache import KVCache, Span
 from specserve.drafters.schedule import Call, Task
 
 MODEL = str(Path(__file__).parents[2] / "configs/models/demo-draft")

@@ -10,9 +10,9 @@ import torch
 import transformers as hf
 
 from specserve.core.errors import ConfigError
-from specserve.drafters.attention import Span, UnsupportedAttention
+from specserve.drafters.attention import UnsupportedAttention
 from specserve.drafters.causal_model import CausalModel
-from specserve.drafters.kv_cache import KVCache
+from specserve.drafters.kv_cache import KVCache, Span
 
 SIZES = {
     "vocab_size": 300,

@@ -13,10 +13,10 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     DeepseekV3RotaryEmbedding,
 )
 
+from specserve.drafters.kv_cache import Span
 from specserve.drafters.latent_attention import (
     LatentAttention,
     Packed,
-    Span,
     attend_by_products,
     attend_on_cpu,
     rotation_tables,
@@ -81,7 +81,7 @@ def test_absorbed_attention_equals_the_expanded_one(
     changes: dict[str, Any], inputs: Tensor
 ) -> None:
     both = Both(small_config(**changes))
-    each = [both.forward(inputs[i : i + 1], Span(1, 0, i, i + 1)) for i in range(100)]
+    each = [both.forward(inputs[i : i + 1], Span(1, i, i + 1)) for i in range(100)]
     assert close(torch.cat(each), both.expected(inputs))
 
 
@@ -90,7 +90,7 @@ def test_entries_may_come_one_by_one_and_in_pieces(inputs: Tensor) -> None:
     both = Both(small_config(**CONFIGS[0]))
     bounds = [0, 1, 2, 40, 41, 99, 100]
     lasts = [
-        both.forward(inputs[start:end], Span(0, 0, start, end)) for start, end in pairwise(bounds)
+        both.forward(inputs[start:end], Span(0, start, end)) for start, end in pairwise(bounds)
     ]
     ends = torch.tensor(bounds[1:]) - 1
     assert close(torch.cat(lasts), both.expected(inputs)[ends])
@@ -99,9 +99,9 @@ def test_entries_may_come_one_by_one_and_in_pieces(inputs: Tensor) -> None:
 @torch.inference_mode()
 def test_texts_of_one_call_do_not_see_each_other(inputs: Tensor) -> None:
     both = Both(small_config(**CONFIGS[0]))
-    both.forward(inputs[:30], Span(2, 0, 0, 30))
+    both.forward(inputs[:30], Span(2, 0, 30))
     packed = torch.cat([inputs[50:57], inputs[30:31], inputs[60:90]])
-    out = both.forward(packed, Span(0, 0, 0, 7), Span(2, 0, 30, 31), Span(1, 0, 0, 30))
+    out = both.forward(packed, Span(0, 0, 7), Span(2, 30, 31), Span(1, 0, 30))
     assert close(out[0], both.expected(inputs[50:57])[-1])
     assert close(out[1], both.expected(inputs[:31])[-1])
     assert close(out[2], both.expected(inputs[60:90])[-1])
@@ -123,7 +123,7 @@ def test_on_a_cpu_and_elsewhere_attention_is_the_same(num_threads: int) -> None:
 @torch.inference_mode()
 def test_a_text_may_begin_later_than_at_position_0(inputs: Tensor) -> None:
     both = Both(small_config(**CONFIGS[0]))
-    out = both.forward(inputs[:20], Span(0, 70, 70, 90))
+    out = both.forward(inputs[:20], Span(0, 70, 90, 70))
     assert close(out[0], both.expected(inputs[:20], begin=70)[-1])
 
 

@@ -16,7 +16,8 @@ from msgspec.structs import replace
 
 from specserve.core.errors import ConfigError
 from specserve.drafters.base import Answer, Key, Row
-from specserve.drafters.latent_attention import Packed, Span
+from specserve.drafters.kv_cache import Span
+from specserve.drafters.latent_attention import Packed
 from specserve.drafters.mtp import MtpDrafter
 from tests.drafters.mtp_reference import MODEL, NUM_TOKENS, texts
 
@@ -27,7 +28,8 @@ NUM_SLOTS = 4
 @pytest.fixture(scope="module")
 def loaded() -> Iterator[MtpDrafter]:
     before = torch.get_num_threads()
-    yield MtpDrafter.load(str(MODEL), max_texts=NUM_SLOTS, max_tokens=ROOM, num_threads=1)
+    torch.set_num_threads(1)
+    yield MtpDrafter.load(str(MODEL), max_texts=NUM_SLOTS, max_tokens=ROOM)
     torch.set_num_threads(before)
 
 
@@ -68,7 +70,7 @@ def row(
 
 def test_results_are_what_the_training_code_computes(drafter: MtpDrafter) -> None:
     text, end = texts()[0], NUM_TOKENS - 1
-    each = Packed.of([Span(0, 0, i, i + 1) for i in range(end)], torch.device("cpu"))
+    each = Packed.of([Span(0, i, i + 1) for i in range(end)], torch.device("cpu"))
     with torch.inference_mode():
         ours = drafter.module.forward(
             torch.from_numpy(text.states[:end]),
@@ -85,7 +87,7 @@ def test_only_wanted_results_are_computed_and_all_entries_are_written(
     drafter: MtpDrafter,
 ) -> None:
     first, second = texts()[:2]
-    spans = [Span(0, 0, 0, 200), Span(1, 0, 0, 150)]
+    spans = [Span(0, 0, 200), Span(1, 0, 150)]
     with torch.inference_mode():
         (result,) = drafter.module.forward(
             torch.from_numpy(np.concatenate([first.states[:200], second.states[:150]])),
@@ -96,7 +98,7 @@ def test_only_wanted_results_are_computed_and_all_entries_are_written(
         (later,) = drafter.module.forward(
             torch.from_numpy(second.states[150:151]),
             torch.from_numpy(second.tokens[151:152]).long(),
-            Packed.of([Span(1, 0, 150, 151)], torch.device("cpu")),
+            Packed.of([Span(1, 150, 151)], torch.device("cpu")),
             1,
         )
     assert (result - first.entries(200)[-1]).abs().max() < 2e-3
@@ -320,13 +322,13 @@ def test_a_checkpoint_that_does_not_fit_is_refused_in_one_line(
 ) -> None:
     folder = copy_of_base(tmp_path / "model", **changes)
     with pytest.raises(ConfigError, match=message) as caught:
-        MtpDrafter.load(folder, max_texts=1, max_tokens=64, num_threads=1)
+        MtpDrafter.load(folder, max_texts=1, max_tokens=64)
     assert "\n" not in str(caught.value)
 
 
 def test_a_cache_that_does_not_fit_is_refused_by_its_bytes() -> None:
     with pytest.raises(ConfigError, match=r"max_texts: 1000000 .* 9,437,184,000,000 bytes"):
-        MtpDrafter.load(str(MODEL), max_texts=1_000_000, max_tokens=4096, num_threads=1)
+        MtpDrafter.load(str(MODEL), max_texts=1_000_000, max_tokens=4096)
 
 
 def test_the_card_tells_what_a_client_must_know(loaded: MtpDrafter) -> None:

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from specserve.core.errors import ConfigError, SpecServeError
 from specserve.drafters import mtp_files
 from specserve.drafters.base import Row
-from specserve.drafters.latent_attention import Packed, Span
+from specserve.drafters.kv_cache import Span
+from specserve.drafters.latent_attention import Packed
 from specserve.drafters.mtp import MtpDrafter
 from specserve.drafters.mtp_files import StoredTensor, find_mtp, split_mtp
 from specserve.drafters.mtp_weights import MtpWeights, dequantize
@@ -29,8 +30,8 @@ SHARED = ("embed_tokens.weight", "shared_head.head.weight")
 
 @pytest.fixture(autouse=True, scope="module")
 def threads() -> Iterator[None]:
-    """Loading a drafter sets the process's number of threads."""
     before = torch.get_num_threads()
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 
@@ -89,7 +90,7 @@ def test_dequantizing_takes_each_block_by_its_own_factor() -> None:
 
 
 def load(folder: Path) -> MtpDrafter:
-    return MtpDrafter.load(str(folder), max_texts=1, max_tokens=400, num_threads=1)
+    return MtpDrafter.load(str(folder), max_texts=1, max_tokens=400)
 
 
 def test_an_fp8_copy_computes_nearly_the_same(tmp_path: Path) -> None:
@@ -98,7 +99,7 @@ def test_an_fp8_copy_computes_nearly_the_same(tmp_path: Path) -> None:
     states = torch.from_numpy(text.states[:400])
     following = torch.from_numpy(text.tokens[1:401]).long()
     with torch.inference_mode():
-        each = Packed.of([Span(0, 0, i, i + 1) for i in range(400)], torch.device("cpu"))
+        each = Packed.of([Span(0, i, i + 1) for i in range(400)], torch.device("cpu"))
         results = module.forward(states, following, each, 400)
         expected = text.entries(400)
         same = module.next_tokens(results)[0] == module.next_tokens(expected)[0]

@@ -13,7 +13,7 @@ import torch
 from specserve.core.config import AppConfig, parse
 from specserve.core.metrics import SpeculationSnapshot
 from specserve.core.recent import RecentRequest
-from specserve.core.types import DraftBatch, HiddenStates, Int32Array
+from specserve.core.types import DraftBatch, HiddenStates
 from specserve.engine.hook import ProposerHook, copy_states
 from specserve.policy.chain import Chain
 
@@ -271,9 +271,9 @@ def test_hidden_states_come_with_the_position_of_each_requests_first(
     seen: list[HiddenStates | None] = []
     step = hook._chain.step
 
-    def watch(batch: DraftBatch, room: Int32Array) -> list[list[int]]:
+    def watch(batch: DraftBatch, num_steps: int) -> list[list[int]]:
         seen.append(batch.hidden_states)
-        return step(batch, room)
+        return step(batch, num_steps)
 
     monkeypatch.setattr(hook._chain, "step", watch)
     _step(hook, runner, [[1, 2, 3, 4], [4]], a=[1, 2, 3, 4])
@@ -319,7 +319,7 @@ def test_in_a_step_without_a_source_that_is_due_only_the_outcomes_are_passed_on(
     runner = Runner(a=REPEATING)
     hook.attach(runner)
     assert _step(hook, runner, [[4]]) == [[1, 2, 3, 4]]
-    monkeypatch.setattr(hook._chain, "is_due", lambda *_: False)
+    monkeypatch.setattr("specserve.policy.asking.Ask.is_due", lambda *_: False)
     _append(runner, 0, [1, 2, 9])
 
     assert _step(hook, runner, [[1, 2, 9]], a=[1, 2, 3, 4]) == [[]]
@@ -342,16 +342,16 @@ def test_steps_of_the_same_requests_are_idle_until_a_source_is_due(
     resting.attach(runner)
     asked_after: list[int] = []
 
-    def is_due(slots: object, num_steps: int) -> bool:
+    def step(batch: DraftBatch, num_steps: int) -> list[list[int]]:
         asked_after.append(num_steps)
-        return False
+        return [[], []]
 
-    monkeypatch.setattr(resting._chain, "is_due", is_due)
+    monkeypatch.setattr(resting._chain, "step", step)
     assert not resting.is_idle(_scheduled(runner))  # nothing is known yet
     _step(resting, runner, [[1], [2]])
     for _ in range(3):
         assert resting.is_idle(_scheduled(runner))
-        resting.pass_over(["a", "b"], [[3], [4]])
+        resting.pass_over([[3], [4]])
     assert not resting.is_idle(_scheduled(runner))
     _step(resting, runner, [[5], [6]])
     assert asked_after == [1, 4]
@@ -386,10 +386,10 @@ def test_the_time_of_the_step_after_idle_ones_is_its_own(
     times = iter([10.0, 11.0, 11.5, 11.6])
     monkeypatch.setattr("specserve.engine.hook.time.perf_counter", lambda: next(times))
     seen: list[float] = []
-    monkeypatch.setattr(resting._chain, "is_due", lambda *_: False)
-    monkeypatch.setattr(resting._chain, "observe_step", lambda *told: seen.append(told[2]))
+    monkeypatch.setattr(resting._chain, "step", lambda *_: [[]])
+    monkeypatch.setattr(resting._chain.cost, "observe", lambda *told: seen.append(told[2]))
     _step(resting, runner, [[1]])
-    resting.pass_over(["a"], [[3]])
+    resting.pass_over([[3]])
     _step(resting, runner, [[5]])
     assert seen == [0.5]
 

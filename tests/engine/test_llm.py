@@ -129,3 +129,30 @@ def test_the_engine_core_holds_a_single_shard_that_is_placed_on_its_node(
     group: Any = None
     found = llm._in_process(parse({"model": {"path": "m"}, **sections}), group)
     assert found is (is_in_process and current_platform.is_cpu())
+
+
+@pytest.mark.parametrize(
+    ("sources", "on_cpu", "expected"),
+    [
+        ([], True, True),
+        ([], False, False),
+        ([NGRAM], True, True),
+        ([NGRAM], False, True),
+        ([IN_ENGINE], True, False),
+    ],
+)
+def test_workers_have_our_logits_processors_where_they_draft_or_run_on_cpu(
+    sources: list[dict[str, Any]],
+    on_cpu: bool,
+    expected: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(llm, "current_platform", SimpleNamespace(is_cpu=lambda: on_cpu))
+    config = parse({"model": {"path": "m"}, "speculation": sources})
+    assert llm.has_processors(config) is expected
+
+
+def test_a_model_that_does_not_generate_has_no_texts() -> None:
+    fake: Any = Llm(at_once)
+    app: Any = SimpleNamespace(state=SimpleNamespace(openai_serving_completion=None))
+    assert Engine(parse({"model": {"path": "m"}}), fake).text_engine(app) is None

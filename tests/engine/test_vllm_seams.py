@@ -267,6 +267,7 @@ def test_the_engines_arguments_have_the_names_that_we_set() -> None:
         "distributed_executor_backend",
         "max_num_queued_reqs",
         "kv_cache_memory_bytes",
+        "logits_processors",
     }
     assert dataclasses.is_dataclass(FrontendArgs)
     assert parameters(make_arg_parser) == ["parser"]

@@ -13,6 +13,7 @@ from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS
 from vllm.v1.sample.sampler import Sampler
 
 from specserve.engine.hook import ProposerHook
+from specserve.engine.logits_processors import PROCESSORS
 from specserve.engine.sampler import IndependentRejectionSampler, IndependentSampler
 from specserve.engine.worker import SpeculationMixin
 
@@ -82,7 +83,7 @@ def test_a_rank_that_does_not_draft_samples_as_the_one_that_does() -> None:
     worker = Worker()
     worker.init_device()
     processors = worker.model_runner.input_batch.logitsprocs
-    assert {type(each) for each in processors.all} == set(BUILTIN_LOGITS_PROCESSORS)
+    assert {type(each) for each in processors.all} == {*BUILTIN_LOGITS_PROCESSORS, *PROCESSORS}
     assert isinstance(worker.model_runner.sampler, IndependentSampler)
     assert isinstance(worker.model_runner.rejection_sampler, IndependentRejectionSampler)
     assert worker.model_runner.rejection_sampler.sampler is worker.model_runner.sampler
@@ -122,7 +123,7 @@ class Hook(ProposerHook):
         self.is_warm = threading.Event()
         self._exits = [lambda: self.seen.append(worker.is_shut_down)]
         self.seen: list[bool] = []
-        self.idle_steps: list[tuple[list[str], list[list[int]]]] = []
+        self.idle_steps: list[list[list[int]]] = []
 
     def forget(self, request_ids: object) -> None:
         """Nothing is kept."""
@@ -130,8 +131,8 @@ class Hook(ProposerHook):
     def is_idle(self, scheduler_output: Any) -> bool:
         return bool(scheduler_output.is_idle)
 
-    def pass_over(self, request_ids: list[str], sampled_token_ids: list[list[int]]) -> None:
-        self.idle_steps.append((request_ids, sampled_token_ids))
+    def pass_over(self, sampled_token_ids: list[list[int]]) -> None:
+        self.idle_steps.append(sampled_token_ids)
 
 
 def test_the_sources_learn_when_the_worker_has_its_memory() -> None:
@@ -167,7 +168,7 @@ def test_an_idle_step_is_taken_as_without_speculation() -> None:
     output = worker.sample_tokens(None)
     assert worker.taken_with == [None, None]
     assert output.specserve_drafts is None
-    assert hook.idle_steps == [(["a"], [[7]])]
+    assert hook.idle_steps == [[[7]]]
 
     worker.execute_model(SimpleNamespace(finished_req_ids=(), is_idle=False))
     output = worker.sample_tokens(None)

@@ -87,7 +87,7 @@ SHARED: dict[str, dict[str, Any]] = {
     "/team": predictable(
         drafted_by(application(http={"api_keys": TENANT_KEYS, "show_text": True}), kind="trie")
     ),
-    "/drafter": drafted_by(application(), **DRAFT_MODEL, num_cpus=0),
+    "/drafter": drafted_by(application(http={"generation_api": False}), **DRAFT_MODEL, num_cpus=0),
 }
 """The applications that most tests use, by their prefixes; all at once."""
 

@@ -34,6 +34,9 @@ NUM_CLIENTS = 4
 """How many send cases at once: most of a case is the wait for its answer."""
 ALLOWED_5XX = (501, 503)
 
+_FAILED = re.compile(r'"error_type":"(incomplete_)?generation"')
+"""How the generation API tells of the server's faults, also within a stream."""
+
 _GRAMMARS = ("structured_outputs", "response_format", "tools", "text")
 _TAKE_TOKENS_AWAY = ("allowed_token_ids", "bad_words", "min_tokens", "logit_bias")
 
@@ -56,6 +59,8 @@ class Report:
         """One case's end."""
         in_stream = re.search(r'^data: \{"error".*"code": ?(\d+)', text, re.MULTILINE)
         told = int(in_stream[1]) if in_stream else status
+        if _FAILED.search(text):
+            told = 500
         with self._lock:
             self.statuses[label][told] += 1
         if told >= 500 and told not in ALLOWED_5XX and not is_vllms_own(label, request, text):

@@ -53,6 +53,9 @@ EXAMPLES: dict[str, Body] = {
     "/v1/systemone": {"model": MODEL, "state": "x", "questions": {"q": {"type": "boolean"}}},
     "/tokenize": {"model": MODEL, "prompt": _PROMPT},
     "/detokenize": {"model": MODEL, "tokens": _TOKENS},
+    "/generate": {"inputs": _PROMPT, "parameters": {"max_new_tokens": 8}},
+    "/generate_stream": {"inputs": _PROMPT, "parameters": {"max_new_tokens": 8}},
+    "/": {"inputs": _PROMPT, "parameters": {"max_new_tokens": 8}},
 }
 
 _JSON_SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
@@ -127,7 +130,24 @@ _CHAT: list[Body] = [
     {"reasoning_effort": "low"},
 ]
 
+_GENERATION: list[Body] = [
+    {"parameters": {"max_new_tokens": 8, **each}}
+    for each in (
+        {"details": True, "decoder_input_details": True, "top_n_tokens": 5},
+        {"do_sample": True, "temperature": 0.5, "top_k": 10, "top_p": 0.95, "typical_p": 0.5},
+        {"do_sample": True, "best_of": 2, "details": True},
+        {"repetition_penalty": 1.03, "frequency_penalty": -1, "watermark": True},
+        {"seed": 7, "typical_p": 0.1, "watermark": True, "top_n_tokens": 1},
+        {"stop": ["\n"], "truncate": 5, "return_full_text": True},
+        {"grammar": {"type": "json", "value": _JSON_SCHEMA}},
+        {"grammar": {"type": "regex", "value": "[ab]{2,6}"}, "watermark": True},
+    )
+]
+
 WISHES: dict[str, list[Body]] = {
+    "/generate": [*_GENERATION, *_REQUEST[2:6], {"stream": True}],
+    "/generate_stream": [*_GENERATION, *_REQUEST[2:6]],
+    "/": [*_GENERATION, {"stream": True}],
     "/v1/completions": _COMPLETION,
     "/invocations": _COMPLETION,
     "/v1/completions/render": _COMPLETION,
@@ -182,6 +202,9 @@ ODD_BODIES: list[bytes] = [
     '{"model": "demo", "prompt": "x", "max_tokens": 2}'.encode("utf-16"),
     '{"model": "demo", "prompt": "x", "max_tokens": 2}'.encode("utf-32-le"),
     b'{"new_data_parallel_size": "x"}',
+    b'{"inputs": "\\ud800", "parameters": {"max_new_tokens": 2}}',
+    b'{"inputs": "x", "parameters": {"max_new_tokens": 2, "seed": ' + b"9" * 400 + b"}}",
+    b'{"inputs": "x", "parameters": {"max_new_tokens": 2, "typical_p": NaN}}',
 ]
 """What no schema describes."""
 
@@ -196,6 +219,11 @@ def bounded(body: Body) -> Body:
         body["n"] = min(number, MOST_SEQUENCES)
     if isinstance(sampling := body.get("sampling_params"), dict):
         body["sampling_params"] = {"max_tokens": LONGEST} | bounded(sampling)
+    if isinstance(parameters := body.get("parameters"), dict):
+        longest = min(parameters.get("max_new_tokens") or LONGEST, LONGEST)
+        body["parameters"] = {**parameters, "max_new_tokens": longest}
+    elif "inputs" in body and parameters is None:
+        body["parameters"] = {"max_new_tokens": LONGEST}
     if "messages" in body or "prompt" in body:
         body.setdefault("max_tokens", LONGEST)
         body["max_tokens"] = body["max_tokens"] or LONGEST

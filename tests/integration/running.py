@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,8 +37,25 @@ def replaced_by(cluster: Cluster, before: list[psutil.Process], app: Deployment)
     app.eventually(is_new, f"a new replica alone, {old} gone", READY_S)
 
 
-def answers_finished_for_a_client_that_goes_away(api: Api, app: Deployment, stream: bool) -> float:
+GENERATED: dict[str, Any] = {
+    "inputs": LONG["prompt"],
+    # What was written once is written again, and no end token comes.
+    "parameters": {"max_new_tokens": LONG["max_tokens"], "repetition_penalty": 0.5},
+    "vllm_xargs": OFF,
+}
+"""The same of the generation API."""
+
+
+def answers_finished_for_a_client_that_goes_away(
+    api: Api, app: Deployment, path: str, body: Mapping[str, Any]
+) -> float:
     """Asks for long answers, leaves as soon as they are being written, and waits for their end.
+
+    Args:
+        api: whom.
+        app: its deployment.
+        path: the route.
+        body: what is asked there.
 
     Returns:
         How many of the answers the engine wrote to their whole length.
@@ -46,9 +63,8 @@ def answers_finished_for_a_client_that_goes_away(api: Api, app: Deployment, stre
     before = finished(api)
 
     async def go_away() -> None:
-        body = {"model": MODEL, "stream": stream, **LONG, **SEVERAL}
         async with httpx.AsyncClient(base_url=api.base_url, timeout=TIMEOUT_S) as client:
-            request = asyncio.create_task(client.post("/v1/completions", json=body))
+            request = asyncio.create_task(client.post(path, json={"model": MODEL, **body}))
             await asyncio.to_thread(
                 app.eventually,
                 lambda: num_running(api) > 0,

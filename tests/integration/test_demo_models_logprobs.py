@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specserve.compare.corpus import held_out_modules
+from specserve.compare.corpus import load_modules
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 NUM_TOKENS = 600
@@ -54,7 +54,7 @@ _ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE":
 
 def _prompts(folder: Path) -> list[list[int]]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    texts = [path.read_text() for path in held_out_modules()]
+    texts = [module.text for module in load_modules(held_out=True)]
     ids = [tokenizer(text[:6000]).input_ids for text in texts if len(text) > 6000]
     return [i[:NUM_TOKENS] for i in ids[:3]]
 

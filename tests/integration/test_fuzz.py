@@ -18,6 +18,7 @@ ACCEPTED = (
     *("POST /v1/completions", "POST /v1/chat/completions", "POST /v1/chat/completions/batch"),
     *("POST /v1/responses", "POST /v1/messages", "POST /tokenize", "POST /detokenize"),
     *("POST /inference/v1/generate", "POST /generative_scoring"),
+    *("POST /generate", "POST /generate_stream", "POST /"),
 )
 """Routes where a good share has to be accepted: what is refused at once tests little."""
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import pytest
@@ -10,6 +11,7 @@ from tests.integration.api import MODEL, Api, StreamError
 from tests.integration.applications import MAX_NUM_SEQS, MAX_QUEUED
 from tests.integration.cluster import Deployment, eventually
 from tests.integration.running import (
+    GENERATED,
     LONG,
     SEVERAL,
     answers_finished_for_a_client_that_goes_away,
@@ -64,10 +66,16 @@ def test_more_requests_than_fit_are_told_to_come_back_and_the_others_are_served(
 
 
 @pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/completions", {**LONG, **SEVERAL}), ("/generate", GENERATED)],
+    ids=["completions", "generate"],
+)
 def test_a_client_that_goes_away_ends_its_request(
-    api: Api, shared: Deployment, stream: bool
+    api: Api, shared: Deployment, path: str, body: dict[str, Any], stream: bool
 ) -> None:
-    assert answers_finished_for_a_client_that_goes_away(api, shared, stream) == 0
+    asked = {**body, "stream": stream}
+    assert answers_finished_for_a_client_that_goes_away(api, shared, path, asked) == 0
 
 
 @pytest.mark.parametrize("victim", ["shards", "engine_cores", "replicas"])

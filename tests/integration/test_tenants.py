@@ -41,6 +41,10 @@ def responses(text: str) -> dict[str, Any]:
     return {"input": text, "max_output_tokens": 2}
 
 
+def generation(text: str) -> dict[str, Any]:
+    return {"inputs": text, "parameters": {"max_new_tokens": 2}}
+
+
 ROUTES: list[tuple[str, Callable[[str], dict[str, Any]], dict[str, Any]]] = [
     ("/v1/completions", completion, {}),
     ("/v1/completions", completion, {"stream": True}),
@@ -52,6 +56,8 @@ ROUTES: list[tuple[str, Callable[[str], dict[str, Any]], dict[str, Any]]] = [
     ("/v1/responses", responses, {"stream": True}),
     ("/v1/messages", chat, {}),
     ("/invocations", completion, {}),
+    ("/generate", generation, {}),
+    ("/", generation, {"stream": True}),
 ]
 
 
@@ -131,7 +137,7 @@ def test_a_clients_own_salt_does_not_open_another_tenants_cache(http: httpx.Clie
     assert first == others == 0
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/v1/speculation", "/version"])
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/speculation", "/version", "/info"])
 def test_what_is_not_open_needs_a_key(http: httpx.Client, path: str) -> None:
     assert http.get(path).status_code == 401
     assert http.get(path, headers={"Authorization": "Bearer sk-c"}).status_code == 401
@@ -158,6 +164,8 @@ def test_a_client_that_names_a_tenant_is_answered_400(http: httpx.Client) -> Non
     answer = http.post("/v1/completions", headers=A, json=body)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "vllm_xargs.specserve_tenant"
+    answer = http.post("/generate", headers=A, json={"inputs": "a", **body})
+    assert (answer.status_code, answer.json()["error_type"]) == (422, "validation")
 
 
 def num_learned(http: httpx.Client, path: str, body: Mapping[str, Any]) -> float:
@@ -180,15 +188,16 @@ SCORED = {"query": "a", "label_token_ids": [300, 301], "apply_softmax": False}
         ("/v1/completions", completion("") | {"use_beam_search": True, "n": 2}),
         ("/generative_scoring", SCORED | {"vllm_xargs": SILENT}),
         ("/v1/completions", completion("") | {"vllm_xargs": SILENT}),
+        ("/generate", generation("") | {"vllm_xargs": SILENT}),
     ],
-    ids=["beams", "scores", "completion"],
+    ids=["beams", "scores", "completion", "generation"],
 )
 def test_what_may_not_be_learned_is_not_whichever_handler_asks(
     http: httpx.Client, path: str, body: dict[str, Any]
 ) -> None:
     text = some_text()
     assert num_learned(http, "/v1/completions", completion(some_text())) > 0
-    assert num_learned(http, path, body | {"prompt": text, "items": [text]}) == 0
+    assert num_learned(http, path, body | {"prompt": text, "inputs": text, "items": [text]}) == 0
 
 
 def test_a_prediction_is_drafted_to_its_request_alone_and_learned_by_no_one(

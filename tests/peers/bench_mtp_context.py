@@ -31,7 +31,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 
 from specserve.compare.machine import circumstances
 from specserve.drafters.base import Card, Row
-from specserve.drafters.latent_attention import Packed, Span
+from specserve.drafters.kv_cache import Span
+from specserve.drafters.latent_attention import Packed
 from specserve.drafters.mtp import MtpDrafter
 from specserve.drafters.mtp_files import find_mtp
 from specserve.drafters.mtp_module import MtpModule
@@ -66,7 +67,7 @@ class Ours:
         self._module.attention.cache.normal_()
 
     def attention(self, context: int, batch: int) -> Callable[[], object]:
-        spans = [Span(slot, 0, context - 1, context) for slot in range(batch)]
+        spans = [Span(slot, context - 1, context) for slot in range(batch)]
         packed = Packed.of(spans, torch.device("cpu"))
         x = torch.randn(batch, self._width)
 

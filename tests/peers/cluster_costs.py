@@ -189,12 +189,12 @@ def _ray_call_seconds(number: int = 2000) -> float:
         ray.init(cluster.address, log_to_driver=False, logging_level="ERROR")
         try:
             actor = get_or_start(STORE)
-            epoch = _decode_reply(ray.get(actor.exchange.remote(_ask("", 0, [])))).epoch
+            epoch = _decode_reply(ray.get(actor.exchange_encoded.remote(_ask("", 0, [])))).epoch
             (process,) = cluster.processes("ray::TrieStoreActor")
             for count in (number // 4, number):  # the first time to warm up
                 before = process.cpu_times()
                 call = _ask(epoch, 0, [])
-                ray.get([actor.exchange.remote(call) for _ in range(count)])
+                ray.get([actor.exchange_encoded.remote(call) for _ in range(count)])
                 after = process.cpu_times()
         finally:
             ray.shutdown()

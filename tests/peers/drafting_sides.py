@@ -113,7 +113,7 @@ class Hook:
         def call() -> Drafts:
             if not self._hook.is_idle(scheduled):
                 return self._propose(scheduled, sampled)
-            self._hook.pass_over(names, sampled)
+            self._hook.pass_over(sampled)
             return [[] for _ in names]
 
         return call
@@ -138,13 +138,18 @@ class Trie:
 
     Args:
         batch: requests that are decoded at a time.
+        is_full: whether it holds other text up to its limit.
     """
 
-    def __init__(self, batch: int) -> None:
+    def __init__(self, batch: int, *, is_full: bool = False) -> None:
         memory = TrieMemory(MAX_BYTES, [NAMESPACE])
         trie = memory.of(NAMESPACE)
         assert trie is not None
         self._trie = trie
+        rng, number = np.random.default_rng(1 << 32), 0
+        while is_full and not trie.num_evicted_tokens:
+            learn(trie, f"other-{number}", rng.integers(0, VOCAB_SIZE, 1 << 16, np.int32))
+            number += 1
         config = TrieConfig(kind="trie", max_draft_len=DRAFT_LEN, share="replica")
         self._source = TrieSource(config, memory, SourceContext(num_slots=batch))
         self._slots, self._limits = np.arange(batch), np.full(batch, DRAFT_LEN, np.int32)

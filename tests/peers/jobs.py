@@ -10,7 +10,6 @@ from itertools import islice
 
 from specserve.compare.corpus import Module, load_modules
 from specserve.compare.prompts import BUILT_IN, Tokenizer, load_prompts
-from specserve.compare.tasks import TaskMaker
 from specserve.engine.generation import Job, Sampling
 from tests.peers.workload import (
     EDITS,
@@ -20,6 +19,7 @@ from tests.peers.workload import (
     Workload,
     pieces_of,
 )
+from tools.demo_models.tasks import AllTasks
 
 SETS = (*BUILT_IN, "again", "predicted", "random", "mixed")
 _CODE = re.compile(r"```.*?```", re.DOTALL)
@@ -114,7 +114,7 @@ def again_jobs(
 
     Where they are ``predicted``, each predicts the code in its question.
     """
-    tasks, rng = TaskMaker(list(files)), random.Random(seed)
+    tasks, rng = AllTasks(list(files)), random.Random(seed)
     jobs = []
     for index in range(number):
         task = tasks.draw(rng, TASK_CHARS, kind=EDITS[index % len(EDITS)])

@@ -125,7 +125,9 @@ def keep_busy(task: Task, store: StoreOptions) -> dict[str, Any]:
         return encode(ExchangeRequest(task.fingerprint, "caller", epoch, 0, made, max_bytes))
 
     epoch = ""
-    first = ray.get(actor.exchange.remote(request(count if not task.record_tokens else 0, 0)))
+    first = ray.get(
+        actor.exchange_encoded.remote(request(count if not task.record_tokens else 0, 0))
+    )
     epoch = msgspec.msgpack.decode(first, type=ExchangeReply).epoch
     reading = encode(ExchangeRequest(task.fingerprint, "reader", epoch, 0, [], BATCH_BYTES))
     prepared: deque[bytes] = deque()
@@ -145,7 +147,7 @@ def keep_busy(task: Task, store: StoreOptions) -> dict[str, Any]:
             if not prepared:
                 time.sleep(0.0005)
                 continue
-            waiting.append(actor.exchange.remote(prepared.popleft()))
+            waiting.append(actor.exchange_encoded.remote(prepared.popleft()))
             enough.release()
         ray.get(waiting.popleft())
         calls += 1

@@ -16,8 +16,9 @@ from pathlib import Path
 
 from specserve.compare.corpus import Module, load_modules
 from specserve.compare.prompts import Tokenizer, load_prompts
-from specserve.compare.tasks import Task, TaskMaker, functions_of
+from specserve.compare.tasks import Task, functions_of
 from specserve.core.errors import ConfigError
+from tools.demo_models.tasks import AllTasks
 
 TRAFFIC = {
     "plain-code": "tasks on code, greedy",
@@ -166,7 +167,7 @@ class Workload:
     def _task(self, module: Module, kind: str) -> str:
         """A task on the module, without its answer; empty: none of this kind fits."""
         try:
-            task: Task = TaskMaker([module]).draw(self._rng, TASK_CHARS, kind=kind)
+            task: Task = AllTasks([module]).draw(self._rng, TASK_CHARS, kind=kind)
         except ConfigError:
             return ""
         prompt = self._rendered(task.messages[:-1])

@@ -11,7 +11,8 @@ import numpy as np
 
 from specserve.core.metrics import SpeculationMetrics
 from specserve.core.types import DraftBatch, Drafts, Int32Array, Int64Array, RequestControls
-from specserve.policy.chain import Chain, Member
+from specserve.policy.chain import Chain
+from specserve.policy.members import Member
 
 _WRONG = 99
 
@@ -105,10 +106,7 @@ class Policy:
     def draft(self, batch: DraftBatch, num_new: Int32Array, num_verified: Int32Array) -> Int32Array:
         """Lengths of what is sent."""
         self.chain.observe(batch, num_new, num_verified)
-        if not self.chain.is_due(batch.slots):
-            return np.zeros(len(num_new), np.int32)
-        drafts = self.chain.step(batch, np.full(len(num_new), 128, np.int32))
-        return np.array([len(each) for each in drafts], np.int32)
+        return np.array([len(each) for each in self.chain.step(batch)], np.int32)
 
 
 class FixedLength(Policy):
@@ -144,7 +142,7 @@ def speedup(workload: Workload, policy: Policy) -> float:
         seconds += step_s
         stall = 5.0 if clock.random() < 0.01 else 1.0
         measured_s = step_s * stall * math.exp(clock.gauss(0, workload.noise))
-        chain.observe_step(size, int(num_verified.sum()), measured_s)
+        chain.cost.observe(size, int(num_verified.sum()), measured_s)
         for row in range(size):
             right = int(source.right[row])
             num_new[row] = min(right, num_verified[row]) + 1

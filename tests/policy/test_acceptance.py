@@ -5,11 +5,21 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from specserve.policy.acceptance import LEAST_SURVIVAL, Acceptance
-from tests.sources.answering_source import drafts
+from specserve.core.compile import kernel
+from specserve.policy.acceptance import LEAST_SURVIVAL, Acceptance, learn, survival_of
 
 NUM_SLOTS, LONGEST = 8, 8
 DRAFT = (1, 2, 3, 4)
+
+
+@kernel
+def survival(a, slots, limits, found, lengths):  # type: ignore[no-untyped-def]
+    survival_of(a, slots, limits, found, lengths)
+
+
+@kernel
+def observe(a, slots, token_ids, num_tokens, num_new):  # type: ignore[no-untyped-def]
+    return learn(a, slots, token_ids, num_tokens, num_new)
 
 
 class Judge:
@@ -20,27 +30,28 @@ class Judge:
         self.num_sources = num_sources
 
     def offer(self, slot: int = 0, source: int = 0, confidence: float = 0.7) -> None:
-        made = drafts([DRAFT], confidence)
-        self.acceptance.offer(source, np.array([slot]), made)
+        tokens, lengths, confidences, _ = self.acceptance.offers(source)
+        tokens[slot, :4], lengths[slot], confidences[slot] = DRAFT, 4, confidence
 
-    def survival(self, slot: int = 0, source: int = 0) -> list[float]:
-        survival = np.zeros((self.num_sources, 1, LONGEST))
+    def survival(self, slot: int = 0, source: int = 0, limit: int = LONGEST) -> list[float]:
+        found = np.zeros((self.num_sources, 1, LONGEST))
         lengths = np.zeros((self.num_sources, 1), np.int32)
-        self.acceptance.survival(np.array([slot]), survival, lengths)
-        return survival[source, 0, : lengths[source, 0]].tolist()  # type: ignore[no-any-return]
+        limits = np.full_like(lengths, limit)
+        survival(self.acceptance.state, np.array([slot]), limits, found, lengths)
+        return found[source, 0, : lengths[source, 0]].tolist()  # type: ignore[no-any-return]
 
     def expected(self, slot: int = 0, source: int = 0, confidence: float = 0.7) -> list[float]:
         """Of a draft that is not learned from."""
         self.offer(slot, source, confidence)
         found = self.survival(slot, source)
-        self.acceptance.withdraw(np.array([slot]))
+        self.acceptance.offers(source).lengths[slot] = 0
         return found
 
-    def write(self, *tokens: int, slot: int = 0) -> None:
+    def write(self, *tokens: int, slot: int = 0) -> int:
         text = np.zeros((1, 32), np.int32)
         text[0, 16 - len(tokens) : 16] = tokens
         counts = np.array([16], np.int32), np.array([len(tokens)], np.int32)
-        self.acceptance.observe(np.array([slot]), text, *counts)
+        return int(observe(self.acceptance.state, np.array([slot]), text, *counts))
 
     def teach(self, written: Sequence[int], times: int = 20, **of: float) -> None:
         for _ in range(times):
@@ -157,8 +168,14 @@ def test_a_step_without_new_tokens_teaches_nothing_and_offers_stay() -> None:
     judge = Judge()
     judge.offer()
     before = judge.survival()
-    judge.write()
+    assert judge.write() == 1
     assert judge.survival() == before
-    assert judge.acceptance.has_offers(np.array([0]))
-    judge.write(1)
-    assert not judge.acceptance.has_offers(np.array([0]))
+    assert judge.write(1) == 0
+    assert judge.survival() == []
+
+
+def test_of_a_draft_only_what_is_of_use_is_judged() -> None:
+    judge = Judge()
+    judge.offer()
+    assert judge.survival(limit=2) == judge.survival()[:2]
+    assert judge.survival(limit=0) == []

@@ -6,18 +6,17 @@ import numpy as np
 import pytest
 
 from specserve.core.metrics import SpeculationMetrics
-from specserve.core.types import Int32Array
+from specserve.core.types import Drafts, Float64Array, Int32Array
 from specserve.policy.asking import (
-    EXPLORED_SHARE,
     MOST_PAUSE,
     MOST_PROBE_PAUSE,
-    AlwaysAsk,
-    Exploration,
+    Ask,
     LocalAsk,
     RemoteAsk,
     Situation,
 )
-from specserve.policy.planner import Costs, Plan
+from specserve.policy.exploration import EXPLORED_SHARE, earn, spend
+from specserve.policy.planner import Costs
 from specserve.sources.guard import GuardedSource
 from tests.draft_batches import draft_batch
 from tests.policy.traffic import Clock, DistantSource
@@ -29,28 +28,34 @@ NONE = np.zeros(1, np.int32)
 SLOTS = np.array([0])
 
 
-def rich() -> Exploration:
-    account = Exploration()
-    account.earn(1e9)
-    return account
+def rich() -> Float64Array:
+    return np.full(1, 1e9)
+
+
+def poor() -> Float64Array:
+    return np.zeros(1)
+
+
+def new() -> Float64Array:
+    return np.full(1, np.inf)
 
 
 def test_an_account_allows_one_percent_of_the_time_after_a_first_credit() -> None:
-    account, spent_s = Exploration(), 0.0
+    account, spent_s = new(), 0.0
     for _ in range(10_000):
-        account.earn(STEP_S)
-        while account.spend(STEP_S / 2):
+        earn(account, STEP_S, 1)
+        while spend(account, STEP_S / 2):
             spent_s += STEP_S / 2
     assert spent_s == pytest.approx(10_000 * STEP_S * EXPLORED_SHARE, abs=5 * STEP_S)
 
 
 def test_an_account_earns_in_idle_steps_and_saves_no_more_than_four() -> None:
-    account = Exploration()
-    account.earn(STEP_S, 100_000)
-    assert account.spend(4 * STEP_S)
-    assert not account.spend(STEP_S)
-    account.earn(STEP_S, 100)
-    assert account.spend(0.99 * STEP_S)
+    account = new()
+    earn(account, STEP_S, 100_000)
+    assert spend(account, 4 * STEP_S)
+    assert not spend(account, STEP_S)
+    earn(account, STEP_S, 100)
+    assert spend(account, 0.99 * STEP_S)
 
 
 def test_a_local_source_that_pays_is_asked_in_every_step() -> None:
@@ -91,7 +96,7 @@ def test_one_stalled_call_does_not_make_a_source_dear() -> None:
 
 
 def test_what_is_not_dynamic_is_asked_in_every_step() -> None:
-    ask = AlwaysAsk()
+    ask = Ask()
     ask.observe(ONE, NONE, 10.0, 0.0)
     assert ask.is_due(1, SLOTS)
     assert not ask.is_slow
@@ -105,7 +110,7 @@ def source() -> DistantSource:
 
 @pytest.fixture
 def ask(source: DistantSource) -> RemoteAsk:
-    guard = GuardedSource("mtp", source, SpeculationMetrics(), 100, 1, Clock())
+    guard = GuardedSource("mtp", source, SpeculationMetrics(), 100, 1, Clock(), Drafts.empty(4, 8))
     return RemoteAsk(guard, 4)
 
 
@@ -115,31 +120,30 @@ def situation(
     unseen: float = 0.0,
     values: Sequence[float] = (0.0,),
     limits: Sequence[int] = (4,),
-    num_drafted: int = 0,
 ) -> Situation:
     """A step of some requests whose drafts of the source are each as likely as told to be right."""
     size = len(values)
-    plan = Plan(
-        np.zeros(size, np.int32),
-        np.zeros(size, np.int32),
-        np.array(values),
-        np.zeros(1),
-        num_drafted,
-        size / STEP_S,
-        0.0,
-    )
     batch = draft_batch({slot: [1, 2, 3] for slot in range(size)})
     survival = np.full((4, 8), unseen)
-    return Situation(step, batch, np.array(limits, np.int32), plan, COSTS, survival)
+    return Situation(
+        step,
+        batch,
+        np.array(limits, np.int32),
+        np.array(values),
+        size / STEP_S,
+        False,
+        COSTS,
+        survival,
+    )
 
 
 def probes(
-    ask: RemoteAsk, num_steps: int, lengths: Int32Array, account: Exploration | None = None
+    ask: RemoteAsk, num_steps: int, lengths: Int32Array, account: Float64Array | None = None
 ) -> list[int]:
     """The steps in which a source that promises nothing is probed."""
     found = []
     for step in range(num_steps):
-        asked = ask.limits(situation(step), account or rich())
+        asked = ask.limits(situation(step), rich() if account is None else account)
         if asked.any():
             found.append(step)
         ask.observe(asked, lengths, 0.005, 0.0)
@@ -159,11 +163,11 @@ def test_a_text_that_is_just_being_read_is_probed_until_there_is_a_draft(ask: Re
 
 
 def test_probes_are_paid_from_the_account(ask: RemoteAsk) -> None:
-    account = Exploration()
-    account.earn(STEP_S)
+    account = new()
+    earn(account, STEP_S, 1)
     num_probes = len(probes(ask, 200, NONE, account))
     assert 0 < num_probes < 40
-    assert not account.spend(4 * STEP_S)
+    assert not spend(account, 4 * STEP_S)
 
 
 def test_a_probe_is_for_the_request_whose_draft_is_worth_least_of_those_that_it_may_help(
@@ -179,10 +183,10 @@ def test_a_source_that_pays_is_asked_in_every_step_and_else_has_a_turn_in_every_
     ask: RemoteAsk, source: DistantSource
 ) -> None:
     assert [ask.is_due(step, SLOTS) for step in range(9)] == [True] + [False] * 7 + [True]
-    assert ask.limits(situation(0, unseen=0.9), Exploration()).tolist() == [4]
+    assert ask.limits(situation(0, unseen=0.9), poor()).tolist() == [4]
     assert ask.is_due(1, SLOTS)
     assert ask.num_idle_steps(1, SLOTS) == 0
-    ask.limits(situation(1, unseen=0.0), Exploration())
+    ask.limits(situation(1, unseen=0.0), poor())
     assert not ask.is_due(2, SLOTS)
     assert ask.num_idle_steps(2, SLOTS) == 5
     source.is_watching = True
@@ -192,7 +196,7 @@ def test_a_source_that_pays_is_asked_in_every_step_and_else_has_a_turn_in_every_
 
 def reads(ask: RemoteAsk, step: int) -> bool:
     """Whether a source that promises much is asked in a step."""
-    return bool(ask.limits(situation(step, unseen=0.9), Exploration()).any())
+    return bool(ask.limits(situation(step, unseen=0.9), poor()).any())
 
 
 def test_reading_is_paid_by_what_it_would_have_saved_of_this_request_alone(
@@ -209,21 +213,21 @@ def test_reading_is_paid_by_what_it_would_have_saved_of_this_request_alone(
 
 def test_what_calls_take_is_learned_and_decides(ask: RemoteAsk) -> None:
     good, four = situation(0, unseen=0.5), ONE * 4
-    assert ask.limits(good, Exploration()).any()
+    assert ask.limits(good, poor()).any()
     for seconds, is_asked in ((0.05, False), (0.001, True)):
         for _ in range(20):
             ask.observe(four, four, seconds, 0.0)
-        assert ask.limits(good, Exploration()).any() == is_asked
+        assert ask.limits(good, poor()).any() == is_asked
 
 
 def test_a_source_that_is_away_does_not_look_cheap(ask: RemoteAsk) -> None:
     good = situation(0, unseen=0.5)
-    ask.limits(good, Exploration())
+    ask.limits(good, poor())
     for _ in range(10):
         ask.observe(ONE, ONE, 0.05, 0.0)
     for _ in range(50):
         ask.observe(ONE, NONE, 1e-5, 0.0)
-    assert not ask.limits(good, Exploration()).any()
+    assert not ask.limits(good, poor()).any()
 
 
 def test_a_probe_is_for_a_request_that_the_source_follows(

@@ -10,7 +10,8 @@ from msgspec.structs import replace
 from specserve.core.metrics import HealthSnapshot, SpeculationMetrics
 from specserve.core.source_config import NgramConfig
 from specserve.core.types import BoolArray, DraftBatch, Float64Array, Int64Array, RequestControls
-from specserve.policy.chain import Chain, Member, build_chain
+from specserve.policy.chain import NO_LIMIT, Chain, build_chain
+from specserve.policy.members import Member
 from specserve.sources.base import SourceContext
 from tests.sources.answering_source import (
     AnsweringSource,
@@ -22,7 +23,6 @@ from tests.sources.answering_source import (
 )
 
 AUTO = RequestControls()
-ROOM = 8
 
 
 class RemoteAnswers(AnsweringSource):
@@ -42,23 +42,24 @@ class Driven:
     """A chain, and an engine that takes its steps."""
 
     def __init__(
-        self, *members: Member, wishes: Sequence[RequestControls] = (AUTO,), vocab_size: int = 100
+        self,
+        *members: Member,
+        wishes: Sequence[RequestControls] = (AUTO,),
+        most_output: Sequence[int] = (),
     ) -> None:
         self.metrics, self.clock = SpeculationMetrics(), Clock()
-        self.chain = Chain(
-            members, self.metrics, num_slots=8, vocab_size=vocab_size, clock=self.clock
-        )
+        self.chain = Chain(members, self.metrics, num_slots=8, vocab_size=100, clock=self.clock)
         for slot, controls in enumerate(wishes):
-            self.chain.open(slot, controls)
+            self.chain.open(slot, controls, most_output[slot] if most_output else NO_LIMIT)
         self.size = len(wishes)
         self.sent: list[list[int]] = [[]] * self.size
 
     def measure(self, plain_s: float = 0.01, slope_s: float = 1e-4, num_steps: int = 10) -> None:
         for _ in range(num_steps):
-            self.chain.observe_step(self.size, 0, plain_s)
-            self.chain.observe_step(self.size, 4, plain_s + 4 * slope_s)
+            self.chain.cost.observe(self.size, 0, plain_s)
+            self.chain.cost.observe(self.size, 4, plain_s + 4 * slope_s)
 
-    def step(self, *written: Sequence[int], room: int | Sequence[int] = ROOM) -> list[list[int]]:
+    def step(self, *written: Sequence[int]) -> list[list[int]]:
         """The target writes these tokens; the next drafts."""
         rows = written or [[7]] * self.size
         step = batch(self.size)
@@ -67,10 +68,7 @@ class Driven:
         num_new = np.array([len(tokens) for tokens in rows], np.int32)
         num_verified = np.array([len(tokens) for tokens in self.sent], np.int32)
         self.outcomes = self.chain.observe(step, num_new, num_verified)
-        self.sent = [[]] * self.size
-        if self.chain.is_due(step.slots):
-            limits = np.broadcast_to(np.array(room, np.int32), self.size)
-            self.sent = self.chain.step(step, limits)
+        self.sent = self.chain.step(step)
         return self.sent
 
     def health(self, kind: str) -> HealthSnapshot:
@@ -112,8 +110,8 @@ def test_a_request_may_switch_speculation_off_or_name_its_source() -> None:
 def test_a_draft_is_cut_to_the_engines_and_to_the_requests_limit() -> None:
     source = always(1, 2, 3, 4)
     wishes = [AUTO, RequestControls(max_draft_tokens=3), RequestControls(max_draft_tokens=0)]
-    driven = Driven(fixed("ngram", source), wishes=wishes)
-    assert driven.step(room=(2, 9, 9)) == [[1, 2], [1, 2, 3], []]
+    driven = Driven(fixed("ngram", source), wishes=wishes, most_output=(3, 9, 9))
+    assert driven.step() == [[1, 2], [1, 2, 3], []]
     assert source.limits == [[2, 3, 0]]
 
 
@@ -195,7 +193,7 @@ def test_of_two_sources_that_foresee_the_same_the_other_is_asked_seldom() -> Non
     sources = [always(1, 2, 3), always(1, 2, 3)]
     driven = Driven(*(dynamic(kind, each) for kind, each in zip("ab", sources, strict=True)))
     driven.measure()
-    driven.chain.observe_step(2, 16, 0.0116)
+    driven.chain.cost.observe(2, 16, 0.0116)
 
     def answer(batch: DraftBatch, limits: object) -> object:
         driven.clock.now += 1e-4
@@ -225,8 +223,7 @@ def test_steps_are_idle_until_a_source_is_due() -> None:
     while driven.chain.num_idle_steps(np.arange(1)) != 7:
         driven.step()
     num_asked = len(source.limits)
-    assert driven.chain.is_due(np.arange(1), 8)
-    driven.chain.step(batch(1), np.full(1, 8, np.int32))
+    driven.chain.step(batch(1), 8)
     assert len(source.limits) == num_asked + 1
 
 
@@ -259,7 +256,7 @@ def test_a_remote_source_is_asked_last_and_only_where_it_makes_a_request_better_
     local = AnsweringSource(lambda batch, limits: drafts([(1, 2, 3, 4, 5, 6, 7), ()]))
     driven = Driven(dynamic("mtp", remote), dynamic("ngram", local), wishes=[AUTO, AUTO])
     driven.measure()
-    driven.chain.observe_step(2, 16, 0.0116)
+    driven.chain.cost.observe(2, 16, 0.0116)
 
     def answer(batch: DraftBatch, limits: object) -> object:
         driven.clock.now += 1e-4
@@ -320,7 +317,9 @@ def test_a_configured_chain_drafts_from_the_text() -> None:
     chain.open(2, AUTO)
     text = np.array([[1, 2, 3, 4, 1, 2]], np.int32)
     count = np.array([6], np.int32)
-    assert chain.step(DraftBatch(np.array([2]), text, count, count), count) == [[3, 4, 1]]
+    step = DraftBatch(np.array([2]), text, count, count)
+    chain.observe(step, np.ones(1, np.int32), np.zeros(1, np.int32))
+    assert chain.step(step) == [[3, 4, 1]]
 
 
 def test_why_a_step_sends_what_it_sends_is_logged_at_debug(

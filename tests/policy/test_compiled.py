@@ -9,7 +9,7 @@ from numba.core.dispatcher import Dispatcher
 
 from specserve.core.source_config import NgramConfig, PredictionConfig
 from specserve.core.types import RequestControls
-from specserve.policy import acceptance, cost, planner
+from specserve.policy import acceptance, cost, exploration, planner, step
 from specserve.sources import guard, ngram, prediction
 from specserve.sources.ngram import NgramSource
 from specserve.sources.prediction import PredictionSource
@@ -21,20 +21,20 @@ def compiled() -> dict[str, int]:
     """How many signatures each compiled function has, by its name."""
     return {
         f"{module.__name__}.{name}": len(value.signatures)
-        for module in (acceptance, cost, planner, guard, ngram, prediction)
+        for module in (acceptance, cost, exploration, planner, step, guard, ngram, prediction)
         for name, value in vars(module).items()
-        if isinstance(value, Dispatcher)
+        if isinstance(value, Dispatcher) and value.py_func.__module__ == module.__name__
     }
 
 
 def test_no_traffic_compiles_anything_that_a_new_chain_has_not() -> None:
     clock = Clock()
     lookup = NgramSource(NgramConfig(kind="ngram"), 16)
-    predicted = PredictionSource(PredictionConfig(kind="prediction"), 16)
     near, distant = (
         LocalSource(lambda slot: (1, 2, 3), clock),
         DistantSource(lambda slot: (1,), clock),
     )
+    predicted = PredictionSource(PredictionConfig(kind="prediction"), 16)
     local: dict[str, Any] = {"ngram": lookup, "prediction": predicted}
     traffic = Traffic({"trie": near, "mtp": distant, **local}, clock, slots=())
     before = compiled()
@@ -51,25 +51,22 @@ def test_no_traffic_compiles_anything_that_a_new_chain_has_not() -> None:
     traffic.run(40)
     traffic.close(*range(1, 16))
     traffic.run(20)
-    frozen = draft_batch({0: list(range(5000))})
-    limits = np.full(1, 8, np.int32)
-    for array in (*frozen[:4], limits):
-        array.setflags(write=False)
-    lookup.propose(frozen, limits)
+    lookup.propose(draft_batch({0: list(range(5000))}), np.full(1, 8, np.int32))
     assert compiled() == before
 
 
 KERNELS = {
-    "_offer",
-    "_survival",
     "_unseen_survival",
-    "_observe",
-    "_variance",
-    "_update",
-    "_plan",
-    "_probe",
-    "_plan_call",
-    "_drop_malformed",
+    "_reset",
+    "_observe_line",
+    "_observe_step",
+    "is_calibrated",
+    "spend",
+    "plan_call",
+    "observe",
+    "foresee",
+    "decide",
+    "_take",
     "step_batch",
     "draft_step",
     "rehash",

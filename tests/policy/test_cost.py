@@ -5,8 +5,20 @@ import random
 import numpy as np
 import pytest
 
-from specserve.policy.cost import CALIBRATION_STEPS, LinearCost, StepCost
+from specserve.policy.cost import (
+    CALIBRATION_STEPS,
+    LinearCost,
+    StepCost,
+    costs_of,
+    doubt_about,
+    is_calibrated,
+)
 from tests.policy.simulation import STEEP, Cost
+
+
+def at(learned: StepCost, num_requests: int) -> tuple[float, float, float]:
+    plain, base, slope = costs_of(learned.lines, num_requests)
+    return plain, base, slope
 
 
 def taught(cost: Cost, noise: float = 0.0, stalls: float = 0.0, steps: int = 400) -> StepCost:
@@ -33,7 +45,7 @@ def measured(times: int, num_requests: int = 4, num_draft_tokens: int = 0) -> St
 def test_the_cost_of_a_step_and_of_its_drafts_is_learned(
     num_requests: int, noise: float, stalls: float
 ) -> None:
-    plain, base, slope = taught(STEEP, noise, stalls).at(num_requests)
+    plain, base, slope = at(taught(STEEP, noise, stalls), num_requests)
     longest = 8 * num_requests
     assert plain == pytest.approx(STEEP.seconds(num_requests, 0), rel=0.12)
     assert base + longest * slope == pytest.approx(STEEP.seconds(num_requests, longest), rel=0.12)
@@ -44,11 +56,11 @@ def test_first_steps_that_compile_make_nothing_dear(num_slow: int) -> None:
     learned = StepCost()
     for seconds in [30.0] * num_slow + [0.01] * 10:
         learned.observe(1, 0, seconds)
-    plain, base, slope = learned.at(1)
+    plain, base, slope = at(learned, 1)
     assert plain == pytest.approx(0.01, rel=0.05)
     assert base < 0.015
     assert slope < 0.001
-    assert learned.doubt(1, 3) < 0.01
+    assert doubt_about(learned.lines, 1, 3) < 0.01
 
 
 def test_costs_that_change_are_followed_in_some_steps() -> None:
@@ -56,13 +68,13 @@ def test_costs_that_change_are_followed_in_some_steps() -> None:
     for seconds in (0.06, 0.015):
         for _ in range(10):
             learned.observe(4, 0, seconds)
-        assert learned.at(4)[0] == pytest.approx(seconds, rel=0.1)
+        assert at(learned, 4)[0] == pytest.approx(seconds, rel=0.1)
 
 
 def test_one_measurement_that_is_far_off_changes_little() -> None:
     learned = measured(100)
     learned.observe(4, 0, 2.0)
-    assert learned.at(4)[0] == pytest.approx(0.02, rel=0.05)
+    assert at(learned, 4)[0] == pytest.approx(0.02, rel=0.05)
 
 
 def test_longer_texts_make_drafts_dearer_too_also_while_none_are_measured() -> None:
@@ -70,26 +82,26 @@ def test_longer_texts_make_drafts_dearer_too_also_while_none_are_measured() -> N
     for step in range(300):
         num_draft_tokens = rng.randint(1, 20) if step % 2 else 0
         learned.observe(4, num_draft_tokens, 0.02 + 0.002 * num_draft_tokens)
-    before = learned.at(4)[2]
+    before = at(learned, 4)[2]
     for step in range(300):
         learned.observe(4, 0, 0.02 * (1 + step / 300))
-    assert learned.at(4)[2] > 1.3 * before
+    assert at(learned, 4)[2] > 1.3 * before
 
 
 def test_doubt_about_drafts_grows_while_none_are_measured_and_falls_when_one_is() -> None:
     learned = taught(STEEP)
-    fresh = learned.doubt(4, 4)
+    fresh = doubt_about(learned.lines, 4, 4)
     for _ in range(300):
         learned.observe(4, 0, STEEP.seconds(4, 0))
-    stale = learned.doubt(4, 4)
+    stale = doubt_about(learned.lines, 4, 4)
     learned.observe(4, 4, STEEP.seconds(4, 4))
     assert stale > 1.5 * fresh
-    assert learned.doubt(4, 4) < 0.6 * stale
+    assert doubt_about(learned.lines, 4, 4) < 0.6 * stale
 
 
 def test_before_any_measurement_drafts_cost_a_little_of_a_plain_step() -> None:
     for learned in (StepCost(), measured(10)):
-        plain, base, slope = learned.at(4)
+        plain, base, slope = at(learned, 4)
         assert base == pytest.approx(plain)
         assert 0 < slope < 0.05 * plain
 
@@ -100,8 +112,8 @@ def test_what_is_no_measurement_is_ignored(num_requests: int, seconds: float) ->
     learned = StepCost()
     for _ in range(CALIBRATION_STEPS):
         learned.observe(num_requests, 0, seconds)
-    assert not learned.is_calibrated(4)
-    assert learned.at(0) == learned.at(4) == StepCost().at(1)
+    assert not is_calibrated(learned.lines, 4)
+    assert at(learned, 0) == at(learned, 4) == at(StepCost(), 1)
 
 
 def test_a_size_that_was_measured_is_remembered_while_others_run() -> None:
@@ -111,7 +123,7 @@ def test_a_size_that_was_measured_is_remembered_while_others_run() -> None:
         for _ in range(300):
             learned.observe(num_requests, 0, seconds[num_requests])
     for num_requests, expected in seconds.items():
-        assert learned.at(num_requests)[0] == pytest.approx(expected)
+        assert at(learned, num_requests)[0] == pytest.approx(expected)
 
 
 def test_a_size_that_was_not_measured_takes_over_its_neighbours_ratios() -> None:
@@ -119,12 +131,12 @@ def test_a_size_that_was_not_measured_takes_over_its_neighbours_ratios() -> None
     for step in range(300):
         num_draft_tokens = rng.randint(1, 8) if step % 2 else 0
         learned.observe(1, num_draft_tokens, 0.01 + 0.001 * num_draft_tokens)
-    assert learned.is_calibrated(2)
-    assert not learned.is_calibrated(16)
+    assert is_calibrated(learned.lines, 2)
+    assert not is_calibrated(learned.lines, 16)
     for _ in range(CALIBRATION_STEPS):
         learned.observe(16, 0, 0.03)
-    assert learned.is_calibrated(16)
-    assert learned.at(16)[2] == pytest.approx(0.003, rel=0.2)
+    assert is_calibrated(learned.lines, 16)
+    assert at(learned, 16)[2] == pytest.approx(0.003, rel=0.2)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -134,10 +146,10 @@ def test_no_measurements_make_a_cost_that_a_plan_cannot_be_made_with(seed: int) 
         seconds = rng.choice([1e-6, 1e-3, 0.01, 0.01, 1.0, 1e4]) * (1 + rng.random())
         learned.observe(rng.choice([1, 1, 2, 8, 500]), rng.choice([0, 1, 2, 10, 5000]), seconds)
         for num_requests in (1, 2, 8, 500):
-            plain, base, slope = learned.at(num_requests)
+            plain, base, slope = at(learned, num_requests)
             assert 0 < plain <= base < np.inf
             assert 0 < slope < np.inf
-            assert 0 <= learned.doubt(num_requests, 100) < np.inf
+            assert 0 <= doubt_about(learned.lines, num_requests, 100) < np.inf
 
 
 def test_a_filter_keeps_a_covariance_that_is_one() -> None:
@@ -145,7 +157,7 @@ def test_a_filter_keeps_a_covariance_that_is_one() -> None:
     for _ in range(5000):
         rows, longest = rng.choice([1, 64]), rng.choice([1, 128])
         cost.observe((1.0, rows, longest), 1e-3 + 1e-4 * rows + 1e-5 * longest)
-    assert np.linalg.eigvalsh(cost._covariance).min() > 0
+    assert np.linalg.eigvalsh(cost.covariance).min() > 0
     assert np.allclose(cost.coefficients, [1e-3, 1e-4, 1e-5], rtol=0.2)
 
 

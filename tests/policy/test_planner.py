@@ -4,10 +4,12 @@ import itertools
 import random
 from collections.abc import Sequence
 from operator import mul
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
+from specserve.core.compile import kernel
 from specserve.core.types import Float64Array, Int32Array
 from specserve.policy.planner import (
     LEAST_GAIN,
@@ -38,6 +40,28 @@ def arrays(offers: Offers, longest: int = 4) -> tuple[Float64Array, Int32Array]:
     return survival, lengths
 
 
+@kernel
+def kernel_of_plan(survival, lengths, n, costs, rank, fixed, most, found):  # type: ignore[no-untyped-def]
+    return plan(survival, lengths, n, costs, rank, fixed, most, found)
+
+
+@kernel
+def kernel_of_probe(survival, lengths, n, found):  # type: ignore[no-untyped-def]
+    return probe(survival, lengths, n, found)
+
+
+class Planned(NamedTuple):
+    """A plan of some requests, and what is told of it."""
+
+    source: Int32Array
+    lengths: Int32Array
+    values: Float64Array
+    credits: Float64Array
+    num_draft_tokens: int
+    rate: float
+    gain: float
+
+
 def planned(
     offers: Offers,
     costs: Costs = CHEAP,
@@ -45,15 +69,18 @@ def planned(
     rank: Sequence[int] | None = None,
     fixed: Sequence[int] = (),
     most_tokens: int = 1000,
-) -> Plan:
+) -> Planned:
     survival, lengths = arrays(offers)
     count = len(offers)
     is_fixed = np.isin(np.arange(count), fixed)
     order = np.array(range(count) if rank is None else rank, np.int64)
     num_requests = len(offers[0])
-    return plan(
-        survival, lengths, num_requests, costs, rank=order, fixed=is_fixed, most_tokens=most_tokens
+    found = Plan.empty(num_requests + 1, count)
+    told = kernel_of_plan(
+        survival, lengths, num_requests, costs, order, is_fixed, most_tokens, found
     )
+    n = num_requests
+    return Planned(found.source[:n], found.lengths[:n], found.values[:n], found.credits, *told)
 
 
 def brute_force(offers: Offers, costs: Costs) -> float:
@@ -187,8 +214,11 @@ def test_no_requests_and_no_drafts_are_no_plan() -> None:
 
 def test_a_probe_is_the_beginning_of_drafts_that_are_likely_to_be_right() -> None:
     survival, lengths = arrays([[[0.9, 0.8, 0.7, 0.6], [0.4], []], [[0.95], [0.3], [0.6]]])
-    source, count, expected = probe(survival, lengths, 3)
-    assert (source.tolist(), count.tolist()) == ([0, -1, 1], [PROBE_TOKENS, 0, 1])
+    found = Plan.empty(4, 2)
+    num_tokens, expected = kernel_of_probe(survival, lengths, 3, found)
+    assert found.source[:3].tolist() == [0, -1, 1]
+    assert found.lengths[:3].tolist() == [PROBE_TOKENS, 0, 1]
+    assert num_tokens == PROBE_TOKENS + 1
     assert expected == pytest.approx(0.9 + 0.8 + 0.7 + 0.6)
 
 
@@ -208,7 +238,8 @@ def called(
 ) -> tuple[list[int], float]:
     count = len(unseen)
     zeros = [0.0] * count
-    asked, surplus = plan_call(
+    asked = np.zeros(count, np.int32)
+    surplus = plan_call(
         np.array([*unseen, [np.nan] * 4]),
         np.full(count, limit, np.int32),
         np.array(values or zeros),
@@ -218,6 +249,7 @@ def called(
         is_drafting,
         np.array(waits_s or zeros),
         np.zeros(count) if saved_s is None else saved_s,
+        asked,
     )
     return asked.tolist(), surplus
 

@@ -84,7 +84,7 @@ def test_first_steps_that_were_slow_do_not_keep_it_drafting_at_a_loss() -> None:
     assert speedup(work, FixedLength(1)) < 0.9
     policy = Policy()
     for _ in range(3):
-        policy.chain.observe_step(8, 0, 2.5 * cost.seconds(8, 0))
+        policy.chain.cost.observe(8, 0, 2.5 * cost.seconds(8, 0))
     assert speedup(work, policy) >= 0.96
 
 

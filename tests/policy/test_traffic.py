@@ -96,8 +96,7 @@ def test_steps_that_can_never_be_measured_are_not_waited_for(clock: Clock) -> No
     drafts = []
     for _ in range(20):
         traffic.chain.observe(batch, np.ones(1, np.int32), np.zeros(1, np.int32))
-        assert traffic.chain.is_due(batch.slots)
-        drafts.append(traffic.chain.step(batch, np.full(1, 8, np.int32)))
+        drafts.append(traffic.chain.step(batch))
     assert drafts[0] == [[]]
     assert drafts[-1] != [[]]
 
@@ -130,10 +129,9 @@ def test_sources_that_bring_nothing_are_asked_as_often_where_idle_steps_are_not_
         num_idle = traffic.chain.num_idle_steps(slots)
         num_steps -= num_idle + 1
         batch = traffic.batch([0], [[1]])
-        traffic.chain.observe_step(1, 0, 0.01)
+        traffic.chain.cost.observe(1, 0, 0.01)
         traffic.chain.observe(batch, np.ones(1, np.int32), np.zeros(1, np.int32))
-        if traffic.chain.is_due(slots, num_idle + 1):
-            traffic.chain.step(batch, np.full(1, 8, np.int32))
+        traffic.chain.step(batch, num_idle + 1)
     assert [len(each.asked) for each in passed] == [len(each.asked) for each in told]
 
 
@@ -172,11 +170,11 @@ def test_a_source_that_goes_further_than_another_is_asked_in_every_step_too(cloc
     assert num_asked_of_two(clock, near, seldom_far)[1] == 400
 
 
-def test_where_all_sources_rest_steps_are_idle_or_plain(clock: Clock) -> None:
+def test_where_all_sources_rest_nothing_is_asked_nor_sent(clock: Clock) -> None:
     traffic = Traffic({"ngram": LocalSource(OSError("gone"), clock)}, clock)
     traffic.run(5)
     assert traffic.sent == [0] * 5
-    assert not traffic.chain.is_due(np.array([0]))
+    assert traffic.health("ngram").num_errors == 1
 
 
 def with_distant(

@@ -19,7 +19,8 @@ from specserve.core.types import (
     Int64Array,
     RequestControls,
 )
-from specserve.policy.chain import Chain, Member
+from specserve.policy.chain import Chain
+from specserve.policy.members import Member
 from tests.draft_batches import draft_batch
 
 AUTO = RequestControls()
@@ -145,19 +146,17 @@ class Traffic:
         """The step of some requests that has brought these tokens."""
         return draft_batch({slot: [7, 7, *each] for slot, each in zip(slots, new, strict=True)})
 
-    def step(self, *slots: int, room: int = 8) -> None:
+    def step(self, *slots: int) -> None:
         """A step of these requests, all of them if none are named."""
         here = slots or tuple(self.drafts)
         new = [self._written(self.drafts[slot]) for slot in here]
         verified = np.array([len(self.drafts[slot]) for slot in here], np.int32)
         seconds = 0.01 + self.token_s * int(verified.sum())
         self.clock.now += seconds
-        self.chain.observe_step(len(here), int(verified.sum()), seconds)
+        self.chain.cost.observe(len(here), int(verified.sum()), seconds)
         batch = self.batch(here, new)
         self.chain.observe(batch, np.array([len(each) for each in new], np.int32), verified)
-        drafts: list[list[int]] = [[] for _ in here]
-        if self.chain.is_due(batch.slots):
-            drafts = self.chain.step(batch, np.full(len(here), room, np.int32))
+        drafts = self.chain.step(batch)
         self.drafts |= dict(zip(here, drafts, strict=True))
         self.sent.append(sum(map(len, drafts)))
 

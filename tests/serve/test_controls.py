@@ -58,6 +58,22 @@ def test_a_client_cannot_name_its_tenant(client: TestClient, body: bytes) -> Non
     assert answer.json()["error"]["param"] == "vllm_xargs.specserve_tenant"
 
 
+def test_a_client_cannot_say_what_the_server_tells_the_engine(client: TestClient) -> None:
+    answer = client.post("/v1/completions", json={"vllm_xargs": {"specserve_typical": "x"}})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "vllm_xargs.specserve_typical"
+
+
+@pytest.mark.parametrize("path", ["/", "/generate", "/generate_stream"])
+@pytest.mark.parametrize("root_path", ["", "/llm"])
+def test_the_generation_api_is_refused_in_its_own_form(path: str, root_path: str) -> None:
+    client = TestClient(ControlsMiddleware(echo, ["ngram"]), root_path=root_path)
+    answer = client.post(root_path + path, json={"inputs": "x", "vllm_xargs": {"learn": 2}})
+    assert answer.status_code == 422
+    told = "Input validation error: vllm_xargs.learn: 2 is not allowed; allowed: 0 or 1"
+    assert answer.json() == {"error": told, "error_type": "validation"}
+
+
 BAD = {"prompt": "x", "vllm_xargs": {"max_draft_tokens": -1}}
 
 

@@ -156,13 +156,13 @@ def test_only_this_machine_is_told_statistics_and_metrics(start: Callable[..., P
 
 
 @pytest.mark.parametrize(
-    ("path", "headers", "num_reached"),
+    ("path", "headers", "reached"),
     [
-        ("/metrics", {}, 1),
-        ("/metrics", {"Authorization": "Bearer key"}, 20),
-        ("/metrics", {"Origin": "http://elsewhere"}, 20),
-        ("/private", {}, 20),
-        ("/v1/models", {}, 20),
+        ("/metrics", {}, (1, 2)),  # HAProxy counts whole seconds, and one may end meanwhile
+        ("/metrics", {"Authorization": "Bearer key"}, (20,)),
+        ("/metrics", {"Origin": "http://elsewhere"}, (20,)),
+        ("/private", {}, (20,)),
+        ("/v1/models", {}, (20,)),
     ],
 )
 def test_what_is_for_all_reaches_a_replica_once_a_second(
@@ -170,14 +170,14 @@ def test_what_is_for_all_reaches_a_replica_once_a_second(
     replica: HTTPServer,
     path: str,
     headers: dict[str, str],
-    num_reached: int,
+    reached: tuple[int, ...],
 ) -> None:
     parent = start(replica_port=replica.server_port)
     with httpx.Client(base_url=f"http://{HOST}:{parent.port}", headers=headers) as client:
         for _ in range(2):
             answers = [client.get(path) for _ in range(20)]
             assert {each.text for each in answers} == {"answer"}
-            assert Replica.asked.count(path) == num_reached
+            assert Replica.asked.count(path) in reached
             Replica.asked.clear()
             time.sleep(1.1)
 

@@ -9,7 +9,10 @@ import pytest
 
 from specserve.core.metrics import HealthSnapshot, SpeculationMetrics
 from specserve.core.types import Drafts, RequestControls
-from specserve.sources.guard import LONGEST_REST_S, GuardedSource
+from specserve.sources.guard import (
+    LONGEST_REST_S,
+    GuardedSource,
+)
 from tests.sources.answering_source import AnsweringSource, Clock, always, batch, broken, drafts
 
 FOUR = np.array([4, 4], np.int32)
@@ -24,8 +27,9 @@ class Guarded:
     metrics: SpeculationMetrics = field(default_factory=SpeculationMetrics)
 
     def __post_init__(self) -> None:
-        options = self.metrics, 100, 2, self.clock
-        self.guard = GuardedSource("ngram", self.source, *options)
+        self.offers = Drafts.empty(4, 8)
+        options = self.metrics, 100, 2, self.clock, self.offers
+        self.guard = GuardedSource("ngram", self.source, *options, first_label=3)
 
     def propose(self) -> list[list[int]] | None:
         found = self.guard.propose(batch(2), FOUR)
@@ -40,8 +44,14 @@ class Guarded:
         return entry
 
 
-def test_a_draft_is_cut_to_its_limit() -> None:
-    assert Guarded(always(1, 2, 3, 4, 5)).propose() == [[1, 2, 3, 4]] * 2
+def test_a_draft_is_cut_to_its_limit_and_is_among_the_offers() -> None:
+    guarded = Guarded(AnsweringSource(lambda *_: drafts([(1, 2, 3, 4, 5), (6,)], labels=(0, 1))))
+    assert guarded.propose() == [[1, 2, 3, 4], [6]]
+    tokens, lengths, confidence, labels = guarded.offers
+    assert lengths.tolist() == [4, 1, 0, 0]
+    assert tokens[:2, :4].tolist() == [[1, 2, 3, 4], [6, 0, 0, 0]]
+    assert confidence[:2, 0].tolist() == pytest.approx([0.9, 0.9])
+    assert labels[:2].tolist() == [3, 4]
 
 
 @pytest.mark.parametrize(

@@ -235,15 +235,6 @@ def test_the_engines_arrays_are_left_as_they_are() -> None:
         np.testing.assert_array_equal(array, copy)
 
 
-def test_a_view_into_a_wider_buffer_will_do() -> None:
-    buffer = np.zeros((2, 64), np.int32)
-    buffer[:, :5] = [[1, 2, 3, 1, 2], [5, 6, 7, 5, 6]]
-    counts = np.array([5, 5], np.int32)
-    step = DraftBatch(np.arange(2), buffer[:, :8], counts, counts)
-    found = NgramSource(config(), 2).propose(step, np.array([1, 1], np.int32))
-    assert found.tokens[:, 0].tolist() == [3, 7]
-
-
 def test_no_limit_makes_it_write_beyond_its_longest_draft() -> None:
     lookup = Lookup(config(max_draft_len=4))
     step = lookup.batch({"a": [1, 2, 3] * 5})

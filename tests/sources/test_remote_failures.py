@@ -14,6 +14,7 @@ import pytest
 import zmq
 
 from specserve.core.errors import WireError
+from specserve.core.types import Drafts
 from specserve.drafters.server import DrafterServer
 from specserve.sources import remote
 from specserve.sources.guard import GuardedSource
@@ -326,7 +327,15 @@ def test_answers_that_do_not_fit_the_question_cost_no_more_than_drafts(
     place.address = babbler.address
     made = replica(stack, place, timeout_s=0.5 if num_timeouts else WAIT_S)
     made.until_up()
-    guarded = GuardedSource("draft_model", made.source, made.metrics, VOCAB_SIZE, 1, time.monotonic)
+    guarded = GuardedSource(
+        "draft_model",
+        made.source,
+        made.metrics,
+        VOCAB_SIZE,
+        1,
+        time.monotonic,
+        Drafts.empty(16, 8),
+    )
     for number, length in enumerate((20, 21, 25), start=1):
         made.grow(f"text {number}", length)
         made.until_up()

@@ -96,7 +96,7 @@ def test_traffic_of_no_kind_compiles_anything_anew(source: TrieSource) -> None:
     assert trie is not None
     assert trie.num_evicted_tokens
     source.propose(batch(text(100, 38), slots=[4]), limits(1))
-    learner.apply(from_another_replica(50, text(0), kind="remove", sequence="text 39"))
+    trie.remove("text 39")
     source.snapshot()
     learner.apply(from_another_replica(51, text(0), kind="purge", sequence=""))
     source.propose(batch(text(100, 38), text(40), slots=[5, 6]), limits(2))

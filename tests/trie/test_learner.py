@@ -63,16 +63,13 @@ def test_nothing_is_made_up_where_a_text_was_closed_and_goes_on_later(
     assert draft(memory, TEXT[200:210])[0] == TEXT[210:214].tolist()
 
 
-def test_an_order_to_forget_is_carried_out(memory: TrieMemory) -> None:
+def test_a_purge_is_carried_out(memory: TrieMemory) -> None:
     learner = ClusterLearner(memory)
-    learner.apply(piece(0, 100, "goes"))
-    learner.apply(piece(200, 300, "stays"))
+    learner.apply(piece(0, 100))
     learner.apply(piece(400, 500, "other", namespace="m"))
-    learner.apply(Record("o", 2, 0.0, "n", "remove", "goes"))
+    assert draft(memory, TEXT[40:50])[0]
+    learner.apply(Record("o", 2, 0.0, "n", "purge"))
     assert draft(memory, TEXT[40:50])[0] == []
-    assert draft(memory, TEXT[240:250])[0]
-    learner.apply(Record("o", 3, 0.0, "n", "purge"))
-    assert draft(memory, TEXT[240:250])[0] == []
     assert draft(memory, TEXT[440:450], "m")[0]
 
 

@@ -5,11 +5,18 @@ import tracemalloc
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
-from specserve.trie.records import MAX_NAME_CHARS, MAX_RECORD_TOKENS, Record, problem_of
+from specserve.trie.records import (
+    MAX_NAME_CHARS,
+    MAX_RECORD_TOKENS,
+    Record,
+    problem_of,
+    records_of,
+)
 from specserve.trie.token_log import TokenLog
-from tests.trie.texts import VOCAB_SIZE, purge, record, removal
+from tests.trie.texts import VOCAB_SIZE, purge, record
 
 
 @pytest.mark.parametrize(
@@ -21,7 +28,6 @@ from tests.trie.texts import VOCAB_SIZE, purge, record, removal
         record(sequence="s" * MAX_NAME_CHARS),
         record(stamp=time.time() + 5),
         purge(),
-        removal(),
     ],
 )
 def test_a_well_formed_record_has_no_problem(good: Record) -> None:
@@ -48,7 +54,7 @@ def test_a_well_formed_record_has_no_problem(good: Record) -> None:
         ({"sequence": ""}, "sequence"),
         ({"sequence": "s" * (MAX_NAME_CHARS + 1)}, "sequence"),
         ({"kind": "purge", "tokens": []}, "sequence"),
-        ({"kind": "remove"}, "no tokens"),
+        ({"kind": "purge", "sequence": ""}, "no tokens"),
     ],
 )
 def test_a_record_that_must_not_be_taken_is_told_why(fields: dict[str, Any], said: str) -> None:
@@ -63,6 +69,22 @@ def test_a_part_of_a_token_is_refused() -> None:
 def test_tokens_come_back_as_they_were_written() -> None:
     assert record(tokens=[7, 0, 999]).token_array().tolist() == [7, 0, 999]
     assert record(tokens=[7, 0, 999]).num_tokens == 3
+
+
+def test_a_long_piece_becomes_several_records() -> None:
+    size = 2 * MAX_RECORD_TOKENS + 5
+    tokens = np.arange(size, dtype=np.int32)
+    records = records_of("me", 7, 1e9, "n", "s", 10, tokens, MAX_RECORD_TOKENS + 2, final=True)
+    assert [each.number for each in records] == [7, 8, 9]
+    assert [each.start - 10 for each in records] == [0, MAX_RECORD_TOKENS, 2 * MAX_RECORD_TOKENS]
+    assert [each.num_prompt_tokens for each in records] == [MAX_RECORD_TOKENS, 2, 0]
+    assert [each.final for each in records] == [False, False, True]
+    assert np.concatenate([each.token_array() for each in records]).tolist() == tokens.tolist()
+
+
+def test_an_end_without_tokens_is_a_record() -> None:
+    (end,) = records_of("me", 1, 1e9, "n", "s", 5, np.zeros(0, np.int32), 0, final=True)
+    assert (end.start, end.num_tokens, end.final) == (5, 0, True)
 
 
 def test_a_record_takes_no_more_memory_than_is_counted_for_it() -> None:

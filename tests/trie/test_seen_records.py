@@ -44,10 +44,3 @@ def test_the_origin_that_was_silent_longest_is_forgotten_first() -> None:
     held.add("a", 2)
     held.add("c", 1)
     assert held.ranges().keys() == {"a", "c"}
-
-
-def test_an_origin_that_is_needed_is_kept() -> None:
-    held = SeenRecords(max_origins=2)
-    for origin in "abc":
-        held.add(origin, 1, is_needed=lambda origin: origin == "a")
-    assert held.ranges().keys() == {"a", "c"}

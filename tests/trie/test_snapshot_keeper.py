@@ -23,14 +23,13 @@ class Kept:
     def __init__(self, path: Path) -> None:
         self._log = TokenLog(1 << 20, VOCAB_SIZE)
         self._lock = threading.Lock()
-        self.taken_over: list[tuple[str, LogState]] = []
+        self.taken_over: list[LogState] = []
         self.file = SnapshotFile(str(path))
         self.keeper = SnapshotKeeper(
             self.file,
             FINGERPRINT,
-            "epoch",
             self.state,
-            lambda epoch, state: self.taken_over.append((epoch, state)),
+            self.taken_over.append,
         )
 
     def append(self, number: int) -> None:
@@ -42,8 +41,7 @@ class Kept:
             return self._log.state()
 
     def saved(self) -> LogState | None:
-        loaded = self.file.load_or_set_aside(FINGERPRINT)
-        return loaded[1] if loaded is not None else None
+        return self.file.load_or_set_aside(FINGERPRINT)
 
 
 @contextmanager
@@ -89,7 +87,7 @@ def test_what_is_there_is_taken_over_at_the_start(path: Path) -> None:
     with kept(path) as first:
         first.append(1)
     with kept(path) as second:
-        assert second.taken_over == [("epoch", first.state())]
+        assert second.taken_over == [first.state()]
 
 
 def test_a_failure_is_counted_and_the_next_attempt_succeeds(
@@ -121,4 +119,4 @@ def test_a_snapshot_that_cannot_be_read_yet_is_not_overwritten(path: Path) -> No
         path.parent.unlink()
         away.rename(path.parent)
         eventually(lambda: it.taken_over, "the snapshot taken over", WAIT_S, 0.01)
-        assert it.taken_over == [("epoch", first.state())]
+        assert it.taken_over == [first.state()]

@@ -34,10 +34,6 @@ def purge(number: int = 1, **fields: Any) -> Record:
     return record(number, (), kind="purge", sequence="", **({"origin": "operator"} | fields))
 
 
-def removal(number: int = 1, **fields: Any) -> Record:
-    return record(number, (), kind="remove", **({"origin": "operator"} | fields))
-
-
 def call(records: Sequence[Record] = (), **fields: Any) -> ExchangeRequest:
     base: dict[str, Any] = {
         "fingerprint": FINGERPRINT,

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from specserve.compare.corpus import Module
-from specserve.compare.tasks import TaskMaker
 from tools.demo_models.base_model import BaseModel
+from tools.demo_models.tasks import AllTasks
 from tools.demo_models.tokenizer import END_ID, encode_chat, encode_text
 
 COPY_KINDS = ("quote", "rename", "repeat")
@@ -83,7 +83,7 @@ def samples(model: BaseModel, modules: list[Module], tokenizer: Tokenizer) -> li
                 wanted=tokenizer.decode(ids[200:]),
             )
         )
-    maker = TaskMaker(modules)
+    maker = AllTasks(modules)
     for kind in (*COPY_KINDS, "complete"):
         messages = maker.draw(random.Random(f"sample {kind}"), 900, kind).messages
         prompt = encode_chat(tokenizer, messages[:-1], add_generation_prompt=True)

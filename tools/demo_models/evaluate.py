@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specserve.compare.corpus import Module
-from specserve.compare.tasks import TaskMaker
 from specserve.core.errors import ConfigError
 from tools.demo_models.base_model import BaseModel
 from tools.demo_models.completions import COPY_KINDS, loop_share
 from tools.demo_models.draft_model import DraftModel
+from tools.demo_models.tasks import AllTasks
 from tools.demo_models.tokenizer import encode_chat, encode_text
 
 ROW_TOKENS = 1024
@@ -76,7 +76,7 @@ def held_out_dialogues(
     modules: list[Module], tokenizer: Tokenizer, kinds: tuple[str, ...], count: int
 ) -> list[Dialogue]:
     """`count` tasks of each kind, always the same for the same modules."""
-    maker = TaskMaker(modules)
+    maker = AllTasks(modules)
     dialogues = []
     for kind in kinds:
         rng = random.Random(kind)

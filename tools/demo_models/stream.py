@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer
 
 from specserve.compare.corpus import Module
-from specserve.compare.tasks import TaskMaker
+from tools.demo_models.tasks import AllTasks
 from tools.demo_models.tokenizer import BOS_ID, END_ID, SPECIAL_TOKENS, encode_chat, encode_text
 
 CHARS_PER_TOKEN = 3
@@ -43,7 +43,7 @@ class TokenStream:
 
     def __init__(self, modules: list[Module], tokenizer: Tokenizer, *, seed: str) -> None:
         self._texts = [encode_text(tokenizer, m.text) for m in modules]
-        self._maker = TaskMaker(modules)
+        self._maker = AllTasks(modules)
         self._tokenizer = tokenizer
         self._vocab_size = tokenizer.get_vocab_size()
         self._seed = seed

@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 
 from specserve.core.errors import StoreError
-from specserve.trie import record_writer as module
+from specserve.core.types import Int32Array
+from specserve.trie import replica, text_writer
 from specserve.trie.namespaces import namespace
-from specserve.trie.record_writer import RecordWriter
 from specserve.trie.records import MAX_RECORD_TOKENS, ExchangeReply, ExchangeRequest, Record
 from specserve.trie.store import StoreOptions, TrieStore
+from specserve.trie.text_writer import write_texts
 
 NAME = namespace("model")
+OPTIONS = StoreOptions(fingerprint="model", vocab_size=1000)
 
 
 class Line:
@@ -22,10 +24,11 @@ class Line:
 
     def __init__(self, store: TrieStore) -> None:
         self.store = store
-        self.failures = 0
+        self.failures = self.num_received = 0
 
     def exchange(self, request: ExchangeRequest, timeout_s: float) -> ExchangeReply:
         reply = self.store.exchange(request)
+        self.num_received += len(reply.records)
         if self.failures:
             self.failures -= 1
             raise StoreError("no answer")
@@ -34,8 +37,8 @@ class Line:
 
 @pytest.fixture
 def line(monkeypatch: pytest.MonkeyPatch) -> Line:
-    monkeypatch.setattr(module, "_REST_S", 0.0)
-    return Line(TrieStore(StoreOptions(fingerprint="model", vocab_size=1000)))
+    monkeypatch.setattr(replica, "LONGEST_REST_S", 0.0)
+    return Line(TrieStore(OPTIONS))
 
 
 def texts(line: Line) -> dict[str, list[Record]]:
@@ -53,53 +56,60 @@ def tokens_of(records: list[Record]) -> Iterator[int]:
         yield from record.token_array().tolist()
 
 
+def of(*texts: int) -> Iterator[tuple[Int32Array, int]]:
+    """Texts of so many tokens."""
+    for size in texts:
+        yield np.arange(size, dtype=np.int32) % 1000, 0
+
+
 def test_replicas_get_every_text_whole_and_closed(line: Line) -> None:
-    writer = RecordWriter(line, "model", NAME)
     long = np.arange(2 * MAX_RECORD_TOKENS + 5, dtype=np.int32) % 1000
     short = np.array([1, 2, 3], np.int32)
-    writer.write(long, num_prompt_tokens=MAX_RECORD_TOKENS + 1)
-    writer.write(short)
-    writer.flush()
-
+    written = [(long, MAX_RECORD_TOKENS + 1), (short, 0)]
+    assert write_texts(line, OPTIONS, NAME, written) == len(long) + 3
     first, second = texts(line).values()
     assert list(tokens_of(first)) == long.tolist()
     assert [record.start for record in first] == [0, MAX_RECORD_TOKENS, 2 * MAX_RECORD_TOKENS]
     assert [record.num_prompt_tokens for record in first] == [MAX_RECORD_TOKENS, 1, 0]
     assert [record.final for record in first] == [False, False, True]
     assert list(tokens_of(second)) == short.tolist()
-    assert writer.num_tokens == len(long) + 3 == line.store.stats().num_tokens
+    assert line.store.stats().num_tokens == len(long) + 3
 
 
-def test_a_short_text_waits_for_the_end_and_many_are_sent_on_the_way(line: Line) -> None:
-    writer = RecordWriter(line, "model", NAME)
-    writer.write(np.array([1], np.int32))
-    assert not texts(line)
-    while not texts(line):
-        writer.write(np.zeros(MAX_RECORD_TOKENS, np.int32))
-    assert writer.num_tokens == line.store.stats().num_tokens > MAX_RECORD_TOKENS
+def test_many_texts_are_sent_on_the_way(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_writer, "_TEXTS_AT_ONCE", 2)
+    held = []
+
+    def watched() -> Iterator[tuple[Int32Array, int]]:
+        for text in of(1, 1, 1, 1, 1):
+            held.append(line.store.stats().num_tokens)
+            yield text
+
+    assert write_texts(line, OPTIONS, NAME, watched()) == 5
+    assert held == [0, 0, 2, 2, 4]
 
 
 def test_an_answer_that_got_lost_teaches_nothing_twice(line: Line) -> None:
-    writer = RecordWriter(line, "model", NAME)
     line.failures = 3
-    writer.write(np.array([1, 2], np.int32))
-    writer.flush()
-    assert writer.num_tokens == line.store.stats().num_tokens == 2
+    assert write_texts(line, OPTIONS, NAME, of(2)) == line.store.stats().num_tokens == 2
+
+
+def test_texts_of_others_are_neither_asked_for_nor_waited_for(line: Line) -> None:
+    for size in (3, 2):
+        write_texts(line, OPTIONS, NAME, of(size))
+    assert line.num_received == 0
+    assert line.store.stats().num_tokens == 5
 
 
 def test_a_store_that_stays_away_is_given_up(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_PATIENCE_S", 0.0)
-    writer = RecordWriter(line, "model", NAME)
+    monkeypatch.setattr(text_writer, "_PATIENCE_S", 0.0)
     line.failures = 1_000_000_000
-    writer.write(np.array([1, 2], np.int32))
     with pytest.raises(StoreError, match="has not answered for"):
-        writer.flush()
-    assert writer.num_tokens == 0
+        write_texts(line, OPTIONS, NAME, of(2))
 
 
 def test_a_store_of_another_model_takes_nothing(line: Line) -> None:
-    writer = RecordWriter(line, "another model", NAME)
-    writer.write(np.array([1], np.int32))
+    other = StoreOptions(fingerprint="another model", vocab_size=1000)
     with pytest.raises(StoreError, match="must not mix"):
-        writer.flush()
+        write_texts(line, other, NAME, of(1))
     assert not texts(line)

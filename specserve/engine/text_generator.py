@@ -1,0 +1,202 @@
+"""Continues texts for the generation API, by vLLM's renderer, engine client and detokenizer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
+from http import HTTPStatus
+from types import SimpleNamespace
+from typing import Any
+
+from starlette.requests import Request
+from vllm import envs
+from vllm.entrypoints.generate.base.serving import GenerateBaseServing
+from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMValidationError
+from vllm.inputs import EngineInput
+from vllm.lora.request import LoRARequest
+from vllm.renderers import TokenizeParams
+from vllm.renderers.inputs.preprocess import parse_model_prompt
+from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from vllm.v1.engine.exceptions import EngineGenerateError
+
+from specserve.core.errors import GenerationError, reason_of
+from specserve.engine.logits_processors import extra_args
+from specserve.engine.text_outputs import OutputReader
+from specserve.engine.text_request import Limits, Output, TextRequest
+
+logger = logging.getLogger(__name__)
+
+_CLIENTS_MISTAKES = (ValueError, TypeError, OverflowError)
+"""What a request can meet in vLLM that has no error of its own for it."""
+
+
+class TextGenerator(GenerateBaseServing):
+    """vLLM's base of HTTP handlers, for the generation API; a ``TextEngine``.
+
+    Args:
+        engine_client: vLLM's ``AsyncLLM``.
+        models: its ``OpenAIServingModels``, with the adapters.
+        request_logger: logs requests; None: nothing does.
+        max_concurrent_requests: decoded and waiting.
+        has_processors: whether the workers have :mod:`specserve.engine.logits_processors`.
+    """
+
+    def __init__(
+        self,
+        engine_client: Any,
+        models: Any,
+        request_logger: Any,
+        max_concurrent_requests: int,
+        *,
+        has_processors: bool,
+    ) -> None:
+        super().__init__(engine_client, models, request_logger=request_logger)
+        model = engine_client.model_config
+        self._limits = Limits(
+            max_total_tokens=model.max_model_len,
+            max_concurrent_requests=max_concurrent_requests,
+            num_tokenizers=model.renderer_num_workers,
+        )
+        self._has_processors = has_processors
+
+    @property
+    def limits(self) -> Limits:
+        """What the engine takes."""
+        return self._limits
+
+    async def generate(self, request: TextRequest, call: Request) -> AsyncGenerator[Output, None]:
+        """See :meth:`specserve.engine.text_request.TextEngine.generate`."""
+        with _as_our_errors(request):
+            self._check_processors(request)
+            adapter = await self._adapter(request.adapter_id)
+            prompt = await self._rendered(request)
+            params = self._sampling_params(request, self._extract_prompt_len(prompt))
+            request_id = f"generate-{self._base_request_id(call)}"
+            self._log_inputs(request_id, prompt, params, adapter)
+            outputs = self.engine_client.generate(
+                prompt,
+                params,
+                request_id,
+                lora_request=adapter,
+                trace_headers=await self._get_trace_headers(call.headers),
+                priority=self._get_priority(SimpleNamespace(priority=0), call),
+                session_id=self._get_session_id_from_headers(call),
+            )
+            reader = OutputReader(request, self.renderer.tokenizer)
+            async with aclosing(outputs):
+                async for output in outputs:
+                    yield reader.read(output)
+
+    def _check_processors(self, request: TextRequest) -> None:
+        if self._has_processors:
+            return
+        rule = "is not supported by this server: its engine has no logits processors of ours"
+        if request.typical_p is not None:
+            raise GenerationError.of_field("typical_p", rule, request.typical_p)
+        if request.watermark:
+            raise GenerationError.of_field("watermark", rule, request.watermark)
+
+    async def _adapter(self, name: str) -> LoRARequest | None:
+        found = self.models.lora_requests.get(name)
+        if found is None and self._is_model_supported(name):
+            return None
+        if found is None and envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING:
+            found = await self.models.resolve_lora(name)
+        if isinstance(found, LoRARequest):
+            return found
+        names = [*(each.name for each in self.models.base_model_paths), *self.models.lora_requests]
+        raise GenerationError.of_field("adapter_id", f"must be one of {', '.join(names)}", name)
+
+    async def _rendered(self, request: TextRequest) -> EngineInput:
+        most = self._limits.max_total_tokens
+        options = TokenizeParams(
+            max_total_tokens=most,
+            truncate_prompt_tokens=request.truncate,
+            truncation_side=None if request.truncate is None else "left",
+        )
+        prompt = parse_model_prompt(self.model_config, request.inputs)
+        try:
+            (rendered,) = await self.renderer.render_cmpl_async([prompt], options)
+        except VLLMValidationError as error:
+            if error.parameter not in ("input_tokens", "input_text"):
+                raise
+            unit = "tokens" if error.parameter == "input_tokens" else "characters"
+            given = f"{error.value} {unit} or more"
+            raise _too_long(most, given) from None
+        except _CLIENTS_MISTAKES as error:
+            raise GenerationError.of_field("inputs", "must be text", reason_of(error)) from error
+        return rendered
+
+    def _sampling_params(self, request: TextRequest, num_prompt_tokens: int) -> SamplingParams:
+        most = self._limits.max_total_tokens
+        max_tokens = request.max_new_tokens
+        if max_tokens is None:
+            max_tokens = most - num_prompt_tokens
+        elif num_prompt_tokens + max_tokens > most:
+            rule = f"`inputs` tokens + `max_new_tokens` must be <= {most}"
+            given = f"{num_prompt_tokens} `inputs` tokens and {max_tokens} `max_new_tokens`"
+            raise GenerationError("validation", f"Input validation error: {rule}. Given: {given}")
+        if num_prompt_tokens >= most:
+            raise _too_long(most, str(num_prompt_tokens))
+        with_logprobs = request.with_tokens or request.num_sequences > 1
+        is_typical = request.typical_p is not None  # has these two in its processor
+        return SamplingParams(
+            n=request.num_sequences,
+            temperature=request.temperature,
+            top_k=0 if is_typical else request.top_k,
+            top_p=1.0 if is_typical else request.top_p,
+            repetition_penalty=request.repetition_penalty,
+            frequency_penalty=request.frequency_penalty,
+            seed=request.seed,
+            stop=list(request.stop),
+            include_stop_str_in_output=True,
+            max_tokens=max_tokens,
+            logprobs=request.num_top_tokens if with_logprobs else None,
+            prompt_logprobs=0 if request.with_prompt else None,
+            output_kind=RequestOutputKind.DELTA
+            if request.streams
+            else RequestOutputKind.FINAL_ONLY,
+            structured_outputs=_structured_outputs(request),
+            extra_args=extra_args(request) or None,
+        )
+
+
+def _structured_outputs(request: TextRequest) -> StructuredOutputsParams | None:
+    if request.grammar is None:
+        return None
+    kind, value = request.grammar
+    return StructuredOutputsParams(**{kind: value if isinstance(value, str) else dict(value)})
+
+
+def _too_long(most: int, given: str) -> GenerationError:
+    rule = f"`inputs` must have less than {most} tokens"
+    return GenerationError("validation", f"Input validation error: {rule}. Given: {given}")
+
+
+def _refusal(request: TextRequest, reason: Exception) -> GenerationError:
+    # All else is checked before vLLM does.
+    what = "grammar is not valid: " if request.grammar else ""
+    return GenerationError("validation", f"Input validation error: {what}{reason_of(reason)}")
+
+
+@contextmanager
+def _as_our_errors(request: TextRequest) -> Iterator[None]:
+    """Tells what vLLM raises in the words of Text Generation Inference."""
+    try:
+        yield
+    except GenerationError:
+        raise
+    except GracefulHTTPError as error:
+        if error.http_status != HTTPStatus.SERVICE_UNAVAILABLE:
+            raise
+        raise GenerationError("overloaded", "Model is overloaded") from error
+    except VLLMClientError as error:
+        raise _refusal(request, error) from error
+    except Exception as error:
+        cause = error.__cause__ if isinstance(error, EngineGenerateError) else None
+        if isinstance(cause, _CLIENTS_MISTAKES):
+            raise _refusal(request, cause) from error
+        logger.exception("A text was not generated")
+        message = f"Request failed during generation: {reason_of(error)}"
+        raise GenerationError("generation", message) from error

@@ -1,0 +1,137 @@
+"""vLLM's outputs in those of the generation API, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.logprobs import Logprob
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import SamplingParams
+from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+from specserve.core.errors import GenerationError
+from specserve.engine.text_request import (
+    Continuation,
+    FinishReason,
+    Output,
+    PromptToken,
+    TextRequest,
+    Token,
+)
+
+_CONTEXT_TOKENS = 16
+"""Of a prompt, before the first generated token: more than any character is made of."""
+
+
+class OutputReader:
+    """Reads the outputs of one request.
+
+    Args:
+        request: what was asked for.
+        tokenizer: vLLM's.
+    """
+
+    def __init__(self, request: TextRequest, tokenizer: Any) -> None:
+        self._request = request
+        self._tokenizer = tokenizer
+        self._texts: dict[int, _TokenTexts] = {}  # by the index of a continuation
+
+    def read(self, output: RequestOutput) -> Output:
+        """One output.
+
+        Raises:
+            GenerationError: the engine has failed, or has given the request up.
+        """
+        prompt: list[int] = output.prompt_token_ids
+        return Output(
+            num_prompt_tokens=len(prompt),
+            prompt_tokens=self._prompt_tokens(output) if self._request.with_prompt else (),
+            continuations=tuple(self._continuation(prompt, each) for each in output.outputs),
+        )
+
+    def _prompt_tokens(self, output: RequestOutput) -> tuple[PromptToken, ...]:
+        first, *others = output.prompt_token_ids
+        (text,) = convert_ids_list_to_tokens(self._tokenizer, [first])
+        _, *entries = output.prompt_logprobs
+        return (
+            PromptToken(first, text, None),
+            *(
+                PromptToken(token, entry[token].decoded_token, entry[token].logprob)
+                for token, entry in zip(others, entries, strict=True)
+            ),
+        )
+
+    def _continuation(self, prompt: list[int], output: CompletionOutput) -> Continuation:
+        tokens: list[Token] = []
+        top_tokens: list[tuple[Token, ...]] = []
+        if self._request.with_tokens:
+            texts = self._texts.get(output.index)
+            if texts is None:
+                texts = self._texts[output.index] = _TokenTexts(self._tokenizer, prompt)
+            for token, entries in zip(output.token_ids, output.logprobs or (), strict=True):
+                logprob = entries[token].logprob
+                tokens.append(Token(token, texts.next(token), logprob, token in texts.special))
+                if most := self._request.num_top_tokens:
+                    top_tokens.append(_top_tokens(entries, most, texts.special))
+        return Continuation(
+            text=output.text,
+            num_tokens=len(output.token_ids),
+            tokens=tuple(tokens),
+            top_tokens=tuple(top_tokens),
+            mean_logprob=(output.cumulative_logprob or 0.0) / max(len(output.token_ids), 1),
+            finish_reason=_finish_reason(output),
+        )
+
+
+class _TokenTexts:
+    """What each generated token adds to a text, special tokens included; by vLLM's detokenizer."""
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
+        self.special: frozenset[int] = frozenset(tokenizer.all_special_ids)
+        self._detokenizer = IncrementalDetokenizer.from_new_request(
+            tokenizer,
+            EngineCoreRequest(
+                request_id="",
+                prompt_token_ids=list(prompt[-_CONTEXT_TOKENS:]),
+                mm_features=None,
+                sampling_params=SamplingParams(skip_special_tokens=False),
+                pooling_params=None,
+                arrival_time=0.0,
+                lora_request=None,
+                cache_salt=None,
+                data_parallel_rank=None,
+            ),
+        )
+
+    def next(self, token: int) -> str:
+        """The text that comes with one token more."""
+        self._detokenizer.update([token], stop_terminated=False)
+        text: str = self._detokenizer.get_next_output_text(finished=False, delta=True)
+        return text
+
+
+def _top_tokens(
+    entries: dict[int, Logprob], most: int, special: frozenset[int]
+) -> tuple[Token, ...]:
+    """The most likely tokens of a position; the chosen one may come with them and not be one."""
+    likely = sorted(entries.items(), key=lambda item: item[1].rank)[:most]
+    return tuple(
+        Token(token, entry.decoded_token, entry.logprob, token in special)
+        for token, entry in likely
+    )
+
+
+def _finish_reason(output: CompletionOutput) -> FinishReason | None:
+    match output.finish_reason:
+        case None:
+            return None
+        case "length":
+            return "length"
+        case "stop":
+            return "stop_sequence" if isinstance(output.stop_reason, str) else "eos_token"
+        case "error":
+            raise GenerationError("generation", "Request failed during generation: engine error")
+    raise GenerationError("incomplete_generation", "Incomplete generation")

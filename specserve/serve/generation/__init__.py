@@ -1,0 +1,1 @@
+"""The generation API of Text Generation Inference and MindIE."""

@@ -1,0 +1,211 @@
+"""Routes of the generation API: ``/generate``, ``/generate_stream``, ``/`` and ``/info``."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Match
+from starlette.types import Scope
+
+from specserve import __version__
+from specserve.core.config import AppConfig
+from specserve.core.errors import GenerationError
+from specserve.engine.text_request import Output, TextEngine
+from specserve.serve.generation.answers import error_response, events, whole_response
+from specserve.serve.generation.schema import (
+    MAX_BEST_OF,
+    MAX_STOP_SEQUENCES,
+    GenerateBody,
+    generation,
+    refusal,
+)
+
+_PATHS = ("", "/generate", "/generate_stream")
+
+T = TypeVar("T")
+
+
+class _ClientGone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+class _Route(APIRoute):
+    """A route whose errors have Text Generation Inference's form."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """Starlette's method. A call of the bare prefix is one of ``/``; others are redirected."""
+        if scope["path"] == scope.get("root_path", ""):
+            scope = {**scope, "path": scope["path"] + "/"}
+        return super().matches(scope)
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """FastAPI's method."""
+        handle = super().get_route_handler()
+
+        async def handle_in_form(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except GenerationError as error:
+                return error_response(error)
+            except RequestValidationError as error:
+                return error_response(refusal(error.errors()))
+            except HTTPException as error:  # of a body that is no text, or is nested too deeply
+                message = f"Input validation error: {error.detail}"
+                return error_response(GenerationError("validation", message))
+            except _ClientGone:
+                return Response(status_code=499)
+
+        return handle_in_form
+
+
+class GenerationApi:
+    """The generation API of one replica.
+
+    Args:
+        config: the application's configuration.
+        engine: what continues texts.
+    """
+
+    def __init__(self, config: AppConfig, engine: TextEngine) -> None:
+        self._model = config.model
+        self._engine = engine
+
+    def router(self) -> APIRouter:
+        """The routes."""
+        router = APIRouter(route_class=_Route)
+
+        @router.post("/generate")
+        async def generate(body: GenerateBody, request: Request) -> Response:
+            """Continues a text; token by token where the body has ``stream``."""
+            return await self._answer(body, request, streams=bool(body.stream))
+
+        @router.post("/generate_stream")
+        async def generate_stream(body: GenerateBody, request: Request) -> Response:
+            """Continues a text, token by token."""
+            return await self._answer(body, request, streams=True)
+
+        @router.post("/")
+        async def compat_generate(body: GenerateBody, request: Request) -> Response:
+            """As ``/generate``, with the prompt before the text, and as a list of one."""
+            streams = bool(body.stream)
+            return await self._answer(body, request, streams=streams, full_text=True, listed=True)
+
+        @router.get("/info")
+        async def info() -> dict[str, Any]:
+            """The model and the limits of requests."""
+            return self._info()
+
+        return router
+
+    async def _answer(
+        self,
+        body: GenerateBody,
+        request: Request,
+        *,
+        streams: bool,
+        full_text: bool = False,
+        listed: bool = False,
+    ) -> Response:
+        started = time.perf_counter()
+        limit = self._engine.limits.max_total_tokens
+        asked = generation(body, limit, streams=streams, full_text=full_text)
+        outputs = self._engine.generate(asked.request, request)
+        if not streams:
+            whole = await _while_connected(request, _only(outputs))
+            return whole_response(asked, whole, time.perf_counter() - started, listed=listed)
+        # Whatever is wrong is known with the first output, when there still is a status to tell it.
+        first = await _while_connected(request, _first(outputs))
+        content = events(asked, _following(first, outputs))
+        return StreamingResponse(content, media_type="text/event-stream")
+
+    def _info(self) -> dict[str, Any]:
+        limits = self._engine.limits
+        return {
+            "model_id": self._model.name,
+            "model_sha": self._model.revision or None,
+            "model_pipeline_tag": "text-generation",
+            "max_concurrent_requests": limits.max_concurrent_requests,
+            "max_best_of": MAX_BEST_OF,
+            "max_stop_sequences": MAX_STOP_SEQUENCES,
+            "max_input_tokens": limits.max_total_tokens - 1,
+            "max_total_tokens": limits.max_total_tokens,
+            "validation_workers": limits.num_tokenizers,
+            "max_client_batch_size": 1,
+            "router": "specserve",
+            "version": __version__,
+            "sha": None,
+            "docker_label": None,
+        }
+
+
+async def _while_connected(request: Request, work: Awaitable[T]) -> T:
+    """The result of ``work``, which is cancelled when the client goes.
+
+    Raises:
+        _ClientGone: it has gone.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise _ClientGone
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def is_generation(scope: Scope) -> bool:
+    """Whether a call is one of this API's, that continue texts."""
+    path: str = scope["path"].removeprefix(scope.get("root_path", "")).rstrip("/")
+    return scope["type"] == "http" and scope["method"] == "POST" and path in _PATHS
+
+
+async def _first(outputs: AsyncGenerator[Output, None]) -> Output:
+    """The first output.
+
+    Raises:
+        GenerationError: there is none, or instead of it.
+    """
+    async for output in outputs:
+        return output
+    raise GenerationError("incomplete_generation", "Incomplete generation")
+
+
+async def _only(outputs: AsyncGenerator[Output, None]) -> Output:
+    """The output of an answer that is not streamed, once the engine has ended it.
+
+    Raises:
+        GenerationError: as :func:`_first`.
+    """
+    output = await _first(outputs)
+    async for _ in outputs:
+        raise AssertionError("more than one output of a request that is not streamed")
+    return output
+
+
+async def _following(
+    first: Output, outputs: AsyncGenerator[Output, None]
+) -> AsyncGenerator[Output, None]:
+    """``outputs`` with the first one, which was taken already; closes them."""
+    try:
+        yield first
+        async for output in outputs:
+            yield output
+    finally:
+        await outputs.aclose()

@@ -1,0 +1,78 @@
+"""An engine that says what it is told, in place of vLLM's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+
+from fastapi import FastAPI
+from starlette.requests import Request
+
+from specserve.core.config import parse
+from specserve.core.errors import GenerationError
+from specserve.engine.text_request import (
+    Continuation,
+    FinishReason,
+    Limits,
+    Output,
+    TextRequest,
+    Token,
+)
+from specserve.serve.generation.routes import GenerationApi
+
+MAX_TOTAL_TOKENS = 100
+
+
+class ScriptedEngine:
+    """A ``TextEngine`` with given outputs.
+
+    Args:
+        script: what it brings, in order; an error is raised, and None waits for ever.
+    """
+
+    def __init__(self, *script: Output | GenerationError | None) -> None:
+        self.limits = Limits(
+            max_total_tokens=MAX_TOTAL_TOKENS, max_concurrent_requests=6, num_tokenizers=2
+        )
+        self.asked: list[TextRequest] = []
+        self.ended = asyncio.Event()
+        self._script = script
+
+    async def generate(self, request: TextRequest, call: Request) -> AsyncGenerator[Output, None]:
+        self.asked.append(request)
+        try:
+            for output in self._script:
+                if output is None:
+                    await asyncio.Event().wait()
+                elif isinstance(output, GenerationError):
+                    raise output
+                else:
+                    yield output
+        finally:
+            self.ended.set()
+
+    def app(self) -> FastAPI:
+        """The generation API in front of it."""
+        config = parse({"model": {"path": "m", "served_name": "demo", "revision": "r1"}})
+        app = FastAPI()
+        app.include_router(GenerationApi(config, self).router())
+        return app
+
+
+def token(number: int) -> Token:
+    """A token whose text and log-probability tell its number."""
+    return Token(number, f" t{number}", -number / 8, False)
+
+
+def step(
+    *numbers: int, finish: FinishReason | None = None, top: Sequence[Sequence[int]] = ()
+) -> Output:
+    """What one step has brought: some tokens, maybe the end."""
+    continuation = Continuation(
+        text="".join(f" t{number}" for number in numbers),
+        num_tokens=len(numbers),
+        tokens=tuple(map(token, numbers)),
+        top_tokens=tuple(tuple(map(token, each)) for each in top),
+        finish_reason=finish,
+    )
+    return Output(num_prompt_tokens=7, continuations=(continuation,))
