@@ -23,6 +23,7 @@ import argparse
 import asyncio
 import json
 import random
+import sysconfig
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -114,16 +115,17 @@ class Client:
 def edits(client: Client, number: int, share: float, seed: int) -> list[Asked]:
     """The set ``edit``."""
     rng = random.Random(seed)
-    modules = [each for each in load_modules(held_out=True) if len(each.text) > PROMPT_CHARS]
-    rng.shuffle(modules)
+    packages = Path(sysconfig.get_path("purelib"))
+    modules = load_modules(held_out=True) + load_modules(packages, held_out=True)
+    prompts = [each.text[:PROMPT_CHARS] for each in modules if len(each.text) > PROMPT_CHARS]
+    rng.shuffle(prompts)
     found: list[Asked] = []
-    for prompt in (each.text[at : at + PROMPT_CHARS] for at in (0, 4000) for each in modules):
+    while len(found) < number:
+        prompt = prompts.pop()
         ((text,), _) = client.ask([Asked(prompt, "")], "off", 1)
         before = "".join(edited(text.splitlines(keepends=True), share, rng))
         if before and not _repeats_itself(text):
             found.append(Asked(prompt, before))
-        if len(found) == number:
-            break
     return found
 
 

@@ -30,11 +30,11 @@ def compiled() -> dict[str, int]:
 def test_no_traffic_compiles_anything_that_a_new_chain_has_not() -> None:
     clock = Clock()
     lookup = NgramSource(NgramConfig(kind="ngram"), 16)
-    predicted = PredictionSource(PredictionConfig(kind="prediction"), 16)
     near, distant = (
         LocalSource(lambda slot: (1, 2, 3), clock),
         DistantSource(lambda slot: (1,), clock),
     )
+    predicted = PredictionSource(PredictionConfig(kind="prediction"), 16)
     local: dict[str, Any] = {"ngram": lookup, "prediction": predicted}
     traffic = Traffic({"trie": near, "mtp": distant, **local}, clock, slots=())
     before = compiled()
