@@ -33,7 +33,6 @@ from typing import Any
 
 import httpx
 from rich.console import Console
-from rich.progress import track
 
 from specserve.compare.corpus import load_modules
 from specserve.compare.machine import circumstances
@@ -177,7 +176,7 @@ def rows_of(
             replace(each, prediction=other) for each, other in zip(of_edits, shifted, strict=True)
         ],
     }
-    for name, num_clients in track([(name, n) for name in args.sets for n in args.clients]):
+    for name, num_clients in ((name, number) for name in args.sets for number in args.clients):
         speeds = measure(client, sets[name], num_clients, args.turns)
         row: dict[str, Any] = {"set": name, "clients": num_clients, "requests": len(sets[name])}
         row |= {state: round(median(found), 1) for state, found in speeds.items()}
@@ -213,7 +212,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = config_of(args.config)
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.path, config.model.revision)
     with serve("specserve", config) as url:
-        rows = list(rows_of(Client(url, config.model.name), tokenizer, args))
+        rows = []
+        for row in rows_of(Client(url, config.model.name), tokenizer, args):
+            print(row, flush=True)
+            rows.append(row)
     print_rows(Console(width=160), "output tokens a second, by the source that is asked for", rows)
     options = {key: value for key, value in vars(args).items() if key != "config"}
     print(
