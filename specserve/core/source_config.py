@@ -43,11 +43,14 @@ class SourceSection(Section):
             makes itself by ``build(config, context)``.
         LABELS: of its drafts; the source itself has the first one's colour.
         LEARNS: whether it learns from one request for others: it has to see texts to their ends.
+        NEEDS_PREDICTION: whether it drafts for requests that predict their answer, and for no
+            other: it is not asked while there is none.
     """
 
     SOURCE: ClassVar[str]
     LABELS: ClassVar[tuple[Label, ...]]
     LEARNS: ClassVar[bool] = False
+    NEEDS_PREDICTION: ClassVar[bool] = False
 
 
 class NgramConfig(SourceSection):
@@ -78,6 +81,21 @@ class NgramConfig(SourceSection):
                 f"1 .. max_matching_ngram_size ({self.max_matching_ngram_size})",
             )
         return self
+
+
+class PredictionConfig(SourceSection):
+    """Predicted outputs: drafts are copied from the text that a request expects as its answer."""
+
+    SOURCE = "specserve.sources.prediction:PredictionSource"
+    LABELS = (Label("prediction", "#7d6600", "#d9bb3c"),)
+    NEEDS_PREDICTION = True
+
+    kind: Literal["prediction"]
+    """The kind of source."""
+    max_draft_len: int = Field(default=16, ge=1, le=MAX_DRAFT_TOKENS)
+    """Longest draft in tokens."""
+    dynamic: bool = True
+    """Shorten or skip drafts that do not pay, by recent acceptance and the cost of verifying."""
 
 
 class TrieConfig(SourceSection):
@@ -209,7 +227,8 @@ class MtpConfig(DrafterConfig):
 
 
 SourceConfig = Annotated[
-    NgramConfig | TrieConfig | DraftModelConfig | MtpConfig, Field(discriminator="kind")
+    NgramConfig | PredictionConfig | TrieConfig | DraftModelConfig | MtpConfig,
+    Field(discriminator="kind"),
 ]
 """One entry of ``speculation``; ``kind`` tells which. A source is registered by its place here."""
 

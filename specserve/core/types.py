@@ -30,6 +30,7 @@ class RequestControls(msgspec.Struct, frozen=True):
             API keys.
         cache_salt: the client's own; only requests of the same one may see by their speed what
             others have sent.
+        prediction: token ids of the text that the client expects as the answer, int32; empty: none.
     """
 
     speculation: str = "auto"
@@ -38,6 +39,7 @@ class RequestControls(msgspec.Struct, frozen=True):
     adapter: str = ""
     tenant: str = ""
     cache_salt: str = ""
+    prediction: bytes = b""
 
 
 class HiddenStates(NamedTuple):

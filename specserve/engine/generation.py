@@ -21,6 +21,7 @@ class Sampling:
         allowed_token_ids: the only tokens that may be generated; empty: all.
         num_logprobs: number of most likely tokens to report at each position; 0: none.
         score_token_ids: tokens whose log-probabilities are reported at each position as well.
+        prediction: tokens that the answer is expected to be; empty: none.
     """
 
     max_tokens: int
@@ -32,6 +33,7 @@ class Sampling:
     allowed_token_ids: tuple[int, ...] = ()
     num_logprobs: int = 0
     score_token_ids: tuple[int, ...] = ()
+    prediction: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,8 @@ from specserve.engine.args import serve_namespace, served_engine_args
 from specserve.engine.cpu.backend import choose_latent_attention
 from specserve.engine.isolation import TenantLLM, close_routes, part_media, part_responses
 from specserve.engine.logits_processors import PROCESSORS
+from specserve.engine.predicted import PredictedLLM, predictor
+from specserve.engine.prediction import Predictor
 from specserve.engine.tenants import stamp_requests
 from specserve.engine.text_generator import TextGenerator
 from specserve.engine.text_request import TextEngine
@@ -95,7 +97,7 @@ class Engine:
         try:
             # Named both, since Ray's takes the place of the default one, and `/metrics` needs that.
             # The default one last: Ray's takes all of vLLM's series out of the registry first.
-            client = TenantLLM if config.http.api_keys else AsyncLLM
+            client = TenantLLM if config.http.api_keys else PredictedLLM
             llm = client.from_vllm_config(
                 vllm_config, stat_loggers=[RayPrometheusStatLogger, PrometheusStatLogger]
             )
@@ -172,6 +174,11 @@ class Engine:
         # thread decodes.
         tokenizer = copy.deepcopy(self._llm.get_tokenizer())
         return lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+    def predictor(self) -> Predictor | None:
+        """How to read what a call predicts; None: no source drafts from that."""
+        kinds = {source.kind for source in self._config.speculation}
+        return predictor(self._llm) if "prediction" in kinds else None
 
     async def check_health(self) -> None:
         """Raises EngineError when the engine core or one of its shards has died.

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
 import ray
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
@@ -31,6 +32,7 @@ from specserve.engine.cpu.backend import choose_latent_attention
 from specserve.engine.executor import InProcessExecutor
 from specserve.engine.generation import Completion, Job, RunResult, Sampling
 from specserve.engine.methods import Method
+from specserve.sources.controls import PREDICTION_KEY
 
 Progress = Callable[[int, int], None]
 """Called now and then with the number of finished prompts and of generated tokens."""
@@ -234,6 +236,7 @@ def _sampling_params(sampling: Sampling) -> SamplingParams:
         logprobs=sampling.num_logprobs or None,
         logprob_token_ids=list(sampling.score_token_ids) or None,
         output_kind=RequestOutputKind.DELTA,
+        extra_args={PREDICTION_KEY: np.array(sampling.prediction, np.int32).tobytes()},
     )
 
 

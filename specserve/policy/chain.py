@@ -30,7 +30,7 @@ from specserve.core.types import (
     RequestControls,
 )
 from specserve.policy.acceptance import Acceptance
-from specserve.policy.asking import LocalAsk, RemoteAsk, Situation
+from specserve.policy.asking import MOST_PAUSE, LocalAsk, RemoteAsk, Situation
 from specserve.policy.cost import StepCost, is_calibrated
 from specserve.policy.exploration import spend
 from specserve.policy.members import Member, Turns, ask_policy, build_members
@@ -46,6 +46,7 @@ from specserve.policy.step import (
     observe,
 )
 from specserve.sources.base import SourceContext
+from specserve.sources.controls import wants_drafts
 from specserve.sources.guard import GuardedSource
 
 logger = logging.getLogger(__name__)
@@ -121,6 +122,8 @@ class Chain:
             guard = GuardedSource(each.kind, each.source, metrics, *options)
             self._sources.append(Turns(place, each, guard, ask_policy(each, guard, num_slots)))
             self.labels += each.labels
+        self._plain_sources = [each for each in self._sources if not each.member.needs_prediction]
+        self._predicting: set[int] = set()  # slots of the requests with a prediction
         self._counts = metrics.draft_counts(self.labels)
         self.cost = StepCost()
         self.sent: Int32Array = np.zeros((num_slots, longest), np.int32)
@@ -163,9 +166,12 @@ class Chain:
         request[NUM_SENT] = 0
         for each in self._sources:
             member = each.member
-            limit = member.max_draft_len if controls.speculation in ("auto", member.kind) else 0
+            is_able = bool(controls.prediction) or not member.needs_prediction
+            limit = member.max_draft_len if is_able and wants_drafts(controls, member.kind) else 0
             if controls.max_draft_tokens >= 0:
                 limit = min(limit, controls.max_draft_tokens)
+            if limit and member.needs_prediction:
+                self._predicting.add(slot)
             request[LIMITS + each.place] = limit
             each.guard.open(slot, controls)
 
@@ -175,6 +181,7 @@ class Chain:
             each.guard.close(slots)
             if isinstance(each.ask, RemoteAsk):
                 each.ask.forget(slots)
+        self._predicting.difference_update(slots.tolist())
 
     def observe(self, batch: DraftBatch, num_new: Int32Array, num_verified: Int32Array) -> Outcomes:
         """Counts what became of the last drafts, and learns from what was written.
@@ -208,8 +215,9 @@ class Chain:
         """
         if self._num_offered:
             return 0
-        ready = (each.ask for each in self._sources if each.guard.ready)
-        return min((ask.num_idle_steps(self._step, slots) for ask in ready), default=0)
+        ready = (each.ask for each in self._of_use if each.guard.ready)
+        idle = (ask.num_idle_steps(self._step, slots) for ask in ready)
+        return min(idle, default=MOST_PAUSE - 1)
 
     def step(self, batch: DraftBatch, num_steps: int = 1) -> list[list[int]]:
         """Drafts for the next step, of the sources that have a turn.
@@ -226,9 +234,7 @@ class Chain:
         self._step += num_steps
         self._num_unearned += num_steps
         due = [
-            each
-            for each in self._sources
-            if each.guard.ready and each.ask.is_due(self._step, slots)
+            each for each in self._of_use if each.guard.ready and each.ask.is_due(self._step, slots)
         ]
         if not (due and size):
             return [[] for _ in range(size)]
@@ -258,6 +264,11 @@ class Chain:
         for each in self._sources:
             if each.member.learns and each.guard.ready and len(batch.slots):
                 each.guard.propose(batch, np.zeros(len(batch.slots), np.int32))
+
+    @property
+    def _of_use(self) -> list[Turns]:
+        """The sources that have something to draft from."""
+        return self._sources if self._predicting else self._plain_sources
 
     def _call(self, turns: Turns, batch: DraftBatch) -> _Call | None:
         """Asks a source; its drafts are among the offers then."""

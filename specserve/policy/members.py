@@ -22,6 +22,7 @@ class Member(NamedTuple):
         max_draft_len: longest draft in tokens.
         dynamic: whether its drafts are cut to the length that pays, and it is asked where it pays.
         learns: whether it learns from one request for others: it has to see texts to their ends.
+        needs_prediction: whether it drafts for requests with a prediction alone.
     """
 
     kind: str
@@ -30,6 +31,7 @@ class Member(NamedTuple):
     max_draft_len: int
     dynamic: bool = True
     learns: bool = False
+    needs_prediction: bool = False
 
     @property
     def is_remote(self) -> bool:
@@ -63,6 +65,7 @@ def build_members(configs: Sequence[SourceConfig], context: SourceContext) -> li
             config.max_draft_len,
             config.dynamic,
             config.LEARNS,
+            config.NEEDS_PREDICTION,
         )
         for config in configs
     ]

@@ -13,20 +13,33 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specserve.core.errors import GenerationError, RequestError
+from specserve.engine.prediction import CURRENT_PREDICTION, Prediction, Predictor
 from specserve.engine.tenants import CURRENT_CONTROLS
 from specserve.serve.generation.answers import error_response
 from specserve.serve.generation.routes import is_generation
 from specserve.serve.middleware import openai_error
-from specserve.sources.controls import own_fields, parse_controls, refuse_server_keys
+from specserve.serve.prediction import (
+    CountedAnswer,
+    argument_texts,
+    openai_texts,
+    read_prediction,
+)
+from specserve.sources.controls import (
+    PREDICTION_KEY,
+    own_fields,
+    parse_controls,
+    refuse_server_keys,
+)
 
-_KEYS = (b'"vllm_xargs"', b'"extra_args"', b"\\u00")
-"""A body without any of them holds no arguments. JSON may write a key's letters as escapes too."""
+_KEYS = (b'"vllm_xargs"', b'"extra_args"', b'"prediction"', b"\\u00")
+"""A body without any of them holds nothing of ours. JSON may write a key's letters as escapes."""
 _UTF_8 = ("utf-8", "utf-8-sig")
 _FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
 
 
 class ControlsMiddleware:
-    """Refuses a request whose speculation controls are not allowed, and notes the others'.
+    """Refuses a request whose speculation controls or prediction are not allowed, and notes the
+    others'.
 
     vLLM hands ``vllm_xargs`` to the worker unread, where it would be too late for an error; some of
     its handlers leave them out. Bodies without that key, nearly all, are passed on without being
@@ -35,11 +48,15 @@ class ControlsMiddleware:
     Args:
         app: the application behind.
         kinds: kinds of the configured sources; None: no controls are allowed.
+        predictor: how to read predictions; None: none are allowed.
     """
 
-    def __init__(self, app: ASGIApp, kinds: Sequence[str] | None) -> None:
+    def __init__(
+        self, app: ASGIApp, kinds: Sequence[str] | None, predictor: Predictor | None = None
+    ) -> None:
         self._app = app
         self._kinds = kinds
+        self._predictor = predictor
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles one ASGI connection."""
@@ -49,17 +66,35 @@ class ControlsMiddleware:
         body, messages = await _read(receive)
         controls: dict[str, object] = {}
         try:
-            async for field, arguments in _arguments(scope, body, messages):
-                self._check(field, arguments)
-                controls |= own_fields(arguments)
+            prediction = await self._read(scope, body, messages, controls)
         except RequestError as error:
             await _refusal(scope, error)(scope, receive, send)
             return
-        token = CURRENT_CONTROLS.set(controls)
+        if prediction is not None:
+            controls[PREDICTION_KEY] = prediction.token_ids.tobytes()
+            send = CountedAnswer(send, prediction).send
+        tokens = CURRENT_CONTROLS.set(controls), CURRENT_PREDICTION.set(prediction)
         try:
             await self._app(scope, _replay(messages, receive), send)
         finally:
-            CURRENT_CONTROLS.reset(token)
+            CURRENT_CONTROLS.reset(tokens[0])
+            CURRENT_PREDICTION.reset(tokens[1])
+
+    async def _read(
+        self, scope: Scope, body: bytes, messages: list[Message], controls: dict[str, object]
+    ) -> Prediction | None:
+        """Checks a request, and adds to ``controls`` what it wishes; returns what it predicts."""
+        texts: dict[str, str] = {}
+        request: dict[str, Any] = {}
+        async for field, arguments in _arguments(scope, body, messages):
+            if not field:
+                request = arguments
+                texts |= openai_texts(request)
+                continue
+            self._check(field, arguments)
+            controls |= own_fields(arguments)
+            texts |= argument_texts(field, arguments)
+        return await read_prediction(texts, request, self._predictor)
 
     def _check(self, field: str, arguments: Mapping[str, Any]) -> None:
         try:
@@ -81,7 +116,8 @@ def _refusal(scope: Scope, error: RequestError) -> Response:
 async def _arguments(
     scope: Scope, body: bytes, messages: list[Message]
 ) -> AsyncIterator[tuple[str, dict[str, Any]]]:
-    """The arguments that vLLM would hand to the worker, each with its field's name.
+    """The arguments that vLLM would hand to the worker, each with its field's name, and the request
+    itself without a name.
 
     A body that cannot be read has none: vLLM answers it in its own words.
     """
@@ -100,6 +136,7 @@ async def _arguments(
 
 def _in_request(request: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(request, dict):
+        yield "", request
         yield "vllm_xargs", request.get("vllm_xargs")
         sampling = request.get("sampling_params")  # of the route that takes tokens
         if isinstance(sampling, dict):

@@ -91,7 +91,7 @@ class ModelServer:
         in_engine = self._config.drafts_in_engine
         kinds = None if in_engine else [source.kind for source in self._config.speculation]
         fresh = FreshMetricsMiddleware(app, monitor.refresh, prometheus_client.REGISTRY)
-        wrapped: ASGIApp = ControlsMiddleware(fresh, kinds)
+        wrapped: ASGIApp = ControlsMiddleware(fresh, kinds, self._engine.predictor())
         if self._keys:
             wrapped = TenantMiddleware(wrapped, self._keys)
         self._progress.ready(_base_url())

@@ -15,6 +15,10 @@ DEFAULT_CONTROLS = RequestControls()
 
 _KEYS = ("speculation", "max_draft_tokens", "learn")
 
+PREDICTION_KEY = "prediction"
+"""Where, among a request's extra arguments, a client predicts its answer in words. The server puts
+the token ids in their place, bytes of int32, which no client can send."""
+
 SERVER_PREFIX = "specserve_"
 """How keys among a request's extra arguments begin that no client may give."""
 
@@ -57,7 +61,10 @@ def parse_controls(
     if "max_draft_tokens" in extra_args:
         max_draft_tokens = _integer(extra_args, "max_draft_tokens", MAX_DRAFT_TOKENS)
     learn = bool(_integer(extra_args, "learn", 1)) if "learn" in extra_args else True
-    return RequestControls(speculation, max_draft_tokens, learn)
+    prediction = extra_args.get(PREDICTION_KEY)
+    if not isinstance(prediction, bytes):
+        prediction = b""
+    return RequestControls(speculation, max_draft_tokens, learn, prediction=prediction)
 
 
 def own_fields(extra_args: Mapping[str, object]) -> dict[str, object]:

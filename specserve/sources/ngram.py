@@ -41,7 +41,7 @@ _FIRST_CAPACITY = 256
 _CHUNK = 64
 """Entries that are fetched before they are written: the processor waits for all of them at once."""
 
-_DOUBT = 8.0
+DOUBT = 8.0
 """A match of ``m`` tokens is right with a confidence of ``m^2 / (m^2 + 8)``, as in
 :mod:`specserve.trie.branch`; each token that is right makes the match longer."""
 
@@ -145,7 +145,7 @@ class NgramSource:
 
 
 @intrinsic
-def _as_pointer(typing_context, address):  # type: ignore[no-untyped-def]
+def as_pointer(typing_context, address):  # type: ignore[no-untyped-def]
     """An address as a pointer to uint64: the way to hand many arrays to one compiled call."""
     signature = types.CPointer(types.uint64)(address)
 
@@ -254,7 +254,7 @@ def _find(table, capacity, text, length, sizes, tags):  # type: ignore[no-untype
 
 
 @inner
-def _copy_from(text, length, position, limit, draft):  # type: ignore[no-untyped-def]
+def copy_from(text, length, position, limit, draft):  # type: ignore[no-untyped-def]
     """Writes ``limit`` tokens from ``position`` on; past the end it reads what it wrote."""
     for j in range(limit):
         source = position + j
@@ -322,7 +322,7 @@ def step_batch(  # type: ignore[no-untyped-def]
     for i in range(slots.shape[0]):
         request, text, length = requests[slots[i]], token_ids[i], np.int64(num_tokens[i])
         capacity, begin, end = request[_CAPACITY], request[_INDEXED], request[_TARGET]
-        table = carray(_as_pointer(request[_ADDRESS]), (max_size - min_size + 1) * capacity)
+        table = carray(as_pointer(request[_ADDRESS]), (max_size - min_size + 1) * capacity)
         _ingest(table, capacity, text, begin, end, sizes, keep_oldest, scratch)
         request[_INDEXED] = end
         limit = min(limits[i], drafts.shape[1])
@@ -330,11 +330,11 @@ def step_batch(  # type: ignore[no-untyped-def]
         if limit > 0:
             position, size = _find(table, capacity, text, length, sizes, scratch[0])
             if size > 0:
-                _copy_from(text, length, position, limit, drafts[i])
+                copy_from(text, length, position, limit, drafts[i])
                 lengths[i] = limit
                 for j in range(limit):
                     matched = float(size + j) ** 2
-                    confidence[i, j] = matched / (matched + _DOUBT)
+                    confidence[i, j] = matched / (matched + DOUBT)
     return -1
 
 

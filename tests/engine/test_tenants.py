@@ -14,9 +14,16 @@ from vllm.logprobs import Logprob
 from vllm.sampling_params import BeamSearchParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from specserve.core.types import RequestControls
-from specserve.engine.tenants import CURRENT_CONTROLS, CURRENT_TENANT, stamp, stamp_requests
+from specserve.engine.tenants import (
+    CURRENT_CONTROLS,
+    CURRENT_TENANT,
+    stamp,
+    stamp_controls,
+    stamp_requests,
+)
 from specserve.sources.controls import (
     NO_TENANT,
     SALT_KEY,
@@ -163,6 +170,14 @@ def test_beams_are_neither_learned_nor_drafted_for(
     assert len(client.sent) == 1 + 2 + 2
     controls = [parse_controls(each.sampling_params.extra_args, []) for each in client.sent]
     assert {(each.speculation, each.learn) for each in controls} == {("off", False)}
+
+
+def test_the_engine_is_sent_the_tokens_of_a_prediction_and_not_its_text() -> None:
+    made = request(prediction="a text", other=1)
+    stamp_controls(made, {"prediction": b"1234"})
+    assert made.sampling_params.extra_args == {"prediction": b"1234", "other": 1}
+    sent = MsgpackDecoder(EngineCoreRequest).decode(MsgpackEncoder().encode(made))
+    assert parse_controls(sent.sampling_params.extra_args, []).prediction == b"1234"
 
 
 def test_a_handler_that_leaves_the_controls_out_does_not_lose_them() -> None:

@@ -57,6 +57,12 @@ def drafted_by(args: dict[str, Any], **source: Any) -> dict[str, Any]:
     return args | {"speculation": [{**source, "dynamic": False}]}
 
 
+def predictable(args: dict[str, Any]) -> dict[str, Any]:
+    """The same application, which drafts from predictions as well, where a request has one."""
+    prediction = {"kind": "prediction", "dynamic": False}
+    return args | {"speculation": [*args["speculation"], prediction]}
+
+
 def demo() -> dict[str, Any]:
     """``args`` of configs/demo.yaml: ngram, trie and mtp."""
     file = yaml.safe_load((Path(__file__).parents[2] / "configs/demo.yaml").read_text())
@@ -73,11 +79,13 @@ TENANT_KEYS = [{"env": env, "tenant": name} for env, name in zip(KEYS, TENANTS, 
 
 SHARED: dict[str, dict[str, Any]] = {
     # With room for the streams beside what test_fuzz.py tries.
-    "/": application(
-        engine={"max_num_seqs": 16, "vllm": EVERYTHING}, http={"max_queued_requests": 32}
+    "/": predictable(
+        application(
+            engine={"max_num_seqs": 16, "vllm": EVERYTHING}, http={"max_queued_requests": 32}
+        )
     ),
-    "/team": drafted_by(
-        application(http={"api_keys": TENANT_KEYS, "show_text": True}), kind="trie"
+    "/team": predictable(
+        drafted_by(application(http={"api_keys": TENANT_KEYS, "show_text": True}), kind="trie")
     ),
     "/drafter": drafted_by(application(http={"generation_api": False}), **DRAFT_MODEL, num_cpus=0),
 }

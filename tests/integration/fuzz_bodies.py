@@ -89,6 +89,8 @@ _REQUEST: list[Body] = [
     {"vllm_xargs": {"speculation": "off"}},
     {"vllm_xargs": {"speculation": "ngram", "max_draft_tokens": 2, "learn": 0}},
     {"vllm_xargs": {"max_draft_tokens": 0}},
+    {"vllm_xargs": {"prediction": [_PROMPT, "total"]}},
+    {"prediction": {"type": "content", "content": [{"type": "text", "text": _PROMPT}]}},
     {"vllm_xargs": {"max_draft_tokens": -1}},
     {"cache_salt": "salt"},
     {"request_id": "same"},

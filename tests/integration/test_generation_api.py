@@ -284,6 +284,27 @@ def test_controls_hold_here_as_elsewhere(api: Api) -> None:
     assert api.counts().since(before).longest_draft == 2
 
 
+def test_a_prediction_is_drafted_from_here_as_elsewhere(api: Api) -> None:
+    def accepted() -> int:
+        counted = api.speculation()["acceptance"].get("prediction", {})
+        return int(counted.get("accepted_tokens", 0))
+
+    text = completed(api)["text"]
+    xargs = {"prediction": text, "speculation": "prediction"}
+    before = accepted()
+    for stream in (False, True):
+        parameters = {"max_new_tokens": NUM_TOKENS}
+        if stream:
+            told = events(api, parameters=parameters, vllm_xargs=xargs)[-1]
+        else:
+            told = generate(api, parameters=parameters, vllm_xargs=xargs)
+        assert told["generated_text"] == text
+        assert accepted() - before > NUM_TOKENS / 2
+        before = accepted()
+    both = {"inputs": PROMPT, "parameters": {"typical_p": 0.5}, "vllm_xargs": xargs}
+    assert api.http.post("/generate", json=both).status_code == 422
+
+
 def test_more_requests_than_fit_are_told_so_in_this_apis_form(shared: Deployment) -> None:
     many = 3 * (MAX_NUM_SEQS + MAX_QUEUED)
     headers = {"Authorization": f"Bearer {next(iter(KEYS.values()))}"}

@@ -200,6 +200,30 @@ def test_what_may_not_be_learned_is_not_whichever_handler_asks(
     assert num_learned(http, path, body | {"prompt": text, "inputs": text, "items": [text]}) == 0
 
 
+def test_a_prediction_is_drafted_to_its_request_alone_and_learned_by_no_one(
+    http: httpx.Client,
+) -> None:
+    code = "def total(values):\n    result = 0\n    for value in values:\n        result += value\n"
+    body = {"model": MODEL, "prompt": code * 3, "temperature": 0, "max_tokens": 48}
+    answer = http.post("/v1/completions", headers=A, json=body | {"vllm_xargs": SILENT})
+    written = answer.json()["choices"][0]["text"]
+    alone = SILENT | {"speculation": "prediction"}
+    predicted = alone | {"prediction": [some_text(), written]}
+
+    def drafted(key: Mapping[str, str], xargs: Mapping[str, object]) -> tuple[int, int]:
+        before = counts(http, key)
+        asked = body | {"vllm_xargs": xargs}
+        answer = http.post("/v1/completions", headers=dict(key), json=asked)
+        assert answer.json()["choices"][0]["text"] == written
+        after = counts(http, key)
+        return after[0] - before[0], after[1] - before[1]
+
+    assert drafted(B, predicted)[1] > 0
+    assert drafted(B, alone) == drafted(A, alone) == (0, 0)
+    short = completion("a") | {"vllm_xargs": {"prediction": some_text()}}
+    assert 0 < num_learned(http, "/v1/completions", short) < 20
+
+
 def test_a_stored_response_is_its_tenants_alone(http: httpx.Client) -> None:
     body = responses("a") | {"model": MODEL, "request_id": "resp_chosen"}
     assert http.post("/v1/responses", headers=A, json=body).status_code == 200

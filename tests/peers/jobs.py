@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
@@ -20,14 +21,16 @@ from tests.peers.workload import (
 )
 from tools.demo_models.tasks import AllTasks
 
-SETS = (*BUILT_IN, "again", "random", "mixed")
+SETS = (*BUILT_IN, "again", "predicted", "random", "mixed")
+_CODE = re.compile(r"```.*?```", re.DOTALL)
 NUM_FILES, FILE_CHARS, TASK_CHARS = 3, 6000, 3000
 
 
 class JobSets:
     """Jobs of the sets by name.
 
-    ``again`` are tasks on the same few files. ``random`` are random tokens, continued at random.
+    ``again`` are tasks on the same few files; in ``predicted`` each predicts the code that it is
+    about. ``random`` are random tokens, continued at random.
     ``mixed`` has in turn a task whose answer stands in the prompt, one of ``again``, and a new
     dialogue; every other job samples. Its tasks and dialogues are other ones in each call: they
     are not to be known from an earlier one.
@@ -47,8 +50,15 @@ class JobSets:
         """The set's first ``number`` jobs, some several times if it has fewer."""
         if name == "mixed":
             return _of_many_lengths(self._mixed(number), self._seed)
-        if name == "again":
-            found = again_jobs(self._tokenizer, self._files, number, self._max_tokens, self._seed)
+        if name in ("again", "predicted"):
+            found = again_jobs(
+                self._tokenizer,
+                self._files,
+                number,
+                self._max_tokens,
+                self._seed,
+                predicted=name == "predicted",
+            )
         elif name == "random":
             found = random_jobs(number, self._max_tokens, self._seed)
         else:
@@ -92,9 +102,18 @@ def asked_again(seed: int) -> list[Module]:
 
 
 def again_jobs(
-    tokenizer: Tokenizer, files: Sequence[Module], number: int, max_tokens: int, seed: int
+    tokenizer: Tokenizer,
+    files: Sequence[Module],
+    number: int,
+    max_tokens: int,
+    seed: int,
+    *,
+    predicted: bool = False,
 ) -> list[Job]:
-    """Tasks on ``files``, in words and with edits drawn by ``seed``."""
+    """Tasks on ``files``, in words and with edits drawn by ``seed``.
+
+    Where they are ``predicted``, each predicts the code in its question.
+    """
     tasks, rng = AllTasks(list(files)), random.Random(seed)
     jobs = []
     for index in range(number):
@@ -103,7 +122,9 @@ def again_jobs(
             task.messages[:-1], add_generation_prompt=True, tokenize=False
         )
         ids = tuple(tokenizer.encode(text, add_special_tokens=False))
-        jobs.append(Job(ids, Sampling(max_tokens=max_tokens)))
+        code = _CODE.search(task.messages[-2]["content"]) if predicted else None
+        prediction = tokenizer.encode(code[0], add_special_tokens=False) if code else ()
+        jobs.append(Job(ids, Sampling(max_tokens=max_tokens, prediction=tuple(prediction))))
     return jobs
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from specserve.core.metrics import HealthSnapshot, SpeculationMetrics
 from specserve.core.source_config import NgramConfig
@@ -233,6 +234,37 @@ def test_no_step_is_idle_while_there_is_a_draft_to_learn_from_or_a_source_always
     always_asked = Driven(fixed("ngram", AnsweringSource(lambda *_: drafts([()]))))
     always_asked.step()
     assert always_asked.chain.num_idle_steps(np.arange(1)) == 0
+
+
+def test_a_step_without_predictions_does_not_ask_the_source_that_drafts_from_them() -> None:
+    source = always(5)
+    member = Member("prediction", source, ("prediction",), 8, needs_prediction=True)
+    predicts = RequestControls(prediction=b"1234")
+    plain = Driven(member)
+    plain.measure()
+    assert plain.step() == [[]]
+    assert plain.chain.num_idle_steps(np.arange(1)) > 0
+    assert source.limits == []
+    for wish, sent in ((predicts, [[5], []]), (replace(predicts, speculation="off"), [[], []])):
+        driven = Driven(member, wishes=[wish, AUTO])
+        driven.measure()
+        assert driven.step() == sent
+
+
+def test_such_a_source_is_asked_until_the_last_request_with_a_prediction_ends() -> None:
+    source = always(5)
+    member = Member("prediction", source, ("prediction",), 8, False, needs_prediction=True)
+    predicts = RequestControls(prediction=b"1234")
+    driven = Driven(member, wishes=[predicts, AUTO, predicts])
+    for slot, sent in ((0, [[], [], [5]]), (2, [[], [], []])):
+        driven.step()
+        driven.chain.close(np.array([slot]))
+        driven.chain.open(slot, AUTO)  # the next request in its slot
+        driven.sent[slot] = []
+        num_calls = len(source.limits)
+        assert driven.step() == sent
+        assert len(source.limits) - num_calls == any(sent)
+    assert driven.chain.num_idle_steps(np.arange(3)) > 0
 
 
 def test_a_remote_source_is_asked_last_and_only_where_it_makes_a_request_better_off() -> None:

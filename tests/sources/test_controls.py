@@ -62,6 +62,13 @@ def test_the_engine_reads_the_tenant_that_the_server_wrote() -> None:
     assert with_tenant(controls, {TENANT_KEY: "a"}) == expected
 
 
+@pytest.mark.parametrize("value", ["a text", [1, 2], None])
+def test_a_prediction_is_what_the_server_made_of_it(value: object) -> None:
+    tokens = b"\1\0\0\0"
+    assert parse_controls({"prediction": tokens}, KINDS).prediction == tokens
+    assert parse_controls({"prediction": value}, KINDS).prediction == b""
+
+
 @pytest.mark.parametrize("extra_args", [None, {}, {TENANT_KEY: 1}, {TENANT_KEY: NO_TENANT}])
 def test_of_a_request_without_a_tenant_nothing_is_learned(
     extra_args: dict[str, object] | None,

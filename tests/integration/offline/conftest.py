@@ -35,6 +35,7 @@ def config() -> AppConfig:
                     "dynamic": False,
                 },
                 {"kind": "trie", "max_bytes": 16 << 20, "dynamic": False},
+                {"kind": "prediction", "max_draft_len": 4, "dynamic": False},
             ],
         }
     )

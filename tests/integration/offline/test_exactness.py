@@ -1,6 +1,7 @@
 """In float32 speculation writes exactly what the model writes without it."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -60,6 +61,21 @@ def test_greedy_output_with_drafts_is_the_output_without(
     # The second time the memory holds the texts.
     accepted = sum(drafts.num_accepted_tokens for drafts in again.drafts)
     assert accepted > sum(len(c.token_ids) for c in expected.completions) / 2
+
+
+def test_so_it_is_with_predictions_that_are_nearly_right(
+    config: AppConfig, none_engine: EngineProcess, jobs: list[Job]
+) -> None:
+    expected = none_engine.run(jobs, 8)
+    answers = [completion.token_ids for completion in expected.completions]
+    texts = [tuple(each for i, each in enumerate(answer) if i % 9) for answer in answers]
+    predicted = [
+        replace(job, sampling=replace(job.sampling, prediction=text))
+        for job, text in zip(jobs, texts, strict=True)
+    ]
+    with running_engine(config, "prediction") as engine:
+        for concurrency in (1, 8):
+            assert_same(engine.run(predicted, concurrency), expected)
 
 
 def test_so_it_is_with_latent_attention_and_experts_and_models_in_processes_of_their_own(

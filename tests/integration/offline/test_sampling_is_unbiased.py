@@ -1,8 +1,9 @@
 """Sampled output has the same distribution with speculation as without.
 
-The model may write four tokens only, and the prompt is a long mixture of them, so that after every
-token prompt lookup has a draft. The first tokens of many samples are then counted with and without
-speculation, and Pearson's chi-square test asks whether one distribution can have made both tables.
+The model may write four tokens only, and the prompt and the prediction are long mixtures of them,
+so that after every token there is a draft. The first tokens of many samples are then counted with
+and without speculation, and Pearson's chi-square test asks whether one distribution can have made
+both tables.
 """
 
 import random
@@ -30,7 +31,7 @@ SMALLEST_P = 1e-3
 
 Sample = tuple[int, ...]
 
-PROMPT = tuple(random.Random(0).choices(ALPHABET, k=60))
+PROMPT, PREDICTION = (tuple(random.Random(seed).choices(ALPHABET, k=60)) for seed in (0, 1))
 
 
 def p_values(left: Sequence[Sample], right: Sequence[Sample]) -> dict[str, float]:
@@ -67,6 +68,7 @@ def jobs(first_seed: int) -> list[Job]:
                 seed=first_seed + index,
                 ignore_eos=True,
                 allowed_token_ids=ALPHABET,
+                prediction=PREDICTION,
             ),
         )
         for index in range(NUM_SAMPLES)
@@ -81,10 +83,10 @@ def samples(result: RunResult) -> list[Sample]:
     return [tokens(completion) for completion in result.completions]
 
 
-@pytest.fixture(scope="module")
-def ngram_engine(config: AppConfig) -> Iterator[EngineProcess]:
-    """With prompt lookup alone: fixed seeds give the same drafts each time."""
-    with running_engine(config, "ngram") as engine:
+@pytest.fixture(scope="module", params=["ngram", "prediction"])
+def drafting_engine(config: AppConfig, request: pytest.FixtureRequest) -> Iterator[EngineProcess]:
+    """With one source alone: fixed seeds give the same drafts each time."""
+    with running_engine(config, request.param) as engine:
         yield engine
 
 
@@ -94,9 +96,9 @@ def without(none_engine: EngineProcess) -> list[Sample]:
 
 
 def test_drafts_do_not_change_the_distribution(
-    ngram_engine: EngineProcess, without: list[Sample]
+    drafting_engine: EngineProcess, without: list[Sample]
 ) -> None:
-    result = ngram_engine.run(jobs(NUM_SAMPLES), concurrency=32)
+    result = drafting_engine.run(jobs(NUM_SAMPLES), concurrency=32)
     (drafts,) = result.drafts
     assert drafts.num_drafts >= NUM_SAMPLES  # each sample had at least one
     # Otherwise nothing was put to the test: neither taking a draft nor throwing one away.

@@ -1,0 +1,209 @@
+"""Predicted outputs over HTTP: a call's prediction is read, and the answer tells what became of it.
+
+The field and the counts are OpenAI's (https://platform.openai.com/docs/guides/predicted-outputs).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from starlette.datastructures import MutableHeaders
+from starlette.types import Message, Send
+
+from specserve.core.errors import RequestError
+from specserve.engine.prediction import Prediction, Predictor
+from specserve.sources.controls import PREDICTION_KEY
+
+_WHOLE = '{"type": "content", "content": "..."}'
+_PART = '{"type": "text", "text": "..."}'
+_A_TEXT = "a text that is not empty"
+
+_NOT_BESIDE = {
+    "use_beam_search": "beam search has no drafts",
+    "prompt_embeds": "a prompt without tokens has no drafts",
+    "min_p": "it is applied to tokens without drafts alone",
+    "logit_bias": "it is applied to tokens without drafts alone",
+    "thinking_token_budget": "it is kept without drafts alone",
+    "typical_p": "it is kept without drafts alone",
+    "watermark": "it is kept without drafts alone",
+}
+"""Parameters of requests that are decoded without drafts, and why."""
+
+
+async def read_prediction(
+    texts: Mapping[str, str], body: Mapping[str, Any], predictor: Predictor | None
+) -> Prediction | None:
+    """The prediction of a call; None: it has none.
+
+    Args:
+        texts: the predicted texts by their fields.
+        body: the call's body; what a prediction cannot be combined with is refused.
+        predictor: None: the application has no source of this kind.
+
+    Raises:
+        RequestError: predictions are not taken here, not beside another parameter, or not so long.
+    """
+    if not texts:
+        return None
+    field, text = next(iter(texts.items()))
+    if predictor is None:
+        nothing = "nothing: this application has no source `prediction` in its `speculation`"
+        raise RequestError(field, text, nothing)
+    _refuse_others(body)
+    num_chars = sum(map(len, texts.values()))
+    if num_chars > predictor.max_chars:
+        raise _too_long(field, f"{num_chars} characters", predictor)
+    token_ids = [token for each in texts.values() for token in await predictor.tokenize(each)]
+    if len(token_ids) > predictor.max_tokens:
+        raise _too_long(field, f"{len(token_ids)} tokens", predictor)
+    return Prediction(np.array(token_ids, np.int32), predictor.num_foretold)
+
+
+def _too_long(field: str, what: str, predictor: Predictor) -> RequestError:
+    limit = f"at most {predictor.max_tokens} tokens, the context length"
+    return RequestError(field, what, f"{limit}, in all predictions of a request together")
+
+
+def _refuse_others(body: Mapping[str, Any]) -> None:
+    sampling = body.get("sampling_params")  # of the route that takes tokens
+    given = body.get("parameters")  # of the generation API
+    places = ("", body), ("sampling_params.", sampling), ("parameters.", given)
+    for prefix, parameters in places:
+        if isinstance(parameters, dict):
+            for name, reason in _NOT_BESIDE.items():
+                if value := parameters.get(name):
+                    nothing = f"nothing: it is not supported with 'prediction', since {reason}"
+                    raise RequestError(prefix + name, value, nothing)
+
+
+def openai_texts(body: Mapping[str, Any]) -> dict[str, str]:
+    """The texts of OpenAI's field ``prediction``, by their fields.
+
+    Raises:
+        RequestError: it is not of OpenAI's form.
+    """
+    prediction = body.get(PREDICTION_KEY)
+    if prediction is None:
+        return {}
+    if not isinstance(prediction, dict):
+        raise RequestError("prediction", prediction, _WHOLE)
+    if prediction.get("type") != "content":
+        raise RequestError("prediction.type", prediction.get("type"), '"content"')
+    field, content = "prediction.content", prediction.get("content")
+    if not isinstance(content, list):
+        return {field: _text(field, content, f"{_A_TEXT}, or parts {_PART}")}
+    texts = {}
+    for index, part in enumerate(content):
+        place = f"{field}.{index}"
+        if not isinstance(part, dict):
+            raise RequestError(place, part, _PART)
+        if part.get("type") != "text":
+            raise RequestError(f"{place}.type", part.get("type"), '"text"')
+        texts[f"{place}.text"] = _text(f"{place}.text", part.get("text"), _A_TEXT)
+    if not texts:
+        raise RequestError(field, content, f"at least one part {_PART}")
+    return texts
+
+
+def argument_texts(field: str, arguments: Mapping[str, Any]) -> dict[str, str]:
+    """The predicted texts among a request's extra arguments, by their fields.
+
+    Args:
+        field: where the arguments stand.
+        arguments: JSON values.
+
+    Raises:
+        RequestError: neither a text nor a list of texts.
+    """
+    if PREDICTION_KEY not in arguments:
+        return {}
+    field, value = f"{field}.{PREDICTION_KEY}", arguments[PREDICTION_KEY]
+    if isinstance(value, list) and value:
+        return {
+            f"{field}.{index}": _text(f"{field}.{index}", each, _A_TEXT)
+            for index, each in enumerate(value)
+        }
+    return {field: _text(field, value, f"{_A_TEXT}, or a list of such texts")}
+
+
+def _text(field: str, value: object, allowed: str) -> str:
+    """The value, if it is a text that a tokenizer can read."""
+    if not isinstance(value, str) or not value:
+        raise RequestError(field, value, allowed)
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can write
+        raise RequestError(field, value, f"{allowed}, of whole Unicode characters") from None
+    return value
+
+
+class CountedAnswer:
+    """Passes an answer on, with the counts of its prediction in its ``usage``.
+
+    Answers without the fields of OpenAI's ``usage``, as errors, are passed on as they are.
+
+    Args:
+        send: takes the answer's ASGI messages.
+        prediction: the call's, counted by the time that the usage is sent.
+    """
+
+    def __init__(self, send: Send, prediction: Prediction) -> None:
+        self._send = send
+        self._prediction = prediction
+        self._start: Message | None = None  # of an answer in one piece, whose length will change
+        self._body = b""
+        self._is_stream = False
+
+    async def send(self, message: Message) -> None:
+        """Handles one ASGI message."""
+        if message["type"] == "http.response.start":
+            content_type = MutableHeaders(raw=message["headers"]).get("content-type", "")
+            self._is_stream = content_type.startswith("text/event-stream")
+            if content_type.startswith("application/json"):
+                self._start = message
+                return
+        elif message["type"] == "http.response.body":
+            if self._start is not None:
+                self._body += message.get("body", b"")
+                if not message.get("more_body"):
+                    await self._send_whole(self._start)
+                return
+            if self._is_stream and b'"usage"' in message.get("body", b""):
+                message = {**message, "body": self._counted_events(message["body"])}
+        await self._send(message)
+
+    async def _send_whole(self, start: Message) -> None:
+        body = self._counted(self._body)
+        headers = MutableHeaders(raw=list(start["headers"]))
+        headers["content-length"] = str(len(body))
+        await self._send({**start, "headers": headers.raw})
+        await self._send({"type": "http.response.body", "body": body})
+
+    def _counted_events(self, events: bytes) -> bytes:
+        """Server-sent events, of which vLLM sends whole ones alone."""
+        mark = b"data: "
+        return b"\n\n".join(
+            mark + self._counted(each.removeprefix(mark)) if each.startswith(mark) else each
+            for each in events.split(b"\n\n")
+        )
+
+    def _counted(self, text: bytes) -> bytes:
+        """An answer, or an event of one, with the counts where it has OpenAI's usage."""
+        try:
+            answer = json.loads(text)
+        except ValueError:  # the mark of a stream's end
+            return text
+        usage = answer.get("usage") if isinstance(answer, dict) else None
+        if not isinstance(usage, dict) or "completion_tokens" not in usage:
+            return text
+        if self._is_stream and answer.get("choices") != []:  # it is not the last chunk
+            return text
+        usage["completion_tokens_details"] = {
+            **(usage.get("completion_tokens_details") or {}),
+            "accepted_prediction_tokens": self._prediction.num_accepted,
+            "rejected_prediction_tokens": self._prediction.num_rejected,
+        }
+        return json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()

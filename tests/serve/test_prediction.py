@@ -1,0 +1,235 @@
+"""A call's prediction: what is taken and refused, and the counts in the answer's usage."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.testclient import TestClient
+from starlette.types import Receive, Scope, Send
+
+from specserve.core.types import Int32Array
+from specserve.engine.prediction import CURRENT_PREDICTION, Predictor
+from specserve.engine.tenants import CURRENT_CONTROLS
+from specserve.serve.controls import ControlsMiddleware
+
+MAX_TOKENS = 8
+USAGE = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+
+
+async def tokenize(text: str) -> list[int]:
+    return [ord(each) for each in text]
+
+
+def num_foretold(prediction: Int32Array, answer: Sequence[int]) -> int:
+    """Tokens that stand at the same place in both."""
+    pairs = zip(prediction.tolist(), answer, strict=False)
+    return sum(one == other for one, other in pairs)
+
+
+PREDICTOR = Predictor(tokenize, num_foretold, MAX_TOKENS, 4 * MAX_TOKENS)
+
+
+def client_of(app: Any) -> TestClient:
+    return TestClient(ControlsMiddleware(app, ["ngram", "prediction"], PREDICTOR))
+
+
+async def tell(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers with the tokens that the engine will be told."""
+    await Request(scope, receive).body()
+    told = CURRENT_CONTROLS.get().get("prediction", b"")
+    assert isinstance(told, bytes)
+    await JSONResponse(np.frombuffer(told, np.int32).tolist())(scope, receive, send)
+
+
+@pytest.fixture
+def telling() -> TestClient:
+    return client_of(tell)
+
+
+def content(value: object) -> dict[str, object]:
+    return {"prediction": {"type": "content", "content": value}}
+
+
+def part(text: object) -> dict[str, object]:
+    return {"type": "text", "text": text}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "text"),
+    [
+        ("/v1/chat/completions", content("abc"), "abc"),
+        ("/v1/chat/completions", content([part("ab"), part("c")]), "abc"),
+        ("/v1/chat/completions", {"prediction": None}, ""),
+        ("/v1/chat/completions", {"messages": [{"content": '"prediction"'}]}, ""),
+        ("/v1/completions", {"vllm_xargs": {"prediction": "abc"}}, "abc"),
+        ("/v1/completions", {"vllm_xargs": {"prediction": ["ab", "c"]}}, "abc"),
+        ("/v1/completions", {"vllm_xargs": {"learn": 0}}, ""),
+        ("/inference/v1/generate", {"sampling_params": {"extra_args": {"prediction": "a"}}}, "a"),
+        ("/generate", {"inputs": "x", "vllm_xargs": {"prediction": ["ab", "c"]}}, "abc"),
+        ("/v1/chat/completions", content("a") | {"vllm_xargs": {"prediction": "b"}}, "ab"),
+        ("/v1/chat/completions", content("a") | {"n": 2, "logprobs": True, "tools": []}, "a"),
+        ("/v1/chat/completions", content("a") | {"min_p": 0, "logit_bias": None}, "a"),
+    ],
+)
+def test_the_engine_is_told_the_tokens(
+    telling: TestClient, path: str, body: dict[str, Any], text: str
+) -> None:
+    answer = telling.post(path, json=body)
+    assert (answer.status_code, answer.json()) == (200, [ord(each) for each in text])
+
+
+def test_a_prediction_in_a_form_is_taken(telling: TestClient) -> None:
+    form = {"vllm_xargs": json.dumps({"prediction": "ab"})}
+    answer = telling.post("/v1/audio/transcriptions", data=form, files={"file": b""})
+    assert answer.json() == [97, 98]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"prediction": "abc"}, "prediction", "'abc' is not allowed"),
+        ({"prediction": {}}, "prediction.type", 'None is not allowed; allowed: "content"'),
+        ({"prediction": {"type": "text"}}, "prediction.type", "'text'"),
+        ({"prediction": {"type": "content"}}, "prediction.content", "None"),
+        (content(""), "prediction.content", "a text that is not empty"),
+        (content(7), "prediction.content", "7 is not allowed"),
+        (content([]), "prediction.content", "at least one part"),
+        (content(["a"]), "prediction.content.0", "'a' is not allowed"),
+        (content([part("a"), part("")]), "prediction.content.1.text", "not empty"),
+        (
+            content([part("a"), {"type": "image_url", "image_url": {"url": "data:,"}}]),
+            "prediction.content.1.type",
+            "'image_url' is not allowed; allowed: \"text\"",
+        ),
+        (content("\ud800"), "prediction.content", "whole Unicode characters"),
+        (content("x" * 9), "prediction.content", "'9 tokens' is not allowed; allowed: at most 8"),
+        (content("x" * 33), "prediction.content", "'33 characters' is not allowed"),
+        ({"vllm_xargs": {"prediction": ""}}, "vllm_xargs.prediction", "not empty"),
+        ({"vllm_xargs": {"prediction": 3}}, "vllm_xargs.prediction", "a list of such texts"),
+        ({"vllm_xargs": {"prediction": []}}, "vllm_xargs.prediction", "a list of such texts"),
+        ({"vllm_xargs": {"prediction": ["a", 3]}}, "vllm_xargs.prediction.1", "3 is not allowed"),
+        (content("a") | {"use_beam_search": True}, "use_beam_search", "with 'prediction'"),
+        (content("a") | {"min_p": 0.1}, "min_p", "with 'prediction'"),
+        (content("a") | {"logit_bias": {"5": 1}}, "logit_bias", "with 'prediction'"),
+        (content("a") | {"thinking_token_budget": 9}, "thinking_token_budget", "'prediction'"),
+        (
+            {"sampling_params": {"extra_args": {"prediction": "a"}, "min_p": 0.1}},
+            "sampling_params.min_p",
+            "with 'prediction'",
+        ),
+    ],
+)
+def test_what_is_not_allowed_is_answered_400_with_field_value_and_limit(
+    telling: TestClient, body: dict[str, Any], param: str, words: str
+) -> None:
+    answer = telling.post("/v1/chat/completions", content=json.dumps(body))
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, 400, param)
+    assert error["message"].startswith(f"{param}: ")
+    assert words in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"vllm_xargs": {"prediction": 3}}, "vllm_xargs.prediction: 3 is not allowed"),
+        (
+            {"parameters": {"typical_p": 0.5}, "vllm_xargs": {"prediction": "a"}},
+            "parameters.typical_p: 0.5 is not allowed",
+        ),
+        (
+            {"parameters": {"watermark": True}, "vllm_xargs": {"prediction": "a"}},
+            "parameters.watermark: True is not allowed",
+        ),
+    ],
+)
+def test_the_generation_api_is_refused_in_its_own_form(
+    telling: TestClient, body: dict[str, Any], message: str
+) -> None:
+    answer = telling.post("/generate", json={"inputs": "x", **body})
+    assert answer.status_code == 422
+    assert answer.json()["error"].startswith(f"Input validation error: {message}")
+
+
+@pytest.mark.parametrize("body", [content("abc"), {"vllm_xargs": {"prediction": "abc"}}])
+def test_an_application_without_the_source_refuses_predictions(body: dict[str, Any]) -> None:
+    answer = TestClient(ControlsMiddleware(tell, ["ngram"])).post("/v1/completions", json=body)
+    assert answer.status_code == 400
+    assert "no source `prediction`" in answer.json()["error"]["message"]
+
+
+def counting(response: Any) -> Any:
+    """An application that has written "abxy", and answers with what ``response`` makes."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await Request(scope, receive).body()
+        if (prediction := CURRENT_PREDICTION.get()) is not None:
+            prediction.count([ord(each) for each in "abxy"])
+        await response()(scope, receive, send)
+
+    return app
+
+
+def posted(response: Any, body: dict[str, Any]) -> Any:
+    return client_of(counting(response)).post("/v1/chat/completions", json=body)
+
+
+def details(accepted: int, rejected: int) -> dict[str, int]:
+    return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+
+
+def test_the_usage_has_the_counts() -> None:
+    usage = USAGE | {"completion_tokens_details": {"reasoning_tokens": 5}}
+    answer = posted(lambda: JSONResponse({"id": "ä", "usage": usage}), content("abcde"))
+    expected = USAGE | {"completion_tokens_details": {"reasoning_tokens": 5, **details(2, 3)}}
+    assert answer.json() == {"id": "ä", "usage": expected}
+    assert int(answer.headers["content-length"]) == len(answer.content)
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        lambda: JSONResponse({"usage": {"input_tokens": 3}}),
+        lambda: JSONResponse({"error": {"message": '"usage"'}}, 400),
+        lambda: JSONResponse(["usage"]),
+        lambda: Response(b'{"usage": ', media_type="application/json"),
+        lambda: Response(b'{"usage": {"completion_tokens": 1}}', media_type="text/plain"),
+    ],
+)
+def test_an_answer_without_openais_usage_stays_as_it_is(response: Any) -> None:
+    answer = posted(response, content("abc"))
+    assert answer.content == response().body
+    assert answer.status_code == response().status_code
+
+
+def test_an_answer_of_a_call_without_a_prediction_stays_as_it_is() -> None:
+    answer = posted(lambda: Response(b'{"usage": {"completion_tokens": 1} }'), {"prompt": "a"})
+    assert answer.content == b'{"usage": {"completion_tokens": 1} }'
+
+
+def event(**fields: object) -> bytes:
+    return b"data: " + json.dumps(fields).encode() + b"\n\n"
+
+
+def test_the_last_chunk_of_a_stream_has_the_counts() -> None:
+    text = event(choices=[{"delta": {"content": '"usage"'}}], usage=USAGE)
+    last = event(choices=[], usage=USAGE)
+
+    async def events() -> AsyncIterator[bytes]:
+        for each in (text, last, b"data: [DONE]\n\n"):
+            yield each
+
+    answer = posted(
+        lambda: StreamingResponse(events(), media_type="text/event-stream"), content("abcd")
+    )
+    assert answer.content.startswith(text)
+    assert answer.content.endswith(b"\n\ndata: [DONE]\n\n")
+    (_, told, _, _) = answer.content.split(b"\n\n")
+    usage = json.loads(told.removeprefix(b"data: "))["usage"]
+    assert usage == USAGE | {"completion_tokens_details": details(2, 2)}
