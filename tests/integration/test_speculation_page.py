@@ -165,7 +165,7 @@ def test_memory_and_drafters_are_shown(shown: Page) -> None:
     assert shown.run("document.querySelector('#memory-chart polyline').points.length") > 0
     # On a busy machine a drafter may be late, and is asked again a second later.
     drafters = "[...document.querySelectorAll('[data-drafter] .dot')].map(dot => dot.innerText)"
-    shown.until(f"String({drafters}) === 'up,up,up'")
+    shown.until(f"String({drafters}) === 'up,up,up,up'")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
