@@ -119,3 +119,24 @@ class Drafts(NamedTuple):
             np.zeros((num_rows, max_len), np.float32),
             np.zeros(num_rows, np.uint8),
         )
+
+
+class DraftBuffer:
+    """Where a source writes its drafts, anew in each step.
+
+    Args:
+        num_slots: requests that a step may have.
+        max_draft_len: longest draft.
+    """
+
+    def __init__(self, num_slots: int, max_draft_len: int) -> None:
+        self._all = self._rows = Drafts.empty(num_slots, max_draft_len)
+
+    def rows(self, num_rows: int) -> Drafts:
+        """Room for the drafts of so many requests, with what was written there before.
+
+        The same object as long as the number stays: its arrays need not be checked again.
+        """
+        if len(self._rows.lengths) != num_rows:
+            self._rows = self._all.first(num_rows)
+        return self._rows

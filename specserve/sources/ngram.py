@@ -24,7 +24,14 @@ from numba.extending import intrinsic
 
 from specserve.core.compile import inner, kernel, lean_kernel
 from specserve.core.source_config import NgramConfig
-from specserve.core.types import DraftBatch, Drafts, Int32Array, Int64Array, RequestControls
+from specserve.core.types import (
+    DraftBatch,
+    DraftBuffer,
+    Drafts,
+    Int32Array,
+    Int64Array,
+    RequestControls,
+)
 from specserve.sources.base import SourceContext
 from specserve.trie.contexts import prefetch
 
@@ -41,7 +48,7 @@ _FIRST_CAPACITY = 256
 _CHUNK = 64
 """Entries that are fetched before they are written: the processor waits for all of them at once."""
 
-DOUBT = 8.0
+_DOUBT = 8.0
 """A match of ``m`` tokens is right with a confidence of ``m^2 / (m^2 + 8)``, as in
 :mod:`specserve.trie.branch`; each token that is right makes the match longer."""
 
@@ -77,7 +84,7 @@ class NgramSource:
         self._requests: Int64Array = np.zeros((num_slots, _NUM_COLUMNS), np.int64)
         self._scratch = np.zeros((2, max(_CHUNK, config.max_matching_ngram_size)), np.uint64)
         self._sizes = config.min_matching_ngram_size, config.max_matching_ngram_size
-        self._drafts = self._here = Drafts.empty(num_slots, config.max_draft_len)
+        self._drafts = DraftBuffer(num_slots, config.max_draft_len)
         self.warm_up()
 
     @classmethod
@@ -108,15 +115,12 @@ class NgramSource:
         A request in prefill may be in the batch with a limit of 0, so that its prompt is indexed by
         the time it decodes.
         """
-        if len(self._here.lengths) != len(limits):
-            self._here = self._drafts.first(len(limits))
+        drafts = self._drafts.rows(len(limits))
         options = *self._sizes, self._config.use_oldest, INGEST_TOKENS_PER_STEP
         while True:
-            row = step_batch(
-                *batch[:3], limits, self._requests, *options, self._scratch, *self._here
-            )
+            row = step_batch(*batch[:3], limits, self._requests, *options, self._scratch, *drafts)
             if row < 0:
-                return self._here
+                return drafts
             self._make_room(int(batch.slots[row]), int(batch.num_tokens[row]))
 
     def close(self, slots: Int64Array) -> None:
@@ -254,11 +258,16 @@ def _find(table, capacity, text, length, sizes, tags):  # type: ignore[no-untype
 
 
 @inner
-def copy_from(text, length, position, limit, draft):  # type: ignore[no-untyped-def]
-    """Writes ``limit`` tokens from ``position`` on; past the end it reads what it wrote."""
-    for j in range(limit):
+def copy_from(text, length, position, size, draft, confidence):  # type: ignore[no-untyped-def]
+    """Fills ``draft`` with what stands from ``position`` on, behind a match of ``size`` tokens.
+
+    Past the text's end it reads what it wrote.
+    """
+    for j in range(draft.shape[0]):
         source = position + j
         draft[j] = text[source] if source < length else draft[source - length]
+        matched = float(size + j) ** 2
+        confidence[j] = matched / (matched + _DOUBT)
 
 
 @inner
@@ -330,11 +339,8 @@ def step_batch(  # type: ignore[no-untyped-def]
         if limit > 0:
             position, size = _find(table, capacity, text, length, sizes, scratch[0])
             if size > 0:
-                copy_from(text, length, position, limit, drafts[i])
+                copy_from(text, length, position, size, drafts[i, :limit], confidence[i])
                 lengths[i] = limit
-                for j in range(limit):
-                    matched = float(size + j) ** 2
-                    confidence[i, j] = matched / (matched + DOUBT)
     return -1
 
 

@@ -19,10 +19,17 @@ from numba import carray
 
 from specserve.core.compile import inner, kernel, lean_kernel
 from specserve.core.source_config import PredictionConfig
-from specserve.core.types import DraftBatch, Drafts, Int32Array, Int64Array, RequestControls
+from specserve.core.types import (
+    DraftBatch,
+    DraftBuffer,
+    Drafts,
+    Int32Array,
+    Int64Array,
+    RequestControls,
+)
 from specserve.sources.base import SourceContext
 from specserve.sources.controls import wants_drafts
-from specserve.sources.ngram import DOUBT, UInt64Array, as_pointer, copy_from
+from specserve.sources.ngram import UInt64Array, as_pointer, copy_from
 
 ENOUGH_TOKENS = 4
 """A match of so many tokens is as good as a longer one: of such matches the nearest is taken, and
@@ -50,7 +57,7 @@ class PredictionSource:
     def __init__(self, config: PredictionConfig, num_slots: int) -> None:
         self._texts: list[UInt64Array | None] = [None] * num_slots
         self._requests: Int64Array = np.zeros((num_slots, _NUM_COLUMNS), np.int64)
-        self._drafts = self._here = Drafts.empty(num_slots, config.max_draft_len)
+        self._drafts = DraftBuffer(num_slots, config.max_draft_len)
         self.warm_up()
 
     @classmethod
@@ -79,10 +86,9 @@ class PredictionSource:
 
     def propose(self, batch: DraftBatch, limits: Int32Array) -> Drafts:
         """Follows what is new of each answer, and copies what its prediction says comes next."""
-        if len(self._here.lengths) != len(limits):
-            self._here = self._drafts.first(len(limits))
-        draft_step(*batch[:4], limits, self._requests, *self._here)
-        return self._here
+        drafts = self._drafts.rows(len(limits))
+        draft_step(*batch[:4], limits, self._requests, *drafts)
+        return drafts
 
     def close(self, slots: Int64Array) -> None:
         """Frees the predictions of these requests."""
@@ -213,8 +219,6 @@ def draft_step(  # type: ignore[no-untyped-def]
         place = request[_PLACE]
         limit = min(limits[i], drafts.shape[1], size - place)
         if place >= 0 and limit > 0:
-            copy_from(prediction, size, place, limit, drafts[i])
+            matched = request[_MATCHED]
+            copy_from(prediction, size, place, matched, drafts[i, :limit], confidence[i])
             lengths[i] = limit
-            for j in range(limit):
-                matched = float(request[_MATCHED] + j) ** 2
-                confidence[i, j] = matched / (matched + DOUBT)

@@ -22,6 +22,7 @@ from specserve.core.source_config import DraftModelConfig, MtpConfig
 from specserve.core.types import (
     BoolArray,
     DraftBatch,
+    DraftBuffer,
     Drafts,
     Float64Array,
     Int32Array,
@@ -108,7 +109,7 @@ class DrafterClient:
         self._followed = FollowedTexts(num_slots, always=not config.dynamic)
         self._num_texts = 0
         self._ended: deque[int] = deque(maxlen=MAX_ROWS)
-        self._drafts = Drafts.empty(num_slots, config.max_draft_len)
+        self._drafts = DraftBuffer(num_slots, config.max_draft_len)
         # By slot.
         self._number = np.zeros(num_slots, np.int64)  # the text's name
         self._salt = np.zeros(num_slots, np.uint64)  # who may share its beginning
@@ -141,7 +142,7 @@ class DrafterClient:
 
     def propose(self, batch: DraftBatch, limits: Int32Array) -> Drafts:
         """Sends what is new of texts, and waits for the drafts that are asked for."""
-        drafts = self._drafts.first(len(limits))
+        drafts = self._drafts.rows(len(limits))
         drafts.lengths[:] = 0
         if self._link.sent:
             self._read_replies()  # before a new connection would lose them

@@ -16,7 +16,14 @@ from msgspec.structs import replace
 from specserve.core.compile import kernel_array
 from specserve.core.metrics import TrieSnapshot
 from specserve.core.source_config import TrieConfig
-from specserve.core.types import DraftBatch, Drafts, Int32Array, Int64Array, RequestControls
+from specserve.core.types import (
+    DraftBatch,
+    DraftBuffer,
+    Drafts,
+    Int32Array,
+    Int64Array,
+    RequestControls,
+)
 from specserve.sources.base import SourceContext
 from specserve.sources.controls import NO_TENANT, wants_drafts
 from specserve.sources.trie_misses import TrieMisses
@@ -68,7 +75,7 @@ class TrieSource:
         self._rows = np.arange(size)
         self._begins, self._ends = np.zeros(size, np.int64), np.zeros(size, np.int64)
         self._apart: set[int] = set()  # slots of requests without the first trie
-        self._drafts = self._here = Drafts.empty(size, config.max_draft_len)
+        self._drafts = DraftBuffer(size, config.max_draft_len)
         context.metrics.watch_trie(self.snapshot)
         self._warm_up()
 
@@ -122,9 +129,7 @@ class TrieSource:
         """See :class:`specserve.sources.base.Source`; looks up after all rows were learned."""
         slots = kernel_array(batch.slots, np.int64)
         size = len(slots)
-        if len(self._here.lengths) != size:
-            self._here = self._drafts.first(size)
-        drafts = self._here
+        drafts = self._drafts.rows(size)
         arrays = (
             slots,
             kernel_array(batch.token_ids, np.int32),
@@ -211,7 +216,7 @@ class TrieSource:
         batch = slots, np.zeros((1, 8), np.int32), 8 * one, one
         sequences = np.array([trie.open("warm-up")], np.int64)
         begins, ends = slots.copy(), slots.copy()
-        drafts = self._drafts.first(1)
+        drafts = self._drafts.rows(1)
         trie.step(slots, batch, one, sequences, slots.copy(), begins, ends, drafts)
         trie.append(int(sequences[0]), batch[1][0])
         trie.remove("warm-up")
