@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from fastapi import FastAPI
 from vllm.outputs import PoolingRequestOutput, RequestOutput
 
-from specserve.engine.predicted import PredictedLLM
+from specserve.engine.client import ServedLLM
 from specserve.engine.tenants import CURRENT_TENANT, scope_of
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ _TENANT_FACTOR = "specserve_tenant"
 V = TypeVar("V")
 
 
-class TenantLLM(PredictedLLM):
+class TenantLLM(ServedLLM):
     """vLLM's engine client, with request ids of their own for each tenant.
 
     A client may choose its request's id, by a header or in the body, and vLLM aborts by that id:

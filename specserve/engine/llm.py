@@ -32,10 +32,11 @@ from specserve.core.metrics import SpeculationSnapshot
 from specserve.core.openmp import openmp_environment
 from specserve.core.recent import RecentRequest
 from specserve.engine.args import serve_namespace, served_engine_args
+from specserve.engine.client import ServedLLM
 from specserve.engine.cpu.backend import choose_latent_attention
 from specserve.engine.isolation import TenantLLM, close_routes, part_media, part_responses
 from specserve.engine.logits_processors import PROCESSORS
-from specserve.engine.predicted import PredictedLLM, predictor
+from specserve.engine.predicted import predictor
 from specserve.engine.prediction import Predictor
 from specserve.engine.tenants import stamp_requests
 from specserve.engine.text_generator import TextGenerator
@@ -97,7 +98,7 @@ class Engine:
         try:
             # Named both, since Ray's takes the place of the default one, and `/metrics` needs that.
             # The default one last: Ray's takes all of vLLM's series out of the registry first.
-            client = TenantLLM if config.http.api_keys else PredictedLLM
+            client = TenantLLM if config.http.api_keys else ServedLLM
             llm = client.from_vllm_config(
                 vllm_config, stat_loggers=[RayPrometheusStatLogger, PrometheusStatLogger]
             )

@@ -1,4 +1,4 @@
-"""vLLM's engine client, which counts what became of a call's prediction."""
+"""Reads the predictions of calls, and counts what became of them."""
 
 from __future__ import annotations
 
@@ -14,23 +14,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from specserve.engine.prediction import CURRENT_PREDICTION, Prediction, Predictor
-
-
-class PredictedLLM(AsyncLLM):
-    """vLLM's engine client."""
-
-    def generate(
-        self, prompt: Any, sampling_params: Any, request_id: str, **options: Any
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """As vLLM's; counts the answers of a call that predicts them."""
-        outputs: AsyncGenerator[RequestOutput, None] = super().generate(
-            prompt, sampling_params, request_id, **options
-        )
-        prediction = CURRENT_PREDICTION.get()
-        if prediction is None:
-            return outputs
-        return counted(outputs, prediction, sampling_params.output_kind)
+from specserve.engine.prediction import Prediction, Predictor
 
 
 async def counted(

@@ -18,17 +18,14 @@ from vllm.lora.request import LoRARequest
 from vllm.renderers import TokenizeParams
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
-from vllm.v1.engine.exceptions import EngineGenerateError
 
 from specserve.core.errors import GenerationError, reason_of
+from specserve.engine.client import CLIENTS_MISTAKES
 from specserve.engine.logits_processors import extra_args
 from specserve.engine.text_outputs import OutputReader
 from specserve.engine.text_request import Limits, Output, TextRequest
 
 logger = logging.getLogger(__name__)
-
-_CLIENTS_MISTAKES = (ValueError, TypeError, OverflowError)
-"""What a request can meet in vLLM that has no error of its own for it."""
 
 
 class TextGenerator(GenerateBaseServing):
@@ -124,7 +121,7 @@ class TextGenerator(GenerateBaseServing):
             unit = "tokens" if error.parameter == "input_tokens" else "characters"
             given = f"{error.value} {unit} or more"
             raise _too_long(most, given) from None
-        except _CLIENTS_MISTAKES as error:
+        except CLIENTS_MISTAKES as error:
             raise GenerationError.of_field("inputs", "must be text", reason_of(error)) from error
         return rendered
 
@@ -194,9 +191,6 @@ def _as_our_errors(request: TextRequest) -> Iterator[None]:
     except VLLMClientError as error:
         raise _refusal(request, error) from error
     except Exception as error:
-        cause = error.__cause__ if isinstance(error, EngineGenerateError) else None
-        if isinstance(cause, _CLIENTS_MISTAKES):
-            raise _refusal(request, cause) from error
         logger.exception("A text was not generated")
         message = f"Request failed during generation: {reason_of(error)}"
         raise GenerationError("generation", message) from error

@@ -115,6 +115,24 @@ def test_a_body_that_is_nested_too_deeply_is_refused(api: Api, path: str) -> Non
     assert response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+def test_a_schema_with_a_number_beyond_64_bits_is_refused(
+    api: Api, path: str, stream: bool
+) -> None:
+    body: dict[str, Any] = {"structured_outputs": {"json": {"minimum": -(2**63) - 1}}}
+    if "chat" in path:
+        body |= {"messages": [{"role": "user", "content": "hello"}]}
+    if "responses" in path:
+        body |= {"input": PROMPT}
+    response = api.http.post(
+        path, json={"model": "demo", "prompt": PROMPT, "stream": stream} | body
+    )
+    assert response.status_code == (200 if stream else 400)
+    assert "ints < -2**63" in response.text
+    assert '"code":400' in response.text.replace(" ", "")
+
+
 def test_nobody_scales_the_engine_by_request(api: Api) -> None:
     response = api.http.post("/scale_elastic_ep", json={"new_data_parallel_size": 2})
     assert response.status_code == 501

@@ -1,0 +1,102 @@
+"""A request that the engine core cannot be told is refused, and nothing of it is left."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.exceptions import VLLMValidationError
+from vllm.renderers.inputs.preprocess import parse_model_prompt
+from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.serial_utils import MsgpackEncoder
+
+from specserve.engine.client import ServedLLM
+from tests.engine.scripted_client import ScriptedClient
+
+NESTED: Any = 1
+for _ in range(2000):
+    NESTED = [NESTED]
+
+
+class Client(ServedLLM):
+    """vLLM's client, whose engine core gets its messages and does nothing."""
+
+    def __init__(self) -> None:
+        scripted = ScriptedClient()
+        self.vllm_config = scripted.vllm_config
+        self.model_config = scripted.model_config
+        self.scheduler_config = scripted.vllm_config.scheduler_config
+        self.observability_config = scripted.vllm_config.observability_config
+        self.renderer = scripted.renderer
+        self.input_processor = scripted.input_processor
+        self.output_processor = OutputProcessor(scripted.tokenizer, log_stats=False)
+        self.log_requests = False
+        self.engine_core: Any = SimpleNamespace(
+            add_request_async=self._told,
+            abort_requests_async=self._aborted,
+            resources=SimpleNamespace(engine_dead=False),
+        )
+        self._supported_tasks = ("generate",)
+        self.output_handler: Any = SimpleNamespace(done=lambda: False)
+        self.told = asyncio.Event()
+        self.is_busy = False
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        pass
+
+    async def _told(self, request: Any) -> None:
+        MsgpackEncoder().encode(request)
+        self.told.set()
+        while self.is_busy:
+            await asyncio.sleep(1)
+
+    async def _aborted(self, request_ids: list[str]) -> None:
+        pass
+
+    async def first_output(self, params: SamplingParams) -> Any:
+        prompt = parse_model_prompt(self.model_config, "def f(a):")
+        (rendered,) = await self.renderer.render_cmpl_async([prompt])
+        return await anext(self.generate(rendered, params, "request"))
+
+
+@pytest.fixture(scope="module")
+def client() -> Client:
+    return Client()
+
+
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"structured_outputs": StructuredOutputsParams(json={"any": -(2**63) - 1})},
+        {"structured_outputs": StructuredOutputsParams(json={"any": 2**64})},
+        {"extra_args": {"any": NESTED}},
+        {"max_tokens": 2**64},
+        {"extra_args": {"any": 2j}},
+    ],
+    ids=["small", "large", "nested", "field", "type"],
+)
+def test_a_request_that_no_message_can_hold_is_its_clients_mistake(
+    client: Client, number: int, options: dict[str, Any]
+) -> None:
+    params = SamplingParams(n=number, output_kind=RequestOutputKind.FINAL_ONLY, **options)
+    with pytest.raises(VLLMValidationError, match="The request cannot be taken: "):
+        asyncio.run(client.first_output(params))
+    assert client.output_processor.get_num_unfinished_requests() == 0
+
+
+def test_a_client_that_leaves_while_the_engine_core_is_told_leaves_nothing(client: Client) -> None:
+    async def leave() -> None:
+        client.is_busy = True
+        call = asyncio.ensure_future(client.first_output(SamplingParams()))
+        await client.told.wait()
+        assert client.output_processor.get_num_unfinished_requests() == 1
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    asyncio.run(leave())
+    assert client.output_processor.get_num_unfinished_requests() == 0
