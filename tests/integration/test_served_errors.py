@@ -115,22 +115,22 @@ def test_a_body_that_is_nested_too_deeply_is_refused(api: Api, path: str) -> Non
     assert response.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": PROMPT}),
+        ("/v1/completions", {"prompt": PROMPT, "stream": True}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": PROMPT}]}),
+        ("/v1/responses", {"input": PROMPT}),
+    ],
+)
 def test_a_schema_with_a_number_beyond_64_bits_is_refused(
-    api: Api, path: str, stream: bool
+    api: Api, path: str, body: dict[str, Any]
 ) -> None:
-    body: dict[str, Any] = {"structured_outputs": {"json": {"minimum": -(2**63) - 1}}}
-    if "chat" in path:
-        body |= {"messages": [{"role": "user", "content": "hello"}]}
-    if "responses" in path:
-        body |= {"input": PROMPT}
-    response = api.http.post(
-        path, json={"model": "demo", "prompt": PROMPT, "stream": stream} | body
-    )
-    assert response.status_code == (200 if stream else 400)
+    schema = {"structured_outputs": {"json": {"minimum": -(2**63) - 1}}}
+    response = api.http.post(path, json={"model": "demo"} | body | schema)
     assert "ints < -2**63" in response.text
-    assert '"code":400' in response.text.replace(" ", "")
+    assert "stream" in body or response.status_code == 400
 
 
 def test_nobody_scales_the_engine_by_request(api: Api) -> None:
