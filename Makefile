@@ -84,7 +84,7 @@ test-all: MARKED = -m 'not alone'
 test-all: export SPECSERVE_FUZZ_CASES ?= 1000
 test test-all: tools lint
 	@$(BIN)/pytest tests --ignore=tests/peers --ignore=tests/integration $(MARKED) \
-		--numprocesses logical --maxprocesses 4 --durations 15
+		--numprocesses logical --maxprocesses 4 --dist worksteal --durations 15
 	@$(BIN)/pytest tests/integration $(MARKED) --durations 30
 
 tools:
