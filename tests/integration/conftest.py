@@ -30,6 +30,7 @@ TURNS = [
 """What tests use of these fixtures, in the order in which each deployment is started once."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_turn)
     for item in items:
