@@ -86,7 +86,7 @@ test-all: export SPECSERVE_FUZZ_CASES ?= 1000
 test test-all: tools lint
 	@$(BIN)/pytest tests --ignore=tests/peers --ignore=tests/integration $(MARKED) \
 		--numprocesses logical --maxprocesses 4 --dist worksteal --durations 15
-	@$(BIN)/pytest tests/integration $(MARKED) --numprocesses 2 --dist loadgroup --durations 30
+	@$(BIN)/pytest tests/integration $(MARKED) --numprocesses 2 --dist loadscope --durations 30
 
 tools:
 	@tests/tools.sh

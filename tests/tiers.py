@@ -29,51 +29,51 @@ LONG = {
     "test_vllm_gives_the_prompt_log_probabilities_of_transformers": (
         "Changes only with the lock or with the weights in configs/models."
     ),
-    "integration/test_served_drafters.py::test_it_may_be_killed_in_the_midst_and_nobody_notices": (
+    "integration/served/test_drafters.py::test_it_may_be_killed_in_the_midst_and_nobody_notices": (
         "test_drafters.py kills a drafter's actor without an engine."
     ),
-    "integration/test_served_drafters.py::"
+    "integration/served/test_drafters.py::"
     "test_it_may_hang_and_is_told_to_be_down_until_it_goes_on": (
         "test_drafters.py stops a drafter's actor without an engine."
     ),
-    "integration/test_served_drafters.py::"
+    "integration/served/test_drafters.py::"
     "test_it_may_run_out_of_memory_and_is_used_again_when_it_has_some": (
         "A drafter's refusal is one error among others of tests/sources/test_remote_failures.py."
     ),
-    "integration/test_served_trie.py::test_the_store_may_die_in_the_midst_and_nobody_notices": (
+    "integration/served/test_trie.py::test_the_store_may_die_in_the_midst_and_nobody_notices": (
         "test_trie_store.py kills a store in the midst of traffic without an engine."
     ),
-    "integration/test_served_trie.py::"
+    "integration/served/test_trie.py::"
     "test_a_store_that_hangs_holds_up_no_shutdown_and_the_replicas_tell_what_is_lost": (
         "Ends the deployment. test_trie_store.py has a store that hangs."
     ),
-    "integration/test_served_trie.py::test_both_replicas_get_requests_whichever_node_they_are_on": (
+    "integration/served/test_trie.py::test_both_replicas_get_requests_whichever_node_they_are_on": (
         "Starts a deployment for itself. tests/serve/test_router.py has what Serve is told."
     ),
-    "integration/test_lifecycle.py::"
+    "integration/served/test_lifecycle.py::"
     "test_a_killed_process_fails_its_requests_and_the_replica_is_replaced[engine_cores]": (
         "`make test` kills a shard: the replica is replaced in the same way."
     ),
-    "integration/test_lifecycle.py::"
+    "integration/served/test_lifecycle.py::"
     "test_a_killed_process_fails_its_requests_and_the_replica_is_replaced[replicas]": (
         "`make test` kills a shard: the replica is replaced in the same way."
     ),
-    "integration/test_lifecycle.py::"
+    "integration/served/test_lifecycle.py::"
     "test_a_shard_that_hangs_fails_its_requests_and_the_replica_is_replaced": (
         "`make test` has an engine core that hangs, which holds the shard itself."
     ),
-    "integration/test_lifecycle.py::"
+    "integration/served/test_lifecycle.py::"
     "test_an_engine_core_that_holds_the_shard_is_replaced_when_it_hangs_or_dies[core dies]": (
         "`make test` has an engine core that hangs: the replica is replaced in the same way."
     ),
-    "integration/test_lifecycle.py::"
+    "integration/served/test_lifecycle.py::"
     "test_an_engine_core_that_holds_the_shard_is_replaced_when_it_hangs_or_dies[replica dies]": (
         "`make test` has an engine core that hangs: the replica is replaced in the same way."
     ),
-    "integration/test_lifecycle.py::test_ctrl_c_ends_everything_also_a_running_request": (
+    "integration/served/test_lifecycle.py::test_ctrl_c_ends_everything_also_a_running_request": (
         "`make test` ends each deployment with Ctrl-C, and looks for what is left of it."
     ),
-    "integration/test_lifecycle.py::"
+    "integration/served/test_lifecycle.py::"
     "test_one_that_hangs_while_nothing_runs_is_replaced_when_it_is_asked_what_it_counted": (
         "`make test` has an engine core that hangs while a request runs."
     ),
@@ -90,13 +90,13 @@ LONG = {
         "A source that only the test knows, in a cluster of its own. `make test` has the page"
         " name every source's labels, and the chain any source's drafts."
     ),
-    "integration/test_speculation_page.py::test_it_can_be_read[390-light]": (
+    "integration/served/test_speculation_page.py::test_it_can_be_read[390-light]": (
         "`make test` has one width and colour scheme."
     ),
-    "integration/test_speculation_page.py::test_it_can_be_read[390-dark]": (
+    "integration/served/test_speculation_page.py::test_it_can_be_read[390-dark]": (
         "`make test` has one width and colour scheme."
     ),
-    "integration/test_speculation_page.py::test_it_can_be_read[1280-dark]": (
+    "integration/served/test_speculation_page.py::test_it_can_be_read[1280-dark]": (
         "`make test` has one width and colour scheme."
     ),
     "integration/test_trie_store.py::"

@@ -1,14 +1,16 @@
 """Two clusters for nearly all tests, one after the other: one node, and then two.
 
 Tests that need the same deployment run one after the other, whatever their files are called. The
-tests that need none of these deployments may run beside them, in another process.
+tests in ``served`` need these deployments; the others start what they need, in another process.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
 from tests.integration.api import Api
 from tests.integration.applications import REPLICATED, SHARED, TWO_SHARDS, application
@@ -30,12 +32,22 @@ TURNS = [
 """What tests use of these fixtures, in the order in which each deployment is started once."""
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+class TwoProcesses(LoadScopeScheduling):  # type: ignore[misc]
+    """One process for the tests of the deployments, and one for the others."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return str(Path(nodeid).parent.name == "served")
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> TwoProcesses:
+    return TwoProcesses(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_turn)
     for item in items:
-        name = "others" if _turn(item) == len(TURNS) else "deployments"
-        item.add_marker(pytest.mark.xdist_group(name))
+        is_served = item.path.parent.name == "served"
+        assert is_served == (_turn(item) < len(TURNS)), f"{item.nodeid} is in the wrong folder"
 
 
 def _turn(item: pytest.Item) -> int:

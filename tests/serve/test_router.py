@@ -1,4 +1,4 @@
-"""Which replica gets a request; tests/integration/test_served_trie.py has it on two nodes."""
+"""Which replica gets a request; tests/integration/served/test_trie.py has it on two nodes."""
 
 from __future__ import annotations
 
