@@ -19,10 +19,11 @@ from typing import Self
 
 import numpy as np
 import numpy.typing as npt
-from numba import carray, types
+from numba import types
 from numba.extending import intrinsic
+from numba.np.arrayobj import populate_array
 
-from specserve.core.compile import inner, kernel, lean_kernel
+from specserve.core.compile import inner, lean_kernel
 from specserve.core.source_config import NgramConfig
 from specserve.core.types import (
     DraftBatch,
@@ -47,6 +48,9 @@ _SMALL_INGEST_TOKENS = 256
 _FIRST_CAPACITY = 256
 _CHUNK = 64
 """Entries that are fetched before they are written: the processor waits for all of them at once."""
+
+_GROUP = 16
+"""Requests whose entries are fetched before they are read."""
 
 _DOUBT = 8.0
 """A match of ``m`` tokens is right with a confidence of ``m^2 / (m^2 + 8)``, as in
@@ -82,7 +86,8 @@ class NgramSource:
         self._num_sizes = config.max_matching_ngram_size - config.min_matching_ngram_size + 1
         self._tables: list[UInt64Array | None] = [None] * num_slots
         self._requests: Int64Array = np.zeros((num_slots, _NUM_COLUMNS), np.int64)
-        self._scratch = np.zeros((2, max(_CHUNK, config.max_matching_ngram_size)), np.uint64)
+        self._chunk = np.zeros((_CHUNK, 4), np.uint64)
+        self._tags = np.zeros((_GROUP, config.max_matching_ngram_size), np.uint64)
         self._sizes = config.min_matching_ngram_size, config.max_matching_ngram_size
         self._drafts = DraftBuffer(num_slots, config.max_draft_len)
         self.warm_up()
@@ -117,8 +122,9 @@ class NgramSource:
         """
         drafts = self._drafts.rows(len(limits))
         options = *self._sizes, self._config.use_oldest, INGEST_TOKENS_PER_STEP
+        scratch = self._chunk, self._tags
         while True:
-            row = step_batch(*batch[:3], limits, self._requests, *options, self._scratch, *drafts)
+            row = step_batch(*batch[:3], limits, self._requests, *options, *scratch, *drafts)
             if row < 0:
                 return drafts
             self._make_room(int(batch.slots[row]), int(batch.num_tokens[row]))
@@ -137,26 +143,36 @@ class NgramSource:
         request = self._requests[slot]
         if num_tokens <= request[_INDEXED]:
             self.close(np.array([slot]))
-        old_table, old_capacity = self._tables[slot], int(request[_CAPACITY])
-        entries = max(2 * num_tokens + 2, _FIRST_CAPACITY, 2 * old_capacity)
+        old_table = self._tables[slot]
+        entries = max(2 * num_tokens + 2, _FIRST_CAPACITY, 2 * int(request[_CAPACITY]))
         capacity = 1 << (entries - 1).bit_length()
         low, high = self._sizes
         table = np.zeros((high - low + 1) * capacity, np.uint64)
         if old_table is not None:
-            rehash(old_table, old_capacity, table, capacity, high - low + 1)
+            rehash(old_table, table, high - low + 1)
         self._tables[slot] = table
         request[_ADDRESS], request[_CAPACITY] = table.ctypes.data, capacity
 
 
 @intrinsic
-def as_pointer(typing_context, address):  # type: ignore[no-untyped-def]
-    """An address as a pointer to uint64: the way to hand many arrays to one compiled call."""
-    signature = types.CPointer(types.uint64)(address)
+def array_at(typing_context, address, size):  # type: ignore[no-untyped-def]
+    """uint64 ``[size]`` at an address: the way to hand many arrays to one compiled call."""
+    array = types.Array(types.uint64, 1, "C")
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+        made = context.make_array(array)(context, builder)
+        num_bytes = context.get_constant(types.intp, 8)
+        populate_array(
+            made,
+            data=builder.inttoptr(arguments[0], made.data.type),
+            shape=[arguments[1]],
+            strides=[num_bytes],
+            itemsize=num_bytes,
+            meminfo=None,
+        )
+        return made._getvalue()
 
-    return signature, codegen
+    return array(types.int64, types.int64), codegen
 
 
 @inner
@@ -172,27 +188,29 @@ def _tag(state: np.uint64) -> np.uint64:
 
 
 @inner
-def _put(table, start, mask, tag, position, keep_oldest):  # type: ignore[no-untyped-def]
+def _put(table, tag, position, keep_oldest):  # type: ignore[no-untyped-def]
     """Notes ``position`` for ``tag``; an earlier one stays where ``keep_oldest``."""
+    mask = np.uint64(table.shape[0] - 1)
     slot = tag & mask
     while True:
-        entry = table[start + slot]
+        entry = table[slot]
         if entry == 0:
-            table[start + slot] = (tag << _S32) | position
+            table[slot] = (tag << _S32) | position
             return
         if entry >> _S32 == tag:
             if not keep_oldest:
-                table[start + slot] = (tag << _S32) | position
+                table[slot] = (tag << _S32) | position
             return
         slot = (slot + _ONE) & mask
 
 
 @inner
-def _get(table, start, mask, tag):  # type: ignore[no-untyped-def]
+def _get(table, tag):  # type: ignore[no-untyped-def]
     """The position noted for ``tag``; 0: none."""
+    mask = np.uint64(table.shape[0] - 1)
     slot = tag & mask
     while True:
-        entry = table[start + slot]
+        entry = table[slot]
         if entry == 0:
             return 0
         if entry >> _S32 == tag:
@@ -201,51 +219,69 @@ def _get(table, start, mask, tag):  # type: ignore[no-untyped-def]
 
 
 @inner
-def _ingest(table, capacity, text, begin, end, sizes, keep_oldest, scratch):  # type: ignore[no-untyped-def]
-    """Indexes the n-grams that end at positions ``begin + 1 .. end`` of ``text``."""
-    (low, high), mask = sizes, np.uint64(capacity - 1)
-    tags, positions = scratch[0], scratch[1]
-    count = 0
-    for position in range(begin + 1, end + 1):
+def _ingest(request, text, sizes, keep_oldest, chunk, count):  # type: ignore[no-untyped-def]
+    """Indexes a text's n-grams up to the target; the last ones wait in the chunk.
+
+    Args:
+        request: int64 ``[_NUM_COLUMNS]``; updated.
+        text: int32 ``[>= target]``.
+        sizes: of the shortest n-gram, and of the longest.
+        keep_oldest: see :func:`step_batch`.
+        chunk: uint64 ``[_CHUNK, 4]``: tag, address of the table, its slots, position.
+        count: n-grams that wait, of whatever text.
+
+    Returns:
+        How many wait now.
+    """
+    (low, high), capacity = sizes, request[_CAPACITY]
+    for position in range(request[_INDEXED] + 1, request[_TARGET] + 1):
         state = np.uint64(0)
         for size in range(1, min(high, position) + 1):
             state = _extend(state, text[position - size])
             if size >= low:
-                tag, start = _tag(state), (size - low) * capacity
-                prefetch(table, start + np.int64(tag & mask))
-                tags[count] = tag
-                positions[count] = (np.uint64(start) << _S32) | np.uint64(position)
-                count += 1
+                tag, address = _tag(state), request[_ADDRESS] + 8 * (size - low) * capacity
+                prefetch(array_at(address, capacity), np.int64(tag & np.uint64(capacity - 1)))
                 if count == _CHUNK:
-                    _put_all(table, mask, tags, positions, count, keep_oldest)
+                    _put_all(chunk, count, keep_oldest)
                     count = 0
-    _put_all(table, mask, tags, positions, count, keep_oldest)
+                waiting = chunk[count]
+                waiting[0], waiting[1], waiting[2], waiting[3] = tag, address, capacity, position
+                count += 1
+    request[_INDEXED] = request[_TARGET]
+    return count
 
 
 @inner
-def _put_all(table, mask, tags, positions, count, keep_oldest):  # type: ignore[no-untyped-def]
+def _put_all(chunk, count, keep_oldest):  # type: ignore[no-untyped-def]
     for i in range(count):
-        start, position = positions[i] >> _S32, positions[i] & _POSITION_MASK
-        _put(table, start, mask, tags[i], position, keep_oldest)
+        tag, address, capacity, position = chunk[i]
+        _put(array_at(np.int64(address), np.int64(capacity)), tag, position, keep_oldest)
 
 
 @inner
-def _find(table, capacity, text, length, sizes, tags):  # type: ignore[no-untyped-def]
+def _tags(request, text, length, sizes, tags):  # type: ignore[no-untyped-def]
+    """Tags of the suffixes of ``text[:length]``; their entries are being fetched."""
+    (low, high), capacity = sizes, request[_CAPACITY]
+    state = np.uint64(0)
+    for size in range(1, min(high, length) + 1):
+        state = _extend(state, text[length - size])
+        if size >= low:
+            tags[size - 1] = _tag(state)
+            table = array_at(request[_ADDRESS] + 8 * (size - low) * capacity, capacity)
+            prefetch(table, np.int64(tags[size - 1] & np.uint64(capacity - 1)))
+
+
+@inner
+def _find(request, text, length, sizes, tags):  # type: ignore[no-untyped-def]
     """The noted earlier place of the longest indexed suffix of ``text[:length]``.
 
     Returns:
         (the position after the match, its size); (0, 0): none.
     """
-    (low, high), mask = sizes, np.uint64(capacity - 1)
-    longest = min(high, length)
-    state = np.uint64(0)
-    for size in range(1, longest + 1):
-        state = _extend(state, text[length - size])
-        if size >= low:
-            tags[size - 1] = _tag(state)
-            prefetch(table, (size - low) * capacity + np.int64(tags[size - 1] & mask))
-    for size in range(longest, low - 1, -1):
-        position = _get(table, np.uint64((size - low) * capacity), mask, tags[size - 1])
+    (low, high), capacity = sizes, request[_CAPACITY]
+    for size in range(min(high, length), low - 1, -1):
+        table = array_at(request[_ADDRESS] + 8 * (size - low) * capacity, capacity)
+        position = _get(table, tags[size - 1])
         if size <= position < length:
             equal = True
             for back in range(1, size + 1):
@@ -286,7 +322,7 @@ def _plan_ingest(num_tokens, slots, requests, budget):  # type: ignore[no-untype
     return -1
 
 
-@kernel
+@lean_kernel
 def step_batch(  # type: ignore[no-untyped-def]
     slots,
     token_ids,
@@ -297,7 +333,8 @@ def step_batch(  # type: ignore[no-untyped-def]
     max_size,
     keep_oldest,
     budget,
-    scratch,
+    chunk,
+    tags,
     drafts,
     lengths,
     confidence,
@@ -315,7 +352,8 @@ def step_batch(  # type: ignore[no-untyped-def]
         max_size: longest n-gram.
         keep_oldest: of equal n-grams keep the oldest place, not the newest.
         budget: tokens of long new texts to index.
-        scratch: uint64 ``[2, >= max(_CHUNK, max_size)]``.
+        chunk: see :func:`_ingest`.
+        tags: uint64 ``[_GROUP, >= max_size]``, scratch.
         drafts: int32 ``[n, k]``, written.
         lengths: int32 ``[n]``, tokens in each draft, written.
         confidence: float32 ``[n, k]``, written.
@@ -327,30 +365,30 @@ def step_batch(  # type: ignore[no-untyped-def]
     row = _plan_ingest(num_tokens, slots, requests, budget)
     if row >= 0:
         return row
-    sizes = min_size, max_size
+    sizes, waiting = (min_size, max_size), 0
     for i in range(slots.shape[0]):
-        request, text, length = requests[slots[i]], token_ids[i], np.int64(num_tokens[i])
-        capacity, begin, end = request[_CAPACITY], request[_INDEXED], request[_TARGET]
-        table = carray(as_pointer(request[_ADDRESS]), (max_size - min_size + 1) * capacity)
-        _ingest(table, capacity, text, begin, end, sizes, keep_oldest, scratch)
-        request[_INDEXED] = end
-        limit = min(limits[i], drafts.shape[1])
-        lengths[i] = 0
-        if limit > 0:
-            position, size = _find(table, capacity, text, length, sizes, scratch[0])
+        waiting = _ingest(requests[slots[i]], token_ids[i], sizes, keep_oldest, chunk, waiting)
+    _put_all(chunk, waiting, keep_oldest)
+    for begin in range(0, slots.shape[0], _GROUP):
+        end = min(begin + _GROUP, slots.shape[0])
+        for i in range(begin, end):
+            _tags(requests[slots[i]], token_ids[i], num_tokens[i], sizes, tags[i - begin])
+        for i in range(begin, end):
+            text, length, limit = token_ids[i], np.int64(num_tokens[i]), 0
+            position, size = _find(requests[slots[i]], text, length, sizes, tags[i - begin])
             if size > 0:
+                limit = max(min(limits[i], drafts.shape[1]), 0)
                 copy_from(text, length, position, size, drafts[i, :limit], confidence[i])
-                lengths[i] = limit
+            lengths[i] = limit
     return -1
 
 
 @lean_kernel
-def rehash(old, old_capacity, new, new_capacity, num_sizes):  # type: ignore[no-untyped-def]
+def rehash(old, new, num_sizes):  # type: ignore[no-untyped-def]
     """Moves all entries into larger tables."""
-    mask = np.uint64(new_capacity - 1)
+    old_capacity, capacity = old.shape[0] // num_sizes, new.shape[0] // num_sizes
     for index in range(num_sizes):
-        start = np.uint64(index * new_capacity)
-        for slot in range(index * old_capacity, (index + 1) * old_capacity):
-            entry = old[slot]
+        table = new[index * capacity : (index + 1) * capacity]
+        for entry in old[index * old_capacity : (index + 1) * old_capacity]:
             if entry != 0:
-                _put(new, start, mask, entry >> _S32, entry & _POSITION_MASK, False)
+                _put(table, entry >> _S32, entry & _POSITION_MASK, False)

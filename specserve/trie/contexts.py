@@ -73,7 +73,7 @@ def _equal(typing_context, table, index, bits, value):  # type: ignore[no-untype
         address = builder.bitcast(builder.gep(made.data, [arguments[1]]), vector.as_pointer())
         first = ir.Constant(ir.VectorType(ir.IntType(32), BUCKET), [0] * BUCKET)
 
-        def everywhere(number):  # type: ignore[no-untyped-def]
+        def everywhere(number: ir.Value) -> ir.Value:
             undefined = ir.Constant(vector, ir.Undefined)
             one = builder.insert_element(undefined, number, ir.Constant(ir.IntType(32), 0))
             return builder.shuffle_vector(one, undefined, first)
