@@ -86,7 +86,7 @@ class NgramSource:
         self._num_sizes = config.max_matching_ngram_size - config.min_matching_ngram_size + 1
         self._tables: list[UInt64Array | None] = [None] * num_slots
         self._requests: Int64Array = np.zeros((num_slots, _NUM_COLUMNS), np.int64)
-        self._chunk = np.zeros((_CHUNK, 4), np.uint64)
+        self._chunk = np.zeros((2, _CHUNK), np.uint64)
         self._tags = np.zeros((_GROUP, config.max_matching_ngram_size), np.uint64)
         self._sizes = config.min_matching_ngram_size, config.max_matching_ngram_size
         self._drafts = DraftBuffer(num_slots, config.max_draft_len)
@@ -143,13 +143,13 @@ class NgramSource:
         request = self._requests[slot]
         if num_tokens <= request[_INDEXED]:
             self.close(np.array([slot]))
-        old_table = self._tables[slot]
-        entries = max(2 * num_tokens + 2, _FIRST_CAPACITY, 2 * int(request[_CAPACITY]))
+        old_table, old_capacity = self._tables[slot], int(request[_CAPACITY])
+        entries = max(2 * num_tokens + 2, _FIRST_CAPACITY, 2 * old_capacity)
         capacity = 1 << (entries - 1).bit_length()
         low, high = self._sizes
         table = np.zeros((high - low + 1) * capacity, np.uint64)
         if old_table is not None:
-            rehash(old_table, table, high - low + 1)
+            rehash(old_table, old_capacity, table, capacity, high - low + 1)
         self._tables[slot] = table
         request[_ADDRESS], request[_CAPACITY] = table.ctypes.data, capacity
 
@@ -188,29 +188,24 @@ def _tag(state: np.uint64) -> np.uint64:
 
 
 @inner
-def _put(table, tag, position, keep_oldest):  # type: ignore[no-untyped-def]
+def _put(table, start, mask, tag, position, keep_oldest):  # type: ignore[no-untyped-def]
     """Notes ``position`` for ``tag``; an earlier one stays where ``keep_oldest``."""
-    mask = np.uint64(table.shape[0] - 1)
     slot = tag & mask
     while True:
-        entry = table[slot]
-        if entry == 0:
-            table[slot] = (tag << _S32) | position
-            return
-        if entry >> _S32 == tag:
-            if not keep_oldest:
-                table[slot] = (tag << _S32) | position
+        entry = table[start + slot]
+        if (entry == 0) | (entry >> _S32 == tag):  # one branch to guess
+            if not (keep_oldest & (entry != 0)):
+                table[start + slot] = (tag << _S32) | position
             return
         slot = (slot + _ONE) & mask
 
 
 @inner
-def _get(table, tag):  # type: ignore[no-untyped-def]
+def _get(table, start, mask, tag):  # type: ignore[no-untyped-def]
     """The position noted for ``tag``; 0: none."""
-    mask = np.uint64(table.shape[0] - 1)
     slot = tag & mask
     while True:
-        entry = table[slot]
+        entry = table[start + slot]
         if entry == 0:
             return 0
         if entry >> _S32 == tag:
@@ -219,69 +214,57 @@ def _get(table, tag):  # type: ignore[no-untyped-def]
 
 
 @inner
-def _ingest(request, text, sizes, keep_oldest, chunk, count):  # type: ignore[no-untyped-def]
-    """Indexes a text's n-grams up to the target; the last ones wait in the chunk.
-
-    Args:
-        request: int64 ``[_NUM_COLUMNS]``; updated.
-        text: int32 ``[>= target]``.
-        sizes: of the shortest n-gram, and of the longest.
-        keep_oldest: see :func:`step_batch`.
-        chunk: uint64 ``[_CHUNK, 4]``: tag, address of the table, its slots, position.
-        count: n-grams that wait, of whatever text.
-
-    Returns:
-        How many wait now.
-    """
-    (low, high), capacity = sizes, request[_CAPACITY]
-    for position in range(request[_INDEXED] + 1, request[_TARGET] + 1):
+def _ingest(table, capacity, text, begin, end, sizes, keep_oldest, chunk):  # type: ignore[no-untyped-def]
+    """Indexes the n-grams that end at positions ``begin + 1 .. end`` of ``text``."""
+    (low, high), mask = sizes, np.uint64(capacity - 1)
+    tags, positions = chunk[0], chunk[1]
+    count = 0
+    for position in range(begin + 1, end + 1):
         state = np.uint64(0)
         for size in range(1, min(high, position) + 1):
             state = _extend(state, text[position - size])
             if size >= low:
-                tag, address = _tag(state), request[_ADDRESS] + 8 * (size - low) * capacity
-                prefetch(array_at(address, capacity), np.int64(tag & np.uint64(capacity - 1)))
-                if count == _CHUNK:
-                    _put_all(chunk, count, keep_oldest)
-                    count = 0
-                waiting = chunk[count]
-                waiting[0], waiting[1], waiting[2], waiting[3] = tag, address, capacity, position
+                tag, start = _tag(state), (size - low) * capacity
+                prefetch(table, start + np.int64(tag & mask))
+                tags[count] = tag
+                positions[count] = (np.uint64(start) << _S32) | np.uint64(position)
                 count += 1
-    request[_INDEXED] = request[_TARGET]
-    return count
+                if count == _CHUNK:
+                    _put_all(table, mask, tags, positions, count, keep_oldest)
+                    count = 0
+    _put_all(table, mask, tags, positions, count, keep_oldest)
 
 
 @inner
-def _put_all(chunk, count, keep_oldest):  # type: ignore[no-untyped-def]
+def _put_all(table, mask, tags, positions, count, keep_oldest):  # type: ignore[no-untyped-def]
     for i in range(count):
-        tag, address, capacity, position = chunk[i]
-        _put(array_at(np.int64(address), np.int64(capacity)), tag, position, keep_oldest)
+        start, position = positions[i] >> _S32, positions[i] & _POSITION_MASK
+        _put(table, start, mask, tags[i], position, keep_oldest)
 
 
 @inner
-def _tags(request, text, length, sizes, tags):  # type: ignore[no-untyped-def]
-    """Tags of the suffixes of ``text[:length]``; their entries are being fetched."""
-    (low, high), capacity = sizes, request[_CAPACITY]
+def _tags(table, capacity, text, length, sizes, tags):  # type: ignore[no-untyped-def]
+    """Tags of the suffixes of ``text[:length]``, by their size; has their entries fetched."""
+    low, high = sizes
     state = np.uint64(0)
     for size in range(1, min(high, length) + 1):
         state = _extend(state, text[length - size])
         if size >= low:
             tags[size - 1] = _tag(state)
-            table = array_at(request[_ADDRESS] + 8 * (size - low) * capacity, capacity)
-            prefetch(table, np.int64(tags[size - 1] & np.uint64(capacity - 1)))
+            start, mask = (size - low) * capacity, np.uint64(capacity - 1)
+            prefetch(table, start + np.int64(tags[size - 1] & mask))
 
 
 @inner
-def _find(request, text, length, sizes, tags):  # type: ignore[no-untyped-def]
+def _find(table, capacity, text, length, sizes, tags):  # type: ignore[no-untyped-def]
     """The noted earlier place of the longest indexed suffix of ``text[:length]``.
 
     Returns:
         (the position after the match, its size); (0, 0): none.
     """
-    (low, high), capacity = sizes, request[_CAPACITY]
+    (low, high), mask = sizes, np.uint64(capacity - 1)
     for size in range(min(high, length), low - 1, -1):
-        table = array_at(request[_ADDRESS] + 8 * (size - low) * capacity, capacity)
-        position = _get(table, tags[size - 1])
+        position = _get(table, np.uint64((size - low) * capacity), mask, tags[size - 1])
         if size <= position < length:
             equal = True
             for back in range(1, size + 1):
@@ -352,7 +335,7 @@ def step_batch(  # type: ignore[no-untyped-def]
         max_size: longest n-gram.
         keep_oldest: of equal n-grams keep the oldest place, not the newest.
         budget: tokens of long new texts to index.
-        chunk: see :func:`_ingest`.
+        chunk: uint64 ``[2, _CHUNK]``, scratch.
         tags: uint64 ``[_GROUP, >= max_size]``, scratch.
         drafts: int32 ``[n, k]``, written.
         lengths: int32 ``[n]``, tokens in each draft, written.
@@ -365,17 +348,22 @@ def step_batch(  # type: ignore[no-untyped-def]
     row = _plan_ingest(num_tokens, slots, requests, budget)
     if row >= 0:
         return row
-    sizes, waiting = (min_size, max_size), 0
-    for i in range(slots.shape[0]):
-        waiting = _ingest(requests[slots[i]], token_ids[i], sizes, keep_oldest, chunk, waiting)
-    _put_all(chunk, waiting, keep_oldest)
+    sizes, num_sizes = (min_size, max_size), max_size - min_size + 1
     for begin in range(0, slots.shape[0], _GROUP):
         end = min(begin + _GROUP, slots.shape[0])
         for i in range(begin, end):
-            _tags(requests[slots[i]], token_ids[i], num_tokens[i], sizes, tags[i - begin])
+            request, text = requests[slots[i]], token_ids[i]
+            capacity = request[_CAPACITY]
+            table = array_at(request[_ADDRESS], num_sizes * capacity)
+            first, last = request[_INDEXED], request[_TARGET]
+            _ingest(table, capacity, text, first, last, sizes, keep_oldest, chunk)
+            request[_INDEXED] = last
+            _tags(table, capacity, text, num_tokens[i], sizes, tags[i - begin])
         for i in range(begin, end):
             text, length, limit = token_ids[i], np.int64(num_tokens[i]), 0
-            position, size = _find(requests[slots[i]], text, length, sizes, tags[i - begin])
+            capacity = requests[slots[i], _CAPACITY]
+            table = array_at(requests[slots[i], _ADDRESS], num_sizes * capacity)
+            position, size = _find(table, capacity, text, length, sizes, tags[i - begin])
             if size > 0:
                 limit = max(min(limits[i], drafts.shape[1]), 0)
                 copy_from(text, length, position, size, drafts[i, :limit], confidence[i])
@@ -384,11 +372,12 @@ def step_batch(  # type: ignore[no-untyped-def]
 
 
 @lean_kernel
-def rehash(old, new, num_sizes):  # type: ignore[no-untyped-def]
+def rehash(old, old_capacity, new, new_capacity, num_sizes):  # type: ignore[no-untyped-def]
     """Moves all entries into larger tables."""
-    old_capacity, capacity = old.shape[0] // num_sizes, new.shape[0] // num_sizes
+    mask = np.uint64(new_capacity - 1)
     for index in range(num_sizes):
-        table = new[index * capacity : (index + 1) * capacity]
-        for entry in old[index * old_capacity : (index + 1) * old_capacity]:
+        start = np.uint64(index * new_capacity)
+        for slot in range(index * old_capacity, (index + 1) * old_capacity):
+            entry = old[slot]
             if entry != 0:
-                _put(table, entry >> _S32, entry & _POSITION_MASK, False)
+                _put(new, start, mask, entry >> _S32, entry & _POSITION_MASK, False)
