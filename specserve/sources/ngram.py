@@ -19,10 +19,11 @@ from typing import Self
 
 import numpy as np
 import numpy.typing as npt
-from numba import carray, types
+from numba import types
 from numba.extending import intrinsic
+from numba.np.arrayobj import populate_array
 
-from specserve.core.compile import inner, kernel, lean_kernel
+from specserve.core.compile import inner, lean_kernel
 from specserve.core.source_config import NgramConfig
 from specserve.core.types import (
     DraftBatch,
@@ -47,6 +48,9 @@ _SMALL_INGEST_TOKENS = 256
 _FIRST_CAPACITY = 256
 _CHUNK = 64
 """Entries that are fetched before they are written: the processor waits for all of them at once."""
+
+_GROUP = 16
+"""Requests whose entries are fetched before they are read."""
 
 _DOUBT = 8.0
 """A match of ``m`` tokens is right with a confidence of ``m^2 / (m^2 + 8)``, as in
@@ -82,7 +86,8 @@ class NgramSource:
         self._num_sizes = config.max_matching_ngram_size - config.min_matching_ngram_size + 1
         self._tables: list[UInt64Array | None] = [None] * num_slots
         self._requests: Int64Array = np.zeros((num_slots, _NUM_COLUMNS), np.int64)
-        self._scratch = np.zeros((2, max(_CHUNK, config.max_matching_ngram_size)), np.uint64)
+        self._chunk = np.zeros((2, _CHUNK), np.uint64)
+        self._tags = np.zeros((_GROUP, config.max_matching_ngram_size), np.uint64)
         self._sizes = config.min_matching_ngram_size, config.max_matching_ngram_size
         self._drafts = DraftBuffer(num_slots, config.max_draft_len)
         self.warm_up()
@@ -117,8 +122,9 @@ class NgramSource:
         """
         drafts = self._drafts.rows(len(limits))
         options = *self._sizes, self._config.use_oldest, INGEST_TOKENS_PER_STEP
+        scratch = self._chunk, self._tags
         while True:
-            row = step_batch(*batch[:3], limits, self._requests, *options, self._scratch, *drafts)
+            row = step_batch(*batch[:3], limits, self._requests, *options, *scratch, *drafts)
             if row < 0:
                 return drafts
             self._make_room(int(batch.slots[row]), int(batch.num_tokens[row]))
@@ -149,14 +155,24 @@ class NgramSource:
 
 
 @intrinsic
-def as_pointer(typing_context, address):  # type: ignore[no-untyped-def]
-    """An address as a pointer to uint64: the way to hand many arrays to one compiled call."""
-    signature = types.CPointer(types.uint64)(address)
+def array_at(typing_context, address, size):  # type: ignore[no-untyped-def]
+    """uint64 ``[size]`` at an address: the way to hand many arrays to one compiled call."""
+    array = types.Array(types.uint64, 1, "C")
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+        made = context.make_array(array)(context, builder)
+        num_bytes = context.get_constant(types.intp, 8)
+        populate_array(
+            made,
+            data=builder.inttoptr(arguments[0], made.data.type),
+            shape=[arguments[1]],
+            strides=[num_bytes],
+            itemsize=num_bytes,
+            meminfo=None,
+        )
+        return made._getvalue()
 
-    return signature, codegen
+    return array(types.int64, types.int64), codegen
 
 
 @inner
@@ -177,11 +193,8 @@ def _put(table, start, mask, tag, position, keep_oldest):  # type: ignore[no-unt
     slot = tag & mask
     while True:
         entry = table[start + slot]
-        if entry == 0:
-            table[start + slot] = (tag << _S32) | position
-            return
-        if entry >> _S32 == tag:
-            if not keep_oldest:
+        if (entry == 0) | (entry >> _S32 == tag):  # one branch to guess
+            if not (keep_oldest & (entry != 0)):
                 table[start + slot] = (tag << _S32) | position
             return
         slot = (slot + _ONE) & mask
@@ -201,10 +214,10 @@ def _get(table, start, mask, tag):  # type: ignore[no-untyped-def]
 
 
 @inner
-def _ingest(table, capacity, text, begin, end, sizes, keep_oldest, scratch):  # type: ignore[no-untyped-def]
+def _ingest(table, capacity, text, begin, end, sizes, keep_oldest, chunk):  # type: ignore[no-untyped-def]
     """Indexes the n-grams that end at positions ``begin + 1 .. end`` of ``text``."""
     (low, high), mask = sizes, np.uint64(capacity - 1)
-    tags, positions = scratch[0], scratch[1]
+    tags, positions = chunk[0], chunk[1]
     count = 0
     for position in range(begin + 1, end + 1):
         state = np.uint64(0)
@@ -230,6 +243,19 @@ def _put_all(table, mask, tags, positions, count, keep_oldest):  # type: ignore[
 
 
 @inner
+def _tags(table, capacity, text, length, sizes, tags):  # type: ignore[no-untyped-def]
+    """Tags of the suffixes of ``text[:length]``, by their size; has their entries fetched."""
+    low, high = sizes
+    state = np.uint64(0)
+    for size in range(1, min(high, length) + 1):
+        state = _extend(state, text[length - size])
+        if size >= low:
+            tags[size - 1] = _tag(state)
+            start, mask = (size - low) * capacity, np.uint64(capacity - 1)
+            prefetch(table, start + np.int64(tags[size - 1] & mask))
+
+
+@inner
 def _find(table, capacity, text, length, sizes, tags):  # type: ignore[no-untyped-def]
     """The noted earlier place of the longest indexed suffix of ``text[:length]``.
 
@@ -237,14 +263,7 @@ def _find(table, capacity, text, length, sizes, tags):  # type: ignore[no-untype
         (the position after the match, its size); (0, 0): none.
     """
     (low, high), mask = sizes, np.uint64(capacity - 1)
-    longest = min(high, length)
-    state = np.uint64(0)
-    for size in range(1, longest + 1):
-        state = _extend(state, text[length - size])
-        if size >= low:
-            tags[size - 1] = _tag(state)
-            prefetch(table, (size - low) * capacity + np.int64(tags[size - 1] & mask))
-    for size in range(longest, low - 1, -1):
+    for size in range(min(high, length), low - 1, -1):
         position = _get(table, np.uint64((size - low) * capacity), mask, tags[size - 1])
         if size <= position < length:
             equal = True
@@ -286,7 +305,7 @@ def _plan_ingest(num_tokens, slots, requests, budget):  # type: ignore[no-untype
     return -1
 
 
-@kernel
+@lean_kernel
 def step_batch(  # type: ignore[no-untyped-def]
     slots,
     token_ids,
@@ -297,7 +316,8 @@ def step_batch(  # type: ignore[no-untyped-def]
     max_size,
     keep_oldest,
     budget,
-    scratch,
+    chunk,
+    tags,
     drafts,
     lengths,
     confidence,
@@ -315,7 +335,8 @@ def step_batch(  # type: ignore[no-untyped-def]
         max_size: longest n-gram.
         keep_oldest: of equal n-grams keep the oldest place, not the newest.
         budget: tokens of long new texts to index.
-        scratch: uint64 ``[2, >= max(_CHUNK, max_size)]``.
+        chunk: uint64 ``[2, _CHUNK]``, scratch.
+        tags: uint64 ``[_GROUP, >= max_size]``, scratch.
         drafts: int32 ``[n, k]``, written.
         lengths: int32 ``[n]``, tokens in each draft, written.
         confidence: float32 ``[n, k]``, written.
@@ -327,20 +348,26 @@ def step_batch(  # type: ignore[no-untyped-def]
     row = _plan_ingest(num_tokens, slots, requests, budget)
     if row >= 0:
         return row
-    sizes = min_size, max_size
-    for i in range(slots.shape[0]):
-        request, text, length = requests[slots[i]], token_ids[i], np.int64(num_tokens[i])
-        capacity, begin, end = request[_CAPACITY], request[_INDEXED], request[_TARGET]
-        table = carray(as_pointer(request[_ADDRESS]), (max_size - min_size + 1) * capacity)
-        _ingest(table, capacity, text, begin, end, sizes, keep_oldest, scratch)
-        request[_INDEXED] = end
-        limit = min(limits[i], drafts.shape[1])
-        lengths[i] = 0
-        if limit > 0:
-            position, size = _find(table, capacity, text, length, sizes, scratch[0])
+    sizes, num_sizes = (min_size, max_size), max_size - min_size + 1
+    for begin in range(0, slots.shape[0], _GROUP):
+        end = min(begin + _GROUP, slots.shape[0])
+        for i in range(begin, end):
+            request, text = requests[slots[i]], token_ids[i]
+            capacity = request[_CAPACITY]
+            table = array_at(request[_ADDRESS], num_sizes * capacity)
+            first, last = request[_INDEXED], request[_TARGET]
+            _ingest(table, capacity, text, first, last, sizes, keep_oldest, chunk)
+            request[_INDEXED] = last
+            _tags(table, capacity, text, num_tokens[i], sizes, tags[i - begin])
+        for i in range(begin, end):
+            text, length, limit = token_ids[i], np.int64(num_tokens[i]), 0
+            capacity = requests[slots[i], _CAPACITY]
+            table = array_at(requests[slots[i], _ADDRESS], num_sizes * capacity)
+            position, size = _find(table, capacity, text, length, sizes, tags[i - begin])
             if size > 0:
+                limit = max(min(limits[i], drafts.shape[1]), 0)
                 copy_from(text, length, position, size, drafts[i, :limit], confidence[i])
-                lengths[i] = limit
+            lengths[i] = limit
     return -1
 
 

@@ -15,9 +15,8 @@ from collections.abc import Sequence
 from typing import Self
 
 import numpy as np
-from numba import carray
 
-from specserve.core.compile import inner, kernel, lean_kernel
+from specserve.core.compile import inner, lean_kernel
 from specserve.core.source_config import PredictionConfig
 from specserve.core.types import (
     DraftBatch,
@@ -29,7 +28,7 @@ from specserve.core.types import (
 )
 from specserve.sources.base import SourceContext
 from specserve.sources.controls import wants_drafts
-from specserve.sources.ngram import UInt64Array, as_pointer, copy_from
+from specserve.sources.ngram import UInt64Array, array_at, copy_from
 
 ENOUGH_TOKENS = 4
 """A match of so many tokens is as good as a longer one: of such matches the nearest is taken, and
@@ -180,7 +179,7 @@ def follow_each(prediction, output, request):  # type: ignore[no-untyped-def]
     return num_foretold
 
 
-@kernel
+@lean_kernel
 def draft_step(  # type: ignore[no-untyped-def]
     slots,
     token_ids,
@@ -213,7 +212,7 @@ def draft_step(  # type: ignore[no-untyped-def]
         size = request[_SIZE]
         if size == 0:
             continue
-        prediction = carray(as_pointer(request[_ADDRESS]), size)
+        prediction = array_at(request[_ADDRESS], size)
         output = token_ids[i, num_prompt_tokens[i] :]
         _follow(prediction, output, num_tokens[i] - num_prompt_tokens[i], request)
         place = request[_PLACE]

@@ -13,7 +13,6 @@ from typing import Self
 import numpy as np
 from msgspec.structs import replace
 
-from specserve.core.compile import kernel_array
 from specserve.core.metrics import TrieSnapshot
 from specserve.core.source_config import TrieConfig
 from specserve.core.types import (
@@ -127,16 +126,8 @@ class TrieSource:
 
     def propose(self, batch: DraftBatch, limits: Int32Array) -> Drafts:
         """See :class:`specserve.sources.base.Source`; looks up after all rows were learned."""
-        slots = kernel_array(batch.slots, np.int64)
-        size = len(slots)
-        drafts = self._drafts.rows(size)
-        arrays = (
-            slots,
-            kernel_array(batch.token_ids, np.int32),
-            kernel_array(batch.num_tokens, np.int32),
-            kernel_array(batch.num_prompt_tokens, np.int32),
-        )
-        limits = kernel_array(limits, np.int32)
+        slots, size = batch.slots, len(limits)
+        arrays, drafts = batch[:4], self._drafts.rows(size)
         begins, ends, budget = self._begins[:size], self._ends[:size], LEARN_TOKENS_PER_STEP
         if self._apart:
             drafts.lengths[:] = 0

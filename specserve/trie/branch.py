@@ -11,10 +11,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
-from numba import njit
 
 from specserve.core.compile import inner
+from specserve.core.types import Float64Array, Int64Array
 from specserve.trie.contexts import (
     LENGTHS,
     LONGEST,
@@ -42,6 +41,7 @@ from specserve.trie.layout import (
     PRIVATE,
     STAMP,
 )
+from specserve.trie.pages import open_slot
 
 GROUP = 32
 """Requests that are looked up by turns."""
@@ -66,29 +66,61 @@ class Group(NamedTuple):
         levels: the length of context that is tried, an index of ``LEVELS``.
         hops: places seen of it.
         positions: the next one.
-        newest: int64 ``[GROUP, levels]``, the newest place of each context; -1.
         counts: places that are good.
+        owners: slot of the request's own sequence; -1: none.
+        active: the requests that are not done.
+        newest: int64 ``[GROUP, levels]``, hash of each context, then its newest place; -1.
         places: position of the token that follows.
         ends: end of the tokens in that position's page.
-        weights: of each place.
         matches: tokens of context that each place matches.
+        tokens: scratch.
+        weights: of each place.
     """
 
-    levels: npt.NDArray[np.int64]
-    hops: npt.NDArray[np.int64]
-    positions: npt.NDArray[np.int64]
-    newest: npt.NDArray[np.int64]
-    counts: npt.NDArray[np.int64]
-    places: npt.NDArray[np.int64]
-    ends: npt.NDArray[np.int64]
-    weights: npt.NDArray[np.float64]
-    matches: npt.NDArray[np.int64]
-    mixed: npt.NDArray[np.uint64]
-    active: npt.NDArray[np.int64]
-    following: npt.NDArray[np.int32]
+    levels: Int64Array
+    hops: Int64Array
+    positions: Int64Array
+    counts: Int64Array
+    owners: Int64Array
+    active: Int64Array
+    newest: Int64Array
+    places: Int64Array
+    ends: Int64Array
+    matches: Int64Array
+    tokens: Int64Array
+    weights: Float64Array
 
 
-@njit(nogil=True, inline="always")
+def room_for_group() -> tuple[Int64Array, Int64Array, Int64Array, Float64Array]:
+    """The arrays of a :class:`Group`, together where they are alike: a call has fewer of them."""
+    return (
+        np.zeros((6, GROUP), np.int64),
+        np.zeros((GROUP, NUM_LEVELS), np.int64),
+        np.zeros((4, GROUP, _MOST_PLACES), np.int64),
+        np.zeros((GROUP, _MOST_PLACES)),
+    )
+
+
+@inner
+def group_in(numbers, newest, places, weights):  # type: ignore[no-untyped-def]
+    """The group whose arrays these are."""
+    return Group(
+        numbers[0],
+        numbers[1],
+        numbers[2],
+        numbers[3],
+        numbers[4],
+        numbers[5],
+        newest,
+        places[0],
+        places[1],
+        places[2],
+        places[3],
+        weights,
+    )
+
+
+@inner
 def _following(a, position):  # type: ignore[no-untyped-def]
     """The position after this one in the text; -1 at its end and before a gap."""
     page = position // PAGE
@@ -100,7 +132,7 @@ def _following(a, position):  # type: ignore[no-untyped-def]
     return -1
 
 
-@njit(nogil=True, inline="always")
+@inner
 def _match_len(a, position, token_ids, row, length):  # type: ignore[no-untyped-def]
     """How many tokens up to ``position`` equal the last ones of ``token_ids[row, :length]``."""
     page = position // PAGE
@@ -120,7 +152,7 @@ def _match_len(a, position, token_ids, row, length):  # type: ignore[no-untyped-
     return count
 
 
-@njit(nogil=True, inline="always")
+@inner
 def _go_to(a, group, i, position):  # type: ignore[no-untyped-def]
     """The place that request i looks at next, and all that is read of it."""
     group.positions[i] = position
@@ -130,7 +162,7 @@ def _go_to(a, group, i, position):  # type: ignore[no-untyped-def]
     prefetch(a.pages, position // PAGE * COLUMNS)
 
 
-@njit(nogil=True, inline="always")
+@inner
 def _descend(a, group, i, lowest):  # type: ignore[no-untyped-def]
     """Goes on with the next shorter context that has a place; False if there is none."""
     for level in range(group.levels[i] - 1, lowest - 1, -1):
@@ -141,8 +173,8 @@ def _descend(a, group, i, lowest):  # type: ignore[no-untyped-def]
     return False
 
 
-@njit(nogil=True, inline="always")
-def _hop(a, group, i, token_ids, row, length, slot, lowest, min_match_len, weights):  # type: ignore[no-untyped-def]
+@inner
+def _hop(a, group, i, token_ids, row, length, lowest, min_match_len, weights):  # type: ignore[no-untyped-def]
     """Looks at one place; False where the request has all it needs, or nothing is left."""
     own_weight, prompt_weight, decay = weights
     position, level, count = group.positions[i], group.levels[i], group.counts[i]
@@ -154,7 +186,7 @@ def _hop(a, group, i, token_ids, row, length, slot, lowest, min_match_len, weigh
         for j in range(count):
             if group.places[i, j] == after:
                 is_valid = False  # overwritten since, and led back to here
-        is_own = a.pages[page, OWNER] == slot
+        is_own = a.pages[page, OWNER] == group.owners[i]
         is_seen = is_own or not a.pages[page, FLAGS] & PRIVATE
         if is_valid and match >= min_match_len and is_seen:
             age = a.scalars[CLOCK] - np.int64(a.pages[page, STAMP]) * PAGE
@@ -179,15 +211,16 @@ def _hop(a, group, i, token_ids, row, length, slot, lowest, min_match_len, weigh
 
 
 @inner
-def _gather(a, group, rows, token_ids, num_tokens, limits, slots, min_match_len, weights):  # type: ignore[no-untyped-def]
+def _gather(a, group, rows, texts, limits, sequences, min_match_len, weights):  # type: ignore[no-untyped-def]
     """Finds the places of each request's longest context that has any."""
+    slots, token_ids, num_tokens = texts
     lowest = 0
     while lowest + 1 < NUM_LEVELS and LENGTHS[lowest + 1] <= min_match_len:
         lowest += 1  # whatever a shorter context finds matches less
-    mixed, active, num_active = group.mixed, group.active, 0
+    active, num_active = group.active, 0
     for i in range(rows.shape[0]):
         row = rows[i]
-        group.counts[i] = group.levels[i] = 0
+        group.counts[i] = 0
         if limits[row] <= 0:
             continue
         state, power, level = np.uint64(0), ONE, 0
@@ -195,17 +228,20 @@ def _gather(a, group, rows, token_ids, num_tokens, limits, slots, min_match_len,
             state += (np.uint64(token_ids[row, num_tokens[row] - 1 - back]) + ONE) * power
             power *= MULTIPLIER
             if back + 1 == LENGTHS[level]:
-                mixed[i, level] = mix(state)
-                prefetch_context(a.table, level, mixed[i, level])
+                mixed = mix(state)
+                prefetch_context(a.table, level, mixed)
+                group.newest[i, level] = mixed
                 level += 1
         group.levels[i] = level
+        group.owners[i] = open_slot(a, sequences[slots[row]])
         active[num_active] = i
         num_active += 1
     left = 0
     for k in range(num_active):
         i = active[k]
         for level in range(group.levels[i]):
-            group.newest[i, level] = newest_place(a.table, level, mixed[i, level])
+            mixed = np.uint64(group.newest[i, level])
+            group.newest[i, level] = newest_place(a.table, level, mixed)
         if _descend(a, group, i, lowest):
             active[left] = i
             left += 1
@@ -215,16 +251,14 @@ def _gather(a, group, rows, token_ids, num_tokens, limits, slots, min_match_len,
             i = active[k]
             row = rows[i]
             length = np.int64(num_tokens[row])
-            if _hop(
-                a, group, i, token_ids, row, length, slots[row], lowest, min_match_len, weights
-            ):
+            if _hop(a, group, i, token_ids, row, length, lowest, min_match_len, weights):
                 k += 1
             else:
                 left -= 1
                 active[k] = active[left]
 
 
-@njit(nogil=True, inline="always")
+@inner
 def _heaviest(tokens, weights, count):  # type: ignore[no-untyped-def]
     """The token of the greatest weight: (token, its weight, weight of all, places that have it)."""
     total = 0.0
@@ -250,7 +284,7 @@ def _heaviest(tokens, weights, count):  # type: ignore[no-untyped-def]
 def _draft(a, group, i, limit, floor, draft, confidence):  # type: ignore[no-untyped-def]
     """Walks on from request i's places; returns (tokens in the draft, its label)."""
     places, ends, weights = group.places[i], group.ends[i], group.weights[i]
-    tokens = group.following
+    tokens = group.tokens[i]
     count, label = group.counts[i], LOCAL
     longest = 0
     for j in range(count):
@@ -292,42 +326,29 @@ def _draft(a, group, i, limit, floor, draft, confidence):  # type: ignore[no-unt
     return limit, label
 
 
-@njit(nogil=True)
+@inner
 def lookup(  # type: ignore[no-untyped-def]
-    a, rows, token_ids, num_tokens, limits, slots, min_match_len, floor, weights, drafts
+    a, group, rows, texts, limits, sequences, min_match_len, floor, weights, drafts
 ):
     """Drafts for a batch.
 
     Args:
         a: arrays; the use of the pages that drafts are taken from is counted.
+        group: scratch.
         rows: int64 ``[m]``, the rows of the arrays below to draft for.
-        token_ids: int32 ``[n, >= max(num_tokens)]``, contexts.
-        num_tokens: int32 ``[n]``, their lengths.
+        texts: (slots int64 ``[n]``, token_ids int32 ``[n, >= max(num_tokens)]``, num_tokens int32
+            ``[n]``).
         limits: int32 ``[n]``, longest draft.
-        slots: int64 ``[n]``, the requests' own sequences; -1: none.
+        sequences: int64 ``[slots]``, the requests' own sequences.
         min_match_len: shortest match, in tokens.
         floor: a draft ends before its path's probability falls below this.
         weights: (of a place in the request's own text, of one in another's prompt, doublings of
             weight a token of recency).
         drafts: of n rows, written.
     """
-    group = Group(
-        np.empty(GROUP, np.int64),
-        np.empty(GROUP, np.int64),
-        np.empty(GROUP, np.int64),
-        np.empty((GROUP, NUM_LEVELS), np.int64),
-        np.empty(GROUP, np.int64),
-        np.empty((GROUP, _MOST_PLACES), np.int64),
-        np.empty((GROUP, _MOST_PLACES), np.int64),
-        np.empty((GROUP, _MOST_PLACES), np.float64),
-        np.empty((GROUP, _MOST_PLACES), np.int64),
-        np.empty((GROUP, NUM_LEVELS), np.uint64),
-        np.empty(GROUP, np.int64),
-        np.empty(_MOST_PLACES, np.int32),
-    )
     for begin in range(0, rows.shape[0], GROUP):
         chosen = rows[begin : begin + GROUP]
-        _gather(a, group, chosen, token_ids, num_tokens, limits, slots, min_match_len, weights)
+        _gather(a, group, chosen, texts, limits, sequences, min_match_len, weights)
         for i in range(chosen.shape[0]):
             row = chosen[i]
             drafts.lengths[row], drafts.labels[row] = _draft(

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
+from numba.cpython.unsafe.numbers import trailing_zeros
 from numba.extending import intrinsic
 
 from specserve.core.compile import inner
@@ -23,6 +24,8 @@ MULTIPLIER, ONE = np.uint64(0x9E3779B97F4A7C15), np.uint64(1)
 
 _FINALIZER = np.uint64(0xD6E8FEB86659FD93)
 _LOW = np.uint64(0xFFFFFFFF)
+_HIGH = ~_LOW
+_ALL, _ZERO = ~np.uint64(0), np.uint64(0)
 _S29, _S32 = np.uint64(29), np.uint64(32)
 _NUM_BUCKET = np.uint64(BUCKET)
 
@@ -59,28 +62,51 @@ def prefetch(typing_context, array, index):  # type: ignore[no-untyped-def]
     return types.void(array, types.int64), codegen
 
 
-@njit(nogil=True, inline="always")
+@intrinsic
+def _equal(typing_context, table, index, bits, value):  # type: ignore[no-untyped-def]
+    """Which entries of the bucket at ``table.flat[index]`` have ``value`` in these bits: a bit of
+    each. The processor compares all at once, and has no branch to guess."""
+
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        made = context.make_array(signature.args[0])(context, builder, arguments[0])
+        vector = ir.VectorType(ir.IntType(64), BUCKET)
+        address = builder.bitcast(builder.gep(made.data, [arguments[1]]), vector.as_pointer())
+        first = ir.Constant(ir.VectorType(ir.IntType(32), BUCKET), [0] * BUCKET)
+
+        def everywhere(number: ir.Value) -> ir.Value:
+            undefined = ir.Constant(vector, ir.Undefined)
+            one = builder.insert_element(undefined, number, ir.Constant(ir.IntType(32), 0))
+            return builder.shuffle_vector(one, undefined, first)
+
+        entries = builder.and_(builder.load(address, align=8), everywhere(arguments[2]))
+        equal = builder.icmp_unsigned("==", entries, everywhere(arguments[3]))
+        return builder.zext(builder.bitcast(equal, ir.IntType(BUCKET)), ir.IntType(64))
+
+    return types.int64(table, types.int64, types.uint64, types.uint64), codegen
+
+
+@inner
 def mix(state):  # type: ignore[no-untyped-def]
     """A rolling hash made fit for the tables."""
     mixed = (state ^ (state >> _S29)) * _FINALIZER
     return mixed ^ (mixed >> _S32)
 
 
-@njit(nogil=True, inline="always")
+@inner
 def _bucket(table, mixed):  # type: ignore[no-untyped-def]
     """First entry of the bucket of a hash."""
     num_buckets = np.uint64(table.shape[1] // BUCKET)
     return np.int64((((mixed >> _S32) * num_buckets) >> _S32) * _NUM_BUCKET)
 
 
-@njit(nogil=True, inline="always")
+@inner
 def prefetch_context(table, level, mixed):  # type: ignore[no-untyped-def]
     """Says that a context will be looked for."""
     prefetch(table, level * table.shape[1] + _bucket(table, mixed))
 
 
 @inner
-def hash_page_contexts(a, page, begin, end, states, window):  # type: ignore[no-untyped-def]
+def hash_page_contexts(a, page, begin, end, hashes, prefix):  # type: ignore[no-untyped-def]
     """Mixed hash of each level's context that ends at offsets ``begin .. end - 1`` of a page.
 
     Args:
@@ -88,53 +114,52 @@ def hash_page_contexts(a, page, begin, end, states, window):  # type: ignore[no-
         page: whose tokens are written up to ``end``.
         begin: first offset.
         end: one past the last offset.
-        states: uint64 ``[levels, PAGE]``, written from index 0 on.
-        window: int32 ``[LONGEST + PAGE]``, scratch.
+        hashes: uint64 ``[>= end - begin, >= levels]``, written.
+        prefix: uint64 ``[1 + LONGEST + PAGE]``, scratch.
 
     Returns:
         How many tokens stand before ``begin``, at most the longest context.
     """
     known = min(begin, LONGEST)
+    first = page * PAGE + begin - known
     before = 0
     prev = np.int64(a.pages[page, PREV])
     if known < LONGEST and not a.pages[page, FLAGS] & CUT and prev >= 0:
         before = LONGEST - known  # the page before it is full
-        start = prev * PAGE + PAGE - before
-        for j in range(before):
-            window[j] = a.tokens[start + j]
+    prefix[0] = state = _ZERO
+    for j in range(before):
+        state = state * MULTIPLIER + np.uint64(a.tokens[prev * PAGE + PAGE - before + j]) + ONE
+        prefix[j + 1] = state
     for j in range(known + end - begin):
-        window[before + j] = a.tokens[page * PAGE + begin - known + j]
+        state = state * MULTIPLIER + np.uint64(a.tokens[first + j]) + ONE
+        prefix[before + j + 1] = state
     known += before
-    for level in range(NUM_LEVELS):
-        length = LENGTHS[level]
-        state = np.uint64(0)
-        for j in range(max(known - length, 0), known):
-            state = state * MULTIPLIER + np.uint64(window[j]) + ONE
-        for j in range(known, known + end - begin):
-            state = state * MULTIPLIER + np.uint64(window[j]) + ONE
-            if j >= length:
-                state -= (np.uint64(window[j - length]) + ONE) * _OUTGOING[level]
-            states[level, j - known] = mix(state)
+    for j in range(end - begin):
+        for level in range(NUM_LEVELS):
+            start = max(known + j + 1 - LENGTHS[level], 0)
+            hashes[j, level] = mix(prefix[known + j + 1] - prefix[start] * _OUTGOING[level])
     return known
 
 
-@njit(nogil=True, inline="always")
+@inner
 def put_place(a, level, mixed, position):  # type: ignore[no-untyped-def]
     """Notes a context's newest place; returns the one noted before, or -1.
 
     In a full bucket the context goes whose page is used least.
     """
     start = _bucket(a.table, mixed)
-    tag = mixed & _LOW
-    entry = (tag << _S32) | np.uint64(position + 1)
-    for i in range(start, start + BUCKET):
-        found = a.table[level, i]
-        if found == 0:
-            a.table[level, i] = entry
-            return -1
-        if found >> _S32 == tag:
-            a.table[level, i] = entry
-            return np.int64(found & _LOW) - 1
+    index = level * a.table.shape[1] + start
+    entry = (mixed << _S32) | np.uint64(position + 1)
+    free = _equal(a.table, index, _ALL, _ZERO)
+    same = _equal(a.table, index, _HIGH, mixed << _S32) & ~free
+    if same:
+        slot = start + trailing_zeros(same)
+        older = np.int64(a.table[level, slot] & _LOW) - 1
+        a.table[level, slot] = entry
+        return older
+    if free:
+        a.table[level, start + trailing_zeros(free)] = entry
+        return -1
     least, victim, first = MOST_USE + 1, start, np.int64(mixed >> _S29) & (BUCKET - 1)
     for i in range(BUCKET):
         slot = start + (first + i) % BUCKET
@@ -147,34 +172,29 @@ def put_place(a, level, mixed, position):  # type: ignore[no-untyped-def]
     return -1
 
 
-@njit(nogil=True, inline="always")
+@inner
 def newest_place(table, level, mixed):  # type: ignore[no-untyped-def]
     """A context's newest place, or -1."""
     start = _bucket(table, mixed)
-    tag = mixed & _LOW
-    for i in range(start, start + BUCKET):
-        found = table[level, i]
-        if found == 0:
-            return -1
-        if found >> _S32 == tag:
-            return np.int64(found & _LOW) - 1
-    return -1
+    index = level * table.shape[1] + start
+    same = _equal(table, index, _HIGH, mixed << _S32) & ~_equal(table, index, _ALL, _ZERO)
+    if not same:
+        return -1
+    return np.int64(table[level, start + trailing_zeros(same)] & _LOW) - 1
 
 
-@njit(nogil=True, inline="always")
+@inner
 def replace_place(table, level, mixed, position, older):  # type: ignore[no-untyped-def]
     """Where ``position`` is a context's newest place, puts the older one there, or nothing."""
     start = _bucket(table, mixed)
-    end = start + BUCKET
-    entry = ((mixed & _LOW) << _S32) | np.uint64(position + 1)
-    for i in range(start, end):
-        if table[level, i] == entry:
-            if older >= 0:
-                table[level, i] = (entry & ~_LOW) | np.uint64(older + 1)
-                return
-            last = i  # the bucket stays without gaps
-            while last + 1 < end and table[level, last + 1] != 0:
-                last += 1
-            table[level, i] = table[level, last]
-            table[level, last] = np.uint64(0)
+    index = level * table.shape[1] + start
+    same = _equal(table, index, _ALL, (mixed << _S32) | np.uint64(position + 1))
+    if same:
+        slot = start + trailing_zeros(same)
+        if older >= 0:
+            table[level, slot] = (mixed << _S32) | np.uint64(older + 1)
             return
+        # The bucket stays without gaps.
+        last = start + trailing_zeros(_equal(table, index, _ALL, _ZERO) | (1 << BUCKET)) - 1
+        table[level, slot] = table[level, last]
+        table[level, last] = _ZERO

@@ -6,13 +6,12 @@ newest place where they stood, and from place to place to the older ones.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
-from specserve.core.compile import inner, kernel
+from specserve.core.compile import inner, lean_kernel
 from specserve.trie.contexts import (
     LENGTHS,
     LONGEST,
@@ -47,41 +46,31 @@ from specserve.trie.layout import (
 
 _SCAN_PAGES = 32
 
-_AHEAD = 64
-"""Tokens whose buckets are fetched before the first of them is put in."""
+_POSITION, _NUM_LEVELS = NUM_LEVELS, NUM_LEVELS + 1
+"""Columns of ``Scratch.waiting`` behind the hashes: the context's place, how many there are."""
 
 
 class Scratch(NamedTuple):
     """What learning and forgetting write on.
 
     Attributes:
-        states: uint64 ``[levels, PAGE]``, hashes of a page's contexts.
-        window: int32 ``[LONGEST + PAGE]``, a page's tokens and those before it.
-        mixed: uint64 ``[_AHEAD, levels]``, hashes of the contexts that are to be put in.
-        positions: int64 ``[_AHEAD]``, their places.
-        num_levels: int64 ``[_AHEAD]``, how many of each there are.
+        waiting: uint64 ``[PAGE, levels + 2]``, contexts that are to be put into the tables. Their
+            buckets are fetched before the first of them is put in.
+        prefix: uint64 ``[1 + LONGEST + PAGE]``, rolling hashes.
     """
 
-    states: npt.NDArray[np.uint64]
-    window: npt.NDArray[np.int32]
-    mixed: npt.NDArray[np.uint64]
-    positions: npt.NDArray[np.int64]
-    num_levels: npt.NDArray[np.int64]
+    waiting: npt.NDArray[np.uint64]
+    prefix: npt.NDArray[np.uint64]
+
+    @classmethod
+    def empty(cls) -> Self:
+        """Room for :func:`append`."""
+        return cls(
+            np.zeros((PAGE, NUM_LEVELS + 2), np.uint64), np.zeros(1 + LONGEST + PAGE, np.uint64)
+        )
 
 
-@njit(nogil=True)
-def new_scratch():  # type: ignore[no-untyped-def]
-    """Room for :func:`append`."""
-    return Scratch(
-        np.empty((NUM_LEVELS, PAGE), np.uint64),
-        np.empty(LONGEST + PAGE, np.int32),
-        np.empty((_AHEAD, NUM_LEVELS), np.uint64),
-        np.empty(_AHEAD, np.int64),
-        np.empty(_AHEAD, np.int64),
-    )
-
-
-@njit(nogil=True, inline="always")
+@inner
 def open_slot(a, sequence):  # type: ignore[no-untyped-def]
     """The slot of a sequence by its number; -1: it was closed, removed or cleared since."""
     slot = sequence & 0xFFFFFFFF
@@ -100,16 +89,16 @@ def _free_slot(a, slot):  # type: ignore[no-untyped-def]
 def _free_page(a, page, scratch):  # type: ignore[no-untyped-def]
     """Takes a page's contexts out of the tables and the page out of its sequence."""
     length = np.int64(a.pages[page, LENGTH])
-    states = scratch.states
-    known = hash_page_contexts(a, page, 0, length, states, scratch.window)
+    hashes = scratch.waiting
+    known = hash_page_contexts(a, page, 0, length, hashes, scratch.prefix)
     for level in range(NUM_LEVELS):
         for j in range(max(LENGTHS[level] - known - 1, 0), length):
-            prefetch_context(a.table, level, states[level, j])
+            prefetch_context(a.table, level, hashes[j, level])
     for level in range(NUM_LEVELS):
         for j in range(max(LENGTHS[level] - known - 1, 0), length):
             position = page * PAGE + j
             older = np.int64(a.older[position, level])
-            replace_place(a.table, level, states[level, j], position, older)
+            replace_place(a.table, level, hashes[j, level], position, older)
     prev, after, slot = a.pages[page, PREV], a.pages[page, NEXT], np.int64(a.pages[page, OWNER])
     if prev >= 0:
         a.pages[prev, NEXT] = after
@@ -178,88 +167,86 @@ def _add_page(a, slot, scratch):  # type: ignore[no-untyped-def]
 
 
 @inner
-def _put(a, scratch, count):  # type: ignore[no-untyped-def]
+def put_waiting(a, scratch, count):  # type: ignore[no-untyped-def]
     """Puts ``count`` tokens' contexts into the tables."""
     for k in range(count):
-        position = scratch.positions[k]
+        context = scratch.waiting[k]
+        position = np.int64(context[_POSITION])
         for level in range(NUM_LEVELS):
             older = -1
-            if level < scratch.num_levels[k]:
-                older = put_place(a, level, scratch.mixed[k, level], position)
+            if level < np.int64(context[_NUM_LEVELS]):
+                older = put_place(a, level, context[level], position)
             a.older[position, level] = older
 
 
 @inner
-def append(a, scratch, slots, token_ids, begins, ends, num_prompt_tokens):  # type: ignore[no-untyped-def]
-    """Adds text to sequences.
+def append(a, scratch, waiting, slot, text, begin, end, num_prompt_tokens):  # type: ignore[no-untyped-def]
+    """Adds text to a sequence; :func:`put_waiting` makes it known.
 
     Args:
         a: arrays.
-        scratch: see :func:`new_scratch`.
-        slots: int64 ``[n]``, of open sequences; -1: none, the row is passed over.
-        token_ids: int32 ``[n, >= max(ends)]``.
-        begins: int64 ``[n]``, first column that is new.
-        ends: int64 ``[n]``, one past the last.
-        num_prompt_tokens: int32 ``[n]``, columns before this one are prompt.
+        scratch: a :class:`Scratch`.
+        waiting: tokens whose contexts are in it.
+        slot: of an open sequence.
+        text: int32 ``[>= end]``.
+        begin: first token that is new.
+        end: one past the last.
+        num_prompt_tokens: tokens before this one are prompt.
 
     Returns:
-        How many tokens found no room.
+        (tokens whose contexts wait now, how many tokens found no room).
     """
-    states, mixed, num_levels = scratch.states, scratch.mixed, scratch.num_levels
-    waiting, lost = 0, 0
-    for row in range(slots.shape[0]):
-        slot, column, end = slots[row], begins[row], ends[row]
-        while slot >= 0 and column < end:
-            page = np.int64(a.slots[slot, TAIL])
-            if page < 0 or a.pages[page, LENGTH] == PAGE or a.slots[slot, NEXT_FLAGS] & CUT:
-                _put(a, scratch, waiting)  # one of them may be evicted now
-                waiting = 0
-                page = _add_page(a, slot, scratch)
-                if page < 0:
-                    lost += end - column
-                    a.slots[slot, NEXT_FLAGS] |= CUT
-                    break
-            offset = np.int64(a.pages[page, LENGTH])
-            count = min(PAGE - offset, end - column)
-            for j in range(count):
-                a.tokens[page * PAGE + offset + j] = token_ids[row, column + j]
-            a.pages[page, LENGTH] = offset + count
-            first_output = offset + max(num_prompt_tokens[row] - column, 0)
-            if first_output < offset + count:
-                a.pages[page, OUTPUT] = min(a.pages[page, OUTPUT], first_output)
-            known = hash_page_contexts(a, page, offset, offset + count, states, scratch.window)
-            for j in range(count):
-                if waiting == _AHEAD:
-                    _put(a, scratch, waiting)
-                    waiting = 0
-                scratch.positions[waiting] = page * PAGE + offset + j
-                num_levels[waiting] = 0
-                for level in range(NUM_LEVELS):
-                    if LENGTHS[level] <= known + j + 1:
-                        mixed[waiting, level] = states[level, j]
-                        prefetch_context(a.table, level, states[level, j])
-                        num_levels[waiting] = level + 1
-                waiting += 1
-            a.scalars[NUM_TOKENS] += count
-            a.scalars[CLOCK] += count
-            column += count
-    _put(a, scratch, waiting)
+    column = begin
+    while column < end:
+        page = np.int64(a.slots[slot, TAIL])
+        if page < 0 or a.pages[page, LENGTH] == PAGE or a.slots[slot, NEXT_FLAGS] & CUT:
+            put_waiting(a, scratch, waiting)  # one of them may be evicted now
+            waiting = 0
+            page = _add_page(a, slot, scratch)
+            if page < 0:
+                a.slots[slot, NEXT_FLAGS] |= CUT
+                return 0, end - column
+        offset = np.int64(a.pages[page, LENGTH])
+        count = min(PAGE - offset, end - column)
+        if waiting + count > PAGE:
+            put_waiting(a, scratch, waiting)
+            waiting = 0
+        for j in range(count):
+            a.tokens[page * PAGE + offset + j] = text[column + j]
+        a.pages[page, LENGTH] = offset + count
+        first_output = offset + max(num_prompt_tokens - column, 0)
+        if first_output < offset + count:
+            a.pages[page, OUTPUT] = min(a.pages[page, OUTPUT], first_output)
+        contexts = scratch.waiting[waiting : waiting + count]
+        known = hash_page_contexts(a, page, offset, offset + count, contexts, scratch.prefix)
+        for j in range(count):
+            num_levels = 0
+            while num_levels < NUM_LEVELS and LENGTHS[num_levels] <= known + j + 1:
+                prefetch_context(a.table, num_levels, contexts[j, num_levels])
+                num_levels += 1
+            contexts[j, _POSITION] = page * PAGE + offset + j
+            contexts[j, _NUM_LEVELS] = num_levels
+        waiting += count
+        a.scalars[NUM_TOKENS] += count
+        a.scalars[CLOCK] += count
+        column += count
+    return waiting, 0
+
+
+@lean_kernel
+def append_one(a, scratch, sequence, tokens, num_prompt_tokens):  # type: ignore[no-untyped-def]
+    """Adds int32 ``[k]`` tokens to a sequence; returns how many found no room."""
+    slot = open_slot(a, sequence)
+    if slot < 0:
+        return 0
+    waiting, lost = append(a, scratch, 0, slot, tokens, 0, tokens.shape[0], num_prompt_tokens)
+    put_waiting(a, scratch, waiting)
     return lost
 
 
-@kernel
-def append_one(a, sequence, tokens, num_prompt_tokens):  # type: ignore[no-untyped-def]
-    """Adds int32 ``[k]`` tokens to a sequence; returns how many found no room."""
-    slots, prompts = np.empty(1, np.int64), np.empty(1, np.int32)
-    slots[0], prompts[0] = open_slot(a, sequence), num_prompt_tokens
-    begins, ends = np.zeros(1, np.int64), np.full(1, tokens.shape[0], np.int64)
-    return append(a, new_scratch(), slots, tokens.reshape(1, -1), begins, ends, prompts)
-
-
-@kernel
-def remove(a, slot):  # type: ignore[no-untyped-def]
+@lean_kernel
+def remove(a, scratch, slot):  # type: ignore[no-untyped-def]
     """Removes a sequence with all its tokens; returns how many they were."""
-    scratch = new_scratch()
     before = a.scalars[NUM_TOKENS]
     a.slots[slot, IS_OPEN] = 1  # so that its slot is freed once, below
     while a.slots[slot, TAIL] >= 0:

@@ -2,60 +2,92 @@
 
 from __future__ import annotations
 
-import numpy as np
+from specserve.core.compile import lean_kernel
+from specserve.core.types import Drafts
+from specserve.trie.branch import group_in, lookup
+from specserve.trie.layout import Arrays
+from specserve.trie.pages import Scratch, append, open_slot, put_waiting
 
-from specserve.core.compile import kernel
-from specserve.trie.branch import lookup
-from specserve.trie.pages import append, new_scratch, open_slot
 
-
-@kernel
+@lean_kernel
 def step(  # type: ignore[no-untyped-def]
-    a,
+    table,
+    log_tokens,
+    older,
+    pages,
+    page_use,
+    log_slots,
+    free_pages,
+    free_slots,
+    scalars,
+    waiting,
+    prefix,
+    group_numbers,
+    group_newest,
+    group_places,
+    group_weights,
+    own_weight,
+    prompt_weight,
+    decay,
     rows,
-    batch,
+    slots,
+    token_ids,
+    num_tokens,
+    num_prompt_tokens,
     limits,
     sequences,
     learned,
+    begins,
+    ends,
+    tokens,
+    lengths,
+    confidence,
+    labels,
     skips_prompts,
     small,
     budget,
     min_match_len,
     floor,
-    weights,
-    begins,
-    ends,
-    drafts,
 ):
     """Learns and looks up.
 
     Args:
-        a: arrays.
+        table: of :class:`specserve.trie.layout.Arrays`, as all up to ``scalars``.
+        waiting: of :class:`specserve.trie.pages.Scratch`, as ``prefix``.
+        group_numbers: see :func:`specserve.trie.branch.room_for_group`, as all up to
+            ``group_weights``.
+        own_weight: first of the weights of :func:`specserve.trie.branch.lookup`.
+        prompt_weight: second of them.
+        decay: third of them.
         rows: int64 ``[m]``, the rows of the batch that belong to this trie.
-        batch: (slots int64 ``[n]``, token_ids int32 ``[n, >= max(num_tokens)]``, num_tokens int32
-            ``[n]``, num_prompt_tokens int32 ``[n]``).
+        slots: int64 ``[n]``.
+        token_ids: int32 ``[n, >= max(num_tokens)]``.
+        num_tokens: int32 ``[n]``.
+        num_prompt_tokens: int32 ``[n]``.
         limits: int32 ``[n]``, longest drafts; 0: none.
         sequences: int64 ``[slots]``, each request's sequence in the trie.
         learned: int64 ``[slots]``, tokens learned of each; updated.
+        begins: int64 ``[n]``, written: what was learned of each row.
+        ends: int64 ``[n]``, written.
+        tokens: of :class:`specserve.core.types.Drafts`, as all up to ``labels``; of n rows at
+            least, written.
         skips_prompts: whether to learn nothing of prompts.
         small: what at most so many tokens are new of is learned in any case.
         budget: tokens of other texts to learn.
-        min_match_len: see :func:`specserve.trie.branch.lookup`, as the next two.
+        min_match_len: see :func:`specserve.trie.branch.lookup`.
         floor: see there.
-        weights: see there.
-        begins: int64 ``[n]``, written: what was learned of each row.
-        ends: int64 ``[n]``, written.
-        drafts: of n rows, written.
 
     Returns:
         What is left of the budget.
     """
-    slots, token_ids, num_tokens, num_prompt_tokens = batch
-    own = np.full(slots.shape[0], -1, np.int64)
-    begins[:] = ends[:] = 0
+    a = Arrays(
+        table, log_tokens, older, pages, page_use, log_slots, free_pages, free_slots, scalars
+    )
+    scratch, num_waiting = Scratch(waiting, prefix), 0
+    for row in range(slots.shape[0]):
+        begins[row] = ends[row] = 0
     for row in rows:
         slot = slots[row]
-        own[row] = open_slot(a, sequences[slot])
         begin = learned[slot]
         missing = max(num_tokens[row] - begin, 0)
         if missing > small:
@@ -63,7 +95,25 @@ def step(  # type: ignore[no-untyped-def]
             budget -= missing
         end = begin + missing
         learned[slot] = ends[row] = end
-        begins[row] = min(max(begin, num_prompt_tokens[row]), end) if skips_prompts else begin
-    append(a, new_scratch(), own, token_ids, begins, ends, num_prompt_tokens)
-    lookup(a, rows, token_ids, num_tokens, limits, own, min_match_len, floor, weights, drafts)
+        begins[row] = begin = (
+            min(max(begin, num_prompt_tokens[row]), end) if skips_prompts else begin
+        )
+        own = open_slot(a, sequences[slot])
+        if own >= 0:
+            num_waiting, _ = append(
+                a, scratch, num_waiting, own, token_ids[row], begin, end, num_prompt_tokens[row]
+            )
+    put_waiting(a, scratch, num_waiting)
+    lookup(
+        a,
+        group_in(group_numbers, group_newest, group_places, group_weights),
+        rows,
+        (slots, token_ids, num_tokens),
+        limits,
+        sequences,
+        min_match_len,
+        floor,
+        (own_weight, prompt_weight, decay),
+        Drafts(tokens, lengths, confidence, labels),
+    )
     return budget

@@ -17,6 +17,7 @@ import numpy as np
 from specserve.core.compile import kernel_array
 from specserve.core.types import Drafts, Int32Array, Int64Array
 from specserve.trie import pages
+from specserve.trie.branch import room_for_group
 from specserve.trie.layout import (
     CLOCK,
     CUT,
@@ -81,7 +82,9 @@ class TokenTrie:
             raise ValueError(f"max_bytes: {max_bytes} is too small for {LEAST_PAGES} pages")
         self.max_bytes = max_bytes
         self._arrays = allocate(num_pages)
-        self._weights = (float(own_weight), float(prompt_weight), 1 / half_life_tokens)
+        self._scratch = pages.Scratch.empty()
+        weights = float(own_weight), float(prompt_weight), 1 / half_life_tokens
+        self._of_step = (*self._arrays, *self._scratch, *room_for_group(), *weights)
         self._slots: dict[str, int] = {}
         self._ids: list[str | None] = [None] * num_pages
         self._lock = threading.Lock()
@@ -150,7 +153,9 @@ class TokenTrie:
         """
         tokens = kernel_array(tokens, np.int32)
         with self._lock:
-            return int(pages.append_one(self._arrays, sequence, tokens, num_prompt_tokens))
+            return int(
+                pages.append_one(self._arrays, self._scratch, sequence, tokens, num_prompt_tokens)
+            )
 
     def step(
         self,
@@ -190,21 +195,20 @@ class TokenTrie:
         with self._lock:
             return int(
                 step(
-                    self._arrays,
+                    *self._of_step,
                     rows,
-                    batch,
+                    *batch,
                     limits,
                     sequences,
                     num_learned,
+                    begins,
+                    ends,
+                    *drafts,
                     skips_prompts,
                     SMALL_TOKENS,
                     budget,
                     min_match_len,
                     floor,
-                    self._weights,
-                    begins,
-                    ends,
-                    drafts,
                 )
             )
 
@@ -222,7 +226,7 @@ class TokenTrie:
                 return
             of_slot = self._arrays.slots[slot]
             if of_slot[NEXT_FLAGS] & PRIVATE or of_slot[HEAD] < 0:
-                pages.remove(self._arrays, slot)
+                pages.remove(self._arrays, self._scratch, slot)
             of_slot[IS_OPEN] = 0
 
     def remove(self, name: str) -> int:
@@ -233,7 +237,7 @@ class TokenTrie:
         """
         with self._lock:
             slot = self._slot_of(name)
-            return int(pages.remove(self._arrays, slot)) if slot >= 0 else 0
+            return int(pages.remove(self._arrays, self._scratch, slot)) if slot >= 0 else 0
 
     def clear(self) -> int:
         """Forgets everything; sequences that still grow are not learned any further.
