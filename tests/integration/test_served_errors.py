@@ -89,6 +89,13 @@ def test_a_body_that_is_no_json_object_is_refused(api: Api, body: str) -> None:
     assert response.json()["error"]["message"]
 
 
+def test_the_model_answers_to_each_of_its_names(api: Api) -> None:
+    listed = api.http.get("/v1/models").json()["data"]
+    assert [each["id"] for each in listed] == ["demo", "default"]
+    answer = api.complete(model="default", prompt="import os", max_tokens=2)
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
 def test_an_unknown_model_is_not_found(api: Api) -> None:
     response = api.http.post("/v1/completions", json={"model": "other", "prompt": PROMPT})
     assert response.status_code == 404
