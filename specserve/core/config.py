@@ -239,6 +239,11 @@ class AppConfig(Section):
         )
 
     @property
+    def labels(self) -> tuple[str, ...]:
+        """Names of the drafts of all sources."""
+        return tuple(label.name for source in self.speculation for label in source.LABELS)
+
+    @property
     def num_speculative_tokens(self) -> int:
         """The longest draft that any source may make, in tokens; 0: no speculation."""
         return max((source.max_draft_len for source in self.speculation), default=0)

@@ -52,6 +52,7 @@ def error_of(api: Api, body: dict[str, Any], path: str = "/v1/completions") -> d
             "'x' is not allowed; allowed: an integer 0",
         ),
         ({"learn": 2}, "learn", "2 is not allowed; allowed: 0 or 1"),
+        ({"report": "yes"}, "report", "'yes' is not allowed; allowed: 0 or 1"),
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
