@@ -70,7 +70,7 @@ class Reports(NamedTuple):
         """Has vLLM's counts of a request that begins end with ours: two for each label."""
         metrics.histogram.extend([0] * (2 * len(self.labels)))
 
-    def count(self, metrics: RequestSpecDecodeMetrics, outcome: Outcome) -> None:
+    def add(self, metrics: RequestSpecDecodeMetrics, outcome: Outcome) -> None:
         """Counts a draft by its source."""
         label, num_drafted, num_accepted = outcome
         place = metrics.num_spec_tokens + 1 + 2 * self.labels.index(label)

@@ -58,7 +58,7 @@ class DraftScheduler(Scheduler):
         for request_id, outcome in outcomes.items():
             request = self.requests.get(request_id)
             if request is not None and request.spec_decode_metrics is not None:
-                self._reports.count(request.spec_decode_metrics, outcome)
+                self._reports.add(request.spec_decode_metrics, outcome)
                 if request.sampling_params.stop:
                     may_end[request_id] = request.spec_decode_metrics
         return may_end

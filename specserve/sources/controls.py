@@ -77,7 +77,7 @@ def own_fields(extra_args: Mapping[str, object]) -> dict[str, object]:
 
 def wants_report(extra_args: Mapping[str, object] | None) -> bool:
     """Whether a request's answer is to tell what speculation did."""
-    return bool(extra_args) and extra_args.get("report") == 1
+    return extra_args is not None and extra_args.get("report") == 1
 
 
 def wants_drafts(controls: RequestControls, kind: str) -> bool:

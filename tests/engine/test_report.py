@@ -136,7 +136,7 @@ def test_each_answer_has_its_counts_with_its_last_output() -> None:
     reports = Reports(("ngram",), 4, of_all=False)
     counts = reports.begin()
     reports.make_room(counts)
-    reports.count(counts, ("ngram", 3, 2))
+    reports.add(counts, ("ngram", 3, 2))
     going = SimpleNamespace(finish_reason=None, spec_decode_metrics=None)
     ended = SimpleNamespace(finish_reason="stop", spec_decode_metrics=counts)
 
