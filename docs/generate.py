@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Iterator
 from textwrap import dedent
+from types import UnionType
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
@@ -128,6 +129,8 @@ def allowed(field: FieldInfo) -> str:
 
 
 def _type(kind: Any) -> str:
+    if get_origin(kind) is UnionType:
+        return " or ".join(map(_type, get_args(kind)))
     if get_origin(kind) is dict:
         return "mapping"
     if get_origin(kind) is tuple:

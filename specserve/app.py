@@ -43,7 +43,7 @@ def _build(args: dict[str, Any]) -> Application:
         update={
             "path": checkpoint.path,
             "tokenizer": checkpoint.tokenizer,
-            "served_name": config.model.name,
+            "served_name": config.model.names,
         }
     )
     config = config.model_copy(update={"model": model})

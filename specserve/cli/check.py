@@ -128,7 +128,7 @@ def _check(
     rows = {
         "application": application.name,
         "address": f"http://{file.host}:{file.port}{application.route_prefix.rstrip('/')}/v1",
-        "model": f"{config.model.name} ({_origin(checkpoint)})",
+        "model": f"{', '.join(config.model.names)} ({_origin(checkpoint)})",
         "architecture": checkpoint.architecture or "known when the model is loaded",
         "shards": _shards(config),
         "a shard reserves": _reservation(config.placement),

@@ -33,8 +33,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--methods", default="none,all", help="`none`, `all`, kinds of configured sources (`a+b` "
         "together), or vLLM's own: vllm-ngram, vllm-suffix[:K], vllm-mtp[:K], vllm-draft:PATH; "
         "separated by commas (default: %(default)s)")  # fmt: skip
-    add("--prompts", default="code", help="te (English), tc (Chinese), chat, code, or a .jsonl or "
-        ".txt file (default: %(default)s)")  # fmt: skip
+    add("--prompts", default="code", help="te (English), tc (Chinese), chat, code, docs (long "
+        "documents), or a .jsonl or .txt file (default: %(default)s)")  # fmt: skip
+    add("--chat-template", default="", help="Jinja template that writes dialogues, or its file "
+        "(default: engine.vllm.chat_template, then the tokenizer's own)")  # fmt: skip
     add("--num-prompts", type=_from(1), default=0, help="default: 16, or all of a file")
     add("--max-tokens", type=_from(1), default=128, help="default: %(default)s")
     add("--concurrency", type=_from(1), default=1, help="prompts at a time (default: %(default)s)")
@@ -52,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from specserve.compare.comparison import Settings, compare
-    from specserve.compare.prompts import load_prompts, load_tokenizer
+    from specserve.compare.prompts import load_prompts, load_tokenizer, use_chat_template
     from specserve.compare.report import document, explanation, table, write_json
     from specserve.engine.methods import parse_methods
 
@@ -68,8 +70,15 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.save_output and not args.save_output.parent.is_dir():
         raise ConfigError("--save-output", str(args.save_output), "a file in an existing folder")
-    model = config.model
-    tokenizer = load_tokenizer(model.tokenizer or model.path, model.revision)
+    model, options = config.model, config.engine.vllm
+    tokenizer = load_tokenizer(
+        model.tokenizer or model.path,
+        model.revision,
+        trust_remote_code=options.get("trust_remote_code") is True,
+    )
+    if template := args.chat_template or options.get("chat_template"):
+        field = "--chat-template" if args.chat_template else "engine.vllm.chat_template"
+        use_chat_template(tokenizer, template, field)
     prompts = load_prompts(args.prompts, tokenizer, num_prompts=args.num_prompts, seed=args.seed)
     console = Console()
     comparison = compare(config, methods, prompts, settings, _RichDisplay(console))

@@ -1,4 +1,4 @@
-"""The prompts of a comparison: four built-in sets, or a file of one's own."""
+"""The prompts of a comparison: five built-in sets, or a file of one's own."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from specserve.compare.corpus import Module, load_modules
+from specserve.compare.documents import ask, load_documents
 from specserve.compare.tasks import TaskMaker
 from specserve.core.errors import ConfigError, reason_of
 
@@ -21,6 +22,7 @@ BUILT_IN = {
     "tc": "Chinese questions and short tasks",
     "chat": "dialogues of several turns",
     "code": "tasks over held-out modules of the running Python's standard library",
+    "docs": "questions on long documents: licences, and Python's manual",
 }
 """Names of the built-in sets."""
 
@@ -29,6 +31,9 @@ DEFAULT_NUM_PROMPTS = 16
 CODE_TOKENS = (300, 650)
 """Length of a ``code`` prompt in tokens, shortest and longest; completing a function may be
 down to a third of it, for no more than the docstring is given."""
+
+DOCS_TOKENS = (1000, 2000)
+"""Length of a ``docs`` prompt in tokens."""
 
 MAX_DRAWS = 5000
 """Tries to find a prompt of that length; one in ten fits."""
@@ -68,8 +73,13 @@ class Prompt:
     token_ids: tuple[int, ...]
 
 
-def load_tokenizer(path: str, revision: str = "") -> Tokenizer:
+def load_tokenizer(path: str, revision: str = "", *, trust_remote_code: bool = False) -> Tokenizer:
     """The tokenizer of a checkpoint folder or hub id.
+
+    Args:
+        path: the folder or id.
+        revision: of the hub; empty: the default one.
+        trust_remote_code: whether code that comes with the checkpoint may run.
 
     Raises:
         ConfigError: there is none.
@@ -77,11 +87,34 @@ def load_tokenizer(path: str, revision: str = "") -> Tokenizer:
     from transformers import AutoTokenizer  # seconds to import, and only needed here
 
     try:
-        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(path, revision=revision or "main")
+        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(
+            path, revision=revision or "main", trust_remote_code=trust_remote_code
+        )
     except (OSError, ValueError) as error:
         allowed = f"a checkpoint with a tokenizer ({reason_of(error)})"
         raise ConfigError("model", path, allowed) from None
     return tokenizer
+
+
+def use_chat_template(tokenizer: Tokenizer, template: str, field: str) -> None:
+    """Has dialogues written by another template than the tokenizer's own.
+
+    Args:
+        tokenizer: changed.
+        template: in Jinja, or the path of a file that holds it, as vLLM takes it.
+        field: where it was given.
+
+    Raises:
+        ConfigError: no such file, or it is no template for a question.
+    """
+    tokenizer.chat_template = template
+    try:
+        if not any(mark in template for mark in "{}\n"):
+            tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
+        _render(tokenizer, [{"role": "user", "content": "a"}])
+    except Exception as error:  # Jinja runs the template
+        allowed = f"a chat template, or the path of its file ({reason_of(error)})"
+        raise ConfigError(field, template, allowed) from None
 
 
 def load_prompts(
@@ -100,6 +133,8 @@ def load_prompts(
     Raises:
         ConfigError: unknown name, unreadable file, or fewer prompts than asked for.
     """
+    if name == "docs":
+        return _docs(tokenizer, num_prompts or DEFAULT_NUM_PROMPTS, seed)
     if name == "code":
         return _code(tokenizer, num_prompts or DEFAULT_NUM_PROMPTS, seed)
     dialogues: list[list[Message] | str]
@@ -146,14 +181,34 @@ def _code(tokenizer: Tokenizer, num_prompts: int, seed: int) -> list[Prompt]:
     modules = load_modules(held_out=True)
     tasks = TaskMaker(modules)
     rng = random.Random(seed)
-    heads = [module.text[:1000] for module in modules]
-    num_tokens = sum(len(tokenizer.encode(head, add_special_tokens=False)) for head in heads)
-    max_chars = round(CODE_TOKENS[1] * sum(map(len, heads)) / num_tokens)
+    max_chars = _num_chars(tokenizer, [module.text for module in modules], CODE_TOKENS[1])
     prompts: list[Prompt] = []
     for index in range(num_prompts):
         kind = CODE_KINDS[index % len(CODE_KINDS)]
         prompts.append(_code_prompt(tokenizer, kind, modules, tasks, rng, max_chars, prompts))
     return prompts
+
+
+def _docs(tokenizer: Tokenizer, num_prompts: int, seed: int) -> list[Prompt]:
+    documents = load_documents()
+    rng = random.Random(seed)
+    max_chars = _num_chars(tokenizer, documents, DOCS_TOKENS[1])
+    prompts: list[Prompt] = []
+    for _ in range(MAX_DRAWS):
+        if len(prompts) == num_prompts:
+            return prompts
+        prompt = _render(tokenizer, ask(documents, len(prompts), rng, max_chars))
+        if DOCS_TOKENS[0] <= len(prompt.token_ids) <= DOCS_TOKENS[1] and prompt not in prompts:
+            prompts.append(prompt)
+    allowed = f"at most {len(prompts)}, the prompts of docs of {DOCS_TOKENS} tokens"
+    raise ConfigError("--num-prompts", num_prompts, allowed)
+
+
+def _num_chars(tokenizer: Tokenizer, texts: Sequence[str], num_tokens: int) -> int:
+    """About so many characters of these texts have so many tokens."""
+    heads = [text[:1000] for text in texts]
+    of_heads = sum(len(tokenizer.encode(head, add_special_tokens=False)) for head in heads)
+    return round(num_tokens * sum(map(len, heads)) / of_heads)
 
 
 def _code_prompt(

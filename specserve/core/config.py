@@ -18,6 +18,7 @@ from specserve.core.section import Section, check_resources
 from specserve.core.source_config import DrafterConfig, DraftModelConfig, MtpConfig, SourceConfig
 from specserve.core.validation import from_validation_error
 
+_MAX_NAME = 200
 _ROUNDING = 1e-6  # sums of parts such as 0.1 are not exact
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -29,17 +30,40 @@ class ModelConfig(Section):
 
     path: str = Field(min_length=1)
     """Folder of a Hugging Face checkpoint, or its id on the hub."""
-    served_name: str = Field(default="", max_length=200)
-    """Name in the OpenAI API; empty: ``path`` as given."""
+    served_name: str | tuple[str, ...] = ""
+    """Name in the OpenAI API, or a list of names, the first of them the one in metrics and on the
+    page; empty: ``path`` as given."""
     revision: str = ""
     """Branch, tag or commit on the hub; empty: the default one."""
     tokenizer: str = ""
     """Folder or id of the tokenizer; empty: the model's own."""
 
+    @field_validator("served_name", mode="before")
+    @classmethod
+    def _names_are_names(cls, value: object) -> object:
+        if value == "":
+            return value
+        names = value if isinstance(value, list | tuple) else [value]
+        if not names or not isinstance(value, str | list | tuple):
+            raise ConfigError("", value, "a name, or a list of at least one name")
+        for index, name in enumerate(names):
+            field = "" if isinstance(value, str) else str(index)
+            if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME:
+                raise ConfigError(field, name, f"a name of 1 .. {_MAX_NAME} characters")
+            if name in names[:index]:
+                raise ConfigError(field, name, "each name at most once")
+        return value if isinstance(value, str) else tuple(names)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The model's names in the API."""
+        names = self.served_name or self.path
+        return (names,) if isinstance(names, str) else names
+
     @property
     def name(self) -> str:
-        """The model's name in the API and in metrics."""
-        return self.served_name or self.path
+        """The model's name in answers, metrics and on the page."""
+        return self.names[0]
 
 
 class EngineConfig(Section):
@@ -213,6 +237,11 @@ class AppConfig(Section):
             isinstance(source, DrafterConfig) and source.placement == "in_engine"
             for source in self.speculation
         )
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Names of the drafts of all sources."""
+        return tuple(label.name for source in self.speculation for label in source.LABELS)
 
     @property
     def num_speculative_tokens(self) -> int:

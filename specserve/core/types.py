@@ -31,6 +31,7 @@ class RequestControls(msgspec.Struct, frozen=True):
         cache_salt: the client's own; only requests of the same one may see by their speed what
             others have sent.
         prediction: token ids of the text that the client expects as the answer, int32; empty: none.
+        report: whether the answer is to tell what speculation did.
     """
 
     speculation: str = "auto"
@@ -40,6 +41,7 @@ class RequestControls(msgspec.Struct, frozen=True):
     tenant: str = ""
     cache_salt: str = ""
     prediction: bytes = b""
+    report: bool = False
 
 
 class HiddenStates(NamedTuple):

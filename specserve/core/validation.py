@@ -43,7 +43,8 @@ def from_validation_error(
     context = problem.get("ctx", {})
     cause = context.get("error")
     if isinstance(cause, ConfigError):
-        return ConfigError(".".join([*path, cause.field]), cause.value, cause.allowed)
+        field = ".".join(filter(None, [*path, cause.field]))
+        return ConfigError(field, cause.value, cause.allowed)
     value: object = problem["input"]
     kind = problem["type"]
     if kind in ("union_tag_invalid", "union_tag_not_found"):

@@ -79,7 +79,7 @@ def serve_namespace(config: AppConfig) -> Namespace:
     namespace: Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args([])
     for name, value in options.items():
         setattr(namespace, name, value)
-    namespace.served_model_name = [config.model.name]
+    namespace.served_model_name = list(config.model.names)
     return namespace
 
 

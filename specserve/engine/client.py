@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from functools import cached_property
 from typing import Any
 
 from vllm.exceptions import VLLMValidationError
@@ -14,6 +15,9 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 from specserve.core.errors import reason_of
 from specserve.engine.predicted import counted
 from specserve.engine.prediction import CURRENT_PREDICTION
+from specserve.engine.report import Reports, reported
+from specserve.engine.tenants import CURRENT_CONTROLS
+from specserve.sources.controls import wants_report
 
 CLIENTS_MISTAKES = (ValueError, TypeError, OverflowError, RecursionError)
 """What a request can meet in vLLM that has no error of its own for it."""
@@ -22,13 +26,21 @@ CLIENTS_MISTAKES = (ValueError, TypeError, OverflowError, RecursionError)
 class ServedLLM(AsyncLLM):
     """vLLM's engine client."""
 
+    @cached_property
+    def _reports(self) -> Reports:
+        return Reports.of(self.vllm_config)
+
     def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As vLLM's; counts the answers of a call that predicts them."""
+        """As vLLM's; counts the answers of a call that predicts them, and tells what speculation
+        did where that is asked for.
+        """
         outputs: AsyncGenerator[RequestOutput, None] = super().generate(
             prompt, sampling_params, request_id, **options
         )
+        if self._reports.of_all or wants_report(CURRENT_CONTROLS.get()):
+            outputs = reported(outputs, self._reports)
         prediction = CURRENT_PREDICTION.get()
         if prediction is None:
             return outputs

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,8 @@ from vllm.v1.executor import ray_executor_v2
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2, RayWorkerProc
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+
+from specserve.engine.report import Outcome
 
 if TYPE_CHECKING:
     from vllm.v1.executor.abstract import Executor as _Executor
@@ -46,6 +48,11 @@ _NOT_ATTACHED: Any = object()
 def attach_drafts(output: ModelRunnerOutput, drafts: DraftTokenIds | None) -> None:
     """Gives a step's output the drafts for the next step to carry to the executor."""
     output.specserve_drafts = drafts
+
+
+def attach_outcomes(output: ModelRunnerOutput, outcomes: Mapping[str, Outcome]) -> None:
+    """Gives a step's output what became of drafts, for the scheduler to count."""
+    output.specserve_outcomes = outcomes
 
 
 class DraftsWithTokens(_Executor):

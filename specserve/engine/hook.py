@@ -38,9 +38,10 @@ from specserve.drafters.vocabulary import fingerprint
 from specserve.engine.checkpoint import find_checkpoint, model_identity
 from specserve.engine.cluster_memory import ClusterMemory
 from specserve.engine.drafters import drafter_finder
+from specserve.engine.report import Outcome, reports_all
 from specserve.engine.request_slots import RequestSlots
 from specserve.engine.sampling import is_kept_without_drafts_only, may_step_plainly
-from specserve.policy.chain import NO_LIMIT, Chain, build_chain
+from specserve.policy.chain import NO_LIMIT, Chain, Outcomes, build_chain
 from specserve.sources.base import SourceContext
 from specserve.sources.controls import parse_controls, with_tenant
 from specserve.trie.memory import SharedMemory, TrieMemory
@@ -74,6 +75,9 @@ class ProposerHook:
         )
         self._chain: Chain  # of the rank that drafts, by `attach`
         self._slots = RequestSlots(2 * vllm_config.scheduler_config.max_num_seqs)
+        self._reports_all = reports_all(vllm_config)
+        self._reporting: set[str] = set()  # requests whose answers tell what speculation did
+        self._outcomes: dict[str, Outcome] = {}  # of these in the last step
         self._exits: list[Callable[[], None]] = []
         self.is_warm = threading.Event()
         self._runner: Any = None
@@ -179,6 +183,8 @@ class ProposerHook:
         verified = [len(scheduled.get(each, ())) for each in request_ids]
         num_new = np.array([len(tokens) for tokens in sampled_token_ids], np.int32)
         outcomes = chain.observe(batch, num_new, np.array(verified, np.int32))
+        if self._reporting:
+            self._outcomes = self._reported(outcomes)
         step = Step(request_ids, chain.labels, *outcomes, num_new)
         if self._recent.with_tokens:
             step = step._replace(new=sampled_token_ids, drafted=chain.sent[slots])
@@ -191,6 +197,20 @@ class ProposerHook:
             self._num_idle_steps_left = chain.num_idle_steps(slots)
         self._last_step_end = time.perf_counter()
         return drafts
+
+    def _reported(self, outcomes: Outcomes) -> dict[str, Outcome]:
+        return {
+            each: (self._chain.labels[label], num_drafted, num_accepted)
+            for each, label, num_drafted, num_accepted in zip(
+                self._request_ids, *(column.tolist() for column in outcomes), strict=True
+            )
+            if label >= 0 and each in self._reporting
+        }
+
+    def take_outcomes(self) -> dict[str, Outcome]:
+        """What became of the last drafts of those requests whose answers tell it; told once."""
+        outcomes, self._outcomes = self._outcomes, {}
+        return outcomes
 
     def is_idle(self, scheduler_output: Any) -> bool:
         """Whether nothing would come of :meth:`propose_draft_token_ids` after this step.
@@ -223,6 +243,7 @@ class ProposerHook:
         if not request_ids:
             return
         self._recent.forget(request_ids)
+        self._reporting.difference_update(request_ids)
         slots = self._slots.find(request_ids)
         if len(slots):
             if self._chain.has_unseen_texts:
@@ -273,6 +294,8 @@ class ProposerHook:
         controls = self._read_controls(request_id)
         self._chain.open(self._slots.add(request_id), controls, most, least)
         self._recent.began(request_id, controls)
+        if controls.report or self._reports_all:
+            self._reporting.add(request_id)
 
     def _observe_step(self, scheduler_output: Any, num_draft_tokens: int) -> None:
         """Tells the cost of a step that had the requests of the one before it, if it read nothing.

@@ -83,6 +83,7 @@ class OutputReader:
             top_tokens=tuple(top_tokens),
             mean_logprob=(output.cumulative_logprob or 0.0) / max(len(output.token_ids), 1),
             finish_reason=_finish_reason(output),
+            speculation=output.spec_decode_metrics and output.spec_decode_metrics.to_dict(),
         )
 
 

@@ -94,6 +94,7 @@ class Continuation:
         top_tokens: the most likely ones at each position, if asked for.
         mean_logprob: of its tokens, where there are several continuations.
         finish_reason: None: it goes on.
+        speculation: what it did, at the end, if asked for.
     """
 
     text: str
@@ -102,6 +103,7 @@ class Continuation:
     top_tokens: tuple[tuple[Token, ...], ...] = ()
     mean_logprob: float = 0.0
     finish_reason: FinishReason | None = None
+    speculation: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from specserve.core.types import RequestControls
 DEFAULT_CONTROLS = RequestControls()
 """Of a request that asks for nothing."""
 
-_KEYS = ("speculation", "max_draft_tokens", "learn")
+_KEYS = ("speculation", "max_draft_tokens", "learn", "report")
 
 PREDICTION_KEY = "prediction"
 """Where, among a request's extra arguments, a client predicts its answer in words. The server puts
@@ -36,7 +36,7 @@ so, and nothing is learned for it: it sees no one's text and no one sees its."""
 def parse_controls(
     extra_args: Mapping[str, object] | None, kinds: Sequence[str] | None
 ) -> RequestControls:
-    """Reads ``speculation``, ``max_draft_tokens`` and ``learn``; other keys belong to others.
+    """Reads the fields of ``vllm_xargs`` that are ours; other keys belong to others.
 
     Args:
         extra_args: the request's ``vllm_xargs``; JSON values.
@@ -61,15 +61,23 @@ def parse_controls(
     if "max_draft_tokens" in extra_args:
         max_draft_tokens = _integer(extra_args, "max_draft_tokens", MAX_DRAFT_TOKENS)
     learn = bool(_integer(extra_args, "learn", 1)) if "learn" in extra_args else True
+    report = bool(_integer(extra_args, "report", 1)) if "report" in extra_args else False
     prediction = extra_args.get(PREDICTION_KEY)
     if not isinstance(prediction, bytes):
         prediction = b""
-    return RequestControls(speculation, max_draft_tokens, learn, prediction=prediction)
+    return RequestControls(
+        speculation, max_draft_tokens, learn, prediction=prediction, report=report
+    )
 
 
 def own_fields(extra_args: Mapping[str, object]) -> dict[str, object]:
     """Those of a request's ``vllm_xargs`` that are controls of speculation."""
     return {key: extra_args[key] for key in _KEYS if key in extra_args}
+
+
+def wants_report(extra_args: Mapping[str, object] | None) -> bool:
+    """Whether a request's answer is to tell what speculation did."""
+    return extra_args is not None and extra_args.get("report") == 1
 
 
 def wants_drafts(controls: RequestControls, kind: str) -> bool:

@@ -46,6 +46,13 @@ GOOD = {
 
 
 @pytest.mark.usefixtures("folder")
+def test_all_served_names_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    model = {"path": "models/tiny", "served_name": ["tiny", "default"]}
+    assert main(["check", write(serve_file({**GOOD, "model": model}))]) == 0
+    assert "tiny, default (" in re.sub(r"\s+", " ", capsys.readouterr().out)
+
+
+@pytest.mark.usefixtures("folder")
 def test_a_valid_file_tells_what_would_start_and_where(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", write(serve_file(GOOD))]) == 0
     out = re.sub(r"\s+", " ", capsys.readouterr().out)

@@ -1,10 +1,19 @@
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
-from specserve.compare.prompts import BUILT_IN, CODE_TOKENS, load_prompts
+from specserve.compare.prompts import (
+    BUILT_IN,
+    CODE_TOKENS,
+    DOCS_TOKENS,
+    load_prompts,
+    load_tokenizer,
+    use_chat_template,
+)
 from specserve.core.errors import ConfigError
+from tests.integration.cluster import model_path
 
 
 class WordTokenizer:
@@ -54,6 +63,54 @@ def test_code_prompts_keep_to_their_length_and_mix_tasks() -> None:
     assert "Print the function" in texts
     plain = [prompt for prompt in prompts if "<user>" not in prompt.text]
     assert len(plain) == 2
+
+
+def test_docs_prompts_are_long_and_some_ask_for_a_paragraph_of_theirs() -> None:
+    prompts = load_prompts("docs", WordTokenizer(), num_prompts=8)
+    assert all(DOCS_TOKENS[0] <= len(prompt.token_ids) <= DOCS_TOKENS[1] for prompt in prompts)
+    (quoted, *_) = [prompt.text for prompt in prompts if "word for word" in prompt.text]
+    beginning = quoted.split("`")[1]
+    assert beginning in " ".join(quoted.split("word for word.")[1].split())
+
+
+@pytest.mark.parametrize("in_a_file", [False, True])
+def test_a_chat_template_takes_the_place_of_the_tokenizers_own(
+    tmp_path: Path, in_a_file: bool
+) -> None:
+    template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
+    file = tmp_path / "chat.jinja"
+    file.write_text(template)
+    tokenizer = load_tokenizer(str(model_path("demo-draft")))
+    use_chat_template(tokenizer, str(file) if in_a_file else template, "--chat-template")
+    (prompt,) = load_prompts("te", tokenizer, num_prompts=1)
+    assert prompt.text.startswith("[user] ")
+
+
+@pytest.mark.parametrize("template", ["missing.jinja", "{% for", "{{ messages[3].content.x() }}"])
+def test_what_is_no_chat_template_is_refused(template: str) -> None:
+    tokenizer = load_tokenizer(str(model_path("demo-draft")))
+    with pytest.raises(ConfigError, match=r"^--chat-template: .* a chat template, or the path"):
+        use_chat_template(tokenizer, template, "--chat-template")
+
+
+def test_code_of_a_tokenizer_runs_only_where_it_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules = str(tmp_path / "modules")  # where transformers copies it to
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", modules)
+    monkeypatch.syspath_prepend(modules)
+    (tmp_path / "config.json").write_text("{}")
+    auto = {"AutoTokenizer": [None, "own.OwnTokenizer"]}
+    told = {"tokenizer_class": "OwnTokenizer", "auto_map": auto}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(told))
+    (tmp_path / "own.py").write_text(
+        "from transformers import PreTrainedTokenizerFast\n"
+        "class OwnTokenizer(PreTrainedTokenizerFast):\n    mark = 'own'\n"
+    )
+    shutil.copy(model_path("demo-draft") / "tokenizer.json", tmp_path)
+    assert load_tokenizer(str(tmp_path), trust_remote_code=True).mark == "own"  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="contains custom code"):
+        load_tokenizer(str(tmp_path))
 
 
 def test_more_prompts_than_a_set_has_are_refused() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from specserve.core.config import parse
+from specserve.core.config import ModelConfig, parse
 from specserve.core.errors import ConfigError
 from specserve.core.source_config import MAX_DRAFT_TOKENS
 
@@ -21,6 +21,12 @@ def test_a_model_path_is_all_that_is_needed() -> None:
     assert config.model.name == "some/model"
     assert config.speculation == ()
     assert config.num_speculative_tokens == 0
+
+
+def test_of_several_served_names_the_first_is_the_models() -> None:
+    model = parse({"model": {"path": "m", "served_name": ["demo", "default"]}}).model
+    assert (model.name, model.names) == ("demo", ("demo", "default"))
+    assert ModelConfig.model_validate(model.model_dump(mode="json"), strict=False) == model
 
 
 def test_the_longest_source_sets_the_number_of_speculative_tokens() -> None:
@@ -47,6 +53,17 @@ def test_nothing_changes_after_validation() -> None:
         (
             {"engine": {"dtype": "int4"}},
             r"^engine\.dtype: 'int4' .* auto, bfloat16, float16, float32$",
+        ),
+        *(
+            ({"model": {"path": "m", "served_name": value}}, rf"^model\.served_name{message}$")
+            for value, message in (
+                ([], r": \[\] .* a name, or a list of at least one name"),
+                (5, r": 5 .* a name, or a list of at least one name"),
+                (["a", "b", "a"], r"\.2: 'a' .* each name at most once"),
+                (["a", ""], r"\.1: '' .* a name of 1 \.\. 200 characters"),
+                ([None], r"\.0: None .* a name of 1 \.\. 200 characters"),
+                ("a" * 201, r": 'aaa.* a name of 1 \.\. 200 characters"),
+            )
         ),
         ({"engine": {"seed": "1"}}, r"^engine\.seed: '1' .* an integer >= 0$"),
         ({"engine": {"enforce_eager": 1}}, r"^engine\.enforce_eager: 1 .* true or false$"),

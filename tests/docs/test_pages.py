@@ -60,6 +60,7 @@ def test_the_configuration_page_tells_limits_and_choices() -> None:
     page = GENERATED["configuration"]()
     assert "| `engine.tensor_parallel_size` | `1` | integer, ≥ 1, ≤ 1024 |" in page
     assert "| `engine.gpu_memory_utilization` | `0.9` | number, > 0.0, ≤ 1.0 |" in page
+    assert '| `model.served_name` | `""` | string or list |' in page
     assert "| `speculation.N.share` | `cluster` | `cluster`, `replica` |" in page
 
 

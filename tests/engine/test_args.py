@@ -168,9 +168,11 @@ def test_a_shard_is_an_actor_unless_the_engine_core_holds_it() -> None:
 
 def test_the_served_name_is_the_path_unless_one_is_given() -> None:
     named = parse({"model": {"path": "m", "served_name": "demo"}})
+    several = parse({"model": {"path": "m", "served_name": ["demo", "default"]}})
 
     assert serve_namespace(config()).served_model_name == ["m"]
     assert serve_namespace(named).served_model_name == ["demo"]
+    assert serve_namespace(several).served_model_name == ["demo", "default"]
 
 
 @pytest.mark.parametrize("source", [{"kind": "mtp"}, {"kind": "draft_model", "model": "small"}])

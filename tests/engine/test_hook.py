@@ -93,6 +93,7 @@ def hook(config: AppConfig) -> ProposerHook:
         additional_config={"specserve": config.model_dump(mode="json")},
         model_config=SimpleNamespace(max_model_len=MAX_MODEL_LEN, get_vocab_size=lambda: 100),
         scheduler_config=SimpleNamespace(max_num_seqs=4),
+        observability_config=SimpleNamespace(per_request_spec_decode_metrics="none"),
         lora_config=None,
     )
     return ProposerHook(vllm_config)
@@ -149,6 +150,21 @@ def test_a_draft_that_the_scheduler_cut_is_counted_as_cut(hook: ProposerHook) ->
     (acceptance,) = _snapshot(hook).acceptance
     assert acceptance.num_draft_tokens == 2
     assert acceptance.num_accepted_tokens == 2
+
+
+def test_outcomes_are_told_once_and_of_those_requests_that_ask(hook: ProposerHook) -> None:
+    runner = Runner(a=REPEATING, b=REPEATING)
+    runner.requests["a"] = _request(extra_args={"report": 1})
+    hook.attach(runner)
+    _step(hook, runner, [[4], [4]])
+    assert hook.take_outcomes() == {}  # nothing was verified
+    for row in (0, 1):
+        _append(runner, row, [1, 2, 9])
+    _step(hook, runner, [[1, 2, 9], [1, 2, 9]], a=[1, 2, 3, 4], b=[1, 2, 3, 4])
+    assert hook.take_outcomes() == {"a": ("ngram", 4, 2)}
+    assert hook.take_outcomes() == {}
+    hook.forget(["a"])
+    assert not hook._reporting
 
 
 def test_a_draft_waits_for_a_request_that_had_no_turn(hook: ProposerHook) -> None:
@@ -411,6 +427,7 @@ def test_the_draft_memory_is_told_who_is_configured_and_how_its_metrics_are_labe
         additional_config=told,
         model_config=SimpleNamespace(max_model_len=MAX_MODEL_LEN, get_vocab_size=lambda: 100),
         scheduler_config=SimpleNamespace(max_num_seqs=4),
+        observability_config=SimpleNamespace(per_request_spec_decode_metrics="none"),
         lora_config=SimpleNamespace(max_cpu_loras=3, max_loras=1),
     )
     context = ProposerHook(vllm_config)._source_context()

@@ -90,6 +90,7 @@ def hook() -> ProposerHook:
             max_model_len=MAX_MODEL_LEN, get_vocab_size=lambda: VOCAB_SIZE
         ),
         scheduler_config=SimpleNamespace(max_num_seqs=4),
+        observability_config=SimpleNamespace(per_request_spec_decode_metrics="none"),
         lora_config=None,
     )
     return ProposerHook(vllm_config)

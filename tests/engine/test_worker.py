@@ -124,6 +124,7 @@ class Hook(ProposerHook):
         self._exits = [lambda: self.seen.append(worker.is_shut_down)]
         self.seen: list[bool] = []
         self.idle_steps: list[list[list[int]]] = []
+        self._outcomes = {}
 
     def forget(self, request_ids: object) -> None:
         """Nothing is kept."""
@@ -170,8 +171,12 @@ def test_an_idle_step_is_taken_as_without_speculation() -> None:
     assert output.specserve_drafts is None
     assert hook.idle_steps == [[[7]]]
 
+    assert not hasattr(output, "specserve_outcomes")
+
+    hook._outcomes = {"a": ("ngram", 2, 1)}
     worker.execute_model(SimpleNamespace(finished_req_ids=(), is_idle=False))
     output = worker.sample_tokens(None)
+    assert output.specserve_outcomes == {"a": ("ngram", 2, 1)}
     assert worker.taken_with == [SPECULATION, SPECULATION]
     assert output.specserve_drafts == DraftTokenIds(["a"], [[1]])
     assert len(hook.idle_steps) == 1

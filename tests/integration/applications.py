@@ -42,7 +42,7 @@ KEYS = {f"SPECSERVE_TEST_KEY_{number}": f"sk-{number}" * 8 for number in range(l
 def application(**sections: Mapping[str, Any]) -> dict[str, Any]:
     """``args`` of an application that serves the draft model; sections are merged into it."""
     base: dict[str, Any] = {
-        "model": {"path": str(model_path("demo-draft")), "served_name": "demo"},
+        "model": {"path": str(model_path("demo-draft")), "served_name": ["demo", "default"]},
         "engine": ENGINE,
         # Every draft is sent, also the ones that do not pay.
         "speculation": [{"kind": "ngram", "max_draft_len": 6, "dynamic": False}],

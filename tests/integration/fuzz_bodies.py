@@ -87,7 +87,7 @@ _REQUEST: list[Body] = [
     {"stream": True},
     {"stream": True, "stream_options": {"include_usage": True}},
     {"vllm_xargs": {"speculation": "off"}},
-    {"vllm_xargs": {"speculation": "ngram", "max_draft_tokens": 2, "learn": 0}},
+    {"vllm_xargs": {"speculation": "ngram", "max_draft_tokens": 2, "learn": 0, "report": 1}},
     {"vllm_xargs": {"max_draft_tokens": 0}},
     {"vllm_xargs": {"prediction": [_PROMPT, "total"]}},
     {"prediction": {"type": "content", "content": [{"type": "text", "text": _PROMPT}]}},

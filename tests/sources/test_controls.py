@@ -17,8 +17,8 @@ def test_a_request_that_asks_for_nothing_gets_the_defaults(
 
 
 def test_all_fields_are_read() -> None:
-    asked = {"speculation": "mtp", "max_draft_tokens": 3, "learn": 0, "other": "x"}
-    assert parse_controls(asked, KINDS) == RequestControls("mtp", 3, False)
+    asked = {"speculation": "mtp", "max_draft_tokens": 3, "learn": 0, "report": 1, "other": "x"}
+    assert parse_controls(asked, KINDS) == RequestControls("mtp", 3, False, report=True)
 
 
 @pytest.mark.parametrize("value", ["auto", "off", "ngram", "mtp"])
@@ -46,10 +46,11 @@ def test_another_draft_limit_is_refused_with_its_range(value: object) -> None:
         parse_controls({"max_draft_tokens": value}, KINDS)
 
 
-@pytest.mark.parametrize("value", [2, -1, "no", True, 0.5])
-def test_learn_is_nought_or_one(value: object) -> None:
-    with pytest.raises(RequestError, match=r"vllm_xargs\.learn.*0 or 1"):
-        parse_controls({"learn": value}, KINDS)
+@pytest.mark.parametrize("key", ["learn", "report"])
+@pytest.mark.parametrize("value", [2, -1, "no", True, 0.5, None])
+def test_a_switch_is_nought_or_one(key: str, value: object) -> None:
+    with pytest.raises(RequestError, match=rf"vllm_xargs\.{key}.*0 or 1"):
+        parse_controls({key: value}, KINDS)
 
 
 def test_a_tenant_among_the_arguments_is_nothing_that_a_request_asks_for() -> None:
@@ -77,7 +78,7 @@ def test_of_a_request_without_a_tenant_nothing_is_learned(
     assert (controls.tenant, controls.learn) == (NO_TENANT, False)
 
 
-@pytest.mark.parametrize("key", ["speculation", "max_draft_tokens", "learn"])
+@pytest.mark.parametrize("key", ["speculation", "max_draft_tokens", "learn", "report"])
 def test_where_vllm_drafts_itself_controls_are_refused(key: str) -> None:
     with pytest.raises(RequestError, match=f"vllm_xargs.{key}"):
         parse_controls({key: 0}, None)

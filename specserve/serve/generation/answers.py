@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -27,6 +28,8 @@ STATUSES: Mapping[GenerationErrorKind, int] = {
 }
 
 TopTokens = tuple[tuple[Token, ...], ...]
+Speculation = Mapping[str, Any] | UnsetType
+"""What it did, where that is asked for."""
 
 
 class Sequence(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +42,7 @@ class Sequence(msgspec.Struct, frozen=True, kw_only=True):
     prefill: tuple[PromptToken, ...]
     tokens: tuple[Token, ...]
     top_tokens: TopTokens | UnsetType = UNSET
+    speculative_decoding: Speculation = UNSET
 
 
 class Details(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +55,7 @@ class Details(msgspec.Struct, frozen=True, kw_only=True):
     prefill: tuple[PromptToken, ...]
     tokens: tuple[Token, ...]
     top_tokens: TopTokens | UnsetType = UNSET
+    speculative_decoding: Speculation = UNSET
     best_of_sequences: tuple[Sequence, ...] | UnsetType = UNSET
 
 
@@ -68,6 +73,7 @@ class StreamDetails(msgspec.Struct, frozen=True, kw_only=True):
     generated_tokens: int
     seed: int | None
     input_length: int
+    speculative_decoding: Speculation = UNSET
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,6 +121,7 @@ def whole_response(asked: Generation, output: Output, seconds: float, *, listed:
             prefill=output.prompt_tokens,
             tokens=continuation.tokens,
             top_tokens=continuation.top_tokens or UNSET,
+            speculative_decoding=continuation.speculation or UNSET,
             best_of_sequences=tuple(_sequence(asked, output, *each) for each in others) or UNSET,
         )
         answer = Answer(generated_text=answer.generated_text, details=details)
@@ -175,6 +182,7 @@ class _Stream:
                     generated_tokens=self._num_tokens,
                     seed=_seed(self._asked, 0),
                     input_length=output.num_prompt_tokens,
+                    speculative_decoding=new.speculation or UNSET,
                 )
             event = Event(
                 index=self._num_tokens,
@@ -201,6 +209,7 @@ def _sequence(asked: Generation, output: Output, index: int, other: Continuation
         prefill=output.prompt_tokens,
         tokens=other.tokens,
         top_tokens=other.top_tokens or UNSET,
+        speculative_decoding=other.speculation or UNSET,
     )
 
 

@@ -52,6 +52,7 @@ def error_of(api: Api, body: dict[str, Any], path: str = "/v1/completions") -> d
             "'x' is not allowed; allowed: an integer 0",
         ),
         ({"learn": 2}, "learn", "2 is not allowed; allowed: 0 or 1"),
+        ({"report": "yes"}, "report", "'yes' is not allowed; allowed: 0 or 1"),
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -87,6 +88,13 @@ def test_a_body_that_is_no_json_object_is_refused(api: Api, body: str) -> None:
     response = api.http.post("/v1/completions", content=body, headers=headers)
     assert 400 <= response.status_code < 500
     assert response.json()["error"]["message"]
+
+
+def test_the_model_answers_to_each_of_its_names(api: Api) -> None:
+    listed = api.http.get("/v1/models").json()["data"]
+    assert [each["id"] for each in listed] == ["demo", "default"]
+    answer = api.complete(model="default", prompt="import os", max_tokens=2)
+    assert answer["choices"][0]["finish_reason"] == "length"
 
 
 def test_an_unknown_model_is_not_found(api: Api) -> None:

@@ -262,6 +262,41 @@ def openai(api: Api) -> Iterator[OpenAI]:
         yield client
 
 
+def test_an_answer_that_is_asked_tells_what_speculation_did(api: Api) -> None:
+    """Streamed or not, by the OpenAI and the generation API, and where a stop string ends it."""
+    asked: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 48, "vllm_xargs": {"report": 1}}
+
+    def whole(**options: Any) -> Any:
+        return api.complete(**asked | options)["metrics"]["speculative_decoding"]
+
+    def streamed() -> Any:
+        with api.streaming(**asked, stream_options={"include_usage": True}) as events:
+            *others, last = events
+        assert not any(event.get("metrics") for event in others)
+        return last["metrics"]["speculative_decoding"]
+
+    def generated() -> Any:
+        parameters = {"max_new_tokens": 48, "details": True}
+        body = {"inputs": PROMPT, "parameters": parameters, "vllm_xargs": asked["vllm_xargs"]}
+        return api.ask("/generate", **body)["details"]["speculative_decoding"]
+
+    for tell in (whole, streamed, generated):
+        before = api.counts()
+        told, counted = tell(), api.counts().since(before)
+        assert counted.accepted_tokens > 0
+        assert told["sources"]["ngram"] == {
+            "drafted_tokens": counted.draft_tokens,
+            "accepted_tokens": counted.accepted_tokens,
+        }
+        assert told["num_accepted_draft_tokens"] == counted.accepted_tokens
+    answer = api.complete(prompt=PROMPT, max_tokens=48)
+    assert answer["metrics"] is None
+    text = answer["choices"][0]["text"]
+    told = whole(stop=text[len(text) // 2 :], max_tokens=96)
+    assert told["sources"]["ngram"]["drafted_tokens"] == told["num_draft_tokens"] > 0
+    assert whole(logit_bias={"300": 1.0})["num_draft_tokens"] == 0
+
+
 def test_the_openai_client_streams_a_completion(api: Api, openai: OpenAI) -> None:
     stream = openai.completions.create(
         model=MODEL, prompt=PROMPT, max_tokens=48, temperature=0, stream=True

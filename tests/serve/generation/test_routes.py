@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from typing import Any
 
@@ -118,6 +119,17 @@ def test_a_stream_has_an_event_for_each_token_whatever_a_step_brought(
         "generated_text": " t1 t2 t3 t4 t5 t6",
         "details": None,
     }
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_details_tell_what_speculation_did_where_the_engine_does(stream: bool) -> None:
+    output = step(1, finish="length")
+    (continuation,) = output.continuations
+    told = dataclasses.replace(continuation, speculation={"num_draft_tokens": 3})
+    engine = ScriptedEngine(dataclasses.replace(output, continuations=(told,)))
+    answer = post(engine, parameters={"details": True}, stream=stream)
+    details = json.loads(answer.text.removeprefix("data: "))["details"]
+    assert details["speculative_decoding"] == {"num_draft_tokens": 3}
 
 
 def test_the_last_event_has_the_details_where_asked_for() -> None:

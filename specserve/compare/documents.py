@@ -1,0 +1,55 @@
+"""Questions on long documents that every machine carries: licences, and Python's manual."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from pydoc_data.topics import topics
+
+from specserve.compare.corpus import standard_library
+
+MIN_CHARS = 4000
+
+_SYSTEM_LICENCES = Path("/usr/share/common-licenses")  # of Debian and what is made from it
+
+_QUESTIONS = (
+    "Summarize this document in five sentences.",
+    "Which terms does this document define? Quote each definition.",
+    "Print the paragraph of this document that begins with `{beginning}`, word for word.",
+    "Which conditions and exceptions does this document name? Quote them.",
+)
+
+
+def load_documents() -> list[str]:
+    """Texts of at least ``MIN_CHARS`` characters: licences, then pages of Python's manual."""
+    files = [standard_library() / "LICENSE.txt", *sorted(_SYSTEM_LICENCES.glob("*"))]
+    licences = [
+        each.read_text(encoding="utf-8", errors="replace") for each in files if each.is_file()
+    ]
+    manual = [topics[name] for name in sorted(topics)]
+    # The newest licence has a second name there.
+    return [text for text in dict.fromkeys([*licences, *manual]) if len(text) >= MIN_CHARS]
+
+
+def ask(
+    documents: Sequence[str], number: int, rng: random.Random, max_chars: int
+) -> list[dict[str, str]]:
+    """A dialogue of one question on a part of a document.
+
+    Args:
+        documents: what :func:`load_documents` gave.
+        number: which question; those there are come in turn.
+        rng: draws document and part.
+        max_chars: most of the document.
+    """
+    paragraphs = [each for each in rng.choice(documents).split("\n\n") if each.strip()]
+    start = rng.randrange(len(paragraphs))
+    part: list[str] = []
+    for each in paragraphs[start:]:
+        if sum(map(len, part)) + len(each) > max_chars:
+            break
+        part.append(each)
+    beginning = " ".join((rng.choice(part) if part else "").split()[:5])
+    question = _QUESTIONS[number % len(_QUESTIONS)].format(beginning=beginning)
+    return [{"role": "user", "content": "\n\n".join([question, *part])}]
