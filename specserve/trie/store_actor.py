@@ -157,9 +157,11 @@ class RemoteStore:
 
     Args:
         name: one of :func:`list_stores`.
+        timeout_s: how long the store may take to answer, in seconds.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+        self._timeout_s = timeout_s
         try:
             self._actor = ray.get_actor(name, namespace=NAMESPACE)
         except ValueError:
@@ -168,20 +170,34 @@ class RemoteStore:
 
     def stats(self) -> StoreStats:
         """:meth:`TrieStore.stats`."""
-        return _result(self._actor.stats.remote(), StoreStats)
+        return self._result(self._actor.stats.remote(), StoreStats)
 
     def purge(self, namespace: str) -> int:
         """:meth:`TrieStore.purge`."""
-        return _result(self._actor.purge.remote(namespace), int)
+        return self._result(self._actor.purge.remote(namespace), int)
 
     def snapshot_now(self) -> int:
         """:meth:`TrieStore.snapshot_now`."""
-        return _result(self._actor.snapshot_now.remote(), int)
+        return self._result(self._actor.snapshot_now.remote(), int)
 
     def stop(self) -> None:
         """Has a last snapshot written, and ends the store for good."""
-        _result(self._actor.close.remote(), type(None))
+        self._result(self._actor.close.remote(), type(None))
         ray.kill(self._actor, no_restart=True)
+
+    def _result(self, reference: Any, kind: type[T]) -> T:
+        try:
+            result = ray.get(reference, timeout=self._timeout_s)
+        except GetTimeoutError:
+            raise StoreError(f"no answer within {self._timeout_s:g} s") from None
+        except RayTaskError as error:
+            if isinstance(error.cause, SpecServeError):
+                raise error.cause from None
+            raise
+        except ray.exceptions.RayError as error:
+            raise StoreError(_say(error)) from error
+        assert isinstance(result, kind)
+        return result
 
 
 def list_stores() -> list[str]:
@@ -192,21 +208,6 @@ def list_stores() -> list[str]:
         for actor in actors
         if actor["namespace"] == NAMESPACE and actor["name"].startswith(NAME_PREFIX)
     )
-
-
-def _result(reference: Any, kind: type[T]) -> T:
-    try:
-        result = ray.get(reference, timeout=CONTROL_TIMEOUT_S)
-    except GetTimeoutError:
-        raise StoreError(f"no answer within {CONTROL_TIMEOUT_S:g} s") from None
-    except RayTaskError as error:
-        if isinstance(error.cause, SpecServeError):
-            raise error.cause from None
-        raise
-    except ray.exceptions.RayError as error:
-        raise StoreError(_say(error)) from error
-    assert isinstance(result, kind)
-    return result
 
 
 def _say(error: Exception) -> str:
