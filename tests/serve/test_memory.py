@@ -137,7 +137,7 @@ def lines(*values: object) -> bytes:
     return b"\n".join(json.dumps(each).encode() for each in values)
 
 
-def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
+def error_of(answer: Any, status: int) -> dict[str, Any]:
     assert answer.status_code == status, answer.text
     error: dict[str, Any] = answer.json()["error"]
     assert error["code"] == status
