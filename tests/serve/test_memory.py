@@ -241,7 +241,10 @@ def test_a_body_that_is_cut_off_teaches_nothing(stores: Stores, clock: Clock) ->
     async def send(message: Message) -> None:
         sent.append(message)
 
-    asyncio.run(application(stores, clock)(scope, receive, send))
+    async def run() -> None:
+        await application(stores, clock)(scope, receive, send)
+
+    asyncio.run(run())
     assert sent[0]["status"] == 499
     assert stores.tokens() == {}
 
