@@ -5,13 +5,13 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from specserve.core.errors import ConfigError
 from specserve.core.types import Int32Array
 from specserve.trie.namespaces import half_of, namespace, shard_of, tenant_half
 from specserve.trie.records import StoreClient
-from specserve.trie.store import StoreOptions, StoreStats
+from specserve.trie.store import StoreOptions, TrieStore
 from specserve.trie.store_actor import RayStoreClient, RemoteStore
 from specserve.trie.text_writer import TextWriter
 from specserve.trie.warm_texts import read_texts
@@ -39,18 +39,6 @@ class TextReader(NamedTuple):
     adapters: Callable[[], Collection[str]]
 
 
-class Store(Protocol):
-    """As much of a store as is asked here; see :class:`RemoteStore`."""
-
-    def stats(self) -> StoreStats:
-        """What it holds."""
-        ...
-
-    def purge(self, namespace: str) -> int:
-        """Forgets a namespace or a tenant's half of one; how many tokens."""
-        ...
-
-
 _find_store = partial(RemoteStore, timeout_s=ANSWER_S)
 
 
@@ -71,7 +59,7 @@ class TenantMemory:
         stores: list[StoreOptions],
         reader: TextReader,
         connect: Callable[[StoreOptions], StoreClient] = RayStoreClient,
-        find: Callable[[str], Store] = _find_store,
+        find: Callable[[str], RemoteStore | TrieStore] = _find_store,
     ) -> None:
         self._stores = stores
         self._reader = reader
@@ -112,22 +100,18 @@ class TenantMemory:
         """
         if adapter and adapter not in (known := self._reader.adapters()):
             raise ConfigError("adapter", adapter, ", ".join(known) or "none: none is loaded")
-        name = namespace(self._stores[0].fingerprint, adapter, tenant)
+        name = self._namespace(tenant, adapter)
         self._writers[shard_of(name, len(self._stores))].write(name, texts)
 
-    def held(self, tenant: str) -> dict[str, int]:
-        """How many tokens the stores hold of each of a tenant's namespaces."""
-        return {
-            name: num_tokens
+    def held(self, tenant: str) -> list[dict[str, Any]]:
+        """The tenant's namespaces with their tokens and, where it is loaded now, their adapter."""
+        known = {self._namespace(tenant, each): each for each in ("", *self._reader.adapters())}
+        return [
+            {"namespace": name, "adapter": known.get(name), "tokens": num_tokens}
             for store in self._stores
             for name, num_tokens in self._find(store.name).stats().tokens_by_namespace.items()
             if half_of(name) == tenant_half(tenant)
-        }
-
-    def adapters_by_namespace(self, tenant: str) -> dict[str, str]:
-        """The adapter, empty: none, of each namespace that a request of a tenant may have now."""
-        identity = self._stores[0].fingerprint
-        return {namespace(identity, each, tenant): each for each in ("", *self._reader.adapters())}
+        ]
 
     def purge(self, tenant: str) -> int:
         """Forgets all of a tenant's namespaces, here and in all replicas; how many tokens.
@@ -138,3 +122,6 @@ class TenantMemory:
         self.held(tenant)  # all of the stores answer, or none is asked to forget
         stores = [self._find(each.name) for each in self._stores]
         return sum(each.purge(tenant_half(tenant)) for each in stores)
+
+    def _namespace(self, tenant: str, adapter: str) -> str:
+        return namespace(self._stores[0].fingerprint, adapter, tenant)

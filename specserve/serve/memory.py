@@ -11,7 +11,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from math import ceil
 from typing import Any, TypeVar
 
@@ -36,28 +35,18 @@ BYTES_PER_S = 128 << 10
 """Of bodies, for each tenant and replica. Tokenizing them takes some 5 % of a CPU."""
 BURST_S = 2.0
 """What may come at once: so many seconds' bytes, and one body more."""
-LEAST_BYTES = 16 << 10
-"""What a call counts for at least."""
+CALL_BYTES = 16 << 10
+"""What a call counts for beside its body."""
 
 _PATH = "/v1/speculation/memory"
 
 T = TypeVar("T")
+_Pay = Callable[[int], None]
 
 
 def is_memory(scope: Scope) -> bool:
     """Whether a call is one of these routes, whose body is not for vLLM."""
     return bool(scope["path"].removeprefix(scope.get("root_path", "")) == _PATH)
-
-
-@dataclass(slots=True)
-class Turn:
-    """One call that is being answered.
-
-    Attributes:
-        num_bytes: of its body, as far as it was taken.
-    """
-
-    num_bytes: int = 0
 
 
 class Turns:
@@ -73,8 +62,12 @@ class Turns:
         self._paid_at: dict[tuple[str, str], float] = {}
 
     @contextmanager
-    def take(self, kind: str, tenant: str) -> Iterator[Turn]:
-        """A call of a tenant. Raises HTTPException 429 where it comes too early."""
+    def take(self, kind: str, tenant: str) -> Iterator[_Pay]:
+        """A call of a tenant; told of the bytes that it takes.
+
+        Raises:
+            HTTPException: 429, it comes too early.
+        """
         key = kind, tenant
         wait_s = self._paid_at.get(key, 0.0) - self._clock() - BURST_S
         if wait_s > 0:
@@ -82,14 +75,17 @@ class Turns:
             raise HTTPException(429, detail, {"Retry-After": str(ceil(wait_s))})
         if key in self._answering:
             raise HTTPException(429, "another such call of the tenant is being answered")
+
+        def pay(num_bytes: int) -> None:
+            paid_at = max(self._paid_at.get(key, 0.0), self._clock())
+            self._paid_at[key] = paid_at + num_bytes / BYTES_PER_S
+
+        pay(CALL_BYTES)
         self._answering.add(key)
-        turn = Turn()
         try:
-            yield turn
+            yield pay
         finally:
             self._answering.remove(key)
-            cost_s = max(turn.num_bytes, LEAST_BYTES) / BYTES_PER_S
-            self._paid_at[key] = max(self._paid_at.get(key, 0.0), self._clock()) + cost_s
 
 
 class MemoryApi:
@@ -137,15 +133,15 @@ class MemoryApi:
         return router
 
     async def _answered(
-        self, request: Request, answer: Callable[[Request, str, Turn], Awaitable[dict[str, Any]]]
+        self, request: Request, answer: Callable[[Request, str, _Pay], Awaitable[dict[str, Any]]]
     ) -> Response:
         if self._refusal is not None:
             raise HTTPException(*self._refusal)
         caller = CURRENT_TENANT.get() if self._has_keys else ""
         try:
-            with self._turns.take(request.method, caller) as turn:
+            with self._turns.take(request.method, caller) as pay:
                 _check_query(request)
-                told = await answer(request, "" if self._shares else caller, turn)
+                told = await answer(request, "" if self._shares else caller, pay)
         except ConfigError as error:
             return openai_error(str(error), "BadRequestError", error.field, 400)
         except (StoreError, SnapshotError) as error:
@@ -157,11 +153,11 @@ class MemoryApi:
             headers={"Cache-Control": "no-store"},
         )
 
-    async def _teach(self, request: Request, tenant: str, turn: Turn) -> dict[str, Any]:
+    async def _teach(self, request: Request, tenant: str, pay: _Pay) -> dict[str, Any]:
         body = bytearray()
         async for piece in request.stream():
+            pay(len(piece))
             body += piece
-            turn.num_bytes = len(body)
             if len(body) > MAX_BODY_BYTES:
                 raise HTTPException(413, f"a body has at most {MAX_BODY_BYTES} bytes")
         if body.rstrip(b"\n").count(b"\n") >= MAX_LINES:
@@ -171,16 +167,11 @@ class MemoryApi:
         await _in(self._asking, lambda: self._memory.teach(tenant, adapter, texts))
         return {"lines": len(texts), "tokens": sum(len(tokens) for tokens, _ in texts)}
 
-    async def _tell(self, request: Request, tenant: str, turn: Turn) -> dict[str, Any]:
+    async def _tell(self, request: Request, tenant: str, pay: _Pay) -> dict[str, Any]:
         held = await _in(self._asking, lambda: self._memory.held(tenant))
-        adapters = self._memory.adapters_by_namespace(tenant)
-        namespaces = [
-            {"namespace": name, "adapter": adapters.get(name), "tokens": held[name]}
-            for name in sorted(held)
-        ]
-        return {"tokens": sum(held.values()), "namespaces": namespaces}
+        return {"tokens": sum(each["tokens"] for each in held), "namespaces": held}
 
-    async def _forget(self, request: Request, tenant: str, turn: Turn) -> dict[str, Any]:
+    async def _forget(self, request: Request, tenant: str, pay: _Pay) -> dict[str, Any]:
         if self._shares:
             why = "all tenants share one memory (share_tenants), and nothing in it is one's own"
             raise HTTPException(403, f"{why}; `specserve trie purge` clears it")

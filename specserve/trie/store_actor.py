@@ -170,34 +170,20 @@ class RemoteStore:
 
     def stats(self) -> StoreStats:
         """:meth:`TrieStore.stats`."""
-        return self._result(self._actor.stats.remote(), StoreStats)
+        return _result(self._actor.stats.remote(), StoreStats, self._timeout_s)
 
     def purge(self, namespace: str) -> int:
         """:meth:`TrieStore.purge`."""
-        return self._result(self._actor.purge.remote(namespace), int)
+        return _result(self._actor.purge.remote(namespace), int, self._timeout_s)
 
     def snapshot_now(self) -> int:
         """:meth:`TrieStore.snapshot_now`."""
-        return self._result(self._actor.snapshot_now.remote(), int)
+        return _result(self._actor.snapshot_now.remote(), int, self._timeout_s)
 
     def stop(self) -> None:
         """Has a last snapshot written, and ends the store for good."""
-        self._result(self._actor.close.remote(), type(None))
+        _result(self._actor.close.remote(), type(None), self._timeout_s)
         ray.kill(self._actor, no_restart=True)
-
-    def _result(self, reference: Any, kind: type[T]) -> T:
-        try:
-            result = ray.get(reference, timeout=self._timeout_s)
-        except GetTimeoutError:
-            raise StoreError(f"no answer within {self._timeout_s:g} s") from None
-        except RayTaskError as error:
-            if isinstance(error.cause, SpecServeError):
-                raise error.cause from None
-            raise
-        except ray.exceptions.RayError as error:
-            raise StoreError(_say(error)) from error
-        assert isinstance(result, kind)
-        return result
 
 
 def list_stores() -> list[str]:
@@ -208,6 +194,21 @@ def list_stores() -> list[str]:
         for actor in actors
         if actor["namespace"] == NAMESPACE and actor["name"].startswith(NAME_PREFIX)
     )
+
+
+def _result(reference: Any, kind: type[T], timeout_s: float) -> T:
+    try:
+        result = ray.get(reference, timeout=timeout_s)
+    except GetTimeoutError:
+        raise StoreError(f"no answer within {timeout_s:g} s") from None
+    except RayTaskError as error:
+        if isinstance(error.cause, SpecServeError):
+            raise error.cause from None
+        raise
+    except ray.exceptions.RayError as error:
+        raise StoreError(_say(error)) from error
+    assert isinstance(result, kind)
+    return result
 
 
 def _say(error: Exception) -> str:
