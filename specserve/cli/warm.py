@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 from rich.console import Console
 from rich.progress import track
 
@@ -21,15 +20,14 @@ from specserve.core.errors import (
     reason_of,
 )
 from specserve.core.source_config import TrieConfig
-from specserve.core.types import Int32Array
 from specserve.engine.checkpoint import find_checkpoint, model_identity
-from specserve.engine.cluster_memory import store_options
+from specserve.engine.cluster_memory import shared_trie, store_options
 from specserve.serve.config_file import Application, read
 from specserve.trie.namespaces import namespace, shard_of
 from specserve.trie.store import StoreOptions
 from specserve.trie.store_actor import RayStoreClient, list_stores
 from specserve.trie.text_writer import write_texts
-from specserve.trie.warm_texts import WarmText, read_texts
+from specserve.trie.warm_texts import read_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +59,7 @@ class Warmup:
         """
         config = _application(path, application).config
         with _field_of(path):
-            source = _source(config)
+            source = shared_trie(config)
             _check_tenant(config, source, tenant)
             identity = model_identity(config.model)
             tokenizer, vocab_size = _load(config)
@@ -75,7 +73,7 @@ class Warmup:
         Raises:
             SpecServeError: the first line that is wrong.
         """
-        return sum(1 for _ in read_texts(path, self.store.vocab_size))
+        return sum(1 for _ in read_file(path, self.store.vocab_size))
 
     def run(self, path: Path, num_texts: int) -> int:
         """Writes them, with a progress bar; how many tokens. Needs a connection to Ray.
@@ -86,23 +84,12 @@ class Warmup:
         if self.store.name not in (running := list_stores()):
             others = f"; others: {', '.join(running)}" if running else ""
             raise StoreError(f"no draft memory of this model runs in this cluster{others}")
-        texts = read_texts(path, self.store.vocab_size)
+        texts = read_file(path, self.store.vocab_size)
         console = Console(stderr=True)
         shown = track(texts, "warming", num_texts, console=console, transient=True)
         client = RayStoreClient(self.store)
-        return write_texts(client, self.store, self.namespace, map(self.tokens, shown))
-
-    def tokens(self, text: WarmText) -> tuple[Int32Array, int]:
-        """The text's tokens as requests would have them, and how many of them are prompt.
-
-        Only a prompt begins with what the tokenizer puts before it; an answer is generated as its
-        own tokens.
-        """
-        if text.token_ids:
-            return np.array(text.token_ids, np.int32), 0
-        prompt = self.tokenizer.encode(text.prompt) if text.prompt else []
-        answer = self.tokenizer.encode(text.completion, add_special_tokens=False)
-        return np.array([*prompt, *answer], np.int32), len(prompt)
+        tokens = (text.tokens(self.tokenizer) for text in shown)
+        return write_texts(client, self.store, self.namespace, tokens)
 
 
 def _application(path: Path, name: str) -> Application:
@@ -112,16 +99,6 @@ def _application(path: Path, name: str) -> Application:
     if name not in applications:
         raise ConfigError("--application", name, ", ".join(applications))
     return applications[name]
-
-
-def _source(config: AppConfig) -> TrieConfig:
-    for index, source in enumerate(config.speculation):
-        if isinstance(source, TrieConfig):
-            if source.share != "cluster":
-                raise ConfigError(f"speculation.{index}.share", source.share, "cluster")
-            return source
-    kinds = [source.kind for source in config.speculation]
-    raise ConfigError("speculation", kinds, "a list with a source of kind trie")
 
 
 def _check_tenant(config: AppConfig, source: TrieConfig, tenant: str) -> None:

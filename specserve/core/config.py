@@ -153,6 +153,9 @@ class HttpConfig(Section):
     does."""
     speculation_page: bool = True
     """Answer ``/speculation``, a page that shows live what is drafted and accepted."""
+    memory_api: Literal["with_api_keys", "always", "never"] = "with_api_keys"
+    """Answer ``/v1/speculation/memory``, by which clients fill and clear the draft memory; without
+    API keys everyone's."""
     show_text: bool = False
     """Show the texts of recent requests on that page; otherwise lengths and sources alone."""
 

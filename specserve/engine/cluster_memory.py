@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from specserve.core.config import AppConfig
+from specserve.core.errors import ConfigError
 from specserve.core.metrics import LinkSnapshot
 from specserve.core.source_config import TrieConfig
 from specserve.core.types import Int32Array
@@ -89,6 +91,21 @@ class ClusterMemory:
             sent = list(pool.map(lambda link: link.stop(LAST_WORDS_S), self._links))
         if not all(sent):
             logger.warning("The draft memory did not take all that this replica learned last")
+
+
+def shared_trie(config: AppConfig) -> TrieConfig:
+    """The source whose memory is the cluster's.
+
+    Raises:
+        ConfigError: there is none; names the field that makes one.
+    """
+    for index, source in enumerate(config.speculation):
+        if isinstance(source, TrieConfig):
+            if source.share != "cluster":
+                raise ConfigError(f"speculation.{index}.share", source.share, "cluster")
+            return source
+    kinds = [source.kind for source in config.speculation]
+    raise ConfigError("speculation", kinds, "a list with a source of kind trie")
 
 
 def store_options(

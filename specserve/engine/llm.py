@@ -32,12 +32,15 @@ from specserve.core.metrics import SpeculationSnapshot
 from specserve.core.openmp import openmp_environment
 from specserve.core.recent import RecentRequest
 from specserve.engine.args import serve_namespace, served_engine_args
+from specserve.engine.checkpoint import model_identity
 from specserve.engine.client import ServedLLM
+from specserve.engine.cluster_memory import shared_trie, store_options
 from specserve.engine.cpu.backend import choose_latent_attention
 from specserve.engine.isolation import TenantLLM, close_routes, part_media, part_responses
 from specserve.engine.logits_processors import PROCESSORS
 from specserve.engine.predicted import predictor
 from specserve.engine.prediction import Predictor
+from specserve.engine.tenant_memory import TenantMemory, TextReader
 from specserve.engine.tenants import stamp_requests
 from specserve.engine.text_generator import TextGenerator
 from specserve.engine.text_request import TextEngine
@@ -168,6 +171,24 @@ class Engine:
             method, envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS, args
         )
         return answers[0]
+
+    def tenant_memory(self, app: FastAPI) -> TenantMemory:
+        """What tenants may fill of the draft memory that the configuration shares.
+
+        Args:
+            app: what :meth:`asgi_app` has returned.
+        """
+        source, identity = shared_trie(self._config), model_identity(self._config.model)
+        model = self._llm.model_config
+        shards = range(source.num_store_shards)
+        stores = [store_options(source, identity, model.get_vocab_size(), n) for n in shards]
+        # A copy: Rust's part of a tokenizer is changed by what others encode.
+        tokenizer: Any = copy.deepcopy(self._llm.get_tokenizer())
+        max_chars = model.max_model_len * tokenizer.max_chars_per_token
+        adapters = app.state.openai_serving_models.lora_requests
+        return TenantMemory(
+            stores, TextReader(tokenizer, model.max_model_len, max_chars, lambda: list(adapters))
+        )
 
     def decoder(self) -> Callable[[Sequence[int]], str]:
         """What turns tokens into text, special tokens included; for any one thread."""

@@ -17,6 +17,7 @@ from specserve.engine.prediction import CURRENT_PREDICTION, Prediction, Predicto
 from specserve.engine.tenants import CURRENT_CONTROLS
 from specserve.serve.generation.answers import error_response
 from specserve.serve.generation.routes import is_generation
+from specserve.serve.memory import is_memory
 from specserve.serve.middleware import openai_error
 from specserve.serve.prediction import (
     CountedAnswer,
@@ -60,7 +61,7 @@ class ControlsMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles one ASGI connection."""
-        if scope["type"] != "http" or scope["method"] != "POST":
+        if scope["type"] != "http" or scope["method"] != "POST" or is_memory(scope):
             await self._app(scope, receive, send)
             return
         body, messages = await _read(receive)

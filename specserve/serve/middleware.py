@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import Request
@@ -33,7 +34,7 @@ _SCALING = "/scale_elastic_ep"
 
 
 class RetryAfterMiddleware:
-    """Adds ``Retry-After`` to every 503 and 429, so that clients know when to come back.
+    """Adds ``Retry-After`` to each 503 and 429 without it: clients know when to come back.
 
     Args:
         app: the application behind.
@@ -42,14 +43,15 @@ class RetryAfterMiddleware:
 
     def __init__(self, app: ASGIApp, retry_after_s: int) -> None:
         self._app = app
-        self._header = (b"retry-after", str(retry_after_s).encode())
+        self._retry_after = str(retry_after_s)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles one ASGI connection."""
 
         async def send_with_header(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] in _BUSY:
-                message["headers"] = [*message.get("headers", ()), self._header]
+                headers = MutableHeaders(scope=message)
+                headers.setdefault("retry-after", self._retry_after)
             await send(message)
 
         await self._app(scope, receive, send_with_header)

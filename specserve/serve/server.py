@@ -18,6 +18,7 @@ from specserve.serve import daemons
 from specserve.serve.controls import ControlsMiddleware
 from specserve.serve.generation.routes import GenerationApi
 from specserve.serve.installation import require_same
+from specserve.serve.memory import MemoryApi
 from specserve.serve.middleware import (
     DisconnectMiddleware,
     FreshMetricsMiddleware,
@@ -81,6 +82,9 @@ class ModelServer:
         replica = serve.get_replica_context().replica_id.unique_id
         self._page = SpeculationPage(self._config, self._engine, replica, _asker())
         app.include_router(self._page.router())
+        app.include_router(
+            MemoryApi(self._config, lambda: self._engine.tenant_memory(app)).router()
+        )
         texts = self._engine.text_engine(app) if self._config.http.generation_api else None
         if texts is not None:
             app.include_router(GenerationApi(self._config, texts).router())

@@ -157,9 +157,11 @@ class RemoteStore:
 
     Args:
         name: one of :func:`list_stores`.
+        timeout_s: how long the store may take to answer, in seconds.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+        self._timeout_s = timeout_s
         try:
             self._actor = ray.get_actor(name, namespace=NAMESPACE)
         except ValueError:
@@ -168,19 +170,19 @@ class RemoteStore:
 
     def stats(self) -> StoreStats:
         """:meth:`TrieStore.stats`."""
-        return _result(self._actor.stats.remote(), StoreStats)
+        return _result(self._actor.stats.remote(), StoreStats, self._timeout_s)
 
     def purge(self, namespace: str) -> int:
         """:meth:`TrieStore.purge`."""
-        return _result(self._actor.purge.remote(namespace), int)
+        return _result(self._actor.purge.remote(namespace), int, self._timeout_s)
 
     def snapshot_now(self) -> int:
         """:meth:`TrieStore.snapshot_now`."""
-        return _result(self._actor.snapshot_now.remote(), int)
+        return _result(self._actor.snapshot_now.remote(), int, self._timeout_s)
 
     def stop(self) -> None:
         """Has a last snapshot written, and ends the store for good."""
-        _result(self._actor.close.remote(), type(None))
+        _result(self._actor.close.remote(), type(None), self._timeout_s)
         ray.kill(self._actor, no_restart=True)
 
 
@@ -194,11 +196,11 @@ def list_stores() -> list[str]:
     )
 
 
-def _result(reference: Any, kind: type[T]) -> T:
+def _result(reference: Any, kind: type[T], timeout_s: float) -> T:
     try:
-        result = ray.get(reference, timeout=CONTROL_TIMEOUT_S)
+        result = ray.get(reference, timeout=timeout_s)
     except GetTimeoutError:
-        raise StoreError(f"no answer within {CONTROL_TIMEOUT_S:g} s") from None
+        raise StoreError(f"no answer within {timeout_s:g} s") from None
     except RayTaskError as error:
         if isinstance(error.cause, SpecServeError):
             raise error.cause from None

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterable
+import uuid
+from collections.abc import Iterable, Sequence
 
-from specserve.core.errors import StoreError
+from specserve.core.errors import ConfigError, StoreError
 from specserve.core.types import Int32Array
-from specserve.trie.records import StoreClient
+from specserve.trie.records import (
+    LAST,
+    ExchangeRequest,
+    Record,
+    StoreClient,
+    records_of,
+)
 from specserve.trie.replica import ReplicaOptions, TrieReplica
 from specserve.trie.store import StoreOptions
 
 _CALL_S, _PATIENCE_S = 10.0, 60.0
 _TEXTS_AT_ONCE = 256
+_LOG_SHARE = 4
+"""Texts of one call take at most a quarter of the log, which drops the oldest for them."""
 
 
 def write_texts(
@@ -70,3 +80,57 @@ def _send(replica: TrieReplica) -> None:
         elif time.monotonic() > answered_at + _PATIENCE_S:
             raise StoreError(f"the draft memory has not answered for {_PATIENCE_S:g} s")
         time.sleep(rest_s)
+
+
+class TextWriter:
+    """Writes texts in one call to the store, which takes all of them or none; safe for threads.
+
+    Args:
+        client: the way to the store.
+        options: of the store.
+        timeout_s: how long the store may take to answer, in seconds.
+    """
+
+    def __init__(
+        self, client: StoreClient, options: StoreOptions, timeout_s: float = _CALL_S
+    ) -> None:
+        self._client = client
+        self._options = options
+        self._timeout_s = timeout_s
+        self._origin = uuid.uuid4().hex[:16]
+        self._epoch, self._num_records = "", 0
+        self._lock = threading.Lock()
+
+    def write(self, namespace: str, texts: Sequence[tuple[Int32Array, int]]) -> None:
+        """Writes texts: tokens, int32 ``[n]``, and how many of the first ones are prompt.
+
+        Raises:
+            ConfigError: they are too large for the log; none was written.
+            StoreError: the store does not answer, or refuses. None was written, or, where the
+                message says so, all may have been.
+        """
+        with self._lock:
+            records: list[Record] = []
+            for number, (tokens, num_prompt_tokens) in enumerate(texts, self._num_records + 1):
+                next_number = self._num_records + len(records) + 1
+                text = namespace, f"{self._origin}-{number}", 0, tokens, num_prompt_tokens, True
+                records += records_of(self._origin, next_number, time.time(), *text)
+            size, limit = sum(each.num_bytes for each in records), self._options.max_bytes
+            if size > limit // _LOG_SHARE:
+                allowed = f"at most {limit // _LOG_SHARE}, a quarter of the memory's log"
+                raise ConfigError("body", f"{size} bytes of tokens", allowed)
+            self._exchange([])  # a store that hangs is given nothing that it would take later
+            self._num_records += len(records)
+            try:
+                self._exchange(records)
+            except StoreError as error:
+                raise StoreError(f"{error}; it has taken all of these texts or none") from error
+
+    def _exchange(self, records: list[Record]) -> None:
+        request = ExchangeRequest(
+            self._options.fingerprint, self._origin, self._epoch, LAST, records, max_bytes=0
+        )
+        reply = self._client.exchange(request, self._timeout_s)
+        if reply.refused:
+            raise StoreError(reply.refused)
+        self._epoch = reply.epoch

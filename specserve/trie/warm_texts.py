@@ -1,15 +1,17 @@
-"""Texts for the draft memory, from a file of JSON lines."""
+"""Texts for the draft memory, from lines of JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from specserve.core.errors import ConfigError, SpecServeError
+from specserve.core.types import Int32Array
 
 _FORMS = ({"text"}, {"prompt", "completion"}, {"token_ids"})
 _KEYS = frozenset[str]().union(*_FORMS)
@@ -30,37 +32,70 @@ class WarmText:
     completion: str = ""
     token_ids: tuple[int, ...] = ()
 
+    def tokens(self, tokenizer: Any) -> tuple[Int32Array, int]:
+        """The text's tokens as requests would have them, and how many of them are prompt.
 
-def read_texts(path: Path, vocab_size: int) -> Iterator[WarmText]:
+        Only a prompt begins with what the tokenizer puts before it; an answer is generated as its
+        own tokens.
+
+        Args:
+            tokenizer: the model's, of transformers.
+        """
+        if self.token_ids:
+            return np.array(self.token_ids, np.int32), 0
+        prompt = tokenizer.encode(self.prompt) if self.prompt else []
+        answer = tokenizer.encode(self.completion, add_special_tokens=False)
+        return np.array([*prompt, *answer], np.int32), len(prompt)
+
+
+def read_file(path: Path, vocab_size: int) -> Iterator[WarmText]:
+    """Reads a file; see :func:`read_texts`.
+
+    Raises:
+        SpecServeError: the file cannot be read, or a line is wrong; says which, and why.
+    """
+    try:
+        with path.open("rb") as file:
+            for _, text in read_texts(file, vocab_size):
+                yield text
+    except OSError as error:
+        raise SpecServeError(f"{path}: cannot be read: {error.strerror}") from None
+    except ConfigError as error:
+        raise SpecServeError(f"{path}: {error}") from None
+
+
+def read_texts(lines: Iterable[bytes], vocab_size: int) -> Iterator[tuple[int, WarmText]]:
     """Reads ``{"text": ...}``, ``{"prompt": ..., "completion": ...}`` or ``{"token_ids": [...]}``.
 
     Other keys of a line, and blank lines, are passed over.
 
     Args:
-        path: a file of JSON lines in UTF-8.
+        lines: JSON in UTF-8.
         vocab_size: token ids are below it.
 
+    Yields:
+        The number of the line, from 1 on, and its text.
+
     Raises:
-        SpecServeError: the file cannot be read, or a line is none of these; says which, and why.
+        ConfigError: a line is none of these; its field tells the line's number too.
     """
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            text = _warm_text(line, vocab_size)
+        except ConfigError as error:
+            field = f"line {number}: {error.field}"
+            raise ConfigError(field, error.value, error.allowed) from None
+        yield number, text
+
+
+def _warm_text(line: bytes, vocab_size: int) -> WarmText:
     try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                try:
-                    text = _warm_text(msgspec.json.decode(line), vocab_size)
-                except ConfigError as error:
-                    raise SpecServeError(f"{path}: line {number}: {error}") from None
-                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                    reason = f"not valid JSON: {error}"
-                    raise SpecServeError(f"{path}: line {number}: {reason}") from None
-                yield text
-    except OSError as error:
-        raise SpecServeError(f"{path}: cannot be read: {error.strerror}") from None
-
-
-def _warm_text(value: Any, vocab_size: int) -> WarmText:
+        value = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        shown = line.strip()[:80].decode(errors="replace")
+        raise ConfigError("line", shown, f"valid JSON ({error})") from None
     keys = value.keys() & _KEYS if isinstance(value, dict) else set()
     if keys not in _FORMS:
         raise ConfigError("line", value, _ALLOWED)

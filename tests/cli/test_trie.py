@@ -149,13 +149,13 @@ def test_texts_become_the_tokens_that_requests_have(tmp_path: Path) -> None:
     warmup = Warmup.of(serve_file(tmp_path, {}), "", "", "")
     encode = warmup.tokenizer.encode
 
-    tokens, num_prompt_tokens = warmup.tokens(WarmText(prompt="def f(", completion="x):"))
+    tokens, num_prompt_tokens = WarmText(prompt="def f(", completion="x):").tokens(warmup.tokenizer)
     assert tokens[:num_prompt_tokens].tolist() == encode("def f(")
     assert tokens[num_prompt_tokens:].tolist() == encode("x):", add_special_tokens=False)
 
-    tokens, num_prompt_tokens = warmup.tokens(WarmText(completion="return x"))
+    tokens, num_prompt_tokens = WarmText(completion="return x").tokens(warmup.tokenizer)
     assert tokens.tolist() == encode("return x", add_special_tokens=False)
     assert num_prompt_tokens == 0
 
-    tokens, num_prompt_tokens = warmup.tokens(WarmText(token_ids=(7, 8)))
+    tokens, num_prompt_tokens = WarmText(token_ids=(7, 8)).tokens(warmup.tokenizer)
     assert (tokens.tolist(), num_prompt_tokens) == ([7, 8], 0)

@@ -92,7 +92,11 @@ SHARED: dict[str, dict[str, Any]] = {
 """The applications that most tests use, by their prefixes; all at once."""
 
 REPLICATED: dict[str, dict[str, Any]] = {
-    "/two": drafted_by(application(placement={"num_replicas": 2}), kind="trie", max_bytes=16 << 20),
+    "/two": drafted_by(
+        application(placement={"num_replicas": 2}, http={"memory_api": "always"}),
+        kind="trie",
+        max_bytes=16 << 20,
+    ),
     "/demo": demo(),
 }
 """Two replicas with one memory, and the demo. With the others they would need 16 GB."""

@@ -38,6 +38,12 @@ def test_a_busy_server_and_no_other_says_when_to_come_back(status: int, header: 
     assert TestClient(application).get("/").headers.get("Retry-After") == header
 
 
+def test_an_answer_that_says_itself_when_to_come_back_is_left_as_it_is() -> None:
+    answer = Response(status_code=429, headers={"Retry-After": "30"})
+    headers = TestClient(RetryAfterMiddleware(answer, 7)).get("/").headers
+    assert headers.get_list("Retry-After") == ["30"]
+
+
 class Metrics(Collector):
     """Tells the second that it is, and counts how often it is asked to."""
 

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from specserve.core.errors import StoreError
+from specserve.core.errors import ConfigError, StoreError
 from specserve.core.types import Int32Array
 from specserve.trie import replica, text_writer
 from specserve.trie.namespaces import namespace
 from specserve.trie.records import MAX_RECORD_TOKENS, ExchangeReply, ExchangeRequest, Record
 from specserve.trie.store import StoreOptions, TrieStore
-from specserve.trie.text_writer import write_texts
+from specserve.trie.text_writer import TextWriter, write_texts
 
 NAME = namespace("model")
 OPTIONS = StoreOptions(fingerprint="model", vocab_size=1000)
@@ -112,4 +112,60 @@ def test_a_store_of_another_model_takes_nothing(line: Line) -> None:
     other = StoreOptions(fingerprint="another model", vocab_size=1000)
     with pytest.raises(StoreError, match="must not mix"):
         write_texts(line, other, NAME, of(1))
+    assert not texts(line)
+
+
+def test_texts_of_one_call_are_taken_whole_with_those_of_the_next(line: Line) -> None:
+    writer = TextWriter(line, OPTIONS)
+    long = np.arange(MAX_RECORD_TOKENS + 5, dtype=np.int32) % 1000
+    writer.write(NAME, [(long, 3), *of(2)])
+    writer.write(NAME, list(of(1)))
+    found = list(texts(line).values())
+    assert [list(tokens_of(each)) for each in found] == [long.tolist(), [0, 1], [0]]
+    assert [each[-1].final for each in found] == [True, True, True]
+    assert found[0][0].num_prompt_tokens == 3
+
+
+def test_a_store_that_does_not_answer_is_given_no_texts(line: Line) -> None:
+    writer = TextWriter(line, OPTIONS)
+    line.failures = 1
+    with pytest.raises(StoreError, match=r"^no answer$"):
+        writer.write(NAME, list(of(2)))
+    assert not texts(line)
+    writer.write(NAME, list(of(2)))
+    assert line.store.stats().num_tokens == 2
+
+
+def test_a_store_that_stops_answering_in_the_midst_may_have_taken_all(
+    line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchange = line.exchange
+
+    def fail_with_texts(request: ExchangeRequest, timeout_s: float) -> ExchangeReply:
+        line.failures = int(bool(request.records))
+        return exchange(request, timeout_s)
+
+    monkeypatch.setattr(line, "exchange", fail_with_texts)
+    with pytest.raises(StoreError, match="no answer; it has taken all of these texts or none"):
+        TextWriter(line, OPTIONS).write(NAME, list(of(2, 3)))
+    assert line.store.stats().num_tokens == 5
+
+
+def test_one_call_takes_no_more_than_a_quarter_of_the_log() -> None:
+    options = StoreOptions(fingerprint="model", vocab_size=1000, max_bytes=1 << 20)
+    line = Line(TrieStore(options))
+    writer = TextWriter(line, options)
+    with pytest.raises(
+        ConfigError, match=r"bytes of tokens' is not allowed; allowed: at most 2621"
+    ):
+        writer.write(NAME, list(of(1 << 16)))
+    assert line.store.stats().num_tokens == 0
+    writer.write(NAME, list(of(1 << 15)))
+    assert line.store.stats().num_tokens == 1 << 15
+
+
+def test_a_writer_is_not_taken_for_another_models(line: Line) -> None:
+    other = StoreOptions(fingerprint="another model", vocab_size=1000)
+    with pytest.raises(StoreError, match="must not mix"):
+        TextWriter(line, other).write(NAME, list(of(1)))
     assert not texts(line)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from specserve.core.errors import SpecServeError
-from specserve.trie.warm_texts import WarmText, read_texts
+from specserve.trie.warm_texts import WarmText, read_file
 
 GOOD = {"text": "a"}
 
@@ -27,7 +27,7 @@ def test_each_form_of_a_line_is_read(tmp_path: Path) -> None:
         b"  ",
         {"token_ids": [0, 99]},
     )
-    assert list(read_texts(path, 100)) == [
+    assert list(read_file(path, 100)) == [
         WarmText(completion="über\n"),
         WarmText(prompt="a", completion="b"),
         WarmText(token_ids=(0, 99)),
@@ -37,11 +37,11 @@ def test_each_form_of_a_line_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        (b"{", "not valid JSON: "),
-        (b"\xff", "not valid JSON: "),
-        (b'{"text": "\xff"}', "not valid JSON: "),
-        (b'{"text": "\\ud800"}', "not valid JSON: "),
-        (b'{"text": ' + b"[" * 100_000, "not valid JSON: "),
+        (b"{", "line: '{' is not allowed; allowed: valid JSON ("),
+        (b"\xff", "line: '\ufffd' is not allowed; allowed: valid JSON ("),
+        (b'{"text": "\xff"}', """line: '{"text": "\ufffd"}' is not allowed; allowed: valid"""),
+        (b'{"text": "\\ud800"}', """line: '{"text": "\\\\ud800"}' is not allowed; allowed: v"""),
+        (b'{"text": ' + b"[" * 100_000, """line: '{"text": [["""),
         ([], "line: [] is not allowed; allowed: a mapping with either text, or prompt and"),
         ({}, "line: {} is not allowed"),
         ({"prompt": "a"}, "line: {'prompt': 'a'} is not allowed"),
@@ -62,11 +62,11 @@ def test_a_line_that_is_wrong_is_told_with_file_number_and_reason(
 ) -> None:
     path = write(tmp_path, GOOD, line, GOOD)
     with pytest.raises(SpecServeError) as told:
-        list(read_texts(path, 100))
+        list(read_file(path, 100))
     assert str(told.value).startswith(f"{path}: line 2: {problem}")
     assert "\n" not in str(told.value)
 
 
 def test_a_missing_file_is_told(tmp_path: Path) -> None:
     with pytest.raises(SpecServeError, match="cannot be read: No such file or directory"):
-        list(read_texts(tmp_path / "none.jsonl", 100))
+        list(read_file(tmp_path / "none.jsonl", 100))

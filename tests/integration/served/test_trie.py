@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
@@ -125,6 +126,28 @@ def until_both_have_written(api: Api, app: Deployment) -> None:
 
 def test_what_one_replica_wrote_the_other_drafts(api: Api, app: Deployment) -> None:
     await_drafts_of_the_others(api, app, "def read(path):\n")
+
+
+def test_what_one_replica_is_taught_over_http_both_have(api: Api, app: Deployment) -> None:
+    def learned() -> dict[str, int]:
+        """Tokens that each replica has learned so far."""
+        return {
+            replica: sum(
+                each["ingested_tokens"] for each in view["speculation"]["trie"]["namespaces"]
+            )
+            for replica, view in replicas(api).items()
+        }
+
+    before = learned()
+    line = json.dumps({"token_ids": list(range(300, 1300))})
+    answer = api.http.post("/v1/speculation/memory", content=line)
+    assert answer.json()["tokens"] == 1000, answer.text
+
+    def both() -> bool:
+        after = learned()
+        return len(after) == 2 and all(n >= before.get(name, 0) + 1000 for name, n in after.items())
+
+    app.eventually(both, "both replicas have the text", 60)
 
 
 def test_the_store_may_die_in_the_midst_and_nobody_notices(api: Api, app: Deployment) -> None:

@@ -1,0 +1,221 @@
+"""The draft memory over HTTP: what a tenant teaches is drafted, for that tenant alone."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import string
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from specserve.serve.memory import MAX_BODY_BYTES
+from tests.integration.api import MODEL, TIMEOUT_S, Api, fresh
+from tests.integration.applications import KEYS
+from tests.integration.cluster import Deployment
+
+pytestmark = pytest.mark.timeout(900)
+
+PATH = "/v1/speculation/memory"
+A, B = ({"Authorization": f"Bearer {key}"} for key in list(KEYS.values())[:2])
+
+
+class Memory:
+    """A client of the memory; calls that come too early are made again."""
+
+    def __init__(self, app: Deployment) -> None:
+        self.app = app
+        self.base_url = app.base_url("/team")
+        self.http = httpx.Client(base_url=self.base_url, timeout=TIMEOUT_S)
+
+    def call(self, method: str, key: Mapping[str, str], body: bytes = b"") -> httpx.Response:
+        def in_time() -> httpx.Response | None:
+            answer = self.http.request(method, PATH, headers=dict(key), content=body)
+            assert answer.status_code != 429 or answer.headers["Retry-After"]
+            return answer if answer.status_code != 429 else None
+
+        return self.app.eventually(in_time, "the tenant's turn", 60)
+
+    def ask(self, method: str, key: Mapping[str, str], *lines: object) -> dict[str, Any]:
+        answer = self.call(method, key, "\n".join(map(json.dumps, lines)).encode())
+        assert answer.status_code == 200, answer.text
+        told: dict[str, Any] = answer.json()
+        return told
+
+    def held(self, key: Mapping[str, str]) -> int:
+        """Tokens that the stores hold of a tenant."""
+        return int(self.ask("GET", key)["tokens"])
+
+    def teach(self, key: Mapping[str, str], *lines: object) -> int:
+        """Teaches texts, and waits until the replica has them; how many tokens."""
+        before = self.in_replica()
+        told = self.ask("POST", key, *lines)
+        assert told["lines"] == len(lines)
+        num_tokens = int(told["tokens"])
+        self.app.eventually(
+            lambda: self.in_replica() >= before + num_tokens, "the replica has the texts", 60
+        )
+        return num_tokens
+
+    def in_replica(self) -> float:
+        """Tokens that the replica's tries have learned so far."""
+        name = "specserve_trie_ingested_tokens_total{"
+        lines = fresh(self.http, "/metrics").text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+    def complete(self, key: Mapping[str, str], prompt: str) -> tuple[str, int]:
+        """An answer that is not learned, and how many draft tokens were accepted for it.
+
+        The penalties keep it from repeating itself, which would be drafted without a memory.
+        """
+        body = {"model": MODEL, "prompt": prompt, "temperature": 0, "max_tokens": 64}
+        body |= {"frequency_penalty": 2, "presence_penalty": 2, "vllm_xargs": {"learn": 0}}
+        before = self.num_accepted(key)
+        answer = self.http.post("/v1/completions", headers=dict(key), json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["text"], self.num_accepted(key) - before
+
+    def num_accepted(self, key: Mapping[str, str]) -> int:
+        sources = fresh(self.http, "/v1/speculation", key).json()["acceptance"].values()
+        return sum(int(each["accepted_tokens"]) for each in sources)
+
+
+@pytest.fixture
+def memory(shared: Deployment) -> Iterator[Memory]:
+    memory = Memory(shared)
+    with memory.http:
+        yield memory
+
+
+def some_text() -> str:
+    return "".join(random.choices(string.ascii_lowercase + " ", k=300))
+
+
+def test_what_a_tenant_teaches_is_drafted_in_its_next_request_and_in_no_one_elses(
+    memory: Memory,
+) -> None:
+    prompt = some_text()
+    written, by_itself = memory.complete(A, prompt)
+    memory.teach(A, {"prompt": prompt, "completion": written})
+    assert memory.complete(B, prompt) == (written, by_itself)
+    text, num_accepted = memory.complete(A, prompt)
+    assert text == written
+    assert num_accepted > by_itself + 10
+
+
+def test_a_tenant_clears_its_own_and_nothing_else(memory: Memory) -> None:
+    memory.ask("DELETE", A)
+    prompt = some_text()
+    written, by_itself = memory.complete(A, prompt)
+    line = {"prompt": prompt, "completion": written}
+    before = memory.held(B)
+    num_tokens = memory.teach(A, line)
+    assert memory.teach(B, line) == num_tokens
+    assert memory.held(A) == num_tokens
+    assert memory.ask("DELETE", A)["forgotten_tokens"] == num_tokens
+    assert memory.held(A) == 0
+    assert memory.held(B) == before + num_tokens
+    memory.app.eventually(
+        lambda: memory.complete(A, prompt) == (written, by_itself), "the replica forgets it", 30
+    )
+    assert memory.complete(B, prompt)[1] > by_itself + 10
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b"", "body"),
+        (b"\x1f\x8b\x08\x00" + bytes(range(256)), "line 1: line"),
+        (b'{"text": "a"}\n{"text": ""}', "line 2: text"),
+        (b'{"text": "a"}\n{"token_ids": [1, 4096]}', "line 2: token_ids.1"),
+        (b'{"text": "a"}\n{"text": "' + b"a b " * 4096 + b'"}', "line 2"),
+    ],
+    ids=["empty", "gzip", "empty text", "token", "long"],
+)
+def test_a_wrong_line_is_told_and_nothing_is_taught(
+    memory: Memory, body: bytes, param: str
+) -> None:
+    before = memory.held(B)
+    answer = memory.call("POST", B, body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+    assert memory.held(B) == before
+
+
+def test_a_body_that_is_too_large_is_refused_and_paid_for(memory: Memory) -> None:
+    body = b'{"text": "a"}\n' * (MAX_BODY_BYTES // 14 + 1)
+    answer = memory.call("POST", B, body)
+    assert answer.status_code == 413
+    assert str(MAX_BODY_BYTES) in answer.json()["error"]["message"]
+    early = memory.http.post(PATH, headers=B, content=b'{"text": "a"}')
+    assert early.status_code == 429
+    assert int(early.headers["Retry-After"]) > 10
+
+
+def test_a_body_that_is_cut_off_in_the_middle_teaches_nothing(memory: Memory) -> None:
+    before = memory.held(A)
+    url = httpx.URL(memory.base_url)
+    line = b'{"text": "a b c"}\n'
+    head = (
+        f"POST {url.path.rstrip('/')}{PATH} HTTP/1.1\r\nHost: {url.host}\r\n"
+        f"Authorization: {A['Authorization']}\r\nContent-Length: {2 * len(line)}\r\n\r\n"
+    )
+    for body in (line, line + line[:7]):
+        with socket.create_connection((url.host, url.port), TIMEOUT_S) as connection:
+            connection.sendall(head.encode() + body)
+    assert memory.held(A) == before
+    num_tokens = memory.teach(A, {"text": "a b c"})  # when the calls have ended
+    assert memory.held(A) == before + num_tokens
+
+
+def test_many_clients_at_once_are_answered_or_told_to_come_back(memory: Memory) -> None:
+    prompt = some_text()
+    text, _ = memory.complete(B, prompt)
+    before = memory.held(A)
+    lines = b"\n".join(json.dumps({"text": some_text()}).encode() for _ in range(20))
+
+    def post() -> httpx.Response:
+        return memory.http.post(PATH, headers=A, content=lines)
+
+    with ThreadPoolExecutor(32) as pool:
+        posts = [pool.submit(post) for _ in range(32)]
+        assert memory.complete(B, prompt)[0] == text
+    answers = [each.result() for each in posts]
+    assert {each.status_code for each in answers} == {200, 429}
+    assert all(each.headers["Retry-After"] for each in answers if each.status_code == 429)
+    taught = sum(each.json()["tokens"] for each in answers if each.status_code == 200)
+    assert memory.held(A) == before + taught
+
+
+def test_while_the_store_hangs_it_is_told_and_nothing_is_done(
+    memory: Memory, shared: Deployment
+) -> None:
+    before = memory.held(A)
+    hanging = shared.cluster.processes("ray::TrieStore")
+    assert hanging
+    for store in hanging:
+        store.suspend()
+    try:
+        bodies = {"POST": b'{"text": "a b c"}', "GET": b"", "DELETE": b""}
+        with ThreadPoolExecutor(len(bodies)) as pool:
+            answers = list(pool.map(lambda each: memory.call(each[0], A, each[1]), bodies.items()))
+    finally:
+        for store in hanging:
+            store.resume()
+    for answer in answers:
+        assert answer.status_code == 503
+        assert "the draft memory: no answer within 10 s" in answer.json()["error"]["message"]
+    assert memory.held(A) == before
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
+def test_without_api_keys_the_answer_names_the_field_that_switches_it_on(
+    api: Api, method: str
+) -> None:
+    answer = api.http.request(method, PATH, content=b'{"text": "a"}')
+    assert answer.status_code == 403
+    assert "`http.memory_api`" in answer.json()["error"]["message"]

@@ -1,0 +1,362 @@
+"""The routes over real stores in this process, behind the middleware that a replica has."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.testclient import TestClient
+from starlette.types import ASGIApp, Message, Scope
+
+from specserve.core.config import parse
+from specserve.core.errors import StoreError
+from specserve.engine.tenant_memory import TenantMemory, TextReader
+from specserve.serve import memory
+from specserve.serve.controls import ControlsMiddleware
+from specserve.serve.memory import (
+    BURST_S,
+    BYTES_PER_S,
+    CALL_BYTES,
+    MAX_BODY_BYTES,
+    MAX_LINES,
+    MemoryApi,
+    Turns,
+)
+from specserve.serve.middleware import RetryAfterMiddleware, answer_http_error
+from specserve.serve.tenants import ApiKey, TenantMiddleware, read_keys
+from specserve.trie.namespaces import namespace
+from specserve.trie.records import ExchangeReply, ExchangeRequest
+from specserve.trie.store import StoreOptions, TrieStore
+
+PATH = "/v1/speculation/memory"
+MAX_TOKENS = 50
+BEGIN = 1
+KEYS = [{"env": "A", "tenant": "team-a"}, {"env": "B", "tenant": "team-b"}]
+A, B = ({"Authorization": f"Bearer {key}"} for key in ("key-a", "key-b"))
+OWN = {name: namespace("model", tenant=name) for name in ("team-a", "team-b")}
+
+
+class Tokenizer:
+    """A token for each character, and one before a prompt."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [BEGIN] * add_special_tokens + [ord(each) % 1000 for each in text]
+
+
+class Stores:
+    """Two shards, which answer or do not."""
+
+    def __init__(self) -> None:
+        self.options = [StoreOptions(fingerprint="model", vocab_size=1000, shard=n) for n in (0, 1)]
+        self.stores = {each.name: TrieStore(each) for each in self.options}
+        self.is_up = True
+
+    def find(self, name: str) -> TrieStore:
+        if not self.is_up:
+            raise StoreError("no answer within 10 s")
+        return self.stores[name]
+
+    def connect(self, options: StoreOptions) -> Line:
+        return Line(self, options.name)
+
+    def tokens(self) -> dict[str, int]:
+        """Tokens of each namespace."""
+        stats = [each.stats() for each in self.stores.values()]
+        return {name: n for each in stats for name, n in each.tokens_by_namespace.items()}
+
+    def texts(self, name: str) -> list[list[int]]:
+        """What a new replica is told of a namespace."""
+        asked = ExchangeRequest("model", "replica", "", 0, [], 1 << 30)
+        replies = [each.exchange(asked) for each in self.stores.values()]
+        records = [record for each in replies for record in each.records]
+        return [each.token_array().tolist() for each in records if each.namespace == name]
+
+
+class Line:
+    """The way to one of the stores for texts."""
+
+    def __init__(self, stores: Stores, name: str) -> None:
+        self._stores, self._name = stores, name
+
+    def exchange(self, request: ExchangeRequest, timeout_s: float) -> ExchangeReply:
+        return self._stores.find(self._name).exchange(request)
+
+
+class Clock:
+    """Stands still until it is moved."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def stores() -> Stores:
+    return Stores()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def application(
+    stores: Stores, clock: Clock, keys: list[dict[str, str]] = KEYS, **args: Any
+) -> ASGIApp:
+    http = {"api_keys": keys, **args.pop("http", {})}
+    config = parse({"model": {"path": "m"}, "speculation": [{"kind": "trie"}], "http": http} | args)
+    reader = TextReader(Tokenizer(), MAX_TOKENS, 2 * MAX_TOKENS, lambda: ["an-adapter"])
+    api = MemoryApi(
+        config,
+        lambda: TenantMemory(stores.options, reader, stores.connect, stores.find),
+        Turns(clock),
+    )
+    app = FastAPI(exception_handlers={HTTPException: answer_http_error})
+    app.include_router(api.router())
+    wrapped: ASGIApp = ControlsMiddleware(app, ["trie"])
+    known: tuple[ApiKey, ...] = read_keys(config.http.api_keys, {"A": "key-a", "B": "key-b"})
+    if known:
+        wrapped = TenantMiddleware(wrapped, known)
+    return RetryAfterMiddleware(wrapped, 7)
+
+
+@pytest.fixture
+def client(stores: Stores, clock: Clock) -> TestClient:
+    return TestClient(application(stores, clock), headers=A)
+
+
+def lines(*values: object) -> bytes:
+    return b"\n".join(json.dumps(each).encode() for each in values)
+
+
+def error_of(answer: Any, status: int) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    error: dict[str, Any] = answer.json()["error"]
+    assert error["code"] == status
+    return error
+
+
+def test_each_form_of_a_line_is_taught_as_requests_have_it_and_counted(
+    client: TestClient, stores: Stores
+) -> None:
+    body = lines({"text": "ab"}, {"prompt": "c", "completion": "d"}, {"token_ids": [5, 6, 7]})
+    answer = client.post(PATH, content=body + b"\n\n")
+    assert answer.json() == {
+        "object": "speculation.memory",
+        "model": "m",
+        "lines": 3,
+        "tokens": 2 + 3 + 3,
+    }
+    expected = [[97, 98], [BEGIN, 99, 100], [5, 6, 7]]
+    assert stores.texts(OWN["team-a"]) == expected
+
+
+def test_a_tenant_neither_sees_nor_loses_anything_by_another(
+    client: TestClient, stores: Stores, clock: Clock
+) -> None:
+    client.post(PATH, content=lines({"text": "aaa"}))
+    client.post(PATH, content=lines({"text": "bb"}), headers=B)
+    clock.now += 1
+    client.post(PATH, params={"adapter": "an-adapter"}, content=lines({"text": "c"}))
+    told = client.get(PATH)
+    assert told.headers["Cache-Control"] == "no-store"
+    adapted = namespace("model", "an-adapter", "team-a")
+    assert told.json()["tokens"] == 4
+    rows = {each["namespace"]: each for each in told.json()["namespaces"]}
+    assert rows == {
+        OWN["team-a"]: {"namespace": OWN["team-a"], "adapter": "", "tokens": 3},
+        adapted: {"namespace": adapted, "adapter": "an-adapter", "tokens": 1},
+    }
+    assert client.delete(PATH).json()["forgotten_tokens"] == 4
+    assert stores.tokens() == {OWN["team-b"]: 2}
+    assert client.get(PATH, headers=B).json()["tokens"] == 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field", "message"),
+    [
+        (b"{", "line 2: line", "'{' is not allowed; allowed: valid JSON"),
+        (b'{"text": 1}', "line 2: text", "1 is not allowed; allowed: a text that is not empty"),
+        (b'{"token_ids": [1000]}', "line 2: token_ids.0", "1000 is not allowed; allowed: an int"),
+        (lines({"text": "a" * 51}), "line 2", "'51 tokens' is not allowed; allowed: at most 50"),
+        (lines({"text": "a" * 101}), "line 2", "'101 characters' is not allowed; allowed: at m"),
+    ],
+)
+def test_a_wrong_line_is_told_and_nothing_is_taught(
+    client: TestClient, stores: Stores, wrong: bytes, field: str, message: str
+) -> None:
+    body = lines({"text": "a"}) + b"\n" + wrong + b"\n" + lines({"text": "b"})
+    error = error_of(client.post(PATH, content=body), 400)
+    assert error["param"] == field
+    assert error["message"].startswith(f"{field}: {message}")
+    assert stores.tokens() == {}
+
+
+@pytest.mark.parametrize("body", [b"", b"\n \n", b"\x00" * 100, bytes(range(256)), b"null"])
+def test_garbage_is_refused(client: TestClient, stores: Stores, body: bytes) -> None:
+    error_of(client.post(PATH, content=body), 400)
+    assert stores.tokens() == {}
+
+
+def test_what_is_too_much_is_refused_with_the_limit(
+    client: TestClient, stores: Stores, clock: Clock
+) -> None:
+    error = error_of(client.post(PATH, content=b"x" * (MAX_BODY_BYTES + 1)), 413)
+    assert str(MAX_BODY_BYTES) in error["message"]
+    clock.now += 3600
+    many = lines(*([{"text": "a"}] * MAX_LINES))
+    error = error_of(client.post(PATH, content=many + b"\n" + lines({"text": "b"})), 413)
+    assert str(MAX_LINES) in error["message"]
+    assert stores.tokens() == {}
+    clock.now += 3600
+    assert client.post(PATH, content=many).json()["lines"] == MAX_LINES
+
+
+def test_a_body_that_is_cut_off_teaches_nothing(stores: Stores, clock: Clock) -> None:
+    whole = lines({"text": "a"}) + b"\n"
+    coming: list[Message] = [
+        {"type": "http.request", "body": whole, "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+    sent: list[Message] = []
+    scope: Scope = {
+        "type": "http",
+        "method": "POST",
+        "path": PATH,
+        "query_string": b"",
+        "headers": [(b"authorization", b"Bearer key-a")],
+    }
+
+    async def receive() -> Message:
+        return coming.pop(0)
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def run() -> None:
+        await application(stores, clock)(scope, receive, send)
+
+    asyncio.run(run())
+    assert sent[0]["status"] == 499
+    assert stores.tokens() == {}
+
+
+def test_a_tenant_that_sends_too_much_is_told_when_to_come_back(
+    client: TestClient, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "BYTES_PER_S", 1 << 10)
+    body = lines({"text": "a"}).ljust(16 << 10)
+    assert client.post(PATH, content=body).status_code == 200
+    clock.now += 0.5
+    refused = client.post(PATH, content=body)
+    assert "1024 bytes a second are taken: come back in 29.5 s" in error_of(refused, 429)["message"]
+    assert refused.headers.get_list("Retry-After") == ["30"]
+    assert client.post(PATH, content=body, headers=B).status_code == 200
+    assert client.delete(PATH).status_code == 200  # what was wrong can be taken back
+    clock.now += 30
+    assert client.post(PATH, content=body).status_code == 200
+
+
+def test_small_calls_may_follow_one_another_for_a_while(client: TestClient) -> None:
+    statuses = [client.get(PATH).status_code for _ in range(30)]
+    num_free = statuses.index(429)
+    assert statuses == [200] * num_free + [429] * (30 - num_free)
+    assert num_free == BURST_S * BYTES_PER_S / CALL_BYTES + 1
+
+
+def test_of_many_clients_at_once_one_of_each_tenant_is_answered(
+    stores: Stores, clock: Clock
+) -> None:
+    async def run() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(application(stores, clock))
+        async with httpx.AsyncClient(transport=transport, base_url="http://replica") as client:
+            body = lines({"text": "abc"})
+            calls = [client.post(PATH, content=body, headers=each) for each in [A, B] * 10]
+            return await asyncio.gather(*calls)
+
+    answers = asyncio.run(run())
+    assert sorted(each.status_code for each in answers) == [200] * 2 + [429] * 18
+    late = next(each for each in answers if each.status_code == 429)
+    assert late.headers["Retry-After"] == "7"
+    assert stores.tokens() == dict.fromkeys(OWN.values(), 3)
+
+
+def test_without_the_stores_nothing_is_done_and_the_answer_says_so(
+    client: TestClient, stores: Stores, clock: Clock
+) -> None:
+    client.post(PATH, content=lines({"text": "abc"}))
+    clock.now += 1
+    stores.is_up = False
+    for method in ("POST", "GET", "DELETE"):
+        answer = client.request(method, PATH, content=lines({"text": "d"}))
+        assert "the draft memory: no answer within 10 s" in error_of(answer, 503)["message"]
+        assert answer.headers["Retry-After"] == "7"
+    stores.is_up = True
+    clock.now += 1
+    assert client.get(PATH).json()["tokens"] == 3
+
+
+@pytest.mark.parametrize(
+    ("method", "params", "allowed"),
+    [
+        ("POST", {"tenant": "team-b"}, "adapter; the API key tells the tenant"),
+        ("POST", {"adapter": "another"}, "an-adapter"),
+        ("DELETE", {"adapter": "an-adapter"}, "none; the API key tells the tenant"),
+    ],
+)
+def test_a_query_names_an_adapter_to_teach_and_nothing_else(
+    client: TestClient, stores: Stores, method: str, params: dict[str, str], allowed: str
+) -> None:
+    answer = client.request(method, PATH, params=params, content=lines({"text": "a"}))
+    assert error_of(answer, 400)["message"].endswith(f"allowed: {allowed}")
+    assert stores.tokens() == {}
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
+@pytest.mark.parametrize(
+    ("args", "status", "message"),
+    [
+        ({"keys": []}, 403, "`http.memory_api` is `with_api_keys`: `always` switches this on"),
+        ({"http": {"memory_api": "never"}}, 403, "`http.memory_api` is `never`"),
+        ({"speculation": [{"kind": "ngram"}]}, 404, "speculation: ['ngram'] is not allowed"),
+        (
+            {"speculation": [{"kind": "trie", "share": "replica"}]},
+            404,
+            "speculation.0.share: 'replica' is not allowed; allowed: cluster",
+        ),
+    ],
+)
+def test_where_it_is_off_the_answer_names_the_field(
+    stores: Stores, clock: Clock, method: str, args: dict[str, Any], status: int, message: str
+) -> None:
+    client = TestClient(application(stores, clock, **args), headers=A)
+    answer = client.request(method, PATH, content=lines({"text": "a"}))
+    assert message in error_of(answer, status)["message"]
+    assert stores.tokens() == {}
+
+
+def test_without_keys_it_can_be_switched_on_for_the_memory_of_all(
+    stores: Stores, clock: Clock
+) -> None:
+    app = application(stores, clock, keys=[], http={"memory_api": "always"})
+    client = TestClient(app)
+    assert client.post(PATH, content=lines({"text": "abc"})).status_code == 200
+    assert stores.tokens() == {namespace("model"): 3}
+    assert client.delete(PATH).json()["forgotten_tokens"] == 3
+
+
+def test_a_memory_that_tenants_share_is_filled_and_cleared_by_none(
+    stores: Stores, clock: Clock
+) -> None:
+    shared = [{"kind": "trie", "share_tenants": True}]
+    client = TestClient(application(stores, clock, speculation=shared), headers=A)
+    assert client.post(PATH, content=lines({"text": "abc"})).status_code == 200
+    assert client.get(PATH, headers=B).json()["tokens"] == 3
+    assert "share_tenants" in error_of(client.delete(PATH), 403)["message"]
+    assert stores.tokens() == {namespace("model"): 3}
