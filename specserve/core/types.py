@@ -52,8 +52,16 @@ class Grammar(Protocol):
         """
         ...
 
-    def split(self, answer: Int32Array, text: str) -> list[int]:
-        """The tokens by which the model is likely to write ``text`` after its answer so far."""
+    def num_allowed(self) -> int:
+        """How many tokens may come next, where the matcher is now."""
+        ...
+
+    def split(self, answer: Int32Array, text: str) -> tuple[list[int], bool]:
+        """The tokens by which the model is likely to write ``text`` after its answer so far.
+
+        Returns:
+            (token ids; whether the tokenizer would have written the answer's end as it is).
+        """
         ...
 
 

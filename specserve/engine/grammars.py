@@ -13,10 +13,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import numpy as np
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
+from xgrammar import allocate_token_bitmask
 
 from specserve.core.types import Int32Array, Matcher
 
@@ -74,6 +76,7 @@ class RequestGrammar:
         self, manager: StructuredOutputManager, given: Future[Request], tokenizer: Any
     ) -> None:
         self._manager, self._given, self._tokenizer = manager, given, tokenizer
+        self._grammar: Any = None  # vLLM's, by `after`
 
     def after(self, answer: Int32Array) -> Matcher | None:
         """The matcher after this answer; None: nothing is constrained, or it is not known yet."""
@@ -93,17 +96,26 @@ class RequestGrammar:
                 raise ValueError(f"it refuses the answer's tokens {new}")
         if not structured.reasoning_ended or grammar.is_terminated():
             return None
+        self._grammar = grammar
         matcher: Matcher = grammar.matcher
         return matcher
 
-    def split(self, answer: Int32Array, text: str) -> list[int]:
+    def num_allowed(self) -> int:
+        """Tokens that the matcher allows next."""
+        mask = allocate_token_bitmask(1, self._grammar.vocab_size)
+        self._grammar.fill_bitmask(mask, 0)
+        return int(np.bitwise_count(mask.numpy()).sum())
+
+    def split(self, answer: Int32Array, text: str) -> tuple[list[int], bool]:
         """The tokens of ``text`` as the tokenizer has them after the answer's last ones.
 
         Where it would join the two, the text alone is tokenized: the answer's tokens are written.
         """
         before = self._tokenizer.decode(answer[-_CONTEXT_TOKENS:])
         known, both = self._encode(before), self._encode(before + text)
-        return both[len(known) :] if both[: len(known)] == known else self._encode(text)
+        if both[: len(known)] == known:
+            return both[len(known) :], True
+        return self._encode(text), False
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))

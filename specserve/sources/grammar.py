@@ -32,9 +32,10 @@ from specserve.sources.controls import wants_drafts
 
 logger = logging.getLogger(__name__)
 
-INNER_CONFIDENCE, LAST_CONFIDENCE = 0.95, 0.5
-"""Of a token of a forced text, and of the text's last one, which the model may write as the
-beginning of a longer token."""
+ONLY_ONE, USUAL, LAST, UNUSUAL = 1.0, 0.9, 0.5, 0.3
+"""Confidence: of a token that alone is allowed; of one of several that begin the same text; of the
+text's last one, which the model may write as the beginning of a longer token; of one after an
+answer whose end the tokenizer would have split otherwise."""
 
 _CHARS_A_TOKEN = 16
 """A text of more characters for each token that is wanted is cut before it is tokenized."""
@@ -102,15 +103,17 @@ def _draft(grammar: Grammar, answer: Int32Array, tokens: Int32Array, sure: Float
     text = matcher.find_jump_forward_string()
     if not text:
         return 0
-    split = grammar.split(answer, text[: _CHARS_A_TOKEN * len(tokens)])
+    split, is_usual = grammar.split(answer, text[: _CHARS_A_TOKEN * len(tokens)])
     num_accepted = 0
     for token in split[: len(tokens)]:
+        is_only_one = grammar.num_allowed() == 1
         if not matcher.accept_token(token):
             break
+        tokens[num_accepted] = token
+        sure[num_accepted] = ONLY_ONE if is_only_one else USUAL if is_usual else UNUSUAL
         num_accepted += 1
     matcher.rollback(num_accepted)
-    tokens[:num_accepted] = split[:num_accepted]
-    sure[:num_accepted] = INNER_CONFIDENCE
     if num_accepted == len(split):
-        sure[num_accepted - 1] = LAST_CONFIDENCE
+        last = num_accepted - 1
+        sure[last] = LAST if sure[last] == USUAL else sure[last]
     return num_accepted
