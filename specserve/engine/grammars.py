@@ -93,7 +93,7 @@ class RequestGrammar:
         if new:
             request.append_output_token_ids(new)
             if not self._manager.accept_tokens(request, new):
-                raise ValueError(f"it refuses the answer's tokens {new}")
+                raise ValueError(f"the grammar refuses the answer's tokens {new}")
         if not structured.reasoning_ended or grammar.is_terminated():
             return None
         self._grammar = grammar

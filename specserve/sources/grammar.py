@@ -14,7 +14,6 @@ from typing import Self
 
 import numpy as np
 
-from specserve.core.errors import shorten
 from specserve.core.metrics import SpeculationMetrics
 from specserve.core.source_config import GrammarConfig
 from specserve.core.types import (
@@ -89,10 +88,11 @@ class GrammarSource:
     def _give_up(self, slot: int, error: Exception) -> None:
         """No drafts for this request any more; others have grammars of their own."""
         self._grammars[slot] = None
-        reason = f"a grammar is not followed: {type(error).__name__}: {shorten(str(error), 200)}"
+        # All tenants see the reason, and the error may quote what this one has sent.
+        reason = f"a request's grammar is not followed: {type(error).__name__}, see the log"
         self._metrics.count_error(self._kind)
         self._metrics.set_reachable(self._kind, True, reason)
-        logger.warning("No drafts from a request's grammar: %s", reason, exc_info=error)
+        logger.warning("No drafts from a request's grammar", exc_info=error)
 
 
 def _draft(grammar: Grammar, answer: Int32Array, tokens: Int32Array, sure: Float32Array) -> int:
@@ -113,7 +113,7 @@ def _draft(grammar: Grammar, answer: Int32Array, tokens: Int32Array, sure: Float
         sure[num_accepted] = ONLY_ONE if is_only_one else USUAL if is_usual else UNUSUAL
         num_accepted += 1
     matcher.rollback(num_accepted)
-    if num_accepted == len(split):
-        last = num_accepted - 1
-        sure[last] = LAST if sure[last] == USUAL else sure[last]
+    last = num_accepted - 1
+    if 0 < num_accepted == len(split) and sure[last] < ONLY_ONE:
+        sure[last] = min(sure[last], LAST)
     return num_accepted
