@@ -13,7 +13,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-import numpy as np
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.v1.request import Request

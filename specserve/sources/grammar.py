@@ -12,8 +12,6 @@ from __future__ import annotations
 import logging
 from typing import Self
 
-import numpy as np
-
 from specserve.core.metrics import SpeculationMetrics
 from specserve.core.source_config import GrammarConfig
 from specserve.core.types import (

@@ -154,7 +154,7 @@ def test_a_model_that_reasons_is_followed_from_the_end_of_its_reasoning(
         def is_reasoning_end_streaming(self, token_ids: Any, new: Any) -> bool:
             return int(end[0]) in list(new)
 
-    grammars._manager.reasoner_cls = Reasoner  # type: ignore[assignment]
+    grammars._manager.reasoner_cls = Reasoner
     grammar = compiled(grammars.open("a", asked()))
     thought = tokens(tokenizer, "So it is Greece.")
     assert grammar.after(thought) is None

@@ -53,7 +53,9 @@ SCHEMAS: dict[str, Schema] = {
         status=one_of("acknowledged", "investigating", "resolved"),
     ),
     "array": several(record(identifier=NUMBER, label=one_of("positive", "negative")), 6, 6),
-    "mixed": record(tags=several(one_of("alpha", "beta", "gamma"), 2, 5), scores=several(NUMBER, 3, 3)),
+    "mixed": record(
+        tags=several(one_of("alpha", "beta", "gamma"), 2, 5), scores=several(NUMBER, 3, 3)
+    ),
     "long-keys": record(
         customer_identification_number=NUMBER,
         preferred_communication_channel=one_of("electronic_mail", "telephone"),
