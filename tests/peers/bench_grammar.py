@@ -2,9 +2,9 @@
 
     python -m tests.peers grammar [--turns 3] [--clients 1 8] [--any-whitespace]
 
-Ten JSON schemas are answered greedily, each with the schema in the prompt, in the states ``off`` (no
-speculation), ``grammar`` alone, ``ngram`` and ``auto`` (both). The first turn is not counted: the
-prefix cache has the prompts and both compilers the schemas from then on.
+Ten JSON schemas are answered greedily, each with the schema in the prompt, in the states ``off``
+(no speculation), ``grammar`` alone, ``ngram`` and ``auto`` (both). The first turn is not counted:
+the prefix cache has the prompts and both compilers the schemas from then on.
 
 ``accepted`` is the share of the verified draft tokens of ``grammar`` alone that the model wrote;
 ``equal`` are the answers that are the same as without speculation, over all states and turns. In

@@ -94,7 +94,9 @@ class Client:
     def __init__(self, url: str, model: str) -> None:
         self._url, self._model = url, model
 
-    def ask(self, asked: Sequence[Question], state: str, num_clients: int) -> tuple[list[str], float]:
+    def ask(
+        self, asked: Sequence[Question], state: str, num_clients: int
+    ) -> tuple[list[str], float]:
         """The answers, and output tokens a second."""
         return asyncio.run(self._ask(asked, state, num_clients))
 
