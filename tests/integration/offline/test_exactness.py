@@ -90,7 +90,10 @@ def test_so_it_is_with_what_a_json_schema_forces(config: AppConfig) -> None:
     tokenizer = load_tokenizer(config.model.path)
     schemas = [json.dumps(schema) for schema in SCHEMAS.values()]
     jobs = [
-        Job(tuple(tokenizer.encode(each)), Sampling(max_tokens=128, json_schema=each))
+        Job(
+            tuple(tokenizer.encode(each, add_special_tokens=False)),
+            Sampling(max_tokens=128, json_schema=each),
+        )
         for each in schemas
     ]
     with running_engine(structured, "none") as engine:
