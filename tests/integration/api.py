@@ -111,8 +111,9 @@ def fresh(
 ) -> httpx.Response:
     """An answer that says what is so now, also where answers are kept for a second."""
     asked_at = time.time()
+    not_haproxys = {"Cache-Control": "no-cache", **(headers or {})}  # which may be a second older
     while True:
-        response = http.get(path, headers=dict(headers or {}))
+        response = http.get(path, headers=not_haproxys)
         assert response.status_code == 200, response.text
         if float(response.headers[AS_OF]) >= asked_at:
             return response
