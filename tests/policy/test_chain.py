@@ -267,6 +267,17 @@ def test_such_a_source_is_asked_until_the_last_request_with_a_prediction_ends() 
     assert driven.chain.num_idle_steps(np.arange(3)) > 0
 
 
+def test_a_prediction_does_not_have_the_source_of_grammars_asked() -> None:
+    of_grammars, of_predictions = always(5), always(6)
+    driven = Driven(
+        Member("grammar", of_grammars, ("grammar",), 8, False, needs="grammar"),
+        Member("prediction", of_predictions, ("prediction",), 8, False, needs="prediction"),
+        wishes=[RequestControls(prediction=b"1234")],
+    )
+    assert driven.step() == [[6]]
+    assert of_grammars.limits == []
+
+
 def test_a_remote_source_is_asked_last_and_only_where_it_makes_a_request_better_off() -> None:
     remote = RemoteAnswers(lambda batch, limits: drafts([(6, 7)] * len(limits)))
     local = AnsweringSource(lambda batch, limits: drafts([(1, 2, 3, 4, 5, 6, 7), ()]))
