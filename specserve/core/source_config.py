@@ -43,14 +43,14 @@ class SourceSection(Section):
             makes itself by ``build(config, context)``.
         LABELS: of its drafts; the source itself has the first one's colour.
         LEARNS: whether it learns from one request for others: it has to see texts to their ends.
-        NEEDS_PREDICTION: whether it drafts for requests that predict their answer, and for no
-            other: it is not asked while there is none.
+        NEEDS: the field of ``RequestControls`` without which it has nothing to draft from: it is
+            not asked while no request has it; empty: it drafts for all.
     """
 
     SOURCE: ClassVar[str]
     LABELS: ClassVar[tuple[Label, ...]]
     LEARNS: ClassVar[bool] = False
-    NEEDS_PREDICTION: ClassVar[bool] = False
+    NEEDS: ClassVar[Literal["", "prediction", "grammar"]] = ""
 
 
 class NgramConfig(SourceSection):
@@ -88,9 +88,24 @@ class PredictionConfig(SourceSection):
 
     SOURCE = "specserve.sources.prediction:PredictionSource"
     LABELS = (Label("prediction", "#7d6600", "#d9bb3c"),)
-    NEEDS_PREDICTION = True
+    NEEDS = "prediction"
 
     kind: Literal["prediction"]
+    """The kind of source."""
+    max_draft_len: int = Field(default=16, ge=1, le=MAX_DRAFT_TOKENS)
+    """Longest draft in tokens."""
+    dynamic: bool = True
+    """Shorten or skip drafts that do not pay, by recent acceptance and the cost of verifying."""
+
+
+class GrammarConfig(SourceSection):
+    """Structured outputs: drafts are what a request's grammar forces."""
+
+    SOURCE = "specserve.sources.grammar:GrammarSource"
+    LABELS = (Label("grammar", "#5a6270", "#a9b4c4"),)
+    NEEDS = "grammar"
+
+    kind: Literal["grammar"]
     """The kind of source."""
     max_draft_len: int = Field(default=16, ge=1, le=MAX_DRAFT_TOKENS)
     """Longest draft in tokens."""
@@ -227,7 +242,7 @@ class MtpConfig(DrafterConfig):
 
 
 SourceConfig = Annotated[
-    NgramConfig | PredictionConfig | TrieConfig | DraftModelConfig | MtpConfig,
+    NgramConfig | PredictionConfig | GrammarConfig | TrieConfig | DraftModelConfig | MtpConfig,
     Field(discriminator="kind"),
 ]
 """One entry of ``speculation``; ``kind`` tells which. A source is registered by its place here."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -16,6 +16,53 @@ UInt8Array = npt.NDArray[np.uint8]
 UInt16Array = npt.NDArray[np.uint16]
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
+
+
+class Matcher(Protocol):
+    """As much of ``xgrammar.GrammarMatcher`` as drafts are made with."""
+
+    def find_jump_forward_string(self) -> str:
+        """The text that certainly comes next; often empty."""
+        ...
+
+    def accept_token(self, token_id: int) -> bool:
+        """Goes on by a token; False: the grammar refuses it here."""
+        ...
+
+    def rollback(self, num_tokens: int) -> None:
+        """Goes back by so many accepted tokens."""
+        ...
+
+
+class Grammar(Protocol):
+    """The grammar that a request's answer keeps, as the engine follows it for the request alone."""
+
+    def after(self, answer: Int32Array) -> Matcher | None:
+        """Follows the answer up to its end.
+
+        Args:
+            answer: int32 ``[m]``, the output tokens so far; those of the last call and more.
+
+        Returns:
+            What comes next, to be left as it was; None: nothing is forced, as while the grammar is
+            being compiled, while the model reasons, and after the grammar's end.
+
+        Raises:
+            Exception: the grammar cannot be followed.
+        """
+        ...
+
+    def num_allowed(self) -> int:
+        """How many tokens may come next, where the matcher is now."""
+        ...
+
+    def split(self, answer: Int32Array, text: str) -> tuple[list[int], bool]:
+        """The tokens by which the model is likely to write ``text`` after its answer so far.
+
+        Returns:
+            (token ids; whether the tokenizer would have written the answer's end as it is).
+        """
+        ...
 
 
 class RequestControls(msgspec.Struct, frozen=True):
@@ -32,6 +79,7 @@ class RequestControls(msgspec.Struct, frozen=True):
             others have sent.
         prediction: token ids of the text that the client expects as the answer, int32; empty: none.
         report: whether the answer is to tell what speculation did.
+        grammar: what the answer keeps to; None: nothing, or no source drafts from that.
     """
 
     speculation: str = "auto"
@@ -42,6 +90,7 @@ class RequestControls(msgspec.Struct, frozen=True):
     cache_salt: str = ""
     prediction: bytes = b""
     report: bool = False
+    grammar: Grammar | None = None
 
 
 class HiddenStates(NamedTuple):

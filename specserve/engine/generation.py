@@ -22,6 +22,7 @@ class Sampling:
         num_logprobs: number of most likely tokens to report at each position; 0: none.
         score_token_ids: tokens whose log-probabilities are reported at each position as well.
         prediction: tokens that the answer is expected to be; empty: none.
+        json_schema: what the answer keeps to, as JSON; empty: nothing.
     """
 
     max_tokens: int
@@ -34,6 +35,7 @@ class Sampling:
     num_logprobs: int = 0
     score_token_ids: tuple[int, ...] = ()
     prediction: tuple[int, ...] = ()
+    json_schema: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,12 +38,13 @@ from specserve.drafters.vocabulary import fingerprint
 from specserve.engine.checkpoint import find_checkpoint, model_identity
 from specserve.engine.cluster_memory import ClusterMemory
 from specserve.engine.drafters import drafter_finder
+from specserve.engine.grammars import Grammars
 from specserve.engine.report import Outcome, reports_all
 from specserve.engine.request_slots import RequestSlots
 from specserve.engine.sampling import is_kept_without_drafts_only, may_step_plainly
 from specserve.policy.chain import NO_LIMIT, Chain, Outcomes, build_chain
 from specserve.sources.base import SourceContext
-from specserve.sources.controls import parse_controls, with_tenant
+from specserve.sources.controls import parse_controls, wants_drafts, with_tenant
 from specserve.trie.memory import SharedMemory, TrieMemory
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,8 @@ class ProposerHook:
         self._reports_all = reports_all(vllm_config)
         self._reporting: set[str] = set()  # requests whose answers tell what speculation did
         self._outcomes: dict[str, Outcome] = {}  # of these in the last step
+        self._grammars: Grammars | None = None  # where a source drafts from them, by `attach`
+        self._vllm_config = vllm_config
         self._exits: list[Callable[[], None]] = []
         self.is_warm = threading.Event()
         self._runner: Any = None
@@ -102,6 +105,9 @@ class ProposerHook:
         self._chain = build_chain(
             self._config.speculation, self.metrics, self._source_context(), self._max_model_len
         )
+        if "grammar" in self._kinds:
+            self._grammars = Grammars(self._vllm_config)
+            self._exits.append(self._grammars.close)
         self._runner = runner
         self._may_idle = may_step_plainly(runner)
         runner.propose_draft_token_ids = self.propose_draft_token_ids
@@ -348,6 +354,8 @@ class ProposerHook:
             controls = replace(controls, adapter=lora.lora_name)
         if self._config.http.api_keys:
             controls = with_tenant(controls, extra_args)
+        if self._grammars is not None and wants_drafts(controls, "grammar"):
+            controls = replace(controls, grammar=self._grammars.open(request_id, request))
         return controls
 
 

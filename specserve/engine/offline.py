@@ -20,7 +20,7 @@ import ray
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.outputs import RequestOutput
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.metrics.loggers import StatLoggerBase
 
@@ -236,6 +236,9 @@ def _sampling_params(sampling: Sampling) -> SamplingParams:
         logprobs=sampling.num_logprobs or None,
         logprob_token_ids=list(sampling.score_token_ids) or None,
         output_kind=RequestOutputKind.DELTA,
+        structured_outputs=(
+            StructuredOutputsParams(json=sampling.json_schema) if sampling.json_schema else None
+        ),
         extra_args={PREDICTION_KEY: np.array(sampling.prediction, np.int32).tobytes()},
     )
 

@@ -122,8 +122,9 @@ class Chain:
             guard = GuardedSource(each.kind, each.source, metrics, *options)
             self._sources.append(Turns(place, each, guard, ask_policy(each, guard, num_slots)))
             self.labels += each.labels
-        self._plain_sources = [each for each in self._sources if not each.member.needs_prediction]
-        self._predicting: set[int] = set()  # slots of the requests with a prediction
+        # Of each source that does not draft for all: slots of the requests that it drafts for.
+        self._able = {each.place: set[int]() for each in self._sources if each.member.needs}
+        self._of_use: list[Turns] = []  # the sources that have something to draft from
         self._counts = metrics.draft_counts(self.labels)
         self.cost = StepCost()
         self.sent: Int32Array = np.zeros((num_slots, longest), np.int32)
@@ -142,6 +143,7 @@ class Chain:
         self._plan = Plan.empty(num_slots, count)
         self._unseen: Float64Array = np.zeros((num_slots, longest))
         self._step = self._num_unearned = self._unmeasured_steps = self._num_offered = 0
+        self._find_of_use()
         self._warm_up()
 
     def open(
@@ -166,14 +168,15 @@ class Chain:
         request[NUM_SENT] = 0
         for each in self._sources:
             member = each.member
-            is_able = bool(controls.prediction) or not member.needs_prediction
+            is_able = not member.needs or bool(getattr(controls, member.needs))
             limit = member.max_draft_len if is_able and wants_drafts(controls, member.kind) else 0
             if controls.max_draft_tokens >= 0:
                 limit = min(limit, controls.max_draft_tokens)
-            if limit and member.needs_prediction:
-                self._predicting.add(slot)
+            if limit and member.needs:
+                self._able[each.place].add(slot)
             request[LIMITS + each.place] = limit
             each.guard.open(slot, controls)
+        self._find_of_use()
 
     def close(self, slots: Int64Array) -> None:
         """Drops all that is kept of these finished or aborted requests; their slots are free."""
@@ -181,7 +184,9 @@ class Chain:
             each.guard.close(slots)
             if isinstance(each.ask, RemoteAsk):
                 each.ask.forget(slots)
-        self._predicting.difference_update(slots.tolist())
+        for able in self._able.values():
+            able.difference_update(slots.tolist())
+        self._find_of_use()
 
     def observe(self, batch: DraftBatch, num_new: Int32Array, num_verified: Int32Array) -> Outcomes:
         """Counts what became of the last drafts, and learns from what was written.
@@ -265,10 +270,8 @@ class Chain:
             if each.member.learns and each.guard.ready and len(batch.slots):
                 each.guard.propose(batch, np.zeros(len(batch.slots), np.int32))
 
-    @property
-    def _of_use(self) -> list[Turns]:
-        """The sources that have something to draft from."""
-        return self._sources if self._predicting else self._plain_sources
+    def _find_of_use(self) -> None:
+        self._of_use = [each for each in self._sources if self._able.get(each.place, True)]
 
     def _call(self, turns: Turns, batch: DraftBatch) -> _Call | None:
         """Asks a source; its drafts are among the offers then."""

@@ -22,7 +22,7 @@ class Member(NamedTuple):
         max_draft_len: longest draft in tokens.
         dynamic: whether its drafts are cut to the length that pays, and it is asked where it pays.
         learns: whether it learns from one request for others: it has to see texts to their ends.
-        needs_prediction: whether it drafts for requests with a prediction alone.
+        needs: the field of a request's controls without which it drafts nothing; empty: none.
     """
 
     kind: str
@@ -31,7 +31,7 @@ class Member(NamedTuple):
     max_draft_len: int
     dynamic: bool = True
     learns: bool = False
-    needs_prediction: bool = False
+    needs: str = ""
 
     @property
     def is_remote(self) -> bool:
@@ -65,7 +65,7 @@ def build_members(configs: Sequence[SourceConfig], context: SourceContext) -> li
             config.max_draft_len,
             config.dynamic,
             config.LEARNS,
-            config.NEEDS_PREDICTION,
+            config.NEEDS,
         )
         for config in configs
     ]

@@ -63,6 +63,12 @@ def predictable(args: dict[str, Any]) -> dict[str, Any]:
     return args | {"speculation": [*args["speculation"], prediction]}
 
 
+def structured(args: dict[str, Any]) -> dict[str, Any]:
+    """The same application, which drafts what a grammar forces as well, where a request has one."""
+    grammar = {"kind": "grammar", "dynamic": False}
+    return args | {"speculation": [*args["speculation"], grammar]}
+
+
 def demo() -> dict[str, Any]:
     """``args`` of configs/demo.yaml: ngram, trie and mtp."""
     file = yaml.safe_load((Path(__file__).parents[2] / "configs/demo.yaml").read_text())
@@ -79,9 +85,11 @@ TENANT_KEYS = [{"env": env, "tenant": name} for env, name in zip(KEYS, TENANTS, 
 
 SHARED: dict[str, dict[str, Any]] = {
     # With room for the streams beside what test_fuzz.py tries.
-    "/": predictable(
-        application(
-            engine={"max_num_seqs": 16, "vllm": EVERYTHING}, http={"max_queued_requests": 32}
+    "/": structured(
+        predictable(
+            application(
+                engine={"max_num_seqs": 16, "vllm": EVERYTHING}, http={"max_queued_requests": 32}
+            )
         )
     ),
     "/team": predictable(

@@ -26,6 +26,7 @@ BENCHMARKS = {
     "sharing": "two replicas: one drafter for both, beside a drafter each",
     "wire": "asking a drafter but for its model, beside a call of a Ray actor",
     "replication": "how soon replicas learn from each other, and where their store saturates",
+    "grammar": "over HTTP: answers that keep to ten JSON schemas, beside prompt lookup and none",
     "prediction": "over HTTP: edits of a predicted text, beside prompt lookup and no speculation",
     "server": "over HTTP: ours beside `vllm serve` with each of its methods, by kind of traffic",
     "step-trace": "a step's timeline over all processes of the server, for Perfetto",

@@ -29,7 +29,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 from rich.console import Console
@@ -75,6 +75,14 @@ class Asked:
         }
 
 
+class Question(Protocol):
+    """What a server is asked."""
+
+    def body(self, model: str, state: str) -> dict[str, object]:
+        """For ``/v1/completions``."""
+        ...
+
+
 class Client:
     """Asks a server.
 
@@ -86,12 +94,14 @@ class Client:
     def __init__(self, url: str, model: str) -> None:
         self._url, self._model = url, model
 
-    def ask(self, asked: Sequence[Asked], state: str, num_clients: int) -> tuple[list[str], float]:
+    def ask(
+        self, asked: Sequence[Question], state: str, num_clients: int
+    ) -> tuple[list[str], float]:
         """The answers, and output tokens a second."""
         return asyncio.run(self._ask(asked, state, num_clients))
 
     async def _ask(
-        self, asked: Sequence[Asked], state: str, num_clients: int
+        self, asked: Sequence[Question], state: str, num_clients: int
     ) -> tuple[list[str], float]:
         left = iter(enumerate(asked))
         texts, num_tokens = [""] * len(asked), 0

@@ -238,7 +238,7 @@ def test_no_step_is_idle_while_there_is_a_draft_to_learn_from_or_a_source_always
 
 def test_a_step_without_predictions_does_not_ask_the_source_that_drafts_from_them() -> None:
     source = always(5)
-    member = Member("prediction", source, ("prediction",), 8, needs_prediction=True)
+    member = Member("prediction", source, ("prediction",), 8, needs="prediction")
     predicts = RequestControls(prediction=b"1234")
     plain = Driven(member)
     plain.measure()
@@ -253,7 +253,7 @@ def test_a_step_without_predictions_does_not_ask_the_source_that_drafts_from_the
 
 def test_such_a_source_is_asked_until_the_last_request_with_a_prediction_ends() -> None:
     source = always(5)
-    member = Member("prediction", source, ("prediction",), 8, False, needs_prediction=True)
+    member = Member("prediction", source, ("prediction",), 8, False, needs="prediction")
     predicts = RequestControls(prediction=b"1234")
     driven = Driven(member, wishes=[predicts, AUTO, predicts])
     for slot, sent in ((0, [[], [], [5]]), (2, [[], [], []])):
@@ -265,6 +265,17 @@ def test_such_a_source_is_asked_until_the_last_request_with_a_prediction_ends() 
         assert driven.step() == sent
         assert len(source.limits) - num_calls == any(sent)
     assert driven.chain.num_idle_steps(np.arange(3)) > 0
+
+
+def test_a_prediction_does_not_have_the_source_of_grammars_asked() -> None:
+    of_grammars, of_predictions = always(5), always(6)
+    driven = Driven(
+        Member("grammar", of_grammars, ("grammar",), 8, False, needs="grammar"),
+        Member("prediction", of_predictions, ("prediction",), 8, False, needs="prediction"),
+        wishes=[RequestControls(prediction=b"1234")],
+    )
+    assert driven.step() == [[6]]
+    assert of_grammars.limits == []
 
 
 def test_a_remote_source_is_asked_last_and_only_where_it_makes_a_request_better_off() -> None:

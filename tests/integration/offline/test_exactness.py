@@ -1,5 +1,6 @@
 """In float32 speculation writes exactly what the model writes without it."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -8,10 +9,11 @@ import pytest
 from specserve.compare.engine_process import EngineProcess
 from specserve.compare.prompts import load_prompts, load_tokenizer
 from specserve.core.config import AppConfig
-from specserve.core.source_config import DraftModelConfig, MtpConfig
+from specserve.core.source_config import DraftModelConfig, GrammarConfig, MtpConfig
 from specserve.engine.generation import Job, RunResult, Sampling
 from tests.integration.cluster import model_path
 from tests.integration.offline.conftest import running_engine
+from tests.peers.schemas import SCHEMAS
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +78,29 @@ def test_so_it_is_with_predictions_that_are_nearly_right(
     with running_engine(config, "prediction") as engine:
         for concurrency in (1, 8):
             assert_same(engine.run(predicted, concurrency), expected)
+
+
+def test_so_it_is_with_what_a_json_schema_forces(config: AppConfig) -> None:
+    outputs = {"backend": "xgrammar", "disable_any_whitespace": True}
+    engine_config = config.engine.model_copy(
+        update={"vllm": {"structured_outputs_config": outputs}}
+    )
+    grammar = GrammarConfig(kind="grammar", dynamic=False)
+    structured = config.model_copy(update={"engine": engine_config, "speculation": (grammar,)})
+    tokenizer = load_tokenizer(config.model.path)
+    schemas = [json.dumps(schema) for schema in SCHEMAS.values()]
+    jobs = [
+        Job(
+            tuple(tokenizer.encode(each, add_special_tokens=False)),
+            Sampling(max_tokens=128, json_schema=each),
+        )
+        for each in schemas
+    ]
+    with running_engine(structured, "none") as engine:
+        expected = engine.run(jobs, 4)
+    with running_engine(structured, "grammar") as engine:
+        for concurrency in (1, 4):
+            assert_same(engine.run(jobs, concurrency), expected)
 
 
 def test_so_it_is_with_latent_attention_and_experts_and_models_in_processes_of_their_own(

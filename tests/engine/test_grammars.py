@@ -1,0 +1,165 @@
+"""Grammars are compiled and followed beside vLLM's scheduler, by vLLM's own code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+from vllm import SamplingParams
+from vllm.config import ModelConfig, StructuredOutputsConfig, VllmConfig
+from vllm.sampling_params import StructuredOutputsParams
+
+from specserve.engine.grammars import Grammars, RequestGrammar
+from tests.integration.cluster import model_path
+
+SCHEMA = {"enum": ["Germany", "Greece"]}
+TIMEOUT_S = 60
+
+
+@pytest.fixture(scope="module")
+def model() -> ModelConfig:
+    return ModelConfig(model=str(model_path("demo-draft")), dtype="float32", max_model_len=256)
+
+
+@pytest.fixture(scope="module")
+def grammars(model: ModelConfig) -> Iterator[Grammars]:
+    grammars = Grammars(VllmConfig(model_config=model))
+    yield grammars
+    grammars.close()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(model_path("demo-draft"))
+
+
+def asked(backend: str = "xgrammar", prompt: list[int] | None = None, **outputs: Any) -> Any:
+    """A request as the model runner has it."""
+    wanted = StructuredOutputsParams(**(outputs or {"json": json.dumps(SCHEMA)}))
+    wanted._backend = backend
+    params = SamplingParams(max_tokens=64, structured_outputs=wanted)
+    return SimpleNamespace(sampling_params=params, prompt_token_ids=prompt or [7, 8, 9])
+
+
+def compiled(grammar: RequestGrammar | None) -> RequestGrammar:
+    """The same, when its compilation has ended."""
+    assert grammar is not None
+    structured = grammar._given.result(TIMEOUT_S).structured_output_request
+    assert structured is not None
+    if isinstance(pending := structured._grammar, Future):
+        pending.exception(TIMEOUT_S)
+    return grammar
+
+
+def tokens(tokenizer: Any, text: str) -> Any:
+    return np.array(tokenizer.encode(text, add_special_tokens=False), np.int32)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "written", "forced"),
+    [
+        ({"json": json.dumps(SCHEMA)}, '"Ge', 'rmany"'),
+        ({"regex": "(ab|cd)efgh"}, "a", "befgh"),
+        ({"grammar": 'root ::= "SELECT " ("a" | "b") " FROM table"'}, "SELECT a", " FROM table"),
+    ],
+)
+def test_what_is_forced_after_an_answer_is_found_by_vllms_own_means(
+    grammars: Grammars, tokenizer: Any, outputs: dict[str, Any], written: str, forced: str
+) -> None:
+    grammar = compiled(grammars.open("a", asked(**outputs)))
+    answer = tokens(tokenizer, written)
+    for size in range(1, len(answer) + 1):
+        matcher = grammar.after(answer[:size])
+    assert matcher is not None
+    assert matcher.find_jump_forward_string() == forced
+    assert grammar.num_allowed() >= 1
+    whole = np.append(answer, [*tokens(tokenizer, forced), tokenizer.eos_token_id])
+    assert grammar.after(whole) is None
+
+
+def test_a_request_without_a_grammar_of_xgrammars_has_none(grammars: Grammars) -> None:
+    free = SimpleNamespace(sampling_params=SamplingParams(), prompt_token_ids=[1])
+    embedded = asked()
+    embedded.prompt_token_ids = None
+    for each in (free, asked("guidance"), embedded):
+        assert grammars.open("a", each) is None
+
+
+def test_while_a_grammar_is_being_compiled_nothing_is_forced(
+    grammars: Grammars, tokenizer: Any
+) -> None:
+    grammar = compiled(grammars.open("a", asked()))
+    given: Future[Any] = Future()
+    waiting = RequestGrammar(grammars._manager, given, tokenizer)
+    answer = tokens(tokenizer, '"Ge')
+    assert waiting.after(answer) is None
+    given.set_result(grammar._given.result())
+    assert waiting.after(answer) is not None
+
+
+def test_what_cannot_be_compiled_or_followed_is_an_error_of_its_request(
+    grammars: Grammars, tokenizer: Any
+) -> None:
+    wrong = compiled(grammars.open("a", asked(grammar="root ::= nothing")))
+    with pytest.raises(RuntimeError):
+        wrong.after(tokens(tokenizer, "a"))
+    grammar = compiled(grammars.open("b", asked()))
+    with pytest.raises(ValueError, match="the grammar refuses the answer's tokens"):
+        grammar.after(tokens(tokenizer, "France"))
+
+
+def test_a_text_is_split_as_the_tokenizer_would_go_on(grammars: Grammars, tokenizer: Any) -> None:
+    grammar = compiled(grammars.open("a", asked()))
+    whole, rest = tokens(tokenizer, '{"street_name":"'), 'name":"'
+    written = tokens(tokenizer, '{"street_')
+    assert written.tolist() == whole[: len(written)].tolist()
+    assert grammar.split(written, rest) == (whole[len(written) :].tolist(), True)
+    assert grammar.split(written[:0], '{"street_name":"') == (whole.tolist(), True)
+
+
+def test_where_it_would_have_written_the_answers_end_otherwise_the_text_alone_is_split(
+    grammars: Grammars, tokenizer: Any
+) -> None:
+    grammar = compiled(grammars.open("a", asked()))
+    assert tokens(tokenizer, "name").tolist() != tokens(tokenizer, "n").tolist()
+    assert grammar.split(tokens(tokenizer, '"n'), "ame") == (
+        tokens(tokenizer, "ame").tolist(),
+        False,
+    )
+
+
+def test_a_model_that_reasons_is_followed_from_the_end_of_its_reasoning(
+    model: ModelConfig, tokenizer: Any
+) -> None:
+    options = StructuredOutputsConfig(backend="xgrammar", reasoning_parser="deepseek_r1")
+    config = VllmConfig(model_config=model, structured_outputs_config=options)
+    grammars = Grammars(config)
+    end = tokens(tokenizer, "<|system|>")
+    assert len(end) == 1
+
+    class Reasoner:
+        """Reasons up to a token that the small model's vocabulary has."""
+
+        def __init__(self, *args: Any, **options: Any) -> None: ...
+
+        def is_reasoning_end(self, token_ids: Any) -> bool:
+            return int(end[0]) in list(token_ids)
+
+        def is_reasoning_end_streaming(self, token_ids: Any, new: Any) -> bool:
+            return int(end[0]) in list(new)
+
+    grammars._manager.reasoner_cls = Reasoner
+    grammar = compiled(grammars.open("a", asked()))
+    thought = tokens(tokenizer, "So it is Greece.")
+    assert grammar.after(thought) is None
+    answer = np.concatenate([thought, end, tokens(tokenizer, '"Gr')])
+    matcher = grammar.after(answer)
+    assert matcher is not None
+    assert matcher.find_jump_forward_string() == 'eece"'
+    grammars.close()

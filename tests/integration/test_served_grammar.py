@@ -1,0 +1,164 @@
+"""Structured outputs over HTTP: the same text, and what is forced in it comes as drafts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jsonschema
+import pytest
+from openai import OpenAI
+
+from tests.integration.api import MODEL, OFF, TIMEOUT_S, Api
+from tests.integration.cluster import Deployment
+
+pytestmark = pytest.mark.timeout(900)
+
+ALONE = {"speculation": "grammar"}
+"""Nothing but the grammar is drafted from."""
+PROMPT = "A customer's order:\n"
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "customer_number": {"type": "integer", "minimum": 0, "maximum": 99},
+        "shipping_address": {
+            "type": "object",
+            "properties": {"country": {"enum": ["Germany", "Greece"]}},
+            "required": ["country"],
+            "additionalProperties": False,
+        },
+        "states": {
+            "type": "array",
+            "items": {"enum": ["paid", "sent"]},
+            "minItems": 2,
+            "maxItems": 3,
+        },
+    },
+    "required": ["customer_number", "shipping_address", "states"],
+    "additionalProperties": False,
+}
+TOOL = {"type": "function", "function": {"name": "order", "strict": True, "parameters": SCHEMA}}
+
+
+def accepted(api: Api) -> int:
+    """Forced tokens that were drafted and accepted so far."""
+    counted = api.speculation()["acceptance"].get("grammar", {})
+    return int(counted.get("accepted_tokens", 0))
+
+
+def check_drafted(api: Api, grammar: dict[str, Any]) -> None:
+    """Its text is the same as without drafts, of which some are accepted."""
+    body = {"prompt": PROMPT, "max_tokens": 256, "structured_outputs": grammar}
+    plain = api.complete(**body, vllm_xargs=OFF)["choices"][0]
+    before = accepted(api)
+    for _ in range(2):  # with the grammar compiled in the first one at the latest
+        drafted = api.complete(**body, vllm_xargs=ALONE)["choices"][0]
+        assert (drafted["text"], drafted["finish_reason"]) == (plain["text"], "stop")
+    assert accepted(api) > before
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        {"json": SCHEMA},
+        {"regex": r"The order (of|with) \d{2} items was (sent|delayed) yesterday\."},
+        {"choice": ["The first one is taken.", "The second one is taken."]},
+        {"grammar": 'root ::= "SELECT customer_name FROM " ("orders" | "addresses") " LIMIT 10"'},
+    ],
+    ids=lambda grammar: next(iter(grammar)),
+)
+def test_the_text_is_the_same_and_forced_tokens_are_accepted(
+    api: Api, grammar: dict[str, Any]
+) -> None:
+    check_drafted(api, grammar)
+
+
+def test_a_response_format_and_a_strict_tool_are_grammars_too(api: Api) -> None:
+    chat = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 256}
+    named = {"type": "function", "function": {"name": "order"}}
+    for options in (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "a", "schema": SCHEMA},
+            }
+        },
+        {"tools": [TOOL], "tool_choice": named},
+    ):
+        before = accepted(api)
+        texts = []
+        for xargs in (OFF, ALONE, ALONE):
+            message = api.chat(**chat, **options, vllm_xargs=xargs)["choices"][0]["message"]
+            calls = message.get("tool_calls") or [{"function": {"arguments": message["content"]}}]
+            texts.append(calls[0]["function"]["arguments"])
+        if "response_format" in options:  # a strict tool's may have whitespace without end
+            jsonschema.validate(json.loads(texts[0]), SCHEMA)
+        assert texts == texts[:1] * 3
+        assert accepted(api) > before
+
+
+def test_requests_of_one_batch_have_grammars_of_their_own(api: Api) -> None:
+    schemas = [SCHEMA, {"enum": ["yes, certainly", "no, never"]}, SCHEMA["properties"]["states"]]
+    expected = [
+        api.complete(
+            prompt=PROMPT,
+            max_tokens=256,
+            structured_outputs={"json": schema},
+            vllm_xargs=OFF,
+        )["choices"][0]["text"]
+        for schema in schemas
+    ]
+    with ThreadPoolExecutor(len(schemas)) as pool:
+        answers = pool.map(
+            lambda schema: api.complete(
+                prompt=PROMPT,
+                max_tokens=256,
+                structured_outputs={"json": schema},
+                vllm_xargs=ALONE,
+            ),
+            schemas * 2,
+        )
+    assert [each["choices"][0]["text"] for each in answers] == expected * 2
+
+
+def test_a_request_without_a_grammar_is_not_drafted_for(api: Api) -> None:
+    before = api.counts()
+    api.complete(prompt=PROMPT, max_tokens=32, vllm_xargs=ALONE)
+    assert api.counts() == before
+
+
+def test_a_grammar_that_vllm_refuses_costs_nobody_else_anything(api: Api) -> None:
+    body = {"model": MODEL, "prompt": PROMPT, "structured_outputs": {"grammar": "root ::= nothing"}}
+    assert api.http.post("/v1/completions", json=body).status_code == 400
+    check_drafted(api, {"json": SCHEMA})
+    told = {each["kind"]: each for each in api.speculation()["sources"]}
+    assert told["grammar"]["up"]
+
+
+@pytest.fixture
+def client(api: Api) -> Iterator[OpenAI]:
+    with OpenAI(
+        base_url=f"{api.base_url}/v1", api_key="none", timeout=TIMEOUT_S, max_retries=0
+    ) as client:
+        yield client
+
+
+def test_a_client_that_leaves_ends_its_request_and_the_next_one_is_drafted_for(
+    api: Api, client: OpenAI, shared: Deployment
+) -> None:
+    endless = {"type": "array", "items": SCHEMA, "minItems": 100}
+    stream = client.completions.create(
+        model=MODEL,
+        prompt=PROMPT,
+        max_tokens=1500,
+        stream=True,
+        extra_body={"structured_outputs": {"json": endless}, "vllm_xargs": ALONE},
+    )
+    next(iter(stream))
+    stream.close()
+    shared.eventually(
+        lambda: api.metric("vllm:num_requests_running") == 0, "the request has ended", 60
+    )
+    check_drafted(api, {"json": SCHEMA})
