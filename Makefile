@@ -78,14 +78,15 @@ lint: setup
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
-# The quick tests first, side by side. The integration tests one after the other: they start
-# clusters and engines, which need the whole machine. tests/tiers.py says what is left out of which.
+# The quick tests first, side by side. Then the integration tests: those of the shared deployments one
+# after the other, and beside them, one after the other as well, those that start what they need
+# themselves. tests/tiers.py says what is left out of which.
 test-all: MARKED = -m 'not alone'
 test-all: export SPECSERVE_FUZZ_CASES ?= 1000
 test test-all: tools lint
 	@$(BIN)/pytest tests --ignore=tests/peers --ignore=tests/integration $(MARKED) \
 		--numprocesses logical --maxprocesses 4 --dist worksteal --durations 15
-	@$(BIN)/pytest tests/integration $(MARKED) --durations 30
+	@$(BIN)/pytest tests/integration $(MARKED) --numprocesses 2 --dist loadgroup --durations 30
 
 tools:
 	@tests/tools.sh

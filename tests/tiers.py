@@ -47,6 +47,9 @@ LONG = {
     "test_a_store_that_hangs_holds_up_no_shutdown_and_the_replicas_tell_what_is_lost": (
         "Ends the deployment. test_trie_store.py has a store that hangs."
     ),
+    "integration/test_served_trie.py::test_both_replicas_get_requests_whichever_node_they_are_on": (
+        "Starts a deployment for itself. tests/serve/test_router.py has what Serve is told."
+    ),
     "integration/test_lifecycle.py::"
     "test_a_killed_process_fails_its_requests_and_the_replica_is_replaced[engine_cores]": (
         "`make test` kills a shard: the replica is replaced in the same way."
@@ -55,12 +58,24 @@ LONG = {
     "test_a_killed_process_fails_its_requests_and_the_replica_is_replaced[replicas]": (
         "`make test` kills a shard: the replica is replaced in the same way."
     ),
+    "integration/test_lifecycle.py::"
+    "test_a_shard_that_hangs_fails_its_requests_and_the_replica_is_replaced": (
+        "`make test` has an engine core that hangs, which holds the shard itself."
+    ),
+    "integration/test_lifecycle.py::"
+    "test_an_engine_core_that_holds_the_shard_is_replaced_when_it_hangs_or_dies[core dies]": (
+        "`make test` has an engine core that hangs: the replica is replaced in the same way."
+    ),
+    "integration/test_lifecycle.py::"
+    "test_an_engine_core_that_holds_the_shard_is_replaced_when_it_hangs_or_dies[replica dies]": (
+        "`make test` has an engine core that hangs: the replica is replaced in the same way."
+    ),
     "integration/test_lifecycle.py::test_ctrl_c_ends_everything_also_a_running_request": (
         "`make test` ends each deployment with Ctrl-C, and looks for what is left of it."
     ),
     "integration/test_lifecycle.py::"
     "test_one_that_hangs_while_nothing_runs_is_replaced_when_it_is_asked_what_it_counted": (
-        "`make test` has a shard that hangs while a request runs."
+        "`make test` has an engine core that hangs while a request runs."
     ),
     "integration/test_ends.py::test_no_end_leaves_anything_twice_in_a_row": (
         "`make test` ends one run with a signal to its group and one by killing it."

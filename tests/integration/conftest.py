@@ -1,6 +1,7 @@
 """Two clusters for nearly all tests, one after the other: one node, and then two.
 
-Tests that need the same deployment run one after the other, whatever their files are called.
+Tests that need the same deployment run one after the other, whatever their files are called. The
+tests that need none of these deployments may run beside them, in another process.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ TURNS = [
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_turn)
+    for item in items:
+        name = "others" if _turn(item) == len(TURNS) else "deployments"
+        item.add_marker(pytest.mark.xdist_group(name))
 
 
 def _turn(item: pytest.Item) -> int:

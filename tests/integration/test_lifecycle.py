@@ -120,7 +120,9 @@ def test_one_that_hangs_while_nothing_runs_is_replaced_when_it_is_asked_what_it_
 
 
 @pytest.mark.parametrize(
-    ("victim", "end"), [("engine_cores", "kill"), ("engine_cores", "suspend"), ("replicas", "kill")]
+    ("victim", "end"),
+    [("engine_cores", "kill"), ("engine_cores", "suspend"), ("replicas", "kill")],
+    ids=["core dies", "core hangs", "replica dies"],
 )
 def test_an_engine_core_that_holds_the_shard_is_replaced_when_it_hangs_or_dies(
     one_shard: Deployment, victim: str, end: str
