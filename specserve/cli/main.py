@@ -13,6 +13,8 @@ from specserve.core.errors import SpecServeError
 _COMMANDS = (
     "specserve.cli.check",
     "specserve.compare.command",
+    "specserve.bench.command",
+    "specserve.cli.vllm",
     "specserve.cli.trie",
     "specserve.cli.split_mtp",
 )

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from specserve.compare.arguments import at_least_zero, number_from, only_application
 from specserve.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,12 +38,27 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "documents), or a .jsonl or .txt file (default: %(default)s)")  # fmt: skip
     add("--chat-template", default="", help="Jinja template that writes dialogues, or its file "
         "(default: engine.vllm.chat_template, then the tokenizer's own)")  # fmt: skip
-    add("--num-prompts", type=_from(1), default=0, help="default: 16, or all of a file")
-    add("--max-tokens", type=_from(1), default=128, help="default: %(default)s")
-    add("--concurrency", type=_from(1), default=1, help="prompts at a time (default: %(default)s)")
+    add("--num-prompts", type=number_from(1), default=0, help="default: 16, or all of a file")
+    add("--max-tokens", type=number_from(1), default=128, help="default: %(default)s")
+    add(
+        "--concurrency",
+        type=number_from(1),
+        default=1,
+        help="prompts at a time (default: %(default)s)",
+    )
     add("--temperature", type=float, default=0.0, help="0 is greedy (default: %(default)s)")
-    add("--seed", type=_from(0), default=0, help="of prompts and sampling (default: %(default)s)")
-    add("--repeat", type=_from(1), default=1, help="passes over the prompts (default: %(default)s)")
+    add(
+        "--seed",
+        type=number_from(0),
+        default=0,
+        help="of prompts and sampling (default: %(default)s)",
+    )
+    add(
+        "--repeat",
+        type=number_from(1),
+        default=1,
+        help="passes over the prompts (default: %(default)s)",
+    )
     add("--tolerance", type=float, default=None, help="largest difference of two tokens' "
         "log-probabilities that counts as a tie, in nats (default: 0.1; 0 in float32)")  # fmt: skip
     add("--save-output", type=Path, default=None, metavar="FILE", help="write everything as JSON")
@@ -58,12 +74,12 @@ def run(args: argparse.Namespace) -> int:
     from specserve.compare.report import document, explanation, table, write_json
     from specserve.engine.methods import parse_methods
 
-    config = _read_config(args.config)
+    config = only_application(args.config)
     methods = parse_methods(args.methods, config)
     settings = Settings(
         max_tokens=args.max_tokens,
         concurrency=args.concurrency,
-        temperature=_at_least_zero("--temperature", args.temperature),
+        temperature=at_least_zero("--temperature", args.temperature),
         seed=args.seed,
         repeat=args.repeat,
         tolerance=_tolerance(config, args.tolerance),
@@ -100,40 +116,12 @@ def run(args: argparse.Namespace) -> int:
     return 0 if comparison.is_lossless else 1
 
 
-def _read_config(path: Path) -> AppConfig:
-    """The only application of a Serve file, its model found on this machine."""
-    from specserve.engine.checkpoint import find_checkpoint
-    from specserve.serve.config_file import read
-
-    applications = read(path).applications
-    if len(applications) > 1:
-        raise ConfigError("--config", str(path), "a file with one application")
-    config = applications[0].config
-    find_checkpoint(config.model, f"{applications[0].field}.model")
-    return config
-
-
 def _tolerance(config: AppConfig, asked: float | None) -> float:
     from specserve.compare.lossless import BF16_TOLERANCE
 
     if asked is None:
         return 0.0 if config.engine.dtype == "float32" else BF16_TOLERANCE
-    return _at_least_zero("--tolerance", asked)
-
-
-def _at_least_zero(name: str, value: float) -> float:
-    if not 0 <= value < float("inf"):
-        raise ConfigError(name, value, "a number from 0 on")
-    return value
-
-
-def _from(lowest: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < lowest:
-            raise argparse.ArgumentTypeError(f"{text!r}: a whole number from {lowest} on")
-        return int(text)
-
-    return parse
+    return at_least_zero("--tolerance", asked)
 
 
 class _RichDisplay:

@@ -55,7 +55,7 @@ class Completion:
         token_ids: the generated tokens, the end token included.
         finish_reason: ``stop`` or ``length``.
         seconds: from handing the prompt to the engine to the last token.
-        first_token_seconds: the same, to the first token.
+        token_seconds: the same, to each token; one number for all tokens of a step.
         num_draft_tokens: draft tokens verified for this prompt.
         num_accepted_tokens: how many of them were accepted.
         logprobs: one a token: token id to log-probability, of the chosen token and the asked
@@ -66,10 +66,15 @@ class Completion:
     token_ids: tuple[int, ...]
     finish_reason: str
     seconds: float
-    first_token_seconds: float
+    token_seconds: tuple[float, ...]
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     logprobs: tuple[dict[int, float], ...] = ()
+
+    @property
+    def first_token_seconds(self) -> float:
+        """From handing the prompt to the engine to the first token."""
+        return self.token_seconds[0]
 
     @property
     def tokens_per_second(self) -> float:

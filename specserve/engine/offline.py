@@ -152,16 +152,16 @@ class _Request:
 
     index: int
     started: float = field(default_factory=time.perf_counter)
-    first_token: float = 0.0
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    token_seconds: list[float] = field(default_factory=list)
     logprobs: list[dict[int, float]] = field(default_factory=list)
 
     def take(self, output: RequestOutput) -> int:
         """Adds a step's output; answers its number of new tokens."""
         (delta,) = output.outputs
-        if delta.token_ids and not self.token_ids:
-            self.first_token = time.perf_counter()
+        elapsed = time.perf_counter() - self.started
+        self.token_seconds.extend(elapsed for _ in delta.token_ids)
         self.text.append(delta.text)
         self.token_ids.extend(delta.token_ids)
         for position in delta.logprobs or ():
@@ -177,7 +177,7 @@ class _Request:
             token_ids=tuple(self.token_ids),
             finish_reason=str(last.finish_reason),
             seconds=time.perf_counter() - self.started,
-            first_token_seconds=self.first_token - self.started,
+            token_seconds=tuple(self.token_seconds),
             num_draft_tokens=drafts.num_draft_tokens if drafts else 0,
             num_accepted_tokens=accepted,
             logprobs=tuple(self.logprobs),

@@ -12,7 +12,7 @@ def completion(token_ids: Sequence[int], logprobs: tuple[dict[int, float], ...] 
         token_ids=tuple(token_ids),
         finish_reason="length",
         seconds=1.0,
-        first_token_seconds=0.1,
+        token_seconds=(0.1,),
         logprobs=logprobs,
     )
 

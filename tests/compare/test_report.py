@@ -22,7 +22,7 @@ NGRAM = Method("ngram", sources=("ngram",))
 
 def one_pass(seconds: float, drafts: tuple[AcceptanceSnapshot, ...] = ()) -> RunResult:
     completion = Completion(
-        text="x", token_ids=(7, 8, 9), finish_reason="length", seconds=1.0, first_token_seconds=0.5
+        text="x", token_ids=(7, 8, 9), finish_reason="length", seconds=1.0, token_seconds=(0.5,)
     )
     return RunResult(completions=(completion, completion), seconds=seconds, drafts=drafts)
 

@@ -38,6 +38,7 @@ from specserve.compare.corpus import load_modules
 from specserve.compare.machine import circumstances
 from specserve.compare.prompts import Tokenizer, load_tokenizer
 from specserve.core.config import AppConfig
+from specserve.core.errors import ConfigError
 from specserve.core.source_config import NgramConfig, PredictionConfig
 from tests.peers.bench_engine import measured_config
 from tests.peers.servers import serve
@@ -130,6 +131,8 @@ def edits(client: Client, number: int, share: float, seed: int) -> list[Asked]:
     rng.shuffle(prompts)
     found: list[Asked] = []
     while len(found) < number:
+        if not prompts:
+            raise ConfigError("--number", number, f"at most {len(found)}: the others' texts repeat")
         prompt = prompts.pop()
         ((text,), _) = client.ask([Asked(prompt, "")], "off", 1)
         before = "".join(edited(text.splitlines(keepends=True), share, rng))

@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from specserve.core.config import AppConfig
@@ -44,7 +43,7 @@ THEIRS = tuple(f"vllm-{method}{kernels}" for method in METHODS for kernels in ("
 NAMES = "specserve, specserve-none, vllm-METHOD[:K][@ours] with plain, ngram, suffix or mtp"
 _THEIR_NAME = re.compile(rf"vllm-({'|'.join(METHODS)})(?::([1-9]\d*))?(@ours)?")
 
-LAUNCHER = [sys.executable, str(Path(__file__).with_name("vllm_launcher.py"))]
+LAUNCHER = [sys.executable, "-m", "specserve.engine.vllm_command"]
 OUR_WORKER = "specserve.engine.cpu.worker.CpuWorker"
 STOP_TIMEOUT_S = 30.0
 

@@ -1,0 +1,190 @@
+"""``specserve bench tokens FILE``: a performance run over requests that are token ids."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specserve.compare.arguments import at_least_zero, number_from, only_application
+from specserve.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from specserve.bench.token_file import TokenIds
+    from specserve.core.config import AppConfig
+    from specserve.engine.generation import Job, RunResult
+
+# The rest is imported when the command runs: the parser of all commands must stay quick.
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Registers the command."""
+    parser = subparsers.add_parser("bench", help="measure a server or an engine")
+    kinds = parser.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
+    tokens = kinds.add_parser(
+        "tokens",
+        help="run a file of token ids, and print latencies, throughput and acceptance",
+        description="FILE has a line a request: decimal token ids, separated by commas. The "
+        "warm-up runs requests from the beginning of the file, and what drafts from earlier texts "
+        "has seen these then.",
+    )
+    add = tokens.add_argument
+    add("file", type=Path, metavar="FILE", help="a line a request")
+    where = tokens.add_mutually_exclusive_group(required=True)
+    where.add_argument("--url", help="address of a server; its key in OPENAI_API_KEY")
+    where.add_argument("--config", type=Path, help="Serve file, whose engine is started here")
+    add("--max-output", type=number_from(1), default=256, help="default: %(default)s")
+    add("--max-batch-size", type=number_from(1), default=16, help="requests at a time (default: "
+        "%(default)s)")  # fmt: skip
+    add("--warm-up", type=number_from(0), default=10, help="requests that are run beforehand and "
+        "not counted (default: %(default)s)")  # fmt: skip
+    add("--temperature", type=float, default=0.0, help="0 is greedy (default: %(default)s)")
+    add("--top-k", type=number_from(0), default=0, help="0: all (default: %(default)s)")
+    add("--top-p", type=float, default=1.0, help="default: %(default)s")
+    add("--seed", type=number_from(0), default=None, help="of each request (default: none)")
+    add("--ignore-eos", action="store_true", help="go on after the end token")
+    add("--record-output", type=Path, metavar="FILE", help="write the output's token ids, a line "
+        "a request")  # fmt: skip
+    add("--save-output", type=Path, metavar="FILE", help="write the figures as JSON")
+    tokens.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the requests and prints the figures.
+
+    Raises:
+        SpecServeError: an argument or a line of the file is wrong, or a request failed.
+    """
+    from rich.console import Console
+
+    from specserve.bench.figures import figures
+    from specserve.bench.token_file import write_token_file
+    from specserve.compare.report import write_json
+
+    for path, name in (
+        (args.record_output, "--record-output"),
+        (args.save_output, "--save-output"),
+    ):
+        if path and not path.parent.is_dir():
+            raise ConfigError(name, str(path), "a file in an existing folder")
+    requests, model, result, sources = _run_server(args) if args.url else _run_engine(args)
+    num_devices = model["tp"] * model["pp"] * model["server_count"] if model["tp"] else 0
+    found = model | figures(result, [len(each) for each in requests], num_devices)
+    _print(Console(), found, sources)
+    if args.record_output:
+        write_token_file(args.record_output, [each.token_ids for each in result.completions])
+    if args.save_output:
+        write_json(args.save_output, found | {"sources": sources})
+    return 0
+
+
+Run = tuple["list[TokenIds]", dict[str, Any], "RunResult", dict[str, dict[str, int]]]
+"""The requests, what served them, the result, and counts of drafts by source."""
+
+
+def _run_server(args: argparse.Namespace) -> Run:
+    from specserve.bench.server_run import find_server
+    from specserve.bench.token_file import read_token_file
+
+    server = find_server(args.url)
+    requests = read_token_file(args.file, max_tokens=server.max_model_len - 1)
+    jobs = _jobs(args, requests)
+    with _progress(len(jobs)) as progress:
+        server.run(jobs[: args.warm_up], args.max_batch_size, lambda *_: None)
+        before = server.sources()
+        result = server.run(jobs, args.max_batch_size, progress)
+    sources = {
+        source: {name: count - before.get(source, {}).get(name, 0) for name, count in each.items()}
+        for source, each in server.sources().items()
+    }
+    model = {"model_name": server.model, "server_count": 1, "tp": None, "pp": None}
+    return requests, model, result, sources
+
+
+def _run_engine(args: argparse.Namespace) -> Run:
+    from specserve.bench.token_file import read_token_file
+    from specserve.compare.engine_process import EngineProcess
+    from specserve.engine.methods import ALL, NONE, parse_method
+
+    config = only_application(args.config)
+    max_tokens, vocab_size = _sizes(config)
+    requests = read_token_file(args.file, max_tokens=max_tokens - 1, vocab_size=vocab_size)
+    jobs = _jobs(args, requests)
+    method = parse_method(ALL if config.speculation else NONE, config)
+    with _progress(len(jobs)) as progress, EngineProcess(config, method) as engine:
+        engine.wait_ready()
+        if args.warm_up:
+            engine.run(jobs[: args.warm_up], args.max_batch_size)
+        result = engine.run(jobs, args.max_batch_size, progress)
+    sources = {
+        each.source: {
+            "drafts": each.num_drafts,
+            "draft_tokens": each.num_draft_tokens,
+            "accepted_tokens": each.num_accepted_tokens,
+        }
+        for each in result.drafts
+    }
+    tensor_parallel = config.engine.tensor_parallel_size
+    model = {"model_name": config.model.name, "server_count": 1, "tp": tensor_parallel, "pp": 1}
+    return requests, model, result, sources
+
+
+def _sizes(config: AppConfig) -> tuple[int, int]:
+    """Longest text in tokens and size of the vocabulary."""
+    from transformers import AutoConfig
+
+    model = config.model
+    found = AutoConfig.from_pretrained(
+        model.path,
+        revision=model.revision or None,
+        trust_remote_code=bool(config.engine.vllm.get("trust_remote_code")),
+    ).get_text_config()
+    return config.engine.max_model_len or found.max_position_embeddings, found.vocab_size
+
+
+def _jobs(args: argparse.Namespace, requests: Sequence[TokenIds]) -> list[Job]:
+    from specserve.engine.generation import Job, Sampling
+
+    if not 0 < args.top_p <= 1:
+        raise ConfigError("--top-p", args.top_p, "a number above 0 and up to 1")
+    sampling = Sampling(
+        max_tokens=args.max_output,
+        temperature=at_least_zero("--temperature", args.temperature),
+        top_p=args.top_p,
+        top_k=args.top_k,
+        seed=args.seed,
+        ignore_eos=args.ignore_eos,
+    )
+    return [Job(each, sampling) for each in requests]
+
+
+@contextmanager
+def _progress(num_requests: int) -> Iterator[Callable[[int, int], None]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import TimeElapsedColumn as Elapsed
+
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), Elapsed())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        bar = bars.add_task("requests, warming up", total=num_requests)
+        yield lambda done, tokens: bars.update(
+            bar, completed=done, description=f"requests, {tokens} tokens"
+        )
+
+
+def _print(console: Console, found: dict[str, Any], sources: dict[str, dict[str, int]]) -> None:
+    for name, value in found.items():
+        if value is not None:
+            shown = f"{value:.3f}" if isinstance(value, float) else value
+            console.print(f"{name:24}{shown}", highlight=False)
+    for source, each in sources.items():
+        share = each["accepted_tokens"] / max(each["draft_tokens"], 1)
+        console.print(
+            f"{source}: {each['draft_tokens']} tokens drafted, {each['accepted_tokens']} accepted "
+            f"({share:.0%}), {each['accepted_tokens'] / max(each['drafts'], 1):.2f} a draft",
+            highlight=False,
+        )

@@ -1,0 +1,70 @@
+"""The figures of a performance run, by the names of MindIE's."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from specserve.engine.generation import Completion, RunResult
+
+PERCENTILES = (10, 20, 30, 40, 50, 60, 80, 90, 95, 99)
+
+
+def figures(result: RunResult, input_lengths: Sequence[int], num_devices: int) -> dict[str, Any]:
+    """All figures; times in milliseconds but for the two latencies, which are in seconds.
+
+    ``lpct`` is the time to the first token for each input token. ``lpot`` is a step's time divided
+    by the tokens that it brought, once for each of these tokens. ``last_token`` is the last step's
+    time of each request, and ``max_decode_time`` the longest step's of all.
+
+    Args:
+        result: of the run.
+        input_lengths: tokens of each request, in its order.
+        num_devices: that served it; 0: not known.
+    """
+    done = result.completions
+    first = np.array([each.first_token_seconds for each in done]) * 1e3
+    steps = [_steps(each) for each in done]
+    last = np.array([times[-1][0] for times in steps if times]) * 1e3
+    decode = np.array([seconds for times in steps for seconds, _ in times]) * 1e3
+    lpot = np.array([s / n for times in steps for s, n in times for _ in range(n)]) * 1e3
+    output = float(np.mean([len(each.token_ids) for each in done]))
+    rate = len(done) / result.seconds
+    return {
+        "request_num": len(done),
+        "average_input_length": float(np.mean(input_lengths)),
+        "average_output_length": output,
+        "latency_for_all": result.seconds,
+        "latency_for_per_infer": float(np.mean([each.seconds for each in done])),
+        "lpct": float(first.sum() / sum(input_lengths)),
+        **{f"lpot_p{p}": _percentile(lpot, p) for p in PERCENTILES},
+        "lpot_max": _percentile(lpot, 100),
+        **_spread("first_token", first),
+        **_spread("last_token", last),
+        "max_decode_time": _percentile(decode, 100),
+        "qps": rate,
+        "qps_per_device": rate / num_devices if num_devices else None,
+        "generate_speed": rate * output,
+    }
+
+
+def _steps(completion: Completion) -> list[tuple[float, int]]:
+    """Seconds and tokens of each step after the first token's."""
+    times = completion.token_seconds
+    ends = [(when, len(list(group))) for when, group in itertools.groupby(times)]
+    return [(end - begin, number) for (begin, _), (end, number) in itertools.pairwise(ends)]
+
+
+def _spread(name: str, values: np.ndarray) -> dict[str, float | None]:
+    return {
+        f"{name}_average": float(values.mean()) if values.size else None,
+        f"{name}_p99": _percentile(values, 99),
+        f"{name}_max": _percentile(values, 100),
+    }
+
+
+def _percentile(values: np.ndarray, percent: int) -> float | None:
+    return float(np.percentile(values, percent)) if values.size else None

@@ -1,0 +1,63 @@
+"""Requests as token ids: a line a request, decimal ids separated by commas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from specserve.core.errors import ConfigError, reason_of
+
+TokenIds = tuple[int, ...]
+
+
+def read_token_file(path: Path, *, max_tokens: int, vocab_size: int = 0) -> list[TokenIds]:
+    """The requests of a file in its order; lines may end with a carriage return.
+
+    Args:
+        path: the file, without a header.
+        max_tokens: longest request that the model can continue.
+        vocab_size: ids are below it; 0: not known.
+
+    Raises:
+        ConfigError: the file cannot be read or has no request, or a line is wrong: its number,
+            what is wrong there and what is allowed.
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError("FILE", str(path), f"a readable file ({reason_of(error)})") from None
+    if not lines:
+        raise ConfigError("FILE", str(path), "a file with at least one line")
+    requests = []
+    for number, line in enumerate(lines, 1):
+        where = f"{path}: line {number}"
+        tokens = _tokens(line, where, vocab_size)
+        if len(tokens) > max_tokens:
+            raise ConfigError(where, f"{len(tokens)} tokens", f"at most {max_tokens}")
+        requests.append(tokens)
+    return requests
+
+
+def write_token_file(path: Path, requests: Sequence[Sequence[int]]) -> None:
+    """Writes what :func:`read_token_file` reads.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    try:
+        path.write_text("".join(f"{','.join(map(str, each))}\n" for each in requests))
+    except OSError as error:
+        allowed = f"a file that can be written ({reason_of(error)})"
+        raise ConfigError("--record-output", str(path), allowed) from None
+
+
+def _tokens(line: bytes, where: str, vocab_size: int) -> TokenIds:
+    allowed = f"a token id from 0 to {vocab_size - 1}" if vocab_size else "a token id from 0 on"
+    tokens = []
+    for word in line.decode("utf-8", "replace").split(","):
+        text = word.strip()
+        # Not `isdecimal` alone, which knows other scripts' digits.
+        if not (text.isascii() and text.isdecimal()) or (vocab_size and int(text) >= vocab_size):
+            raise ConfigError(where, text[:40], f"{allowed}, separated by commas")
+        tokens.append(int(text))
+    return tuple(tokens)

@@ -1,0 +1,53 @@
+"""Arguments that several commands take."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specserve.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from specserve.core.config import AppConfig
+
+
+def number_from(lowest: int) -> Callable[[str], int]:
+    """The parser of a whole number."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < lowest:
+            raise argparse.ArgumentTypeError(f"{text!r}: a whole number from {lowest} on")
+        return int(text)
+
+    return parse
+
+
+def at_least_zero(name: str, value: float) -> float:
+    """The value.
+
+    Raises:
+        ConfigError: it is below 0 or not finite.
+    """
+    if not 0 <= value < float("inf"):
+        raise ConfigError(name, value, "a number from 0 on")
+    return value
+
+
+def only_application(path: Path) -> AppConfig:
+    """The only application of a Serve file, its model found on this machine.
+
+    Raises:
+        ConfigError: the file is wrong, has several applications, or the model is not there.
+    """
+    # Here, because a parser that only tells its options must stay quick.
+    from specserve.engine.checkpoint import find_checkpoint
+    from specserve.serve.config_file import read
+
+    applications = read(path).applications
+    if len(applications) > 1:
+        raise ConfigError("--config", str(path), "a file with one application")
+    config = applications[0].config
+    find_checkpoint(config.model, f"{applications[0].field}.model")
+    return config

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from specserve.bench.token_file import read_token_file, write_token_file
+from specserve.core.errors import ConfigError
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    write_token_file(tmp_path / "out.csv", [(1, 22), (333,)])
+    assert read_token_file(tmp_path / "out.csv", max_tokens=2) == [(1, 22), (333,)]
+
+
+def test_lines_may_end_with_a_carriage_return_and_have_blanks(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.csv"
+    path.write_bytes(b"1, 2\r\n3")
+    assert read_token_file(path, max_tokens=2) == [(1, 2), (3,)]
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "a file with at least one line"),
+        (b"1\n2,x\n", "line 2: 'x' is not allowed; allowed: a token id from 0 to 99"),
+        (b"1\n\n3\n", "line 2: '' is not allowed"),
+        (b"1,,2", "line 1: '' is not allowed"),
+        (b"-1", "line 1: '-1' is not allowed"),
+        (b"100", "line 1: '100' is not allowed; allowed: a token id from 0 to 99"),
+        ("\u0661".encode(), "line 1: "),
+        (b"\xff", "line 1: "),
+        (b"1\n1,2,3,4", "line 2: '4 tokens' is not allowed; allowed: at most 3"),
+    ],
+)
+def test_a_wrong_line_is_told_with_its_number_and_what_is_allowed(
+    tmp_path: Path, content: bytes, told: str
+) -> None:
+    path = tmp_path / "tokens.csv"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as error:
+        read_token_file(path, max_tokens=3, vocab_size=100)
+    assert told in str(error.value)
+
+
+def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="a readable file"):
+        read_token_file(tmp_path / "none.csv", max_tokens=3)
