@@ -18,6 +18,7 @@ MODEL = "demo"
 TIMEOUT_S = 120.0
 OFF = {"speculation": "off"}
 AUTO = {"speculation": "auto"}
+REPORT = {"report": 1}
 
 
 @dataclass(frozen=True)
