@@ -171,7 +171,11 @@ class _Request:
     def completion(self, output: RequestOutput) -> Completion:
         last = output.outputs[0]
         drafts = last.spec_decode_metrics
-        accepted = sum(n * count for n, count in enumerate(drafts.histogram)) if drafts else 0
+        accepted = (
+            sum(n * count for n, count in enumerate(drafts.histogram[: drafts.num_spec_tokens + 1]))
+            if drafts
+            else 0
+        )
         return Completion(
             text="".join(self.text),
             token_ids=tuple(self.token_ids),

@@ -63,6 +63,11 @@ class Client(TenantLLM):
     """vLLM's client and its output processor, with an engine that writes nothing."""
 
     def __init__(self) -> None:
+        self.vllm_config: Any = SimpleNamespace(
+            additional_config=None,
+            speculative_config=None,
+            observability_config=SimpleNamespace(per_request_spec_decode_metrics="none"),
+        )
         self.output_processor = OutputProcessor(None, log_stats=False)
         self.log_requests = False
         self.engine_core: Any = SimpleNamespace(abort_requests_async=self._aborted)
