@@ -14,8 +14,11 @@ import openai
 
 from specserve.core.errors import ConfigError, SpecServeError, reason_of
 from specserve.engine.generation import Completion, Job, RunResult, Sampling
+from specserve.serve.shared import AS_OF
 
 TIMEOUT_S = 600.0
+WAIT_S = 10.0
+"""How long counts may be awaited that are not older than the question; clocks may differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,13 @@ class Server:
 
     def sources(self) -> dict[str, dict[str, int]]:
         """Drafts, drafted and accepted tokens by source so far; empty where that is not told."""
-        answer = httpx.get(f"{self.url}/v1/speculation", headers=_headers(), timeout=TIMEOUT_S)
+        asked_at = time.time()
+        while True:  # answers are kept for a second, by the replica and by its proxy
+            answer = httpx.get(f"{self.url}/v1/speculation", headers=_headers(), timeout=TIMEOUT_S)
+            is_new = float(answer.headers.get(AS_OF, asked_at)) >= asked_at
+            if is_new or time.time() - asked_at > WAIT_S:
+                break
+            time.sleep(0.1)
         counts = answer.json()["acceptance"] if answer.status_code == 200 else {}
         names = ("drafts", "draft_tokens", "accepted_tokens")
         return {source: {name: each[name] for name in names} for source, each in counts.items()}
