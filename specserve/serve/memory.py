@@ -26,6 +26,7 @@ from specserve.engine.cluster_memory import shared_trie
 from specserve.engine.tenant_memory import TenantMemory
 from specserve.engine.tenants import CURRENT_TENANT
 from specserve.serve.middleware import openai_error
+from specserve.serve.paths import path_of
 
 MAX_BODY_BYTES = 4 << 20
 MAX_LINES = 4096
@@ -46,7 +47,7 @@ _Pay = Callable[[int], None]
 
 def is_memory(scope: Scope) -> bool:
     """Whether a call is one of these routes, whose body is not for vLLM."""
-    return bool(scope["path"].removeprefix(scope.get("root_path", "")) == _PATH)
+    return path_of(scope) == _PATH
 
 
 class Turns:

@@ -20,6 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, ExceptionHandler, Message, Receive, Scope, Send
 
+from specserve.serve.paths import path_of
 from specserve.serve.shared import AS_OF, CACHEABLE, Shared
 
 _GONE_S = 1.0
@@ -134,12 +135,11 @@ class FreshMetricsMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles one ASGI connection."""
-        if scope["type"] == "http" and scope["method"] == "GET":
-            path = scope["path"].removeprefix(scope.get("root_path", ""))
-            if path.rstrip("/") == "/metrics":
-                answer = await self._answers.get(await self._refresh())
-                await answer(scope, receive, send)
-                return
+        is_get = scope["type"] == "http" and scope["method"] == "GET"
+        if is_get and path_of(scope) == "/metrics":
+            answer = await self._answers.get(await self._refresh())
+            await answer(scope, receive, send)
+            return
         await self._app(scope, receive, send)
 
     async def _render(self, refreshed_at: float) -> Response:

@@ -14,6 +14,7 @@ from starlette.websockets import WebSocketClose
 from specserve.core.config import ApiKeyConfig
 from specserve.core.errors import ConfigError
 from specserve.engine.tenants import CURRENT_TENANT
+from specserve.serve.paths import path_of
 
 _OPEN_PATHS = ("/health", "/metrics", "/speculation")
 _POLICY_VIOLATION = 1008
@@ -117,8 +118,7 @@ def _digest(key: bytes) -> bytes:
 
 
 def _is_open(scope: Scope) -> bool:
-    path: str = scope["path"].removeprefix(scope.get("root_path", "")).rstrip("/")
-    return scope.get("method") == "OPTIONS" or path in _OPEN_PATHS
+    return scope.get("method") == "OPTIONS" or path_of(scope) in _OPEN_PATHS
 
 
 def _bearer(scope: Scope) -> bytes | None:

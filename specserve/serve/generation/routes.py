@@ -27,6 +27,7 @@ from specserve.serve.generation.schema import (
     generation,
     refusal,
 )
+from specserve.serve.paths import path_of
 
 _PATHS = ("", "/generate", "/generate_stream")
 
@@ -172,8 +173,7 @@ async def _disconnected(request: Request) -> None:
 
 def is_generation(scope: Scope) -> bool:
     """Whether a call is one of this API's, that continue texts."""
-    path: str = scope["path"].removeprefix(scope.get("root_path", "")).rstrip("/")
-    return scope["type"] == "http" and scope["method"] == "POST" and path in _PATHS
+    return scope["type"] == "http" and scope["method"] == "POST" and path_of(scope) in _PATHS
 
 
 async def _first(outputs: AsyncGenerator[Output, None]) -> Output:
