@@ -8,7 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specserve.compare.arguments import at_least_zero, number_from, only_application
+from specserve.compare.arguments import (
+    at_least_zero,
+    in_existing_folder,
+    number_from,
+    only_application,
+)
 from specserve.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -65,12 +70,8 @@ def run(args: argparse.Namespace) -> int:
     from specserve.bench.token_file import write_token_file
     from specserve.compare.report import write_json
 
-    for path, name in (
-        (args.record_output, "--record-output"),
-        (args.save_output, "--save-output"),
-    ):
-        if path and not path.parent.is_dir():
-            raise ConfigError(name, str(path), "a file in an existing folder")
+    in_existing_folder("--record-output", args.record_output)
+    in_existing_folder("--save-output", args.save_output)
     requests, model, result, sources = _run_server(args) if args.url else _run_engine(args)
     num_devices = model["tp"] * model["pp"] * model["server_count"] if model["tp"] else 0
     found = model | figures(result, [len(each) for each in requests], num_devices)

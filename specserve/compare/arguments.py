@@ -35,6 +35,16 @@ def at_least_zero(name: str, value: float) -> float:
     return value
 
 
+def in_existing_folder(name: str, path: Path | None) -> None:
+    """Checks where a file will be written, before the work that takes long.
+
+    Raises:
+        ConfigError: its folder does not exist.
+    """
+    if path and not path.parent.is_dir():
+        raise ConfigError(name, str(path), "a file in an existing folder")
+
+
 def only_application(path: Path) -> AppConfig:
     """The only application of a Serve file, its model found on this machine.
 

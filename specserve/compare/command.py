@@ -8,8 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specserve.compare.arguments import at_least_zero, number_from, only_application
-from specserve.core.errors import ConfigError
+from specserve.compare.arguments import (
+    at_least_zero,
+    in_existing_folder,
+    number_from,
+    only_application,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -84,8 +88,7 @@ def run(args: argparse.Namespace) -> int:
         repeat=args.repeat,
         tolerance=_tolerance(config, args.tolerance),
     )
-    if args.save_output and not args.save_output.parent.is_dir():
-        raise ConfigError("--save-output", str(args.save_output), "a file in an existing folder")
+    in_existing_folder("--save-output", args.save_output)
     model, options = config.model, config.engine.vllm
     tokenizer = load_tokenizer(
         model.tokenizer or model.path,

@@ -32,6 +32,7 @@ from specserve.engine.cpu.backend import choose_latent_attention
 from specserve.engine.executor import InProcessExecutor
 from specserve.engine.generation import Completion, Job, RunResult, Sampling
 from specserve.engine.methods import Method
+from specserve.engine.report import vllms_histogram
 from specserve.sources.controls import PREDICTION_KEY
 
 Progress = Callable[[int, int], None]
@@ -171,11 +172,7 @@ class _Request:
     def completion(self, output: RequestOutput) -> Completion:
         last = output.outputs[0]
         drafts = last.spec_decode_metrics
-        accepted = (
-            sum(n * count for n, count in enumerate(drafts.histogram[: drafts.num_spec_tokens + 1]))
-            if drafts
-            else 0
-        )
+        histogram = vllms_histogram(drafts) if drafts else []
         return Completion(
             text="".join(self.text),
             token_ids=tuple(self.token_ids),
@@ -183,7 +180,7 @@ class _Request:
             seconds=time.perf_counter() - self.started,
             token_seconds=tuple(self.token_seconds),
             num_draft_tokens=drafts.num_draft_tokens if drafts else 0,
-            num_accepted_tokens=accepted,
+            num_accepted_tokens=sum(n * count for n, count in enumerate(histogram)),
             logprobs=tuple(self.logprobs),
         )
 

@@ -73,22 +73,26 @@ class Reports(NamedTuple):
     def add(self, metrics: RequestSpecDecodeMetrics, outcome: Outcome) -> None:
         """Counts a draft by its source."""
         label, num_drafted, num_accepted = outcome
-        place = metrics.num_spec_tokens + 1 + 2 * self.labels.index(label)
+        place = len(vllms_histogram(metrics)) + 2 * self.labels.index(label)
         metrics.histogram[place] += num_drafted
         metrics.histogram[place + 1] += num_accepted
 
     def read(self, metrics: RequestSpecDecodeMetrics | None) -> SourcedMetrics:
         """The counts as they arrived; None: nothing was drafted."""
-        values = vars(copy.deepcopy(metrics or self.begin()))
-        size = values["num_spec_tokens"] + 1
-        ours = iter(values["histogram"][size:] or [0] * (2 * len(self.labels)))
+        counts = copy.deepcopy(metrics or self.begin())
+        own = vllms_histogram(counts)
+        ours = iter(counts.histogram[len(own) :] or [0] * (2 * len(self.labels)))
         sources = {
             label: {"drafted_tokens": next(ours), "accepted_tokens": next(ours)}
             for label in self.labels
         }
-        return SourcedMetrics(
-            **{**values, "histogram": values["histogram"][:size]}, sources=sources
-        )
+        return SourcedMetrics(**{**vars(counts), "histogram": own}, sources=sources)
+
+
+def vllms_histogram(metrics: RequestSpecDecodeMetrics) -> list[int]:
+    """Verified drafts of which 0, 1, ... tokens were accepted, without our counts behind them."""
+    histogram: list[int] = metrics.histogram
+    return histogram[: metrics.num_spec_tokens + 1]
 
 
 def reports_all(vllm_config: VllmConfig) -> bool:

@@ -193,8 +193,11 @@ def _put(table, start, mask, tag, position, keep_oldest):  # type: ignore[no-unt
     slot = tag & mask
     while True:
         entry = table[start + slot]
-        if (entry == 0) | (entry >> _S32 == tag):  # one branch to guess
-            if not (keep_oldest & (entry != 0)):
+        if entry == 0:
+            table[start + slot] = (tag << _S32) | position
+            return
+        if entry >> _S32 == tag:
+            if not keep_oldest:
                 table[start + slot] = (tag << _S32) | position
             return
         slot = (slot + _ONE) & mask
