@@ -82,7 +82,7 @@ lint: setup
 # after the other, and beside them, one after the other as well, those that start what they need
 # themselves. tests/tiers.py says what is left out of which.
 test-all: MARKED = -m 'not alone'
-test-all: export SPECSERVE_FUZZ_CASES ?= 1000
+test-all: export SPECSERVE_FUZZ_CASES ?= 10000
 test test-all: tools lint
 	@$(BIN)/pytest tests --ignore=tests/peers --ignore=tests/integration $(MARKED) \
 		--numprocesses logical --maxprocesses 4 --dist worksteal --durations 15

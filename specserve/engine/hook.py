@@ -286,7 +286,8 @@ class ProposerHook:
             buffers.num_tokens_no_spec[:size],
             buffers.num_prompt_tokens[:size],
         )
-        assert all(each.dtype == np.int32 for each in self._texts[1:4])
+        # Of other types and layouts the kernels would be compiled anew, within a step.
+        assert all(each.dtype == np.int32 and each.flags.carray for each in self._texts[1:4])
 
     def _open(self, request_id: str, present: Sequence[str]) -> None:
         """A request's first step, or its first one since its slot was given away."""

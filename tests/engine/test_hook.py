@@ -327,6 +327,7 @@ def test_a_text_that_ends_is_shown_to_sources_that_have_not_seen_it_whole(
     assert texts.slots.tolist() == [1]
     assert texts.token_ids.tolist() == [[5, 6, 7, 8]]
     assert texts.num_tokens.tolist() == [4]
+    assert all(each.flags.carray for each in texts[:4])  # as kernels take them
 
 
 def test_in_a_step_without_a_source_that_is_due_only_the_outcomes_are_passed_on(
