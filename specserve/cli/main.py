@@ -17,6 +17,7 @@ _COMMANDS = (
     "specserve.cli.vllm",
     "specserve.cli.trie",
     "specserve.cli.split_mtp",
+    "specserve.cli.shard_weights",
 )
 """In the order of use. Modules with an ``add_parser(subparsers)`` that sets ``run``, a function of
 the parsed arguments that returns the exit code. They import at their top only what their parser

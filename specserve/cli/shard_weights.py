@@ -1,0 +1,174 @@
+"""``specserve shard-weights --config FILE OUT``: weights that each shard loads without the rest."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from specserve.core.config import AppConfig
+    from specserve.engine.shard_weights import Times
+
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json")
+"""What of a checkpoint is not copied."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command to ``subparsers``."""
+    parser = subparsers.add_parser(
+        "shard-weights",
+        help="write a checkpoint divided among the shards, which then start faster",
+        description="Starts the shards of a Serve file once, and has each write its part of the "
+        "weights. The configuration and the tokenizer are copied as they are. Serve the folder with "
+        "`model.path: OUT` and `engine.vllm.load_format: sharded_state`. Exit code 2 if the file is "
+        "wrong, or OUT holds something.",
+    )
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write, new or empty, in "
+        "an existing folder that all nodes share")  # fmt: skip
+    parser.add_argument("--config", type=Path, required=True, help="Serve configuration file")
+    parser.add_argument(
+        "--address",
+        default="",
+        help="Ray cluster to start the shards on, or `auto` (default: one on this machine that "
+        "ends with the command)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes the folder.
+
+    Raises:
+        SpecServeError: an argument is wrong, the shards do not start, or nothing can be written.
+    """
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    from rich.console import Console
+
+    from specserve.compare.arguments import only_application
+    from specserve.core.errors import SpecServeError
+    from specserve.drafters.mtp_files import check_out
+    from specserve.engine.vllm_version import check_vllm
+
+    config = _checked(only_application(args.config))
+    check_vllm(config)
+    out: Path = args.out.absolute()
+    _require_folder(out)
+    check_out(out)
+    try:
+        with _aside(out) as folder, Console(stderr=True).status("loading the shards"):
+            _copy_small_files(Path(config.model.path), folder)
+            with _cluster(config, args.address):
+                times = _write(config, folder, on_one_node=not args.address)
+            num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    except OSError as error:
+        raise SpecServeError(f"{error.filename or out}: {error.strerror}") from None
+    num_shards = config.engine.tensor_parallel_size
+    print(f"{num_shards} shard(s), {num_bytes:,} bytes written to {args.out}")
+    print(
+        f"loading, the slowest shard: {times.load_s:.2f} s from the checkpoint, {times.reload_s:.2f}"
+        f" s from what it wrote in {times.write_s:.2f} s, which main memory still held"
+    )
+    return 0
+
+
+def _checked(config: AppConfig) -> AppConfig:
+    """The configuration with the model's folder as found.
+
+    Raises:
+        ConfigError: the model is no folder, or its weights cannot be divided beforehand.
+    """
+    from specserve.core.errors import ConfigError
+    from specserve.engine.checkpoint import find_checkpoint
+    from specserve.engine.prepared_weights import own_quantization
+
+    checkpoint = find_checkpoint(config.model)
+    if not checkpoint.is_local:
+        raise ConfigError("model.path", config.model.path, "a folder of this machine")
+    options = config.engine.vllm
+    if options.get("load_format", "auto") != "auto":
+        allowed = "auto, of the checkpoint that is to be divided"
+        raise ConfigError("engine.vllm.load_format", options["load_format"], allowed)
+    own = own_quantization(Path(checkpoint.path))
+    if options.get("quantization") not in (None, own):
+        allowed = f"{own or 'none'}: vLLM quantizes only what it reads from an ordinary checkpoint"
+        raise ConfigError("engine.vllm.quantization", options["quantization"], allowed)
+    found = {"path": checkpoint.path, "tokenizer": checkpoint.tokenizer}
+    return config.model_copy(update={"model": config.model.model_copy(update=found)})
+
+
+def _require_folder(out: Path) -> None:
+    from specserve.core.errors import ConfigError
+
+    if not out.parent.is_dir():
+        raise ConfigError("OUT", str(out), "a folder in an existing folder")
+
+
+@contextmanager
+def _aside(out: Path) -> Iterator[Path]:
+    """A folder beside ``out``, which takes its place when the block has ended well."""
+    folder = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
+    try:
+        yield folder
+        folder.chmod(0o755)
+        folder.rename(out)
+    except BaseException:
+        shutil.rmtree(folder)
+        raise
+
+
+def _copy_small_files(checkpoint: Path, folder: Path) -> None:
+    """Copies all but the weights."""
+    for file in checkpoint.iterdir():
+        if file.is_file() and not any(file.match(pattern) for pattern in _WEIGHTS):
+            shutil.copyfile(file, folder / file.name)
+
+
+@contextmanager
+def _cluster(config: AppConfig, address: str) -> Iterator[None]:
+    """Connects to a cluster, or to one of this process, which has what the shards reserve."""
+    import ray
+
+    from specserve.cli.cluster import connected
+
+    if address:
+        with connected(address):
+            yield
+        return
+    num_shards, placement = config.engine.tensor_parallel_size, config.placement
+    ray.init(
+        "local",
+        num_cpus=num_shards * placement.num_cpus_per_shard,
+        resources={name: num_shards * n for name, n in placement.shard_resources.items()},
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _write(config: AppConfig, folder: Path, *, on_one_node: bool) -> Times:
+    import ray
+
+    from specserve.engine.llm import shard_bundle
+    from specserve.engine.shard_weights import write_shards
+    from specserve.serve.placement import reserve
+
+    # Where a host has no default route vLLM finds 0.0.0.0; Ray knows the address that is used.
+    os.environ.setdefault("VLLM_HOST_IP", ray.util.get_node_ip_address())
+    placement = config.placement
+    if on_one_node:
+        placement = placement.model_copy(update={"strategy": "PACK"})
+    group = asyncio.run(
+        reserve(placement, shard_bundle(config), config.engine.tensor_parallel_size)
+    )
+    return write_shards(config, group, folder)

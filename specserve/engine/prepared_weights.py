@@ -1,0 +1,120 @@
+"""Folders of weights that are divided among the shards already: what each of them was made for.
+
+``specserve shard-weights`` writes them and vLLM's load format ``sharded_state`` reads them. vLLM
+itself would copy what fits of another division, so this is checked before anything starts. Imports
+nothing of vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from specserve.core.config import AppConfig
+from specserve.core.errors import ConfigError
+from specserve.core.source_config import DrafterConfig, MtpConfig
+
+LOAD_FORMATS = ("sharded_state", "runai_streamer_sharded")
+"""vLLM's load formats that read such a folder."""
+
+MARK = "specserve_shards.json"
+"""The file that says what a folder was made for."""
+
+_FIELD = "engine.vllm.load_format"
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How weights were divided.
+
+    Attributes:
+        tensor_parallel_size: number of shards.
+        quantization: the checkpoint's own, by its config.json; empty: none.
+        dtype: of the weights that are not quantized.
+    """
+
+    tensor_parallel_size: int
+    quantization: str
+    dtype: str
+
+    def write(self, folder: Path) -> None:
+        """Marks a folder."""
+        (folder / MARK).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+
+def is_prepared(config: AppConfig) -> bool:
+    """Whether the configuration loads weights that are divided already."""
+    return config.engine.vllm.get("load_format") in LOAD_FORMATS
+
+
+def own_quantization(folder: Path) -> str:
+    """A checkpoint's quantization by its config.json; empty: none."""
+    card = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return str((card.get("quantization_config") or {}).get("quant_method") or "")
+
+
+def check_prepared(config: AppConfig, folder: str) -> None:
+    """Checks that a model's folder and the load format fit each other, and the shards to be.
+
+    Args:
+        config: the application's configuration.
+        folder: of the model, as found. What is on the hub is not looked up.
+
+    Raises:
+        ConfigError: the folder was made for another number of shards, quantization or type, or by
+            something else; or a source would need weights that such a folder does not have.
+    """
+    if not Path(folder).is_absolute():
+        return
+    found = _read(Path(folder), config.model.path)
+    if not is_prepared(config):
+        if found is not None:
+            allowed = f"{LOAD_FORMATS[0]}, for which {config.model.path} was made"
+            raise ConfigError(_FIELD, config.engine.vllm.get("load_format", "auto"), allowed)
+        return
+    if found is None:
+        allowed = f"only with a folder that `specserve shard-weights` made (it has a {MARK})"
+        raise ConfigError(_FIELD, config.engine.vllm["load_format"], allowed)
+    _check_division(config, found)
+    _check_sources(config)
+
+
+def _check_division(config: AppConfig, made_for: Division) -> None:
+    engine = config.engine
+    made = f"what {config.model.path} was made for"
+    if engine.tensor_parallel_size != made_for.tensor_parallel_size:
+        raise ConfigError(
+            "engine.tensor_parallel_size",
+            engine.tensor_parallel_size,
+            f"{made_for.tensor_parallel_size}, {made}",
+        )
+    quantization = engine.vllm.get("quantization")
+    if quantization not in (None, made_for.quantization):
+        allowed = f"{made_for.quantization or 'none'}, {made}"
+        raise ConfigError("engine.vllm.quantization", quantization, allowed)
+    if engine.dtype not in ("auto", made_for.dtype):
+        raise ConfigError("engine.dtype", engine.dtype, f"{made_for.dtype}, {made}")
+
+
+def _check_sources(config: AppConfig) -> None:
+    for index, source in enumerate(config.speculation):
+        field = f"speculation.{index}"
+        if isinstance(source, DrafterConfig) and source.placement == "in_engine":
+            allowed = f"actor or beside_rank_0, with {_FIELD}: {LOAD_FORMATS[0]}"
+            raise ConfigError(f"{field}.placement", source.placement, allowed)
+        if isinstance(source, MtpConfig) and not source.model:
+            allowed = (
+                f"the folder of an MTP module (`specserve split-mtp`): {config.model.path} has none"
+            )
+            raise ConfigError(f"{field}.model", source.model, allowed)
+
+
+def _read(folder: Path, value: str) -> Division | None:
+    try:
+        content = json.loads((folder / MARK).read_text(encoding="utf-8"))
+        return Division(**content)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError):
+        raise ConfigError("model.path", value, f"a folder with a readable {MARK}") from None
