@@ -113,12 +113,12 @@ def _check(
     from specserve.cli.draft_checkpoints import check_draft_checkpoints
     from specserve.core.errors import ConfigError, SpecServeError
     from specserve.engine.checkpoint import find_checkpoint
-    from specserve.engine.prepared_weights import check_prepared
+    from specserve.engine.weights import check_weights
 
     config = application.config
     try:
         checkpoint = find_checkpoint(config.model)
-        check_prepared(config, checkpoint.path)
+        check_weights(config, checkpoint.path)
         notes = check_draft_checkpoints(config, checkpoint, is_elsewhere=is_elsewhere)
         if config.engine.vllm and _has_vllm():  # importing vLLM takes seconds
             from specserve.engine.args import check_engine_options

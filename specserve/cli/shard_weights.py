@@ -26,9 +26,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "shard-weights",
         help="write a checkpoint divided among the shards, which then start faster",
         description="Starts the shards of a Serve file once, and has each write its part of the "
-        "weights. The configuration and the tokenizer are copied as they are. Serve the folder with "
-        "`model.path: OUT` and `engine.vllm.load_format: sharded_state`. Exit code 2 if the file is "
-        "wrong, or OUT holds something.",
+        "weights. Configuration and tokenizer are copied as they are. Serve the folder with "
+        "`model.path: OUT` and `engine.vllm.load_format: sharded_state`. Exit code 2 if the file "
+        "is wrong, or OUT holds something.",
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write, new or empty, in "
         "an existing folder that all nodes share")  # fmt: skip
@@ -72,8 +72,8 @@ def run(args: argparse.Namespace) -> int:
     num_shards = config.engine.tensor_parallel_size
     print(f"{num_shards} shard(s), {num_bytes:,} bytes written to {args.out}")
     print(
-        f"loading, the slowest shard: {times.load_s:.2f} s from the checkpoint, {times.reload_s:.2f}"
-        f" s from what it wrote in {times.write_s:.2f} s, which main memory still held"
+        f"the slowest shard loaded the checkpoint in {times.load_s:.2f} s, and what it had written "
+        f"(in {times.write_s:.2f} s, still in main memory) in {times.reload_s:.2f} s"
     )
     return 0
 
@@ -86,7 +86,7 @@ def _checked(config: AppConfig) -> AppConfig:
     """
     from specserve.core.errors import ConfigError
     from specserve.engine.checkpoint import find_checkpoint
-    from specserve.engine.prepared_weights import own_quantization
+    from specserve.engine.weights import own_quantization
 
     checkpoint = find_checkpoint(config.model)
     if not checkpoint.is_local:

@@ -53,12 +53,12 @@ def only_application(path: Path) -> AppConfig:
     """
     # Here, because a parser that only tells its options must stay quick.
     from specserve.engine.checkpoint import find_checkpoint
-    from specserve.engine.prepared_weights import check_prepared
+    from specserve.engine.weights import check_weights
     from specserve.serve.config_file import read
 
     applications = read(path).applications
     if len(applications) > 1:
         raise ConfigError("--config", str(path), "a file with one application")
     config = applications[0].config
-    check_prepared(config, find_checkpoint(config.model, f"{applications[0].field}.model").path)
+    check_weights(config, find_checkpoint(config.model, f"{applications[0].field}.model").path)
     return config

@@ -20,14 +20,22 @@ from specserve.engine.model_shapes import (
     kv_values_per_token,
     model_parameters,
     mtp_parameters,
+    routed_parameters,
     shard_bytes,
 )
 
-_VLLM_OPTIONS = ("quantization", "kv_cache_dtype", "hf_overrides", "cpu_offload_gb")
+_VLLM_OPTIONS = ("kv_cache_dtype", "hf_overrides", "cpu_offload_gb")
 """Options of ``engine.vllm`` that change how much memory is taken, in ways not worked out here."""
 
 _FP8_BLOCK = 128 * 128
-"""Parameters that share a float32 factor in a checkpoint of block FP8."""
+"""Parameters that share a float32 factor in block FP8."""
+
+_LINEAR_BYTES = {"fp8_per_block": 1 + 4 / _FP8_BLOCK, "fp8_per_tensor": 1, "fp8_per_channel": 1}
+"""vLLM's ways to quantize while it loads: bytes of a linear layer's or an expert's parameter."""
+
+_ROUTED_BYTES = {"int8_per_channel_weight_only": 1}
+"""The same where routed experts alone are quantized. Factors of rows and columns, 0.1 %, are left
+out."""
 
 
 class NoEstimateError(Exception):
@@ -39,6 +47,11 @@ class _Card(dict[str, Any]):
 
     def __missing__(self, key: str) -> Any:
         raise NoEstimateError(f"config.json has no {key}")
+
+    @property
+    def quantization(self) -> str:
+        """The checkpoint's own; empty: none."""
+        return str((self.get("quantization_config") or {}).get("quant_method") or "")
 
     def linear_bytes(self, plain_bytes: int) -> float:
         """Bytes of a linear layer's parameter, with its part of a group's factor.
@@ -89,20 +102,27 @@ def shard_memory(config: AppConfig) -> ShardMemory:
         NoEstimateError: the model has no config.json on this machine or is of an architecture that
             is not known here, or an option of ``engine.vllm`` makes something else of its weights.
     """
-    changed = next((name for name in _VLLM_OPTIONS if name in config.engine.vllm), None)
-    if changed:
-        raise NoEstimateError(f"engine.vllm.{changed} changes it")
+    options = config.engine.vllm
+    changed = next((name for name in _VLLM_OPTIONS if name in options), None)
     num_shards = config.engine.tensor_parallel_size
     value_bytes = 4 if config.engine.dtype == "float32" else 2  # vLLM's auto makes 2 of 4
     card = _card(config.model.path)
-    weights, values = _model(config.model.path, num_shards, value_bytes)
+    quantization = options.get("quantization")
+    can_tell = quantization in (None, card.quantization, *_LINEAR_BYTES, *_ROUTED_BYTES)
+    if changed or not can_tell:
+        raise NoEstimateError(f"engine.vllm.{changed or 'quantization'} changes it")
+    made_bytes = None if card.quantization else _LINEAR_BYTES.get(str(quantization))
+    weights, values = _model(config.model.path, num_shards, value_bytes, made_bytes)
+    if quantization in _ROUTED_BYTES and not card.quantization:
+        saved_bytes = value_bytes - _ROUTED_BYTES[quantization]
+        weights -= routed_parameters(card) * saved_bytes // num_shards
     for source in config.speculation:
         if not isinstance(source, DrafterConfig) or source.placement != "in_engine":
             continue
         if isinstance(source, DraftModelConfig):
             its_weights, its_values = _model(source.model, num_shards, value_bytes)
         else:
-            linear_bytes = card.linear_bytes(value_bytes)
+            linear_bytes = made_bytes or card.linear_bytes(value_bytes)
             its_weights = shard_bytes(mtp_parameters(card), num_shards, linear_bytes, value_bytes)
             its_values = kv_values_per_token(card, num_shards)
         weights, values = weights + its_weights, values + its_values
@@ -173,8 +193,12 @@ def in_words(num_bytes: float) -> str:
     return f"{num_bytes / size:.1f} {unit}"
 
 
-def _model(folder: str, num_shards: int, value_bytes: int) -> tuple[int, int]:
+def _model(
+    folder: str, num_shards: int, value_bytes: int, made_bytes: float | None = None
+) -> tuple[int, int]:
     """Bytes of a model's weights in a shard, and values of a token in the shard's KV cache.
+
+    ``made_bytes`` are a linear layer's parameter's where vLLM quantizes the weights as it loads.
 
     Weights that are quantized otherwise than in block FP8 are what the files hold, where these are.
     """
@@ -185,7 +209,7 @@ def _model(folder: str, num_shards: int, value_bytes: int) -> tuple[int, int]:
         stored_bytes = _stored_bytes(Path(folder))
         if stored_bytes:
             return round(stored_bytes / num_shards), values
-    linear_bytes = card.linear_bytes(value_bytes)
+    linear_bytes = made_bytes or card.linear_bytes(value_bytes)
     return shard_bytes(model_parameters(card), num_shards, linear_bytes, value_bytes), values
 
 

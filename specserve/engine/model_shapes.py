@@ -77,6 +77,20 @@ def mtp_parameters(config: Mapping[str, Any]) -> Parameters:
     return ends + _latent_attention(config) + _experts(config)
 
 
+def routed_parameters(config: Mapping[str, Any]) -> int:
+    """Those of all routed experts, which are divided among the shards; 0: the model has none.
+
+    Raises:
+        LookupError: ``config`` lacks a key.
+    """
+    if config["architectures"] == [LLAMA]:
+        return 0
+    layers = config["num_hidden_layers"]
+    num_layers = layers - min(config.get("first_k_dense_replace", 0), layers)
+    expert: int = 3 * config["hidden_size"] * config["moe_intermediate_size"]
+    return int(expert * config["n_routed_experts"] * num_layers)
+
+
 def kv_values_per_token(config: Mapping[str, Any], num_shards: int) -> int:
     """Numbers that a layer keeps of a token in the KV cache of one of the shards.
 

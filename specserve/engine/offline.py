@@ -20,6 +20,7 @@ import ray
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.outputs import RequestOutput
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.metrics.loggers import StatLoggerBase
@@ -28,7 +29,7 @@ from specserve.core.config import AppConfig
 from specserve.core.errors import ConfigError, EngineError, reason_of
 from specserve.core.metrics import AcceptanceSnapshot, SpeculationSnapshot
 from specserve.engine.args import engine_args, served_engine_args, worker_cls
-from specserve.engine.cpu.backend import choose_latent_attention
+from specserve.engine.cpu.backend import check_quantization, choose_latent_attention
 from specserve.engine.executor import InProcessExecutor
 from specserve.engine.generation import Completion, Job, RunResult, Sampling
 from specserve.engine.methods import Method
@@ -54,6 +55,7 @@ class OfflineEngine:
     """
 
     def __init__(self, config: AppConfig, method: Method) -> None:
+        check_quantization(config)
         self._counter = _DraftCounter()
         self._method = method
         self._vllm_drafts = method.is_peer or method.narrowed(config).drafts_in_engine
@@ -259,6 +261,9 @@ def _offline_args(config: AppConfig, method: Method) -> EngineArgs:
     if config.engine.tensor_parallel_size == 1:
         # One shard needs no cluster: the same worker in this very process.
         fields["distributed_executor_backend"] = InProcessExecutor
+    elif current_platform.is_cpu():
+        # Processes of this machine: Ray's executor for CPUs needs a reserved place in a cluster.
+        fields["distributed_executor_backend"] = "mp"
     return EngineArgs(**fields)
 
 

@@ -29,7 +29,7 @@ from specserve.core.errors import EngineError, SpecServeError, last_line_of
 from specserve.core.openmp import openmp_environment
 from specserve.engine.args import served_engine_args
 from specserve.engine.cpu.backend import choose_latent_attention
-from specserve.engine.prepared_weights import Division, own_quantization
+from specserve.engine.weights import Division, own_quantization
 
 _LOAD_FORMAT = "specserve_shard_weights"
 _PART_BYTES = 5 << 30
@@ -123,7 +123,10 @@ def write_shards(config: AppConfig, group: PlacementGroup, folder: Path) -> Time
         executor.shutdown()
     num_shards = config.engine.tensor_parallel_size
     for rank in range(num_shards):
-        if not any(folder.glob(f"model-rank-{rank}-part-*.safetensors")):
+        files = list(folder.glob(f"model-rank-{rank}-part-*.safetensors"))
+        for file in files:
+            file.chmod(0o644)  # as a checkpoint's: others may serve it
+        if not files:
             told = f"shard {rank} wrote to a folder of another machine: all nodes need the same"
             raise SpecServeError(f"{folder.parent}: {told}")
     dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")

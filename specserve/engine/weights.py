@@ -1,8 +1,8 @@
-"""Folders of weights that are divided among the shards already: what each of them was made for.
+"""Whether the weights in a model's folder are what the engine's options ask for.
 
-``specserve shard-weights`` writes them and vLLM's load format ``sharded_state`` reads them. vLLM
-itself would copy what fits of another division, so this is checked before anything starts. Imports
-nothing of vLLM.
+``specserve shard-weights`` writes folders of weights that are divided among the shards already, and
+vLLM's load format ``sharded_state`` reads them. vLLM itself would copy what fits of another
+division, so what a folder was made for is checked before anything starts. Imports nothing of vLLM.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from specserve.core.config import AppConfig
 from specserve.core.errors import ConfigError
@@ -20,6 +21,8 @@ LOAD_FORMATS = ("sharded_state", "runai_streamer_sharded")
 
 MARK = "specserve_shards.json"
 """The file that says what a folder was made for."""
+
+_OF_EXPERTS = "int8_per_channel_weight_only"
 
 _FIELD = "engine.vllm.load_format"
 
@@ -50,12 +53,11 @@ def is_prepared(config: AppConfig) -> bool:
 
 def own_quantization(folder: Path) -> str:
     """A checkpoint's quantization by its config.json; empty: none."""
-    card = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return str((card.get("quantization_config") or {}).get("quant_method") or "")
+    return str((_card(folder).get("quantization_config") or {}).get("quant_method") or "")
 
 
-def check_prepared(config: AppConfig, folder: str) -> None:
-    """Checks that a model's folder and the load format fit each other, and the shards to be.
+def check_weights(config: AppConfig, folder: str) -> None:
+    """Checks that a model's folder, the load format and the quantization fit each other.
 
     Args:
         config: the application's configuration.
@@ -63,10 +65,16 @@ def check_prepared(config: AppConfig, folder: str) -> None:
 
     Raises:
         ConfigError: the folder was made for another number of shards, quantization or type, or by
-            something else; or a source would need weights that such a folder does not have.
+            something else; or a source would need weights that such a folder does not have; or
+            the quantization would change nothing.
     """
     if not Path(folder).is_absolute():
         return
+    if config.engine.vllm.get("quantization") == _OF_EXPERTS and not _has_experts(Path(folder)):
+        allowed = (
+            f"not for {config.model.path}: vLLM quantizes experts alone by it, and it has none"
+        )
+        raise ConfigError("engine.vllm.quantization", _OF_EXPERTS, allowed)
     found = _read(Path(folder), config.model.path)
     if not is_prepared(config):
         if found is not None:
@@ -78,6 +86,16 @@ def check_prepared(config: AppConfig, folder: str) -> None:
         raise ConfigError(_FIELD, config.engine.vllm["load_format"], allowed)
     _check_division(config, found)
     _check_sources(config)
+
+
+def _card(folder: Path) -> dict[str, Any]:
+    card: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return card
+
+
+def _has_experts(folder: Path) -> bool:
+    """Whether a model has experts, by whichever name its config.json gives them."""
+    return "expert" in json.dumps(_card(folder))
 
 
 def _check_division(config: AppConfig, made_for: Division) -> None:
