@@ -140,6 +140,8 @@ def engine_environment(config: AppConfig) -> dict[str, str]:
     # The engine core runs in the child itself: one process a method.
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     environment["VLLM_NO_USAGE_STATS"] = "1"
+    # On CPU vLLM would give each shard a NUMA node of its own, and refuse more shards than nodes.
+    environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     environment.update(openmp_environment(config.placement.num_cpus_per_shard))
     return environment
 

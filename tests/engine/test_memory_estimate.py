@@ -21,7 +21,7 @@ from specserve.engine.memory_estimate import (
     shard_memory,
 )
 from specserve.engine.model_shapes import model_parameters, mtp_parameters
-from tests.model_cards import DEEPSEEK_R1, LLAMA_70B
+from tests.model_cards import DEEPSEEK_R1, DEEPSEEK_R1_UNQUANTIZED, LLAMA_70B
 
 MODELS = Path(__file__).parents[2] / "configs/models"
 GIB = 1 << 30
@@ -114,6 +114,23 @@ def test_quantized_weights_are_taken_from_the_index_or_else_from_the_files(tmp_p
     assert shard_memory(there).weights_bytes == 1500
 
 
+def test_weights_that_vllm_quantizes_as_it_loads_are_smaller(tmp_path: Path) -> None:
+    def weights_bytes(card: dict[str, Any], quantization: str) -> int:
+        options = {"quantization": quantization}
+        return shard_memory(config(tmp_path, card, vllm=options)).weights_bytes
+
+    # As configs/r1_mtp_int8.yaml works it out: 653.9 B of 671.0 B parameters are of routed experts.
+    int8 = weights_bytes(DEEPSEEK_R1_UNQUANTIZED, "int8_per_channel_weight_only")
+    assert int8 == pytest.approx(653.9e9 + 2 * 17.1e9, rel=1e-3)
+    linear, plain = 80 * 855_638_016, 2 * 128256 * 8192
+    assert weights_bytes(LLAMA_70B, "fp8_per_block") == pytest.approx(linear + 2 * plain, rel=1e-3)
+    # A checkpoint that is quantized itself stays what it is.
+    assert (
+        weights_bytes(DEEPSEEK_R1, "fp8")
+        == shard_memory(config(tmp_path, DEEPSEEK_R1)).weights_bytes
+    )
+
+
 def test_the_mtp_drafter_of_r1_computes_in_bfloat16_on_a_gpu(tmp_path: Path) -> None:
     source = MtpConfig(kind="mtp", num_gpus=1, max_texts=64)
     r1 = config(tmp_path, DEEPSEEK_R1, max_model_len=32768)
@@ -189,7 +206,8 @@ def test_a_drafter_has_its_part_of_a_gpu() -> None:
     ("change", "engine", "reason"),
     [
         ({"architectures": ["MambaForCausalLM"]}, {}, "MambaForCausalLM'] is not known"),
-        ({"num_hidden_layers": None}, {"vllm": {"quantization": "fp8"}}, "engine.vllm.quantiz"),
+        ({"num_hidden_layers": 61}, {"vllm": {"quantization": "mxfp4"}}, "engine.vllm.quantiz"),
+        ({"num_hidden_layers": None}, {"vllm": {"cpu_offload_gb": 1}}, "engine.vllm.cpu_off"),
     ],
 )
 def test_what_cannot_be_worked_out_is_told(

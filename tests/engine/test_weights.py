@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specserve.core.config import AppConfig, parse
+from specserve.core.errors import ConfigError
+from specserve.engine.weights import MARK, Division, check_weights
+from tests.model_cards import DEEPSEEK_R1_UNQUANTIZED, LLAMA_70B
+
+SHARDED = {"load_format": "sharded_state"}
+INT8 = {"quantization": "int8_per_channel_weight_only"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Of weights in bfloat16 for two shards."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
+    Division(2, "", "bfloat16").write(tmp_path)
+    return tmp_path
+
+
+def application(
+    folder: Path, vllm: dict[str, Any], speculation: Any = (), **engine: Any
+) -> AppConfig:
+    options = {"tensor_parallel_size": 2, "vllm": vllm} | engine
+    return parse(
+        {"model": {"path": str(folder)}, "engine": options, "speculation": list(speculation)}
+    )
+
+
+def check(folder: Path, *args: Any, **engine: Any) -> None:
+    check_weights(application(folder, *args, **engine), str(folder))
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_what_the_folder_was_made_for_is_accepted(folder: Path, dtype: str) -> None:
+    check(folder, SHARDED, dtype=dtype)
+    check(folder, SHARDED, [{"kind": "mtp", "model": "/models/mtp"}, {"kind": "ngram"}])
+
+
+@pytest.mark.parametrize(
+    ("vllm", "engine", "told"),
+    [
+        (SHARDED, {"tensor_parallel_size": 4}, r"engine\.tensor_parallel_size: 4 .*: 2, what "),
+        (SHARDED | {"quantization": "fp8"}, {}, r"engine\.vllm\.quantization: 'fp8' .*: none, "),
+        (SHARDED, {"dtype": "float32"}, r"engine\.dtype: 'float32' .*: bfloat16, what "),
+        ({}, {}, r"engine\.vllm\.load_format: 'auto' .*: sharded_state, for which "),
+    ],
+)
+def test_what_it_was_not_made_for_is_refused(
+    folder: Path, vllm: dict[str, Any], engine: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        check(folder, vllm, **engine)
+
+
+def test_the_quantization_of_the_checkpoint_may_be_named(folder: Path) -> None:
+    Division(2, "fp8", "bfloat16").write(folder)
+    check(folder, SHARDED | {"quantization": "fp8"})
+    check(folder, SHARDED)
+
+
+def test_sources_that_would_load_what_the_folder_lacks_are_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"speculation\.0\.placement: .*: actor or beside"):
+        check(folder, SHARDED, [{"kind": "mtp", "placement": "in_engine"}])
+    with pytest.raises(ConfigError, match=r"speculation\.0\.model: '' .*split-mtp"):
+        check(folder, SHARDED, [{"kind": "mtp"}])
+
+
+def test_a_folder_without_a_readable_mark_is_not_loaded_as_divided(folder: Path) -> None:
+    (folder / MARK).write_text("{}")
+    with pytest.raises(ConfigError, match=r"model\.path: .* a folder with a readable specserve_"):
+        check(folder, SHARDED)
+    (folder / MARK).unlink()
+    with pytest.raises(ConfigError, match=r"load_format: .* that `specserve shard-weights` made"):
+        check(folder, SHARDED)
+    check(folder, {})
+
+
+def test_experts_of_int8_need_experts(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_R1_UNQUANTIZED))
+    check(tmp_path, INT8)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
+    with pytest.raises(ConfigError, match=r"quantization: .* quantizes experts alone"):
+        check(tmp_path, INT8)
+
+
+def test_a_hub_id_is_not_looked_up() -> None:
+    check_weights(application(Path("org/name"), SHARDED), "org/name")

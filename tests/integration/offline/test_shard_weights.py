@@ -1,0 +1,65 @@
+"""Weights that were divided beforehand are those of the ordinary folder."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from specserve.cli.main import main
+from specserve.compare.prompts import load_prompts, load_tokenizer
+from specserve.core.config import AppConfig, parse
+from specserve.engine.checkpoint import model_identity
+from specserve.engine.generation import Job, Sampling
+from tests.integration.cluster import model_path
+from tests.integration.offline.conftest import running_engine
+from tests.integration.stage import Stage
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def two_shards(path: Path, **vllm: str) -> AppConfig:
+    """The demo base, with latent attention and experts, on two processes."""
+    return parse(
+        {
+            "model": {"path": str(path)},
+            "engine": {
+                "dtype": "bfloat16",
+                "tensor_parallel_size": 2,
+                "max_model_len": 1024,
+                "kv_cache_memory_bytes": 64 << 20,
+                "enforce_eager": True,
+                "vllm": vllm,
+            },
+        }
+    )
+
+
+def test_two_shards_write_the_same_tokens_from_their_own_files(
+    stage: Stage, nodes: Stage, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage.end()
+    nodes.clear()
+    ordinary, out = two_shards(model_path("demo-base")), tmp_path / "divided"
+    application = {
+        "name": "main",
+        "import_path": "specserve.app:build",
+        "args": ordinary.model_dump(mode="json"),
+    }
+    file = tmp_path / "serve.yaml"
+    file.write_text(yaml.safe_dump({"applications": [application]}))
+    assert main(["shard-weights", "--config", str(file), str(out)]) == 0
+    assert "the slowest shard loaded the checkpoint in " in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {"divided", "serve.yaml"}
+    mark = json.loads((out / "specserve_shards.json").read_text())
+    assert mark == {"tensor_parallel_size": 2, "quantization": "", "dtype": "bfloat16"}
+    divided = two_shards(out, load_format="sharded_state")
+    assert model_identity(divided.model) == model_identity(ordinary.model)
+
+    prompts = load_prompts("code", load_tokenizer(ordinary.model.path), num_prompts=3)
+    jobs = [Job(prompt.token_ids, Sampling(max_tokens=32)) for prompt in prompts]
+    tokens = []
+    for config in (ordinary, divided):
+        with running_engine(config, "none") as engine:
+            tokens.append([each.token_ids for each in engine.run(jobs, 1).completions])
+    assert tokens[0] == tokens[1]
