@@ -235,6 +235,23 @@ def test_the_nodes_find_one_another_over_the_pods_interface(variable: str) -> No
         assert environment(overlay)[variable] == "eth0"
 
 
+@pytest.mark.parametrize("overlay", R1_OVERLAYS)
+def test_what_vllm_compiles_is_kept_on_a_volume_that_all_pods_share(overlay: str) -> None:
+    cache = environment(overlay)["VLLM_CACHE_ROOT"]
+    for pod in pods(overlay):
+        (container,) = pod["spec"]["containers"]
+        (mount,) = (
+            each for each in container["volumeMounts"] if cache.startswith(each["mountPath"] + "/")
+        )
+        assert not mount.get("readOnly")
+        volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+        claimed = volumes[mount["name"]]["persistentVolumeClaim"]["claimName"]
+        claims = {
+            each["metadata"]["name"]: each for each in of_kind(overlay, "PersistentVolumeClaim")
+        }
+        assert claims[claimed]["spec"]["accessModes"] == ["ReadWriteMany"]
+
+
 def test_tensors_go_over_infiniband_with_rdma_alone() -> None:
     disabled = {overlay: environment(overlay)["NCCL_IB_DISABLE"] for overlay in OVERLAYS}
     assert disabled == {"kind-cpu": "1", "r1-two-nodes": "1", "rdma": "0"}
