@@ -11,6 +11,7 @@ import copy
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from ray.runtime_env import RuntimeEnv
@@ -56,14 +57,14 @@ class ShardWriter:
 
     def shard_times(self) -> tuple[float, float, float]:
         """This shard's seconds, in the order of :class:`Times`."""
-        return _WritingLoader.seconds
+        return _WritingLoader.seconds[-1]
 
 
 @register_model_loader(_LOAD_FORMAT)
 class _WritingLoader(DefaultModelLoader):
     """vLLM's loader, which also writes what it has loaded, and loads that again."""
 
-    seconds = (0.0, 0.0, 0.0)
+    seconds: ClassVar[list[tuple[float, float, float]]] = []
 
     def __init__(self, load_config: LoadConfig) -> None:
         extra = dict(load_config.model_loader_extra_config)
@@ -85,7 +86,7 @@ class _WritingLoader(DefaultModelLoader):
         ShardedStateLoader(self._sharded).load_weights(model, written)
         times.append(time.perf_counter())
         begin, loaded, wrote, end = times
-        type(self).seconds = (loaded - begin, wrote - loaded, end - wrote)
+        self.seconds.append((loaded - begin, wrote - loaded, end - wrote))
 
 
 def write_shards(config: AppConfig, group: PlacementGroup, folder: Path) -> Times:
@@ -101,11 +102,13 @@ def write_shards(config: AppConfig, group: PlacementGroup, folder: Path) -> Time
         SpecServeError: a shard's files are not there.
     """
     plain = config.model_copy(update={"speculation": ()})
-    arguments = served_engine_args(plain)
-    arguments.load_format = _LOAD_FORMAT
-    extra = arguments.model_loader_extra_config or {}
-    arguments.model_loader_extra_config = {**extra, "out": str(folder)}
-    arguments.worker_extension_cls = f"{__name__}.{ShardWriter.__name__}"
+    served = served_engine_args(plain)
+    arguments = replace(
+        served,
+        load_format=_LOAD_FORMAT,
+        model_loader_extra_config={**served.model_loader_extra_config, "out": str(folder)},
+        worker_extension_cls=f"{__name__}.{ShardWriter.__name__}",
+    )
     try:
         choose_latent_attention(arguments)
         vllm_config = arguments.create_engine_config()
