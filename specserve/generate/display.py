@@ -1,0 +1,82 @@
+"""Questions and answers on the terminal, and what speculation did for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from specserve.engine.generation import Completion
+
+
+class Answers:
+    """Shows answers in the order of their questions, however they come.
+
+    The first answer that is not finished is shown as it comes, where ``streams``; those behind it
+    are kept until it is their turn.
+
+    Args:
+        console: where they are shown.
+        questions: as the user wrote them.
+        streams: whether a text is shown before it is finished.
+    """
+
+    def __init__(self, console: Console, questions: Sequence[str], *, streams: bool) -> None:
+        self._console, self._questions, self._streams = console, questions, streams
+        self._kept = ["" for _ in questions]
+        self._done: dict[int, Completion] = {}
+        self._turn = 0
+        if questions:
+            self._ask()
+
+    def show(self, index: int, text: str, completion: Completion | None) -> None:
+        """Takes new text of an answer, and the whole with the last of it."""
+        self._kept[index] += text
+        if completion:
+            self._done[index] = completion
+        while self._turn < len(self._questions):
+            completion = self._done.get(self._turn)
+            if self._streams or completion:
+                write(self._console, self._kept[self._turn])
+                self._kept[self._turn] = ""
+            if completion is None:
+                return
+            self._console.print(f"\n{summary([completion], completion.seconds)}\n", style="dim")
+            self._turn += 1
+            if self._turn < len(self._questions):
+                self._ask()
+
+    def _ask(self) -> None:
+        self._console.print(Text(f"[{self._turn + 1}] ", "bold"), end="")
+        write(self._console, f"{self._questions[self._turn]}\n")
+        self._console.print(Text("answer: ", "bold"), end="")
+
+
+def write(console: Console, text: str) -> None:
+    """Prints a piece of text as it is, without markup, and at once."""
+    console.print(Text(text), end="", soft_wrap=True)
+    console.file.flush()
+
+
+def summary(completions: Sequence[Completion], seconds: float) -> str:
+    """Tokens, time, and tokens drafted and accepted by source, on one line."""
+    num_tokens = sum(len(each.token_ids) for each in completions)
+    rate = f", {num_tokens / seconds:.0f} tokens/s" if seconds else ""
+    told = f"{num_tokens} tokens, {seconds:.2f} s{rate}"
+    if len(completions) == 1:
+        told += f", {completions[0].finish_reason}"
+    for name, each in sources(completions).items():
+        told += f"; {name}: {each['drafted_tokens']} drafted, {each['accepted_tokens']} accepted"
+    return told
+
+
+def sources(completions: Sequence[Completion]) -> Mapping[str, dict[str, int]]:
+    """Drafted and accepted tokens by source, of all answers together."""
+    total: dict[str, dict[str, int]] = {}
+    for completion in completions:
+        for source, counts in completion.sources.items():
+            found = total.setdefault(source, dict.fromkeys(counts, 0))
+            for name, count in counts.items():
+                found[name] += count
+    return total
