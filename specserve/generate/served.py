@@ -75,19 +75,10 @@ class ServedModel:
                 except (openai.OpenAIError, httpx.HTTPError) as error:
                     raise SpecServeError(f"prompt {index + 1}: {reason_of(error)}") from error
 
-        async with (
-            openai.AsyncOpenAI(
-                base_url=f"{self._url}/v1", api_key=api_key(), timeout=TIMEOUT_S, max_retries=0
-            ) as api,
-            asyncio.TaskGroup() as group,
-        ):
-            clients = [
-                group.create_task(_first_error(client(api)))
-                for _ in range(min(concurrency, len(jobs)))
-            ]
-        for each in clients:
-            if error := each.result():
-                raise error
+        async with openai.AsyncOpenAI(
+            base_url=f"{self._url}/v1", api_key=api_key(), timeout=TIMEOUT_S, max_retries=0
+        ) as api:
+            await asyncio.gather(*(client(api) for _ in range(min(concurrency, len(jobs)))))
         return [done[index] for index in range(len(jobs))]
 
     async def _stream(
@@ -159,22 +150,15 @@ def _options(job: Job, beams: Beams | None) -> dict[str, Any]:
 def _sources(chunk: Any) -> dict[str, dict[str, int]]:
     """What each source drafted, told with the usage; empty where it is not."""
     metrics = (chunk.model_extra or {}).get("metrics") or {}
-    found: dict[str, dict[str, int]] = (metrics.get("speculative_decoding") or {}).get("sources")
-    return found or {}
+    found: dict[str, dict[str, int]] = (metrics.get("speculative_decoding") or {}).get(
+        "sources", {}
+    )
+    return found
 
 
 def _shown(show: Show, index: int, text: str, completion: Completion) -> Completion:
     show(index, text, completion)
     return completion
-
-
-async def _first_error(work: Any) -> SpecServeError | None:
-    """The error, instead of a group of errors; the other requests may finish."""
-    try:
-        await work
-    except SpecServeError as error:
-        return error
-    return None
 
 
 def _message(answer: httpx.Response) -> str:
