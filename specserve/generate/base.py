@@ -40,6 +40,14 @@ class Model(Protocol):
     max_model_len: int
     vocab_size: int
 
+    def start(self) -> None:
+        """Blocks until the model can answer.
+
+        Raises:
+            EngineError: it did not start.
+        """
+        ...
+
     def encode(self, text: str, *, add_special_tokens: bool) -> TokenIds:
         """The text's tokens.
 

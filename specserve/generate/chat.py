@@ -63,7 +63,7 @@ class Chat:
                 try:
                     said.append(self._answer(question))
                 except SpecServeError as error:
-                    self._console.print(f"error: {error}", style="red", markup=False)
+                    write(self._console, f"error: {error}\n", "red")
 
     def _answer(self, question: str) -> dict[str, Any]:
         asked: Message = {"role": "user", "content": question}
@@ -80,10 +80,10 @@ class Chat:
         found: dict[str, Any] = {"question": question}
         try:
             (completion,) = self._model.run([job], 1, show)
-            self._console.print(f"\n{summary([completion], completion.seconds)}", style="dim")
+            write(self._console, f"\n{summary([completion], completion.seconds)}\n", "dim")
             found |= asdict(completion)
         except KeyboardInterrupt:
-            self._console.print("\n(stopped)", style="dim")
+            write(self._console, "\n(stopped)\n", "dim")
             found |= {"text": text, "finish_reason": "stopped"}
         self._turns.append([asked, {"role": "assistant", "content": text}])
         self._turns = self._turns[-self._history_turns :] if self._history_turns else []

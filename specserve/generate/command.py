@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     from specserve.compare.report import write_json
 
     _check(args)
-    console = Console(highlight=False)
+    console = Console()
     with contextlib.ExitStack() as stack:
         model = _model(args, stack)
         found = _chat(args, model, console) if args.task == "chat" else _texts(args, model, console)
@@ -125,7 +125,7 @@ def _texts(args: argparse.Namespace, model: Model, console: Console) -> dict[str
     from dataclasses import asdict
 
     from specserve.engine.generation import Job
-    from specserve.generate.display import Answers, sources, summary
+    from specserve.generate.display import Answers, sources, summary, write
     from specserve.generate.questions import encode, read_questions
 
     given = {"texts": args.input_texts, "token_ids": args.input_ids, "file": args.input_file}
@@ -134,13 +134,16 @@ def _texts(args: argparse.Namespace, model: Model, console: Console) -> dict[str
     prompts = [encode(model, each, as_chat=as_chat, system=args.system) for each in questions]
     stop = _stop_token_ids(args, model)
     jobs = [Job(each, _sampling(args, model, each, stop)) for each in prompts]
+    model.start()
     passes = []
     for number in range(1 if any(given.values()) else 2):
         shown = Answers(console, [_shown(each) for each in questions], streams=args.stream)
         began = perf_counter()
         completions = model.run(jobs, args.max_batch_size, shown.show, _beams(args))
         seconds = perf_counter() - began
-        console.print(f"pass {number + 1}, {len(jobs)} answers: {summary(completions, seconds)}\n")
+        write(
+            console, f"pass {number + 1}, {len(jobs)} answers: {summary(completions, seconds)}\n\n"
+        )
         answers = [
             {"question": question, "prompt_token_ids": prompt, **asdict(completion)}
             for question, prompt, completion in zip(questions, prompts, completions, strict=True)
@@ -153,6 +156,7 @@ def _chat(args: argparse.Namespace, model: Model, console: Console) -> dict[str,
     from specserve.generate.chat import Chat
 
     stop = _stop_token_ids(args, model)
+    model.start()
     chat = Chat(
         model,
         console,

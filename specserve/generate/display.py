@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rich.console import Console
-from rich.text import Text
 
 from specserve.engine.generation import Completion
 
@@ -42,20 +41,20 @@ class Answers:
                 self._kept[self._turn] = ""
             if completion is None:
                 return
-            self._console.print(f"\n{summary([completion], completion.seconds)}\n", style="dim")
+            write(self._console, f"\n{summary([completion], completion.seconds)}\n\n", "dim")
             self._turn += 1
             if self._turn < len(self._questions):
                 self._ask()
 
     def _ask(self) -> None:
-        self._console.print(Text(f"[{self._turn + 1}] ", "bold"), end="")
+        write(self._console, f"[{self._turn + 1}] ", "bold")
         write(self._console, f"{self._questions[self._turn]}\n")
-        self._console.print(Text("answer: ", "bold"), end="")
+        write(self._console, "answer: ", "bold")
 
 
-def write(console: Console, text: str) -> None:
-    """Prints a piece of text as it is, without markup, and at once."""
-    console.print(Text(text), end="", soft_wrap=True)
+def write(console: Console, text: str, style: str | None = None) -> None:
+    """Prints a piece of text as it is, without markup and line breaks of its own, and at once."""
+    console.out(text, end="", style=style, highlight=False)
     console.file.flush()
 
 
@@ -67,7 +66,10 @@ def summary(completions: Sequence[Completion], seconds: float) -> str:
     if len(completions) == 1:
         told += f", {completions[0].finish_reason}"
     for name, each in sources(completions).items():
-        told += f"; {name}: {each['drafted_tokens']} drafted, {each['accepted_tokens']} accepted"
+        if each["drafted_tokens"]:
+            told += (
+                f"; {name}: {each['drafted_tokens']} drafted, {each['accepted_tokens']} accepted"
+            )
     return told
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
+
+from rich.console import Console
 
 from specserve.compare.arguments import only_application
 from specserve.compare.engine_process import EngineProcess
@@ -19,7 +22,7 @@ from specserve.generate.base import Beams, Message, TokenIds
 class LocalModel:
     """The only application's model; a :class:`specserve.generate.base.Model`.
 
-    The engine starts with the first jobs. :meth:`close` ends it.
+    Usable as a context manager, at whose end the engine ends.
 
     Args:
         config: the Serve file.
@@ -34,7 +37,7 @@ class LocalModel:
         model, options = self._config.model, self._config.engine.vllm
         self.name = model.name
         self.max_model_len, self.vocab_size = text_sizes(self._config)
-        self._engine: EngineProcess | None = None
+        self._stack = ExitStack()
         self._tokenizer = load_tokenizer(
             model.tokenizer or model.path,
             model.revision,
@@ -43,6 +46,13 @@ class LocalModel:
         if template := str(chat_template or "") or options.get("chat_template"):
             field = "--chat-template" if chat_template else "engine.vllm.chat_template"
             use_chat_template(self._tokenizer, template, field)
+
+    def start(self) -> None:
+        """See :class:`specserve.generate.base.Model`."""
+        method = parse_method(ALL if self._config.speculation else NONE, self._config)
+        self._engine = self._stack.enter_context(EngineProcess(self._config, method))
+        with Console(stderr=True).status("loading the model"):
+            self._engine.wait_ready()
 
     def encode(self, text: str, *, add_special_tokens: bool) -> TokenIds:
         """See :class:`specserve.generate.base.Model`."""
@@ -64,19 +74,10 @@ class LocalModel:
         """See :class:`specserve.generate.base.Model`."""
         if beams:
             raise ConfigError("--config", self.name, "--url: beam search needs a server")
-        if self._engine is None:
-            method = parse_method(ALL if self._config.speculation else NONE, self._config)
-            self._engine = EngineProcess(self._config, method)
-            self._engine.wait_ready()
         return list(self._engine.run(jobs, concurrency, show=show).completions)
-
-    def close(self) -> None:
-        """Ends the engine."""
-        if self._engine:
-            self._engine.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)

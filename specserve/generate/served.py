@@ -35,6 +35,9 @@ class ServedModel:
         server = find_server(url)
         self._url, self.name, self.max_model_len = server.url, server.model, server.max_model_len
 
+    def start(self) -> None:
+        """See :class:`specserve.generate.base.Model`; it answers already."""
+
     def encode(self, text: str, *, add_special_tokens: bool) -> TokenIds:
         """See :class:`specserve.generate.base.Model`."""
         return self._tokenize(prompt=text, add_special_tokens=add_special_tokens)

@@ -21,6 +21,9 @@ class Echo:
         self.interrupted = interrupted
         self.dialogues: list[list[str]] = []
 
+    def start(self) -> None:
+        return
+
     def encode(self, text: str, *, add_special_tokens: bool) -> TokenIds:
         return tuple(map(ord, text))
 
