@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+from dataclasses import asdict, replace
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -122,8 +123,6 @@ def _model(args: argparse.Namespace, stack: contextlib.ExitStack) -> Model:
 
 
 def _texts(args: argparse.Namespace, model: Model, console: Console) -> dict[str, Any]:
-    from dataclasses import asdict
-
     from specserve.engine.generation import Job
     from specserve.generate.display import Answers, sources, summary, write
     from specserve.generate.questions import encode, read_questions
@@ -133,7 +132,10 @@ def _texts(args: argparse.Namespace, model: Model, console: Console) -> dict[str
     as_chat = bool(args.chat_template or args.system)
     prompts = [encode(model, each, as_chat=as_chat, system=args.system) for each in questions]
     stop = _stop_token_ids(args, model)
-    jobs = [Job(each, _sampling(args, model, each, stop)) for each in prompts]
+    jobs = [
+        Job(each, _sampling(args, model, each, stop, f"prompt {number}"))
+        for number, each in enumerate(prompts, 1)
+    ]
     model.start()
     passes = []
     for number in range(1 if any(given.values()) else 2):
@@ -174,19 +176,30 @@ def _stop_token_ids(args: argparse.Namespace, model: Model) -> tuple[int, ...]:
 
 
 def _sampling(
-    args: argparse.Namespace, model: Model, prompt: TokenIds, stop: tuple[int, ...]
+    args: argparse.Namespace,
+    model: Model,
+    prompt: TokenIds,
+    stop: tuple[int, ...],
+    name: str = "the prompt",
 ) -> Sampling:
     from specserve.engine.generation import Sampling
     from specserve.generate.questions import num_new_tokens
 
-    max_tokens = num_new_tokens(
-        len(prompt), model.max_model_len, args.max_new_tokens, args.max_length, DEFAULT_NEW_TOKENS
+    sampling = Sampling(
+        max_tokens=num_new_tokens(
+            len(prompt),
+            model.max_model_len,
+            args.max_new_tokens,
+            args.max_length,
+            DEFAULT_NEW_TOKENS,
+            name,
+        ),
+        stop_token_ids=stop,
     )
     if args.task in ("greedy_search", "beam_search"):
-        return Sampling(max_tokens=max_tokens, stop_token_ids=stop)
-    return Sampling(
-        max_tokens=max_tokens,
-        stop_token_ids=stop,
+        return sampling
+    return replace(
+        sampling,
         temperature=args.temperature,
         top_k=args.top_k,
         top_p=args.top_p,

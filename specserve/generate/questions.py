@@ -94,17 +94,18 @@ def num_new_tokens(
     max_new_tokens: int | None,
     max_length: int | None,
     default: int,
+    name: str = "the prompt",
 ) -> int:
     """Most tokens of an answer; ``max_new_tokens`` wins, ``max_length`` counts the prompt.
 
     Raises:
         ConfigError: there is no room for an answer; both lengths are told.
     """
-    prompt = f"the prompt's {num_prompt_tokens} tokens"
+    prompt = f"{name}'s {num_prompt_tokens} tokens"
     left = max_model_len - num_prompt_tokens
     if left < 1:
         allowed = f"less than the model's {max_model_len}"
-        raise ConfigError("prompt", f"{num_prompt_tokens} tokens", allowed)
+        raise ConfigError(name, f"{num_prompt_tokens} tokens", allowed)
     if max_new_tokens is not None:
         if max_new_tokens > left:
             allowed = f"at most {left}: the model's {max_model_len} less {prompt}"

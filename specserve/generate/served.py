@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -13,7 +14,7 @@ import openai
 
 from specserve.bench.server_run import TIMEOUT_S, api_key, find_server, headers
 from specserve.core.errors import ConfigError, SpecServeError, reason_of
-from specserve.engine.generation import Completion, Job, Sampling, Show
+from specserve.engine.generation import Completion, Job, Show
 from specserve.generate.base import Beams, Message, TokenIds
 
 
@@ -69,14 +70,15 @@ class ServedModel:
     ) -> list[Completion]:
         done: dict[int, Completion] = {}
         left = iter(enumerate(jobs))
-        ask = self._search if beams else self._stream
 
         async def client(api: openai.AsyncOpenAI) -> None:
             for index, job in left:
+                asked = _body(job, beams)
                 try:
-                    done[index] = await ask(api, index, job, show, _options(job, beams))
+                    done[index] = await self._ask(api, asked, partial(show, index))
                 except (openai.OpenAIError, httpx.HTTPError) as error:
                     raise SpecServeError(f"prompt {index + 1}: {reason_of(error)}") from error
+                show(index, "", done[index])
 
         async with openai.AsyncOpenAI(
             base_url=f"{self._url}/v1", api_key=api_key(), timeout=TIMEOUT_S, max_retries=0
@@ -84,70 +86,61 @@ class ServedModel:
             await asyncio.gather(*(client(api) for _ in range(min(concurrency, len(jobs)))))
         return [done[index] for index in range(len(jobs))]
 
-    async def _stream(
-        self, api: openai.AsyncOpenAI, index: int, job: Job, show: Show, options: dict[str, Any]
+    async def _ask(
+        self,
+        api: openai.AsyncOpenAI,
+        body: dict[str, Any],
+        show: Callable[[str, None], None],
     ) -> Completion:
         began = perf_counter()
         text, tokens, times, reason = "", list[int](), list[float](), ""
         sources: dict[str, dict[str, int]] = {}
-        chunks = await api.completions.create(
-            model=self.name,
-            prompt=list(job.prompt_token_ids),
-            stream=True,
-            stream_options={"include_usage": True},
-            **options,
+        answer = await api.completions.create(model=self.name, **body)
+        async for chunk in answer if body["stream"] else _once(answer):
+            sources = _sources(chunk) or sources
+            for choice in chunk.choices[:1]:  # of beams the best
+                new = (choice.model_extra or {}).get("token_ids") or []
+                text += choice.text
+                tokens += new
+                times += [perf_counter() - began] * len(new)
+                reason = choice.finish_reason or reason
+                show(choice.text, None)
+        return Completion(
+            text=text,
+            token_ids=tuple(tokens),
+            finish_reason=reason,
+            seconds=perf_counter() - began,
+            token_seconds=tuple(times),
+            sources=sources,
         )
-        async with chunks:
-            async for chunk in chunks:
-                sources = _sources(chunk) or sources
-                for choice in chunk.choices:
-                    new = (choice.model_extra or {}).get("token_ids") or []
-                    text += choice.text
-                    tokens += new
-                    times += [perf_counter() - began] * len(new)
-                    reason = choice.finish_reason or reason
-                    show(index, choice.text, None)
-        return _shown(show, index, "", Completion(
-            text=text, token_ids=tuple(tokens), finish_reason=reason, sources=sources,
-            seconds=perf_counter() - began, token_seconds=tuple(times),
-        ))  # fmt: skip
-
-    async def _search(
-        self, api: openai.AsyncOpenAI, index: int, job: Job, show: Show, options: dict[str, Any]
-    ) -> Completion:
-        began = perf_counter()
-        answer = await api.completions.create(
-            model=self.name, prompt=list(job.prompt_token_ids), **options
-        )
-        best = answer.choices[0]
-        seconds = perf_counter() - began
-        tokens = (best.model_extra or {}).get("token_ids") or []
-        return _shown(show, index, best.text, Completion(
-            text=best.text, token_ids=tuple(tokens), finish_reason=str(best.finish_reason),
-            seconds=seconds, token_seconds=(seconds,) * len(tokens),
-        ))  # fmt: skip
 
 
-def _options(job: Job, beams: Beams | None) -> dict[str, Any]:
-    sampling: Sampling = job.sampling
+async def _once(answer: Any) -> AsyncIterator[Any]:
+    yield answer
+
+
+def _body(job: Job, beams: Beams | None) -> dict[str, Any]:
+    sampling = job.sampling
     extra: dict[str, Any] = {
         "top_k": sampling.top_k,
         "stop_token_ids": list(sampling.stop_token_ids),
         "return_token_ids": True,
         "vllm_xargs": {"report": 1},
     }
-    options: dict[str, Any] = {
+    body: dict[str, Any] = {
+        "prompt": list(job.prompt_token_ids),
+        "stream": beams is None,
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "seed": sampling.seed,
         "extra_body": extra,
     }
-    if beams:
-        options["n"] = beams.num_beams
-        extra |= {"use_beam_search": True, "length_penalty": beams.length_penalty}
-        extra["vllm_xargs"] = {"beam_sample": 1} if beams.samples else {}
-    return options
+    if beams is None:
+        return body | {"stream_options": {"include_usage": True}}
+    extra |= {"use_beam_search": True, "length_penalty": beams.length_penalty}
+    extra["vllm_xargs"] = {"beam_sample": 1} if beams.samples else {}
+    return body | {"n": beams.num_beams}
 
 
 def _sources(chunk: Any) -> dict[str, dict[str, int]]:
@@ -157,11 +150,6 @@ def _sources(chunk: Any) -> dict[str, dict[str, int]]:
         "sources", {}
     )
     return found
-
-
-def _shown(show: Show, index: int, text: str, completion: Completion) -> Completion:
-    show(index, text, completion)
-    return completion
 
 
 def _message(answer: httpx.Response) -> str:

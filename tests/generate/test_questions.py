@@ -97,7 +97,12 @@ def test_a_length_counts_the_prompt_and_a_number_of_new_tokens_wins(
         (10, None, 10, "--max-length: 10 is not allowed; allowed: more than the prompt's 10 tok"),
         (10, None, 101, "at most the model's 100"),
         (10, 91, None, "--max-new-tokens: 91 is not allowed; allowed: at most 90"),
-        (100, None, None, "prompt: '100 tokens' is not allowed; allowed: less than the model's"),
+        (
+            100,
+            None,
+            None,
+            "the prompt: '100 tokens' is not allowed; allowed: less than the model's",
+        ),
     ],
 )
 def test_a_length_without_room_is_told_with_the_prompts(
