@@ -4,7 +4,7 @@ The child is ``python -m specserve.compare.engine_process FD`` with the number o
 It is sent the configuration and the method, then jobs and how many of them to run at a time. It
 answers None when the engine stands, then the numbers of finished prompts and tokens so far from
 time to time, texts as they come where it is asked for them, and a ``RunResult``; or an
-``EngineError``, which is its last word. Sent None meanwhile, it ends its jobs and answers None.
+``EngineError``, which is its last word. Sent an empty tuple meanwhile, it ends its jobs and answers None.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class EngineProcess:
                 else:
                     progress(*message)
         except KeyboardInterrupt:
-            self._connection.send(None)
+            self._send()
             while not isinstance(self._receive(), RunResult | None):
                 pass
             raise
@@ -197,7 +197,7 @@ def _serve(connection: Connection) -> None:
         connection.send(None)
         while True:
             asked = connection.recv()
-            if asked is None:
+            if not asked:
                 continue  # too late to stop anything
             jobs, concurrency, shows = asked
             try:
