@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from specserve.bench.token_file import TokenIds
-    from specserve.core.config import AppConfig
     from specserve.engine.generation import Job, RunResult
 
 # The rest is imported when the command runs: the parser of all commands must stay quick.
@@ -109,10 +108,11 @@ def _run_server(args: argparse.Namespace) -> Run:
 def _run_engine(args: argparse.Namespace) -> Run:
     from specserve.bench.token_file import read_token_file
     from specserve.compare.engine_process import EngineProcess
+    from specserve.engine.checkpoint import text_sizes
     from specserve.engine.methods import ALL, NONE, parse_method
 
     config = only_application(args.config)
-    max_tokens, vocab_size = _sizes(config)
+    max_tokens, vocab_size = text_sizes(config)
     requests = read_token_file(args.file, max_tokens=max_tokens - 1, vocab_size=vocab_size)
     jobs = _jobs(args, requests)
     method = parse_method(ALL if config.speculation else NONE, config)
@@ -132,19 +132,6 @@ def _run_engine(args: argparse.Namespace) -> Run:
     tensor_parallel = config.engine.tensor_parallel_size
     model = {"model_name": config.model.name, "server_count": 1, "tp": tensor_parallel, "pp": 1}
     return requests, model, result, sources
-
-
-def _sizes(config: AppConfig) -> tuple[int, int]:
-    """Longest text in tokens and size of the vocabulary."""
-    from transformers import AutoConfig
-
-    model = config.model
-    found = AutoConfig.from_pretrained(
-        model.path,
-        revision=model.revision or None,
-        trust_remote_code=bool(config.engine.vllm.get("trust_remote_code")),
-    ).get_text_config()
-    return config.engine.max_model_len or found.max_position_embeddings, found.vocab_size
 
 
 def _jobs(args: argparse.Namespace, requests: Sequence[TokenIds]) -> list[Job]:

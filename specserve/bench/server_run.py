@@ -39,7 +39,7 @@ class Server:
         """Drafts, drafted and accepted tokens by source so far; empty where that is not told."""
         asked_at = time.time()
         while True:  # answers are kept for a second, by the replica and by its proxy
-            answer = httpx.get(f"{self.url}/v1/speculation", headers=_headers(), timeout=TIMEOUT_S)
+            answer = httpx.get(f"{self.url}/v1/speculation", headers=headers(), timeout=TIMEOUT_S)
             is_new = float(answer.headers.get(AS_OF, asked_at)) >= asked_at
             if is_new or time.time() - asked_at > WAIT_S:
                 break
@@ -75,7 +75,7 @@ class Server:
                 progress(len(done), sum(len(each.token_ids) for each in done.values()))
 
         async with openai.AsyncOpenAI(
-            base_url=f"{self.url}/v1", api_key=_api_key(), timeout=TIMEOUT_S, max_retries=0
+            base_url=f"{self.url}/v1", api_key=api_key(), timeout=TIMEOUT_S, max_retries=0
         ) as api:
             await asyncio.gather(*(client(api, left) for _ in range(min(concurrency, len(jobs)))))
         seconds = time.perf_counter() - began
@@ -117,7 +117,7 @@ def find_server(url: str) -> Server:
     """
     url = url.rstrip("/").removesuffix("/v1")
     try:
-        answer = httpx.get(f"{url}/v1/models", headers=_headers(), timeout=10.0)
+        answer = httpx.get(f"{url}/v1/models", headers=headers(), timeout=10.0)
         answer.raise_for_status()
         model = answer.json()["data"][0]
         return Server(url, model["id"], model["max_model_len"])
@@ -140,10 +140,11 @@ def _options(sampling: Sampling) -> dict[str, Any]:
     }
 
 
-def _api_key() -> str:
+def api_key() -> str:
     """As OpenAI's client finds it; any will do where the server asks for none."""
     return os.environ.get("OPENAI_API_KEY") or "none"
 
 
-def _headers() -> dict[str, str]:
-    return {"Authorization": f"Bearer {_api_key()}"}
+def headers() -> dict[str, str]:
+    """Of a request to a server that may ask for a key."""
+    return {"Authorization": f"Bearer {api_key()}"}

@@ -10,13 +10,16 @@ from specserve.core.errors import ConfigError, reason_of
 TokenIds = tuple[int, ...]
 
 
-def read_token_file(path: Path, *, max_tokens: int, vocab_size: int = 0) -> list[TokenIds]:
+def read_token_file(
+    path: Path, *, max_tokens: int, vocab_size: int = 0, field: str = "FILE"
+) -> list[TokenIds]:
     """The requests of a file in its order; lines may end with a carriage return.
 
     Args:
         path: the file, without a header.
         max_tokens: longest request that the model can continue.
         vocab_size: ids are below it; 0: not known.
+        field: where the file was named.
 
     Raises:
         ConfigError: the file cannot be read or has no request, or a line is wrong: its number,
@@ -25,13 +28,13 @@ def read_token_file(path: Path, *, max_tokens: int, vocab_size: int = 0) -> list
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
-        raise ConfigError("FILE", str(path), f"a readable file ({reason_of(error)})") from None
+        raise ConfigError(field, str(path), f"a readable file ({reason_of(error)})") from None
     if not lines:
-        raise ConfigError("FILE", str(path), "a file with at least one line")
+        raise ConfigError(field, str(path), "a file with at least one line")
     requests = []
     for number, line in enumerate(lines, 1):
         where = f"{path}: line {number}"
-        tokens = _tokens(line, where, vocab_size)
+        tokens = parse_token_ids(line.decode("utf-8", "replace"), where, vocab_size)
         if len(tokens) > max_tokens:
             raise ConfigError(where, f"{len(tokens)} tokens", f"at most {max_tokens}")
         requests.append(tokens)
@@ -51,10 +54,15 @@ def write_token_file(path: Path, requests: Sequence[Sequence[int]]) -> None:
         raise ConfigError("--record-output", str(path), allowed) from None
 
 
-def _tokens(line: bytes, where: str, vocab_size: int) -> TokenIds:
+def parse_token_ids(line: str, where: str, vocab_size: int = 0) -> TokenIds:
+    """One request's token ids.
+
+    Raises:
+        ConfigError: a word is not a token id; names ``where``.
+    """
     allowed = f"a token id from 0 to {vocab_size - 1}" if vocab_size else "a token id from 0 on"
     tokens = []
-    for word in line.decode("utf-8", "replace").split(","):
+    for word in line.split(","):
         text = word.strip()
         # Not `isdecimal` alone, which knows other scripts' digits.
         if not (text.isascii() and text.isdecimal()) or (vocab_size and int(text) >= vocab_size):

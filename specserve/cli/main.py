@@ -12,6 +12,7 @@ from specserve.core.errors import SpecServeError
 
 _COMMANDS = (
     "specserve.cli.check",
+    "specserve.generate.command",
     "specserve.compare.command",
     "specserve.bench.command",
     "specserve.cli.vllm",

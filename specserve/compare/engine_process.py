@@ -3,7 +3,9 @@
 The child is ``python -m specserve.compare.engine_process FD`` with the number of an inherited pipe.
 It is sent the configuration and the method, then jobs and how many of them to run at a time. It
 answers None when the engine stands, then the numbers of finished prompts and tokens so far from
-time to time, and a ``RunResult``; or an ``EngineError``, which is its last word.
+time to time, texts as they come where it is asked for them, and a ``RunResult``; or an
+``EngineError``, which is its last word. Sent an empty tuple meanwhile, it ends its jobs and answers
+None.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import Any, Self
 from specserve.core.config import AppConfig
 from specserve.core.errors import EngineError, MissingExtraError, SpecServeError, shorten
 from specserve.core.openmp import openmp_environment
-from specserve.engine.generation import Job, RunResult
+from specserve.engine.generation import Completion, Job, RunResult, Show
 from specserve.engine.methods import Method
 
 STOP_TIMEOUT_S = 20.0
@@ -77,15 +79,27 @@ class EngineProcess:
         jobs: Sequence[Job],
         concurrency: int,
         progress: Callable[[int, int], None] = lambda num_done, num_tokens: None,
+        show: Show | None = None,
     ) -> RunResult:
         """Continues all jobs, at most ``concurrency`` at a time.
 
         Raises:
             EngineError: the engine died, or refused a prompt.
+            KeyboardInterrupt: Ctrl-C; the jobs have ended, and the engine takes others.
         """
-        self._send(tuple(jobs), concurrency)
-        while not isinstance(message := self._receive(), RunResult):
-            progress(*message)
+        self._send(tuple(jobs), concurrency, show is not None)
+        try:
+            while not isinstance(message := self._receive(), RunResult):
+                if len(message) == 3:
+                    assert show is not None
+                    show(*message)
+                else:
+                    progress(*message)
+        except KeyboardInterrupt:
+            self._send()
+            while not isinstance(self._receive(), RunResult | None):
+                pass
+            raise
         return message
 
     def close(self) -> None:
@@ -134,6 +148,10 @@ class EngineProcess:
         return f"the engine's process ended with {self._process.returncode}: {last}"
 
 
+class _Stopped(Exception):
+    """The parent wants no more of what runs."""
+
+
 def engine_environment(config: AppConfig) -> dict[str, str]:
     """All variables of a process that an engine is to run in."""
     environment = dict(os.environ)
@@ -171,13 +189,26 @@ def _serve(connection: Connection) -> None:
         if now - told >= PROGRESS_INTERVAL_S:
             told = now
             connection.send((num_done, num_tokens))
+            if connection.poll():
+                raise _Stopped
+
+    def show(index: int, text: str, completion: Completion | None) -> None:
+        connection.send((index, text, completion))
 
     engine = OfflineEngine(*connection.recv())
     try:
         connection.send(None)
         while True:
-            jobs, concurrency = connection.recv()
-            connection.send(engine.run(jobs, concurrency, progress))
+            asked = connection.recv()
+            if not asked:
+                continue  # too late to stop anything
+            jobs, concurrency, shows = asked
+            try:
+                result = engine.run(jobs, concurrency, progress, *([show] if shows else []))
+            except _Stopped:
+                connection.recv()
+                result = None
+            connection.send(result)
     finally:
         engine.close()
 

@@ -143,7 +143,7 @@ def load_prompts(
         random.Random(seed).shuffle(dialogues)
         num_prompts = num_prompts or DEFAULT_NUM_PROMPTS
     else:
-        dialogues = _from_file(Path(name))
+        dialogues = read_prompts(Path(name), FIELD, ", ".join(BUILT_IN))
         num_prompts = num_prompts or len(dialogues)
     if num_prompts > len(dialogues):
         raise ConfigError(
@@ -251,26 +251,36 @@ def _head(lines: Sequence[str], max_chars: int) -> str:
     return "".join(taken)
 
 
-def _from_file(path: Path) -> list[list[Message] | str]:
+def read_prompts(path: Path, field: str, or_else: str) -> list[list[Message] | str]:
     """Prompts of a file: ``.txt`` one a line; ``.jsonl`` with ``prompt`` or ``messages``.
 
+    Args:
+        path: the file.
+        field: where it was named.
+        or_else: what might have been given instead of such a file.
+
     Raises:
-        ConfigError: the file is missing, of another kind, empty, or a line is malformed.
+        ConfigError: the file is missing, of another kind, not UTF-8 or empty, or a line is
+            malformed.
     """
     if path.suffix not in (".jsonl", ".txt"):
-        known = ", ".join(BUILT_IN)
-        raise ConfigError(FIELD, str(path), f"{known}, or the path of a .jsonl or .txt file")
+        raise ConfigError(field, str(path), f"{or_else}, or the path of a .jsonl or .txt file")
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(FIELD, str(path), f"a readable UTF-8 file ({error})") from None
+        content = path.read_bytes()
+        lines = content.decode().splitlines()
+    except OSError as error:
+        raise ConfigError(field, str(path), f"a readable UTF-8 file ({error})") from None
+    except UnicodeDecodeError as error:
+        number = content.count(b"\n", 0, error.start) + 1
+        where = f"{path}: line {number}"
+        raise ConfigError(where, content[error.start : error.end], "UTF-8 text") from None
     prompts: list[list[Message] | str] = []
     for number, line in enumerate(lines, start=1):
         if line.strip():
             where = f"{path}:{number}"
             prompts.append(line if path.suffix == ".txt" else _from_json(line, where))
     if not prompts:
-        raise ConfigError(FIELD, str(path), "a file with at least one prompt")
+        raise ConfigError(field, str(path), "a file with at least one prompt")
     return prompts
 
 

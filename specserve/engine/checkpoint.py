@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
-from specserve.core.config import ModelConfig
+from specserve.core.config import AppConfig, ModelConfig
 from specserve.core.errors import ConfigError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -89,6 +89,19 @@ def model_identity(model: ModelConfig) -> str:
     ):
         identity.update(len(part).to_bytes(8, "little") + part)
     return identity.hexdigest()
+
+
+def text_sizes(config: AppConfig) -> tuple[int, int]:
+    """Longest text in tokens and size of the vocabulary."""
+    from transformers import AutoConfig  # seconds to import
+
+    model = config.model
+    found = AutoConfig.from_pretrained(
+        model.path,
+        revision=model.revision or None,
+        trust_remote_code=bool(config.engine.vllm.get("trust_remote_code")),
+    ).get_text_config()
+    return config.engine.max_model_len or found.max_position_embeddings, found.vocab_size
 
 
 def fingerprint(model: ModelConfig) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from specserve.core.metrics import AcceptanceSnapshot
 
@@ -18,6 +19,7 @@ class Sampling:
         top_k: number of tokens kept; 0: all.
         seed: the request's own random seed; None: the engine's generator.
         ignore_eos: go on to ``max_tokens`` after the end token.
+        stop_token_ids: tokens that end the text beside the end token.
         allowed_token_ids: the only tokens that may be generated; empty: all.
         num_logprobs: number of most likely tokens to report at each position; 0: none.
         score_token_ids: tokens whose log-probabilities are reported at each position as well.
@@ -31,6 +33,7 @@ class Sampling:
     top_k: int = 0
     seed: int | None = None
     ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
     num_logprobs: int = 0
     score_token_ids: tuple[int, ...] = ()
@@ -60,6 +63,7 @@ class Completion:
         num_accepted_tokens: how many of them were accepted.
         logprobs: one a token: token id to log-probability, of the chosen token and the asked
             ones; empty when none were asked for.
+        sources: drafted and accepted tokens by the label of our source; empty where not told.
     """
 
     text: str
@@ -70,6 +74,7 @@ class Completion:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     logprobs: tuple[dict[int, float], ...] = ()
+    sources: dict[str, dict[str, int]] = field(default_factory=dict)
 
     @property
     def first_token_seconds(self) -> float:
@@ -80,6 +85,10 @@ class Completion:
     def tokens_per_second(self) -> float:
         """Generated tokens a second, the prompt's time included."""
         return len(self.token_ids) / self.seconds if self.seconds else 0.0
+
+
+Show = Callable[[int, str, Completion | None], None]
+"""Called with a job's index, its new text and, with the last of it, the whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

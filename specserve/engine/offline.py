@@ -31,9 +31,9 @@ from specserve.core.metrics import AcceptanceSnapshot, SpeculationSnapshot
 from specserve.engine.args import engine_args, served_engine_args, worker_cls
 from specserve.engine.cpu.backend import check_quantization, choose_latent_attention
 from specserve.engine.executor import InProcessExecutor
-from specserve.engine.generation import Completion, Job, RunResult, Sampling
+from specserve.engine.generation import Completion, Job, RunResult, Sampling, Show
 from specserve.engine.methods import Method
-from specserve.engine.report import vllms_histogram
+from specserve.engine.report import Reports, vllms_histogram
 from specserve.sources.controls import PREDICTION_KEY
 
 Progress = Callable[[int, int], None]
@@ -69,13 +69,21 @@ class OfflineEngine:
             )
         except (RuntimeError, ValueError, OSError, ImportError) as error:
             raise EngineError(f"method {method}: {reason_of(error)}") from error
+        self._reports = Reports.of(self._engine.vllm_config)
         self._num_requests = 0
         self._await_sources()
 
-    def run(self, jobs: Sequence[Job], concurrency: int, progress: Progress) -> RunResult:
+    def run(
+        self,
+        jobs: Sequence[Job],
+        concurrency: int,
+        progress: Progress,
+        show: Show = lambda index, text, completion: None,
+    ) -> RunResult:
         """Continues all jobs, at most ``concurrency`` at a time, in their order.
 
-        Remembered prompts of earlier calls are dropped first, so that passes are alike.
+        Remembered prompts of earlier calls are dropped first, so that passes are alike. What
+        ``progress`` or ``show`` raises ends all jobs.
         """
         assert concurrency >= 1
         self._engine.reset_prefix_cache()
@@ -85,22 +93,26 @@ class OfflineEngine:
         done: list[Completion | None] = [None] * len(jobs)
         num_added = num_done = num_tokens = 0
         started = time.perf_counter()
-        while num_done < len(jobs):
-            while num_added < len(jobs) and len(open_requests) < concurrency:
-                request_id = f"{self._num_requests}"
-                self._num_requests += 1
-                open_requests[request_id] = _Request(num_added)
-                self._add(request_id, jobs[num_added])
-                num_added += 1
-            for output in self._engine.step():
-                assert isinstance(output, RequestOutput)
-                request = open_requests[output.request_id]
-                num_tokens += request.take(output)
-                if output.finished:
-                    done[request.index] = request.completion(output)
-                    del open_requests[output.request_id]
-                    num_done += 1
-            progress(num_done, num_tokens)
+        try:
+            while num_done < len(jobs):
+                while num_added < len(jobs) and len(open_requests) < concurrency:
+                    request_id = f"{self._num_requests}"
+                    self._num_requests += 1
+                    open_requests[request_id] = _Request(num_added)
+                    self._add(request_id, jobs[num_added])
+                    num_added += 1
+                for output in self._engine.step():
+                    assert isinstance(output, RequestOutput)
+                    request = open_requests[output.request_id]
+                    num_tokens += request.take(output)
+                    if output.finished:
+                        done[request.index] = request.completion(output, self._reports)
+                        del open_requests[output.request_id]
+                        num_done += 1
+                    show(request.index, output.outputs[0].text, done[request.index])
+                progress(num_done, num_tokens)
+        finally:
+            self._engine.abort_request([*open_requests])
         seconds = time.perf_counter() - started
         completions = tuple(c for c in done if c is not None)
         assert len(completions) == len(jobs)
@@ -171,7 +183,7 @@ class _Request:
             self.logprobs.append({token: entry.logprob for token, entry in position.items()})
         return len(delta.token_ids)
 
-    def completion(self, output: RequestOutput) -> Completion:
+    def completion(self, output: RequestOutput, reports: Reports) -> Completion:
         last = output.outputs[0]
         drafts = last.spec_decode_metrics
         histogram = vllms_histogram(drafts) if drafts else []
@@ -184,6 +196,7 @@ class _Request:
             num_draft_tokens=drafts.num_draft_tokens if drafts else 0,
             num_accepted_tokens=sum(n * count for n, count in enumerate(histogram)),
             logprobs=tuple(self.logprobs),
+            sources=reports.read(drafts).sources,
         )
 
 
@@ -235,6 +248,7 @@ def _sampling_params(sampling: Sampling) -> SamplingParams:
         top_k=sampling.top_k,
         seed=sampling.seed,
         ignore_eos=sampling.ignore_eos,
+        stop_token_ids=list(sampling.stop_token_ids),
         allowed_token_ids=list(sampling.allowed_token_ids) or None,
         logprobs=sampling.num_logprobs or None,
         logprob_token_ids=list(sampling.score_token_ids) or None,

@@ -29,7 +29,9 @@ def test_help_lists_the_commands_in_the_order_of_use(capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit, match="0"):
         cli.main(["--help"])
     commands = re.findall(r"^    ([a-z-]+)(?: |$)", capsys.readouterr().out, re.MULTILINE)
-    assert commands == ["check", "compare", "bench", "vllm", "trie", "split-mtp", "shard-weights"]
+    assert commands == [
+        *("check", "generate", "compare", "bench", "vllm", "trie", "split-mtp", "shard-weights")
+    ]
 
 
 def test_an_unknown_command_is_a_users_mistake() -> None:

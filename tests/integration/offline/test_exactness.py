@@ -10,7 +10,7 @@ from specserve.compare.engine_process import EngineProcess
 from specserve.compare.prompts import load_prompts, load_tokenizer
 from specserve.core.config import AppConfig
 from specserve.core.source_config import DraftModelConfig, GrammarConfig, MtpConfig
-from specserve.engine.generation import Job, RunResult, Sampling
+from specserve.engine.generation import Completion, Job, RunResult, Sampling
 from tests.integration.cluster import model_path
 from tests.integration.offline.conftest import running_engine
 from tests.peers.schemas import SCHEMAS
@@ -119,3 +119,37 @@ def test_so_it_is_with_latent_attention_and_experts_and_models_in_processes_of_t
         got = engine.run(jobs, 4)
     assert_same(got, expected)
     assert accepting(got) >= {"mtp", "draft_model"}
+
+
+def test_texts_are_shown_as_they_come_and_each_tells_its_drafts_by_source(
+    drafting_engine: EngineProcess, jobs: list[Job]
+) -> None:
+    texts = [""] * len(jobs)
+    done: dict[int, Completion] = {}
+
+    def show(index: int, text: str, completion: Completion | None) -> None:
+        assert index not in done
+        texts[index] += text
+        if completion:
+            done[index] = completion
+
+    result = drafting_engine.run(jobs, 4, show=show)
+    assert texts == [each.text for each in result.completions]
+    assert tuple(done[index] for index in range(len(jobs))) == result.completions
+    for drafts in result.drafts:
+        told = [each.sources[drafts.source] for each in result.completions]
+        assert sum(each["drafted_tokens"] for each in told) == drafts.num_draft_tokens
+        assert sum(each["accepted_tokens"] for each in told) == drafts.num_accepted_tokens
+
+
+def test_ctrl_c_ends_the_jobs_and_the_engine_takes_others(
+    drafting_engine: EngineProcess, jobs: list[Job]
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    endless = replace(jobs[0].sampling, max_tokens=400, ignore_eos=True)
+    with pytest.raises(KeyboardInterrupt):
+        drafting_engine.run([replace(jobs[0], sampling=endless)], 1, show=interrupt)
+    expected = drafting_engine.run(jobs[1:2], 1)
+    assert [len(each.token_ids) for each in expected.completions] == [64]

@@ -1,0 +1,1 @@
+"""The command ``specserve generate``: texts continued, and a chat, beside what speculation did."""

@@ -1,0 +1,76 @@
+"""What texts are continued by: a server, or an engine of this command's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from specserve.engine.generation import Completion, Job, Show
+
+TokenIds = tuple[int, ...]
+Message = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Beams:
+    """How a beam search goes.
+
+    Attributes:
+        num_beams: its width.
+        length_penalty: exponent of the length that scores are divided by.
+        samples: whether candidates are drawn, by the job's sampling.
+    """
+
+    num_beams: int
+    length_penalty: float
+    samples: bool
+
+
+class Model(Protocol):
+    """A model that answers.
+
+    Attributes:
+        name: as it is served.
+        max_model_len: longest text in tokens, the prompt included.
+        vocab_size: token ids are below it; 0: not known.
+    """
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+
+    def start(self) -> None:
+        """Blocks until the model can answer.
+
+        Raises:
+            EngineError: it did not start.
+        """
+        ...
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> TokenIds:
+        """The text's tokens.
+
+        Raises:
+            SpecServeError: there is no answer.
+        """
+        ...
+
+    def render(self, messages: Sequence[Message]) -> TokenIds:
+        """The tokens of a dialogue whose answer comes next, by the chat template.
+
+        Raises:
+            SpecServeError: the template, or the server, refuses it.
+        """
+        ...
+
+    def run(
+        self, jobs: Sequence[Job], concurrency: int, show: Show, beams: Beams | None = None
+    ) -> list[Completion]:
+        """Continues all jobs, at most ``concurrency`` at a time; in their order.
+
+        Raises:
+            SpecServeError: one failed, or there is no beam search.
+            KeyboardInterrupt: Ctrl-C; nothing of the jobs runs on.
+        """
+        ...

@@ -1,0 +1,222 @@
+"""``specserve generate``: continues texts, or chats, by a server or an engine of its own."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from dataclasses import asdict, replace
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from specserve.compare.arguments import at_least_zero, in_existing_folder, number_from
+from specserve.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from specserve.engine.generation import Sampling
+    from specserve.generate.base import Beams, Model, TokenIds
+
+# The rest is imported when the command runs: the parser of all commands must stay quick.
+
+TASKS = (
+    "greedy_search",
+    "greedy_search_with_sampling",
+    "beam_search",
+    "beam_search_with_sampling",
+    "chat",
+)
+DEFAULT_NEW_TOKENS, DEFAULT_BEAMS = 128, 4
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Registers the command."""
+    parser = subparsers.add_parser(
+        "generate",
+        help="continue texts, or chat, and show what speculation did",
+        description="Prints each question, its answer, tokens, time, and drafted and accepted "
+        "tokens by source. Texts are continued as they are; with --chat-template or --system they "
+        "are questions of a chat. Without any input a few texts are asked twice: the second time "
+        "the draft memory knows them.",
+    )
+    add = parser.add_argument
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--url", help="address of a server; its key in OPENAI_API_KEY")
+    where.add_argument("--config", type=Path, help="Serve file, whose engine is started here")
+    add("--task", choices=TASKS, default=TASKS[0], metavar="TASK", help=", ".join(TASKS) + " "
+        "(default: %(default)s)")  # fmt: skip
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--input-texts", nargs="+", metavar="TEXT", help="texts to continue")
+    what.add_argument("--input-ids", nargs="+", metavar="IDS", help="token ids, such as 1,2 3,4")
+    what.add_argument("--input-file", type=Path, metavar="FILE", help=".txt: a line a text; "
+        '.jsonl: "prompt" or "messages"; .csv: a line of token ids a text')  # fmt: skip
+    add("--stream", action="store_true", help="show an answer as it comes; a chat always does")
+    add("--max-new-tokens", type=number_from(1), metavar="N", help="longest answer; wins over "
+        f"--max-length (default: {DEFAULT_NEW_TOKENS})")  # fmt: skip
+    add("--max-length", type=number_from(1), metavar="N", help="longest answer and its prompt "
+        "together")  # fmt: skip
+    add("--add-eos-token", nargs="+", default=[], metavar="ID|TEXT", help="further end tokens; a "
+        "text has to be one token")  # fmt: skip
+    add("--top-k", type=number_from(0), default=0, help="of sampling; 0: all (default: 0)")
+    add("--top-p", type=float, default=1.0, help="of sampling (default: %(default)s)")
+    add("--temperature", type=float, default=1.0, help="of sampling (default: %(default)s)")
+    add("--num-beams", type=number_from(2), default=DEFAULT_BEAMS, metavar="N", help="of a beam "
+        "search (default: %(default)s)")  # fmt: skip
+    add("--length-penalty", type=float, default=1.0, help="of a beam search (default: "
+        "%(default)s)")  # fmt: skip
+    add("--seed", type=number_from(0), default=None, help="of each request (default: none)")
+    add("--max-batch-size", type=number_from(1), default=16, metavar="N", help="requests at a "
+        "time (default: %(default)s)")  # fmt: skip
+    add("--chat-template", type=Path, metavar="FILE", help="in Jinja; default: the model's")
+    add("--system", default="", metavar="TEXT", help="system prompt")
+    add("--history-turns", type=number_from(0), default=3, metavar="N", help="turns of a chat "
+        "that are kept (default: %(default)s)")  # fmt: skip
+    add("--save-output", type=Path, metavar="FILE", help="write answers and counts as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answers what is asked.
+
+    Raises:
+        SpecServeError: an argument or a file is wrong, or a request failed.
+    """
+    from rich.console import Console
+
+    from specserve.compare.report import write_json
+
+    _check(args)
+    console = Console()
+    with contextlib.ExitStack() as stack:
+        model = _model(args, stack)
+        found = _chat(args, model, console) if args.task == "chat" else _texts(args, model, console)
+    if args.save_output:
+        write_json(args.save_output, {"model": model.name, "task": args.task, **found})
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    at_least_zero("--temperature", args.temperature)
+    in_existing_folder("--save-output", args.save_output)
+    if not 0 < args.top_p <= 1:
+        raise ConfigError("--top-p", args.top_p, "a number above 0 and up to 1")
+    if not abs(args.length_penalty) < float("inf"):
+        raise ConfigError("--length-penalty", args.length_penalty, "a finite number")
+    is_beam = args.task.startswith("beam_search")
+    if is_beam and args.stream:
+        raise ConfigError("--stream", args.task, "another task: a beam search cannot stream")
+    if is_beam and args.config:
+        raise ConfigError("--task", args.task, "a beam search needs --url")
+    if args.task == "chat" and (args.input_texts or args.input_ids or args.input_file):
+        raise ConfigError("--task", args.task, "another task: a chat reads what is typed")
+
+
+def _model(args: argparse.Namespace, stack: contextlib.ExitStack) -> Model:
+    if args.url:
+        from specserve.generate.served import ServedModel
+
+        return ServedModel(args.url, args.chat_template)
+    from specserve.generate.local import LocalModel
+
+    return stack.enter_context(LocalModel(args.config, args.chat_template))
+
+
+def _texts(args: argparse.Namespace, model: Model, console: Console) -> dict[str, Any]:
+    from specserve.engine.generation import Job
+    from specserve.generate.display import Answers, sources, summary, write
+    from specserve.generate.questions import encode, read_questions
+
+    given = {"texts": args.input_texts, "token_ids": args.input_ids, "file": args.input_file}
+    questions = read_questions(model, **given)
+    as_chat = bool(args.chat_template or args.system)
+    prompts = [encode(model, each, as_chat=as_chat, system=args.system) for each in questions]
+    stop = _stop_token_ids(args, model)
+    jobs = [
+        Job(each, _sampling(args, model, each, stop, f"prompt {number}"))
+        for number, each in enumerate(prompts, 1)
+    ]
+    model.start()
+    passes = []
+    for number in range(1 if any(given.values()) else 2):
+        shown = Answers(console, [_shown(each) for each in questions], streams=args.stream)
+        began = perf_counter()
+        completions = model.run(jobs, args.max_batch_size, shown.show, _beams(args))
+        seconds = perf_counter() - began
+        write(
+            console, f"pass {number + 1}, {len(jobs)} answers: {summary(completions, seconds)}\n\n"
+        )
+        answers = [
+            {"question": question, "prompt_token_ids": prompt, **asdict(completion)}
+            for question, prompt, completion in zip(questions, prompts, completions, strict=True)
+        ]
+        passes.append({"seconds": seconds, "sources": sources(completions), "answers": answers})
+    return {"passes": passes}
+
+
+def _chat(args: argparse.Namespace, model: Model, console: Console) -> dict[str, Any]:
+    from specserve.generate.chat import Chat
+
+    stop = _stop_token_ids(args, model)
+    model.start()
+    chat = Chat(
+        model,
+        console,
+        history_turns=args.history_turns,
+        system=args.system,
+        sampling=lambda prompt: _sampling(args, model, prompt, stop),
+    )
+    return {"turns": chat.run()}
+
+
+def _stop_token_ids(args: argparse.Namespace, model: Model) -> tuple[int, ...]:
+    from specserve.generate.questions import end_token
+
+    return tuple(end_token(model, each) for each in args.add_eos_token)
+
+
+def _sampling(
+    args: argparse.Namespace,
+    model: Model,
+    prompt: TokenIds,
+    stop: tuple[int, ...],
+    name: str = "the prompt",
+) -> Sampling:
+    from specserve.engine.generation import Sampling
+    from specserve.generate.questions import num_new_tokens
+
+    sampling = Sampling(
+        max_tokens=num_new_tokens(
+            len(prompt),
+            model.max_model_len,
+            args.max_new_tokens,
+            args.max_length,
+            DEFAULT_NEW_TOKENS,
+            name,
+        ),
+        stop_token_ids=stop,
+    )
+    if args.task in ("greedy_search", "beam_search"):
+        return sampling
+    return replace(
+        sampling,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        seed=args.seed,
+    )
+
+
+def _beams(args: argparse.Namespace) -> Beams | None:
+    from specserve.generate.base import Beams
+
+    if not args.task.startswith("beam_search"):
+        return None
+    return Beams(args.num_beams, args.length_penalty, args.task == TASKS[3])
+
+
+def _shown(question: Any) -> str:
+    """A question on the terminal."""
+    if isinstance(question, tuple):
+        return ",".join(map(str, question))
+    return question if isinstance(question, str) else str(question[-1]["content"])

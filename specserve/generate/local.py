@@ -1,0 +1,83 @@
+"""A model of a Serve file, in an engine that this command starts and ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+from rich.console import Console
+
+from specserve.compare.arguments import only_application
+from specserve.compare.engine_process import EngineProcess
+from specserve.compare.prompts import load_tokenizer, use_chat_template
+from specserve.core.errors import ConfigError, SpecServeError, reason_of
+from specserve.engine.checkpoint import text_sizes
+from specserve.engine.generation import Completion, Job, Show
+from specserve.engine.methods import ALL, NONE, parse_method
+from specserve.generate.base import Beams, Message, TokenIds
+
+
+class LocalModel:
+    """The only application's model; a :class:`specserve.generate.base.Model`.
+
+    Usable as a context manager, at whose end the engine ends.
+
+    Args:
+        config: the Serve file.
+        chat_template: file of another template; None: the configured one.
+
+    Raises:
+        ConfigError: the file is wrong, or what it names is not there.
+    """
+
+    def __init__(self, config: Path, chat_template: Path | None = None) -> None:
+        self._config = only_application(config)
+        model, options = self._config.model, self._config.engine.vllm
+        self.name = model.name
+        self.max_model_len, self.vocab_size = text_sizes(self._config)
+        self._stack = ExitStack()
+        self._tokenizer = load_tokenizer(
+            model.tokenizer or model.path,
+            model.revision,
+            trust_remote_code=options.get("trust_remote_code") is True,
+        )
+        if template := str(chat_template or "") or options.get("chat_template"):
+            field = "--chat-template" if chat_template else "engine.vllm.chat_template"
+            use_chat_template(self._tokenizer, template, field)
+
+    def start(self) -> None:
+        """See :class:`specserve.generate.base.Model`."""
+        method = parse_method(ALL if self._config.speculation else NONE, self._config)
+        self._engine = self._stack.enter_context(EngineProcess(self._config, method))
+        with Console(stderr=True).status("loading the model"):
+            self._engine.wait_ready()
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> TokenIds:
+        """See :class:`specserve.generate.base.Model`."""
+        return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    def render(self, messages: Sequence[Message]) -> TokenIds:
+        """See :class:`specserve.generate.base.Model`."""
+        try:
+            text = self._tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=False
+            )
+        except Exception as error:  # Jinja runs the template
+            raise SpecServeError(f"the chat template: {reason_of(error)}") from error
+        return self.encode(text, add_special_tokens=False)  # the template has written them
+
+    def run(
+        self, jobs: Sequence[Job], concurrency: int, show: Show, beams: Beams | None = None
+    ) -> list[Completion]:
+        """See :class:`specserve.generate.base.Model`."""
+        if beams:
+            raise ConfigError("--config", self.name, "--url: beam search needs a server")
+        return list(self._engine.run(jobs, concurrency, show=show).completions)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)

@@ -1,0 +1,119 @@
+"""What is asked: texts, token ids and dialogues, from arguments or a file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from specserve.bench.token_file import parse_token_ids, read_token_file
+from specserve.compare.prompts import read_prompts
+from specserve.core.errors import ConfigError
+from specserve.generate.base import Message, Model, TokenIds
+
+Question = str | TokenIds | list[Message]
+"""A text to continue, its tokens, or a dialogue to answer."""
+
+DEFAULT_TEXTS = (
+    "How are you?",
+    "Give three tips for staying healthy.",
+    "def read_lines(path):\n",
+    "import argparse\n\n\ndef main():\n",
+)
+"""Asked twice where nothing else is given."""
+
+
+def read_questions(
+    model: Model,
+    *,
+    texts: Sequence[str] | None = None,
+    token_ids: Sequence[str] | None = None,
+    file: Path | None = None,
+) -> list[Question]:
+    """What the arguments ask; at most one of them is given.
+
+    Raises:
+        ConfigError: a file or an argument is wrong: where, and what is allowed.
+    """
+    if token_ids is not None:
+        return [parse_token_ids(each, "--input-ids", model.vocab_size) for each in token_ids]
+    if file is None:
+        return list(DEFAULT_TEXTS if texts is None else texts)
+    if file.suffix == ".csv":
+        most = model.max_model_len - 1
+        return list(
+            read_token_file(
+                file, max_tokens=most, vocab_size=model.vocab_size, field="--input-file"
+            )
+        )
+    allowed = "the path of a .csv file of token ids"
+    return list(read_prompts(file, "--input-file", allowed))
+
+
+def encode(
+    model: Model, question: Question, *, as_chat: bool = False, system: str = ""
+) -> TokenIds:
+    """The tokens that the model continues.
+
+    Args:
+        model: whose tokenizer and template are used.
+        question: token ids stay as they are.
+        as_chat: whether a text is a message for the chat template.
+        system: what a dialogue begins with; empty: nothing.
+
+    Raises:
+        SpecServeError: the model cannot read it.
+    """
+    if isinstance(question, tuple):
+        return question
+    if isinstance(question, str):
+        if not as_chat:
+            return model.encode(question, add_special_tokens=True)
+        question = [{"role": "user", "content": question}]
+    first = [{"role": "system", "content": system}] if system else []
+    return model.render([*first, *question])
+
+
+def end_token(model: Model, word: str) -> int:
+    """An extra end token, given by its id or its text.
+
+    Raises:
+        ConfigError: the text is not exactly one token, or the id is not in the vocabulary.
+    """
+    if word.isascii() and word.isdecimal():
+        return parse_token_ids(word, "--add-eos-token", model.vocab_size)[0]
+    tokens = model.encode(word, add_special_tokens=False)
+    if len(tokens) != 1:
+        allowed = f"a token's id, or a text of exactly one token (this one has {len(tokens)})"
+        raise ConfigError("--add-eos-token", word, allowed)
+    return tokens[0]
+
+
+def num_new_tokens(
+    num_prompt_tokens: int,
+    max_model_len: int,
+    max_new_tokens: int | None,
+    max_length: int | None,
+    default: int,
+    name: str = "the prompt",
+) -> int:
+    """Most tokens of an answer; ``max_new_tokens`` wins, ``max_length`` counts the prompt.
+
+    Raises:
+        ConfigError: there is no room for an answer; both lengths are told.
+    """
+    prompt = f"{name}'s {num_prompt_tokens} tokens"
+    left = max_model_len - num_prompt_tokens
+    if left < 1:
+        allowed = f"less than the model's {max_model_len}"
+        raise ConfigError(name, f"{num_prompt_tokens} tokens", allowed)
+    if max_new_tokens is not None:
+        if max_new_tokens > left:
+            allowed = f"at most {left}: the model's {max_model_len} less {prompt}"
+            raise ConfigError("--max-new-tokens", max_new_tokens, allowed)
+        return max_new_tokens
+    if max_length is None:
+        return min(default, left)
+    if not num_prompt_tokens < max_length <= max_model_len:
+        allowed = f"more than {prompt}, and at most the model's {max_model_len}"
+        raise ConfigError("--max-length", max_length, allowed)
+    return max_length - num_prompt_tokens

@@ -1,0 +1,62 @@
+"""A model for tests, whose tokens are characters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specserve.engine.generation import Completion, Job, Show
+from specserve.generate.base import Beams, Message, TokenIds
+
+
+class Echo:
+    """Answers with the end of its prompt, a character at a time.
+
+    Args:
+        interrupted: whether Ctrl-C is pressed after the first character.
+    """
+
+    name, max_model_len, vocab_size = "echo", 100, 128
+
+    def __init__(self, *, interrupted: bool = False) -> None:
+        self.interrupted = interrupted
+        self.dialogues: list[list[str]] = []
+
+    def start(self) -> None:
+        return
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> TokenIds:
+        return tuple(map(ord, text))
+
+    def render(self, messages: Sequence[Message]) -> TokenIds:
+        self.dialogues.append([each["content"] for each in messages])
+        return self.encode(messages[-1]["content"], add_special_tokens=False)
+
+    def run(
+        self, jobs: Sequence[Job], concurrency: int, show: Show, beams: Beams | None = None
+    ) -> list[Completion]:
+        found = []
+        for index, job in enumerate(jobs):
+            tokens = job.prompt_token_ids[-job.sampling.max_tokens :]
+            text = "".join(map(chr, tokens))
+            for character in text:
+                show(index, character, None)
+                if self.interrupted:
+                    raise KeyboardInterrupt
+            found.append(completion(text))
+            show(index, "", found[-1])
+        return found
+
+
+def completion(text: str, **counts: int) -> Completion:
+    """An answer, with accepted tokens by source; twice as many were drafted."""
+    return Completion(
+        text=text,
+        token_ids=tuple(map(ord, text)),
+        finish_reason="length",
+        seconds=0.5,
+        token_seconds=(0.5,) * len(text),
+        sources={
+            name: {"drafted_tokens": 2 * count, "accepted_tokens": count}
+            for name, count in counts.items()
+        },
+    )

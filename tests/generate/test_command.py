@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import pytest
+
+from specserve.cli.main import main
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--url", "http://127.0.0.1:9"], "--url: 'http://127.0.0.1:9' is not allowed"),
+        (["--config", "none.yaml"], "none.yaml"),
+        (["--url", "x", "--chat-template", "none.jinja"], "--chat-template: 'none.jinja'"),
+        (["--url", "x", "--save-output", "/nowhere/x.json"], "--save-output: '/nowhere/x.json'"),
+        (["--url", "x", "--top-p", "0"], "--top-p: 0.0 is not allowed"),
+        (["--url", "x", "--temperature", "nan"], "--temperature: nan is not allowed"),
+        (["--url", "x", "--length-penalty", "inf"], "--length-penalty: inf is not allowed"),
+        (["--config", "x", "--task", "beam_search"], "--task: 'beam_search' is not allowed"),
+        (["--url", "x", "--task", "beam_search", "--stream"], "--stream: 'beam_search'"),
+        (["--url", "x", "--task", "chat", "--input-texts", "a"], "--task: 'chat'"),
+    ],
+)
+def test_a_wrong_argument_is_one_line(
+    capsys: pytest.CaptureFixture[str], options: list[str], told: str
+) -> None:
+    assert main(["generate", *options]) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert told in error
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["--url", "x", "--config", "y"],
+        ["--url", "x", "--task", "other"],
+        ["--url", "x", "--num-beams", "1"],
+        ["--url", "x", "--input-texts", "a", "--input-ids", "1"],
+    ],
+)
+def test_options_exclude_one_another(options: list[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["generate", *options])

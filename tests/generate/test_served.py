@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from specserve.cli.main import main
+
+
+class Server(ThreadingHTTPServer):
+    """Answers as vLLM's application does, and keeps what it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def of(self, path: str) -> list[dict[str, Any]]:
+        """The bodies that came to a path."""
+        return [body for asked, body in self.asked if asked == path]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        self._answer({"data": [{"id": "demo", "max_model_len": 50}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append((self.path, body))
+        if self.path == "/tokenize":
+            self._answer({"tokens": [1, 2, 3]})
+        elif body["prompt"] == [9]:
+            self._answer({"error": {"message": "no such token"}}, 400)
+        else:
+            texts = [(0, "best", [7, 8]), (1, "worse", [7])]
+            choices = [
+                {"index": index, "text": text, "finish_reason": "length", "token_ids": tokens}
+                for index, text, tokens in texts
+            ]
+            self._answer({"id": "1", "object": "text_completion", "choices": choices})
+
+    def _answer(self, content: dict[str, Any], status: int = 200) -> None:
+        data = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        return
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as server:
+        thread = Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("samples", [False, True])
+def test_a_beam_search_asks_for_beams_and_shows_the_best(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str], samples: bool
+) -> None:
+    output = tmp_path / "found.json"
+    task = "beam_search_with_sampling" if samples else "beam_search"
+    options = ["--num-beams", "2", "--length-penalty", "0.5", "--top-k", "5", "--max-length", "10"]
+    command = ["generate", "--url", server.url, "--task", task, "--save-output", str(output)]
+    assert main([*command, *options, "--input-texts", "a"]) == 0
+    (body,) = server.of("/v1/completions")
+    assert (body["use_beam_search"], body["n"], body["length_penalty"]) == (True, 2, 0.5)
+    assert body["vllm_xargs"] == ({"beam_sample": 1} if samples else {})
+    assert (body["temperature"], body["top_k"]) == ((1.0, 5) if samples else (0.0, 0))
+    assert (body["prompt"], body["max_tokens"]) == ([1, 2, 3], 7)
+    (answer,) = json.loads(output.read_text())["passes"][0]["answers"]
+    assert (answer["text"], answer["token_ids"]) == ("best", [7, 8])
+    assert "answer: best\n2 tokens" in capsys.readouterr().out
+
+
+def test_a_system_prompt_makes_a_text_a_question_by_the_given_template(
+    server: Server, tmp_path: Path
+) -> None:
+    (template := tmp_path / "template.jinja").write_text("{{ messages }}")
+    options = ["--system", "be kind", "--chat-template", str(template), "--input-texts", "hello"]
+    assert main(["generate", "--url", server.url, "--task", "beam_search", *options]) == 0
+    (body,) = server.of("/tokenize")
+    assert body["chat_template"] == "{{ messages }}"
+    assert [each["content"] for each in body["messages"]] == ["be kind", "hello"]
+
+
+def test_the_default_texts_are_asked_twice(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "--url", server.url, "--task", "beam_search"]) == 0
+    assert len(server.of("/v1/completions")) == 2 * len(server.of("/tokenize"))
+    assert "pass 2, " in capsys.readouterr().out
+
+
+def test_a_refusal_names_the_prompt(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--task", "beam_search", "--input-ids", "1,2", "9"]
+    assert main(["generate", "--url", server.url, *options]) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert "prompt 2: " in error
+    assert "no such token" in error
