@@ -76,6 +76,7 @@ class RequestGrammar:
     ) -> None:
         self._manager, self._given, self._tokenizer = manager, given, tokenizer
         self._grammar: Any = None  # vLLM's, by `after`
+        self._mask: Any = None  # int32 [1, vocabulary / 32], a bit a token; also by `after`
 
     def after(self, answer: Int32Array) -> Matcher | None:
         """The matcher after this answer; None: nothing is constrained, or it is not known yet."""
@@ -95,15 +96,17 @@ class RequestGrammar:
                 raise ValueError(f"the grammar refuses the answer's tokens {new}")
         if not structured.reasoning_ended or grammar.is_terminated():
             return None
-        self._grammar = grammar
+        if self._grammar is None:
+            self._grammar = grammar
+            self._mask = allocate_token_bitmask(1, grammar.vocab_size)
         matcher: Matcher = grammar.matcher
         return matcher
 
     def num_allowed(self) -> int:
         """Tokens that the matcher allows next."""
-        mask = allocate_token_bitmask(1, self._grammar.vocab_size)
-        self._grammar.fill_bitmask(mask, 0)
-        return int(np.bitwise_count(mask.numpy()).sum())
+        self._grammar.fill_bitmask(self._mask, 0)
+        # Of a negative number numpy counts the bits of its absolute value.
+        return int(np.bitwise_count(self._mask.numpy().view(np.uint32)).sum())
 
     def split(self, answer: Int32Array, text: str) -> tuple[list[int], bool]:
         """The tokens of ``text`` as the tokenizer has them after the answer's last ones.

@@ -83,6 +83,17 @@ def test_what_is_forced_after_an_answer_is_found_by_vllms_own_means(
     assert grammar.after(whole) is None
 
 
+def test_every_allowed_token_is_counted_wherever_its_bit_is(
+    grammars: Grammars, tokenizer: Any
+) -> None:
+    bits = [number % 32 for number in tokens(tokenizer, "9:")]
+    assert bits == [30, 31]
+    grammar = compiled(grammars.open("a", asked(regex="a[9:]0")))
+    for written, num_allowed in (("a", 2), ("a9", 1)):
+        assert grammar.after(tokens(tokenizer, written)) is not None
+        assert grammar.num_allowed() == num_allowed
+
+
 def test_a_request_without_a_grammar_of_xgrammars_has_none(grammars: Grammars) -> None:
     free = SimpleNamespace(sampling_params=SamplingParams(), prompt_token_ids=[1])
     embedded = asked()

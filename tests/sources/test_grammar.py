@@ -75,7 +75,7 @@ class Followed:
     def num_allowed(self) -> int:
         mask = allocate_token_bitmask(1, tokenizer().vocab_size)
         self.matcher.fill_next_token_bitmask(mask)
-        return int(np.bitwise_count(mask.numpy()).sum())
+        return int(np.bitwise_count(mask.numpy().view(np.uint32)).sum())
 
     def split(self, answer: Int32Array, text: str) -> tuple[list[int], bool]:
         return self.splits.get(text, (tokens_of(text), True))
