@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -14,6 +16,8 @@ from transformers import AutoTokenizer
 from vllm import SamplingParams
 from vllm.config import ModelConfig, StructuredOutputsConfig, VllmConfig
 from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import DraftTokenIds
 
 from specserve.engine.grammars import Grammars, RequestGrammar
 from tests.integration.cluster import model_path
@@ -112,6 +116,43 @@ def test_while_a_grammar_is_being_compiled_nothing_is_forced(
     assert waiting.after(answer) is None
     given.set_result(grammar._given.result())
     assert waiting.after(answer) is not None
+
+
+@pytest.mark.parametrize("is_followed", [False, True])
+def test_nothing_is_left_of_the_grammar_of_a_request_that_is_aborted(
+    grammars: Grammars, tokenizer: Any, is_followed: bool
+) -> None:
+    grammar = grammars.open("a", asked())
+    assert grammar is not None
+    if is_followed:
+        assert compiled(grammar).after(tokens(tokenizer, '"Ge')) is not None
+    given = grammar._given
+    left = weakref.ref(grammar)
+    del grammar
+    request = weakref.ref(given.result(TIMEOUT_S))
+    compiling = given.result().structured_output_request._grammar  # type: ignore[union-attr]
+    if isinstance(compiling, Future):
+        compiling.result(TIMEOUT_S)
+    del given, compiling
+    grammars._thread.submit(lambda: None).result(TIMEOUT_S)  # it keeps its last job until the next
+    gc.collect()
+    assert (left(), request()) == (None, None)
+
+
+def test_vllms_scheduler_cuts_any_sources_draft_where_the_grammar_refuses_it(
+    grammars: Grammars, tokenizer: Any
+) -> None:
+    grammar = compiled(grammars.open("a", asked(regex="(the )+end")))
+    written = tokens(tokenizer, "the ")
+    assert grammar.after(written) is not None
+    request = grammar._given.result()
+    scheduler: Any = SimpleNamespace(
+        requests={"a": request}, structured_output_manager=grammars._manager
+    )
+    allowed, refused = (tokens(tokenizer, text).tolist() for text in ("the the", " cat"))
+    for draft in (allowed, [*allowed, *refused], refused):
+        Scheduler.update_draft_token_ids(scheduler, DraftTokenIds(["a"], [draft]))
+        assert request.spec_token_ids == [token for token in draft if token in allowed]
 
 
 def test_what_cannot_be_compiled_or_followed_is_an_error_of_its_request(
