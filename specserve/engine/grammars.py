@@ -77,6 +77,7 @@ class RequestGrammar:
         self._manager, self._given, self._tokenizer = manager, given, tokenizer
         self._grammar: Any = None  # vLLM's, by `after`
         self._mask: Any = None  # int32 [1, vocabulary / 32], a bit a token; also by `after`
+        self._words: Any = None  # the same as uint32: numpy counts bits of absolute values
 
     def after(self, answer: Int32Array) -> Matcher | None:
         """The matcher after this answer; None: nothing is constrained, or it is not known yet."""
@@ -99,14 +100,14 @@ class RequestGrammar:
         if self._grammar is None:
             self._grammar = grammar
             self._mask = allocate_token_bitmask(1, grammar.vocab_size)
+            self._words = self._mask.numpy().view(np.uint32)
         matcher: Matcher = grammar.matcher
         return matcher
 
     def num_allowed(self) -> int:
         """Tokens that the matcher allows next."""
         self._grammar.fill_bitmask(self._mask, 0)
-        # Of a negative number numpy counts the bits of its absolute value.
-        return int(np.bitwise_count(self._mask.numpy().view(np.uint32)).sum())
+        return int(np.bitwise_count(self._words).sum())
 
     def split(self, answer: Int32Array, text: str) -> tuple[list[int], bool]:
         """The tokens of ``text`` as the tokenizer has them after the answer's last ones.
