@@ -129,7 +129,7 @@ def test_nothing_is_left_of_the_grammar_of_a_request_that_is_aborted(
     left = weakref.ref(grammar)
     del grammar
     request = weakref.ref(given.result(TIMEOUT_S).request)
-    compiling = given.result().request.structured_output_request._grammar  # type: ignore[union-attr]
+    compiling = given.result().request.structured_output_request._grammar
     if isinstance(compiling, Future):
         compiling.result(TIMEOUT_S)
     del given, compiling
