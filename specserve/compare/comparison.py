@@ -111,6 +111,8 @@ def jobs_of(prompts: Sequence[Prompt], settings: Settings) -> list[Job]:
                 max_tokens=settings.max_tokens,
                 temperature=settings.temperature,
                 seed=None if greedy else settings.seed + index,
+                prediction=prompt.prediction,
+                json_schema=prompt.json_schema,
             ),
         )
         for index, prompt in enumerate(prompts)

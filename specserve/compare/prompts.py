@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from specserve.compare.corpus import Module, load_modules
 from specserve.compare.documents import ask, load_documents
@@ -67,10 +67,22 @@ class Prompt:
     Attributes:
         text: after the chat template.
         token_ids: of ``text``.
+        prediction: tokens that the answer is expected to be; empty: none.
+        json_schema: what the answer keeps to, as JSON; empty: nothing.
     """
 
     text: str
     token_ids: tuple[int, ...]
+    prediction: tuple[int, ...] = ()
+    json_schema: str = ""
+
+
+class FilePrompt(NamedTuple):
+    """A prompt as a file has it: a text, or a dialogue; with what is known of its answer."""
+
+    dialogue: list[Message] | str
+    prediction: str = ""
+    json_schema: str = ""
 
 
 def load_tokenizer(path: str, revision: str = "", *, trust_remote_code: bool = False) -> Tokenizer:
@@ -137,19 +149,27 @@ def load_prompts(
         return _docs(tokenizer, num_prompts or DEFAULT_NUM_PROMPTS, seed)
     if name == "code":
         return _code(tokenizer, num_prompts or DEFAULT_NUM_PROMPTS, seed)
-    dialogues: list[list[Message] | str]
     if name in BUILT_IN:
-        dialogues = list(_built_in(name))
-        random.Random(seed).shuffle(dialogues)
+        entries = [FilePrompt(dialogue) for dialogue in _built_in(name)]
+        random.Random(seed).shuffle(entries)
         num_prompts = num_prompts or DEFAULT_NUM_PROMPTS
     else:
-        dialogues = read_prompts(Path(name), FIELD, ", ".join(BUILT_IN))
-        num_prompts = num_prompts or len(dialogues)
-    if num_prompts > len(dialogues):
+        entries = read_prompts(Path(name), FIELD, ", ".join(BUILT_IN))
+        num_prompts = num_prompts or len(entries)
+    if num_prompts > len(entries):
         raise ConfigError(
-            "--num-prompts", num_prompts, f"at most {len(dialogues)}, the prompts of {name}"
+            "--num-prompts", num_prompts, f"at most {len(entries)}, the prompts of {name}"
         )
-    return [_render(tokenizer, dialogue) for dialogue in dialogues[:num_prompts]]
+    return [_prompt(tokenizer, entry) for entry in entries[:num_prompts]]
+
+
+def _prompt(tokenizer: Tokenizer, entry: FilePrompt) -> Prompt:
+    prediction = tokenizer.encode(entry.prediction, add_special_tokens=False)
+    return replace(
+        _render(tokenizer, entry.dialogue),
+        prediction=tuple(prediction),
+        json_schema=entry.json_schema,
+    )
 
 
 def _render(tokenizer: Tokenizer, dialogue: Sequence[Message] | str) -> Prompt:
@@ -251,7 +271,7 @@ def _head(lines: Sequence[str], max_chars: int) -> str:
     return "".join(taken)
 
 
-def read_prompts(path: Path, field: str, or_else: str) -> list[list[Message] | str]:
+def read_prompts(path: Path, field: str, or_else: str) -> list[FilePrompt]:
     """Prompts of a file: ``.txt`` one a line; ``.jsonl`` with ``prompt`` or ``messages``.
 
     Args:
@@ -274,28 +294,35 @@ def read_prompts(path: Path, field: str, or_else: str) -> list[list[Message] | s
         number = content.count(b"\n", 0, error.start) + 1
         where = f"{path}: line {number}"
         raise ConfigError(where, content[error.start : error.end], "UTF-8 text") from None
-    prompts: list[list[Message] | str] = []
+    prompts: list[FilePrompt] = []
     for number, line in enumerate(lines, start=1):
         if line.strip():
             where = f"{path}:{number}"
-            prompts.append(line if path.suffix == ".txt" else _from_json(line, where))
+            prompts.append(FilePrompt(line) if path.suffix == ".txt" else _from_json(line, where))
     if not prompts:
         raise ConfigError(field, str(path), "a file with at least one prompt")
     return prompts
 
 
-def _from_json(line: str, where: str) -> list[Message] | str:
+def _from_json(line: str, where: str) -> FilePrompt:
     allowed = 'a JSON object with "prompt": text, or "messages": [{"role": .., "content": ..}]'
     try:
         entry = json.loads(line)
     except json.JSONDecodeError:
         raise ConfigError(where, line, allowed) from None
-    if isinstance(entry, dict):
-        prompt, messages = entry.get("prompt"), entry.get("messages")
-        if isinstance(prompt, str) and prompt and messages is None:
-            return prompt
-        if isinstance(messages, list) and messages and all(map(_is_message, messages)):
-            return messages
+    if not isinstance(entry, dict):
+        raise ConfigError(where, line, allowed)
+    prediction, schema = entry.get("prediction", ""), entry.get("json_schema")
+    if not isinstance(prediction, str):
+        raise ConfigError(f"{where}: prediction", prediction, "a text")
+    if schema is not None and not isinstance(schema, dict):
+        raise ConfigError(f"{where}: json_schema", schema, "a JSON schema, which is an object")
+    answer = prediction, json.dumps(schema) if schema is not None else ""
+    prompt, messages = entry.get("prompt"), entry.get("messages")
+    if isinstance(prompt, str) and prompt and messages is None:
+        return FilePrompt(prompt, *answer)
+    if isinstance(messages, list) and messages and all(map(_is_message, messages)):
+        return FilePrompt(messages, *answer)
     raise ConfigError(where, line, allowed)
 
 

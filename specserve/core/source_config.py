@@ -102,7 +102,7 @@ class GrammarConfig(SourceSection):
     """Structured outputs: drafts are what a request's grammar forces."""
 
     SOURCE = "specserve.sources.grammar:GrammarSource"
-    LABELS = (Label("grammar", "#5a6270", "#a9b4c4"),)
+    LABELS = (Label("grammar", "#4f7300", "#a3c94a"),)
     NEEDS = "grammar"
 
     kind: Literal["grammar"]

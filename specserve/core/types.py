@@ -9,6 +9,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from specserve.core.token_texts import TokenTexts
+
 BoolArray = npt.NDArray[np.bool_]
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -18,33 +20,22 @@ Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 
 
-class Matcher(Protocol):
-    """As much of ``xgrammar.GrammarMatcher`` as drafts are made with."""
-
-    def find_jump_forward_string(self) -> str:
-        """The text that certainly comes next; often empty."""
-        ...
-
-    def accept_token(self, token_id: int) -> bool:
-        """Goes on by a token; False: the grammar refuses it here."""
-        ...
-
-    def rollback(self, num_tokens: int) -> None:
-        """Goes back by so many accepted tokens."""
-        ...
-
-
 class Grammar(Protocol):
     """The grammar that a request's answer keeps, as the engine follows it for the request alone."""
 
-    def after(self, answer: Int32Array) -> Matcher | None:
+    @property
+    def texts(self) -> TokenTexts:
+        """Of the vocabulary; known where anything is forced."""
+        ...
+
+    def forced(self, answer: Int32Array) -> str:
         """Follows the answer up to its end.
 
         Args:
             answer: int32 ``[m]``, the output tokens so far; those of the last call and more.
 
         Returns:
-            What comes next, to be left as it was; None: nothing is forced, as while the grammar is
+            The text that certainly comes next; empty: nothing is forced, as while the grammar is
             being compiled, while the model reasons, and after the grammar's end.
 
         Raises:
@@ -52,16 +43,8 @@ class Grammar(Protocol):
         """
         ...
 
-    def num_allowed(self) -> int:
-        """How many tokens may come next, where the matcher is now."""
-        ...
-
-    def split(self, answer: Int32Array, text: str) -> tuple[list[int], bool]:
-        """The tokens by which the model is likely to write ``text`` after its answer so far.
-
-        Returns:
-            (token ids; whether the tokenizer would have written the answer's end as it is).
-        """
+    def usual(self, answer: Int32Array, text: str) -> list[int]:
+        """The tokens of ``text`` as the tokenizer has them after the answer so far."""
         ...
 
 

@@ -10,19 +10,31 @@ from __future__ import annotations
 
 import copy
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
-from xgrammar import allocate_token_bitmask
+from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 
-from specserve.core.types import Int32Array, Matcher
+from specserve.core.token_texts import TokenTexts
+from specserve.core.types import Int32Array
 
 _CONTEXT_TOKENS = 4
 """Of the answer, that a forced text is tokenized after."""
+
+
+class Given(NamedTuple):
+    """What the thread makes for a request.
+
+    Attributes:
+        request: like the one that is served, given to vLLM's manager for its grammar alone.
+        texts: of the vocabulary.
+    """
+
+    request: Request
+    texts: TokenTexts
 
 
 class Grammars:
@@ -36,6 +48,7 @@ class Grammars:
         # A copy: Rust's part of a tokenizer is changed by what other threads encode.
         self._tokenizer: Any = copy.deepcopy(self._manager.tokenizer)
         self._thread = ThreadPoolExecutor(1, "grammars")
+        self._texts: TokenTexts | None = None  # the thread's, from the first grammar on
 
     def open(self, request_id: str, state: Any) -> RequestGrammar | None:
         """The grammar of a request that begins; None: it has none that could be followed.
@@ -51,10 +64,16 @@ class Grammars:
         given = self._thread.submit(self._give, request_id, prompt, params)
         return RequestGrammar(self._manager, given, self._tokenizer)
 
-    def _give(self, request_id: str, prompt: list[int], params: SamplingParams) -> Request:
+    def _give(self, request_id: str, prompt: list[int], params: SamplingParams) -> Given:
         request = Request(request_id, list(prompt), params, None)
         self._manager.grammar_init(request)
-        return request
+        if self._texts is None:
+            backend: Any = self._manager.backend
+            vocabulary = backend.compile_grammar(StructuredOutputOptions.REGEX, "a").ctx
+            info = vocabulary.tokenizer_info
+            special = {*info.special_token_ids, *info.stop_token_ids}
+            self._texts = TokenTexts(info.decoded_vocab, special)
+        return Given(request, self._texts)
 
     def close(self) -> None:
         """Ends the threads; no grammar is followed afterwards."""
@@ -67,25 +86,29 @@ class RequestGrammar:
 
     Args:
         manager: vLLM's.
-        given: a request like the one that is served, given to the manager for its grammar alone.
+        given: what the thread makes.
         tokenizer: the model's.
     """
 
     def __init__(
-        self, manager: StructuredOutputManager, given: Future[Request], tokenizer: Any
+        self, manager: StructuredOutputManager, given: Future[Given], tokenizer: Any
     ) -> None:
         self._manager, self._given, self._tokenizer = manager, given, tokenizer
-        self._grammar: Any = None  # vLLM's, by `after`
 
-    def after(self, answer: Int32Array) -> Matcher | None:
-        """The matcher after this answer; None: nothing is constrained, or it is not known yet."""
+    @property
+    def texts(self) -> TokenTexts:
+        """Of the vocabulary; known where anything is forced."""
+        return self._given.result().texts
+
+    def forced(self, answer: Int32Array) -> str:
+        """The text that certainly comes after this answer; empty also while it is not known."""
         if not self._given.done():
-            return None
-        request = self._given.result()
+            return ""
+        request = self._given.result().request
         structured: Any = request.structured_output_request
         grammar = structured.grammar
         if grammar is None:  # it is being compiled
-            return None
+            return ""
         if isinstance(grammar, Exception):
             raise grammar
         new = answer[request.num_output_tokens :].tolist()
@@ -94,27 +117,17 @@ class RequestGrammar:
             if not self._manager.accept_tokens(request, new):
                 raise ValueError(f"the grammar refuses the answer's tokens {new}")
         if not structured.reasoning_ended or grammar.is_terminated():
-            return None
-        self._grammar = grammar
-        matcher: Matcher = grammar.matcher
-        return matcher
+            return ""
+        return str(grammar.matcher.find_jump_forward_string())
 
-    def num_allowed(self) -> int:
-        """Tokens that the matcher allows next."""
-        mask = allocate_token_bitmask(1, self._grammar.vocab_size)
-        self._grammar.fill_bitmask(mask, 0)
-        return int(np.bitwise_count(mask.numpy()).sum())
-
-    def split(self, answer: Int32Array, text: str) -> tuple[list[int], bool]:
+    def usual(self, answer: Int32Array, text: str) -> list[int]:
         """The tokens of ``text`` as the tokenizer has them after the answer's last ones.
 
         Where it would join the two, the text alone is tokenized: the answer's tokens are written.
         """
         before = self._tokenizer.decode(answer[-_CONTEXT_TOKENS:])
         known, both = self._encode(before), self._encode(before + text)
-        if both[: len(known)] == known:
-            return both[len(known) :], True
-        return self._encode(text), False
+        return both[len(known) :] if both[: len(known)] == known else self._encode(text)
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))

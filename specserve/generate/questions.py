@@ -46,7 +46,7 @@ def read_questions(
             )
         )
     allowed = "the path of a .csv file of token ids"
-    return list(read_prompts(file, "--input-file", allowed))
+    return [prompt.dialogue for prompt in read_prompts(file, "--input-file", allowed)]
 
 
 def encode(

@@ -4,7 +4,8 @@ Between the values of a JSON object stand keys, quotes and brackets that its sch
 a stretch is xgrammar's jump-forward string (Dong et al., XGrammar, arXiv 2411.15100); SGLang writes
 it without asking the model. Here it is a draft: the model confirms how it is split into tokens.
 
-Nothing is learned, and nothing is kept but each request's grammar, until :meth:`close`.
+What is learned is how the model splits (:mod:`specserve.sources.splits`). Of a request nothing but
+its grammar is kept, until :meth:`GrammarSource.close`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from specserve.core.types import (
     DraftBatch,
     DraftBuffer,
     Drafts,
-    Float32Array,
     Grammar,
     Int32Array,
     Int64Array,
@@ -26,16 +26,12 @@ from specserve.core.types import (
 )
 from specserve.sources.base import SourceContext
 from specserve.sources.controls import wants_drafts
+from specserve.sources.splits import Splits
 
 logger = logging.getLogger(__name__)
 
-ONLY_ONE, USUAL, LAST, UNUSUAL = 1.0, 0.9, 0.5, 0.3
-"""Confidence: of a token that alone is allowed; of one of several that begin the same text; of the
-text's last one, which the model may write as the beginning of a longer token; of one after an
-answer whose end the tokenizer would have split otherwise."""
-
 _CHARS_A_TOKEN = 16
-"""A text of more characters for each token that is wanted is cut before it is tokenized."""
+"""A text of more characters for each token that is wanted is cut before it is split."""
 
 
 class GrammarSource:
@@ -48,7 +44,8 @@ class GrammarSource:
     def __init__(self, config: GrammarConfig, context: SourceContext) -> None:
         self._kind = config.kind
         self._metrics: SpeculationMetrics = context.metrics
-        self._grammars: list[Grammar | None] = [None] * context.num_slots
+        self._requests: list[_Request | None] = [None] * context.num_slots
+        self._splits = Splits()
         self._drafts = DraftBuffer(context.num_slots, config.max_draft_len)
 
     @classmethod
@@ -58,34 +55,35 @@ class GrammarSource:
 
     def open(self, slot: int, controls: RequestControls) -> None:
         """Takes the request's grammar, if there is one that it wants drafts of."""
-        if wants_drafts(controls, self._kind):
-            self._grammars[slot] = controls.grammar
+        if controls.grammar is not None and wants_drafts(controls, self._kind):
+            self._requests[slot] = _Request(controls.grammar, controls, self._splits)
 
     def propose(self, batch: DraftBatch, limits: Int32Array) -> Drafts:
         """Follows what is new of each answer, and drafts what is forced after it."""
         drafts = self._drafts.rows(len(limits))
         drafts.lengths[:] = 0
         for row, slot in enumerate(batch.slots.tolist()):
-            if (grammar := self._grammars[slot]) is None:
+            if (request := self._requests[slot]) is None:
                 continue
             answer = batch.token_ids[row, batch.num_prompt_tokens[row] : batch.num_tokens[row]]
-            limit = min(int(limits[row]), drafts.tokens.shape[1])
             try:
-                drafts.lengths[row] = _draft(
-                    grammar, answer, drafts.tokens[row, :limit], drafts.confidence[row, :limit]
-                )
+                found = request.draft(answer, min(int(limits[row]), drafts.tokens.shape[1]))
             except Exception as error:
                 self._give_up(slot, error)
+                continue
+            drafts.lengths[row] = len(found)
+            for place, (token, sure) in enumerate(found):
+                drafts.tokens[row, place], drafts.confidence[row, place] = token, sure
         return drafts
 
     def close(self, slots: Int64Array) -> None:
         """Drops the grammars of these requests."""
         for slot in slots.tolist():
-            self._grammars[slot] = None
+            self._requests[slot] = None
 
     def _give_up(self, slot: int, error: Exception) -> None:
         """No drafts for this request any more; others have grammars of their own."""
-        self._grammars[slot] = None
+        self._requests[slot] = None
         # All tenants see the reason, and the error may quote what this one has sent.
         reason = f"a request's grammar is not followed: {type(error).__name__}, see the log"
         self._metrics.count_error(self._kind)
@@ -93,25 +91,46 @@ class GrammarSource:
         logger.warning("No drafts from a request's grammar", exc_info=error)
 
 
-def _draft(grammar: Grammar, answer: Int32Array, tokens: Int32Array, sure: Float32Array) -> int:
-    """Writes the tokens of the forced text, and how sure they are; returns their number."""
-    matcher = grammar.after(answer)
-    if matcher is None or not len(tokens):
-        return 0
-    text = matcher.find_jump_forward_string()
-    if not text:
-        return 0
-    split, is_usual = grammar.split(answer, text[: _CHARS_A_TOKEN * len(tokens)])
-    num_accepted = 0
-    for token in split[: len(tokens)]:
-        is_only_one = grammar.num_allowed() == 1
-        if not matcher.accept_token(token):
-            break
-        tokens[num_accepted] = token
-        sure[num_accepted] = ONLY_ONE if is_only_one else USUAL if is_usual else UNUSUAL
-        num_accepted += 1
-    matcher.rollback(num_accepted)
-    last = num_accepted - 1
-    if 0 < num_accepted == len(split) and sure[last] < ONLY_ONE:
-        sure[last] = min(sure[last], LAST)
-    return num_accepted
+class _Request:
+    """One request's grammar, and the text that it forced where the request was last asked for.
+
+    Args:
+        grammar: the request's.
+        controls: the request's.
+        splits: what is known of the model's, and learned if the request may be.
+    """
+
+    def __init__(self, grammar: Grammar, controls: RequestControls, splits: Splits) -> None:
+        self._grammar, self._splits, self._learns = grammar, splits, controls.learn
+        self._owner = controls.tenant, controls.adapter, controls.cache_salt
+        self._forced, self._num_seen = b"", 0
+
+    def draft(self, answer: Int32Array, limit: int) -> list[tuple[int, float]]:
+        """The tokens that are forced after the answer, at most so many, and how sure each is."""
+        grammar = self._grammar
+        text = grammar.forced(answer)
+        if self._forced and self._learns:
+            self._learn(answer)
+        self._num_seen, self._forced = len(answer), b""
+        if not text or limit <= 0:
+            return []
+        text = text[: _CHARS_A_TOKEN * limit]
+        self._forced = text.encode()
+        return self._splits.split(
+            self._owner,
+            int(answer[-1]) if len(answer) else -1,
+            self._forced,
+            grammar.texts,
+            lambda: grammar.usual(answer, text),
+            limit,
+        )
+
+    def _learn(self, answer: Int32Array) -> None:
+        """Notes how the text has been split that was forced before the answer's new tokens."""
+        text, texts = self._forced, self._grammar.texts
+        before = int(answer[self._num_seen - 1]) if self._num_seen else -1
+        for token in answer[self._num_seen :].tolist():
+            if not (size := texts.size(token, text)):
+                return
+            self._splits.note(self._owner, before, text, token)
+            text, before = text[size:], token

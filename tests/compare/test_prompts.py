@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from specserve.compare.comparison import Settings, jobs_of
 from specserve.compare.prompts import (
     BUILT_IN,
     CODE_TOKENS,
@@ -133,6 +134,37 @@ def test_a_file_keeps_its_order(tmp_path: Path) -> None:
     lines.write_text(json.dumps({"prompt": "raw"}) + "\n" + json.dumps({"messages": [message]}))
     loaded = load_prompts(str(lines), WordTokenizer())
     assert [p.text for p in loaded] == ["raw", "<begin> <user> hello <assistant>"]
+
+
+def test_a_line_may_tell_what_is_known_of_its_answer(tmp_path: Path) -> None:
+    lines = [
+        {"prompt": "a", "prediction": "two words"},
+        {"prompt": "a", "json_schema": {"type": "integer"}},
+        {"prompt": "a"},
+    ]
+    path = tmp_path / "own.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    prompts = load_prompts(str(path), WordTokenizer())
+    told = [(each.prediction, each.json_schema) for each in prompts]
+    assert told == [((3, 5), ""), ((), '{"type": "integer"}'), ((), "")]
+    settings = Settings(
+        max_tokens=5, concurrency=1, temperature=0.0, seed=0, repeat=1, tolerance=0.0
+    )
+    sampling = [job.sampling for job in jobs_of(prompts, settings)]
+    assert [(each.prediction, each.json_schema) for each in sampling] == told
+
+
+@pytest.mark.parametrize(
+    ("known", "field"), [({"prediction": 3}, "prediction"), ({"json_schema": "{}"}, "json_schema")]
+)
+def test_what_is_known_of_an_answer_has_its_type(
+    tmp_path: Path, known: dict[str, object], field: str
+) -> None:
+    path = tmp_path / "own.jsonl"
+    path.write_text(json.dumps({"prompt": "a", **known}))
+    with pytest.raises(ConfigError) as raised:
+        load_prompts(str(path), WordTokenizer())
+    assert raised.value.field == f"{path}:1: {field}"
 
 
 @pytest.mark.parametrize(

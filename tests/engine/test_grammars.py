@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -14,6 +16,8 @@ from transformers import AutoTokenizer
 from vllm import SamplingParams
 from vllm.config import ModelConfig, StructuredOutputsConfig, VllmConfig
 from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import DraftTokenIds
 
 from specserve.engine.grammars import Grammars, RequestGrammar
 from tests.integration.cluster import model_path
@@ -50,7 +54,7 @@ def asked(backend: str = "xgrammar", prompt: list[int] | None = None, **outputs:
 def compiled(grammar: RequestGrammar | None) -> RequestGrammar:
     """The same, when its compilation has ended."""
     assert grammar is not None
-    structured = grammar._given.result(TIMEOUT_S).structured_output_request
+    structured = grammar._given.result(TIMEOUT_S).request.structured_output_request
     assert structured is not None
     if isinstance(pending := structured._grammar, Future):
         pending.exception(TIMEOUT_S)
@@ -75,12 +79,22 @@ def test_what_is_forced_after_an_answer_is_found_by_vllms_own_means(
     grammar = compiled(grammars.open("a", asked(**outputs)))
     answer = tokens(tokenizer, written)
     for size in range(1, len(answer) + 1):
-        matcher = grammar.after(answer[:size])
-    assert matcher is not None
-    assert matcher.find_jump_forward_string() == forced
-    assert grammar.num_allowed() >= 1
+        text = grammar.forced(answer[:size])
+    assert text == forced
     whole = np.append(answer, [*tokens(tokenizer, forced), tokenizer.eos_token_id])
-    assert grammar.after(whole) is None
+    assert grammar.forced(whole) == ""
+
+
+def test_the_vocabulary_has_the_bytes_of_its_tokens_and_none_of_those_that_end(
+    grammars: Grammars, tokenizer: Any
+) -> None:
+    texts = compiled(grammars.open("a", asked())).texts
+    for text in (" name", "\u4e2d"):
+        (first, *_) = written = tokens(tokenizer, text)
+        assert sum(texts.size(token, text.encode()) > 0 for token in written) >= 1
+        assert first in texts.beginnings(text.encode())
+    end = tokenizer.decode([tokenizer.eos_token_id]).encode()
+    assert tokenizer.eos_token_id not in texts.beginnings(end)
 
 
 def test_a_request_without_a_grammar_of_xgrammars_has_none(grammars: Grammars) -> None:
@@ -98,9 +112,46 @@ def test_while_a_grammar_is_being_compiled_nothing_is_forced(
     given: Future[Any] = Future()
     waiting = RequestGrammar(grammars._manager, given, tokenizer)
     answer = tokens(tokenizer, '"Ge')
-    assert waiting.after(answer) is None
+    assert waiting.forced(answer) == ""
     given.set_result(grammar._given.result())
-    assert waiting.after(answer) is not None
+    assert waiting.forced(answer) == 'rmany"'
+
+
+@pytest.mark.parametrize("is_followed", [False, True])
+def test_nothing_is_left_of_the_grammar_of_a_request_that_is_aborted(
+    grammars: Grammars, tokenizer: Any, is_followed: bool
+) -> None:
+    grammar = grammars.open("a", asked())
+    assert grammar is not None
+    if is_followed:
+        assert compiled(grammar).forced(tokens(tokenizer, '"Ge'))
+    given = grammar._given
+    left = weakref.ref(grammar)
+    del grammar
+    request = weakref.ref(given.result(TIMEOUT_S).request)
+    compiling = given.result().request.structured_output_request._grammar
+    if isinstance(compiling, Future):
+        compiling.result(TIMEOUT_S)
+    del given, compiling
+    grammars._thread.submit(lambda: None).result(TIMEOUT_S)  # it keeps its last job until the next
+    gc.collect()
+    assert (left(), request()) == (None, None)
+
+
+def test_vllms_scheduler_cuts_any_sources_draft_where_the_grammar_refuses_it(
+    grammars: Grammars, tokenizer: Any
+) -> None:
+    grammar = compiled(grammars.open("a", asked(regex="(the )+end")))
+    written = tokens(tokenizer, "the ")
+    grammar.forced(written)
+    request = grammar._given.result().request
+    scheduler: Any = SimpleNamespace(
+        requests={"a": request}, structured_output_manager=grammars._manager
+    )
+    allowed, refused = (tokens(tokenizer, text).tolist() for text in ("the the", " cat"))
+    for draft in (allowed, [*allowed, *refused], refused):
+        Scheduler.update_draft_token_ids(scheduler, DraftTokenIds(["a"], [draft]))
+        assert request.spec_token_ids == [token for token in draft if token in allowed]
 
 
 def test_what_cannot_be_compiled_or_followed_is_an_error_of_its_request(
@@ -108,10 +159,10 @@ def test_what_cannot_be_compiled_or_followed_is_an_error_of_its_request(
 ) -> None:
     wrong = compiled(grammars.open("a", asked(grammar="root ::= nothing")))
     with pytest.raises(RuntimeError):
-        wrong.after(tokens(tokenizer, "a"))
+        wrong.forced(tokens(tokenizer, "a"))
     grammar = compiled(grammars.open("b", asked()))
     with pytest.raises(ValueError, match="the grammar refuses the answer's tokens"):
-        grammar.after(tokens(tokenizer, "France"))
+        grammar.forced(tokens(tokenizer, "France"))
 
 
 def test_a_text_is_split_as_the_tokenizer_would_go_on(grammars: Grammars, tokenizer: Any) -> None:
@@ -119,8 +170,8 @@ def test_a_text_is_split_as_the_tokenizer_would_go_on(grammars: Grammars, tokeni
     whole, rest = tokens(tokenizer, '{"street_name":"'), 'name":"'
     written = tokens(tokenizer, '{"street_')
     assert written.tolist() == whole[: len(written)].tolist()
-    assert grammar.split(written, rest) == (whole[len(written) :].tolist(), True)
-    assert grammar.split(written[:0], '{"street_name":"') == (whole.tolist(), True)
+    assert grammar.usual(written, rest) == whole[len(written) :].tolist()
+    assert grammar.usual(written[:0], '{"street_name":"') == whole.tolist()
 
 
 def test_where_it_would_have_written_the_answers_end_otherwise_the_text_alone_is_split(
@@ -128,10 +179,7 @@ def test_where_it_would_have_written_the_answers_end_otherwise_the_text_alone_is
 ) -> None:
     grammar = compiled(grammars.open("a", asked()))
     assert tokens(tokenizer, "name").tolist() != tokens(tokenizer, "n").tolist()
-    assert grammar.split(tokens(tokenizer, '"n'), "ame") == (
-        tokens(tokenizer, "ame").tolist(),
-        False,
-    )
+    assert grammar.usual(tokens(tokenizer, '"n'), "ame") == tokens(tokenizer, "ame").tolist()
 
 
 def test_a_model_that_reasons_is_followed_from_the_end_of_its_reasoning(
@@ -157,9 +205,7 @@ def test_a_model_that_reasons_is_followed_from_the_end_of_its_reasoning(
     grammars._manager.reasoner_cls = Reasoner
     grammar = compiled(grammars.open("a", asked()))
     thought = tokens(tokenizer, "So it is Greece.")
-    assert grammar.after(thought) is None
+    assert grammar.forced(thought) == ""
     answer = np.concatenate([thought, end, tokens(tokenizer, '"Gr')])
-    matcher = grammar.after(answer)
-    assert matcher is not None
-    assert matcher.find_jump_forward_string() == 'eece"'
+    assert grammar.forced(answer) == 'eece"'
     grammars.close()

@@ -13,9 +13,11 @@ import torch
 from specserve.core.config import AppConfig, parse
 from specserve.core.metrics import SpeculationSnapshot
 from specserve.core.recent import RecentRequest
+from specserve.core.source_config import PredictionConfig
 from specserve.core.types import DraftBatch, HiddenStates
 from specserve.engine.hook import ProposerHook, copy_states
 from specserve.policy.chain import Chain
+from specserve.sources.prediction import PredictionSource
 
 MAX_MODEL_LEN = 64
 REPEATING = [1, 2, 3, 4] * 4
@@ -87,8 +89,7 @@ def config() -> AppConfig:
     return parse({"model": {"path": "m"}, "speculation": [source]})
 
 
-@pytest.fixture
-def hook(config: AppConfig) -> ProposerHook:
+def hook_of(config: AppConfig) -> ProposerHook:
     vllm_config: Any = SimpleNamespace(
         additional_config={"specserve": config.model_dump(mode="json")},
         model_config=SimpleNamespace(max_model_len=MAX_MODEL_LEN, get_vocab_size=lambda: 100),
@@ -97,6 +98,11 @@ def hook(config: AppConfig) -> ProposerHook:
         lora_config=None,
     )
     return ProposerHook(vllm_config)
+
+
+@pytest.fixture
+def hook(config: AppConfig) -> ProposerHook:
+    return hook_of(config)
 
 
 def test_a_repeating_text_gets_a_draft_and_its_acceptance_is_counted(hook: ProposerHook) -> None:
@@ -270,6 +276,30 @@ def test_a_forgotten_request_starts_anew_under_the_same_id(hook: ProposerHook) -
     runner.requests["a"] = _request()
 
     assert _step(hook, runner, [[4]]) == [[1, 2, 3, 4]]
+
+
+def test_nothing_is_left_of_the_prediction_of_a_request_that_is_aborted(
+    config: AppConfig,
+) -> None:
+    predicting = PredictionConfig(kind="prediction", dynamic=False)
+    hook = hook_of(config.model_copy(update={"speculation": (predicting,)}))
+    runner = Runner(a=REPEATING, b=REPEATING)
+    predicted = np.arange(50, 60, dtype=np.int32)
+    for name in ("a", "b"):
+        runner.requests[name] = _request(extra_args={"prediction": predicted.tobytes()})
+    hook.attach(runner)
+    (source,) = (each.guard.source for each in hook._chain._sources)
+    assert isinstance(source, PredictionSource)
+    _append(runner, 0, [50])
+    assert _step(hook, runner, [[50], [4]])[0] == predicted[1:].tolist()
+
+    hook.forget(["a"])
+    assert source.num_bytes == 8 * len(predicted)
+    runner.requests["a"] = _request()
+    assert _step(hook, runner, [[50], [4]])[0] == []
+
+    hook.forget(["a", "b"])
+    assert source.num_bytes == 0
 
 
 def test_without_our_worker_the_proposer_says_what_is_wrong(hook: ProposerHook) -> None:

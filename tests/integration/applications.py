@@ -70,7 +70,7 @@ def structured(args: dict[str, Any]) -> dict[str, Any]:
 
 
 def demo() -> dict[str, Any]:
-    """``args`` of configs/demo.yaml: ngram, trie and mtp."""
+    """``args`` of configs/demo.yaml: all that drafts but a draft model."""
     file = yaml.safe_load((Path(__file__).parents[2] / "configs/demo.yaml").read_text())
     args: dict[str, Any] = file["applications"][0]["args"]
     args["model"]["path"] = str(model_path("demo-base"))

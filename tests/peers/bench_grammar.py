@@ -29,7 +29,7 @@ from specserve.core.source_config import GrammarConfig, NgramConfig
 from tests.integration.api import Api
 from tests.peers.bench_engine import measured_config
 from tests.peers.bench_prediction import Client
-from tests.peers.schemas import SCHEMAS, Schema
+from tests.peers.schemas import SCHEMAS, Schema, question
 from tests.peers.servers import serve
 from tests.peers.tables import print_rows
 
@@ -47,7 +47,7 @@ class Asked:
         """For ``/v1/completions``."""
         return {
             "model": model,
-            "prompt": f"Schema:\n{json.dumps(self.schema)}\nAnswer:\n",
+            "prompt": question(self.schema),
             "max_tokens": MAX_TOKENS,
             "temperature": 0,
             "structured_outputs": {"json": self.schema},

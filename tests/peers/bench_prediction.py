@@ -180,15 +180,14 @@ def rows_of(
     client: Client, tokenizer: Tokenizer, args: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
     """A row for each set and number of clients."""
-    of_edits = edits(client, args.number, args.share, args.seed)
-    shifted = [each.prediction for each in of_edits[1:] + of_edits[:1]]
-    sets = {
-        "edit": of_edits,
-        "in-prompt": copies(tokenizer, args.number, args.seed),
-        "wrong": [
-            replace(each, prediction=other) for each, other in zip(of_edits, shifted, strict=True)
-        ],
-    }
+    sets: dict[str, list[Asked]] = {}
+    if "in-prompt" in args.sets:
+        sets["in-prompt"] = copies(tokenizer, args.number, args.seed)
+    if {"edit", "wrong"} & set(args.sets):  # the model has to write these first
+        sets["edit"] = of_edits = edits(client, args.number, args.share, args.seed)
+        predictions = [each.prediction for each in of_edits[1:] + of_edits[:1]]
+        pairs = zip(of_edits, predictions, strict=True)
+        sets["wrong"] = [replace(each, prediction=other) for each, other in pairs]
     for name, num_clients in ((name, number) for name in args.sets for number in args.clients):
         speeds = measure(client, sets[name], num_clients, args.turns)
         row: dict[str, Any] = {"set": name, "clients": num_clients, "requests": len(sets[name])}

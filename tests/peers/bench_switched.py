@@ -11,7 +11,8 @@ becomes small earlier than without.
 
 Sets: jobs.py. The built-in ones but ``code`` have 16 prompts, so that the trie knows them from the
 turns before. In ``mixed`` each source is the best one for some requests of a batch. ``random`` with
-``--states none,all`` is what drafting costs where nothing can be foreseen.
+``--states none,all`` is what drafting costs where nothing can be foreseen. ``predicted`` is the set
+that the source ``prediction`` has something to draft from, ``structured`` the one of ``grammar``.
 
 ``--extra-layers`` gives the target so many more layers that change nothing (inflate.py): the same
 text at the price of a larger model, so that the cost of drafting is as small beside it as where
@@ -36,7 +37,13 @@ from specserve.compare.machine import circumstances
 from specserve.compare.prompts import load_tokenizer
 from specserve.core.config import AppConfig
 from tests.peers.bench_engine import measured_config
-from tests.peers.in_process import SpeculationSwitch, relaunched, scheduler_of, worker_of
+from tests.peers.in_process import (
+    SourcesSwitch,
+    SpeculationSwitch,
+    relaunched,
+    scheduler_of,
+    worker_of,
+)
 from tests.peers.inflate import inflated
 from tests.peers.jobs import SETS, JobSets
 from tests.peers.tables import print_rows
@@ -53,13 +60,15 @@ class Sources:
 
     Args:
         engine: an :class:`~specserve.engine.offline.OfflineEngine` of one shard.
+        kinds: of its sources.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, kinds: Sequence[str]) -> None:
         worker = worker_of(engine)
+        self._kinds = kinds
         self._scheduler, self._step = scheduler_of(engine), engine._engine.step
         self._hook = worker.model_runner.drafter
-        self._all = list(self._hook._chain._sources)
+        self._ask = SourcesSwitch(self._hook._chain)
         self._speculate = SpeculationSwitch(worker)
         self._has_drafters = self._hook._feeds_drafters
 
@@ -67,9 +76,9 @@ class Sources:
         """From the next step on; no request may be running."""
         while self._scheduler.has_finished_requests():
             self._step()  # an empty one, in which all that were asked hear of it
-        asked = [source for source in self._all if state in (ALL, source.kind)]
-        self._hook._chain._sources = asked
-        has_drafters = any(source.kind in ("mtp", "draft_model") for source in asked)
+        asked = {kind for kind in self._kinds if state in (ALL, kind)}
+        self._ask(asked)
+        has_drafters = not asked.isdisjoint(("mtp", "draft_model"))
         self._hook._feeds_drafters = self._has_drafters and has_drafters
         self._speculate(is_on=state != NONE)
 
@@ -87,7 +96,7 @@ def measure(
     from specserve.engine.offline import OfflineEngine
 
     engine = OfflineEngine(config, parse_method(ALL, config))
-    sources = Sources(engine)
+    sources = Sources(engine, [source.kind for source in config.speculation])
     speeds: dict[tuple[str, int, str], list[float]] = {}
     for name in sets:
         for concurrency in concurrencies:

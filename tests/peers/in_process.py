@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
 
 from specserve.compare.engine_process import engine_environment
 from specserve.core.config import AppConfig
+
+if TYPE_CHECKING:  # it loads libraries
+    from specserve.policy.chain import Chain
 
 
 def relaunched(module: str, config: AppConfig, argv: Sequence[str] | None) -> int | None:
@@ -59,3 +62,19 @@ class SpeculationSwitch:
                 self._worker.__dict__.pop(name, None)
             else:
                 setattr(self._worker, name, getattr(self._vllms, name))
+
+
+class SourcesSwitch:
+    """Has some of a chain's sources asked alone.
+
+    Args:
+        chain: of a replica, with all sources.
+    """
+
+    def __init__(self, chain: Chain) -> None:
+        self._chain, self._all = chain, list(chain._sources)
+
+    def __call__(self, kinds: Collection[str]) -> None:
+        """From the next step on; no request may be open."""
+        self._chain._sources = [each for each in self._all if each.member.kind in kinds]
+        self._chain._find_of_use()

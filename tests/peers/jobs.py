@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import cycle, islice
 
 from specserve.compare.corpus import Module, load_modules
 from specserve.compare.prompts import BUILT_IN, Tokenizer, load_prompts
 from specserve.engine.generation import Job, Sampling
+from tests.peers.schemas import SCHEMAS, question
 from tests.peers.workload import (
     EDITS,
     RANDOM_PROMPT_TOKENS,
@@ -21,7 +23,7 @@ from tests.peers.workload import (
 )
 from tools.demo_models.tasks import AllTasks
 
-SETS = (*BUILT_IN, "again", "predicted", "random", "mixed")
+SETS = (*BUILT_IN, "again", "predicted", "structured", "random", "mixed")
 _CODE = re.compile(r"```.*?```", re.DOTALL)
 NUM_FILES, FILE_CHARS, TASK_CHARS = 3, 6000, 3000
 
@@ -30,7 +32,7 @@ class JobSets:
     """Jobs of the sets by name.
 
     ``again`` are tasks on the same few files; in ``predicted`` each predicts the code that it is
-    about. ``random`` are random tokens, continued at random.
+    about. ``structured`` keep to JSON schemas. ``random`` are random tokens, continued at random.
     ``mixed`` has in turn a task whose answer stands in the prompt, one of ``again``, and a new
     dialogue; every other job samples. Its tasks and dialogues are other ones in each call: they
     are not to be known from an earlier one.
@@ -59,6 +61,8 @@ class JobSets:
                 self._seed,
                 predicted=name == "predicted",
             )
+        elif name == "structured":
+            found = structured_jobs(self._tokenizer, number, self._max_tokens)
         elif name == "random":
             found = random_jobs(number, self._max_tokens, self._seed)
         else:
@@ -91,6 +95,15 @@ def random_jobs(number: int, max_tokens: int, seed: int) -> list[Job]:
         for _ in range(number)
     ]
     return [Job(prompt, sampling) for prompt in prompts]
+
+
+def structured_jobs(tokenizer: Tokenizer, number: int, max_tokens: int) -> list[Job]:
+    """Answers that keep to a JSON schema, some several times."""
+    found = []
+    for schema in islice(cycle(SCHEMAS.values()), number):
+        ids = tuple(tokenizer.encode(question(schema), add_special_tokens=True))
+        found.append(Job(ids, Sampling(max_tokens=max_tokens, json_schema=json.dumps(schema))))
+    return found
 
 
 def asked_again(seed: int) -> list[Module]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 Schema = dict[str, Any]
@@ -76,3 +77,8 @@ SCHEMAS: dict[str, Schema] = {
     "text": record(summary=text(120), answer=text(60)),
 }
 """By what each is an example of; in the last one nearly nothing is forced."""
+
+
+def question(schema: Schema) -> str:
+    """A prompt whose answer keeps to the schema, which it has."""
+    return f"Schema:\n{json.dumps(schema)}\nAnswer:\n"

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Sequence
+from math import dist
 from typing import Any
 
 import msgspec
@@ -209,3 +210,29 @@ def test_the_page_has_the_labels_and_colours_of_all_sources() -> None:
             assert f"[data-source={label.name}] {{ --c: {label.light} }}" in text
             assert f"[data-source={label.name}] {{ --c: {label.dark} }}" in text
     assert "[data-source=trie] { --c: #0a7a58 }" in text
+
+
+def lab(colour: str) -> tuple[float, float, float]:
+    """A colour ``#rrggbb`` in CIELAB (CIE 15:2004, D65), where distances are about what is seen."""
+    shares = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
+    r, g, b = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in shares)
+    x = (0.4124 * r + 0.3576 * g + 0.1805 * b) / 0.9505
+    y = 0.2126 * r + 0.7152 * g + 0.0722 * b
+    z = (0.0193 * r + 0.1192 * g + 0.9505 * b) / 1.089
+    fx, fy, fz = (
+        t ** (1 / 3) if t > 216 / 24389 else (24389 / 27 * t + 16) / 116 for t in (x, y, z)
+    )
+    return 116 * fy - 16, 500 * (fx - fy), 200 * (fy - fz)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_each_sources_colour_differs_from_the_others_and_from_the_pages_own(scheme: str) -> None:
+    labels = [label for section in source_sections().values() for label in section.LABELS]
+    colours = {label.name: getattr(label, scheme) for label in labels}
+    for name in ("own", "muted", "bad"):
+        first, second = re.findall(f"--{name}: (#[0-9a-f]{{6}});", page.html())
+        colours[name] = first if scheme == "light" else second
+    for label in labels:
+        others = (name for name in colours if name != label.name)
+        distances = {name: dist(lab(colours[label.name]), lab(colours[name])) for name in others}
+        assert min(distances.values()) > 24, (label.name, distances)

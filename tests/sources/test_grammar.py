@@ -12,19 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
-from xgrammar import (
-    CompiledGrammar,
-    GrammarCompiler,
-    GrammarMatcher,
-    TokenizerInfo,
-    allocate_token_bitmask,
-)
+from xgrammar import CompiledGrammar, GrammarCompiler, GrammarMatcher, TokenizerInfo
 
 from specserve.core.metrics import SpeculationMetrics
 from specserve.core.source_config import GrammarConfig
+from specserve.core.token_texts import TokenTexts
 from specserve.core.types import Int32Array, RequestControls
 from specserve.sources.base import SourceContext
-from specserve.sources.grammar import LAST, ONLY_ONE, UNUSUAL, USUAL, GrammarSource
+from specserve.sources.grammar import GrammarSource
 from tests.draft_batches import draft_batch
 from tests.integration.cluster import model_path
 
@@ -48,8 +43,18 @@ def tokenizer() -> Any:
 
 
 @cache
+def token_info() -> TokenizerInfo:
+    return TokenizerInfo.from_huggingface(tokenizer())
+
+
+@cache
+def token_texts() -> TokenTexts:
+    return TokenTexts(token_info().decoded_vocab, token_info().special_token_ids)
+
+
+@cache
 def compiled(schema: str) -> CompiledGrammar:
-    compiler = GrammarCompiler(TokenizerInfo.from_huggingface(tokenizer()))
+    compiler = GrammarCompiler(token_info())
     return compiler.compile_json_schema(schema, any_whitespace=False, separators=(",", ":"))
 
 
@@ -57,28 +62,28 @@ def tokens_of(text: str) -> list[int]:
     return list(tokenizer().encode(text, add_special_tokens=False))
 
 
+def letters(text: str) -> list[int]:
+    """The split that has most tokens."""
+    return [token for each in text for token in tokens_of(each)]
+
+
 class Followed:
-    """A request's grammar as the engine has it; ``split`` may be told what to answer."""
+    """A request's grammar as the engine has it."""
 
     def __init__(self, schema: object = SCHEMA) -> None:
         self.matcher = GrammarMatcher(compiled(json.dumps(schema)))
-        self.splits: dict[str, tuple[list[int], bool]] = {}
+        self.texts = token_texts()
         self._num_seen = 0
 
-    def after(self, answer: Int32Array) -> GrammarMatcher | None:
+    def forced(self, answer: Int32Array) -> str:
         for token in answer[self._num_seen :].tolist():
             if not self.matcher.accept_token(token):
                 raise ValueError(f"refused: {token}")
         self._num_seen = len(answer)
-        return None if self.matcher.is_terminated() else self.matcher
+        return "" if self.matcher.is_terminated() else self.matcher.find_jump_forward_string()
 
-    def num_allowed(self) -> int:
-        mask = allocate_token_bitmask(1, tokenizer().vocab_size)
-        self.matcher.fill_next_token_bitmask(mask)
-        return int(np.bitwise_count(mask.numpy()).sum())
-
-    def split(self, answer: Int32Array, text: str) -> tuple[list[int], bool]:
-        return self.splits.get(text, (tokens_of(text), True))
+    def usual(self, answer: Int32Array, text: str) -> list[int]:
+        return tokens_of(text)
 
 
 class Asked:
@@ -136,45 +141,43 @@ def test_asking_twice_changes_nothing_and_the_limit_cuts_a_draft(asked: Asked) -
     assert short.draft([]) == expected[:2]
 
 
-def test_it_is_sure_of_a_token_that_alone_is_allowed_and_less_so_of_others(asked: Asked) -> None:
-    grammar = Followed()
-    asked.open(0, grammar)
-    draft = asked.draft([])
-    # Each token's alternatives are counted by the mask, one after another.
-    counted = []
-    for token in draft:
-        counted.append(grammar.num_allowed())
-        assert grammar.matcher.accept_token(token)
-    grammar.matcher.rollback(len(draft))
-    assert {1} < set(counted)
-    expected = [ONLY_ONE if number == 1 else USUAL for number in counted]
-    expected[-1] = ONLY_ONE if counted[-1] == 1 else LAST
-    assert asked.confidence == pytest.approx(expected)
-    asked.draft([], limit=4)
-    assert asked.confidence == pytest.approx([ONLY_ONE if n == 1 else USUAL for n in counted[:4]])
+def test_a_text_is_split_as_it_was_written_before_in_this_request_and_in_later_ones(
+    asked: Asked,
+) -> None:
+    asked.open(0, Followed())
+    answer: list[int] = []
+    for token in (written := letters(BEGINNING)):
+        asked.draft(answer)
+        answer.append(token)
+    asked.draft(answer)
+    asked.open(1, Followed())
+    assert asked.draft([], slot=1) == written[:16]
+    assert min(asked.confidence) > 0.9
+    asked.source.close(np.array([0, 1]))
+    asked.open(0, Followed())
+    assert asked.draft([]) == written[:16]
 
 
-def test_after_an_unusual_split_it_is_less_sure(asked: Asked) -> None:
-    grammar = Followed()
-    asked.open(0, grammar)
-    written = tokens_of('{"h')
-    rest = 'ouse_number":'
-    grammar.splits[rest] = (tokens_of(rest), False)
-    assert asked.draft(written) == tokens_of(rest)
-    assert {round(each, 3) for each in asked.confidence} == {ONLY_ONE, UNUSUAL}
-    assert asked.confidence[0] == pytest.approx(UNUSUAL)
+@pytest.mark.parametrize("other", [{"tenant": "b"}, {"adapter": "b"}, {"cache_salt": "b"}])
+def test_it_is_split_as_its_owner_has_written_it_and_nobody_else(
+    asked: Asked, other: dict[str, str]
+) -> None:
+    written = letters(BEGINNING)
+    asked.open(0, Followed(), tenant="a")
+    asked.draft([])
+    asked.draft(written)
+    asked.open(1, Followed(), **({"tenant": "a"} | other))
+    assert asked.draft([], slot=1) == tokens_of(BEGINNING)
+    asked.open(2, Followed(), tenant="a")
+    assert asked.draft([], slot=2) == written[:16]
 
 
-def test_a_split_that_the_grammar_refuses_ends_there(asked: Asked) -> None:
-    grammar = Followed()
-    asked.open(0, grammar)
-    expected = tokens_of(BEGINNING)
-    grammar.splits[BEGINNING] = ([*expected[:2], *tokens_of("}")], True)
-    assert asked.draft([]) == expected[:2]
-    grammar.splits[BEGINNING] = ([], True)
-    assert asked.draft([]) == []
-    del grammar.splits[BEGINNING]
-    assert asked.draft([]) == expected
+def test_of_a_request_that_may_not_be_learned_nothing_is_known_later(asked: Asked) -> None:
+    asked.open(0, Followed(), learn=False)
+    asked.draft([])
+    asked.draft(letters(BEGINNING))
+    asked.open(1, Followed())
+    assert asked.draft([], slot=1) == tokens_of(BEGINNING)
 
 
 def test_nothing_is_drafted_after_the_grammars_end(asked: Asked) -> None:

@@ -24,6 +24,12 @@ def config() -> AppConfig:
                 "max_model_len": 1024,
                 "kv_cache_memory_bytes": 128 << 20,
                 "enforce_eager": True,
+                "vllm": {
+                    "structured_outputs_config": {
+                        "backend": "xgrammar",
+                        "disable_any_whitespace": True,
+                    }
+                },
             },
             # Drafts on the slightest occasion, whether they pay or not.
             "speculation": [
@@ -36,6 +42,7 @@ def config() -> AppConfig:
                 },
                 {"kind": "trie", "max_bytes": 16 << 20, "dynamic": False},
                 {"kind": "prediction", "max_draft_len": 4, "dynamic": False},
+                {"kind": "grammar", "max_draft_len": 4, "dynamic": False},
             ],
         }
     )

@@ -9,7 +9,7 @@ import pytest
 from specserve.compare.engine_process import EngineProcess
 from specserve.compare.prompts import load_prompts, load_tokenizer
 from specserve.core.config import AppConfig
-from specserve.core.source_config import DraftModelConfig, GrammarConfig, MtpConfig
+from specserve.core.source_config import DraftModelConfig, MtpConfig
 from specserve.engine.generation import Completion, Job, RunResult, Sampling
 from tests.integration.cluster import model_path
 from tests.integration.offline.conftest import running_engine
@@ -80,13 +80,9 @@ def test_so_it_is_with_predictions_that_are_nearly_right(
             assert_same(engine.run(predicted, concurrency), expected)
 
 
-def test_so_it_is_with_what_a_json_schema_forces(config: AppConfig) -> None:
-    outputs = {"backend": "xgrammar", "disable_any_whitespace": True}
-    engine_config = config.engine.model_copy(
-        update={"vllm": {"structured_outputs_config": outputs}}
-    )
-    grammar = GrammarConfig(kind="grammar", dynamic=False)
-    structured = config.model_copy(update={"engine": engine_config, "speculation": (grammar,)})
+def test_so_it_is_with_what_a_json_schema_forces(
+    config: AppConfig, none_engine: EngineProcess
+) -> None:
     tokenizer = load_tokenizer(config.model.path)
     schemas = [json.dumps(schema) for schema in SCHEMAS.values()]
     jobs = [
@@ -96,9 +92,8 @@ def test_so_it_is_with_what_a_json_schema_forces(config: AppConfig) -> None:
         )
         for each in schemas
     ]
-    with running_engine(structured, "none") as engine:
-        expected = engine.run(jobs, 4)
-    with running_engine(structured, "grammar") as engine:
+    expected = none_engine.run(jobs, 4)
+    with running_engine(config, "grammar") as engine:
         for concurrency in (1, 4):
             assert_same(engine.run(jobs, concurrency), expected)
 

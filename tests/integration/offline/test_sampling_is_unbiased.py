@@ -1,14 +1,15 @@
 """Sampled output has the same distribution with speculation as without.
 
 The model may write four tokens only, and the prompt and the prediction are long mixtures of them,
-so that after every token there is a draft. The first tokens of many samples are then counted with
-and without speculation, and Pearson's chi-square test asks whether one distribution can have made
-both tables.
+so that after every token there is a draft. Or its text is forced, and each sample splits it into
+tokens in another way. The first tokens of many samples are then counted with and without
+speculation, and Pearson's chi-square test asks whether one distribution can have made both tables.
 """
 
+import json
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -26,12 +27,15 @@ ALPHABET = (300, 301, 302, 303)
 NUM_SAMPLES = 2000
 NUM_TOKENS = 4
 """Tokens a sample: one from the prompt alone, then three that drafts are made for."""
-SMALLEST_P = 1e-3
-"""The seeds are fixed: a fair sampler fails one fixed test in a thousand, for ever or never."""
+SMALLEST_P = {"ngram": 1e-3, "prediction": 1e-3, "grammar": 1e-5}
+"""The seeds are fixed: a fair sampler fails one fixed test in a thousand, for ever or never. But
+grammars are compiled in a thread, so that the first drafts differ from run to run."""
 
 Sample = tuple[int, ...]
 
 PROMPT, PREDICTION = (tuple(random.Random(seed).choices(ALPHABET, k=60)) for seed in (0, 1))
+FORCED = json.dumps({"const": "".join(random.Random(2).choices("aeinrst ", k=100))})
+"""A schema with one answer. Its text can be split into tokens in many ways."""
 
 
 def p_values(left: Sequence[Sample], right: Sequence[Sample]) -> dict[str, float]:
@@ -58,7 +62,9 @@ def _p_value(left: Sequence[Sample], right: Sequence[Sample]) -> float:
     return float(chi2_contingency(np.array(table)).pvalue)
 
 
-def jobs(first_seed: int) -> list[Job]:
+def jobs(source: str, first_seed: int) -> list[Job]:
+    """What the source has something to draft from."""
+    is_forced = source == "grammar"
     return [
         Job(
             PROMPT,
@@ -67,8 +73,9 @@ def jobs(first_seed: int) -> list[Job]:
                 temperature=1.0,
                 seed=first_seed + index,
                 ignore_eos=True,
-                allowed_token_ids=ALPHABET,
+                allowed_token_ids=() if is_forced else ALPHABET,
                 prediction=PREDICTION,
+                json_schema=FORCED if is_forced else "",
             ),
         )
         for index in range(NUM_SAMPLES)
@@ -83,36 +90,36 @@ def samples(result: RunResult) -> list[Sample]:
     return [tokens(completion) for completion in result.completions]
 
 
-@pytest.fixture(scope="module", params=["ngram", "prediction"])
-def drafting_engine(config: AppConfig, request: pytest.FixtureRequest) -> Iterator[EngineProcess]:
-    """With one source alone: fixed seeds give the same drafts each time."""
-    with running_engine(config, request.param) as engine:
-        yield engine
-
-
 @pytest.fixture(scope="module")
-def without(none_engine: EngineProcess) -> list[Sample]:
-    return samples(none_engine.run(jobs(0), concurrency=32))
+def without(none_engine: EngineProcess) -> dict[str, list[Sample]]:
+    """Without speculation, by the source whose drafts these are compared with."""
+    free, forced = (
+        samples(none_engine.run(jobs(source, 0), concurrency=32)) for source in ("ngram", "grammar")
+    )
+    return {"ngram": free, "prediction": free, "grammar": forced}
 
 
+@pytest.mark.parametrize("source", SMALLEST_P)
 def test_drafts_do_not_change_the_distribution(
-    drafting_engine: EngineProcess, without: list[Sample]
+    config: AppConfig, without: dict[str, list[Sample]], source: str
 ) -> None:
-    result = drafting_engine.run(jobs(NUM_SAMPLES), concurrency=32)
+    # With one source alone: fixed seeds give the same drafts each time.
+    with running_engine(config, source) as engine:
+        result = engine.run(jobs(source, NUM_SAMPLES), concurrency=32)
     (drafts,) = result.drafts
     assert drafts.num_drafts >= NUM_SAMPLES  # each sample had at least one
     # Otherwise nothing was put to the test: neither taking a draft nor throwing one away.
     assert NUM_SAMPLES / 10 < drafts.num_accepted_tokens < drafts.num_draft_tokens * 0.9
-    values = p_values(without, samples(result))
-    assert min(values.values()) > SMALLEST_P, values
+    values = p_values(without[source], samples(result))
+    assert min(values.values()) > SMALLEST_P[source], values
 
 
 @pytest.mark.parametrize("share", [1.0, 0.1])
 def test_the_check_notices_drafts_that_are_accepted_without_being_verified(
-    config: AppConfig, without: list[Sample], share: float
+    config: AppConfig, without: dict[str, list[Sample]], share: float
 ) -> None:
-    fair, others = without[::2], without[1::2]
-    assert min(p_values(fair, others).values()) > SMALLEST_P
+    fair, others = without["ngram"][::2], without["ngram"][1::2]
+    assert min(p_values(fair, others).values()) > SMALLEST_P["ngram"]
     first_tokens = [sample[:1] for sample in others]
     copied = [
         first + draft
@@ -123,7 +130,7 @@ def test_the_check_notices_drafts_that_are_accepted_without_being_verified(
         copy if rng.random() < share else sample
         for sample, copy in zip(others, copied, strict=True)
     ]
-    assert min(p_values(fair, biased).values()) < SMALLEST_P
+    assert min(p_values(fair, biased).values()) < SMALLEST_P["ngram"]
 
 
 def _drafts(config: AppConfig, outputs: Sequence[Sample]) -> list[Sample]:

@@ -6,8 +6,11 @@ import json
 import random
 import socket
 import string
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -189,6 +192,43 @@ def test_many_clients_at_once_are_answered_or_told_to_come_back(memory: Memory) 
     assert all(each.headers["Retry-After"] for each in answers if each.status_code == 429)
     taught = sum(each.json()["tokens"] for each in answers if each.status_code == 200)
     assert memory.held(A) == before + taught
+
+
+def test_decoding_goes_on_while_thousands_of_lines_are_taught(memory: Memory) -> None:
+    body = {"model": MODEL, "prompt": some_text(), "max_tokens": 1500, "stream": True}
+    body |= {"ignore_eos": True, "vllm_xargs": {"learn": 0}}
+    came: list[list[float]] = []  # when the parts of each stream came
+    is_streaming, is_taught = threading.Event(), threading.Event()
+
+    def stream() -> None:
+        while not is_taught.is_set():
+            came.append([])
+            with memory.http.stream("POST", "/v1/completions", headers=B, json=body) as answer:
+                assert answer.status_code == 200, answer.read()
+                for _ in answer.iter_bytes():
+                    came[-1].append(time.perf_counter())
+                    is_streaming.set()
+
+    lines = [{"text": f"def total_{n}({some_text()}):\n    return {n}\n"} for n in range(4000)]
+    with ThreadPoolExecutor(1) as pool:
+        streams = pool.submit(stream)
+        try:
+            assert is_streaming.wait(TIMEOUT_S)
+            began = time.perf_counter()
+            memory.teach(A, *lines)
+            ended = time.perf_counter()
+        finally:
+            is_taught.set()
+        streams.result(TIMEOUT_S)
+    pauses = [
+        min(late, ended) - max(early, began)
+        for times in came
+        for early, late in pairwise(times)
+        if early < ended and late > began
+    ]
+    # A share of the time that it takes: both are longer on a machine with other work.
+    assert max(pauses) < (ended - began) / 4
+    assert len(pauses) > 20
 
 
 def test_while_the_store_hangs_it_is_told_and_nothing_is_done(

@@ -160,12 +160,14 @@ def test_the_last_minute_is_told_apart_from_all(shown: Page, demo: Api) -> None:
     shown.until(HAS_SOURCES)
 
 
-def test_memory_and_drafters_are_shown(shown: Page) -> None:
+def test_memory_and_drafters_are_shown(shown: Page, demo: Api) -> None:
     assert "128 MiB" in shown.run("document.querySelector('#memory').innerText")
     assert shown.run("document.querySelector('#memory-chart polyline').points.length") > 0
     # On a busy machine a drafter may be late, and is asked again a second later.
-    drafters = "[...document.querySelectorAll('[data-drafter] .dot')].map(dot => dot.innerText)"
-    shown.until(f"String({drafters}) === 'up,up,up,up'")
+    drafters = """[...document.querySelectorAll('[data-drafter]')]
+        .map(part => [part.dataset.drafter, part.querySelector('.dot').innerText])"""
+    kinds = [each["kind"] for each in demo.speculation()["sources"]]
+    shown.until(f"String({drafters}) === '{','.join(f'{kind},up' for kind in kinds)}'")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
