@@ -218,7 +218,9 @@ def bounded(body: Body) -> Body:
     if isinstance(number := body.get("n"), int | float):
         body["n"] = min(number, MOST_SEQUENCES)
     if isinstance(sampling := body.get("sampling_params"), dict):
-        body["sampling_params"] = {"max_tokens": LONGEST} | bounded(sampling)
+        body["sampling_params"] = sampling = bounded(sampling)
+        if sampling.get("max_tokens") is None:  # as many as the context has room for
+            sampling["max_tokens"] = LONGEST
     if isinstance(parameters := body.get("parameters"), dict):
         longest = min(parameters.get("max_new_tokens") or LONGEST, LONGEST)
         body["parameters"] = {**parameters, "max_new_tokens": longest}
