@@ -138,6 +138,9 @@ LONG = {
     "integration/offline/test_compare.py": (
         "Three engines for a command that tests/compare has unit tests of."
     ),
+    "integration/offline/test_shard_weights.py": (
+        "Two engines of two shards each. tests/engine has unit tests of the files and the loader."
+    ),
     "integration/offline/test_refused_drafters.py": (
         "Two engines that refuse to start. tests/sources and tests/drafters test the objections."
     ),
