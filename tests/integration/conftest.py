@@ -36,7 +36,7 @@ class TwoProcesses(LoadScopeScheduling):  # type: ignore[misc]
     """One process for the tests of the deployments, and one for the others."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return str(Path(nodeid).parent.name == "served")
+        return str(_is_served(nodeid))
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> TwoProcesses:
@@ -46,8 +46,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> TwoProces
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_turn)
     for item in items:
-        is_served = item.path.parent.name == "served"
-        assert is_served == (_turn(item) < len(TURNS)), f"{item.nodeid} is in the wrong folder"
+        served = _turn(item) < len(TURNS)
+        assert _is_served(item.nodeid) == served, f"{item.nodeid} is in the wrong folder"
+
+
+def _is_served(node_id: str) -> bool:
+    return Path(node_id.partition("::")[0]).parent.name == "served"  # parameters have slashes
 
 
 def _turn(item: pytest.Item) -> int:
