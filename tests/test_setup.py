@@ -18,7 +18,7 @@ INDEX = "https://download.pytorch.org/whl/cpu"
     for line in (ROOT / "deploy/requirements/cpu.txt").read_text().splitlines()
     if line.startswith("torch==")
 )
-INSTALL = "-m pip install --no-deps --no-compile --progress-bar off"
+INSTALL = "-m pip install --no-deps --progress-bar off"
 FROM_INDEX = f"{INSTALL} --extra-index-url {INDEX} {TORCH}"
 
 

@@ -13,7 +13,7 @@ torch=$(grep '^torch==' "$lock")
 index=https://download.pytorch.org/whl/cpu
 
 install() {
-  "$python" -m pip install --no-deps --no-compile --progress-bar off "$@"
+  "$python" -m pip install --no-deps --progress-bar off "$@"
 }
 
 if ! install "$torch" 2> /dev/null; then
@@ -24,6 +24,3 @@ if ! install "$torch" 2> /dev/null; then
   }
 fi
 install -r "$lock"
-echo "note: compiling with all CPUs"  # pip would with one
-packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-"$python" -m compileall -q -j 0 "$packages" > /dev/null || :  # some have files for other Pythons
