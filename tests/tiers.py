@@ -50,30 +50,30 @@ LONG = {
     "integration/served/test_trie.py::test_both_replicas_get_requests_whichever_node_they_are_on": (
         "Starts a deployment for itself. tests/serve/test_router.py has what Serve is told."
     ),
-    "integration/served/test_lifecycle.py::"
+    "integration/nodes/test_lifecycle.py::"
     "test_a_killed_process_fails_its_requests_and_the_replica_is_replaced[engine_cores]": (
         "`make test` kills a shard: the replica is replaced in the same way."
     ),
-    "integration/served/test_lifecycle.py::"
+    "integration/nodes/test_lifecycle.py::"
     "test_a_killed_process_fails_its_requests_and_the_replica_is_replaced[replicas]": (
         "`make test` kills a shard: the replica is replaced in the same way."
     ),
-    "integration/served/test_lifecycle.py::"
+    "integration/nodes/test_lifecycle.py::"
     "test_a_shard_that_hangs_fails_its_requests_and_the_replica_is_replaced": (
         "`make test` has an engine core that hangs, which holds the shard itself."
     ),
-    "integration/served/test_lifecycle.py::"
+    "integration/nodes/test_lifecycle.py::"
     "test_an_engine_core_that_holds_the_shard_is_replaced_when_it_hangs_or_dies[core dies]": (
         "`make test` has an engine core that hangs: the replica is replaced in the same way."
     ),
-    "integration/served/test_lifecycle.py::"
+    "integration/nodes/test_lifecycle.py::"
     "test_an_engine_core_that_holds_the_shard_is_replaced_when_it_hangs_or_dies[replica dies]": (
         "`make test` has an engine core that hangs: the replica is replaced in the same way."
     ),
     "integration/served/test_lifecycle.py::test_ctrl_c_ends_everything_also_a_running_request": (
         "`make test` ends each deployment with Ctrl-C, and looks for what is left of it."
     ),
-    "integration/served/test_lifecycle.py::"
+    "integration/nodes/test_lifecycle.py::"
     "test_one_that_hangs_while_nothing_runs_is_replaced_when_it_is_asked_what_it_counted": (
         "`make test` has an engine core that hangs while a request runs."
     ),

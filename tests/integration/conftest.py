@@ -1,7 +1,8 @@
 """Two clusters for nearly all tests, one after the other: one node, and then two.
 
 Tests that need the same deployment run one after the other, whatever their files are called. The
-tests in ``served`` need these deployments; the others start what they need, in another process.
+tests in ``served`` run in a process of their own: they need what is served on one node, or
+replicas on two. Those in ``nodes`` need the other deployments on two nodes.
 """
 
 from __future__ import annotations
@@ -17,23 +18,14 @@ from tests.integration.applications import REPLICATED, SHARED, TWO_SHARDS, appli
 from tests.integration.cluster import Cluster, Deployment
 from tests.integration.stage import Stage, one_node, two_nodes
 
-DEPLOYMENTS = {
-    *("replicated", "shared", "two_shards", "one_shard", "replicated_on_nodes", "mistakes")
-}
-TURNS = [
-    {"replicated"},
-    {"shared"},
-    {"shared", "two_shards"},
-    {"two_shards"},
-    {"one_shard"},
-    {"replicated_on_nodes"},
-    {"mistakes"},
-]
+SERVED = [{"replicated"}, {"shared"}, {"replicated_on_nodes"}]
+TURNS = [*SERVED, {"one_shard"}, {"one_shard", "two_shards"}, {"two_shards"}, {"mistakes"}]
 """What tests use of these fixtures, in the order in which each deployment is started once."""
+DEPLOYMENTS = set().union(*TURNS)
 
 
 class TwoProcesses(LoadScopeScheduling):  # type: ignore[misc]
-    """One process for the tests of the deployments, and one for the others."""
+    """One process for the tests in ``served``, and one for the others."""
 
     def _split_scope(self, nodeid: str) -> str:
         return str(_is_served(nodeid))
@@ -46,7 +38,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> TwoProces
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_turn)
     for item in items:
-        served = _turn(item) < len(TURNS)
+        served = _turn(item) < len(SERVED)
         assert _is_served(item.nodeid) == served, f"{item.nodeid} is in the wrong folder"
 
 

@@ -4,10 +4,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import pytest
 
-from tests.integration.api import MODEL, Api, StreamError
+from tests.integration.api import MODEL, Api
 from tests.integration.applications import MAX_NUM_SEQS, MAX_QUEUED
 from tests.integration.cluster import Deployment, eventually
 from tests.integration.running import (
@@ -15,29 +14,17 @@ from tests.integration.running import (
     LONG,
     SEVERAL,
     answers_finished_for_a_client_that_goes_away,
-    replaced_by,
     running_stream,
 )
-from tests.integration.stage import STEP_S, Stage
+from tests.integration.stage import Stage
 
 pytestmark = pytest.mark.timeout(900)
-
-ERROR_S = 60.0
-"""A request whose server died must have its error within this time."""
 
 
 @pytest.fixture
 def small(shared: Deployment) -> Iterator[Api]:
     """An application with room for few requests."""
     api = Api(shared.base_url("/drafter"))
-    with api.http:
-        yield api
-
-
-@pytest.fixture
-def of_two_shards(two_shards: Deployment) -> Iterator[Api]:
-    """The application with two shards, which is served alone."""
-    api = Api(two_shards.base_url())
     with api.http:
         yield api
 
@@ -76,69 +63,6 @@ def test_a_client_that_goes_away_ends_its_request(
 ) -> None:
     asked = {**body, "stream": stream}
     assert answers_finished_for_a_client_that_goes_away(api, shared, path, asked) == 0
-
-
-@pytest.mark.parametrize("victim", ["shards", "engine_cores", "replicas"])
-def test_a_killed_process_fails_its_requests_and_the_replica_is_replaced(
-    of_two_shards: Api, two_shards: Deployment, victim: str
-) -> None:
-    cluster = two_shards.cluster
-    before = cluster.engine_processes()
-    assert len(before) == 4
-    with running_stream(of_two_shards, **LONG, **SEVERAL) as outcome:
-        getattr(cluster, victim)()[0].kill()
-        error = outcome(ERROR_S)
-    assert isinstance(error, StreamError | httpx.HTTPError), "the cut-off stream passed for whole"
-
-    replaced_by(cluster, before, two_shards)
-    answer = of_two_shards.complete(prompt="x = 1\n", max_tokens=8)
-    assert answer["usage"]["completion_tokens"] == 8
-
-
-def test_a_shard_that_hangs_fails_its_requests_and_the_replica_is_replaced(
-    of_two_shards: Api, two_shards: Deployment
-) -> None:
-    """It neither answers nor dies, as one does whose connection to another has been lost."""
-    before = two_shards.cluster.engine_processes()
-    with running_stream(of_two_shards, **LONG) as outcome:
-        two_shards.cluster.shards()[0].suspend()
-        error = outcome(STEP_S + 30.0)
-    assert isinstance(error, StreamError | httpx.HTTPError), "the cut-off stream passed for whole"
-
-    replaced_by(two_shards.cluster, before, two_shards)
-    answer = of_two_shards.complete(prompt="x = 1\n", max_tokens=8)
-    assert answer["usage"]["completion_tokens"] == 8
-
-
-def test_one_that_hangs_while_nothing_runs_is_replaced_when_it_is_asked_what_it_counted(
-    of_two_shards: Api, two_shards: Deployment
-) -> None:
-    before = two_shards.cluster.engine_processes()
-    two_shards.cluster.shards()[0].suspend()
-    of_two_shards.speculation()
-    replaced_by(two_shards.cluster, before, two_shards)
-
-
-@pytest.mark.parametrize(
-    ("victim", "end"),
-    [("engine_cores", "kill"), ("engine_cores", "suspend"), ("replicas", "kill")],
-    ids=["core dies", "core hangs", "replica dies"],
-)
-def test_an_engine_core_that_holds_the_shard_is_replaced_when_it_hangs_or_dies(
-    one_shard: Deployment, victim: str, end: str
-) -> None:
-    cluster, api = one_shard.cluster, Api(one_shard.base_url())
-    before = cluster.engine_processes()
-    assert len(before) == 2
-    assert not cluster.shards()
-    with running_stream(api, **LONG, **SEVERAL) as outcome:
-        getattr(getattr(cluster, victim)()[0], end)()
-        error = outcome(STEP_S + ERROR_S)
-    assert isinstance(error, StreamError | httpx.HTTPError), "the cut-off stream passed for whole"
-
-    replaced_by(cluster, before, one_shard)
-    answer = api.complete(prompt="x = 1\n", max_tokens=8)
-    assert answer["usage"]["completion_tokens"] == 8
 
 
 def test_ctrl_c_ends_everything_also_a_running_request(

@@ -20,9 +20,9 @@ def tokens(api: Api) -> list[list[int]]:
 
 
 @pytest.fixture
-def tokens_of_one_shard(api: Api) -> list[list[int]]:
+def tokens_of_one_shard(one_shard: Deployment) -> list[list[int]]:
     """The same from the application with one shard, before that with two is served."""
-    return tokens(api)
+    return tokens(Api(one_shard.base_url()))
 
 
 def node_of(process: psutil.Process) -> str:
