@@ -191,6 +191,7 @@ class ExchangeReply(msgspec.Struct, frozen=True, array_like=True):
         held: the store's records by number, those of the request included. Only for a caller that
             did not know the epoch: what it has beyond these, the store has lost.
         refused: why the store will have nothing to do with the caller; empty: it is welcome.
+        log_bytes: what the store's log may hold, in bytes: the application that started it decides.
     """
 
     epoch: str
@@ -199,6 +200,7 @@ class ExchangeReply(msgspec.Struct, frozen=True, array_like=True):
     behind: int = 0
     held: Ranges = {}
     refused: str = ""
+    log_bytes: int = 0
 
 
 class StoreClient(Protocol):

@@ -163,6 +163,7 @@ class TrieStore:
                 records=batch.records,
                 behind=batch.behind,
                 held=self._log.held.ranges() if is_new else {},
+                log_bytes=self._options.max_bytes,
             )
 
     def purge(self, namespace: str) -> int:

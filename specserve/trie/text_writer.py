@@ -11,6 +11,7 @@ from specserve.core.errors import ConfigError, StoreError
 from specserve.core.types import Int32Array
 from specserve.trie.records import (
     LAST,
+    ExchangeReply,
     ExchangeRequest,
     Record,
     StoreClient,
@@ -115,18 +116,18 @@ class TextWriter:
                 next_number = self._num_records + len(records) + 1
                 text = namespace, f"{self._origin}-{number}", 0, tokens, num_prompt_tokens, True
                 records += records_of(self._origin, next_number, time.time(), *text)
-            size, limit = sum(each.num_bytes for each in records), self._options.max_bytes
-            if size > limit // _LOG_SHARE:
-                allowed = f"at most {limit // _LOG_SHARE}, a quarter of the memory's log"
+            # Nothing at first: a store that hangs would take later what it is given.
+            most = self._exchange([]).log_bytes // _LOG_SHARE
+            if (size := sum(each.num_bytes for each in records)) > most:
+                allowed = f"at most {most}, a quarter of the memory's log"
                 raise ConfigError("body", f"{size} bytes of tokens", allowed)
-            self._exchange([])  # a store that hangs is given nothing that it would take later
             self._num_records += len(records)
             try:
                 self._exchange(records)
             except StoreError as error:
                 raise StoreError(f"{error}; it has taken all of these texts or none") from error
 
-    def _exchange(self, records: list[Record]) -> None:
+    def _exchange(self, records: list[Record]) -> ExchangeReply:
         request = ExchangeRequest(
             self._options.fingerprint, self._origin, self._epoch, LAST, records, max_bytes=0
         )
@@ -134,3 +135,4 @@ class TextWriter:
         if reply.refused:
             raise StoreError(reply.refused)
         self._epoch = reply.epoch
+        return reply

@@ -103,7 +103,6 @@ REPLICATED: dict[str, dict[str, Any]] = {
     "/two": drafted_by(
         application(placement={"num_replicas": 2}, http={"memory_api": "always"}),
         kind="trie",
-        max_bytes=16 << 20,
     ),
     "/demo": demo(),
 }

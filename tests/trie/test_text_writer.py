@@ -151,10 +151,10 @@ def test_a_store_that_stops_answering_in_the_midst_may_have_taken_all(
     assert line.store.stats().num_tokens == 5
 
 
-def test_one_call_takes_no_more_than_a_quarter_of_the_log() -> None:
-    options = StoreOptions(fingerprint="model", vocab_size=1000, max_bytes=1 << 20)
-    line = Line(TrieStore(options))
-    writer = TextWriter(line, options)
+def test_one_call_takes_no_more_than_a_quarter_of_the_log_whoever_started_the_store() -> None:
+    started_with = StoreOptions(fingerprint="model", vocab_size=1000, max_bytes=1 << 20)
+    line = Line(TrieStore(started_with))
+    writer = TextWriter(line, OPTIONS)
     with pytest.raises(
         ConfigError, match=r"bytes of tokens' is not allowed; allowed: at most 2621"
     ):
