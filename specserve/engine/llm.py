@@ -32,6 +32,7 @@ from specserve.core.metrics import SpeculationSnapshot
 from specserve.core.openmp import openmp_environment
 from specserve.core.recent import RecentRequest
 from specserve.engine.args import serve_namespace, served_engine_args
+from specserve.engine.beams import enable_beam_sampling
 from specserve.engine.checkpoint import model_identity
 from specserve.engine.client import ServedLLM
 from specserve.engine.cluster_memory import shared_trie, store_options
@@ -126,6 +127,7 @@ class Engine:
         tasks = await self._llm.get_supported_tasks()
         app: FastAPI = build_app(namespace, tasks, self._llm.model_config)
         await init_app_state(self._llm, app.state, namespace, tasks)
+        enable_beam_sampling(self._llm.model_config.max_logprobs)
         if self._config.http.api_keys:
             close_routes(app)
             part_responses(getattr(app.state, "openai_serving_responses", None))

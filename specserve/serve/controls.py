@@ -26,13 +26,15 @@ from specserve.serve.prediction import (
     read_prediction,
 )
 from specserve.sources.controls import (
+    BEAM_KEY,
     PREDICTION_KEY,
     own_fields,
     parse_controls,
     refuse_server_keys,
+    samples_beams,
 )
 
-_KEYS = (b'"vllm_xargs"', b'"extra_args"', b'"prediction"', b"\\u00")
+_KEYS = (b'"vllm_xargs"', b'"extra_args"', b'"prediction"', b'"use_beam_search"', b"\\u00")
 """A body without any of them holds nothing of ours. JSON may write a key's letters as escapes."""
 _UTF_8 = ("utf-8", "utf-8-sig")
 _FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
@@ -95,6 +97,10 @@ class ControlsMiddleware:
             self._check(field, arguments)
             controls |= own_fields(arguments)
             texts |= argument_texts(field, arguments)
+            if samples_beams(arguments) and not request.get("use_beam_search"):
+                raise RequestError(f"{field}.{BEAM_KEY}", 1, "0 without use_beam_search")
+        if request.get("use_beam_search") and request.get("stream"):
+            raise RequestError("stream", True, "false beside use_beam_search")
         return await read_prediction(texts, request, self._predictor)
 
     def _check(self, field: str, arguments: Mapping[str, Any]) -> None:

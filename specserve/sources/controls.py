@@ -15,6 +15,9 @@ DEFAULT_CONTROLS = RequestControls()
 
 _KEYS = ("speculation", "max_draft_tokens", "learn", "report")
 
+BEAM_KEY = "beam_sample"
+"""Where, among a request's extra arguments, a beam search is asked to draw its beams."""
+
 PREDICTION_KEY = "prediction"
 """Where, among a request's extra arguments, a client predicts its answer in words. The server puts
 the token ids in their place, bytes of int32, which no client can send."""
@@ -47,6 +50,8 @@ def parse_controls(
     """
     if not extra_args:
         return DEFAULT_CONTROLS
+    if BEAM_KEY in extra_args:
+        _integer(extra_args, BEAM_KEY, 1)
     if kinds is None:
         for key in _KEYS:
             if key in extra_args:
@@ -78,6 +83,11 @@ def own_fields(extra_args: Mapping[str, object]) -> dict[str, object]:
 def wants_report(extra_args: Mapping[str, object] | None) -> bool:
     """Whether a request's answer is to tell what speculation did."""
     return extra_args is not None and extra_args.get("report") == 1
+
+
+def samples_beams(extra_args: Mapping[str, object] | None) -> bool:
+    """Whether a beam search is to draw its beams."""
+    return extra_args is not None and extra_args.get(BEAM_KEY) == 1
 
 
 def wants_drafts(controls: RequestControls, kind: str) -> bool:

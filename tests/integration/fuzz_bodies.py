@@ -99,6 +99,7 @@ _OPENAI: list[Body] = [
     *_SAMPLING,
     *_REQUEST,
     {"use_beam_search": True, "n": 2},
+    {"use_beam_search": True, "n": 2, "vllm_xargs": {"beam_sample": 1}},
     {"response_format": {"type": "json_object"}},
     {
         "response_format": {

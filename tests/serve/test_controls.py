@@ -64,6 +64,41 @@ def test_a_client_cannot_say_what_the_server_tells_the_engine(client: TestClient
     assert answer.json()["error"]["param"] == "vllm_xargs.specserve_typical"
 
 
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (
+            {"vllm_xargs": {"beam_sample": 1}},
+            "vllm_xargs.beam_sample: 1 is not allowed; allowed: 0",
+        ),
+        (
+            {"use_beam_search": True, "vllm_xargs": {"beam_sample": 2}},
+            "vllm_xargs.beam_sample: 2 is not allowed; allowed: 0 or 1",
+        ),
+        ({"use_beam_search": True, "stream": True}, "stream: True is not allowed; allowed: false"),
+    ],
+)
+def test_beams_that_there_cannot_be_are_refused(
+    client: TestClient, body: dict[str, object], told: str
+) -> None:
+    answer = client.post("/v1/completions", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(told)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"use_beam_search": True, "vllm_xargs": {"beam_sample": 1}},
+        {"use_beam_search": False, "stream": True, "vllm_xargs": {"beam_sample": 0}},
+    ],
+)
+def test_beams_that_there_can_be_are_left_to_the_application(
+    client: TestClient, body: dict[str, object]
+) -> None:
+    assert client.post("/v1/completions", json=body).json() == body
+
+
 @pytest.mark.parametrize("path", ["/", "/generate", "/generate_stream"])
 @pytest.mark.parametrize("root_path", ["", "/llm"])
 def test_the_generation_api_is_refused_in_its_own_form(path: str, root_path: str) -> None:

@@ -1,0 +1,248 @@
+"""Beam search with sampling: ``vllm_xargs: {"beam_sample": 1}`` beside ``use_beam_search``.
+
+The search is transformers' with ``do_sample``: of all beams' candidates twice the width is drawn
+without replacement, by the softmax of their cumulative log-probabilities, and the best of those
+drawn go on. vLLM's beam search takes the best candidates without drawing.
+
+A beam's candidates are its most likely tokens after temperature, ``top_k`` and ``top_p``: as many
+as vLLM tells log-probabilities of, 20 unless ``max_logprobs`` says otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
+from vllm.entrypoints.generate.beam_search.utils import (
+    BeamSearchSequence,
+    create_sort_beams_key_function,
+)
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.exceptions import VLLMValidationError
+from vllm.logprobs import Logprob
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import BeamSearchParams, SamplingParams
+from vllm.utils import random_uuid
+
+from specserve.core.types import Float64Array
+from specserve.sources.controls import samples_beams
+
+
+def enable_beam_sampling(max_logprobs: int) -> None:
+    """Has vLLM's completions and chat completions draw the beams of requests that ask for it.
+
+    Args:
+        max_logprobs: the engine's: most candidates of a beam; -1: the vocabulary.
+    """
+    for request_class in (CompletionRequest, ChatCompletionRequest):
+        theirs = request_class.to_beam_search_params
+        request_class.to_beam_search_params = _with_sampling(theirs, max_logprobs)
+    plain = BeamSearchOnlineMixin.beam_search
+
+    def beam_search(
+        self: Any, prompt: Any, request_id: str, params: BeamSearchParams, **options: Any
+    ) -> AsyncIterator[RequestOutput]:
+        is_drawn = hasattr(params, "drawing") and prompt["type"] != "embeds"  # which has no beams
+        search = sampled_beam_search if is_drawn else plain
+        return search(self, prompt, request_id, params, **options)
+
+    BeamSearchOnlineMixin.beam_search = beam_search
+
+
+def _with_sampling(theirs: Any, max_logprobs: int) -> Any:
+    def to_beam_search_params(
+        self: Any, max_tokens: int, defaults: dict[str, Any] | None = None
+    ) -> BeamSearchParams:
+        params = theirs(self, max_tokens, defaults)
+        if samples_beams(self.vllm_xargs):
+            if params.temperature < _LEAST_TEMPERATURE:
+                raise _refusal("temperature", params.temperature, f"from {_LEAST_TEMPERATURE}")
+            sampling = self.to_sampling_params(max_tokens, defaults or {})
+            if 0 <= max_logprobs < sampling.top_k:
+                raise _refusal("top_k", sampling.top_k, f"at most {max_logprobs}")
+            top_k = sampling.top_k if sampling.top_k > 0 else max_logprobs
+            params.drawing = Drawing(sampling.temperature, top_k, sampling.top_p, sampling.seed)
+        return params
+
+    return to_beam_search_params
+
+
+_LEAST_TEMPERATURE = 0.01
+
+
+def _refusal(field: str, value: float, allowed: str) -> VLLMValidationError:
+    message = f"{value} is not allowed beside beam_sample; allowed: {allowed}"
+    return VLLMValidationError(message, parameter=field, value=value)
+
+
+class Drawing(NamedTuple):
+    """How candidates are drawn.
+
+    Attributes:
+        temperature: by which log-probabilities are divided.
+        top_k: most candidates of a beam; -1: the vocabulary.
+        top_p: share of a beam's probability that its candidates have at least.
+        seed: of the draws; None: another one each time.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int | None
+
+
+class Candidate(NamedTuple):
+    """A beam with one token more.
+
+    Attributes:
+        beam: without it.
+        token: its id.
+        score: the beam's cumulative log-probability with it.
+        logprobs: of the step, by token id, as vLLM has told them.
+    """
+
+    beam: BeamSearchSequence
+    token: int
+    score: float
+    logprobs: Mapping[int, Logprob]
+
+
+async def sampled_beam_search(
+    handler: Any,
+    prompt: Any,
+    request_id: str,
+    params: BeamSearchParams,
+    lora_request: Any = None,
+    trace_headers: Mapping[str, str] | None = None,
+    session_id: str | None = None,
+) -> AsyncIterator[RequestOutput]:
+    """As vLLM's ``beam_search``; ``params.drawing`` tells how candidates are drawn."""
+    drawing: Drawing = params.drawing
+    generator = np.random.default_rng(drawing.seed)
+    step = SamplingParams(
+        logprobs=drawing.top_k, max_tokens=1, watermarking=False, detokenize=False
+    )
+    options = {"trace_headers": trace_headers, "session_id": session_id}
+    tokenizer = handler.renderer.get_tokenizer()
+    asked = prompt["prompt_token_ids"]
+    beams = [BeamSearchSequence(prompt, asked, [], lora_request=lora_request)]
+    ended: list[BeamSearchSequence] = []
+    for _ in range(params.max_tokens):
+        outputs = await _next_tokens(handler.engine_client, beams, request_id, step, options)
+        if failed := {each.finish_reason for each in outputs} & {"error", "abort"}:
+            ended, beams = [], [replace(beams[0], finish_reason=failed.pop())]
+            break
+        found = [
+            Candidate(beam, token, beam.cum_logprob + score, output.logprobs[0])
+            for beam, output in zip(beams, outputs, strict=True)
+            for token, score in warped(output.logprobs[0], drawing)
+        ]
+        scores = np.array([each.score for each in found])
+        drawn = [found[index] for index in draw(scores, 2 * params.beam_width, generator)]
+        drawn.sort(key=lambda each: -each.score)
+        is_end = [each.token == tokenizer.eos_token_id and not params.ignore_eos for each in drawn]
+        ended += [_longer(each, "stop") for each, ends in zip(drawn, is_end, strict=True) if ends]
+        going_on = [each for each, ends in zip(drawn, is_end, strict=True) if not ends]
+        beams = [_longer(each) for each in going_on[: params.beam_width]]
+        if not beams:
+            break
+    key = create_sort_beams_key_function(tokenizer.eos_token_id, params.length_penalty)
+    best = sorted([*ended, *beams], key=key, reverse=True)[: params.beam_width]
+    outputs = [
+        _output(index, beam, len(asked), tokenizer, params) for index, beam in enumerate(best)
+    ]
+    yield RequestOutput(request_id, prompt.get("prompt"), asked, None, outputs, finished=True)
+
+
+async def _next_tokens(
+    engine: Any,
+    beams: Sequence[BeamSearchSequence],
+    request_id: str,
+    step: SamplingParams,
+    options: Mapping[str, Any],
+) -> list[CompletionOutput]:
+    """One token more of each beam. The requests' ids are vLLM's, by which they are known."""
+    name = f"{request_id}-{random_uuid()}"
+
+    async def ask(index: int, beam: BeamSearchSequence) -> CompletionOutput:
+        stream = engine.generate(
+            beam.get_prompt(),
+            step,
+            f"{name}-beam-{index}",
+            lora_request=beam.lora_request,
+            **options,
+        )
+        return [output async for output in stream][-1].outputs[0]
+
+    return await asyncio.gather(*(ask(index, beam) for index, beam in enumerate(beams)))
+
+
+def warped(logprobs: Mapping[int, Logprob], drawing: Drawing) -> list[tuple[int, float]]:
+    """The candidates of a step and their log-probabilities among themselves.
+
+    Args:
+        logprobs: by token id; more than ``top_k`` where vLLM's own choice is a further one.
+        drawing: whose ``temperature``, ``top_k`` and ``top_p`` are applied, in this order.
+    """
+    best = sorted(logprobs.items(), key=lambda each: -each[1].logprob)
+    if drawing.top_k > 0:
+        best = best[: drawing.top_k]
+    scores = np.array([each.logprob for _, each in best]) / drawing.temperature
+    scores -= np.logaddexp.reduce(scores)
+    before = np.cumsum(np.exp(scores)) - np.exp(scores)
+    kept = max(int(np.count_nonzero(before < drawing.top_p)), 1)
+    scores = scores[:kept] - np.logaddexp.reduce(scores[:kept])
+    return [(token, float(score)) for (token, _), score in zip(best, scores, strict=False)]
+
+
+def draw(scores: Float64Array, number: int, generator: np.random.Generator) -> list[int]:
+    """Indices drawn without replacement by the softmax of scores, by the Gumbel-top-k trick
+    (Vieira, 2014; Kool et al., arXiv 1903.06059).
+
+    Args:
+        scores: log-probabilities up to a constant, float64 ``[n]``.
+        number: how many; all where there are no more.
+        generator: of the noise.
+    """
+    order: list[int] = np.argsort(-(scores + generator.gumbel(size=len(scores)))).tolist()
+    return order[:number]
+
+
+def _longer(candidate: Candidate, finish_reason: str | None = None) -> BeamSearchSequence:
+    beam = candidate.beam
+    return BeamSearchSequence(
+        beam.orig_prompt,
+        [*beam.tokens, candidate.token],
+        [*beam.logprobs, dict(candidate.logprobs)],
+        lora_request=beam.lora_request,
+        cum_logprob=candidate.score,
+        finish_reason=finish_reason,
+        stop_reason=candidate.token if finish_reason else None,
+    )
+
+
+def _output(
+    index: int, beam: BeamSearchSequence, start: int, tokenizer: Any, params: BeamSearchParams
+) -> CompletionOutput:
+    tokens = beam.tokens[start:]
+    is_ended = beam.finish_reason == "stop"
+    if is_ended and not params.include_stop_str_in_output:
+        tokens = tokens[:-1]
+    text = tokenizer.decode(
+        beam.tokens[start:-1] if is_ended else tokens,
+        skip_special_tokens=params.skip_special_tokens,
+    )
+    return CompletionOutput(
+        index,
+        text,
+        tokens,
+        beam.cum_logprob,
+        beam.logprobs,
+        finish_reason=beam.finish_reason or "length",
+        stop_reason=beam.stop_reason,
+    )

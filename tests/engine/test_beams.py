@@ -1,0 +1,188 @@
+"""Drawn beams: vLLM's own request and output classes, in front of a model of a few tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.exceptions import VLLMValidationError
+from vllm.logprobs import Logprob
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import BeamSearchParams, SamplingParams
+
+from specserve.engine.beams import Drawing, draw, enable_beam_sampling, warped
+from specserve.engine.tenants import stamp_controls
+
+EOS, PROMPT = 0, [3, 4]
+VOCAB = 6
+WIDTH = 3
+
+
+@pytest.fixture(autouse=True)
+def _enabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    for request_class in (CompletionRequest, ChatCompletionRequest):
+        theirs = request_class.to_beam_search_params
+        monkeypatch.setattr(request_class, "to_beam_search_params", theirs)
+    monkeypatch.setattr(BeamSearchOnlineMixin, "beam_search", BeamSearchOnlineMixin.beam_search)
+    enable_beam_sampling(VOCAB)
+
+
+class Front(BeamSearchOnlineMixin):  # type: ignore[misc]
+    """A model whose next token depends on the last one and on the length alone."""
+
+    def __init__(self, finish_reason: str = "length") -> None:
+        self.renderer: Any = SimpleNamespace(
+            get_tokenizer=lambda: SimpleNamespace(
+                eos_token_id=EOS, decode=lambda tokens, **_: " ".join(map(str, tokens))
+            )
+        )
+        self.engine_client: Any = SimpleNamespace(
+            input_processor=SimpleNamespace(resolve_watermarking=lambda _: None),
+            generate=self._generate,
+        )
+        self._finish_reason = finish_reason
+        self.ids: list[str] = []
+
+    async def _generate(
+        self, prompt: Any, params: SamplingParams, request_id: str, **_: Any
+    ) -> AsyncIterator[Any]:
+        self.ids.append(request_id)
+        told = {
+            token: Logprob(score)
+            for token, score in enumerate(next_logprobs(prompt["prompt_token_ids"]).tolist())
+        }
+        yield SimpleNamespace(
+            outputs=[SimpleNamespace(finish_reason=self._finish_reason, logprobs=[told])]
+        )
+
+
+def next_logprobs(tokens: list[int]) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * tokens[-1] + len(tokens))
+    return torch.randn(VOCAB, generator=generator).log_softmax(-1)
+
+
+def params_of(**asked: Any) -> BeamSearchParams:
+    body = {"prompt": "a", "use_beam_search": True, "n": WIDTH, "max_tokens": 4, "temperature": 1.0}
+    request = CompletionRequest(**(body | {"vllm_xargs": {"beam_sample": 1}} | asked))
+    return request.to_beam_search_params(request.max_tokens, {})
+
+
+def beams_of(params: BeamSearchParams, front: Front | None = None) -> RequestOutput:
+    async def run() -> list[RequestOutput]:
+        prompt: Any = {"type": "token", "prompt_token_ids": PROMPT}
+        search = (front or Front()).beam_search(prompt, "cmpl-1", params)
+        return [output async for output in search]
+
+    (output,) = asyncio.run(run())
+    return output
+
+
+def test_candidates_are_those_that_transformers_keeps() -> None:
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    logprobs = next_logprobs(PROMPT)
+    told = {token: Logprob(score) for token, score in enumerate(logprobs.tolist())}
+    for temperature, top_k, top_p in ((0.7, 4, 0.8), (1.5, 6, 0.5), (1.0, 2, 1.0)):
+        kept = logprobs[None]
+        for warper in (
+            TemperatureLogitsWarper(temperature),
+            TopKLogitsWarper(top_k),
+            TopPLogitsWarper(top_p),
+        ):
+            kept = warper(None, kept)
+        wanted = kept.log_softmax(-1)[0]
+        found = warped(told, Drawing(temperature, top_k, top_p, None))
+        assert {token for token, _ in found} == set(wanted.isfinite().nonzero()[:, 0].tolist())
+        for token, score in found:
+            assert score == pytest.approx(wanted[token].item(), abs=1e-5)
+
+
+def test_pairs_are_drawn_as_torch_draws_them_without_replacement() -> None:
+    scores = np.log([0.4, 0.3, 0.2, 0.1])
+    generator = np.random.default_rng(1)
+    drawn = Counter(tuple(draw(scores, 2, generator)) for _ in range(20_000))
+    for (first, second), number in drawn.items():
+        wanted = np.exp(scores[first]) * np.exp(scores[second]) / (1 - np.exp(scores[first]))
+        assert number / 20_000 == pytest.approx(wanted, abs=0.012)
+    assert len(drawn) == 12
+
+
+def test_where_all_candidates_are_drawn_the_beams_are_those_of_vllm() -> None:
+    asked = {"max_tokens": 1, "ignore_eos": True}
+    assert 2 * WIDTH == VOCAB
+    drawn = beams_of(params_of(**asked))
+    best = beams_of(params_of(**asked, vllm_xargs=None))
+    for ours, theirs in zip(drawn.outputs, best.outputs, strict=True):
+        assert (ours.token_ids, ours.text) == (theirs.token_ids, theirs.text)
+        assert ours.cumulative_logprob == pytest.approx(theirs.cumulative_logprob)
+        assert ours.logprobs == theirs.logprobs
+
+
+def test_a_seed_tells_the_beams_and_another_seed_others() -> None:
+    texts = [beams_of(params_of(seed=seed)).outputs[0].text for seed in (1, 1, *range(2, 12))]
+    assert texts[0] == texts[1]
+    assert len(set(texts)) > 2
+
+
+def test_an_answer_tells_texts_scores_and_reasons_as_vllm_does() -> None:
+    output = beams_of(params_of(seed=3, max_tokens=6))
+    assert len(output.outputs) == WIDTH
+    for index, each in enumerate(output.outputs):
+        assert each.index == index
+        assert each.text == " ".join(map(str, each.token_ids))
+        assert EOS not in each.token_ids
+        assert each.finish_reason == ("stop" if len(each.token_ids) < 6 else "length")
+        tokens = [*PROMPT, *each.token_ids, *([EOS] if each.finish_reason == "stop" else [])]
+        score = sum(
+            next_logprobs(tokens[:end])[tokens[end]].item()
+            for end in range(len(PROMPT), len(tokens))
+        )
+        assert each.cumulative_logprob == pytest.approx(score, abs=1e-4)
+    assert {each.finish_reason for each in output.outputs} == {"stop", "length"}
+
+
+@pytest.mark.parametrize("reason", ["error", "abort"])
+def test_a_request_that_fails_ends_the_search(reason: str) -> None:
+    front = Front(reason)
+    output = beams_of(params_of(), front)
+    assert [each.finish_reason for each in output.outputs] == [reason]
+    assert len(front.ids) == 1
+
+
+def test_its_requests_are_neither_learned_nor_drafted_for() -> None:
+    front = Front()
+    beams_of(params_of(), front)
+    for request_id in front.ids:
+        made = SimpleNamespace(sampling_params=SamplingParams(), external_req_id=request_id)
+        stamp_controls(made, {"learn": 1})
+        assert made.sampling_params.extra_args == {"speculation": "off", "learn": 0}
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"top_k": 7}, "7 is not allowed beside beam_sample; allowed: at most 6"),
+        ({"temperature": 0}, "0.0 is not allowed beside beam_sample; allowed: from 0.01"),
+        ({"top_p": 2}, "top_p"),
+    ],
+)
+def test_what_cannot_be_drawn_by_is_refused(asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(VLLMValidationError, match=said):
+        params_of(**asked)
+
+
+def test_a_chat_is_drawn_for_as_well_and_others_are_left_alone() -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], "use_beam_search": True, "n": 2}
+    chat = ChatCompletionRequest(**body, vllm_xargs={"beam_sample": 1}, top_k=4)
+    assert chat.to_beam_search_params(3, {}).drawing.top_k == 4
+    assert not hasattr(ChatCompletionRequest(**body).to_beam_search_params(3, {}), "drawing")
+    assert not hasattr(params_of(vllm_xargs={"beam_sample": 0}), "drawing")
