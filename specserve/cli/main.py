@@ -14,6 +14,7 @@ _COMMANDS = (
     "specserve.cli.check",
     "specserve.generate.command",
     "specserve.compare.command",
+    "specserve.evaluate.command",
     "specserve.bench.command",
     "specserve.cli.vllm",
     "specserve.cli.trie",

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,10 +14,7 @@ from specserve.compare.arguments import (
 )
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from specserve.core.config import AppConfig
-    from specserve.engine.methods import Method
 
 # The rest is imported when the command runs: the parser of all commands must stay quick.
 
@@ -74,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from specserve.compare.comparison import Settings, compare
-    from specserve.compare.prompts import load_prompts, load_tokenizer, use_chat_template
+    from specserve.compare.display import RichDisplay
+    from specserve.compare.prompts import configured_tokenizer, load_prompts
     from specserve.compare.report import document, explanation, table, write_json
     from specserve.engine.methods import parse_methods
 
@@ -89,18 +85,10 @@ def run(args: argparse.Namespace) -> int:
         tolerance=_tolerance(config, args.tolerance),
     )
     in_existing_folder("--save-output", args.save_output)
-    model, options = config.model, config.engine.vllm
-    tokenizer = load_tokenizer(
-        model.tokenizer or model.path,
-        model.revision,
-        trust_remote_code=options.get("trust_remote_code") is True,
-    )
-    if template := args.chat_template or options.get("chat_template"):
-        field = "--chat-template" if args.chat_template else "engine.vllm.chat_template"
-        use_chat_template(tokenizer, template, field)
+    tokenizer = configured_tokenizer(config, args.chat_template)
     prompts = load_prompts(args.prompts, tokenizer, num_prompts=args.num_prompts, seed=args.seed)
     console = Console()
-    comparison = compare(config, methods, prompts, settings, _RichDisplay(console))
+    comparison = compare(config, methods, prompts, settings, RichDisplay(console))
     console.print(table(comparison, f"{config.model.name}, {len(prompts)} prompts of "
                         f"{args.prompts}, concurrency {args.concurrency}"))  # fmt: skip
     if args.save_output:
@@ -125,31 +113,3 @@ def _tolerance(config: AppConfig, asked: float | None) -> float:
     if asked is None:
         return 0.0 if config.engine.dtype == "float32" else BF16_TOLERANCE
     return at_least_zero("--tolerance", asked)
-
-
-class _RichDisplay:
-    """Shows a line while an engine loads and a bar while it runs."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-
-    @contextmanager
-    def loading(self, method: Method) -> Iterator[None]:
-        with self._console.status(f"{method}: loading the model"):
-            yield
-
-    @contextmanager
-    def running(self, method: Method, num_prompts: int) -> Iterator[Callable[[int, int], None]]:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-        from rich.progress import TimeElapsedColumn as Elapsed
-
-        columns = (
-            TextColumn("{task.description:12}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("prompts, {task.fields[tokens]} tokens"),
-            Elapsed(),
-        )
-        with Progress(*columns, console=self._console) as bars:
-            bar = bars.add_task(str(method), total=num_prompts, tokens=0)
-            yield lambda done, tokens: bars.update(bar, completed=done, tokens=tokens)

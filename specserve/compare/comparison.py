@@ -13,7 +13,7 @@ from specserve.compare.lossless import Verdict, judge
 from specserve.compare.prompts import Prompt
 from specserve.core.config import AppConfig
 from specserve.engine.generation import Job, RunResult, Sampling
-from specserve.engine.methods import Method
+from specserve.engine.methods import NONE, Method
 
 WARM_UP_TOKENS = 32
 """Tokens that each prompt of the warm-up is continued by; their time is not counted."""
@@ -46,7 +46,8 @@ class Comparison:
 
     Attributes:
         passes: one result a pass.
-        verdicts: of the methods compared with ``none``; empty without it, or where sampled.
+        verdicts: of the methods compared with the reference; empty without ``none``, or where
+            sampled.
     """
 
     passes: dict[Method, list[RunResult]] = field(default_factory=dict)
@@ -78,10 +79,12 @@ def compare(
     prompts: Sequence[Prompt],
     settings: Settings,
     display: Display,
+    reference: Method = Method(NONE),  # noqa: B008 - frozen
 ) -> Comparison:
     """Runs each method in an engine of its own, one after another, ``none`` last.
 
-    Last, because that engine then decides about the others' differences.
+    Last, because that engine then decides about the differences from ``reference``, one of the
+    methods.
 
     Raises:
         EngineError: an engine did not start or died; nothing is left running.
@@ -94,7 +97,7 @@ def compare(
                 engine.wait_ready()
             found[method] = _passes(engine, prompts, settings, display)
             if method.is_none and settings.temperature == 0:
-                verdicts = _judge(engine, prompts, found, settings)
+                verdicts = _judge(engine, prompts, found, settings, reference)
     return Comparison(
         passes={method: found[method] for method in methods},
         verdicts={method: verdicts[method] for method in methods if method in verdicts},
@@ -154,17 +157,18 @@ def _judge(
     prompts: Sequence[Prompt],
     found: dict[Method, list[RunResult]],
     settings: Settings,
+    reference: Method,
 ) -> dict[Method, Verdict]:
-    """Every pass of every other method against the first one of ``none``."""
-    reference = found[none.method][0].completions
+    """Every pass of every other method against the first one of ``reference``."""
+    expected = found[reference][0].completions
     return {
         method: judge(
             [prompt.token_ids for prompt in prompts] * len(passes),
-            reference * len(passes),
+            expected * len(passes),
             list(chain.from_iterable(one.completions for one in passes)),
             score=lambda jobs: none.run(jobs, settings.concurrency),
             tolerance=settings.tolerance,
         )
         for method, passes in found.items()
-        if method != none.method
+        if method != reference
     }

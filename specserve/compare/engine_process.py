@@ -28,7 +28,7 @@ from specserve.core.config import AppConfig
 from specserve.core.errors import EngineError, MissingExtraError, SpecServeError, shorten
 from specserve.core.openmp import openmp_environment
 from specserve.engine.generation import Completion, Job, RunResult, Show
-from specserve.engine.methods import Method
+from specserve.engine.methods import HF, Method
 
 STOP_TIMEOUT_S = 20.0
 """How long an engine may take to end by itself."""
@@ -179,6 +179,7 @@ def main(connection: Connection) -> None:
 
 def _serve(connection: Connection) -> None:
     # Importing vLLM takes seconds, and only here may it happen.
+    from specserve.engine.hugging_face import HuggingFaceEngine
     from specserve.engine.offline import OfflineEngine
 
     told = time.perf_counter()
@@ -195,7 +196,9 @@ def _serve(connection: Connection) -> None:
     def show(index: int, text: str, completion: Completion | None) -> None:
         connection.send((index, text, completion))
 
-    engine = OfflineEngine(*connection.recv())
+    config, method = connection.recv()
+    engine: OfflineEngine | HuggingFaceEngine
+    engine = HuggingFaceEngine(config) if method.name == HF else OfflineEngine(config, method)
     try:
         connection.send(None)
         while True:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from specserve.compare.corpus import Module, load_modules
 from specserve.compare.documents import ask, load_documents
 from specserve.compare.tasks import TaskMaker
+from specserve.core.config import AppConfig
 from specserve.core.errors import ConfigError, reason_of
 
 FIELD = "--prompts"
@@ -83,6 +84,7 @@ class FilePrompt(NamedTuple):
     dialogue: list[Message] | str
     prediction: str = ""
     json_schema: str = ""
+    reference: str = ""
 
 
 def load_tokenizer(path: str, revision: str = "", *, trust_remote_code: bool = False) -> Tokenizer:
@@ -108,6 +110,29 @@ def load_tokenizer(path: str, revision: str = "", *, trust_remote_code: bool = F
     return tokenizer
 
 
+def configured_tokenizer(config: AppConfig, chat_template: str = "") -> Tokenizer:
+    """The tokenizer of an application's model.
+
+    Args:
+        config: of the application.
+        chat_template: of the command line, as :func:`use_chat_template` takes it; empty: the
+            configured one, then the tokenizer's own.
+
+    Raises:
+        ConfigError: there is no tokenizer, or the template is none.
+    """
+    model, options = config.model, config.engine.vllm
+    tokenizer = load_tokenizer(
+        model.tokenizer or model.path,
+        model.revision,
+        trust_remote_code=options.get("trust_remote_code") is True,
+    )
+    if template := chat_template or options.get("chat_template"):
+        field = "--chat-template" if chat_template else "engine.vllm.chat_template"
+        use_chat_template(tokenizer, template, field)
+    return tokenizer
+
+
 def use_chat_template(tokenizer: Tokenizer, template: str, field: str) -> None:
     """Has dialogues written by another template than the tokenizer's own.
 
@@ -123,7 +148,7 @@ def use_chat_template(tokenizer: Tokenizer, template: str, field: str) -> None:
     try:
         if not any(mark in template for mark in "{}\n"):
             tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
-        _render(tokenizer, [{"role": "user", "content": "a"}])
+        render(tokenizer, [{"role": "user", "content": "a"}])
     except Exception as error:  # Jinja runs the template
         allowed = f"a chat template, or the path of its file ({reason_of(error)})"
         raise ConfigError(field, template, allowed) from None
@@ -166,14 +191,17 @@ def load_prompts(
 def _prompt(tokenizer: Tokenizer, entry: FilePrompt) -> Prompt:
     prediction = tokenizer.encode(entry.prediction, add_special_tokens=False)
     return replace(
-        _render(tokenizer, entry.dialogue),
+        render(tokenizer, entry.dialogue),
         prediction=tuple(prediction),
         json_schema=entry.json_schema,
     )
 
 
-def _render(tokenizer: Tokenizer, dialogue: Sequence[Message] | str) -> Prompt:
-    """A dialogue goes through the chat template where there is one; a string stays as it is."""
+def render(tokenizer: Tokenizer, dialogue: Sequence[Message] | str) -> Prompt:
+    """The prompt as the model reads it.
+
+    A dialogue goes through the chat template where there is one; a string stays as it is.
+    """
     if isinstance(dialogue, str):
         return _plain(tokenizer, dialogue)
     if not tokenizer.chat_template:
@@ -217,7 +245,7 @@ def _docs(tokenizer: Tokenizer, num_prompts: int, seed: int) -> list[Prompt]:
     for _ in range(MAX_DRAWS):
         if len(prompts) == num_prompts:
             return prompts
-        prompt = _render(tokenizer, ask(documents, len(prompts), rng, max_chars))
+        prompt = render(tokenizer, ask(documents, len(prompts), rng, max_chars))
         if DOCS_TOKENS[0] <= len(prompt.token_ids) <= DOCS_TOKENS[1] and prompt not in prompts:
             prompts.append(prompt)
     allowed = f"at most {len(prompts)}, the prompts of docs of {DOCS_TOKENS} tokens"
@@ -250,7 +278,7 @@ def _code_prompt(
         else:
             # A task counts the answer, which is left out here, to its characters.
             dialogue = tasks.draw(rng, max_chars * 2, kind=kind).messages[:-1]
-        prompt = _render(tokenizer, dialogue)
+        prompt = render(tokenizer, dialogue)
         shortest = lowest // 3 if kind == "complete" else lowest
         if shortest <= len(prompt.token_ids) <= highest and prompt not in drawn:
             return prompt
@@ -312,12 +340,15 @@ def _from_json(line: str, where: str) -> FilePrompt:
         raise ConfigError(where, line, allowed) from None
     if not isinstance(entry, dict):
         raise ConfigError(where, line, allowed)
-    prediction, schema = entry.get("prediction", ""), entry.get("json_schema")
-    if not isinstance(prediction, str):
-        raise ConfigError(f"{where}: prediction", prediction, "a text")
+    schema, texts = entry.get("json_schema"), []
+    for name in ("prediction", "reference"):
+        texts.append(entry.get(name, ""))
+        if not isinstance(texts[-1], str):
+            raise ConfigError(f"{where}: {name}", texts[-1], "a text")
     if schema is not None and not isinstance(schema, dict):
         raise ConfigError(f"{where}: json_schema", schema, "a JSON schema, which is an object")
-    answer = prediction, json.dumps(schema) if schema is not None else ""
+    prediction, reference = texts
+    answer = prediction, json.dumps(schema) if schema is not None else "", reference
     prompt, messages = entry.get("prompt"), entry.get("messages")
     if isinstance(prompt, str) and prompt and messages is None:
         return FilePrompt(prompt, *answer)

@@ -106,6 +106,7 @@ class TaskMaker:
             "complete": (6, self._complete),
             "rename": (6, self.rename),
             "quote": (6, self._quote),
+            "describe": (1, self._describe),
         }
         """Of each kind how often it is drawn where none is named, and what makes one."""
 
@@ -189,6 +190,15 @@ class TaskMaker:
             parts.reverse()
         question = "\n".join(parts)
         return one_question("quote", question, fence(target.code))
+
+    def _describe(self, rng: random.Random, max_chars: int) -> Task | None:
+        function = self.function(rng, int(max_chars * 0.6))
+        if function is None or not function.docstring:
+            return None
+        if len(function.code) + len(function.docstring) > max_chars:
+            return None
+        ask = "What does this function do?"
+        return one_question("describe", f"{ask}\n{fence(function.code)}", function.docstring)
 
 
 _KEYWORDS = frozenset([*keyword.kwlist, "self"])

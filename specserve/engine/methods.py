@@ -9,6 +9,9 @@ from specserve.core.errors import ConfigError
 
 NONE, ALL = "none", "all"
 
+HF = "hf"
+"""Hugging Face's `generate` instead of vLLM; `specserve evaluate` alone takes it."""
+
 PEERS = {
     "vllm-ngram": "vLLM's prompt lookup, with the settings of a configured `ngram`",
     "vllm-suffix": "vLLM's suffix decoding; `vllm-suffix:K` drafts at most K tokens (16)",

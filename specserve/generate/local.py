@@ -11,7 +11,7 @@ from rich.console import Console
 
 from specserve.compare.arguments import only_application
 from specserve.compare.engine_process import EngineProcess
-from specserve.compare.prompts import load_tokenizer, use_chat_template
+from specserve.compare.prompts import configured_tokenizer
 from specserve.core.errors import ConfigError, SpecServeError, reason_of
 from specserve.engine.checkpoint import text_sizes
 from specserve.engine.generation import Completion, Job, Show
@@ -34,18 +34,10 @@ class LocalModel:
 
     def __init__(self, config: Path, chat_template: Path | None = None) -> None:
         self._config = only_application(config)
-        model, options = self._config.model, self._config.engine.vllm
-        self.name = model.name
+        self.name = self._config.model.name
         self.max_model_len, self.vocab_size = text_sizes(self._config)
         self._stack = ExitStack()
-        self._tokenizer = load_tokenizer(
-            model.tokenizer or model.path,
-            model.revision,
-            trust_remote_code=options.get("trust_remote_code") is True,
-        )
-        if template := str(chat_template or "") or options.get("chat_template"):
-            field = "--chat-template" if chat_template else "engine.vllm.chat_template"
-            use_chat_template(self._tokenizer, template, field)
+        self._tokenizer = configured_tokenizer(self._config, str(chat_template or ""))
 
     def start(self) -> None:
         """See :class:`specserve.generate.base.Model`."""

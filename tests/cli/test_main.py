@@ -30,7 +30,8 @@ def test_help_lists_the_commands_in_the_order_of_use(capsys: pytest.CaptureFixtu
         cli.main(["--help"])
     commands = re.findall(r"^    ([a-z-]+)(?: |$)", capsys.readouterr().out, re.MULTILINE)
     assert commands == [
-        *("check", "generate", "compare", "bench", "vllm", "trie", "split-mtp", "shard-weights")
+        *("check", "generate", "compare", "evaluate", "bench", "vllm", "trie", "split-mtp"),
+        "shard-weights",
     ]
 
 

@@ -26,7 +26,7 @@ from rich.console import Console
 
 from specserve.compare.engine_process import engine_environment
 from specserve.compare.machine import circumstances
-from specserve.compare.prompts import load_prompts, load_tokenizer
+from specserve.compare.prompts import configured_tokenizer, load_prompts
 from specserve.engine.generation import Job, Sampling
 from tests.peers.bench_drafters import (
     DRAFT_MODEL,
@@ -174,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     config, num_tokens = measured_config(args.config), args.num_draft_tokens
-    tokenizer = load_tokenizer(config.model.tokenizer or config.model.path, config.model.revision)
+    tokenizer = configured_tokenizer(config)
     sampling = Sampling(max_tokens=args.max_tokens)
     jobs = {
         name: [

@@ -25,7 +25,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from specserve.compare.machine import circumstances
-from specserve.compare.prompts import load_prompts, load_tokenizer
+from specserve.compare.prompts import configured_tokenizer, load_prompts
 from specserve.core.config import AppConfig
 from specserve.core.source_config import DraftModelConfig, MtpConfig
 from specserve.engine.generation import Job, Sampling
@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     config = measured_config(args.config)
-    tokenizer = load_tokenizer(config.model.tokenizer or config.model.path, config.model.revision)
+    tokenizer = configured_tokenizer(config)
     sampling = Sampling(max_tokens=args.max_tokens)
     jobs = {
         name: [

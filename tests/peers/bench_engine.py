@@ -32,7 +32,7 @@ from specserve.compare.comparison import WARM_UP_TOKENS
 from specserve.compare.corpus import Module
 from specserve.compare.engine_process import EngineProcess
 from specserve.compare.machine import circumstances
-from specserve.compare.prompts import Tokenizer, load_prompts, load_tokenizer
+from specserve.compare.prompts import Tokenizer, configured_tokenizer, load_prompts
 from specserve.compare.report import median_first_token_seconds, median_tokens_per_second, totals
 from specserve.core.config import AppConfig
 from specserve.core.errors import ConfigError
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     console = Console()
     config = measured_config(args.config)
-    tokenizer = load_tokenizer(config.model.tokenizer or config.model.path, config.model.revision)
+    tokenizer = configured_tokenizer(config)
     files = asked_again(args.seed)
     rounds = [
         {

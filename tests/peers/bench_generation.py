@@ -23,7 +23,7 @@ import aiohttp
 from rich.console import Console
 
 from specserve.compare.machine import circumstances
-from specserve.compare.prompts import load_tokenizer
+from specserve.compare.prompts import configured_tokenizer
 from specserve.core.errors import SpecServeError
 from tests.peers.bench_engine import measured_config
 from tests.peers.servers import serve
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     config = measured_config(args.config)
-    tokenizer = load_tokenizer(config.model.tokenizer or config.model.path, config.model.revision)
+    tokenizer = configured_tokenizer(config)
     requests = Workload(tokenizer, args.seed).load("plain-code", args.clients, args.number).measured
     speeds: dict[str, list[float]] = {route: [] for route in ROUTES}
     with serve("specserve", config) as url:

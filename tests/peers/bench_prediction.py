@@ -36,7 +36,7 @@ from rich.console import Console
 
 from specserve.compare.corpus import load_modules
 from specserve.compare.machine import circumstances
-from specserve.compare.prompts import Tokenizer, load_tokenizer
+from specserve.compare.prompts import Tokenizer, configured_tokenizer
 from specserve.core.config import AppConfig
 from specserve.core.errors import ConfigError
 from specserve.core.source_config import NgramConfig, PredictionConfig
@@ -222,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown := set(args.sets) - set(SETS):
         parser.error(f"--sets: {', '.join(sorted(unknown))} unknown; known are {', '.join(SETS)}")
     config = config_of(args.config)
-    tokenizer = load_tokenizer(config.model.tokenizer or config.model.path, config.model.revision)
+    tokenizer = configured_tokenizer(config)
     with serve("specserve", config) as url:
         rows = []
         for row in rows_of(Client(url, config.model.name), tokenizer, args):

@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from specserve.compare.machine import circumstances
-from specserve.compare.prompts import load_tokenizer
+from specserve.compare.prompts import configured_tokenizer
 from specserve.core.config import AppConfig
 from specserve.serve.config_file import read
 from tests.peers.inflate import inflated
@@ -167,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     servers = _places_by_server(args.servers, places)
     console = Console(width=160)
     config = read(args.config).applications[0].config
-    tokenizer = load_tokenizer(config.model.tokenizer or config.model.path, config.model.revision)
+    tokenizer = configured_tokenizer(config)
     rounds = []
     for seed in range(args.seed, args.seed + args.rounds):
         workload = Workload(tokenizer, seed)

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import track
 
 from specserve.compare.machine import circumstances
-from specserve.compare.prompts import load_prompts, load_tokenizer
+from specserve.compare.prompts import configured_tokenizer, load_prompts
 from specserve.core.config import AppConfig
 from specserve.core.openmp import openmp_environment
 from specserve.core.source_config import MtpConfig
@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     config = measured_config(args.config)
-    tokenizer = load_tokenizer(config.model.tokenizer or config.model.path, config.model.revision)
+    tokenizer = configured_tokenizer(config)
     prompts = load_prompts("code", tokenizer, num_prompts=NUM_PROMPTS, seed=args.seed)
     sampling = Sampling(max_tokens=args.max_tokens)
     jobs = [Job(prompt.token_ids, sampling) for prompt in prompts]

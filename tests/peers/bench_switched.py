@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.progress import track
 
 from specserve.compare.machine import circumstances
-from specserve.compare.prompts import load_tokenizer
+from specserve.compare.prompts import configured_tokenizer
 from specserve.core.config import AppConfig
 from tests.peers.bench_engine import measured_config
 from tests.peers.in_process import (
@@ -186,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--turns {args.turns}: at least 2")
     if (status := relaunched("tests.peers.bench_switched", config, argv)) is not None:
         return status
-    tokenizer = load_tokenizer(config.model.tokenizer or config.model.path, config.model.revision)
+    tokenizer = configured_tokenizer(config)
     jobs = JobSets(tokenizer, args.max_tokens, args.seed)
     with tempfile.TemporaryDirectory() as folder:
         config = inflated(config, args.extra_layers, Path(folder, "target"))

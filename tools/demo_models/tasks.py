@@ -19,7 +19,6 @@ class AllTasks(TaskMaker):
             "strip_docstring": (2, self._strip_docstring),
             "list": (2, self._list),
             "signature": (2, self._signature),
-            "describe": (1, self._describe),
             "dialogue": (3, self._dialogue),
         }
 
@@ -64,15 +63,6 @@ class AllTasks(TaskMaker):
         code = "\n\n".join(f.code for f in picked)
         ask = f"What is the signature of `{target.name}` in this file?"
         return one_question("signature", f"{ask}\n{fence(code)}", fence(target.signature))
-
-    def _describe(self, rng: random.Random, max_chars: int) -> Task | None:
-        function = self.function(rng, int(max_chars * 0.6))
-        if function is None or not function.docstring:
-            return None
-        if len(function.code) + len(function.docstring) > max_chars:
-            return None
-        ask = "What does this function do?"
-        return one_question("describe", f"{ask}\n{fence(function.code)}", function.docstring)
 
     def _dialogue(self, rng: random.Random, max_chars: int) -> Task | None:
         """Two or three questions about one file, each answered from it."""

@@ -1,0 +1,120 @@
+"""Hugging Face's own greedy generation: what an evaluation compares the engine with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.generation.streamers import BaseStreamer
+from vllm.platforms import current_platform
+
+from specserve.core.config import AppConfig
+from specserve.core.errors import EngineError, reason_of
+from specserve.engine.args import engine_args
+from specserve.engine.generation import Completion, Job, RunResult
+from specserve.engine.methods import HF
+
+
+class HuggingFaceEngine:
+    """The target in transformers, in the number format that vLLM would run it in.
+
+    Raises:
+        EngineError: transformers cannot load the model.
+    """
+
+    def __init__(self, config: AppConfig) -> None:
+        model = config.model
+        device = "cpu" if current_platform.is_cpu() else current_platform.device_type
+        try:
+            code = config.engine.vllm.get("trust_remote_code") is True
+            options = {"revision": model.revision or "main", "trust_remote_code": code}
+            self._tokenizer = AutoTokenizer.from_pretrained(
+                model.tokenizer or model.path, **options
+            )
+            dtype = engine_args(config, None).create_model_config().dtype
+            self._model = AutoModelForCausalLM.from_pretrained(model.path, dtype=dtype, **options)
+            self._model.to(device).eval()
+        except (RuntimeError, ValueError, OSError, ImportError) as error:
+            raise EngineError(f"method {HF}: {reason_of(error)}") from error
+        self._end_token_ids = _end_token_ids(
+            self._model.generation_config.eos_token_id, self._tokenizer.eos_token_id
+        )
+
+    def run(
+        self, jobs: Sequence[Job], concurrency: int, progress: Callable[[int, int], None]
+    ) -> RunResult:
+        """Continues all jobs greedily, one after another: of each only ``max_tokens`` counts.
+
+        Args:
+            jobs: to continue.
+            concurrency: 1.
+            progress: called with the number of finished prompts and of generated tokens.
+        """
+        assert concurrency == 1
+        started = time.perf_counter()
+        completions: list[Completion] = []
+        num_tokens = 0
+        for job in jobs:
+            completions.append(self._complete(job))
+            num_tokens += len(completions[-1].token_ids)
+            progress(len(completions), num_tokens)
+        seconds = time.perf_counter() - started
+        return RunResult(completions=tuple(completions), seconds=seconds, drafts=())
+
+    def close(self) -> None:
+        """Nothing runs beside this process."""
+
+    @torch.inference_mode()
+    def _complete(self, job: Job) -> Completion:
+        prompt = torch.tensor([job.prompt_token_ids], device=self._model.device)
+        greedy = GenerationConfig(
+            max_new_tokens=job.sampling.max_tokens,
+            do_sample=False,
+            repetition_penalty=1.0,
+            eos_token_id=self._end_token_ids,
+            pad_token_id=self._end_token_ids[0] if self._end_token_ids else None,
+        )
+        clock = _Clock()
+        (ids,) = self._model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            generation_config=greedy,
+            streamer=clock,
+        ).tolist()
+        seconds = time.perf_counter() - clock.started
+        generated = tuple(ids[len(job.prompt_token_ids) :])
+        return Completion(
+            text=self._tokenizer.decode(generated, skip_special_tokens=True),
+            token_ids=generated,
+            finish_reason="stop" if generated[-1] in self._end_token_ids else "length",
+            seconds=seconds,
+            token_seconds=tuple(clock.token_seconds),
+        )
+
+
+class _Clock(BaseStreamer):
+    """When each token came, in seconds; transformers tells of the prompt first."""
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+        self.token_seconds: list[float] = []
+        self._has_prompt = False
+
+    def put(self, value: torch.Tensor) -> None:
+        if self._has_prompt:
+            self.token_seconds.append(time.perf_counter() - self.started)
+        self._has_prompt = True
+
+    def end(self) -> None:
+        return
+
+
+def _end_token_ids(*found: int | list[int] | None) -> list[int]:
+    """As vLLM: those of the generation settings and of the tokenizer."""
+    ids: set[int] = set()
+    for each in found:
+        if each is not None:
+            ids.update([each] if isinstance(each, int) else each)
+    return sorted(ids)

@@ -1,0 +1,1 @@
+"""The command ``specserve evaluate``: answers with known references, beside Hugging Face's."""

@@ -1,0 +1,139 @@
+"""``specserve evaluate``: whether answers are as good as without speculation, and as others'."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specserve.compare.arguments import (
+    at_least_zero,
+    in_existing_folder,
+    number_from,
+    only_application,
+)
+from specserve.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from specserve.compare.prompts import Tokenizer
+    from specserve.core.config import AppConfig
+    from specserve.engine.methods import Method
+    from specserve.evaluate.examples import Example
+
+# The rest is imported when the command runs: the parser of all commands must stay quick.
+
+DEFAULT_NUM = 20
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Registers the command."""
+    parser = subparsers.add_parser(
+        "evaluate",
+        help="check that answers are as good with speculation as without, and as Hugging Face's",
+        description="Asks questions whose answers are known, one at a time and greedily: of the "
+        "engine with and without speculation, and of Hugging Face's `generate`. Prints times, "
+        "ROUGE and the share of equal texts. Exit code 1 if a method's texts differ beyond near "
+        "ties and its ROUGE-1 is more than 0.5 points from that of `none`.",
+    )
+    add = parser.add_argument
+    add("--config", type=Path, required=True, help="Serve configuration file")
+    add("--methods", default="none,all,hf", help="as for `compare`, and `hf`: Hugging Face's "
+        "`generate`; `none` always runs (default: %(default)s)")  # fmt: skip
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--tasks", default="describe,quote,rename", help="on held-out code: "
+        "describe a function (as its docstring does), quote one of a file, or rename "
+        "something in one (default: %(default)s)")  # fmt: skip
+    what.add_argument("--data", type=Path, metavar="FILE", help='.jsonl with "prompt" or '
+        '"messages", and "reference"')  # fmt: skip
+    add("--num", type=number_from(1), default=0, help=f"questions (default: {DEFAULT_NUM}, or all "
+        "of a file)")  # fmt: skip
+    add("--max-tokens", type=number_from(2), default=100, help="of an answer (default: "
+        "%(default)s)")  # fmt: skip
+    add("--max-input", type=number_from(1), default=923, metavar="N", help="most tokens of a "
+        "question (default: %(default)s)")  # fmt: skip
+    add("--rouge1-threshold", type=float, default=None, metavar="X", help="fail where a method's "
+        "ROUGE-1 is below it, in points from 0 to 100 (default: none)")  # fmt: skip
+    add("--save-output", type=Path, default=None, metavar="FILE", help="write everything as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the evaluation; answers the exit code: 1 where quality was lost."""
+    from rich.console import Console
+
+    from specserve.compare.comparison import Settings, compare
+    from specserve.compare.display import RichDisplay
+    from specserve.compare.lossless import BF16_TOLERANCE
+    from specserve.compare.prompts import configured_tokenizer
+    from specserve.compare.report import document, write_json
+    from specserve.evaluate.quality import judge_quality
+    from specserve.evaluate.report import differences, failures, quality_fields, table
+
+    if args.rouge1_threshold is not None:
+        at_least_zero("--rouge1-threshold", args.rouge1_threshold)
+    in_existing_folder("--save-output", args.save_output)
+    config = only_application(args.config)
+    methods, reference = _methods(args.methods, config)
+    examples = _examples(args, configured_tokenizer(config))
+    prompts = [each.prompt for each in examples]
+    # The other implementation rounds otherwise in float32 as well.
+    settings = Settings(
+        max_tokens=args.max_tokens,
+        concurrency=1,
+        temperature=0.0,
+        seed=0,
+        repeat=1,
+        tolerance=BF16_TOLERANCE,
+    )
+    console = Console()
+    comparison = compare(config, methods, prompts, settings, RichDisplay(console), reference)
+    found = judge_quality(comparison, [each.reference for each in examples])
+    what = str(args.data or args.tasks)
+    title = f"{config.model.name}, {len(examples)} questions of {what}"
+    console.print(table(comparison, found, reference, title))
+    for line in differences(found, reference):
+        console.print(line, highlight=False)
+    if args.save_output:
+        content = document(
+            comparison, config=config, prompt_set=what, prompts=prompts, settings=settings
+        )
+        content["references"] = [each.reference for each in examples]
+        for method, quality in found.items():
+            content[str(method)] |= quality_fields(quality)
+        write_json(args.save_output, content)
+        console.print(f"written: {args.save_output}", highlight=False)
+    lost = failures(found, args.rouge1_threshold)
+    for line in lost:
+        console.print(line, highlight=False)
+    console.print(f"Quality kept: {'NO' if lost else 'yes'}")
+    return 1 if lost else 0
+
+
+def _methods(text: str, config: AppConfig) -> tuple[list[Method], Method]:
+    """The methods to run, and the one whose texts the others' are compared with."""
+    from specserve.engine.methods import HF, NONE, Method, parse_methods
+
+    names = [name.strip() for name in text.split(",")]
+    if names.count(HF) > 1:
+        raise ConfigError("--methods", text, "each method once")
+    others = [name for name in names if name != HF]
+    methods = parse_methods(",".join(others), config) if others else []
+    if Method(NONE) not in methods:
+        methods.insert(0, Method(NONE))
+    if len(others) == len(names):
+        return methods, Method(NONE)
+    return [*methods, Method(HF)], Method(HF)
+
+
+def _examples(args: argparse.Namespace, tokenizer: Tokenizer) -> list[Example]:
+    from specserve.evaluate.examples import draw_examples, read_examples
+
+    if args.data:
+        return read_examples(args.data, tokenizer, args.num, max_input=args.max_input)
+    return draw_examples(
+        args.tasks.split(","),
+        tokenizer,
+        args.num or DEFAULT_NUM,
+        max_input=args.max_input,
+        max_tokens=args.max_tokens,
+    )

@@ -1,0 +1,102 @@
+"""Questions with answers that are known: tasks on held-out code, or a file."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from specserve.compare.corpus import load_modules
+from specserve.compare.prompts import (
+    MAX_DRAWS,
+    FilePrompt,
+    Prompt,
+    Tokenizer,
+    read_prompts,
+    render,
+)
+from specserve.compare.tasks import TaskMaker
+from specserve.core.errors import ConfigError
+
+TASKS = ("describe", "quote", "rename")
+"""What a function does, answered by its docstring; a function of a file; a function with a name
+changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A prompt, and the answer that it should get."""
+
+    prompt: Prompt
+    reference: str
+
+
+def draw_examples(
+    kinds: Sequence[str], tokenizer: Tokenizer, num: int, *, max_input: int, max_tokens: int
+) -> list[Example]:
+    """Tasks of these kinds in turn, always the same, over modules that no demo model has seen.
+
+    Args:
+        kinds: of :data:`TASKS`.
+        tokenizer: of the model that is asked.
+        num: how many.
+        max_input: most tokens of a prompt.
+        max_tokens: most tokens of a reference.
+
+    Raises:
+        ConfigError: an unknown kind, or limits that no task keeps to.
+    """
+    for kind in kinds:
+        if kind not in TASKS or kinds.count(kind) > 1:
+            raise ConfigError("--tasks", ",".join(kinds), f"of {', '.join(TASKS)}, each once")
+    maker = TaskMaker(load_modules(held_out=True))
+    rng = random.Random(0)
+    examples: list[Example] = []
+    for index in range(num):
+        kind = kinds[index % len(kinds)]
+        for _ in range(MAX_DRAWS):
+            *dialogue, answer = maker.draw(rng, max_input * 4, kind=kind).messages
+            example = Example(render(tokenizer, dialogue), answer["content"])
+            reference = tokenizer.encode(example.reference, add_special_tokens=False)
+            fits = len(example.prompt.token_ids) <= max_input and len(reference) < max_tokens
+            if fits and example not in examples:
+                examples.append(example)
+                break
+        else:
+            allowed = f"at most {index}: no further {kind} fits in --max-input and --max-tokens"
+            raise ConfigError("--num", num, allowed)
+    return examples
+
+
+def read_examples(path: Path, tokenizer: Tokenizer, num: int, *, max_input: int) -> list[Example]:
+    """The examples of a ``.jsonl`` file: ``prompt`` or ``messages``, and ``reference``.
+
+    Args:
+        path: the file.
+        tokenizer: of the model that is asked.
+        num: how many, from the first on; 0: all.
+        max_input: most tokens of a prompt.
+
+    Raises:
+        ConfigError: the file is malformed or too short, or a prompt is too long.
+    """
+    if path.suffix != ".jsonl":
+        raise ConfigError("--data", str(path), "the path of a .jsonl file")
+    entries = read_prompts(path, "--data", "the path of a .jsonl file")
+    if num > len(entries):
+        raise ConfigError("--num", num, f"at most {len(entries)}, the examples of {path}")
+    return [
+        _checked(f"{path}: example {number}", entry, tokenizer, max_input)
+        for number, entry in enumerate(entries[: num or None], 1)
+    ]
+
+
+def _checked(where: str, entry: FilePrompt, tokenizer: Tokenizer, max_input: int) -> Example:
+    if not entry.reference.strip():
+        raise ConfigError(f"{where}: reference", entry.reference, "the text of a good answer")
+    prompt = render(tokenizer, entry.dialogue)
+    if len(prompt.token_ids) > max_input:
+        allowed = f"at most {max_input}, which is --max-input"
+        raise ConfigError(f"{where}: tokens", len(prompt.token_ids), allowed)
+    return Example(prompt, entry.reference)

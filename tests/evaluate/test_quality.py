@@ -1,0 +1,106 @@
+import pytest
+from rich.console import Console
+
+from specserve.compare.comparison import Comparison
+from specserve.compare.lossless import Difference, Verdict
+from specserve.engine.generation import Completion, RunResult
+from specserve.engine.methods import HF, Method
+from specserve.evaluate.quality import judge_quality, rouge
+from specserve.evaluate.report import differences, failures, quality_fields, table
+
+NONE, NGRAM, THEIRS = Method("none"), Method("ngram", sources=("ngram",)), Method(HF)
+REFERENCES = ["the cat sat on the mat", "the dog sat on the log"]
+
+
+def answers(*texts: str) -> list[RunResult]:
+    completions = tuple(
+        Completion(
+            text=text, token_ids=(7, 8), finish_reason="stop", seconds=0.5, token_seconds=(0.1, 0.5)
+        )
+        for text in texts
+    )
+    return [RunResult(completions=completions, seconds=2.0, drafts=())]
+
+
+def verdict(gap: float | None = None) -> Verdict:
+    """Two texts, the second of which differs by so much."""
+    if gap is None:
+        return Verdict(num_identical=2, near_ties=(), failures=(), tolerance=0.1)
+    parted = (Difference(prompt=1, position=4, expected=1, got=2, gap=gap),)
+    ties, failed = (parted, ()) if gap <= 0.1 else ((), parted)
+    return Verdict(num_identical=1, near_ties=ties, failures=failed, tolerance=0.1)
+
+
+def beside_hf(others: list[RunResult], of_ngram: Verdict, of_none: Verdict) -> Comparison:
+    same = answers(*REFERENCES)
+    return Comparison(
+        passes={NONE: same, NGRAM: others, THEIRS: same},
+        verdicts={NONE: of_none, NGRAM: of_ngram},
+    )
+
+
+def test_rouge_is_worked_out_by_hand() -> None:
+    # 4 of 6 words and, of the pairs beside each other, 1 of 5.
+    scores = rouge(["the cat lay upon the mat"], REFERENCES[:1])
+    assert scores["rouge1"] == pytest.approx(100 * 4 / 6)
+    assert scores["rouge2"] == pytest.approx(100 * 2 / 5)
+    assert scores["rougeL"] == pytest.approx(100 * 4 / 6)
+    assert rouge(REFERENCES, REFERENCES) == dict.fromkeys(scores, 100.0)
+
+
+def test_equal_texts_keep_the_quality() -> None:
+    found = judge_quality(beside_hf(answers(*REFERENCES), verdict(), verdict()), REFERENCES)
+    assert [(each.delta, each.keeps) for each in found.values()] == [(0.0, True)] * 3
+    assert found[THEIRS].verdict is None
+    assert failures(found, None) == []
+    assert failures(found, 100.0) == []
+
+
+@pytest.mark.parametrize(("gap", "keeps"), [(0.05, True), (0.3, False)])
+def test_a_worse_text_is_allowed_after_a_near_tie_alone(gap: float, keeps: bool) -> None:
+    worse = answers(REFERENCES[0], "something else entirely")
+    found = judge_quality(beside_hf(worse, verdict(gap), verdict()), REFERENCES)
+    assert found[NGRAM].delta == pytest.approx(-50)
+    assert [found[each].keeps for each in (NONE, NGRAM, THEIRS)] == [True, keeps, True]
+    assert len(failures(found, None)) == (0 if keeps else 1)
+    (line,) = differences(found, THEIRS)
+    assert f"question 2, at token 5: two tokens {gap:.3f} nats apart" in line
+
+
+@pytest.mark.parametrize(("gap", "keeps"), [(0.05, True), (0.3, False)])
+def test_the_reference_is_judged_beside_none(gap: float, keeps: bool) -> None:
+    comparison = beside_hf(answers(*REFERENCES), verdict(), verdict(gap))
+    comparison.passes[THEIRS] = answers(REFERENCES[0], "something else entirely")
+    assert judge_quality(comparison, REFERENCES)[THEIRS].keeps is keeps
+
+
+def test_another_text_that_is_as_good_keeps_the_quality() -> None:
+    turned = answers(REFERENCES[0], "on the log the dog sat")
+    found = judge_quality(beside_hf(turned, verdict(0.3), verdict()), REFERENCES)
+    assert found[NGRAM].delta == 0
+    assert found[NGRAM].keeps
+
+
+def test_without_speculation_and_without_others_only_the_threshold_counts() -> None:
+    found = judge_quality(Comparison(passes={NONE: answers("a", "b")}), REFERENCES)
+    assert failures(found, None) == []
+    (line,) = failures(found, 15.0)
+    assert line == "none: rouge1 0.00 is below --rouge1-threshold 15"
+
+
+def test_the_table_has_times_scores_and_equal_texts_within_80_columns() -> None:
+    worse = answers(REFERENCES[0], "something else entirely")
+    comparison = beside_hf(worse, verdict(0.05), verdict())
+    found = judge_quality(comparison, REFERENCES)
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(table(comparison, found, THEIRS, "title"))
+    rows = [
+        [cell.strip() for cell in line.strip("│").split("│")]
+        for line in capture.get().splitlines()
+        if line.startswith("│")
+    ]
+    worse_scores = ["50.00"] * 4
+    assert rows[1] == ["ngram", "0.500 s", "2.0", *worse_scores, "-50.00", "50%"]
+    assert rows[2] == ["hf", "0.500 s", "2.0", *["100.00"] * 4, "+0.00", ""]
+    assert quality_fields(found[NGRAM])["rouge1_difference"] == pytest.approx(-50)
