@@ -15,6 +15,7 @@ from threading import Lock
 from typing import Any
 
 import httpx
+import numpy as np
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
@@ -89,12 +90,17 @@ def is_vllms_own(label: str, request: object, text: str) -> bool:
     if sampling.get("trace_decode_token_ids") is not None:
         # What vLLM finds wrong with a trace is an error without a message by the time it is told.
         return '"message":""' in text
-    # A grammar and another parameter that leave no token between them.
     asked = asked | sampling
+    # A grammar and another parameter that leave no token between them; or a penalty that is 0 in
+    # float32, for which what the grammar forbids is no number.
+    penalty = asked.get("repetition_penalty")
     return (
         "Internal server error" in text
         and any(asked.get(key) for key in _GRAMMARS)
-        and any(asked.get(key) for key in _TAKE_TOKENS_AWAY)
+        and (
+            any(asked.get(key) for key in _TAKE_TOKENS_AWAY)
+            or (isinstance(penalty, float) and np.float32(penalty) == 0)
+        )
     )
 
 

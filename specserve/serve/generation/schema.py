@@ -18,8 +18,9 @@ MAX_TOP_N_TOKENS = 5
 _MAX_I32 = 2**31 - 1
 _MAX_U64 = 2**64 - 1
 
-Share = Annotated[float, Field(gt=0, lt=1)]
-Positive = Annotated[float, Field(gt=0)]
+_LEAST = 2.0**-149  # what is less is 0 in float32, in which upstream reads and vLLM computes
+Share = Annotated[float, Field(ge=_LEAST, lt=1)]
+Positive = Annotated[float, Field(ge=_LEAST)]
 Count = Annotated[int, Field(ge=1, le=_MAX_I32)]
 
 
