@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,7 +31,9 @@ def connected(address: str) -> Iterator[None]:
         ray.init(found, log_to_driver=False, logging_level="ERROR")
     except (OSError, RuntimeError, ValueError, RayError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise SpecServeError(f"no Ray cluster at {address}: {reason}") from None
+        mode = os.environ.get("RAY_AUTH_MODE", "")
+        hint = f"RAY_AUTH_MODE is {mode!r} here; `make serve` has 'token'"
+        raise SpecServeError(f"no Ray cluster at {address}: {reason} ({hint})") from None
     try:
         yield
     finally:

@@ -39,9 +39,9 @@ def in_existing_folder(name: str, path: Path | None) -> None:
     """Checks where a file will be written, before the work that takes long.
 
     Raises:
-        ConfigError: its folder does not exist.
+        ConfigError: its folder does not exist, or it is a folder itself.
     """
-    if path and not path.parent.is_dir():
+    if path and (not path.parent.is_dir() or path.is_dir()):
         raise ConfigError(name, str(path), "a file in an existing folder")
 
 
@@ -62,3 +62,16 @@ def only_application(path: Path) -> AppConfig:
     config = applications[0].config
     check_weights(config, find_checkpoint(config.model, f"{applications[0].field}.model").path)
     return config
+
+
+def tolerance(config: AppConfig, asked: float | None) -> float:
+    """The largest gap of a near tie in nats: as asked for, else by the target's number format.
+
+    Raises:
+        ConfigError: less than 0.
+    """
+    from specserve.compare.lossless import BF16_TOLERANCE
+
+    if asked is None:
+        return 0.0 if config.engine.dtype == "float32" else BF16_TOLERANCE
+    return at_least_zero("--tolerance", asked)

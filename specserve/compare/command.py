@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from specserve.compare.arguments import (
     at_least_zero,
     in_existing_folder,
     number_from,
     only_application,
+    tolerance,
 )
-
-if TYPE_CHECKING:
-    from specserve.core.config import AppConfig
 
 # The rest is imported when the command runs: the parser of all commands must stay quick.
 
@@ -82,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         temperature=at_least_zero("--temperature", args.temperature),
         seed=args.seed,
         repeat=args.repeat,
-        tolerance=_tolerance(config, args.tolerance),
+        tolerance=tolerance(config, args.tolerance),
     )
     in_existing_folder("--save-output", args.save_output)
     tokenizer = configured_tokenizer(config, args.chat_template)
@@ -105,11 +102,3 @@ def run(args: argparse.Namespace) -> int:
         console.print(line, highlight=False)
     console.print(f"Lossless: {'yes' if comparison.is_lossless else 'NO'}")
     return 0 if comparison.is_lossless else 1
-
-
-def _tolerance(config: AppConfig, asked: float | None) -> float:
-    from specserve.compare.lossless import BF16_TOLERANCE
-
-    if asked is None:
-        return 0.0 if config.engine.dtype == "float32" else BF16_TOLERANCE
-    return at_least_zero("--tolerance", asked)

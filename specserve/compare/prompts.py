@@ -149,7 +149,7 @@ def use_chat_template(tokenizer: Tokenizer, template: str, field: str) -> None:
         if not any(mark in template for mark in "{}\n"):
             tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
         render(tokenizer, [{"role": "user", "content": "a"}])
-    except Exception as error:  # Jinja runs the template
+    except (ConfigError, OSError, UnicodeDecodeError) as error:
         allowed = f"a chat template, or the path of its file ({reason_of(error)})"
         raise ConfigError(field, template, allowed) from None
 
@@ -185,10 +185,11 @@ def load_prompts(
         raise ConfigError(
             "--num-prompts", num_prompts, f"at most {len(entries)}, the prompts of {name}"
         )
-    return [_prompt(tokenizer, entry) for entry in entries[:num_prompts]]
+    return [to_prompt(tokenizer, entry) for entry in entries[:num_prompts]]
 
 
-def _prompt(tokenizer: Tokenizer, entry: FilePrompt) -> Prompt:
+def to_prompt(tokenizer: Tokenizer, entry: FilePrompt) -> Prompt:
+    """The prompt as the model reads it, with its prediction as tokens."""
     prediction = tokenizer.encode(entry.prediction, add_special_tokens=False)
     return replace(
         render(tokenizer, entry.dialogue),
@@ -201,12 +202,21 @@ def render(tokenizer: Tokenizer, dialogue: Sequence[Message] | str) -> Prompt:
     """The prompt as the model reads it.
 
     A dialogue goes through the chat template where there is one; a string stays as it is.
+
+    Raises:
+        ConfigError: the template refuses the dialogue.
     """
     if isinstance(dialogue, str):
         return _plain(tokenizer, dialogue)
     if not tokenizer.chat_template:
         return _plain(tokenizer, "\n".join(message["content"] for message in dialogue))
-    text = tokenizer.apply_chat_template(list(dialogue), add_generation_prompt=True, tokenize=False)
+    try:
+        text = tokenizer.apply_chat_template(
+            list(dialogue), add_generation_prompt=True, tokenize=False
+        )
+    except Exception as error:  # Jinja runs the template
+        allowed = f"what the chat template takes ({reason_of(error)})"
+        raise ConfigError("messages", list(dialogue), allowed) from None
     # The template has written the special tokens already.
     return Prompt(text, tuple(tokenizer.encode(text, add_special_tokens=False)))
 

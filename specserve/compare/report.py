@@ -76,6 +76,8 @@ def explanation(comparison: Comparison) -> list[str]:
                 gap = max(d.gap for d in differences)
                 words.append(f"{len(differences)} {name} (gap up to {gap:.3f} nats)")
         lines.append(f"{method}: {', '.join(words)}; tolerance {verdict.tolerance:g} nats")
+    if any(each.failures and each.tolerance for each in comparison.verdicts.values()):
+        lines.append("to tell rounding from a fault, run it with engine.dtype: float32")
     return lines
 
 

@@ -25,18 +25,23 @@ class SpecServeError(Exception):
     """Base of all errors raised on purpose; ``str(error)`` is one line for the user."""
 
 
+MISSING = "(missing)"
+"""The value of a field that is required and not there."""
+
+
 class ConfigError(SpecServeError, ValueError):
     """A field holds a value that is not allowed.
 
     Args:
         field: dotted path of the field, as the user wrote it (``speculation.0.kind``).
-        value: the refused value.
+        value: the refused value; :data:`MISSING`: there is none.
         allowed: what would have been accepted, in words.
     """
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
         self.field, self.value, self.allowed = field, value, allowed
-        super().__init__(f"{field}: {shorten(value)} is not allowed; allowed: {allowed}")
+        what = "is missing" if value is MISSING else f"{shorten(value)} is not allowed"
+        super().__init__(f"{field}: {what}; allowed: {allowed}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(self), (self.field, self.value, self.allowed))

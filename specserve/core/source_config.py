@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, NamedTuple, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 from pydantic import AliasChoices, Field, field_validator, model_validator
 
@@ -148,6 +148,15 @@ class TrieConfig(SourceSection):
     """Actors that hold the cluster's memory, each with namespaces of its own."""
     store_resources: dict[str, float] = Field(default_factory=dict)
     """Ray resources that each of these reserves, by name; amounts greater than 0."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_name_for_one_length(cls, given: Any) -> Any:
+        if isinstance(given, dict) and {"max_draft_len", "decoding_length"} <= given.keys():
+            other = "no other name of max_draft_len beside it"
+            raise ConfigError("decoding_length", given["decoding_length"], other)
+        return given
+
     snapshot_url: str = ""
     """Folder or fsspec URL where the cluster's memory survives restarts; empty: nowhere."""
     snapshot_interval_s: float = Field(default=60.0, ge=1.0)

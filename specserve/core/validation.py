@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import AliasChoices, BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from specserve.core.errors import ConfigError
+from specserve.core.errors import MISSING, ConfigError
 
 _WORDS = {
     "string_type": "a string",
@@ -50,11 +50,11 @@ def from_validation_error(
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         tag = str(context["discriminator"]).strip("'")
         path = [*path, tag]
-        value = value.get(tag) if isinstance(value, dict) else value
+        value = value.get(tag, MISSING) if isinstance(value, dict) else value
     elif kind == "extra_forbidden":
         value = place.path[-1]
     elif kind == "missing":
-        value = None
+        value = MISSING
     return ConfigError(
         ".".join(path) or "args", value, _allowed(problem["msg"], kind, context, place)
     )
@@ -133,7 +133,7 @@ def _allowed(message: str, kind: str, context: dict[str, Any], place: _Place) ->
     if kind == "missing":
         if get_origin(place.annotation) is Literal:
             return ", ".join(map(str, get_args(place.annotation)))
-        return "a value (this field is required)"
+        return "a value"
     if kind in ("model_type", "model_attributes_type", "dataclass_type"):
         keys = getattr(place.annotation, "model_fields", None)
         return f"a mapping with the keys {', '.join(keys)}" if keys else "a mapping"

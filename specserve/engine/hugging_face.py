@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -26,7 +27,6 @@ class HuggingFaceEngine:
 
     def __init__(self, config: AppConfig) -> None:
         model = config.model
-        device = "cpu" if current_platform.is_cpu() else current_platform.device_type
         try:
             code = config.engine.vllm.get("trust_remote_code") is True
             options = {"revision": model.revision or "main", "trust_remote_code": code}
@@ -35,12 +35,14 @@ class HuggingFaceEngine:
             )
             dtype = engine_args(config, None).create_model_config().dtype
             self._model = AutoModelForCausalLM.from_pretrained(model.path, dtype=dtype, **options)
-            self._model.to(device).eval()
-        except (RuntimeError, ValueError, OSError, ImportError) as error:
+            self._model.to(current_platform.device_type).eval()
+        except Exception as error:  # transformers leaves its libraries' errors as they are
             raise EngineError(f"method {HF}: {reason_of(error)}") from error
         self._end_token_ids = _end_token_ids(
             self._model.generation_config.eos_token_id, self._tokenizer.eos_token_id
         )
+        # `generate` takes from here what a call leaves open: beams, penalties, time limits.
+        self._model.generation_config = GenerationConfig()
 
     def run(
         self, jobs: Sequence[Job], concurrency: int, progress: Callable[[int, int], None]
@@ -50,16 +52,17 @@ class HuggingFaceEngine:
         Args:
             jobs: to continue.
             concurrency: 1.
-            progress: called with the number of finished prompts and of generated tokens.
+            progress: called after each token with the number of finished prompts and of
+                generated tokens; what it raises ends all jobs.
         """
         assert concurrency == 1
         started = time.perf_counter()
         completions: list[Completion] = []
         num_tokens = 0
         for job in jobs:
-            completions.append(self._complete(job))
+            clock = _Clock(partial(progress, len(completions)), num_tokens)
+            completions.append(self._complete(job, clock))
             num_tokens += len(completions[-1].token_ids)
-            progress(len(completions), num_tokens)
         seconds = time.perf_counter() - started
         return RunResult(completions=tuple(completions), seconds=seconds, drafts=())
 
@@ -67,16 +70,14 @@ class HuggingFaceEngine:
         """Nothing runs beside this process."""
 
     @torch.inference_mode()
-    def _complete(self, job: Job) -> Completion:
+    def _complete(self, job: Job, clock: _Clock) -> Completion:
         prompt = torch.tensor([job.prompt_token_ids], device=self._model.device)
         greedy = GenerationConfig(
             max_new_tokens=job.sampling.max_tokens,
             do_sample=False,
-            repetition_penalty=1.0,
-            eos_token_id=self._end_token_ids,
+            eos_token_id=self._end_token_ids or None,
             pad_token_id=self._end_token_ids[0] if self._end_token_ids else None,
         )
-        clock = _Clock()
         (ids,) = self._model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
@@ -85,10 +86,13 @@ class HuggingFaceEngine:
         ).tolist()
         seconds = time.perf_counter() - clock.started
         generated = tuple(ids[len(job.prompt_token_ids) :])
+        has_ended = generated[-1] in self._end_token_ids
         return Completion(
-            text=self._tokenizer.decode(generated, skip_special_tokens=True),
+            text=self._tokenizer.decode(
+                generated[:-1] if has_ended else generated, skip_special_tokens=True
+            ),
             token_ids=generated,
-            finish_reason="stop" if generated[-1] in self._end_token_ids else "length",
+            finish_reason="stop" if has_ended else "length",
             seconds=seconds,
             token_seconds=tuple(clock.token_seconds),
         )
@@ -97,14 +101,16 @@ class HuggingFaceEngine:
 class _Clock(BaseStreamer):
     """When each token came, in seconds; transformers tells of the prompt first."""
 
-    def __init__(self) -> None:
+    def __init__(self, progress: Callable[[int], None], num_tokens_before: int) -> None:
         self.started = time.perf_counter()
         self.token_seconds: list[float] = []
         self._has_prompt = False
+        self._progress, self._num_tokens_before = progress, num_tokens_before
 
     def put(self, value: torch.Tensor) -> None:
         if self._has_prompt:
             self.token_seconds.append(time.perf_counter() - self.started)
+            self._progress(self._num_tokens_before + len(self.token_seconds))
         self._has_prompt = True
 
     def end(self) -> None:

@@ -70,8 +70,13 @@ class Method:
         return config.model_copy(update={"speculation": kept})
 
 
-def parse_method(text: str, config: AppConfig) -> Method:
+def parse_method(text: str, config: AppConfig, also: str = "") -> Method:
     """Reads one method's name.
+
+    Args:
+        text: the name.
+        config: whose sources may be named.
+        also: what the user may write besides, for the error.
 
     Raises:
         ConfigError: unknown name, a source that is not configured, or a missing argument.
@@ -93,19 +98,19 @@ def parse_method(text: str, config: AppConfig) -> Method:
         asked = tuple(name.split("+"))
         if set(asked) <= set(kinds) and len(set(asked)) == len(asked):
             return Method(name, sources=asked)
-    known = [NONE, *([ALL] if kinds else []), *kinds, *PEERS]
+    known = [NONE, *([ALL] if kinds else []), *([also] if also else []), *kinds, *PEERS]
     raise ConfigError(FIELD, text, f"{', '.join(known)}; sources of the config may be joined by +")
 
 
-def parse_methods(text: str, config: AppConfig) -> list[Method]:
-    """Reads a list of names, separated by commas.
+def parse_methods(text: str, config: AppConfig, also: str = "") -> list[Method]:
+    """Reads a list of names, separated by commas; arguments as :func:`parse_method`.
 
     Raises:
         ConfigError: as :func:`parse_method`, or a name given twice.
     """
     methods: list[Method] = []
     for name in text.split(","):
-        method = parse_method(name, config)
+        method = parse_method(name, config, also)
         if method in methods:
             raise ConfigError(FIELD, text, "each method once")
         methods.append(method)

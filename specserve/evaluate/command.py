@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specserve.compare.arguments import (
-    at_least_zero,
     in_existing_folder,
     number_from,
     only_application,
+    tolerance,
 )
 from specserve.core.errors import ConfigError
 
@@ -37,8 +37,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     add = parser.add_argument
     add("--config", type=Path, required=True, help="Serve configuration file")
-    add("--methods", default="none,all,hf", help="as for `compare`, and `hf`: Hugging Face's "
-        "`generate`; `none` always runs (default: %(default)s)")  # fmt: skip
+    add("--methods", default=None, help="as for `compare`, and `hf`: Hugging Face's `generate`; "
+        "`none` always runs (default: none,all,hf)")  # fmt: skip
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--tasks", default="describe,quote,rename", help="on held-out code: "
         "describe a function (as its docstring does), quote one of a file, or rename "
@@ -50,7 +50,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--max-tokens", type=number_from(2), default=100, help="of an answer (default: "
         "%(default)s)")  # fmt: skip
     add("--max-input", type=number_from(1), default=923, metavar="N", help="most tokens of a "
-        "question (default: %(default)s)")  # fmt: skip
+        "question (default: %(default)s, or what --max-tokens leaves of the context)")  # fmt: skip
     add("--rouge1-threshold", type=float, default=None, metavar="X", help="fail where a method's "
         "ROUGE-1 is below it, in points from 0 to 100 (default: none)")  # fmt: skip
     add("--save-output", type=Path, default=None, metavar="FILE", help="write everything as JSON")
@@ -66,74 +66,80 @@ def run(args: argparse.Namespace) -> int:
     from specserve.compare.lossless import BF16_TOLERANCE
     from specserve.compare.prompts import configured_tokenizer
     from specserve.compare.report import document, write_json
+    from specserve.engine.methods import HF
     from specserve.evaluate.quality import judge_quality
-    from specserve.evaluate.report import differences, failures, quality_fields, table
+    from specserve.evaluate.report import differences, failures, table, with_quality
 
-    if args.rouge1_threshold is not None:
-        at_least_zero("--rouge1-threshold", args.rouge1_threshold)
+    threshold = args.rouge1_threshold
+    if threshold is not None and not 0 <= threshold <= 100:
+        raise ConfigError("--rouge1-threshold", threshold, "0 to 100")
     in_existing_folder("--save-output", args.save_output)
     config = only_application(args.config)
     methods, reference = _methods(args.methods, config)
-    examples = _examples(args, configured_tokenizer(config))
+    examples = _examples(args, config, configured_tokenizer(config))
     prompts = [each.prompt for each in examples]
-    # The other implementation rounds otherwise in float32 as well.
+    # Another implementation rounds otherwise, in float32 as well.
+    is_other = reference.name == HF
     settings = Settings(
         max_tokens=args.max_tokens,
         concurrency=1,
         temperature=0.0,
         seed=0,
         repeat=1,
-        tolerance=BF16_TOLERANCE,
+        tolerance=BF16_TOLERANCE if is_other else tolerance(config, None),
     )
     console = Console()
     comparison = compare(config, methods, prompts, settings, RichDisplay(console), reference)
     found = judge_quality(comparison, [each.reference for each in examples])
+    lost = failures(found, threshold)
     what = str(args.data or args.tasks)
     title = f"{config.model.name}, {len(examples)} questions of {what}"
     console.print(table(comparison, found, reference, title))
-    for line in differences(found, reference):
+    for line in [*differences(found, reference), *lost]:
         console.print(line, highlight=False)
     if args.save_output:
         content = document(
             comparison, config=config, prompt_set=what, prompts=prompts, settings=settings
         )
-        content["references"] = [each.reference for each in examples]
-        for method, quality in found.items():
-            content[str(method)] |= quality_fields(quality)
-        write_json(args.save_output, content)
+        write_json(args.save_output, with_quality(content, found, reference, examples, lost))
         console.print(f"written: {args.save_output}", highlight=False)
-    lost = failures(found, args.rouge1_threshold)
-    for line in lost:
-        console.print(line, highlight=False)
     console.print(f"Quality kept: {'NO' if lost else 'yes'}")
     return 1 if lost else 0
 
 
-def _methods(text: str, config: AppConfig) -> tuple[list[Method], Method]:
+def _methods(text: str | None, config: AppConfig) -> tuple[list[Method], Method]:
     """The methods to run, and the one whose texts the others' are compared with."""
-    from specserve.engine.methods import HF, NONE, Method, parse_methods
+    from specserve.engine.methods import ALL, HF, NONE, Method, parse_methods
 
-    names = [name.strip() for name in text.split(",")]
+    names = [each.strip() for each in text.split(",")] if text is not None else [NONE, ALL, HF]
+    if text is None and not config.speculation:
+        names.remove(ALL)
     if names.count(HF) > 1:
-        raise ConfigError("--methods", text, "each method once")
+        raise ConfigError("--methods", HF, "each method once")
     others = [name for name in names if name != HF]
-    methods = parse_methods(",".join(others), config) if others else []
+    methods = parse_methods(",".join(others), config, also=HF) if others else []
     if Method(NONE) not in methods:
         methods.insert(0, Method(NONE))
-    if len(others) == len(names):
+    if HF not in names:
         return methods, Method(NONE)
     return [*methods, Method(HF)], Method(HF)
 
 
-def _examples(args: argparse.Namespace, tokenizer: Tokenizer) -> list[Example]:
+def _examples(args: argparse.Namespace, config: AppConfig, tokenizer: Tokenizer) -> list[Example]:
+    from specserve.engine.checkpoint import text_sizes
     from specserve.evaluate.examples import draw_examples, read_examples
 
+    longest = text_sizes(config)[0] - args.max_tokens
+    if longest < 1:
+        allowed = f"fewer than the context length, {longest + args.max_tokens}"
+        raise ConfigError("--max-tokens", args.max_tokens, allowed)
+    max_input = min(args.max_input, longest)
     if args.data:
-        return read_examples(args.data, tokenizer, args.num, max_input=args.max_input)
+        return read_examples(args.data, tokenizer, args.num, max_input=max_input)
     return draw_examples(
-        args.tasks.split(","),
+        [each.strip() for each in args.tasks.split(",")],
         tokenizer,
         args.num or DEFAULT_NUM,
-        max_input=args.max_input,
+        max_input=max_input,
         max_tokens=args.max_tokens,
     )

@@ -15,9 +15,10 @@ from specserve.compare.prompts import (
     Tokenizer,
     read_prompts,
     render,
+    to_prompt,
 )
 from specserve.compare.tasks import TaskMaker
-from specserve.core.errors import ConfigError
+from specserve.core.errors import MISSING, ConfigError
 
 TASKS = ("describe", "quote", "rename")
 """What a function does, answered by its docstring; a function of a file; a function with a name
@@ -42,14 +43,14 @@ def draw_examples(
         tokenizer: of the model that is asked.
         num: how many.
         max_input: most tokens of a prompt.
-        max_tokens: most tokens of a reference.
+        max_tokens: references have fewer.
 
     Raises:
         ConfigError: an unknown kind, or limits that no task keeps to.
     """
     for kind in kinds:
         if kind not in TASKS or kinds.count(kind) > 1:
-            raise ConfigError("--tasks", ",".join(kinds), f"of {', '.join(TASKS)}, each once")
+            raise ConfigError("--tasks", ",".join(kinds), f"{', '.join(TASKS)}, each once")
     maker = TaskMaker(load_modules(held_out=True))
     rng = random.Random(0)
     examples: list[Example] = []
@@ -64,8 +65,8 @@ def draw_examples(
                 examples.append(example)
                 break
         else:
-            allowed = f"at most {index}: no further {kind} fits in --max-input and --max-tokens"
-            raise ConfigError("--num", num, allowed)
+            allowed = f"more, or a larger --max-tokens: no {kind} fits for question {index + 1}"
+            raise ConfigError("--max-input", max_input, allowed)
     return examples
 
 
@@ -84,19 +85,23 @@ def read_examples(path: Path, tokenizer: Tokenizer, num: int, *, max_input: int)
     if path.suffix != ".jsonl":
         raise ConfigError("--data", str(path), "the path of a .jsonl file")
     entries = read_prompts(path, "--data", "the path of a .jsonl file")
-    if num > len(entries):
-        raise ConfigError("--num", num, f"at most {len(entries)}, the examples of {path}")
-    return [
+    examples = [
         _checked(f"{path}: example {number}", entry, tokenizer, max_input)
         for number, entry in enumerate(entries[: num or None], 1)
     ]
+    if num > len(examples):
+        raise ConfigError("--num", num, f"at most {len(examples)}, the examples of {path}")
+    return examples
 
 
 def _checked(where: str, entry: FilePrompt, tokenizer: Tokenizer, max_input: int) -> Example:
     if not entry.reference.strip():
-        raise ConfigError(f"{where}: reference", entry.reference, "the text of a good answer")
-    prompt = render(tokenizer, entry.dialogue)
+        given = entry.reference or MISSING
+        raise ConfigError(f"{where}: reference", given, "the text of a good answer")
+    if entry.json_schema:
+        raise ConfigError(f"{where}: json_schema", entry.json_schema, "none: answers are free text")
+    prompt = to_prompt(tokenizer, entry)
     if len(prompt.token_ids) > max_input:
-        allowed = f"at most {max_input}, which is --max-input"
+        allowed = f"at most {max_input}, by --max-input and what --max-tokens leaves"
         raise ConfigError(f"{where}: tokens", len(prompt.token_ids), allowed)
     return Example(prompt, entry.reference)

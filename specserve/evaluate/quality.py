@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rouge_score.rouge_scorer import RougeScorer
+from rouge_score.tokenizers import Tokenizer
 
 from specserve.compare.comparison import Comparison
 from specserve.compare.lossless import Verdict
@@ -36,12 +38,22 @@ class Quality:
     keeps: bool
 
 
+_WORDS = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W_\u3040-\u30ff\u3400-\u9fff]+")
+
+
+class _Words(Tokenizer):  # type: ignore[misc]
+    """Words of any script; the library's own are ASCII alone. A Chinese character is a word."""
+
+    def tokenize(self, text: str) -> list[str]:
+        return _WORDS.findall(text.lower())
+
+
 def rouge(answers: Sequence[str], references: Sequence[str]) -> dict[str, float]:
     """ROUGE by Google's ``rouge-score``, without stemming, in points from 0 to 100.
 
     Source: Lin, ROUGE: A Package for Automatic Evaluation of Summaries (2004).
     """
-    scorer = RougeScorer(METRICS)
+    scorer = RougeScorer(METRICS, tokenizer=_Words())
     scores = [scorer.score(*pair) for pair in zip(references, answers, strict=True)]
     return {name: 100 * statistics.fmean(each[name].fmeasure for each in scores)
             for name in METRICS}  # fmt: skip

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
 
 from specserve.compare.comparison import Comparison
 from specserve.engine.methods import Method
+from specserve.evaluate.examples import Example
 from specserve.evaluate.quality import MAX_DELTA, METRICS, Quality, answers_of
 
 
@@ -18,19 +19,19 @@ def table(
 ) -> Table:
     """One row a method.
 
-    Columns: median seconds an answer, tokens a second, ROUGE in points, ROUGE-1 less that of
+    Columns: median milliseconds an answer, tokens a second, ROUGE in points, ROUGE-1 less that of
     ``none``, share of texts equal to the reference method's.
     """
-    rows = Table(title=title)
+    rows = Table(title=title, padding=(0, 1, 0, 0))
     short = [name.replace("rouge", "R") for name in METRICS]
-    for name in ("method", "latency", "tok/s", *short, "- none", f"= {reference}"):
+    for name in ("method", "ms", "tok/s", *short, "- none", f"= {reference}"):
         rows.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
     for method, quality in found.items():
         answers = answers_of(comparison, method)
         verdict = quality.verdict
         rows.add_row(
             str(method),
-            f"{statistics.median(each.seconds for each in answers):.3f} s",
+            f"{1000 * statistics.median(each.seconds for each in answers):.0f}",
             f"{comparison.passes[method][0].tokens_per_second:.1f}",
             *(f"{quality.scores[name]:.2f}" for name in METRICS),
             "" if method.is_none else f"{quality.delta:+.2f}",
@@ -43,14 +44,19 @@ def differences(found: Mapping[Method, Quality], reference: Method) -> list[str]
     """A line a method whose texts are not all the reference method's: the first that parts."""
     lines = []
     for method, quality in found.items():
-        parted = [*quality.verdict.near_ties, *quality.verdict.failures] if quality.verdict else []
-        if parted:
-            first = min(parted, key=lambda each: each.prompt)
-            lines.append(
-                f"{method}: {len(parted)} texts part from those of {reference}, the first, of "
-                f"question {first.prompt + 1}, at token {first.position + 1}: two tokens "
-                f"{first.gap:.3f} nats apart"
-            )
+        if quality.verdict is None:
+            continue
+        ties, failed = quality.verdict.near_ties, quality.verdict.failures
+        if not ties and not failed:
+            continue
+        first = min(failed or ties, key=lambda each: each.prompt)
+        has_ended = first.expected is None or first.got is None
+        apart = "one of them ends there" if has_ended else f"two tokens {first.gap:.3f} nats apart"
+        lines.append(
+            f"{method}: {len(ties) + len(failed)} texts part from those of {reference}, "
+            f"{len(ties)} of them at a near tie; the first{' other' if failed and ties else ''}, "
+            f"of question {first.prompt + 1}, at token {first.position + 1}: {apart}"
+        )
     return lines
 
 
@@ -69,6 +75,20 @@ def failures(found: Mapping[Method, Quality], threshold: float | None) -> list[s
     return lines
 
 
-def quality_fields(quality: Quality) -> dict[str, Any]:
-    """What the JSON document of a comparison gets for a method."""
-    return {"rouge": quality.scores, "rouge1_difference": quality.delta, "keeps": quality.keeps}
+def with_quality(
+    content: dict[str, Any],
+    found: Mapping[Method, Quality],
+    reference: Method,
+    examples: Sequence[Example],
+    lost: Sequence[str],
+) -> dict[str, Any]:
+    """The JSON document of a comparison, changed into that of an evaluation."""
+    del content["lossless"]
+    content["reference_method"] = str(reference)
+    content["references"] = [each.reference for each in examples]
+    content["quality_kept"], content["failures"] = not lost, list(lost)
+    for method, quality in found.items():
+        entry = content[str(method)]
+        entry["same_texts"] = entry.pop("lossless")
+        entry |= {"rouge": quality.scores, "rouge1_difference": quality.delta}
+    return content

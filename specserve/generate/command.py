@@ -105,11 +105,19 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError("--length-penalty", args.length_penalty, "a finite number")
     is_beam = args.task.startswith("beam_search")
     if is_beam and args.stream:
-        raise ConfigError("--stream", args.task, "another task: a beam search cannot stream")
+        raise ConfigError("--stream", True, f"without it: {args.task} cannot stream")
     if is_beam and args.config:
-        raise ConfigError("--task", args.task, "a beam search needs --url")
-    if args.task == "chat" and (args.input_texts or args.input_ids or args.input_file):
-        raise ConfigError("--task", args.task, "another task: a chat reads what is typed")
+        raise ConfigError("--config", str(args.config), f"--url: {args.task} needs a server")
+    if is_beam and args.add_eos_token:
+        allowed = f"without it: {args.task} ends at the model's own end token alone"
+        raise ConfigError("--add-eos-token", args.add_eos_token, allowed)
+    if args.task == "chat":
+        for name in ("input_texts", "input_ids", "input_file"):
+            if given := getattr(args, name):
+                field = f"--{name.replace('_', '-')}"
+                raise ConfigError(field, given, "without it: a chat reads what is typed")
+    if args.task == TASKS[3] and not args.temperature:
+        raise ConfigError("--temperature", args.temperature, f"above 0: {args.task} draws")
 
 
 def _model(args: argparse.Namespace, stack: contextlib.ExitStack) -> Model:
@@ -144,7 +152,7 @@ def _texts(args: argparse.Namespace, model: Model, console: Console) -> dict[str
         completions = model.run(jobs, args.max_batch_size, shown.show, _beams(args))
         seconds = perf_counter() - began
         write(
-            console, f"pass {number + 1}, {len(jobs)} answers: {summary(completions, seconds)}\n\n"
+            console, f"pass {number + 1}, answers: {len(jobs)}, {summary(completions, seconds)}\n\n"
         )
         answers = [
             {"question": question, "prompt_token_ids": prompt, **asdict(completion)}

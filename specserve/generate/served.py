@@ -111,6 +111,8 @@ class ServedModel:
             finish_reason=reason,
             seconds=perf_counter() - began,
             token_seconds=tuple(times),
+            num_draft_tokens=sum(each["drafted_tokens"] for each in sources.values()),
+            num_accepted_tokens=sum(each["accepted_tokens"] for each in sources.values()),
             sources=sources,
         )
 

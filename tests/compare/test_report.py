@@ -84,9 +84,10 @@ def test_a_text_that_was_changed_is_told(comparison: Comparison) -> None:
     ended = Difference(prompt=0, position=2, expected=9, got=None, gap=float("inf"))
     comparison.verdicts[NGRAM] = verdict(ended)
     assert not comparison.is_lossless
-    (line,) = explanation(comparison)
+    line, hint = explanation(comparison)
     assert "2 of 4 texts identical" in line
     assert "1 CHANGED" in line
+    assert "engine.dtype: float32" in hint
     content = document(
         comparison, config=CONFIG, prompt_set="own", prompts=PROMPTS, settings=SETTINGS
     )

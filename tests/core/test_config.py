@@ -49,7 +49,7 @@ def test_nothing_changes_after_validation() -> None:
     ("sections", "message"),
     [
         ({"engin": {}}, r"^engin: 'engin' is not allowed; allowed: model, engine, speculation, "),
-        ({"model": {}}, r"^model\.path: None .* allowed: a value \(this field is required\)$"),
+        ({"model": {}}, r"^model\.path: is missing; allowed: a value$"),
         (
             {"engine": {"dtype": "int4"}},
             r"^engine\.dtype: 'int4' .* auto, bfloat16, float16, float32$",
@@ -124,7 +124,7 @@ def test_nothing_changes_after_validation() -> None:
         ),
         (
             {"speculation": [{"kind": "trie", "max_draft_len": 5, "decoding_length": 7}]},
-            r"^speculation\.0\.decoding_length: 'decoding_length' .* kind, max_draft_len, ",
+            r"^speculation\.0\.decoding_length: 7 is not allowed; allowed: no other name",
         ),
         (
             {"engine": {"max_model_len": 8}, "speculation": [{"kind": "trie"}]},

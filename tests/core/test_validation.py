@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import Field, ValidationError
 
-from specserve.core.errors import ConfigError
+from specserve.core.errors import MISSING, ConfigError
 from specserve.core.section import Section
 from specserve.core.validation import from_validation_error
 
@@ -40,7 +40,7 @@ def refusal(value: object, prefix: str = "") -> tuple[str, object, str]:
         ([], ("args", [], "a mapping with the keys shapes, labels, frame")),
         ({"shapes": 3}, ("shapes", 3, "a list")),
         ({"shapes": [{"kind": "oval"}]}, ("shapes.0.kind", "oval", "circle, square")),
-        ({"shapes": [{}]}, ("shapes.0.kind", None, "circle, square")),
+        ({"shapes": [{}]}, ("shapes.0.kind", MISSING, "circle, square")),
         (
             {"shapes": [{"kind": "square", "side": 0}]},
             ("shapes.0.side", 0, "an integer >= 1 and <= 9"),
@@ -51,7 +51,7 @@ def refusal(value: object, prefix: str = "") -> tuple[str, object, str]:
         ),
         (
             {"shapes": [{"kind": "circle"}]},
-            ("shapes.0.radius", None, "a value (this field is required)"),
+            ("shapes.0.radius", MISSING, "a value"),
         ),
         (
             {"shapes": [{"kind": "circle", "radius": "2"}]},

@@ -27,6 +27,7 @@ def config(tmp_path: Path) -> Path:
         (["--methods", "none,trie"], "--methods: 'trie' is not allowed"),
         (["--methods", "hf,hf"], "each method once"),
         (["--rouge1-threshold", "nan"], "--rouge1-threshold: nan"),
+        (["--rouge1-threshold", "101"], "--rouge1-threshold: 101.0 is not allowed; allowed: 0 to"),
         (["--save-output", "/nowhere/at/all.json"], "--save-output"),
     ],
 )
@@ -44,4 +45,4 @@ def test_tasks_and_a_file_exclude_each_other(
     with pytest.raises(SystemExit) as raised:
         main(["evaluate", "--config", str(config), "--tasks", "quote", "--data", "a.jsonl"])
     assert raised.value.code == 2
-    assert "--data" in capfd.readouterr().err
+    assert "--data: not allowed with argument --tasks" in capfd.readouterr().err

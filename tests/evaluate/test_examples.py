@@ -31,7 +31,7 @@ def test_tasks_come_in_turn_within_their_limits(tokenizer: Tokenizer) -> None:
     [
         (["quote", "sing"], 400, "--tasks: 'quote,sing' is not allowed"),
         (["quote", "quote"], 400, "each once"),
-        (["rename"], 5, "--num: 2 is not allowed; allowed: at most 0"),
+        (["rename"], 5, "--max-input: 5 is not allowed; allowed: more"),
     ],
 )
 def test_what_cannot_be_drawn_is_told(
@@ -68,10 +68,12 @@ def test_a_file_has_prompts_or_dialogues(tmp_path: Path, tokenizer: Tokenizer) -
 @pytest.mark.parametrize(
     ("line", "num", "words"),
     [
-        ({"prompt": "a"}, 0, "example 2: reference: '' is not allowed"),
+        ({"prompt": "a"}, 0, "example 2: reference: is missing"),
         ({"prompt": "a", "reference": " "}, 0, "example 2: reference: ' '"),
         ({"prompt": "a", "reference": 1}, 0, "data.jsonl:2: reference: 1"),
-        ({"prompt": "a " * 80, "reference": "b"}, 0, "at most 50, which is --max-input"),
+        ({"prompt": "a " * 80, "reference": "b"}, 0, "at most 50, by --max-input and"),
+        ({"prompt": "a", "reference": "b", "json_schema": {}}, 0, "example 2: json_schema"),
+        ({"messages": [], "reference": "b"}, 0, "data.jsonl:2"),
         ({"prompt": "a", "reference": "b"}, 3, "--num: 3 is not allowed; allowed: at most 2"),
     ],
 )

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 from rich.console import Console
 
@@ -6,9 +8,11 @@ from specserve.compare.lossless import Difference, Verdict
 from specserve.engine.generation import Completion, RunResult
 from specserve.engine.methods import HF, Method
 from specserve.evaluate.quality import judge_quality, rouge
-from specserve.evaluate.report import differences, failures, quality_fields, table
+from specserve.evaluate.report import differences, failures, table
 
-NONE, NGRAM, THEIRS = Method("none"), Method("ngram", sources=("ngram",)), Method(HF)
+NONE, THEIRS = Method("none"), Method(HF)
+NGRAM = Method("vllm-suffix", "16")
+"""The longest name of a method."""
 REFERENCES = ["the cat sat on the mat", "the dog sat on the log"]
 
 
@@ -46,6 +50,11 @@ def test_rouge_is_worked_out_by_hand() -> None:
     assert scores["rouge2"] == pytest.approx(100 * 2 / 5)
     assert scores["rougeL"] == pytest.approx(100 * 4 / 6)
     assert rouge(REFERENCES, REFERENCES) == dict.fromkeys(scores, 100.0)
+
+
+def test_words_of_every_script_count() -> None:
+    assert rouge(["今天天气很好"], ["今天天气不好"])["rouge1"] == pytest.approx(100 * 5 / 6)
+    assert rouge(["привет мир"], ["привет дом"])["rouge1"] == pytest.approx(50)
 
 
 def test_equal_texts_keep_the_quality() -> None:
@@ -88,6 +97,14 @@ def test_without_speculation_and_without_others_only_the_threshold_counts() -> N
     assert line == "none: rouge1 0.00 is below --rouge1-threshold 15"
 
 
+def test_a_text_that_ends_where_the_other_goes_on_is_told() -> None:
+    ended = Difference(prompt=0, position=2, expected=None, got=5, gap=math.inf)
+    parted = Verdict(num_identical=1, near_ties=(), failures=(ended,), tolerance=0.1)
+    comparison = beside_hf(answers(*REFERENCES), parted, verdict())
+    (line,) = differences(judge_quality(comparison, REFERENCES), THEIRS)
+    assert "of question 1, at token 3: one of them ends there" in line
+
+
 def test_the_table_has_times_scores_and_equal_texts_within_80_columns() -> None:
     worse = answers(REFERENCES[0], "something else entirely")
     comparison = beside_hf(worse, verdict(0.05), verdict())
@@ -101,6 +118,5 @@ def test_the_table_has_times_scores_and_equal_texts_within_80_columns() -> None:
         if line.startswith("│")
     ]
     worse_scores = ["50.00"] * 4
-    assert rows[1] == ["ngram", "0.500 s", "2.0", *worse_scores, "-50.00", "50%"]
-    assert rows[2] == ["hf", "0.500 s", "2.0", *["100.00"] * 4, "+0.00", ""]
-    assert quality_fields(found[NGRAM])["rouge1_difference"] == pytest.approx(-50)
+    assert rows[1] == ["vllm-suffix:16", "500", "2.0", *worse_scores, "-50.00", "50%"]
+    assert rows[2] == ["hf", "500", "2.0", *["100.00"] * 4, "+0.00", ""]

@@ -15,9 +15,15 @@ from specserve.cli.main import main
         (["--url", "x", "--top-p", "0"], "--top-p: 0.0 is not allowed"),
         (["--url", "x", "--temperature", "nan"], "--temperature: nan is not allowed"),
         (["--url", "x", "--length-penalty", "inf"], "--length-penalty: inf is not allowed"),
-        (["--config", "x", "--task", "beam_search"], "--task: 'beam_search' is not allowed"),
-        (["--url", "x", "--task", "beam_search", "--stream"], "--stream: 'beam_search'"),
-        (["--url", "x", "--task", "chat", "--input-texts", "a"], "--task: 'chat'"),
+        (["--config", "x", "--task", "beam_search"], "--config: 'x' is not allowed"),
+        (["--url", "x", "--task", "beam_search", "--stream"], "--stream: True is not"),
+        (["--url", "x", "--task", "beam_search", "--add-eos-token", "5"], "--add-eos-token: ['5']"),
+        (
+            ["--url", "x", "--task", "beam_search_with_sampling", "--temperature", "0"],
+            "--temperature: 0.0",
+        ),
+        (["--url", "x", "--save-output", "/tmp"], "--save-output: '/tmp'"),
+        (["--url", "x", "--task", "chat", "--input-texts", "a"], "--input-texts: ['a']"),
     ],
 )
 def test_a_wrong_argument_is_one_line(

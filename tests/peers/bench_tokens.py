@@ -22,7 +22,8 @@ from rich.console import Console
 
 from specserve.bench.token_file import write_token_file
 from specserve.compare.machine import circumstances
-from specserve.compare.prompts import load_tokenizer
+from specserve.compare.prompts import configured_tokenizer
+from specserve.core.config import ModelConfig
 from specserve.core.errors import SpecServeError
 from tests.peers.bench_engine import measured_config
 from tests.peers.servers import serve
@@ -52,12 +53,12 @@ def ours(url: str, folder: Path, clients: int) -> list[str]:
     return ["bench", "tokens", str(folder / "in.csv"), "--ignore-eos", *_words(options)]
 
 
-def theirs(url: str, folder: Path, clients: int, model: str, tokenizer: str) -> list[str]:
+def theirs(url: str, folder: Path, clients: int, model: ModelConfig) -> list[str]:
     """The same for vLLM's, which takes texts."""
     options = {
         "--base-url": url,
-        "--model": model,
-        "--tokenizer": tokenizer,
+        "--model": model.name,
+        "--tokenizer": model.tokenizer or model.path,
         "--dataset-name": "custom",
         "--dataset-path": str(folder / "in.jsonl"),
         "--custom-output-len": str(MAX_OUTPUT),
@@ -99,8 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     config = measured_config(args.config)
-    name = config.model.tokenizer or config.model.path
-    tokenizer = load_tokenizer(name, config.model.revision)
+    tokenizer = configured_tokenizer(config)
     requests = Workload(tokenizer, args.seed).load("plain-code", args.clients, args.number).measured
     texts = [str(each.prompt) for each in requests]
     found: dict[str, list[dict[str, Any]]] = {OURS: [], THEIRS: []}
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         (folder / "in.jsonl").write_text("\n".join(lines) + "\n")
         commands = {
             OURS: ours(url, folder, args.clients),
-            THEIRS: theirs(url, folder, args.clients, config.model.name, str(name)),
+            THEIRS: theirs(url, folder, args.clients, config.model),
         }
         for turn in range(args.turns + 1):
             for side in (OURS, THEIRS) if turn % 2 else (THEIRS, OURS):

@@ -125,7 +125,9 @@ class GenerationApi:
         # Whatever is wrong is known with the first output, when there still is a status to tell it.
         first = await _while_connected(request, _first(outputs))
         content = events(asked, _following(first, outputs))
-        return StreamingResponse(content, media_type="text/event-stream")
+        # Or a proxy such as nginx keeps events back.
+        unbuffered = {"x-accel-buffering": "no"}
+        return StreamingResponse(content, media_type="text/event-stream", headers=unbuffered)
 
     def _info(self) -> dict[str, Any]:
         limits = self._engine.limits

@@ -24,6 +24,7 @@ def post(engine: ScriptedEngine, path: str = "/generate", root_path: str = "", *
 
 def events(answer: Any) -> list[dict[str, Any]]:
     assert answer.headers["content-type"].startswith("text/event-stream")
+    assert answer.headers["x-accel-buffering"] == "no"
     *told, rest = answer.text.split("\n\n")
     assert rest == ""
     return [json.loads(each.removeprefix("data: ")) for each in told]
