@@ -53,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
     from specserve.engine.vllm_version import check_vllm
     from specserve.serve.config_file import read
 
+    if args.cluster is not None:
+        plan.check_cluster(args.cluster)
     file = read(args.config or _default())
     for application in file.applications:
         check_vllm(application.config)

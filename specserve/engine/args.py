@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import FrontendArgs, make_arg_parser
+from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -48,6 +49,8 @@ def _vllm_options(config: AppConfig) -> dict[str, Any]:
             raise ConfigError(field, key, "the fields of vLLM's AsyncEngineArgs or FrontendArgs")
         options[key] = _typed(field, value, known.type)
         check_option(config, key, options[key], _default(known))
+        if key == "quantization" and options[key] not in (None, *QUANTIZATION_METHODS):
+            raise ConfigError(field, value, ", ".join(sorted(QUANTIZATION_METHODS)))
     return options
 
 

@@ -52,10 +52,12 @@ def differences(found: Mapping[Method, Quality], reference: Method) -> list[str]
         first = min(failed or ties, key=lambda each: each.prompt)
         has_ended = first.expected is None or first.got is None
         apart = "one of them ends there" if has_ended else f"two tokens {first.gap:.3f} nats apart"
+        num_parted = len(ties) + len(failed)
         lines.append(
-            f"{method}: {len(ties) + len(failed)} texts part from those of {reference}, "
-            f"{len(ties)} of them at a near tie; the first{' other' if failed and ties else ''}, "
-            f"of question {first.prompt + 1}, at token {first.position + 1}: {apart}"
+            f"{method}: {num_parted} of {num_parted + quality.verdict.num_identical} texts are not "
+            f"those of {reference}, {len(ties)} part at a near tie; the first"
+            f"{' other' if failed and ties else ''}, of question {first.prompt + 1}, at token "
+            f"{first.position + 1}: {apart}"
         )
     return lines
 

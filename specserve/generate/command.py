@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from specserve.compare.arguments import at_least_zero, in_existing_folder, number_from
-from specserve.core.errors import ConfigError
+from specserve.core.errors import ConfigError, SpecServeError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -149,7 +149,11 @@ def _texts(args: argparse.Namespace, model: Model, console: Console) -> dict[str
     for number in range(1 if any(given.values()) else 2):
         shown = Answers(console, [_shown(each) for each in questions], streams=args.stream)
         began = perf_counter()
-        completions = model.run(jobs, args.max_batch_size, shown.show, _beams(args))
+        try:
+            completions = model.run(jobs, args.max_batch_size, shown.show, _beams(args))
+        except SpecServeError:
+            write(console, "\n")  # the line of the answer that was open
+            raise
         seconds = perf_counter() - began
         write(
             console, f"pass {number + 1}, answers: {len(jobs)}, {summary(completions, seconds)}\n\n"

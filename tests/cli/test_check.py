@@ -237,6 +237,7 @@ def test_a_plan_tells_what_is_beside_rank_0_and_counts_its_memory(
             ["--cluster", "2x8", "--gpu-memory", "40GB"],
             "app.yaml: applications.0.args: a shard's weights of 40.2 GiB do not fit into 0.9 x 37",
         ),
+        (["--cluster", ""], "--cluster: '' is not allowed; allowed: running, or groups "),
         (["--cluster", "2by8"], "--cluster: '2by8' is not allowed; allowed: running, or groups "),
         (["--cluster", "2x8", "--gpu-memory", "80"], "--gpu-memory: '80' is not allowed; allow"),
     ],

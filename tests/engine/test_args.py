@@ -31,6 +31,7 @@ def config(vllm: dict[str, Any] | None = None, **sections: Any) -> AppConfig:
         ({"max_num_queued_reqs": 3}, "http.max_queued_requests"),
         ({"enable_prefix_caching": "perhaps"}, "valid boolean"),
         ({"block_size": "large"}, "valid integer"),
+        ({"quantization": "weight_only_int8"}, "int8_per_channel_weight_only"),
         ({"ssl_keyfile": "key.pem"}, "http_options"),
         ({"api_key": ["sk-1"]}, "http.api_keys"),
         ({"uds": "/run/socket"}, "http_options"),
