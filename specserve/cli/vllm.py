@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from importlib.util import find_spec
 
-from specserve.core.errors import MissingExtraError
+from specserve.core.errors import MissingExtraError, SpecServeError, reason_of
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -24,13 +25,14 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         MissingExtraError: vLLM is not installed.
+        SpecServeError: a package is missing that this command of vLLM needs.
     """
     from specserve.engine.vllm_command import run_vllm
 
     try:
         run_vllm(args.args[args.args[:1] == ["--"] :])
-    except ModuleNotFoundError as error:
-        if error.name != "vllm":
-            raise
-        raise MissingExtraError("vllm") from error
+    except ImportError as error:
+        if find_spec("vllm") is None:
+            raise MissingExtraError("vllm") from error
+        raise SpecServeError(f"vllm: {reason_of(error)}") from error
     return 0

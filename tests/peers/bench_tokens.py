@@ -3,7 +3,8 @@
     python -m tests.peers tokens [--clients 8] [--turns 4] [--number 64]
 
 Both send the same prompts in the same order, greedy and past the end token. The first turn is not
-counted: from then on the draft memory has all texts.
+counted: from then on the draft memory has all texts. vLLM's reads its file with pandas, which is
+not in the lock: `pip install --no-deps pandas python-dateutil`.
 """
 
 from __future__ import annotations
