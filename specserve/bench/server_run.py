@@ -1,22 +1,28 @@
-"""Continues token ids by a server's ``/v1/completions``, with OpenAI's client."""
+"""Continues token ids by a server's ``/v1/completions``.
+
+OpenAI's client takes five times as long for a chunk as this, which a server on the same CPUs feels.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import aiohttp
 import httpx
-import openai
+import msgspec
 
 from specserve.core.errors import ConfigError, SpecServeError, reason_of
 from specserve.engine.generation import Completion, Job, RunResult, Sampling
 from specserve.serve.shared import AS_OF
 
 TIMEOUT_S = 600.0
+LONGEST_LINE = 1 << 24
+"""Of a stream, in bytes; the first has the prompt's tokens."""
 WAIT_S = 10.0
 """How long counts may be awaited that are not older than the question; clocks may differ."""
 
@@ -65,39 +71,38 @@ class Server:
         left = iter(enumerate(jobs))
         done: dict[int, Completion] = {}
 
-        async def client(api: openai.AsyncOpenAI, left: Iterator[tuple[int, Job]]) -> None:
+        async def client(session: aiohttp.ClientSession) -> None:
             for index, job in left:
                 try:
-                    done[index] = await self._complete(api, job)
-                except (openai.OpenAIError, httpx.HTTPError) as error:
+                    done[index] = await self._complete(session, job)
+                except (aiohttp.ClientError, OSError, ValueError, SpecServeError) as error:
                     reason = reason_of(error)
                     raise SpecServeError(f"request {index + 1} failed: {reason}") from error
                 progress(len(done), sum(len(each.token_ids) for each in done.values()))
 
-        async with openai.AsyncOpenAI(
-            base_url=f"{self.url}/v1", api_key=api_key(), timeout=TIMEOUT_S, max_retries=0
-        ) as api:
-            await asyncio.gather(*(client(api, left) for _ in range(min(concurrency, len(jobs)))))
+        async with aiohttp.ClientSession(
+            headers=headers(),
+            timeout=aiohttp.ClientTimeout(TIMEOUT_S),
+            connector=aiohttp.TCPConnector(limit=0),
+            read_bufsize=LONGEST_LINE,
+            trust_env=True,
+        ) as session:
+            await asyncio.gather(*(client(session) for _ in range(min(concurrency, len(jobs)))))
         seconds = time.perf_counter() - began
         completions = tuple(done[index] for index in range(len(jobs)))
         return RunResult(completions=completions, seconds=seconds, drafts=())
 
-    async def _complete(self, api: openai.AsyncOpenAI, job: Job) -> Completion:
+    async def _complete(self, session: aiohttp.ClientSession, job: Job) -> Completion:
         began = time.perf_counter()
         text, tokens, times, reason = "", list[int](), list[float](), ""
-        async for chunk in await api.completions.create(
-            model=self.model,
-            prompt=list(job.prompt_token_ids),
-            stream=True,
-            **_options(job.sampling),
-        ):
+        async for chunk in self._stream(session, job):
             elapsed = time.perf_counter() - began
-            for choice in chunk.choices:
-                new = (choice.model_extra or {}).get("token_ids") or []
-                text += choice.text
+            for choice in chunk["choices"]:
+                new = choice.get("token_ids") or []
+                text += choice["text"]
                 tokens += new
                 times += [elapsed] * len(new)
-                reason = choice.finish_reason or reason
+                reason = choice.get("finish_reason") or reason
         if not tokens:
             raise SpecServeError(f"{self.url} tells no token ids: it has to be vLLM's application")
         return Completion(
@@ -107,6 +112,26 @@ class Server:
             seconds=time.perf_counter() - began,
             token_seconds=tuple(times),
         )
+
+    async def _stream(
+        self, session: aiohttp.ClientSession, job: Job
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """The chunks of an answer.
+
+        Raises:
+            SpecServeError: the server's own error.
+        """
+        prompt = list(job.prompt_token_ids)
+        body = {"model": self.model, "prompt": prompt, "stream": True, **_options(job.sampling)}
+        async with session.post(f"{self.url}/v1/completions", json=body) as answer:
+            if not answer.ok:
+                raise SpecServeError(_message(await answer.read()) or f"HTTP {answer.status}")
+            async for line in answer.content:
+                data = line.removeprefix(b"data:").strip()
+                if line.startswith(b"data:") and data != b"[DONE]":
+                    if told := _message(data):
+                        raise SpecServeError(told)
+                    yield msgspec.json.decode(data)
 
 
 def find_server(url: str) -> Server:
@@ -132,12 +157,20 @@ def _options(sampling: Sampling) -> dict[str, Any]:
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "seed": sampling.seed,
-        "extra_body": {
-            "top_k": sampling.top_k,
-            "ignore_eos": sampling.ignore_eos,
-            "return_token_ids": True,
-        },
+        "top_k": sampling.top_k,
+        "ignore_eos": sampling.ignore_eos,
+        "return_token_ids": True,
     }
+
+
+def _message(body: bytes) -> str:
+    """What an error says; empty: it is none."""
+    if b'"error"' not in body:
+        return ""
+    try:
+        return " ".join(str(msgspec.json.decode(body)["error"]["message"]).split())
+    except (ValueError, LookupError, TypeError):
+        return ""
 
 
 def api_key() -> str:
