@@ -27,12 +27,14 @@ class Quality:
 
     Attributes:
         scores: F-measure by metric, mean over the answers, in points from 0 to 100.
+        exact: share of answers that are their reference, but for whitespace around it.
         delta: its ROUGE-1 less that of ``none``, in points.
         verdict: its texts beside those of the reference method; None: it is the reference.
         keeps: its texts are the reference method's up to near ties, or ``delta`` is small.
     """
 
     scores: dict[str, float]
+    exact: float
     delta: float
     verdict: Verdict | None
     keeps: bool
@@ -78,7 +80,13 @@ def judge_quality(comparison: Comparison, references: Sequence[str]) -> dict[Met
         # The reference method is as equal to `none` as `none` is to it.
         beside = verdict or comparison.verdicts.get(Method(NONE))
         keeps = abs(delta) <= MAX_DELTA or (beside is not None and beside.is_lossless)
-        found[method] = Quality(scores=its, delta=delta, verdict=verdict, keeps=keeps)
+        same = [
+            answer.text.strip() == reference.strip()
+            for answer, reference in zip(answers_of(comparison, method), references, strict=True)
+        ]
+        found[method] = Quality(
+            scores=its, exact=statistics.fmean(same), delta=delta, verdict=verdict, keeps=keeps
+        )
     return found
 
 

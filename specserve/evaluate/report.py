@@ -19,12 +19,12 @@ def table(
 ) -> Table:
     """One row a method.
 
-    Columns: median milliseconds an answer, tokens a second, ROUGE in points, ROUGE-1 less that of
-    ``none``, share of texts equal to the reference method's.
+    Columns: median milliseconds an answer, tokens a second, ROUGE in points, share of answers that
+    are their reference, share of texts equal to the reference method's.
     """
     rows = Table(title=title, padding=(0, 1, 0, 0))
     short = [name.replace("rouge", "R") for name in METRICS]
-    for name in ("method", "ms", "tok/s", *short, "- none", f"= {reference}"):
+    for name in ("method", "ms", "tok/s", *short, "exact", f"= {reference}"):
         rows.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
     for method, quality in found.items():
         answers = answers_of(comparison, method)
@@ -34,7 +34,7 @@ def table(
             f"{1000 * statistics.median(each.seconds for each in answers):.0f}",
             f"{comparison.passes[method][0].tokens_per_second:.1f}",
             *(f"{quality.scores[name]:.2f}" for name in METRICS),
-            "" if method.is_none else f"{quality.delta:+.2f}",
+            f"{quality.exact:.0%}",
             f"{verdict.num_identical / len(answers):.0%}" if verdict else "",
         )
     return rows
@@ -93,4 +93,5 @@ def with_quality(
         entry = content[str(method)]
         entry["same_texts"] = entry.pop("lossless")
         entry |= {"rouge": quality.scores, "rouge1_difference": quality.delta}
+        entry["exact"] = quality.exact
     return content

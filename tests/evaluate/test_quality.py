@@ -88,6 +88,7 @@ def test_another_text_that_is_as_good_keeps_the_quality() -> None:
     found = judge_quality(beside_hf(turned, verdict(0.3), verdict()), REFERENCES)
     assert found[NGRAM].delta == 0
     assert found[NGRAM].keeps
+    assert found[NGRAM].exact == 0.5
 
 
 def test_without_speculation_and_without_others_only_the_threshold_counts() -> None:
@@ -118,5 +119,5 @@ def test_the_table_has_times_scores_and_equal_texts_within_80_columns() -> None:
         if line.startswith("│")
     ]
     worse_scores = ["50.00"] * 4
-    assert rows[1] == ["vllm-suffix:16", "500", "2.0", *worse_scores, "-50.00", "50%"]
-    assert rows[2] == ["hf", "500", "2.0", *["100.00"] * 4, "+0.00", ""]
+    assert rows[1] == ["vllm-suffix:16", "500", "2.0", *worse_scores, "50%", "50%"]
+    assert rows[2] == ["hf", "500", "2.0", *["100.00"] * 4, "100%", ""]
