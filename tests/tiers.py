@@ -138,6 +138,10 @@ LONG = {
     "integration/offline/test_compare.py": (
         "Three engines for a command that tests/compare has unit tests of."
     ),
+    "integration/offline/test_evaluate.py": (
+        "Four engines for a command that tests/evaluate has unit tests of;"
+        " tests/engine/test_hugging_face.py generates with transformers."
+    ),
     "integration/offline/test_shard_weights.py": (
         "Two engines of two shards each. tests/engine has unit tests of the files and the loader."
     ),
