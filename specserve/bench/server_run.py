@@ -21,6 +21,7 @@ from specserve.engine.generation import Completion, Job, RunResult, Sampling
 from specserve.serve.shared import AS_OF
 
 TIMEOUT_S = 600.0
+"""For a connection, and for each piece of an answer; a whole answer may take longer."""
 LONGEST_LINE = 1 << 24
 """Of a stream, in bytes; the first has the prompt's tokens."""
 WAIT_S = 10.0
@@ -82,7 +83,7 @@ class Server:
 
         async with aiohttp.ClientSession(
             headers=headers(),
-            timeout=aiohttp.ClientTimeout(TIMEOUT_S),
+            timeout=aiohttp.ClientTimeout(sock_connect=TIMEOUT_S, sock_read=TIMEOUT_S),
             connector=aiohttp.TCPConnector(limit=0),
             read_bufsize=LONGEST_LINE,
             trust_env=True,
@@ -125,11 +126,12 @@ class Server:
         body = {"model": self.model, "prompt": prompt, "stream": True, **_options(job.sampling)}
         async with session.post(f"{self.url}/v1/completions", json=body) as answer:
             if not answer.ok:
-                raise SpecServeError(_message(await answer.read()) or f"HTTP {answer.status}")
+                told = error_message(await answer.read())
+                raise SpecServeError(told or f"HTTP {answer.status}")
             async for line in answer.content:
                 data = line.removeprefix(b"data:").strip()
                 if line.startswith(b"data:") and data != b"[DONE]":
-                    if told := _message(data):
+                    if told := error_message(data):
                         raise SpecServeError(told)
                     yield msgspec.json.decode(data)
 
@@ -163,8 +165,8 @@ def _options(sampling: Sampling) -> dict[str, Any]:
     }
 
 
-def _message(body: bytes) -> str:
-    """What an error says; empty: it is none."""
+def error_message(body: bytes) -> str:
+    """What an error of OpenAI's form says, on one line; empty: the body is none."""
     if b'"error"' not in body:
         return ""
     try:

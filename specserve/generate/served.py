@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import openai
 
-from specserve.bench.server_run import TIMEOUT_S, api_key, find_server, headers
+from specserve.bench.server_run import TIMEOUT_S, api_key, error_message, find_server, headers
 from specserve.core.errors import ConfigError, SpecServeError, reason_of
 from specserve.engine.generation import Completion, Job, Show
 from specserve.generate.base import Beams, Message, TokenIds
@@ -60,7 +60,8 @@ class ServedModel:
                 f"{self._url}/tokenize", json=body, headers=headers(), timeout=TIMEOUT_S
             )
             if answer.is_error:
-                raise SpecServeError(f"{self._url}/tokenize: {_message(answer)}")
+                told = error_message(answer.content) or f"HTTP {answer.status_code}"
+                raise SpecServeError(f"{self._url}/tokenize: {told}")
             return tuple(answer.json()["tokens"])
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
             raise SpecServeError(f"{self._url}/tokenize: {reason_of(error)}") from error
@@ -152,13 +153,6 @@ def _sources(chunk: Any) -> dict[str, dict[str, int]]:
         "sources", {}
     )
     return found
-
-
-def _message(answer: httpx.Response) -> str:
-    try:
-        return " ".join(str(answer.json()["error"]["message"]).split())
-    except (ValueError, LookupError, TypeError):
-        return f"HTTP {answer.status_code}"
 
 
 def _read(path: Path) -> str:

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from specserve.bench import server_run
+from specserve.bench.server_run import Server
+from specserve.core.errors import SpecServeError
+from specserve.engine.generation import Job, RunResult, Sampling
+
+Handler = Callable[[web.Request], Any]
+
+
+@asynccontextmanager
+async def serving(answer: Handler) -> AsyncIterator[str]:
+    app = web.Application()
+    app.router.add_post("/v1/completions", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+def run(answer: Handler) -> RunResult:
+    async def both() -> RunResult:
+        async with serving(answer) as url:
+            job = Job((1, 2), Sampling(max_tokens=4))
+            return await Server(url, "demo", 100)._run([job], 1, lambda *_: None)
+
+    return asyncio.run(both())
+
+
+def chunk(*token_ids: int, **more: Any) -> bytes:
+    choice = {"text": " t" * len(token_ids), "token_ids": token_ids, "finish_reason": None}
+    return b"data: " + json.dumps({"choices": [choice | more]}).encode() + b"\n\n"
+
+
+def streaming(*chunks: bytes, pause_s: float = 0.0) -> Handler:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for each in chunks:
+            await response.write(each)
+            await asyncio.sleep(pause_s)
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    return answer
+
+
+def test_a_stream_may_take_longer_than_the_wait_for_its_next_chunk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server_run, "TIMEOUT_S", 0.5)
+    chunks = [*(chunk(n) for n in range(4)), chunk(finish_reason="length")]
+    (only,) = run(streaming(*chunks, pause_s=0.2)).completions
+    assert only.token_ids == (0, 1, 2, 3)
+    assert (only.text, only.finish_reason) == (" t t t t", "length")
+
+
+def test_a_stream_that_stands_still_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_run, "TIMEOUT_S", 0.2)
+    with pytest.raises(SpecServeError, match=r"^request 1 failed: "):
+        run(streaming(chunk(1), pause_s=1.0))
+
+
+def test_the_prompts_tokens_may_be_a_long_line() -> None:
+    (only,) = run(streaming(chunk(7, prompt_token_ids=[100_000] * 100_000))).completions
+    assert only.token_ids == (7,)
+
+
+def test_the_servers_error_is_told_before_and_within_a_stream() -> None:
+    refusal = {"error": {"message": "too\nlong", "code": 400}}
+
+    async def refuse(request: web.Request) -> web.Response:
+        return web.json_response(refusal, status=400)
+
+    async def break_down(request: web.Request) -> web.Response:
+        return web.Response(status=502, text="<html>")
+
+    with pytest.raises(SpecServeError, match=r"^request 1 failed: too long$"):
+        run(refuse)
+    with pytest.raises(SpecServeError, match=r"^request 1 failed: HTTP 502$"):
+        run(break_down)
+    within = b"data: " + json.dumps(refusal).encode() + b"\n\n"
+    with pytest.raises(SpecServeError, match=r"^request 1 failed: too long$"):
+        run(streaming(chunk(1), within))
+
+
+def test_a_server_that_tells_no_tokens_is_refused() -> None:
+    with pytest.raises(SpecServeError, match=r"it has to be vLLM's application$"):
+        run(streaming(chunk(finish_reason="stop")))
