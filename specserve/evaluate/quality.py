@@ -57,8 +57,9 @@ def rouge(answers: Sequence[str], references: Sequence[str]) -> dict[str, float]
     """
     scorer = RougeScorer(METRICS, tokenizer=_Words())
     scores = [scorer.score(*pair) for pair in zip(references, answers, strict=True)]
-    return {name: 100 * statistics.fmean(each[name].fmeasure for each in scores)
-            for name in METRICS}  # fmt: skip
+    return {
+        name: 100 * statistics.fmean(each[name].fmeasure for each in scores) for name in METRICS
+    }
 
 
 def judge_quality(comparison: Comparison, references: Sequence[str]) -> dict[Method, Quality]:

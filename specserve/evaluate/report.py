@@ -92,6 +92,9 @@ def with_quality(
     for method, quality in found.items():
         entry = content[str(method)]
         entry["same_texts"] = entry.pop("lossless")
-        entry |= {"rouge": quality.scores, "rouge1_difference": quality.delta}
-        entry["exact"] = quality.exact
+        entry |= {
+            "rouge": quality.scores,
+            "rouge1_difference": quality.delta,
+            "exact": quality.exact,
+        }
     return content

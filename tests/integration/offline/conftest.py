@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -62,3 +63,10 @@ def running_engine(config: AppConfig, method: str) -> Iterator[EngineProcess]:
     with EngineProcess(config, parse_method(method, config)) as engine:
         engine.wait_ready()
         yield engine
+
+
+@pytest.fixture
+def application(config: AppConfig) -> dict[str, Any]:
+    """The arguments of an application in a Serve file."""
+    args: dict[str, Any] = config.model_dump(mode="json")
+    return args

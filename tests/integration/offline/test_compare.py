@@ -8,10 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 import yaml
-
-from specserve.core.config import AppConfig
 
 PROMPT = (
     "def area(width, height):\n    return width * height\n\ndef area(width, height):\n    return"
@@ -59,12 +56,6 @@ def _inherited(folder: str) -> list[psutil.Process]:
         except psutil.Error:
             continue
     return found
-
-
-@pytest.fixture
-def application(config: AppConfig) -> dict[str, Any]:
-    args: dict[str, Any] = config.model_dump(mode="json")
-    return args
 
 
 def test_two_methods_are_run_compared_and_written(

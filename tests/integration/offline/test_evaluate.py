@@ -6,16 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
-
-from specserve.core.config import AppConfig
-
-
-@pytest.fixture
-def application(config: AppConfig) -> dict[str, Any]:
-    args: dict[str, Any] = config.model_dump(mode="json")
-    return args
 
 
 def evaluate(
