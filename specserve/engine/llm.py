@@ -36,7 +36,7 @@ from specserve.engine.beams import enable_beam_sampling
 from specserve.engine.checkpoint import model_identity
 from specserve.engine.client import ServedLLM
 from specserve.engine.cluster_memory import shared_trie, store_options
-from specserve.engine.cpu.backend import check_quantization, choose_latent_attention
+from specserve.engine.cpu.backend import choose_latent_attention
 from specserve.engine.isolation import TenantLLM, close_routes, part_media, part_responses
 from specserve.engine.logits_processors import PROCESSORS
 from specserve.engine.predicted import predictor
@@ -78,9 +78,7 @@ class Engine:
         Raises:
             EngineError: vLLM refuses the checkpoint or an option, finds no device on this node,
                 or its engine core or a shard died while starting.
-            ConfigError: this CPU cannot compute with weights that are quantized so.
         """
-        check_quantization(config)
         _prepare_environment(config)
         in_process = _in_process(config, placement_group)
         arguments = served_engine_args(config, label_key, in_process=in_process)

@@ -29,7 +29,7 @@ from specserve.core.config import AppConfig
 from specserve.core.errors import ConfigError, EngineError, reason_of
 from specserve.core.metrics import AcceptanceSnapshot, SpeculationSnapshot
 from specserve.engine.args import engine_args, served_engine_args, worker_cls
-from specserve.engine.cpu.backend import check_quantization, choose_latent_attention
+from specserve.engine.cpu.backend import choose_latent_attention
 from specserve.engine.executor import InProcessExecutor
 from specserve.engine.generation import Completion, Job, RunResult, Sampling, Show
 from specserve.engine.methods import Method
@@ -55,7 +55,6 @@ class OfflineEngine:
     """
 
     def __init__(self, config: AppConfig, method: Method) -> None:
-        check_quantization(config)
         self._counter = _DraftCounter()
         self._method = method
         self._vllm_drafts = method.is_peer or method.narrowed(config).drafts_in_engine

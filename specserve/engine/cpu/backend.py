@@ -1,4 +1,4 @@
-"""What depends on whether a CPU has AMX: which latent attention it runs, and quantized weights.
+"""What depends on whether a CPU has AMX: which latent attention it runs.
 
 With AMX vLLM 0.32 takes its AMX backend for every model with latent attention, also for one whose
 sizes or type its kernels refuse, which then fails at the first prompt.
@@ -11,12 +11,6 @@ from vllm.config import ModelConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import CpuArchEnum, current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-from specserve.core.config import AppConfig
-from specserve.core.errors import ConfigError
-
-_NEED_AMX = ("fp8_per_block", "int8_per_channel_weight_only")
-"""vLLM's ways to quantize while it loads whose kernels for x86 all need AMX."""
 
 _AMX_HEAD_SIZE, _AMX_MULTIPLE = 576, 32
 
@@ -34,20 +28,13 @@ def choose_latent_attention(arguments: EngineArgs) -> None:
             arguments.speculative_config.setdefault("attention_backend", "CPU_MLA")
 
 
-def check_quantization(config: AppConfig) -> None:
-    """Raises ConfigError where the weights are to be quantized in a way that this CPU cannot."""
-    quantization = config.engine.vllm.get("quantization")
-    if quantization in _NEED_AMX and _is_x86() and not has_amx():
-        allowed = "only on a CPU with AMX, which vLLM's kernels for it need"
-        raise ConfigError("engine.vllm.quantization", quantization, allowed)
-
-
 def has_amx() -> bool:
     """Whether vLLM takes this machine for a CPU with AMX."""
-    return bool(_is_x86() and torch.cpu._is_amx_tile_supported())
+    return bool(is_x86() and torch.cpu._is_amx_tile_supported())
 
 
-def _is_x86() -> bool:
+def is_x86() -> bool:
+    """Whether vLLM runs on an x86 CPU."""
     architecture = current_platform.get_cpu_architecture()
     return bool(current_platform.is_cpu() and architecture == CpuArchEnum.X86)
 

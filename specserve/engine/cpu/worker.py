@@ -6,10 +6,12 @@ from typing import Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from specserve.engine.cpu.backend import has_amx, is_x86
 from specserve.engine.cpu.experts import allow_float32_experts
 from specserve.engine.cpu.kernels import repair_kernels, unused_generators_aside
 from specserve.engine.cpu.linear import use_fastest_linear, use_fastest_linear_in
 from specserve.engine.cpu.mla import use_verifying_backend
+from specserve.engine.cpu.quantized import round_weights_instead
 from specserve.engine.worker import SpeculationMixin
 
 
@@ -22,6 +24,8 @@ class CpuWorker(CPUWorker):
         use_verifying_backend()
         use_fastest_linear()
         allow_float32_experts()
+        if is_x86() and not has_amx():
+            round_weights_instead()
         super().init_device()
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:

@@ -10,9 +10,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import CpuArchEnum, current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from specserve.core.config import parse
-from specserve.core.errors import ConfigError
-from specserve.engine.cpu.backend import check_quantization, choose_latent_attention, fits_amx
+from specserve.engine.cpu.backend import choose_latent_attention, fits_amx
 
 DEMO = Path(__file__).parents[3] / "configs/models/demo-base"
 
@@ -73,19 +71,3 @@ def test_the_demo_model_keeps_off_amx(
     assert arguments.attention_backend == chosen
     of_drafter = {"attention_backend": "CPU_MLA"} if chosen == AttentionBackendEnum.CPU_MLA else {}
     assert arguments.speculative_config == drafter | of_drafter
-
-
-@pytest.mark.skipif(
-    not current_platform.is_cpu() or current_platform.get_cpu_architecture() != CpuArchEnum.X86,
-    reason="about x86 CPUs",
-)
-@pytest.mark.parametrize("quantization", ["fp8_per_block", "int8_per_channel_weight_only"])
-def test_weights_that_only_amx_computes_with_are_refused_elsewhere(
-    monkeypatch: pytest.MonkeyPatch, quantization: str
-) -> None:
-    config = parse({"model": {"path": "a"}, "engine": {"vllm": {"quantization": quantization}}})
-    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: True)
-    check_quantization(config)
-    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: False)
-    with pytest.raises(ConfigError, match=r"engine\.vllm\.quantization: .* a CPU with AMX"):
-        check_quantization(config)

@@ -2,14 +2,10 @@
 
 import pytest
 
-from specserve.compare.engine_process import EngineProcess
 from specserve.compare.lossless import BF16_TOLERANCE, judge
 from specserve.compare.prompts import load_prompts, load_tokenizer
 from specserve.core.config import AppConfig
-from specserve.core.errors import EngineError
-from specserve.engine.cpu.backend import has_amx
 from specserve.engine.generation import Job, Sampling
-from specserve.engine.methods import parse_method
 from tests.integration.cluster import model_path
 from tests.integration.offline.conftest import running_engine
 from tests.integration.stage import Stage
@@ -25,7 +21,6 @@ def quantized(config: AppConfig, quantization: str) -> AppConfig:
     return config.model_copy(update={"model": model, "engine": engine})
 
 
-@pytest.mark.skipif(not has_amx(), reason="vLLM's kernels for quantized weights need AMX")
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_a_quantized_base_writes_the_same_with_drafts(
     stage: Stage, nodes: Stage, config: AppConfig, quantization: str
@@ -47,16 +42,3 @@ def test_a_quantized_base_writes_the_same_with_drafts(
             tolerance=BF16_TOLERANCE,
         )
     assert verdict.is_lossless, verdict
-
-
-@pytest.mark.skipif(has_amx(), reason="about CPUs without AMX")
-@pytest.mark.parametrize("quantization", QUANTIZATIONS)
-def test_a_cpu_that_cannot_compute_with_it_is_told_in_one_line(
-    config: AppConfig, quantization: str
-) -> None:
-    base = quantized(config, quantization)
-    with (
-        EngineProcess(base, parse_method("none", base)) as engine,
-        pytest.raises(EngineError, match=r"^engine\.vllm\.quantization: .* a CPU with AMX"),
-    ):
-        engine.wait_ready()
