@@ -9,6 +9,7 @@ versions, machine, configuration and seed.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from importlib import import_module
 
@@ -50,6 +51,8 @@ def main() -> int:
             parser.error(f"{name}: unknown; known are {', '.join(BENCHMARKS)}")
     if rest and len(args.names) != 1:
         parser.error(f"{' '.join(rest)}: options of a benchmark need its name, and one name only")
+    # What a benchmark has started ends with it, as after Ctrl-C.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     status = 0
     for name in args.names or BENCHMARKS:
         options = list(rest)
