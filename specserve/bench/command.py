@@ -92,6 +92,10 @@ def _run_server(args: argparse.Namespace) -> Run:
 
     server = find_server(args.url)
     requests = read_token_file(args.file, max_tokens=server.max_model_len - 1)
+    largest, line = max((max(each), line) for line, each in enumerate(requests, 1))
+    if reason := server.refusal(largest):
+        allowed = f"a token id that the server's model has ({reason})"
+        raise ConfigError(f"{args.file}: line {line}", largest, allowed)
     jobs = _jobs(args, requests)
     with _progress(len(jobs)) as progress:
         server.run(jobs[: args.warm_up], args.max_batch_size, lambda *_: None)

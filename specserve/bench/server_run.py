@@ -43,10 +43,19 @@ class Server:
     max_model_len: int
 
     def sources(self) -> dict[str, dict[str, int]]:
-        """Drafts, drafted and accepted tokens by source so far; empty where that is not told."""
+        """Drafts, drafted and accepted tokens by source so far; empty where that is not told.
+
+        Raises:
+            SpecServeError: the server does not answer.
+        """
         asked_at = time.time()
         while True:  # answers are kept for a second, by the replica and by its proxy
-            answer = httpx.get(f"{self.url}/v1/speculation", headers=headers(), timeout=TIMEOUT_S)
+            try:
+                answer = httpx.get(
+                    f"{self.url}/v1/speculation", headers=headers(), timeout=TIMEOUT_S
+                )
+            except httpx.HTTPError as error:
+                raise SpecServeError(f"{self.url}: {reason_of(error)}") from error
             is_new = float(answer.headers.get(AS_OF, asked_at)) >= asked_at
             if is_new or time.time() - asked_at > WAIT_S:
                 break
@@ -54,6 +63,21 @@ class Server:
         counts = answer.json()["acceptance"] if answer.status_code == 200 else {}
         names = ("drafts", "draft_tokens", "accepted_tokens")
         return {source: {name: each[name] for name in names} for source, each in counts.items()}
+
+    def refusal(self, token: int) -> str:
+        """Why the server takes no prompt with this token id; empty: it takes it.
+
+        Raises:
+            SpecServeError: it does not answer.
+        """
+        body = {"model": self.model, "prompt": [token], "max_tokens": 1, "vllm_xargs": {"learn": 0}}
+        try:
+            answer = httpx.post(
+                f"{self.url}/v1/completions", json=body, headers=headers(), timeout=TIMEOUT_S
+            )
+        except httpx.HTTPError as error:
+            raise SpecServeError(f"{self.url}: {reason_of(error)}") from error
+        return error_message(answer.content) if answer.status_code == 400 else ""
 
     def run(
         self, jobs: Sequence[Job], concurrency: int, progress: Callable[[int, int], None]

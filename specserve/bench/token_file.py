@@ -64,8 +64,9 @@ def parse_token_ids(line: str, where: str, vocab_size: int = 0) -> TokenIds:
     tokens = []
     for word in line.split(","):
         text = word.strip()
-        # Not `isdecimal` alone, which knows other scripts' digits.
-        if not (text.isascii() and text.isdecimal()) or (vocab_size and int(text) >= vocab_size):
+        # Not `isdecimal` alone, which knows other scripts' digits; and `int` takes 4300 of them.
+        is_id = text.isascii() and text.isdecimal() and len(text) < 20
+        if not is_id or (vocab_size and int(text) >= vocab_size):
             raise ConfigError(where, text[:40], f"{allowed}, separated by commas")
         tokens.append(int(text))
     return tuple(tokens)

@@ -67,8 +67,9 @@ def run(args: argparse.Namespace) -> int:
 
     from specserve.compare.comparison import Settings, compare
     from specserve.compare.display import RichDisplay
-    from specserve.compare.prompts import configured_tokenizer, load_prompts
+    from specserve.compare.prompts import check_lengths, configured_tokenizer, load_prompts
     from specserve.compare.report import document, explanation, table, write_json
+    from specserve.engine.checkpoint import text_sizes
     from specserve.engine.methods import parse_methods
 
     config = only_application(args.config)
@@ -84,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
     in_existing_folder("--save-output", args.save_output)
     tokenizer = configured_tokenizer(config, args.chat_template)
     prompts = load_prompts(args.prompts, tokenizer, num_prompts=args.num_prompts, seed=args.seed)
+    check_lengths(prompts, args.prompts, text_sizes(config)[0])
     console = Console()
     comparison = compare(config, methods, prompts, settings, RichDisplay(console))
     console.print(table(comparison, f"{config.model.name}, {len(prompts)} prompts of "

@@ -15,6 +15,7 @@ from specserve.compare.documents import ask, load_documents
 from specserve.compare.tasks import TaskMaker
 from specserve.core.config import AppConfig
 from specserve.core.errors import ConfigError, reason_of
+from specserve.engine.chat_template import read_chat_template
 
 FIELD = "--prompts"
 
@@ -144,12 +145,10 @@ def use_chat_template(tokenizer: Tokenizer, template: str, field: str) -> None:
     Raises:
         ConfigError: no such file, or it is no template for a question.
     """
-    tokenizer.chat_template = template
+    tokenizer.chat_template = read_chat_template(template, field)
     try:
-        if not any(mark in template for mark in "{}\n"):
-            tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
         render(tokenizer, [{"role": "user", "content": "a"}])
-    except (ConfigError, OSError, UnicodeDecodeError) as error:
+    except ConfigError as error:
         allowed = f"a chat template, or the path of its file ({reason_of(error)})"
         raise ConfigError(field, template, allowed) from None
 
@@ -186,6 +185,23 @@ def load_prompts(
             "--num-prompts", num_prompts, f"at most {len(entries)}, the prompts of {name}"
         )
     return [to_prompt(tokenizer, entry) for entry in entries[:num_prompts]]
+
+
+def check_lengths(prompts: Sequence[Prompt], name: str, max_model_len: int) -> None:
+    """Checks that the model has room for an answer to each prompt.
+
+    Args:
+        prompts: of the set or file.
+        name: of that.
+        max_model_len: longest text in tokens.
+
+    Raises:
+        ConfigError: one is too long: which, and its length.
+    """
+    for number, prompt in enumerate(prompts, 1):
+        if len(prompt.token_ids) >= max_model_len:
+            size, allowed = f"{len(prompt.token_ids)} tokens", f"at most {max_model_len - 1}"
+            raise ConfigError(f"{FIELD}: {name}: prompt {number}", size, allowed)
 
 
 def to_prompt(tokenizer: Tokenizer, entry: FilePrompt) -> Prompt:
@@ -325,7 +341,7 @@ def read_prompts(path: Path, field: str, or_else: str) -> list[FilePrompt]:
         raise ConfigError(field, str(path), f"{or_else}, or the path of a .jsonl or .txt file")
     try:
         content = path.read_bytes()
-        lines = content.decode().splitlines()
+        lines = content.decode().replace("\r\n", "\n").split("\n")  # a text may hold U+2028
     except OSError as error:
         raise ConfigError(field, str(path), f"a readable UTF-8 file ({error})") from None
     except UnicodeDecodeError as error:

@@ -16,6 +16,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from specserve.core.config import AppConfig
 from specserve.core.errors import ConfigError, reason_of
 from specserve.core.source_config import DraftModelConfig
+from specserve.engine.chat_template import read_chat_template
 from specserve.engine.cuda_graphs import set_graph_sizes
 from specserve.engine.executor import CpuRayExecutor, InProcessExecutor, RayExecutor
 from specserve.engine.refused_options import ELSEWHERE, check_option
@@ -34,7 +35,8 @@ def check_engine_options(config: AppConfig) -> None:
         ConfigError: a key that vLLM does not have, or that has a place of its own in our
             configuration; a value of the wrong type, or one that cannot work here.
     """
-    _vllm_options(config)
+    if template := _vllm_options(config).get("chat_template"):
+        read_chat_template(template, "engine.vllm.chat_template")
 
 
 def _vllm_options(config: AppConfig) -> dict[str, Any]:

@@ -63,9 +63,11 @@ def _with_sampling(theirs: Any, max_logprobs: int) -> Any:
             if params.temperature < _LEAST_TEMPERATURE:
                 raise _refusal("temperature", params.temperature, f"from {_LEAST_TEMPERATURE}")
             sampling = self.to_sampling_params(max_tokens, defaults or {})
-            if 0 <= max_logprobs < sampling.top_k:
-                raise _refusal("top_k", sampling.top_k, f"at most {max_logprobs}")
             top_k = sampling.top_k if sampling.top_k > 0 else max_logprobs
+            if 0 <= max_logprobs < top_k:
+                if self.top_k is not None:
+                    raise _refusal("top_k", top_k, f"at most {max_logprobs}")
+                top_k = max_logprobs  # the checkpoint's default is nobody's wish
             params.drawing = Drawing(sampling.temperature, top_k, sampling.top_p, sampling.seed)
         return params
 

@@ -14,7 +14,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from specserve.core.config import AppConfig, ModelConfig
-from specserve.core.errors import ConfigError
+from specserve.core.errors import ConfigError, reason_of
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _ALLOWED = "a folder with a config.json, or a hub id org/name"
@@ -92,15 +92,23 @@ def model_identity(model: ModelConfig) -> str:
 
 
 def text_sizes(config: AppConfig) -> tuple[int, int]:
-    """Longest text in tokens and size of the vocabulary."""
+    """Longest text in tokens and size of the vocabulary.
+
+    Raises:
+        ConfigError: the model has no configuration that transformers reads.
+    """
     from transformers import AutoConfig  # seconds to import
 
     model = config.model
-    found = AutoConfig.from_pretrained(
-        model.path,
-        revision=model.revision or None,
-        trust_remote_code=bool(config.engine.vllm.get("trust_remote_code")),
-    ).get_text_config()
+    try:
+        found = AutoConfig.from_pretrained(
+            model.path,
+            revision=model.revision or None,
+            trust_remote_code=bool(config.engine.vllm.get("trust_remote_code")),
+        ).get_text_config()
+    except (OSError, ValueError) as error:
+        allowed = f"a model that transformers reads ({reason_of(error)})"
+        raise ConfigError("model.path", model.path, allowed) from None
     return config.engine.max_model_len or found.max_position_embeddings, found.vocab_size
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import ray
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMClientError
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
@@ -125,7 +126,7 @@ class OfflineEngine:
         prompt = {"prompt_token_ids": list(job.prompt_token_ids)}
         try:
             self._engine.add_request(request_id, prompt, _sampling_params(job.sampling))
-        except ValueError as error:
+        except (ValueError, VLLMClientError) as error:
             raise ConfigError(
                 "prompt", f"{len(job.prompt_token_ids)} tokens", reason_of(error)
             ) from error

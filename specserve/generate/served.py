@@ -13,7 +13,8 @@ import httpx
 import openai
 
 from specserve.bench.server_run import TIMEOUT_S, api_key, error_message, find_server, headers
-from specserve.core.errors import ConfigError, SpecServeError, reason_of
+from specserve.core.errors import SpecServeError, reason_of
+from specserve.engine.chat_template import read_chat_template
 from specserve.engine.generation import Completion, Job, Show
 from specserve.generate.base import Beams, Message, TokenIds
 
@@ -26,15 +27,19 @@ class ServedModel:
         chat_template: file of another template than the server's; None: the server's.
 
     Raises:
-        ConfigError: nothing answers there, or the template cannot be read.
+        ConfigError: nothing answers there, or the template is none.
     """
 
     vocab_size = 0
 
     def __init__(self, url: str, chat_template: Path | None = None) -> None:
-        self._template = {"chat_template": _read(chat_template)} if chat_template else {}
+        self._template = {}
+        if chat_template:
+            text = read_chat_template(str(chat_template), "--chat-template")
+            self._template["chat_template"] = text
         server = find_server(url)
         self._url, self.name, self.max_model_len = server.url, server.model, server.max_model_len
+        self._asks_reports = True
 
     def start(self) -> None:
         """See :class:`specserve.generate.base.Model`; it answers already."""
@@ -74,9 +79,8 @@ class ServedModel:
 
         async def client(api: openai.AsyncOpenAI) -> None:
             for index, job in left:
-                asked = _body(job, beams)
                 try:
-                    done[index] = await self._ask(api, asked, partial(show, index))
+                    done[index] = await self._ask(api, job, beams, partial(show, index))
                 except (openai.OpenAIError, httpx.HTTPError) as error:
                     raise SpecServeError(f"prompt {index + 1}: {reason_of(error)}") from error
                 show(index, "", done[index])
@@ -90,13 +94,21 @@ class ServedModel:
     async def _ask(
         self,
         api: openai.AsyncOpenAI,
-        body: dict[str, Any],
+        job: Job,
+        beams: Beams | None,
         show: Callable[[str, None], None],
     ) -> Completion:
         began = perf_counter()
+        body = _body(job, beams, asks_report=self._asks_reports)
         text, tokens, times, reason = "", list[int](), list[float](), ""
         sources: dict[str, dict[str, int]] = {}
-        answer = await api.completions.create(model=self.name, **body)
+        try:
+            answer = await api.completions.create(model=self.name, **body)
+        except openai.BadRequestError as error:
+            if not self._asks_reports or "vllm_xargs.report" not in str(error):
+                raise
+            self._asks_reports = False  # vLLM drafts there by itself, and tells nothing
+            return await self._ask(api, job, beams, show)
         async for chunk in answer if body["stream"] else _once(answer):
             sources = _sources(chunk) or sources
             for choice in chunk.choices[:1]:  # of beams the best
@@ -122,13 +134,13 @@ async def _once(answer: Any) -> AsyncIterator[Any]:
     yield answer
 
 
-def _body(job: Job, beams: Beams | None) -> dict[str, Any]:
+def _body(job: Job, beams: Beams | None, *, asks_report: bool) -> dict[str, Any]:
     sampling = job.sampling
     extra: dict[str, Any] = {
         "top_k": sampling.top_k,
         "stop_token_ids": list(sampling.stop_token_ids),
         "return_token_ids": True,
-        "vllm_xargs": {"report": 1},
+        "vllm_xargs": {"report": 1} if asks_report else {},
     }
     body: dict[str, Any] = {
         "prompt": list(job.prompt_token_ids),
@@ -153,11 +165,3 @@ def _sources(chunk: Any) -> dict[str, dict[str, int]]:
         "sources", {}
     )
     return found
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        allowed = f"a readable UTF-8 file ({reason_of(error)})"
-        raise ConfigError("--chat-template", str(path), allowed) from None

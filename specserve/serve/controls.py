@@ -90,6 +90,8 @@ class ControlsMiddleware:
         texts: dict[str, str] = {}
         request: dict[str, Any] = {}
         async for field, arguments in _arguments(scope, body, messages):
+            if is_generation(scope) and field != "vllm_xargs":
+                continue  # that API ignores what it does not know
             if not field:
                 request = arguments
                 texts |= openai_texts(request)

@@ -30,6 +30,7 @@ def test_lines_may_end_with_a_carriage_return_and_have_blanks(tmp_path: Path) ->
         (b"100", "line 1: '100' is not allowed; allowed: a token id from 0 to 99"),
         ("\u0661".encode(), "line 1: "),
         (b"\xff", "line 1: "),
+        (b"1\n" + b"9" * 5000, f"line 2: '{'9' * 40}' is not allowed"),
         (b"1\n1,2,3,4", "line 2: '4 tokens' is not allowed; allowed: at most 3"),
     ],
 )

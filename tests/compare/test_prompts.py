@@ -9,6 +9,7 @@ from specserve.compare.prompts import (
     BUILT_IN,
     CODE_TOKENS,
     DOCS_TOKENS,
+    check_lengths,
     load_prompts,
     load_tokenizer,
     use_chat_template,
@@ -134,6 +135,22 @@ def test_a_file_keeps_its_order(tmp_path: Path) -> None:
     lines.write_text(json.dumps({"prompt": "raw"}) + "\n" + json.dumps({"messages": [message]}))
     loaded = load_prompts(str(lines), WordTokenizer())
     assert [p.text for p in loaded] == ["raw", "<begin> <user> hello <assistant>"]
+
+
+def test_a_line_ends_at_a_line_feed_alone(tmp_path: Path) -> None:
+    (text := tmp_path / "own.txt").write_bytes("a\fb\u2028c\r\nd".encode())
+    assert [p.text for p in load_prompts(str(text), WordTokenizer())] == ["a\fb\u2028c", "d"]
+
+
+def test_a_prompt_without_room_for_an_answer_is_named(tmp_path: Path) -> None:
+    (text := tmp_path / "own.txt").write_text("one\none two three four\n")
+    prompts = load_prompts(str(text), WordTokenizer(None))
+    longest = len(prompts[1].token_ids)
+    check_lengths(prompts, str(text), longest + 1)
+    with pytest.raises(
+        ConfigError, match=rf"prompt 2: '{longest} tokens' .* at most {longest - 1}"
+    ):
+        check_lengths(prompts, str(text), longest)
 
 
 def test_a_line_may_tell_what_is_known_of_its_answer(tmp_path: Path) -> None:

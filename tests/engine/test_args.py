@@ -31,6 +31,8 @@ def config(vllm: dict[str, Any] | None = None, **sections: Any) -> AppConfig:
         ({"max_num_queued_reqs": 3}, "http.max_queued_requests"),
         ({"enable_prefix_caching": "perhaps"}, "valid boolean"),
         ({"block_size": "large"}, "valid integer"),
+        ({"chat_template": "{% if a %}"}, "Unexpected end of template"),
+        ({"chat_template": "/no/such.jinja"}, "No such file"),
         ({"quantization": "weight_only_int8"}, "int8_per_channel_weight_only"),
         ({"ssl_keyfile": "key.pem"}, "http_options"),
         ({"api_key": ["sk-1"]}, "http.api_keys"),

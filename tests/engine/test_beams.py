@@ -180,6 +180,12 @@ def test_what_cannot_be_drawn_by_is_refused(asked: dict[str, Any], said: str) ->
         params_of(**asked)
 
 
+def test_a_default_of_the_checkpoint_is_cut_to_what_the_engine_tells() -> None:
+    body = {"prompt": "a", "use_beam_search": True, "max_tokens": 4, "temperature": 1.0}
+    request = CompletionRequest(**body, vllm_xargs={"beam_sample": 1})
+    assert request.to_beam_search_params(4, {"top_k": 64}).drawing.top_k == VOCAB
+
+
 def test_a_chat_is_drawn_for_as_well_and_others_are_left_alone() -> None:
     body = {"messages": [{"role": "user", "content": "a"}], "use_beam_search": True, "n": 2}
     chat = ChatCompletionRequest(**body, vllm_xargs={"beam_sample": 1}, top_k=4)

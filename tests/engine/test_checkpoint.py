@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from specserve.core.config import ModelConfig
+from specserve.core.config import ModelConfig, parse
 from specserve.core.errors import ConfigError
-from specserve.engine.checkpoint import find_checkpoint, fingerprint, model_identity
+from specserve.engine.checkpoint import find_checkpoint, fingerprint, model_identity, text_sizes
 
 
 @pytest.fixture
@@ -98,3 +98,9 @@ def test_other_weights_of_the_same_model_have_another_fingerprint(
     assert of(same) == of(folder)
     assert len({of(copy) for copy in (folder, tuned, longer, more)}) == 4
     assert identity(folder) == identity(tuned)
+
+
+def test_a_model_that_transformers_does_not_know_is_told(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "none"}')
+    with pytest.raises(ConfigError, match=r"^model\.path: .* a model that transformers reads"):
+        text_sizes(parse({"model": {"path": str(folder)}}))

@@ -41,18 +41,26 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer({"tokens": [1, 2, 3]})
         elif body["prompt"] == [9]:
             self._answer({"error": {"message": "no such token"}}, 400)
+        elif "report" in body["vllm_xargs"] and body["prompt"] == [5]:  # as vLLM drafts in-engine
+            self._answer({"error": {"message": "vllm_xargs.report: 1 is not allowed"}}, 400)
         else:
             texts = [(0, "best", [7, 8]), (1, "worse", [7])]
             choices = [
                 {"index": index, "text": text, "finish_reason": "length", "token_ids": tokens}
                 for index, text, tokens in texts
             ]
-            self._answer({"id": "1", "object": "text_completion", "choices": choices})
+            found = {"id": "1", "object": "text_completion", "choices": choices}
+            if body["stream"]:
+                self._send(f"data: {json.dumps(found)}\n\n".encode(), "text/event-stream")
+            else:
+                self._answer(found)
 
     def _answer(self, content: dict[str, Any], status: int = 200) -> None:
-        data = json.dumps(content).encode()
+        self._send(json.dumps(content).encode(), "application/json", status)
+
+    def _send(self, data: bytes, content_type: str, status: int = 200) -> None:
         self.send_response(status)
-        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
@@ -107,6 +115,19 @@ def test_the_default_texts_are_asked_twice(
     assert main(["generate", "--url", server.url, "--task", "beam_search"]) == 0
     assert len(server.of("/v1/completions")) == 2 * len(server.of("/tokenize"))
     assert "pass 2, " in capsys.readouterr().out
+
+
+def test_a_server_whose_vllm_drafts_itself_is_asked_for_no_report(
+    server: Server, tmp_path: Path
+) -> None:
+    output = tmp_path / "found.json"
+    options = ["--task", "greedy_search", "--input-ids", "5", "5,6", "--max-batch-size", "1"]
+    command = ["generate", "--url", server.url, "--save-output", str(output)]
+    assert main([*command, *options]) == 0
+    asked = [body["vllm_xargs"] for body in server.of("/v1/completions")]
+    assert asked == [{"report": 1}, {}, {}]
+    answers = json.loads(output.read_text())["passes"][0]["answers"]
+    assert [each["text"] for each in answers] == ["best", "best"]
 
 
 def test_a_refusal_names_the_prompt(server: Server, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from starlette.requests import Request
@@ -97,6 +98,22 @@ def test_beams_that_there_can_be_are_left_to_the_application(
     client: TestClient, body: dict[str, object]
 ) -> None:
     assert client.post("/v1/completions", json=body).json() == body
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"use_beam_search": True, "stream": True},
+        {"prediction": "x"},
+        {"sampling_params": {"extra_args": {"max_draft_tokens": -1}}},
+    ],
+)
+def test_the_generation_api_ignores_fields_of_other_routes(
+    client: TestClient, more: dict[str, Any]
+) -> None:
+    body = json.dumps({"inputs": "a", **more, "vllm_xargs": {"learn": 0}}).encode()
+    assert client.post("/v1/completions", content=body).status_code == 400
+    assert client.post("/generate", content=body).content == body
 
 
 @pytest.mark.parametrize("path", ["/", "/generate", "/generate_stream"])

@@ -15,6 +15,8 @@ from specserve.engine.text_request import TextRequest
 MAX_BEST_OF = 2
 MAX_STOP_SEQUENCES = 4
 MAX_TOP_N_TOKENS = 5
+MAX_TEMPERATURE = 2.0
+"""vLLM's limit; upstream has none."""
 _MAX_I32 = 2**31 - 1
 _MAX_U64 = 2**64 - 1
 
@@ -22,6 +24,7 @@ _LEAST = 2.0**-149  # what is less is 0 in float32, in which upstream reads and 
 Share = Annotated[float, Field(ge=_LEAST, lt=1)]
 Positive = Annotated[float, Field(ge=_LEAST)]
 Count = Annotated[int, Field(ge=1, le=_MAX_I32)]
+StopText = Annotated[str, Field(min_length=1)]
 
 
 class _Part(BaseModel):
@@ -57,14 +60,14 @@ class Parameters(_Part):
 
     best_of: Annotated[int, Field(ge=1, le=MAX_BEST_OF)] | None = None
     do_sample: bool | None = None
-    temperature: Positive | None = None
+    temperature: Annotated[float, Field(ge=_LEAST, le=MAX_TEMPERATURE)] | None = None
     top_k: Count | None = None
     top_p: Share | None = None
     typical_p: Share | None = None
     repetition_penalty: Positive | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     max_new_tokens: Count | None = None
-    stop: str | Annotated[list[str], Field(max_length=MAX_STOP_SEQUENCES)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOP_SEQUENCES)] | None = None
     truncate: Count | None = None
     seed: Annotated[int, Field(ge=0, le=_MAX_U64)] | None = None
     top_n_tokens: Annotated[int, Field(ge=0, le=MAX_TOP_N_TOKENS)] | None = None
@@ -189,7 +192,7 @@ RULES = {
     "repetition_penalty": "must be strictly positive",
     "frequency_penalty": "must be >= -2.0 and <= 2.0",
     "max_new_tokens": "must be strictly positive",
-    "stop": f"supports up to {MAX_STOP_SEQUENCES} stop sequences",
+    "stop": f"supports up to {MAX_STOP_SEQUENCES} stop sequences, none of them empty",
     "truncate": "must be strictly positive",
     "seed": f"must be >= 0 and <= {_MAX_U64}",
     "top_n_tokens": f"must be >= 0 and <= {MAX_TOP_N_TOKENS}",
@@ -203,6 +206,15 @@ RULES = {
 }
 """What each field has to be, in upstream's sentences where it has one."""
 
+_POSITIVE = ("temperature", "top_k", "repetition_penalty", "max_new_tokens", "truncate")
+_OTHER_RULES = {
+    "less_than_equal": "must be <= {le}",
+    "int_type": "must be an integer",
+    "float_type": "must be a number",
+}
+"""Of these fields upstream's sentence tells the lower limit alone: what to say of other mistakes,
+by the type of pydantic's error."""
+
 
 def refusal(errors: Sequence[Mapping[str, Any]]) -> GenerationError:
     """The first of pydantic's errors about a body, with the field, its rule and its value."""
@@ -213,7 +225,9 @@ def refusal(errors: Sequence[Mapping[str, Any]]) -> GenerationError:
     elif field is None:
         reason = "the body must be a JSON object, of content type application/json"
     else:
-        return GenerationError.of_field(
-            str(field), RULES[field], None if error["type"] == "missing" else error["input"]
-        )
+        rule = RULES[field]
+        if field in _POSITIVE:
+            rule = _OTHER_RULES.get(error["type"], rule).format_map(error.get("ctx", {}))
+        given = None if error["type"] == "missing" else error["input"]
+        return GenerationError.of_field(str(field), rule, given)
     return GenerationError("validation", f"Input validation error: {reason}")

@@ -42,7 +42,7 @@ def test_a_token_file_is_run_and_its_figures_and_outputs_are_written(
 
 
 @pytest.mark.parametrize(
-    ("line", "told"), [("5,five", "in.csv: line 2: 'five'"), ("9999999", "request 2 failed: ")]
+    ("line", "told"), [("5,five", "in.csv: line 2: 'five'"), ("9999999", "in.csv: line 2: 9999999")]
 )
 def test_a_line_that_cannot_be_run_is_told(
     api: Api, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, told: str

@@ -39,14 +39,20 @@ def refused(body: dict[str, Any], *, streams: bool = False) -> str:
     ("name", "values", "sentence"),
     [
         ("best_of", [0, 3, 1.5, "2", True], "must be > 0 and <= 2"),
-        ("temperature", [0, 0.0, 5e-324, -1, "1", True, float("nan")], "must be strictly positive"),
-        ("top_k", [0, -1, 2**31, 1.0], "must be strictly positive"),
+        ("temperature", [0, 0.0, 5e-324, -1, float("nan")], "must be strictly positive"),
+        ("temperature", ["1", True], "must be a number"),
+        ("temperature", [2.5], "must be <= 2"),
+        ("top_k", [0, -1], "must be strictly positive"),
+        ("top_k", [2**31], "must be <= 2147483647"),
+        ("top_k", [1.0, "1", 1.5], "must be an integer"),
         ("top_p", [0, 5e-324, 1, 1.0, -0.1, "0.5"], "must be > 0.0 and < 1.0"),
         ("typical_p", [0, 1, 2, []], "must be > 0.0 and < 1.0"),
         ("repetition_penalty", [0, 5e-324, -1.0, float("inf")], "must be strictly positive"),
         ("frequency_penalty", [-2.1, 2.1, "x"], "must be >= -2.0 and <= 2.0"),
-        ("max_new_tokens", [0, -5, 2.5], "must be strictly positive"),
-        ("stop", [["a"] * 5, [1], 3], "supports up to 4 stop sequences"),
+        ("max_new_tokens", [0, -5], "must be strictly positive"),
+        ("max_new_tokens", [2.5], "must be an integer"),
+        ("max_new_tokens", [2**31], "must be <= 2147483647"),
+        ("stop", [["a"] * 5, [1], 3, "", [""]], "supports up to 4 stop sequences, none of them"),
         ("truncate", [0, -1], "must be strictly positive"),
         ("truncate", [MOST, MOST + 1], f"must be strictly positive and less than {MOST}"),
         ("seed", [-1, 2**64, 0.5], "must be >= 0 and <= 18446744073709551615"),
@@ -99,6 +105,14 @@ def test_parameters_that_do_not_go_together_are_refused(
     parameters: dict[str, Any], streams: bool, told: str
 ) -> None:
     assert told in refused({"inputs": "a", "parameters": parameters}, streams=streams)
+
+
+def test_the_limits_themselves_are_taken() -> None:
+    stop = ["a", "b", "c", "d"]
+    parameters = {"temperature": 2.0, "frequency_penalty": -2.0, "stop": stop, "truncate": MOST - 1}
+    request = asked(parameters | {"seed": 0, "do_sample": True, "top_n_tokens": 5}).request
+    assert (request.temperature, request.frequency_penalty, request.seed) == (2.0, -2.0, 0)
+    assert (request.stop, request.truncate, request.num_top_tokens) == (tuple(stop), MOST - 1, 5)
 
 
 def test_every_field_has_a_rule() -> None:
