@@ -145,6 +145,9 @@ LONG = {
     "integration/offline/test_shard_weights.py": (
         "Two engines of two shards each. tests/engine has unit tests of the files and the loader."
     ),
+    "integration/offline/test_in_engine.py": (
+        "A start of an engine. tests/engine/ has the samplers, and the worker that takes them."
+    ),
     "integration/offline/test_quantized.py": (
         "Four starts of an engine. tests/engine/cpu/test_quantized.py has the rounded weights."
     ),

@@ -136,7 +136,7 @@ def served_engine_args(
         arguments.scheduler_cls = "specserve.engine.scheduler.DraftScheduler"
         if not current_platform.is_cpu():
             set_graph_sizes(arguments, config)
-    arguments.worker_cls = worker_cls(drafts=drafts)
+    arguments.worker_cls = worker_cls(drafts=drafts, in_engine=config.drafts_in_engine)
     on_ray = CpuRayExecutor if current_platform.is_cpu() else RayExecutor
     arguments.distributed_executor_backend = InProcessExecutor if in_process else on_ray
     return arguments
@@ -155,12 +155,17 @@ def _vllm_speculation(config: AppConfig) -> dict[str, Any] | None:
     return None
 
 
-def worker_cls(*, drafts: bool) -> str:
-    """The worker class by platform: with our kernels on CPU, with the proposer hook to draft."""
+def worker_cls(*, drafts: bool, in_engine: bool = False) -> str:
+    """The worker class by platform: with our kernels on CPU, with the proposer hook to draft.
+
+    Args:
+        drafts: our sources draft.
+        in_engine: vLLM drafts.
+    """
+    role = "Speculation" if drafts else "InEngine" if in_engine else ""
     if current_platform.is_cpu():
-        name = "CpuSpeculationWorker" if drafts else "CpuWorker"
-        return f"specserve.engine.cpu.worker.{name}"
-    return "specserve.engine.gpu_worker.GpuSpeculationWorker" if drafts else "auto"
+        return f"specserve.engine.cpu.worker.Cpu{role}Worker"
+    return f"specserve.engine.gpu_worker.Gpu{role}Worker" if role else "auto"
 
 
 def _model_options(config: AppConfig) -> dict[str, Any]:

@@ -9,7 +9,7 @@ In vLLM 0.32 two parameters do.
   request whose prompt is not read to its end counts as told to end, and is not told again.
 
 A request with a budget has no drafts (:mod:`specserve.engine.sampling`), so it has one row in each
-step, as without speculation.
+step, as without speculation. Where vLLM drafts by itself it has, and vLLM's budgets are left alone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ALL_LOGPROBS = -1
 """vLLM's sampler then reports those of the whole vocabulary, in the vocabulary's order."""
 
 
-class IndependentSampler(Sampler):
+class AskedTokensSampler(Sampler):
     """Samples one token a request; also the last token of each in a step with drafts."""
 
     def forward(
@@ -63,6 +63,10 @@ class IndependentSampler(Sampler):
         )
         return output
 
+
+class IndependentSampler(AskedTokensSampler):
+    """The same, with the budgets of requests that have no drafts."""
+
     def apply_logits_processors(
         self,
         logits: torch.Tensor,
@@ -84,8 +88,8 @@ class IndependentSampler(Sampler):
         return forced
 
 
-class IndependentRejectionSampler(RejectionSampler):
-    """Verifies the drafts of a step. Its sampler is an :class:`IndependentSampler`."""
+class AskedTokensRejectionSampler(RejectionSampler):
+    """Verifies the drafts of a step. Its sampler is an :class:`AskedTokensSampler`."""
 
     _asked: dict[int, list[int]]
     """``logprob_token_ids`` of the step at hand."""
@@ -102,18 +106,6 @@ class IndependentRejectionSampler(RejectionSampler):
         if self._asked and sampling_metadata.max_num_logprobs is None:
             sampling_metadata = replace(sampling_metadata, max_num_logprobs=0)
         return super().forward(metadata, draft_probs, logits, sampling_metadata)
-
-    def apply_logits_processors(
-        self,
-        logits: torch.Tensor,
-        sampling_metadata: SamplingMetadata,
-        metadata: SpecDecodeMetadata,
-    ) -> torch.Tensor:
-        """vLLM's method, for the drafts' logits."""
-        processed: torch.Tensor = super().apply_logits_processors(
-            logits, without_budgets(sampling_metadata), metadata
-        )
-        return processed
 
     def _get_logprobs_tensors(
         self,
@@ -144,6 +136,22 @@ class IndependentRejectionSampler(RejectionSampler):
         chosen = final[sources]
         logprobs = chosen if self.is_logits_logprobs_mode else self.sampler.compute_logprobs(chosen)
         return with_asked_tokens(most_likely, rows, tokens, logprobs)
+
+
+class IndependentRejectionSampler(AskedTokensRejectionSampler):
+    """The same without budgets. Its sampler is an :class:`IndependentSampler`, which keeps them."""
+
+    def apply_logits_processors(
+        self,
+        logits: torch.Tensor,
+        sampling_metadata: SamplingMetadata,
+        metadata: SpecDecodeMetadata,
+    ) -> torch.Tensor:
+        """vLLM's method, for the drafts' logits."""
+        processed: torch.Tensor = super().apply_logits_processors(
+            logits, without_budgets(sampling_metadata), metadata
+        )
+        return processed
 
 
 def asked_tokens(sampling_metadata: SamplingMetadata) -> dict[int, list[int]]:

@@ -9,9 +9,15 @@ from typing import Any
 from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import PIN_MEMORY
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
+from vllm.v1.sample.rejection_sampler import RejectionSampler
 
 from specserve.engine import logits_processors
-from specserve.engine.sampler import IndependentRejectionSampler, IndependentSampler
+from specserve.engine.sampler import (
+    AskedTokensRejectionSampler,
+    AskedTokensSampler,
+    IndependentRejectionSampler,
+    IndependentSampler,
+)
 
 
 def repair_sampling(runner: Any) -> None:
@@ -49,11 +55,24 @@ def is_kept_without_drafts_only(params: SamplingParams) -> bool:
 
 def sample_independently(runner: Any) -> None:
     """Puts samplers in place in which no request changes what another one gets."""
+    _replace_samplers(runner, IndependentSampler, IndependentRejectionSampler)
+
+
+def keep_asked_tokens(runner: Any) -> None:
+    """Puts samplers in place beside vLLM's own drafts: ``logprob_token_ids`` ends no engine.
+
+    vLLM's newer model runner has a sampler of its own, which this defect is not in.
+    """
+    if isinstance(getattr(runner, "rejection_sampler", None), RejectionSampler):
+        _replace_samplers(runner, AskedTokensSampler, AskedTokensRejectionSampler)
+
+
+def _replace_samplers(
+    runner: Any, plain: type[AskedTokensSampler], verifying: type[AskedTokensRejectionSampler]
+) -> None:
     theirs = runner.sampler
-    runner.sampler = IndependentSampler(theirs.logprobs_mode, theirs.use_fp64_gumbel)
-    runner.rejection_sampler = IndependentRejectionSampler(
-        runner.sampler, runner.speculative_config, runner.device
-    )
+    runner.sampler = plain(theirs.logprobs_mode, theirs.use_fp64_gumbel)
+    runner.rejection_sampler = verifying(runner.sampler, runner.speculative_config, runner.device)
 
 
 def sample_plainly_without_drafts(runner: Any) -> None:

@@ -14,7 +14,7 @@ from specserve.drafters.ray_metrics import RayExporter
 from specserve.engine.cuda_graphs import capture_plain_steps
 from specserve.engine.executor import attach_drafts, attach_outcomes
 from specserve.engine.hook import ProposerHook
-from specserve.engine.sampling import repair_sampling, without_speculation
+from specserve.engine.sampling import keep_asked_tokens, repair_sampling, without_speculation
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker as _Worker
@@ -93,6 +93,15 @@ class SpeculationMixin(_Worker):
     def _speculation(self) -> AbstractContextManager[None]:
         """What a step runs in: vLLM's speculation, or none where the step is idle."""
         return without_speculation(self.model_runner) if self._is_idle else nullcontext()
+
+
+class InEngineMixin(_Worker):
+    """Mixed into vLLM's workers where vLLM drafts by a method of its own."""
+
+    def init_device(self) -> None:
+        """Builds the model runner."""
+        super().init_device()
+        keep_asked_tokens(self.model_runner)
 
 
 def _no_drafts(scheduler_output: Any, sampled_token_ids: Any, *rest: object) -> list[list[int]]:

@@ -91,7 +91,9 @@ class ControlsMiddleware:
         request: dict[str, Any] = {}
         async for field, arguments in _arguments(scope, body, messages):
             if is_generation(scope) and field != "vllm_xargs":
-                continue  # that API ignores what it does not know
+                if not field:  # that API ignores what it does not know
+                    request = {"parameters": arguments.get("parameters")}
+                continue
             if not field:
                 request = arguments
                 texts |= openai_texts(request)

@@ -117,7 +117,8 @@ class DisconnectMiddleware:
 class FreshMetricsMiddleware:
     """Answers ``GET /metrics`` after a refresh, in the place of the application.
 
-    vLLM's text is long: it is rendered once for each refresh, and not for each who asks.
+    vLLM's text is long: it is rendered once for each refresh, and not for each who asks. vLLM would
+    render it for all methods, and for all paths that begin so.
 
     Args:
         app: the application behind.
@@ -135,12 +136,17 @@ class FreshMetricsMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles one ASGI connection."""
-        is_get = scope["type"] == "http" and scope["method"] == "GET"
-        if is_get and path_of(scope) == "/metrics":
-            answer = await self._answers.get(await self._refresh())
-            await answer(scope, receive, send)
+        path = path_of(scope) if scope["type"] == "http" else ""
+        if not path.startswith("/metrics"):
+            await self._app(scope, receive, send)
             return
-        await self._app(scope, receive, send)
+        if path != "/metrics":
+            answer = openai_error("Not Found", "NotFoundError", None, 404)
+        elif scope["method"] not in ("GET", "HEAD"):
+            answer = openai_error("Method Not Allowed", "MethodNotAllowedError", None, 405)
+        else:
+            answer = await self._answers.get(await self._refresh())
+        await answer(scope, receive, send)
 
     async def _render(self, refreshed_at: float) -> Response:
         encode, content_type = choose_encoder("")

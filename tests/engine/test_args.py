@@ -189,5 +189,5 @@ def test_a_source_in_the_engine_is_vllms_own_method_without_our_hook(
     if "model" in source:
         expected["model"] = source["model"]
     assert arguments.speculative_config == expected
-    assert "Speculation" not in arguments.worker_cls
+    assert arguments.worker_cls.endswith("InEngineWorker")
     assert not arguments.additional_config

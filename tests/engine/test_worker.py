@@ -10,12 +10,18 @@ import pytest
 import torch
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS
+from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 
 from specserve.engine.hook import ProposerHook
 from specserve.engine.logits_processors import PROCESSORS
-from specserve.engine.sampler import IndependentRejectionSampler, IndependentSampler
-from specserve.engine.worker import SpeculationMixin
+from specserve.engine.sampler import (
+    AskedTokensRejectionSampler,
+    AskedTokensSampler,
+    IndependentRejectionSampler,
+    IndependentSampler,
+)
+from specserve.engine.worker import InEngineMixin, SpeculationMixin
 
 SPECULATION = SimpleNamespace(rejection_sample_method="standard")
 
@@ -87,6 +93,29 @@ def test_a_rank_that_does_not_draft_samples_as_the_one_that_does() -> None:
     assert isinstance(worker.model_runner.sampler, IndependentSampler)
     assert isinstance(worker.model_runner.rejection_sampler, IndependentRejectionSampler)
     assert worker.model_runner.rejection_sampler.sampler is worker.model_runner.sampler
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [(RejectionSampler, AskedTokensRejectionSampler), (object, object)],
+    ids=["with a sampler that the defect is in", "with another one"],
+)
+def test_where_vllm_drafts_a_request_may_ask_for_tokens(theirs: Any, ours: type) -> None:
+    class Drafting(OneOfManyRanks):
+        def init_device(self) -> None:
+            super().init_device()
+            given = () if theirs is object else (self.model_runner.sampler, SPECULATION)
+            self.model_runner.rejection_sampler = theirs(*given)
+
+    class InEngine(InEngineMixin, Drafting):
+        pass
+
+    worker = InEngine()
+    worker.init_device()
+    assert type(worker.model_runner.rejection_sampler) is ours
+    if ours is not object:
+        assert type(worker.model_runner.sampler) is AskedTokensSampler
+        assert worker.model_runner.rejection_sampler.sampler is worker.model_runner.sampler
 
 
 @pytest.mark.parametrize("has_inner_state", [False, True])

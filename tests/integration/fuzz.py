@@ -35,8 +35,8 @@ NUM_CLIENTS = 4
 """How many send cases at once: most of a case is the wait for its answer."""
 ALLOWED_5XX = (501, 503)
 
-_FAILED = re.compile(r'"error_type":"(incomplete_)?generation"')
-"""How the generation API tells of the server's faults, also within a stream."""
+_FAILED = re.compile(r'"error_type":"(incomplete_)?generation"|"error":\{"type":"internal_error"')
+"""How the generation API and Anthropic's tell of the server's faults, also within a stream."""
 
 _GRAMMARS = ("structured_outputs", "response_format", "tools", "text")
 _TAKE_TOKENS_AWAY = ("allowed_token_ids", "bad_words", "min_tokens", "logit_bias")

@@ -100,11 +100,17 @@ def test_metrics_are_rendered_once_a_refresh_for_all_who_ask() -> None:
     assert metrics.num_rendered == 3
 
 
-@pytest.mark.parametrize("method", ["HEAD", "POST"])
-def test_metrics_asked_for_by_other_methods_ask_nothing_of_the_engine(method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("POST", "/metrics", 405), ("OPTIONS", "/metrics", 405), ("GET", "/metricsx", 404),
+     ("GET", "/metrics/x", 404), ("HEAD", "/metrics", 200)],
+)  # fmt: skip
+def test_no_other_question_renders_the_metrics_anew(method: str, path: str, status: int) -> None:
     metrics = Metrics()
-    TestClient(metrics.application()).request(method, "/metrics")
-    assert metrics.num_refreshed == 0
+    client = TestClient(metrics.application())
+    client.get("/metrics")
+    assert client.request(method, path).status_code == status
+    assert metrics.num_rendered == 1
 
 
 def caller(leaves: asyncio.Event | None = None) -> Receive:

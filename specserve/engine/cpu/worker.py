@@ -12,7 +12,7 @@ from specserve.engine.cpu.kernels import repair_kernels, unused_generators_aside
 from specserve.engine.cpu.linear import use_fastest_linear, use_fastest_linear_in
 from specserve.engine.cpu.mla import use_verifying_backend
 from specserve.engine.cpu.quantized import round_weights_instead
-from specserve.engine.worker import SpeculationMixin
+from specserve.engine.worker import InEngineMixin, SpeculationMixin
 
 
 class CpuWorker(CPUWorker):
@@ -41,3 +41,7 @@ class CpuWorker(CPUWorker):
 
 class CpuSpeculationWorker(SpeculationMixin, CpuWorker):
     """With our proposer hook."""
+
+
+class CpuInEngineWorker(InEngineMixin, CpuWorker):
+    """With a method of vLLM's own."""

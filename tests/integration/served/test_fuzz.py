@@ -41,8 +41,8 @@ def test_random_requests_do_no_harm(api: Api) -> None:
     logger.warning("SPECSERVE_FUZZ_SEED=%d", number)  # shown where the test fails
     found = operations(api.base_url)
     cases = random_cases(found, NUM_CASES, number)
-    before = api.counts()
     streams = Streams(api, NUM_CLIENTS)
+    before = api.counts()
     with streams.running():
         report = send(api.base_url, cases, odd_bodies(found))
     logger.warning("%s\nstreams of each client: %s", report.table(), streams.num_same.values())
