@@ -112,10 +112,11 @@ def test_where_vllm_drafts_a_request_may_ask_for_tokens(theirs: Any, ours: type)
 
     worker = InEngine()
     worker.init_device()
-    assert type(worker.model_runner.rejection_sampler) is ours
+    runner: Any = worker.model_runner
+    assert type(runner.rejection_sampler) is ours
     if ours is not object:
-        assert type(worker.model_runner.sampler) is AskedTokensSampler
-        assert worker.model_runner.rejection_sampler.sampler is worker.model_runner.sampler
+        assert type(runner.sampler) is AskedTokensSampler
+        assert runner.rejection_sampler.sampler is runner.sampler
 
 
 @pytest.mark.parametrize("has_inner_state", [False, True])
