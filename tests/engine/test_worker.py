@@ -113,7 +113,8 @@ def test_where_vllm_drafts_a_request_may_ask_for_tokens(theirs: Any, ours: type)
     worker = InEngine()
     worker.init_device()
     runner: Any = worker.model_runner
-    assert type(runner.rejection_sampler) is ours
+    verifying = type(runner.rejection_sampler)
+    assert verifying is ours
     if ours is not object:
         assert type(runner.sampler) is AskedTokensSampler
         assert runner.rejection_sampler.sampler is runner.sampler
