@@ -99,13 +99,14 @@ class ServedModel:
         show: Callable[[str, None], None],
     ) -> Completion:
         began = perf_counter()
-        body = _body(job, beams, asks_report=self._asks_reports)
+        asks_report = self._asks_reports
+        body = _body(job, beams, asks_report=asks_report)
         text, tokens, times, reason = "", list[int](), list[float](), ""
         sources: dict[str, dict[str, int]] = {}
         try:
             answer = await api.completions.create(model=self.name, **body)
         except openai.BadRequestError as error:
-            if not self._asks_reports or "vllm_xargs.report" not in str(error):
+            if not asks_report or "vllm_xargs.report" not in str(error):
                 raise
             self._asks_reports = False  # vLLM drafts there by itself, and tells nothing
             return await self._ask(api, job, beams, show)

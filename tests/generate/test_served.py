@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Barrier, Thread
 from typing import Any
 
 import pytest
@@ -18,6 +18,8 @@ class Server(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.refusing: Barrier | None = None
+        """Passed by requests for a report before they are refused, as where vLLM drafts itself."""
 
     @property
     def url(self) -> str:
@@ -41,7 +43,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer({"tokens": [1, 2, 3]})
         elif body["prompt"] == [9]:
             self._answer({"error": {"message": "no such token"}}, 400)
-        elif "report" in body["vllm_xargs"] and body["prompt"] == [5]:  # as vLLM drafts in-engine
+        elif "report" in body["vllm_xargs"] and self.server.refusing:
+            self.server.refusing.wait(5)
             self._answer({"error": {"message": "vllm_xargs.report: 1 is not allowed"}}, 400)
         else:
             texts = [(0, "best", [7, 8]), (1, "worse", [7])]
@@ -117,15 +120,17 @@ def test_the_default_texts_are_asked_twice(
     assert "pass 2, " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("at_once", [1, 2])
 def test_a_server_whose_vllm_drafts_itself_is_asked_for_no_report(
-    server: Server, tmp_path: Path
+    server: Server, tmp_path: Path, at_once: int
 ) -> None:
+    server.refusing = Barrier(at_once)
     output = tmp_path / "found.json"
-    options = ["--task", "greedy_search", "--input-ids", "5", "5,6", "--max-batch-size", "1"]
+    options = ["--task", "greedy_search", "--input-ids", "5", "5,6"]
     command = ["generate", "--url", server.url, "--save-output", str(output)]
-    assert main([*command, *options]) == 0
+    assert main([*command, *options, "--max-batch-size", str(at_once)]) == 0
     asked = [body["vllm_xargs"] for body in server.of("/v1/completions")]
-    assert asked == [{"report": 1}, {}, {}]
+    assert asked == [{"report": 1}] * at_once + [{}, {}]
     answers = json.loads(output.read_text())["passes"][0]["answers"]
     assert [each["text"] for each in answers] == ["best", "best"]
 
