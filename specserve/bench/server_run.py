@@ -50,12 +50,7 @@ class Server:
         """
         asked_at = time.time()
         while True:  # answers are kept for a second, by the replica and by its proxy
-            try:
-                answer = httpx.get(
-                    f"{self.url}/v1/speculation", headers=headers(), timeout=TIMEOUT_S
-                )
-            except httpx.HTTPError as error:
-                raise SpecServeError(f"{self.url}: {reason_of(error)}") from error
+            answer = self._answer("GET", "/v1/speculation")
             is_new = float(answer.headers.get(AS_OF, asked_at)) >= asked_at
             if is_new or time.time() - asked_at > WAIT_S:
                 break
@@ -71,13 +66,15 @@ class Server:
             SpecServeError: it does not answer.
         """
         body = {"model": self.model, "prompt": [token], "max_tokens": 1, "vllm_xargs": {"learn": 0}}
+        answer = self._answer("POST", "/v1/completions", body)
+        return error_message(answer.content) if answer.status_code == 400 else ""
+
+    def _answer(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+        url = self.url + path
         try:
-            answer = httpx.post(
-                f"{self.url}/v1/completions", json=body, headers=headers(), timeout=TIMEOUT_S
-            )
+            return httpx.request(method, url, json=body, headers=headers(), timeout=TIMEOUT_S)
         except httpx.HTTPError as error:
             raise SpecServeError(f"{self.url}: {reason_of(error)}") from error
-        return error_message(answer.content) if answer.status_code == 400 else ""
 
     def run(
         self, jobs: Sequence[Job], concurrency: int, progress: Callable[[int, int], None]

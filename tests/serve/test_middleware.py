@@ -111,6 +111,7 @@ def test_no_other_question_renders_the_metrics_anew(method: str, path: str, stat
     client.get("/metrics")
     assert client.request(method, path).status_code == status
     assert metrics.num_rendered == 1
+    assert metrics.num_refreshed == (2 if method == "HEAD" else 1)
 
 
 def caller(leaves: asyncio.Event | None = None) -> Receive:

@@ -63,7 +63,7 @@ def test_one_that_hangs_while_nothing_runs_is_replaced_when_it_is_asked_what_it_
     before = two_shards.cluster.engine_processes()
     two_shards.cluster.shards()[0].suspend()
     with suppress(httpx.TimeoutException):  # Serve may have it wait for the next replica
-        of_two_shards.http.get("/v1/speculation", timeout=10)
+        assert of_two_shards.http.get("/v1/speculation", timeout=10).status_code == 200
     replaced_by(two_shards.cluster, before, two_shards)
 
 
