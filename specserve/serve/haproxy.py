@@ -21,6 +21,8 @@ from specserve.core.errors import PortError
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _INTERNAL = re.compile(r"^(frontend prometheus|listen stats)\n(\s*)bind \S*:(\d+)$", re.M)
 _BIND = re.compile(r"^(\w+ \w+)\n\s*bind (\S*):(\d+)$", re.M)
+_API_HOST = re.compile(r"^frontend http_frontend\n\s*bind (\S*):\d+$", re.M)
+_SERVER_HERE = re.compile(r"^(\s*server \S+ )127\.0\.0\.1:", re.M)
 _BACKEND = re.compile(r"^(\s*)http-reuse always$", re.M)
 _CACHE = """
 cache specserve
@@ -65,6 +67,17 @@ def closed(config: str) -> str:
     Serve opens both on all interfaces, without authentication.
     """
     return _INTERNAL.sub(r"\1\n\2bind 127.0.0.1:\3", config)
+
+
+def at_own_host(config: str) -> str:
+    """Serve's configuration with the servers of this node at the address that the API has.
+
+    They listen there. Serve names all of them by the loopback interface.
+    """
+    api = _API_HOST.search(config)
+    if api is None or api[1] in ("", "*", "0.0.0.0"):
+        return config
+    return _SERVER_HERE.sub(rf"\g<1>{api[1]}:", config)
 
 
 def with_cache(config: str) -> str:
@@ -125,7 +138,7 @@ def arguments(options: Sequence[str]) -> list[str]:
     if "-f" not in options:
         return found
     path = Path(options[options.index("-f") + 1])
-    config = with_cache(closed(path.read_text()))
+    config = with_cache(at_own_host(closed(path.read_text())))
     path.write_text(config)
     # -dR: it shares its ports with nobody. -sf: it takes a predecessor's over.
     if "-dR" in options and "-sf" not in options:

@@ -1,7 +1,7 @@
 """What Serve's proxy actor does with HAProxy, in a process without Ray: starts it, and reloads it.
 
 Prints HAProxy's process id at the start and after each line of stdin, at which it reloads.
-The arguments are a folder, the port to serve, and the port of a replica.
+The arguments are a folder, the address and the port to serve, and the port of a replica.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ray.serve._private.haproxy import (
 from ray.serve.config import HTTPOptions
 
 
-async def main(folder: Path, port: int, replica_port: int) -> None:
+async def main(folder: Path, host: str, port: int, replica_port: int) -> None:
     config = HAProxyConfig(
-        http_options=HTTPOptions(host="127.0.0.1", port=port),
+        http_options=HTTPOptions(host=host, port=port),
         socket_path=str(folder / "admin.sock"),
         server_state_base=str(folder),
         server_state_file=str(folder / "server-state"),
@@ -44,4 +44,4 @@ def tell(pid: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))
+    asyncio.run(main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))

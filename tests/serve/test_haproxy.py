@@ -33,12 +33,17 @@ class Parent:
     """Serve's manager of HAProxy in a process of its own."""
 
     def __init__(
-        self, folder: Path, port: int = 0, replica_port: int = 0, max_files: int | None = None
+        self,
+        folder: Path,
+        port: int = 0,
+        replica_port: int = 0,
+        max_files: int | None = None,
+        host: str = HOST,
     ) -> None:
         free, nobody, self.stats_port, self.metrics_port = free_ports(4)
         self.port = port or free
         self.folder = folder
-        arguments = (folder, self.port, replica_port or nobody)
+        arguments = (folder, host, self.port, replica_port or nobody)
 
         def limit_files() -> None:
             if max_files is not None:
@@ -110,7 +115,7 @@ def replica() -> Iterator[HTTPServer]:
 def start(tmp_path: Path) -> Iterator[Callable[..., Parent]]:
     parents: list[Parent] = []
 
-    def start(**options: int) -> Parent:
+    def start(**options: Any) -> Parent:
         parents.append(Parent(tmp_path, **options))
         return parents[-1]
 
@@ -180,6 +185,18 @@ def test_what_is_for_all_reaches_a_replica_once_a_second(
             assert Replica.asked.count(path) in reached
             Replica.asked.clear()
             time.sleep(1.1)
+
+
+def test_a_replica_is_found_at_the_address_of_the_file(start: Callable[..., Parent]) -> None:
+    host = "127.0.0.2"  # not where Serve looks for the replicas of its own node
+    with ThreadingHTTPServer((host, 0), Replica) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        parent = start(host=host, replica_port=server.server_port)
+        url = f"http://{host}:{parent.port}/v1/models"
+        for _ in range(2):
+            eventually(lambda: httpx.get(url).text == "answer", "an answer", GONE_S)
+            parent.reload()
+        server.shutdown()
 
 
 def test_few_files_mean_fewer_connections(start: Callable[..., Parent]) -> None:
