@@ -1,4 +1,4 @@
-"""Beam search with sampling: ``vllm_xargs: {"beam_sample": 1}`` beside ``use_beam_search``.
+"""Beam search: the best text is learned, and ``vllm_xargs: {"beam_sample": 1}`` draws the beams.
 
 The search is transformers' with ``do_sample``: of all beams' candidates twice the width is drawn
 without replacement, by the softmax of their cumulative log-probabilities, and the best of those
@@ -11,7 +11,7 @@ as vLLM tells log-probabilities of, 20 unless ``max_logprobs`` says otherwise.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -32,24 +32,42 @@ from vllm.utils import random_uuid
 from specserve.core.types import Float64Array
 from specserve.sources.controls import samples_beams
 
+Learn = Callable[[list[int], int, str], Awaitable[None]]
+"""Learns a text: its tokens, how many of the first ones are prompt, and the adapter's name."""
 
-def enable_beam_sampling(max_logprobs: int) -> None:
+
+def extend_beam_search(max_logprobs: int, learn: Learn) -> None:
     """Has vLLM's completions and chat completions draw the beams of requests that ask for it.
 
     Args:
         max_logprobs: the engine's: most candidates of a beam; -1: the vocabulary.
+        learn: learns the best text of each search, before it is answered.
     """
     for request_class in (CompletionRequest, ChatCompletionRequest):
         theirs = request_class.to_beam_search_params
         request_class.to_beam_search_params = _with_sampling(theirs, max_logprobs)
     plain = BeamSearchOnlineMixin.beam_search
 
-    def beam_search(
-        self: Any, prompt: Any, request_id: str, params: BeamSearchParams, **options: Any
+    async def beam_search(
+        self: Any,
+        prompt: Any,
+        request_id: str,
+        params: BeamSearchParams,
+        lora_request: Any = None,
+        *rest: Any,
+        **options: Any,
     ) -> AsyncIterator[RequestOutput]:
         is_drawn = hasattr(params, "drawing") and prompt["type"] != "embeds"  # which has no beams
         search = sampled_beam_search if is_drawn else plain
-        return search(self, prompt, request_id, params, **options)
+        adapter = lora_request.lora_name if lora_request is not None else ""
+        async for output in search(
+            self, prompt, request_id, params, lora_request, *rest, **options
+        ):
+            best = output.outputs[0]
+            if best.finish_reason in ("stop", "length"):
+                asked = output.prompt_token_ids
+                await learn([*asked, *best.token_ids], len(asked), adapter)
+            yield output
 
     BeamSearchOnlineMixin.beam_search = beam_search
 

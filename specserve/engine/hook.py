@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -48,6 +48,11 @@ from specserve.sources.controls import parse_controls, wants_drafts, with_tenant
 from specserve.trie.memory import SharedMemory, TrieMemory
 
 logger = logging.getLogger(__name__)
+
+_TEXT = "a text"
+"""Stands for the id of a request; vLLM's end with random digits."""
+_TEXT_PIECE = 2048
+"""Tokens of a text that are shown at once, fewer than a source may leave for the next step."""
 
 
 class ProposerHook:
@@ -258,6 +263,34 @@ class ProposerHook:
             self._slots.free(request_ids)
             self._request_ids = []
 
+    def learn(
+        self,
+        tokens: Sequence[int],
+        num_prompt_tokens: int,
+        extra_args: Mapping[str, object],
+        adapter: str = "",
+    ) -> None:
+        """Shows a text that no one request wrote to the sources that learn.
+
+        Args:
+            tokens: of the whole text.
+            num_prompt_tokens: how many of them, from the first one, are prompt.
+            extra_args: of the call that it answers: its controls and, with API keys, its tenant.
+            adapter: the LoRA adapter that wrote it; empty: none did.
+        """
+        controls = replace(self._controls_of(extra_args), adapter=adapter)
+        if not controls.learn:
+            return
+        slot = self._free_slot(_TEXT, self._request_ids)
+        self._chain.open(slot, controls)
+        slots, token_ids = np.array([slot], np.int64), np.array([tokens], np.int32)
+        num_prompt = np.array([num_prompt_tokens], np.int32)
+        for end in range(_TEXT_PIECE, len(tokens) + _TEXT_PIECE, _TEXT_PIECE):
+            num_tokens = np.array([min(end, len(tokens))], np.int32)
+            self._chain.finish(DraftBatch(slots, token_ids, num_tokens, num_prompt))
+        self._chain.close(slots)
+        self._slots.free([_TEXT])
+
     def close(self) -> None:
         """Ends what the sources have started; they are not asked afterwards."""
         while self._exits:
@@ -291,18 +324,21 @@ class ProposerHook:
 
     def _open(self, request_id: str, present: Sequence[str]) -> None:
         """A request's first step, or its first one since its slot was given away."""
-        if (lost := self._slots.victim(present)) is not None:
-            self._chain.close(self._slots.find([lost]))
-            self._slots.free([lost])
         params = self._runner.requests[request_id].sampling_params
         most, least = NO_LIMIT, 0
         if params is not None:
             most, least = params.max_tokens or NO_LIMIT, params.min_tokens
         controls = self._read_controls(request_id)
-        self._chain.open(self._slots.add(request_id), controls, most, least)
+        self._chain.open(self._free_slot(request_id, present), controls, most, least)
         self._recent.began(request_id, controls)
         if controls.report or self._reports_all:
             self._reporting.add(request_id)
+
+    def _free_slot(self, request_id: str, present: Sequence[str]) -> int:
+        if (lost := self._slots.victim(present)) is not None:
+            self._chain.close(self._slots.find([lost]))
+            self._slots.free([lost])
+        return self._slots.add(request_id)
 
     def _observe_step(self, scheduler_output: Any, num_draft_tokens: int) -> None:
         """Tells the cost of a step that had the requests of the one before it, if it read nothing.
@@ -342,22 +378,24 @@ class ProposerHook:
         request = self._runner.requests[request_id]
         params, lora = request.sampling_params, request.lora_request
         extra_args = params.extra_args if params is not None else None
-        try:
-            controls = parse_controls(extra_args, self._kinds)
-        except RequestError as error:  # the HTTP side has checked; other callers may not have
-            logger.warning("Request %s: %s; drafting as usual", request_id, error)
-            controls = RequestControls()
+        controls = self._controls_of(extra_args or {})
         if params is not None and is_kept_without_drafts_only(params):
             controls = replace(controls, speculation="off")
         if _has_unknown_tokens(request):
             controls = replace(controls, speculation="off", learn=False)
         if lora is not None:
             controls = replace(controls, adapter=lora.lora_name)
-        if self._config.http.api_keys:
-            controls = with_tenant(controls, extra_args)
         if self._grammars is not None and wants_drafts(controls, "grammar"):
             controls = replace(controls, grammar=self._grammars.open(request_id, request))
         return controls
+
+    def _controls_of(self, extra_args: Mapping[str, object]) -> RequestControls:
+        try:
+            controls = parse_controls(extra_args, self._kinds)
+        except RequestError as error:  # the HTTP side has checked; other callers may not have
+            logger.warning("%s; drafting as usual", error)
+            controls = RequestControls()
+        return with_tenant(controls, extra_args) if self._config.http.api_keys else controls
 
 
 def _own_name() -> str:

@@ -18,6 +18,7 @@ from fastapi import FastAPI
 from ray.runtime_env import RuntimeEnv
 from ray.util.placement_group import PlacementGroup, placement_group_table
 from vllm import envs
+from vllm.config import VllmConfig
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.platforms import current_platform
@@ -32,7 +33,7 @@ from specserve.core.metrics import SpeculationSnapshot
 from specserve.core.openmp import openmp_environment
 from specserve.core.recent import RecentRequest
 from specserve.engine.args import serve_namespace, served_engine_args
-from specserve.engine.beams import enable_beam_sampling
+from specserve.engine.beams import extend_beam_search
 from specserve.engine.checkpoint import model_identity
 from specserve.engine.client import ServedLLM
 from specserve.engine.cluster_memory import shared_trie, store_options
@@ -42,9 +43,15 @@ from specserve.engine.logits_processors import PROCESSORS
 from specserve.engine.predicted import predictor
 from specserve.engine.prediction import Predictor
 from specserve.engine.tenant_memory import TenantMemory, TextReader
-from specserve.engine.tenants import stamp_requests
+from specserve.engine.tenants import (
+    CURRENT_CONTROLS,
+    CURRENT_TENANT,
+    stamp_requests,
+    tenant_fields,
+)
 from specserve.engine.text_generator import TextGenerator
 from specserve.engine.text_request import TextEngine
+from specserve.sources.controls import own_fields
 
 logger = logging.getLogger(__name__)
 
@@ -99,22 +106,7 @@ class Engine:
             if in_process:
                 os.environ.update(environment)  # which the engine core's process inherits
             vllm_config.parallel_config.ray_runtime_env = RuntimeEnv(env_vars=environment)
-        try:
-            # Named both, since Ray's takes the place of the default one, and `/metrics` needs that.
-            # The default one last: Ray's takes all of vLLM's series out of the registry first.
-            client = TenantLLM if config.http.api_keys else ServedLLM
-            llm = client.from_vllm_config(
-                vllm_config, stat_loggers=[RayPrometheusStatLogger, PrometheusStatLogger]
-            )
-        except (RuntimeError, ValueError) as error:
-            raise EngineError(f"the engine did not start: {last_line_of(error)}") from error
-        if not config.drafts_in_engine:
-            # It would refuse `min_p` and `logit_bias`; see specserve.engine.sampling for why not.
-            llm.input_processor.speculative_config = None
-        stamp_requests(llm.engine_core, with_tenants=bool(config.http.api_keys))
-        if config.http.api_keys:
-            part_media(llm.renderer)
-        return cls(config, llm)
+        return cls(config, _start_client(config, vllm_config))
 
     async def asgi_app(self) -> FastAPI:
         """vLLM's own application with all its OpenAI routes; with API keys those for tenants."""
@@ -125,7 +117,7 @@ class Engine:
         tasks = await self._llm.get_supported_tasks()
         app: FastAPI = build_app(namespace, tasks, self._llm.model_config)
         await init_app_state(self._llm, app.state, namespace, tasks)
-        enable_beam_sampling(self._llm.model_config.max_logprobs)
+        extend_beam_search(self._llm.model_config.max_logprobs, self._learn)
         if self._config.http.api_keys:
             close_routes(app)
             part_responses(getattr(app.state, "openai_serving_responses", None))
@@ -167,7 +159,19 @@ class Engine:
             await self._ask_rank_0("recent_requests", tenant), type=tuple[RecentRequest, ...]
         )
 
-    async def _ask_rank_0(self, method: str, *args: str) -> bytes:
+    async def _learn(self, tokens: list[int], num_prompt_tokens: int, adapter: str) -> None:
+        """Learns a text that answers the current call, as far as that asks for it."""
+        if not self._has_sources:
+            return
+        fields = dict(own_fields(CURRENT_CONTROLS.get()))
+        if self._config.http.api_keys:
+            fields |= tenant_fields(CURRENT_TENANT.get())
+        try:
+            await self._ask_rank_0("learn_text", tokens, num_prompt_tokens, fields, adapter)
+        except Exception as error:  # the answer is there without it
+            logger.warning("A text was not learned: %s", last_line_of(error))
+
+    async def _ask_rank_0(self, method: str, *args: object) -> bytes:
         """A worker method's answer, which may take as long as a step: none is made meanwhile."""
         answers: list[bytes] = await self._llm.collective_rpc(
             method, envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS, args
@@ -235,6 +239,26 @@ class Engine:
         closing = self._llm.collective_rpc("close_sources", timeout=CLOSE_S)
         with suppress(Exception):  # whatever has died has nothing left to end
             await asyncio.wait_for(closing, CLOSE_S)
+
+
+def _start_client(config: AppConfig, vllm_config: VllmConfig) -> ServedLLM:
+    """Starts vLLM's engine and its client, which with API keys keeps tenants apart."""
+    client = TenantLLM if config.http.api_keys else ServedLLM
+    try:
+        # Named both, since Ray's takes the place of the default one, and `/metrics` needs that.
+        # The default one last: Ray's takes all of vLLM's series out of the registry first.
+        llm: ServedLLM = client.from_vllm_config(
+            vllm_config, stat_loggers=[RayPrometheusStatLogger, PrometheusStatLogger]
+        )
+    except (RuntimeError, ValueError) as error:
+        raise EngineError(f"the engine did not start: {last_line_of(error)}") from error
+    if not config.drafts_in_engine:
+        # It would refuse `min_p` and `logit_bias`; see specserve.engine.sampling for why not.
+        llm.input_processor.speculative_config = None
+    stamp_requests(llm.engine_core, with_tenants=bool(config.http.api_keys))
+    if config.http.api_keys:
+        part_media(llm.renderer)
+    return llm
 
 
 async def _suppressed(answer: Awaitable[object]) -> None:

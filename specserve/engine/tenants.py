@@ -76,10 +76,15 @@ def stamp(request: Any, tenant: str) -> None:
     """
     params = request.sampling_params
     if params is not None:
-        told = {TENANT_KEY: tenant, SALT_KEY: request.cache_salt or ""}
+        told = tenant_fields(tenant, request.cache_salt or "")
         params.extra_args = {**(params.extra_args or {}), **told}
     salt = f"{scope_of(tenant)}\0{request.cache_salt or ''}"
     request.cache_salt = blake2b(salt.encode(), digest_size=16).hexdigest()
+
+
+def tenant_fields(tenant: str, cache_salt: str = "") -> dict[str, object]:
+    """How extra arguments tell the engine whose a text is."""
+    return {TENANT_KEY: tenant, SALT_KEY: cache_salt}
 
 
 def scope_of(tenant: str) -> str:

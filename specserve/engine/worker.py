@@ -90,6 +90,17 @@ class SpeculationMixin(_Worker):
         """A tenant's last requests in rank 0 as JSON; empty in other ranks."""
         return self._hook.recent_requests(tenant) if self._hook is not None else b""
 
+    def learn_text(
+        self,
+        tokens: list[int],
+        num_prompt_tokens: int,
+        extra_args: dict[str, object],
+        adapter: str,
+    ) -> None:
+        """See :meth:`ProposerHook.learn`; nothing in other ranks."""
+        if self._hook is not None:
+            self._hook.learn(tokens, num_prompt_tokens, extra_args, adapter)
+
     def _speculation(self) -> AbstractContextManager[None]:
         """What a step runs in: vLLM's speculation, or none where the step is idle."""
         return without_speculation(self.model_runner) if self._is_idle else nullcontext()

@@ -19,7 +19,7 @@ from vllm.logprobs import Logprob
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 
-from specserve.engine.beams import Drawing, draw, enable_beam_sampling, warped
+from specserve.engine.beams import Drawing, draw, extend_beam_search, warped
 from specserve.engine.tenants import stamp_controls
 
 EOS, PROMPT = 0, [3, 4]
@@ -28,12 +28,19 @@ WIDTH = 3
 
 
 @pytest.fixture(autouse=True)
-def _enabled(monkeypatch: pytest.MonkeyPatch) -> None:
+def learned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], int, str]]:
+    """What was learned: tokens, how many of them are prompt, and the adapter."""
     for request_class in (CompletionRequest, ChatCompletionRequest):
         theirs = request_class.to_beam_search_params
         monkeypatch.setattr(request_class, "to_beam_search_params", theirs)
     monkeypatch.setattr(BeamSearchOnlineMixin, "beam_search", BeamSearchOnlineMixin.beam_search)
-    enable_beam_sampling(VOCAB)
+    texts = []
+
+    async def learn(*text: Any) -> None:
+        texts.append(text)
+
+    extend_beam_search(VOCAB, learn)
+    return texts
 
 
 class Front(BeamSearchOnlineMixin):  # type: ignore[misc]
@@ -76,10 +83,12 @@ def params_of(**asked: Any) -> BeamSearchParams:
     return request.to_beam_search_params(request.max_tokens, {})
 
 
-def beams_of(params: BeamSearchParams, front: Front | None = None) -> RequestOutput:
+def beams_of(
+    params: BeamSearchParams, front: Front | None = None, lora: Any = None
+) -> RequestOutput:
     async def run() -> list[RequestOutput]:
         prompt: Any = {"type": "token", "prompt_token_ids": PROMPT}
-        search = (front or Front()).beam_search(prompt, "cmpl-1", params)
+        search = (front or Front()).beam_search(prompt, "cmpl-1", params, lora_request=lora)
         return [output async for output in search]
 
     (output,) = asyncio.run(run())
@@ -150,12 +159,25 @@ def test_an_answer_tells_texts_scores_and_reasons_as_vllm_does() -> None:
     assert {each.finish_reason for each in output.outputs} == {"stop", "length"}
 
 
+@pytest.mark.parametrize("xargs", [None, {"beam_sample": 1}])
+@pytest.mark.parametrize(("lora", "adapter"), [(None, ""), ("sql", "sql")])
+def test_of_the_texts_the_best_one_is_learned(
+    xargs: Any, lora: str | None, adapter: str, learned: list[Any]
+) -> None:
+    request = SimpleNamespace(lora_name=lora) if lora else None
+    output = beams_of(params_of(vllm_xargs=xargs), lora=request)
+    text = [*PROMPT, *output.outputs[0].token_ids]
+    assert learned == [(text, len(PROMPT), adapter)]
+
+
+@pytest.mark.parametrize("xargs", [None, {"beam_sample": 1}])
 @pytest.mark.parametrize("reason", ["error", "abort"])
-def test_a_request_that_fails_ends_the_search(reason: str) -> None:
+def test_a_request_that_fails_ends_the_search(reason: str, xargs: Any, learned: list[Any]) -> None:
     front = Front(reason)
-    output = beams_of(params_of(), front)
+    output = beams_of(params_of(vllm_xargs=xargs), front)
     assert [each.finish_reason for each in output.outputs] == [reason]
     assert len(front.ids) == 1
+    assert learned == []
 
 
 def test_its_requests_are_neither_learned_nor_drafted_for() -> None:

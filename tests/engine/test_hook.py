@@ -15,7 +15,9 @@ from specserve.core.metrics import SpeculationSnapshot
 from specserve.core.recent import RecentRequest
 from specserve.core.source_config import PredictionConfig
 from specserve.core.types import DraftBatch, HiddenStates
+from specserve.engine import hook as hook_module
 from specserve.engine.hook import ProposerHook, copy_states
+from specserve.engine.tenants import tenant_fields
 from specserve.policy.chain import Chain
 from specserve.sources.prediction import PredictionSource
 
@@ -87,6 +89,12 @@ def _snapshot(hook: ProposerHook) -> SpeculationSnapshot:
 def config() -> AppConfig:
     source = {"kind": "ngram", "max_draft_len": 4, "dynamic": False}
     return parse({"model": {"path": "m"}, "speculation": [source]})
+
+
+@pytest.fixture
+def checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model with an identity, and no files."""
+    monkeypatch.setattr(hook_module, "model_identity", lambda _: "a model")
 
 
 def hook_of(config: AppConfig) -> ProposerHook:
@@ -465,6 +473,68 @@ def test_the_draft_memory_is_told_who_is_configured_and_how_its_metrics_are_labe
 
     assert (context.tenants, context.adapters) == (("a", "b"), ("sql",))
     assert (context.num_adapters, context.label_key) == (3, b"a key")
+
+
+def with_memory(*tenants: str) -> ProposerHook:
+    """A hook whose source is a trie, where these tenants have keys."""
+    keys = [{"env": f"{name}_KEY", "tenant": name} for name in tenants]
+    trie = {"kind": "trie", "dynamic": False, "max_bytes": 1 << 20, "max_draft_len": 4}
+    return hook_of(
+        parse({"model": {"path": "m"}, "speculation": [trie], "http": {"api_keys": keys}})
+    )
+
+
+TEXT = [11, 12, 13, 14, 15, 16, 17, 18]
+
+
+def drafted_after(hook: ProposerHook, text: list[int], **extra_args: object) -> list[int]:
+    runner = Runner(a=text)
+    runner.requests["a"] = _request(extra_args=extra_args)
+    hook.attach(runner)
+    hook.learn(TEXT, 4, extra_args)
+    (draft,) = _step(hook, runner, [[text[-1]]])
+    return draft
+
+
+@pytest.mark.usefixtures("checkpoint")
+def test_a_text_that_no_request_wrote_is_drafted_where_it_may_be_learned() -> None:
+    assert drafted_after(with_memory(), TEXT[:4]) == TEXT[4:]
+    assert drafted_after(with_memory(), TEXT[:4], learn=0) == []
+
+
+@pytest.mark.usefixtures("checkpoint")
+def test_such_a_text_is_its_tenants() -> None:
+    hook = with_memory("a", "b")
+    runner = Runner(a=TEXT[:4], b=TEXT[:4])
+    for name, request in runner.requests.items():
+        request.sampling_params.extra_args = tenant_fields(name)
+    hook.attach(runner)
+    hook.learn(TEXT, 4, {})
+    hook.learn(TEXT, 4, tenant_fields("b"))
+    assert _step(hook, runner, [[TEXT[3]]] * 2) == [[], TEXT[4:]]
+
+
+@pytest.mark.usefixtures("checkpoint")
+def test_a_long_text_is_learned_whole_beside_as_many_requests_as_there_are_slots() -> None:
+    long = list(range(100)) * 60
+    hook = with_memory()
+    runner = Runner(**{f"r{number}": TEXT for number in range(20)})
+    hook.attach(runner)
+    names = runner.input_batch.req_ids
+    for begin in range(0, 20, 4):
+        runner.input_batch.req_ids = names[begin : begin + 4]
+        _step(hook, runner, [[18]] * 4)
+    before = num_learned(hook)
+    hook.learn(long, 100, {})
+    assert num_learned(hook) == before + len(long)
+    _step(hook, runner, [[18]] * 4)
+    hook.forget(names)
+
+
+def num_learned(hook: ProposerHook) -> int:
+    trie = _snapshot(hook).trie
+    assert trie is not None
+    return sum(each.ingested_tokens for each in trie.namespaces)
 
 
 def test_more_requests_than_slots_take_those_of_requests_that_wait(hook: ProposerHook) -> None:

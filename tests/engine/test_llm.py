@@ -8,11 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
 from vllm.platforms import current_platform
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from specserve.core.config import parse
 from specserve.engine import llm
+from specserve.engine.client import ServedLLM
+from specserve.engine.isolation import TenantLLM
 from specserve.engine.llm import Engine
 
 NGRAM = {"kind": "ngram"}
@@ -103,6 +106,56 @@ def test_a_core_that_gives_no_sign_of_life_within_a_steps_time_is_killed(
 
     asyncio.run(check())
     assert fake.asked == asked
+
+
+class Started(ServedLLM):
+    """vLLM's client once it has started, with nothing behind it."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.read: list[dict[str, Any]] = []
+        self.engine_core: Any = SimpleNamespace(add_request_async=self._send)
+        self.input_processor: Any = SimpleNamespace(speculative_config="vLLM's")
+        self.renderer: Any = SimpleNamespace(
+            _process_multimodal=self._read, _process_multimodal_async=self._read
+        )
+
+    async def _send(self, request: Any) -> None:
+        self.sent.append(request)
+
+    def _read(self, **options: Any) -> None:
+        self.read.append(options)
+
+    def shutdown(self, timeout: float | None = None) -> None: ...
+
+
+@pytest.mark.parametrize("has_keys", [False, True])
+def test_with_api_keys_requests_their_ids_and_their_media_are_the_tenants(
+    has_keys: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    classes = []
+
+    def start(cls: type[ServedLLM], *_: Any, **__: Any) -> Started:
+        classes.append(cls)
+        return Started()
+
+    monkeypatch.setattr(ServedLLM, "from_vllm_config", classmethod(start))
+    keys = [{"env": "KEY", "tenant": "team-a"}] if has_keys else []
+    config = parse({"model": {"path": "m"}, "http": {"api_keys": keys}})
+    vllm_config: Any = None
+    client: Any = llm._start_client(config, vllm_config)
+    request = SimpleNamespace(
+        sampling_params=SamplingParams(), cache_salt=None, external_req_id="1"
+    )
+    asyncio.run(client.engine_core.add_request_async(request))
+    client.renderer._process_multimodal()
+    client.renderer._process_multimodal_async()
+
+    assert classes == [TenantLLM if has_keys else ServedLLM]
+    assert client.sent == [request]
+    assert bool(request.cache_salt) is has_keys
+    assert [bool(each) for each in client.read] == [has_keys, has_keys]
+    assert client.input_processor.speculative_config is None
 
 
 BESIDE = {"kind": "draft_model", "model": "m", "placement": "beside_rank_0"}

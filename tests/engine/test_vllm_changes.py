@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ENGINE = ROOT / "specserve/engine"
+PACKAGE = ROOT / "specserve"
+ROOMS = ("engine", "serve")
+"""Where vLLM's objects are at hand. A row names a file of `serve` with its room."""
 DOCUMENT = ROOT / "docs/vllm-changes.md"
 _CALLS = ("setattr", "delattr", "register_backend", "register_kernels")
 _ROW = re.compile(r"^\| `([\w/]+\.py)` \| `([^`]+)` \| (.+) \| `([\w/]+\.py)::(test_\w+)` \|$")
@@ -37,6 +39,14 @@ def assigned(tree: ast.AST) -> set[str]:
             and not _is_own(node)
         ):
             found.add(ast.unparse(node))
+        elif (
+            isinstance(node, ast.Subscript)
+            and isinstance(node.ctx, ast.Store | ast.Del)
+            and isinstance(node.value, ast.Attribute)
+            and not _is_own(node.value)
+            and ast.unparse(node.value) != "os.environ"
+        ):
+            found.add(f"{ast.unparse(node.value)}[]")
         elif isinstance(node, ast.ClassDef) and foreign & {ast.unparse(b) for b in node.bases}:
             found |= {ast.unparse(each) for each in _public_of_self(node)}
     return found
@@ -66,8 +76,9 @@ def _public_of_self(node: ast.ClassDef) -> Iterator[ast.Attribute]:
 
 def test_the_tables_list_every_assignment_and_nothing_else() -> None:
     found = {
-        (path.relative_to(ENGINE).as_posix(), target)
-        for path in sorted(ENGINE.rglob("*.py"))
+        (path.relative_to(PACKAGE).as_posix().removeprefix("engine/"), target)
+        for room in ROOMS
+        for path in sorted((PACKAGE / room).rglob("*.py"))
         for target in assigned(ast.parse(path.read_text()))
     }
     listed = [(file, target) for file, target, *_ in rows()]
@@ -93,6 +104,8 @@ def test_every_row_tells_why_and_names_a_test_that_is_there() -> None:
         ("runner.x += 1", "runner.x"),
         ("del runner.x", "runner.x"),
         ("self.model_runner.x = 1", "self.model_runner.x"),
+        ("runner.table[0] = 1", "runner.table[]"),
+        ("del self.model_runner.table[0]", "self.model_runner.table[]"),
         ("setattr(runner, name, 1)", "setattr(runner)"),
         ("for runner.x in y: pass", "runner.x"),
         ("with f() as runner.x: pass", "runner.x"),
@@ -107,6 +120,8 @@ def test_each_form_of_an_assignment_is_found(code: str, target: str) -> None:
     "code",
     [
         "self.x = 1",
+        "self.x[0] = 1",
+        "x[0] = 1",
         "x = runner.x",
         "class C:\n def f(self): self.x = 1",
         "from vllm.a import B\nclass C(B):\n def f(self): self._x = 1",

@@ -110,6 +110,24 @@ def test_what_a_tenant_teaches_is_drafted_in_its_next_request_and_in_no_one_else
     assert num_accepted > by_itself + 10
 
 
+@pytest.mark.parametrize("xargs", [{}, {"beam_sample": 1}, {"learn": 0}])
+def test_the_best_text_of_a_beam_search_is_learned_where_the_request_may_be(
+    memory: Memory, xargs: dict[str, int]
+) -> None:
+    body = {"model": MODEL, "prompt": some_text(), "use_beam_search": True, "n": 3}
+    body |= {"max_tokens": 12, "ignore_eos": True, "return_token_ids": True, "vllm_xargs": xargs}
+    before = memory.in_replica(), memory.held(B)
+    answer = memory.http.post("/v1/completions", headers=dict(B), json=body)
+    assert answer.status_code == 200, answer.text
+    best = answer.json()["choices"][0]
+    size = len(best["prompt_token_ids"]) + len(best["token_ids"])
+    more = size if xargs.get("learn", 1) else 0
+    assert memory.in_replica() == before[0] + more
+    memory.app.eventually(
+        lambda: memory.held(B) == before[1] + more, "the store has the text as well", 60
+    )
+
+
 def test_a_tenant_clears_its_own_and_nothing_else(memory: Memory) -> None:
     memory.ask("DELETE", A)
     prompt = some_text()
