@@ -40,6 +40,9 @@ LONG = {
     "test_it_may_run_out_of_memory_and_is_used_again_when_it_has_some": (
         "A drafter's refusal is one error among others of tests/sources/test_remote_failures.py."
     ),
+    "integration/served/test_fuzz.py::test_nor_where_tenants_fill_a_memory_or_an_actor_drafts": (
+        "`make test` fuzzes the application without keys, on the same engine."
+    ),
     "integration/served/test_trie.py::test_the_store_may_die_in_the_midst_and_nobody_notices": (
         "test_trie_store.py kills a store in the midst of traffic without an engine."
     ),

@@ -10,12 +10,13 @@ import ast
 import configparser
 import json
 import os
+import re
 import resource
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import httpx
@@ -23,7 +24,7 @@ import psutil
 import pytest
 import yaml
 
-from tests.integration.cluster import HOST, MARK, READY_S, eventually, free_ports, kill
+from tests.integration.cluster import MARK, READY_S, eventually, kill
 from tests.k8s.manifests import ROOT
 from tests.k8s.test_image import STAGES
 
@@ -117,6 +118,55 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Images]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+class Host:
+    """A network of its own, where all ports are free, and a link to this machine's."""
+
+    def __init__(self) -> None:
+        self._name = f"ssi{os.getpid()}"
+        network = f"198.19.{os.getpid() % 256}"
+        self.address = f"{network}.6"
+        ip("netns", "add", self._name)
+        link = ("type", "veth", "peer", "name", "eth0", "netns", self._name)
+        ip("link", "add", self._name, *link)
+        ip("-n", self._name, "address", "add", f"{self.address}/30", "dev", "eth0")
+        ip("-n", self._name, "link", "set", "eth0", "up")
+        ip("-n", self._name, "link", "set", "lo", "up")
+        ip("address", "add", f"{network}.5/30", "dev", self._name)
+        ip("link", "set", self._name, "up")
+
+    def command(self, *command: str) -> list[str]:
+        """A command to be run there, with which all ends that it has started, as in a container."""
+        alone = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+        return ["ip", "netns", "exec", self._name, *alone, *command]
+
+    def remove(self) -> None:
+        """Removes it, and with it the link."""
+        ip("netns", "delete", self._name)
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture
+def host() -> Iterator[Host]:
+    if shutil.which("ip") is None:
+        pytest.skip("iproute2 is not installed")
+    made = Host()
+    yield made
+    made.remove()
+
+
+def compose_head(variables: Mapping[str, str]) -> tuple[list[str], dict[str, str], str]:
+    """The head's command, environment and stop signal, with a value for each variable."""
+    head = yaml.safe_load((ROOT / "deploy/compose.head.yaml").read_text())["services"]["head"]
+    environment = {
+        name: re.sub(r"\$\{(\w+):\?[^}]*\}", lambda found: variables[found[1]], value)
+        for name, value in head["environment"].items()
+    }
+    return [part.replace("$$", "$") for part in head["command"]], environment, head["stop_signal"]
+
+
 def processes(mark: str, title: str = "") -> list[psutil.Process]:
     """Those of the container whose command line contains ``title``."""
     found = []
@@ -129,61 +179,62 @@ def processes(mark: str, title: str = "") -> list[psutil.Process]:
     return [each for each in found if each.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_the_image_serves_as_its_user_streams_and_ends(images: Images, tmp_path: Path) -> None:
-    port, metrics_port, stats_port = free_ports(3)
+def test_the_head_of_the_compose_file_serves_as_its_user_streams_and_ends(
+    images: Images, host: Host, tmp_path: Path
+) -> None:
     file = yaml.safe_load((ROOT / "configs/demo.yaml").read_text())
-    file["http_options"]["port"] = port
+    file["http_options"]["host"] = host.address
     config = tmp_path / "demo.yaml"
     config.write_text(yaml.safe_dump(file))
     tmp_path.chmod(0o755)
-    environment = {
-        MARK: str(tmp_path),
-        "HOME": "/home/specserve",
-        "RAY_SERVE_HAPROXY_METRICS_PORT": metrics_port,
-        "RAY_SERVE_HAPROXY_STATS_PORT": stats_port,
-    }
+    command, environment, stop_signal = compose_head(
+        {
+            "RAY_AUTH_TOKEN": "a token that only the tests know",
+            "HEAD_ADDRESS": host.address,
+            "NODE_RESOURCES": "{}",
+            "SPECSERVE_CONFIG": "demo.yaml",
+        }
+    )
+    environment |= {MARK: str(tmp_path), "HOME": "/home/specserve"}
     variables = [f"{name}={value}" for name, value in environment.items()]
     most = min(65536, resource.getrlimit(resource.RLIMIT_NOFILE)[1])  # 65536 in the compose files
     container = images.do("from", "--ulimit", f"nofile={most}:{most}", "--pull-never", IMAGE)
     options = ["--isolation", "chroot", "--network", "host", "-v", f"{config}:/app/demo.yaml:ro"]
-    command = ["env", *variables, "serve", "run", "demo.yaml"]
+    run = ["run", *options, container, "--", "env", *variables, *command]
     log = tmp_path / "log"
     with log.open("wb") as output:
-        run = subprocess.Popen(
-            [*images.command, "run", *options, container, "--", *command],
-            stdout=output,
-            stderr=subprocess.STDOUT,
+        started = subprocess.Popen(
+            host.command(*images.command, *run), stdout=output, stderr=subprocess.STDOUT
         )
     try:
-        eventually(lambda: run.poll() is not None or answers(port), log.read_text, READY_S)
-        assert run.poll() is None, log.read_text()[-4000:]
+        url = f"http://{host.address}:{file['http_options']['port']}"
+        eventually(lambda: started.poll() is not None or answers(url), log.read_text, READY_S)
+        assert started.poll() is None, log.read_text()[-4000:]
         assert {uid for each in processes(str(tmp_path)) for uid in each.uids()} == {1000}
         assert processes(str(tmp_path), "haproxy")
-        assert len(streamed(port)) > 1
+        assert len(streamed(url)) > 1
         (serving,) = processes(str(tmp_path), "serve run")
-        serving.send_signal(signal.SIGTERM)  # as a container is stopped
-        run.wait(120)
-        eventually(lambda: not processes(str(tmp_path)), "all processes gone", 120)
+        serving.send_signal(signal.Signals[stop_signal])
+        started.wait(120)
+        eventually(lambda: not processes(str(tmp_path)), "all processes gone", 15)
     finally:
         kill(processes(str(tmp_path)))
-        run.wait(60)
+        started.wait(60)
         print(log.read_text()[-4000:])  # noqa: T201 - pytest shows it where the test fails
         images.do("rm", container)
 
 
-def answers(port: int) -> bool:
+def answers(url: str) -> bool:
     try:
-        return httpx.get(f"http://{HOST}:{port}/health", timeout=5).is_success
+        return httpx.get(f"{url}/health", timeout=5).is_success
     except httpx.HTTPError:
         return False
 
 
-def streamed(port: int) -> list[str]:
+def streamed(url: str) -> list[str]:
     """The pieces of a completion."""
     body = {"model": "demo", "prompt": "def is_even(n):", "max_tokens": 16, "stream": True}
-    with httpx.stream(
-        "POST", f"http://{HOST}:{port}/v1/completions", json=body, timeout=120
-    ) as answer:
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as answer:
         assert answer.status_code == 200
         data = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
     assert data[-1] == "[DONE]"

@@ -31,8 +31,6 @@ Operation = APIOperation[Any, Any, Any, Any]
 RandomCase = Case[Any]
 
 CASE_S = 60.0
-NUM_CLIENTS = 4
-"""How many send cases at once: most of a case is the wait for its answer."""
 ALLOWED_5XX = (501, 503)
 
 _FAILED = re.compile(r'"error_type":"(incomplete_)?generation"|"error":\{"type":"internal_error"')
@@ -112,9 +110,9 @@ def is_cut_by_vllm(label: str, request: object) -> bool:
     return bool(request.get("stream")) and any(request.get(key, "") is None for key in repeated)
 
 
-def operations(base_url: str) -> list[Operation]:
+def operations(http: httpx.Client) -> list[Operation]:
     """The application's operations, without the schemas that take long to draw from."""
-    spec = httpx.get(f"{base_url}/openapi.json", timeout=CASE_S).json()
+    spec = http.get("/openapi.json", timeout=CASE_S).json()
     for each in spec["components"]["schemas"].values():
         for name in _HEAVY:
             if name in each.get("properties", {}):
@@ -145,13 +143,22 @@ def random_cases(found: Sequence[Operation], num_cases: int, number: int) -> lis
     return cases
 
 
-def send(base_url: str, cases: Sequence[RandomCase], odd: Sequence[tuple[str, bytes]]) -> Report:
-    """Sends cases, and then bodies that no schema describes to their paths, several at once."""
+def send(
+    http: httpx.Client,
+    cases: Sequence[RandomCase],
+    odd: Sequence[tuple[str, bytes]],
+    num_clients: int,
+) -> Report:
+    """Sends cases, and then bodies that no schema describes to their paths.
+
+    Args:
+        http: a client of the application.
+        cases: of its operations.
+        odd: paths, and what each is sent.
+        num_clients: how many send at once: most of a case is the wait for its answer.
+    """
     report = Report()
-    with (
-        httpx.Client(base_url=base_url, timeout=CASE_S) as http,
-        ThreadPoolExecutor(NUM_CLIENTS) as pool,
-    ):
+    with ThreadPoolExecutor(num_clients) as pool:
         for number, _ in enumerate(pool.map(lambda case: _send(http, case, report), cases)):
             if number % 500 == 0:
                 logger.info("%d of %d cases", number, len(cases))
@@ -217,7 +224,12 @@ def _send(http: httpx.Client, case: RandomCase, report: Report) -> None:
     label = f"{case.method.upper()} {case.operation.path}"
     try:
         answer = http.request(
-            case.method, case.formatted_path, params=query, content=content, headers=headers
+            case.method,
+            case.formatted_path,
+            params=query,
+            content=content,
+            headers=headers,
+            timeout=CASE_S,
         )
     except httpx.TransportError as error:
         if isinstance(error, httpx.RemoteProtocolError) and is_cut_by_vllm(label, body):
@@ -230,7 +242,8 @@ def _send(http: httpx.Client, case: RandomCase, report: Report) -> None:
 def _post(http: httpx.Client, odd: tuple[str, bytes], report: Report) -> None:
     path, body = odd
     try:
-        answer = http.post(path, content=body, headers={"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json"}
+        answer = http.post(path, content=body, headers=headers, timeout=CASE_S)
     except httpx.TransportError as error:
         report.failures.append(f"odd body to {path}: {body[:100]!r}: {error!r}")
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import httpx
@@ -22,6 +22,8 @@ _PROMPTS = [
 class Streams:
     """Greedy streams, begun again and again, each compared with what it was when it was alone.
 
+    One client more leaves each of its streams after the first piece.
+
     Args:
         api: the application.
         num_clients: how many stream at once.
@@ -34,12 +36,14 @@ class Streams:
         assert None not in self._alone.values(), "the server is busy before it is fuzzed"
         self._is_over = threading.Event()
         self.num_same = dict.fromkeys(self._prompts, 0)
+        self.num_left = 0
         self.others: list[str] = []
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Streams for the length of a block; each stream that has begun is let end."""
         threads = [threading.Thread(target=self._stream, args=[each]) for each in self._prompts]
+        threads.append(threading.Thread(target=self._leave))
         for thread in threads:
             thread.start()
         try:
@@ -64,8 +68,29 @@ class Streams:
             else:
                 self._is_over.wait(0.1)  # the server is busy
 
+    def _leave(self) -> None:
+        while not self._is_over.wait(0.2):
+            try:
+                with self._begun(self._prompts[0]) as response:
+                    next(response.iter_bytes(), None)
+                    self.num_left += response.status_code == 200
+            except Exception as error:
+                self.others.append(f"who leaves: {error!r}")
+
     def _text(self, prompt: str) -> list[int] | None:
         """The tokens of a stream; None where the server is busy."""
+        with self._begun(prompt) as response:
+            if response.status_code == 503:
+                return None
+            response.read()
+        assert response.status_code == 200, response.text
+        lines = response.text.splitlines()
+        assert "data: [DONE]" in lines[-2:], response.text
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        return [token for event in events for token in event["choices"][0]["token_ids"]]
+
+    def _begun(self, prompt: str) -> AbstractContextManager[httpx.Response]:
+        """A stream over a connection of its own."""
         body: dict[str, Any] = {
             "model": MODEL,
             "prompt": prompt,
@@ -75,13 +100,5 @@ class Streams:
             "stream": True,
             "return_token_ids": True,
         }
-        url = f"{self._api.base_url}/v1/completions"
-        with httpx.stream("POST", url, json=body, timeout=TIMEOUT_S) as response:
-            if response.status_code == 503:
-                return None
-            response.read()
-        assert response.status_code == 200, response.text
-        lines = response.text.splitlines()
-        assert "data: [DONE]" in lines[-2:], response.text
-        events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-        return [token for event in events for token in event["choices"][0]["token_ids"]]
+        url, headers = f"{self._api.base_url}/v1/completions", self._api.http.headers
+        return httpx.stream("POST", url, json=body, headers=headers, timeout=TIMEOUT_S)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+from collections.abc import Sequence
 
 import pytest
 
 from tests.integration.api import Api
+from tests.integration.applications import KEYS
+from tests.integration.cluster import Deployment
 from tests.integration.fuzz import odd_bodies, operations, random_cases, send
 from tests.integration.fuzz_background import Streams
 
@@ -22,11 +25,11 @@ ACCEPTED = (
 )
 """Routes where a good share has to be accepted: what is refused at once tests little."""
 
-
-NUM_CLIENTS = 8
 NUM_CASES = int(os.environ.get("SPECSERVE_FUZZ_CASES", "200"))
 CASES_PER_S = 2
 """Far fewer than a quiet machine answers."""
+
+pytestmark = pytest.mark.timeout(900 + NUM_CASES / CASES_PER_S)
 
 
 def first_seed() -> int:
@@ -34,23 +37,54 @@ def first_seed() -> int:
     return int(os.environ.get("SPECSERVE_FUZZ_SEED") or secrets.randbelow(1 << 32))
 
 
-@pytest.mark.timeout(900 + NUM_CASES / CASES_PER_S)
 def test_random_requests_do_no_harm(api: Api) -> None:
-    """Fuzzes while clients stream drafted texts, and checks both."""
+    check(api, ACCEPTED, NUM_CASES, num_streams=8, num_clients=4)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "closed"),
+    [
+        ("/team", {"POST /inference/v1/generate"}),
+        ("/drafter", {"POST /generate", "POST /generate_stream", "POST /"}),
+    ],
+)
+def test_nor_where_tenants_fill_a_memory_or_an_actor_drafts(
+    shared: Deployment, prefix: str, closed: set[str]
+) -> None:
+    api = Api(shared.base_url(prefix))
+    with api.http:
+        api.http.headers["Authorization"] = f"Bearer {next(iter(KEYS.values()))}"
+        accepted = [each for each in ACCEPTED if each not in closed]
+        check(api, accepted, NUM_CASES // 10, num_streams=2, num_clients=2)
+
+
+def check(
+    api: Api, accepted: Sequence[str], num_cases: int, num_streams: int, num_clients: int
+) -> None:
+    """Fuzzes while clients stream drafted texts, and checks both.
+
+    Args:
+        api: the application.
+        accepted: routes where a good share has to be accepted.
+        num_cases: how many random requests.
+        num_streams: how many clients stream.
+        num_clients: how many send random requests at once.
+    """
     number = first_seed()
     logger.warning("SPECSERVE_FUZZ_SEED=%d", number)  # shown where the test fails
-    found = operations(api.base_url)
-    cases = random_cases(found, NUM_CASES, number)
-    streams = Streams(api, NUM_CLIENTS)
+    found = operations(api.http)
+    cases = random_cases(found, num_cases, number)
+    streams = Streams(api, num_streams)
     before = api.counts()
     with streams.running():
-        report = send(api.base_url, cases, odd_bodies(found))
+        report = send(api.http, cases, odd_bodies(found), num_clients)
     logger.warning("%s\nstreams of each client: %s", report.table(), streams.num_same.values())
     assert not report.failures, "\n".join(report.failures)
     assert streams.others == []
     assert all(streams.num_same.values())
+    assert streams.num_left > 0
     assert api.counts().since(before).accepted_tokens > 0
-    counts = [report.statuses[route] for route in ACCEPTED]
+    counts = [report.statuses[route] for route in accepted]
     assert all(each[200] > 0 for each in counts), report.table()
     num_accepted = sum(each[200] for each in counts)
     assert num_accepted >= sum(each.total() for each in counts) * 0.4, report.table()
