@@ -78,9 +78,8 @@ lint: setup
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
-# The quick tests first, side by side. Then the integration tests: those of the shared deployments one
-# after the other, and beside them, one after the other as well, those that start what they need
-# themselves. tests/tiers.py says what is left out of which.
+# The quick tests first, side by side. Then the integration tests in two processes; those that share
+# deployments stay in one. tests/tiers.py says what is left out of which.
 test-all: MARKED = -m 'not alone'
 test-all: export SPECSERVE_FUZZ_CASES ?= 10000
 test test-all: tools lint

@@ -12,6 +12,9 @@ LONG = {
         "Two hosts in network namespaces, and four starts of an engine. `make test` has two shards"
         " on two nodes of Ray, and tests of the nodes' scripts."
     ),
+    "integration/test_built_image.py": (
+        "Builds the image, which downloads some GB. tests/k8s/test_image.py reads its recipe."
+    ),
     "integration/test_prometheus.py": (
         "A Prometheus beside a cluster with a dashboard. `make test` compares the metrics with the"
         " API, and has promtool check the rules."
@@ -102,35 +105,36 @@ LONG = {
     "integration/served/test_speculation_page.py::test_it_can_be_read[1280-dark]": (
         "`make test` has one width and colour scheme."
     ),
-    "integration/test_trie_store.py::"
+    "integration/nodes/test_trie_store.py::"
     "test_a_store_killed_in_mid_traffic_loses_nothing_that_a_living_replica_has[no snapshot]": (
         "`make test` has it with a snapshot."
     ),
-    "integration/test_trie_store.py::"
+    "integration/nodes/test_trie_store.py::"
     "test_what_only_dead_replicas_knew_comes_back_from_the_snapshot[SIGKILL]": (
         "`make test` has it with SIGTERM."
     ),
-    "integration/test_trie_store.py::test_what_a_dead_replica_published_is_still_served": (
+    "integration/nodes/test_trie_store.py::test_what_a_dead_replica_published_is_still_served": (
         "A host that is killed and started again. The store's log has unit tests."
     ),
-    "integration/test_trie_store.py::"
+    "integration/nodes/test_trie_store.py::"
     "test_a_damaged_snapshot_is_set_aside_and_the_memory_goes_on_empty": (
         "tests/trie/test_log_snapshot.py sets damaged files aside."
     ),
-    "integration/test_trie_store.py::test_a_full_disk_costs_the_new_snapshot_and_not_the_old_one": (
+    "integration/nodes/test_trie_store.py::"
+    "test_a_full_disk_costs_the_new_snapshot_and_not_the_old_one": (
         "tests/trie/test_snapshot_keeper.py has a snapshot that cannot be written."
     ),
-    "integration/test_trie_store.py::test_a_replica_of_another_model_is_refused": (
+    "integration/nodes/test_trie_store.py::test_a_replica_of_another_model_is_refused": (
         "tests/trie/test_store.py refuses another fingerprint."
     ),
-    "integration/test_trie_store.py::"
+    "integration/nodes/test_trie_store.py::"
     "test_records_out_of_order_twice_and_out_of_the_vocabulary_do_no_harm": (
         "tests/trie/test_store.py has such records."
     ),
-    "integration/test_trie_store.py::test_a_store_that_is_stopped_has_written_its_snapshot": (
+    "integration/nodes/test_trie_store.py::test_a_store_that_is_stopped_has_written_its_snapshot": (
         "`make test` stops one with `specserve trie stop`, and kills one with SIGTERM."
     ),
-    "integration/test_trie_store.py::"
+    "integration/nodes/test_trie_store.py::"
     "test_a_node_that_is_stopped_lets_its_store_write_a_last_snapshot": (
         "A cluster of its own. `make test` has SIGTERM to the store itself."
     ),
@@ -164,7 +168,6 @@ ALONE = {
     "integration/test_served_load.py": (
         "Measures throughput to 2 %: needs a quiet machine for ten minutes."
     ),
-    "deploy/test_built_image.py": ("Builds the image: downloads some GB and takes up to an hour."),
 }
 """Not even part of `make test-all`: run by name, as CONTRIBUTING.md says."""
 

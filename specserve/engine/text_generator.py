@@ -155,7 +155,7 @@ class TextGenerator(GenerateBaseServing):
             if request.streams
             else RequestOutputKind.FINAL_ONLY,
             structured_outputs=_structured_outputs(request),
-            extra_args=extra_args(request) or None,
+            extra_args={**request.extra_args, **extra_args(request)} or None,
         )
 
 

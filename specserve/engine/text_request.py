@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -36,6 +36,7 @@ class TextRequest:
         with_tokens: report each token with its text and log-probability.
         num_top_tokens: most likely tokens to report beside it.
         with_prompt: report the prompt's tokens; not while streaming.
+        extra_args: for the engine's logits processors and other parts of it.
     """
 
     inputs: str
@@ -57,6 +58,7 @@ class TextRequest:
     with_tokens: bool = False
     num_top_tokens: int = 0
     with_prompt: bool = False
+    extra_args: Mapping[str, Any] = field(default_factory=dict)
 
 
 class PromptToken(msgspec.Struct, frozen=True):

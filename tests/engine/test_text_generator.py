@@ -216,6 +216,15 @@ def test_sampling_parameters_are_vllms(client: ScriptedClient) -> None:
     assert params.extra_args is None
 
 
+def test_the_callers_further_arguments_reach_the_engine(client: ScriptedClient) -> None:
+    client.steps = [[400]]
+    given = {"a_processor": [1, 2]}
+    generate(client, extra_args=given)
+    assert client.params.extra_args == given
+    generate(client, extra_args=given, watermark=True)
+    assert client.params.extra_args == {**given, "specserve_watermark": True}
+
+
 def test_headers_name_and_order_a_request_as_on_vllms_own_routes(client: ScriptedClient) -> None:
     client.steps = [[400]]
     by = call(x_request_id="mine", x_session_id="s", x_vllm_priority="-3")

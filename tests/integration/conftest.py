@@ -1,8 +1,9 @@
 """Two clusters for nearly all tests, one after the other: one node, and then two.
 
-Tests that need the same deployment run one after the other, whatever their files are called. The
-tests in ``served`` run in a process of their own: they need what is served on one node, or
-replicas on two. Those in ``nodes`` need the other deployments on two nodes.
+Tests that need the same deployment run one after the other, whatever their files are called, and in
+one process. Those in ``served`` need what is served on one node, or replicas on two. Those in
+``nodes`` need the other deployments on two nodes, or these nodes with nothing served. All others
+start what they need, and run file by file in the process that is free.
 """
 
 from __future__ import annotations
@@ -19,31 +20,32 @@ from tests.integration.cluster import Cluster, Deployment
 from tests.integration.stage import Stage, one_node, two_nodes
 
 SERVED = [{"replicated"}, {"shared"}, {"replicated_on_nodes"}]
-TURNS = [*SERVED, {"one_shard"}, {"one_shard", "two_shards"}, {"two_shards"}, {"mistakes"}]
+ON_NODES = [{"one_shard"}, {"one_shard", "two_shards"}, {"two_shards"}, {"mistakes"}, {"faults"}]
+TURNS = [*SERVED, *ON_NODES]
 """What tests use of these fixtures, in the order in which each deployment is started once."""
 DEPLOYMENTS = set().union(*TURNS)
+FOLDERS = "served", "nodes"
 
 
-class TwoProcesses(LoadScopeScheduling):  # type: ignore[misc]
-    """One process for the tests in ``served``, and one for the others."""
+class ByDeployment(LoadScopeScheduling):  # type: ignore[misc]
+    """Gives a process all tests in ``served`` or in ``nodes``, or those of another file."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return str(_is_served(nodeid))
+        path = Path(nodeid.partition("::")[0])  # parameters have slashes
+        return path.parent.name if path.parent.name in FOLDERS else path.name
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> TwoProcesses:
-    return TwoProcesses(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByDeployment:
+    return ByDeployment(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_turn)
     for item in items:
-        served = _turn(item) < len(SERVED)
-        assert _is_served(item.nodeid) == served, f"{item.nodeid} is in the wrong folder"
-
-
-def _is_served(node_id: str) -> bool:
-    return Path(node_id.partition("::")[0]).parent.name == "served"  # parameters have slashes
+        turn = _turn(item)
+        wanted = FOLDERS[turn >= len(SERVED)]
+        is_right = turn == len(TURNS) or item.path.parent.name == wanted
+        assert is_right, f"{item.nodeid} belongs into {wanted}"
 
 
 def _turn(item: pytest.Item) -> int:

@@ -93,7 +93,7 @@ class GenerateBody(_Part):
     parameters: Parameters | None = None
     stream: bool | None = None
     vllm_xargs: dict[str, Any] | None = None
-    """Controls of speculation; they are read before the request comes here."""
+    """For the engine. Controls of speculation are read before the request comes here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +155,7 @@ def generation(
             with_tokens=details or streams,
             num_top_tokens=given.top_n_tokens or 0,
             with_prompt=with_prompt,
+            extra_args=body.vllm_xargs or {},
         ),
         before=body.inputs if full_text else "",
         details=details,

@@ -24,6 +24,12 @@ def asked(parameters: dict[str, Any] | None, **options: Any) -> Generation:
     return generation(body, MOST, **{"streams": False, **options})
 
 
+def test_what_is_for_the_engine_is_handed_on() -> None:
+    body = GenerateBody.model_validate({"inputs": "a", "vllm_xargs": {"a_processor": 1}})
+    assert generation(body, MOST, streams=False).request.extra_args == {"a_processor": 1}
+    assert asked(None).request.extra_args == {}
+
+
 def refused(body: dict[str, Any], *, streams: bool = False) -> str:
     """What is said of a body that is not allowed."""
     try:
