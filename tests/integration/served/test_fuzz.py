@@ -38,34 +38,47 @@ def first_seed() -> int:
 
 
 def test_random_requests_do_no_harm(api: Api) -> None:
-    check(api, ACCEPTED, NUM_CASES, num_streams=8, num_clients=4)
+    check(api, ACCEPTED, 0.4, NUM_CASES, num_streams=8, num_clients=4)
 
 
 @pytest.mark.parametrize(
-    ("prefix", "closed"),
+    ("prefix", "absent"),
     [
         ("/team", {"POST /inference/v1/generate"}),
-        ("/drafter", {"POST /generate", "POST /generate_stream", "POST /"}),
+        (
+            "/drafter",
+            {
+                *("POST /inference/v1/generate", "POST /generate"),
+                *("POST /generate_stream", "POST /"),
+            },
+        ),
     ],
 )
 def test_nor_where_tenants_fill_a_memory_or_an_actor_drafts(
-    shared: Deployment, prefix: str, closed: set[str]
+    shared: Deployment, prefix: str, absent: set[str]
 ) -> None:
     api = Api(shared.base_url(prefix))
     with api.http:
         api.http.headers["Authorization"] = f"Bearer {next(iter(KEYS.values()))}"
-        accepted = [each for each in ACCEPTED if each not in closed]
-        check(api, accepted, NUM_CASES // 10, num_streams=2, num_clients=2)
+        accepted = [each for each in ACCEPTED if each not in absent]
+        # These applications have fewer of vLLM's options, and room for fewer requests.
+        check(api, accepted, 0.2, NUM_CASES // 10, num_streams=2, num_clients=2)
 
 
 def check(
-    api: Api, accepted: Sequence[str], num_cases: int, num_streams: int, num_clients: int
+    api: Api,
+    accepted: Sequence[str],
+    share: float,
+    num_cases: int,
+    num_streams: int,
+    num_clients: int,
 ) -> None:
     """Fuzzes while clients stream drafted texts, and checks both.
 
     Args:
         api: the application.
         accepted: routes where a good share has to be accepted.
+        share: of what is sent to these routes.
         num_cases: how many random requests.
         num_streams: how many clients stream.
         num_clients: how many send random requests at once.
@@ -87,7 +100,7 @@ def check(
     counts = [report.statuses[route] for route in accepted]
     assert all(each[200] > 0 for each in counts), report.table()
     num_good = sum(each[200] for each in counts)
-    assert num_good >= sum(each.total() for each in counts) * 0.4, report.table()
+    assert num_good >= sum(each.total() for each in counts) * share, report.table()
 
 
 def num_accepted(api: Api) -> int:
