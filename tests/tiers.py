@@ -145,6 +145,10 @@ LONG = {
     "integration/offline/test_compare.py": (
         "Three engines for a command that tests/compare has unit tests of."
     ),
+    "integration/offline/test_engine_commands.py": (
+        "Two engines for commands that tests/generate and tests/bench have unit tests of, and that"
+        " `make test` runs against a server."
+    ),
     "integration/offline/test_evaluate.py": (
         "Four engines for a command that tests/evaluate has unit tests of;"
         " tests/engine/test_hugging_face.py generates with transformers."

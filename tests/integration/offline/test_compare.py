@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 import psutil
 import yaml
 
+ROOT = Path(__file__).parents[3]
+COMPARE = ROOT / "configs/compare.yaml"
 PROMPT = (
     "def area(width, height):\n    return width * height\n\ndef area(width, height):\n    return"
 )
@@ -74,6 +77,25 @@ def test_two_methods_are_run_compared_and_written(
     assert 0 < counts["accepted_tokens"] == sum(counts["accepted_at_position"])
     assert content["lossless"] is True
     assert content["settings"]["tolerance"] == 0  # float32
+
+
+def test_the_file_for_comparing_gives_the_model_and_each_source_side_by_side(
+    tmp_path: Path,
+) -> None:
+    output = tmp_path / "out.json"
+    told = re.search(r"^# `specserve (compare .+)`$", COMPARE.read_text(), re.M)
+    assert told is not None
+    options = ["--num-prompts", "1", "--max-tokens", "8", "--save-output", str(output)]
+    command = [sys.executable, "-m", "specserve.cli.main", *told[1].split(), *options]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=560, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    content = json.loads(output.read_text())
+    for name in ("none", "draft_model", "ngram"):
+        (prompt,) = content[name]["passes"][0]["prompts"]
+        assert len(prompt["token_ids"]) == 8
+        assert prompt["seconds"] > 0
 
 
 def test_an_engine_that_does_not_start_is_one_line_and_leaves_nothing(

@@ -75,3 +75,14 @@ def test_vllms_own_benchmark_runs_against_it(api: Api, tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr[-2000:]
     assert json.loads((tmp_path / "found.json").read_text())["completed"] == 2
+
+
+@pytest.mark.parametrize("command", ["complete", "chat"])
+def test_vllms_own_client_asks_it(api: Api, command: str) -> None:
+    words = ["-m", "specserve.cli.main", "vllm", "--", command, "--quick", "x = "]
+    url = ["--url", f"{api.base_url}/v1", "--model-name", "demo"]
+    run = subprocess.run(
+        [sys.executable, *words, *url], capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert run.stdout.strip()
