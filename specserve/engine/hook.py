@@ -281,15 +281,17 @@ class ProposerHook:
         controls = replace(self._controls_of(extra_args), adapter=adapter)
         if not controls.learn:
             return
-        slot = self._free_slot(_TEXT, self._request_ids)
-        self._chain.open(slot, controls)
-        slots, token_ids = np.array([slot], np.int64), np.array([tokens], np.int32)
+        token_ids = np.array([tokens], np.int32)
         num_prompt = np.array([num_prompt_tokens], np.int32)
-        for end in range(_TEXT_PIECE, len(tokens) + _TEXT_PIECE, _TEXT_PIECE):
-            num_tokens = np.array([min(end, len(tokens))], np.int32)
-            self._chain.finish(DraftBatch(slots, token_ids, num_tokens, num_prompt))
-        self._chain.close(slots)
-        self._slots.free([_TEXT])
+        slots = np.array([self._free_slot(_TEXT, self._request_ids)], np.int64)
+        try:
+            self._chain.open(int(slots[0]), controls)
+            for end in range(_TEXT_PIECE, len(tokens) + _TEXT_PIECE, _TEXT_PIECE):
+                num_tokens = np.array([min(end, len(tokens))], np.int32)
+                self._chain.finish(DraftBatch(slots, token_ids, num_tokens, num_prompt))
+            self._chain.close(slots)
+        finally:
+            self._slots.free([_TEXT])
 
     def close(self) -> None:
         """Ends what the sources have started; they are not asked afterwards."""

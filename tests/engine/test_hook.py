@@ -531,6 +531,18 @@ def test_a_long_text_is_learned_whole_beside_as_many_requests_as_there_are_slots
     hook.forget(names)
 
 
+@pytest.mark.usefixtures("checkpoint")
+def test_a_text_that_cannot_be_learned_takes_no_slot_from_requests() -> None:
+    hook = with_memory()
+    runner = Runner(a=TEXT[:4])
+    hook.attach(runner)
+    for _ in range(20):
+        with pytest.raises(OverflowError):
+            hook.learn([1 << 40], 1, {})
+    hook.learn(TEXT, 4, {})
+    assert _step(hook, runner, [[TEXT[3]]]) == [TEXT[4:]]
+
+
 def num_learned(hook: ProposerHook) -> int:
     trie = _snapshot(hook).trie
     assert trie is not None

@@ -185,7 +185,10 @@ SCORED = {"query": "a", "label_token_ids": [300, 301], "apply_softmax": False}
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/v1/completions", completion("") | {"use_beam_search": True, "n": 2}),
+        (
+            "/v1/completions",
+            completion("") | {"use_beam_search": True, "n": 2, "vllm_xargs": SILENT},
+        ),
         ("/generative_scoring", SCORED | {"vllm_xargs": SILENT}),
         ("/v1/completions", completion("") | {"vllm_xargs": SILENT}),
         ("/generate", generation("") | {"vllm_xargs": SILENT}),
