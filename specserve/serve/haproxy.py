@@ -21,7 +21,6 @@ from specserve.core.errors import PortError
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _INTERNAL = re.compile(r"^(frontend prometheus|listen stats)\n(\s*)bind \S*:(\d+)$", re.M)
 _BIND = re.compile(r"^(\w+ \w+)\n\s*bind (\S*):(\d+)$", re.M)
-_API_HOST = re.compile(r"^frontend http_frontend\n\s*bind (\S*):\d+$", re.M)
 _SERVER_HERE = re.compile(r"^(\s*server \S+ )127\.0\.0\.1:", re.M)
 _BACKEND = re.compile(r"^(\s*)http-reuse always$", re.M)
 _CACHE = """
@@ -74,10 +73,11 @@ def at_own_host(config: str) -> str:
 
     They listen there. Serve names all of them by the loopback interface.
     """
-    api = _API_HOST.search(config)
-    if api is None or api[1] in ("", "*", "0.0.0.0"):
+    hosts = {section: host for section, host, _ in _BIND.findall(config)}
+    host = hosts.get("frontend http_frontend", "")
+    if host in ("", "*", "0.0.0.0"):
         return config
-    return _SERVER_HERE.sub(rf"\g<1>{api[1]}:", config)
+    return _SERVER_HERE.sub(rf"\g<1>{host}:", config)
 
 
 def with_cache(config: str) -> str:

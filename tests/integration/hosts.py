@@ -44,10 +44,10 @@ class TwoHosts(Cluster):
         self.environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
         try:
             for host in (self.head, self.worker):
-                _ip("netns", "add", host)
+                ip("netns", "add", host)
             peer = ("type", "veth", "peer", "name")
-            _ip("link", "add", "eth0", "netns", self.head, *peer, "eth0", "netns", self.worker)
-            _ip("link", "add", tag, *peer, "eth1", "netns", self.head)
+            ip("link", "add", "eth0", "netns", self.head, *peer, "eth0", "netns", self.worker)
+            ip("link", "add", tag, *peer, "eth1", "netns", self.head)
         except (OSError, subprocess.CalledProcessError) as error:
             self._remove_hosts()
             said = error.stderr if isinstance(error, subprocess.CalledProcessError) else error
@@ -57,11 +57,11 @@ class TwoHosts(Cluster):
             (self.worker, "eth0", f"{WORKER}/30"),
             (self.head, "eth1", f"{self.client_address}/30"),
         ):
-            _ip("-n", host, "address", "add", address, "dev", interface)
-            _ip("-n", host, "link", "set", "lo", "up")
-            _ip("-n", host, "link", "set", interface, "up")
-        _ip("address", "add", f"{network}.1/30", "dev", tag)
-        _ip("link", "set", tag, "up")
+            ip("-n", host, "address", "add", address, "dev", interface)
+            ip("-n", host, "link", "set", "lo", "up")
+            ip("-n", host, "link", "set", interface, "up")
+        ip("address", "add", f"{network}.1/30", "dev", tag)
+        ip("link", "set", tag, "up")
 
     def start(self) -> None:
         """Starts both; returns when they are alive."""
@@ -99,8 +99,8 @@ class TwoHosts(Cluster):
     @contextmanager
     def cut(self, seconds: float) -> Iterator[None]:
         """The hosts do not reach one another for so long; the block may go on for longer."""
-        _ip("-n", self.worker, "link", "set", "eth0", "down")
-        mended = threading.Timer(seconds, _ip, ("-n", self.worker, "link", "set", "eth0", "up"))
+        ip("-n", self.worker, "link", "set", "eth0", "down")
+        mended = threading.Timer(seconds, ip, ("-n", self.worker, "link", "set", "eth0", "up"))
         mended.start()
         try:
             yield
@@ -156,5 +156,6 @@ class HostsDeployment(Deployment):
         return f"http://{self._hosts.client_address}:{PORT}{prefix}"
 
 
-def _ip(*arguments: str) -> None:
+def ip(*arguments: str) -> None:
+    """Runs a command of iproute2."""
     subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)

@@ -25,6 +25,7 @@ import pytest
 import yaml
 
 from tests.integration.cluster import MARK, READY_S, eventually, kill
+from tests.integration.hosts import TOKEN, ip
 from tests.k8s.manifests import ROOT
 from tests.k8s.test_image import STAGES
 
@@ -144,10 +145,6 @@ class Host:
         ip("netns", "delete", self._name)
 
 
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
-
-
 @pytest.fixture
 def host() -> Iterator[Host]:
     if shutil.which("ip") is None:
@@ -189,7 +186,7 @@ def test_the_head_of_the_compose_file_serves_as_its_user_streams_and_ends(
     tmp_path.chmod(0o755)
     command, environment, stop_signal = compose_head(
         {
-            "RAY_AUTH_TOKEN": "a token that only the tests know",
+            "RAY_AUTH_TOKEN": TOKEN,
             "HEAD_ADDRESS": host.address,
             "NODE_RESOURCES": "{}",
             "SPECSERVE_CONFIG": "demo.yaml",
