@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from specserve.engine.cpu.backend import has_amx, is_x86
@@ -26,6 +27,11 @@ class CpuWorker(CPUWorker):
         allow_float32_experts()
         if is_x86() and not has_amx():
             round_weights_instead()
+        if self.model_config.enforce_eager:
+            # vLLM compiles small functions, such as those for log-probabilities, at their first use
+            # all the same. That holds every request up for seconds, and ends the engine where there
+            # is no C++ compiler.
+            torch.compiler.set_stance("force_eager")
         super().init_device()
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
