@@ -26,7 +26,7 @@ def parse(argv: Sequence[str] | None) -> TrainConfig:
     add("--work", type=Path, default=Path("demo-training"), help="checkpoints; continued if there")
     add("--corpus", type=Path, default=standard_library(), help="folder of Python files")
     add("--from", dest="start", type=Path, help="folder with the weights to train on from")
-    add("--packages", action="store_true", help="train on installed packages too")
+    add("--packages", type=Path, help="site-packages folder to train on too")
     add("--device", default="auto", help=f"one of {', '.join(DEVICES)}")
     add("--seed", type=int, default=0)
     add("--minutes", type=float, default=60.0, help="training time of the base")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -79,8 +78,8 @@ float32 it is the model on which speculative decoding is tested to be exact.
 _TRAINED = """
 ## Training
 
-{steps} steps, {million_tokens} M tokens, {minutes} minutes on {device} ({machine}, torch {torch},
-Python {python}'s standard library), seed {seed}. Muon and AdamW, warm-up, stable, decay; rows of
+{steps} steps, {million_tokens} M tokens, {minutes} minutes on {device} ({machine}, torch {torch};
+standard library: {corpus}), seed {seed}. Muon and AdamW, warm-up, stable, decay; rows of
 {rows} tokens. {first} `training.json` has the same as JSON.
 """
 
@@ -180,8 +179,7 @@ def _record(
             "device": run.device.type,
             "machine": _machine(run.device),
             "torch": torch.__version__,
-            "python": platform.python_version(),
-            "platform": sys.platform,
+            "corpus": config.corpus.name,
             **own,
         },
     }

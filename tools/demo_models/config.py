@@ -26,8 +26,8 @@ class TrainConfig:
     """Folder of Python files: the standard library where not told otherwise."""
     start: Path | None = None
     """Folder with demo-base/ and demo-draft/ to train on from; None: from planted first weights."""
-    packages: bool = False
-    """Whether the small installed packages of permissive licences are trained on too."""
+    packages: Path | None = None
+    """A site-packages folder: its smaller packages of permissive licences are trained on too."""
     device: str = "auto"
     seed: int = 0
     minutes: float = 60.0

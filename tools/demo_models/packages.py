@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
 from specserve.compare.corpus import MIN_BYTES, SKIPPED_FOLDERS, Module, is_held_out
+from specserve.core.errors import ConfigError
 
-MAX_PACKAGE_BYTES = 500_000
+MAX_PACKAGE_BYTES = 3_000_000
 """Larger packages are left out: none shall outweigh the standard library."""
 
 MAX_FILE_BYTES = 100_000
@@ -36,21 +36,26 @@ def is_permissive(distribution: Distribution) -> bool:
     return all(_PERMISSIVE.search(name) is not None for name in names)
 
 
-def permissive_packages(
-    found: Iterable[Distribution] | None = None,
-) -> dict[str, list[Module]]:
-    """The training modules of every small package with a permissive licence, by its name, sorted.
+def permissive_packages(folder: Path) -> dict[str, list[Module]]:
+    """The training modules of every smaller package with a permissive licence, by its name, sorted.
 
-    A module's name is its path under site-packages. Those that the rule of the corpus holds out are
-    not among them.
+    `folder` is a site-packages folder, and a module's name its path under it. Those that the rule
+    of the corpus holds out are not among them.
+
+    Raises:
+        ConfigError: the folder holds no such package.
     """
     packages = {}
-    for distribution in distributions() if found is None else found:
+    for distribution in distributions(path=[str(folder)]):
         if not is_permissive(distribution):
             continue
         modules = _modules(distribution)
         if modules and sum(len(m.text) for m in modules) <= MAX_PACKAGE_BYTES:
             packages[distribution.metadata["Name"]] = modules
+    if not packages:
+        raise ConfigError(
+            "packages", str(folder), "a site-packages folder with permissive licences"
+        )
     return dict(sorted(packages.items(), key=lambda item: item[0].lower()))
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from tokenizers import Tokenizer
@@ -28,10 +30,13 @@ from tools.demo_models.objectives import BaseObjective, DraftObjective, MTPObjec
 from tools.demo_models.packages import permissive_packages
 from tools.demo_models.progress import Progress
 from tools.demo_models.shapes import MAX_TOKENS, VOCAB_SIZE, BaseShape, DraftShape
-from tools.demo_models.stream import TokenStream
+from tools.demo_models.stream import Corpus, Rows, StreamPool, TokenStream
 from tools.demo_models.tokenizer import train_tokenizer
 from tools.demo_models.training import Budget, Objective, Run
 from tools.demo_models.workers import Workers
+
+MAX_STREAMS = 8
+"""Processes that make rows for a GPU: more than it can train on."""
 
 
 class Pipeline:
@@ -42,12 +47,17 @@ class Pipeline:
         on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
         self.device = torch.device("cuda" if on_gpu else "cpu")
         self.workers = Workers(self.device)
-        packages = permissive_packages() if config.packages else {}
+        packages = permissive_packages(config.packages) if config.packages else {}
         self.packages = list(packages)
         self.training = load_modules(config.corpus, held_out=False)
         self.training += [module for modules in packages.values() for module in modules]
         self.held_out = load_modules(config.corpus, held_out=True)
         self.tokenizer = self._tokenizer()
+
+    @cached_property
+    def corpus(self) -> Corpus:
+        """What all streams draw from."""
+        return Corpus(self.training, self.tokenizer)
 
     def run(self) -> bool:
         """Train, measure and write both models. False: stopped before the end."""
@@ -75,10 +85,9 @@ class Pipeline:
         generator = torch.Generator().manual_seed(self.config.seed)
         base_model.initialise(model, generator)
         plant_in_base(model, generator)
-        rows = TokenStream(self.training, self.tokenizer, seed=f"{self.config.seed} plant").rows(
-            32, 256
-        )
-        plant_in_mtp(model, rows, generator)
+        model.eval()  # in training the routers count the load of what they see
+        stream = TokenStream(self.corpus, seed=f"{self.config.seed} plant")
+        plant_in_mtp(model, stream.rows(32, 256), generator)
         return model.to(self.device)
 
     def new_draft(self) -> DraftModel:
@@ -97,7 +106,7 @@ class Pipeline:
         config = self.config
         return Run(
             objective,
-            TokenStream(self.training, self.tokenizer, seed=f"{config.seed} {name}"),
+            self._stream(f"{config.seed} {name}"),
             Budget(
                 minutes=minutes,
                 max_tokens=config.max_tokens,
@@ -144,6 +153,12 @@ class Pipeline:
             print(f"{name}: continuing at {run.done:.1%}", flush=True)
         with Progress(name) as progress:
             return run.train(progress)
+
+    def _stream(self, seed: str) -> Rows:
+        if self.device.type == "cpu":
+            return TokenStream(self.corpus, seed=seed)
+        count = min(MAX_STREAMS, len(os.sched_getaffinity(0)))
+        return StreamPool([TokenStream(self.corpus, seed=f"{seed} {i}") for i in range(count)])
 
     def _tokenizer(self) -> Tokenizer:
         if self.config.start:

@@ -78,6 +78,12 @@ def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
     return [BOS_ID, *tokenizer.encode(text, add_special_tokens=False).ids, END_ID]
 
 
+def encode_texts(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
+    """Many plain documents, on all cores."""
+    encoded = tokenizer.encode_batch(texts, add_special_tokens=False)
+    return [[BOS_ID, *one.ids, END_ID] for one in encoded]
+
+
 def encode_chat(
     tokenizer: Tokenizer, messages: list[Message], *, add_generation_prompt: bool = False
 ) -> list[int]:

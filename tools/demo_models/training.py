@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from tools.demo_models.optimiser import Optimiser, lr_factor
 from tools.demo_models.progress import Progress
-from tools.demo_models.stream import Position, TokenStream
+from tools.demo_models.stream import Rows
 from tools.demo_models.workers import Workers, sum_in_order
 
 ROW_STAGES = ((0.0, 512), (0.6, 1024), (0.9, 2048))
@@ -67,7 +67,7 @@ class Run:
     def __init__(
         self,
         objective: Objective,
-        stream: TokenStream,
+        stream: Rows,
         budget: Budget,
         checkpoint: Path,
         *,
@@ -104,7 +104,7 @@ class Run:
         state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
         self.model.load_state_dict(state["model"])
         self.optimiser.load_state_dict(state["optimiser"])
-        self.stream.position = Position(**state["position"])
+        self.stream.load_state_dict(state["stream"])
         self.counters = Counters(**state["counters"])
         torch.set_rng_state(state["torch_rng"].cpu())
         return True
@@ -114,7 +114,7 @@ class Run:
         state = {
             "model": self.model.state_dict(),
             "optimiser": self.optimiser.state_dict(),
-            "position": asdict(self.stream.position),
+            "stream": self.stream.state_dict(),
             "counters": asdict(self.counters),
             "torch_rng": torch.get_rng_state(),
         }

@@ -13,7 +13,7 @@ from tools.demo_models.draft_model import DraftModel
 from tools.demo_models.objectives import DraftObjective, MTPObjective
 from tools.demo_models.progress import Progress
 from tools.demo_models.shapes import BaseShape, DraftShape
-from tools.demo_models.stream import TokenStream
+from tools.demo_models.stream import Corpus, TokenStream
 from tools.demo_models.training import Budget, Objective, Run
 from tools.demo_models.workers import Workers
 
@@ -28,7 +28,7 @@ def base(base_shape: BaseShape) -> BaseModel:
 def _train(objective: Objective, modules: list[Module], tokenizer: Tokenizer, work: Path) -> None:
     budget = Budget(minutes=60, max_tokens=512, batch_tokens=256, checkpoint_s=3600)
     device = torch.device("cpu")
-    stream = TokenStream(modules[:3], tokenizer, seed="0")
+    stream = TokenStream(Corpus(modules[:3], tokenizer), seed="0")
     run = Run(objective, stream, budget, work / "run.pt", device=device, workers=Workers(device, 2))
     assert run.train(Progress("test"))
 

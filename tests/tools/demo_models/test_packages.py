@@ -1,11 +1,13 @@
 from __future__ import annotations
 
-from importlib.metadata import Distribution, distributions
+import sysconfig
+from importlib.metadata import Distribution
 from pathlib import Path
 
 import pytest
 
 from specserve.compare.corpus import is_held_out
+from specserve.core.errors import ConfigError
 from tools.demo_models.packages import MAX_PACKAGE_BYTES, is_permissive, permissive_packages
 
 CODE = "x = 1\n" * 200
@@ -47,8 +49,9 @@ def test_a_packages_modules_are_its_python_files_without_tests_and_held_out_ones
 ) -> None:
     names = [f"toy/module_{i}.py" for i in range(100)]
     files = dict.fromkeys([*names, "toy/tests/a.py", "toy/b.txt", "../bin/c.py"], CODE)
-    package = _package(tmp_path / "site-packages", "License: MIT", files)
-    modules = permissive_packages([package])["toy"]
+    folder = tmp_path / "site-packages"
+    _package(folder, "License: MIT", files)
+    modules = permissive_packages(folder)["toy"]
     assert [m.name for m in modules] == sorted(n for n in names if not is_held_out(n))
     assert 0 < len(modules) < len(names)
 
@@ -56,11 +59,13 @@ def test_a_packages_modules_are_its_python_files_without_tests_and_held_out_ones
 def test_a_package_larger_than_the_limit_is_left_out(tmp_path: Path) -> None:
     count = MAX_PACKAGE_BYTES // 90_000 + 2
     files = {f"toy/part_{i}.py": "x = 1\n" * 15_000 for i in range(count)}
-    assert permissive_packages([_package(tmp_path, "License: MIT", files)]) == {}
+    _package(tmp_path, "License: MIT", files)
+    with pytest.raises(ConfigError, match="a site-packages folder"):
+        permissive_packages(tmp_path)
 
 
 def test_the_installed_packages_have_enough_code_to_train_on() -> None:
-    packages = permissive_packages(distributions())
+    packages = permissive_packages(Path(sysconfig.get_path("purelib")))
     assert "pydantic-settings" in packages
     assert "tqdm" not in packages  # in part under the Mozilla Public License
     assert sum(len(modules) for modules in packages.values()) > 500

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sysconfig
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from tools.demo_models.objectives import BaseObjective
 from tools.demo_models.pipeline import Pipeline
 
 MODELS = Path(__file__).parents[3] / "configs" / "models"
+SITE_PACKAGES = Path(sysconfig.get_path("purelib"))
 
 
 @pytest.fixture
@@ -50,7 +52,7 @@ def test_both_models_start_from_the_given_folders_with_their_tokenizer(pipeline:
 
 
 def test_packages_are_trained_on_and_not_measured_on(config: TrainConfig) -> None:
-    pipeline = Pipeline(replace(config, packages=True))
+    pipeline = Pipeline(replace(config, packages=SITE_PACKAGES))
     folders = {module.name.split("/")[0] for module in pipeline.training}
     assert {"requests", "starlette"} <= folders & set(pipeline.packages)
     assert all(module.name.startswith("module_") for module in pipeline.held_out)

@@ -14,7 +14,7 @@ from tools.demo_models.base_model import BaseModel, initialise
 from tools.demo_models.objectives import BaseObjective
 from tools.demo_models.progress import Progress
 from tools.demo_models.shapes import BaseShape
-from tools.demo_models.stream import TokenStream
+from tools.demo_models.stream import Corpus, TokenStream
 from tools.demo_models.training import Budget, Run
 from tools.demo_models.workers import Workers
 
@@ -46,7 +46,7 @@ def new_run(
         initialise(model, torch.Generator().manual_seed(0))
         return Run(
             BaseObjective(model),
-            TokenStream(modules[:3], tokenizer, seed="0"),
+            TokenStream(Corpus(modules[:3], tokenizer), seed="0"),
             Budget(
                 minutes=60,
                 max_tokens=6 * BATCH_TOKENS,
