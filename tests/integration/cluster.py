@@ -106,7 +106,7 @@ class Cluster:
         self.environment = {
             **{k: v for k, v in os.environ.items() if not k.startswith("RAY_")},
             MARK: str(self.folder),
-            # A model served eagerly needs no compiler, whatever is asked of it. The image has none.
+            # A model served eagerly needs no compiler, whatever is asked of it.
             "CXX": "/nonexistent/g++",
             "RAY_AUTH_MODE": "disabled",
             "RAY_TMPDIR": str(self.folder),
