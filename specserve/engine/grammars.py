@@ -48,6 +48,7 @@ class Grammars:
         # A copy: Rust's part of a tokenizer is changed by what other threads encode.
         self._tokenizer: Any = copy.deepcopy(self._manager.tokenizer)
         self._thread = ThreadPoolExecutor(1, "grammars")
+        self._thread.submit(int).result()  # started now: in a step a failure would end the engine
         self._texts: TokenTexts | None = None  # the thread's, from the first grammar on
 
     def open(self, request_id: str, state: Any) -> RequestGrammar | None:

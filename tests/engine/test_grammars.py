@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -49,6 +50,10 @@ def asked(backend: str = "xgrammar", prompt: list[int] | None = None, **outputs:
     wanted._backend = backend
     params = SamplingParams(max_tokens=64, structured_outputs=wanted)
     return SimpleNamespace(sampling_params=params, prompt_token_ids=prompt or [7, 8, 9])
+
+
+def test_no_step_starts_the_thread(grammars: Grammars) -> None:
+    assert [thread for thread in threading.enumerate() if thread.name.startswith("grammars")]
 
 
 def compiled(grammar: RequestGrammar | None) -> RequestGrammar:

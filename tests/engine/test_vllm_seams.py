@@ -299,6 +299,12 @@ def test_the_names_that_our_cpu_kernels_take_are_looked_up_in_the_rejection_samp
     assert "apply_top_k_top_p(" in source
 
 
+def test_tokens_are_ranked_by_the_function_that_our_cpu_kernels_take() -> None:
+    from vllm.v1.sample import sampler
+
+    assert "batched_count_greater_than(" in inspect.getsource(sampler.Sampler.gather_logprobs)
+
+
 def test_the_calls_of_a_step_are_the_ones_we_wrap() -> None:
     prepare = GPUModelRunner._prepare_inputs
     assert parameters(prepare) == ["self", "scheduler_output", "num_scheduled_tokens"]

@@ -87,6 +87,7 @@ class Streams:
         lines = response.text.splitlines()
         assert "data: [DONE]" in lines[-2:], response.text
         events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        assert all("choices" in event for event in events), events
         return [token for event in events for token in event["choices"][0]["token_ids"]]
 
     def _begun(self, prompt: str) -> AbstractContextManager[httpx.Response]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import textwrap
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,9 @@ _TRAINED = """
 
 {steps} steps, {million_tokens} M tokens, {minutes} minutes on {device} ({machine}, torch {torch};
 standard library: {corpus}), seed {seed}. Muon and AdamW, warm-up, stable, decay; rows of
-{rows} tokens. {first} `training.json` has the same as JSON.
+{rows} tokens. `training.json` has the same as JSON.
+
+{first}
 """
 
 _PLANTED = """\
@@ -89,9 +92,7 @@ prompt is where training starts."""
 
 _STARTED = "The first weights had been trained on {million_tokens:.2f} M tokens."
 
-_PACKAGES = """
-Beside the standard library, small packages of permissive licences were trained on: {names}.
-"""
+_PACKAGES = "It also read the code of installed packages with permissive licences: {names}."
 
 _ALONE = """
 Then the MTP layer was trained alone: {steps} steps, {million_tokens} M tokens, {minutes} minutes.
@@ -210,7 +211,8 @@ def _trained(record: dict[str, Any]) -> str:
     first = _STARTED.format(**start) if start else _PLANTED
     text = _TRAINED.format(**{**training, "rows": rows, "first": first})
     if training["packages"]:
-        text += _PACKAGES.format(names=", ".join(training["packages"]))
+        named = _PACKAGES.format(names=", ".join(training["packages"]))
+        text += "\n" + textwrap.fill(named, 100, break_on_hyphens=False) + "\n"
     return text
 
 

@@ -10,6 +10,9 @@ takes the maximum of nothing, which ends the engine.
 
 A request whose prompt is not read to its end is sampled too, and the token thrown away. vLLM then
 sets the generator of a request with a ``seed`` back by an offset, which those on CPU do not have.
+
+The function that ranks tokens among log-probabilities is compiled at its first use, which holds all
+requests up for ten seconds.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.triton_utils import HAS_TRITON
-from vllm.v1.sample import rejection_sampler
+from vllm.v1.sample import rejection_sampler, sampler
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 
@@ -32,6 +35,7 @@ def repair_kernels() -> None:
     and stumbles over some that are not vLLM's.
     """
     rejection_sampler.apply_top_k_top_p = _apply_top_k_top_p
+    sampler.batched_count_greater_than = _count_at_least
     if not HAS_TRITON:  # with it vLLM runs the original kernel, which is right
         rejection_sampler.expand_batch_to_tokens = _expand_batch_to_tokens
 
@@ -59,6 +63,19 @@ def _apply_top_k_top_p(
 ) -> torch.Tensor:
     """vLLM's function of this name, for any number of rows."""
     return apply_top_k_top_p(logits, k, p) if len(logits) else logits
+
+
+def _count_at_least(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """How many of ``x[i]`` are at least ``values[i, 0]``; vLLM's `batched_count_greater_than`.
+
+    Args:
+        x: ``[batch_size, vocab_size]``.
+        values: ``[batch_size, 1]``.
+
+    Returns:
+        int64 ``[batch_size]``.
+    """
+    return (x >= values).sum(-1)
 
 
 def _expand_batch_to_tokens(

@@ -3,9 +3,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch._inductor import config as inductor
 from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
 from vllm.v1.sample import rejection_sampler
+from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 import specserve.engine.cpu.worker  # noqa: F401  vLLM's CPU worker wants to be imported first
@@ -35,6 +37,15 @@ def test_top_k_leaves_a_step_without_drafts_alone() -> None:
         torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([1]), None
     )
     assert kept.isfinite().tolist() == [[False, True, False]]
+
+
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="the replacement is for CPUs")
+def test_log_probabilities_are_ranked_without_a_compiler() -> None:
+    repair_kernels()
+    scores = torch.tensor([[-1.0, -0.5, -3.0], [-2.0, -2.0, -0.3]])
+    with inductor.patch({"cpp.cxx": ("/nonexistent/g++",)}):
+        found = Sampler.gather_logprobs(scores, 1, torch.tensor([0, 1]))
+    assert found.selected_token_ranks.tolist() == [2, 3]
 
 
 class Sampled(Exception):
