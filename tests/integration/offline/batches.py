@@ -90,8 +90,6 @@ def batch_engine(config: AppConfig) -> Iterator[BatchEngine]:
     ):
         for name, value in engine_environment(config).items():
             patch.setenv(name, value)
-        # vLLM compiles one small function for log-probabilities, which takes longer than all else.
-        patch.setenv("TORCH_COMPILE_DISABLE", "1")
         processes.submit(os.getpid).result(TIMEOUT_S)  # started, with these variables
         yield BatchEngine(processes)
         processes.submit(_close).result(TIMEOUT_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +54,11 @@ def middle(plain: Written) -> str:
     return plain.text[len(plain.text) // 2 :][:4]
 
 
+def words(plain: Written) -> list[str]:
+    """The text's, each as it is and after an underline."""
+    return [begin + word for word in re.findall("[a-z]+", plain.text) for begin in ("", "_")]
+
+
 def a_repeated_token(plain: Written) -> tuple[int, int]:
     """A token that comes for at least the second time, and where."""
     ids = plain.token_ids
@@ -79,7 +85,7 @@ USES: dict[str, tuple[Use, ...]] = {
     "presence_penalty": (fixed(presence_penalty=1.5),),
     "frequency_penalty": (fixed(frequency_penalty=1.5),),
     "repetition_penalty": (fixed(repetition_penalty=1.7),),
-    "temperature": (fixed(temperature=1.5, seed=7),),
+    "temperature": (fixed(temperature=0.9, seed=7),),
     "top_p": (fixed(top_p=0.3, **SAMPLED),),
     "top_k": (fixed(top_k=2, **SAMPLED),),
     "min_p": (fixed(min_p=0.4, **SAMPLED),),
@@ -109,7 +115,7 @@ USES: dict[str, tuple[Use, ...]] = {
     ),
     "logit_bias": (Use(lambda plain: {"logit_bias": {a_repeated_token(plain)[0]: -100.0}}),),
     "allowed_token_ids": (Use(only_the_texts_tokens_but_one),),
-    "bad_words": (fixed(bad_words=["parser", "_parser", "make"]),),
+    "bad_words": (Use(lambda plain: {"bad_words": words(plain)}),),
     "extra_args": tuple(
         unseen(extra_args=controls)
         for controls in ({"speculation": "off"}, {"max_draft_tokens": 1}, {"learn": 0})

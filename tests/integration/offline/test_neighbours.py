@@ -69,12 +69,15 @@ def engine(config: AppConfig) -> Iterator[BatchEngine]:
 
 @pytest.fixture(scope="module")
 def prompts(config: AppConfig) -> list[tuple[int, ...]]:
-    """Those whose greedy texts have no two tokens of nearly the same probability."""
+    """Those whose greedy texts have no two tokens of nearly the same probability.
+
+    The first one's has some that are not certain, so that what samples writes another text.
+    """
     tokenizer = load_tokenizer(config.model.path)
-    code = load_prompts("code", tokenizer, num_prompts=3)
-    questions = load_prompts("te", tokenizer, num_prompts=2)
-    (chat,) = load_prompts("chat", tokenizer, num_prompts=1)
-    return [each.token_ids for each in (code[2], code[0], *questions, chat)]
+    (code,) = load_prompts("code", tokenizer, num_prompts=1)
+    questions = load_prompts("te", tokenizer, num_prompts=7)
+    chat = load_prompts("chat", tokenizer, num_prompts=2)
+    return [each.token_ids for each in (questions[6], code, questions[3], questions[1], chat[1])]
 
 
 @pytest.fixture(scope="module")

@@ -87,7 +87,7 @@ def compare(api: Api) -> Any:
         pytest.param({"logprobs": 3}, id="logprobs"),
         pytest.param({"echo": True, "logprobs": 1}, id="echo"),
         pytest.param({"prompt_logprobs": 1}, id="prompt logprobs"),
-        pytest.param({"repetition_penalty": 1.02}, id="repetition penalty"),
+        pytest.param({"repetition_penalty": 1.01}, id="repetition penalty"),
         pytest.param({"presence_penalty": 0.05, "frequency_penalty": 0.02}, id="other penalties"),
         pytest.param({"seed": 3, **ONE_CHOICE}, id="seed"),
         pytest.param({"allowed_token_ids": [300, 301, 302]}, id="allowed tokens"),

@@ -257,8 +257,10 @@ def test_the_watermark_is_found_by_transformers_detector(api: Api) -> None:
     detector = WatermarkDetector(config, "cpu", WatermarkingConfig(greenlist_ratio=0.5, bias=2.0))
 
     def share(*, watermark: bool) -> float:
-        parameters = {"do_sample": True, "seed": 3, "max_new_tokens": 200, "details": True}
-        told = generate(api, parameters={**parameters, "watermark": watermark})
+        parameters = {"do_sample": True, "temperature": 1.5, "seed": 3, "max_new_tokens": 200}
+        parameters |= {"details": True, "watermark": watermark}
+        # Where the model has a choice at each token.
+        told = generate(api, inputs="Once upon a time", parameters=parameters)
         tokens = torch.tensor([[token["id"] for token in told["details"]["tokens"]]])
         return float(detector(tokens, return_dict=True).green_fraction[0])
 
