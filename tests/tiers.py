@@ -28,9 +28,6 @@ LONG = {
     "integration/test_served_beside_rank_0.py": (
         "A drafter's other place. `make test` has one in the place that is the default."
     ),
-    "integration/test_served_quantized.py": (
-        "Starts a deployment for itself. tests/engine/cpu/test_quantized.py has the rounding."
-    ),
     "integration/test_demo_models_logprobs.py::"
     "test_vllm_gives_the_prompt_log_probabilities_of_transformers": (
         "Changes only with the lock or with the weights in configs/models."
