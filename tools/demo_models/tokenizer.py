@@ -75,11 +75,11 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, *, max_tokens: int) -> No
 
 def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
     """A plain document: begin, the text's tokens, end."""
-    return [BOS_ID, *tokenizer.encode(text, add_special_tokens=False).ids, END_ID]
+    return encode_texts(tokenizer, [text])[0]
 
 
 def encode_texts(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
-    """Many plain documents, on all cores."""
+    """The same of many, on all cores."""
     encoded = tokenizer.encode_batch(texts, add_special_tokens=False)
     return [[BOS_ID, *one.ids, END_ID] for one in encoded]
 
