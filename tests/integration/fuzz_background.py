@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -17,6 +17,15 @@ _PROMPTS = [
     f"def add_{name}(values):\n    for value in values:\n        total += value\n" * 3
     for name in ("all", "some", "none", "odd", "even", "first", "last", "more")
 ]
+
+
+def is_refused(events: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the server was busy when the stream began.
+
+    vLLM looks for room twice, before it answers 200 and when it adds the request: another request
+    may have taken the room between the two.
+    """
+    return [event.get("error", {}).get("code") for event in events] == [503]
 
 
 class Streams:
@@ -87,6 +96,8 @@ class Streams:
         lines = response.text.splitlines()
         assert "data: [DONE]" in lines[-2:], response.text
         events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        if is_refused(events):
+            return None
         assert all("choices" in event for event in events), events
         return [token for event in events for token in event["choices"][0]["token_ids"]]
 
