@@ -16,8 +16,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import ray
-import torch
 from msgspec.structs import replace
 from vllm.config import VllmConfig
 
@@ -25,27 +23,21 @@ from specserve.core.config import AppConfig
 from specserve.core.errors import RequestError
 from specserve.core.metrics import SpeculationMetrics
 from specserve.core.recent import MAX_OUTCOMES, RecentSteps, Step
-from specserve.core.source_config import DrafterConfig, TrieConfig
+from specserve.core.source_config import DrafterConfig
 from specserve.core.types import (
     DraftBatch,
     HiddenStates,
-    Int32Array,
     Int64Array,
     RequestControls,
-    UInt16Array,
 )
-from specserve.drafters.vocabulary import fingerprint
-from specserve.engine.checkpoint import find_checkpoint, model_identity
-from specserve.engine.cluster_memory import ClusterMemory
-from specserve.engine.drafters import drafter_finder
 from specserve.engine.grammars import Grammars
 from specserve.engine.report import Outcome, reports_all
 from specserve.engine.request_slots import RequestSlots
 from specserve.engine.sampling import is_kept_without_drafts_only, may_step_plainly
+from specserve.engine.source_context import source_context
+from specserve.engine.state_copies import copy_states
 from specserve.policy.chain import NO_LIMIT, Chain, Outcomes, build_chain
-from specserve.sources.base import SourceContext
 from specserve.sources.controls import parse_controls, wants_drafts, with_tenant
-from specserve.trie.memory import SharedMemory, TrieMemory
 
 logger = logging.getLogger(__name__)
 
@@ -61,20 +53,11 @@ class ProposerHook:
     def __init__(self, vllm_config: VllmConfig) -> None:
         config = AppConfig.model_validate(vllm_config.additional_config["specserve"], strict=False)
         self.model_name = config.model.name
-        self._model_config = vllm_config.model_config
         self._max_model_len: int = vllm_config.model_config.max_model_len
         self._max_draft_len = config.num_speculative_tokens
         self._config = config
         self._kinds = tuple(source.kind for source in config.speculation)
         self._feeds_drafters = any(isinstance(each, DrafterConfig) for each in config.speculation)
-        self._vocab_size: int = vllm_config.model_config.get_vocab_size()
-        lora = vllm_config.lora_config
-        self._num_adapters: int = 0 if lora is None else lora.max_cpu_loras or lora.max_loras
-        modules = config.engine.vllm.get("lora_modules") or ()
-        self._adapters: tuple[str, ...] = tuple(module["name"] for module in modules)
-        self._label_key = bytes.fromhex(
-            vllm_config.additional_config.get("specserve_label_key", "")
-        )
         self.metrics = SpeculationMetrics(self._kinds)
         self._recent = RecentSteps(
             MAX_OUTCOMES if config.http.speculation_page else 0, with_tokens=config.http.show_text
@@ -107,8 +90,16 @@ class ProposerHook:
 
     def attach(self, runner: Any) -> None:
         """Takes over the drafting of ``runner``, a vLLM V1 model runner of rank 0."""
+        context = source_context(
+            self._config,
+            self._vllm_config,
+            self.metrics,
+            len(self._slots),
+            self._exits,
+            self.is_warm,
+        )
         self._chain = build_chain(
-            self._config.speculation, self.metrics, self._source_context(), self._max_model_len
+            self._config.speculation, self.metrics, context, self._max_model_len
         )
         if "grammar" in self._kinds:
             self._grammars = Grammars(self._vllm_config)
@@ -119,47 +110,6 @@ class ProposerHook:
         # vLLM stops all drafting once one request of the batch comes within a draft's length of the
         # context limit. We keep each request's draft within its own limit instead.
         runner.effective_drafter_max_model_len = self._max_model_len + self._max_draft_len
-
-    def _source_context(self) -> SourceContext:
-        # Only some sources ask for these, and they take the checkpoint's files.
-        has_drafters = self._feeds_drafters
-        has_identity = has_drafters or "trie" in self._kinds
-        identity = model_identity(self._config.model) if has_identity else ""
-        vocab_size = self._vocab_size
-        replica = _own_name() if ray.is_initialized() else ""
-
-        def share(config: TrieConfig, memory: TrieMemory) -> SharedMemory:
-            shared = ClusterMemory(config, memory, identity, vocab_size)
-            self._exits.insert(0, shared.close)  # before any that may wait for long
-            return shared
-
-        return SourceContext(
-            num_slots=len(self._slots),
-            vocab_size=vocab_size,
-            model_identity=identity,
-            tenants=tuple(sorted({key.tenant for key in self._config.http.api_keys})),
-            num_adapters=self._num_adapters,
-            adapters=self._adapters,
-            label_key=self._label_key,
-            metrics=self.metrics,
-            share=share if ray.is_initialized() else None,  # an offline engine is on its own
-            tokenizer=self._vocabulary() if has_drafters else "",
-            hidden_size=self._model_config.get_hidden_size() if has_drafters else 0,
-            replica=replica,
-            find_drafter=partial(
-                drafter_finder,
-                self._config.model,
-                replica,
-                self._max_model_len,
-                self._exits,
-                self.is_warm,
-            ),
-            exits=self._exits,
-        )
-
-    def _vocabulary(self) -> str:
-        model = self._config.model
-        return fingerprint(find_checkpoint(model).tokenizer, model.revision)
 
     def propose_draft_token_ids(
         self,
@@ -400,12 +350,6 @@ class ProposerHook:
         return with_tenant(controls, extra_args) if self._config.http.api_keys else controls
 
 
-def _own_name() -> str:
-    """A name that no other process of the cluster has: an actor's, or an engine core's job."""
-    context = ray.get_runtime_context()
-    return str(context.get_actor_id() or context.get_job_id())
-
-
 def _has_unknown_tokens(request: Any) -> bool:
     """Whether positions of the prompt were given as embeddings.
 
@@ -415,34 +359,3 @@ def _has_unknown_tokens(request: Any) -> bool:
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
         return True
     return any(each.modality == "prompt_embeds" for each in request.mm_features)
-
-
-def copy_states(
-    hidden: torch.Tensor, num_tokens: Int32Array, rows: Int64Array
-) -> Callable[[], UInt16Array]:
-    """Starts to copy some requests' states to the host; on a GPU without waiting for it.
-
-    Args:
-        hidden: ``[>= sum(num_tokens), hidden_size]``, the requests' states one after another.
-        num_tokens: int32 ``[n]``, states of each request.
-        rows: int64 ``[r]``, the requests whose states are copied.
-
-    Returns:
-        What waits for the copy: uint16 ``[sum(num_tokens[rows]), hidden_size]``, bits of bfloat16.
-    """
-    ends = np.cumsum(num_tokens)
-    spans = [np.arange(ends[row] - num_tokens[row], ends[row]) for row in rows]
-    index = torch.from_numpy(np.concatenate(spans) if spans else np.zeros(0, np.int64))
-    chosen = hidden[index.to(hidden.device, non_blocking=True)].bfloat16()
-    if not hidden.is_cuda:
-        return lambda: np.asarray(chosen.view(torch.uint16).numpy())
-    host = torch.empty(chosen.shape, dtype=chosen.dtype, pin_memory=True)
-    host.copy_(chosen, non_blocking=True)
-    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    copied.record()
-
-    def wait() -> UInt16Array:
-        copied.synchronize()
-        return np.asarray(host.view(torch.uint16).numpy())
-
-    return wait

@@ -15,8 +15,7 @@ from specserve.core.metrics import SpeculationSnapshot
 from specserve.core.recent import RecentRequest
 from specserve.core.source_config import PredictionConfig
 from specserve.core.types import DraftBatch, HiddenStates
-from specserve.engine import hook as hook_module
-from specserve.engine.hook import ProposerHook, copy_states
+from specserve.engine.hook import ProposerHook
 from specserve.engine.tenants import tenant_fields
 from specserve.policy.chain import Chain
 from specserve.sources.prediction import PredictionSource
@@ -94,7 +93,7 @@ def config() -> AppConfig:
 @pytest.fixture
 def checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model with an identity, and no files."""
-    monkeypatch.setattr(hook_module, "model_identity", lambda _: "a model")
+    monkeypatch.setattr("specserve.engine.source_context.model_identity", lambda _: "a model")
 
 
 def hook_of(config: AppConfig) -> ProposerHook:
@@ -342,13 +341,6 @@ def test_hidden_states_come_with_the_position_of_each_requests_first(
         assert values.tolist() == [[0x3F80, 0x3F80]] * count
 
 
-def test_only_the_states_of_the_rows_that_are_asked_for_are_copied() -> None:
-    hidden = torch.arange(12.0).reshape(6, 2)
-    copied = copy_states(hidden, np.array([2, 3, 1], np.int32), np.array([2, 0]))()
-    rows = torch.from_numpy(copied.astype(np.int32)).to(torch.int16).view(torch.bfloat16)
-    assert rows.tolist() == [[10, 11], [0, 1], [2, 3]]
-
-
 def test_a_text_that_ends_is_shown_to_sources_that_have_not_seen_it_whole(
     hook: ProposerHook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -447,32 +439,6 @@ def test_the_time_of_the_step_after_idle_ones_is_its_own(
     resting.pass_over([[3]])
     _step(resting, runner, [[5]])
     assert seen == [0.5]
-
-
-def test_the_draft_memory_is_told_who_is_configured_and_how_its_metrics_are_labelled() -> None:
-    keys = [{"env": f"{name}_KEY", "tenant": name} for name in ("b", "a", "b")]
-    keys[2]["env"] = "B_NEW_KEY"
-    modules = [{"name": "sql", "path": "somewhere"}]
-    config = parse(
-        {
-            "model": {"path": "m"},
-            "speculation": [{"kind": "ngram"}],
-            "http": {"api_keys": keys},
-            "engine": {"vllm": {"lora_modules": modules}},
-        }
-    )
-    told = {"specserve": config.model_dump(mode="json"), "specserve_label_key": b"a key".hex()}
-    vllm_config: Any = SimpleNamespace(
-        additional_config=told,
-        model_config=SimpleNamespace(max_model_len=MAX_MODEL_LEN, get_vocab_size=lambda: 100),
-        scheduler_config=SimpleNamespace(max_num_seqs=4),
-        observability_config=SimpleNamespace(per_request_spec_decode_metrics="none"),
-        lora_config=SimpleNamespace(max_cpu_loras=3, max_loras=1),
-    )
-    context = ProposerHook(vllm_config)._source_context()
-
-    assert (context.tenants, context.adapters) == (("a", "b"), ("sql",))
-    assert (context.num_adapters, context.label_key) == (3, b"a key")
 
 
 def with_memory(*tenants: str) -> ProposerHook:

@@ -99,7 +99,7 @@ def hook() -> ProposerHook:
 @pytest.fixture
 def runner(hook: ProposerHook, monkeypatch: pytest.MonkeyPatch) -> Runner:
     """One in whose first row tenant a's prompt stood."""
-    monkeypatch.setattr("specserve.engine.hook.model_identity", lambda _: "model")
+    monkeypatch.setattr("specserve.engine.source_context.model_identity", lambda _: "model")
     runner = Runner()
     hook.attach(runner)
     runner.add("a-1", "a", SECRET)

@@ -1,0 +1,79 @@
+"""What the sources of a replica get to know of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+
+import ray
+from vllm.config import VllmConfig
+
+from specserve.core.config import AppConfig
+from specserve.core.metrics import SpeculationMetrics
+from specserve.core.source_config import DrafterConfig, TrieConfig
+from specserve.drafters.vocabulary import fingerprint
+from specserve.engine.checkpoint import find_checkpoint, model_identity
+from specserve.engine.cluster_memory import ClusterMemory
+from specserve.engine.drafters import drafter_finder
+from specserve.sources.base import SourceContext
+from specserve.trie.memory import SharedMemory, TrieMemory
+
+
+def source_context(
+    config: AppConfig,
+    vllm_config: VllmConfig,
+    metrics: SpeculationMetrics,
+    num_slots: int,
+    exits: list[Callable[[], None]],
+    is_warm: threading.Event,
+) -> SourceContext:
+    """The context of rank 0's sources. Reads the checkpoint only where a source asks for it.
+
+    Args:
+        config: of the application.
+        vllm_config: of its engine.
+        metrics: what the sources count in.
+        num_slots: requests that the sources may hold at once.
+        exits: gets what ends whatever the sources start.
+        is_warm: set when the engine has taken its part of the GPU's memory.
+    """
+    has_drafters = any(isinstance(each, DrafterConfig) for each in config.speculation)
+    has_trie = any(isinstance(each, TrieConfig) for each in config.speculation)
+    model, target = config.model, vllm_config.model_config
+    identity = model_identity(model) if has_drafters or has_trie else ""
+    vocab_size: int = target.get_vocab_size()
+    is_in_cluster = ray.is_initialized()  # an offline engine is on its own
+    replica = _own_name() if is_in_cluster else ""
+    lora = vllm_config.lora_config
+    adapters = config.engine.vllm.get("lora_modules") or ()
+
+    def share(trie: TrieConfig, memory: TrieMemory) -> SharedMemory:
+        shared = ClusterMemory(trie, memory, identity, vocab_size)
+        exits.insert(0, shared.close)  # before any that may wait for long
+        return shared
+
+    return SourceContext(
+        num_slots=num_slots,
+        vocab_size=vocab_size,
+        model_identity=identity,
+        tenants=tuple(sorted({key.tenant for key in config.http.api_keys})),
+        num_adapters=0 if lora is None else lora.max_cpu_loras or lora.max_loras,
+        adapters=tuple(each["name"] for each in adapters),
+        label_key=bytes.fromhex(vllm_config.additional_config.get("specserve_label_key", "")),
+        metrics=metrics,
+        share=share if is_in_cluster else None,
+        tokenizer=(
+            fingerprint(find_checkpoint(model).tokenizer, model.revision) if has_drafters else ""
+        ),
+        hidden_size=target.get_hidden_size() if has_drafters else 0,
+        replica=replica,
+        find_drafter=partial(drafter_finder, model, replica, target.max_model_len, exits, is_warm),
+        exits=exits,
+    )
+
+
+def _own_name() -> str:
+    """A name that no other process of the cluster has: an actor's, or an engine core's job."""
+    context = ray.get_runtime_context()
+    return str(context.get_actor_id() or context.get_job_id())

@@ -1,0 +1,41 @@
+"""A step's hidden states on their way from the device to the drafters that ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from specserve.core.types import Int32Array, Int64Array, UInt16Array
+
+
+def copy_states(
+    hidden: torch.Tensor, num_tokens: Int32Array, rows: Int64Array
+) -> Callable[[], UInt16Array]:
+    """Starts to copy some requests' states to the host; on a GPU without waiting for it.
+
+    Args:
+        hidden: ``[>= sum(num_tokens), hidden_size]``, the requests' states one after another.
+        num_tokens: int32 ``[n]``, states of each request.
+        rows: int64 ``[r]``, the requests whose states are copied.
+
+    Returns:
+        What waits for the copy: uint16 ``[sum(num_tokens[rows]), hidden_size]``, bits of bfloat16.
+    """
+    ends = np.cumsum(num_tokens)
+    spans = [np.arange(ends[row] - num_tokens[row], ends[row]) for row in rows]
+    index = torch.from_numpy(np.concatenate(spans) if spans else np.zeros(0, np.int64))
+    chosen = hidden[index.to(hidden.device, non_blocking=True)].bfloat16()
+    if not hidden.is_cuda:
+        return lambda: np.asarray(chosen.view(torch.uint16).numpy())
+    host = torch.empty(chosen.shape, dtype=chosen.dtype, pin_memory=True)
+    host.copy_(chosen, non_blocking=True)
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record()
+
+    def wait() -> UInt16Array:
+        copied.synchronize()
+        return np.asarray(host.view(torch.uint16).numpy())
+
+    return wait
