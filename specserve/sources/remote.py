@@ -32,9 +32,11 @@ from specserve.core.types import (
 from specserve.sources.base import SourceContext
 from specserve.sources.controls import wants_drafts
 from specserve.sources.drafter_link import LOST_S, DrafterLink, Sent
+from specserve.sources.drafter_texts import DrafterTexts
 from specserve.sources.followed_texts import FollowedTexts
 from specserve.sources.health_monitor import Find, HealthMonitor, Peer, Wanted
 from specserve.sources.pending_states import PendingStates
+from specserve.sources.text_rows import text_rows
 from specserve.trie.namespaces import namespace
 from specserve.wire.messages import (
     MAX_ROWS,
@@ -107,20 +109,11 @@ class DrafterClient:
         num_slots = context.num_slots
         self._states = PendingStates(num_slots, PENDING_STATES) if config.NEEDS_STATES else None
         self._followed = FollowedTexts(num_slots, always=not config.dynamic)
-        self._num_texts = 0
         self._ended: deque[int] = deque(maxlen=MAX_ROWS)
         self._drafts = DraftBuffer(num_slots, config.max_draft_len)
-        # By slot.
-        self._number = np.zeros(num_slots, np.int64)  # the text's name
-        self._salt = np.zeros(num_slots, np.uint64)  # who may share its beginning
-        self._held = np.zeros(num_slots, np.int64)  # positions, by the drafter's last answer
-        self._sent_as = np.zeros(num_slots, np.int64)  # the request under way with a row of it
-        self._was_sent = np.zeros(num_slots, np.bool_)
-        self._is_behind = np.zeros(num_slots, np.bool_)  # to be read in this step
+        self._texts = DrafterTexts(num_slots)
+        self._is_behind = np.zeros(num_slots, np.bool_)  # by slot: to be read in this step
         self._are_behind = False  # some of them
-        self._is_partial = np.zeros(num_slots, np.bool_)  # the drafter began it behind a gap
-        self._has_room = np.ones(num_slots, np.bool_)  # as far as is known
-        self._blocked_until = np.zeros(num_slots)  # monotonic time before which it is not sent
 
     @classmethod
     def build(cls, config: DraftModelConfig | MtpConfig, context: SourceContext) -> Self:
@@ -131,12 +124,8 @@ class DrafterClient:
 
     def open(self, slot: int, controls: RequestControls) -> None:
         """See :meth:`specserve.sources.base.Source.open`."""
-        self._number[slot] = self._num_texts
-        self._num_texts += 1
-        self._salt[slot] = self._salt_of(controls)
         wants = wants_drafts(controls, self._kind)
-        self._held[slot], self._blocked_until[slot] = 0, 0.0 if wants else math.inf
-        self._is_partial[slot], self._has_room[slot] = False, True
+        self._texts.open(slot, self._salt_of(controls), is_wanted=wants)
         if wants and self._states is not None:
             self._followed.open(slot)
 
@@ -156,7 +145,7 @@ class DrafterClient:
         if peer is None or not np.count_nonzero(is_sent):
             self._keep_states(batch)
             return drafts  # nothing is to be sent
-        is_sent &= self._blocked_until[slots] <= time.monotonic()
+        is_sent &= self._texts.may_be_sent(slots)
         is_sent &= batch.num_tokens <= min(peer.max_tokens, MAX_TOKENS)
         (rows,) = is_sent.nonzero()
         # What is only read is sent up to the last step's states: this one's are not there yet.
@@ -185,16 +174,16 @@ class DrafterClient:
             seconds[:] = np.nan
             return seconds
         if self._position_s and not (self._has_own_gpu or self._is_full):
-            begins = self._held[slots]
+            begins = self._texts.held[slots]
             if self._states is not None and batch.hidden_states is not None:
                 begins = np.maximum(begins, self._states.first(slots, batch.hidden_states))
             lacking = num_tokens - begins
             seconds[:] = np.where(lacking > NEAR_TOKENS, lacking * self._position_s, 0.0)
-        is_unfit = self._blocked_until[slots] > time.monotonic()
+        is_unfit = ~self._texts.may_be_sent(slots)
         is_unfit |= num_tokens > peer.max_tokens
         if np.count_nonzero(is_unfit):
             seconds[is_unfit] = np.nan
-            seconds[self._sent_as[slots] > 0] = np.inf
+            seconds[self._texts.are_under_way(slots)] = np.inf
         return seconds
 
     def must_see(self, slots: Int64Array) -> BoolArray:
@@ -208,13 +197,12 @@ class DrafterClient:
 
     def close(self, slots: Int64Array) -> None:
         """Tells the drafter with the next request, or at once where none is to be expected."""
-        self._ended.extend(self._number[slots[self._was_sent[slots]]].tolist())
-        self._was_sent[slots], self._sent_as[slots] = False, 0
+        self._ended.extend(self._texts.close(slots))
         if self._states is not None:
             self._followed.close(slots)
             for slot in slots.tolist():
                 self._states.close(slot)
-        if self._ended and self._peer is not None and not self._was_sent.any():
+        if self._ended and self._peer is not None and not self._texts.is_any_known:
             self._send(slots[:0], [], FEED_BUDGET_S)
 
     def end(self) -> None:
@@ -244,8 +232,7 @@ class DrafterClient:
             self._give_up(math.inf)
         if self._peer is None or self._peer.instance != peer.instance:
             self._position_s = 0.0  # it may take another time
-            self._held[:], self._has_room[:] = 0, True
-            self._blocked_until[np.isfinite(self._blocked_until)] = 0.0
+            self._texts.begin_anew()
         self._peer = peer
         return peer
 
@@ -255,9 +242,9 @@ class DrafterClient:
         if self._states is None or hidden is None:
             return
         is_kept = self._followed.which(slots)
-        if np.count_nonzero(self._has_room) < len(self._has_room):
-            rests = self._blocked_until[slots] > time.monotonic()
-            is_kept = is_kept & (self._has_room[slots] | ~rests)
+        has_room = self._texts.has_room
+        if np.count_nonzero(has_room) < len(has_room):
+            is_kept = is_kept & (has_room[slots] | self._texts.may_be_sent(slots))
         (rows,) = is_kept.nonzero()
         if rows.size:
             self._states.add(slots[rows], batch.num_tokens[rows], hidden, rows)
@@ -268,7 +255,7 @@ class DrafterClient:
 
         With states, position i is computed of the state of i and the token at i + 1.
         """
-        slots, begins = batch.slots[rows], self._held[batch.slots[rows]]
+        slots, begins = batch.slots[rows], self._texts.held[batch.slots[rows]]
         ends = batch.num_tokens[rows].astype(np.int64)
         if self._states is None:
             return begins, ends
@@ -288,8 +275,12 @@ class DrafterClient:
         ends = np.minimum(ends, begins + FEED_TOKENS)[lacks]
         room = MAX_STATE_BYTES - sum(each.state_bytes for each in self._link.sent.values())
         most = max(MAX_SENT - len(self._link.sent), 0)
-        sent = self._rows(batch, rows[lacks][:most], ends[:most], None, room)
-        return list(zip(batch.slots[rows[lacks], None], sent, strict=False)), rows[~lacks]
+        read = rows[lacks]
+        none = np.zeros(len(read), np.int32)
+        sent = text_rows(
+            batch, read[:most], ends[:most], none[:most], self._texts, self._states, room
+        )
+        return list(zip(batch.slots[read, None], sent, strict=False)), rows[~lacks]
 
     def _ask(
         self, batch: DraftBatch, rows: Int64Array, limits: Int32Array
@@ -310,63 +301,12 @@ class DrafterClient:
             is_asked &= ends == batch.num_tokens[rows]
         if not (rows := rows[is_asked]).size:
             return 0, rows
-        sent = self._rows(batch, rows, ends[is_asked], limits, MAX_STATE_BYTES)
+        most = np.minimum(limits[rows], self._config.max_draft_len)
+        sent = text_rows(
+            batch, rows, ends[is_asked], most, self._texts, self._states, MAX_STATE_BYTES
+        )
         rows = rows[: len(sent)]
         return self._send(batch.slots[rows], sent, self._config.timeout_s), rows
-
-    def _rows(
-        self,
-        batch: DraftBatch,
-        rows: Int64Array,
-        ends: Int64Array,
-        limits: Int32Array | None,
-        state_bytes: int,
-    ) -> list[TextRow]:
-        """What is sent of some rows of the batch; of the first ones, where there is no more room.
-
-        Args:
-            batch: n requests.
-            rows: int64 ``[r]``.
-            ends: int64 ``[r]``, of what is sent of each.
-            limits: int32 ``[n]``; None: nothing is to be drafted.
-            state_bytes: room for states.
-        """
-        slots, sent, num_tokens = batch.slots[rows], list[TextRow](), 0
-        asked = np.zeros_like(rows) if limits is None else limits[rows]
-        of_rows = (
-            rows,
-            slots,
-            ends,
-            self._held[slots],
-            self._number[slots],
-            self._salt[slots],
-            asked,
-        )
-        for row, slot, end, held, number, salt, limit in zip(
-            *(each.tolist() for each in of_rows), strict=True
-        ):
-            start = states_start = min(held, end - 1)
-            states = None
-            if self._states is not None:
-                states_start = max(start, int(self._states.starts[slot]))
-                if states_start < end - 1:
-                    states = self._states.between(slot, states_start, end - 1)
-                    state_bytes -= states.nbytes
-            num_tokens += end - start
-            if num_tokens > MAX_TOKENS or state_bytes < 0 or len(sent) == MAX_ROWS:
-                break
-            sent.append(
-                TextRow(
-                    text=number,
-                    salt=salt,
-                    start=start,
-                    tokens=batch.token_ids[row, start:end],
-                    states_start=states_start,
-                    states=states,
-                    max_draft_tokens=min(limit, self._config.max_draft_len),
-                )
-            )
-        return sent
 
     def _send(
         self, slots: Int64Array, rows: Sequence[TextRow], budget_s: float, num_read: int = 0
@@ -374,8 +314,7 @@ class DrafterClient:
         """Sends a request, and which texts have ended; returns its number."""
         number = self._link.send(slots, rows, self._ended, budget_s, num_read)
         self._ended.clear()
-        self._sent_as[slots], self._was_sent[slots] = number, True
-        self._blocked_until[slots], self._has_room[slots] = math.inf, True
+        self._texts.send(slots, number)
         return number
 
     def _await(self, number: int) -> DraftAnswer | None:
@@ -403,29 +342,24 @@ class DrafterClient:
 
     def _give_up(self, latest: float) -> None:
         for sent in self._link.give_up(latest):
-            self._unblock(sent.slots[self._sent_as[sent.slots] == sent.number])
-
-    def _unblock(self, slots: Int64Array) -> None:
-        """These texts are not under way any more."""
-        self._sent_as[slots], self._blocked_until[slots] = 0, 0.0
+            self._texts.settle(sent.slots, sent.number)
 
     def _take(self, sent: Sent, reply: DraftAnswer | Refusal) -> bool:
         """Notes what is held now; false: the reply is none to what was sent."""
-        is_own = self._sent_as[sent.slots] == sent.number
+        is_own = self._texts.settle(sent.slots, sent.number)
         slots = sent.slots[is_own]
-        self._unblock(slots)
         if isinstance(reply, Refusal):
             if reply.reason != "expired":
                 self._metrics.count_error(self._kind)
             if reply.reason == "failed" and sent.num_read:
-                self._blocked_until[slots] = time.monotonic() + REST_S
+                self._texts.rest(slots, REST_S)
             return True
         if len(reply.rows) != len(sent.slots):
             self._metrics.count_error(self._kind)
             return False
         rows = list(compress(reply.rows, is_own))
         held = np.array([row.held for row in rows], np.int64)
-        if sent.num_read and (held > self._held[slots]).any():  # else it was not read
+        if sent.num_read and (held > self._texts.held[slots]).any():  # else it was not read
             weight = _READING_RATE if self._position_s else 1.0
             self._position_s += weight * (reply.compute_s / sent.num_read - self._position_s)
         for slot, row in zip(slots.tolist(), rows, strict=True):
@@ -433,22 +367,21 @@ class DrafterClient:
                 self._note_trouble(slot, row)
             if self._states is not None:
                 self._states.confirm(slot, row.held)
-        self._held[slots] = held
+        self._texts.held[slots] = held
         return True
 
     def _note_trouble(self, slot: int, row: RowAnswer) -> None:
         """A text was not taken, or not whole."""
-        is_refused = row.problem == "unfit" or not (row.problem or row.held or self._held[slot])
-        if row.begin and not self._is_partial[slot]:
-            self._is_partial[slot] = True
+        is_refused = self._texts.is_refused(slot, row)
+        if self._texts.begins_partial(slot, row):
             self._metrics.count_partial_text(self._kind)
         if is_refused:  # its states would push out those of the others
-            self._has_room[slot] = False
+            self._texts.has_room[slot] = False
             if self._states is not None:
                 self._states.drop(slot)
         if is_refused or row.problem:
-            rest_s = math.inf if row.problem == "unfit" else REST_S
-            self._blocked_until[slot] = time.monotonic() + rest_s
+            of_slot = np.array([slot])
+            self._texts.rest(of_slot, math.inf if row.problem == "unfit" else REST_S)
 
     def _fill(
         self, drafts: Drafts, rows: Int64Array, answer: DraftAnswer, limits: Int32Array

@@ -67,7 +67,7 @@ def test_a_text_that_the_drafter_fails_to_read_is_sent_seldom_and_whole(
         assert made.propose("long") == [[]]
     assert len(drafter.calls) == 1
     drafter.error = None
-    made.source._blocked_until[:] = 0.0
+    made.source._texts.rest(np.arange(2), 0.0)
     made.until_drafts("long")
     assert not drafter.begins
 
