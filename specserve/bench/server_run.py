@@ -144,7 +144,12 @@ class Server:
             SpecServeError: the server's own error.
         """
         prompt = list(job.prompt_token_ids)
-        body = {"model": self.model, "prompt": prompt, "stream": True, **_options(job.sampling)}
+        body = {
+            "model": self.model,
+            "prompt": prompt,
+            "stream": True,
+            **request_options(job.sampling),
+        }
         async with session.post(f"{self.url}/v1/completions", json=body) as answer:
             if not answer.ok:
                 told = error_message(await answer.read())
@@ -174,13 +179,21 @@ def find_server(url: str) -> Server:
         raise ConfigError("--url", url, allowed) from error
 
 
-def _options(sampling: Sampling) -> dict[str, Any]:
+def request_options(sampling: Sampling) -> dict[str, Any]:
+    """What a completion is asked with, so that an offline engine would write the same.
+
+    What is not said vLLM takes from the checkpoint's ``generation_config.json``, the penalties too.
+    """
     return {
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "seed": sampling.seed,
         "top_k": sampling.top_k,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
         "ignore_eos": sampling.ignore_eos,
         "return_token_ids": True,
     }

@@ -24,6 +24,8 @@ MARK = "specserve_shards.json"
 
 _OF_EXPERTS = "int8_per_channel_weight_only"
 
+_HALVES = ("float16", "bfloat16")
+
 _FIELD = "engine.vllm.load_format"
 
 
@@ -84,7 +86,7 @@ def check_weights(config: AppConfig, folder: str) -> None:
     if found is None:
         allowed = f"only with a folder that `specserve shard-weights` made (it has a {MARK})"
         raise ConfigError(_FIELD, config.engine.vllm["load_format"], allowed)
-    _check_division(config, found)
+    _check_division(config, found, _card(Path(folder)))
     _check_sources(config)
 
 
@@ -98,7 +100,7 @@ def _has_experts(folder: Path) -> bool:
     return "expert" in json.dumps(_card(folder))
 
 
-def _check_division(config: AppConfig, made_for: Division) -> None:
+def _check_division(config: AppConfig, made_for: Division, card: dict[str, Any]) -> None:
     engine = config.engine
     made = f"what {config.model.path} was made for"
     if engine.tensor_parallel_size != made_for.tensor_parallel_size:
@@ -111,8 +113,19 @@ def _check_division(config: AppConfig, made_for: Division) -> None:
     if quantization not in (None, made_for.quantization):
         allowed = f"{made_for.quantization or 'none'}, {made}"
         raise ConfigError("engine.vllm.quantization", quantization, allowed)
-    if engine.dtype not in ("auto", made_for.dtype):
+    if not _is_of(engine.dtype, made_for.dtype, card):
         raise ConfigError("engine.dtype", engine.dtype, f"{made_for.dtype}, {made}")
+
+
+def _is_of(dtype: str, made_for: str, card: dict[str, Any]) -> bool:
+    """Whether ``engine.dtype`` is the type of a folder's weights.
+
+    vLLM's ``auto`` is the checkpoint's own type, or half of float32, which half by the device.
+    """
+    if dtype != "auto":
+        return dtype == made_for
+    own = card.get("dtype") or card.get("torch_dtype")
+    return made_for == own if own in _HALVES else made_for in _HALVES
 
 
 def _check_sources(config: AppConfig) -> None:

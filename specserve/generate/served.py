@@ -12,7 +12,14 @@ from typing import Any
 import httpx
 import openai
 
-from specserve.bench.server_run import TIMEOUT_S, api_key, error_message, find_server, headers
+from specserve.bench.server_run import (
+    TIMEOUT_S,
+    api_key,
+    error_message,
+    find_server,
+    headers,
+    request_options,
+)
 from specserve.core.errors import SpecServeError, reason_of
 from specserve.engine.chat_template import read_chat_template
 from specserve.engine.generation import Completion, Job, Show
@@ -138,18 +145,13 @@ async def _once(answer: Any) -> AsyncIterator[Any]:
 def _body(job: Job, beams: Beams | None, *, asks_report: bool) -> dict[str, Any]:
     sampling = job.sampling
     extra: dict[str, Any] = {
-        "top_k": sampling.top_k,
+        **request_options(sampling),
         "stop_token_ids": list(sampling.stop_token_ids),
-        "return_token_ids": True,
         "vllm_xargs": {"report": 1} if asks_report else {},
     }
     body: dict[str, Any] = {
         "prompt": list(job.prompt_token_ids),
         "stream": beams is None,
-        "max_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "seed": sampling.seed,
         "extra_body": extra,
     }
     if beams is None:

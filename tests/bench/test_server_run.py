@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from vllm import SamplingParams
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
 from specserve.bench import server_run
-from specserve.bench.server_run import Server
+from specserve.bench.server_run import Server, request_options
 from specserve.core.errors import SpecServeError
 from specserve.engine.generation import Job, RunResult, Sampling
 
@@ -100,3 +102,13 @@ def test_the_servers_error_is_told_before_and_within_a_stream() -> None:
 def test_a_server_that_tells_no_tokens_is_refused() -> None:
     with pytest.raises(SpecServeError, match=r"it has to be vLLM's application$"):
         run(streaming(chunk(finish_reason="stop")))
+
+
+def test_a_checkpoint_that_sets_penalties_is_asked_as_an_offline_engine_is() -> None:
+    options = request_options(Sampling(max_tokens=4))
+    its_own = {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.5}
+    its_own |= {"min_p": 0.1, "top_k": 5, "top_p": 0.5, "temperature": 0.7}
+    asked = CompletionRequest(prompt=[1], **options).to_sampling_params(4, its_own)
+    neutral = SamplingParams(temperature=0.0)
+    for name in its_own:
+        assert getattr(asked, name) == getattr(neutral, name), name

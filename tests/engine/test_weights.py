@@ -43,6 +43,27 @@ def test_what_the_folder_was_made_for_is_accepted(folder: Path, dtype: str) -> N
 
 
 @pytest.mark.parametrize(
+    ("own", "made_for", "is_right"),
+    [
+        ("bfloat16", "float16", False),
+        ("bfloat16", "float32", False),
+        ("float32", "float32", False),
+        ("float32", "float16", True),
+    ],
+)
+def test_auto_is_the_type_that_vllm_takes_for_it(
+    folder: Path, own: str, made_for: str, is_right: bool
+) -> None:
+    (folder / "config.json").write_text(json.dumps(LLAMA_70B | {"torch_dtype": own}))
+    Division(2, "", made_for).write(folder)
+    if is_right:
+        check(folder, SHARDED)
+    else:
+        with pytest.raises(ConfigError, match=rf"engine\.dtype: 'auto' .*: {made_for}, what "):
+            check(folder, SHARDED)
+
+
+@pytest.mark.parametrize(
     ("vllm", "engine", "told"),
     [
         (SHARDED, {"tensor_parallel_size": 4}, r"engine\.tensor_parallel_size: 4 .*: 2, what "),
