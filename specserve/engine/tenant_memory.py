@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from specserve.core.types import Int32Array
 from specserve.trie.namespaces import half_of, namespace, shard_of, tenant_half
 from specserve.trie.records import StoreClient
 from specserve.trie.store import StoreOptions, TrieStore
-from specserve.trie.store_actor import RayStoreClient, RemoteStore
+from specserve.trie.store_actor import RayStoreClient, RemoteStore, list_stores
 from specserve.trie.text_writer import TextWriter
 from specserve.trie.warm_texts import read_texts
 
@@ -52,6 +53,7 @@ class TenantMemory:
         reader: see there.
         connect: the way to a store for texts.
         find: the way to a store that runs, for all else.
+        running: names of the stores that run, other models' too.
     """
 
     def __init__(
@@ -60,10 +62,12 @@ class TenantMemory:
         reader: TextReader,
         connect: Callable[[StoreOptions], StoreClient] = RayStoreClient,
         find: Callable[[str], RemoteStore | TrieStore] = _find_store,
+        running: Callable[[], Collection[str]] = list_stores,
     ) -> None:
         self._stores = stores
         self._reader = reader
         self._find = find
+        self._running = running
         self._writers = [TextWriter(connect(each), each, ANSWER_S) for each in stores]
 
     def read(self, body: bytes) -> list[Tokens]:
@@ -106,10 +110,12 @@ class TenantMemory:
     def held(self, tenant: str) -> list[dict[str, Any]]:
         """The tenant's namespaces with their tokens and, where it is loaded now, their adapter."""
         known = {self._namespace(tenant, each): each for each in ("", *self._reader.adapters())}
+        tokens: Counter[str] = Counter()
+        for store in self._names():
+            tokens.update(self._find(store).stats().tokens_by_namespace)
         return [
             {"namespace": name, "adapter": known.get(name), "tokens": num_tokens}
-            for store in self._stores
-            for name, num_tokens in self._find(store.name).stats().tokens_by_namespace.items()
+            for name, num_tokens in tokens.items()
             if half_of(name) == tenant_half(tenant)
         ]
 
@@ -120,8 +126,15 @@ class TenantMemory:
             SnapshotError: forgotten, but a snapshot could not be written and still has the text.
         """
         self.held(tenant)  # all of the stores answer, or none is asked to forget
-        stores = [self._find(each.name) for each in self._stores]
+        stores = [self._find(each) for each in self._names()]
         return sum(each.purge(tenant_half(tenant)) for each in stores)
+
+    def _names(self) -> list[str]:
+        """The model's stores: the configured ones, and those of another ``num_store_shards``."""
+        configured = [each.name for each in self._stores]
+        of_model = configured[0].removesuffix(f"-{self._stores[0].shard}")
+        others = {each for each in self._running() if each.rpartition("-")[0] == of_model}
+        return configured + sorted(others.difference(configured))
 
     def _namespace(self, tenant: str, adapter: str) -> str:
         return namespace(self._stores[0].fingerprint, adapter, tenant)

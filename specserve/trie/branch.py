@@ -55,6 +55,7 @@ _DOUBT = 4.0
 token is right with a chance of ``r / (r + 4)``, ``r = sqrt(m^3 n)``. Seen on Python code: 0.4 after
 2 tokens in one place, 0.8 after 6, 0.98 after 32."""
 _LONGEST_MATCH = 32
+_MOST_HALVINGS = 64.0
 LOCAL, CLUSTER = 0, 1
 """Labels of drafts: who taught most of it, this replica or others."""
 
@@ -189,8 +190,9 @@ def _hop(a, group, i, token_ids, row, length, lowest, min_match_len, weights):  
         is_own = a.pages[page, OWNER] == group.owners[i]
         is_seen = is_own or not a.pages[page, FLAGS] & PRIVATE
         if is_valid and match >= min_match_len and is_seen:
-            age = a.scalars[CLOCK] - np.int64(a.pages[page, STAMP]) * PAGE
-            weight = match * np.exp2(-decay * age)
+            # The stamp counts pages modulo 2^32. However old a place is, it has some weight.
+            num_pages = (a.scalars[CLOCK] // PAGE - np.int64(a.pages[page, STAMP])) & 0xFFFFFFFF
+            weight = match * np.exp2(-min(decay * PAGE * num_pages, _MOST_HALVINGS))
             if is_own:
                 weight *= own_weight
             elif after % PAGE < a.pages[after // PAGE, OUTPUT]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from collections.abc import Callable
+from typing import NamedTuple
 
 from specserve.trie.memory import TrieMemory
 from specserve.trie.records import Record
@@ -12,8 +14,19 @@ from specserve.trie.token_trie import NO_SEQUENCE
 MOST_GROWING = 4096
 """Texts of other replicas that are held ready to go on; the oldest of more is closed."""
 
+SILENT_S = 600.0
+"""A text that nothing was heard of for so long is closed: its replica may have died."""
+
 _SLICE_TOKENS = 256
 """Learned in one go, some 0.1 ms: a decoding step waits no longer for the memory."""
+
+
+class _Growing(NamedTuple):
+    """A text that goes on: its sequence, its end, and when it was heard of, in seconds."""
+
+    sequence: int
+    end: int
+    heard_at: float
 
 
 class ClusterLearner:
@@ -21,14 +34,18 @@ class ClusterLearner:
 
     Args:
         memory: the replica's.
+        clock: monotonic seconds.
     """
 
-    def __init__(self, memory: TrieMemory) -> None:
-        self._memory = memory
-        self._ends: OrderedDict[tuple[str, str], tuple[int, int]] = OrderedDict()
+    def __init__(self, memory: TrieMemory, clock: Callable[[], float] = time.monotonic) -> None:
+        self._memory, self._clock = memory, clock
+        self._growing: OrderedDict[tuple[str, str], _Growing] = OrderedDict()  # last heard of last
 
     def apply(self, record: Record) -> None:
         """Learns a piece of a text, or forgets what the record says."""
+        now = self._clock()
+        while self._growing and next(iter(self._growing.values())).heard_at < now - SILENT_S:
+            self._close_oldest()
         if record.kind == "purge":
             self._memory.clear(record.namespace)
             return
@@ -39,7 +56,8 @@ class ClusterLearner:
         if sequence == NO_SEQUENCE:
             return
         key = record.namespace, record.sequence
-        if self._ends.pop(key, (0, -1)) != (sequence, record.start):
+        known = self._growing.pop(key, None)
+        if known is None or known[:2] != (sequence, record.start):
             trie.skip(sequence)  # nobody knows what was before
         tokens = record.token_array()
         for begin in range(0, len(tokens), _SLICE_TOKENS):
@@ -50,8 +68,11 @@ class ClusterLearner:
         if record.final:
             trie.finish(sequence)
             return
-        self._ends[key] = sequence, record.start + len(tokens)
-        if len(self._ends) > MOST_GROWING:
-            (namespace, _), (oldest, _) = self._ends.popitem(last=False)
-            if (other := self._memory.of(namespace)) is not None:
-                other.finish(oldest)
+        self._growing[key] = _Growing(sequence, record.start + len(tokens), now)
+        if len(self._growing) > MOST_GROWING:
+            self._close_oldest()
+
+    def _close_oldest(self) -> None:
+        (namespace, _), oldest = self._growing.popitem(last=False)
+        if (trie := self._memory.of(namespace)) is not None:
+            trie.finish(oldest.sequence)

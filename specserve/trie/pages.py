@@ -139,6 +139,15 @@ def _evict(a, scratch):  # type: ignore[no-untyped-def]
         _free_page(a, victim, scratch)
 
 
+@lean_kernel
+def free_a_slot(a, scratch):  # type: ignore[no-untyped-def]
+    """Where no slot is free, evicts pages until a sequence has none left; looks at some only."""
+    for _ in range(_SCAN_PAGES):
+        if a.scalars[NUM_FREE_SLOTS]:
+            return
+        _evict(a, scratch)
+
+
 @inner
 def _add_page(a, slot, scratch):  # type: ignore[no-untyped-def]
     """A new last page for a sequence; -1: nothing can be evicted for it."""

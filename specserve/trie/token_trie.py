@@ -124,13 +124,15 @@ class TokenTrie:
             arrays = self._arrays
             slot = self._slot_of(name)
             if slot < 0:
+                pages.free_a_slot(arrays, self._scratch)
                 free = int(arrays.scalars[NUM_FREE_SLOTS]) - 1
                 if free < 0:
                     return NO_SEQUENCE
                 arrays.scalars[NUM_FREE_SLOTS] = free
                 slot = int(arrays.free_slots[free])
-                if (former := self._ids[slot]) is not None:
-                    self._slots.pop(former, None)
+                former = self._ids[slot]
+                if former is not None and self._slots.get(former) == slot:
+                    del self._slots[former]
                 self._ids[slot] = name
                 self._slots[name] = slot
                 arrays.slots[slot, GENERATION] += 1

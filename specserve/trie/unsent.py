@@ -127,7 +127,8 @@ def collect(tails, is_shared, batch, begins, ends, now, full):  # type: ignore[n
         slot, begin, end = slots[row], begins[row], ends[row]
         if begin == end or not is_shared[slot]:
             continue
-        if not tails.lengths[slot]:
+        # A step that failed has learned what is not told: the tail ends before it.
+        if not tails.lengths[slot] or tails.starts[slot] + tails.lengths[slot] != begin:
             tails.starts[slot], tails.since[slot] = begin, now
             tails.num_prompt_tokens[slot] = num_prompt_tokens[row]
         start = tails.starts[slot]

@@ -30,7 +30,7 @@ from specserve.serve.memory import (
 from specserve.serve.middleware import RetryAfterMiddleware, answer_http_error
 from specserve.serve.tenants import ApiKey, TenantMiddleware, read_keys
 from specserve.trie.namespaces import namespace
-from specserve.trie.records import ExchangeReply, ExchangeRequest
+from specserve.trie.records import ExchangeReply, ExchangeRequest, Record
 from specserve.trie.store import StoreOptions, TrieStore
 
 PATH = "/v1/speculation/memory"
@@ -114,7 +114,9 @@ def application(
     reader = TextReader(Tokenizer(), MAX_TOKENS, 2 * MAX_TOKENS, lambda: ["an-adapter"])
     api = MemoryApi(
         config,
-        lambda: TenantMemory(stores.options, reader, stores.connect, stores.find),
+        lambda: TenantMemory(
+            stores.options, reader, stores.connect, stores.find, lambda: list(stores.stores)
+        ),
         Turns(clock),
     )
     app = FastAPI(exception_handlers={HTTPException: answer_http_error})
@@ -176,6 +178,20 @@ def test_a_tenant_neither_sees_nor_loses_anything_by_another(
     assert client.delete(PATH).json()["forgotten_tokens"] == 4
     assert stores.tokens() == {OWN["team-b"]: 2}
     assert client.get(PATH, headers=B).json()["tokens"] == 2
+
+
+def test_what_stores_of_an_earlier_configuration_hold_is_forgotten_too(
+    client: TestClient, stores: Stores
+) -> None:
+    client.post(PATH, content=lines({"text": "aaa"}))
+    for fingerprint, shard in (("model", 2), ("another", 0)):
+        options = StoreOptions(fingerprint=fingerprint, vocab_size=1000, shard=shard)
+        stores.stores[options.name] = store = TrieStore(options)
+        record = Record("replica", 1, 0.0, OWN["team-a"], "text", "s", 0, b"\1\0\0\0", 0, True)
+        store.exchange(ExchangeRequest(fingerprint, "replica", "", 0, [record], 0))
+    assert client.get(PATH).json()["tokens"] == 4
+    assert client.delete(PATH).json()["forgotten_tokens"] == 4
+    assert store.stats().tokens_by_namespace == {OWN["team-a"]: 1}
 
 
 @pytest.mark.parametrize(

@@ -103,3 +103,15 @@ def test_texts_that_never_end_are_closed_when_they_are_many(
     trie = memory.of("n")
     assert trie is not None
     assert int(trie._arrays.slots[:, IS_OPEN].sum()) == 8
+
+
+def test_a_text_of_a_replica_that_died_is_closed_after_a_while(memory: TrieMemory) -> None:
+    now = [0.0]
+    learner = ClusterLearner(memory, lambda: now[0])
+    learner.apply(piece(0, 100, "cut off"))
+    for now[0] in (300.0, 599.0, 601.0):
+        learner.apply(piece(int(now[0]), int(now[0]) + 10, "alive"))
+    trie = memory.of("n")
+    assert trie is not None
+    assert int(trie._arrays.slots[:, IS_OPEN].sum()) == 1
+    assert draft(memory, TEXT[90:96])[0] == TEXT[96:100].tolist()

@@ -9,7 +9,7 @@ import pytest
 
 from specserve.core.source_config import TrieConfig
 from specserve.core.types import Drafts, Int32Array
-from specserve.trie.layout import HEAD, MOST_USE, NUM_FREE_PAGES, NUM_FREE_SLOTS, PAGE
+from specserve.trie.layout import CLOCK, HEAD, MOST_USE, NUM_FREE_PAGES, NUM_FREE_SLOTS, PAGE
 from specserve.trie.token_trie import NO_SEQUENCE, LearnedFrom, TokenTrie
 from tests.trie.lookups import look_up
 
@@ -288,7 +288,7 @@ def test_more_open_texts_than_pages_are_refused_and_not_a_fault() -> None:
     for sequence in opened[1:]:
         trie.finish(sequence)
     assert trie.append(opened[0], noise(PAGE)) == 0
-    assert trie.open("one more") == NO_SEQUENCE or trie.num_tokens > 0
+    assert trie.open("one more") != NO_SEQUENCE
 
 
 @pytest.mark.parametrize("how", ["finish", "remove", "clear"])
@@ -360,3 +360,42 @@ def test_learning_in_one_thread_and_looking_up_in_another_never_meet_half_a_text
 def test_too_little_memory_is_told_with_the_value() -> None:
     with pytest.raises(ValueError, match="max_bytes: 1000"):
         TokenTrie(1000)
+
+
+@pytest.mark.parametrize("num_later_tokens", [2 * 10**9, 10**11])
+def test_what_was_learned_long_ago_is_still_drafted(trie: TokenTrie, num_later_tokens: int) -> None:
+    text = noise(100)
+    learn(trie, text, "old")
+    trie._arrays.scalars[CLOCK] += num_later_tokens
+    assert draft(trie, text[:20]) == text[20:28].tolist()
+
+
+def test_a_page_is_new_also_when_more_tokens_were_learned_than_its_stamp_can_count(
+    trie: TokenTrie,
+) -> None:
+    trie._arrays.scalars[CLOCK] = PAGE << 31
+    context = noise(20)
+    for name, last in (("older", 1), ("newer", 2)):
+        learn(trie, np.append(context, tokens(last)), name)
+        trie._arrays.scalars[CLOCK] += 10**8
+    assert draft(trie, context) == [2]
+
+
+def test_short_texts_make_room_for_one_another() -> None:
+    trie = TokenTrie(1 << 17)
+    texts = [noise(20, seed) for seed in range(300)]
+    for number, text in enumerate(texts):
+        learn(trie, text, str(number))
+    assert draft(trie, texts[-1][:10]) == texts[-1][10:18].tolist()
+    assert trie.num_evicted_tokens > 0
+
+
+def test_a_text_that_goes_on_under_its_name_in_another_slot_keeps_it(trie: TokenTrie) -> None:
+    for name in ("a", "b"):
+        learn(trie, noise(20), name)
+    for name in ("a", "b"):
+        trie.remove(name)
+    sequence = trie.open("a")  # where "b" was
+    trie.append(sequence, noise(20))
+    learn(trie, noise(20), "c")  # where "a" was
+    assert trie.open("a") == sequence

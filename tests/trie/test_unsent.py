@@ -121,3 +121,13 @@ def test_a_text_that_is_not_shared_is_not_told(texts: Texts) -> None:
     texts.slots = np.array([0, 1])
     assert texts.grow(4000, 4000) == [("1", 0, 4000, PROMPT_TOKENS, False, 100.0)]
     assert texts.told(lambda: texts.unsent.close(0)) == []
+
+
+def test_what_was_learned_in_a_step_that_failed_leaves_a_gap_without_others_text(
+    texts: Texts,
+) -> None:
+    texts.unsent._tails.tokens[:] = 7  # of a former request
+    texts.grow(20, 0)
+    texts._ends = np.array([25, 0])  # learned, and not told of
+    texts.grow(30, 0)
+    assert texts.told(lambda: texts.unsent.close(3)) == [("0", 25, 5, 5, True, 100.0)]
