@@ -38,6 +38,8 @@ BURST_S = 2.0
 """What may come at once: so many seconds' bytes, and one body more."""
 CALL_BYTES = 16 << 10
 """What a call counts for beside its body."""
+LINE_BYTES = 256
+"""What a line counts for beside its bytes: every replica learns it as a text of its own."""
 
 _PATH = "/v1/speculation/memory"
 
@@ -161,7 +163,9 @@ class MemoryApi:
             body += piece
             if len(body) > MAX_BODY_BYTES:
                 raise HTTPException(413, f"a body has at most {MAX_BODY_BYTES} bytes")
-        if body.rstrip(b"\n").count(b"\n") >= MAX_LINES:
+        num_lines = body.rstrip(b"\n").count(b"\n") + 1
+        pay(LINE_BYTES * num_lines)
+        if num_lines > MAX_LINES:
             raise HTTPException(413, f"a body has at most {MAX_LINES} lines")
         adapter = request.query_params.get("adapter", "")
         texts = await _in(self._reading, lambda: self._memory.read(bytes(body)))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import NamedTuple
 
 from specserve.trie.memory import TrieMemory
 from specserve.trie.records import Record
-from specserve.trie.token_trie import NO_SEQUENCE
+from specserve.trie.token_trie import NO_SEQUENCE, TokenTrie
 
 MOST_GROWING = 4096
-"""Texts of other replicas that are held ready to go on; the oldest of more is closed."""
+"""Texts of other replicas that a namespace holds ready to go on; the oldest of more is closed."""
+
+_GROWING_SHARE = 4
+"""They keep a quarter of a trie's pages at most: a new replica reads many that never ended."""
 
 SILENT_S = 600.0
 """A text that nothing was heard of for so long is closed: its replica may have died."""
@@ -22,8 +25,9 @@ _SLICE_TOKENS = 256
 
 
 class _Growing(NamedTuple):
-    """A text that goes on: its sequence, its end, and when it was heard of, in seconds."""
+    """A text that goes on: its sequence in its trie, its end, and when it was heard of."""
 
+    trie: TokenTrie
     sequence: int
     end: int
     heard_at: float
@@ -39,25 +43,27 @@ class ClusterLearner:
 
     def __init__(self, memory: TrieMemory, clock: Callable[[], float] = time.monotonic) -> None:
         self._memory, self._clock = memory, clock
-        self._growing: OrderedDict[tuple[str, str], _Growing] = OrderedDict()  # last heard of last
+        # By namespace and name, the one last heard of last.
+        self._growing: defaultdict[str, OrderedDict[str, _Growing]] = defaultdict(OrderedDict)
 
     def apply(self, record: Record) -> None:
         """Learns a piece of a text, or forgets what the record says."""
-        now = self._clock()
-        while self._growing and next(iter(self._growing.values())).heard_at < now - SILENT_S:
-            self._close_oldest()
         if record.kind == "purge":
             self._memory.clear(record.namespace)
             return
         trie = self._memory.for_record(record.namespace)
         if trie is None:
             return
+        now, growing = self._clock(), self._growing[record.namespace]
+        most = min(MOST_GROWING, trie.num_pages // _GROWING_SHARE)
+        known = growing.pop(record.sequence, None)
+        while growing and (len(growing) >= most or _oldest(growing).heard_at < now - SILENT_S):
+            _, oldest = growing.popitem(last=False)
+            oldest.trie.finish(oldest.sequence)
         sequence = trie.open(record.sequence, learned_from="cluster")
         if sequence == NO_SEQUENCE:
             return
-        key = record.namespace, record.sequence
-        known = self._growing.pop(key, None)
-        if known is None or known[:2] != (sequence, record.start):
+        if known is None or known[:3] != (trie, sequence, record.start):
             trie.skip(sequence)  # nobody knows what was before
         tokens = record.token_array()
         for begin in range(0, len(tokens), _SLICE_TOKENS):
@@ -67,12 +73,9 @@ class ClusterLearner:
             time.sleep(0)  # a waiting step gets the lock first
         if record.final:
             trie.finish(sequence)
-            return
-        self._growing[key] = _Growing(sequence, record.start + len(tokens), now)
-        if len(self._growing) > MOST_GROWING:
-            self._close_oldest()
+        else:
+            growing[record.sequence] = _Growing(trie, sequence, record.start + len(tokens), now)
 
-    def _close_oldest(self) -> None:
-        (namespace, _), oldest = self._growing.popitem(last=False)
-        if (trie := self._memory.of(namespace)) is not None:
-            trie.finish(oldest.sequence)
+
+def _oldest(growing: OrderedDict[str, _Growing]) -> _Growing:
+    return next(iter(growing.values()))

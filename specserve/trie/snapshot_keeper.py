@@ -16,6 +16,10 @@ from specserve.trie.token_log import LogState
 
 logger = logging.getLogger(__name__)
 
+MOST_ASKING = 4
+"""Calls that may wait for a snapshot, of the eight that a store answers at a time: where the file
+system hangs, the others are left for the replicas."""
+
 
 class SnapshotStats(msgspec.Struct, frozen=True, kw_only=True):
     """A keeper at one moment; totals count from its start.
@@ -62,6 +66,7 @@ class SnapshotKeeper:
         self._state = state
         self._take_over = take_over
         self._lock = threading.Lock()
+        self._asking = threading.BoundedSemaphore(MOST_ASKING)
         self._was_read = False
         self._saved: Ranges = {}
         self._saved_at = 0.0
@@ -81,14 +86,20 @@ class SnapshotKeeper:
         """Writes a snapshot; its size in bytes.
 
         Raises:
-            SnapshotError: it could not be written; the one before is still whole.
+            SnapshotError: it could not be written; the one before is still whole. Or too many
+                calls wait for one.
         """
-        with self._lock:
-            try:
+        if not self._asking.acquire(blocking=False):
+            told = f"{MOST_ASKING} calls wait for a snapshot already"
+            raise SnapshotError(f"{self._file.url}: {told}; ask again when it is written")
+        try:
+            with self._lock:
                 return self._save()
-            except SnapshotError as error:
-                self._count(error)
-                raise
+        except SnapshotError as error:
+            self._count(error)
+            raise
+        finally:
+            self._asking.release()
 
     def stop(self) -> None:
         """Writes a last snapshot and ends the schedule; a failure is logged."""

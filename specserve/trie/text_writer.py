@@ -21,7 +21,7 @@ from specserve.trie.replica import ReplicaOptions, TrieReplica
 from specserve.trie.store import StoreOptions
 
 _CALL_S, _PATIENCE_S = 10.0, 60.0
-_TEXTS_AT_ONCE = 256
+_TEXTS_AT_ONCE, _TOKENS_AT_ONCE = 256, 1 << 20
 _LOG_SHARE = 4
 """Texts of one call take at most a quarter of the log, which drops the oldest for them."""
 
@@ -57,14 +57,18 @@ def write_texts(
             reads=False,
         ),
     )
-    num_tokens = 0
+    num_tokens = num_unsent = 0
     for number, (tokens, num_prompt_tokens) in enumerate(texts, start=1):
         name = f"{replica.origin}-{number}"
         replica.publish(namespace, name, 0, tokens, num_prompt_tokens, final=True)
         num_tokens += len(tokens)
-        if number % _TEXTS_AT_ONCE == 0:
+        num_unsent += len(tokens)
+        if number % _TEXTS_AT_ONCE == 0 or num_unsent >= _TOKENS_AT_ONCE:
             _send(replica)
+            num_unsent = 0
     _send(replica)
+    if dropped := replica.stats().dropped_tokens:
+        raise StoreError(f"{dropped} of {num_tokens} tokens found no room before they were sent")
     return num_tokens
 
 

@@ -13,7 +13,7 @@ from specserve.core.errors import ConfigError
 from specserve.trie.namespaces import is_part_of
 from specserve.trie.records import MAX_RECORD_TOKENS, Ranges, Record, problem_of
 from specserve.trie.seen_records import SeenRecords
-from specserve.trie.tombstones import Tombstones, is_meant
+from specserve.trie.tombstones import Tombstones, is_meant, is_replaced
 
 logger = logging.getLogger(__name__)
 
@@ -224,7 +224,9 @@ class TokenLog:
     def _carry_out(self, tombstone: Record) -> None:
         for index in range(self._head, len(self._slots)):
             record = self._slots[index]
-            if record is not None and is_meant(tombstone, record):
+            if record is not None and (
+                is_meant(tombstone, record) or is_replaced(tombstone, record)
+            ):
                 self._slots[index] = None
                 self._count(record, -1)
                 self._record_bytes += SLOT_BYTES

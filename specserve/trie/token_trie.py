@@ -90,6 +90,11 @@ class TokenTrie:
         self._lock = threading.Lock()
 
     @property
+    def num_pages(self) -> int:
+        """Room, in pages of 64 tokens, each of one text."""
+        return len(self._ids)
+
+    @property
     def num_tokens(self) -> int:
         """Tokens remembered now."""
         return int(self._arrays.scalars[NUM_TOKENS])
@@ -248,6 +253,8 @@ class TokenTrie:
             How many tokens were removed.
         """
         with self._lock:
+            if self._arrays.scalars[NUM_FREE_SLOTS] == self.num_pages:
+                return 0  # a step would wait while the arrays are written
             num_tokens = self.num_tokens
             reset(self._arrays)
             self._slots.clear()

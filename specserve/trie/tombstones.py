@@ -51,3 +51,9 @@ def is_meant(tombstone: Record, text: Record) -> bool:
     """Whether a tombstone is about this text."""
     is_older = text.kind == "text" and text.stamp <= tombstone.stamp
     return is_older and is_part_of(text.namespace, tombstone.namespace)
+
+
+def is_replaced(tombstone: Record, older: Record) -> bool:
+    """Whether a tombstone says all that an older one does: readers need not carry out both."""
+    is_about = older.kind == "purge" and older.namespace == tombstone.namespace
+    return is_about and older.stamp <= tombstone.stamp

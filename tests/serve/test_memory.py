@@ -22,6 +22,7 @@ from specserve.serve.memory import (
     BURST_S,
     BYTES_PER_S,
     CALL_BYTES,
+    LINE_BYTES,
     MAX_BODY_BYTES,
     MAX_LINES,
     MemoryApi,
@@ -267,7 +268,7 @@ def test_a_tenant_that_sends_too_much_is_told_when_to_come_back(
     client: TestClient, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "BYTES_PER_S", 1 << 10)
-    body = lines({"text": "a"}).ljust(16 << 10)
+    body = lines({"text": "a"}).ljust((16 << 10) - LINE_BYTES)
     assert client.post(PATH, content=body).status_code == 200
     clock.now += 0.5
     refused = client.post(PATH, content=body)

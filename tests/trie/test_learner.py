@@ -115,3 +115,16 @@ def test_a_text_of_a_replica_that_died_is_closed_after_a_while(memory: TrieMemor
     assert trie is not None
     assert int(trie._arrays.slots[:, IS_OPEN].sum()) == 1
     assert draft(memory, TEXT[90:96])[0] == TEXT[96:100].tolist()
+
+
+def test_texts_that_never_ended_leave_a_small_trie_room_for_new_ones() -> None:
+    memory = TrieMemory(1 << 18, ["n"])
+    trie = memory.of("n")
+    assert trie is not None
+    learner = ClusterLearner(memory)
+    for number in range(500):  # as a new replica reads them
+        learner.apply(piece(number, number + 20, f"of a replica that died {number}"))
+    assert int(trie._arrays.slots[:, IS_OPEN].sum()) <= trie.num_pages // 4
+    for number in range(1500, 1600):
+        learner.apply(piece(number, number + 20, str(number), final=True))
+    assert draft(memory, TEXT[1599:1609])[0] == TEXT[1609:1613].tolist()

@@ -9,7 +9,7 @@ import pytest
 
 from specserve.core.errors import SnapshotError
 from specserve.trie.log_snapshot import SnapshotFile
-from specserve.trie.snapshot_keeper import SnapshotKeeper
+from specserve.trie.snapshot_keeper import MOST_ASKING, SnapshotKeeper
 from specserve.trie.token_log import LogState, TokenLog
 from tests.integration.cluster import eventually
 from tests.trie.texts import FINGERPRINT, VOCAB_SIZE, record
@@ -120,3 +120,22 @@ def test_a_snapshot_that_cannot_be_read_yet_is_not_overwritten(path: Path) -> No
         away.rename(path.parent)
         eventually(lambda: it.taken_over, "the snapshot taken over", WAIT_S, 0.01)
         assert it.taken_over == [first.state()]
+
+
+def test_while_the_file_system_hangs_few_wait_for_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = threading.Event()
+    with kept(path) as log:
+        log.append(1)
+        monkeypatch.setattr(log.file, "save", lambda *_: goes_on.wait(WAIT_S))
+        asking = [threading.Thread(target=log.keeper.save_now) for _ in range(MOST_ASKING)]
+        for thread in asking:
+            thread.start()
+        eventually(lambda: log.keeper._asking._value == 0, "all of them wait", WAIT_S)
+        with pytest.raises(SnapshotError, match="4 calls wait for a snapshot already"):
+            log.keeper.save_now()
+        goes_on.set()
+        for thread in asking:
+            thread.join(WAIT_S)
+        assert log.keeper.save_now()

@@ -165,6 +165,18 @@ def test_a_purge_that_the_snapshot_cannot_follow_says_so(options: StoreOptions) 
     store.close()
 
 
+def test_what_a_clock_that_was_fast_has_stamped_can_be_forgotten(
+    store: TrieStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+    with monkeypatch.context() as patched:
+        patched.setattr(time, "time", lambda: now + 7200)
+        store.exchange(call([record(1, stamp=now + 7200)], origin="replica"))
+    assert store.purge("tenant") == 3
+    store.exchange(call([record(2, stamp=now + 60)], origin="replica"))
+    assert store.stats().num_tokens == 0
+
+
 @pytest.mark.parametrize("namespace", ["", "n" * 200])
 def test_a_purge_of_what_is_no_namespace_is_refused(store: TrieStore, namespace: str) -> None:
     with pytest.raises(ConfigError, match="purge"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from specserve.core.types import Int32Array
 from specserve.trie import replica, text_writer
 from specserve.trie.namespaces import namespace
 from specserve.trie.records import MAX_RECORD_TOKENS, ExchangeReply, ExchangeRequest, Record
+from specserve.trie.replica import ReplicaOptions
 from specserve.trie.store import StoreOptions, TrieStore
 from specserve.trie.text_writer import TextWriter, write_texts
 
@@ -169,3 +171,26 @@ def test_a_writer_is_not_taken_for_another_models(line: Line) -> None:
     with pytest.raises(StoreError, match="must not mix"):
         TextWriter(line, other).write(NAME, list(of(1)))
     assert not texts(line)
+
+
+def test_texts_that_are_more_than_wait_at_once_are_all_sent(
+    line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_writer, "_TOKENS_AT_ONCE", 5)
+    held = []
+
+    def watched() -> Iterator[tuple[Int32Array, int]]:
+        for text in of(2, 4, 1, 9):
+            held.append(line.store.stats().num_tokens)
+            yield text
+
+    assert write_texts(line, OPTIONS, NAME, watched()) == 16
+    assert held == [0, 0, 6, 6]
+
+
+def test_what_was_dropped_before_it_was_sent_is_no_success(
+    line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_writer, "ReplicaOptions", partial(ReplicaOptions, max_bytes=1 << 16))
+    with pytest.raises(StoreError, match=r"\d+ of 60000 tokens found no room"):
+        write_texts(line, OPTIONS, NAME, of(30_000, 30_000))

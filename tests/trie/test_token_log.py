@@ -195,3 +195,14 @@ def test_the_newest_stamp_is_a_namespaces_own() -> None:
     log.append(record(3, stamp=now + 1, namespace="other"))
     assert log.newest_stamp("tenant") == now
     assert log.newest_stamp("nobody") == 0
+
+
+def test_a_purge_that_says_all_that_an_older_one_did_takes_its_place() -> None:
+    log = TokenLog(1 << 20, VOCAB_SIZE)
+    for number in range(1, 101):
+        log.append(Record("store", number, float(number), "n", "purge"))
+    log.append(Record("store", 101, 50.0, "other", "purge"))
+    assert [(each.namespace, each.stamp) for each in log.records()] == [
+        ("n", 100.0),
+        ("other", 50.0),
+    ]
