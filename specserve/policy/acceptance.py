@@ -47,6 +47,7 @@ class AcceptanceState(NamedTuple):
     Attributes:
         counts: float64 ``[T, S, confidence, position, 2]``, draft tokens that were accepted, and
             that were tried.
+        overall: float64 ``[T, S, position, 2]``, the same of all levels of confidence.
         ratios: float64 ``[T, S, 2, 2]``, recent tokens accepted and expected by the prior, of
             first draft tokens and of later ones.
         rates: float64 ``[T, confidence, position]``, scratch.
@@ -59,6 +60,7 @@ class AcceptanceState(NamedTuple):
     """
 
     counts: Float64Array
+    overall: Float64Array
     ratios: Float64Array
     rates: Float64Array
     of_request: Float64Array
@@ -93,6 +95,7 @@ class Acceptance:
         self._tenants: dict[str, int] = {}
         self.state = AcceptanceState(
             np.zeros((0, num_sources, CONFIDENCE_BUCKETS, POSITION_BUCKETS, 2)),
+            np.zeros((0, num_sources, POSITION_BUCKETS, 2)),
             np.zeros((0, num_sources, 2, 2)),
             np.zeros((0, CONFIDENCE_BUCKETS, POSITION_BUCKETS)),
             np.full((num_slots, num_sources, 2), _RATIO_PRIOR),
@@ -135,7 +138,7 @@ class Acceptance:
 
     def _add_tenants(self, count: int) -> None:
         state = self.state
-        fills = {"counts": 0.0, "ratios": _RATIO_PRIOR, "rates": 0.0}
+        fills = {"counts": 0.0, "overall": 0.0, "ratios": _RATIO_PRIOR, "rates": 0.0}
         larger = {}
         for name, fill in fills.items():
             old = getattr(state, name)
@@ -261,6 +264,7 @@ def learn(a, slots, token_ids, num_tokens, num_new):  # type: ignore[no-untyped-
                 _track(a.of_request[slot, source], accepted, min(expected, _MOST_LIKELY))
                 _track(a.ratios[tenant, source, min(j, 1)], accepted, _prior(level))
                 _count(a.counts[tenant, source, level, place], accepted)
+                _count(a.overall[tenant, source, place], accepted)
                 if not right:
                     break
     return num_left
@@ -275,10 +279,9 @@ def _unseen_survival(a, source, slots, survival):  # type: ignore[no-untyped-def
         probability, chance, last = 1.0, 0.0, -1
         for j in range(survival.shape[1]):
             if _place(j) != last:
-                last, accepted, tried = _place(j), 0.5 * _PRIOR_TRIALS, _PRIOR_TRIALS
-                for level in range(CONFIDENCE_BUCKETS):
-                    accepted += a.counts[a.tenant[slot], source, level, last, _ACCEPTED]
-                    tried += a.counts[a.tenant[slot], source, level, last, _EXPECTED]
-                chance = accepted / tried
+                last = _place(j)
+                # A level of its own: each of the others forgets by what is tried of it alone.
+                seen = a.overall[a.tenant[slot], source, last]
+                chance = (seen[_ACCEPTED] + 0.5 * _PRIOR_TRIALS) / (seen[_EXPECTED] + _PRIOR_TRIALS)
             probability *= min(factor * chance, _MOST_LIKELY)
             survival[row, j] = probability

@@ -27,6 +27,8 @@ _MOST_TIMES = 4.0
 _MOST_TRIES = 8
 _AWAY_S = 1e-3
 _HOPE = 0.9
+_SHARES = np.array([0.1, 0.01, 0.1])
+"""Of a plain step: what a call takes, each request and each token, before one was measured."""
 
 
 class Situation(NamedTuple):
@@ -127,7 +129,8 @@ class RemoteAsk(Ask):
     def __init__(self, source: GuardedSource, num_slots: int) -> None:
         self._guard = source
         self._saved_s: Float64Array = np.zeros(num_slots)
-        self._cost: LinearCost | None = None
+        self._cost: LinearCost | None = None  # from the first call on
+        self._plain_s = np.inf  # a plain step, by the last plan
         self._pause = Backoff(1, MOST_PROBE_PAUSE)
         self._step = self._tries = 0
         self._is_probe = False
@@ -155,6 +158,7 @@ class RemoteAsk(Ask):
         """
         self._step, self._is_probe, self.is_slow = situation.step, False, True
         limits, costs = situation.limits, situation.costs
+        self._plain_s = costs.plain
         source = cast(RemoteSource, self._guard.source)
         waits_s = self._guard.call(lambda: source.reading_s(situation.batch))
         if waits_s is None or not limits.any():
@@ -167,7 +171,7 @@ class RemoteAsk(Ask):
             limits,
             situation.values,
             costs,
-            self._call(costs.plain),
+            self._call(),
             situation.rate,
             situation.is_drafting,
             waits_s,
@@ -183,7 +187,7 @@ class RemoteAsk(Ask):
 
     def observe(self, asked: Int32Array, lengths: Int32Array, call_s: float, gain_s: float) -> None:
         """See :meth:`Ask.observe`."""
-        if not asked.any() or self._cost is None:
+        if not asked.any():
             return
         answered = lengths > 0
         is_answered = bool(answered.any())
@@ -192,18 +196,26 @@ class RemoteAsk(Ask):
             self._tries = 0
         elif self._is_probe:  # a text that is just being read gets no draft: it is asked again
             self._tries += 1
-        if call_s < _AWAY_S and not is_answered:
+        if call_s <= 0 or (call_s < _AWAY_S and not is_answered):
             return  # the source is away, and knows it
         rows = answered if is_answered else asked > 0
-        self._cost.observe((1.0, float(rows.sum()), float(asked[rows].max())), call_s)
-
-    def _call(self, plain_s: float) -> tuple[float, float, float]:
-        """Seconds of a call, of each request in it, of each token of the longest draft."""
+        features = 1.0, float(rows.sum()), float(asked[rows].max())
         if self._cost is None:
-            shares = np.array([0.1, 0.01, 0.1]) * plain_s
-            self._cost = LinearCost(shares.tolist(), (2 * shares).tolist(), (shares / 50).tolist())
-        first, row, token = (max(each, 0.0) for each in self._cost.coefficients)
+            self._cost = self._first_cost(features, call_s)
+        self._cost.observe(features, call_s)
+
+    def _call(self) -> tuple[float, float, float]:
+        """Seconds of a call, of each request in it, of each token of the longest draft."""
+        found = _SHARES * self._plain_s if self._cost is None else self._cost.coefficients
+        first, row, token = (max(float(each), 0.0) for each in found)
         return first, row, token
+
+    def _first_cost(self, features: tuple[float, float, float], call_s: float) -> LinearCost:
+        """By plain steps, or by the first call itself, where steps are dearer or not known yet."""
+        coefficients = _SHARES * min(self._plain_s, call_s / float(_SHARES @ features))
+        return LinearCost(
+            coefficients.tolist(), (2 * coefficients).tolist(), (coefficients / 50).tolist()
+        )
 
     def _probe(
         self, situation: Situation, waits_s: Float64Array, credit_s: Float64Array
@@ -221,8 +233,9 @@ class RemoteAsk(Ask):
         if (followed := able & self._seen(situation.batch.slots)).any():
             able = followed
         row = int(np.where(able, situation.values, np.inf).argmin())
-        first, per_row, token = self._call(situation.costs.plain)
-        if spend(credit_s, first + per_row + token * int(limits[row])):
+        first, per_row, token = self._call()
+        price_s = first + per_row + token * int(limits[row])
+        if spend(credit_s, price_s, situation.costs.plain):
             asked[row] = limits[row]
             self._is_probe = True
         return asked

@@ -355,7 +355,7 @@ class Chain:
         self._acceptance.unseen_survival(0, none, self._unseen)
         some, seconds = self._plan.values[:0], Costs(1.0, 1.0, 1.0)
         plan_call(self._unseen, rows, some, seconds, seconds[:], 1.0, False, some, some, rows)
-        spend(self._work.credit_s, 0.0)
+        spend(self._work.credit_s, 0.0, 1.0)
         self.cost.warm_up()
 
 

@@ -32,6 +32,8 @@ _CHANGED_AFTER = 3
 _LEAST_NOISE, _MOST_NOISE = 0.01, 0.3
 _CLIP = 3.0
 _COMMON_DRIFT = 0.005
+_LEAST_DRIFT = (0.002, 0.002, 0.0002)
+"""Of the three coefficients of a step, from one measurement to the next, in plain steps."""
 
 _MEAN, _DRIFT, _GAIN, _COVARIANCE = 0, 3, 6, 9
 _NOISE, _CLIPPED, _NUM_MEASURED, _NUM_PLAIN, NUM_COLUMNS = 18, 19, 20, 21, 22
@@ -185,7 +187,16 @@ def _new_size(lines, size, num_requests, num_draft_tokens, seconds):  # type: ig
     unsure = max(slope, _ASSUMED_SLOPE) * scale
     prior = (scale, first * scale, slope * scale)
     deviation = (0.5 * scale, 0.2 * scale, unsure)
-    _reset(lines[size], prior, deviation, (0.002 * scale, 0.002 * scale, 0.02 * unsure))
+    drift = (_LEAST_DRIFT[0] * scale, _LEAST_DRIFT[1] * scale, 0.02 * unsure)
+    _reset(lines[size], prior, deviation, drift)
+
+
+@inner
+def _keep_drifting(line):  # type: ignore[no-untyped-def]
+    """No coefficient is believed for ever, however small it and its drift have become."""
+    for i in range(3):
+        least = _LEAST_DRIFT[i] * line[_MEAN]
+        line[_DRIFT + i] = max(line[_DRIFT + i], least * least)
 
 
 @inner
@@ -257,6 +268,7 @@ def _observe_step(lines, num_requests, num_draft_tokens, seconds):  # type: igno
     line = lines[size]
     if line[_NUM_MEASURED] == 0.0:
         _new_size(lines, size, num_requests, num_draft_tokens, seconds)
+    _keep_drifting(line)
     any_draft = 1.0 if num_draft_tokens else 0.0
     believed = line[_MEAN] + any_draft * line[_MEAN + 1] + num_draft_tokens * line[_MEAN + 2]
     if believed > _TOO_SHORT * seconds:

@@ -11,6 +11,7 @@ EXPLORED_SHARE = 0.01
 """Share of the time that may be spent on learning whether what is not done would pay now."""
 
 _MOST_SAVED = 4.0
+_ENOUGH = 2.0
 
 
 @lean_kernel
@@ -21,9 +22,13 @@ def earn(credit_s, step_s, num_steps):  # type: ignore[no-untyped-def]
 
 
 @lean_kernel
-def spend(credit_s, price_s):  # type: ignore[no-untyped-def]
-    """Takes the price where there is enough; false: there is not."""
-    if price_s > credit_s[0]:
+def spend(credit_s, price_s, step_s):  # type: ignore[no-untyped-def]
+    """Takes the price where there is enough, or two steps are saved; false: there is not.
+
+    What is missing is owed. So what is believed to be dearer than can be saved is tried, too: it is
+    seldom, and whether it still is so dear is learned by nothing else.
+    """
+    if credit_s[0] < min(price_s, _ENOUGH * step_s):
         return False
     credit_s[0] -= max(price_s, 0.0)
     return True

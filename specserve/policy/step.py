@@ -54,6 +54,7 @@ class Workspace(NamedTuple):
 @lean_kernel
 def observe(  # type: ignore[no-untyped-def]
     counts,
+    overall,
     ratios,
     rates,
     of_request,
@@ -116,7 +117,7 @@ def observe(  # type: ignore[no-untyped-def]
         for source in range(limits.shape[0]):
             limits[source, row] = max(min(room, requests[slot, LIMITS + source]), 0)
     state = AcceptanceState(
-        counts, ratios, rates, of_request, tenant, tokens, lengths, confidence, labels
+        counts, overall, ratios, rates, of_request, tenant, tokens, lengths, confidence, labels
     )
     return learn(state, slots, token_ids, num_tokens, num_new)
 
@@ -154,6 +155,7 @@ def decide(  # type: ignore[no-untyped-def]
     most_tokens,
     is_impatient,
     counts,
+    overall,
     ratios,
     rates,
     of_request,
@@ -192,7 +194,7 @@ def decide(  # type: ignore[no-untyped-def]
     """
     n = slots.shape[0]
     state = AcceptanceState(
-        counts, ratios, rates, of_request, tenant, tokens, lengths, confidence, labels
+        counts, overall, ratios, rates, of_request, tenant, tokens, lengths, confidence, labels
     )
     work = Workspace(
         requests,
@@ -250,7 +252,7 @@ def _explore(work, lines, n, costs, planned, found):  # type: ignore[no-untyped-
         num_tokens, expected = probe(work.survival, work.lengths, n, found)
         loss_s = base + slope * num_tokens - plain * (1.0 + expected / max(n, 1))
     is_worth = num_tokens > 0 and loss_s < _SIGMAS * doubt_about(lines, n, num_tokens)
-    if (is_worth and spend(work.credit_s, loss_s)) == is_plain:
+    if (is_worth and spend(work.credit_s, loss_s, plain)) == is_plain:
         found.source[:n], found.lengths[:n] = -1, 0
 
 

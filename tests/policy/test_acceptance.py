@@ -179,3 +179,18 @@ def test_of_a_draft_only_what_is_of_use_is_judged() -> None:
     judge.offer()
     assert judge.survival(limit=2) == judge.survival()[:2]
     assert judge.survival(limit=0) == []
+
+
+@pytest.mark.parametrize(("confidence", "written", "most"), [(0.1, (9,), 0.1), (1.0, (1, 9), 1.0)])
+def test_drafts_that_are_not_there_yet_are_judged_by_what_comes_now(
+    confidence: float, written: Sequence[int], most: float
+) -> None:
+    judge = Judge()
+    for level in np.linspace(0.05, 0.99, 24):
+        judge.teach((1, 9), 300, confidence=float(level))
+        judge.teach((9,), 300, confidence=float(level))
+    judge.teach(written, 4000, confidence=confidence)
+    judge.acceptance.open(0, "")
+    unseen = np.zeros((1, LONGEST))
+    judge.acceptance.unseen_survival(0, np.array([0]), unseen)
+    assert most - 0.1 <= unseen[0, 0] <= most

@@ -44,7 +44,7 @@ def test_an_account_allows_one_percent_of_the_time_after_a_first_credit() -> Non
     account, spent_s = new(), 0.0
     for _ in range(10_000):
         earn(account, STEP_S, 1)
-        while spend(account, STEP_S / 2):
+        while spend(account, STEP_S / 2, STEP_S):
             spent_s += STEP_S / 2
     assert spent_s == pytest.approx(10_000 * STEP_S * EXPLORED_SHARE, abs=5 * STEP_S)
 
@@ -52,10 +52,18 @@ def test_an_account_allows_one_percent_of_the_time_after_a_first_credit() -> Non
 def test_an_account_earns_in_idle_steps_and_saves_no_more_than_four() -> None:
     account = new()
     earn(account, STEP_S, 100_000)
-    assert spend(account, 4 * STEP_S)
-    assert not spend(account, STEP_S)
+    assert spend(account, 4 * STEP_S, STEP_S)
+    assert not spend(account, STEP_S, STEP_S)
     earn(account, STEP_S, 100)
-    assert spend(account, 0.99 * STEP_S)
+    assert spend(account, 0.99 * STEP_S, STEP_S)
+
+
+def test_what_is_dearer_than_can_be_saved_is_tried_and_owed() -> None:
+    account, tries = new(), 0
+    for _ in range(10_000):
+        earn(account, STEP_S, 1)
+        tries += bool(spend(account, 20 * STEP_S, STEP_S))
+    assert tries == pytest.approx(10_000 * EXPLORED_SHARE / 20, abs=1)
 
 
 def test_a_local_source_that_pays_is_asked_in_every_step() -> None:
@@ -167,7 +175,7 @@ def test_probes_are_paid_from_the_account(ask: RemoteAsk) -> None:
     earn(account, STEP_S, 1)
     num_probes = len(probes(ask, 200, NONE, account))
     assert 0 < num_probes < 40
-    assert not spend(account, 4 * STEP_S)
+    assert not spend(account, 4 * STEP_S, STEP_S)
 
 
 def test_a_probe_is_for_the_request_whose_draft_is_worth_least_of_those_that_it_may_help(

@@ -170,3 +170,23 @@ def test_what_is_always_measured_together_adds_up_without_coefficients_below_zer
         cost.observe(features, seconds)
     coefficients = np.maximum(cost.coefficients, 0.0)
     assert np.dot(coefficients, features) == pytest.approx(0.001, rel=0.05)
+
+
+@pytest.mark.parametrize("num_stalls", [3, 240])
+def test_drafts_that_become_dear_after_many_stalls_are_seen_to_be(num_stalls: int) -> None:
+    rng, learned = random.Random(0), StepCost()
+
+    def run(steps: int, times: float = 1.0, slope: float = 1e-6) -> None:
+        for _ in range(steps):
+            num_draft_tokens = rng.randint(0, 1) * rng.randint(1, 8)
+            seconds = times * (0.010 + slope * num_draft_tokens) * rng.gauss(1, 0.03)
+            learned.observe(1, num_draft_tokens, seconds)
+
+    run(100)
+    for _ in range(num_stalls):
+        run(12, times=5.0)
+        run(40)
+    run(2000, slope=0.002)
+    plain, base, slope = at(learned, 1)
+    assert (plain, slope) == (pytest.approx(0.010, rel=0.1), pytest.approx(0.002, rel=0.1))
+    assert base - plain < 0.001

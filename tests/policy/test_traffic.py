@@ -241,3 +241,29 @@ def test_a_distant_source_that_cannot_say_what_reading_takes_rests(
     traffic.run(20)
     assert not traffic.health("mtp").up
     assert traffic.drafts[0] == [1, 2]
+
+
+@pytest.mark.parametrize("guess", [NOTHING, always(*RIGHT)])
+def test_a_drafter_that_was_slow_for_some_calls_is_asked_again(clock: Clock, guess: Guess) -> None:
+    drafter = DistantSource(always(*RIGHT), clock, 0.001)
+    traffic = Traffic({"draft_model": drafter}, clock)
+    traffic.run(300)
+    assert sum(traffic.sent[-100:]) >= 300
+    drafter.guess, drafter.seconds, before = guess, 0.25, drafter.num_asked
+    while drafter.num_asked < before + 4:
+        traffic.step()
+    drafter.guess, drafter.seconds = always(*RIGHT), 0.001
+    traffic.run(6000)
+    assert sum(traffic.sent[-100:]) >= 300
+
+
+def test_a_drafter_that_came_before_any_step_was_measured_is_asked_later(clock: Clock) -> None:
+    drafter = DistantSource(always(*RIGHT), clock, 0.001)
+    traffic = Traffic({"draft_model": drafter}, clock)
+    drafter.waits = {0: float("nan")}  # there is none yet
+    measure, traffic.chain.cost.observe = traffic.chain.cost.observe, lambda *_: None  # type: ignore[method-assign]
+    traffic.run(100)
+    traffic.chain.cost.observe = measure  # type: ignore[method-assign]
+    drafter.waits = {}
+    traffic.run(1000)
+    assert sum(traffic.sent[-100:]) >= 300
