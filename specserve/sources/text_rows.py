@@ -29,11 +29,9 @@ def text_rows(
         state_bytes: room for states.
     """
     slots, sent, num_tokens = batch.slots[rows], list[TextRow](), 0
-    columns = (rows, slots, ends, limits, texts.held[slots], texts.numbers[slots])
-    salts = texts.salts[slots].tolist()
-    for row, slot, end, limit, held, number, salt in zip(
-        *(each.tolist() for each in columns), salts, strict=True
-    ):
+    of_texts = texts.held[slots], texts.numbers[slots], texts.salts[slots]
+    columns = (each.tolist() for each in (rows, slots, ends, limits, *of_texts))
+    for row, slot, end, limit, held, number, salt in zip(*columns, strict=True):
         start = states_start = min(held, end - 1)
         own = None
         if states is not None:
