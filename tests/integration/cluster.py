@@ -409,9 +409,16 @@ def serve_run(
             stderr=subprocess.STDOUT,
             env={**cluster.environment, "PYTHONUNBUFFERED": "1"},
             start_new_session=True,
-            # A shell that runs the tests in the background has SIGINT ignored.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            preexec_fn=heed_interrupts,
         )
+
+
+def heed_interrupts() -> None:
+    """For a new process: SIGINT ends it, also where a shell runs the tests in the background.
+
+    Such a shell has the signal ignored, which its children inherit.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @contextmanager

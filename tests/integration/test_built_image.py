@@ -24,7 +24,7 @@ import psutil
 import pytest
 import yaml
 
-from tests.integration.cluster import MARK, READY_S, eventually, kill
+from tests.integration.cluster import MARK, READY_S, eventually, heed_interrupts, kill
 from tests.integration.hosts import TOKEN, ip
 from tests.k8s.manifests import ROOT
 from tests.k8s.test_image import STAGES
@@ -201,7 +201,10 @@ def test_the_head_of_the_compose_file_serves_as_its_user_streams_and_ends(
     log = tmp_path / "log"
     with log.open("wb") as output:
         started = subprocess.Popen(
-            host.command(*images.command, *run), stdout=output, stderr=subprocess.STDOUT
+            host.command(*images.command, *run),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            preexec_fn=heed_interrupts,
         )
     try:
         url = f"http://{host.address}:{file['http_options']['port']}"

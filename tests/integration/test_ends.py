@@ -22,6 +22,7 @@ from tests.integration.cluster import (
     describe,
     eventually,
     free_ports,
+    heed_interrupts,
     kill,
 )
 
@@ -55,8 +56,7 @@ class Run:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                # A shell that runs the tests in the background has SIGINT ignored.
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+                preexec_fn=heed_interrupts,
             )
         self._root = psutil.Process(self.process.pid)
         self.started: list[psutil.Process] = []
