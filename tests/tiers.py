@@ -162,6 +162,9 @@ LONG = {
     "integration/offline/test_quantized.py": (
         "Four starts of an engine. tests/engine/cpu/test_quantized.py has the rounded weights."
     ),
+    "integration/test_served_quantized.py": (
+        "A start of an engine. tests/engine/cpu/test_quantized.py has the rounded weights."
+    ),
     "integration/offline/test_refused_drafters.py": (
         "Two engines that refuse to start. tests/sources and tests/drafters test the objections."
     ),
