@@ -32,6 +32,9 @@ LONG = {
     "test_vllm_gives_the_prompt_log_probabilities_of_transformers": (
         "Changes only with the lock or with the weights in configs/models."
     ),
+    "integration/served/test_bench_commands.py::test_vllms_own_client_asks_it": (
+        "vLLM's command starts by importing all of vLLM. `make test` runs its benchmark."
+    ),
     "integration/served/test_drafters.py::test_it_may_be_killed_in_the_midst_and_nobody_notices": (
         "test_drafters.py kills a drafter's actor without an engine."
     ),
@@ -57,12 +60,8 @@ LONG = {
         "Starts a deployment for itself. tests/serve/test_router.py has what Serve is told."
     ),
     "integration/nodes/test_lifecycle.py::"
-    "test_a_killed_process_fails_its_requests_and_the_replica_is_replaced[engine_cores]": (
-        "`make test` kills a shard: the replica is replaced in the same way."
-    ),
-    "integration/nodes/test_lifecycle.py::"
-    "test_a_killed_process_fails_its_requests_and_the_replica_is_replaced[replicas]": (
-        "`make test` kills a shard: the replica is replaced in the same way."
+    "test_a_killed_process_fails_its_requests_and_the_replica_is_replaced": (
+        "`make test` has an engine core that hangs: the replica is replaced in the same way."
     ),
     "integration/nodes/test_lifecycle.py::"
     "test_a_shard_that_hangs_fails_its_requests_and_the_replica_is_replaced": (

@@ -34,6 +34,13 @@ def drafting_engine(config: AppConfig) -> Iterator[EngineProcess]:
         yield engine
 
 
+@pytest.fixture(scope="module")
+def telling_engine(config: AppConfig) -> Iterator[EngineProcess]:
+    """With the sources that draft from what a request tells of its answer."""
+    with running_engine(config, "prediction+grammar") as engine:
+        yield engine
+
+
 def assert_same(got: RunResult, expected: RunResult) -> None:
     """The same texts, of drafts that were partly accepted, which vLLM counts as the sources do."""
     assert [c.token_ids for c in got.completions] == [c.token_ids for c in expected.completions]
@@ -66,7 +73,7 @@ def test_greedy_output_with_drafts_is_the_output_without(
 
 
 def test_so_it_is_with_predictions_that_are_nearly_right(
-    config: AppConfig, none_engine: EngineProcess, jobs: list[Job]
+    none_engine: EngineProcess, telling_engine: EngineProcess, jobs: list[Job]
 ) -> None:
     expected = none_engine.run(jobs, 8)
     answers = [completion.token_ids for completion in expected.completions]
@@ -75,13 +82,14 @@ def test_so_it_is_with_predictions_that_are_nearly_right(
         replace(job, sampling=replace(job.sampling, prediction=text))
         for job, text in zip(jobs, texts, strict=True)
     ]
-    with running_engine(config, "prediction") as engine:
-        for concurrency in (1, 8):
-            assert_same(engine.run(predicted, concurrency), expected)
+    for concurrency in (1, 8):
+        got = telling_engine.run(predicted, concurrency)
+        assert_same(got, expected)
+        assert accepting(got) == {"prediction"}
 
 
 def test_so_it_is_with_what_a_json_schema_forces(
-    config: AppConfig, none_engine: EngineProcess
+    config: AppConfig, none_engine: EngineProcess, telling_engine: EngineProcess
 ) -> None:
     tokenizer = load_tokenizer(config.model.path)
     schemas = [json.dumps(schema) for schema in SCHEMAS.values()]
@@ -93,9 +101,10 @@ def test_so_it_is_with_what_a_json_schema_forces(
         for each in schemas
     ]
     expected = none_engine.run(jobs, 4)
-    with running_engine(config, "grammar") as engine:
-        for concurrency in (1, 4):
-            assert_same(engine.run(jobs, concurrency), expected)
+    for concurrency in (1, 4):
+        got = telling_engine.run(jobs, concurrency)
+        assert_same(got, expected)
+        assert accepting(got) == {"grammar"}
 
 
 def test_so_it_is_with_latent_attention_and_experts_and_models_in_processes_of_their_own(
