@@ -22,7 +22,7 @@ NUM_TOKENS = 48
 
 
 def completion(api: Api, prompt: list[int], *, num_tokens: int, **body: object) -> Completion:
-    """The text with its tokens, and what was drafted for it."""
+    """The text with its tokens, and their log-probabilities where they are asked for."""
     asked = {"prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, **body}
     answer = api.complete(**asked, return_token_ids=True, return_tokens_as_token_ids=True)
     (choice,) = answer["choices"]
