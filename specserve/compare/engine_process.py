@@ -33,6 +33,9 @@ from specserve.engine.methods import HF, Method
 STOP_TIMEOUT_S = 20.0
 """How long an engine may take to end by itself."""
 
+FOLDER = "VLLM_RPC_BASE_PATH"
+"""Variable that names the folder for the child's own files."""
+
 PROGRESS_INTERVAL_S = 0.25
 """Progress is told at most this often; it also is how a child notices that its parent is gone."""
 
@@ -54,6 +57,10 @@ class EngineProcess:
         self._connection: Connection = ours
         # vLLM writes much; it is shown only when it tells why the engine died.
         self._log = tempfile.TemporaryFile(prefix="specserve-engine-")  # noqa: SIM115
+        # What vLLM writes there it leaves when it is killed.
+        self._folder = tempfile.TemporaryDirectory(
+            prefix="specserve-engine-", ignore_cleanup_errors=True
+        )
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__, str(theirs.fileno())],
@@ -61,7 +68,7 @@ class EngineProcess:
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
-                env=engine_environment(config),
+                env=engine_environment(config) | {FOLDER: self._folder.name},
                 start_new_session=True,
             )
         self._send(config, method)
@@ -111,6 +118,7 @@ class EngineProcess:
         finally:
             self._kill()
             self._log.close()
+            self._folder.cleanup()
 
     def __enter__(self) -> Self:
         return self
@@ -218,3 +226,5 @@ def _serve(connection: Connection) -> None:
 
 if __name__ == "__main__":
     main(Connection(int(sys.argv[1])))
+    with contextlib.suppress(OSError):
+        os.rmdir(os.environ[FOLDER])  # the parent may have been killed

@@ -10,12 +10,14 @@ no answer there: which GPUs a shard was given.
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
+from vllm import envs
 from vllm.config import ParallelConfig
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
@@ -26,6 +28,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
 from specserve.engine.report import Outcome
+from specserve.engine.socket_folder import keep_sockets_in_session
 
 if TYPE_CHECKING:
     from vllm.v1.executor.abstract import Executor as _Executor
@@ -92,8 +95,23 @@ class InProcessExecutor(DraftsWithTokens, UniProcExecutor):
             _connect(self.parallel_config)
         super()._init_executor()
 
+    def _distributed_args(self) -> tuple[str, int, int]:
+        method, rank, local_rank = super()._distributed_args()
+        # A file, which stays where this process is killed.
+        method = method.replace(tempfile.gettempdir(), envs.VLLM_RPC_BASE_PATH)
+        return method, rank, local_rank
 
-class CpuRayWorkerProc(RayWorkerProc):
+
+class ShardProc(RayWorkerProc):
+    """A shard, whose node may have another temporary folder than the engine core's."""
+
+    def initialize_worker(self, *args: Any, **options: Any) -> None:
+        """Starts the worker."""
+        keep_sockets_in_session()  # vLLM hands its own value over to who has none
+        super().initialize_worker(*args, **options)
+
+
+class CpuShardProc(ShardProc):
     """A shard on CPU."""
 
     def get_node_and_physical_gpu_ids(self) -> tuple[str, list[int]]:
@@ -110,6 +128,8 @@ class CpuRayWorkerProc(RayWorkerProc):
 class RayExecutor(DraftsWithTokens, RayExecutorV2):
     """vLLM's Ray executor, whose engine ends also where a shard dies on another node or hangs."""
 
+    _shard_type = ShardProc
+
     def collective_rpc(self, *args: Any, **options: Any) -> Any:
         """Calls the shards; when they do not answer in time the engine ends.
 
@@ -125,6 +145,7 @@ class RayExecutor(DraftsWithTokens, RayExecutorV2):
             raise
 
     def _init_executor(self) -> None:
+        ray_executor_v2.RayWorkerProc = self._shard_type  # vLLM looks the name up in its module
         super()._init_executor()
         for queue in self.response_mqs:
             if queue._is_remote_reader:
@@ -156,6 +177,8 @@ def _dequeue(queue: MessageQueue, timeout: float | None = None, indefinite: bool
 class CpuRayExecutor(RayExecutor):
     """The executor for nodes without GPUs; needs ``parallel_config.placement_group``."""
 
+    _shard_type = CpuShardProc
+
     @staticmethod
     def _get_actor_resource_kwargs() -> dict[str, object]:
         # The bundle has reserved the shard's CPUs; the actor only has to land in it.
@@ -166,7 +189,6 @@ class CpuRayExecutor(RayExecutor):
         # `initialize_ray_cluster` would refuse a bundle with more than one CPU.
         type(current_platform).ray_device_key = "CPU"
         shm_broadcast.sched_yield = QueueWait()
-        ray_executor_v2.RayWorkerProc = CpuRayWorkerProc
         ray_executor_v2.initialize_ray_cluster = _connect
         super()._init_executor()
 

@@ -42,6 +42,7 @@ from specserve.engine.isolation import TenantLLM, close_routes, part_media, part
 from specserve.engine.logits_processors import PROCESSORS
 from specserve.engine.predicted import predictor
 from specserve.engine.prediction import Predictor
+from specserve.engine.socket_folder import keep_sockets_in_session
 from specserve.engine.tenant_memory import TenantMemory, TextReader
 from specserve.engine.tenants import (
     CURRENT_CONTROLS,
@@ -302,6 +303,7 @@ def _prepare_environment(config: AppConfig) -> None:
     """What the engine core process inherits."""
     # Without it the engine core, a process of its own, starts a second, local Ray.
     os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+    keep_sockets_in_session()
     # Where a host has no default route vLLM finds 0.0.0.0; Ray knows the address that is used.
     os.environ.setdefault("VLLM_HOST_IP", ray.util.get_node_ip_address())
     if shares := [source.num_gpus for source in config.beside_rank_0.values()]:

@@ -86,6 +86,11 @@ def model_path(name: str) -> Path:
     return Path(os.environ.get("SPECSERVE_TEST_MODELS", models)) / name
 
 
+def _stays(name: str) -> bool:
+    """Whether a temporary file is torch's cache for the next run, or of Ray's dashboard, killed."""
+    return name.startswith(("torchinductor_", "pymp-"))
+
+
 class Cluster:
     """A Ray cluster on the loopback interface.
 
@@ -98,6 +103,8 @@ class Cluster:
         self._num_cpus = num_cpus
         self._num_gpus = num_gpus
         self.folder = Path(tempfile.mkdtemp(prefix="ss", dir="/tmp"))  # socket paths are short
+        self.temporary = self.folder / "t"
+        self.temporary.mkdir()
         self._mark = f"{MARK}={self.folder}"
         self._heads: list[subprocess.Popen[bytes]] = []
         self._has_dashboard = False
@@ -117,7 +124,7 @@ class Cluster:
             # waits for its turn on a busy machine.
             "RAY_metrics_report_interval_ms": "5000",
             "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_RPC_BASE_PATH": str(self.folder),  # sockets, which a killed engine leaves
+            "TMPDIR": str(self.temporary),
             "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
         }
 
@@ -164,6 +171,7 @@ class Cluster:
 
         Raises:
             Failed: a process that belongs to the cluster outlives it.
+            AssertionError: so does a file in the system's temporary folder.
         """
         for head in reversed(self._heads):
             head.terminate()
@@ -177,8 +185,10 @@ class Cluster:
             kill(self.processes())
             for head in self._heads:
                 head.wait()
+            left = [each.name for each in self.temporary.iterdir() if not _stays(each.name)]
             shutil.rmtree(self.folder, ignore_errors=True)
         assert not self.folder.exists()
+        assert not left, f"left in the temporary folder: {left}"
 
     def processes(self, title: str = "") -> list[psutil.Process]:
         """All living processes of the cluster whose command line contains ``title``."""
