@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -86,9 +87,8 @@ def model_path(name: str) -> Path:
     return Path(os.environ.get("SPECSERVE_TEST_MODELS", models)) / name
 
 
-def _stays(name: str) -> bool:
-    """Whether a temporary file is torch's cache for the next run, or of Ray's dashboard, killed."""
-    return name.startswith(("torchinductor_", "pymp-"))
+_OF_ENGINES = re.compile(r"[0-9a-f]{8}-[0-9a-f-]{27}|vllm_.*|specserve-.*")
+"""Names of temporary files that engines make: vLLM's sockets and rendezvous files, and our own."""
 
 
 class Cluster:
@@ -171,7 +171,7 @@ class Cluster:
 
         Raises:
             Failed: a process that belongs to the cluster outlives it.
-            AssertionError: so does a file in the system's temporary folder.
+            AssertionError: so does a temporary file of an engine.
         """
         for head in reversed(self._heads):
             head.terminate()
@@ -185,7 +185,8 @@ class Cluster:
             kill(self.processes())
             for head in self._heads:
                 head.wait()
-            left = [each.name for each in self.temporary.iterdir() if not _stays(each.name)]
+            names = [each.name for each in self.temporary.iterdir()]
+            left = [name for name in names if _OF_ENGINES.fullmatch(name)]
             shutil.rmtree(self.folder, ignore_errors=True)
         assert not self.folder.exists()
         assert not left, f"left in the temporary folder: {left}"
