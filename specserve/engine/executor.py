@@ -102,7 +102,7 @@ class InProcessExecutor(DraftsWithTokens, UniProcExecutor):
         return method, rank, local_rank
 
 
-class ShardProc(RayWorkerProc):
+class NodeRayWorkerProc(RayWorkerProc):
     """A shard, whose node may have another temporary folder than the engine core's."""
 
     def initialize_worker(self, *args: Any, **options: Any) -> None:
@@ -111,7 +111,7 @@ class ShardProc(RayWorkerProc):
         super().initialize_worker(*args, **options)
 
 
-class CpuShardProc(ShardProc):
+class CpuRayWorkerProc(NodeRayWorkerProc):
     """A shard on CPU."""
 
     def get_node_and_physical_gpu_ids(self) -> tuple[str, list[int]]:
@@ -128,7 +128,7 @@ class CpuShardProc(ShardProc):
 class RayExecutor(DraftsWithTokens, RayExecutorV2):
     """vLLM's Ray executor, whose engine ends also where a shard dies on another node or hangs."""
 
-    _shard_type = ShardProc
+    _worker_type = NodeRayWorkerProc
 
     def collective_rpc(self, *args: Any, **options: Any) -> Any:
         """Calls the shards; when they do not answer in time the engine ends.
@@ -145,7 +145,7 @@ class RayExecutor(DraftsWithTokens, RayExecutorV2):
             raise
 
     def _init_executor(self) -> None:
-        ray_executor_v2.RayWorkerProc = self._shard_type  # vLLM looks the name up in its module
+        ray_executor_v2.RayWorkerProc = self._worker_type  # vLLM looks the name up in its module
         super()._init_executor()
         for queue in self.response_mqs:
             if queue._is_remote_reader:
@@ -177,7 +177,7 @@ def _dequeue(queue: MessageQueue, timeout: float | None = None, indefinite: bool
 class CpuRayExecutor(RayExecutor):
     """The executor for nodes without GPUs; needs ``parallel_config.placement_group``."""
 
-    _shard_type = CpuShardProc
+    _worker_type = CpuRayWorkerProc
 
     @staticmethod
     def _get_actor_resource_kwargs() -> dict[str, object]:

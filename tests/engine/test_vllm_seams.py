@@ -52,7 +52,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from specserve.core.source_config import MAX_DRAFT_TOKENS
 from specserve.engine.cpu.mla import VerifyingMetadataBuilder
-from specserve.engine.executor import CpuRayExecutor, CpuShardProc, _dequeue
+from specserve.engine.executor import CpuRayExecutor, CpuRayWorkerProc, _dequeue
 from specserve.engine.hook import ProposerHook
 from specserve.engine.sampler import IndependentRejectionSampler, IndependentSampler
 from specserve.engine.vllm_version import TESTED_VLLM
@@ -224,7 +224,7 @@ def test_the_message_queues_wait_by_the_function_that_the_cpu_executor_replaces(
 def test_the_ray_executor_looks_up_what_the_cpu_executor_replaces() -> None:
     assert issubclass(CpuRayExecutor, RayExecutorV2)
     assert "failure_callback" in source(RayExecutorV2.register_failure_callback)
-    assert issubclass(CpuShardProc, RayWorkerProc)
+    assert issubclass(CpuRayWorkerProc, RayWorkerProc)
     body = source(RayExecutorV2._init_executor)
     assert "ray.remote(RayWorkerProc)" in body
     assert "initialize_ray_cluster(self.parallel_config" in body
