@@ -3,7 +3,8 @@
     python -m tests.peers server [--traffic never-seen,agent] [--clients 1 8] [--rounds 1]
         [--servers specserve,vllm-plain,vllm-ngram@ours] [--extra-layers 12]
 
-All servers have the same engine options. ``specserve-none`` is ours with ``speculation: []``.
+All servers have the same engine options. ``specserve-none`` is ours with ``speculation: []``, and
+``specserve-ngram+trie`` with these of the configured sources.
 ``@ours`` is ``vllm serve`` with our CPU kernels. ``vllm-mtp:2`` drafts two tokens.
 
 Traffic (see workload.py): {traffic}.

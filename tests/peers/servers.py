@@ -16,6 +16,7 @@ from typing import Any
 from specserve.core.config import AppConfig
 from specserve.core.errors import ConfigError, SpecServeError
 from specserve.core.openmp import openmp_environment
+from specserve.core.source_config import source_sections
 from tests.integration.cluster import (
     HAPROXY,
     HOST,
@@ -39,8 +40,13 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 """vLLM's methods, with the settings that its documentation shows."""
 
+_KINDS = "|".join(("none", *source_sections()))
 THEIRS = tuple(f"vllm-{method}{kernels}" for method in METHODS for kernels in ("", "@ours"))
-NAMES = "specserve, specserve-none, vllm-METHOD[:K][@ours] with plain, ngram, suffix or mtp"
+NAMES = (
+    "specserve, specserve-none, specserve-KIND[+KIND], vllm-METHOD[:K][@ours] with plain, ngram, "
+    "suffix or mtp"
+)
+_OUR_NAME = re.compile(rf"specserve(?:-((?:{_KINDS})(?:\+(?:{_KINDS}))*))?")
 _THEIR_NAME = re.compile(rf"vllm-({'|'.join(METHODS)})(?::([1-9]\d*))?(@ours)?")
 
 LAUNCHER = [sys.executable, "-m", "specserve.engine.vllm_command"]
@@ -55,7 +61,7 @@ def check(name: str) -> str:
         ConfigError: there is none of this name.
         SpecServeError: its package is missing.
     """
-    if name not in OURS and not _THEIR_NAME.fullmatch(name):
+    if not (_OUR_NAME.fullmatch(name) or _THEIR_NAME.fullmatch(name)):
         raise ConfigError("--servers", name, NAMES)
     if name.startswith("vllm-suffix"):
         arctic()
@@ -67,7 +73,8 @@ def serve(name: str, config: AppConfig) -> Iterator[str]:
     """A fresh server for the length of a block; its address.
 
     Args:
-        name: ``vllm-METHOD:K`` drafts K tokens, and ``@ours`` has our CPU kernels.
+        name: ``specserve-KIND+KIND`` has these of the configured sources; ``vllm-METHOD:K`` drafts
+            K tokens, and ``@ours`` has our CPU kernels.
         config: what is served.
     """
     if match := _THEIR_NAME.fullmatch(name):
@@ -78,9 +85,19 @@ def serve(name: str, config: AppConfig) -> Iterator[str]:
         with _vllm(config, speculation, on_our_kernels=bool(kernels)) as url:
             yield url
     else:
-        of_none = config.model_copy(update={"speculation": ()})
-        with _specserve(of_none if name == "specserve-none" else config) as url:
+        with _specserve(_with_sources(name, config)) as url:
             yield url
+
+
+def _with_sources(name: str, config: AppConfig) -> AppConfig:
+    """The configuration with the sources that the name of a server of ours tells."""
+    match = _OUR_NAME.fullmatch(name)
+    assert match is not None, name
+    if match[1] is None:
+        return config
+    kinds = match[1].split("+")
+    of_kinds = tuple(each for each in config.speculation if each.kind in kinds)
+    return config.model_copy(update={"speculation": of_kinds})
 
 
 @contextmanager
