@@ -158,6 +158,14 @@ LONG = {
     "integration/offline/test_in_engine.py": (
         "A start of an engine. tests/engine/ has the samplers, and the worker that takes them."
     ),
+    "integration/offline/test_sampling_is_unbiased.py::"
+    "test_drafts_do_not_change_the_distribution[prediction]": (
+        "A start of an engine. `make test` has it with ngram: one sampler verifies all drafts."
+    ),
+    "integration/offline/test_sampling_is_unbiased.py::"
+    "test_drafts_do_not_change_the_distribution[grammar]": (
+        "The same. `make test` has greedy texts with what a JSON schema forces."
+    ),
     "integration/offline/test_quantized.py": (
         "Four starts of an engine. tests/engine/cpu/test_quantized.py has the rounded weights."
     ),
