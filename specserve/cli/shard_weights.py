@@ -161,10 +161,12 @@ def _write(config: AppConfig, folder: Path, *, on_one_node: bool) -> Times:
 
     from specserve.engine.llm import shard_bundle
     from specserve.engine.shard_weights import write_shards
+    from specserve.engine.temporary_files import keep_sockets_in_session
     from specserve.serve.placement import reserve
 
     # Where a host has no default route vLLM finds 0.0.0.0; Ray knows the address that is used.
     os.environ.setdefault("VLLM_HOST_IP", ray.util.get_node_ip_address())
+    keep_sockets_in_session()
     placement = config.placement
     if on_one_node:
         placement = placement.model_copy(update={"strategy": "PACK"})

@@ -1,6 +1,7 @@
 """An engine in a process of its own, so that neither memory nor state passes between methods.
 
-The child is ``python -m specserve.compare.engine_process FD`` with the number of an inherited pipe.
+The child is ``python -m specserve.compare.engine_process FD FOLDER`` with the number of an
+inherited pipe, and a folder of its own, which is removed when it ends.
 It is sent the configuration and the method, then jobs and how many of them to run at a time. It
 answers None when the engine stands, then the numbers of finished prompts and tokens so far from
 time to time, texts as they come where it is asked for them, and a ``RunResult``; or an
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,19 +24,21 @@ import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Self
 
 from specserve.core.config import AppConfig
 from specserve.core.errors import EngineError, MissingExtraError, SpecServeError, shorten
 from specserve.core.openmp import openmp_environment
+from specserve.core.sockets import takes_sockets
 from specserve.engine.generation import Completion, Job, RunResult, Show
 from specserve.engine.methods import HF, Method
 
 STOP_TIMEOUT_S = 20.0
 """How long an engine may take to end by itself."""
 
-FOLDER = "VLLM_RPC_BASE_PATH"
-"""Variable that names the folder for the child's own files."""
+_BASE_PATH = "VLLM_RPC_BASE_PATH"
+"""vLLM's variable for the folder of its sockets."""
 
 PROGRESS_INTERVAL_S = 0.25
 """Progress is told at most this often; it also is how a child notices that its parent is gone."""
@@ -57,18 +61,21 @@ class EngineProcess:
         self._connection: Connection = ours
         # vLLM writes much; it is shown only when it tells why the engine died.
         self._log = tempfile.TemporaryFile(prefix="specserve-engine-")  # noqa: SIM115
-        # What vLLM writes there it leaves when it is killed.
+        # vLLM leaves its files there when it is killed.
         self._folder = tempfile.TemporaryDirectory(
-            prefix="specserve-engine-", ignore_cleanup_errors=True
+            prefix="ss-", dir=os.environ.get(_BASE_PATH), ignore_cleanup_errors=True
         )
+        folder, environment = self._folder.name, engine_environment(config)
+        if takes_sockets(Path(folder)):
+            environment[_BASE_PATH] = folder
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno())],
+                [sys.executable, "-m", __name__, str(theirs.fileno()), folder],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
-                env=engine_environment(config) | {FOLDER: self._folder.name},
+                env=environment,
                 start_new_session=True,
             )
         self._send(config, method)
@@ -186,6 +193,7 @@ def main(connection: Connection) -> None:
 
 
 def _serve(connection: Connection) -> None:
+    config, method = connection.recv()
     # Importing vLLM takes seconds, and only here may it happen.
     from specserve.engine.hugging_face import HuggingFaceEngine
     from specserve.engine.offline import OfflineEngine
@@ -204,7 +212,6 @@ def _serve(connection: Connection) -> None:
     def show(index: int, text: str, completion: Completion | None) -> None:
         connection.send((index, text, completion))
 
-    config, method = connection.recv()
     engine: OfflineEngine | HuggingFaceEngine
     engine = HuggingFaceEngine(config) if method.name == HF else OfflineEngine(config, method)
     try:
@@ -225,6 +232,7 @@ def _serve(connection: Connection) -> None:
 
 
 if __name__ == "__main__":
-    main(Connection(int(sys.argv[1])))
-    with contextlib.suppress(OSError):
-        os.rmdir(os.environ[FOLDER])  # the parent may have been killed
+    try:
+        main(Connection(int(sys.argv[1])))
+    finally:
+        shutil.rmtree(sys.argv[2], ignore_errors=True)  # the parent may have been killed

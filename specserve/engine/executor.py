@@ -10,14 +10,12 @@ no answer there: which GPUs a shard was given.
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
-from vllm import envs
 from vllm.config import ParallelConfig
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
@@ -28,7 +26,10 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
 from specserve.engine.report import Outcome
-from specserve.engine.socket_folder import keep_sockets_in_session
+from specserve.engine.temporary_files import (
+    keep_rendezvous_with_sockets,
+    keep_sockets_in_session,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.executor.abstract import Executor as _Executor
@@ -93,13 +94,8 @@ class InProcessExecutor(DraftsWithTokens, UniProcExecutor):
     def _init_executor(self) -> None:
         if self.parallel_config.placement_group is not None:
             _connect(self.parallel_config)
+        keep_rendezvous_with_sockets()
         super()._init_executor()
-
-    def _distributed_args(self) -> tuple[str, int, int]:
-        method, rank, local_rank = super()._distributed_args()
-        # A file, which stays where this process is killed.
-        method = method.replace(tempfile.gettempdir(), envs.VLLM_RPC_BASE_PATH)
-        return method, rank, local_rank
 
 
 class NodeRayWorkerProc(RayWorkerProc):
@@ -107,7 +103,8 @@ class NodeRayWorkerProc(RayWorkerProc):
 
     def initialize_worker(self, *args: Any, **options: Any) -> None:
         """Starts the worker."""
-        keep_sockets_in_session()  # vLLM hands its own value over to who has none
+        # Before vLLM sets the engine core's folder, which is of another node.
+        keep_sockets_in_session()
         super().initialize_worker(*args, **options)
 
 

@@ -42,7 +42,7 @@ from specserve.engine.isolation import TenantLLM, close_routes, part_media, part
 from specserve.engine.logits_processors import PROCESSORS
 from specserve.engine.predicted import predictor
 from specserve.engine.prediction import Predictor
-from specserve.engine.socket_folder import keep_sockets_in_session
+from specserve.engine.temporary_files import keep_sockets_in_session
 from specserve.engine.tenant_memory import TenantMemory, TextReader
 from specserve.engine.tenants import (
     CURRENT_CONTROLS,

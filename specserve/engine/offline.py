@@ -35,6 +35,7 @@ from specserve.engine.executor import InProcessExecutor
 from specserve.engine.generation import Completion, Job, RunResult, Sampling, Show
 from specserve.engine.methods import Method
 from specserve.engine.report import Reports, vllms_histogram
+from specserve.engine.temporary_files import keep_rendezvous_with_sockets
 from specserve.sources.controls import PREDICTION_KEY
 
 Progress = Callable[[int, int], None]
@@ -278,6 +279,7 @@ def _offline_args(config: AppConfig, method: Method) -> EngineArgs:
     elif current_platform.is_cpu():
         # Processes of this machine: Ray's executor for CPUs needs a reserved place in a cluster.
         fields["distributed_executor_backend"] = "mp"
+        keep_rendezvous_with_sockets()
     return EngineArgs(**fields)
 
 

@@ -145,7 +145,8 @@ class TextGenerator(GenerateBaseServing):
             top_p=1.0 if is_typical else request.top_p,
             repetition_penalty=request.repetition_penalty,
             frequency_penalty=request.frequency_penalty,
-            seed=request.seed,
+            # vLLM's runner of GPUs keeps it in an int64, and takes no seed for -1.
+            seed=None if request.seed is None else request.seed % 2**63,
             stop=list(request.stop),
             include_stop_str_in_output=True,
             max_tokens=max_tokens,

@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
-from types import SimpleNamespace
-
 import pytest
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
@@ -125,14 +122,3 @@ def test_a_thread_that_others_keep_from_running_does_not_begin_to_poll_anew() ->
     waits.now += 0.05  # in which others run
     waits.until(0.001)
     assert 0.0 not in waits.naps
-
-
-def test_the_rendezvous_of_a_single_shard_lies_with_the_sockets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(tmp_path))
-    executor = InProcessExecutor.__new__(InProcessExecutor)
-    executor.vllm_config = SimpleNamespace(device_config=SimpleNamespace(device="cpu"))
-    method, rank, local_rank = executor._distributed_args()
-    assert method.startswith(f"file://{tmp_path}/vllm_dist_")
-    assert (rank, local_rank) == (0, 0)

@@ -221,12 +221,13 @@ def test_the_message_queues_wait_by_the_function_that_the_cpu_executor_replaces(
     assert callable(shm_broadcast.sched_yield)
 
 
-def test_the_ray_executor_looks_up_what_the_cpu_executor_replaces() -> None:
+def test_the_ray_executor_looks_up_what_ours_replace() -> None:
     assert issubclass(CpuRayExecutor, RayExecutorV2)
     assert "failure_callback" in source(RayExecutorV2.register_failure_callback)
     assert issubclass(CpuRayWorkerProc, RayWorkerProc)
     body = source(RayExecutorV2._init_executor)
     assert "ray.remote(RayWorkerProc)" in body
+    assert "actor.initialize_worker.remote(" in body
     assert "initialize_ray_cluster(self.parallel_config" in body
     assert "self._get_actor_resource_kwargs()" in body
     assert "get_node_and_physical_gpu_ids" in body

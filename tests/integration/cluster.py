@@ -87,7 +87,7 @@ def model_path(name: str) -> Path:
     return Path(os.environ.get("SPECSERVE_TEST_MODELS", models)) / name
 
 
-_OF_ENGINES = re.compile(r"[0-9a-f]{8}-[0-9a-f-]{27}|vllm_.*|specserve-.*")
+_OF_ENGINES = re.compile(r"[0-9a-f]{8}-[0-9a-f-]{27}|vllm_.*|ss-.*|specserve-.*")
 """Names of temporary files that engines make: vLLM's sockets and rendezvous files, and our own."""
 
 
@@ -185,7 +185,7 @@ class Cluster:
             kill(self.processes())
             for head in self._heads:
                 head.wait()
-            names = [each.name for each in self.temporary.iterdir()]
+            names = [each.name for each in self.temporary.glob("*")]
             left = [name for name in names if _OF_ENGINES.fullmatch(name)]
             shutil.rmtree(self.folder, ignore_errors=True)
         assert not self.folder.exists()

@@ -40,13 +40,13 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 """vLLM's methods, with the settings that its documentation shows."""
 
-_KINDS = "|".join(("none", *source_sections()))
+_KINDS = "|".join(source_sections())
 THEIRS = tuple(f"vllm-{method}{kernels}" for method in METHODS for kernels in ("", "@ours"))
 NAMES = (
     "specserve, specserve-none, specserve-KIND[+KIND], vllm-METHOD[:K][@ours] with plain, ngram, "
     "suffix or mtp"
 )
-_OUR_NAME = re.compile(rf"specserve(?:-((?:{_KINDS})(?:\+(?:{_KINDS}))*))?")
+_OUR_NAME = re.compile(rf"specserve(?:-(none|(?:{_KINDS})(?:\+(?:{_KINDS}))*))?")
 _THEIR_NAME = re.compile(rf"vllm-({'|'.join(METHODS)})(?::([1-9]\d*))?(@ours)?")
 
 LAUNCHER = [sys.executable, "-m", "specserve.engine.vllm_command"]
@@ -90,13 +90,21 @@ def serve(name: str, config: AppConfig) -> Iterator[str]:
 
 
 def _with_sources(name: str, config: AppConfig) -> AppConfig:
-    """The configuration with the sources that the name of a server of ours tells."""
+    """The configuration with the sources that the name of a server of ours tells.
+
+    Raises:
+        ConfigError: the configuration has none of such a kind.
+    """
     match = _OUR_NAME.fullmatch(name)
     assert match is not None, name
     if match[1] is None:
         return config
-    kinds = match[1].split("+")
+    kinds = set() if match[1] == "none" else set(match[1].split("+"))
     of_kinds = tuple(each for each in config.speculation if each.kind in kinds)
+    if missing := kinds - {each.kind for each in of_kinds}:
+        raise ConfigError(
+            "--servers", name, f"kinds of the configuration, not {', '.join(missing)}"
+        )
     return config.model_copy(update={"speculation": of_kinds})
 
 
