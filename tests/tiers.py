@@ -172,6 +172,9 @@ LONG = {
     "integration/test_served_quantized.py": (
         "A start of an engine. tests/engine/cpu/test_quantized.py has the rounded weights."
     ),
+    "tools/demo_models/test_command.py::test_two_steps_end_with_two_measured_model_folders": (
+        "A minute for one test. Corpus, training, export and card have unit tests beside it."
+    ),
     "integration/offline/test_refused_drafters.py": (
         "Two engines that refuse to start. tests/sources and tests/drafters test the objections."
     ),
