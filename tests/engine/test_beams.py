@@ -202,6 +202,22 @@ def test_what_cannot_be_drawn_by_is_refused(asked: dict[str, Any], said: str) ->
         params_of(**asked)
 
 
+@pytest.mark.parametrize("xargs", [None, {"beam_sample": 1}])
+@pytest.mark.parametrize("penalty", [-6e15, 1e4, 32.1, float("nan"), float("inf")])
+def test_a_length_penalty_that_scores_cannot_be_divided_by_is_refused(
+    penalty: float, xargs: dict[str, Any] | None
+) -> None:
+    with pytest.raises(VLLMValidationError, match="is not allowed; allowed: from -32 to 32"):
+        params_of(length_penalty=penalty, vllm_xargs=xargs)
+
+
+@pytest.mark.parametrize("xargs", [None, {"beam_sample": 1}])
+@pytest.mark.parametrize("penalty", [-32, 32])
+def test_others_are_taken(penalty: float, xargs: dict[str, Any] | None) -> None:
+    output = beams_of(params_of(length_penalty=penalty, vllm_xargs=xargs))
+    assert len(output.outputs) == WIDTH
+
+
 def test_a_default_of_the_checkpoint_is_cut_to_what_the_engine_tells() -> None:
     body = {"prompt": "a", "use_beam_search": True, "max_tokens": 4, "temperature": 1.0}
     request = CompletionRequest(**body, vllm_xargs={"beam_sample": 1})
