@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -58,6 +59,32 @@ def test_float32_is_chosen_where_decoding_and_reading_are_faster_in_all(
     assert found is is_faster
     assert linear.is_float32_faster(64, 32, linear._dispatch) is found  # measured once
     linear.is_float32_faster.cache_clear()
+
+
+def test_a_layer_is_measured_by_what_one_thread_computes_and_not_by_what_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(linear, "_MEASURED_S", 0.0)
+    threads: set[int] = set()
+
+    def waits() -> None:
+        threads.add(torch.get_num_threads())
+        time.sleep(0.01)  # as where another process has the CPU
+
+    def computes() -> None:
+        until = time.thread_time() + 0.005
+        while time.thread_time() < until:
+            pass
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        waited, computed = linear._seconds(waits, computes)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(num_threads)
+    assert waited < 0.005 <= computed
+    assert threads == {1}
 
 
 def test_where_bfloat16_is_as_fast_vllm_chooses_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
