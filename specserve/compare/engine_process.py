@@ -1,12 +1,11 @@
 """An engine in a process of its own, so that neither memory nor state passes between methods.
 
 The child is ``python -m specserve.compare.engine_process FD FOLDER`` with the number of an
-inherited pipe, and a folder of its own, which is removed when it ends.
-It is sent the configuration and the method, then jobs and how many of them to run at a time. It
-answers None when the engine stands, then the numbers of finished prompts and tokens so far from
-time to time, texts as they come where it is asked for them, and a ``RunResult``; or an
-``EngineError``, which is its last word. Sent an empty tuple meanwhile, it ends its jobs and answers
-None.
+inherited pipe, and a folder of its own, which is removed when it ends. It is sent the configuration
+and the method, then jobs and how many of them to run at a time. It answers None when the engine
+stands, then the numbers of finished prompts and tokens so far from time to time, texts as they come
+where it is asked for them, and a ``RunResult``; or an ``EngineError``, which is its last word. Sent
+an empty tuple meanwhile, it ends its jobs and answers None.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ class TextGenerator(GenerateBaseServing):
             top_p=1.0 if is_typical else request.top_p,
             repetition_penalty=request.repetition_penalty,
             frequency_penalty=request.frequency_penalty,
-            # vLLM's runner of GPUs keeps it in an int64, and takes no seed for -1.
+            # vLLM's runner of GPUs keeps it in an int64; -1 stands for none.
             seed=None if request.seed is None else request.seed % 2**63,
             stop=list(request.stop),
             include_stop_str_in_output=True,
