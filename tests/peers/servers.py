@@ -135,7 +135,8 @@ def _vllm(config: AppConfig, speculation: dict[str, Any], *, on_our_kernels: boo
     environment |= openmp_environment(config.placement.num_cpus_per_shard)
     # As our shards. Left to itself vLLM would keep one core of each NUMA node free.
     environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    with tempfile.TemporaryFile() as log:
+    with tempfile.TemporaryFile() as log, tempfile.TemporaryDirectory(prefix="ss") as folder:
+        environment["TMPDIR"] = folder  # it leaves sockets and more
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
