@@ -17,6 +17,7 @@ from specserve.core.config import AppConfig
 from specserve.core.errors import ConfigError, SpecServeError
 from specserve.core.openmp import openmp_environment
 from specserve.core.source_config import source_sections
+from specserve.engine.methods import parse_method
 from tests.integration.cluster import (
     HAPROXY,
     HOST,
@@ -76,6 +77,9 @@ def serve(name: str, config: AppConfig) -> Iterator[str]:
         name: ``specserve-KIND+KIND`` has these of the configured sources; ``vllm-METHOD:K`` drafts
             K tokens, and ``@ours`` has our CPU kernels.
         config: what is served.
+
+    Raises:
+        ConfigError: the configuration has no source of such a kind.
     """
     if match := _THEIR_NAME.fullmatch(name):
         method, number, kernels = match.groups()
@@ -85,27 +89,11 @@ def serve(name: str, config: AppConfig) -> Iterator[str]:
         with _vllm(config, speculation, on_our_kernels=bool(kernels)) as url:
             yield url
     else:
-        with _specserve(_with_sources(name, config)) as url:
+        ours = _OUR_NAME.fullmatch(name)
+        assert ours is not None, name
+        narrowed = parse_method(ours[1], config).narrowed(config) if ours[1] else config
+        with _specserve(narrowed) as url:
             yield url
-
-
-def _with_sources(name: str, config: AppConfig) -> AppConfig:
-    """The configuration with the sources that the name of a server of ours tells.
-
-    Raises:
-        ConfigError: the configuration has none of such a kind.
-    """
-    match = _OUR_NAME.fullmatch(name)
-    assert match is not None, name
-    if match[1] is None:
-        return config
-    kinds = set() if match[1] == "none" else set(match[1].split("+"))
-    of_kinds = tuple(each for each in config.speculation if each.kind in kinds)
-    if missing := kinds - {each.kind for each in of_kinds}:
-        raise ConfigError(
-            "--servers", name, f"kinds of the configuration, not {', '.join(missing)}"
-        )
-    return config.model_copy(update={"speculation": of_kinds})
 
 
 @contextmanager
