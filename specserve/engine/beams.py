@@ -77,19 +77,18 @@ def _with_sampling(theirs: Any, max_logprobs: int) -> Any:
         self: Any, max_tokens: int, defaults: dict[str, Any] | None = None
     ) -> BeamSearchParams:
         params = theirs(self, max_tokens, defaults)
-        if not abs(params.length_penalty) <= _MOST_LENGTH_PENALTY:  # NaN is refused, too
-            allowed = f"from -{_MOST_LENGTH_PENALTY} to {_MOST_LENGTH_PENALTY}"
-            raise _refusal("length_penalty", params.length_penalty, allowed)
+        penalty, most = params.length_penalty, _MOST_LENGTH_PENALTY
+        if not abs(penalty) <= most:  # NaN is refused, too
+            message = f"{penalty} is not allowed; allowed: from -{most} to {most}"
+            raise VLLMValidationError(message, parameter="length_penalty", value=penalty)
         if samples_beams(self.vllm_xargs):
             if params.temperature < _LEAST_TEMPERATURE:
-                allowed = f"from {_LEAST_TEMPERATURE}"
-                raise _refusal("temperature", params.temperature, allowed, " beside beam_sample")
+                raise _refusal("temperature", params.temperature, f"from {_LEAST_TEMPERATURE}")
             sampling = self.to_sampling_params(max_tokens, defaults or {})
             top_k = sampling.top_k if sampling.top_k > 0 else max_logprobs
             if 0 <= max_logprobs < top_k:
                 if self.top_k is not None:
-                    allowed = f"at most {max_logprobs}"
-                    raise _refusal("top_k", top_k, allowed, " beside beam_sample")
+                    raise _refusal("top_k", top_k, f"at most {max_logprobs}")
                 top_k = max_logprobs  # the checkpoint's default is nobody's wish
             params.drawing = Drawing(sampling.temperature, top_k, sampling.top_p, sampling.seed)
         return params
@@ -102,8 +101,8 @@ _MOST_LENGTH_PENALTY = 32
 """Scores are divided by the length to this power: of a million tokens far from 0 and infinity."""
 
 
-def _refusal(field: str, value: float, allowed: str, beside: str = "") -> VLLMValidationError:
-    message = f"{value} is not allowed{beside}; allowed: {allowed}"
+def _refusal(field: str, value: float, allowed: str) -> VLLMValidationError:
+    message = f"{value} is not allowed beside beam_sample; allowed: {allowed}"
     return VLLMValidationError(message, parameter=field, value=value)
 
 

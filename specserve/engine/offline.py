@@ -61,6 +61,7 @@ class OfflineEngine:
         self._method = method
         self._vllm_drafts = method.is_peer or method.narrowed(config).drafts_in_engine
         args = _offline_args(config, method)
+        keep_rendezvous_with_sockets()
         try:
             choose_latent_attention(args)
             self._engine = LLMEngine.from_engine_args(
@@ -279,7 +280,6 @@ def _offline_args(config: AppConfig, method: Method) -> EngineArgs:
     elif current_platform.is_cpu():
         # Processes of this machine: Ray's executor for CPUs needs a reserved place in a cluster.
         fields["distributed_executor_backend"] = "mp"
-        keep_rendezvous_with_sockets()
     return EngineArgs(**fields)
 
 
