@@ -83,12 +83,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 Run = tuple["list[TokenIds]", dict[str, Any], "RunResult", dict[str, dict[str, int]]]
-"""The requests, what served them, the result, and counts of drafts by source."""
+"""The requests, what served them, the result, and tokens drafted and accepted by source."""
 
 
 def _run_server(args: argparse.Namespace) -> Run:
     from specserve.bench.server_run import find_server
     from specserve.bench.token_file import read_token_file
+    from specserve.engine.generation import by_source
 
     server = find_server(args.url)
     requests = read_token_file(args.file, max_tokens=server.max_model_len - 1)
@@ -99,14 +100,11 @@ def _run_server(args: argparse.Namespace) -> Run:
     jobs = _jobs(args, requests)
     with _progress(len(jobs)) as progress:
         server.run(jobs[: args.warm_up], args.max_batch_size, lambda *_: None)
-        before = server.sources()
-        result = server.run(jobs, args.max_batch_size, progress)
-    sources = {
-        source: {name: count - before.get(source, {}).get(name, 0) for name, count in each.items()}
-        for source, each in server.sources().items()
-    }
+        # An application whose drafts vLLM makes by itself refuses to tell of them.
+        told = not server.refusal(largest, report=1)
+        result = server.run(jobs, args.max_batch_size, progress, asks_reports=told)
     model = {"model_name": server.model, "server_count": 1, "tp": None, "pp": None}
-    return requests, model, result, sources
+    return requests, model, result, by_source(result.completions)
 
 
 def _run_engine(args: argparse.Namespace) -> Run:
@@ -127,8 +125,7 @@ def _run_engine(args: argparse.Namespace) -> Run:
         result = engine.run(jobs, args.max_batch_size, progress)
     sources = {
         each.source: {
-            "drafts": each.num_drafts,
-            "draft_tokens": each.num_draft_tokens,
+            "drafted_tokens": each.num_draft_tokens,
             "accepted_tokens": each.num_accepted_tokens,
         }
         for each in result.drafts
@@ -174,9 +171,8 @@ def _print(console: Console, found: dict[str, Any], sources: dict[str, dict[str,
             shown = f"{value:.3f}" if isinstance(value, float) else value
             console.print(f"{name:24}{shown}", highlight=False)
     for source, each in sources.items():
-        share = each["accepted_tokens"] / max(each["draft_tokens"], 1)
+        drafted, accepted = each["drafted_tokens"], each["accepted_tokens"]
+        share = f" ({accepted / drafted:.0%})" if drafted else ""
         console.print(
-            f"{source}: {each['draft_tokens']} tokens drafted, {each['accepted_tokens']} accepted "
-            f"({share:.0%}), {each['accepted_tokens'] / max(each['drafts'], 1):.2f} a draft",
-            highlight=False,
+            f"{source}: {drafted} tokens drafted, {accepted} accepted{share}", highlight=False
         )

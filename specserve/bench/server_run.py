@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,14 +18,11 @@ import msgspec
 
 from specserve.core.errors import ConfigError, SpecServeError, reason_of
 from specserve.engine.generation import Completion, Job, RunResult, Sampling
-from specserve.serve.shared import AS_OF
 
 TIMEOUT_S = 600.0
 """For a connection, and for each piece of an answer; a whole answer may take longer."""
 LONGEST_LINE = 1 << 24
 """Of a stream, in bytes; the first has the prompt's tokens."""
-WAIT_S = 10.0
-"""How long counts may be awaited that are not older than the question; clocks may differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,52 +39,55 @@ class Server:
     model: str
     max_model_len: int
 
-    def sources(self) -> dict[str, dict[str, int]]:
-        """Drafts, drafted and accepted tokens by source so far; empty where that is not told.
-
-        Raises:
-            SpecServeError: the server does not answer.
-        """
-        asked_at = time.time()
-        while True:  # answers are kept for a second, by the replica and by its proxy
-            answer = self._answer("GET", "/v1/speculation")
-            is_new = float(answer.headers.get(AS_OF, asked_at)) >= asked_at
-            if is_new or time.time() - asked_at > WAIT_S:
-                break
-            time.sleep(0.1)
-        counts = answer.json()["acceptance"] if answer.status_code == 200 else {}
-        names = ("drafts", "draft_tokens", "accepted_tokens")
-        return {source: {name: each[name] for name in names} for source, each in counts.items()}
-
-    def refusal(self, token: int) -> str:
+    def refusal(self, token: int, **controls: int) -> str:
         """Why the server takes no prompt with this token id; empty: it takes it.
+
+        Args:
+            token: the whole prompt.
+            controls: for ``vllm_xargs``.
 
         Raises:
             SpecServeError: it does not answer.
         """
-        body = {"model": self.model, "prompt": [token], "max_tokens": 1, "vllm_xargs": {"learn": 0}}
-        answer = self._answer("POST", "/v1/completions", body)
-        return error_message(answer.content) if answer.status_code == 400 else ""
-
-    def _answer(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
-        url = self.url + path
+        body = {"model": self.model, "prompt": [token], "max_tokens": 1}
+        body["vllm_xargs"] = {"learn": 0, **controls}
+        url = f"{self.url}/v1/completions"
         try:
-            return httpx.request(method, url, json=body, headers=headers(), timeout=TIMEOUT_S)
+            answer = httpx.post(url, json=body, headers=headers(), timeout=TIMEOUT_S)
         except httpx.HTTPError as error:
             raise SpecServeError(f"{self.url}: {reason_of(error)}") from error
+        return error_message(answer.content) if answer.status_code == 400 else ""
 
     def run(
-        self, jobs: Sequence[Job], concurrency: int, progress: Callable[[int, int], None]
+        self,
+        jobs: Sequence[Job],
+        concurrency: int,
+        progress: Callable[[int, int], None],
+        *,
+        asks_reports: bool = False,
     ) -> RunResult:
-        """Continues all jobs, at most ``concurrency`` at a time; ``drafts`` are not told.
+        """Continues all jobs, at most ``concurrency`` at a time.
+
+        Args:
+            jobs: one a line of the file.
+            concurrency: requests at a time.
+            progress: called with the requests done and their tokens.
+            asks_reports: whether each answer is asked what its sources drafted.
 
         Raises:
             SpecServeError: a request failed; its line in the file is told.
         """
-        return asyncio.run(self._run(jobs, concurrency, progress))
+        more: dict[str, Any] = {}
+        if asks_reports:
+            more = {"vllm_xargs": {"report": 1}, "stream_options": {"include_usage": True}}
+        return asyncio.run(self._run(jobs, concurrency, progress, more))
 
     async def _run(
-        self, jobs: Sequence[Job], concurrency: int, progress: Callable[[int, int], None]
+        self,
+        jobs: Sequence[Job],
+        concurrency: int,
+        progress: Callable[[int, int], None],
+        more: Mapping[str, Any],
     ) -> RunResult:
         began = time.perf_counter()
         left = iter(enumerate(jobs))
@@ -96,7 +96,7 @@ class Server:
         async def client(session: aiohttp.ClientSession) -> None:
             for index, job in left:
                 try:
-                    done[index] = await self._complete(session, job)
+                    done[index] = await self._complete(session, job, more)
                 except (aiohttp.ClientError, OSError, ValueError, SpecServeError) as error:
                     reason = reason_of(error)
                     raise SpecServeError(f"request {index + 1} failed: {reason}") from error
@@ -114,11 +114,15 @@ class Server:
         completions = tuple(done[index] for index in range(len(jobs)))
         return RunResult(completions=completions, seconds=seconds, drafts=())
 
-    async def _complete(self, session: aiohttp.ClientSession, job: Job) -> Completion:
+    async def _complete(
+        self, session: aiohttp.ClientSession, job: Job, more: Mapping[str, Any]
+    ) -> Completion:
         began = time.perf_counter()
         text, tokens, times, reason = "", list[int](), list[float](), ""
-        async for chunk in self._stream(session, job):
+        sources: dict[str, dict[str, int]] = {}
+        async for chunk in self._stream(session, job, more):
             elapsed = time.perf_counter() - began
+            sources = reported_sources(chunk) or sources
             for choice in chunk["choices"]:
                 new = choice.get("token_ids") or []
                 text += choice["text"]
@@ -133,10 +137,11 @@ class Server:
             finish_reason=reason,
             seconds=time.perf_counter() - began,
             token_seconds=tuple(times),
+            sources=sources,
         )
 
     async def _stream(
-        self, session: aiohttp.ClientSession, job: Job
+        self, session: aiohttp.ClientSession, job: Job, more: Mapping[str, Any]
     ) -> AsyncGenerator[dict[str, Any], None]:
         """The chunks of an answer.
 
@@ -149,6 +154,7 @@ class Server:
             "prompt": prompt,
             "stream": True,
             **request_options(job.sampling),
+            **more,
         }
         async with session.post(f"{self.url}/v1/completions", json=body) as answer:
             if not answer.ok:
@@ -197,6 +203,13 @@ def request_options(sampling: Sampling) -> dict[str, Any]:
         "ignore_eos": sampling.ignore_eos,
         "return_token_ids": True,
     }
+
+
+def reported_sources(chunk: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+    """What each source drafted, told with the usage; empty where it is not."""
+    speculation = (chunk.get("metrics") or {}).get("speculative_decoding") or {}
+    sources: dict[str, dict[str, int]] = speculation.get("sources", {})
+    return sources
 
 
 def error_message(body: bytes) -> str:

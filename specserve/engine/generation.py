@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from specserve.core.metrics import AcceptanceSnapshot
@@ -114,3 +114,14 @@ class RunResult:
     def tokens_per_second(self) -> float:
         """Generated tokens a second over the whole pass."""
         return self.num_tokens / self.seconds if self.seconds else 0.0
+
+
+def by_source(completions: Sequence[Completion]) -> dict[str, dict[str, int]]:
+    """Drafted and accepted tokens by source, of all answers together."""
+    total: dict[str, dict[str, int]] = {}
+    for completion in completions:
+        for source, counts in completion.sources.items():
+            found = total.setdefault(source, dict.fromkeys(counts, 0))
+            for name, count in counts.items():
+                found[name] += count
+    return total

@@ -131,8 +131,8 @@ def _model(args: argparse.Namespace, stack: contextlib.ExitStack) -> Model:
 
 
 def _texts(args: argparse.Namespace, model: Model, console: Console) -> dict[str, Any]:
-    from specserve.engine.generation import Job
-    from specserve.generate.display import Answers, sources, summary, write
+    from specserve.engine.generation import Job, by_source
+    from specserve.generate.display import Answers, summary, write
     from specserve.generate.questions import encode, read_questions
 
     given = {"texts": args.input_texts, "token_ids": args.input_ids, "file": args.input_file}
@@ -162,7 +162,7 @@ def _texts(args: argparse.Namespace, model: Model, console: Console) -> dict[str
             {"question": question, "prompt_token_ids": prompt, **asdict(completion)}
             for question, prompt, completion in zip(questions, prompts, completions, strict=True)
         ]
-        passes.append({"seconds": seconds, "sources": sources(completions), "answers": answers})
+        passes.append({"seconds": seconds, "sources": by_source(completions), "answers": answers})
     return {"passes": passes}
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from rich.console import Console
 
-from specserve.engine.generation import Completion
+from specserve.engine.generation import Completion, by_source
 
 
 class Answers:
@@ -65,20 +65,9 @@ def summary(completions: Sequence[Completion], seconds: float) -> str:
     told = f"{num_tokens} tokens, {seconds:.2f} s{rate}"
     if len(completions) == 1:
         told += f", {completions[0].finish_reason}"
-    for name, each in sources(completions).items():
+    for name, each in by_source(completions).items():
         if each["drafted_tokens"]:
             told += (
                 f"; {name}: {each['drafted_tokens']} drafted, {each['accepted_tokens']} accepted"
             )
     return told
-
-
-def sources(completions: Sequence[Completion]) -> Mapping[str, dict[str, int]]:
-    """Drafted and accepted tokens by source, of all answers together."""
-    total: dict[str, dict[str, int]] = {}
-    for completion in completions:
-        for source, counts in completion.sources.items():
-            found = total.setdefault(source, dict.fromkeys(counts, 0))
-            for name, count in counts.items():
-                found[name] += count
-    return total

@@ -18,6 +18,7 @@ from specserve.bench.server_run import (
     error_message,
     find_server,
     headers,
+    reported_sources,
     request_options,
 )
 from specserve.core.errors import SpecServeError, reason_of
@@ -118,7 +119,7 @@ class ServedModel:
             self._asks_reports = False  # vLLM drafts there by itself, and tells nothing
             return await self._ask(api, job, beams, show)
         async for chunk in answer if body["stream"] else _once(answer):
-            sources = _sources(chunk) or sources
+            sources = reported_sources(chunk.model_extra or {}) or sources
             for choice in chunk.choices[:1]:  # of beams the best
                 new = (choice.model_extra or {}).get("token_ids") or []
                 text += choice.text
@@ -159,12 +160,3 @@ def _body(job: Job, beams: Beams | None, *, asks_report: bool) -> dict[str, Any]
     extra |= {"use_beam_search": True, "length_penalty": beams.length_penalty}
     extra["vllm_xargs"] = {"beam_sample": 1} if beams.samples else {}
     return body | {"n": beams.num_beams}
-
-
-def _sources(chunk: Any) -> dict[str, dict[str, int]]:
-    """What each source drafted, told with the usage; empty where it is not."""
-    metrics = (chunk.model_extra or {}).get("metrics") or {}
-    found: dict[str, dict[str, int]] = (metrics.get("speculative_decoding") or {}).get(
-        "sources", {}
-    )
-    return found

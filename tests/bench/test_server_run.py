@@ -37,7 +37,7 @@ def run(answer: Handler) -> RunResult:
     async def both() -> RunResult:
         async with serving(answer) as url:
             job = Job((1, 2), Sampling(max_tokens=4))
-            return await Server(url, "demo", 100)._run([job], 1, lambda *_: None)
+            return await Server(url, "demo", 100)._run([job], 1, lambda *_: None, {})
 
     return asyncio.run(both())
 
@@ -74,6 +74,16 @@ def test_a_stream_that_stands_still_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(server_run, "TIMEOUT_S", 0.2)
     with pytest.raises(SpecServeError, match=r"^request 1 failed: "):
         run(streaming(chunk(1), pause_s=1.0))
+
+
+def test_an_answer_tells_what_its_sources_drafted() -> None:
+    counts = {"ngram": {"drafted_tokens": 6, "accepted_tokens": 4}}
+    usage = {"choices": [], "metrics": {"speculative_decoding": {"sources": counts}}}
+    told = b"data: " + json.dumps(usage).encode() + b"\n\n"
+    (only,) = run(streaming(chunk(1), chunk(finish_reason="length"), told)).completions
+    assert only.sources == counts
+    (only,) = run(streaming(chunk(1))).completions
+    assert only.sources == {}
 
 
 def test_the_prompts_tokens_may_be_a_long_line() -> None:
