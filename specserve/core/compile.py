@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections.abc import Callable
 from contextlib import suppress
+from hashlib import blake2b
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -64,7 +65,7 @@ def _kept(function: Callable[..., Any], compiled: Any) -> Callable[..., Any]:
 
 
 class _Cache(FunctionCache):  # type: ignore[misc]  # numba has no types
-    """Numba's own looks whether the function's file has changed, and at nothing else."""
+    """Numba's own looks at the time of the function's file, and at nothing else."""
 
     def __init__(self, function: Any) -> None:
         super().__init__(function)
@@ -73,12 +74,15 @@ class _Cache(FunctionCache):  # type: ignore[misc]  # numba has no types
 
 
 def _sources(function: Any) -> list[tuple[object, ...]]:
-    """What a function's machine code is made of: files as they are now, and constants."""
+    """What a function's machine code is made of: contents of files, and constants.
+
+    Not the files' times: an image's layer does not keep them.
+    """
     sources: list[tuple[object, ...]] = []
     functions = [function]
     for each in functions:  # which grows
-        file = os.stat(each.__code__.co_filename)
-        sources.append((each.__code__.co_filename, file.st_mtime_ns, file.st_size))
+        file = Path(each.__code__.co_filename)
+        sources.append((str(file), blake2b(file.read_bytes()).digest()))
         for name in each.__code__.co_names:
             value = each.__globals__.get(name)
             if is_jitted(value):
