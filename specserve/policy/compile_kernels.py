@@ -1,0 +1,32 @@
+"""Compiles all kernels and keeps them on disk, so that no replica's start waits for that:
+
+    python -m specserve.policy.compile_kernels
+
+``make setup`` and the image do so. What is not there when it is needed is compiled then.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+from specserve.core.metrics import SpeculationMetrics
+from specserve.core.source_config import NgramConfig, PredictionConfig, TrieConfig
+from specserve.policy.chain import build_chain
+from specserve.sources.base import SourceContext
+from specserve.trie.memory import SharedMemory
+
+
+def compile_kernels() -> None:
+    """Builds a chain of every source that has kernels; remote sources have none of their own."""
+    sources = (
+        NgramConfig(kind="ngram"),
+        PredictionConfig(kind="prediction"),
+        TrieConfig(kind="trie", max_bytes=1 << 20),
+    )
+    nobody = cast(SharedMemory, object())  # nothing is published
+    context = SourceContext(num_slots=1, share=lambda *_: nobody)
+    build_chain(sources, SpeculationMetrics(), context)
+
+
+if __name__ == "__main__":
+    compile_kernels()
