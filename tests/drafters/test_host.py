@@ -41,19 +41,13 @@ def find() -> Iterator[HostedDrafter]:
     find.close()
 
 
-def test_a_drafter_that_has_ended_is_started_again(find: HostedDrafter) -> None:
+def test_one_that_has_ended_is_started_again_until_it_is_there_again(
+    find: HostedDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = find()
     assert Endpoint.parse(first).place.startswith("tcp://127.0.0.1:")
     assert Endpoint.parse(first).secret
     assert find() == first
-    find.close()
-    assert find() != first
-
-
-def test_one_that_was_there_is_tried_again_until_it_is_there_again(
-    find: HostedDrafter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = find()
     find.close()
     options = find._options
     monkeypatch.setattr(find, "_options", replace(options, model="/gone"))
