@@ -52,10 +52,6 @@ LONG = {
     "integration/served/test_trie.py::test_the_store_may_die_in_the_midst_and_nobody_notices": (
         "test_trie_store.py kills a store in the midst of traffic without an engine."
     ),
-    "integration/served/test_trie.py::"
-    "test_a_store_that_hangs_holds_up_no_shutdown_and_the_replicas_tell_what_is_lost": (
-        "Ends the deployment. test_trie_store.py has a store that hangs."
-    ),
     "integration/served/test_trie.py::test_both_replicas_get_requests_whichever_node_they_are_on": (
         "Starts a deployment for itself. tests/serve/test_router.py has what Serve is told."
     ),
@@ -67,16 +63,18 @@ LONG = {
     "test_a_shard_that_hangs_fails_its_requests_and_the_replica_is_replaced": (
         "`make test` has an engine core that hangs, which holds the shard itself."
     ),
-    "integration/nodes/test_lifecycle.py::"
+    "integration/served/test_lifecycle.py::"
     "test_an_engine_core_that_holds_the_shard_is_replaced_when_it_hangs_or_dies[core dies]": (
         "`make test` has an engine core that hangs: the replica is replaced in the same way."
     ),
-    "integration/nodes/test_lifecycle.py::"
+    "integration/served/test_lifecycle.py::"
     "test_an_engine_core_that_holds_the_shard_is_replaced_when_it_hangs_or_dies[replica dies]": (
         "`make test` has an engine core that hangs: the replica is replaced in the same way."
     ),
-    "integration/served/test_lifecycle.py::test_ctrl_c_ends_everything_also_a_running_request": (
+    "integration/served/test_lifecycle.py::"
+    "test_ctrl_c_ends_everything_also_a_running_request_and_beside_stores_that_hang": (
         "`make test` ends each deployment with Ctrl-C, and looks for what is left of it."
+        " test_trie_store.py has a store that hangs."
     ),
     "integration/nodes/test_lifecycle.py::"
     "test_one_that_hangs_while_nothing_runs_is_replaced_when_it_is_asked_what_it_counted": (

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
-
-import yaml
 
 from tests.integration.cluster import model_path
 
@@ -69,17 +66,14 @@ def structured(args: dict[str, Any]) -> dict[str, Any]:
     return args | {"speculation": [*args["speculation"], grammar]}
 
 
-def demo() -> dict[str, Any]:
-    """``args`` of configs/demo.yaml: all that drafts but a draft model."""
-    file = yaml.safe_load((Path(__file__).parents[2] / "configs/demo.yaml").read_text())
-    args: dict[str, Any] = file["applications"][0]["args"]
-    args["model"]["path"] = str(model_path("demo-base"))
-    args["engine"]["kv_cache_memory_bytes"] = 256 << 20
-    return args
+def remembering(args: dict[str, Any]) -> dict[str, Any]:
+    """The same application, which drafts from a memory as well."""
+    memory = {"kind": "trie", "max_bytes": 128 << 20, "dynamic": False}
+    return args | {"speculation": [*args["speculation"], memory]}
 
 
 # The target drafts for itself: nearly all is accepted, whatever it writes.
-DRAFT_MODEL = {"kind": "draft_model", "model": str(model_path("demo-draft"))}
+DRAFT_MODEL = {"kind": "draft_model", "model": str(model_path("demo-draft")), "num_cpus": 0}
 
 TENANT_KEYS = [{"env": env, "tenant": name} for env, name in zip(KEYS, TENANTS, strict=True)]
 
@@ -95,18 +89,15 @@ SHARED: dict[str, dict[str, Any]] = {
     "/team": predictable(
         drafted_by(application(http={"api_keys": TENANT_KEYS, "show_text": True}), kind="trie")
     ),
-    "/drafter": drafted_by(application(http={"generation_api": False}), **DRAFT_MODEL, num_cpus=0),
-}
-"""The applications that most tests use, by their prefixes; all at once."""
-
-REPLICATED: dict[str, dict[str, Any]] = {
+    "/drafter": remembering(
+        drafted_by(application(http={"generation_api": False, "show_text": True}), **DRAFT_MODEL)
+    ),
     "/two": drafted_by(
         application(placement={"num_replicas": 2}, http={"memory_api": "always"}),
         kind="trie",
     ),
-    "/demo": demo(),
 }
-"""Two replicas with one memory, and the demo. With the others they would need 16 GB."""
+"""The applications that most tests use, by their prefixes; all at once."""
 
 TWO_SHARDS = {
     "/": application(engine={"tensor_parallel_size": 2}, placement={"strategy": "STRICT_SPREAD"}),

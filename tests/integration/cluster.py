@@ -198,31 +198,35 @@ class Cluster:
             with suppress(psutil.Error):
                 if (
                     process.environ().get(MARK) == str(self.folder)
-                    and process.status() != psutil.STATUS_ZOMBIE
+                    and is_alive(process)
                     and title in " ".join(process.cmdline())
                 ):
                     found.append(process)
         return found
 
-    def replicas(self) -> list[psutil.Process]:
-        """Processes of ModelServer replicas."""
-        return self.processes("ray::ServeReplica")
+    def replicas(self, application: str = "") -> list[psutil.Process]:
+        """Processes of ModelServer replicas, of all applications or of one."""
+        return self.processes(f"ray::ServeReplica:{application}")
 
-    def engine_cores(self) -> list[psutil.Process]:
-        """vLLM's engine core processes.
+    def engine_cores(self, application: str = "") -> list[psutil.Process]:
+        """vLLM's engine core processes, of all applications or of one.
 
         Some never get their title: none can be set where the environment's first variable, which
         is any with Ray, has been changed since the process began.
         """
-        return [*self.processes("VLLM::EngineCore"), *self.processes("import spawn_main")]
+        found = [*self.processes("VLLM::EngineCore"), *self.processes("import spawn_main")]
+        if not application:
+            return found
+        replicas = {process.pid for process in self.replicas(application)}
+        return [process for process in found if process.ppid() in replicas]
 
     def shards(self) -> list[psutil.Process]:
         """Shard actors' processes."""
         return self.processes("RayWorkerProc")
 
-    def engine_processes(self) -> list[psutil.Process]:
-        """Replicas, engine cores and shards."""
-        return [*self.replicas(), *self.engine_cores(), *self.shards()]
+    def engine_processes(self, application: str = "") -> list[psutil.Process]:
+        """Replicas and engine cores, and the shards in processes of their own of all of them."""
+        return [*self.replicas(application), *self.engine_cores(application), *self.shards()]
 
     def _start_node(self, num_cpus: int, *options: str) -> None:
         ports = free_ports(2)
@@ -459,6 +463,14 @@ def is_healthy(base_url: str) -> bool:
     try:
         return httpx.get(f"{base_url}/health", timeout=10).status_code == 200
     except httpx.HTTPError:
+        return False
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether a process runs, or could go on."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
         return False
 
 

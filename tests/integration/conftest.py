@@ -15,12 +15,12 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
 from tests.integration.api import Api
-from tests.integration.applications import REPLICATED, SHARED, TWO_SHARDS, application
+from tests.integration.applications import SHARED, TWO_SHARDS
 from tests.integration.cluster import Cluster, Deployment
 from tests.integration.stage import Stage, one_node, two_nodes
 
-SERVED = [{"replicated"}, {"shared"}, {"replicated_on_nodes"}]
-ON_NODES = [{"one_shard"}, {"one_shard", "two_shards"}, {"two_shards"}, {"mistakes"}, {"faults"}]
+SERVED = [{"shared"}, {"shared", "ended"}, {"replicated_on_nodes"}]
+ON_NODES = [{"two_shards"}, {"mistakes"}, {"faults"}]
 TURNS = [*SERVED, *ON_NODES]
 """What tests use of these fixtures, in the order in which each deployment is started once."""
 DEPLOYMENTS = set().union(*TURNS)
@@ -81,11 +81,10 @@ def shared(stage: Stage) -> Deployment:
 
 
 @pytest.fixture
-def replicated(stage: Stage) -> Deployment:
-    """Two replicas with one memory, and the demo, ready."""
-    deployment = stage.serve(REPLICATED)
-    deployment.await_ready()
-    return deployment
+def ended(shared: Deployment, stage: Stage) -> Iterator[Deployment]:
+    """The same, for a test that ends it: such tests come last."""
+    yield shared
+    stage.clear()
 
 
 @pytest.fixture
@@ -98,19 +97,10 @@ def two_shards(stage: Stage, nodes: Stage) -> Deployment:
 
 
 @pytest.fixture
-def one_shard(stage: Stage, nodes: Stage) -> Deployment:
-    """An application with one shard, ready."""
-    stage.end()
-    deployment = nodes.serve({"/": application()})
-    deployment.await_ready()
-    return deployment
-
-
-@pytest.fixture
 def replicated_on_nodes(stage: Stage, nodes: Stage) -> Deployment:
     """Two replicas with one memory, ready, wherever Serve puts them."""
     stage.end()
-    deployment = nodes.serve({"/two": REPLICATED["/two"]})
+    deployment = nodes.serve({"/two": SHARED["/two"]})
     deployment.await_ready()
     return deployment
 

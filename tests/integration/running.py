@@ -14,7 +14,7 @@ import psutil
 
 from tests.integration.api import MODEL, OFF, TIMEOUT_S, Api
 from tests.integration.applications import MAX_NUM_SEQS
-from tests.integration.cluster import READY_S, Cluster, Deployment, is_healthy
+from tests.integration.cluster import READY_S, Deployment, is_alive, is_healthy
 
 LONG: dict[str, Any] = {
     "prompt": "one two three",
@@ -26,15 +26,21 @@ SEVERAL: dict[str, Any] = {"n": MAX_NUM_SEQS, "temperature": 1.0}
 """Answers at once, so that there is time to cut them off before they are whole."""
 
 
-def replaced_by(cluster: Cluster, before: list[psutil.Process], app: Deployment) -> None:
-    """Waits until a new replica answers and nothing is left of the old one."""
-    old = {process.pid for process in before}
+def replaced(app: Deployment, before: list[psutil.Process], application: str = "") -> None:
+    """Waits until the application at the root has a new replica and nothing of the old one.
+
+    Args:
+        app: its deployment.
+        before: the processes that the application had.
+        application: its name, where there are others.
+    """
 
     def is_new() -> bool:
-        pids = {process.pid for process in cluster.engine_processes()}
-        return len(pids) == len(old) and not pids & old and is_healthy(app.base_url())
+        processes = app.cluster.engine_processes(application)
+        is_gone = not any(is_alive(process) for process in before)
+        return is_gone and len(processes) == len(before) and is_healthy(app.base_url())
 
-    app.eventually(is_new, f"a new replica alone, {old} gone", READY_S)
+    app.eventually(is_new, f"a new replica alone, {before} gone", READY_S)
 
 
 GENERATED: dict[str, Any] = {

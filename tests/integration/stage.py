@@ -8,10 +8,12 @@ from typing import Any
 from tests.integration.applications import KEYS
 from tests.integration.cluster import HAPROXY, Cluster, Deployment
 
+NUM_CPUS_ALONE = 6
+"""CPUs that a single node declares."""
 NUM_CPUS = 2
-"""CPUs that each of two nodes declares."""
+"""The same, of each of two nodes."""
 STEP_S = 20
-"""Bound of a step there, as deploy/node.env sets one; none of the small model's takes as long."""
+"""Bound of a step, as deploy/node.env sets one; none of the small model's takes as long."""
 
 
 class Stage:
@@ -60,7 +62,7 @@ class Stage:
 
 def one_node() -> Cluster:
     """Behind HAProxy, as `make serve` serves where Ray's binary is there."""
-    cluster = Cluster([4])
+    cluster = _new_cluster(NUM_CPUS_ALONE)
     if HAPROXY.exists():
         cluster.use_haproxy()
     cluster.environment |= KEYS | {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}
@@ -69,6 +71,10 @@ def one_node() -> Cluster:
 
 def two_nodes() -> Cluster:
     """Behind Ray's own proxy: HAProxy on one node reaches no loopback address of another."""
-    cluster = Cluster([NUM_CPUS, NUM_CPUS])
+    return _new_cluster(NUM_CPUS, NUM_CPUS)
+
+
+def _new_cluster(*num_cpus: int) -> Cluster:
+    cluster = Cluster(num_cpus)
     cluster.environment["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] = str(STEP_S)
     return cluster

@@ -19,8 +19,8 @@ import yaml
 
 from deploy.grafana.panels import rows
 from tests.integration.api import Api
-from tests.integration.applications import MAX_NUM_SEQS, MAX_QUEUED, application, demo
-from tests.integration.cluster import BIN, Cluster, Deployment, serving
+from tests.integration.applications import MAX_NUM_SEQS, MAX_QUEUED, application
+from tests.integration.cluster import BIN, Cluster, Deployment, model_path, serving
 from tests.integration.prometheus import (
     FOLDER,
     Labels,
@@ -73,8 +73,11 @@ def ngram() -> dict[str, Any]:
 
 
 def watched() -> dict[str, Any]:
-    """``args`` of the demo, whose MTP module drafts also where that does not pay."""
-    args = demo()
+    """``args`` of configs/demo.yaml, whose MTP module drafts also where that does not pay."""
+    file = yaml.safe_load((Path(__file__).parents[2] / "configs/demo.yaml").read_text())
+    args: dict[str, Any] = file["applications"][0]["args"]
+    args["model"]["path"] = str(model_path("demo-base"))
+    args["engine"]["kv_cache_memory_bytes"] = 256 << 20
     (mtp,) = (each for each in args["speculation"] if each["kind"] == "mtp")
     mtp |= {"dynamic": False, "timeout_s": 10.0}
     return args

@@ -8,7 +8,7 @@ import pytest
 
 from tests.integration.api import Api, StreamError
 from tests.integration.cluster import Deployment
-from tests.integration.running import LONG, SEVERAL, replaced_by, running_stream
+from tests.integration.running import LONG, SEVERAL, replaced, running_stream
 from tests.integration.stage import STEP_S
 
 pytestmark = pytest.mark.timeout(900)
@@ -37,7 +37,7 @@ def test_a_killed_process_fails_its_requests_and_the_replica_is_replaced(
         error = outcome(ERROR_S)
     assert isinstance(error, StreamError | httpx.HTTPError), "the cut-off stream passed for whole"
 
-    replaced_by(cluster, before, two_shards)
+    replaced(two_shards, before)
     answer = of_two_shards.complete(prompt="x = 1\n", max_tokens=8)
     assert answer["usage"]["completion_tokens"] == 8
 
@@ -52,7 +52,7 @@ def test_a_shard_that_hangs_fails_its_requests_and_the_replica_is_replaced(
         error = outcome(STEP_S + 30.0)
     assert isinstance(error, StreamError | httpx.HTTPError), "the cut-off stream passed for whole"
 
-    replaced_by(two_shards.cluster, before, two_shards)
+    replaced(two_shards, before)
     answer = of_two_shards.complete(prompt="x = 1\n", max_tokens=8)
     assert answer["usage"]["completion_tokens"] == 8
 
@@ -64,26 +64,4 @@ def test_one_that_hangs_while_nothing_runs_is_replaced_when_it_is_asked_what_it_
     two_shards.cluster.shards()[0].suspend()
     with suppress(httpx.TimeoutException):  # Serve may have it wait for the next replica
         assert of_two_shards.http.get("/v1/speculation", timeout=10).status_code == 200
-    replaced_by(two_shards.cluster, before, two_shards)
-
-
-@pytest.mark.parametrize(
-    ("victim", "end"),
-    [("engine_cores", "kill"), ("engine_cores", "suspend"), ("replicas", "kill")],
-    ids=["core dies", "core hangs", "replica dies"],
-)
-def test_an_engine_core_that_holds_the_shard_is_replaced_when_it_hangs_or_dies(
-    one_shard: Deployment, victim: str, end: str
-) -> None:
-    cluster, api = one_shard.cluster, Api(one_shard.base_url())
-    before = cluster.engine_processes()
-    assert len(before) == 2
-    assert not cluster.shards()
-    with running_stream(api, **LONG, **SEVERAL) as outcome:
-        getattr(getattr(cluster, victim)()[0], end)()
-        error = outcome(STEP_S + ERROR_S)
-    assert isinstance(error, StreamError | httpx.HTTPError), "the cut-off stream passed for whole"
-
-    replaced_by(cluster, before, one_shard)
-    answer = api.complete(prompt="x = 1\n", max_tokens=8)
-    assert answer["usage"]["completion_tokens"] == 8
+    replaced(two_shards, before)

@@ -18,6 +18,7 @@ from tests.integration.cluster import Deployment
 pytestmark = pytest.mark.timeout(900)
 
 TEXT: dict[str, Any] = {"max_tokens": 60, "ignore_eos": True}
+ALONE = {"speculation": "draft_model"}
 PROMPTS = [f"def function_{number}(value):\n" for number in range(12)]
 LONG_PROMPTS = [
     "".join(f"def step_{line}(value):\n    return value * {number}\n" for line in range(60))
@@ -46,7 +47,8 @@ def expected(api: Api) -> list[str]:
 
 
 def write(api: Api, prompt: str, **options: Any) -> str:
-    text: str = api.complete(prompt=prompt, **options, **TEXT)["choices"][0]["text"]
+    asked = {"prompt": prompt, "vllm_xargs": ALONE, **TEXT, **options}
+    text: str = api.complete(**asked)["choices"][0]["text"]
     return text
 
 
@@ -55,23 +57,25 @@ def drafter(app: Deployment) -> psutil.Process | None:
     return next(iter(app.cluster.processes("ray::DraftModelDrafter")), None)
 
 
-def num_accepted(api: Api) -> int:
-    acceptance = api.speculation()["acceptance"]
-    tokens: int = acceptance.get("draft_model", {"accepted_tokens": 0})["accepted_tokens"]
-    return tokens
+def counts(api: Api) -> tuple[int, int]:
+    """Drafts so far, and how many of their first tokens were accepted."""
+    acceptance = api.speculation()["acceptance"].get("draft_model")
+    if acceptance is None:
+        return 0, 0
+    return acceptance["drafted_at_position"][0], acceptance["accepted_at_position"][0]
 
 
 def is_up(api: Api) -> bool:
-    (source,) = api.speculation()["sources"]
+    (source,) = (each for each in api.speculation()["sources"] if each["kind"] == "draft_model")
     return bool(source["up"])
 
 
 def await_drafts(api: Api, app: Deployment) -> None:
-    before = num_accepted(api)
+    _, before = counts(api)
 
     def ask() -> bool:
         write(api, "class Shape:\n")
-        return num_accepted(api) > before
+        return counts(api)[1] > before
 
     app.eventually(ask, "accepted drafts of the draft model", WAIT_S)
 
@@ -79,9 +83,11 @@ def await_drafts(api: Api, app: Deployment) -> None:
 def test_a_model_in_another_process_drafts(api: Api, app: Deployment, expected: list[str]) -> None:
     await_drafts(api, app)
     assert is_up(api)
+    before = counts(api)
     assert [write(api, prompt) for prompt in PROMPTS] == expected
+    num_drafts, num_accepted = (now - then for now, then in zip(counts(api), before, strict=True))
+    assert num_accepted > 0.95 * num_drafts > 0
     acceptance = api.speculation()["acceptance"]["draft_model"]
-    assert acceptance["acceptance_rate_at_position"][0] > 0.95
     assert len(acceptance["acceptance_rate_at_position"]) == 3
 
 

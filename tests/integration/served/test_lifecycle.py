@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import pytest
 
-from tests.integration.api import MODEL, Api
+from tests.integration.api import MODEL, Api, StreamError
 from tests.integration.applications import MAX_NUM_SEQS, MAX_QUEUED
 from tests.integration.cluster import Deployment, eventually
 from tests.integration.running import (
@@ -14,11 +15,17 @@ from tests.integration.running import (
     LONG,
     SEVERAL,
     answers_finished_for_a_client_that_goes_away,
+    replaced,
     running_stream,
 )
-from tests.integration.stage import Stage
+from tests.integration.stage import STEP_S
 
 pytestmark = pytest.mark.timeout(900)
+
+MAIN = "main"
+"""The application at the root."""
+ERROR_S = 60.0
+"""A request whose server died must have its error within this time."""
 
 
 @pytest.fixture
@@ -65,14 +72,48 @@ def test_a_client_that_goes_away_ends_its_request(
     assert answers_finished_for_a_client_that_goes_away(api, shared, path, asked) == 0
 
 
-def test_ctrl_c_ends_everything_also_a_running_request(
-    api: Api, shared: Deployment, stage: Stage
+@pytest.mark.parametrize(
+    ("victim", "end"),
+    [("engine_cores", "kill"), ("engine_cores", "suspend"), ("replicas", "kill")],
+    ids=["core dies", "core hangs", "replica dies"],
+)
+def test_an_engine_core_that_holds_the_shard_is_replaced_when_it_hangs_or_dies(
+    api: Api, shared: Deployment, victim: str, end: str
 ) -> None:
     cluster = shared.cluster
+    before = cluster.engine_processes(MAIN)
+    assert len(before) == 2
+    assert not cluster.shards()
     with running_stream(api, **LONG, **SEVERAL) as outcome:
-        shared.interrupt()
-        assert shared.wait(60) == 0
-        outcome(60)
-    eventually(lambda: not cluster.engine_processes(), "all engine processes gone", 60)
-    eventually(lambda: not cluster.processes("bin/haproxy"), "HAProxy gone", 60)
-    stage.clear()
+        (process,) = getattr(cluster, victim)(MAIN)
+        getattr(process, end)()
+        error = outcome(STEP_S + ERROR_S)
+    assert isinstance(error, StreamError | httpx.HTTPError), "the cut-off stream passed for whole"
+
+    replaced(shared, before, MAIN)
+    answer = api.complete(prompt="x = 1\n", max_tokens=8)
+    assert answer["usage"]["completion_tokens"] == 8
+
+
+def test_ctrl_c_ends_everything_also_a_running_request_and_beside_stores_that_hang(
+    ended: Deployment,
+) -> None:
+    cluster = ended.cluster
+    stores = cluster.processes("ray::TrieStore")
+    assert stores
+    for store in stores:
+        store.suspend()
+    try:
+        Api(ended.base_url("/two")).complete(prompt="class A:\n", max_tokens=60, ignore_eos=True)
+        with running_stream(Api(ended.base_url()), **LONG, **SEVERAL) as outcome:
+            ended.interrupt()
+            assert ended.wait(120) == 0
+            outcome(60)
+        eventually(lambda: not cluster.engine_processes(), "all engine processes gone", 60)
+        eventually(lambda: not cluster.processes("bin/haproxy"), "HAProxy gone", 60)
+    finally:
+        for store in stores:
+            store.resume()
+    logs = (cluster.folder / "session_latest/logs").glob("worker-*.out")
+    said = "".join(log.read_text() for log in logs)
+    assert "The draft memory did not take all that this replica learned last" in said

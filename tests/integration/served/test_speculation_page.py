@@ -61,9 +61,9 @@ POOR_CONTRASTS = """(() => {
 
 
 @pytest.fixture
-def demo(replicated: Deployment) -> Iterator[Api]:
-    """What `configs/demo.yaml` serves, after some requests."""
-    api = Api(replicated.base_url("/demo"))
+def open_app(shared: Deployment) -> Iterator[Api]:
+    """An application that shows texts, after some requests."""
+    api = Api(shared.base_url("/drafter"))
     with api.http:
         api.complete(**BRIEF)
         # Another text each time: of its drafts some are refused, however often it was asked for.
@@ -88,9 +88,9 @@ def page(browser: Page) -> Iterator[Page]:
 
 
 @pytest.fixture
-def shown(page: Page, demo: Api) -> Page:
-    """The demo's page, drawn."""
-    page.open(f"{demo.base_url}/speculation")
+def shown(page: Page, open_app: Api) -> Page:
+    """Its page, drawn."""
+    page.open(f"{open_app.base_url}/speculation")
     page.until(HAS_SOURCES)
     return page
 
@@ -120,9 +120,9 @@ def pixels(picture: bytes) -> set[tuple[int, ...]]:
     return {colour for count, colour in counted if count > 200 and isinstance(colour, tuple)}
 
 
-def test_it_shows_the_acceptance_that_the_api_tells(shown: Page, demo: Api) -> None:
+def test_it_shows_the_acceptance_that_the_api_tells(shown: Page, open_app: Api) -> None:
     rows = shown.run("[...document.querySelectorAll('#sources .row')].map(row => row.innerText)")
-    acceptance = demo.speculation()["acceptance"]
+    acceptance = open_app.speculation()["acceptance"]
     assert len(rows) == len(acceptance) > 0
     for source, counts in acceptance.items():
         (row,) = (each for each in rows if each.startswith(source))
@@ -132,42 +132,44 @@ def test_it_shows_the_acceptance_that_the_api_tells(shown: Page, demo: Api) -> N
 
 
 def test_a_requests_text_is_shown_with_its_accepted_tokens_coloured_by_source(
-    shown: Page, demo: Api
+    shown: Page, open_app: Api
 ) -> None:
-    text = demo.complete(**BRIEF, vllm_xargs={"speculation": "ngram"})["choices"][0]["text"]
+    text = open_app.complete(**BRIEF, vllm_xargs={"speculation": "draft_model"})["choices"][0][
+        "text"
+    ]
     # The last step may have brought more than was asked for.
     shown.until(f"({SHOWN_TEXTS})[0]?.startsWith({text!r})")
-    first = "document.querySelector('.text .accepted[data-source=ngram]')"
+    first = "document.querySelector('.text .accepted[data-source=draft_model]')"
     assert shown.run(f"{first}.textContent") in text
-    bar = "document.querySelector('#sources [data-source=ngram] i')"
+    bar = "document.querySelector('#sources [data-source=draft_model] i')"
     line = shown.run(f"getComputedStyle({first}).borderBottomColor")
     assert line == shown.run(f"getComputedStyle({bar}).backgroundColor")
 
 
-def test_it_is_live(shown: Page, demo: Api) -> None:
+def test_it_is_live(shown: Page, open_app: Api) -> None:
     tokens = "document.querySelector('#sources').innerText"
     before = shown.run(tokens)
-    with traffic(demo):
+    with traffic(open_app):
         shown.until("Number(document.querySelector('#rate').textContent) > 0")
         shown.until(f"{tokens} !== {before!r}")
         shown.until("document.querySelector('#rates polyline').points.length > 2")
     shown.until("document.querySelector('#rate').textContent === '0'")
 
 
-def test_the_last_minute_is_told_apart_from_all(shown: Page, demo: Api) -> None:
+def test_the_last_minute_is_told_apart_from_all(shown: Page, open_app: Api) -> None:
     shown.run("document.querySelector('[value=minute]').click()")
     shown.until(f"!({HAS_SOURCES})")
-    demo.complete(**BRIEF)
+    open_app.complete(**BRIEF)
     shown.until(HAS_SOURCES)
 
 
-def test_memory_and_drafters_are_shown(shown: Page, demo: Api) -> None:
+def test_memory_and_drafters_are_shown(shown: Page, open_app: Api) -> None:
     assert "128 MiB" in shown.run("document.querySelector('#memory').innerText")
     assert shown.run("document.querySelector('#memory-chart polyline').points.length") > 0
     # On a busy machine a drafter may be late, and is asked again a second later.
     drafters = """[...document.querySelectorAll('[data-drafter]')]
         .map(part => [part.dataset.drafter, part.querySelector('.dot').innerText])"""
-    kinds = [each["kind"] for each in demo.speculation()["sources"]]
+    kinds = [each["kind"] for each in open_app.speculation()["sources"]]
     shown.until(f"String({drafters}) === '{','.join(f'{kind},up' for kind in kinds)}'")
 
 
@@ -184,16 +186,16 @@ def test_it_can_be_read(shown: Page, tmp_path: Path, width: int, scheme: str) ->
     assert contrasts["count"] > 50
     picture = shown.screenshot()
     (tmp_path / f"{width}-{scheme}.png").write_bytes(picture)
-    names = "[[':root', '--page'], [':root', '--card'], ['[data-source=ngram]', '--c']]"
+    names = "[[':root', '--page'], [':root', '--card'], ['[data-source=draft_model]', '--c']]"
     of = "getComputedStyle(document.querySelector(element)).getPropertyValue(name)"
     read = f"{names}.map(([element, name]) => {of})"
     wanted = {ImageColor.getrgb(colour.strip()) for colour in shown.run(read)}
     assert wanted <= pixels(picture)
 
 
-def test_nothing_is_asked_of_another_host_and_nothing_fails(shown: Page, demo: Api) -> None:
+def test_nothing_is_asked_of_another_host_and_nothing_fails(shown: Page, open_app: Api) -> None:
     paths = {"/speculation", "/speculation/data"}
-    assert set(shown.requested) == {demo.base_url + path for path in paths}
+    assert set(shown.requested) == {open_app.base_url + path for path in paths}
     assert shown.errors == []
 
 

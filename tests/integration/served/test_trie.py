@@ -8,13 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.integration.api import MODEL, OFF, Api
-from tests.integration.applications import MAX_NUM_SEQS, REPLICATED
+from tests.integration.applications import MAX_NUM_SEQS
 from tests.integration.cluster import Cluster, Deployment, kill
-from tests.integration.stage import Stage
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -23,17 +21,17 @@ NUM_ASKED = 12
 
 
 @pytest.fixture
-def api(replicated: Deployment) -> Iterator[Api]:
+def api(shared: Deployment) -> Iterator[Api]:
     """A client of both replicas, when both are ready."""
-    api = Api(replicated.base_url("/two"))
+    api = Api(shared.base_url("/two"))
     with api.http:
-        replicated.eventually(lambda: len(replicas(api)) == 2, "both replicas are ready", 240)
+        shared.eventually(lambda: len(replicas(api)) == 2, "both replicas are ready", 240)
         yield api
 
 
 @pytest.fixture
-def app(replicated: Deployment) -> Deployment:
-    return replicated
+def app(shared: Deployment) -> Deployment:
+    return shared
 
 
 def replicas(api: Api) -> dict[str, dict[str, Any]]:
@@ -154,7 +152,7 @@ def test_the_store_may_die_in_the_midst_and_nobody_notices(api: Api, app: Deploy
     prompts = [f"def function_{i}(value):\n" for i in range(NUM_ASKED)]
     expected = [api.complete(prompt=p, vllm_xargs=OFF, **TEXT)["choices"] for p in prompts]
     before = stores(app.cluster)
-    assert len(before) == len(REPLICATED)  # one of each application
+    assert before
     with ThreadPoolExecutor(3) as pool:
         answers = pool.map(lambda p: api.complete(prompt=p, **TEXT), 2 * prompts)
         kill([p for p in app.cluster.processes("ray::TrieStore") if p.pid in before])
@@ -165,20 +163,3 @@ def test_the_store_may_die_in_the_midst_and_nobody_notices(api: Api, app: Deploy
         lambda: len(set(stores(app.cluster)) - set(before)) == len(before), "new stores", 120
     )
     await_drafts_of_the_others(api, app, "class Shape:\n")
-
-
-def test_a_store_that_hangs_holds_up_no_shutdown_and_the_replicas_tell_what_is_lost(
-    api: Api, app: Deployment, stage: Stage
-) -> None:
-    hanging = [psutil.Process(pid) for pid in stores(app.cluster)]
-    for store in hanging:
-        store.suspend()
-    try:
-        api.complete(prompt="async def main():\n", **TEXT)
-        stage.clear()
-    finally:
-        for store in hanging:
-            store.resume()
-    logs = (app.cluster.folder / "session_latest/logs").glob("worker-*.out")
-    said = "".join(log.read_text() for log in logs)
-    assert "The draft memory did not take all that this replica learned last" in said
