@@ -198,18 +198,20 @@ def _cases(
     draw: st.DrawFn, operation: Operation, by_schema: st.SearchStrategy[RandomCase]
 ) -> RandomCase:
     """A case by the schema alone, or an example with something of the schema and some wishes."""
-    case = draw(by_schema)
     example = EXAMPLES.get(operation.path)
-    generated = case.body if isinstance(case.body, dict) else {}
     if example is None or draw(st.integers(0, 5)) == 0:
-        case.body = bounded(generated) if generated else case.body
+        case = draw(by_schema)
+        case.body = bounded(case.body) if isinstance(case.body, dict) else case.body
         return case
     body = deepcopy(example)
-    others = sorted(generated.keys() - example.keys())
-    is_mixed = draw(st.booleans())
-    if others and is_mixed:
-        key = draw(st.sampled_from(others))
-        body[key] = generated[key]
+    if draw(st.booleans()):  # to draw from a schema takes most of the time
+        case = draw(by_schema)
+        generated = case.body if isinstance(case.body, dict) else {}
+        if others := sorted(generated.keys() - example.keys()):
+            key = draw(st.sampled_from(others))
+            body[key] = generated[key]
+    else:
+        case = operation.Case()
     for wish in draw(st.lists(st.sampled_from(WISHES.get(operation.path, [{}])), max_size=3)):
         body |= wish
     case.body = bounded(body)
