@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from typing import cast
 
+import numpy as np
+
 from specserve.core.metrics import SpeculationMetrics
 from specserve.core.source_config import NgramConfig, PredictionConfig, TrieConfig
 from specserve.policy.chain import build_chain
 from specserve.sources.base import SourceContext
+from specserve.sources.prediction import num_foretold
 from specserve.trie.memory import SharedMemory
 
 
 def compile_kernels() -> None:
-    """Builds a chain of every source that has kernels; remote sources have none of their own."""
+    """Builds a chain of every source that has kernels, and counts a prediction as replicas do."""
     sources = (
         NgramConfig(kind="ngram"),
         PredictionConfig(kind="prediction"),
@@ -26,6 +29,7 @@ def compile_kernels() -> None:
     nobody = cast(SharedMemory, object())  # nothing is published
     context = SourceContext(num_slots=1, share=lambda *_: nobody)
     build_chain(sources, SpeculationMetrics(), context)
+    num_foretold(np.ones(1, np.int32), [1])
 
 
 if __name__ == "__main__":
