@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from types import FrameType
+from typing import NoReturn
 
 from specserve import __version__
 from specserve.core.errors import SpecServeError
@@ -46,8 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, or what the command says; 2 for a user's mistake, told in one line on
         stderr; 130 when interrupted.
+
+    Raises:
+        SystemExit: SIGTERM came; what the command had started has ended.
     """
     args = build_parser().parse_args(argv)
+    before = signal.signal(signal.SIGTERM, _end)
     try:
         code: int = args.run(args)
     except SpecServeError as error:
@@ -55,7 +62,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return code
+
+
+def _end(number: int, _: FrameType | None) -> NoReturn:
+    sys.exit(128 + number)
 
 
 if __name__ == "__main__":

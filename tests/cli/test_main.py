@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import argparse
 import re
+import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -52,3 +55,36 @@ def test_an_error_on_purpose_is_one_line_and_code_2(
 def test_an_interrupt_is_code_130(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, KeyboardInterrupt())
     assert cli.main(["check", "x"]) == 130
+
+
+WAITS = """
+import argparse, contextlib, sys, time
+from specserve.cli import main
+
+@contextlib.contextmanager
+def engine():
+    print("started", flush=True)
+    try:
+        yield
+    finally:
+        print("ended", flush=True)
+
+def run(args):
+    with engine():
+        time.sleep(60)
+
+parser = argparse.ArgumentParser()
+parser.set_defaults(run=run)
+main.build_parser = lambda: parser
+sys.exit(main.main([]))
+"""
+"""A command that has started something."""
+
+
+def test_a_command_that_is_told_to_end_ends_what_it_has_started() -> None:
+    with subprocess.Popen([sys.executable, "-c", WAITS], stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline() == "started\n"
+        run.terminate()
+        assert run.stdout.read() == "ended\n"
+    assert run.returncode == 128 + signal.SIGTERM
