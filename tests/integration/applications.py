@@ -102,7 +102,7 @@ SHARED: dict[str, dict[str, Any]] = {
 TWO_SHARDS = {
     "/": application(engine={"tensor_parallel_size": 2}, placement={"strategy": "STRICT_SPREAD"}),
     "/large": application(
-        engine={"tensor_parallel_size": 8}, placement={"timeout_s": 3.0, "num_cpus_per_shard": 3}
+        engine={"tensor_parallel_size": 4}, placement={"timeout_s": 3.0, "num_cpus_per_shard": 6}
     ),
 }
 """Two shards on two nodes, and an application that no node can hold."""

@@ -58,7 +58,7 @@ def test_shards_that_fit_nowhere_are_told_in_one_line(two_shards: Deployment) ->
         return next((line for line in lines if "error: placement:" in line), None)
 
     said = two_shards.eventually(line, "the placement error", 120)
-    assert "8 shards with 3 CPU each (PACK) did not fit within 3 s: needs 24 CPU, the " in said
+    assert "4 shards with 6 CPU each (PACK) did not fit within 3 s: needs 24 CPU, the " in said
     assert f"nodes: 2 x ({NUM_CPUS} CPU); free in all: " in said
     two_shards.eventually(
         lambda: len(two_shards.cluster.replicas()) == 1, "nothing left of the application", 60

@@ -101,7 +101,8 @@ def test_the_file_for_comparing_gives_the_model_and_each_source_side_by_side(
 def test_an_engine_that_does_not_start_is_one_line_and_leaves_nothing(
     tmp_path: Path, application: dict[str, Any]
 ) -> None:
-    application["engine"]["vllm"] = {"block_size": 7}
+    # With overrides only vLLM itself knows what the model can do.
+    application["engine"]["vllm"] = {"block_size": 7, "hf_overrides": {}}
     application["engine"]["max_model_len"] = 10**9
     run = Run(tmp_path, application, "--methods", "ngram")
     assert run.code == 2
