@@ -197,6 +197,14 @@ class AppConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _a_step_has_a_token_for_each_request(self) -> Self:
+        most, least = self.engine.max_num_batched_tokens, self.engine.max_num_seqs
+        if most < least:
+            allowed = f"at least engine.max_num_seqs ({least})"
+            raise ConfigError("engine.max_num_batched_tokens", most, allowed)
+        return self
+
+    @model_validator(mode="after")
     def _in_engine_is_alone(self) -> Self:
         for index, source in enumerate(self.speculation):
             if (

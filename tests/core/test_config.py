@@ -85,6 +85,10 @@ def test_nothing_changes_after_validation() -> None:
             r"^speculation\.0\.max_draft_len: 8 .* less than engine\.max_num_batched_tokens \(4\)$",
         ),
         (
+            {"engine": {"max_num_batched_tokens": 64, "max_num_seqs": 128}},
+            r"^engine\.max_num_batched_tokens: 64 .* at least engine\.max_num_seqs \(128\)$",
+        ),
+        (
             {"speculation": [{"kind": "mtp", "placement": "in_engine", "model": "module"}]},
             r"^speculation\.0\.model: 'module' .* empty, where placement is in_engine$",
         ),
