@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 from specserve.core.config import AppConfig, ModelConfig
 from specserve.core.errors import ConfigError, reason_of
@@ -132,18 +133,24 @@ def check_sizes(config: AppConfig, folder: str) -> None:
     if not Path(folder).is_absolute() or "hf_overrides" in engine.vllm:
         return
     card = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    card = card.get("text_config") or card
+    card = card["text_config"] if isinstance(card.get("text_config"), dict) else card
     num_heads = card.get("num_attention_heads")
     if isinstance(num_heads, int) and num_heads % engine.tensor_parallel_size:
         allowed = f"a divisor of the model's {num_heads} attention heads"
         raise ConfigError("engine.tensor_parallel_size", engine.tensor_parallel_size, allowed)
     longest = card.get("max_position_embeddings")
-    scaling = card.get("rope_scaling") or card.get("rope_parameters") or {}
-    is_final = scaling.get("rope_type", scaling.get("type", "default")) in _COUNTED_SCALINGS
-    is_known = isinstance(longest, int) and is_final and "model_max_length" not in card
+    is_known = isinstance(longest, int) and _counts_scaling(card) and "model_max_length" not in card
     if is_known and engine.max_model_len > longest and not os.environ.get(_ALLOWS_LONGER):
         allowed = f"at most {longest}, the model's max_position_embeddings"
         raise ConfigError("engine.max_model_len", engine.max_model_len, allowed)
+
+
+def _counts_scaling(card: dict[str, Any]) -> bool:
+    """Whether ``max_position_embeddings`` is the end, however positions are scaled."""
+    scaling = card.get("rope_scaling") or card.get("rope_parameters") or {}
+    if not isinstance(scaling, dict) or any(isinstance(each, dict) for each in scaling.values()):
+        return False  # layers have their own
+    return scaling.get("rope_type", scaling.get("type", "default")) in _COUNTED_SCALINGS
 
 
 def fingerprint(model: ModelConfig) -> str:

@@ -114,6 +114,7 @@ def test_a_model_that_transformers_does_not_know_is_told(folder: Path) -> None:
 
 YARN = {"rope_scaling": {"type": "yarn", "factor": 4.0}}
 LINEAR = {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+BY_LAYER = {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 4.0}}}
 
 
 @pytest.mark.parametrize(
@@ -126,6 +127,8 @@ LINEAR = {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
         (YARN, {"max_model_len": 4097}, "engine.max_model_len: 4097"),
         ({}, {"max_model_len": 4096, "tensor_parallel_size": 2}, ""),
         (LINEAR, {"max_model_len": 16384}, ""),
+        (BY_LAYER, {"max_model_len": 16384}, ""),
+        ({"text_config": {"num_attention_heads": 3}}, {"tensor_parallel_size": 3}, ""),
         ({"model_max_length": 8192}, {"max_model_len": 8192}, ""),
         ({}, {"max_model_len": 8192, "vllm": {"hf_overrides": {"n_positions": 8192}}}, ""),
     ],
