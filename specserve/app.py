@@ -12,7 +12,7 @@ from ray.serve.exceptions import RayServeException
 
 from specserve.core.config import parse
 from specserve.core.errors import MissingExtraError, SpecServeError
-from specserve.engine.checkpoint import check_sizes, find_checkpoint
+from specserve.engine.checkpoint import find_checkpoint
 from specserve.engine.vllm_version import check_vllm
 from specserve.engine.weights import check_weights
 from specserve.serve.router import router_config
@@ -40,7 +40,6 @@ def build(args: dict[str, Any]) -> Application:
 def _build(args: dict[str, Any]) -> Application:
     config = parse(args)
     checkpoint = find_checkpoint(config.model)
-    check_sizes(config, checkpoint.path)
     check_weights(config, checkpoint.path)
     model = config.model.model_copy(
         update={

@@ -114,13 +114,12 @@ def _check(
     """What the application would start, by row title, and what was not checked."""
     from specserve.cli.draft_checkpoints import check_draft_checkpoints
     from specserve.core.errors import ConfigError, SpecServeError
-    from specserve.engine.checkpoint import check_sizes, find_checkpoint
+    from specserve.engine.checkpoint import find_checkpoint
     from specserve.engine.weights import check_weights
 
     config = application.config
     try:
         checkpoint = find_checkpoint(config.model)
-        check_sizes(config, checkpoint.path)
         check_weights(config, checkpoint.path)
         notes = check_draft_checkpoints(config, checkpoint, is_elsewhere=is_elsewhere)
         if config.engine.vllm and _has_vllm():  # importing vLLM takes seconds

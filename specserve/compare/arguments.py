@@ -52,7 +52,7 @@ def only_application(path: Path) -> AppConfig:
         ConfigError: the file is wrong, has several applications, or the model is not there.
     """
     # Here, because a parser that only tells its options must stay quick.
-    from specserve.engine.checkpoint import check_sizes, find_checkpoint
+    from specserve.engine.checkpoint import find_checkpoint
     from specserve.engine.weights import check_weights
     from specserve.serve.config_file import read
 
@@ -60,9 +60,7 @@ def only_application(path: Path) -> AppConfig:
     if len(applications) > 1:
         raise ConfigError("--config", str(path), "a file with one application")
     config = applications[0].config
-    folder = find_checkpoint(config.model, f"{applications[0].field}.model").path
-    check_sizes(config, folder)
-    check_weights(config, folder)
+    check_weights(config, find_checkpoint(config.model, f"{applications[0].field}.model").path)
     return config
 
 

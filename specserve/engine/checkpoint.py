@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 from specserve.core.config import AppConfig, ModelConfig
 from specserve.core.errors import ConfigError, reason_of
@@ -24,11 +23,6 @@ _TOKENIZER_FILES = (
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
 )
 """What says which token an id stands for, as far as a checkpoint has it."""
-
-_COUNTED_SCALINGS = ("default", "su", "longrope", "llama3", "yarn", "deepseek_yarn")
-"""Ways to scale positions that ``max_position_embeddings`` has counted; vLLM counts others."""
-
-_ALLOWS_LONGER = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 
 _PART_BYTES = 1 << 16
 """Read of each file of weights to tell it from another one; what is trained differs everywhere."""
@@ -116,41 +110,6 @@ def text_sizes(config: AppConfig) -> tuple[int, int]:
         allowed = f"a model that transformers reads ({reason_of(error)})"
         raise ConfigError("model.path", model.path, allowed) from None
     return config.engine.max_model_len or found.max_position_embeddings, found.vocab_size
-
-
-def check_sizes(config: AppConfig, folder: str) -> None:
-    """Checks what vLLM would refuse when the model is loaded: lengths and shards that do not fit.
-
-    Args:
-        config: the application's configuration.
-        folder: of the model, as found. What is on the hub is not looked up.
-
-    Raises:
-        ConfigError: texts may be longer than the model's positions, or the shards do not divide
-            its attention heads.
-    """
-    engine = config.engine
-    if not Path(folder).is_absolute() or "hf_overrides" in engine.vllm:
-        return
-    card = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    card = card["text_config"] if isinstance(card.get("text_config"), dict) else card
-    num_heads = card.get("num_attention_heads")
-    if isinstance(num_heads, int) and num_heads % engine.tensor_parallel_size:
-        allowed = f"a divisor of the model's {num_heads} attention heads"
-        raise ConfigError("engine.tensor_parallel_size", engine.tensor_parallel_size, allowed)
-    longest = card.get("max_position_embeddings")
-    is_known = isinstance(longest, int) and _counts_scaling(card) and "model_max_length" not in card
-    if is_known and engine.max_model_len > longest and not os.environ.get(_ALLOWS_LONGER):
-        allowed = f"at most {longest}, the model's max_position_embeddings"
-        raise ConfigError("engine.max_model_len", engine.max_model_len, allowed)
-
-
-def _counts_scaling(card: dict[str, Any]) -> bool:
-    """Whether ``max_position_embeddings`` is the end, however positions are scaled."""
-    scaling = card.get("rope_scaling") or card.get("rope_parameters") or {}
-    if not isinstance(scaling, dict) or any(isinstance(each, dict) for each in scaling.values()):
-        return False  # layers have their own
-    return scaling.get("rope_type", scaling.get("type", "default")) in _COUNTED_SCALINGS
 
 
 def fingerprint(model: ModelConfig) -> str:

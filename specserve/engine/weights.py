@@ -1,4 +1,4 @@
-"""Whether the weights in a model's folder are what the engine's options ask for.
+"""Whether a model's folder has what the engine's options ask for.
 
 ``specserve shard-weights`` writes folders of weights that are divided among the shards already, and
 vLLM's load format ``sharded_state`` reads them. vLLM itself would copy what fits of another
@@ -8,11 +8,12 @@ division, so what a folder was made for is checked before anything starts. Impor
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from specserve.core.config import AppConfig
+from specserve.core.config import AppConfig, EngineConfig
 from specserve.core.errors import ConfigError
 from specserve.core.source_config import DrafterConfig, MtpConfig
 
@@ -27,6 +28,11 @@ _OF_EXPERTS = "int8_per_channel_weight_only"
 _HALVES = ("float16", "bfloat16")
 
 _FIELD = "engine.vllm.load_format"
+
+_COUNTED_SCALINGS = ("default", "su", "longrope", "llama3", "yarn", "deepseek_yarn")
+"""Ways to scale positions that ``max_position_embeddings`` has counted; vLLM counts others."""
+
+_ALLOWS_LONGER = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +65,7 @@ def own_quantization(folder: Path) -> str:
 
 
 def check_weights(config: AppConfig, folder: str) -> None:
-    """Checks that a model's folder, the load format and the quantization fit each other.
+    """Checks that a model's folder fits the sizes, the load format and the quantization.
 
     Args:
         config: the application's configuration.
@@ -68,11 +74,14 @@ def check_weights(config: AppConfig, folder: str) -> None:
     Raises:
         ConfigError: the folder was made for another number of shards, quantization or type, or by
             something else; or a source would need weights that such a folder does not have; or
-            the quantization would change nothing.
+            the quantization would change nothing; or texts may be longer than the model's
+            positions; or the shards do not divide its attention heads.
     """
     if not Path(folder).is_absolute():
         return
-    if config.engine.vllm.get("quantization") == _OF_EXPERTS and not _has_experts(Path(folder)):
+    card = _card(Path(folder))
+    _check_sizes(config.engine, card)
+    if config.engine.vllm.get("quantization") == _OF_EXPERTS and not _has_experts(card):
         allowed = (
             f"not for {config.model.path}: vLLM quantizes experts alone by it, and it has none"
         )
@@ -86,7 +95,7 @@ def check_weights(config: AppConfig, folder: str) -> None:
     if found is None:
         allowed = f"only with a folder that `specserve shard-weights` made (it has a {MARK})"
         raise ConfigError(_FIELD, config.engine.vllm["load_format"], allowed)
-    _check_division(config, found, _card(Path(folder)))
+    _check_division(config, found, card)
     _check_sources(config)
 
 
@@ -95,9 +104,34 @@ def _card(folder: Path) -> dict[str, Any]:
     return card
 
 
-def _has_experts(folder: Path) -> bool:
+def _has_experts(card: dict[str, Any]) -> bool:
     """Whether a model has experts, by whichever name its config.json gives them."""
-    return "expert" in json.dumps(_card(folder))
+    return "expert" in json.dumps(card)
+
+
+def _check_sizes(engine: EngineConfig, card: dict[str, Any]) -> None:
+    """Checks what vLLM would refuse when the model is loaded."""
+    if "hf_overrides" in engine.vllm:
+        return
+    card = card["text_config"] if isinstance(card.get("text_config"), dict) else card
+    num_heads = card.get("num_attention_heads")
+    if isinstance(num_heads, int) and num_heads % engine.tensor_parallel_size:
+        allowed = f"a divisor of the model's {num_heads} attention heads"
+        raise ConfigError("engine.tensor_parallel_size", engine.tensor_parallel_size, allowed)
+    longest = card.get("max_position_embeddings")
+    if not isinstance(longest, int) or "model_max_length" in card or not _counts_scaling(card):
+        return
+    if engine.max_model_len > longest and not os.environ.get(_ALLOWS_LONGER):
+        allowed = f"at most {longest}, the model's max_position_embeddings"
+        raise ConfigError("engine.max_model_len", engine.max_model_len, allowed)
+
+
+def _counts_scaling(card: dict[str, Any]) -> bool:
+    """Whether ``max_position_embeddings`` is the end, however positions are scaled."""
+    scaling = card.get("rope_scaling") or card.get("rope_parameters") or {}
+    if not isinstance(scaling, dict) or any(isinstance(each, dict) for each in scaling.values()):
+        return False  # layers have their own
+    return scaling.get("rope_type", scaling.get("type", "default")) in _COUNTED_SCALINGS
 
 
 def _check_division(config: AppConfig, made_for: Division, card: dict[str, Any]) -> None:

@@ -8,13 +8,7 @@ import pytest
 
 from specserve.core.config import ModelConfig, parse
 from specserve.core.errors import ConfigError
-from specserve.engine.checkpoint import (
-    check_sizes,
-    find_checkpoint,
-    fingerprint,
-    model_identity,
-    text_sizes,
-)
+from specserve.engine.checkpoint import find_checkpoint, fingerprint, model_identity, text_sizes
 
 
 @pytest.fixture
@@ -110,38 +104,3 @@ def test_a_model_that_transformers_does_not_know_is_told(folder: Path) -> None:
     (folder / "config.json").write_text('{"model_type": "none"}')
     with pytest.raises(ConfigError, match=r"^model\.path: .* a model that transformers reads"):
         text_sizes(parse({"model": {"path": str(folder)}}))
-
-
-YARN = {"rope_scaling": {"type": "yarn", "factor": 4.0}}
-LINEAR = {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
-BY_LAYER = {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 4.0}}}
-
-
-@pytest.mark.parametrize(
-    ("card", "engine", "told"),
-    [
-        ({}, {"tensor_parallel_size": 3}, "engine.tensor_parallel_size: 3 is not allowed; "
-         "allowed: a divisor of the model's 4 attention heads"),
-        ({}, {"max_model_len": 4097}, "engine.max_model_len: 4097 is not allowed; "
-         "allowed: at most 4096, the model's max_position_embeddings"),
-        (YARN, {"max_model_len": 4097}, "engine.max_model_len: 4097"),
-        ({}, {"max_model_len": 4096, "tensor_parallel_size": 2}, ""),
-        (LINEAR, {"max_model_len": 16384}, ""),
-        (BY_LAYER, {"max_model_len": 16384}, ""),
-        ({"text_config": {"num_attention_heads": 3}}, {"tensor_parallel_size": 3}, ""),
-        ({"model_max_length": 8192}, {"max_model_len": 8192}, ""),
-        ({}, {"max_model_len": 8192, "vllm": {"hf_overrides": {"n_positions": 8192}}}, ""),
-    ],
-)  # fmt: skip
-def test_sizes_that_vllm_would_refuse_when_the_model_is_loaded_are_told(
-    tmp_path: Path, card: dict[str, object], engine: dict[str, object], told: str
-) -> None:
-    sizes = {"num_attention_heads": 4, "max_position_embeddings": 4096}
-    (tmp_path / "config.json").write_text(json.dumps(sizes | card))
-    config = parse({"model": {"path": str(tmp_path)}, "engine": engine})
-    if told:
-        with pytest.raises(ConfigError) as error:
-            check_sizes(config, str(tmp_path))
-        assert str(error.value).startswith(told)
-    else:
-        check_sizes(config, str(tmp_path))

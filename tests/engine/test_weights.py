@@ -112,3 +112,38 @@ def test_experts_of_int8_need_experts(tmp_path: Path) -> None:
 
 def test_a_hub_id_is_not_looked_up() -> None:
     check_weights(application(Path("org/name"), SHARDED), "org/name")
+
+
+YARN = {"rope_scaling": {"type": "yarn", "factor": 4.0}}
+LINEAR = {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+BY_LAYER = {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 4.0}}}
+
+
+@pytest.mark.parametrize(
+    ("card", "engine", "told"),
+    [
+        ({}, {"tensor_parallel_size": 3}, "engine.tensor_parallel_size: 3 is not allowed; "
+         "allowed: a divisor of the model's 4 attention heads"),
+        ({}, {"max_model_len": 4097}, "engine.max_model_len: 4097 is not allowed; "
+         "allowed: at most 4096, the model's max_position_embeddings"),
+        (YARN, {"max_model_len": 4097}, "engine.max_model_len: 4097"),
+        ({}, {"max_model_len": 4096, "tensor_parallel_size": 2}, ""),
+        (LINEAR, {"max_model_len": 16384}, ""),
+        (BY_LAYER, {"max_model_len": 16384}, ""),
+        ({"text_config": {"num_attention_heads": 3}}, {"tensor_parallel_size": 3}, ""),
+        ({"model_max_length": 8192}, {"max_model_len": 8192}, ""),
+        ({}, {"max_model_len": 8192, "vllm": {"hf_overrides": {"n_positions": 8192}}}, ""),
+    ],
+)  # fmt: skip
+def test_sizes_that_vllm_would_refuse_when_the_model_is_loaded_are_told(
+    tmp_path: Path, card: dict[str, object], engine: dict[str, object], told: str
+) -> None:
+    sizes = {"num_attention_heads": 4, "max_position_embeddings": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | card))
+    config = parse({"model": {"path": str(tmp_path)}, "engine": engine})
+    if told:
+        with pytest.raises(ConfigError) as error:
+            check_weights(config, str(tmp_path))
+        assert str(error.value).startswith(told)
+    else:
+        check_weights(config, str(tmp_path))

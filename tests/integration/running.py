@@ -25,6 +25,9 @@ LONG: dict[str, Any] = {
 SEVERAL: dict[str, Any] = {"n": MAX_NUM_SEQS, "temperature": 1.0}
 """Answers at once, so that there is time to cut them off before they are whole."""
 
+ERROR_S = 60.0
+"""A request whose server died must have its error within this time."""
+
 
 def replaced(app: Deployment, before: list[psutil.Process], application: str = "") -> None:
     """Waits until the application at the root has a new replica and nothing of the old one.

@@ -8,13 +8,10 @@ import pytest
 
 from tests.integration.api import Api, StreamError
 from tests.integration.cluster import Deployment
-from tests.integration.running import LONG, SEVERAL, replaced, running_stream
+from tests.integration.running import ERROR_S, LONG, SEVERAL, replaced, running_stream
 from tests.integration.stage import STEP_S
 
 pytestmark = pytest.mark.timeout(900)
-
-ERROR_S = 60.0
-"""A request whose server died must have its error within this time."""
 
 
 @pytest.fixture

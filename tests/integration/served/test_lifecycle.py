@@ -11,6 +11,7 @@ from tests.integration.api import MODEL, Api, StreamError
 from tests.integration.applications import MAX_NUM_SEQS, MAX_QUEUED
 from tests.integration.cluster import Deployment, eventually
 from tests.integration.running import (
+    ERROR_S,
     GENERATED,
     LONG,
     SEVERAL,
@@ -24,8 +25,6 @@ pytestmark = pytest.mark.timeout(900)
 
 MAIN = "main"
 """The application at the root."""
-ERROR_S = 60.0
-"""A request whose server died must have its error within this time."""
 
 
 @pytest.fixture
