@@ -63,8 +63,8 @@ from specserve.cli import main
 
 @contextlib.contextmanager
 def engine():
-    print("started", flush=True)
     try:
+        print("started", flush=True)
         yield
     finally:
         print("ended", flush=True)

@@ -17,7 +17,7 @@ from specserve.compare.corpus import HELD_OUT_ONE_IN
 from tools.demo_models.completions import Sample
 from tools.demo_models.config import TrainConfig
 from tools.demo_models.evaluate import BaseScores, DraftScores
-from tools.demo_models.objectives import DIVERGENCE_WEIGHT, MTP_WEIGHT
+from tools.demo_models.objectives import DIVERGENCE_WEIGHT, MTP_WEIGHT, REPETITION_DECAY
 from tools.demo_models.training import ROW_STAGES, Run
 
 _FRONT = """\
@@ -59,7 +59,9 @@ _START_LOOPS = """\
 
 _LOOPS = """
 A completion is greedy, 128 tokens long and follows 128 tokens of a held-out module; it ends in a
-loop where its last 64 tokens repeat with a period of at most 16.
+loop where its last 64 tokens repeat with a period of at most 16. DITTO's loss
+(https://arxiv.org/abs/2206.02369) teaches against loops: a repeated token shall be
+{repetition_decay} times as likely as one repetition earlier.
 """
 
 _DRAFT = """\
@@ -124,6 +126,7 @@ def write_base_card(
     own = {
         **_sources(packages, start),
         "mtp_weight": MTP_WEIGHT,
+        "repetition_decay": REPETITION_DECAY,
         "divergence_weight": DIVERGENCE_WEIGHT,
         "mtp_alone": _spent(alone),
     }
@@ -138,7 +141,7 @@ def write_base_card(
     if start:
         text += _START_LOOPS.format(loops=start.loops)
     text += (
-        _LOOPS
+        _LOOPS.format(repetition_decay=REPETITION_DECAY)
         + _trained(record)
         + _ALONE.format(**_spent(alone))
         + "\n## Greedy completions of held-out prompts\n"

@@ -18,9 +18,25 @@ DIVERGENCE_WEIGHT = 0.8
 BALANCE_STEP = 0.002
 """How far a step moves the routers' bias at the full learning rate."""
 
+REPEATED_ROWS = 8
+"""One of so many rows of a batch is also shown with a span of it repeated to the row's end."""
+
+REPEATED_TOKENS = 512
+"""Length of such a row at most."""
+
+REPEATED_PERIOD = 48
+"""Longest span that is repeated."""
+
+REPETITION_DECAY = 0.5
+"""Probability wanted of a repeated token, as a share of what it had one repetition earlier."""
+
 
 class BaseObjective:
-    """Next-token loss plus the weighted loss of the MTP layer (arXiv 2412.19437, section 2.2)."""
+    """Next-token loss plus the weighted loss of the MTP layer (arXiv 2412.19437, section 2.2).
+
+    A third term teaches that a repetition does not go on for ever, so that greedy text ends in
+    fewer loops: DITTO (arXiv 2206.02369).
+    """
 
     def __init__(self, model: BaseModel) -> None:
         self.model = model
@@ -37,12 +53,45 @@ class BaseObjective:
         some = rows[: (len(rows) + 1) // 2]
         guessed = model.lm_head(model.mtp_hidden(hidden[: len(some), :-1], some[:, 1:-1]))
         mtp = F.cross_entropy(guessed.flatten(0, 1).float(), some[:, 2:].flatten())
-        return main + MTP_WEIGHT * mtp, {"loss": float(main.detach()), "mtp": float(mtp.detach())}
+        repetition = self._repetition(rows[::REPEATED_ROWS, :REPEATED_TOKENS])
+        return main + MTP_WEIGHT * mtp + repetition, {
+            "loss": float(main.detach()),
+            "mtp": float(mtp.detach()),
+            "repetition": float(repetition.detach()),
+        }
+
+    def _repetition(self, rows: Tensor) -> Tensor:
+        """DITTO's loss of a span's third occurrence and those after it; code has many seconds."""
+        tokens, occurrence, before = repeat_spans(rows)
+        logits = self.model.lm_head(self.model.hidden(tokens[:, :-1])).float()
+        likely = logits.softmax(dim=-1).gather(2, tokens[:, 1:, None]).squeeze(2)
+        wanted = REPETITION_DECAY * likely.detach().gather(1, (before[:, 1:] - 1).clamp_min(0))
+        losses = -torch.log((1 - (likely - wanted).abs()).clamp_min(1e-5))
+        return losses[occurrence[:, 1:] >= 2].mean()
 
     def after_step(self, lr_factor: float) -> None:
         """Balance the experts' load."""
         for router in self.model.routers():
             router.balance(BALANCE_STEP * lr_factor)
+
+
+def repeat_spans(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows with one span each, of random place and length, repeated to the row's end.
+
+    Three int64 tensors of the rows' shape [rows, tokens]: the tokens, how many times each one's
+    span stood there before, and where its token stood one occurrence earlier. The same rows
+    always give the same spans.
+    """
+    num_rows, num_tokens = rows.shape
+    generator = torch.Generator().manual_seed(int(rows.sum()))
+    start = torch.randint(1, num_tokens // 4, (num_rows, 1), generator=generator)
+    longest = min(REPEATED_PERIOD, num_tokens // 8)
+    period = (longest ** torch.rand((num_rows, 1), generator=generator)).round().long()
+    at = torch.arange(num_tokens)
+    offset = (at - start).clamp_min(0)
+    source = torch.where(at < start, at, start + offset % period).to(rows.device)
+    before = (at - period).clamp_min(0).to(rows.device)
+    return rows.gather(1, source), (offset // period).to(rows.device), before
 
 
 class MTPObjective:

@@ -59,4 +59,4 @@ def test_every_parameter_gets_a_gradient(base_shape: BaseShape) -> None:
     loss, numbers = BaseObjective(model).loss(rows)
     gradients = torch.autograd.grad(loss, list(model.parameters()))
     assert all(bool(g.isfinite().all()) for g in gradients)
-    assert set(numbers) == {"loss", "mtp"}
+    assert set(numbers) == {"loss", "mtp", "repetition"}

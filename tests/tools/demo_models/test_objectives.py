@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from specserve.compare.corpus import Module
 from tools.demo_models import base_model, draft_model
 from tools.demo_models.base_model import BaseModel
 from tools.demo_models.draft_model import DraftModel
-from tools.demo_models.objectives import DraftObjective, MTPObjective
+from tools.demo_models.objectives import BaseObjective, DraftObjective, MTPObjective, repeat_spans
 from tools.demo_models.progress import Progress
 from tools.demo_models.shapes import BaseShape, DraftShape
 from tools.demo_models.stream import Corpus, TokenStream
@@ -70,3 +71,25 @@ def test_a_draft_model_equal_to_the_base_has_no_divergence(base: BaseModel) -> N
     numbers = objective.loss(rows)[1]
     assert numbers["kl"] == pytest.approx(0.0, abs=1e-5)
     assert numbers["agree"] == 1.0
+
+
+def test_a_span_of_each_row_is_repeated_to_its_end() -> None:
+    rows = torch.arange(1, 1281).reshape(5, 256)
+    tokens, occurrence, before = repeat_spans(rows)
+    for row, repeated, count, earlier in zip(rows, tokens, occurrence, before, strict=True):
+        first = int((count == 1).nonzero()[0])
+        period = int((count == 1).sum())
+        assert torch.equal(repeated[:first], row[:first])
+        assert torch.equal(repeated[first:], repeated[first - period : -period])
+        assert torch.equal(earlier[first:], torch.arange(first - period, 256 - period))
+        assert int(count[-1]) >= 3
+    assert torch.equal(tokens, repeat_spans(rows)[0])
+
+
+def test_a_repeated_token_is_wanted_half_as_likely_as_one_occurrence_earlier(
+    base: BaseModel,
+) -> None:
+    torch.nn.init.zeros_(base.lm_head.weight)  # so each of the 512 tokens is equally likely
+    rows = torch.randint(0, 512, (8, 129), generator=torch.Generator().manual_seed(2))
+    numbers = BaseObjective(base).loss(rows)[1]
+    assert numbers["repetition"] == pytest.approx(-math.log(1 - 0.5 / 512), rel=1e-4)
