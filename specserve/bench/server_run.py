@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 import aiohttp
@@ -172,17 +173,26 @@ def find_server(url: str) -> Server:
     """Asks a server for its model.
 
     Raises:
-        ConfigError: it does not answer, or is no vLLM's application.
+        ConfigError: no address, or that of something else.
+        SpecServeError: nothing answers there, or it is not ready, or refuses.
     """
     url = url.rstrip("/").removesuffix("/v1")
     try:
         answer = httpx.get(f"{url}/v1/models", headers=headers(), timeout=10.0)
-        answer.raise_for_status()
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+        raise ConfigError("--url", url, f"an address ({reason_of(error)})") from error
+    except httpx.HTTPError as error:
+        raise SpecServeError(f"no server answers at {url}: {reason_of(error)}") from error
+    if answer.status_code == HTTPStatus.SERVICE_UNAVAILABLE:
+        raise SpecServeError(f"the server at {url} is not ready: it is loading its model, or ends")
+    if answer.is_error:
+        told = error_message(answer.content) or answer.reason_phrase
+        raise SpecServeError(f"{url}/v1/models answers HTTP {answer.status_code}: {told}")
+    try:
         model = answer.json()["data"][0]
         return Server(url, model["id"], model["max_model_len"])
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
-        allowed = f"the address of a server ({reason_of(error)})"
-        raise ConfigError("--url", url, allowed) from error
+    except (ValueError, LookupError, TypeError) as error:
+        raise ConfigError("--url", url, f"a server of vLLM's ({reason_of(error)})") from error
 
 
 def request_options(sampling: Sampling) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from os import environ
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,6 +127,8 @@ def _check(
             from specserve.engine.args import check_engine_options
 
             check_engine_options(config)
+            if not is_elsewhere:
+                _check_adapters(config)
     except ConfigError as error:
         in_file = ConfigError(f"{application.field}.{error.field}", error.value, error.allowed)
         raise SpecServeError(f"{file.path}: {in_file}") from None
@@ -140,7 +143,25 @@ def _check(
         "limits": _limits(config),
         "API keys": _keys(config),
     }
+    unset = [f"{key.env} ({key.tenant})" for key in config.http.api_keys if key.env not in environ]
+    if unset:
+        notes.append(f"not set here, and needed where it is served: {', '.join(unset)}")
     return rows, notes
+
+
+def _check_adapters(config: AppConfig) -> None:
+    """Checks that the folders of LoRA adapters are there.
+
+    Raises:
+        ConfigError: one is not; a name of the hub is left to vLLM.
+    """
+    from specserve.core.errors import ConfigError
+
+    for index, adapter in enumerate(config.engine.vllm.get("lora_modules") or ()):
+        path = Path(adapter["path"])
+        if path.is_absolute() and not path.is_dir():
+            field = f"engine.vllm.lora_modules.{index}.path"
+            raise ConfigError(field, str(path), "a folder that is there")
 
 
 def _origin(checkpoint: Checkpoint) -> str:

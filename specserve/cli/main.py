@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from specserve import __version__
 from specserve.core.errors import SpecServeError
@@ -29,9 +29,22 @@ the parsed arguments that returns the exit code. They import at their top only w
 needs."""
 
 
+class _Parser(argparse.ArgumentParser):
+    """Tells a wrong argument in one line, and every command its own unknown ones."""
+
+    def parse_known_args(self, *args: Any, **options: Any) -> tuple[argparse.Namespace, list[str]]:  # type: ignore[override]
+        found, unknown = super().parse_known_args(*args, **options)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="specserve",
         description="Large language models with lossless speculative decoding.",
         epilog="`serve run CONFIG` serves what `specserve check CONFIG` found valid.",
@@ -47,8 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command.
 
     Returns:
-        The exit code: 0, or what the command says; 2 for a user's mistake, told in one line on
-        stderr; 130 when interrupted.
+        The exit code: 0, or what the command says; 2 for a user's mistake, told on stderr, a
+        line each; 130 when interrupted.
 
     Raises:
         SystemExit: SIGTERM came; what the command had started has ended.
@@ -58,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = args.run(args)
     except SpecServeError as error:
-        print(f"specserve: error: {error}", file=sys.stderr)
+        for line in str(error).splitlines():
+            print(f"specserve: error: {line}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -1,6 +1,6 @@
 """Every error that specserve raises on purpose.
 
-    SpecServeError          anything below; its message is one line for the user
+    SpecServeError          anything below; its message is for the user: a line, or one each
     ├── ConfigError         a configuration field holds a value that is not allowed
     ├── MissingExtraError   vLLM is not installed; names the extra to install
     ├── PortError           a port to listen on is in use; names it and, where known, by whom
@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 
 class SpecServeError(Exception):
-    """Base of all errors raised on purpose; ``str(error)`` is one line for the user."""
+    """Base of all errors raised on purpose; ``str(error)`` is for the user: one line a mistake."""
 
 
 MISSING = "(missing)"
@@ -36,7 +36,12 @@ class ConfigError(SpecServeError, ValueError):
         field: dotted path of the field, as the user wrote it (``speculation.0.kind``).
         value: the refused value; :data:`MISSING`: there is none.
         allowed: what would have been accepted, in words.
+
+    Attributes:
+        further: what else is wrong with the same value, where validation found several things.
     """
+
+    further: tuple[ConfigError, ...] = ()
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
         self.field, self.value, self.allowed = field, value, allowed

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import AliasChoices, BaseModel, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from specserve.core.errors import MISSING, ConfigError
 
@@ -27,9 +28,10 @@ _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 def from_validation_error(
     error: ValidationError, model: type[BaseModel], prefix: str = ""
 ) -> ConfigError:
-    """The first problem that ``model``'s validation found, as a :class:`ConfigError`.
+    """What ``model``'s validation found, as a :class:`ConfigError` with the further ones.
 
-    A ``ConfigError`` raised inside a validator keeps its own words.
+    Unknown keys come before missing ones: a misspelt key is often both. A ``ConfigError`` raised
+    inside a validator keeps its own words.
 
     Args:
         error: what validation raised.
@@ -37,7 +39,21 @@ def from_validation_error(
         prefix: dotted path of the validated value in the user's file; empty: fields are told from
             below it, and the value itself as ``args``.
     """
-    problem = error.errors(include_url=False)[0]
+    problems = error.errors(include_url=False)
+    problems.sort(key=lambda problem: problem["type"] == "missing")
+    found: dict[str, ConfigError] = {}
+    for problem in problems:
+        told = _told(problem, model, prefix)
+        found.setdefault(told.field, told)
+    # Of a union's members, the one that was followed farthest into the value tells most.
+    first, *further = [
+        told for field, told in found.items() if not any(f.startswith(f"{field}.") for f in found)
+    ]
+    first.further = tuple(further)
+    return first
+
+
+def _told(problem: ErrorDetails, model: type[BaseModel], prefix: str) -> ConfigError:
     place = _locate(model, problem["loc"])
     path = [prefix, *place.path] if prefix else place.path
     context = problem.get("ctx", {})
@@ -110,6 +126,17 @@ def _field(model: type[BaseModel], key: int | str) -> FieldInfo | None:
     return None
 
 
+def _keys(model: type[BaseModel]) -> list[str]:
+    """Every key that a section takes, a field's other names in brackets behind it."""
+    keys = []
+    for name, field in model.model_fields.items():
+        alias = field.validation_alias
+        others = alias.choices if isinstance(alias, AliasChoices) else []
+        also = ", ".join(str(other) for other in others if other != name)
+        keys.append(f"{name} (or {also})" if also else name)
+    return keys
+
+
 def _members(annotation: Any) -> list[Any]:
     """The alternatives of a union; anything else is its own only one."""
     if get_origin(annotation) is Annotated:
@@ -129,7 +156,7 @@ def _with_tag(models: list[type[BaseModel]], tag: str) -> type[BaseModel] | None
 
 def _allowed(message: str, kind: str, context: dict[str, Any], place: _Place) -> str:
     if kind == "extra_forbidden" and place.section:
-        return ", ".join(place.section.model_fields)
+        return ", ".join(_keys(place.section))
     if kind == "missing":
         if get_origin(place.annotation) is Literal:
             return ", ".join(map(str, get_args(place.annotation)))

@@ -64,10 +64,14 @@ def read(path: Path) -> ServeFile:
     would otherwise go unnoticed.
 
     Raises:
-        SpecServeError: one line with the file, the field, the value and what is allowed.
+        SpecServeError: a line with the file, the field, the value and what is allowed; for several
+            unknown, missing or wrong values of a section a line each.
     """
     try:
         return _read(path)
+    except ConfigError as error:
+        lines = [f"{path}: {told}" for told in (error, *error.further)]
+        raise SpecServeError("\n".join(lines)) from None
     except SpecServeError as error:
         raise SpecServeError(f"{path}: {error}") from None
 

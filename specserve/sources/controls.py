@@ -120,9 +120,12 @@ def with_tenant(
 
 
 def _integer(extra_args: Mapping[str, object], key: str, high: int) -> int:
-    """An integer 0 .. high. ``4.0`` counts: JSON has one kind of number, and clients send both."""
+    """An integer 0 .. high. ``4.0`` counts: JSON has one kind of number, and clients send both.
+
+    Of 0 and 1, false and true count too.
+    """
     value = extra_args[key]
-    if isinstance(value, float) and value.is_integer():
+    if (isinstance(value, float) and value.is_integer()) or (high == 1 and isinstance(value, bool)):
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= high:
         allowed = "0 or 1" if high == 1 else f"an integer 0 .. {high}"

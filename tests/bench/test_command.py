@@ -10,7 +10,7 @@ from specserve.cli.main import main
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--url", "http://127.0.0.1:9"], "--url: 'http://127.0.0.1:9' is not allowed"),
+        (["--url", "http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9: "),
         (["--url", "nonsense"], "--url: 'nonsense' is not allowed"),
         (["--config", "none.yaml"], "none.yaml"),
         (["--url", "x", "--record-output", "/nowhere/x.csv"], "--record-output: '/nowhere/x.csv'"),

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,8 +13,8 @@ from vllm import SamplingParams
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
 from specserve.bench import server_run
-from specserve.bench.server_run import Server, request_options
-from specserve.core.errors import SpecServeError
+from specserve.bench.server_run import Server, find_server, request_options
+from specserve.core.errors import ConfigError, SpecServeError
 from specserve.engine.generation import Job, RunResult, Sampling
 
 Handler = Callable[[web.Request], Any]
@@ -23,6 +24,7 @@ Handler = Callable[[web.Request], Any]
 async def serving(answer: Handler) -> AsyncIterator[str]:
     app = web.Application()
     app.router.add_post("/v1/completions", answer)
+    app.router.add_get("/v1/models", answer)
     runner = web.AppRunner(app)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -122,3 +124,54 @@ def test_a_checkpoint_that_sets_penalties_is_asked_as_an_offline_engine_is() -> 
     neutral = SamplingParams(temperature=0.0)
     for name in its_own:
         assert getattr(asked, name) == getattr(neutral, name), name
+
+
+def refusal_of(answer: Handler) -> str:
+    """What is told of a server that answers so where its models are asked for."""
+
+    async def ask() -> str:
+        async with serving(answer) as url:
+            with pytest.raises(SpecServeError) as refused:
+                await asyncio.to_thread(find_server, url)
+            return str(refused.value).replace(url, "URL")
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "told"),
+    [
+        (503, "", "the server at URL is not ready: it is loading its model, or ends"),
+        (
+            401,
+            '{"error": {"message": "no key"}}',
+            "URL/v1/models answers HTTP 401: no key",
+        ),
+        (404, "", "URL/v1/models answers HTTP 404: Not Found"),
+    ],
+)
+def test_a_server_that_refuses_is_told_with_its_reason(status: int, body: str, told: str) -> None:
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(status=status, text=body)
+
+    assert refusal_of(answer) == told
+
+
+def test_a_server_of_something_else_is_told() -> None:
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(text="hello")
+
+    assert refusal_of(answer).startswith("--url: 'URL' is not allowed; allowed: a server of vLLM's")
+
+
+def test_where_nothing_answers_no_address_is_called_wrong() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(SpecServeError, match=f"^no server answers at {url}: "):
+            find_server(url)
+
+
+def test_what_is_no_address_is_told() -> None:
+    with pytest.raises(ConfigError, match=r"^--url: 'localhost:8000' is not allowed"):
+        find_server("localhost:8000")

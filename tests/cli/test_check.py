@@ -396,3 +396,37 @@ def test_a_port_in_use_is_refused_where_ports_are_asked_for(
         rf"specserve: error: port {port} \(the API, http_options.port\) is in use by .*\n", said
     )
     assert main(["check", "--ports", write(content)]) == 0
+
+
+@pytest.mark.usefixtures("folder")
+def test_each_mistake_of_a_section_gets_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    args = {"modell": {}, "speculation": [{"kind": "ngram", "max_len": 3}]}
+    assert main(["check", write(serve_file(args))]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    start = "specserve: error: app.yaml: applications.0.args."
+    assert [line.removeprefix(start).split(":")[0] for line in lines] == [
+        "speculation.0.max_len",
+        "modell",
+        "model",
+    ]
+
+
+@pytest.mark.usefixtures("folder")
+def test_an_adapters_folder_that_is_not_there_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    adapters = [{"name": "fine", "path": "/no/such/adapter"}]
+    engine = {"vllm": {"enable_lora": True, "lora_modules": adapters}}
+    assert main(["check", write(serve_file({**GOOD, "engine": engine}))]) == 2
+    told = "engine.vllm.lora_modules.0.path: '/no/such/adapter' is not allowed"
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_keys_variable_that_is_not_set_is_noted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note = "not set here, and needed where it is served: A_KEY (team-a)"
+    assert main(["check", write(serve_file(GOOD))]) == 0
+    assert note in capsys.readouterr().out
+    monkeypatch.setenv("A_KEY", "secret")
+    assert main(["check", write(serve_file(GOOD))]) == 0
+    assert "A_KEY (team-a)" not in capsys.readouterr().out

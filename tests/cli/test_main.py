@@ -57,6 +57,30 @@ def test_an_interrupt_is_code_130(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cli.main(["check", "x"]) == 130
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (
+            ["check", "--clutser", "1x2"],
+            "specserve check: error: unrecognized arguments: --clutser",
+        ),
+        (
+            ["bench", "tokens"],
+            "specserve bench tokens: error: the following arguments are required",
+        ),
+    ],
+)
+def test_a_wrong_argument_is_told_in_one_line(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2
+    assert line.startswith(told)
+    assert line.endswith(f"; see {told.split(':')[0]} --help")
+
+
 WAITS = """
 import argparse, contextlib, sys, time
 from specserve.cli import main

@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import pytest
-from pydantic import Field, ValidationError
+from pydantic import AliasChoices, Field, ValidationError
 
 from specserve.core.errors import MISSING, ConfigError
 from specserve.core.section import Section
@@ -68,6 +68,37 @@ def test_a_refusal_names_the_field_as_written_the_value_and_what_is_allowed(
     value: Any, expected: tuple[str, object, str]
 ) -> None:
     assert refusal(value) == expected
+
+
+def test_all_problems_are_told_unknown_keys_before_missing_ones() -> None:
+    shapes = [{"kind": "circle", "radios": 2}, {"kind": "square", "side": 0}]
+    with pytest.raises(ValidationError) as caught:
+        Drawing.model_validate({"shapes": shapes})
+    error = from_validation_error(caught.value, Drawing)
+    assert [(each.field, each.value) for each in (error, *error.further)] == [
+        ("shapes.0.radios", "radios"),
+        ("shapes.1.side", 0),
+        ("shapes.0.radius", MISSING),
+    ]
+
+
+def test_of_a_unions_members_the_one_that_fits_best_is_told() -> None:
+    class Named(Section):
+        names: str | list[str]
+
+    with pytest.raises(ValidationError) as caught:
+        Named.model_validate({"names": ["a", 1]})
+    error = from_validation_error(caught.value, Named)
+    assert (str(error), error.further) == ("names.1: 1 is not allowed; allowed: a string", ())
+
+
+def test_a_fields_other_name_stands_behind_it_among_the_keys() -> None:
+    class Trie(Section):
+        longest: int = Field(1, validation_alias=AliasChoices("longest", "decoding_length"))
+
+    with pytest.raises(ValidationError) as caught:
+        Trie.model_validate({"len": 2})
+    assert from_validation_error(caught.value, Trie).allowed == "longest (or decoding_length)"
 
 
 def test_the_prefix_stands_before_the_field() -> None:

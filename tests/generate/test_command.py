@@ -8,7 +8,7 @@ from specserve.cli.main import main
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--url", "http://127.0.0.1:9"], "--url: 'http://127.0.0.1:9' is not allowed"),
+        (["--url", "http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9: "),
         (["--config", "none.yaml"], "none.yaml"),
         (["--url", "x", "--chat-template", "none.jinja"], "--chat-template: 'none.jinja'"),
         (["--url", "x", "--save-output", "/nowhere/x.json"], "--save-output: '/nowhere/x.json'"),

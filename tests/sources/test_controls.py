@@ -47,10 +47,16 @@ def test_another_draft_limit_is_refused_with_its_range(value: object) -> None:
 
 
 @pytest.mark.parametrize("key", ["learn", "report"])
-@pytest.mark.parametrize("value", [2, -1, "no", True, 0.5, None])
+@pytest.mark.parametrize("value", [2, -1, "no", "true", 0.5, None])
 def test_a_switch_is_nought_or_one(key: str, value: object) -> None:
     with pytest.raises(RequestError, match=rf"vllm_xargs\.{key}.*0 or 1"):
         parse_controls({key: value}, KINDS)
+
+
+@pytest.mark.parametrize(("value", "expected"), [(1, True), (1.0, True), (True, True), (0, False)])
+def test_a_switch_takes_the_numbers_and_the_words_of_json(value: object, expected: bool) -> None:
+    controls = parse_controls({"learn": value, "report": value}, KINDS)
+    assert (controls.learn, controls.report) == (expected, expected)
 
 
 def test_a_tenant_among_the_arguments_is_nothing_that_a_request_asks_for() -> None:
