@@ -91,6 +91,11 @@ def _with_sampling(theirs: Any, max_logprobs: int) -> Any:
                     raise _refusal("top_k", top_k, f"at most {max_logprobs}")
                 top_k = max_logprobs  # the checkpoint's default is nobody's wish
             params.drawing = Drawing(sampling.temperature, top_k, sampling.top_p, sampling.seed)
+        elif 0 <= max_logprobs < 2 * params.beam_width:
+            # vLLM takes twice as many candidates of a beam; it would tell of log-probabilities.
+            width = params.beam_width
+            message = f"{width} beams are not allowed; allowed: at most {max_logprobs // 2}"
+            raise VLLMValidationError(message, parameter="n", value=width)
         return params
 
     return to_beam_search_params
@@ -102,7 +107,7 @@ _MOST_LENGTH_PENALTY = 32
 
 
 def _refusal(field: str, value: float, allowed: str) -> VLLMValidationError:
-    message = f"{value} is not allowed beside beam_sample; allowed: {allowed}"
+    message = f"{value} is not allowed where beams are drawn (beam_sample); allowed: {allowed}"
     return VLLMValidationError(message, parameter=field, value=value)
 
 

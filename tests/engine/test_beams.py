@@ -192,8 +192,11 @@ def test_its_requests_are_neither_learned_nor_drafted_for() -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"top_k": 7}, "7 is not allowed beside beam_sample; allowed: at most 6"),
-        ({"temperature": 0}, "0.0 is not allowed beside beam_sample; allowed: from 0.01"),
+        ({"top_k": 7}, "7 is not allowed where beams are drawn (beam_sample); allowed: at most 6"),
+        (
+            {"temperature": 0},
+            "0.0 is not allowed where beams are drawn (beam_sample); allowed: from 0.01",
+        ),
         ({"top_p": 2}, "top_p"),
     ],
 )
@@ -230,3 +233,9 @@ def test_a_chat_is_drawn_for_as_well_and_others_are_left_alone() -> None:
     assert chat.to_beam_search_params(3, {}).drawing.top_k == 4
     assert not hasattr(ChatCompletionRequest(**body).to_beam_search_params(3, {}), "drawing")
     assert not hasattr(params_of(vllm_xargs={"beam_sample": 0}), "drawing")
+
+
+def test_more_beams_than_the_engine_tells_candidates_for_are_refused() -> None:
+    assert params_of(n=VOCAB // 2, vllm_xargs=None).beam_width == VOCAB // 2
+    with pytest.raises(VLLMValidationError, match="4 beams are not allowed; allowed: at most 3"):
+        params_of(n=VOCAB // 2 + 1, vllm_xargs=None)
