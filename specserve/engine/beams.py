@@ -107,7 +107,7 @@ _MOST_LENGTH_PENALTY = 32
 
 
 def _refusal(field: str, value: float, allowed: str) -> VLLMValidationError:
-    message = f"{value} is not allowed where beams are drawn (beam_sample); allowed: {allowed}"
+    message = f"{value} is not allowed where beam_sample draws the beams; allowed: {allowed}"
     return VLLMValidationError(message, parameter=field, value=value)
 
 

@@ -192,10 +192,10 @@ def test_its_requests_are_neither_learned_nor_drafted_for() -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"top_k": 7}, "7 is not allowed where beams are drawn (beam_sample); allowed: at most 6"),
+        ({"top_k": 7}, "7 is not allowed where beam_sample draws the beams; allowed: at most 6"),
         (
             {"temperature": 0},
-            "0.0 is not allowed where beams are drawn (beam_sample); allowed: from 0.01",
+            "0.0 is not allowed where beam_sample draws the beams; allowed: from 0.01",
         ),
         ({"top_p": 2}, "top_p"),
     ],

@@ -52,6 +52,4 @@ def test_beams_do_not_stream(api: Api, body: dict[str, Any]) -> None:
 def test_candidates_beyond_what_vllm_tells_are_refused(api: Api) -> None:
     answer = api.http.post("/v1/completions", json={"model": "demo", **DRAWN, "top_k": 21})
     assert answer.status_code == 400
-    assert (
-        "21 is not allowed where beams are drawn (beam_sample); allowed: at most 20" in answer.text
-    )
+    assert "21 is not allowed where beam_sample draws the beams; allowed: at most 20" in answer.text
