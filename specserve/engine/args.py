@@ -11,6 +11,8 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import FrontendArgs, make_arg_parser
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
 from vllm.platforms import current_platform
+from vllm.reasoning import ReasoningParserManager
+from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from specserve.core.config import AppConfig
@@ -24,6 +26,12 @@ from specserve.engine.refused_options import ELSEWHERE, check_option
 CPU_KV_CACHE_BYTES = 1 << 30
 """KV cache of a shard on CPU where the configuration names none."""
 
+_PARSERS = (
+    ("tool_call_parser", "tool_parser_plugin", ToolParserManager),
+    ("reasoning_parser", "reasoning_parser_plugin", ReasoningParserManager),
+)
+"""Options that name a parser, the option that loads further ones, and who knows all."""
+
 _FIELDS = {field.name: field for field in dataclasses.fields(AsyncEngineArgs)}
 _FRONTEND_FIELDS = {field.name: field for field in dataclasses.fields(FrontendArgs)}
 
@@ -35,8 +43,13 @@ def check_engine_options(config: AppConfig) -> None:
         ConfigError: a key that vLLM does not have, or that has a place of its own in our
             configuration; a value of the wrong type, or one that cannot work here.
     """
-    if template := _vllm_options(config).get("chat_template"):
+    options = _vllm_options(config)
+    if template := options.get("chat_template"):
         read_chat_template(template, "engine.vllm.chat_template")
+    for key, plugin, parsers in _PARSERS:
+        name, known = options.get(key), parsers.list_registered()
+        if name and name not in known and not options.get(plugin):
+            raise ConfigError(f"engine.vllm.{key}", name, ", ".join(sorted(known)))
 
 
 def _vllm_options(config: AppConfig) -> dict[str, Any]:

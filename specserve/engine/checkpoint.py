@@ -164,7 +164,8 @@ def folder_or_id(value: str, field: str) -> str:
     # "configs/modelz" has the form of a hub id, but whoever has a folder "configs" meant a path.
     if _HUB_ID.fullmatch(value) and not folder.parent.is_dir():
         return value
-    raise ConfigError(field, value, _ALLOWED)
+    where = "" if folder.is_absolute() else f"; looked for in {Path.cwd()}"
+    raise ConfigError(field, value, f"{_ALLOWED}{where}")
 
 
 def _architecture(folder: Path, value: str, field: str) -> str:

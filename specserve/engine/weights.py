@@ -32,6 +32,8 @@ _FIELD = "engine.vllm.load_format"
 _COUNTED_SCALINGS = ("default", "su", "longrope", "llama3", "yarn", "deepseek_yarn")
 """Ways to scale positions that ``max_position_embeddings`` has counted; vLLM counts others."""
 
+_CPU_CACHES = ("auto", "bfloat16")
+
 _ALLOWS_LONGER = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 
 
@@ -64,23 +66,27 @@ def own_quantization(folder: Path) -> str:
     return str((_card(folder).get("quantization_config") or {}).get("quant_method") or "")
 
 
-def check_weights(config: AppConfig, folder: str) -> None:
+def check_weights(config: AppConfig, folder: str, *, on_cpu: bool) -> None:
     """Checks that a model's folder fits the sizes, the load format and the quantization.
 
     Args:
         config: the application's configuration.
         folder: of the model, as found. What is on the hub is not looked up.
+        on_cpu: whether vLLM's build for CPU serves it.
 
     Raises:
         ConfigError: the folder was made for another number of shards, quantization or type, or by
             something else; or a source would need weights that such a folder does not have; or
             the quantization would change nothing; or texts may be longer than the model's
-            positions; or the shards do not divide its attention heads.
+            positions; or the shards do not divide its attention heads; or a CPU cannot keep its
+            latent attention's KV cache so, or have adapters beside its experts.
     """
     if not Path(folder).is_absolute():
         return
     card = _card(Path(folder))
     _check_sizes(config.engine, card)
+    if on_cpu:
+        _check_cpu(config, card)
     if config.engine.vllm.get("quantization") == _OF_EXPERTS and not _has_experts(card):
         allowed = (
             f"not for {config.model.path}: vLLM quantizes experts alone by it, and it has none"
@@ -124,6 +130,18 @@ def _check_sizes(engine: EngineConfig, card: dict[str, Any]) -> None:
     if engine.max_model_len > longest and not os.environ.get(_ALLOWS_LONGER):
         allowed = f"at most {longest}, the model's max_position_embeddings"
         raise ConfigError("engine.max_model_len", engine.max_model_len, allowed)
+
+
+def _check_cpu(config: AppConfig, card: dict[str, Any]) -> None:
+    """Checks what vLLM starts with on CPU although every request would fail."""
+    options = config.engine.vllm
+    kind = options.get("kv_cache_dtype", "auto")
+    if card.get("kv_lora_rank") and kind not in _CPU_CACHES:
+        allowed = f"{', '.join(_CPU_CACHES)}: the model's latent attention on CPU"
+        raise ConfigError("engine.vllm.kv_cache_dtype", kind, allowed)
+    if options.get("enable_lora") and _has_experts(card):
+        allowed = f"false on CPU: vLLM's adapters for experts need a GPU, and {config.model.path} "
+        raise ConfigError("engine.vllm.enable_lora", True, f"{allowed}has experts")
 
 
 def _counts_scaling(card: dict[str, Any]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from time import perf_counter
@@ -28,6 +29,9 @@ TASKS = (
     "chat",
 )
 DEFAULT_NEW_TOKENS, DEFAULT_BEAMS = 128, 4
+_SAMPLING = {"top_k": (0, {0, 1}), "top_p": (1.0, {1}), "temperature": (1.0, {0, 1})}
+_BEAMS = {"num_beams": (DEFAULT_BEAMS, {1}), "length_penalty": (1.0, {1})}
+"""Options of some tasks alone: the default, and values that say what the other tasks do anyway."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -58,13 +62,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "together")  # fmt: skip
     add("--add-eos-token", nargs="+", default=[], metavar="ID|TEXT", help="further end tokens; a "
         "text has to be one token")  # fmt: skip
-    add("--top-k", type=number_from(0), default=0, help="of sampling; 0: all (default: 0)")
-    add("--top-p", type=float, default=1.0, help="of sampling (default: %(default)s)")
-    add("--temperature", type=float, default=1.0, help="of sampling (default: %(default)s)")
-    add("--num-beams", type=number_from(2), default=DEFAULT_BEAMS, metavar="N", help="of a beam "
-        "search (default: %(default)s)")  # fmt: skip
-    add("--length-penalty", type=float, default=1.0, help="of a beam search (default: "
-        "%(default)s)")  # fmt: skip
+    add("--top-k", type=number_from(0), help="of sampling and chats; 0: all (default: 0)")
+    add("--top-p", type=float, help="of sampling and chats (default: 1.0)")
+    add("--temperature", type=float, help="of sampling and chats (default: 1.0)")
+    add("--num-beams", type=number_from(1), metavar="N", help="of a beam search (default: 4)")
+    add("--length-penalty", type=float, help="of a beam search (default: 1.0)")
     add("--seed", type=number_from(0), default=None, help="of each request (default: none)")
     add("--max-batch-size", type=number_from(1), default=16, metavar="N", help="requests at a "
         "time (default: %(default)s)")  # fmt: skip
@@ -97,13 +99,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
+    is_beam = args.task.startswith("beam_search")
+    _fill(args, _SAMPLING, (TASKS[1], TASKS[3], TASKS[4]))
+    _fill(args, _BEAMS, (TASKS[2], TASKS[3]))
     at_least_zero("--temperature", args.temperature)
     in_existing_folder("--save-output", args.save_output)
     if not 0 < args.top_p <= 1:
         raise ConfigError("--top-p", args.top_p, "a number above 0 and up to 1")
     if not abs(args.length_penalty) < float("inf"):
         raise ConfigError("--length-penalty", args.length_penalty, "a finite number")
-    is_beam = args.task.startswith("beam_search")
+    if is_beam and args.num_beams < 2:
+        raise ConfigError("--num-beams", args.num_beams, f"2 or more for {args.task}")
     if is_beam and args.stream:
         raise ConfigError("--stream", True, f"without it: {args.task} cannot stream")
     if is_beam and args.config:
@@ -118,6 +124,23 @@ def _check(args: argparse.Namespace) -> None:
                 raise ConfigError(field, given, "without it: a chat reads what is typed")
     if args.task == TASKS[3] and not args.temperature:
         raise ConfigError("--temperature", args.temperature, f"above 0: {args.task} draws")
+
+
+def _fill(
+    args: argparse.Namespace, options: dict[str, tuple[float, set[int]]], tasks: Sequence[str]
+) -> None:
+    """Gives options their defaults.
+
+    Raises:
+        ConfigError: one would change the answers of other tasks than this.
+    """
+    for name, (default, said_anyway) in options.items():
+        value = getattr(args, name)
+        if value is None:
+            setattr(args, name, default)
+        elif args.task not in tasks and value not in said_anyway:
+            allowed = f"only with --task {', '.join(tasks)}, not with {args.task}"
+            raise ConfigError(f"--{name.replace('_', '-')}", value, allowed)
 
 
 def _model(args: argparse.Namespace, stack: contextlib.ExitStack) -> Model:

@@ -25,6 +25,7 @@ from specserve.serve.prediction import (
     openai_texts,
     read_prediction,
 )
+from specserve.serve.response_format import for_vllm
 from specserve.sources.controls import (
     BEAM_KEY,
     PREDICTION_KEY,
@@ -42,7 +43,7 @@ _FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
 
 class ControlsMiddleware:
     """Refuses a request whose speculation controls or prediction are not allowed, and notes the
-    others'.
+    others'. Puts response formats into vLLM's words.
 
     vLLM hands ``vllm_xargs`` to the worker unread, where it would be too late for an error; some of
     its handlers leave them out. Bodies without that key, nearly all, are passed on without being
@@ -66,9 +67,12 @@ class ControlsMiddleware:
         if scope["type"] != "http" or scope["method"] != "POST" or is_memory(scope):
             await self._app(scope, receive, send)
             return
-        body, messages = await _read(receive)
+        sent, messages = await _read(receive)
         controls: dict[str, object] = {}
         try:
+            body = sent if is_generation(scope) else for_vllm(sent)
+            if body is not sent:
+                messages = [{"type": "http.request", "body": body}]
             prediction = await self._read(scope, body, messages, controls)
         except RequestError as error:
             await _refusal(scope, error)(scope, receive, send)

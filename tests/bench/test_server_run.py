@@ -126,6 +126,29 @@ def test_a_checkpoint_that_sets_penalties_is_asked_as_an_offline_engine_is() -> 
         assert getattr(asked, name) == getattr(neutral, name), name
 
 
+def test_each_request_is_sent_with_the_controls_of_the_run() -> None:
+    bodies: list[dict[str, Any]] = []
+
+    async def answer(request: web.Request) -> Any:
+        bodies.append(await request.json())
+        return await streaming(chunk(7, finish_reason="stop"))(request)
+
+    async def both() -> None:
+        async with serving(answer) as url:
+            jobs = [Job((1, 2), Sampling(max_tokens=4))]
+            server = Server(url, "demo", 100)
+            for controls in ({}, {"speculation": "off"}, {"speculation": "off", "report": 1}):
+                await asyncio.to_thread(server.run, jobs, 1, lambda *_: None, controls)
+
+    asyncio.run(both())
+    assert [body.get("vllm_xargs") for body in bodies] == [
+        None,
+        {"speculation": "off"},
+        {"speculation": "off", "report": 1},
+    ]
+    assert ["stream_options" in body for body in bodies] == [False, False, True]
+
+
 def refusal_of(answer: Handler) -> str:
     """What is told of a server that answers so where its models are asked for."""
 

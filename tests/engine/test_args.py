@@ -34,6 +34,8 @@ def config(vllm: dict[str, Any] | None = None, **sections: Any) -> AppConfig:
         ({"chat_template": "{% if a %}"}, "Unexpected end of template"),
         ({"chat_template": "/no/such.jinja"}, "No such file"),
         ({"quantization": "weight_only_int8"}, "int8_per_channel_weight_only"),
+        ({"tool_call_parser": "hermess"}, "hermes"),
+        ({"reasoning_parser": "deepseek_r0"}, "deepseek_r1"),
         ({"ssl_keyfile": "key.pem"}, "http_options"),
         ({"api_key": ["sk-1"]}, "http.api_keys"),
         ({"uds": "/run/socket"}, "http_options"),

@@ -33,7 +33,7 @@ def application(
 
 
 def check(folder: Path, *args: Any, **engine: Any) -> None:
-    check_weights(application(folder, *args, **engine), str(folder))
+    check_weights(application(folder, *args, **engine), str(folder), on_cpu=True)
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
@@ -111,7 +111,7 @@ def test_experts_of_int8_need_experts(tmp_path: Path) -> None:
 
 
 def test_a_hub_id_is_not_looked_up() -> None:
-    check_weights(application(Path("org/name"), SHARDED), "org/name")
+    check_weights(application(Path("org/name"), SHARDED), "org/name", on_cpu=True)
 
 
 YARN = {"rope_scaling": {"type": "yarn", "factor": 4.0}}
@@ -143,7 +143,28 @@ def test_sizes_that_vllm_would_refuse_when_the_model_is_loaded_are_told(
     config = parse({"model": {"path": str(tmp_path)}, "engine": engine})
     if told:
         with pytest.raises(ConfigError) as error:
-            check_weights(config, str(tmp_path))
+            check_weights(config, str(tmp_path), on_cpu=True)
         assert str(error.value).startswith(told)
     else:
-        check_weights(config, str(tmp_path))
+        check_weights(config, str(tmp_path), on_cpu=True)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8_per_token_head"])
+def test_latent_attention_on_cpu_keeps_no_smaller_cache(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_R1_UNQUANTIZED))
+    config = application(tmp_path, {"kv_cache_dtype": kind})
+    with pytest.raises(ConfigError, match=f"^engine.vllm.kv_cache_dtype: '{kind}' is not allowed"):
+        check_weights(config, str(tmp_path), on_cpu=True)
+    check_weights(config, str(tmp_path), on_cpu=False)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
+    check_weights(config, str(tmp_path), on_cpu=True)
+
+
+def test_adapters_beside_experts_need_a_gpu(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_R1_UNQUANTIZED))
+    config = application(tmp_path, {"enable_lora": True})
+    with pytest.raises(ConfigError, match=r"^engine.vllm.enable_lora: True is not allowed; .* CPU"):
+        check_weights(config, str(tmp_path), on_cpu=True)
+    check_weights(config, str(tmp_path), on_cpu=False)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
+    check_weights(config, str(tmp_path), on_cpu=True)

@@ -4,6 +4,9 @@ import pytest
 
 from specserve.cli.main import main
 
+DRAWN = ["--task", "greedy_search_with_sampling"]
+BEAMS = ["--task", "beam_search"]
+
 
 @pytest.mark.parametrize(
     ("options", "told"),
@@ -12,9 +15,13 @@ from specserve.cli.main import main
         (["--config", "none.yaml"], "none.yaml"),
         (["--url", "x", "--chat-template", "none.jinja"], "--chat-template: 'none.jinja'"),
         (["--url", "x", "--save-output", "/nowhere/x.json"], "--save-output: '/nowhere/x.json'"),
-        (["--url", "x", "--top-p", "0"], "--top-p: 0.0 is not allowed"),
-        (["--url", "x", "--temperature", "nan"], "--temperature: nan is not allowed"),
-        (["--url", "x", "--length-penalty", "inf"], "--length-penalty: inf is not allowed"),
+        (["--url", "x", *DRAWN, "--top-p", "0"], "--top-p: 0.0 is not allowed"),
+        (["--url", "x", *DRAWN, "--temperature", "nan"], "--temperature: nan is not allowed"),
+        (["--url", "x", *BEAMS, "--length-penalty", "inf"], "--length-penalty: inf is not allowed"),
+        (["--url", "x", *BEAMS, "--num-beams", "1"], "--num-beams: 1 is not allowed"),
+        (["--url", "x", *BEAMS, "--top-k", "4"], "--top-k: 4 is not allowed"),
+        (["--url", "x", "--num-beams", "4"], "--num-beams: 4 is not allowed; allowed: only with"),
+        (["--url", "x", "--temperature", "0.7"], "--temperature: 0.7 is not allowed"),
         (["--config", "x", "--task", "beam_search"], "--config: 'x' is not allowed"),
         (["--url", "x", "--task", "beam_search", "--stream"], "--stream: True is not"),
         (["--url", "x", "--task", "beam_search", "--add-eos-token", "5"], "--add-eos-token: ['5']"),
@@ -40,10 +47,15 @@ def test_a_wrong_argument_is_one_line(
         [],
         ["--url", "x", "--config", "y"],
         ["--url", "x", "--task", "other"],
-        ["--url", "x", "--num-beams", "1"],
+        ["--url", "x", "--num-beams", "0"],
         ["--url", "x", "--input-texts", "a", "--input-ids", "1"],
     ],
 )
 def test_options_exclude_one_another(options: list[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["generate", *options])
+
+
+def test_one_beam_is_no_beam_search(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--url", "http://127.0.0.1:9", "--num-beams", "1"]) == 2
+    assert "no server answers" in capsys.readouterr().err

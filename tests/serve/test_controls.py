@@ -126,6 +126,61 @@ def test_the_generation_api_is_refused_in_its_own_form(path: str, root_path: str
     assert answer.json() == {"error": told, "error_type": "validation"}
 
 
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("given", "structured"),
+    [
+        ({"type": "json_object", "value": SCHEMA}, {"json": SCHEMA}),
+        ({"type": "json", "value": SCHEMA}, {"json": SCHEMA}),
+        ({"type": "json_schema", "value": {"name": "x", "schema": SCHEMA}}, {"json": SCHEMA}),
+        ({"type": "regex", "value": "[0-9]+"}, {"regex": "[0-9]+"}),
+    ],
+)
+def test_a_response_format_of_text_generation_inference_is_kept_to(
+    client: TestClient, given: dict[str, Any], structured: dict[str, Any]
+) -> None:
+    body = {"messages": [], "response_format": given, "vllm_xargs": {"learn": 0}}
+    reached = client.post("/v1/chat/completions", json=body).json()
+    del body["response_format"]
+    assert reached == body | {"structured_outputs": structured}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"type": "json_object"},
+        {"type": "json_schema", "json_schema": {"name": "value", "schema": SCHEMA}},
+        {"type": "text"},
+        "value",
+    ],
+)
+def test_other_response_formats_are_left_to_vllm(client: TestClient, given: object) -> None:
+    body = json.dumps({"value": 1, "response_format": given}).encode()
+    assert client.post("/v1/chat/completions", content=body).content == body
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"response_format": {"type": "regex", "value": {"a": 1}}},
+        {"response_format": {"type": "choice", "value": ["a"]}},
+        {
+            "response_format": {"type": "regex", "value": "a"},
+            "structured_outputs": {"regex": "b"},
+        },
+    ],
+)
+def test_a_response_format_that_is_none_is_refused(
+    client: TestClient, more: dict[str, Any]
+) -> None:
+    answer = client.post("/v1/chat/completions", json={"messages": [], **more})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "response_format"
+    assert client.post("/generate", json={"inputs": "x", **more}).status_code == 200
+
+
 BAD = {"prompt": "x", "vllm_xargs": {"max_draft_tokens": -1}}
 
 

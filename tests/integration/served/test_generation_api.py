@@ -11,7 +11,12 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
-from huggingface_hub import InferenceClient, TextGenerationInputGrammarType
+from huggingface_hub import (
+    ChatCompletionInputJSONSchema,
+    ChatCompletionInputResponseFormatJSONSchema,
+    InferenceClient,
+    TextGenerationInputGrammarType,
+)
 from huggingface_hub.errors import HfHubHTTPError, ValidationError
 from transformers import (
     AutoConfig,
@@ -332,6 +337,26 @@ def test_the_official_client_asks_as_a_tenant(shared: Deployment) -> None:
     assert text.startswith("x = ")
     with pytest.raises(HfHubHTTPError, match="401"):
         InferenceClient(model=url, token="sk-no").text_generation("x = ", max_new_tokens=4)
+
+
+def test_hugging_faces_client_gets_a_chats_answer_by_its_schema(
+    client: InferenceClient,
+) -> None:
+    schema: dict[str, object] = {
+        "type": "object",
+        "properties": {"mood": {"enum": ["calm"]}},
+        "required": ["mood"],
+    }
+    answer = client.chat_completion(
+        [{"role": "user", "content": "How are you?"}],
+        model="demo",
+        max_tokens=32,
+        response_format=ChatCompletionInputResponseFormatJSONSchema(
+            type="json_schema",
+            json_schema=ChatCompletionInputJSONSchema(name="x", schema=schema),
+        ),
+    )
+    assert json.loads(answer.choices[0].message.content or "") == {"mood": "calm"}
 
 
 def test_info_tells_the_limits(api: Api) -> None:
