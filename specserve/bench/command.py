@@ -14,7 +14,7 @@ from specserve.compare.arguments import (
     number_from,
     only_application,
 )
-from specserve.core.errors import ConfigError
+from specserve.core.errors import ConfigError, SpecServeError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -106,7 +106,7 @@ def _run_server(args: argparse.Namespace) -> Run:
     if args.speculation != AUTO:
         controls["speculation"] = args.speculation
         if reason := server.refusal(largest, speculation=args.speculation):
-            raise ConfigError("--speculation", args.speculation, f"what the server has ({reason})")
+            raise SpecServeError(f"--speculation: {reason}")
     with _progress(len(jobs)) as progress:
         server.run(jobs[: args.warm_up], args.max_batch_size, lambda *_: None, controls)
         # An application whose drafts vLLM makes by itself refuses to tell of them.

@@ -51,7 +51,8 @@ class Server:
             SpecServeError: it does not answer.
         """
         body = {"model": self.model, "prompt": [token], "max_tokens": 1}
-        body["vllm_xargs"] = {"learn": 0, **controls}
+        if controls:  # a server whose vLLM drafts by itself takes none
+            body["vllm_xargs"] = {"learn": 0, **controls}
         url = f"{self.url}/v1/completions"
         try:
             answer = httpx.post(url, json=body, headers=headers(), timeout=TIMEOUT_S)
@@ -178,14 +179,16 @@ def find_server(url: str) -> Server:
     url = url.rstrip("/").removesuffix("/v1")
     try:
         answer = httpx.get(f"{url}/v1/models", headers=headers(), timeout=10.0)
-    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol, ValueError) as error:
         raise ConfigError("--url", url, f"an address ({reason_of(error)})") from error
     except httpx.HTTPError as error:
         raise SpecServeError(f"no server answers at {url}: {reason_of(error)}") from error
-    if answer.status_code == HTTPStatus.SERVICE_UNAVAILABLE:
-        raise SpecServeError(f"the server at {url} is not ready: it is loading its model, or ends")
-    if answer.is_error:
+    if not answer.is_success:
         told = error_message(answer.content) or answer.reason_phrase
+        if answer.status_code == HTTPStatus.SERVICE_UNAVAILABLE:
+            told += "; it is loading its model, or it is stopping"
+        if answer.has_redirect_location:
+            told += f" to {answer.headers['Location']}"
         raise SpecServeError(f"{url}/v1/models answers HTTP {answer.status_code}: {told}")
     try:
         model = answer.json()["data"][0]

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     """Checks the file and prints a table for each of its applications.
 
     Raises:
-        SpecServeError: the first thing that is wrong with the file, the installed vLLM, or the
+        SpecServeError: what is wrong with the file, the installed vLLM, or the
             ports in use.
     """
     from rich.console import Console
@@ -143,9 +143,10 @@ def _check(
         "limits": _limits(config),
         "API keys": _keys(config),
     }
-    unset = [f"{key.env} ({key.tenant})" for key in config.http.api_keys if key.env not in environ]
+    unset = [each.env for each in config.http.api_keys if not environ.get(each.env)]
     if unset:
-        notes.append(f"not set here, and needed where it is served: {', '.join(unset)}")
+        names = ", ".join(unset)
+        notes.append(f"the API keys' variables {names} are not set here; `serve run` needs them")
     return rows, notes
 
 
@@ -153,15 +154,18 @@ def _check_adapters(config: AppConfig) -> None:
     """Checks that the folders of LoRA adapters are there.
 
     Raises:
-        ConfigError: one is not; a name of the hub is left to vLLM.
+        ConfigError: one is not, and is no id of the hub.
     """
     from specserve.core.errors import ConfigError
+    from specserve.engine.checkpoint import folder_or_id
 
     for index, adapter in enumerate(config.engine.vllm.get("lora_modules") or ()):
-        path = Path(adapter["path"])
-        if path.is_absolute() and not path.is_dir():
-            field = f"engine.vllm.lora_modules.{index}.path"
-            raise ConfigError(field, str(path), "a folder that is there")
+        field = f"engine.vllm.lora_modules.{index}.path"
+        try:
+            folder_or_id(adapter["path"], field)
+        except ConfigError:
+            allowed = "an adapter's folder, or a hub id org/name"
+            raise ConfigError(field, adapter["path"], allowed) from None
 
 
 def _origin(checkpoint: Checkpoint) -> str:

@@ -32,13 +32,15 @@ needs."""
 class _Parser(argparse.ArgumentParser):
     """Tells a wrong argument in one line, and every command its own unknown ones."""
 
-    def parse_known_args(self, *args: Any, **options: Any) -> tuple[argparse.Namespace, list[str]]:  # type: ignore[override]
-        found, unknown = super().parse_known_args(*args, **options)
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """What it knows of the arguments; what it does not know is an error here already."""
+        found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return found, unknown
 
     def error(self, message: str) -> NoReturn:
+        """Ends the command with exit code 2."""
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
 

@@ -269,7 +269,7 @@ def parse(args: object, prefix: str = "") -> AppConfig:
             empty: fields are told from below ``args``.
 
     Raises:
-        ConfigError: the first problem, with field, value and what is allowed.
+        ConfigError: with field, value and what is allowed; `further` has what else is wrong.
     """
     try:
         return AppConfig.model_validate(args)

@@ -162,8 +162,10 @@ def _allowed(message: str, kind: str, context: dict[str, Any], place: _Place) ->
             return ", ".join(map(str, get_args(place.annotation)))
         return "a value"
     if kind in ("model_type", "model_attributes_type", "dataclass_type"):
-        keys = getattr(place.annotation, "model_fields", None)
-        return f"a mapping with the keys {', '.join(keys)}" if keys else "a mapping"
+        model = place.annotation
+        if not (isinstance(model, type) and issubclass(model, BaseModel)):
+            return "a mapping"
+        return f"a mapping with the keys {', '.join(_keys(model))}"
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         tag = str(context["discriminator"]).strip("'")
         known = [m.model_fields[tag].annotation for m in _members(place.annotation)]

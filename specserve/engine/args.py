@@ -11,6 +11,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import FrontendArgs, make_arg_parser
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
 from vllm.platforms import current_platform
+from vllm.plugins import load_general_plugins
 from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -47,8 +48,12 @@ def check_engine_options(config: AppConfig) -> None:
     if template := options.get("chat_template"):
         read_chat_template(template, "engine.vllm.chat_template")
     for key, plugin, parsers in _PARSERS:
-        name, known = options.get(key), parsers.list_registered()
-        if name and name not in known and not options.get(plugin):
+        name = options.get(key)
+        if not name or options.get(plugin) or name in parsers.list_registered():
+            continue
+        load_general_plugins()
+        known = parsers.list_registered()
+        if name not in known:
             raise ConfigError(f"engine.vllm.{key}", name, ", ".join(sorted(known)))
 
 

@@ -94,7 +94,8 @@ def _with_sampling(theirs: Any, max_logprobs: int) -> Any:
         elif 0 <= max_logprobs < 2 * params.beam_width:
             # vLLM takes twice as many candidates of a beam; it would tell of log-probabilities.
             width = params.beam_width
-            message = f"{width} beams are not allowed; allowed: at most {max_logprobs // 2}"
+            allowed = f"at most {max_logprobs // 2}, half of engine.vllm.max_logprobs"
+            message = f"n: {width} beams are not allowed; allowed: {allowed}"
             raise VLLMValidationError(message, parameter="n", value=width)
         return params
 

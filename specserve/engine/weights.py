@@ -32,7 +32,9 @@ _FIELD = "engine.vllm.load_format"
 _COUNTED_SCALINGS = ("default", "su", "longrope", "llama3", "yarn", "deepseek_yarn")
 """Ways to scale positions that ``max_position_embeddings`` has counted; vLLM counts others."""
 
-_CPU_CACHES = ("auto", "bfloat16")
+_MLA_SWITCH = "VLLM_MLA_DISABLE"
+
+_COUNTS_OF_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
 
 _ALLOWS_LONGER = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 
@@ -86,7 +88,7 @@ def check_weights(config: AppConfig, folder: str, *, on_cpu: bool) -> None:
     card = _card(Path(folder))
     _check_sizes(config.engine, card)
     if on_cpu:
-        _check_cpu(config, card)
+        _check_cpu(config.engine, card)
     if config.engine.vllm.get("quantization") == _OF_EXPERTS and not _has_experts(card):
         allowed = (
             f"not for {config.model.path}: vLLM quantizes experts alone by it, and it has none"
@@ -119,7 +121,7 @@ def _check_sizes(engine: EngineConfig, card: dict[str, Any]) -> None:
     """Checks what vLLM would refuse when the model is loaded."""
     if "hf_overrides" in engine.vllm:
         return
-    card = card["text_config"] if isinstance(card.get("text_config"), dict) else card
+    card = _text_part(card)
     num_heads = card.get("num_attention_heads")
     if isinstance(num_heads, int) and num_heads % engine.tensor_parallel_size:
         allowed = f"a divisor of the model's {num_heads} attention heads"
@@ -132,16 +134,26 @@ def _check_sizes(engine: EngineConfig, card: dict[str, Any]) -> None:
         raise ConfigError("engine.max_model_len", engine.max_model_len, allowed)
 
 
-def _check_cpu(config: AppConfig, card: dict[str, Any]) -> None:
+def _check_cpu(engine: EngineConfig, card: dict[str, Any]) -> None:
     """Checks what vLLM starts with on CPU although every request would fail."""
-    options = config.engine.vllm
+    options = engine.vllm
+    if "hf_overrides" in options:
+        return
+    card = _text_part(card)
     kind = options.get("kv_cache_dtype", "auto")
-    if card.get("kv_lora_rank") and kind not in _CPU_CACHES:
-        allowed = f"{', '.join(_CPU_CACHES)}: the model's latent attention on CPU"
+    is_latent = card.get("kv_lora_rank") and str(card.get("model_type")).startswith("deepseek")
+    if kind != "auto" and is_latent and os.environ.get(_MLA_SWITCH, "0") == "0":
+        allowed = "auto: on CPU latent attention has no other KV cache"
         raise ConfigError("engine.vllm.kv_cache_dtype", kind, allowed)
-    if options.get("enable_lora") and _has_experts(card):
-        allowed = f"false on CPU: vLLM's adapters for experts need a GPU, and {config.model.path} "
-        raise ConfigError("engine.vllm.enable_lora", True, f"{allowed}has experts")
+    has_experts = any(isinstance(card.get(key), int) and card[key] for key in _COUNTS_OF_EXPERTS)
+    if options.get("enable_lora") and has_experts and not options.get("lora_target_modules"):
+        allowed = "false: on CPU vLLM has no adapters for a model with experts"
+        raise ConfigError("engine.vllm.enable_lora", True, allowed)
+
+
+def _text_part(card: dict[str, Any]) -> dict[str, Any]:
+    part = card.get("text_config")
+    return part if isinstance(part, dict) else card
 
 
 def _counts_scaling(card: dict[str, Any]) -> bool:

@@ -29,9 +29,12 @@ TASKS = (
     "chat",
 )
 DEFAULT_NEW_TOKENS, DEFAULT_BEAMS = 128, 4
-_SAMPLING = {"top_k": (0, {0, 1}), "top_p": (1.0, {1}), "temperature": (1.0, {0, 1})}
-_BEAMS = {"num_beams": (DEFAULT_BEAMS, {1}), "length_penalty": (1.0, {1})}
-"""Options of some tasks alone: the default, and values that say what the other tasks do anyway."""
+_SAMPLING_TASKS = TASKS[1], TASKS[3], TASKS[4]
+_BEAM_TASKS = TASKS[2], TASKS[3]
+_SAMPLING = {"top_k": (0, [0, 1]), "top_p": (1.0, [1]), "temperature": (1.0, [0, 1])}
+"""Options of sampling: the default, and values that are right for a task without sampling, too."""
+_BEAMS = {"num_beams": (DEFAULT_BEAMS, [1]), "length_penalty": (1.0, [1])}
+"""The same of beams."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -65,7 +68,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--top-k", type=number_from(0), help="of sampling and chats; 0: all (default: 0)")
     add("--top-p", type=float, help="of sampling and chats (default: 1.0)")
     add("--temperature", type=float, help="of sampling and chats (default: 1.0)")
-    add("--num-beams", type=number_from(1), metavar="N", help="of a beam search (default: 4)")
+    add("--num-beams", type=number_from(1), metavar="N", help="of a beam search (default: "
+        f"{DEFAULT_BEAMS})")  # fmt: skip
     add("--length-penalty", type=float, help="of a beam search (default: 1.0)")
     add("--seed", type=number_from(0), default=None, help="of each request (default: none)")
     add("--max-batch-size", type=number_from(1), default=16, metavar="N", help="requests at a "
@@ -100,8 +104,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     is_beam = args.task.startswith("beam_search")
-    _fill(args, _SAMPLING, (TASKS[1], TASKS[3], TASKS[4]))
-    _fill(args, _BEAMS, (TASKS[2], TASKS[3]))
+    _fill(args, _SAMPLING, _SAMPLING_TASKS)
+    _fill(args, _BEAMS, _BEAM_TASKS)
     at_least_zero("--temperature", args.temperature)
     in_existing_folder("--save-output", args.save_output)
     if not 0 < args.top_p <= 1:
@@ -127,18 +131,18 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _fill(
-    args: argparse.Namespace, options: dict[str, tuple[float, set[int]]], tasks: Sequence[str]
+    args: argparse.Namespace, options: dict[str, tuple[float, list[int]]], tasks: Sequence[str]
 ) -> None:
     """Gives options their defaults.
 
     Raises:
         ConfigError: one would change the answers of other tasks than this.
     """
-    for name, (default, said_anyway) in options.items():
+    for name, (default, harmless) in options.items():
         value = getattr(args, name)
         if value is None:
             setattr(args, name, default)
-        elif args.task not in tasks and value not in said_anyway:
+        elif args.task not in tasks and value not in harmless:
             allowed = f"only with --task {', '.join(tasks)}, not with {args.task}"
             raise ConfigError(f"--{name.replace('_', '-')}", value, allowed)
 

@@ -35,7 +35,7 @@ class ServedModel:
         chat_template: file of another template than the server's; None: the server's.
 
     Raises:
-        ConfigError: nothing answers there, or the template is none.
+        SpecServeError: nothing answers there, or the template is none.
     """
 
     vocab_size = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -46,8 +46,8 @@ class ControlsMiddleware:
     others'. Puts response formats into vLLM's words.
 
     vLLM hands ``vllm_xargs`` to the worker unread, where it would be too late for an error; some of
-    its handlers leave them out. Bodies without that key, nearly all, are passed on without being
-    parsed.
+    its handlers leave them out. Bodies without that key or a response format of others, nearly
+    all, are passed on without being parsed.
 
     Args:
         app: the application behind.
@@ -73,6 +73,7 @@ class ControlsMiddleware:
             body = sent if is_generation(scope) else for_vllm(sent)
             if body is not sent:
                 messages = [{"type": "http.request", "body": body}]
+                scope = {**scope, "headers": _with_length(scope["headers"], len(body))}
             prediction = await self._read(scope, body, messages, controls)
         except RequestError as error:
             await _refusal(scope, error)(scope, receive, send)
@@ -176,6 +177,11 @@ async def _form_fields(scope: Scope, messages: list[Message]) -> AsyncIterator[s
                     yield value
     except (MultiPartException, HTTPException, ValueError, LookupError):
         return
+
+
+def _with_length(headers: Iterable[tuple[bytes, bytes]], length: int) -> list[tuple[bytes, bytes]]:
+    others = [(name, value) for name, value in headers if name != b"content-length"]
+    return [*others, (b"content-length", str(length).encode())]
 
 
 async def _read(receive: Receive) -> tuple[bytes, list[Message]]:

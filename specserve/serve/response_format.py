@@ -28,13 +28,13 @@ def for_vllm(body: bytes) -> bytes:
         given = request.get("response_format")
     except (ValueError, RecursionError, AttributeError):
         return body
-    if not isinstance(given, dict) or "value" not in given or "json_schema" in given:
+    if not isinstance(given, dict) or given.get("value") is None or given.get("json_schema"):
         return body
     try:
         kind, value = Grammar.model_validate(given).constraint()
     except (ValidationError, GenerationError):
         raise RequestError("response_format", given, _ALLOWED) from None
     if request.get("structured_outputs"):
-        raise RequestError("response_format", given, "nothing beside structured_outputs")
+        raise RequestError("response_format", given, "only without structured_outputs")
     del request["response_format"]
     return json.dumps(request | {"structured_outputs": {kind: value}}).encode()

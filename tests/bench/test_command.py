@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from specserve.cli.main import main
+from specserve.core.config import AppConfig
+from specserve.engine.methods import Method
 
 
 @pytest.mark.parametrize(
@@ -25,6 +27,41 @@ def test_a_wrong_argument_is_one_line(
     assert main(["bench", "tokens", str(path), *options]) == 2
     (error,) = capsys.readouterr().err.splitlines()
     assert told in error
+
+
+@pytest.mark.parametrize(
+    ("speculation", "method"),
+    [("auto", "all"), ("off", "none"), ("ngram", "ngram"), ("trie", "trie")],
+)
+def test_an_engine_drafts_by_what_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, speculation: str, method: str
+) -> None:
+    class Started(Exception):
+        """Instead of an engine."""
+
+    def start(config: AppConfig, asked: Method) -> None:
+        raise Started(str(asked))
+
+    monkeypatch.setattr("specserve.compare.engine_process.EngineProcess", start)
+    path = tmp_path / "tokens.csv"
+    path.write_text("1,2\n")
+    config = str(Path(__file__).parents[2] / "configs/demo.yaml")
+    monkeypatch.chdir(Path(__file__).parents[2])
+    with pytest.raises(Started, match=f"^{method}$"):
+        main(["bench", "tokens", str(path), "--config", config, "--speculation", speculation])
+
+
+def test_an_unknown_source_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "tokens.csv"
+    path.write_text("1,2\n")
+    monkeypatch.chdir(Path(__file__).parents[2])
+    command = ["bench", "tokens", str(path), "--config", "configs/demo.yaml"]
+    assert main([*command, "--speculation", "tree"]) == 2
+    assert "--speculation: 'tree' is not allowed; allowed: auto, off, ngram" in (
+        capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("options", [[], ["--url", "x", "--config", "y"]])

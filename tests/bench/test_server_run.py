@@ -164,7 +164,12 @@ def refusal_of(answer: Handler) -> str:
 @pytest.mark.parametrize(
     ("status", "body", "told"),
     [
-        (503, "", "the server at URL is not ready: it is loading its model, or ends"),
+        (
+            503,
+            "",
+            "URL/v1/models answers HTTP 503: Service Unavailable; it is loading its model, or it is"
+            " stopping",
+        ),
         (
             401,
             '{"error": {"message": "no key"}}',
@@ -195,6 +200,15 @@ def test_where_nothing_answers_no_address_is_called_wrong() -> None:
             find_server(url)
 
 
-def test_what_is_no_address_is_told() -> None:
-    with pytest.raises(ConfigError, match=r"^--url: 'localhost:8000' is not allowed"):
-        find_server("localhost:8000")
+@pytest.mark.parametrize("url", ["localhost:8000", f"http://{'a' * 64}.example"])
+def test_what_is_no_address_is_told(url: str) -> None:
+    with pytest.raises(ConfigError, match=f"^--url: '{url[:14]}.* is not allowed"):
+        find_server(url)
+
+
+def test_where_a_redirect_leads_is_told() -> None:
+    async def answer(_: web.Request) -> web.Response:
+        raise web.HTTPMovedPermanently("https://elsewhere/v1/models")
+
+    told = "URL/v1/models answers HTTP 301: Moved Permanently to https://elsewhere/v1/models"
+    assert refusal_of(answer) == told

@@ -237,5 +237,5 @@ def test_a_chat_is_drawn_for_as_well_and_others_are_left_alone() -> None:
 
 def test_more_beams_than_the_engine_tells_candidates_for_are_refused() -> None:
     assert params_of(n=VOCAB // 2, vllm_xargs=None).beam_width == VOCAB // 2
-    with pytest.raises(VLLMValidationError, match="4 beams are not allowed; allowed: at most 3"):
+    with pytest.raises(VLLMValidationError, match="n: 4 beams are not allowed; allowed: at most 3"):
         params_of(n=VOCAB // 2 + 1, vllm_xargs=None)

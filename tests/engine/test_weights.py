@@ -156,8 +156,9 @@ def test_latent_attention_on_cpu_keeps_no_smaller_cache(tmp_path: Path, kind: st
     with pytest.raises(ConfigError, match=f"^engine.vllm.kv_cache_dtype: '{kind}' is not allowed"):
         check_weights(config, str(tmp_path), on_cpu=True)
     check_weights(config, str(tmp_path), on_cpu=False)
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
-    check_weights(config, str(tmp_path), on_cpu=True)
+    for card in (LLAMA_70B, DEEPSEEK_R1_UNQUANTIZED | {"model_type": "minicpm3"}):
+        (tmp_path / "config.json").write_text(json.dumps(card))
+        check_weights(config, str(tmp_path), on_cpu=True)
 
 
 def test_adapters_beside_experts_need_a_gpu(tmp_path: Path) -> None:
@@ -166,5 +167,8 @@ def test_adapters_beside_experts_need_a_gpu(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^engine.vllm.enable_lora: True is not allowed; .* CPU"):
         check_weights(config, str(tmp_path), on_cpu=True)
     check_weights(config, str(tmp_path), on_cpu=False)
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
-    check_weights(config, str(tmp_path), on_cpu=True)
+    elsewhere = {"enable_lora": True, "lora_target_modules": ["q_proj"]}
+    check_weights(application(tmp_path, elsewhere), str(tmp_path), on_cpu=True)
+    for card in (LLAMA_70B, LLAMA_70B | {"num_local_experts": 0, "_name_or_path": "my-expert"}):
+        (tmp_path / "config.json").write_text(json.dumps(card))
+        check_weights(config, str(tmp_path), on_cpu=True)

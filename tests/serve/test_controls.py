@@ -152,7 +152,8 @@ def test_a_response_format_of_text_generation_inference_is_kept_to(
     [
         {"type": "json_object"},
         {"type": "json_schema", "json_schema": {"name": "value", "schema": SCHEMA}},
-        {"type": "text"},
+        {"type": "text", "value": None},
+        {"type": "json_object", "value": None},
         "value",
     ],
 )

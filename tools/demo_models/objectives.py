@@ -19,7 +19,8 @@ BALANCE_STEP = 0.002
 """How far a step moves the routers' bias at the full learning rate."""
 
 REPEATED_ROWS = 8
-"""One of so many rows of a batch is also shown with a span of it repeated to the row's end."""
+"""One of so many rows, and at least one of each worker's part of a batch, is also shown with a span
+of it repeated to the row's end."""
 
 REPEATED_TOKENS = 512
 """Length of such a row at most."""

@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -48,7 +49,7 @@ class Pipeline:
         self.device = torch.device("cuda" if on_gpu else "cpu")
         self.workers = Workers(self.device)
         packages = permissive_packages(config.packages) if config.packages else {}
-        self.packages = list(packages)
+        self.packages = sorted({*packages, *self._read_before()}, key=str.lower)
         self.training = load_modules(config.corpus, held_out=False)
         self.training += [module for modules in packages.values() for module in modules]
         self.held_out = load_modules(config.corpus, held_out=True)
@@ -141,10 +142,23 @@ class Pipeline:
         start = self._start("demo-draft")
         write_draft_card(folder, model, scores, run, self.config, self.packages, start)
 
+    def _read_before(self) -> list[str]:
+        """The packages that the weights to train on from have read."""
+        names: list[str] = (
+            self._trained_before("demo-base")["packages"] if self.config.start else []
+        )
+        return names
+
+    def _trained_before(self, name: str) -> dict[str, Any]:
+        assert self.config.start is not None
+        text = (self.config.start / name / "training.json").read_text()
+        training: dict[str, Any] = json.loads(text)["training"]
+        return training
+
     def _start(self, name: str) -> Start | None:
         if not self.config.start:
             return None
-        training = json.loads((self.config.start / name / "training.json").read_text())["training"]
+        training = self._trained_before(name)
         before = training.get("start") or {"million_tokens": 0.0}
         return Start(million_tokens=training["million_tokens"] + before["million_tokens"])
 

@@ -87,9 +87,17 @@ def test_a_span_of_each_row_is_repeated_to_its_end() -> None:
 
 
 def test_a_repeated_token_is_wanted_half_as_likely_as_one_occurrence_earlier(
-    base: BaseModel,
+    base: BaseModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.nn.init.zeros_(base.lm_head.weight)  # so each of the 512 tokens is equally likely
-    rows = torch.randint(0, 512, (8, 129), generator=torch.Generator().manual_seed(2))
+    torch.nn.init.normal_(base.lm_head.weight, 0, 0.1, torch.Generator().manual_seed(3))
+    tokens = torch.tensor([[5, 8, 9, 8, 9, 8, 9]])
+    occurrence = torch.tensor([[0, 0, 0, 1, 1, 2, 2]])
+    before = torch.tensor([[0, 0, 0, 1, 2, 3, 4]])
+    spans = (tokens, occurrence, before)
+    monkeypatch.setattr("tools.demo_models.objectives.repeat_spans", lambda _: spans)
+    chances = base.lm_head(base.hidden(tokens)).softmax(-1)[0].detach()
+    likely = [float(chances[i, tokens[0, i + 1]]) for i in range(6)]
+    losses = [-math.log(1 - abs(likely[i - 1] - 0.5 * likely[i - 3])) for i in (5, 6)]
+    rows = torch.randint(0, 512, (1, 40), generator=torch.Generator().manual_seed(2))
     numbers = BaseObjective(base).loss(rows)[1]
-    assert numbers["repetition"] == pytest.approx(-math.log(1 - 0.5 / 512), rel=1e-4)
+    assert numbers["repetition"] == pytest.approx(sum(losses) / 2, rel=1e-3)
