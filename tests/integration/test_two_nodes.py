@@ -26,6 +26,7 @@ pytestmark = pytest.mark.timeout(1500)
 
 PROMPTS = ["def add(a, b):\n    return a + b\n" * 5, "x = 1\ny = 2\n" * 9, "import os\n"]
 NUM_TOKENS = 64
+WHOLE: dict[str, Any] = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "return_token_ids": True}
 LONG: dict[str, Any] = {
     "prompt": PROMPTS[0],
     "max_tokens": 1500,
@@ -69,7 +70,8 @@ def tokens_of_one_shard(content: dict[str, Any]) -> list[tuple[int, ...]]:
     config = parse({**args, "engine": {**args["engine"], "tensor_parallel_size": 1}})
     tokenizer = load_tokenizer(config.model.path)
     prompts = [tokenizer.encode(prompt, add_special_tokens=True) for prompt in PROMPTS]
-    jobs = [Job(tuple(prompt), Sampling(max_tokens=NUM_TOKENS)) for prompt in prompts]
+    sampling = Sampling(max_tokens=NUM_TOKENS, ignore_eos=True)
+    jobs = [Job(tuple(prompt), sampling) for prompt in prompts]
     with EngineProcess(config, parse_method("none", config)) as engine:
         engine.wait_ready()
         return [completion.token_ids for completion in engine.run(jobs, 1).completions]
@@ -93,10 +95,7 @@ def api(app: HostsDeployment) -> Iterator[Api]:
 
 def tokens(api: Api) -> list[tuple[int, ...]]:
     """What greedy decoding makes of the prompts."""
-    answers = [
-        api.complete(prompt=prompt, max_tokens=NUM_TOKENS, return_token_ids=True)
-        for prompt in PROMPTS
-    ]
+    answers = [api.complete(prompt=prompt, **WHOLE) for prompt in PROMPTS]
     return [tuple(answer["choices"][0]["token_ids"]) for answer in answers]
 
 
@@ -169,8 +168,7 @@ def test_shards_on_two_hosts_write_what_one_shard_writes(
 
 
 def test_the_heads_proxy_streams(api: Api, tokens_of_one_shard: list[tuple[int, ...]]) -> None:
-    body = {"max_tokens": NUM_TOKENS, "return_token_ids": True}
-    with api.streaming(prompt=PROMPTS[0], **body) as events:
+    with api.streaming(prompt=PROMPTS[0], **WHOLE) as events:
         parts = [event["choices"][0].get("token_ids") or [] for event in events]
     assert sum(map(bool, parts)) > 1
     assert tuple(token for part in parts for token in part) == tokens_of_one_shard[0]
