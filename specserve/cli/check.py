@@ -55,12 +55,13 @@ def run(args: argparse.Namespace) -> int:
 
     if args.cluster is not None:
         plan.check_cluster(args.cluster)
+    on_cpu = is_cpu_build()
     file = read(args.config or _default())
     for application in file.applications:
         check_vllm(application.config)
     console = Console(soft_wrap=True, highlight=False, markup=False)
     is_elsewhere = bool(args.cluster) and args.cluster != "running"
-    checked = [_check(file, application, is_elsewhere) for application in file.applications]
+    checked = [_check(file, app, is_elsewhere, on_cpu) for app in file.applications]
     for rows, notes in checked:
         _print(console, rows)
         for note in notes:
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     if not _has_vllm() and any(app.config.engine.vllm for app in file.applications):
         console.print("engine.vllm was not checked: vLLM is not installed")
     if args.cluster:
-        plan.show(console, file, args.cluster, args.gpu_memory, on_cpu=is_cpu_build())
+        plan.show(console, file, args.cluster, args.gpu_memory, on_cpu=on_cpu)
     if args.ports:
         _check_ports(file)
     console.print(f"{file.path}: valid")
@@ -109,19 +110,18 @@ def _has_vllm() -> bool:
 
 
 def _check(
-    file: ServeFile, application: Application, is_elsewhere: bool
+    file: ServeFile, application: Application, is_elsewhere: bool, on_cpu: bool
 ) -> tuple[dict[str, str], list[str]]:
     """What the application would start, by row title, and what was not checked."""
     from specserve.cli.draft_checkpoints import check_draft_checkpoints
     from specserve.core.errors import ConfigError, SpecServeError
     from specserve.engine.checkpoint import find_checkpoint
-    from specserve.engine.vllm_version import is_cpu_build
     from specserve.engine.weights import check_weights
 
     config = application.config
     try:
         checkpoint = find_checkpoint(config.model)
-        check_weights(config, checkpoint.path, on_cpu=is_cpu_build() and not is_elsewhere)
+        check_weights(config, checkpoint.path, on_cpu=on_cpu and not is_elsewhere)
         notes = check_draft_checkpoints(config, checkpoint, is_elsewhere=is_elsewhere)
         if config.engine.vllm and _has_vllm():  # importing vLLM takes seconds
             from specserve.engine.args import check_engine_options
@@ -138,7 +138,7 @@ def _check(
         "model": f"{', '.join(config.model.names)} ({_origin(checkpoint)})",
         "architecture": checkpoint.architecture or "known when the model is loaded",
         "shards": _shards(config),
-        "a shard reserves": _reservation(config.placement),
+        "a shard reserves": _reservation(config.placement, on_cpu),
         "speculation": _sources(config),
         "limits": _limits(config),
         "API keys": _keys(config),
@@ -178,10 +178,8 @@ def _shards(config: AppConfig) -> str:
     return f"{replicas} x {shards} (replicas x tensor parallel), placed {config.placement.strategy}"
 
 
-def _reservation(placement: PlacementConfig) -> str:
-    from specserve.engine.vllm_version import is_cpu_build
-
-    bundle = placement.shard_bundle(on_gpu=not is_cpu_build())
+def _reservation(placement: PlacementConfig, on_cpu: bool) -> str:
+    bundle = placement.shard_bundle(on_gpu=not on_cpu)
     return ", ".join(f"{name}: {amount:g}" for name, amount in bundle.items())
 
 

@@ -86,9 +86,11 @@ def check_weights(config: AppConfig, folder: str, *, on_cpu: bool) -> None:
     if not Path(folder).is_absolute():
         return
     card = _card(Path(folder))
-    _check_sizes(config.engine, card)
-    if on_cpu:
-        _check_cpu(config.engine, card)
+    if "hf_overrides" not in config.engine.vllm:
+        text = card["text_config"] if isinstance(card.get("text_config"), dict) else card
+        _check_sizes(config.engine, text)
+        if on_cpu:
+            _check_cpu(config.engine, text)
     if config.engine.vllm.get("quantization") == _OF_EXPERTS and not _has_experts(card):
         allowed = (
             f"not for {config.model.path}: vLLM quantizes experts alone by it, and it has none"
@@ -119,9 +121,6 @@ def _has_experts(card: dict[str, Any]) -> bool:
 
 def _check_sizes(engine: EngineConfig, card: dict[str, Any]) -> None:
     """Checks what vLLM would refuse when the model is loaded."""
-    if "hf_overrides" in engine.vllm:
-        return
-    card = _text_part(card)
     num_heads = card.get("num_attention_heads")
     if isinstance(num_heads, int) and num_heads % engine.tensor_parallel_size:
         allowed = f"a divisor of the model's {num_heads} attention heads"
@@ -137,9 +136,6 @@ def _check_sizes(engine: EngineConfig, card: dict[str, Any]) -> None:
 def _check_cpu(engine: EngineConfig, card: dict[str, Any]) -> None:
     """Checks what vLLM starts with on CPU although every request would fail."""
     options = engine.vllm
-    if "hf_overrides" in options:
-        return
-    card = _text_part(card)
     kind = options.get("kv_cache_dtype", "auto")
     is_latent = card.get("kv_lora_rank") and str(card.get("model_type")).startswith("deepseek")
     if kind != "auto" and is_latent and os.environ.get(_MLA_SWITCH, "0") == "0":
@@ -149,11 +145,6 @@ def _check_cpu(engine: EngineConfig, card: dict[str, Any]) -> None:
     if options.get("enable_lora") and has_experts and not options.get("lora_target_modules"):
         allowed = "false: on CPU vLLM has no adapters for a model with experts"
         raise ConfigError("engine.vllm.enable_lora", True, allowed)
-
-
-def _text_part(card: dict[str, Any]) -> dict[str, Any]:
-    part = card.get("text_config")
-    return part if isinstance(part, dict) else card
 
 
 def _counts_scaling(card: dict[str, Any]) -> bool:

@@ -49,7 +49,8 @@ class Pipeline:
         self.device = torch.device("cuda" if on_gpu else "cpu")
         self.workers = Workers(self.device)
         packages = permissive_packages(config.packages) if config.packages else {}
-        self.packages = sorted({*packages, *self._read_before()}, key=str.lower)
+        before = self._trained_before("demo-base").get("packages", ())
+        self.packages = sorted({*packages, *before}, key=str.lower)
         self.training = load_modules(config.corpus, held_out=False)
         self.training += [module for modules in packages.values() for module in modules]
         self.held_out = load_modules(config.corpus, held_out=True)
@@ -142,23 +143,18 @@ class Pipeline:
         start = self._start("demo-draft")
         write_draft_card(folder, model, scores, run, self.config, self.packages, start)
 
-    def _read_before(self) -> list[str]:
-        """The packages that the weights to train on from have read."""
-        names: list[str] = (
-            self._trained_before("demo-base")["packages"] if self.config.start else []
-        )
-        return names
-
     def _trained_before(self, name: str) -> dict[str, Any]:
-        assert self.config.start is not None
+        """What training.json says of the weights to train on from; empty where there are none."""
+        if not self.config.start:
+            return {}
         text = (self.config.start / name / "training.json").read_text()
         training: dict[str, Any] = json.loads(text)["training"]
         return training
 
     def _start(self, name: str) -> Start | None:
-        if not self.config.start:
-            return None
         training = self._trained_before(name)
+        if not training:
+            return None
         before = training.get("start") or {"million_tokens": 0.0}
         return Start(million_tokens=training["million_tokens"] + before["million_tokens"])
 
