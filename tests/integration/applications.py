@@ -68,7 +68,8 @@ def structured(args: dict[str, Any]) -> dict[str, Any]:
 
 def remembering(args: dict[str, Any]) -> dict[str, Any]:
     """The same application, which drafts from a memory as well."""
-    memory = {"kind": "trie", "max_bytes": 128 << 20, "dynamic": False}
+    # Of the usual size: the applications' store has the options of the one that is there first.
+    memory = {"kind": "trie", "dynamic": False}
     return args | {"speculation": [*args["speculation"], memory]}
 
 
