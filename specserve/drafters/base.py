@@ -115,7 +115,8 @@ class Drafter(Protocol):
         Drafts are greedy, so that the same text gives the same draft whatever it is batched with.
 
         Args:
-            rows: n, each of another key.
+            rows: n, each of another key; tokens and states are as the card says, which the caller
+                has checked.
 
         Returns:
             n answers. A row that cannot be served (its text too long, no place for it) is

@@ -129,13 +129,13 @@ class CausalDrafter:
     def _place(self, row: Row, keys: Collection[Key]) -> Slot | None:
         """The slot of a row's text, which it holds up to the row's start or further; None: none."""
         slot = self._table.get(row.key)
-        if row.start == 0 and self._is_fit(row):
+        if row.start == 0 and row.num_tokens <= self._card.max_tokens:
             slot = slot or self._table.open(row.key, row.salt, keys)
             if slot is not None:
                 shared = self._table.restart(slot, row.tokens)
                 if shared.slot != slot.index:
                     self._cache.copy(shared.slot, slot.index, shared.length)
-        elif slot is not None and 0 <= row.start <= slot.length:
+        elif slot is not None and row.start <= slot.length:
             # What stands there already may be more than was asked for: its answer was lost.
             held = self._table.tokens[slot.index, row.start : slot.length][: len(row.tokens)]
             other = np.flatnonzero(held != row.tokens[: len(held)])
@@ -143,19 +143,12 @@ class CausalDrafter:
             self._table.truncate(slot, row.start + num_same)
         return slot
 
-    def _is_fit(self, row: Row) -> bool:
-        """Whether a text is not too long, and of the model's own tokens."""
-        tokens = row.tokens
-        return row.num_tokens <= self._card.max_tokens and bool(
-            ((tokens >= 0) & (tokens < self._card.vocab_size)).all()
-        )
-
     def _turn(self, index: int, row: Row, slot: Slot) -> _Turn | None:
         """What is to be computed for a row; None: nothing."""
-        if not 0 <= row.start <= slot.length or not self._is_fit(row):
-            return None
         room = self._card.max_tokens - row.num_tokens
-        draft_len = max(0, min(row.max_draft_tokens, room))
+        if row.start > slot.length or room < 0:
+            return None
+        draft_len = min(row.max_draft_tokens, room)
         if draft_len and slot.length == row.num_tokens > 0:
             # A draft needs the last token's logits, which are not kept.
             self._table.truncate(slot, slot.length - 1)

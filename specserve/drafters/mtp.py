@@ -130,7 +130,7 @@ class MtpDrafter:
 
     def _prepare(self, row: Row, keys: Collection[Key]) -> _Work | None:
         """Brings the row's slot to where the row goes on; None: it cannot be served."""
-        if not self._fits(row):
+        if not 0 < row.num_tokens <= self.card.max_tokens:
             return None
         slot = self._place(row, keys) if row.start == 0 else self._resume(row)
         if slot is None:
@@ -151,15 +151,6 @@ class MtpDrafter:
             slot.begin = slot.length = row.states_start
         end = max(end, slot.length)
         return _Work(row, slot, Span(slot.index, slot.length, end, slot.begin), num_drafts)
-
-    def _fits(self, row: Row) -> bool:
-        """Whether the row can be computed at all; others' rows must not fail with it."""
-        card = self.card
-        return (
-            0 < row.num_tokens <= card.max_tokens
-            and (row.states is None or row.states.shape[1:] == (card.hidden_size,))
-            and bool(np.all((row.tokens >= 0) & (row.tokens < card.vocab_size)))
-        )
 
     def _place(self, row: Row, keys: Collection[Key]) -> Slot | None:
         """A slot for a text that is told from its beginning, with what another slot has of it."""
