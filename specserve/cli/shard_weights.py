@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,23 +51,20 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from specserve.compare.arguments import only_application
-    from specserve.core.errors import SpecServeError
-    from specserve.drafters.mtp_files import check_out
+    from specserve.core.errors import ConfigError
+    from specserve.core.new_folder import new_folder
     from specserve.engine.vllm_version import check_vllm
 
     config = _checked(only_application(args.config))
     check_vllm(config)
     out: Path = args.out.absolute()
-    _require_folder(out)
-    check_out(out)
-    try:
-        with _aside(out) as folder, Console(stderr=True).status("loading the shards"):
-            _copy_small_files(Path(config.model.path), folder)
-            with _cluster(config, args.address):
-                times = _write(config, folder, on_one_node=not args.address)
-            num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    except OSError as error:
-        raise SpecServeError(f"{error.filename or out}: {error.strerror}") from None
+    if not out.parent.is_dir():
+        raise ConfigError("OUT", str(out), "a folder in an existing folder")
+    with new_folder(out) as folder, Console(stderr=True).status("loading the shards"):
+        _copy_small_files(Path(config.model.path), folder)
+        with _cluster(config, args.address):
+            times = _write(config, folder, on_one_node=not args.address)
+        num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     num_shards = config.engine.tensor_parallel_size
     print(f"{num_shards} shard(s), {num_bytes:,} bytes written to {args.out}")
     print(
@@ -101,26 +97,6 @@ def _checked(config: AppConfig) -> AppConfig:
         raise ConfigError("engine.vllm.quantization", options["quantization"], allowed)
     found = {"path": checkpoint.path, "tokenizer": checkpoint.tokenizer}
     return config.model_copy(update={"model": config.model.model_copy(update=found)})
-
-
-def _require_folder(out: Path) -> None:
-    from specserve.core.errors import ConfigError
-
-    if not out.parent.is_dir():
-        raise ConfigError("OUT", str(out), "a folder in an existing folder")
-
-
-@contextmanager
-def _aside(out: Path) -> Iterator[Path]:
-    """A folder beside ``out``, which takes its place when the block has ended well."""
-    folder = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
-    try:
-        yield folder
-        folder.chmod(0o755)
-        folder.rename(out)
-    except BaseException:
-        shutil.rmtree(folder)
-        raise
 
 
 def _copy_small_files(checkpoint: Path, folder: Path) -> None:

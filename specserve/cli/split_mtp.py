@@ -29,9 +29,10 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
-    from specserve.drafters.mtp_files import check_out, find_mtp, split_mtp
+    from specserve.core.new_folder import check_out
+    from specserve.drafters.mtp_files import find_mtp, split_mtp
 
-    check_out(args.out)
+    check_out(args.out)  # before the progress bar, which would stand in front of the error
     files = find_mtp(args.checkpoint, "CHECKPOINT")
     total = sum(tensor.num_bytes for tensor in files.tensors.values())
     columns = ("writing", BarColumn(), DownloadColumn(), TimeRemainingColumn())

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from specserve.core.errors import ConfigError, SpecServeError, reason_of
+from specserve.core.new_folder import new_folder
 
 ARCHITECTURE = "DeepseekV3ForCausalLM"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -276,42 +276,19 @@ def split_mtp(
         ConfigError: ``out`` holds something.
         SpecServeError: a file cannot be read or written.
     """
-    check_out(out)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
-        try:
-            _write(files, aside, shard_bytes, advance)
-            aside.chmod(0o755)
-            aside.rename(out)
-        except BaseException:
-            shutil.rmtree(aside)
-            raise
-    except OSError as error:
-        raise SpecServeError(f"{error.filename or out}: {error.strerror}") from None
-
-
-def check_out(out: Path) -> None:
-    """Raises ConfigError where ``out`` is anything but an empty folder or nothing."""
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ConfigError("OUT", str(out), "a folder that does not exist yet, or is empty")
-
-
-def _write(
-    files: MtpFiles, folder: Path, shard_bytes: int, advance: Callable[[int], object]
-) -> None:
     shards = list(_shards(files.tensors, shard_bytes))
     places: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write_shard(folder / name, shard, advance)
-        places |= dict.fromkeys(shard, name)
-    total = sum(tensor.num_bytes for tensor in files.tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": places}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    for name in _SMALL_FILES:
-        if (files.folder / name).exists():
-            shutil.copyfile(files.folder / name, folder / name)
+    with new_folder(out) as folder:
+        for number, shard in enumerate(shards, start=1):
+            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            _write_shard(folder / name, shard, advance)
+            places |= dict.fromkeys(shard, name)
+        total = sum(tensor.num_bytes for tensor in files.tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        for name in _SMALL_FILES:
+            if (files.folder / name).exists():
+                shutil.copyfile(files.folder / name, folder / name)
 
 
 def _shards(
