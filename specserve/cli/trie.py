@@ -27,7 +27,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Works on the draft memory of a running cluster. "
         "Exit code 2 if there is none, or an argument is wrong.",
     )
-    parser.set_defaults(run=run)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add(commands, "stats", _stats, "print what the memory holds")
     _add(commands, "snapshot", _snapshot, "write the snapshot now")
@@ -59,29 +58,21 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _add(
     commands: argparse._SubParsersAction[argparse.ArgumentParser],
     name: str,
-    command: Callable[[argparse.Namespace], int],
+    run: Callable[[argparse.Namespace], int],
     about: str,
 ) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.")
     parser.add_argument("--address", default="auto", help="of the Ray cluster (default: auto)")
-    parser.set_defaults(command=command)
+    parser.set_defaults(run=run)
     return parser
 
 
-def run(args: argparse.Namespace) -> int:
-    """Runs one of the commands.
-
-    Raises:
-        SpecServeError: an argument is wrong, or there is no cluster or no memory in it.
-    """
-    command: Callable[[argparse.Namespace], int] = args.command
-    return command(args)
-
-
 def _stats(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
     with connected(args.address):
         stats = {name: store.stats() for name, store in _stores().items()}
-    console = _console()
+    console = Console(soft_wrap=True, highlight=False)
     for name, each in stats.items():
         _print_stats(console, name, each)
     return 0
@@ -115,11 +106,11 @@ def _purge(args: argparse.Namespace) -> int:
 
     if args.tenant is not None:
         check_tenant(args.tenant, "--tenant")
-    elif not _NAMESPACE.fullmatch(args.namespace):
-        raise ConfigError("--namespace", args.namespace, "32 hexadecimal digits")
-    what, purged = args.namespace, args.namespace
-    if args.tenant is not None:
         what, purged = f"tenant {args.tenant}", tenant_half(args.tenant)
+    elif _NAMESPACE.fullmatch(args.namespace):
+        what = purged = args.namespace
+    else:
+        raise ConfigError("--namespace", args.namespace, "32 hexadecimal digits")
     with connected(args.address):
         for name, store in _stores().items():
             print(f"{name}: {store.purge(purged):,} tokens of {what} forgotten")
@@ -145,12 +136,6 @@ def _stores() -> dict[str, RemoteStore]:
     if not names:
         raise StoreError("no draft memory runs in this cluster")
     return {name: RemoteStore(name) for name in names}
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console(soft_wrap=True, highlight=False)
 
 
 def _print_stats(console: Console, name: str, stats: StoreStats) -> None:
