@@ -52,13 +52,16 @@ class CausalDrafter:
         card: what to tell of it; texts are ``card.max_tokens`` long at most.
         max_texts: texts to remember.
 
+    Attributes:
+        card: what it tells of itself.
+
     Raises:
         ConfigError: so many texts do not fit into memory.
     """
 
     def __init__(self, model: CausalModel, card: Card, max_texts: int) -> None:
         self._model = model
-        self._card = card
+        self.card = card
         self._table = SlotTable(max_texts, card.max_tokens)
         self._cache = KVCache(model.layers, max_texts, card.max_tokens, model.dtype, model.device)
 
@@ -98,11 +101,6 @@ class CausalDrafter:
         )
         return cls(loaded, card, max_texts)
 
-    @property
-    def card(self) -> Card:
-        """What it is."""
-        return self._card
-
     @torch.inference_mode()
     def draft(self, rows: Sequence[Row]) -> list[Answer]:
         """See :class:`~specserve.drafters.base.Drafter`; ``held`` counts whole texts."""
@@ -129,7 +127,7 @@ class CausalDrafter:
     def _place(self, row: Row, keys: Collection[Key]) -> Slot | None:
         """The slot of a row's text, which it holds up to the row's start or further; None: none."""
         slot = self._table.get(row.key)
-        if row.start == 0 and row.num_tokens <= self._card.max_tokens:
+        if row.start == 0 and row.num_tokens <= self.card.max_tokens:
             slot = slot or self._table.open(row.key, row.salt, keys)
             if slot is not None:
                 shared = self._table.restart(slot, row.tokens)
@@ -145,7 +143,7 @@ class CausalDrafter:
 
     def _turn(self, index: int, row: Row, slot: Slot) -> _Turn | None:
         """What is to be computed for a row; None: nothing."""
-        room = self._card.max_tokens - row.num_tokens
+        room = self.card.max_tokens - row.num_tokens
         if row.start > slot.length or room < 0:
             return None
         draft_len = min(row.max_draft_tokens, room)

@@ -71,8 +71,8 @@ class KVCache:
     ) -> None:
         self.max_tokens = max_tokens
         elements = sum(layer.num_heads * (layer.key_dim + layer.value_dim) for layer in layers)
-        self.num_bytes = num_slots * max_tokens * elements * dtype.itemsize
-        check_room(num_slots, max_tokens, self.num_bytes, device)
+        num_bytes = num_slots * max_tokens * elements * dtype.itemsize
+        check_room(num_slots, max_tokens, num_bytes, device)
 
         def entries(num_heads: int, dim: int) -> Tensor:
             size = (num_slots, max_tokens, num_heads, dim)
