@@ -96,7 +96,7 @@ class MtpDrafter:
             ConfigError: the model is not there, has no MTP module or one that is not as
                 DeepSeek-V3's, or the cache does not fit into memory.
         """
-        folder = model if Path(model).is_dir() else fetch_mtp(model, revision, "model")
+        folder = model if Path(model).is_dir() else fetch_mtp(model, revision)
         files = find_mtp(folder, "model")
         config = _read_config(folder, files.config)
         weights = MtpWeights(files, "model", dtype, torch.device(device))

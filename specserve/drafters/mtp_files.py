@@ -114,13 +114,12 @@ def find_mtp(folder: str, field: str) -> MtpFiles:
         raise ConfigError(field, folder, str(unfit)) from None
 
 
-def fetch_mtp(model: str, revision: str, field: str) -> str:
+def fetch_mtp(model: str, revision: str) -> str:
     """Fetches the files that the module of a model on the hub is in, and no others.
 
     Args:
         model: id on the hub.
         revision: branch, tag or commit; empty: the default one.
-        field: what the user named the model by, for errors.
 
     Returns:
         folder in the hub's cache of this machine.
@@ -140,11 +139,11 @@ def fetch_mtp(model: str, revision: str, field: str) -> str:
         except EntryNotFoundError:
             fetch(SINGLE)
         else:
-            for name in sorted(_names_of_files(folder, field, model)):
+            for name in sorted(_names_of_files(folder, model)):
                 fetch(name)
     except (OSError, ValueError) as error:
         allowed = f"a folder, or a model that the hub has ({reason_of(error)})"
-        raise ConfigError(field, model, allowed) from error
+        raise ConfigError("model", model, allowed) from error
     return str(folder)
 
 
@@ -152,12 +151,12 @@ class _Unfit(Exception):
     """What would have been accepted, in words."""
 
 
-def _names_of_files(folder: Path, field: str, model: str) -> set[str]:
+def _names_of_files(folder: Path, model: str) -> set[str]:
     """Names of the files that the module is in, by config.json and index alone; raises as above."""
     try:
         _, _, places = _look_up(folder)
     except _Unfit as unfit:
-        raise ConfigError(field, model, str(unfit)) from None
+        raise ConfigError("model", model, str(unfit)) from None
     return {file.name for file in places.values()}
 
 

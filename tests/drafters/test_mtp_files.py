@@ -56,7 +56,7 @@ class Served:
 
     def fetch(self, model: str, revision: str = "") -> str:
         """Folder with what was fetched of a model."""
-        call = f"print(fetch_mtp({model!r}, {revision!r}, 'model'))"
+        call = f"print(fetch_mtp({model!r}, {revision!r}))"
         code = f"from specserve.drafters.mtp_files import fetch_mtp; {call}"
         done = subprocess.run(
             [sys.executable, "-c", code],
