@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from specserve.drafters.kv_cache import Span, check_room
 from specserve.drafters.ops import laid_out
@@ -190,34 +191,22 @@ def softmax_scale(config: Any) -> float:
     """What scores are multiplied by; YaRN sharpens them as texts grow longer."""
     scale = float((config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5)
     rope = config.rope_parameters
-    if rope["rope_type"] == "default":
+    if rope["rope_type"] == "default" or rope["factor"] <= 1:
         return scale
-    return scale * _mscale(rope["factor"], rope.get("mscale_all_dim") or 0.0) ** 2
+    sharpening = 0.1 * (rope.get("mscale_all_dim") or 0.0) * math.log(rope["factor"]) + 1.0
+    return scale * sharpening**2
 
 
 def rotation_tables(config: Any, num_positions: int) -> tuple[Tensor, Tensor]:
     """Cosines and sines, each float32 ``[num_positions, qk_rope_head_dim / 2]``.
 
-    Under YaRN (arXiv 2309.00071) fast pairs keep their frequency, slow ones are divided by
-    ``factor``, with a ramp between; magnitudes as DeepSeek computes them.
+    YaRN (arXiv 2309.00071) has frequencies and a magnitude of its own.
     """
     rope, dim = config.rope_parameters, config.qk_rope_head_dim
-    base = rope["rope_theta"]
-    frequencies = base ** -(torch.arange(0, dim, 2, dtype=torch.float32) / dim)
-    magnitude = 1.0
-    if rope["rope_type"] != "default":
-        factor = rope["factor"]
-        ends = (rope.get("beta_fast") or 32, rope.get("beta_slow") or 1)
-        turns = [rope["original_max_position_embeddings"] / (end * 2 * math.pi) for end in ends]
-        low, high = (dim * math.log(turn) / (2 * math.log(base)) for turn in turns)
-        low, high = max(math.floor(low), 0), min(math.ceil(high), dim - 1)
-        ramp = (torch.arange(dim // 2) - low) / max(high - low, 0.001)
-        frequencies *= 1 - ramp.clamp(0, 1) * (1 - 1 / factor)
-        magnitude = _mscale(factor, rope.get("mscale") or 1.0)
-        magnitude /= _mscale(factor, rope.get("mscale_all_dim") or 0.0)
+    if rope["rope_type"] == "default":
+        frequencies = rope["rope_theta"] ** -(torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+        magnitude = 1.0
+    else:
+        frequencies, magnitude = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config)
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
     return angles.cos() * magnitude, angles.sin() * magnitude
-
-
-def _mscale(factor: float, weight: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
