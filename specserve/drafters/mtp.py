@@ -99,7 +99,7 @@ class MtpDrafter:
         folder = model if Path(model).is_dir() else fetch_mtp(model, revision)
         files = find_mtp(folder, "model")
         config = _read_config(folder, files.config)
-        weights = MtpWeights(files, "model", dtype, torch.device(device))
+        weights = MtpWeights(files, dtype, torch.device(device))
         card = Card(
             kind="mtp",
             model=model,

@@ -139,8 +139,11 @@ def fetch_mtp(model: str, revision: str) -> str:
         except EntryNotFoundError:
             fetch(SINGLE)
         else:
-            for name in sorted(_names_of_files(folder, model)):
+            _, _, places = _look_up(folder)
+            for name in sorted({file.name for file in places.values()}):
                 fetch(name)
+    except _Unfit as unfit:
+        raise ConfigError("model", model, str(unfit)) from None
     except (OSError, ValueError) as error:
         allowed = f"a folder, or a model that the hub has ({reason_of(error)})"
         raise ConfigError("model", model, allowed) from error
@@ -151,26 +154,16 @@ class _Unfit(Exception):
     """What would have been accepted, in words."""
 
 
-def _names_of_files(folder: Path, model: str) -> set[str]:
-    """Names of the files that the module is in, by config.json and index alone; raises as above."""
-    try:
-        _, _, places = _look_up(folder)
-    except _Unfit as unfit:
-        raise ConfigError("model", model, str(unfit)) from None
-    return {file.name for file in places.values()}
-
-
 def _find(folder: Path) -> MtpFiles:
     config, layer, places = _look_up(folder)
-    own = list(places)
     stored: dict[str, StoredTensor] = {}
     for file in sorted(set(places.values())):
         stored |= read_header(file)
-    absent = [name for name in own if name not in stored]
+    absent = [name for name in places if name not in stored]
     if absent:
         raise _Unfit(f"files that hold what {INDEX} says: {absent[0]} is missing")
     # In the order of the files, so that they are read from front to back.
-    order = sorted(own, key=lambda name: (stored[name].file, stored[name].begin))
+    order = sorted(places, key=lambda name: (stored[name].file, stored[name].begin))
     return MtpFiles(folder, config, layer, {name: stored[name] for name in order})
 
 

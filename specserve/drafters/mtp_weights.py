@@ -23,14 +23,12 @@ class MtpWeights:
 
     Attributes:
         files: where they are.
-        field: what the user named the checkpoint by, for errors.
         dtype: what they are converted to.
         device: where they go.
         prefix: what :meth:`get` puts between the layer's name and a tensor's.
     """
 
     files: MtpFiles
-    field: str
     dtype: torch.dtype
     device: torch.device
     prefix: str = ""
@@ -81,7 +79,7 @@ class MtpWeights:
         return rows, columns
 
     def _unfit(self, wanted: str) -> ConfigError:
-        return ConfigError(self.field, str(self.files.folder), f"a checkpoint with {wanted}")
+        return ConfigError("model", str(self.files.folder), f"a checkpoint with {wanted}")
 
 
 def dequantize(weight: Tensor, factors: Tensor, block: tuple[int, int]) -> Tensor:

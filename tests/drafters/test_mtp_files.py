@@ -104,3 +104,9 @@ def test_a_model_that_the_hub_does_not_have_is_refused_by_one_line(hub: Served) 
     write_copy(hub.folder)
     with pytest.raises(RuntimeError, match=r"model: 'org/other' .* a model that the hub has"):
         hub.fetch("org/other")
+
+
+def test_a_model_without_a_module_is_refused_by_what_it_lacks(hub: Served) -> None:
+    write_copy(hub.folder, num_shards=2, architectures=["LlamaForCausalLM"])
+    with pytest.raises(RuntimeError, match=r"model: 'org/model' .*; allowed: a checkpoint of Deep"):
+        hub.fetch("org/model")

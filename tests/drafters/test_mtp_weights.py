@@ -41,7 +41,7 @@ def without_copies(name: str) -> bool:
 
 
 def weights(folder: Path, dtype: torch.dtype = torch.float32) -> MtpWeights:
-    return MtpWeights(find_mtp(str(folder), "model"), "model", dtype, torch.device("cpu"))
+    return MtpWeights(find_mtp(str(folder), "model"), dtype, torch.device("cpu"))
 
 
 def test_only_the_layers_own_tensors_belong_to_the_module() -> None:

@@ -52,7 +52,7 @@ class Ours:
 
     def __init__(self, model: Path, config: Any) -> None:
         files = find_mtp(str(model), "--model")
-        weights = MtpWeights(files, "--model", torch.float32, torch.device("cpu"))
+        weights = MtpWeights(files, torch.float32, torch.device("cpu"))
         longest = config.max_position_embeddings
         self._module = MtpModule(config, weights, max(BATCHES), longest)
         self._width = config.hidden_size
