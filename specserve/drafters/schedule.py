@@ -127,11 +127,7 @@ class Schedule:
 
     def add(self, task: Task) -> None:
         """Comes after all that wait."""
-        queue = self._queues.get(task.row.key)
-        if queue is None:
-            self._queues[task.row.key] = deque((task,))
-        else:
-            queue.append(task)
+        self._queues.setdefault(task.row.key, deque()).append(task)
 
     def drafts(self) -> list[Task]:
         """All tasks that a draft follows now, one for a text."""
