@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specserve.cli import plan
+from specserve.core.errors import ConfigError, SpecServeError
 
 if TYPE_CHECKING:
     from specserve.core.config import AppConfig, PlacementConfig
@@ -82,8 +83,6 @@ def _default() -> Path:
     Raises:
         SpecServeError: it is not in the current directory.
     """
-    from specserve.core.errors import SpecServeError
-
     if _DEFAULT.exists():
         return _DEFAULT
     found = ", ".join(map(str, sorted(_DEFAULT.parent.glob("*.yaml"))))
@@ -114,7 +113,6 @@ def _check(
 ) -> tuple[dict[str, str], list[str]]:
     """What the application would start, by row title, and what was not checked."""
     from specserve.cli.draft_checkpoints import check_draft_checkpoints
-    from specserve.core.errors import ConfigError, SpecServeError
     from specserve.engine.checkpoint import find_checkpoint
     from specserve.engine.weights import check_weights
 
@@ -156,7 +154,6 @@ def _check_adapters(config: AppConfig) -> None:
     Raises:
         ConfigError: one is not, and is no id of the hub.
     """
-    from specserve.core.errors import ConfigError
     from specserve.engine.checkpoint import folder_or_id
 
     for index, adapter in enumerate(config.engine.vllm.get("lora_modules") or ()):

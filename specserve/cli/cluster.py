@@ -7,6 +7,8 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from specserve.core.errors import SpecServeError
+
 _CONNECT_S = 10.0
 
 
@@ -20,8 +22,6 @@ def connected(address: str) -> Iterator[None]:
     import ray
     from ray._private.services import canonicalize_bootstrap_address_or_die
     from ray.exceptions import RayError
-
-    from specserve.core.errors import SpecServeError
 
     try:
         found = canonicalize_bootstrap_address_or_die(address)

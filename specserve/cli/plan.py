@@ -7,6 +7,7 @@ import re
 from typing import TYPE_CHECKING
 
 from specserve.cli.cluster import connected
+from specserve.core.errors import ConfigError, SpecServeError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -64,7 +65,6 @@ def show(console: Console, file: ServeFile, cluster: str, gpu_memory: str, on_cp
     Raises:
         SpecServeError: an option is wrong, or something does not fit.
     """
-    from specserve.core.errors import ConfigError, SpecServeError
     from specserve.serve.plan import plan
 
     size = _SIZE.fullmatch(gpu_memory)

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from specserve.core.errors import ConfigError
+
 if TYPE_CHECKING:
     from specserve.core.config import AppConfig
     from specserve.engine.shard_weights import Times
@@ -51,7 +53,6 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from specserve.compare.arguments import only_application
-    from specserve.core.errors import ConfigError
     from specserve.core.new_folder import new_folder
     from specserve.engine.vllm_version import check_vllm
 
@@ -80,7 +81,6 @@ def _checked(config: AppConfig) -> AppConfig:
     Raises:
         ConfigError: the model is no folder, or its weights cannot be divided beforehand.
     """
-    from specserve.core.errors import ConfigError
     from specserve.engine.checkpoint import find_checkpoint
     from specserve.engine.weights import own_quantization
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specserve.cli.cluster import connected
+from specserve.core.errors import ConfigError, SpecServeError, StoreError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -79,8 +80,6 @@ def _stats(args: argparse.Namespace) -> int:
 
 
 def _snapshot(args: argparse.Namespace) -> int:
-    from specserve.core.errors import SpecServeError
-
     with connected(args.address):
         sizes = {name: store.snapshot_now() for name, store in _stores().items()}
     for name, size in sizes.items():
@@ -101,7 +100,6 @@ def _stop(args: argparse.Namespace) -> int:
 
 def _purge(args: argparse.Namespace) -> int:
     from specserve.core.config import check_tenant
-    from specserve.core.errors import ConfigError
     from specserve.trie.namespaces import tenant_half
 
     if args.tenant is not None:
@@ -129,7 +127,6 @@ def _warm(args: argparse.Namespace) -> int:
 
 
 def _stores() -> dict[str, RemoteStore]:
-    from specserve.core.errors import StoreError
     from specserve.trie.store_actor import RemoteStore, list_stores
 
     names = list_stores()
