@@ -83,7 +83,6 @@ class NgramSource:
 
     def __init__(self, config: NgramConfig, num_slots: int) -> None:
         self._config = config
-        self._num_sizes = config.max_matching_ngram_size - config.min_matching_ngram_size + 1
         self._tables: list[UInt64Array | None] = [None] * num_slots
         self._requests: Int64Array = np.zeros((num_slots, _NUM_COLUMNS), np.int64)
         self._chunk = np.zeros((2, _CHUNK), np.uint64)
