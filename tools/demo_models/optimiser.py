@@ -16,9 +16,13 @@ from torch import Tensor, nn
 from tools.demo_models.workers import Workers
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+NEWTON_SCHULZ_STEPS = 5
+
+WARMUP, DECAY = 0.02, 0.6
+"""Shares of a run in which the learning rate rises, and falls."""
 
 
-def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
+def orthogonalise(matrices: Tensor) -> Tensor:
     """About the nearest orthogonal matrices, by Newton-Schulz; [..., rows, columns].
 
     From Muon (Keller Jordan, 2024): singular values end between about 0.7 and 1.2.
@@ -29,7 +33,7 @@ def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
     if tall:
         x = x.mT
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for _ in range(steps):
+    for _ in range(NEWTON_SCHULZ_STEPS):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
     result: Tensor = (x.mT if tall else x).to(matrices.dtype)
@@ -78,25 +82,15 @@ class Muon(torch.optim.Optimizer):
 class Optimiser:
     """Both optimisers and their schedule, as one object with one state."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        workers: Workers,
-        *,
-        matrix_lr: float = 0.01,
-        embedding_lr: float = 0.008,
-        head_lr: float = 0.002,
-        vector_lr: float = 0.002,
-        weight_decay: float = 0.02,
-    ) -> None:
+    def __init__(self, model: nn.Module, workers: Workers) -> None:
         matrices, embeddings, heads, vectors = _split(model)
         adam_groups = [
-            {"params": embeddings, "lr": embedding_lr},
-            {"params": heads, "lr": head_lr},
-            {"params": vectors, "lr": vector_lr},
+            {"params": embeddings, "lr": 0.008},
+            {"params": heads, "lr": 0.002},
+            {"params": vectors, "lr": 0.002},
         ]
         self._parts: list[torch.optim.Optimizer] = [
-            Muon(matrices, workers, lr=matrix_lr, momentum=0.95, weight_decay=weight_decay),
+            Muon(matrices, workers, lr=0.01, momentum=0.95, weight_decay=0.02),
             torch.optim.AdamW(
                 [g for g in adam_groups if g["params"]],
                 betas=(0.9, 0.98),
@@ -148,10 +142,10 @@ def _split(model: nn.Module) -> tuple[Parameters, Parameters, Parameters, Parame
     return matrices, embeddings, heads, vectors
 
 
-def lr_factor(progress: float, *, warmup: float = 0.02, decay: float = 0.6) -> float:
+def lr_factor(progress: float) -> float:
     """Warm-up, stable, decay: the learning rate's factor at `progress` in 0..1 of the run."""
-    if progress < warmup:
-        return (progress + 1e-3) / (warmup + 1e-3)
-    if progress > 1 - decay:
-        return max(0.02, (1 - progress) / decay)
+    if progress < WARMUP:
+        return (progress + 1e-3) / (WARMUP + 1e-3)
+    if progress > 1 - DECAY:
+        return max(0.02, (1 - progress) / DECAY)
     return 1.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -73,14 +73,13 @@ class Run:
         *,
         device: torch.device,
         workers: Workers,
-        optimiser: Optimiser | None = None,
     ) -> None:
         self.objective = objective
         self.stream = stream
         self.budget = budget
         self.checkpoint = checkpoint
         self.device = device
-        self.optimiser = optimiser or Optimiser(objective.model, workers)
+        self.optimiser = Optimiser(objective.model, workers)
         self._workers = workers
         self._parameters = list(self.model.parameters())
         self.counters = Counters()
@@ -123,7 +122,7 @@ class Run:
         torch.save(state, partial)
         os.replace(partial, self.checkpoint)
 
-    def train(self, progress: Progress, after_save: Callable[[], None] = lambda: None) -> bool:
+    def train(self, progress: Progress) -> bool:
         """Train to the budget's end. False: a SIGTERM or SIGINT ended it early; both save."""
         self.model.train()
         saved = time.monotonic()
@@ -136,7 +135,6 @@ class Run:
                 progress.update(self.done, self.counters.step, self.counters.tokens, numbers)
                 if now - saved >= self.budget.checkpoint_s:
                     self.save()
-                    after_save()
                     saved = time.monotonic()
         self.save()
         return not self._stopped
