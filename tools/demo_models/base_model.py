@@ -37,7 +37,7 @@ class LatentAttention(nn.Module):
         expanded = heads * (shape.qk_nope_head_dim + shape.v_head_dim)
         self.kv_b_proj = nn.Linear(latent, expanded, bias=False)
         self.o_proj = nn.Linear(heads * shape.v_head_dim, width, bias=False)
-        mscale = yarn_mscale(shape.rope_factor, shape.mscale_all_dim)
+        mscale = yarn_mscale(shape.rope_scaling)
         self.scale = shape.qk_head_dim**-0.5 * mscale * mscale
 
     def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
@@ -200,14 +200,7 @@ class BaseModel(nn.Module):
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
         self.mtp = MTPLayer(shape)
-        frequencies = yarn_frequencies(
-            shape.qk_rope_head_dim,
-            shape.rope_theta,
-            factor=shape.rope_factor,
-            original_tokens=shape.original_max_position_embeddings,
-            beta_fast=shape.beta_fast,
-            beta_slow=shape.beta_slow,
-        )
+        frequencies = yarn_frequencies(shape.qk_rope_head_dim, shape.rope_theta, shape.rope_scaling)
         cos, sin = rotation_tables(frequencies, max_tokens)
         self.cos: Tensor
         self.sin: Tensor

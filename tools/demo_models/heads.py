@@ -49,14 +49,7 @@ class LatentHeads:
     def attend_back(self, head: int, weight: float) -> None:
         """See Heads; the rotated key is one for all heads of the layer."""
         shape = self._shape
-        frequencies = yarn_frequencies(
-            shape.qk_rope_head_dim,
-            shape.rope_theta,
-            factor=shape.rope_factor,
-            original_tokens=shape.original_max_position_embeddings,
-            beta_fast=shape.beta_fast,
-            beta_slow=shape.beta_slow,
-        )
+        frequencies = yarn_frequencies(shape.qk_rope_head_dim, shape.rope_theta, shape.rope_scaling)
         fast = torch.arange(len(frequencies) // 2)
         keys = self._attention.kv_a_proj_with_mqa.weight[shape.kv_lora_rank :]
         keys.zero_()

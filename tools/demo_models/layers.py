@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tools.demo_models.shapes import Yarn
+
 
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last dimension."""
@@ -42,35 +44,27 @@ def plain_frequencies(dim: int, theta: float) -> Tensor:
     return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
 
 
-def yarn_frequencies(
-    dim: int,
-    theta: float,
-    *,
-    factor: float,
-    original_tokens: int,
-    beta_fast: float,
-    beta_slow: float,
-) -> Tensor:
+def yarn_frequencies(dim: int, theta: float, yarn: Yarn) -> Tensor:
     """Rotary frequencies under YaRN (arXiv 2309.00071), as DeepSeek-V3 computes them.
 
-    Fast dimensions keep their frequency, slow ones are divided by `factor`, with a ramp between.
+    Fast dimensions keep their frequency, slow ones are divided by its factor, with a ramp between.
     """
 
     def dimension_of(num_rotations: float) -> float:
-        turns = original_tokens / (num_rotations * 2 * math.pi)
+        turns = yarn.original_max_position_embeddings / (num_rotations * 2 * math.pi)
         return dim * math.log(turns) / (2 * math.log(theta))
 
-    low = max(math.floor(dimension_of(beta_fast)), 0)
-    high = min(math.ceil(dimension_of(beta_slow)), dim - 1)
+    low = max(math.floor(dimension_of(yarn.beta_fast)), 0)
+    high = min(math.ceil(dimension_of(yarn.beta_slow)), dim - 1)
     steps = torch.arange(dim // 2, dtype=torch.float32)
     ramp = ((steps - low) / max(high - low, 0.001)).clamp(0, 1)
     frequencies = plain_frequencies(dim, theta)
-    return frequencies / factor * ramp + frequencies * (1 - ramp)
+    return frequencies / yarn.factor * ramp + frequencies * (1 - ramp)
 
 
-def yarn_mscale(factor: float, mscale_all_dim: float) -> float:
+def yarn_mscale(yarn: Yarn) -> float:
     """The factor whose square YaRN puts on the attention's softmax scale."""
-    return 1.0 if factor <= 1 else 0.1 * mscale_all_dim * math.log(factor) + 1.0
+    return 0.1 * yarn.mscale_all_dim * math.log(yarn.factor) + 1.0
 
 
 def rotation_tables(frequencies: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:

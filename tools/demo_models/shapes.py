@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from tools.demo_models.tokenizer import BOS_ID, END_ID, PAD_ID
@@ -10,6 +10,17 @@ from tools.demo_models.tokenizer import BOS_ID, END_ID, PAD_ID
 VOCAB_SIZE = 4096
 MAX_TOKENS = 4096
 """Context length of both models."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Yarn:
+    """How positions are stretched past the original context (arXiv 2309.00071)."""
+
+    factor: float = 4.0
+    original_max_position_embeddings: int = 1024
+    mscale_all_dim: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +45,7 @@ class BaseShape:
     v_head_dim: int = 48
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
-    rope_factor: float = 4.0
-    original_max_position_embeddings: int = 1024
-    mscale_all_dim: float = 1.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
+    rope_scaling: Yarn = Yarn()
 
     @property
     def qk_head_dim(self) -> int:
@@ -48,6 +55,7 @@ class BaseShape:
     def hf_config(self) -> dict[str, Any]:
         """config.json in DeepSeek-V3's terms, with one MTP layer."""
         return {
+            **asdict(self),
             "architectures": ["DeepseekV3ForCausalLM"],
             "model_type": "deepseek_v3",
             "attention_bias": False,
@@ -56,39 +64,22 @@ class BaseShape:
             "eos_token_id": END_ID,
             "pad_token_id": PAD_ID,
             "ep_size": 1,
-            "first_k_dense_replace": self.first_k_dense_replace,
             "hidden_act": "silu",
-            "hidden_size": self.hidden_size,
             "initializer_range": 0.02,
-            "intermediate_size": self.intermediate_size,
-            "kv_lora_rank": self.kv_lora_rank,
             "max_position_embeddings": MAX_TOKENS,
-            "moe_intermediate_size": self.moe_intermediate_size,
             "moe_layer_freq": 1,
             "n_group": 1,
-            "n_routed_experts": self.n_routed_experts,
             "n_shared_experts": 1,
             "norm_topk_prob": True,
-            "num_attention_heads": self.num_attention_heads,
-            "num_experts_per_tok": self.num_experts_per_tok,
-            "num_hidden_layers": self.num_hidden_layers,
             "num_key_value_heads": self.num_attention_heads,
             "num_nextn_predict_layers": 1,
             "q_lora_rank": None,
-            "qk_nope_head_dim": self.qk_nope_head_dim,
-            "qk_rope_head_dim": self.qk_rope_head_dim,
-            "rms_norm_eps": self.rms_norm_eps,
             "rope_interleave": True,
-            "rope_theta": self.rope_theta,
             "rope_scaling": {
                 "type": "yarn",
                 "rope_type": "yarn",
-                "factor": self.rope_factor,
-                "original_max_position_embeddings": self.original_max_position_embeddings,
                 "mscale": 1.0,
-                "mscale_all_dim": self.mscale_all_dim,
-                "beta_fast": self.beta_fast,
-                "beta_slow": self.beta_slow,
+                **asdict(self.rope_scaling),
             },
             "routed_scaling_factor": 1.0,
             "scoring_func": "sigmoid",
@@ -97,14 +88,12 @@ class BaseShape:
             "topk_method": "noaux_tc",
             "torch_dtype": "bfloat16",
             "use_cache": True,
-            "v_head_dim": self.v_head_dim,
-            "vocab_size": self.vocab_size,
         }
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftShape:
-    """Sizes of the Llama draft model; the embedding is also the output head."""
+    """Sizes of the Llama draft model; names as in its config.json. The embedding is the head."""
 
     vocab_size: int = VOCAB_SIZE
     hidden_size: int = 128
@@ -118,6 +107,7 @@ class DraftShape:
     def hf_config(self) -> dict[str, Any]:
         """config.json in Llama's terms."""
         return {
+            **asdict(self),
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
             "attention_bias": False,
@@ -125,20 +115,12 @@ class DraftShape:
             "bos_token_id": BOS_ID,
             "eos_token_id": END_ID,
             "pad_token_id": PAD_ID,
-            "head_dim": self.head_dim,
             "hidden_act": "silu",
-            "hidden_size": self.hidden_size,
             "initializer_range": 0.02,
-            "intermediate_size": self.intermediate_size,
             "max_position_embeddings": MAX_TOKENS,
             "mlp_bias": False,
-            "num_attention_heads": self.num_attention_heads,
-            "num_hidden_layers": self.num_hidden_layers,
             "num_key_value_heads": self.num_attention_heads,
-            "rms_norm_eps": self.rms_norm_eps,
-            "rope_theta": self.rope_theta,
             "tie_word_embeddings": True,
             "torch_dtype": "bfloat16",
             "use_cache": True,
-            "vocab_size": self.vocab_size,
         }

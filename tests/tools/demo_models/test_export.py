@@ -48,7 +48,8 @@ def test_the_base_agrees_with_transformers_past_the_original_context(
 ) -> None:
     from dataclasses import replace
 
-    shape = replace(base_shape, original_max_position_embeddings=64)
+    yarn = replace(base_shape.rope_scaling, original_max_position_embeddings=64)
+    shape = replace(base_shape, rope_scaling=yarn)
     model = BaseModel(shape, max_tokens=512).eval()
     _randomise(model)
     export_base(model, tokenizer, tmp_path)
