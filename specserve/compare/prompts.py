@@ -303,7 +303,7 @@ def _code_prompt(
             dialogue = _head(lines[rng.randrange(len(lines)) :], max_chars)
         else:
             # A task counts the answer, which is left out here, to its characters.
-            dialogue = tasks.draw(rng, max_chars * 2, kind=kind).messages[:-1]
+            dialogue = tasks.draw(rng, max_chars * 2, kind=kind)[:-1]
         prompt = render(tokenizer, dialogue)
         shortest = lowest // 3 if kind == "complete" else lowest
         if shortest <= len(prompt.token_ids) <= highest and prompt not in drawn:

@@ -35,13 +35,8 @@ class Function:
     """First and last line of the docstring inside `code`, counted from 0; None without one."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """A dialogue whose last message is the assistant's answer."""
-
-    kind: str
-    messages: list[Message]
-
+Task = list[Message]
+"""A dialogue whose last message is the assistant's answer."""
 
 Draw = Callable[[random.Random, int], Task | None]
 """Makes a task of at most so many characters; None: this draw allows for none."""
@@ -125,7 +120,7 @@ class TaskMaker:
             task = self.kinds[name][1](rng, max_chars << (attempt // 500))
             if task is not None:
                 if rng.random() < 0.15:
-                    task.messages.insert(0, {"role": "system", "content": SYSTEM})
+                    task.insert(0, message("system", SYSTEM))
                 return task
         raise ConfigError("corpus", kind, "modules whose functions this task can be made from")
 
@@ -158,7 +153,7 @@ class TaskMaker:
         if len(lines) <= function.docstring_lines[1] + 1:
             return None
         ask = rng.choice(["Complete this function.", "Write the body of this function."])
-        return one_question("complete", f"{ask}\n{fence(head)}", fence(function.code))
+        return one_question(f"{ask}\n{fence(head)}", fence(function.code))
 
     def rename(self, rng: random.Random, max_chars: int) -> Task | None:
         """Repeats a function with one of its names changed."""
@@ -176,7 +171,7 @@ class TaskMaker:
             return None
         code = re.sub(rf"\b{re.escape(old)}\b", new, function.code)
         ask = f"Repeat this code with `{old}` renamed to `{new}`."
-        return one_question("rename", f"{ask}\n{fence(function.code)}", fence(code))
+        return one_question(f"{ask}\n{fence(function.code)}", fence(code))
 
     def _quote(self, rng: random.Random, max_chars: int) -> Task | None:
         picked = self.excerpt(rng, int(max_chars * 0.65))
@@ -189,7 +184,7 @@ class TaskMaker:
         if rng.random() >= 0.5:
             parts.reverse()
         question = "\n".join(parts)
-        return one_question("quote", question, fence(target.code))
+        return one_question(question, fence(target.code))
 
     def _describe(self, rng: random.Random, max_chars: int) -> Task | None:
         function = self.function(rng, int(max_chars * 0.6))
@@ -198,7 +193,7 @@ class TaskMaker:
         if len(function.code) + len(function.docstring) > max_chars:
             return None
         ask = "What does this function do?"
-        return one_question("describe", f"{ask}\n{fence(function.code)}", function.docstring)
+        return one_question(f"{ask}\n{fence(function.code)}", function.docstring)
 
 
 _KEYWORDS = frozenset([*keyword.kwlist, "self"])
@@ -209,6 +204,6 @@ def message(role: str, content: str) -> Message:
     return {"role": role, "content": content}
 
 
-def one_question(kind: str, asked: str, answer: str) -> Task:
+def one_question(asked: str, answer: str) -> Task:
     """A task of one question."""
-    return Task(kind=kind, messages=[message("user", asked), message("assistant", answer)])
+    return [message("user", asked), message("assistant", answer)]

@@ -57,7 +57,7 @@ def draw_examples(
     for index in range(num):
         kind = kinds[index % len(kinds)]
         for _ in range(MAX_DRAWS):
-            *dialogue, answer = maker.draw(rng, max_input * 4, kind=kind).messages
+            *dialogue, answer = maker.draw(rng, max_input * 4, kind=kind)
             example = Example(render(tokenizer, dialogue), answer["content"])
             reference = tokenizer.encode(example.reference, add_special_tokens=False)
             fits = len(example.prompt.token_ids) <= max_input and len(reference) < max_tokens

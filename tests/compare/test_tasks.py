@@ -56,16 +56,15 @@ def test_a_module_that_does_not_parse_has_no_functions() -> None:
 def test_every_kind_of_task_ends_with_an_answer(maker: TaskMaker) -> None:
     for kind in maker.kinds:
         task = maker.draw(random.Random(kind), 3000, kind)
-        assert task.kind == kind
-        assert [m["role"] for m in task.messages][-2:] == ["user", "assistant"]
-        assert sum(len(m["content"]) for m in task.messages) < 2 * 3000
-        assert task.messages[-1]["content"].strip()
+        assert [m["role"] for m in task][-2:] == ["user", "assistant"]
+        assert sum(len(m["content"]) for m in task) < 2 * 3000
+        assert task[-1]["content"].strip()
 
 
 def test_a_renamed_function_differs_in_that_name_alone(maker: TaskMaker) -> None:
     for seed in range(20):
         task = maker.draw(random.Random(seed), 2000, "rename")
-        question, answer = (m["content"] for m in task.messages[-2:])
+        question, answer = (m["content"] for m in task[-2:])
         ask, code = question.split("\n", 1)
         old, new = ask.split("`")[1:4:2]
         assert answer != code
@@ -76,7 +75,7 @@ def test_a_renamed_function_differs_in_that_name_alone(maker: TaskMaker) -> None
 def test_quoted_code_stands_in_the_question(maker: TaskMaker) -> None:
     for seed in range(20):
         task = maker.draw(random.Random(seed), 2000, "quote")
-        question, answer = (m["content"] for m in task.messages[-2:])
+        question, answer = (m["content"] for m in task[-2:])
         assert answer.removeprefix("```python\n").removesuffix("\n```") in question
 
 

@@ -153,9 +153,9 @@ def copies(tokenizer: Tokenizer, number: int, seed: int) -> list[Asked]:
     found = []
     for index in range(number):
         task = tasks.draw(rng, TASK_CHARS, kind=COPIES[index % len(COPIES)])
-        question = task.messages[-2]["content"]
+        question = task[-2]["content"]
         prompt = tokenizer.apply_chat_template(
-            task.messages[:-1], add_generation_prompt=True, tokenize=False
+            task[:-1], add_generation_prompt=True, tokenize=False
         )
         found.append(Asked(str(prompt), question[question.index("```") :]))
     return found

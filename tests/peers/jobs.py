@@ -131,11 +131,9 @@ def again_jobs(
     jobs = []
     for index in range(number):
         task = tasks.draw(rng, TASK_CHARS, kind=EDITS[index % len(EDITS)])
-        text = tokenizer.apply_chat_template(
-            task.messages[:-1], add_generation_prompt=True, tokenize=False
-        )
+        text = tokenizer.apply_chat_template(task[:-1], add_generation_prompt=True, tokenize=False)
         ids = tuple(tokenizer.encode(text, add_special_tokens=False))
-        code = _CODE.search(task.messages[-2]["content"]) if predicted else None
+        code = _CODE.search(task[-2]["content"]) if predicted else None
         prediction = tokenizer.encode(code[0], add_special_tokens=False) if code else ()
         jobs.append(Job(ids, Sampling(max_tokens=max_tokens, prediction=tuple(prediction))))
     return jobs

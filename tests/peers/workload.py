@@ -16,7 +16,7 @@ from pathlib import Path
 
 from specserve.compare.corpus import Module, load_modules
 from specserve.compare.prompts import Tokenizer, load_prompts
-from specserve.compare.tasks import Task, functions_of
+from specserve.compare.tasks import Message, Task, functions_of
 from specserve.core.errors import ConfigError
 from tools.demo_models.tasks import AllTasks
 
@@ -44,8 +44,6 @@ RANDOM_PROMPT_TOKENS, RANDOM_VOCAB = 200, 4000
 TEXTS = ("common-licenses/*", "doc/*/copyright", "doc/*/README*")
 """Under /usr/share."""
 TEXTS_OF_PACKAGES = ("*.dist-info/licenses/*", "*.dist-info/LICENSE*")
-
-Message = dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +168,7 @@ class Workload:
             task: Task = AllTasks([module]).draw(self._rng, TASK_CHARS, kind=kind)
         except ConfigError:
             return ""
-        prompt = self._rendered(task.messages[:-1])
+        prompt = self._rendered(task[:-1])
         is_short = (
             len(self._tokenizer.encode(prompt, add_special_tokens=False)) <= MAX_PROMPT_TOKENS
         )

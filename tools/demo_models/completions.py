@@ -85,7 +85,7 @@ def samples(model: BaseModel, modules: list[Module], tokenizer: Tokenizer) -> li
         )
     maker = AllTasks(modules)
     for kind in (*COPY_KINDS, "complete"):
-        messages = maker.draw(random.Random(f"sample {kind}"), 900, kind).messages
+        messages = maker.draw(random.Random(f"sample {kind}"), 900, kind)
         prompt = encode_chat(tokenizer, messages[:-1], add_generation_prompt=True)
         written = complete(model, torch.tensor([prompt]), 80)[0]
         shown.append(

@@ -82,8 +82,8 @@ def held_out_dialogues(
         rng = random.Random(kind)
         for _ in range(count):
             task = maker.draw(rng, 2000, kind)
-            ids = encode_chat(tokenizer, task.messages)
-            prompt = encode_chat(tokenizer, task.messages[:-1])
+            ids = encode_chat(tokenizer, task)
+            prompt = encode_chat(tokenizer, task[:-1])
             dialogues.append(Dialogue(kind=kind, ids=ids, answer=len(prompt) + 1))
     return dialogues
 

@@ -102,7 +102,7 @@ class TokenStream:
         if at.task_tokens * (1 - TASK_SHARE) <= at.plain_tokens * TASK_SHARE:
             limit = rng.choice([0.3, 0.6, 0.9]) * row_tokens * CHARS_PER_TOKEN
             task = self._corpus.tasks.draw(rng, int(limit))
-            ids = encode_chat(self._corpus.tokenizer, task.messages)
+            ids = encode_chat(self._corpus.tokenizer, task)
             at.task_tokens += len(ids)
             return ids
         ids = self._next_piece(2 * row_tokens)

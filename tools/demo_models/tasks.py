@@ -33,7 +33,7 @@ class AllTasks(TaskMaker):
                 w: rng.choice(self.words) for w in sorted(set(words)) if len(w) > 3
             }
             code = "".join(swaps.get(w, w) for w in words)
-        return one_question("repeat", f"Repeat this code exactly.\n{fence(code)}", fence(code))
+        return one_question(f"Repeat this code exactly.\n{fence(code)}", fence(code))
 
     def _strip_docstring(self, rng: random.Random, max_chars: int) -> Task | None:
         function = self.function(rng, max_chars // 2)
@@ -45,7 +45,7 @@ class AllTasks(TaskMaker):
             return None
         code = "\n".join(lines[:first] + lines[last + 1 :])
         ask = "Remove the docstring from this function."
-        return one_question("strip_docstring", f"{ask}\n{fence(function.code)}", fence(code))
+        return one_question(f"{ask}\n{fence(function.code)}", fence(code))
 
     def _list(self, rng: random.Random, max_chars: int) -> Task | None:
         picked = self.excerpt(rng, int(max_chars * 0.8))
@@ -53,7 +53,7 @@ class AllTasks(TaskMaker):
             return None
         code = "\n\n".join(f.code for f in picked)
         names = "\n".join(f"- `{f.name}`" for f in picked)
-        return one_question("list", f"List the functions of this file.\n{fence(code)}", names)
+        return one_question(f"List the functions of this file.\n{fence(code)}", names)
 
     def _signature(self, rng: random.Random, max_chars: int) -> Task | None:
         picked = self.excerpt(rng, int(max_chars * 0.8))
@@ -62,7 +62,7 @@ class AllTasks(TaskMaker):
         target = rng.choice(picked)
         code = "\n\n".join(f.code for f in picked)
         ask = f"What is the signature of `{target.name}` in this file?"
-        return one_question("signature", f"{ask}\n{fence(code)}", fence(target.signature))
+        return one_question(f"{ask}\n{fence(code)}", fence(target.signature))
 
     def _dialogue(self, rng: random.Random, max_chars: int) -> Task | None:
         """Two or three questions about one file, each answered from it."""
@@ -77,14 +77,14 @@ class AllTasks(TaskMaker):
         ]
         if rng.random() < 0.5:
             renamed = self.rename_in(rng, first)
-            if renamed is not None and renamed.messages[1]["content"] != fence(first.code):
-                ask = renamed.messages[0]["content"].split("\n")[0]
+            if renamed is not None and renamed[1]["content"] != fence(first.code):
+                ask = renamed[0]["content"].split("\n")[0]
                 messages.append(message("user", ask.replace("this code", "it")))
-                messages.append(renamed.messages[1])
+                messages.append(renamed[1])
         else:
             second = rng.choice(picked)
             messages.append(message("user", f"Now print `{second.name}`."))
             messages.append(message("assistant", fence(second.code)))
         if sum(len(m["content"]) for m in messages) > max_chars * 1.2:
             return None
-        return Task(kind="dialogue", messages=messages)
+        return messages
