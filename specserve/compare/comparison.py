@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Protocol
 
+from specserve.compare.display import RichDisplay
 from specserve.compare.engine_process import EngineProcess
 from specserve.compare.lossless import Verdict, judge
 from specserve.compare.prompts import Prompt
@@ -59,26 +58,12 @@ class Comparison:
         return all(verdict.is_lossless for verdict in self.verdicts.values())
 
 
-class Display(Protocol):
-    """What shows progress."""
-
-    def loading(self, method: Method) -> AbstractContextManager[None]:
-        """An engine is starting."""
-        ...
-
-    def running(
-        self, method: Method, num_prompts: int
-    ) -> AbstractContextManager[Callable[[int, int], None]]:
-        """Prompts are being continued; the value takes finished prompts and tokens so far."""
-        ...
-
-
 def compare(
     config: AppConfig,
     methods: Sequence[Method],
     prompts: Sequence[Prompt],
     settings: Settings,
-    display: Display,
+    display: RichDisplay,
     reference: Method = Method(NONE),  # noqa: B008 - frozen
 ) -> Comparison:
     """Runs each method in an engine of its own, one after another, ``none`` last.
@@ -129,26 +114,20 @@ def warm_up(engine: EngineProcess, prompts: Sequence[Prompt], concurrency: int) 
 
 
 def _passes(
-    engine: EngineProcess, prompts: Sequence[Prompt], settings: Settings, display: Display
+    engine: EngineProcess, prompts: Sequence[Prompt], settings: Settings, display: RichDisplay
 ) -> list[RunResult]:
     warm_up(engine, prompts, settings.concurrency)
     jobs = jobs_of(prompts, settings)
     passes: list[RunResult] = []
     with display.running(engine.method, len(jobs) * settings.repeat) as progress:
-        for _ in range(settings.repeat):
-            prompts_before = len(jobs) * len(passes)
+
+        def after_earlier_passes(num_done: int, num_tokens: int) -> None:
             tokens_before = sum(one.num_tokens for one in passes)
+            progress(len(jobs) * len(passes) + num_done, tokens_before + num_tokens)
 
-            def shifted(
-                num_done: int,
-                num_tokens: int,
-                prompts_before: int = prompts_before,
-                tokens_before: int = tokens_before,
-            ) -> None:
-                progress(prompts_before + num_done, tokens_before + num_tokens)
-
-            passes.append(engine.run(jobs, settings.concurrency, shifted))
-        progress(len(jobs) * settings.repeat, sum(one.num_tokens for one in passes))
+        for _ in range(settings.repeat):
+            passes.append(engine.run(jobs, settings.concurrency, after_earlier_passes))
+        after_earlier_passes(0, 0)
     return passes
 
 

@@ -12,10 +12,7 @@ from specserve.engine.methods import Method
 
 
 class RichDisplay:
-    """A :class:`specserve.compare.comparison.Display`.
-
-    Shows a line while an engine loads and a bar while it runs.
-    """
+    """Shows a line while an engine loads and a bar while it runs."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -28,7 +25,7 @@ class RichDisplay:
 
     @contextmanager
     def running(self, method: Method, num_prompts: int) -> Iterator[Callable[[int, int], None]]:
-        """Prompts are being continued."""
+        """Prompts are being continued; the value takes finished prompts and tokens so far."""
         columns = (
             TextColumn("{task.description:12}"),
             BarColumn(),
