@@ -8,6 +8,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 from specserve.compare.corpus import standard_library
+from specserve.compare.tasks import Message, message
 
 MIN_CHARS = 4000
 
@@ -32,9 +33,7 @@ def load_documents() -> list[str]:
     return [text for text in dict.fromkeys([*licences, *manual]) if len(text) >= MIN_CHARS]
 
 
-def ask(
-    documents: Sequence[str], number: int, rng: random.Random, max_chars: int
-) -> list[dict[str, str]]:
+def ask(documents: Sequence[str], number: int, rng: random.Random, max_chars: int) -> list[Message]:
     """A dialogue of one question on a part of a document.
 
     Args:
@@ -52,4 +51,4 @@ def ask(
         part.append(each)
     beginning = " ".join((rng.choice(part) if part else "").split()[:5])
     question = _QUESTIONS[number % len(_QUESTIONS)].format(beginning=beginning)
-    return [{"role": "user", "content": "\n\n".join([question, *part])}]
+    return [message("user", "\n\n".join([question, *part]))]

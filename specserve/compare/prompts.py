@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from specserve.compare.corpus import Module, load_modules
 from specserve.compare.documents import ask, load_documents
-from specserve.compare.tasks import TaskMaker
+from specserve.compare.tasks import Message, TaskMaker
 from specserve.core.config import AppConfig
 from specserve.core.errors import ConfigError, reason_of
 from specserve.engine.chat_template import read_chat_template
@@ -42,8 +42,6 @@ MAX_DRAWS = 5000
 
 CODE_KINDS = ("quote", "rename", "complete", "continue")
 """Tasks of the ``code`` set, in turn; ``continue`` is plain text, the others are dialogues."""
-
-Message = dict[str, str]
 
 
 class Tokenizer(Protocol):
