@@ -45,9 +45,8 @@ def standard_library() -> Path:
     return Path(sysconfig.get_path("stdlib"))
 
 
-def module_paths(root: Path | None = None) -> list[Path]:
+def module_paths(root: Path) -> list[Path]:
     """Every Python file of the corpus under `root`, sorted; test suites are left out."""
-    root = root or standard_library()
     paths = []
     for path in sorted(root.rglob("*.py")):
         folders = path.relative_to(root).parts[:-1]

@@ -19,7 +19,7 @@ def test_training_never_reads_a_held_out_module() -> None:
     trained = {module.name for module in load_modules(held_out=False)}
     assert held_out
     assert not held_out & trained
-    assert held_out | trained <= {p.relative_to(root).as_posix() for p in module_paths()}
+    assert held_out | trained <= {p.relative_to(root).as_posix() for p in module_paths(root)}
 
 
 def test_the_split_depends_on_the_path_alone() -> None:
