@@ -6,7 +6,6 @@ import os
 import platform
 import shutil
 import subprocess
-from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -24,30 +23,13 @@ PACKAGES = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """Hardware and system, as far as they tell themselves.
-
-    Attributes:
-        cpu: model name of the processor.
-        num_cpus: logical CPUs that this process may use.
-        memory_bytes: main memory.
-        gpus: names of the NVIDIA GPUs, with their memory.
-        system: operating system and kernel.
-        load: processes running or waiting on average over the last minute: on a quiet machine
-            well below 1 before a measurement.
-    """
-
-    cpu: str
-    num_cpus: int
-    memory_bytes: int
-    gpus: tuple[str, ...]
-    system: str
-    load: float
+def circumstances() -> dict[str, Any]:
+    """Versions of packages, and the machine, as a report carries them."""
+    return {"versions": _versions(), "machine": _machine()}
 
 
-def versions() -> dict[str, str]:
-    """Versions of Python and of the packages in play that are installed."""
+def _versions() -> dict[str, str]:
+    """Of Python and of the packages in play that are installed."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -57,36 +39,30 @@ def versions() -> dict[str, str]:
     return found
 
 
-def machine() -> Machine:
-    """This machine, now."""
-    return Machine(
-        cpu=_cpu_model(),
-        num_cpus=len(os.sched_getaffinity(0)),
-        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        gpus=_gpus(),
-        system=f"{platform.system()} {platform.release()}",
-        load=round(os.getloadavg()[0], 2),
-    )
-
-
-def circumstances() -> dict[str, Any]:
-    """Versions and machine, as a report carries them."""
-    return {"versions": versions(), "machine": asdict(machine())}
+def _machine() -> dict[str, Any]:
+    """Hardware and system, as far as they tell themselves."""
+    return {
+        "cpu": _cpu_model(),
+        "num_cpus": len(os.sched_getaffinity(0)),  # logical, that this process may use
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "gpus": _gpus(),
+        "system": f"{platform.system()} {platform.release()}",
+        # Processes running or waiting on average over the last minute: on a quiet machine well
+        # below 1 before a measurement.
+        "load": round(os.getloadavg()[0], 2),
+    }
 
 
 def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    for line in lines:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
         key, _, value = line.partition(":")
         if key.strip() == "model name":
             return value.strip()
-    return platform.processor()
+    return platform.processor()  # Arm's has no such line
 
 
 def _gpus() -> tuple[str, ...]:
+    """Names of the NVIDIA GPUs, with their memory."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return ()
