@@ -69,8 +69,10 @@ class Model(Protocol):
     ) -> list[Completion]:
         """Continues all jobs, at most ``concurrency`` at a time; in their order.
 
+        Only a server has ``beams``.
+
         Raises:
-            SpecServeError: one failed, or there is no beam search.
+            SpecServeError: one failed.
             KeyboardInterrupt: Ctrl-C; nothing of the jobs runs on.
         """
         ...

@@ -154,7 +154,7 @@ def _model(args: argparse.Namespace, stack: contextlib.ExitStack) -> Model:
         return ServedModel(args.url, args.chat_template)
     from specserve.generate.local import LocalModel
 
-    return stack.enter_context(LocalModel(args.config, args.chat_template))
+    return LocalModel(args.config, args.chat_template, stack)
 
 
 def _texts(args: argparse.Namespace, model: Model, console: Console) -> dict[str, Any]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self
 
 from rich.console import Console
 
 from specserve.compare.arguments import only_application
 from specserve.compare.engine_process import EngineProcess
 from specserve.compare.prompts import configured_tokenizer
-from specserve.core.errors import ConfigError, SpecServeError, reason_of
+from specserve.core.errors import SpecServeError, reason_of
 from specserve.engine.checkpoint import text_sizes
 from specserve.engine.generation import Completion, Job, Show
 from specserve.engine.methods import ALL, NONE, parse_method
@@ -22,21 +21,20 @@ from specserve.generate.base import Beams, Message, TokenIds
 class LocalModel:
     """The only application's model; a :class:`specserve.generate.base.Model`.
 
-    Usable as a context manager, at whose end the engine ends.
-
     Args:
         config: the Serve file.
         chat_template: file of another template; None: the configured one.
+        stack: at whose end the engine ends.
 
     Raises:
         ConfigError: the file is wrong, or what it names is not there.
     """
 
-    def __init__(self, config: Path, chat_template: Path | None = None) -> None:
+    def __init__(self, config: Path, chat_template: Path | None, stack: ExitStack) -> None:
         self._config = only_application(config)
         self.name = self._config.model.name
         self.max_model_len, self.vocab_size = text_sizes(self._config)
-        self._stack = ExitStack()
+        self._stack = stack
         self._tokenizer = configured_tokenizer(self._config, str(chat_template or ""))
 
     def start(self) -> None:
@@ -64,12 +62,5 @@ class LocalModel:
         self, jobs: Sequence[Job], concurrency: int, show: Show, beams: Beams | None = None
     ) -> list[Completion]:
         """See :class:`specserve.generate.base.Model`."""
-        if beams:
-            raise ConfigError("--config", self.name, "--url: beam search needs a server")
+        assert beams is None  # the command refuses a beam search without a server
         return list(self._engine.run(jobs, concurrency, show=show).completions)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
