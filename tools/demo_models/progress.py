@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
 
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
@@ -21,30 +20,22 @@ class Progress:
         self._smooth: dict[str, float] = {}
         self._last_line = 0.0
         self._rate: tuple[float, int] | None = None
-        self._bar: Bar | None = None
-        if sys.stdout.isatty():
-            self._bar = Bar(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                TextColumn("{task.fields[numbers]}"),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
-            )
-            self._task = self._bar.add_task(title, total=1.0, numbers="")
+        self._bar = Bar(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            disable=not sys.stdout.isatty(),
+        )
+        self._task = self._bar.add_task(title, total=1.0, numbers="")
 
     def __enter__(self) -> Progress:
-        if self._bar:
-            self._bar.start()
+        self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._bar:
-            self._bar.stop()
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
 
     def update(self, done: float, step: int, tokens: int, numbers: dict[str, float]) -> None:
         """Take in one step's numbers; `done` is 0..1."""
@@ -56,9 +47,8 @@ class Progress:
             self._rate = (now, tokens)
         shown = " ".join(f"{name} {value:.3f}" for name, value in self._smooth.items())
         shown = f"step {step} tokens {tokens / 1e6:.2f} M {shown}"
-        if self._bar:
-            self._bar.update(self._task, completed=done, numbers=shown)
-        elif now - self._last_line >= LINE_EVERY_S or done >= 1:
+        self._bar.update(self._task, completed=done, numbers=shown)
+        if self._bar.disable and (now - self._last_line >= LINE_EVERY_S or done >= 1):
             since, before_tokens = self._rate
             rate = (tokens - before_tokens) / max(now - since, 1e-9)
             print(f"{self._title} {done:6.1%} {shown} {rate:.0f} tokens/s", flush=True)
