@@ -72,15 +72,13 @@ class Dialogue:
     answer: int
 
 
-def held_out_dialogues(
-    modules: list[Module], tokenizer: Tokenizer, kinds: tuple[str, ...], count: int
-) -> list[Dialogue]:
-    """`count` tasks of each kind, always the same for the same modules."""
+def held_out_dialogues(modules: list[Module], tokenizer: Tokenizer) -> list[Dialogue]:
+    """20 tasks of each kind that copies, always the same for the same modules."""
     maker = AllTasks(modules)
     dialogues = []
-    for kind in kinds:
+    for kind in COPY_KINDS:
         rng = random.Random(kind)
-        for _ in range(count):
+        for _ in range(20):
             task = maker.draw(rng, 2000, kind)
             ids = encode_chat(tokenizer, task)
             prompt = encode_chat(tokenizer, task[:-1])
@@ -105,7 +103,7 @@ def score_base(
         agreed.append((guesses.argmax(-1) == logits[:, 1:].argmax(-1)).float().mean())
     copied: dict[str, list[float]] = {kind: [] for kind in COPY_KINDS}
     chat_agreed = []
-    for dialogue in held_out_dialogues(modules, tokenizer, COPY_KINDS, 20):
+    for dialogue in held_out_dialogues(modules, tokenizer):
         ids = torch.tensor([dialogue.ids], device=device)
         logits, guesses = _base_and_mtp(model, ids)
         first = dialogue.answer
@@ -144,7 +142,7 @@ def score_draft(
         wanted = base.lm_head(base.hidden(row[:, :-1])).argmax(-1)
         losses.append(F.cross_entropy(logits.flatten(0, 1), row[:, 1:].flatten()))
         agreed.append((logits.argmax(-1) == wanted).float().mean())
-    for dialogue in held_out_dialogues(modules, tokenizer, COPY_KINDS, 20):
+    for dialogue in held_out_dialogues(modules, tokenizer):
         ids = torch.tensor([dialogue.ids], device=device)
         wanted = base.lm_head(base.hidden(ids[:, :-1])).argmax(-1)
         same = model(ids[:, :-1]).argmax(-1) == wanted
