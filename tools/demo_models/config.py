@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from specserve.compare.corpus import standard_library
 from specserve.core.errors import ConfigError
 from tools.demo_models.evaluate import ROW_TOKENS
 
@@ -18,12 +19,12 @@ class TrainConfig:
     A dataclass, so that training needs no more than torch, tokenizers, safetensors and rich.
     """
 
-    output: Path
+    output: Path = Path("configs/models")
     """Folder that gets demo-base/ and demo-draft/."""
-    work: Path
+    work: Path = Path("demo-training")
     """Folder for the tokenizer and the checkpoints; a run found there is continued."""
-    corpus: Path
-    """Folder of Python files: the standard library where not told otherwise."""
+    corpus: Path = field(default_factory=standard_library)
+    """Folder of Python files."""
     start: Path | None = None
     """Folder with demo-base/ and demo-draft/ to train on from; None: from planted first weights."""
     packages: Path | None = None
@@ -51,8 +52,8 @@ class TrainConfig:
             raise ConfigError("from", str(self.start), "another folder than the output's")
         if self.batch_tokens < 128:
             raise ConfigError("batch-tokens", self.batch_tokens, "128 or more")
-        for field in ("minutes", "mtp_minutes", "draft_minutes", "max_tokens", "checkpoint_s"):
-            if getattr(self, field) <= 0:
-                raise ConfigError(field.replace("_", "-"), getattr(self, field), "more than 0")
+        for name in ("minutes", "mtp_minutes", "draft_minutes", "max_tokens", "checkpoint_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(name.replace("_", "-"), getattr(self, name), "more than 0")
         if self.evaluation_tokens < ROW_TOKENS:
             raise ConfigError("evaluation-tokens", self.evaluation_tokens, f"{ROW_TOKENS} or more")
