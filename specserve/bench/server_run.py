@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -18,7 +19,7 @@ import httpx
 import msgspec
 
 from specserve.core.errors import ConfigError, SpecServeError, reason_of
-from specserve.engine.generation import Completion, Job, RunResult, Sampling
+from specserve.engine.generation import Completion, Job, RunResult, Sampling, Show
 
 TIMEOUT_S = 600.0
 """For a connection, and for each piece of an answer; a whole answer may take longer."""
@@ -81,27 +82,65 @@ class Server:
         more: dict[str, Any] = {"vllm_xargs": controls} if controls else {}
         if "report" in controls:  # which comes with the usage
             more["stream_options"] = {"include_usage": True}
-        return asyncio.run(self._run(jobs, concurrency, progress, more))
+        num_done = num_tokens = 0
 
-    async def _run(
+        def show(_: int, text: str, completion: Completion | None) -> None:
+            nonlocal num_done, num_tokens
+            if completion is None:
+                return
+            if not completion.token_ids:
+                told = "tells no token ids: it has to be vLLM's application"
+                raise SpecServeError(f"{self.url} {told}")
+            num_done += 1
+            num_tokens += len(completion.token_ids)
+            progress(num_done, num_tokens)
+
+        began = time.perf_counter()
+        completions = self.complete(jobs, concurrency, show, more, "request {} failed")
+        seconds = time.perf_counter() - began
+        return RunResult(completions=completions, seconds=seconds, drafts=())
+
+    def complete(
         self,
         jobs: Sequence[Job],
         concurrency: int,
-        progress: Callable[[int, int], None],
+        show: Show,
         more: Mapping[str, Any],
-    ) -> RunResult:
-        began = time.perf_counter()
+        failed: str,
+    ) -> tuple[Completion, ...]:
+        """Continues all jobs, at most ``concurrency`` at a time; in their order.
+
+        Args:
+            jobs: one a request.
+            concurrency: requests at a time.
+            show: called with each new piece of text.
+            more: fields of each request beside its prompt and sampling.
+            failed: what is told of a request that fails, with a place for its number.
+
+        Raises:
+            SpecServeError: a request failed.
+        """
+        return asyncio.run(self._complete(jobs, concurrency, show, more, failed))
+
+    async def _complete(
+        self,
+        jobs: Sequence[Job],
+        concurrency: int,
+        show: Show,
+        more: Mapping[str, Any],
+        failed: str,
+    ) -> tuple[Completion, ...]:
         left = iter(enumerate(jobs))
         done: dict[int, Completion] = {}
 
         async def client(session: aiohttp.ClientSession) -> None:
             for index, job in left:
                 try:
-                    done[index] = await self._complete(session, job, more)
+                    done[index] = await self._ask(session, job, more, partial(show, index))
+                    show(index, "", done[index])
                 except (aiohttp.ClientError, OSError, ValueError, SpecServeError) as error:
-                    reason = reason_of(error)
-                    raise SpecServeError(f"request {index + 1} failed: {reason}") from error
-                progress(len(done), sum(len(each.token_ids) for each in done.values()))
+                    told = f"{failed.format(index + 1)}: {reason_of(error)}"
+                    raise SpecServeError(told) from error
 
         async with aiohttp.ClientSession(
             headers=headers(),
@@ -111,40 +150,43 @@ class Server:
             trust_env=True,
         ) as session:
             await asyncio.gather(*(client(session) for _ in range(min(concurrency, len(jobs)))))
-        seconds = time.perf_counter() - began
-        completions = tuple(done[index] for index in range(len(jobs)))
-        return RunResult(completions=completions, seconds=seconds, drafts=())
+        return tuple(done[index] for index in range(len(jobs)))
 
-    async def _complete(
-        self, session: aiohttp.ClientSession, job: Job, more: Mapping[str, Any]
+    async def _ask(
+        self,
+        session: aiohttp.ClientSession,
+        job: Job,
+        more: Mapping[str, Any],
+        show: Callable[[str, None], None],
     ) -> Completion:
         began = time.perf_counter()
         text, tokens, times, reason = "", list[int](), list[float](), ""
         sources: dict[str, dict[str, int]] = {}
-        async for chunk in self._stream(session, job, more):
+        async for chunk in self._chunks(session, job, more):
             elapsed = time.perf_counter() - began
-            sources = reported_sources(chunk) or sources
-            for choice in chunk["choices"]:
+            sources = _reported_sources(chunk) or sources
+            for choice in chunk["choices"][:1]:  # of beams the best
                 new = choice.get("token_ids") or []
                 text += choice["text"]
                 tokens += new
                 times += [elapsed] * len(new)
                 reason = choice.get("finish_reason") or reason
-        if not tokens:
-            raise SpecServeError(f"{self.url} tells no token ids: it has to be vLLM's application")
+                show(choice["text"], None)
         return Completion(
             text=text,
             token_ids=tuple(tokens),
             finish_reason=reason,
             seconds=time.perf_counter() - began,
             token_seconds=tuple(times),
+            num_draft_tokens=sum(each["drafted_tokens"] for each in sources.values()),
+            num_accepted_tokens=sum(each["accepted_tokens"] for each in sources.values()),
             sources=sources,
         )
 
-    async def _stream(
+    async def _chunks(
         self, session: aiohttp.ClientSession, job: Job, more: Mapping[str, Any]
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """The chunks of an answer.
+        """The chunks of an answer; one where it is not streamed.
 
         Raises:
             SpecServeError: the server's own error.
@@ -161,6 +203,9 @@ class Server:
             if not answer.ok:
                 told = error_message(await answer.read())
                 raise SpecServeError(told or f"HTTP {answer.status}")
+            if not body["stream"]:
+                yield msgspec.json.decode(await answer.read())
+                return
             async for line in answer.content:
                 data = line.removeprefix(b"data:").strip()
                 if line.startswith(b"data:") and data != b"[DONE]":
@@ -213,11 +258,12 @@ def request_options(sampling: Sampling) -> dict[str, Any]:
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "ignore_eos": sampling.ignore_eos,
+        "stop_token_ids": list(sampling.stop_token_ids),
         "return_token_ids": True,
     }
 
 
-def reported_sources(chunk: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+def _reported_sources(chunk: Mapping[str, Any]) -> dict[str, dict[str, int]]:
     """What each source drafted, told with the usage; empty where it is not."""
     speculation = (chunk.get("metrics") or {}).get("speculative_decoding") or {}
     sources: dict[str, dict[str, int]] = speculation.get("sources", {})
@@ -234,11 +280,6 @@ def error_message(body: bytes) -> str:
         return ""
 
 
-def api_key() -> str:
-    """As OpenAI's client finds it; any will do where the server asks for none."""
-    return os.environ.get("OPENAI_API_KEY") or "none"
-
-
 def headers() -> dict[str, str]:
-    """Of a request to a server that may ask for a key."""
-    return {"Authorization": f"Bearer {api_key()}"}
+    """Of a request to a server; its key, if it asks for one, is where OpenAI's client finds it."""
+    return {"Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY') or 'none'}"}

@@ -39,7 +39,8 @@ def run(answer: Handler) -> RunResult:
     async def both() -> RunResult:
         async with serving(answer) as url:
             job = Job((1, 2), Sampling(max_tokens=4))
-            return await Server(url, "demo", 100)._run([job], 1, lambda *_: None, {})
+            server = Server(url, "demo", 100)
+            return await asyncio.to_thread(server.run, [job], 1, lambda *_: None, {})
 
     return asyncio.run(both())
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Barrier, Thread
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -18,8 +18,8 @@ class Server(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.asked: list[tuple[str, dict[str, Any]]] = []
-        self.refusing: Barrier | None = None
-        """Passed by requests for a report before they are refused, as where vLLM drafts itself."""
+        self.drafts_itself = False
+        """Whether it refuses to tell what drafted, as where vLLM drafts by itself."""
 
     @property
     def url(self) -> str:
@@ -43,8 +43,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer({"tokens": [1, 2, 3]})
         elif body["prompt"] == [9]:
             self._answer({"error": {"message": "no such token"}}, 400)
-        elif "report" in body["vllm_xargs"] and self.server.refusing:
-            self.server.refusing.wait(5)
+        elif "report" in body["vllm_xargs"] and self.server.drafts_itself:
             self._answer({"error": {"message": "vllm_xargs.report: 1 is not allowed"}}, 400)
         else:
             texts = [(0, "best", [7, 8]), (1, "worse", [7])]
@@ -53,7 +52,7 @@ class _Handler(BaseHTTPRequestHandler):
                 for index, text, tokens in texts
             ]
             found = {"id": "1", "object": "text_completion", "choices": choices}
-            if body["stream"]:
+            if body.get("stream"):
                 self._send(f"data: {json.dumps(found)}\n\n".encode(), "text/event-stream")
             else:
                 self._answer(found)
@@ -121,17 +120,17 @@ def test_the_default_texts_are_asked_twice(
     assert "pass 2, " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("at_once", [1, 2])
+@pytest.mark.parametrize("drafts_itself", [False, True])
 def test_a_server_whose_vllm_drafts_itself_is_asked_for_no_report(
-    server: Server, tmp_path: Path, at_once: int
+    server: Server, tmp_path: Path, drafts_itself: bool
 ) -> None:
-    server.refusing = Barrier(at_once)
+    server.drafts_itself = drafts_itself
     output = tmp_path / "found.json"
     options = ["--task", "greedy_search", "--input-ids", "5", "5,6"]
     command = ["generate", "--url", server.url, "--save-output", str(output)]
-    assert main([*command, *options, "--max-batch-size", str(at_once)]) == 0
-    asked = [body["vllm_xargs"] for body in server.of("/v1/completions")]
-    assert asked == [{"report": 1}] * at_once + [{}, {}]
+    assert main([*command, *options]) == 0
+    _, *asked = [body["vllm_xargs"] for body in server.of("/v1/completions")]
+    assert asked == [{} if drafts_itself else {"report": 1}] * 2
     answers = json.loads(output.read_text())["passes"][0]["answers"]
     assert [each["text"] for each in answers] == ["best", "best"]
 
