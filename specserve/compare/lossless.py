@@ -15,7 +15,7 @@ than the tolerance; the check then fails although no draft is to blame.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from specserve.engine.generation import Completion, Job, RunResult, Sampling
@@ -94,17 +94,33 @@ def judge(
         score: runs jobs on the engine without speculation; called only if there are differences.
         tolerance: largest gap of a near tie, in nats; 0: there are none, the texts must be equal.
     """
-    parted = list(_parted(reference, outputs))
-    gaps = _gaps(prompts, reference, outputs, parted, score)
+    parted = [
+        (index, position, _token(left, position), _token(right, position))
+        for index, (left, right) in enumerate(zip(reference, outputs, strict=True))
+        if (position := first_difference(left.token_ids, right.token_ids)) is not None
+    ]
+    jobs = {
+        index: Job(
+            (*prompts[index], *reference[index].token_ids[:position]),
+            Sampling(max_tokens=1, score_token_ids=(expected, got)),
+        )
+        for index, position, expected, got in parted
+        if expected is not None and got is not None
+    }
+    scored = score([*jobs.values()]).completions if jobs else ()
+    gaps = {
+        index: _gap(job, completion)
+        for (index, job), completion in zip(jobs.items(), scored, strict=True)
+    }
     differences = [
         Difference(
             prompt=index,
             position=position,
-            expected=_token(reference[index], position),
-            got=_token(outputs[index], position),
-            gap=gap,
+            expected=expected,
+            got=got,
+            gap=gaps.get(index, math.inf),
         )
-        for (index, position), gap in zip(parted, gaps, strict=True)
+        for index, position, expected, got in parted
     ]
     ties = [tolerance > 0 and difference.gap <= tolerance for difference in differences]
     return Verdict(
@@ -115,41 +131,11 @@ def judge(
     )
 
 
-def _parted(
-    reference: Sequence[Completion], outputs: Sequence[Completion]
-) -> Iterator[tuple[int, int]]:
-    for index, (left, right) in enumerate(zip(reference, outputs, strict=True)):
-        position = first_difference(left.token_ids, right.token_ids)
-        if position is not None:
-            yield index, position
-
-
-def _gaps(
-    prompts: Sequence[Sequence[int]],
-    reference: Sequence[Completion],
-    outputs: Sequence[Completion],
-    parted: Sequence[tuple[int, int]],
-    score: Callable[[list[Job]], RunResult],
-) -> list[float]:
-    """One gap a difference, in nats."""
-    jobs, asked = [], []
-    for index, position in parted:
-        pair = _token(reference[index], position), _token(outputs[index], position)
-        if None in pair:
-            continue
-        asked.append((index, position))
-        common = (*prompts[index], *reference[index].token_ids[:position])
-        tokens = tuple(token for token in pair if token is not None)
-        jobs.append(Job(common, Sampling(max_tokens=1, score_token_ids=tokens)))
-    gaps = {}
-    if jobs:
-        scored = score(jobs).completions
-        for key, job, completion in zip(asked, jobs, scored, strict=True):
-            # Besides the two, the engine's own choice is always among them.
-            logprobs = completion.logprobs[0]
-            expected, got = (logprobs[token] for token in job.sampling.score_token_ids)
-            gaps[key] = max(abs(expected - got), max(logprobs.values()) - got)
-    return [gaps.get(key, math.inf) for key in parted]
+def _gap(job: Job, completion: Completion) -> float:
+    """Of the job's tokens, or of the second and the engine's choice if that is more; in nats."""
+    logprobs = completion.logprobs[0]  # of both, and of the engine's own choice
+    expected, got = (logprobs[token] for token in job.sampling.score_token_ids)
+    return max(abs(expected - got), max(logprobs.values()) - got)
 
 
 def _token(completion: Completion, position: int) -> int | None:
