@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from specserve.compare.corpus import Module, load_modules
+from specserve.compare.corpus import load_modules
 from specserve.compare.documents import ask, load_documents
 from specserve.compare.tasks import Message, TaskMaker
 from specserve.core.config import AppConfig
@@ -254,10 +254,26 @@ def _code(tokenizer: Tokenizer, num_prompts: int, seed: int) -> list[Prompt]:
     tasks = TaskMaker(modules)
     rng = random.Random(seed)
     max_chars = _num_chars(tokenizer, [module.text for module in modules], CODE_TOKENS[1])
+    lowest, highest = CODE_TOKENS
     prompts: list[Prompt] = []
     for index in range(num_prompts):
         kind = CODE_KINDS[index % len(CODE_KINDS)]
-        prompts.append(_code_prompt(tokenizer, kind, modules, tasks, rng, max_chars, prompts))
+        shortest = lowest // 3 if kind == "complete" else lowest
+        for _ in range(MAX_DRAWS):
+            dialogue: list[Message] | str
+            if kind == "continue":
+                lines = rng.choice(modules).text.splitlines(keepends=True)
+                dialogue = _head(lines[rng.randrange(len(lines)) :], max_chars)
+            else:
+                # A task counts the answer, which is left out here, to its characters.
+                dialogue = tasks.draw(rng, max_chars * 2, kind=kind)[:-1]
+            prompt = render(tokenizer, dialogue)
+            if shortest <= len(prompt.token_ids) <= highest and prompt not in prompts:
+                prompts.append(prompt)
+                break
+        else:
+            allowed = f"a tokenizer that makes prompts of {lowest} to {highest} tokens"
+            raise ConfigError(FIELD, "code", allowed)
     return prompts
 
 
@@ -281,34 +297,6 @@ def _num_chars(tokenizer: Tokenizer, texts: Sequence[str], num_tokens: int) -> i
     heads = [text[:1000] for text in texts]
     of_heads = sum(len(tokenizer.encode(head, add_special_tokens=False)) for head in heads)
     return round(num_tokens * sum(map(len, heads)) / of_heads)
-
-
-def _code_prompt(
-    tokenizer: Tokenizer,
-    kind: str,
-    modules: list[Module],
-    tasks: TaskMaker,
-    rng: random.Random,
-    max_chars: int,
-    drawn: list[Prompt],
-) -> Prompt:
-    """Draws until the length fits and the prompt is none of those already drawn."""
-    lowest, highest = CODE_TOKENS
-    for _ in range(MAX_DRAWS):
-        dialogue: list[Message] | str
-        if kind == "continue":
-            lines = rng.choice(modules).text.splitlines(keepends=True)
-            dialogue = _head(lines[rng.randrange(len(lines)) :], max_chars)
-        else:
-            # A task counts the answer, which is left out here, to its characters.
-            dialogue = tasks.draw(rng, max_chars * 2, kind=kind)[:-1]
-        prompt = render(tokenizer, dialogue)
-        shortest = lowest // 3 if kind == "complete" else lowest
-        if shortest <= len(prompt.token_ids) <= highest and prompt not in drawn:
-            return prompt
-    raise ConfigError(
-        FIELD, "code", f"a tokenizer that makes prompts of {lowest} to {highest} tokens"
-    )
 
 
 def _head(lines: Sequence[str], max_chars: int) -> str:
