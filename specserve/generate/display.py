@@ -17,7 +17,7 @@ class Answers:
 
     Args:
         console: where they are shown.
-        questions: as the user wrote them.
+        questions: as the user wrote them; one at least.
         streams: whether a text is shown before it is finished.
     """
 
@@ -26,8 +26,7 @@ class Answers:
         self._kept = ["" for _ in questions]
         self._done: dict[int, Completion] = {}
         self._turn = 0
-        if questions:
-            self._ask()
+        self._ask()
 
     def show(self, index: int, text: str, completion: Completion | None) -> None:
         """Takes new text of an answer, and the whole with the last of it."""
