@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tools.demo_models.optimiser import Optimiser, lr_factor
 from tools.demo_models.progress import Progress
 from tools.demo_models.stream import Rows
-from tools.demo_models.workers import Workers, sum_in_order
+from tools.demo_models.workers import Workers
 
 ROW_STAGES = ((0.0, 512), (0.6, 1024), (0.9, 2048))
 """From which progress on rows have how many tokens: short rows learn faster, long ones farther."""
@@ -159,7 +159,9 @@ class Run:
         parts = rows.chunk(self._workers.count)
         results = self._workers.map(self._gradients, parts)
         for i, parameter in enumerate(self._parameters):
-            parameter.grad = sum_in_order([gradients[i] for gradients, _ in results]) / len(parts)
+            # Always in the same order, so that a resumed run repeats it bit by bit.
+            first, *rest = (gradients[i] for gradients, _ in results)
+            parameter.grad = sum(rest, first) / len(parts)
         numbers = [n for _, n in results]
         return {name: sum(n[name] for n in numbers) / len(parts) for name in numbers[0]}
 

@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -32,11 +31,3 @@ class Workers:
     def map(self, call: Callable[[A], B], items: Iterable[A]) -> list[B]:
         """The results in the items' order."""
         return list(self._pool.map(call, items))
-
-
-def sum_in_order(tensors: list[Tensor]) -> Tensor:
-    """Their sum, always in the same order, so that a resumed run repeats it bit by bit."""
-    total = tensors[0]
-    for tensor in tensors[1:]:
-        total = total + tensor
-    return total
