@@ -10,11 +10,10 @@ from specserve.core.config import AppConfig
 from specserve.core.errors import ConfigError
 from specserve.core.metrics import LinkSnapshot
 from specserve.core.source_config import TrieConfig
-from specserve.core.types import Int32Array
 from specserve.trie.learner import ClusterLearner
 from specserve.trie.memory import TrieMemory
 from specserve.trie.namespaces import shard_of
-from specserve.trie.records import StoreClient
+from specserve.trie.records import StoreClient, TextPiece
 from specserve.trie.replica import ReplicaOptions, TrieReplica
 from specserve.trie.store import StoreOptions
 from specserve.trie.store_actor import RayStoreClient
@@ -61,19 +60,9 @@ class ClusterMemory:
         for link in self._links:
             link.start()
 
-    def publish(
-        self,
-        namespace: str,
-        sequence: str,
-        start: int,
-        tokens: Int32Array,
-        num_prompt_tokens: int = 0,
-        final: bool = False,
-        stamp: float = 0.0,
-    ) -> bool:
+    def publish(self, piece: TextPiece) -> None:
         """See :meth:`TrieReplica.publish`; the namespace tells the store."""
-        link = self._links[shard_of(namespace, len(self._links))]
-        return link.publish(namespace, sequence, start, tokens, num_prompt_tokens, final, stamp)
+        self._links[shard_of(piece.namespace, len(self._links))].publish(piece)
 
     def link(self) -> LinkSnapshot:
         """How the way to the other replicas is now; of several stores the worst."""

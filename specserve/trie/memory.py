@@ -10,8 +10,8 @@ from math import inf
 from typing import Protocol
 
 from specserve.core.metrics import LinkSnapshot, NamespaceSnapshot
-from specserve.core.types import Int32Array
 from specserve.trie.namespaces import half_of, is_part_of
+from specserve.trie.records import TextPiece
 from specserve.trie.token_trie import TokenTrie
 
 KEPT_S = 600.0
@@ -21,29 +21,10 @@ KEPT_S = 600.0
 class SharedMemory(Protocol):
     """The way to the memories of the other replicas. No call blocks."""
 
-    def publish(
-        self,
-        namespace: str,
-        sequence: str,
-        start: int,
-        tokens: Int32Array,
-        num_prompt_tokens: int = 0,
-        final: bool = False,
-        stamp: float = 0.0,
-    ) -> bool:
-        """Tells the others what follows in a text.
+    def publish(self, piece: TextPiece) -> None:
+        """Tells the others what follows in a text; the tokens are copied.
 
-        Args:
-            namespace: whose text it is.
-            sequence: the text's id, unique in the cluster.
-            start: position of the first of these tokens in the text.
-            tokens: int32 ``[k]``, copied.
-            num_prompt_tokens: how many of them, from the first one, are prompt.
-            final: the text ends here.
-            stamp: when the first of these tokens was written, in seconds since 1970; 0: now.
-
-        Returns:
-            False if these tokens were dropped, because others wait in too great number.
+        They are dropped, and counted, where others wait in too great number.
         """
         ...
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from math import isfinite
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -123,36 +123,41 @@ def problem_of(record: Record, vocab_size: int) -> str:
     return ""
 
 
-def records_of(
-    origin: str,
-    first_number: int,
-    stamp: float,
-    namespace: str,
-    sequence: str,
-    start: int,
-    tokens: Int32Array,
-    num_prompt_tokens: int,
-    final: bool,
-) -> list[Record]:
-    """A piece of a text as records, numbered from ``first_number`` on.
+class TextPiece(NamedTuple):
+    """What follows in a text, as it is published; the fields are those of a :class:`Record`.
 
-    The arguments are a record's fields, but for ``tokens``: int32 ``[n]``, of any length, copied.
+    Attributes:
+        tokens: int32 ``[n]``, of any length.
+        stamp: 0: now.
     """
+
+    namespace: str
+    sequence: str
+    start: int
+    tokens: Int32Array
+    num_prompt_tokens: int = 0
+    final: bool = False
+    stamp: float = 0.0
+
+
+def records_of(origin: str, first_number: int, piece: TextPiece) -> list[Record]:
+    """A piece of a text as records, numbered from ``first_number`` on; the tokens are copied."""
     records: list[Record] = []
-    for begin in range(0, max(1, len(tokens)), MAX_RECORD_TOKENS):
-        piece = tokens[begin : begin + MAX_RECORD_TOKENS]
+    stamp, num_tokens = piece.stamp or time.time(), len(piece.tokens)
+    for begin in range(0, max(1, num_tokens), MAX_RECORD_TOKENS):
+        tokens = piece.tokens[begin : begin + MAX_RECORD_TOKENS]
         records.append(
             Record(
                 origin,
                 first_number + len(records),
                 stamp,
-                namespace,
+                piece.namespace,
                 "text",
-                sequence,
-                start + begin,
-                np.asarray(piece, "<i4").tobytes(),
-                max(0, min(num_prompt_tokens - begin, len(piece))),
-                final and begin + len(piece) == len(tokens),
+                piece.sequence,
+                piece.start + begin,
+                np.asarray(tokens, "<i4").tobytes(),
+                max(0, min(piece.num_prompt_tokens - begin, len(tokens))),
+                piece.final and begin + len(tokens) == num_tokens,
             )
         )
     return records

@@ -13,9 +13,15 @@ from dataclasses import dataclass
 from math import inf
 
 from specserve.core.errors import StoreError
-from specserve.core.types import Int32Array
 from specserve.trie.outbox import Outbox
-from specserve.trie.records import ExchangeReply, ExchangeRequest, Record, StoreClient, records_of
+from specserve.trie.records import (
+    ExchangeReply,
+    ExchangeRequest,
+    Record,
+    StoreClient,
+    TextPiece,
+    records_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -129,39 +135,20 @@ class TrieReplica:
         """Starts the thread; returns at once."""
         self._thread.start()
 
-    def publish(
-        self,
-        namespace: str,
-        sequence: str,
-        start: int,
-        tokens: Int32Array,
-        num_prompt_tokens: int = 0,
-        final: bool = False,
-        stamp: float = 0.0,
-    ) -> bool:
+    def publish(self, piece: TextPiece) -> None:
         """See :meth:`specserve.trie.memory.SharedMemory.publish`; takes microseconds.
 
         For one thread at a time. Pieces of one request follow each other.
         """
-        num_waiting = self._num_put - self._num_taken + len(tokens)
+        num_tokens = len(piece.tokens)
+        num_waiting = self._num_put - self._num_taken + num_tokens
         if num_waiting > self._options.max_queued_tokens or len(self._queue) >= MAX_QUEUED:
-            self._num_dropped += len(tokens)
-            return False
-        records = records_of(
-            self.origin,
-            self._num_records + 1,
-            stamp or time.time(),
-            namespace,
-            sequence,
-            start,
-            tokens,
-            num_prompt_tokens,
-            final,
-        )
+            self._num_dropped += num_tokens
+            return
+        records = records_of(self.origin, self._num_records + 1, piece)
         self._num_records += len(records)
-        self._num_put += len(tokens)
+        self._num_put += num_tokens
         self._queue.extend(records)
-        return True
 
     def stop(self, timeout_s: float = 3.0) -> bool:
         """Sends what is left, then ends the thread.

@@ -15,6 +15,7 @@ from specserve.trie.records import (
     ExchangeRequest,
     Record,
     StoreClient,
+    TextPiece,
     records_of,
 )
 from specserve.trie.replica import ReplicaOptions, TrieReplica
@@ -60,7 +61,7 @@ def write_texts(
     num_tokens = num_unsent = 0
     for number, (tokens, num_prompt_tokens) in enumerate(texts, start=1):
         name = f"{replica.origin}-{number}"
-        replica.publish(namespace, name, 0, tokens, num_prompt_tokens, final=True)
+        replica.publish(TextPiece(namespace, name, 0, tokens, num_prompt_tokens, final=True))
         num_tokens += len(tokens)
         num_unsent += len(tokens)
         if number % _TEXTS_AT_ONCE == 0 or num_unsent >= _TOKENS_AT_ONCE:
@@ -118,8 +119,9 @@ class TextWriter:
             records: list[Record] = []
             for number, (tokens, num_prompt_tokens) in enumerate(texts, self._num_records + 1):
                 next_number = self._num_records + len(records) + 1
-                text = namespace, f"{self._origin}-{number}", 0, tokens, num_prompt_tokens, True
-                records += records_of(self._origin, next_number, time.time(), *text)
+                name = f"{self._origin}-{number}"
+                piece = TextPiece(namespace, name, 0, tokens, num_prompt_tokens, final=True)
+                records += records_of(self._origin, next_number, piece)
             # Nothing at first: a store that hangs would take later what it is given.
             most = self._exchange([]).log_bytes // _LOG_SHARE
             if (size := sum(each.num_bytes for each in records)) > most:

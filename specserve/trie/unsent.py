@@ -11,6 +11,7 @@ import numpy as np
 from specserve.core.compile import kernel
 from specserve.core.types import Float64Array, Int32Array, Int64Array
 from specserve.trie.memory import SharedMemory
+from specserve.trie.records import TextPiece
 from specserve.trie.token_trie import BatchArrays
 
 FULL_TOKENS = 128
@@ -114,7 +115,8 @@ class UnsentTexts:
         start = int(tails.starts[slot])
         prompt = min(max(int(tails.num_prompt_tokens[slot]) - start, 0), len(tokens))
         stamp = float(tails.since[slot]) if len(tokens) else self._wall_clock()
-        self._shared.publish(namespace, name, start, tokens, prompt, final, stamp)
+        piece = TextPiece(namespace, name, start, tokens, prompt, final, stamp)
+        self._shared.publish(piece)
         tails.starts[slot], tails.lengths[slot] = end, 0
 
 

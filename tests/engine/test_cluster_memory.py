@@ -13,7 +13,7 @@ from specserve.core.source_config import TrieConfig
 from specserve.engine.cluster_memory import LAST_WORDS_S, ClusterMemory
 from specserve.trie.memory import TrieMemory
 from specserve.trie.namespaces import shard_of
-from specserve.trie.records import ExchangeReply, ExchangeRequest
+from specserve.trie.records import ExchangeReply, ExchangeRequest, TextPiece
 from specserve.trie.store import StoreOptions, TrieStore
 from tests.trie.texts import FINGERPRINT, VOCAB_SIZE, DirectClient
 
@@ -66,7 +66,7 @@ def test_what_a_replica_learned_last_is_sent_when_it_ends(
     memory: ClusterMemory, clients: list[Client], caplog: pytest.LogCaptureFixture
 ) -> None:
     for namespace in NAMESPACES:
-        assert memory.publish(namespace, "a text", 0, TEXT)
+        memory.publish(TextPiece(namespace, "a text", 0, TEXT))
     memory.close()
     assert [client.num_tokens() for client in clients] == [len(TEXT), len(TEXT)]
     assert not caplog.records
@@ -77,7 +77,7 @@ def test_a_store_that_hangs_holds_up_the_end_for_a_second_and_no_other_store(
 ) -> None:
     clients[0].open.clear()
     for namespace in NAMESPACES:
-        assert memory.publish(namespace, "a text", 0, TEXT)
+        memory.publish(TextPiece(namespace, "a text", 0, TEXT))
     began = time.monotonic()
     memory.close()
     assert time.monotonic() - began < LAST_WORDS_S + 1

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from specserve.trie.records import ExchangeRequest, Record
+from specserve.trie.records import ExchangeRequest, Record, TextPiece
 from specserve.trie.replica import ReplicaOptions, TrieReplica
 from specserve.trie.store import StoreOptions
 from specserve.trie.store_actor import RayStoreClient, RemoteStore, list_stores
@@ -76,7 +76,7 @@ class Link:
     def write(self, sequence: str, num_tokens: int) -> None:
         start = self.wrote.get(sequence, 0)
         tokens = text(sequence, start, start + num_tokens)
-        assert self.link.publish("tenant", sequence, start, tokens)
+        self.link.publish(TextPiece("tenant", sequence, start, tokens))
         self.wrote[sequence] = start + num_tokens
 
     def begin(self, sequences: Sequence[str]) -> None:

@@ -18,7 +18,13 @@ import numpy as np
 import psutil
 import ray
 
-from specserve.trie.records import MAX_RECORD_TOKENS, ExchangeReply, ExchangeRequest, Record
+from specserve.trie.records import (
+    MAX_RECORD_TOKENS,
+    ExchangeReply,
+    ExchangeRequest,
+    Record,
+    TextPiece,
+)
 from specserve.trie.replica import BATCH_BYTES, ReplicaOptions, TrieReplica
 from specserve.trie.store import StoreOptions
 from specserve.trie.store_actor import RayStoreClient, get_or_start
@@ -89,7 +95,8 @@ def write(task: Task, store: StoreOptions) -> dict[str, Any]:
         for link in links if due else ():
             for stream in range(STREAMS):
                 name = f"{link.origin}-{stream}"
-                link.publish(NAMESPACE, name, written, tokens[stream], stamp=waiting_since)
+                piece = TextPiece(NAMESPACE, name, written, tokens[stream], stamp=waiting_since)
+                link.publish(piece)
                 calls += 1
         publish_s += time.perf_counter() - before
         written += due

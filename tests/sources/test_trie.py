@@ -15,7 +15,7 @@ from specserve.sources.trie import LEARN_TOKENS_PER_STEP, TrieSource
 from specserve.trie.learner import ClusterLearner
 from specserve.trie.memory import TrieMemory
 from specserve.trie.namespaces import label, namespace
-from specserve.trie.records import Record
+from specserve.trie.records import Record, TextPiece
 
 CONFIG = TrieConfig(kind="trie", max_bytes=4 << 20)
 TENANTS = ("one", "two")
@@ -30,25 +30,15 @@ class Published:
     num_prompt_tokens: dict[str, int] = field(default_factory=dict)
     finished: list[str] = field(default_factory=list)
 
-    def publish(
-        self,
-        namespace: str,
-        sequence: str,
-        start: int,
-        tokens: Int32Array,
-        num_prompt_tokens: int = 0,
-        final: bool = False,
-        stamp: float = 0.0,
-    ) -> bool:
-        assert stamp
-        text = self.texts.setdefault((namespace, sequence), [])
-        assert start == len(text)
-        text.extend(tokens.tolist())
-        self.num_prompt_tokens.setdefault(sequence, 0)
-        self.num_prompt_tokens[sequence] += num_prompt_tokens
-        if final:
-            self.finished.append(sequence)
-        return True
+    def publish(self, piece: TextPiece) -> None:
+        assert piece.stamp
+        text = self.texts.setdefault((piece.namespace, piece.sequence), [])
+        assert piece.start == len(text)
+        text.extend(piece.tokens.tolist())
+        self.num_prompt_tokens.setdefault(piece.sequence, 0)
+        self.num_prompt_tokens[piece.sequence] += piece.num_prompt_tokens
+        if piece.final:
+            self.finished.append(piece.sequence)
 
     def link(self) -> LinkSnapshot:
         return LinkSnapshot(True, 0.1, 5, 0)

@@ -16,7 +16,7 @@ from specserve.trie import branch, contexts, pages, step, unsent
 from specserve.trie.learner import ClusterLearner
 from specserve.trie.memory import TrieMemory
 from specserve.trie.namespaces import namespace
-from specserve.trie.records import Record
+from specserve.trie.records import Record, TextPiece
 from specserve.trie.token_trie import TokenTrie
 from tests.trie.lookups import look_up
 
@@ -27,8 +27,8 @@ CONFIG = TrieConfig(kind="trie", max_bytes=1 << 20)
 class Nowhere:
     """The way to other replicas that nobody is at the end of."""
 
-    def publish(self, *args: object) -> bool:
-        return True
+    def publish(self, piece: TextPiece) -> None:
+        pass
 
     def link(self) -> LinkSnapshot:
         return LinkSnapshot(True, 0.0, 0, 0)

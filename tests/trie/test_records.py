@@ -12,6 +12,7 @@ from specserve.trie.records import (
     MAX_NAME_CHARS,
     MAX_RECORD_TOKENS,
     Record,
+    TextPiece,
     problem_of,
     records_of,
 )
@@ -74,7 +75,8 @@ def test_tokens_come_back_as_they_were_written() -> None:
 def test_a_long_piece_becomes_several_records() -> None:
     size = 2 * MAX_RECORD_TOKENS + 5
     tokens = np.arange(size, dtype=np.int32)
-    records = records_of("me", 7, 1e9, "n", "s", 10, tokens, MAX_RECORD_TOKENS + 2, final=True)
+    piece = TextPiece("n", "s", 10, tokens, MAX_RECORD_TOKENS + 2, final=True)
+    records = records_of("me", 7, piece)
     assert [each.number for each in records] == [7, 8, 9]
     assert [each.start - 10 for each in records] == [0, MAX_RECORD_TOKENS, 2 * MAX_RECORD_TOKENS]
     assert [each.num_prompt_tokens for each in records] == [MAX_RECORD_TOKENS, 2, 0]
@@ -83,7 +85,7 @@ def test_a_long_piece_becomes_several_records() -> None:
 
 
 def test_an_end_without_tokens_is_a_record() -> None:
-    (end,) = records_of("me", 1, 1e9, "n", "s", 5, np.zeros(0, np.int32), 0, final=True)
+    (end,) = records_of("me", 1, TextPiece("n", "s", 5, np.zeros(0, np.int32), final=True))
     assert (end.start, end.num_tokens, end.final) == (5, 0, True)
 
 

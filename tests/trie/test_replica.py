@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from specserve.trie.namespaces import namespace, tenant_half
-from specserve.trie.records import Record
+from specserve.trie.records import Record, TextPiece
 from specserve.trie.replica import ReplicaOptions, TrieReplica
 from specserve.trie.store import StoreOptions, TrieStore
 from tests.integration.cluster import eventually
@@ -53,7 +53,7 @@ class Replica:
         text = self.wrote.setdefault((namespace, sequence), {})
         start = len(text)
         array = np.array(tokens, dtype=np.int32)
-        assert self.link.publish(namespace, sequence, start, array)
+        self.link.publish(TextPiece(namespace, sequence, start, array))
         text |= {start + offset: token for offset, token in enumerate(tokens)}
 
 
@@ -159,11 +159,12 @@ def test_a_thread_that_does_not_keep_up_costs_text_and_no_memory(client: DirectC
     options = ReplicaOptions(fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE, max_queued_tokens=10)
     link = TrieReplica(client, Reader(), options)
     tokens = np.arange(6, dtype=np.int32)
-    assert link.publish("tenant", "a", 0, tokens)
-    assert not link.publish("tenant", "a", 6, tokens)
+    link.publish(TextPiece("tenant", "a", 0, tokens))
+    link.publish(TextPiece("tenant", "a", 6, tokens))
     assert link.stats().dropped_tokens == 6
     link.take_turn()
-    assert link.publish("tenant", "a", 12, tokens)
+    link.publish(TextPiece("tenant", "a", 12, tokens))
+    assert link.stats().dropped_tokens == 6
 
 
 def test_a_replica_of_another_model_says_so_once_and_shares_nothing(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specserve.core.metrics import LinkSnapshot
-from specserve.core.types import Int32Array
+from specserve.trie.records import TextPiece
 from specserve.trie.unsent import CHECK_S, FULL_TOKENS, MAX_DELAY_S, UnsentTexts
 
 TEXT = np.random.default_rng(0).integers(0, 30_000, (2, 5000)).astype(np.int32)
@@ -19,20 +19,11 @@ class Published:
 
     pieces: list[tuple[str, int, int, int, bool, float]] = field(default_factory=list)
 
-    def publish(
-        self,
-        namespace: str,
-        sequence: str,
-        start: int,
-        tokens: Int32Array,
-        num_prompt_tokens: int = 0,
-        final: bool = False,
-        stamp: float = 0.0,
-    ) -> bool:
+    def publish(self, piece: TextPiece) -> None:
+        namespace, sequence, start, tokens, num_prompt_tokens, final, stamp = piece
         assert namespace == "tenant"
         assert tokens.tolist() == TEXT[int(sequence), start : start + len(tokens)].tolist()
         self.pieces.append((sequence, start, len(tokens), num_prompt_tokens, final, stamp))
-        return True
 
     def link(self) -> LinkSnapshot:
         return LinkSnapshot(True, 0.0, 0, 0)

@@ -128,6 +128,7 @@ import numpy as np, ray
 from specserve.core.source_config import TrieConfig
 from specserve.engine.cluster_memory import ClusterMemory
 from specserve.trie.memory import TrieMemory
+from specserve.trie.records import TextPiece
 from specserve.trie.store_actor import RemoteStore, list_stores
 ray.init(sys.argv[1], log_to_driver=False, logging_level="ERROR")
 config, namespaces = TrieConfig(kind="trie", num_store_shards=2), sys.argv[3:]
@@ -137,7 +138,8 @@ deadline = time.monotonic() + 60
 while not writer.link().up and time.monotonic() < deadline:
     time.sleep(0.05)
 for namespace in namespaces:
-    writer.publish(namespace, f"text of {namespace}", 0, np.arange(500, dtype=np.int32), 0, True)
+    tokens = np.arange(500, dtype=np.int32)
+    writer.publish(TextPiece(namespace, f"text of {namespace}", 0, tokens, final=True))
 writer.close()
 sent = [RemoteStore(name).stats().num_tokens for name in list_stores()]
 while True:
