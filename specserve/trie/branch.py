@@ -55,6 +55,12 @@ _DOUBT = 4.0
 token is right with a chance of ``r / (r + 4)``, ``r = sqrt(m^3 n)``. Seen on Python code: 0.4 after
 2 tokens in one place, 0.8 after 6, 0.98 after 32."""
 _LONGEST_MATCH = 32
+_OWN_WEIGHT, _PROMPT_WEIGHT = 16.0, 0.5
+"""Of what stood in the request's own text, and in another one's prompt; 1 is that of an output."""
+
+_HALVINGS_PER_PAGE = PAGE / 1e6
+"""A text's weight halves with each million tokens that are learned after it."""
+
 _MOST_HALVINGS = 64.0
 LOCAL, CLUSTER = 0, 1
 """Labels of drafts: who taught most of it, this replica or others."""
@@ -175,9 +181,8 @@ def _descend(a, group, i, lowest):  # type: ignore[no-untyped-def]
 
 
 @inner
-def _hop(a, group, i, token_ids, row, length, lowest, min_match_len, weights):  # type: ignore[no-untyped-def]
+def _hop(a, group, i, token_ids, row, length, lowest, min_match_len):  # type: ignore[no-untyped-def]
     """Looks at one place; False where the request has all it needs, or nothing is left."""
-    own_weight, prompt_weight, decay = weights
     position, level, count = group.positions[i], group.levels[i], group.counts[i]
     page = position // PAGE
     match = _match_len(a, position, token_ids, row, length)
@@ -192,11 +197,11 @@ def _hop(a, group, i, token_ids, row, length, lowest, min_match_len, weights):  
         if is_valid and match >= min_match_len and is_seen:
             # The stamp counts pages modulo 2^32. However old a place is, it has some weight.
             num_pages = (a.scalars[CLOCK] // PAGE - np.int64(a.pages[page, STAMP])) & 0xFFFFFFFF
-            weight = match * np.exp2(-min(decay * PAGE * num_pages, _MOST_HALVINGS))
+            weight = match * np.exp2(-min(_HALVINGS_PER_PAGE * num_pages, _MOST_HALVINGS))
             if is_own:
-                weight *= own_weight
+                weight *= _OWN_WEIGHT
             elif after % PAGE < a.pages[after // PAGE, OUTPUT]:
-                weight *= prompt_weight
+                weight *= _PROMPT_WEIGHT
             group.places[i, count] = after
             group.ends[i, count] = after // PAGE * PAGE + a.pages[after // PAGE, LENGTH]
             group.weights[i, count] = weight
@@ -213,7 +218,7 @@ def _hop(a, group, i, token_ids, row, length, lowest, min_match_len, weights):  
 
 
 @inner
-def _gather(a, group, rows, texts, limits, sequences, min_match_len, weights):  # type: ignore[no-untyped-def]
+def _gather(a, group, rows, texts, limits, sequences, min_match_len):  # type: ignore[no-untyped-def]
     """Finds the places of each request's longest context that has any."""
     slots, token_ids, num_tokens = texts
     lowest = 0
@@ -253,7 +258,7 @@ def _gather(a, group, rows, texts, limits, sequences, min_match_len, weights):  
             i = active[k]
             row = rows[i]
             length = np.int64(num_tokens[row])
-            if _hop(a, group, i, token_ids, row, length, lowest, min_match_len, weights):
+            if _hop(a, group, i, token_ids, row, length, lowest, min_match_len):
                 k += 1
             else:
                 left -= 1
@@ -330,7 +335,7 @@ def _draft(a, group, i, limit, floor, draft, confidence):  # type: ignore[no-unt
 
 @inner
 def lookup(  # type: ignore[no-untyped-def]
-    a, group, rows, texts, limits, sequences, min_match_len, floor, weights, drafts
+    a, group, rows, texts, limits, sequences, min_match_len, floor, drafts
 ):
     """Drafts for a batch.
 
@@ -344,13 +349,11 @@ def lookup(  # type: ignore[no-untyped-def]
         sequences: int64 ``[slots]``, the requests' own sequences.
         min_match_len: shortest match, in tokens.
         floor: a draft ends before its path's probability falls below this.
-        weights: (of a place in the request's own text, of one in another's prompt, doublings of
-            weight a token of recency).
         drafts: of n rows, written.
     """
     for begin in range(0, rows.shape[0], GROUP):
         chosen = rows[begin : begin + GROUP]
-        _gather(a, group, chosen, texts, limits, sequences, min_match_len, weights)
+        _gather(a, group, chosen, texts, limits, sequences, min_match_len)
         for i in range(chosen.shape[0]):
             row = chosen[i]
             drafts.lengths[row], drafts.labels[row] = _draft(

@@ -8,6 +8,9 @@ from specserve.trie.branch import group_in, lookup
 from specserve.trie.layout import Arrays
 from specserve.trie.pages import Scratch, append, open_slot, put_waiting
 
+SMALL_TOKENS = 256
+"""What a step or a short prompt adds: no other request's long prompt makes it wait."""
+
 
 @lean_kernel
 def step(  # type: ignore[no-untyped-def]
@@ -26,9 +29,6 @@ def step(  # type: ignore[no-untyped-def]
     group_newest,
     group_places,
     group_weights,
-    own_weight,
-    prompt_weight,
-    decay,
     rows,
     slots,
     token_ids,
@@ -44,7 +44,6 @@ def step(  # type: ignore[no-untyped-def]
     confidence,
     labels,
     skips_prompts,
-    small,
     budget,
     min_match_len,
     floor,
@@ -56,9 +55,6 @@ def step(  # type: ignore[no-untyped-def]
         waiting: of :class:`specserve.trie.pages.Scratch`, as ``prefix``.
         group_numbers: see :func:`specserve.trie.branch.room_for_group`, as all up to
             ``group_weights``.
-        own_weight: first of the weights of :func:`specserve.trie.branch.lookup`.
-        prompt_weight: second of them.
-        decay: third of them.
         rows: int64 ``[m]``, the rows of the batch that belong to this trie.
         slots: int64 ``[n]``.
         token_ids: int32 ``[n, >= max(num_tokens)]``.
@@ -72,8 +68,7 @@ def step(  # type: ignore[no-untyped-def]
         tokens: of :class:`specserve.core.types.Drafts`, as all up to ``labels``; of n rows at
             least, written.
         skips_prompts: whether to learn nothing of prompts.
-        small: what at most so many tokens are new of is learned in any case.
-        budget: tokens of other texts to learn.
+        budget: tokens to learn of texts of which more than ``SMALL_TOKENS`` are new.
         min_match_len: see :func:`specserve.trie.branch.lookup`.
         floor: see there.
 
@@ -90,7 +85,7 @@ def step(  # type: ignore[no-untyped-def]
         slot = slots[row]
         begin = learned[slot]
         missing = max(num_tokens[row] - begin, 0)
-        if missing > small:
+        if missing > SMALL_TOKENS:
             missing = min(missing, budget)
             budget -= missing
         end = begin + missing
@@ -113,7 +108,6 @@ def step(  # type: ignore[no-untyped-def]
         sequences,
         min_match_len,
         floor,
-        (own_weight, prompt_weight, decay),
         Drafts(tokens, lengths, confidence, labels),
     )
     return budget

@@ -41,9 +41,6 @@ LearnedFrom = Literal["local", "cluster"]
 LEAST_PAGES = 16
 """Below this a trie forgets a text while it is being learned."""
 
-SMALL_TOKENS = 256
-"""What a step or a short prompt adds: no other request's long prompt makes it wait."""
-
 NO_SEQUENCE = -1
 """Number of no sequence."""
 
@@ -61,30 +58,18 @@ class TokenTrie:
 
     Args:
         max_bytes: memory that is never exceeded, about 65 bytes a token.
-        half_life_tokens: tokens learned until a text's weight has halved.
-        prompt_weight: weight of what stood in a prompt; 1 is that of an output.
-        own_weight: weight of what stood in the request's own text.
 
     Raises:
         ValueError: ``max_bytes`` is too small.
     """
 
-    def __init__(
-        self,
-        max_bytes: int,
-        *,
-        half_life_tokens: float = 1e6,
-        prompt_weight: float = 0.5,
-        own_weight: float = 16.0,
-    ) -> None:
+    def __init__(self, max_bytes: int) -> None:
         num_pages = pages_in(max_bytes)
         if num_pages < LEAST_PAGES:
             raise ValueError(f"max_bytes: {max_bytes} is too small for {LEAST_PAGES} pages")
-        self.max_bytes = max_bytes
         self._arrays = allocate(num_pages)
         self._scratch = pages.Scratch.empty()
-        weights = float(own_weight), float(prompt_weight), 1 / half_life_tokens
-        self._of_step = (*self._arrays, *self._scratch, *room_for_group(), *weights)
+        self._of_step = (*self._arrays, *self._scratch, *room_for_group())
         self._slots: dict[str, int] = {}
         self._ids: list[str | None] = [None] * num_pages
         self._lock = threading.Lock()
@@ -212,7 +197,6 @@ class TokenTrie:
                     ends,
                     *drafts,
                     skips_prompts,
-                    SMALL_TOKENS,
                     budget,
                     min_match_len,
                     floor,
