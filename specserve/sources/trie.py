@@ -205,11 +205,11 @@ class TrieSource:
         trie = TokenTrie(1 << 20)
         slots, one = np.zeros(1, np.int64), np.ones(1, np.int32)
         batch = slots, np.zeros((1, 8), np.int32), 8 * one, one
-        sequences = np.array([trie.open("warm-up")], np.int64)
+        sequences = np.array([trie.open("warm-up", private=True)], np.int64)
         begins, ends = slots.copy(), slots.copy()
         drafts = self._drafts.rows(1)
         trie.step(slots, batch, one, sequences, slots.copy(), begins, ends, drafts)
         trie.append(int(sequences[0]), batch[1][0])
-        trie.remove("warm-up")
+        trie.finish(int(sequences[0]))
         if self._unsent is not None:
             self._unsent.add(batch, begins, begins)

@@ -72,7 +72,7 @@ class Scratch(NamedTuple):
 
 @inner
 def open_slot(a, sequence):  # type: ignore[no-untyped-def]
-    """The slot of a sequence by its number; -1: it was closed, removed or cleared since."""
+    """The slot of a sequence by its number; -1: it was closed or cleared since."""
     slot = sequence & 0xFFFFFFFF
     if sequence < 0 or a.slots[slot, GENERATION] != sequence >> 32 or not a.slots[slot, IS_OPEN]:
         return -1
@@ -255,11 +255,9 @@ def append_one(a, scratch, sequence, tokens, num_prompt_tokens):  # type: ignore
 
 @lean_kernel
 def remove(a, scratch, slot):  # type: ignore[no-untyped-def]
-    """Removes a sequence with all its tokens; returns how many they were."""
-    before = a.scalars[NUM_TOKENS]
+    """Removes a sequence with all its tokens."""
     a.slots[slot, IS_OPEN] = 1  # so that its slot is freed once, below
     while a.slots[slot, TAIL] >= 0:
         _free_page(a, np.int64(a.slots[slot, TAIL]), scratch)
     a.slots[slot, IS_OPEN] = 0
     _free_slot(a, slot)
-    return before - a.scalars[NUM_TOKENS]

@@ -53,8 +53,8 @@ class TokenTrie:
     """Learns from many requests' texts. Calls may come from several threads.
 
     The least used text is forgotten first, 64 tokens at a time, when the memory is full. A sequence
-    has a name, by which it may be removed, and while it is open a number. What is asked of a number
-    whose sequence was finished, removed or cleared meanwhile is passed over.
+    has a name, and while it is open a number. What is asked of a number whose sequence was finished
+    or cleared meanwhile is passed over.
 
     Args:
         max_bytes: memory that is never exceeded, about 65 bytes a token.
@@ -219,16 +219,6 @@ class TokenTrie:
             if of_slot[NEXT_FLAGS] & PRIVATE or of_slot[HEAD] < 0:
                 pages.remove(self._arrays, self._scratch, slot)
             of_slot[IS_OPEN] = 0
-
-    def remove(self, name: str) -> int:
-        """Forgets a sequence; nothing of it is ever drafted again.
-
-        Returns:
-            How many tokens were removed; 0 for one that is unknown or long forgotten.
-        """
-        with self._lock:
-            slot = self._slot_of(name)
-            return int(pages.remove(self._arrays, self._scratch, slot)) if slot >= 0 else 0
 
     def clear(self) -> int:
         """Forgets everything; sequences that still grow are not learned any further.

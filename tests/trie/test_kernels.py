@@ -91,7 +91,6 @@ def test_traffic_of_no_kind_compiles_anything_anew(source: TrieSource) -> None:
     assert trie is not None
     assert trie.num_evicted_tokens
     source.propose(batch(text(100, 38), slots=[4]), limits(1))
-    trie.remove("text 39")
     source.snapshot()
     learner.apply(from_another_replica(51, text(0), kind="purge", sequence=""))
     source.propose(batch(text(100, 38), text(40), slots=[5, 6]), limits(2))
@@ -105,8 +104,9 @@ def test_tokens_may_come_in_any_array(source: TrieSource, dtype: str) -> None:
     content = text(100).astype(dtype).tobytes()
     unaligned = np.frombuffer(b"x" + content, dtype, offset=1)
     for number, tokens in enumerate((np.frombuffer(content, dtype), unaligned, unaligned[::2])):
-        assert trie.append(trie.open(str(number)), tokens) == 0
-        found = look_up(trie, [tokens[:40]], [8])
+        sequence = trie.open(str(number), private=True)
+        assert trie.append(sequence, tokens) == 0
+        found = look_up(trie, [tokens[:40]], [8], [sequence])
         assert found.tokens[0].tolist() == tokens[40:48].tolist()
-        assert trie.remove(str(number)) == len(tokens)
+        trie.finish(sequence)
     assert compiled() == before

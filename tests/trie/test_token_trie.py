@@ -182,31 +182,32 @@ def test_a_private_text_is_drafted_for_its_own_request_alone_and_only_until_it_e
     assert draft(trie, tokens(1, 2, 3), own=secret) == []
 
 
-def test_a_removed_text_leaves_nothing_behind(trie: TokenTrie) -> None:
+def test_a_private_text_that_has_ended_leaves_nothing_behind(trie: TokenTrie) -> None:
     text = noise(500)
     learn(trie, noise(200, 7), "stays")
     pages, slots = trie._arrays.scalars[[NUM_FREE_PAGES, NUM_FREE_SLOTS]].tolist()
     table = np.sort(trie._arrays.table, axis=None)
-    learn(trie, text, "goes")
-    assert trie.remove("goes") == 500
+    goes = trie.open("goes", private=True)
+    assert trie.append(goes, text) == 0
+    trie.finish(goes)
+    assert trie.num_tokens == 200
     assert trie._arrays.scalars[[NUM_FREE_PAGES, NUM_FREE_SLOTS]].tolist() == [pages, slots]
     assert np.array_equal(np.sort(trie._arrays.table, axis=None), table)
     assert not any(draft(trie, text[end - 20 : end]) for end in range(20, 500, 11))
-    assert trie.remove("goes") == 0
-    assert trie.remove("never seen") == 0
 
 
 def test_no_draft_crosses_a_missing_part(trie: TokenTrie) -> None:
     text = noise(300)
-    a = trie.open("a")
+    a = trie.open("a", private=True)
     trie.append(a, text[:100])
     trie.skip(a)
     trie.append(a, text[150:])
-    assert draft(trie, text[80:95]) == text[95:100].tolist()
-    assert draft(trie, text[80:100]) == []
-    assert draft(trie, np.concatenate([text[90:100], text[150:151]])) == []
-    assert draft(trie, text[150:152]) == text[152:160].tolist()
-    assert trie.remove("a") == 250
+    assert draft(trie, text[80:95], own=a) == text[95:100].tolist()
+    assert draft(trie, text[80:100], own=a) == []
+    assert draft(trie, np.concatenate([text[90:100], text[150:151]]), own=a) == []
+    assert draft(trie, text[150:152], own=a) == text[152:160].tolist()
+    assert trie.num_tokens == 250
+    trie.finish(a)
     assert not trie._arrays.table.any()
 
 
@@ -291,7 +292,7 @@ def test_more_open_texts_than_pages_are_refused_and_not_a_fault() -> None:
     assert trie.open("one more") != NO_SEQUENCE
 
 
-@pytest.mark.parametrize("how", ["finish", "remove", "clear"])
+@pytest.mark.parametrize("how", ["finish", "clear"])
 def test_the_number_of_a_sequence_that_has_ended_is_no_other_ones(
     trie: TokenTrie, how: str
 ) -> None:
@@ -300,8 +301,6 @@ def test_the_number_of_a_sequence_that_has_ended_is_no_other_ones(
     trie.append(former, noise(100))
     if how == "finish":
         trie.finish(former)
-    elif how == "remove":
-        trie.remove("former")
     else:
         trie.clear()
     text = noise(100, 2)
@@ -391,10 +390,11 @@ def test_short_texts_make_room_for_one_another() -> None:
 
 
 def test_a_text_that_goes_on_under_its_name_in_another_slot_keeps_it(trie: TokenTrie) -> None:
-    for name in ("a", "b"):
-        learn(trie, noise(20), name)
-    for name in ("a", "b"):
-        trie.remove(name)
+    ended = [trie.open(name, private=True) for name in ("a", "b")]
+    for sequence in ended:
+        trie.append(sequence, noise(20))
+    for sequence in ended:
+        trie.finish(sequence)
     sequence = trie.open("a")  # where "b" was
     trie.append(sequence, noise(20))
     learn(trie, noise(20), "c")  # where "a" was
