@@ -102,9 +102,6 @@ class TrieReplica:
         apply: told of each record of another replica, once, on the link's own thread; a
             tombstone (see ``record.kind``) is one of them.
         options: see there.
-
-    Raises:
-        ConfigError: an option that cannot be used.
     """
 
     def __init__(

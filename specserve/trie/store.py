@@ -67,17 +67,6 @@ class StoreOptions:
         return self.snapshot_url and f"{self.snapshot_url.rstrip('/')}/{self.name}.snapshot"
 
 
-def check(options: StoreOptions) -> None:
-    """Finds out whether a store can be made with these options.
-
-    Raises:
-        ConfigError: one of them cannot be used.
-    """
-    TokenLog(options.max_bytes, options.vocab_size)
-    if options.snapshot_url:
-        SnapshotFile(options.snapshot_file)
-
-
 class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     """A store at one moment; totals count from its start.
 
@@ -118,7 +107,7 @@ class TrieStore:
         options: see there.
 
     Raises:
-        ConfigError: an option that cannot be used.
+        ConfigError: fsspec cannot use the snapshot's URL.
     """
 
     def __init__(self, options: StoreOptions) -> None:

@@ -14,8 +14,9 @@ from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.exceptions import GetTimeoutError, RayTaskError
 
 from specserve.core.errors import SpecServeError, StoreError, shorten
+from specserve.trie.log_snapshot import SnapshotFile
 from specserve.trie.records import ExchangeReply, ExchangeRequest
-from specserve.trie.store import NAME_PREFIX, StoreOptions, StoreStats, TrieStore, check
+from specserve.trie.store import NAME_PREFIX, StoreOptions, StoreStats, TrieStore
 
 logger = logging.getLogger(__name__)
 
@@ -111,11 +112,12 @@ class RayStoreClient:
         options: of the store. The one that starts it decides.
 
     Raises:
-        ConfigError: an option that cannot be used.
+        ConfigError: fsspec cannot use the snapshot's URL.
     """
 
     def __init__(self, options: StoreOptions) -> None:
-        check(options)
+        if options.snapshot_url:
+            SnapshotFile(options.snapshot_file)  # so that the user is told, and not the actor's log
         self._options = options
         self._actor: Any = None
         self._unanswered: Any = None

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-from specserve.core.errors import ConfigError
 from specserve.trie.namespaces import is_part_of
 from specserve.trie.records import MAX_RECORD_TOKENS, Ranges, Record, problem_of
 from specserve.trie.seen_records import SeenRecords
@@ -66,17 +65,12 @@ class TokenLog:
             known of origins comes on top, at most some MB.
         vocab_size: token ids are below it.
         on_drop: told of each record that is dropped for want of room.
-
-    Raises:
-        ConfigError: ``max_bytes`` is too small.
     """
 
     def __init__(
         self, max_bytes: int, vocab_size: int, on_drop: Callable[[Record], None] | None = None
     ) -> None:
-        if max_bytes < MIN_BYTES:
-            raise ConfigError("max_bytes", max_bytes, f"at least {MIN_BYTES}")
-        assert MIN_BYTES > 4 * MAX_RECORD_TOKENS
+        assert max_bytes >= MIN_BYTES > 4 * MAX_RECORD_TOKENS
         self.held = SeenRecords()
         self.num_tokens = self.num_records = 0
         """Those held."""

@@ -10,7 +10,8 @@ from specserve.core.errors import ConfigError, SnapshotError
 from specserve.trie.log_snapshot import SnapshotFile
 from specserve.trie.namespaces import namespace, tenant_half
 from specserve.trie.records import ExchangeReply, Record
-from specserve.trie.store import StoreOptions, TrieStore, check
+from specserve.trie.store import StoreOptions, TrieStore
+from specserve.trie.store_actor import RayStoreClient
 from tests.trie.texts import FINGERPRINT, VOCAB_SIZE, call, record
 
 
@@ -202,8 +203,7 @@ def test_stores_of_different_models_and_shards_have_names_and_snapshots_of_their
     assert [each.snapshot_file for each in kinds] == [f"s3://b/f/{k.name}.snapshot" for k in kinds]
 
 
-def test_options_that_cannot_be_used_are_found_before_a_store_is_made() -> None:
-    with pytest.raises(ConfigError, match="max_bytes"):
-        check(StoreOptions(fingerprint=FINGERPRINT, vocab_size=9, max_bytes=5))
+def test_a_url_that_cannot_be_used_is_found_before_a_store_is_made() -> None:
+    options = StoreOptions(fingerprint=FINGERPRINT, vocab_size=9, snapshot_url="no://where")
     with pytest.raises(ConfigError, match="snapshot_url"):
-        check(StoreOptions(fingerprint=FINGERPRINT, vocab_size=9, snapshot_url="no://where"))
+        RayStoreClient(options)

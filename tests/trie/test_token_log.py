@@ -2,9 +2,6 @@ from __future__ import annotations
 
 import time
 
-import pytest
-
-from specserve.core.errors import ConfigError
 from specserve.trie.records import Record
 from specserve.trie.token_log import MIN_BYTES, SCANNED, TokenLog
 from tests.trie.texts import VOCAB_SIZE, purge, record
@@ -180,11 +177,6 @@ def test_a_restored_log_leaves_out_what_this_vocabulary_does_not_have() -> None:
     restored = TokenLog(1 << 20, 500)
     restored.restore(log.state())
     assert read(restored) == [record(1, [1])]
-
-
-def test_a_log_that_holds_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"max_bytes: 10 .* at least 65536"):
-        new_log(10)
 
 
 def test_the_newest_stamp_is_a_namespaces_own() -> None:
