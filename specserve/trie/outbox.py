@@ -74,7 +74,7 @@ class Outbox:
         """Another start of the store, which has these records and no others."""
         stored = SeenRecords(held)
         self._own, self._others = {}, {}
-        for record in chain(self._log.tombstones(), self._log.records()):
+        for record in chain(self._log.tombstones.in_force(), self._log.records()):
             if not stored.has(record.origin, record.number):
                 self._unsent(record)[record.origin, record.number] = record
 

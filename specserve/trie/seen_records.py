@@ -11,6 +11,9 @@ MAX_RANGES = 64
 """Ranges kept for one origin. With more gaps than that between them the oldest gap is closed: what
 would have filled it counts as taken."""
 
+MAX_ORIGINS = 4096
+"""Of more than that the one that was silent longest is forgotten."""
+
 
 class SeenRecords:
     """Sets of record numbers by origin, kept as ranges.
@@ -20,22 +23,13 @@ class SeenRecords:
 
     Args:
         ranges: what is held to begin with.
-        max_origins: of more than that the one that was silent longest is forgotten.
     """
 
-    def __init__(
-        self,
-        ranges: Mapping[str, Sequence[tuple[int, int]]] | None = None,
-        max_origins: int = 4096,
-    ) -> None:
-        self._max_origins = max_origins
+    def __init__(self, ranges: Mapping[str, Sequence[tuple[int, int]]] | None = None) -> None:
         # In the order of their last additions.
         self._ranges: dict[str, list[list[int]]] = {
             origin: [list(pair) for pair in pairs] for origin, pairs in (ranges or {}).items()
         }
-
-    def __len__(self) -> int:
-        return len(self._ranges)
 
     def has(self, origin: str, number: int) -> bool:
         """Whether the record was added."""
@@ -48,7 +42,7 @@ class SeenRecords:
     def add(self, origin: str, number: int) -> bool:
         """Adds a record; False if it was there."""
         ranges = self._ranges.pop(origin, [])
-        if not ranges and len(self._ranges) >= self._max_origins:
+        if not ranges and len(self._ranges) >= MAX_ORIGINS:
             del self._ranges[next(iter(self._ranges))]
         self._ranges[origin] = ranges
         if ranges and number == ranges[-1][1] + 1:  # as it mostly is

@@ -72,6 +72,9 @@ class TokenLog:
     ) -> None:
         assert max_bytes >= MIN_BYTES > 4 * MAX_RECORD_TOKENS
         self.held = SeenRecords()
+        self.tombstones = Tombstones(max_bytes // 2)
+        self.end = 0
+        """Position after the newest record."""
         self.num_tokens = self.num_records = 0
         """Those held."""
         self.dropped_tokens = 0
@@ -83,24 +86,17 @@ class TokenLog:
         self._on_drop = on_drop
         self._slots: list[Record | None] = []
         self._head = 0  # slots before it are used up
-        self._end = 0
         self._num_tokens_of: Counter[str] = Counter()
-        self._tombstones = Tombstones(max_bytes // 2)
 
     @property
     def start(self) -> int:
         """Position of the oldest record; ``end`` if there is none."""
-        return self._end - (len(self._slots) - self._head)
-
-    @property
-    def end(self) -> int:
-        """Position after the newest record."""
-        return self._end
+        return self.end - (len(self._slots) - self._head)
 
     @property
     def num_bytes(self) -> int:
         """Memory of what is held, in bytes."""
-        return self._record_bytes + self._tombstones.num_bytes
+        return self._record_bytes + self.tombstones.num_bytes
 
     def append(self, record: Record) -> bool:
         """Takes a record, unless it was taken before, is to be forgotten or is not well formed.
@@ -114,7 +110,7 @@ class TokenLog:
             return False
         if not self.held.add(record.origin, record.number):
             return False
-        if record.kind == "text" and self._tombstones.cover(record):
+        if record.kind == "text" and self.tombstones.cover(record):
             return False
         record = record.with_shared_names()
         if record.kind != "text":
@@ -136,11 +132,11 @@ class TokenLog:
             wanted: which records the reader wants.
         """
         start = self.start
-        missed = self._tombstones.in_force() if position < start else []
+        missed = self.tombstones.in_force() if position < start else []
         records = [each for each in missed if wanted(each)]
-        position = min(max(position, start), self._end)
-        offset = len(self._slots) - self._end
-        stop = min(self._end, position + SCANNED)
+        position = min(max(position, start), self.end)
+        offset = len(self._slots) - self.end
+        stop = min(self.end, position + SCANNED)
         size = 0
         while position < stop and size < max_bytes:
             record = self._slots[position + offset]
@@ -148,7 +144,7 @@ class TokenLog:
             if record is not None and wanted(record):
                 records.append(record)
                 size += record.num_bytes
-        return LogBatch(records, position, self._end - position)
+        return LogBatch(records, position, self.end - position)
 
     def newest_stamp(self, purged: str) -> float:
         """Stamp of the newest record that a purge of ``purged`` is about; 0 if there is none."""
@@ -162,19 +158,15 @@ class TokenLog:
     def state(self) -> LogState:
         """All of it; the log may change afterwards."""
         texts = [record for record in self.records() if record.kind == "text"]
-        return LogState(self.held.ranges(), self._tombstones.in_force(), texts)
+        return LogState(self.held.ranges(), self.tombstones.in_force(), texts)
 
     def restore(self, state: LogState) -> None:
         """Takes what another log held, behind what this one has."""
-        is_new = not self._end
+        is_new = not self.end
         for record in (*state.tombstones, *state.records):
             self.append(record)
         if is_new:
             self.held = SeenRecords(state.held)
-
-    def tombstones(self) -> list[Record]:
-        """Those in force, the oldest first."""
-        return self._tombstones.in_force()
 
     def records(self) -> Iterator[Record]:
         """All records held, the oldest first."""
@@ -185,7 +177,7 @@ class TokenLog:
 
     def _put(self, record: Record) -> None:
         self._slots.append(record)
-        self._end += 1
+        self.end += 1
         self._count(record, 1)
         self._shrink()
 
@@ -224,4 +216,4 @@ class TokenLog:
                 self._slots[index] = None
                 self._count(record, -1)
                 self._record_bytes += SLOT_BYTES
-        self._tombstones.keep(tombstone)
+        self.tombstones.keep(tombstone)

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specserve.trie.seen_records import MAX_RANGES, SeenRecords
+from specserve.trie.seen_records import MAX_ORIGINS, MAX_RANGES, SeenRecords
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 40))))
@@ -38,9 +38,10 @@ def test_the_oldest_gap_is_closed_when_there_are_too_many() -> None:
 
 
 def test_the_origin_that_was_silent_longest_is_forgotten_first() -> None:
-    held = SeenRecords(max_origins=2)
-    held.add("a", 1)
-    held.add("b", 1)
-    held.add("a", 2)
-    held.add("c", 1)
-    assert held.ranges().keys() == {"a", "c"}
+    held = SeenRecords()
+    origins = [str(number) for number in range(MAX_ORIGINS)]
+    for origin in origins:
+        held.add(origin, 1)
+    held.add(origins[0], 2)
+    held.add("one more", 1)
+    assert held.ranges().keys() == {*origins, "one more"} - {origins[1]}
