@@ -29,13 +29,8 @@ _ALL, _ZERO = ~np.uint64(0), np.uint64(0)
 _S29, _S32 = np.uint64(29), np.uint64(32)
 _NUM_BUCKET = np.uint64(BUCKET)
 
-
-def _outgoing() -> tuple[int, ...]:
-    """The multiplier's powers by which a token leaves each level's rolling hash."""
-    return tuple(pow(int(MULTIPLIER), length, 1 << 64) for length in LEVELS)
-
-
-_OUTGOING = np.array(_outgoing(), np.uint64)
+_OUTGOING = np.array([pow(int(MULTIPLIER), length, 1 << 64) for length in LEVELS], np.uint64)
+"""The multiplier's powers by which a token leaves each level's rolling hash."""
 
 
 @intrinsic

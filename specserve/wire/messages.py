@@ -9,11 +9,9 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from specserve.core.source_config import MAX_DRAFT_TOKENS
-from specserve.core.types import Int32Array
+from specserve.core.types import Int32Array, UInt16Array
 
 PROTOCOL = 4
 """Raised with every change that an older side would misread."""
@@ -35,8 +33,6 @@ Position = Annotated[int, msgspec.Meta(ge=0, le=LAST)]
 Width = Annotated[int, msgspec.Meta(ge=0, le=MAX_STATE_BYTES // 2)]
 Name = Annotated[str, msgspec.Meta(max_length=4096)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
-
-UInt16Array = npt.NDArray[np.uint16]
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
