@@ -206,12 +206,8 @@ class AppConfig(Section):
 
     @model_validator(mode="after")
     def _in_engine_is_alone(self) -> Self:
-        for index, source in enumerate(self.speculation):
-            if (
-                isinstance(source, DrafterConfig)
-                and source.placement == "in_engine"
-                and len(self.speculation) > 1
-            ):
+        for index, source in self._placed("in_engine").items():
+            if len(self.speculation) > 1:
                 field = f"speculation.{index}.placement"
                 allowed = "actor or beside_rank_0, where there are other sources"
                 raise ConfigError(field, source.placement, allowed)
@@ -235,19 +231,12 @@ class AppConfig(Section):
     @property
     def beside_rank_0(self) -> dict[int, DraftModelConfig | MtpConfig]:
         """The sources that draft in rank 0's place, by their index."""
-        return {
-            index: source
-            for index, source in enumerate(self.speculation)
-            if isinstance(source, DrafterConfig) and source.placement == "beside_rank_0"
-        }
+        return self._placed("beside_rank_0")
 
     @property
     def drafts_in_engine(self) -> bool:
         """Whether vLLM drafts by a method of its own instead of our sources."""
-        return any(
-            isinstance(source, DrafterConfig) and source.placement == "in_engine"
-            for source in self.speculation
-        )
+        return bool(self._placed("in_engine"))
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -258,6 +247,13 @@ class AppConfig(Section):
     def num_speculative_tokens(self) -> int:
         """The longest draft that any source may make, in tokens; 0: no speculation."""
         return max((source.max_draft_len for source in self.speculation), default=0)
+
+    def _placed(self, placement: str) -> dict[int, DraftModelConfig | MtpConfig]:
+        return {
+            index: source
+            for index, source in enumerate(self.speculation)
+            if isinstance(source, DrafterConfig) and source.placement == placement
+        }
 
 
 def parse(args: object, prefix: str = "") -> AppConfig:
