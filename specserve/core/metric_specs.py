@@ -21,7 +21,6 @@ class MetricSpec:
 
     Attributes:
         name: full name, counters with their ``_total``.
-        kind: Prometheus' type.
         unit: of the value.
         labels: names of the labels besides the exporter's own (``model``).
         description: one sentence, shown as the metric's help.
@@ -29,37 +28,39 @@ class MetricSpec:
     """
 
     name: str
-    kind: Literal["counter", "gauge", "histogram"]
     unit: str
     labels: tuple[str, ...]
     description: str
     buckets: tuple[float, ...] = ()
 
+    @property
+    def kind(self) -> Literal["counter", "gauge", "histogram"]:
+        """Prometheus' type, which the name and the buckets tell."""
+        if self.buckets:
+            return "histogram"
+        return "counter" if self.name.endswith("_total") else "gauge"
+
 
 DRAFTS = MetricSpec(
     name="specserve_drafts_total",
-    kind="counter",
     unit="drafts",
     labels=("source",),
     description="Drafts that the target verified.",
 )
 DRAFT_TOKENS = MetricSpec(
     name="specserve_draft_tokens_total",
-    kind="counter",
     unit="tokens",
     labels=("source",),
     description="Draft tokens that the target verified.",
 )
 ACCEPTED_TOKENS = MetricSpec(
     name="specserve_accepted_tokens_total",
-    kind="counter",
     unit="tokens",
     labels=("source",),
     description="Draft tokens that the target accepted.",
 )
 ACCEPTED_LENGTH = MetricSpec(
     name="specserve_accepted_length",
-    kind="histogram",
     unit="tokens",
     labels=("source",),
     description="Accepted tokens of a draft.",
@@ -67,21 +68,18 @@ ACCEPTED_LENGTH = MetricSpec(
 )
 DRAFTED_AT_POSITION = MetricSpec(
     name="specserve_drafted_at_position_total",
-    kind="counter",
     unit="tokens",
     labels=("source", "position"),
     description="Drafts that had a token at this position, counted from 1.",
 )
 ACCEPTED_AT_POSITION = MetricSpec(
     name="specserve_accepted_at_position_total",
-    kind="counter",
     unit="tokens",
     labels=("source", "position"),
     description="Drafts whose token at this position, counted from 1, was accepted.",
 )
 DRAFT_LATENCY = MetricSpec(
     name="specserve_draft_latency_seconds",
-    kind="histogram",
     unit="seconds",
     labels=("source",),
     description="Time a source took to draft for a batch, where it was asked to.",
@@ -89,28 +87,24 @@ DRAFT_LATENCY = MetricSpec(
 )
 DRAFTER_UP = MetricSpec(
     name="specserve_drafter_up",
-    kind="gauge",
     unit="bool",
     labels=("source",),
     description="1 while the source can be asked for drafts, 0 while it is switched off or away.",
 )
 DRAFTER_TIMEOUTS = MetricSpec(
     name="specserve_drafter_timeouts_total",
-    kind="counter",
     unit="calls",
     labels=("source",),
     description="Calls to a source that missed their deadline.",
 )
 DRAFTER_ERRORS = MetricSpec(
     name="specserve_drafter_errors_total",
-    kind="counter",
     unit="errors",
     labels=("source",),
     description="Calls to a source that raised or were refused, and answers that were malformed.",
 )
 DRAFTER_PARTIAL_TEXTS = MetricSpec(
     name="specserve_drafter_partial_texts_total",
-    kind="counter",
     unit="requests",
     labels=("source",),
     description="Requests whose drafter lacks the beginning of the text and drafts from the rest:"
@@ -119,56 +113,48 @@ DRAFTER_PARTIAL_TEXTS = MetricSpec(
 
 TRIE_TOKENS = MetricSpec(
     name="specserve_trie_tokens",
-    kind="gauge",
     unit="tokens",
     labels=("namespace",),
     description="Tokens that a replica's draft memory holds.",
 )
 TRIE_BYTES = MetricSpec(
     name="specserve_trie_bytes",
-    kind="gauge",
     unit="bytes",
     labels=("namespace",),
     description="Memory set apart for a namespace, used or not.",
 )
 TRIE_INGESTED = MetricSpec(
     name="specserve_trie_ingested_tokens_total",
-    kind="counter",
     unit="tokens",
     labels=("namespace",),
     description="Tokens that a replica's draft memory has learned.",
 )
 TRIE_EVICTED = MetricSpec(
     name="specserve_trie_evicted_total",
-    kind="counter",
     unit="tokens",
     labels=("namespace",),
     description="Tokens forgotten for want of memory.",
 )
 TRIE_STORE_UP = MetricSpec(
     name="specserve_trie_store_up",
-    kind="gauge",
     unit="bool",
     labels=(),
     description="1 while the cluster's draft memory answers this replica.",
 )
 TRIE_LAG = MetricSpec(
     name="specserve_trie_replication_lag_seconds",
-    kind="gauge",
     unit="seconds",
     labels=(),
     description="Age of the oldest token on its way from or to this replica.",
 )
 TRIE_RECEIVED = MetricSpec(
     name="specserve_trie_received_tokens_total",
-    kind="counter",
     unit="tokens",
     labels=(),
     description="Tokens that other replicas taught this one.",
 )
 TRIE_DROPPED = MetricSpec(
     name="specserve_trie_dropped_tokens_total",
-    kind="counter",
     unit="tokens",
     labels=(),
     description="Own tokens that no other replica will see: the store was away for too long.",
@@ -176,21 +162,18 @@ TRIE_DROPPED = MetricSpec(
 
 DRAFTER_ROWS = MetricSpec(
     name="specserve_drafter_rows_total",
-    kind="counter",
     unit="rows",
     labels=("source", "drafter"),
     description="Texts that a drafter was told of or asked about, one a request and step.",
 )
 DRAFTER_COMPUTE = MetricSpec(
     name="specserve_drafter_compute_seconds_total",
-    kind="counter",
     unit="seconds",
     labels=("source", "drafter"),
     description="Time in which a drafter's model has computed.",
 )
 DRAFTER_REFUSED = MetricSpec(
     name="specserve_drafter_refused_total",
-    kind="counter",
     unit="events",
     labels=("source", "drafter", "reason"),
     description="What a drafter dropped: malformed messages, unauthorized connections, expired and"
