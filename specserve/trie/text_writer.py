@@ -94,15 +94,11 @@ class TextWriter:
     Args:
         client: the way to the store.
         options: of the store.
-        timeout_s: how long the store may take to answer, in seconds.
     """
 
-    def __init__(
-        self, client: StoreClient, options: StoreOptions, timeout_s: float = _CALL_S
-    ) -> None:
+    def __init__(self, client: StoreClient, options: StoreOptions) -> None:
         self._client = client
         self._options = options
-        self._timeout_s = timeout_s
         self._origin = uuid.uuid4().hex[:16]
         self._epoch, self._num_records = "", 0
         self._lock = threading.Lock()
@@ -137,7 +133,7 @@ class TextWriter:
         request = ExchangeRequest(
             self._options.fingerprint, self._origin, self._epoch, LAST, records, max_bytes=0
         )
-        reply = self._client.exchange(request, self._timeout_s)
+        reply = self._client.exchange(request, _CALL_S)
         if reply.refused:
             raise StoreError(reply.refused)
         self._epoch = reply.epoch
