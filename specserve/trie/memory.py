@@ -95,11 +95,6 @@ class TrieMemory:
             if (place := self._find(name)) is not None:
                 place.last_request = clock()
 
-    def of(self, namespace: str) -> TokenTrie | None:
-        """The trie of a namespace; None: it has none."""
-        place = self._own.get(namespace) or self._adapters.get(namespace)
-        return None if place is None else place.trie
-
     def has_tenant(self, namespace: str) -> bool:
         """Whether the namespace is a configured tenant's."""
         return half_of(namespace) in self._free

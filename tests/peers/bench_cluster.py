@@ -96,7 +96,7 @@ class Replica:
         self._store = store
         memory = TrieMemory(max_bytes, [NAMESPACE])
         self._learner = ClusterLearner(memory)
-        trie = memory.of(NAMESPACE)
+        trie = memory.tries().get(NAMESPACE)
         assert trie is not None
         self.trie = trie
         self.memory = memory
@@ -181,7 +181,7 @@ def first_requests(replica: Replica, texts: Sequence[Text]) -> float:
 def late(texts: Sequence[Text]) -> float:
     """One memory that gets each text some requests after its end."""
     count, memory = Count(len(texts)), TrieMemory(room_for(len(texts)), [NAMESPACE])
-    trie = memory.of(NAMESPACE)
+    trie = memory.tries().get(NAMESPACE)
     assert trie is not None
     drafter, waiting = TrieDrafter(memory, DRAFT_LEN, private=True), deque[Text]()
     for number, text in enumerate(texts):

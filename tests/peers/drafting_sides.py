@@ -143,7 +143,7 @@ class Trie:
 
     def __init__(self, batch: int, *, is_full: bool = False) -> None:
         memory = TrieMemory(MAX_BYTES, [NAMESPACE])
-        trie = memory.of(NAMESPACE)
+        trie = memory.tries().get(NAMESPACE)
         assert trie is not None
         self._trie = trie
         rng, number = np.random.default_rng(1 << 32), 0

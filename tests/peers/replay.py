@@ -125,7 +125,7 @@ class TrieDrafter:
     """
 
     def __init__(self, memory: TrieMemory, max_draft_len: int, *, private: bool = False) -> None:
-        trie = memory.of(NAMESPACE)
+        trie = memory.tries().get(NAMESPACE)
         assert trie is not None
         self._trie = trie
         config = TrieConfig(kind="trie", max_draft_len=max_draft_len, share="replica")

@@ -69,7 +69,7 @@ class TaughtMemory:
         self.memory = TrieMemory(max_bytes, [NAMESPACE])
         config = TrieConfig(kind="trie", max_draft_len=DRAFT_LEN, share="replica")
         self._source = TrieSource(config, self.memory, SourceContext(num_slots=BATCH))
-        trie = self.memory.of(NAMESPACE)
+        trie = self.memory.tries().get(NAMESPACE)
         assert trie is not None
         learn_all(trie, texts)
 

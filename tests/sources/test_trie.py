@@ -118,7 +118,7 @@ def test_a_long_prompt_is_learned_over_several_steps_while_short_ones_do_not_wai
     ask = build()
     long, short = TEXT, TEXT[:60] + 1
     ask(long, short, names=["long", "short"], num_prompt_tokens=6000)
-    trie = ask.source._memory.of(namespace("m"))
+    trie = ask.source._memory.tries().get(namespace("m"))
     assert trie is not None
     assert trie.num_tokens == LEARN_TOKENS_PER_STEP + 60
     ask(long, short, names=["long", "short"], num_prompt_tokens=6000)

@@ -87,7 +87,7 @@ def test_traffic_of_no_kind_compiles_anything_anew(source: TrieSource) -> None:
     learner = ClusterLearner(source._memory)
     for number in range(1, 40):  # until the oldest are evicted
         learner.apply(from_another_replica(number, text(3000, number), final=number % 2 == 0))
-    trie = source._memory.of(NAMESPACE)
+    trie = source._memory.tries().get(NAMESPACE)
     assert trie is not None
     assert trie.num_evicted_tokens
     source.propose(batch(text(100, 38), slots=[4]), limits(1))

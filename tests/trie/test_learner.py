@@ -29,7 +29,7 @@ def piece(
 
 
 def draft(memory: TrieMemory, context: Int32Array, namespace: str = "n") -> tuple[list[int], bool]:
-    trie = memory.of(namespace)
+    trie = memory.tries().get(namespace)
     assert trie is not None
     found = look_up(trie, [context], [4], floor=0.1)
     return found.tokens[0, : found.lengths[0]].tolist(), found.labels[0] == CLUSTER
@@ -100,7 +100,7 @@ def test_texts_that_never_end_are_closed_when_they_are_many(
     learner = ClusterLearner(memory)
     for i in range(20):
         learner.apply(piece(0, 10, str(i)))
-    trie = memory.of("n")
+    trie = memory.tries().get("n")
     assert trie is not None
     assert int(trie._arrays.slots[:, IS_OPEN].sum()) == 8
 
@@ -111,7 +111,7 @@ def test_a_text_of_a_replica_that_died_is_closed_after_a_while(memory: TrieMemor
     learner.apply(piece(0, 100, "cut off"))
     for now[0] in (300.0, 599.0, 601.0):
         learner.apply(piece(int(now[0]), int(now[0]) + 10, "alive"))
-    trie = memory.of("n")
+    trie = memory.tries().get("n")
     assert trie is not None
     assert int(trie._arrays.slots[:, IS_OPEN].sum()) == 1
     assert draft(memory, TEXT[90:96])[0] == TEXT[96:100].tolist()
@@ -119,7 +119,7 @@ def test_a_text_of_a_replica_that_died_is_closed_after_a_while(memory: TrieMemor
 
 def test_texts_that_never_ended_leave_a_small_trie_room_for_new_ones() -> None:
     memory = TrieMemory(1 << 18, ["n"])
-    trie = memory.of("n")
+    trie = memory.tries().get("n")
     assert trie is not None
     learner = ClusterLearner(memory)
     for number in range(500):  # as a new replica reads them

@@ -59,9 +59,9 @@ def test_a_request_takes_the_trie_that_only_the_log_has_used() -> None:
     trie = memory.for_request(adapter("new"))
     assert trie is not None
     assert trie not in taught
-    assert memory.of(adapter("old")) is None
+    assert memory.tries().get(adapter("old")) is None
     assert memory.for_record(adapter("old")) is None
-    assert memory.of(adapter("old", "b")) is taught[1]
+    assert memory.tries().get(adapter("old", "b")) is taught[1]
 
 
 def test_an_adapter_that_the_configuration_names_is_learned_from_the_first(clock: Clock) -> None:

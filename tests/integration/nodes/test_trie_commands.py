@@ -143,7 +143,7 @@ for namespace in namespaces:
 writer.close()
 sent = [RemoteStore(name).stats().num_tokens for name in list_stores()]
 while True:
-    held = [memories[1].of(namespace).num_tokens for namespace in namespaces]
+    held = [memories[1].tries()[namespace].num_tokens for namespace in namespaces]
     if min(held) == 500 or time.monotonic() > deadline:
         break
     time.sleep(0.05)
