@@ -78,17 +78,11 @@ class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     def with_shared_names(self) -> Record:
         """The same record, its names shared with all records that have the same ones."""
-        return Record(
-            sys.intern(self.origin),
-            self.number,
-            self.stamp,
-            sys.intern(self.namespace),
-            self.kind,
-            sys.intern(self.sequence),
-            self.start,
-            self.tokens,
-            self.num_prompt_tokens,
-            self.final,
+        return msgspec.structs.replace(
+            self,
+            origin=sys.intern(self.origin),
+            namespace=sys.intern(self.namespace),
+            sequence=sys.intern(self.sequence),
         )
 
 
