@@ -53,10 +53,8 @@ class DirectClient:
     def __init__(self, store: TrieStore | None = None) -> None:
         self.store = store
         self.loses_answers = False
-        self.num_calls = 0
 
     def exchange(self, request: ExchangeRequest, timeout_s: float) -> ExchangeReply:
-        self.num_calls += 1
         if self.store is None:
             raise StoreError("there is no store")
         encoded = msgspec.msgpack.encode(request)
