@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 
 from specserve.trie.records import Ranges
 
@@ -36,7 +37,7 @@ class SeenRecords:
         ranges = self._ranges.get(origin)
         if ranges is None:
             return False
-        index = bisect_right(ranges, number, key=_first) - 1
+        index = bisect_right(ranges, number, key=itemgetter(0)) - 1
         return index >= 0 and number <= ranges[index][1]
 
     def add(self, origin: str, number: int) -> bool:
@@ -45,9 +46,6 @@ class SeenRecords:
         if not ranges and len(self._ranges) >= MAX_ORIGINS:
             del self._ranges[next(iter(self._ranges))]
         self._ranges[origin] = ranges
-        if ranges and number == ranges[-1][1] + 1:  # as it mostly is
-            ranges[-1][1] = number
-            return True
         return _insert(ranges, number)
 
     def ranges(self) -> Ranges:
@@ -58,12 +56,8 @@ class SeenRecords:
         }
 
 
-def _first(pair: list[int]) -> int:
-    return pair[0]
-
-
 def _insert(ranges: list[list[int]], number: int) -> bool:
-    after = bisect_right(ranges, number, key=_first)
+    after = bisect_right(ranges, number, key=itemgetter(0))
     before = after - 1
     if before >= 0 and number <= ranges[before][1]:
         return False
