@@ -200,7 +200,6 @@ class SpeculationMetrics:
         """What a source needs is there from now on, or is not; for any one thread.
 
         Args:
-            kind: of the source.
             reachable: whether it can draft at all.
             reason: why it cannot, for some requests or for all.
         """

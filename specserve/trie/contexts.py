@@ -105,7 +105,6 @@ def hash_page_contexts(a, page, begin, end, hashes, prefix):  # type: ignore[no-
     """Mixed hash of each level's context that ends at offsets ``begin .. end - 1`` of a page.
 
     Args:
-        a: arrays.
         page: whose tokens are written up to ``end``.
         begin: first offset.
         end: one past the last offset.

@@ -38,7 +38,6 @@ class _Place:
     """A namespace's trie.
 
     Attributes:
-        trie: the trie.
         num_requests: requests of this replica that use it now.
         last_request: when the last one began or ended, in monotonic seconds; -inf: there was none.
     """

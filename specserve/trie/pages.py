@@ -193,8 +193,6 @@ def append(a, scratch, waiting, slot, text, begin, end, num_prompt_tokens):  # t
     """Adds text to a sequence; :func:`put_waiting` makes it known.
 
     Args:
-        a: arrays.
-        scratch: a :class:`Scratch`.
         waiting: tokens whose contexts are in it.
         slot: of an open sequence.
         text: int32 ``[>= end]``.

@@ -101,7 +101,6 @@ class TrieReplica:
         client: the way to the store.
         apply: told of each record of another replica, once, on the link's own thread; a
             tombstone (see ``record.kind``) is one of them.
-        options: see there.
     """
 
     def __init__(

@@ -48,7 +48,6 @@ class SnapshotKeeper:
     at each interval, and none is written in its place until then.
 
     Args:
-        file: the file.
         fingerprint: identity of the model and tokenizer.
         state: tells what is to be kept.
         take_over: given what the snapshot holds.

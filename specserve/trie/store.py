@@ -103,9 +103,6 @@ class TrieStore:
     Its memory is the log alone: what a draft is looked up in is built by each replica. At start it
     takes over the snapshot, if there is one.
 
-    Args:
-        options: see there.
-
     Raises:
         ConfigError: fsspec cannot use the snapshot's URL.
     """

@@ -136,7 +136,6 @@ class TokenTrie:
         """Adds tokens to the end of a sequence.
 
         Args:
-            sequence: its number.
             tokens: int32 ``[k]``.
             num_prompt_tokens: how many of them, from the first one, are prompt.
 

@@ -41,7 +41,6 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     The answer comes behind what was being computed, so that it is late where drafts would be.
 
     Attributes:
-        number: the question's.
         protocol: what the asker speaks.
         replica: for whom is asked; empty: nobody's.
     """
@@ -55,7 +54,6 @@ class Card(msgspec.Struct, frozen=True, array_like=True, tag="card"):
     """What a drafter is; :class:`specserve.drafters.base.Card` says more of the last six.
 
     Attributes:
-        number: the question's.
         protocol: what the drafter speaks.
         instance: the process's random name; another one means that all texts are forgotten.
     """
@@ -97,7 +95,6 @@ class TextRow(msgspec.Struct, frozen=True, kw_only=True):
     """One text of a request; see :class:`specserve.drafters.base.Row`.
 
     Attributes:
-        text: its number.
         salt: 0 .. 2**64 - 1.
         states: uint16 ``[s, hidden_size]``, bits of bfloat16; None: none.
     """
@@ -120,7 +117,6 @@ class DraftRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Bring these texts up to date, draft for those that want it.
 
     Attributes:
-        number: of the question.
         budget_s: how long the answer is of use, in seconds from when the drafter reads the request:
             after the call of its model that runs when it comes.
         rows: each of another text; their states are of one width.
@@ -149,11 +145,9 @@ class RowAnswer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DraftAnswer(msgspec.Struct, frozen=True, array_like=True, tag="drafts"):
-    """A request's answers, one for each row.
+    """A request's answers, one for each row, in the request's order.
 
     Attributes:
-        number: the request's.
-        rows: in the request's order.
         compute_s: how long it was computed, in seconds, together with what else was waiting.
     """
 
