@@ -1,7 +1,7 @@
 """Over HTTP: specserve's ``serve run`` beside ``vllm serve`` with each of its methods.
 
     python -m tests.peers server [--traffic never-seen,agent] [--clients 1 8] [--rounds 1]
-        [--servers specserve,vllm-plain,vllm-ngram@ours] [--extra-layers 12]
+        [--servers specserve,vllm-plain,vllm-ngram@ours] [--extra-layers 12] [--ignore-eos]
 
 All servers have the same engine options. ``specserve-none`` is ours with ``speculation: []``, and
 ``specserve-ngram+trie`` with these of the configured sources.
@@ -159,6 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--num-requests", type=int, default=0, help="default: 6, 32 and 72")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--extra-layers", type=int, default=0)
+    parser.add_argument("--ignore-eos", action="store_true", help="equally long on all servers")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     kinds = args.traffic.split(",")
@@ -171,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tokenizer = configured_tokenizer(config)
     rounds = []
     for seed in range(args.seed, args.seed + args.rounds):
-        workload = Workload(tokenizer, seed)
+        workload = Workload(tokenizer, seed, ignore_eos=args.ignore_eos)
         rounds.append(
             {
                 place: workload.load(

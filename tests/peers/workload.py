@@ -89,10 +89,12 @@ class Workload:
     Args:
         tokenizer: of the model.
         seed: of all draws.
+        ignore_eos: answers are as long on one server as on another. Of those that end where the
+            model likes, sampled ones differ, and with them how many requests run at a time.
     """
 
-    def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
-        self._tokenizer, self._seed = tokenizer, seed
+    def __init__(self, tokenizer: Tokenizer, seed: int, *, ignore_eos: bool = False) -> None:
+        self._tokenizer, self._seed, self._ignore_eos = tokenizer, seed, ignore_eos
         self._rng = random.Random(seed)
         packages = Path(sysconfig.get_path("purelib"))
         modules = load_modules(held_out=True) + load_modules(packages, held_out=True)
@@ -125,7 +127,12 @@ class Workload:
     def _sampled(self, prompts: list[str]) -> list[Request]:
         """Every other one greedy."""
         return [
-            Request(prompt, self._rng.randint(*OUTPUT_TOKENS), TEMPERATURE * (number % 2))
+            Request(
+                prompt,
+                self._rng.randint(*OUTPUT_TOKENS),
+                TEMPERATURE * (number % 2),
+                self._ignore_eos,
+            )
             for number, prompt in enumerate(prompts)
         ]
 
