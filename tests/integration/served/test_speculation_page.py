@@ -164,7 +164,7 @@ def test_the_last_minute_is_told_apart_from_all(shown: Page, open_app: Api) -> N
 
 
 def test_memory_and_drafters_are_shown(shown: Page, open_app: Api) -> None:
-    assert "128 MiB" in shown.run("document.querySelector('#memory').innerText")
+    assert "256 MiB" in shown.run("document.querySelector('#memory').innerText")
     assert shown.run("document.querySelector('#memory-chart polyline').points.length") > 0
     # On a busy machine a drafter may be late, and is asked again a second later.
     drafters = """[...document.querySelectorAll('[data-drafter]')]
