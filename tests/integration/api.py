@@ -23,7 +23,7 @@ REPORT = {"report": 1}
 
 @dataclass(frozen=True)
 class Counts:
-    """Drafts verified so far, of all sources."""
+    """Drafts of one name that were verified so far."""
 
     drafts: int = 0
     draft_tokens: int = 0
@@ -80,9 +80,9 @@ class Api:
             assert response.status_code == 200, response.read()
             yield _events(response)
 
-    def counts(self) -> Counts:
-        """Drafts verified so far."""
-        acceptance = self.speculation()["acceptance"].get("ngram")
+    def counts(self, label: str = "ngram") -> Counts:
+        """Drafts of this name verified so far."""
+        acceptance = self.speculation()["acceptance"].get(label)
         if acceptance is None:
             return Counts()
         return Counts(

@@ -22,16 +22,11 @@ def drafters(app: Deployment) -> list[psutil.Process]:
 
 
 def await_drafts(api: Api, app: Deployment) -> None:
-    def num_accepted() -> int:
-        acceptance = api.speculation()["acceptance"]
-        tokens: int = acceptance.get("draft_model", {"accepted_tokens": 0})["accepted_tokens"]
-        return tokens
-
-    before = num_accepted()
+    before = api.counts("draft_model")
 
     def ask() -> bool:
         api.complete(prompt="class Shape:\n", max_tokens=40, ignore_eos=True)
-        return num_accepted() > before
+        return api.counts("draft_model").since(before).accepted_tokens > 0
 
     app.eventually(ask, "accepted drafts of the draft model", WAIT_S)
 

@@ -124,9 +124,7 @@ def await_remembered(api: Api) -> None:
         xargs = {"speculation": "trie", "learn": 0}
         # The first two repeat themselves: their drafts are of their own text.
         api.complete(prompt=PROMPTS[2], max_tokens=NUM_TOKENS, vllm_xargs=xargs)
-        learned = api.speculation()["acceptance"].get("trie_cluster", {})
-        count: int = learned.get("accepted_tokens", 0)
-        return count
+        return api.counts("trie_cluster").accepted_tokens
 
     eventually(accepted, lambda: f"memory of an earlier replica; {api.speculation()}", 60)
 

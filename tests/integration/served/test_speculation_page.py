@@ -134,15 +134,12 @@ def test_it_shows_the_acceptance_that_the_api_tells(shown: Page, open_app: Api) 
 def test_a_requests_text_is_shown_with_its_accepted_tokens_coloured_by_source(
     shown: Page, open_app: Api
 ) -> None:
-    def num_accepted() -> int:
-        counts = open_app.speculation()["acceptance"].get("draft_model", {"accepted_tokens": 0})
-        return int(counts["accepted_tokens"])
-
     def drafted_text() -> str:
         """Empty where the drafter was late; on a busy machine it is asked again a second later."""
-        before = num_accepted()
+        before = open_app.counts("draft_model")
         answer = open_app.complete(**BRIEF, vllm_xargs={"speculation": "draft_model"})
-        return str(answer["choices"][0]["text"]) if num_accepted() > before else ""
+        num_accepted = open_app.counts("draft_model").since(before).accepted_tokens
+        return str(answer["choices"][0]["text"]) if num_accepted else ""
 
     text = eventually(drafted_text, "an answer that the drafter drafted", TIMEOUT_S)
     # The last step may have brought more than was asked for.
