@@ -96,11 +96,11 @@ class Server:
             progress(num_done, num_tokens)
 
         began = time.perf_counter()
-        completions = self.complete(jobs, concurrency, show, more, "request {} failed")
+        completions = asyncio.run(self.complete(jobs, concurrency, show, more, "request {} failed"))
         seconds = time.perf_counter() - began
         return RunResult(completions=completions, seconds=seconds, drafts=())
 
-    def complete(
+    async def complete(
         self,
         jobs: Sequence[Job],
         concurrency: int,
@@ -113,23 +113,13 @@ class Server:
         Args:
             jobs: one a request.
             concurrency: requests at a time.
-            show: called with each new piece of text.
+            show: called with each new piece of text, and with each completion.
             more: fields of each request beside its prompt and sampling.
             failed: what is told of a request that fails, with a place for its number.
 
         Raises:
             SpecServeError: a request failed.
         """
-        return asyncio.run(self._complete(jobs, concurrency, show, more, failed))
-
-    async def _complete(
-        self,
-        jobs: Sequence[Job],
-        concurrency: int,
-        show: Show,
-        more: Mapping[str, Any],
-        failed: str,
-    ) -> tuple[Completion, ...]:
         left = iter(enumerate(jobs))
         done: dict[int, Completion] = {}
 

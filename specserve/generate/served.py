@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -63,7 +64,8 @@ class ServedModel:
                 "length_penalty": beams.length_penalty,
                 "vllm_xargs": {"beam_sample": 1} if beams.samples else {},
             }
-        return list(self._server.complete(jobs, concurrency, show, more, "prompt {}"))
+        completions = self._server.complete(jobs, concurrency, show, more, "prompt {}")
+        return list(asyncio.run(completions))
 
     @cached_property
     def _controls(self) -> dict[str, int]:
