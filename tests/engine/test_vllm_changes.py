@@ -14,7 +14,13 @@ PACKAGE = ROOT / "specserve"
 ROOMS = ("engine", "serve")
 """Where vLLM's objects are at hand. A row names a file of `serve` with its room."""
 DOCUMENT = ROOT / "docs/vllm-changes.md"
-_CALLS = ("setattr", "delattr", "register_backend", "register_kernels")
+_CALLS = (
+    "setattr",
+    "delattr",
+    "register_backend",
+    "register_kernels",
+    "register_mla_prefill_backend",
+)
 _ROW = re.compile(r"^\| `([\w/]+\.py)` \| `([^`]+)` \| (.+) \| `([\w/]+\.py)::(test_\w+)` \|$")
 
 

@@ -12,6 +12,7 @@ from specserve.engine.cpu.experts import allow_float32_experts
 from specserve.engine.cpu.kernels import repair_kernels, unused_generators_aside
 from specserve.engine.cpu.linear import use_fastest_linear, use_fastest_linear_in
 from specserve.engine.cpu.mla import use_verifying_backend
+from specserve.engine.cpu.mla_prefill import use_flash_prefill
 from specserve.engine.cpu.quantized import round_weights_instead
 from specserve.engine.worker import InEngineMixin, SpeculationMixin
 
@@ -23,6 +24,7 @@ class CpuWorker(CPUWorker):
         """Builds the model runner."""
         repair_kernels()
         use_verifying_backend()
+        use_flash_prefill()
         use_fastest_linear()
         allow_float32_experts()
         if is_x86() and not has_amx():

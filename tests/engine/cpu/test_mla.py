@@ -10,12 +10,14 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 import specserve.engine.cpu.worker  # noqa: F401  vLLM's CPU worker wants to be imported first
 from specserve.engine.cpu.mla import (
+    BLOCK_SIZE,
     VerifyingCPUMLABackend,
+    VerifyingCPUMLAImpl,
     VerifyingMetadataBuilder,
     use_verifying_backend,
 )
 
-HEADS, LATENT, ROPE, BLOCK = 2, 512, 64, 16
+HEADS, LATENT, ROPE, BLOCK = 2, 512, 64, BLOCK_SIZE
 SCALE = 0.1
 
 
@@ -26,14 +28,17 @@ def test_vllm_finds_this_backend_under_its_own_name() -> None:
 
 
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="the kernel is vLLM's CPU build's")
-def test_each_token_of_a_draft_sees_its_own_context_and_no_token_after_it() -> None:
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
+def test_each_token_of_a_draft_sees_its_own_context_and_no_token_after_it(
+    dtype: torch.dtype, tolerance: float
+) -> None:
     torch.manual_seed(0)
     query_lens, seq_lens = [1, 4, 9], [17, 4, 100]
-    cache = torch.randn(12, BLOCK, LATENT + ROPE)
+    cache = torch.randn(12, BLOCK, LATENT + ROPE, dtype=dtype)
     blocks = torch.randperm(12)[:9].int()
     table = torch.zeros(3, 7, dtype=torch.int32)
     table[0, :2], table[1, :1], table[2, :7] = blocks[:2], blocks[2:3], torch.arange(7)
-    queries = torch.randn(sum(query_lens), HEADS, LATENT + ROPE)
+    queries = torch.randn(sum(query_lens), HEADS, LATENT + ROPE, dtype=dtype)
 
     decode = VerifyingMetadataBuilder._build_decode(
         cast(Any, None),
@@ -46,9 +51,9 @@ def test_each_token_of_a_draft_sees_its_own_context_and_no_token_after_it() -> N
         max_query_len=9,
         dcp_tot_seq_lens_device=None,
     )
-    attention = SimpleNamespace(kv_lora_rank=LATENT, scale=SCALE)
-    found, _ = VerifyingCPUMLABackend.get_impl_cls().forward_mqa(
-        cast(Any, attention),
+    attention = VerifyingCPUMLABackend.get_impl_cls().__new__(VerifyingCPUMLAImpl)
+    attention.kv_lora_rank, attention.scale = LATENT, SCALE
+    found, _ = attention.forward_mqa(
         queries,
         cache,
         cast(Any, SimpleNamespace(decode=decode)),
@@ -59,7 +64,8 @@ def test_each_token_of_a_draft_sees_its_own_context_and_no_token_after_it() -> N
     for request, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
         context = cache[table[request].long()].flatten(0, 1)
         for visible in range(seq_len - query_len + 1, seq_len + 1):
-            scores = queries[row] @ context[:visible].T * SCALE
-            expected = scores.softmax(-1) @ context[:visible, :LATENT]
-            torch.testing.assert_close(found[row], expected, rtol=1e-4, atol=1e-4)
+            scores = queries[row].float() @ context[:visible].float().T * SCALE
+            expected = scores.softmax(-1) @ context[:visible, :LATENT].float()
+            close = {"rtol": tolerance, "atol": tolerance}
+            torch.testing.assert_close(found[row].float(), expected, **close)
             row += 1
