@@ -1,16 +1,13 @@
-"""The engine's part of :mod:`tests.peers.traced`, on CPU; imported where vLLM runs."""
+"""The engine core's part of :mod:`tests.peers.traced`; imported where vLLM runs."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from specserve.engine.cpu.worker import CpuSpeculationWorker, CpuWorker
 from specserve.engine.executor import CpuRayExecutor, InProcessExecutor
-from tests.peers.traced import wrap
+from tests.peers.spans import wrap
 
 wrap(EngineCoreProc, "_process_engine_step", "step")
 wrap(EngineCoreProc, "_handle_client_request", "take request")
@@ -31,29 +28,3 @@ EXECUTORS = {InProcessExecutor: TracedInProcessExecutor, CpuRayExecutor: TracedC
 for executor in EXECUTORS.values():
     wrap(executor, "execute_model", "executor: execute model")
     wrap(executor, "sample_tokens", "executor: sample")
-
-
-class TracedCpuWorker(CpuWorker):
-    """A worker without sources."""
-
-    def init_device(self) -> None:
-        """Builds the model runner."""
-        super().init_device()
-        _wrap_worker(self)
-
-
-class TracedCpuSpeculationWorker(CpuSpeculationWorker):
-    """A worker that drafts."""
-
-    def init_device(self) -> None:
-        """Builds the model runner."""
-        super().init_device()
-        _wrap_worker(self)
-
-
-def _wrap_worker(worker: Any) -> None:
-    wrap(worker, "execute_model", "worker: execute model")
-    wrap(worker, "sample_tokens", "worker: sample")
-    wrap(worker.model_runner, "_prepare_inputs", "prepare inputs")
-    wrap(worker.model_runner, "_model_forward", "forward")
-    wrap(worker.model_runner, "propose_draft_token_ids", "draft")
