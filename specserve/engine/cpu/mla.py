@@ -133,7 +133,10 @@ class VerifyingCPUMLAImpl(CPUMLAImpl):
         assert isinstance(attn_metadata.decode, VerifyingDecodeMetadata)
         extension = attn_metadata.decode.extension
         if extension is None or cache.dtype != torch.bfloat16 or not multiplies_bfloat16():
-            return super().forward_mqa(q, cache, attn_metadata, layer)
+            attended: tuple[torch.Tensor, None] = super().forward_mqa(
+                q, cache, attn_metadata, layer
+            )
+            return attended
         if isinstance(q, tuple):
             q = torch.cat(q, dim=-1)
         found = q.new_empty(*q.shape[:2], self.kv_lora_rank)

@@ -37,20 +37,22 @@ class FlashPrefillBackend(CPUSDPAMLAPrefillBackend):
         """vLLM's method of this name; tensors are ``[tokens, heads, width]``."""
         bounds = q_cu_seq_lens, kv_cu_seq_lens
         if return_softmax_lse:
-            return super()._ragged_sdpa(q, k, v, *bounds, causal, return_softmax_lse)
+            both: tuple[torch.Tensor, torch.Tensor]
+            both = super()._ragged_sdpa(q, k, v, *bounds, causal, return_softmax_lse)
+            return both
         width, found = v.shape[-1], torch.empty_like(v)
         # The kernel wants values as wide as keys; without that, torch does as vLLM does.
         values = functional.pad(v, (0, max(q.shape[-1] - width, 0)))
         ends = zip(*(each.tolist() for each in bounds), strict=True)
         begin, kv_begin = next(ends)
         for end, kv_end in ends:
-            rows, kv_rows = slice(begin, end), slice(kv_begin, kv_end)
-            of_request = (
-                each.transpose(0, 1)[None] for each in (q[rows], k[kv_rows], values[kv_rows])
-            )
             attended = functional.scaled_dot_product_attention(
-                *of_request, is_causal=causal, scale=self.scale
+                q[begin:end].transpose(0, 1)[None],
+                k[kv_begin:kv_end].transpose(0, 1)[None],
+                values[kv_begin:kv_end].transpose(0, 1)[None],
+                is_causal=causal,
+                scale=self.scale,
             )
-            found[rows] = attended[0, ..., :width].transpose(0, 1)
+            found[begin:end] = attended[0, ..., :width].transpose(0, 1)
             begin, kv_begin = end, kv_end
         return found

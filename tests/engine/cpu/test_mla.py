@@ -66,6 +66,5 @@ def test_each_token_of_a_draft_sees_its_own_context_and_no_token_after_it(
         for visible in range(seq_len - query_len + 1, seq_len + 1):
             scores = queries[row].float() @ context[:visible].float().T * SCALE
             expected = scores.softmax(-1) @ context[:visible, :LATENT].float()
-            close = {"rtol": tolerance, "atol": tolerance}
-            torch.testing.assert_close(found[row].float(), expected, **close)
+            torch.testing.assert_close(found[row].float(), expected, rtol=tolerance, atol=tolerance)
             row += 1
