@@ -85,7 +85,7 @@ def prompts(config: AppConfig) -> list[tuple[int, ...]]:
 def neighbours(prompts: list[tuple[int, ...]]) -> list[Request]:
     """The other requests of a batch. Most are longer than the one that uses a parameter."""
     _, second, third, fourth, fifth = prompts
-    longer = 2 * MAX_TOKENS
+    longer = 4 * MAX_TOKENS
     return [
         Request(second, {"max_tokens": longer, "logprobs": 2}),
         Request(third, {"max_tokens": longer}),
