@@ -30,6 +30,8 @@ from vllm.v1.attention.backend import AttentionLayer
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+from specserve.engine.cpu.backend import is_x86
+
 BLOCK_SIZE = 16
 """Positions of a block of the cache: the only one that vLLM's backend has."""
 
@@ -163,7 +165,7 @@ class VerifyingCPUMLAImpl(CPUMLAImpl):
 
 def multiplies_bfloat16() -> bool:
     """Whether the CPU has the instructions that vLLM's kernel for extensions is written for."""
-    return bool(torch.cpu._is_avx512_bf16_supported())
+    return is_x86() and bool(torch.cpu._is_avx512_bf16_supported())
 
 
 class VerifyingCPUMLABackend(CPUMLABackend):
