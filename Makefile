@@ -90,7 +90,7 @@ test test-all: tools setup
 	@$(BIN)/pytest tests/integration $(MARKED) --numprocesses 2 --dist loadscope --durations 30
 
 quick: setup
-	@$(BIN)/pytest tests --ignore=tests/peers --ignore=tests/integration $(MARKED) \
+	@$(BIN)/pytest tests --ignore=tests/integration $(MARKED) \
 		--numprocesses logical --maxprocesses 4 --dist worksteal --durations 15
 
 tools:

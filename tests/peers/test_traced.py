@@ -1,0 +1,17 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+IMPORTED = """
+import sys
+import tests.peers.traced_engine
+print(*sorted({"numba", "llvmlite"} & set(sys.modules)))
+"""
+
+
+def test_the_engine_core_imports_nothing_that_vllm_stumbles_over_before_its_worker() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTED], check=True, stdout=subprocess.PIPE, text=True
+    )
+    assert done.stdout.splitlines()[-1] == ""
