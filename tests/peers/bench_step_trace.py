@@ -29,11 +29,12 @@ from specserve.core.errors import SpecServeError
 from specserve.serve.config_file import read
 from tests.integration.api import Api
 from tests.integration.cluster import HAPROXY, Cluster, serving
+from tests.peers.spans import SUFFIX
 from tests.peers.tables import print_rows
 
 PROMPT = "def add(a, b):\n    return a + b\n\n"
 NUM_TOKENS = 96
-STEP, SUFFIX = "step", ".spans"
+STEP = "step"
 
 
 @dataclass(frozen=True, order=True)

@@ -15,6 +15,7 @@ Where a CPU has AMX and a model fits it, vLLM has another backend, which is unto
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -99,10 +100,9 @@ class VerifyingMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
         after = starts[1:][rows] - 1 - torch.arange(num_decode_tokens)
         seq_lens = seq_lens_device[rows] - after
         extension = None
-        if num_decode_tokens > _FEW_ROWS * len(lengths):
-            size = BLOCK_SIZE
-            table = block_table_tensor[:, : -(-max_seq_len // size), None].long()
-            slots = (table * size + torch.arange(size)).flatten(1)
+        if num_decode_tokens > _FEW_ROWS * len(lengths) and multiplies_bfloat16():
+            table = block_table_tensor[:, : -(-max_seq_len // BLOCK_SIZE), None].long()
+            slots = (table * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten(1)
             extension = Extension(
                 slots=slots,
                 requests=torch.arange(len(lengths)),
@@ -134,7 +134,7 @@ class VerifyingCPUMLAImpl(CPUMLAImpl):
         cache = kv_c_and_k_pe_cache
         assert isinstance(attn_metadata.decode, VerifyingDecodeMetadata)
         extension = attn_metadata.decode.extension
-        if extension is None or cache.dtype != torch.bfloat16 or not multiplies_bfloat16():
+        if extension is None or cache.dtype != torch.bfloat16:
             attended: tuple[torch.Tensor, None] = super().forward_mqa(
                 q, cache, attn_metadata, layer
             )
@@ -163,6 +163,7 @@ class VerifyingCPUMLAImpl(CPUMLAImpl):
         return found, None
 
 
+@functools.cache
 def multiplies_bfloat16() -> bool:
     """Whether the CPU has the instructions that vLLM's kernel for extensions is written for."""
     return is_x86() and bool(torch.cpu._is_avx512_bf16_supported())
