@@ -23,10 +23,10 @@ def copy_states(
     Returns:
         What waits for the copy: uint16 ``[sum(num_tokens[rows]), hidden_size]``, bits of bfloat16.
     """
-    ends = np.cumsum(num_tokens)
-    spans = [np.arange(ends[row] - num_tokens[row], ends[row]) for row in rows]
-    index = torch.from_numpy(np.concatenate(spans) if spans else np.zeros(0, np.int64))
-    chosen = hidden[index.to(hidden.device, non_blocking=True)].bfloat16()
+    ends = np.cumsum(num_tokens)[rows]
+    spans = zip((ends - num_tokens[rows]).tolist(), ends.tolist(), strict=True)
+    parts = [hidden[begin:end] for begin, end in spans]
+    chosen = torch.cat(parts or [hidden[:0]]).bfloat16()
     if not hidden.is_cuda:
         return lambda: np.asarray(chosen.view(torch.uint16).numpy())
     host = torch.empty(chosen.shape, dtype=chosen.dtype, pin_memory=True)

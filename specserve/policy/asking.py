@@ -142,6 +142,10 @@ class RemoteAsk(Ask):
             return 0
         return MOST_PAUSE - 1 - step % MOST_PAUSE
 
+    def is_considered(self, step: int) -> bool:
+        """Whether it may be asked in this step; in others it only sees what it must not miss."""
+        return not self.is_slow or step % MOST_PAUSE == 0
+
     def forget(self, slots: Int64Array) -> None:
         """These requests have ended."""
         self._saved_s[slots] = 0.0

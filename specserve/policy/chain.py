@@ -291,7 +291,8 @@ class Chain:
         """How long a draft to ask a remote source for, by what the others have offered."""
         slots, size = batch.slots, len(limits)
         is_patient = self._unmeasured_steps < _PATIENCE_STEPS
-        if is_patient and not is_calibrated(self.cost.lines, size):
+        is_too_early = is_patient and not is_calibrated(self.cost.lines, size)
+        if is_too_early or not ask.is_considered(self._step):
             return np.zeros_like(limits)
         costs, (num_tokens, rate, _) = foresee(
             *self._known(slots), self._acceptance.state, self._work, self._plan

@@ -30,8 +30,10 @@ class RemoteAnswers(AnsweringSource):
 
     waits_s = 0.0
     sees_all = False
+    num_considered = 0
 
     def reading_s(self, batch: DraftBatch) -> Float64Array:
+        self.num_considered += 1
         return np.full(len(batch.slots), self.waits_s)
 
     def must_see(self, slots: Int64Array) -> BoolArray:
@@ -326,6 +328,20 @@ def test_a_remote_source_that_would_miss_something_has_a_turn_in_each_step() -> 
         driven.step()
     assert len(remote.limits) == 20
     assert driven.chain.num_idle_steps(np.arange(1)) == 0
+
+
+def test_a_remote_source_that_only_sees_a_step_is_considered_in_every_eighth() -> None:
+    remote = RemoteAnswers(lambda batch, limits: drafts([(6,)] * len(limits)))
+    remote.sees_all = True
+    driven = Driven(dynamic("mtp", remote))
+    driven.measure()
+    for _ in range(200):
+        driven.step()  # its draft is wrong
+    already = remote.num_considered
+    for _ in range(80):
+        driven.step()
+    assert remote.num_considered == already + 10
+    assert len(remote.limits) == 280
 
 
 def test_a_source_that_cannot_say_what_reading_takes_rests_and_is_not_asked() -> None:
