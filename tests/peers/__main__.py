@@ -22,6 +22,7 @@ BENCHMARKS = {
     "cluster": "a simulation: one memory for 1 to 256 replicas, what it gains and what it costs",
     "engine": "one engine: no speculation, ours with a memory, vLLM's ngram and suffix decoding",
     "switched": "one engine: all sources together beside each alone, switched from turn to turn",
+    "decisions": "recorded answers, drafted for again: suffix decoding, ours, a perfect choice",
     "drafters": "a model that drafts: in a process of its own, and in vLLM's engine",
     "agreement": "the same drafters beside vLLM's own: what both draft at the same places",
     "sharing": "two replicas: one drafter for both, beside a drafter each",
