@@ -12,6 +12,7 @@ import sysconfig
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 
 from specserve.compare.corpus import Module, load_modules
@@ -39,6 +40,7 @@ TASK_CHARS, MAX_PROMPT_TOKENS = 3000, 1500
 PIECE_CHARS = 2500
 NUM_FILES, FILE_CHARS, CHANGED_LINES = 3, (4_000, 16_000), 0.02
 """Of an agent: files, their lengths, and the share of lines that change before each request."""
+TRIES_OF_KIND = 4
 PASSAGE_CHARS = (200, 700)
 RANDOM_PROMPT_TOKENS, RANDOM_VOCAB = 200, 4000
 TEXTS = ("common-licenses/*", "doc/*/copyright", "doc/*/README*")
@@ -158,8 +160,11 @@ class Workload:
             if is_fit and all(self._task(module, kind) for kind in EDITS):
                 files.append(module)
         for number in range(num_requests):
-            place, kind = number % NUM_FILES, EDITS[number // NUM_FILES % len(EDITS)]
-            while True:
+            place = number % NUM_FILES
+            for attempt in count():
+                # Changes may have left the file unfit for a kind: then it is the next one's turn.
+                turn = number // NUM_FILES + attempt // TRIES_OF_KIND
+                kind = EDITS[turn % len(EDITS)]
                 lines = files[place].text.splitlines(keepends=True)
                 changed = replace(
                     files[place], text="".join(edited(lines, CHANGED_LINES, self._rng))
