@@ -36,6 +36,7 @@ from tests.peers.bench_drafters import (
 )
 from tests.peers.bench_engine import Contender, measured_config
 from tests.peers.tables import print_rows
+from tests.peers.texts import num_same
 
 PATIENCE_S = 60.0
 """How long a draft is waited for: a late one would be none."""
@@ -65,8 +66,7 @@ class Side:
     def num_right(self, place: Place) -> int:
         """How many tokens of a draft the text went on with."""
         prompt, begin = place
-        pairs = zip(self.drafts[place], self.texts[prompt][begin:], strict=False)
-        return next((i for i, (one, other) in enumerate(pairs) if one != other), self.known(place))
+        return num_same(self.drafts[place], self.texts[prompt][begin:])
 
     def known(self, place: Place) -> int:
         """How many tokens of a draft can be right or wrong: the text ends."""

@@ -49,8 +49,6 @@ from tests.peers.replay import (
     NAMESPACE,
     Drafter,
     SuffixDrafter,
-    Tally,
-    Text,
     TrieDrafter,
     learn,
     replay,
@@ -60,6 +58,7 @@ from tests.peers.sources import Sources
 from tests.peers.suffix_peer import arctic
 from tests.peers.svg import Chart, Line, page
 from tests.peers.tables import print_rows
+from tests.peers.texts import Tally, Text
 from tests.peers.traffic import OUTPUT_TOKENS, PROMPT_TOKENS, traffic
 
 REPLICAS = (1, 2, 4, 8, 16, 32, 64, 128, 256)

@@ -19,6 +19,7 @@ import argparse
 import json
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -37,18 +38,12 @@ from tests.peers.in_process import relaunched, worker_of
 from tests.peers.inflate import inflated
 from tests.peers.suffix_peer import VllmSuffix, arctic
 from tests.peers.tables import print_rows
+from tests.peers.texts import Tally, Text, num_same
 from tests.peers.workload import TRAFFIC, Request, Workload
 
 # What loads vLLM is imported where it is used: the environment has to be set before.
 
 SUFFIX_TOKENS = 16
-
-
-class Answer(NamedTuple):
-    """A prompt with its answer, int32 ``[n]``, and how much of it is prompt."""
-
-    tokens: Int32Array
-    num_prompt_tokens: int
 
 
 class StepCosts(NamedTuple):
@@ -68,7 +63,7 @@ class StepCosts(NamedTuple):
 class Contender(Protocol):
     """Drafts for a batch of requests by row."""
 
-    def open(self, row: int, answer: Answer) -> None:
+    def open(self, row: int, text: Text) -> None:
         """A request begins."""
         ...
 
@@ -100,9 +95,9 @@ class Ours:
         self._num_rows = num_rows
         self._num_sent: Int32Array = np.zeros(num_rows, np.int32)
 
-    def open(self, row: int, answer: Answer) -> None:
+    def open(self, row: int, text: Text) -> None:
         """See :class:`Contender`."""
-        most_output = len(answer.tokens) - answer.num_prompt_tokens
+        most_output = len(text.tokens) - text.num_prompt_tokens
         self.chain.open(row, RequestControls(), most_output)
 
     def draft(self, batch: DraftBatch, num_new: Int32Array) -> list[list[int]]:
@@ -132,10 +127,10 @@ class Perfect(Ours):
         self._answers: list[Int32Array] = [np.zeros(0, np.int32)] * num_rows
         self._costs = costs
 
-    def open(self, row: int, answer: Answer) -> None:
+    def open(self, row: int, text: Text) -> None:
         """See :class:`Contender`."""
-        super().open(row, answer)
-        self._answers[row] = answer.tokens
+        super().open(row, text)
+        self._answers[row] = text.tokens
 
     def draft(self, batch: DraftBatch, num_new: Int32Array) -> list[list[int]]:
         """See :class:`Contender`."""
@@ -146,7 +141,7 @@ class Perfect(Ours):
             rest = self._answers[row][length:-1]  # one more token comes with the draft
             best: list[int] = []
             for tokens, size in zip(offers.tokens[:, row], offers.lengths[:, row], strict=True):
-                num_right = count_right(tokens[:size], rest)
+                num_right = num_same(tokens[:size], rest)
                 if num_right > len(best):
                     best = tokens[:num_right].tolist()
             drafts.append(best)
@@ -163,12 +158,10 @@ class Suffix:
     def __init__(self, num_rows: int) -> None:
         self._peer = VllmSuffix(SUFFIX_TOKENS)
         self._names = [""] * num_rows
-        self._num_opened = 0
 
-    def open(self, row: int, answer: Answer) -> None:
+    def open(self, row: int, text: Text) -> None:
         """See :class:`Contender`."""
-        self._names[row] = f"request {self._num_opened}"
-        self._num_opened += 1
+        self._names[row] = text.name
 
     def draft(self, batch: DraftBatch, num_new: Int32Array) -> list[list[int]]:
         """See :class:`Contender`."""
@@ -188,18 +181,8 @@ class Suffix:
         """Nothing: who is not in the next batch has ended."""
 
 
-def count_right(draft: Sequence[int] | Int32Array, rest: Int32Array) -> int:
-    """How many tokens from the first one on are those of ``rest``."""
-    count = 0
-    for token, right in zip(draft, rest, strict=False):
-        if token != right:
-            break
-        count += 1
-    return count
-
-
 def replay(
-    contender: Contender, answers: Sequence[Answer], num_rows: int, costs: StepCosts
+    contender: Contender, answers: Sequence[Text], num_rows: int, costs: StepCosts
 ) -> dict[str, float]:
     """Drafts for answers, ``num_rows`` at a time, until fewer are left.
 
@@ -208,7 +191,7 @@ def replay(
     """
     waiting = list(answers)
     rows = [waiting.pop(0) for _ in range(num_rows)]
-    longest = max(len(answer.tokens) for answer in answers)
+    longest = max(len(text.tokens) for text in answers)
     batch = DraftBatch(
         np.arange(num_rows),
         np.zeros((num_rows, longest), np.int32),
@@ -218,38 +201,38 @@ def replay(
     num_new: Int32Array = np.ones(num_rows, np.int32)
 
     def begin(row: int) -> None:
-        answer = rows[row]
-        batch.token_ids[row, : len(answer.tokens)] = answer.tokens
-        batch.num_tokens[row] = answer.num_prompt_tokens + 1  # one comes with the prompt
-        batch.num_prompt_tokens[row] = answer.num_prompt_tokens
+        text = rows[row]
+        batch.token_ids[row, : len(text.tokens)] = text.tokens
+        batch.num_tokens[row] = text.num_prompt_tokens + 1  # one comes with the prompt
+        batch.num_prompt_tokens[row] = text.num_prompt_tokens
         num_new[row] = 1
-        contender.open(row, answer)
+        contender.open(row, text)
 
     for row in range(num_rows):
         begin(row)
     seconds, num_tokens = 0.0, 0
-    counts = dict.fromkeys(("steps", "drafts", "drafted", "accepted"), 0)
+    tally = Tally()
     while True:
         drafts = contender.draft(batch, num_new)
         total = sum(map(len, drafts))
         step_s = costs.seconds(total)
         contender.learn(total, step_s)
         seconds += step_s
-        counts["steps"] += 1
-        counts["drafts"] += sum(map(bool, drafts))
-        counts["drafted"] += total
+        tally.steps += 1
+        tally.drafts += sum(map(bool, drafts))
+        tally.drafted += total
         for row, draft in enumerate(drafts):
             rest = rows[row].tokens[batch.num_tokens[row] :]
-            num_right = count_right(draft, rest[:-1])
+            num_right = num_same(draft, rest[:-1])
             num_new[row] = num_right + 1
-            counts["accepted"] += num_right
+            tally.accepted += num_right
         batch.num_tokens[:] += num_new
         num_tokens += int(num_new.sum())
         ended = [row for row in range(num_rows) if batch.num_tokens[row] == len(rows[row].tokens)]
         if ended:
             contender.close(_rows_of(batch, ended))
             if len(waiting) < len(ended):
-                return {"tokens_per_second": num_tokens / seconds, **counts}
+                return {"tokens_per_second": num_tokens / seconds, **asdict(tally)}
             for row in ended:
                 rows[row] = waiting.pop(0)
                 begin(row)
@@ -273,18 +256,19 @@ class Recorder:
 
         self._engine = OfflineEngine(config, parse_method("+".join(kinds), config))
 
-    def record(self, jobs: Sequence[Job], num_rows: int) -> tuple[list[Answer], StepCosts]:
+    def record(self, jobs: Sequence[Job], num_rows: int) -> tuple[list[Text], StepCosts]:
         """The answers to jobs, ``num_rows`` at a time, and what a step of so many costs."""
         from specserve.policy.cost import costs_of
 
         run = self._engine.run(jobs, num_rows, lambda *_: None)
         chain = worker_of(self._engine).model_runner.drafter._chain
         answers = [
-            Answer(
+            Text(
+                f"{number}",
                 np.array((*job.prompt_token_ids, *completion.token_ids), np.int32),
                 len(job.prompt_token_ids),
             )
-            for job, completion in zip(jobs, run.completions, strict=True)
+            for number, (job, completion) in enumerate(zip(jobs, run.completions, strict=True))
         ]
         return answers, StepCosts(*costs_of(chain.cost.lines, num_rows))
 
@@ -294,7 +278,7 @@ class Recorder:
 
 
 def compare(
-    sources: Sequence[SourceConfig], answers: Sequence[Answer], num_rows: int, costs: StepCosts
+    sources: Sequence[SourceConfig], answers: Sequence[Text], num_rows: int, costs: StepCosts
 ) -> list[dict[str, Any]]:
     """A row for each contender, with its speed over that of suffix decoding."""
     contenders: dict[str, Contender] = {

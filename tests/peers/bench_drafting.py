@@ -47,6 +47,7 @@ from tests.peers.drafting_sides import (
 from tests.peers.sources import Sources
 from tests.peers.suffix_peer import arctic
 from tests.peers.tables import print_rows
+from tests.peers.texts import num_same
 from tests.peers.workload import edited
 
 BATCHES = (1, 8, 32, 64, 128, 256)
@@ -94,12 +95,6 @@ class Player:
         began, began_wall = time.thread_time(), time.perf_counter()
         self._drafts = call()
         return time.thread_time() - began, time.perf_counter() - began_wall
-
-
-def num_same(one: Sequence[int], other: Sequence[int]) -> int:
-    """Length of the common beginning."""
-    pairs = zip(one, other, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def sides(model: Path, batch: int, width: int) -> dict[str, Side]:

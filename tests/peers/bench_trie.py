@@ -39,7 +39,7 @@ from specserve.compare.machine import circumstances
 from specserve.core.types import Int32Array
 from specserve.trie.memory import TrieMemory
 from specserve.trie.token_trie import TokenTrie
-from tests.peers.replay import NAMESPACE, Drafter, SuffixDrafter, Text, TrieDrafter, replay
+from tests.peers.replay import NAMESPACE, Drafter, SuffixDrafter, TrieDrafter, replay
 from tests.peers.sources import Sources
 from tests.peers.suffix_peer import arctic
 from tests.peers.tables import print_rows
@@ -52,6 +52,7 @@ from tests.peers.taught_memory import (
     learn_all,
     measure_while_learning,
 )
+from tests.peers.texts import Text
 
 DRAFT_LENS = (16, 32)
 BYTES_PER_TOKEN = 68

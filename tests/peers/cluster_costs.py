@@ -24,7 +24,8 @@ from specserve.trie.store import StoreOptions, TrieStore
 from specserve.trie.store_actor import get_or_start
 from specserve.trie.unsent import FULL_TOKENS
 from tests.integration.cluster import running_cluster
-from tests.peers.replay import NAMESPACE, Text
+from tests.peers.replay import NAMESPACE
+from tests.peers.texts import Text
 
 FINGERPRINT, VOCAB_SIZE = "benchmark", 1 << 20
 MEMORY_BYTES = 64 << 20

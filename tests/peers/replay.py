@@ -6,8 +6,7 @@ A draft token is accepted if it is the next one of the text. So this compares dr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -19,18 +18,10 @@ from specserve.trie.memory import TrieMemory
 from specserve.trie.namespaces import namespace
 from specserve.trie.token_trie import TokenTrie
 from tests.peers.suffix_peer import VllmSuffix
+from tests.peers.texts import Tally, Text, num_same
 
 NAMESPACE = namespace("")
 """Where a :class:`TrieSource` without a context learns."""
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """A request: its prompt and, from ``num_prompt_tokens`` on, what the target will write."""
-
-    name: str
-    tokens: Int32Array
-    num_prompt_tokens: int
 
 
 class Drafter(Protocol):
@@ -47,33 +38,6 @@ class Drafter(Protocol):
     def finish(self, text: Text) -> None:
         """The request has ended."""
         ...
-
-
-@dataclass(slots=True)
-class Tally:
-    """What became of the drafts.
-
-    Attributes:
-        steps: steps of the target.
-        drafts: steps that had a draft.
-        drafted: draft tokens.
-        accepted: draft tokens that were right.
-    """
-
-    steps: int = 0
-    drafts: int = 0
-    drafted: int = 0
-    accepted: int = 0
-
-    def as_row(self) -> dict[str, Any]:
-        """Means, for a table."""
-        return {
-            "accepted_per_step": round(self.accepted / self.steps, 3),
-            "drafts_per_step": round(self.drafts / self.steps, 3),
-            "accepted_per_draft": round(self.accepted / max(self.drafts, 1), 3),
-            "acceptance_rate": round(self.accepted / max(self.drafted, 1), 3),
-            "steps": self.steps,
-        }
 
 
 def replay(drafter: Drafter, texts: Iterable[Text]) -> Tally:
@@ -94,11 +58,7 @@ def replay_one(drafter: Drafter, text: Text, tally: Tally) -> None:
         if position >= end:
             break
         draft = draft[: end - position]
-        accepted = 0
-        for token, right in zip(draft, text.tokens[position:], strict=False):
-            if token != right:
-                break
-            accepted += 1
+        accepted = num_same(draft, text.tokens[position:])
         tally.steps += 1
         tally.drafts += bool(draft)
         tally.drafted += len(draft)

@@ -6,16 +6,17 @@ import numpy as np
 import pytest
 
 from specserve.core.source_config import NgramConfig
-from tests.peers.bench_decisions import Answer, Ours, Perfect, StepCosts, replay
+from tests.peers.bench_decisions import Ours, Perfect, StepCosts, replay
+from tests.peers.texts import Text
 
 COSTS = StepCosts(0.01, 0.012, 0.0001)
 SOURCES = [NgramConfig(kind="ngram", max_draft_len=8)]
 
 
-def copying(seed: int) -> Answer:
+def copying(seed: int) -> Text:
     """A prompt that the answer repeats twice."""
     part = np.random.default_rng(seed).integers(10, 1000, 40)
-    return Answer(np.tile(part, 3).astype(np.int32), 40)
+    return Text(str(seed), np.tile(part, 3).astype(np.int32), 40)
 
 
 ANSWERS = [copying(seed) for seed in range(9)]

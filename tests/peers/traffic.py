@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from tests.peers.replay import Text
 from tests.peers.sources import Sources
+from tests.peers.texts import Text
 from tests.peers.workload import edited
 
 NUM_FILES, FILE_TOKENS = 96, 1400
