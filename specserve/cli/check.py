@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     is_elsewhere = bool(args.cluster) and args.cluster != "running"
     checked = [_check(file, app, is_elsewhere, on_cpu) for app in file.applications]
     for rows, notes in checked:
-        _print(console, rows)
+        print_rows(console, rows)
         for note in notes:
             console.print(note)
     if not _has_vllm() and any(app.config.engine.vllm for app in file.applications):
@@ -203,7 +203,8 @@ def _keys(config: AppConfig) -> str:
     return ", ".join(f"{key.tenant} (from {key.env})" for key in keys) or "none are asked for"
 
 
-def _print(console: Any, rows: dict[str, str]) -> None:
+def print_rows(console: Any, rows: dict[str, str]) -> None:
+    """Prints each text, as it is, behind its title."""
     from rich.table import Table
     from rich.text import Text
 

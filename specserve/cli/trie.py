@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from specserve.cli.check import print_rows
 from specserve.cli.cluster import connected
 from specserve.core.errors import ConfigError, SpecServeError, StoreError
 
@@ -137,6 +138,7 @@ def _stores() -> dict[str, RemoteStore]:
 
 def _print_stats(console: Console, name: str, stats: StoreStats) -> None:
     from rich.table import Table
+    from rich.text import Text
 
     rows = {
         "model": stats.fingerprint,
@@ -147,17 +149,14 @@ def _print_stats(console: Console, name: str, stats: StoreStats) -> None:
         "up": f"{stats.up_s:,.0f} s",
         "last snapshot": _last_snapshot(stats),
     }
-    grid = Table.grid(padding=(0, 2))
-    for title, text in rows.items():
-        grid.add_row(f"[bold]{title}[/bold]", text)
     table = Table("namespace", box=None, padding=(0, 2, 0, 0))
     table.add_column("tokens", justify="right")
     for namespace, num_tokens in sorted(
         stats.tokens_by_namespace.items(), key=lambda item: -item[1]
     ):
         table.add_row(namespace, f"{num_tokens:,}")
-    console.print(f"[bold]{name}[/bold]")
-    console.print(grid)
+    console.print(Text(name, style="bold"))
+    print_rows(console, rows)
     console.print(table)
 
 

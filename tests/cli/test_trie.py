@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from specserve.cli import trie
 from specserve.cli.main import main
 from specserve.cli.warm import Warmup
 from specserve.core.config import ModelConfig
 from specserve.engine.checkpoint import model_identity
 from specserve.trie.namespaces import namespace
+from specserve.trie.snapshot_keeper import SnapshotStats
+from specserve.trie.store import StoreStats
 from specserve.trie.warm_texts import WarmText
 
 MODEL = str(Path(__file__).parents[2] / "configs/models/demo-draft")
@@ -49,6 +53,41 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     assert captured.out == ""
     assert captured.err.count("\n") == 1
     return captured.err.removeprefix("specserve: error: ").rstrip()
+
+
+class Store:
+    """What ``stats`` asks of a store in the cluster."""
+
+    def __init__(self, stats: StoreStats) -> None:
+        self._stats = stats
+
+    def stats(self) -> StoreStats:
+        return self._stats
+
+
+def test_stats_print_a_snapshots_url_as_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = SnapshotStats(
+        url="/kept/[red]/trie", num_saved=0, num_errors=0, last_error="", age_s=-1.0, num_bytes=0
+    )
+    stats = StoreStats(
+        fingerprint="model",
+        up_s=1.0,
+        num_replicas=1,
+        num_records=0,
+        num_tokens=0,
+        num_bytes=0,
+        max_bytes=1,
+        tokens_by_namespace={},
+        restored_tokens=0,
+        dropped_tokens=0,
+        snapshot=snapshot,
+    )
+    monkeypatch.setattr(trie, "connected", lambda address: nullcontext())
+    monkeypatch.setattr(trie, "_stores", lambda: {"memory": Store(stats)})
+    assert main(["trie", "stats"]) == 0
+    assert "not yet; /kept/[red]/trie" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", [["stats"], ["snapshot"], ["purge", "--tenant", "team-a"]])
