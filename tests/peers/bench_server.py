@@ -1,6 +1,6 @@
 """Over HTTP: specserve's ``serve run`` beside ``vllm serve`` with each of its methods.
 
-    python -m tests.peers server [--traffic never-seen,agent] [--clients 1 8] [--rounds 1]
+    python -m tests.peers server [--traffic never-seen,agent] [--clients 1 8] [--turns 3]
         [--servers specserve,vllm-plain,vllm-ngram@ours] [--extra-layers 12] [--ignore-eos]
 
 All servers have the same engine options. ``specserve-none`` is ours with ``speculation: []``, and
@@ -9,13 +9,14 @@ All servers have the same engine options. ``specserve-none`` is ours with ``spec
 
 Traffic (see workload.py): {traffic}.
 
-The servers run one at a time, in turns, each started anew in each round, since an idle Ray cluster
-uses some CPU too. In a round all get the same requests, in another round other ones. What a server
-is asked before a measurement is not counted. Ratios are taken within a round, to the best of
-``vllm serve`` there and to the better of its ``plain`` ones; the median of the rounds is shown.
+All servers are there from the beginning, and take turns of some seconds: a machine's speed changes
+within minutes. A server that waits is stopped (SIGSTOP), since an idle Ray cluster uses some CPU
+too. In a turn all get the same requests, in another turn other ones. What a server is asked before
+a measurement is not counted. Ratios are taken within a turn, to the best of ``vllm serve`` there
+and to the better of its ``plain`` ones; the median of the turns is shown.
 
-Without ``--servers``, ``random`` and ``plain-code`` are asked of those alone that show what
-drafting and serving cost.
+A server of the demo model takes 2.6 GiB, or 3.5 with a Ray cluster. Without ``--servers``,
+``random`` and ``plain-code`` are asked of those alone that show what drafting and serving cost.
 """
 
 from __future__ import annotations
@@ -37,14 +38,16 @@ from specserve.core.config import AppConfig
 from specserve.serve.config_file import read
 from tests.peers.inflate import inflated
 from tests.peers.load_client import drive
-from tests.peers.servers import OURS, THEIRS, check, serve
+from tests.peers.servers import OURS, check, standing
 from tests.peers.tables import print_rows
 from tests.peers.workload import TRAFFIC, Load, Workload
 
-NUM_REQUESTS = {1: 6, 8: 32, 24: 72}
-"""Of a measurement, by number of clients."""
+NUM_REQUESTS = {1: 6, 8: 24, 24: 48}
+"""Of a turn, by number of clients."""
 
 PLAIN = ("vllm-plain", "vllm-plain@ours")
+SERVERS = (*OURS, *PLAIN, "vllm-ngram@ours", "vllm-suffix@ours")
+"""As many as fit into 24 GiB; vLLM's drafting methods with the faster kernels."""
 ASKED_BY_DEFAULT = {
     "plain-code": ("specserve-none", *PLAIN),
     "random": (*OURS, *PLAIN),
@@ -55,47 +58,54 @@ Place = tuple[str, int]
 """Traffic and number of clients."""
 
 Found = dict[Place, dict[str, list[dict[str, float]]]]
-"""By place and server, a result a round."""
+"""By place and server, a result a turn."""
 
 
 def measure(
     console: Console,
     config: AppConfig,
     servers: Mapping[str, Sequence[Place]],
-    rounds: Sequence[Mapping[Place, Load]],
+    turns: Sequence[Mapping[Place, Load]],
 ) -> Found:
-    """Every server in turn, started afresh in each round.
+    """Every server in each turn.
 
     Args:
         console: for progress.
         config: what is served.
         servers: where each is asked.
-        rounds: what each round asks.
+        turns: what each turn asks.
     """
-    found: Found = {place: {} for place in rounds[0]}
+    found: Found = {place: {} for place in turns[0]}
     with Progress(console=console) as bars:
-        bar = bars.add_task("", total=len(rounds) * sum(map(len, servers.values())))
-        for number, loads in enumerate(rounds, 1):
-            for server, places in servers.items():
-                bars.update(bar, description=f"round {number}: starting {server}")
-                with serve(server, config) as url:
-                    for place in places:
-                        what = f"round {number}: {server}, {place[0]}, {place[1]} clients"
-                        bars.update(bar, description=what)
-                        drive(url, config.model.name, loads[place].warm_up, place[1])
-                        result = drive(url, config.model.name, loads[place].measured, place[1])
-                        found[place].setdefault(server, []).append(result)
+        bar = bars.add_task("starting", total=len(turns) * sum(map(len, servers.values())))
+        with standing(list(servers), config) as started:
+            for place in found:
+                asked = [name for name, places in servers.items() if place in places]
+                for number, loads in enumerate(turns):
+                    bars.update(bar, description=f"{place[0]}, {place[1]} clients")
+                    for name in _turned(asked, number):
+                        with started[name].alone() as url:
+                            drive(url, config.model.name, loads[place].warm_up, place[1])
+                            result = drive(url, config.model.name, loads[place].measured, place[1])
+                        found[place].setdefault(name, []).append(result)
                         bars.advance(bar)
     return found
+
+
+def _turned(names: Sequence[str], number: int) -> list[str]:
+    """Another one first in each turn, and in every other turn the other way round."""
+    first = number // 2 % len(names)
+    order = [*names[first:], *names[:first]]
+    return order[::-1] if number % 2 else order
 
 
 def summarise(found: Found) -> list[dict[str, Any]]:
     """A row for each place and server."""
     rows = []
     for (traffic, num_clients), of_place in found.items():
-        best = [_best(each, "vllm-") for each in _by_round(of_place)]
-        plain = [_best(each, "vllm-plain") for each in _by_round(of_place)]
-        first = [_first(each) for each in _by_round(of_place)]
+        best = [_best(each, "vllm-") for each in _by_turn(of_place)]
+        plain = [_best(each, "vllm-plain") for each in _by_turn(of_place)]
+        first = [_first(each) for each in _by_turn(of_place)]
         for server, results in of_place.items():
             speeds = [result["tokens_per_second"] for result in results]
             firsts = [result["first_token_ms"] for result in results]
@@ -112,17 +122,17 @@ def summarise(found: Found) -> list[dict[str, Any]]:
                     "token_ms": round(median(result["token_ms"] for result in results), 2),
                     "each_x_best_vllm": _ratios(speeds, best),
                     "each_x_plain": _ratios(speeds, plain),
-                    "rounds": results,
+                    "turns": results,
                 }
             )
     return rows
 
 
-def _by_round(
+def _by_turn(
     of_place: Mapping[str, Sequence[dict[str, float]]],
 ) -> list[dict[str, dict[str, float]]]:
-    rounds = zip(*of_place.values(), strict=True)
-    return [dict(zip(of_place, each, strict=True)) for each in rounds]
+    turns = zip(*of_place.values(), strict=True)
+    return [dict(zip(of_place, each, strict=True)) for each in turns]
 
 
 def _best(results: Mapping[str, dict[str, float]], prefix: str) -> float:
@@ -153,11 +163,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", type=Path, default=Path("configs/demo.yaml"))
-    parser.add_argument("--servers", help=f"default: {','.join((*OURS, *THEIRS))}")
+    parser.add_argument("--servers", help=f"default: {','.join(SERVERS)}")
     parser.add_argument("--traffic", default=",".join(TRAFFIC))
     parser.add_argument("--clients", type=int, nargs="+", default=list(NUM_REQUESTS))
-    parser.add_argument("--num-requests", type=int, default=0, help="default: 6, 32 and 72")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--num-requests", type=int, default=0, help="of a turn; default: 6, 24 and 48"
+    )
+    parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--extra-layers", type=int, default=0)
     parser.add_argument("--ignore-eos", action="store_true", help="equally long on all servers")
     parser.add_argument("--seed", type=int, default=0)
@@ -170,20 +182,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(width=160)
     config = read(args.config).applications[0].config
     tokenizer = configured_tokenizer(config)
-    rounds = []
-    for seed in range(args.seed, args.seed + args.rounds):
-        workload = Workload(tokenizer, seed, ignore_eos=args.ignore_eos)
-        rounds.append(
-            {
-                place: workload.load(
-                    *place, args.num_requests or NUM_REQUESTS.get(place[1], 3 * place[1])
-                )
-                for place in places
-            }
-        )
+    workload = Workload(tokenizer, args.seed, ignore_eos=args.ignore_eos)
+    turns = [
+        {
+            place: workload.load(
+                *place, args.num_requests or NUM_REQUESTS.get(place[1], 3 * place[1])
+            )
+            for place in places
+        }
+        for _ in range(args.turns)
+    ]
     with tempfile.TemporaryDirectory(prefix="specserve-bench-") as folder:
         config = inflated(config, args.extra_layers, Path(folder, "target"))
-        rows = summarise(measure(console, config, servers, rounds))
+        rows = summarise(measure(console, config, servers, turns))
     print_rows(console, "over HTTP; ratios to the best of vllm serve, and to its plain one", rows)
     options = {key: value for key, value in vars(args).items() if key != "config"}
     document = {"options": options, "config": config.model_dump(mode="json"), "rows": rows}
@@ -195,10 +206,10 @@ def _places_by_server(names: str | None, places: Sequence[Place]) -> dict[str, l
     """Where each server is asked."""
     if names is not None:
         return {check(name): list(places) for name in names.split(",")}
-    everywhere = ("specserve", *THEIRS)
+    everywhere = [name for name in SERVERS if name != "specserve-none"]
     asked = {
         check(name): [p for p in places if name in ASKED_BY_DEFAULT.get(p[0], everywhere)]
-        for name in (*OURS, *THEIRS)
+        for name in SERVERS
     }
     return {name: of_server for name, of_server in asked.items() if of_server}
 

@@ -101,7 +101,7 @@ class Workload:
         packages = Path(sysconfig.get_path("purelib"))
         modules = load_modules(held_out=True) + load_modules(packages, held_out=True)
         self._rng.shuffle(modules)
-        num_files = len(modules) // 8
+        num_files = len(modules) // 4
         self._files = iter(modules[:num_files])
         self._pieces = _pieces(modules[num_files:])
         self._passages = _passages(packages, self._rng)
