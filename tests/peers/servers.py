@@ -5,17 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
-
-import psutil
 
 from specserve.core.config import AppConfig
 from specserve.core.errors import ConfigError, SpecServeError
@@ -97,53 +93,6 @@ def serve(name: str, config: AppConfig) -> Iterator[str]:
         narrowed = parse_method(ours[1], config).narrowed(config) if ours[1] else config
         with _specserve(narrowed) as url:
             yield url
-
-
-@dataclass(frozen=True, slots=True)
-class Server:
-    """One of several servers that are there at the same time.
-
-    Attributes:
-        url: its address.
-        roots: processes whose descendants, with them, are the server.
-    """
-
-    url: str
-    roots: Sequence[psutil.Process]
-
-    @contextmanager
-    def alone(self) -> Iterator[str]:
-        """Runs it for the length of a block; its address. Outside of one it uses no CPU."""
-        self._signal(signal.SIGCONT)
-        try:
-            yield self.url
-        finally:
-            self._signal(signal.SIGSTOP)
-
-    def _signal(self, number: int) -> None:
-        for root in self.roots:
-            for process in (root, *root.children(recursive=True)):
-                with suppress(psutil.NoSuchProcess):
-                    process.send_signal(number)
-
-
-@contextmanager
-def standing(names: Sequence[str], config: AppConfig) -> Iterator[dict[str, Server]]:
-    """Fresh servers for the length of a block, by name. None runs before it is told to.
-
-    Raises:
-        ConfigError: see :func:`serve`.
-    """
-    ours = psutil.Process()
-    with ExitStack() as servers, ExitStack() as ends:
-        found: dict[str, Server] = {}
-        for name in names:
-            before = set(ours.children())
-            url = servers.enter_context(serve(name, config))
-            found[name] = Server(url, [each for each in ours.children() if each not in before])
-            ends.callback(found[name]._signal, signal.SIGCONT)
-            found[name]._signal(signal.SIGSTOP)
-        yield found
 
 
 @contextmanager
