@@ -15,14 +15,14 @@ from vllm.triton_utils.dispatcher import KernelOverride
 from vllm.utils import cpu_triton_utils
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.sample import rejection_sampler
-from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessors
-from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.logits_processor import BatchUpdate
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 import specserve.engine.cpu.worker  # noqa: F401  vLLM's CPU worker wants to be imported first
 from specserve.engine.sampler import IndependentRejectionSampler, IndependentSampler
+from tests.engine.sampling_metadata import sampling_metadata
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="run by vLLM's CPU kernels")
 
@@ -38,32 +38,6 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(launcher, "kernel", kernel)
     with torch.compiler.set_stance("force_eager"):
         yield
-
-
-def sampling_metadata(num_requests: int, **fields: Any) -> SamplingMetadata:
-    """Of requests that are greedy and want nothing else."""
-    none = torch.zeros(num_requests)
-    return SamplingMetadata(
-        **{
-            "temperature": None,
-            "all_greedy": True,
-            "all_random": False,
-            "top_p": None,
-            "top_k": None,
-            "generators": {},
-            "max_num_logprobs": None,
-            "no_penalties": True,
-            "prompt_token_ids": None,
-            "frequency_penalties": none,
-            "presence_penalties": none,
-            "repetition_penalties": none,
-            "output_token_ids": [],
-            "allowed_token_ids_mask": None,
-            "bad_words_token_ids": {},
-            "logitsprocs": LogitsProcessors(),
-            **fields,
-        }
-    )
 
 
 def drafts_metadata(drafts: Sequence[Sequence[int]]) -> SpecDecodeMetadata:

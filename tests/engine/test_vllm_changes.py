@@ -18,8 +18,10 @@ _CALLS = (
     "setattr",
     "delattr",
     "register_backend",
+    "register_impl",
     "register_kernels",
     "register_mla_prefill_backend",
+    "set_default",
 )
 _ROW = re.compile(r"^\| `([\w/]+\.py)` \| `([^`]+)` \| (.+) \| `([\w/]+\.py)::(test_\w+)` \|$")
 

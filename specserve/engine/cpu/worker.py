@@ -13,7 +13,9 @@ from specserve.engine.cpu.kernels import repair_kernels, unused_generators_aside
 from specserve.engine.cpu.linear import use_fastest_linear, use_fastest_linear_in
 from specserve.engine.cpu.mla import use_verifying_backend
 from specserve.engine.cpu.mla_prefill import use_flash_prefill
+from specserve.engine.cpu.norms import use_norm_kernels
 from specserve.engine.cpu.quantized import round_weights_instead
+from specserve.engine.cpu.verification import verify_by_drawing
 from specserve.engine.worker import InEngineMixin, SpeculationMixin
 
 
@@ -26,6 +28,7 @@ class CpuWorker(CPUWorker):
         use_verifying_backend()
         use_flash_prefill()
         use_fastest_linear()
+        use_norm_kernels()
         allow_float32_experts()
         if is_x86() and not has_amx():
             round_weights_instead()
@@ -49,6 +52,11 @@ class CpuWorker(CPUWorker):
 
 class CpuSpeculationWorker(SpeculationMixin, CpuWorker):
     """With our proposer hook."""
+
+    def init_device(self) -> None:
+        """Builds the model runner."""
+        verify_by_drawing()
+        super().init_device()
 
 
 class CpuInEngineWorker(InEngineMixin, CpuWorker):

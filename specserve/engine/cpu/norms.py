@@ -1,0 +1,71 @@
+"""RMS norm on CPU by vLLM's kernels.
+
+vLLM 0.32 has kernels for CPU and does not offer them to its dispatcher, which takes some eight
+operations of torch instead.
+"""
+
+from __future__ import annotations
+
+import torch
+from vllm import ir
+
+PROVIDER = "specserve_cpu"
+"""Of the kernels, among vLLM's implementations of a norm."""
+
+_VECTOR = 16
+"""The kernels take so many numbers of a row at a time, or half of them, by the CPU."""
+
+
+def use_norm_kernels() -> None:
+    """Has vLLM norm by its kernels in this process, where they fit."""
+    if PROVIDER not in ir.ops.rms_norm.impls:
+        ir.ops.rms_norm.register_impl(PROVIDER, supports_args=_fits)(_rms_norm)
+        ir.ops.fused_add_rms_norm.register_impl(PROVIDER, supports_args=_both_fit, inplace=True)(
+            _fused_add_rms_norm
+        )
+    for op in (ir.ops.rms_norm, ir.ops.fused_add_rms_norm):
+        op.set_default([PROVIDER, "native"])
+
+
+def _fits(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> bool:
+    is_plain = weight is not None and weight.dtype == x.dtype and variance_size is None
+    return is_plain and x.shape[-1] % _VECTOR == 0
+
+
+def _both_fit(
+    x: torch.Tensor,
+    x_residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> bool:
+    is_in_place = x.is_contiguous() and x_residual.is_contiguous()
+    return is_in_place and _fits(x, weight, epsilon, variance_size)
+
+
+def _rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> torch.Tensor:
+    x = x.contiguous()
+    output = torch.empty_like(x)
+    torch.ops._C.rms_norm(output, x, weight, epsilon)
+    return output
+
+
+def _fused_add_rms_norm(
+    x: torch.Tensor,
+    x_residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.ops._C.fused_add_rms_norm(x, x_residual, weight, epsilon)
+    return x, x_residual

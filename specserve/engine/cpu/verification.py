@@ -1,0 +1,98 @@
+"""Verification of drafts without probabilities, on CPU.
+
+vLLM's rejection sampler (arXiv 2211.17192) accepts a draft's token with its probability, and draws
+for each token, whether it is refused or not, what would stand in its place. A draft without
+probabilities is certain of its tokens. Then this is the same: each place's token is drawn as
+without a draft, and as long as the draft has the same tokens, the next place counts too. It takes
+one random number a place instead of one for each token of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.sample import rejection_sampler
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.rejection_sampler import GREEDY_TEMPERATURE, PLACEHOLDER_TOKEN_ID
+
+from specserve.core.types import Int64Array
+
+_vllms = rejection_sampler.rejection_sample
+
+
+def verify_by_drawing() -> None:
+    """Has vLLM's rejection sampler verify so in this process."""
+    rejection_sampler.rejection_sample = _rejection_sample
+
+
+def _rejection_sample(
+    draft_token_ids: torch.Tensor,
+    num_draft_tokens: list[int],
+    max_spec_len: int,
+    cu_num_draft_tokens: torch.Tensor,
+    draft_probs: torch.Tensor | None,
+    target_logits: torch.Tensor,
+    bonus_token_ids: torch.Tensor,
+    sampling_metadata: SamplingMetadata,
+    synthetic_mode: bool = False,
+    **options: Any,
+) -> torch.Tensor:
+    """vLLM's function of this name, for n requests with m draft tokens.
+
+    Args:
+        draft_token_ids: int32 ``[m]``.
+        num_draft_tokens: n.
+        max_spec_len: of a request.
+        cu_num_draft_tokens: int32 ``[n]``, cumulative.
+        draft_probs: of drafts that have some.
+        target_logits: float32 ``[m, vocab_size]``, with all that was asked for applied.
+        bonus_token_ids: int64 ``[n, 1]``, the tokens behind the drafts.
+        sampling_metadata: the step's.
+        synthetic_mode: acceptance is made up.
+        options: of vLLM's function alone.
+
+    Returns:
+        int32 ``[n, max_spec_len + 1]``: accepted tokens and the one behind them, then -1.
+    """
+    if draft_probs is not None or synthetic_mode:
+        rest = (draft_probs, target_logits, bonus_token_ids, sampling_metadata, synthetic_mode)
+        return _vllms(
+            draft_token_ids, num_draft_tokens, max_spec_len, cu_num_draft_tokens, *rest, **options
+        )
+    counts = np.array(num_draft_tokens)
+    drawn = _draw(target_logits, counts, sampling_metadata).numpy()
+    is_wrong = drawn != draft_token_ids.numpy()
+    num_wrong = np.concatenate([[0], np.cumsum(is_wrong)])
+    ends = np.cumsum(counts)
+    starts = ends - counts
+    requests = np.repeat(np.arange(len(counts)), counts)
+    (counting,) = (num_wrong[:-1] == num_wrong[starts[requests]]).nonzero()
+    is_right = num_wrong[ends] == num_wrong[starts]
+    found = np.full((len(counts), max_spec_len + 1), PLACEHOLDER_TOKEN_ID, np.int32)
+    found[requests[counting], counting - starts[requests[counting]]] = drawn[counting]
+    found[is_right, counts[is_right]] = bonus_token_ids[:, 0].numpy()[is_right]
+    return torch.from_numpy(found)
+
+
+def _draw(
+    logits: torch.Tensor, counts: Int64Array, sampling_metadata: SamplingMetadata
+) -> torch.Tensor:
+    """A token of each row, int64 ``[m]``: the likeliest one, or one drawn by its request's wish."""
+    if sampling_metadata.all_greedy:
+        return logits.argmax(-1)
+    temperatures = sampling_metadata.temperature
+    assert temperatures is not None
+    is_random = np.repeat(temperatures.numpy() != GREEDY_TEMPERATURE, counts)
+    places = rejection_sampler.generate_uniform_probs(
+        len(logits), counts.tolist(), sampling_metadata.generators, logits.device
+    )
+    drawn = torch.empty(len(logits), dtype=torch.int64)
+    greedy, random = (torch.from_numpy(each.nonzero()[0]) for each in (~is_random, is_random))
+    drawn[greedy] = logits[greedy].argmax(-1)
+    cumulative = logits[random].softmax(-1).cumsum(-1, dtype=torch.float64)
+    sought = (places[random] * cumulative[:, -1]).unsqueeze(1)
+    found = torch.searchsorted(cumulative, sought, right=True).squeeze(1)
+    drawn[random] = found.clamp_(max=logits.shape[1] - 1)
+    return drawn

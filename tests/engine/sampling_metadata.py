@@ -1,0 +1,35 @@
+"""What vLLM's samplers are told of a step's requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.v1.sample.logits_processor import LogitsProcessors
+from vllm.v1.sample.metadata import SamplingMetadata
+
+
+def sampling_metadata(num_requests: int, **fields: Any) -> SamplingMetadata:
+    """Of requests that are greedy and want nothing else."""
+    none = torch.zeros(num_requests)
+    return SamplingMetadata(
+        **{
+            "temperature": None,
+            "all_greedy": True,
+            "all_random": False,
+            "top_p": None,
+            "top_k": None,
+            "generators": {},
+            "max_num_logprobs": None,
+            "no_penalties": True,
+            "prompt_token_ids": None,
+            "frequency_penalties": none,
+            "presence_penalties": none,
+            "repetition_penalties": none,
+            "output_token_ids": [],
+            "allowed_token_ids_mask": None,
+            "bad_words_token_ids": {},
+            "logitsprocs": LogitsProcessors(),
+            **fields,
+        }
+    )
