@@ -58,9 +58,10 @@ def _rejection_sample(
     """
     if draft_probs is not None or synthetic_mode:
         rest = (draft_probs, target_logits, bonus_token_ids, sampling_metadata, synthetic_mode)
-        return _vllms(
+        verified: torch.Tensor = _vllms(
             draft_token_ids, num_draft_tokens, max_spec_len, cu_num_draft_tokens, *rest, **options
         )
+        return verified
     counts = np.array(num_draft_tokens)
     drawn = _draw(target_logits, counts, sampling_metadata).numpy()
     is_wrong = drawn != draft_token_ids.numpy()

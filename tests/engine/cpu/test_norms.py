@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -51,14 +52,14 @@ def test_a_norm_adds_to_the_residual_in_place(dtype: torch.dtype) -> None:
     total = x.double() + residual.double()
     normed, summed = ir.ops.fused_add_rms_norm.maybe_inplace(x, residual, weight, EPSILON)
     assert (normed.data_ptr(), summed.data_ptr()) == (x.data_ptr(), residual.data_ptr())
-    tolerance = {"rtol": 2 * ROUNDING[dtype], "atol": 1e-6}
-    torch.testing.assert_close(summed.double(), total, **tolerance)
-    torch.testing.assert_close(normed.double(), exact(total, weight), **tolerance)
+    rtol = 2 * ROUNDING[dtype]
+    torch.testing.assert_close(summed.double(), total, rtol=rtol, atol=1e-6)
+    torch.testing.assert_close(normed.double(), exact(total, weight), rtol=rtol, atol=1e-6)
 
 
 def test_what_the_kernels_do_not_take_is_left_to_torch() -> None:
     x, weight = torch.randn(3, 32), torch.rand(32)
-    others = [
+    others: list[tuple[Any, ...]] = [
         (x, None, EPSILON),
         (x, weight.bfloat16(), EPSILON),
         (x, weight, EPSILON, 16),
