@@ -66,14 +66,15 @@ def _rejection_sample(
     drawn = _draw(target_logits, counts, sampling_metadata).numpy()
     is_wrong = drawn != draft_token_ids.numpy()
     num_wrong = np.concatenate([[0], np.cumsum(is_wrong)])
-    ends = np.cumsum(counts)
+    ends = cu_num_draft_tokens.numpy()
     starts = ends - counts
     requests = np.repeat(np.arange(len(counts)), counts)
     (counting,) = (num_wrong[:-1] == num_wrong[starts[requests]]).nonzero()
+    rows = requests[counting]
     is_right = num_wrong[ends] == num_wrong[starts]
     found = np.full((len(counts), max_spec_len + 1), PLACEHOLDER_TOKEN_ID, np.int32)
-    found[requests[counting], counting - starts[requests[counting]]] = drawn[counting]
-    found[is_right, counts[is_right]] = bonus_token_ids[:, 0].numpy()[is_right]
+    found[rows, counting - starts[rows]] = drawn[counting]
+    found[is_right, counts[is_right]] = bonus_token_ids[is_right, 0].numpy()
     return torch.from_numpy(found)
 
 
