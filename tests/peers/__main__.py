@@ -32,7 +32,7 @@ BENCHMARKS = {
     "prediction": "over HTTP: edits of a predicted text, beside prompt lookup and no speculation",
     "generation": "over HTTP: streaming by the generation API, beside /v1/completions",
     "tokens": "over HTTP: what `bench tokens` measures, beside `vllm bench serve`",
-    "server": "over HTTP: ours beside `vllm serve` with each of its methods, by kind of traffic",
+    "server": "over HTTP: ours beside `vllm serve` with its methods, by kind of traffic",
     "step-trace": "a step's timeline over all processes of the server, for Perfetto",
 }
 

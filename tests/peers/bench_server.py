@@ -1,4 +1,4 @@
-"""Over HTTP: specserve's ``serve run`` beside ``vllm serve`` with each of its methods.
+"""Over HTTP: specserve's ``serve run`` beside ``vllm serve`` with its methods.
 
     python -m tests.peers server [--traffic never-seen,agent] [--clients 1 8] [--turns 3]
         [--servers specserve,vllm-plain,vllm-ngram@ours] [--extra-layers 12] [--ignore-eos]
@@ -59,41 +59,39 @@ ASKED_BY_DEFAULT = {
 Place = tuple[str, int]
 """Traffic and number of clients."""
 
-Found = dict[Place, dict[str, list[dict[str, float]]]]
-"""By place and server, a result a turn."""
-
 
 def measure(
     console: Console,
     config: AppConfig,
     servers: Mapping[str, Sequence[Place]],
     turns: Sequence[Mapping[Place, Load]],
-) -> Found:
-    """Every server in each turn.
+) -> list[dict[str, Any]]:
+    """Every server in each turn; a row for each place and server, which is printed too.
 
     Args:
-        console: for progress.
+        console: for progress and results.
         config: what is served.
         servers: where each is asked.
         turns: what each turn asks.
     """
-    found: Found = {place: {} for place in turns[0]}
-    with Progress(console=console) as bars:
+    rows = []
+    with Progress(console=console) as bars, ExitStack() as started:
         bar = bars.add_task("starting", total=len(turns) * sum(map(len, servers.values())))
-        with ExitStack() as started:
-            urls = {name: started.enter_context(serve(name, config)) for name in servers}
-            for place in found:
-                asked = [name for name, places in servers.items() if place in places]
-                for number, loads in enumerate(turns):
-                    bars.update(bar, description=f"{place[0]}, {place[1]} clients")
-                    for name in _turned(asked, number):
-                        ask = partial(drive, urls[name], config.model.name)
-                        ask(loads[place].warm_up, place[1])
-                        result = ask(loads[place].measured, place[1])
-                        found[place].setdefault(name, []).append(result)
-                        bars.advance(bar)
-                print_rows(console, _title(place), summarise({place: found[place]}))
-    return found
+        urls = {name: started.enter_context(serve(name, config)) for name in servers}
+        for place in turns[0]:
+            bars.update(bar, description=f"{place[0]}, {place[1]} clients")
+            asked = [name for name, places in servers.items() if place in places]
+            found: dict[str, list[dict[str, float]]] = {name: [] for name in asked}
+            for number, loads in enumerate(turns):
+                for name in _turned(asked, number):
+                    ask = partial(drive, urls[name], config.model.name)
+                    ask(loads[place].warm_up, place[1])
+                    found[name].append(ask(loads[place].measured, place[1]))
+                    bars.advance(bar)
+            of_place = summarise(place, found)
+            print_rows(console, _title(place), of_place)
+            rows += of_place
+    return rows
 
 
 def _title(place: Place) -> str:
@@ -107,32 +105,32 @@ def _turned(names: Sequence[str], number: int) -> list[str]:
     return order[::-1] if number % 2 else order
 
 
-def summarise(found: Found) -> list[dict[str, Any]]:
-    """A row for each place and server."""
+def summarise(place: Place, found: Mapping[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
+    """A row for each server, of its results by turn."""
+    traffic, num_clients = place
+    best = [_best(each, "vllm-") for each in _by_turn(found)]
+    plain = [_best(each, "vllm-plain") for each in _by_turn(found)]
+    first = [_first(each) for each in _by_turn(found)]
     rows = []
-    for (traffic, num_clients), of_place in found.items():
-        best = [_best(each, "vllm-") for each in _by_turn(of_place)]
-        plain = [_best(each, "vllm-plain") for each in _by_turn(of_place)]
-        first = [_first(each) for each in _by_turn(of_place)]
-        for server, results in of_place.items():
-            speeds = [result["tokens_per_second"] for result in results]
-            firsts = [result["first_token_ms"] for result in results]
-            rows.append(
-                {
-                    "traffic": traffic,
-                    "clients": num_clients,
-                    "server": server,
-                    "tokens_per_second": round(median(speeds), 1),
-                    "x_best_vllm": _ratio(speeds, best),
-                    "x_plain": _ratio(speeds, plain),
-                    "first_token_ms": round(median(firsts), 1),
-                    "first_x_plain": _ratio(firsts, first),
-                    "token_ms": round(median(result["token_ms"] for result in results), 2),
-                    "each_x_best_vllm": _ratios(speeds, best),
-                    "each_x_plain": _ratios(speeds, plain),
-                    "turns": results,
-                }
-            )
+    for server, results in found.items():
+        speeds = [result["tokens_per_second"] for result in results]
+        firsts = [result["first_token_ms"] for result in results]
+        rows.append(
+            {
+                "traffic": traffic,
+                "clients": num_clients,
+                "server": server,
+                "tokens_per_second": round(median(speeds), 1),
+                "x_best_vllm": _ratio(speeds, best),
+                "x_plain": _ratio(speeds, plain),
+                "first_token_ms": round(median(firsts), 1),
+                "first_x_plain": _ratio(firsts, first),
+                "token_ms": round(median(result["token_ms"] for result in results), 2),
+                "each_x_best_vllm": _ratios(speeds, best),
+                "each_x_plain": _ratios(speeds, plain),
+                "turns": results,
+            }
+        )
     return rows
 
 
@@ -202,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     with tempfile.TemporaryDirectory(prefix="specserve-bench-") as folder:
         config = inflated(config, args.extra_layers, Path(folder, "target"))
-        rows = summarise(measure(console, config, servers, turns))
+        rows = measure(console, config, servers, turns)
     options = {key: value for key, value in vars(args).items() if key != "config"}
     document = {"options": options, "config": config.model_dump(mode="json"), "rows": rows}
     print(json.dumps({"benchmark": "server", **circumstances(), **document}))
