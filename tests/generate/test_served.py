@@ -136,7 +136,8 @@ def test_a_server_whose_vllm_drafts_itself_is_asked_for_no_report(
 
 
 def test_a_refusal_names_the_prompt(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--task", "beam_search", "--input-ids", "1,2", "9"]
+    one_at_a_time = ["--max-batch-size", "1"]  # none is broken off, of which the server would tell
+    options = ["--task", "beam_search", "--input-ids", "1,2", "9", *one_at_a_time]
     assert main(["generate", "--url", server.url, *options]) == 2
     (error,) = capsys.readouterr().err.splitlines()
     assert "prompt 2: " in error
