@@ -82,6 +82,7 @@ class Hook:
                 max_model_len=max_model_len, get_vocab_size=lambda: VOCAB_SIZE
             ),
             scheduler_config=SimpleNamespace(max_num_seqs=256),
+            observability_config=SimpleNamespace(per_request_spec_decode_metrics="none"),
             lora_config=None,
         )
         self._hook = ProposerHook(vllm_config)

@@ -1,0 +1,21 @@
+"""The hook as the benchmark of drafting drives it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from specserve.core.config import AppConfig
+from tests.peers.drafting_sides import Hook, Requests
+
+
+def test_the_hook_drafts_what_followed_in_the_prompt() -> None:
+    config = AppConfig.model_validate(
+        {"model": {"path": "a-model"}, "speculation": [{"kind": "ngram", "dynamic": False}]}
+    )
+    prompt = [*range(10, 20), 10, 11, 12]
+    text = np.array([[*prompt, 13, 0]], np.int32)
+    hook, requests = Hook(config, max_model_len=64), Requests(["a"], text, len(prompt))
+    hook.begin(requests)
+    requests.num_tokens_no_spec += 1
+    ((*draft,),) = hook.step([[13]], [[]])()
+    assert draft[:3] == [14, 15, 16]
