@@ -108,9 +108,10 @@ def _turned(names: Sequence[str], number: int) -> list[str]:
 def summarise(place: Place, found: Mapping[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
     """A row for each server, of its results by turn."""
     traffic, num_clients = place
-    best = [_best(each, "vllm-") for each in _by_turn(found)]
-    plain = [_best(each, "vllm-plain") for each in _by_turn(found)]
-    first = [_first(each) for each in _by_turn(found)]
+    by_turn = _by_turn(found)
+    best = [_best(each, "vllm-") for each in by_turn]
+    plain = [_best(each, "vllm-plain") for each in by_turn]
+    first = [_first(each) for each in by_turn]
     rows = []
     for server, results in found.items():
         speeds = [result["tokens_per_second"] for result in results]
