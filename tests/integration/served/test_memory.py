@@ -70,17 +70,20 @@ class Memory:
         lines = fresh(self.http, "/metrics").text.splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
-    def complete(self, key: Mapping[str, str], prompt: str) -> tuple[str, int]:
-        """An answer that is not learned, and how many draft tokens were accepted for it.
+    def complete(self, key: Mapping[str, str], prompt: str) -> tuple[list[int], int]:
+        """A prompt with an answer that is not learned, and how many draft tokens were accepted.
 
-        The penalties keep it from repeating itself, which would be drafted without a memory.
+        All answers have the same length; the penalties keep them from repeating themselves,
+        which would be drafted without a memory.
         """
         body = {"model": MODEL, "prompt": prompt, "temperature": 0, "max_tokens": 64}
-        body |= {"frequency_penalty": 2, "presence_penalty": 2, "vllm_xargs": {"learn": 0}}
+        body |= {"min_tokens": 64, "frequency_penalty": 2, "presence_penalty": 2}
+        body |= {"return_token_ids": True, "vllm_xargs": {"learn": 0}}
         before = self.num_accepted(key)
         answer = self.http.post("/v1/completions", headers=dict(key), json=body)
         assert answer.status_code == 200, answer.text
-        return answer.json()["choices"][0]["text"], self.num_accepted(key) - before
+        best = answer.json()["choices"][0]
+        return best["prompt_token_ids"] + best["token_ids"], self.num_accepted(key) - before
 
     def num_accepted(self, key: Mapping[str, str]) -> int:
         sources = fresh(self.http, "/v1/speculation", key).json()["acceptance"].values()
@@ -104,11 +107,11 @@ def test_what_a_tenant_teaches_is_drafted_in_its_next_request_and_in_no_one_else
     prompt = some_text()
     written, by_itself = memory.complete(A, prompt)
     of_b = memory.complete(B, prompt)  # whose memory may have other texts like it
-    memory.teach(A, {"prompt": prompt, "completion": written})
+    memory.teach(A, {"token_ids": written})
     assert memory.complete(B, prompt) == of_b
     assert of_b[0] == written
-    text, num_accepted = memory.complete(A, prompt)
-    assert text == written
+    again, num_accepted = memory.complete(A, prompt)
+    assert again == written
     assert num_accepted > by_itself + 10
 
 
@@ -134,7 +137,7 @@ def test_a_tenant_clears_its_own_and_nothing_else(memory: Memory) -> None:
     memory.ask("DELETE", A)
     prompt = some_text()
     written, by_itself = memory.complete(A, prompt)
-    line = {"prompt": prompt, "completion": written}
+    line = {"token_ids": written}
     before = memory.held(B)
     num_tokens = memory.teach(A, line)
     assert memory.teach(B, line) == num_tokens
@@ -197,7 +200,7 @@ def test_a_body_that_is_cut_off_in_the_middle_teaches_nothing(memory: Memory) ->
 
 def test_many_clients_at_once_are_answered_or_told_to_come_back(memory: Memory) -> None:
     prompt = some_text()
-    text, _ = memory.complete(B, prompt)
+    written, _ = memory.complete(B, prompt)
     before = memory.held(A)
     lines = b"\n".join(json.dumps({"text": some_text()}).encode() for _ in range(20))
 
@@ -206,7 +209,7 @@ def test_many_clients_at_once_are_answered_or_told_to_come_back(memory: Memory) 
 
     with ThreadPoolExecutor(32) as pool:
         posts = [pool.submit(post) for _ in range(32)]
-        assert memory.complete(B, prompt)[0] == text
+        assert memory.complete(B, prompt)[0] == written
     answers = [each.result() for each in posts]
     assert {each.status_code for each in answers} == {200, 429}
     assert all(each.headers["Retry-After"] for each in answers if each.status_code == 429)
