@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 LATENCY_BUCKETS_S = (
@@ -15,22 +16,21 @@ LENGTH_BUCKETS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0
 """Upper bounds of ``specserve_accepted_length``, in tokens."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class MetricSpec:
     """One metric as the outside sees it.
 
     Attributes:
         name: full name, counters with their ``_total``.
-        unit: of the value.
-        labels: names of the labels besides the exporter's own (``model``).
         description: one sentence, shown as the metric's help.
+        labels: names of the labels besides the exporter's own (``model``).
         buckets: upper bounds of a histogram's buckets, without the open one.
     """
 
     name: str
     unit: str
-    labels: tuple[str, ...]
     description: str
+    labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
 
     @property
@@ -41,143 +41,104 @@ class MetricSpec:
         return "counter" if self.name.endswith("_total") else "gauge"
 
 
-DRAFTS = MetricSpec(
-    name="specserve_drafts_total",
-    unit="drafts",
-    labels=("source",),
-    description="Drafts that the target verified.",
+_of_source = partial(MetricSpec, labels=("source",))
+_of_position = partial(MetricSpec, labels=("source", "position"))
+_of_namespace = partial(MetricSpec, labels=("namespace",))
+_of_drafter = partial(MetricSpec, labels=("source", "drafter"))
+
+DRAFTS = _of_source("specserve_drafts_total", "drafts", "Drafts that the target verified.")
+DRAFT_TOKENS = _of_source(
+    "specserve_draft_tokens_total", "tokens", "Draft tokens that the target verified."
 )
-DRAFT_TOKENS = MetricSpec(
-    name="specserve_draft_tokens_total",
-    unit="tokens",
-    labels=("source",),
-    description="Draft tokens that the target verified.",
+ACCEPTED_TOKENS = _of_source(
+    "specserve_accepted_tokens_total", "tokens", "Draft tokens that the target accepted."
 )
-ACCEPTED_TOKENS = MetricSpec(
-    name="specserve_accepted_tokens_total",
-    unit="tokens",
-    labels=("source",),
-    description="Draft tokens that the target accepted.",
+ACCEPTED_LENGTH = _of_source(
+    "specserve_accepted_length", "tokens", "Accepted tokens of a draft.", buckets=LENGTH_BUCKETS
 )
-ACCEPTED_LENGTH = MetricSpec(
-    name="specserve_accepted_length",
-    unit="tokens",
-    labels=("source",),
-    description="Accepted tokens of a draft.",
-    buckets=LENGTH_BUCKETS,
+DRAFTED_AT_POSITION = _of_position(
+    "specserve_drafted_at_position_total",
+    "tokens",
+    "Drafts that had a token at this position, counted from 1.",
 )
-DRAFTED_AT_POSITION = MetricSpec(
-    name="specserve_drafted_at_position_total",
-    unit="tokens",
-    labels=("source", "position"),
-    description="Drafts that had a token at this position, counted from 1.",
+ACCEPTED_AT_POSITION = _of_position(
+    "specserve_accepted_at_position_total",
+    "tokens",
+    "Drafts whose token at this position, counted from 1, was accepted.",
 )
-ACCEPTED_AT_POSITION = MetricSpec(
-    name="specserve_accepted_at_position_total",
-    unit="tokens",
-    labels=("source", "position"),
-    description="Drafts whose token at this position, counted from 1, was accepted.",
-)
-DRAFT_LATENCY = MetricSpec(
-    name="specserve_draft_latency_seconds",
-    unit="seconds",
-    labels=("source",),
-    description="Time a source took to draft for a batch, where it was asked to.",
+DRAFT_LATENCY = _of_source(
+    "specserve_draft_latency_seconds",
+    "seconds",
+    "Time a source took to draft for a batch, where it was asked to.",
     buckets=LATENCY_BUCKETS_S,
 )
-DRAFTER_UP = MetricSpec(
-    name="specserve_drafter_up",
-    unit="bool",
-    labels=("source",),
-    description="1 while the source can be asked for drafts, 0 while it is switched off or away.",
+DRAFTER_UP = _of_source(
+    "specserve_drafter_up",
+    "bool",
+    "1 while the source can be asked for drafts, 0 while it is switched off or away.",
 )
-DRAFTER_TIMEOUTS = MetricSpec(
-    name="specserve_drafter_timeouts_total",
-    unit="calls",
-    labels=("source",),
-    description="Calls to a source that missed their deadline.",
+DRAFTER_TIMEOUTS = _of_source(
+    "specserve_drafter_timeouts_total", "calls", "Calls to a source that missed their deadline."
 )
-DRAFTER_ERRORS = MetricSpec(
-    name="specserve_drafter_errors_total",
-    unit="errors",
-    labels=("source",),
-    description="Calls to a source that raised or were refused, and answers that were malformed.",
+DRAFTER_ERRORS = _of_source(
+    "specserve_drafter_errors_total",
+    "errors",
+    "Calls to a source that raised or were refused, and answers that were malformed.",
 )
-DRAFTER_PARTIAL_TEXTS = MetricSpec(
-    name="specserve_drafter_partial_texts_total",
-    unit="requests",
-    labels=("source",),
-    description="Requests whose drafter lacks the beginning of the text and drafts from the rest:"
+DRAFTER_PARTIAL_TEXTS = _of_source(
+    "specserve_drafter_partial_texts_total",
+    "requests",
+    "Requests whose drafter lacks the beginning of the text and drafts from the rest:"
     " mostly since the model took it from its prefix cache.",
 )
 
-TRIE_TOKENS = MetricSpec(
-    name="specserve_trie_tokens",
-    unit="tokens",
-    labels=("namespace",),
-    description="Tokens that a replica's draft memory holds.",
+TRIE_TOKENS = _of_namespace(
+    "specserve_trie_tokens", "tokens", "Tokens that a replica's draft memory holds."
 )
-TRIE_BYTES = MetricSpec(
-    name="specserve_trie_bytes",
-    unit="bytes",
-    labels=("namespace",),
-    description="Memory set apart for a namespace, used or not.",
+TRIE_BYTES = _of_namespace(
+    "specserve_trie_bytes", "bytes", "Memory set apart for a namespace, used or not."
 )
-TRIE_INGESTED = MetricSpec(
-    name="specserve_trie_ingested_tokens_total",
-    unit="tokens",
-    labels=("namespace",),
-    description="Tokens that a replica's draft memory has learned.",
+TRIE_INGESTED = _of_namespace(
+    "specserve_trie_ingested_tokens_total",
+    "tokens",
+    "Tokens that a replica's draft memory has learned.",
 )
-TRIE_EVICTED = MetricSpec(
-    name="specserve_trie_evicted_total",
-    unit="tokens",
-    labels=("namespace",),
-    description="Tokens forgotten for want of memory.",
+TRIE_EVICTED = _of_namespace(
+    "specserve_trie_evicted_total", "tokens", "Tokens forgotten for want of memory."
 )
 TRIE_STORE_UP = MetricSpec(
-    name="specserve_trie_store_up",
-    unit="bool",
-    labels=(),
-    description="1 while the cluster's draft memory answers this replica.",
+    "specserve_trie_store_up", "bool", "1 while the cluster's draft memory answers this replica."
 )
 TRIE_LAG = MetricSpec(
-    name="specserve_trie_replication_lag_seconds",
-    unit="seconds",
-    labels=(),
-    description="Age of the oldest token on its way from or to this replica.",
+    "specserve_trie_replication_lag_seconds",
+    "seconds",
+    "Age of the oldest token on its way from or to this replica.",
 )
 TRIE_RECEIVED = MetricSpec(
-    name="specserve_trie_received_tokens_total",
-    unit="tokens",
-    labels=(),
-    description="Tokens that other replicas taught this one.",
+    "specserve_trie_received_tokens_total", "tokens", "Tokens that other replicas taught this one."
 )
 TRIE_DROPPED = MetricSpec(
-    name="specserve_trie_dropped_tokens_total",
-    unit="tokens",
-    labels=(),
-    description="Own tokens that no other replica will see: the store was away for too long.",
+    "specserve_trie_dropped_tokens_total",
+    "tokens",
+    "Own tokens that no other replica will see: the store was away for too long.",
 )
 
-DRAFTER_ROWS = MetricSpec(
-    name="specserve_drafter_rows_total",
-    unit="rows",
-    labels=("source", "drafter"),
-    description="Texts that a drafter was told of or asked about, one a request and step.",
+DRAFTER_ROWS = _of_drafter(
+    "specserve_drafter_rows_total",
+    "rows",
+    "Texts that a drafter was told of or asked about, one a request and step.",
 )
-DRAFTER_COMPUTE = MetricSpec(
-    name="specserve_drafter_compute_seconds_total",
-    unit="seconds",
-    labels=("source", "drafter"),
-    description="Time in which a drafter's model has computed.",
+DRAFTER_COMPUTE = _of_drafter(
+    "specserve_drafter_compute_seconds_total",
+    "seconds",
+    "Time in which a drafter's model has computed.",
 )
 DRAFTER_REFUSED = MetricSpec(
-    name="specserve_drafter_refused_total",
-    unit="events",
-    labels=("source", "drafter", "reason"),
-    description="What a drafter dropped: malformed messages, unauthorized connections, expired and"
+    "specserve_drafter_refused_total",
+    "events",
+    "What a drafter dropped: malformed messages, unauthorized connections, expired and"
     " crowded requests, unfit rows, and rows for which its model failed.",
+    labels=("source", "drafter", "reason"),
 )
 
 ALL: tuple[MetricSpec, ...] = (

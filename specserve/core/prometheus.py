@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import accumulate
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -13,9 +14,17 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from specserve.core.metric_specs import ALL, MetricSpec
+from specserve.core.metric_specs import ALL
 from specserve.core.metrics import SpeculationSnapshot
 from specserve.core.samples import Sample, samples
+
+_Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
+
+_FAMILIES: dict[str, type[_Family]] = {
+    "counter": CounterMetricFamily,
+    "gauge": GaugeMetricFamily,
+    "histogram": HistogramMetricFamily,
+}
 
 
 class PrometheusCollector(Collector):
@@ -32,45 +41,34 @@ class PrometheusCollector(Collector):
         self._get_snapshot = get_snapshot
         self._labels = dict(labels)
 
-    def describe(self) -> Iterator[Metric]:
+    def describe(self) -> Iterable[Metric]:
         """All families without samples: registering must not take a snapshot."""
-        for spec in ALL:
-            yield _family(spec, (*self._labels, *spec.labels))
+        return self._families().values()
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterable[Metric]:
         """All families with the samples of now."""
-        families = {spec.name: _family(spec, (*self._labels, *spec.labels)) for spec in ALL}
+        families = self._families()
         for sample in samples(self._get_snapshot()):
-            _add(families[sample.spec.name], sample, [*self._labels.values(), *sample.labels])
-        yield from families.values()
+            family, labels = families[sample.spec.name], [*self._labels.values(), *sample.labels]
+            if isinstance(family, HistogramMetricFamily):
+                family.add_metric(labels, _buckets(sample), sum_value=sample.value)
+            else:
+                family.add_metric(labels, sample.value)
+        return families.values()
 
-
-def _family(spec: MetricSpec, labels: tuple[str, ...]) -> Metric:
-    if spec.kind == "counter":
-        # prometheus_client appends the suffix itself.
-        name = spec.name.removesuffix("_total")
-        return CounterMetricFamily(name, spec.description, labels=labels)
-    if spec.kind == "gauge":
-        return GaugeMetricFamily(spec.name, spec.description, labels=labels)
-    return HistogramMetricFamily(spec.name, spec.description, labels=labels)
-
-
-def _add(family: Metric, sample: Sample, labels: list[str]) -> None:
-    if isinstance(family, HistogramMetricFamily):
-        family.add_metric(labels, _buckets(sample), sum_value=sample.value)
-    elif isinstance(family, CounterMetricFamily | GaugeMetricFamily):
-        family.add_metric(labels, sample.value)
+    def _families(self) -> dict[str, _Family]:
+        return {
+            spec.name: _FAMILIES[spec.kind](
+                spec.name, spec.description, labels=(*self._labels, *spec.labels)
+            )
+            for spec in ALL
+        }
 
 
 def _buckets(sample: Sample) -> list[tuple[str, float]]:
     """Cumulative counts by upper bound, as Prometheus has them."""
     bounds = sample.spec.buckets
-    counts = [0] * (len(bounds) + 1)
+    counts = [0.0] * (len(bounds) + 1)
     for value, count in sample.bins:
         counts[bisect_left(bounds, value)] += count
-    total = 0
-    buckets = []
-    for name, count in zip([*map(str, bounds), "+Inf"], counts, strict=True):
-        total += count
-        buckets.append((name, float(total)))
-    return buckets
+    return list(zip([*map(str, bounds), "+Inf"], accumulate(counts), strict=True))
