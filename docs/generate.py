@@ -142,11 +142,10 @@ def _type(kind: Any) -> str:
 def _section(title: str, prefix: str, section: Any) -> str:
     told = docstrings(section)
     rows = ["| key | default | allowed | meaning |", "| --- | --- | --- | --- |"]
-    fields = section.model_fields
-    for name in sorted(fields, key=lambda name: name != "kind"):
-        rows.append(_row(f"{prefix}.{name}", fields[name], told[name]))
-        if get_origin(fields[name].annotation) is tuple:
-            (each, _) = get_args(fields[name].annotation)
+    for name, field in section.model_fields.items():
+        rows.append(_row(f"{prefix}.{name}", field, told[name]))
+        if get_origin(field.annotation) is tuple:
+            (each, _) = get_args(field.annotation)
             rows += [
                 _row(f"{prefix}.{name}.N.{key}", part, docstrings(each)[key])
                 for key, part in each.model_fields.items()

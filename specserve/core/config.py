@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from specserve.core.errors import ConfigError
-from specserve.core.section import Section, check_resources
+from specserve.core.section import Resources, Section
 from specserve.core.source_config import DrafterConfig, DraftModelConfig, MtpConfig, SourceConfig
 from specserve.core.validation import from_validation_error
 
@@ -101,12 +101,10 @@ class PlacementConfig(Section):
     """Ray's placement strategy for the tensor-parallel shards of one replica."""
     num_cpus_per_shard: int = Field(default=1, ge=1)
     """CPUs that a shard reserves; on CPU also its number of threads."""
-    shard_resources: dict[str, float] = Field(default_factory=dict)
+    shard_resources: Resources = Field(default_factory=dict)
     """Further Ray resources that each shard reserves, by name; amounts greater than 0."""
     timeout_s: float = Field(default=120.0, gt=0)
     """How long to wait for the cluster to hold a replica's shards, in seconds."""
-
-    _check_resources = field_validator("shard_resources")(check_resources)
 
     def shard_bundle(self, *, on_gpu: bool) -> dict[str, float]:
         """The Ray resources that one shard needs, as a placement group's bundle."""

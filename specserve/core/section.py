@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from specserve.core.errors import ConfigError
 
@@ -13,15 +15,14 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-def check_resources(value: dict[str, float]) -> dict[str, float]:
-    """Of Ray's resources besides CPU and GPU.
-
-    Raises:
-        ConfigError: one of those two, or an amount that is none.
-    """
+def _check_resources(value: dict[str, float]) -> dict[str, float]:
     for name, amount in value.items():
         if name in ("CPU", "GPU"):
             raise ConfigError(name, amount, "names other than CPU and GPU, which are set apart")
         if not 0 < amount < float("inf"):
             raise ConfigError(name, amount, "a number > 0")
     return value
+
+
+Resources = Annotated[dict[str, float], AfterValidator(_check_resources)]
+"""Ray's resources besides CPU and GPU, by name: amounts greater than 0."""

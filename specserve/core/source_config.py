@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
 
-from pydantic import AliasChoices, Field, field_validator, model_validator
+from pydantic import AliasChoices, Field, model_validator
 
 from specserve.core.errors import ConfigError
-from specserve.core.section import Section, check_resources
+from specserve.core.section import Resources, Section
 
 MAX_DRAFT_TOKENS = 128
 """vLLM's rejection sampler takes at most this many draft tokens a request and step."""
+
+DraftLength = Annotated[int, Field(ge=1, le=MAX_DRAFT_TOKENS)]
 
 _OF_DRAFTERS = ("dynamic", "dtype", "num_cpus", "num_gpus", "max_texts", "timeout_s")
 _NOT_WHERE = {
@@ -52,6 +54,13 @@ class SourceSection(Section):
     LEARNS: ClassVar[bool] = False
     NEEDS: ClassVar[Literal["", "prediction", "grammar"]] = ""
 
+    kind: str
+    """The kind of source."""
+    max_draft_len: DraftLength
+    """Longest draft in tokens."""
+    dynamic: bool = True
+    """Shorten or skip drafts that do not pay, by recent acceptance and the cost of verifying."""
+
 
 class NgramConfig(SourceSection):
     """Prompt lookup: drafts are copied from the request's own prompt and output."""
@@ -60,17 +69,13 @@ class NgramConfig(SourceSection):
     LABELS = (Label("ngram", "#0b6bb3", "#5cb0ee"),)
 
     kind: Literal["ngram"]
-    """The kind of source."""
-    max_draft_len: int = Field(default=8, ge=1, le=MAX_DRAFT_TOKENS)
-    """Longest draft in tokens."""
+    max_draft_len: DraftLength = 8
     max_matching_ngram_size: int = Field(default=4, ge=1, le=16)
     """Longest suffix of the context that is looked up; tried first."""
     min_matching_ngram_size: int = Field(default=2, ge=1, le=16)
     """Shortest suffix that is looked up."""
     use_oldest: bool = False
     """Of several matches of one length take the oldest instead of the newest."""
-    dynamic: bool = True
-    """Shorten or skip drafts that do not pay, by recent acceptance and the cost of verifying."""
 
     @model_validator(mode="after")
     def _sizes_are_ordered(self) -> Self:
@@ -91,11 +96,7 @@ class PredictionConfig(SourceSection):
     NEEDS = "prediction"
 
     kind: Literal["prediction"]
-    """The kind of source."""
-    max_draft_len: int = Field(default=16, ge=1, le=MAX_DRAFT_TOKENS)
-    """Longest draft in tokens."""
-    dynamic: bool = True
-    """Shorten or skip drafts that do not pay, by recent acceptance and the cost of verifying."""
+    max_draft_len: DraftLength = 16
 
 
 class GrammarConfig(SourceSection):
@@ -106,11 +107,7 @@ class GrammarConfig(SourceSection):
     NEEDS = "grammar"
 
     kind: Literal["grammar"]
-    """The kind of source."""
-    max_draft_len: int = Field(default=16, ge=1, le=MAX_DRAFT_TOKENS)
-    """Longest draft in tokens."""
-    dynamic: bool = True
-    """Shorten or skip drafts that do not pay, by recent acceptance and the cost of verifying."""
+    max_draft_len: DraftLength = 16
 
 
 class TrieConfig(SourceSection):
@@ -124,18 +121,12 @@ class TrieConfig(SourceSection):
     LEARNS = True
 
     kind: Literal["trie"]
-    """The kind of source."""
-    max_draft_len: int = Field(
-        default=16,
-        ge=1,
-        le=MAX_DRAFT_TOKENS,
-        validation_alias=AliasChoices("max_draft_len", "decoding_length"),
+    max_draft_len: DraftLength = Field(
+        default=16, validation_alias=AliasChoices("max_draft_len", "decoding_length")
     )
     """Longest draft in tokens. ``decoding_length``, MindIE's name, is accepted too."""
     min_match_len: int = Field(default=2, ge=2, le=16)
     """Shortest context, in tokens, that has to have stood before."""
-    dynamic: bool = True
-    """Shorten or skip drafts that do not pay, by recent acceptance and the cost of verifying."""
     max_bytes: int = Field(default=256 << 20, ge=1 << 20)
     """Memory of a replica's trie, about 65 bytes a token; each namespace has an equal part."""
     share: Literal["cluster", "replica"] = "cluster"
@@ -146,8 +137,13 @@ class TrieConfig(SourceSection):
     """Learn from prompts too, not only from what the model wrote."""
     num_store_shards: int = Field(default=1, ge=1, le=64)
     """Actors that hold the cluster's memory, each with namespaces of its own."""
-    store_resources: dict[str, float] = Field(default_factory=dict)
+    store_resources: Resources = Field(default_factory=dict)
     """Ray resources that each of these reserves, by name; amounts greater than 0."""
+
+    snapshot_url: str = ""
+    """Folder or fsspec URL where the cluster's memory survives restarts; empty: nowhere."""
+    snapshot_interval_s: float = Field(default=60.0, ge=1.0)
+    """Seconds between two snapshots."""
 
     @model_validator(mode="before")
     @classmethod
@@ -156,13 +152,6 @@ class TrieConfig(SourceSection):
             other = "no other name of max_draft_len beside it"
             raise ConfigError("decoding_length", given["decoding_length"], other)
         return given
-
-    snapshot_url: str = ""
-    """Folder or fsspec URL where the cluster's memory survives restarts; empty: nowhere."""
-    snapshot_interval_s: float = Field(default=60.0, ge=1.0)
-    """Seconds between two snapshots."""
-
-    _check_resources = field_validator("store_resources")(check_resources)
 
     @model_validator(mode="after")
     def _snapshots_are_the_clusters(self) -> Self:
@@ -187,10 +176,7 @@ class DrafterConfig(SourceSection):
     """Where it runs: in actors of its own; in one of each replica's own, in the place of the first
     shard and with a part of its GPU; or in vLLM's engine by vLLM's own method, which drafts alone
     and knows neither ``dynamic`` nor requests' controls."""
-    max_draft_len: int = Field(default=3, ge=1, le=MAX_DRAFT_TOKENS)
-    """Longest draft in tokens."""
-    dynamic: bool = True
-    """Shorten or skip drafts that do not pay, by recent acceptance and the cost of verifying."""
+    max_draft_len: DraftLength = 3
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Type to compute in; auto: float32 on CPU, bfloat16 on a GPU."""
     num_actors: int = Field(default=1, ge=1, le=1024)
@@ -199,14 +185,12 @@ class DrafterConfig(SourceSection):
     """CPUs that a drafter reserves; on CPU also its number of threads, at least 1."""
     num_gpus: float = Field(default=0.0, ge=0)
     """GPUs that a drafter reserves, or a part of one."""
-    resources: dict[str, float] = Field(default_factory=dict)
+    resources: Resources = Field(default_factory=dict)
     """Further Ray resources that a drafter reserves, by name; amounts greater than 0."""
     max_texts: int = Field(default=64, ge=1)
     """Texts that a drafter remembers, of all replicas together; the KV cache has room for these."""
     timeout_s: float = Field(default=0.25, gt=0, le=60)
     """How long a decoding step waits for a draft, in seconds; then it goes on without."""
-
-    _check_resources = field_validator("resources")(check_resources)
 
     @model_validator(mode="after")
     def _its_place_has_its_options(self) -> Self:
@@ -224,7 +208,6 @@ class DraftModelConfig(DrafterConfig):
     LABELS = (Label("draft_model", "#a95300", "#eea24f"),)
 
     kind: Literal["draft_model"]
-    """The kind of source."""
     model: str = Field(min_length=1)
     """Folder of a Hugging Face checkpoint, or its id on the hub."""
 
@@ -236,11 +219,10 @@ class MtpConfig(DrafterConfig):
     NEEDS_STATES = True
 
     kind: Literal["mtp"]
-    """The kind of source."""
     model: str = ""
     """Folder of its weights as ``specserve split-mtp`` writes them, or a checkpoint's, or the id of
     one on the hub; empty: the target's own, as it must be ``in_engine``."""
-    max_draft_len: int = Field(default=1, ge=1, le=MAX_DRAFT_TOKENS)
+    max_draft_len: DraftLength = 1
     """Longest draft in tokens; from the second one on it is fed its own hidden states."""
 
     @model_validator(mode="after")

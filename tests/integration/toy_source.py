@@ -23,7 +23,6 @@ class ToyConfig(SourceSection):
 
     kind: Literal["toy"]
     max_draft_len: int = 3
-    dynamic: bool = True
 
 
 class ToySource:
