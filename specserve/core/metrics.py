@@ -212,10 +212,7 @@ class SpeculationMetrics:
         May be called from another thread: what is counted meanwhile may be missing.
         """
         return SpeculationSnapshot(
-            tuple(
-                AcceptanceSnapshot(label, tuple(drafted), tuple(accepted))
-                for label, drafted, accepted in self._counted()
-            ),
+            tuple(self._acceptance()),
             tuple(
                 HealthSnapshot(
                     kind,
@@ -232,12 +229,12 @@ class SpeculationMetrics:
             None if self._look_at_trie is None else self._look_at_trie(),
         )
 
-    def _counted(self) -> Iterator[tuple[str, list[int], list[int]]]:
-        """(label, by number drafted, by number accepted), up to the longest, of those seen."""
-        for label, (drafted, accepted) in list(self._drafts.items()):
-            if lengths := np.flatnonzero(drafted).tolist():
-                end = lengths[-1] + 1
-                yield label, drafted[:end].tolist(), accepted[:end].tolist()
+    def _acceptance(self) -> Iterator[AcceptanceSnapshot]:
+        """Of the labels seen, each up to its longest draft."""
+        for label, counts in list(self._drafts.items()):
+            if end := len(np.trim_zeros(counts[0], "b")):
+                drafted, accepted = counts[:, :end].tolist()
+                yield AcceptanceSnapshot(label, tuple(drafted), tuple(accepted))
 
 
 @dataclass(slots=True)

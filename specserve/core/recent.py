@@ -89,13 +89,11 @@ class Step(NamedTuple):
         """What the step brought one request."""
         source = self.sources[self.which[row]] if self.which[row] >= 0 else ""
         num_drafted, num_accepted = int(self.num_drafted[row]), int(self.num_accepted[row])
-        step = RecentStep(source, num_drafted, num_accepted, int(self.num_new[row]))
-        if self.new is None:
-            return step
+        new = tuple(self.new[row]) if self.new is not None else ()
         refused: tuple[int, ...] = ()
         if self.drafted is not None:
             refused = tuple(self.drafted[row, num_accepted:num_drafted].tolist())
-        return msgspec.structs.replace(step, new=tuple(self.new[row]), refused=refused)
+        return RecentStep(source, num_drafted, num_accepted, int(self.num_new[row]), new, refused)
 
 
 class RecentSteps:

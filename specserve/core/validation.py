@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import AliasChoices, BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -31,13 +30,8 @@ def from_validation_error(
     """What ``model``'s validation found, as a :class:`ConfigError` with the further ones.
 
     Unknown keys come before missing ones: a misspelt key is often both. A ``ConfigError`` raised
-    inside a validator keeps its own words.
-
-    Args:
-        error: what validation raised.
-        model: the class that was validated; tells known keys and bounds.
-        prefix: dotted path of the validated value in the user's file; empty: fields are told from
-            below it, and the value itself as ``args``.
+    inside a validator keeps its own words. ``prefix`` is the dotted path of the validated value in
+    the user's file; empty: fields are told from below it, and the value itself as ``args``.
     """
     problems = error.errors(include_url=False)
     problems.sort(key=lambda problem: problem["type"] == "missing")
@@ -76,8 +70,7 @@ def _told(problem: ErrorDetails, model: type[BaseModel], prefix: str) -> ConfigE
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
+class _Place(NamedTuple):
     """Where a problem is.
 
     Attributes:
@@ -97,27 +90,25 @@ def _locate(model: type[BaseModel], loc: Sequence[int | str]) -> _Place:
     """Follows pydantic's location, leaving out the union tags that it puts between the keys."""
     place = _Place([], None, None, model)
     for part in loc:
+        path = [*place.path, str(part)]
         members = _members(place.annotation)
         models = [m for m in members if isinstance(m, type) and issubclass(m, BaseModel)]
-        found = next(((m, field) for m in models if (field := _field(m, part))), None)
+        mappings = [member for member in members if get_origin(member) is dict]
         if isinstance(part, int):
-            item = next(iter(get_args(members[0])), None)
-            place = _Place([*place.path, str(part)], None, None, item)
+            place = _Place(path, None, None, next(iter(get_args(members[0])), None))
         elif len(models) > 1 and (tagged := _with_tag(models, part)):
-            place = _Place(place.path, place.section, place.field, tagged)
-        elif found:
-            owner, field = found
-            place = _Place([*place.path, part], owner, field, field.annotation)
+            place = place._replace(annotation=tagged)
         elif models:
-            place = _Place([*place.path, part], models[0], None, None)
-        elif any(get_origin(member) is dict for member in members):
-            of = next(get_args(member)[1] for member in members if get_origin(member) is dict)
-            place = _Place([*place.path, part], None, None, of)
+            owner = next((each for each in models if _field(each, part)), models[0])
+            field = _field(owner, part)
+            place = _Place(path, owner, field, field and field.annotation)
+        elif mappings:
+            place = _Place(path, None, None, get_args(mappings[0])[1])
         # else: the name of a union's member, which the user never wrote
     return place
 
 
-def _field(model: type[BaseModel], key: int | str) -> FieldInfo | None:
+def _field(model: type[BaseModel], key: str) -> FieldInfo | None:
     """The field that a key of the user's file stands for, by its name or by an alias."""
     for name, field in model.model_fields.items():
         alias = field.validation_alias
@@ -161,7 +152,7 @@ def _allowed(message: str, kind: str, context: dict[str, Any], place: _Place) ->
         if get_origin(place.annotation) is Literal:
             return ", ".join(map(str, get_args(place.annotation)))
         return "a value"
-    if kind in ("model_type", "model_attributes_type", "dataclass_type"):
+    if kind == "model_type":
         model = place.annotation
         if not (isinstance(model, type) and issubclass(model, BaseModel)):
             return "a mapping"
