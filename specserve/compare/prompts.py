@@ -120,13 +120,9 @@ def configured_tokenizer(config: AppConfig, chat_template: str = "") -> Tokenize
     Raises:
         ConfigError: there is no tokenizer, or the template is none.
     """
-    model, options = config.model, config.engine.vllm
-    tokenizer = load_tokenizer(
-        model.tokenizer or model.path,
-        model.revision,
-        trust_remote_code=options.get("trust_remote_code") is True,
-    )
-    if template := chat_template or options.get("chat_template"):
+    model = config.model
+    tokenizer = load_tokenizer(model.tokenizer or model.path, **config.pretrained_options)
+    if template := chat_template or config.engine.vllm.get("chat_template"):
         field = "--chat-template" if chat_template else "engine.vllm.chat_template"
         use_chat_template(tokenizer, template, field)
     return tokenizer

@@ -237,6 +237,12 @@ class AppConfig(Section):
         return bool(self._placed("in_engine"))
 
     @property
+    def pretrained_options(self) -> dict[str, Any]:
+        """How transformers' ``from_pretrained`` loads what belongs to the model."""
+        trusts = self.engine.vllm.get("trust_remote_code") is True
+        return {"revision": self.model.revision or "main", "trust_remote_code": trusts}
+
+    @property
     def labels(self) -> tuple[str, ...]:
         """Names of the drafts of all sources."""
         return tuple(label.name for source in self.speculation for label in source.LABELS)

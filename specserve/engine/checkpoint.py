@@ -101,15 +101,12 @@ def text_sizes(config: AppConfig) -> tuple[int, int]:
 
     model = config.model
     try:
-        found = AutoConfig.from_pretrained(
-            model.path,
-            revision=model.revision or None,
-            trust_remote_code=bool(config.engine.vllm.get("trust_remote_code")),
-        ).get_text_config()
+        found = AutoConfig.from_pretrained(model.path, **config.pretrained_options)
     except (OSError, ValueError) as error:
         allowed = f"a model that transformers reads ({reason_of(error)})"
         raise ConfigError("model.path", model.path, allowed) from None
-    return config.engine.max_model_len or found.max_position_embeddings, found.vocab_size
+    text = found.get_text_config()
+    return config.engine.max_model_len or text.max_position_embeddings, text.vocab_size
 
 
 def fingerprint(model: ModelConfig) -> str:

@@ -28,8 +28,7 @@ class HuggingFaceEngine:
     def __init__(self, config: AppConfig) -> None:
         model = config.model
         try:
-            code = config.engine.vllm.get("trust_remote_code") is True
-            options = {"revision": model.revision or "main", "trust_remote_code": code}
+            options = config.pretrained_options
             self._tokenizer = AutoTokenizer.from_pretrained(
                 model.tokenizer or model.path, **options
             )
