@@ -7,10 +7,6 @@ class Backoff:
     """Doubles the pause with each failure, from ``first`` to ``most``.
 
     Times are the caller's own: seconds of a clock, or numbers of steps.
-
-    Args:
-        first: the pause after the first failure.
-        most: the longest pause.
     """
 
     __slots__ = ("_first", "_most", "_pause", "_until")

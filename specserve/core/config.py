@@ -261,12 +261,9 @@ class AppConfig(Section):
 
 
 def parse(args: object, prefix: str = "") -> AppConfig:
-    """Validates an application's ``args``.
+    """Validates an application's ``args``, as read from the Serve YAML file.
 
-    Args:
-        args: the mapping as read from the Serve YAML file.
-        prefix: dotted path of ``args`` in that file, put before the fields in errors;
-            empty: fields are told from below ``args``.
+    In errors ``prefix`` stands before the fields: the dotted path of ``args`` in that file.
 
     Raises:
         ConfigError: with field, value and what is allowed; `further` has what else is wrong.

@@ -94,12 +94,7 @@ GenerationErrorKind = Literal["validation", "generation", "overloaded", "incompl
 
 
 class GenerationError(SpecServeError, RuntimeError):
-    """A request of the generation API was refused, or not answered to its end.
-
-    Args:
-        kind: what kind of error it is; clients know these names.
-        message: what they show.
-    """
+    """A request of the generation API was refused, or not answered to its end."""
 
     def __init__(self, kind: GenerationErrorKind, message: str) -> None:
         super().__init__(message)
@@ -114,8 +109,7 @@ class GenerationError(SpecServeError, RuntimeError):
 
 def shorten(value: object, limit: int = 80) -> str:
     """``repr(value)`` on one line, cut to ``limit`` characters."""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    return _cut(repr(value), limit)
 
 
 def last_line_of(error: BaseException) -> str:
@@ -127,5 +121,9 @@ def last_line_of(error: BaseException) -> str:
 
 def reason_of(error: Exception) -> str:
     """What another library's error says, on one line of at most 300 characters."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else text[:297] + "..."
+    return _cut(str(error), 300) or type(error).__name__
+
+
+def _cut(text: str, limit: int) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= limit else line[: limit - 3] + "..."

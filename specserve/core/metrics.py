@@ -74,10 +74,8 @@ class HealthSnapshot(msgspec.Struct, frozen=True):
     """Calls to one kind of source, since the start.
 
     Attributes:
-        source: the kind, as configured.
         up: whether it is being asked, and what it asks itself is there.
         num_errors: calls that raised and drafts that were malformed.
-        num_timeouts: calls that missed their deadline.
         num_partial_texts: requests of whose text its drafter lacks the beginning.
         latency: calls by duration, one count a bucket of ``LATENCY_BUCKETS_S`` and an open one.
         latency_sum_s: duration of all calls, in seconds.
@@ -95,14 +93,10 @@ class HealthSnapshot(msgspec.Struct, frozen=True):
 
 
 class NamespaceSnapshot(msgspec.Struct, frozen=True):
-    """One namespace's part of a replica's draft memory.
+    """One namespace's part of a replica's draft memory: what it holds now, and has since the start.
 
-    Attributes:
-        namespace: its label, see :func:`specserve.trie.namespaces.label`.
-        num_tokens: tokens held.
-        num_bytes: memory set apart for it.
-        ingested_tokens: tokens learned since the start.
-        evicted_tokens: tokens forgotten for want of memory since the start.
+    ``namespace`` is its label, see :func:`specserve.trie.namespaces.label`. Of ``num_bytes`` a part
+    may be unused.
     """
 
     namespace: str
@@ -113,13 +107,10 @@ class NamespaceSnapshot(msgspec.Struct, frozen=True):
 
 
 class LinkSnapshot(msgspec.Struct, frozen=True):
-    """A replica's link to the cluster's draft memory.
+    """A replica's link to the cluster's draft memory: ``up`` while the store answers.
 
-    Attributes:
-        up: whether the store answers.
-        lag_s: age of the oldest token on its way, in seconds.
-        received_tokens: tokens that came from other replicas since the start.
-        dropped_tokens: own tokens that could not be sent since the start.
+    ``lag_s`` is the age of the oldest token on its way, in seconds. Tokens that came from other
+    replicas and own ones that could not be sent are counted since the start.
     """
 
     up: bool
@@ -146,8 +137,7 @@ class SpeculationSnapshot(msgspec.Struct, frozen=True):
 class SpeculationMetrics:
     """The counters of one process. Updates are a few integer additions, from one thread.
 
-    Args:
-        kinds: kinds of the configured sources; they are shown before they are first asked.
+    Sources of the ``kinds`` are shown before they are first asked.
     """
 
     def __init__(self, kinds: tuple[str, ...] = ()) -> None:
@@ -160,10 +150,7 @@ class SpeculationMetrics:
         self._look_at_trie = look
 
     def draft_counts(self, labels: Sequence[str]) -> Int64Array:
-        """Where verified drafts are counted, by whoever asks for it.
-
-        Args:
-            labels: names of drafts, not asked for before.
+        """Where verified drafts with these labels are counted, by whoever asks for it.
 
         Returns:
             int64 ``[len(labels), 2, MAX_DRAFT_TOKENS + 1]``: drafts by number of tokens, and by
@@ -197,11 +184,9 @@ class SpeculationMetrics:
         health.up, health.why_off = up, reason
 
     def set_reachable(self, kind: str, reachable: bool, reason: str = "") -> None:
-        """What a source needs is there from now on, or is not; for any one thread.
+        """Whether a source can draft at all from now on, and why not, for some requests or for all.
 
-        Args:
-            reachable: whether it can draft at all.
-            reason: why it cannot, for some requests or for all.
+        For any one thread.
         """
         health = self._health[kind]
         health.reachable, health.why_away = reachable, reason

@@ -30,9 +30,8 @@ _FAMILIES: dict[str, type[_Family]] = {
 class PrometheusCollector(Collector):
     """Shows a snapshot as Prometheus series; register it with a ``CollectorRegistry``.
 
-    Args:
-        get_snapshot: called at each scrape, from the scraping thread.
-        labels: labels of all series besides their own, such as the model's name.
+    ``get_snapshot`` is called at each scrape, from the scraping thread. All series have ``labels``
+    besides their own, such as the model's name.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ class StepCounts(msgspec.Struct, frozen=True):
         source: who drafted; empty: nobody did.
         num_drafted: draft tokens that were verified.
         num_accepted: how many of them the target accepted.
-        num_new: tokens that the step emitted: the accepted ones and the target's own.
+        num_new: tokens that the step emitted: those and the target's own.
     """
 
     source: str
@@ -52,9 +52,7 @@ class RecentStep(StepCounts, frozen=True):
 class RecentRequest(msgspec.Struct, frozen=True):
     """One request's last steps, in their order.
 
-    Attributes:
-        request: a digest of its id, which the client may have chosen.
-        steps: at most ``MAX_STEPS``.
+    It is named by a digest of its id, which the client may have chosen.
     """
 
     request: str
@@ -97,12 +95,7 @@ class Step(NamedTuple):
 
 
 class RecentSteps:
-    """Keeps the last steps. Calls come from one thread.
-
-    Args:
-        max_outcomes: how many, counted by request; 0: none.
-        with_tokens: whether :meth:`requests` tells tokens, or lengths alone.
-    """
+    """Keeps the last steps, ``max_outcomes`` counted by request. Calls come from one thread."""
 
     def __init__(self, max_outcomes: int = MAX_OUTCOMES, *, with_tokens: bool = False) -> None:
         self.with_tokens = with_tokens
@@ -160,7 +153,6 @@ class RecentSteps:
 
 
 def _without(step: Step, private: Collection[str]) -> Step:
-    """The step without some requests."""
     rows = [row for row, each in enumerate(step.request_ids) if each not in private]
     return step._replace(
         request_ids=[step.request_ids[row] for row in rows],

@@ -24,12 +24,9 @@ _NOT_WHERE = {
 
 
 class Label(NamedTuple):
-    """What metrics and the page call a source's drafts, and their colours there.
+    """What metrics and the page call a source's drafts, in letters, digits and ``_``.
 
-    Attributes:
-        name: of letters, digits and ``_``.
-        light: ``#rrggbb`` on a light background.
-        dark: the same on a dark one.
+    Their colours on the page are ``#rrggbb``, for a light background and for a dark one.
     """
 
     name: str

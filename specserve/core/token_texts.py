@@ -6,11 +6,9 @@ from collections.abc import Collection, Sequence
 
 
 class TokenTexts:
-    """Which tokens a text may begin with.
+    """Which tokens a text may begin with, of each token id's text.
 
-    Args:
-        texts: of each token id.
-        special: ids of tokens that stand for no text.
+    The ``special`` ones stand for no text.
     """
 
     def __init__(self, texts: Sequence[bytes], special: Collection[int] = ()) -> None:

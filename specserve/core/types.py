@@ -156,12 +156,7 @@ class Drafts(NamedTuple):
 
 
 class DraftBuffer:
-    """Where a source writes its drafts, anew in each step.
-
-    Args:
-        num_slots: requests that a step may have.
-        max_draft_len: longest draft.
-    """
+    """Where a source writes its drafts, anew in each step: of at most ``num_slots`` requests."""
 
     def __init__(self, num_slots: int, max_draft_len: int) -> None:
         self._all = self._rows = Drafts.empty(num_slots, max_draft_len)
