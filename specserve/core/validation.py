@@ -108,24 +108,26 @@ def _locate(model: type[BaseModel], loc: Sequence[int | str]) -> _Place:
     return place
 
 
+def _names(name: str, field: FieldInfo) -> list[str]:
+    """What a field may be called in the user's file: its name first, then its aliases."""
+    alias = field.validation_alias
+    others = alias.choices if isinstance(alias, AliasChoices) else []
+    return [name, *(str(other) for other in others if other != name)]
+
+
 def _field(model: type[BaseModel], key: str) -> FieldInfo | None:
-    """The field that a key of the user's file stands for, by its name or by an alias."""
-    for name, field in model.model_fields.items():
-        alias = field.validation_alias
-        if key == name or (isinstance(alias, AliasChoices) and key in alias.choices):
-            return field
-    return None
+    """The field that a key of the user's file stands for."""
+    fields = model.model_fields.items()
+    return next((field for name, field in fields if key in _names(name, field)), None)
 
 
-def _keys(model: type[BaseModel]) -> list[str]:
+def _keys(model: type[BaseModel]) -> str:
     """Every key that a section takes, a field's other names in brackets behind it."""
     keys = []
-    for name, field in model.model_fields.items():
-        alias = field.validation_alias
-        others = alias.choices if isinstance(alias, AliasChoices) else []
-        also = ", ".join(str(other) for other in others if other != name)
-        keys.append(f"{name} (or {also})" if also else name)
-    return keys
+    for field_name, field in model.model_fields.items():
+        name, *others = _names(field_name, field)
+        keys.append(f"{name} (or {', '.join(others)})" if others else name)
+    return ", ".join(keys)
 
 
 def _members(annotation: Any) -> list[Any]:
@@ -147,16 +149,14 @@ def _with_tag(models: list[type[BaseModel]], tag: str) -> type[BaseModel] | None
 
 def _allowed(message: str, kind: str, context: dict[str, Any], place: _Place) -> str:
     if kind == "extra_forbidden" and place.section:
-        return ", ".join(_keys(place.section))
+        return _keys(place.section)
     if kind == "missing":
-        if get_origin(place.annotation) is Literal:
-            return ", ".join(map(str, get_args(place.annotation)))
         return "a value"
     if kind == "model_type":
         model = place.annotation
         if not (isinstance(model, type) and issubclass(model, BaseModel)):
             return "a mapping"
-        return f"a mapping with the keys {', '.join(_keys(model))}"
+        return f"a mapping with the keys {_keys(model)}"
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         tag = str(context["discriminator"]).strip("'")
         known = [m.model_fields[tag].annotation for m in _members(place.annotation)]
