@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from specserve.core.config import AppConfig
-    from specserve.core.source_config import DraftModelConfig, MtpConfig
     from specserve.serve.config_file import ServeFile
     from specserve.serve.plan import Node, Plan
 
@@ -89,20 +88,12 @@ def _nodes(cluster: str, configs: list[AppConfig], on_cpu: bool) -> tuple[list[N
     if cluster == "running":
         with connected("auto"):
             return running_nodes(), not on_cpu
-    marks = [name for config in configs for name in config.placement.shard_resources]
-    marks += [name for config in configs for each in _drafters(config) for name in each.resources]
+    marks: list[str] = []
+    for config in configs:
+        marks += config.placement.shard_resources
+        for source in config.placed("actor", "beside_rank_0").values():
+            marks += source.resources
     return described_nodes(cluster, marks)
-
-
-def _drafters(config: AppConfig) -> list[DraftModelConfig | MtpConfig]:
-    """Those that are actors."""
-    from specserve.core.source_config import DraftModelConfig, MtpConfig
-
-    return [
-        source
-        for source in config.speculation
-        if isinstance(source, DraftModelConfig | MtpConfig) and source.placement != "in_engine"
-    ]
 
 
 def _print_plan(console: Console, nodes: list[Node], planned: Plan) -> None:
@@ -158,7 +149,7 @@ def _print_memory(console: Console, config: AppConfig, gpu_bytes: float) -> None
             )
     except NoEstimateError as error:
         console.print(f"a shard's memory was not estimated: {error}")
-    for source in _drafters(config):
+    for source in config.placed("actor", "beside_rank_0").values():
         try:
             drafter = drafter_memory(config, source)
         except NoEstimateError as error:

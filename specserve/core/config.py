@@ -204,7 +204,7 @@ class AppConfig(Section):
 
     @model_validator(mode="after")
     def _in_engine_is_alone(self) -> Self:
-        for index, source in self._placed("in_engine").items():
+        for index, source in self.placed("in_engine").items():
             if len(self.speculation) > 1:
                 field = f"speculation.{index}.placement"
                 allowed = "actor or beside_rank_0, where there are other sources"
@@ -229,12 +229,12 @@ class AppConfig(Section):
     @property
     def beside_rank_0(self) -> dict[int, DraftModelConfig | MtpConfig]:
         """The sources that draft in rank 0's place, by their index."""
-        return self._placed("beside_rank_0")
+        return self.placed("beside_rank_0")
 
     @property
     def drafts_in_engine(self) -> bool:
         """Whether vLLM drafts by a method of its own instead of our sources."""
-        return bool(self._placed("in_engine"))
+        return bool(self.placed("in_engine"))
 
     @property
     def pretrained_options(self) -> dict[str, Any]:
@@ -252,11 +252,12 @@ class AppConfig(Section):
         """The longest draft that any source may make, in tokens; 0: no speculation."""
         return max((source.max_draft_len for source in self.speculation), default=0)
 
-    def _placed(self, placement: str) -> dict[int, DraftModelConfig | MtpConfig]:
+    def placed(self, *placements: str) -> dict[int, DraftModelConfig | MtpConfig]:
+        """The sources that are models and draft in one of these places, by their index."""
         return {
             index: source
             for index, source in enumerate(self.speculation)
-            if isinstance(source, DrafterConfig) and source.placement == placement
+            if isinstance(source, DrafterConfig) and source.placement in placements
         }
 
 

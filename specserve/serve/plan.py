@@ -71,8 +71,7 @@ def plan(config: AppConfig, nodes: Sequence[Node], *, on_gpu: bool) -> Plan:
             )
     drafters = [
         (source.kind, _demand(source))
-        for source in config.speculation
-        if isinstance(source, DrafterConfig) and source.placement == "actor"
+        for source in config.placed("actor").values()
         for _ in range(source.num_actors)
     ]
     demands = [bundle] * (placement.num_replicas * num_shards) + [each for _, each in drafters]
