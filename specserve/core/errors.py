@@ -1,17 +1,5 @@
 """Every error that specserve raises on purpose.
 
-    SpecServeError          anything below; its message is for the user: a line, or one each
-    ├── ConfigError         a configuration field holds a value that is not allowed
-    ├── MissingExtraError   vLLM is not installed; names the extra to install
-    ├── PortError           a port to listen on is in use; names it and, where known, by whom
-    ├── PlacementError      the cluster cannot hold what was asked for
-    ├── EngineError         the engine did not start or died
-    ├── SnapshotError       the draft memory's snapshot could not be written, or moved aside
-    ├── StoreError          the cluster's draft memory did not answer in time, or is not there
-    ├── WireError           a message between a replica and a drafter is malformed or too large
-    ├── RequestError        an HTTP request asks for something that is not allowed (HTTP 400)
-    └── GenerationError     a request of the generation API was refused, or not answered to its end
-
 All derive from ``ValueError`` or ``RuntimeError`` as well, so that code which knows nothing of
 specserve can handle them.
 """
