@@ -75,35 +75,33 @@ class _Place(NamedTuple):
 
     Attributes:
         path: keys and indices as the user wrote them.
-        section: the model that has, or should have, the last key.
-        field: that key's declaration.
-        annotation: what is expected at the place.
+        field: declaration of the last key.
+        annotation: what is expected at the place; of an unknown key the model that lacks it.
     """
 
     path: list[str]
-    section: type[BaseModel] | None
     field: FieldInfo | None
     annotation: Any
 
 
 def _locate(model: type[BaseModel], loc: Sequence[int | str]) -> _Place:
     """Follows pydantic's location, leaving out the union tags that it puts between the keys."""
-    place = _Place([], None, None, model)
+    place = _Place([], None, model)
     for part in loc:
         path = [*place.path, str(part)]
         members = _members(place.annotation)
         models = [m for m in members if isinstance(m, type) and issubclass(m, BaseModel)]
         mappings = [member for member in members if get_origin(member) is dict]
         if isinstance(part, int):
-            place = _Place(path, None, None, next(iter(get_args(members[0])), None))
+            place = _Place(path, None, next(iter(get_args(members[0])), None))
         elif len(models) > 1 and (tagged := _with_tag(models, part)):
             place = place._replace(annotation=tagged)
         elif models:
             owner = next((each for each in models if _field(each, part)), models[0])
             field = _field(owner, part)
-            place = _Place(path, owner, field, field and field.annotation)
+            place = _Place(path, field, field.annotation if field else owner)
         elif mappings:
-            place = _Place(path, None, None, get_args(mappings[0])[1])
+            place = _Place(path, None, get_args(mappings[0])[1])
         # else: the name of a union's member, which the user never wrote
     return place
 
@@ -148,11 +146,11 @@ def _with_tag(models: list[type[BaseModel]], tag: str) -> type[BaseModel] | None
 
 
 def _allowed(message: str, kind: str, context: dict[str, Any], place: _Place) -> str:
-    if kind == "extra_forbidden" and place.section:
-        return _keys(place.section)
+    if kind == "extra_forbidden":
+        return _keys(place.annotation)
     if kind == "missing":
         return "a value"
-    if kind == "model_type":
+    if kind in ("model_type", "model_attributes_type"):
         model = place.annotation
         if not (isinstance(model, type) and issubclass(model, BaseModel)):
             return "a mapping"
@@ -162,8 +160,7 @@ def _allowed(message: str, kind: str, context: dict[str, Any], place: _Place) ->
         known = [m.model_fields[tag].annotation for m in _members(place.annotation)]
         return ", ".join(str(value) for literal in known for value in get_args(literal))
     if kind in ("literal_error", "enum"):
-        expected = str(context.get("expected", "a known value"))
-        return expected.replace(" or ", ", ").replace("'", "")
+        return str(context["expected"]).replace(" or ", ", ").replace("'", "")
     if place.field and place.annotation in (int, float):
         return _number(place.field)
     return _WORDS.get(kind) or _plain(message)

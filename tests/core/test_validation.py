@@ -39,6 +39,7 @@ def refusal(value: object, prefix: str = "") -> tuple[str, object, str]:
     [
         ([], ("args", [], "a mapping with the keys shapes, labels, frame")),
         ({"shapes": 3}, ("shapes", 3, "a list")),
+        ({"shapes": [3]}, ("shapes.0", 3, "a mapping")),
         ({"shapes": [{"kind": "oval"}]}, ("shapes.0.kind", "oval", "circle, square")),
         ({"shapes": [{}]}, ("shapes.0.kind", MISSING, "circle, square")),
         (
