@@ -135,15 +135,6 @@ class Drafts(NamedTuple):
     confidence: Float32Array
     labels: UInt8Array
 
-    def first(self, num_rows: int) -> Drafts:
-        """Those of the first requests; views."""
-        return Drafts(
-            self.tokens[:num_rows],
-            self.lengths[:num_rows],
-            self.confidence[:num_rows],
-            self.labels[:num_rows],
-        )
-
     @classmethod
     def empty(cls, num_rows: int, max_len: int) -> Drafts:
         """No guess for any of ``num_rows`` requests, with room for drafts of ``max_len`` tokens."""
@@ -167,5 +158,5 @@ class DraftBuffer:
         The same object as long as the number stays: its arrays need not be checked again.
         """
         if len(self._rows.lengths) != num_rows:
-            self._rows = self._all.first(num_rows)
+            self._rows = Drafts._make(column[:num_rows] for column in self._all)
         return self._rows
