@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,8 +14,7 @@ from specserve.core.errors import ConfigError, SpecServeError
 def new_folder(out: Path) -> Iterator[Path]:
     """A folder beside ``out``, which takes its place when the block has ended well.
 
-    Args:
-        out: new folder, or an empty one; its parents are made.
+    ``out`` is a new folder, or an empty one; its parents are made.
 
     Raises:
         ConfigError: ``out`` holds something.
@@ -25,14 +23,11 @@ def new_folder(out: Path) -> Iterator[Path]:
     check_out(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
-        try:
+        with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as name:
+            aside = Path(name)
             yield aside
             aside.chmod(0o755)
-            aside.rename(out)
-        except BaseException:
-            shutil.rmtree(aside)
-            raise
+            aside.rename(out)  # and nothing is left to be removed
     except OSError as error:
         raise SpecServeError(f"{error.filename or out}: {error.strerror}") from None
 
