@@ -71,12 +71,10 @@ def commands() -> str:
 
 def metrics() -> str:
     """A table of all metrics."""
-    rows = ["| metric | type | unit | labels | meaning |", "| --- | --- | --- | --- | --- |"]
+    rows = ["| metric | type | labels | meaning |", "| --- | --- | --- | --- |"]
     for spec in dict.fromkeys((*ALL, *OF_DRAFTERS)):
         labels = ", ".join(f"`{label}`" for label in spec.labels)
-        rows.append(
-            f"| `{spec.name}` | {spec.kind} | {spec.unit} | {labels} | {spec.description} |"
-        )
+        rows.append(f"| `{spec.name}` | {spec.kind} | {labels} | {spec.description} |")
     return "\n".join(rows)
 
 

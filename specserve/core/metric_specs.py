@@ -1,4 +1,4 @@
-"""Every metric of speculation, declared once: name, unit, labels and help."""
+"""Every metric of speculation, declared once: name, labels and help."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ class MetricSpec:
     """
 
     name: str
-    unit: str
     description: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
@@ -46,96 +45,74 @@ _of_position = partial(MetricSpec, labels=("source", "position"))
 _of_namespace = partial(MetricSpec, labels=("namespace",))
 _of_drafter = partial(MetricSpec, labels=("source", "drafter"))
 
-DRAFTS = _of_source("specserve_drafts_total", "drafts", "Drafts that the target verified.")
-DRAFT_TOKENS = _of_source(
-    "specserve_draft_tokens_total", "tokens", "Draft tokens that the target verified."
-)
+DRAFTS = _of_source("specserve_drafts_total", "Drafts that the target verified.")
+DRAFT_TOKENS = _of_source("specserve_draft_tokens_total", "Draft tokens that the target verified.")
 ACCEPTED_TOKENS = _of_source(
-    "specserve_accepted_tokens_total", "tokens", "Draft tokens that the target accepted."
+    "specserve_accepted_tokens_total", "Draft tokens that the target accepted."
 )
 ACCEPTED_LENGTH = _of_source(
-    "specserve_accepted_length", "tokens", "Accepted tokens of a draft.", buckets=LENGTH_BUCKETS
+    "specserve_accepted_length", "Accepted tokens of a draft.", buckets=LENGTH_BUCKETS
 )
 DRAFTED_AT_POSITION = _of_position(
     "specserve_drafted_at_position_total",
-    "tokens",
     "Drafts that had a token at this position, counted from 1.",
 )
 ACCEPTED_AT_POSITION = _of_position(
     "specserve_accepted_at_position_total",
-    "tokens",
     "Drafts whose token at this position, counted from 1, was accepted.",
 )
 DRAFT_LATENCY = _of_source(
     "specserve_draft_latency_seconds",
-    "seconds",
     "Time a source took to draft for a batch, where it was asked to.",
     buckets=LATENCY_BUCKETS_S,
 )
 DRAFTER_UP = _of_source(
     "specserve_drafter_up",
-    "bool",
     "1 while the source can be asked for drafts, 0 while it is switched off or away.",
 )
 DRAFTER_TIMEOUTS = _of_source(
-    "specserve_drafter_timeouts_total", "calls", "Calls to a source that missed their deadline."
+    "specserve_drafter_timeouts_total", "Calls to a source that missed their deadline."
 )
 DRAFTER_ERRORS = _of_source(
     "specserve_drafter_errors_total",
-    "errors",
     "Calls to a source that raised or were refused, and answers that were malformed.",
 )
 DRAFTER_PARTIAL_TEXTS = _of_source(
     "specserve_drafter_partial_texts_total",
-    "requests",
     "Requests whose drafter lacks the beginning of the text and drafts from the rest:"
     " mostly since the model took it from its prefix cache.",
 )
 
-TRIE_TOKENS = _of_namespace(
-    "specserve_trie_tokens", "tokens", "Tokens that a replica's draft memory holds."
-)
-TRIE_BYTES = _of_namespace(
-    "specserve_trie_bytes", "bytes", "Memory set apart for a namespace, used or not."
-)
+TRIE_TOKENS = _of_namespace("specserve_trie_tokens", "Tokens that a replica's draft memory holds.")
+TRIE_BYTES = _of_namespace("specserve_trie_bytes", "Memory set apart for a namespace, used or not.")
 TRIE_INGESTED = _of_namespace(
-    "specserve_trie_ingested_tokens_total",
-    "tokens",
-    "Tokens that a replica's draft memory has learned.",
+    "specserve_trie_ingested_tokens_total", "Tokens that a replica's draft memory has learned."
 )
-TRIE_EVICTED = _of_namespace(
-    "specserve_trie_evicted_total", "tokens", "Tokens forgotten for want of memory."
-)
+TRIE_EVICTED = _of_namespace("specserve_trie_evicted_total", "Tokens forgotten for want of memory.")
 TRIE_STORE_UP = MetricSpec(
-    "specserve_trie_store_up", "bool", "1 while the cluster's draft memory answers this replica."
+    "specserve_trie_store_up", "1 while the cluster's draft memory answers this replica."
 )
 TRIE_LAG = MetricSpec(
     "specserve_trie_replication_lag_seconds",
-    "seconds",
     "Age of the oldest token on its way from or to this replica.",
 )
 TRIE_RECEIVED = MetricSpec(
-    "specserve_trie_received_tokens_total", "tokens", "Tokens that other replicas taught this one."
+    "specserve_trie_received_tokens_total", "Tokens that other replicas taught this one."
 )
 TRIE_DROPPED = MetricSpec(
     "specserve_trie_dropped_tokens_total",
-    "tokens",
     "Own tokens that no other replica will see: the store was away for too long.",
 )
 
 DRAFTER_ROWS = _of_drafter(
     "specserve_drafter_rows_total",
-    "rows",
     "Texts that a drafter was told of or asked about, one a request and step.",
 )
 DRAFTER_COMPUTE = _of_drafter(
-    "specserve_drafter_compute_seconds_total",
-    "seconds",
-    "Time in which a drafter's model has computed.",
+    "specserve_drafter_compute_seconds_total", "Time in which a drafter's model has computed."
 )
 DRAFTER_REFUSED = MetricSpec(
     "specserve_drafter_refused_total",
-    "events",
     "What a drafter dropped: malformed messages, unauthorized connections, expired and"
     " crowded requests, unfit rows, and rows for which its model failed.",
     labels=("source", "drafter", "reason"),
