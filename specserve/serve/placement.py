@@ -10,7 +10,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 
 from specserve.core.config import PlacementConfig
 from specserve.core.errors import PlacementError
-from specserve.serve.nodes import own_resources
+from specserve.serve.nodes import own_resources, running_nodes
 from specserve.serve.plan import Node, describe, shortage
 
 
@@ -34,21 +34,12 @@ async def reserve(
     if await asyncio.to_thread(group.wait, placement.timeout_s):
         return group
     remove_placement_group(group)
-    free = ray.available_resources()
+    needed, free = own_resources(bundle), ray.available_resources()
     missing = shortage([bundle] * num_shards, [Node("all", free)])
+    equal = Counter(describe(node.resources) for node in running_nodes())
+    nodes = ", ".join(f"{count} x ({resources})" for resources, count in equal.items())
     raise PlacementError(
-        f"placement: {num_shards} shards with {_resources(bundle)} each ({placement.strategy}) "
+        f"placement: {num_shards} shards with {describe(needed)} each ({placement.strategy}) "
         f"did not fit within {placement.timeout_s:g} s{missing and f': {missing}'}; "
-        f"nodes: {_nodes()}; free in all: {_resources(free)}"
+        f"nodes: {nodes}; free in all: {describe(own_resources(free))}"
     )
-
-
-def _nodes() -> str:
-    """All living nodes with what they have in total, equal ones counted together."""
-    nodes = Counter(_resources(node["Resources"]) for node in ray.nodes() if node["Alive"])
-    return ", ".join(f"{count} x ({resources})" for resources, count in nodes.items())
-
-
-def _resources(resources: dict[str, float]) -> str:
-    """Resources in words, without the ones that Ray adds by itself."""
-    return describe(own_resources(resources))

@@ -130,17 +130,26 @@ def _place_shards(
     rooms: list[dict[str, float]],
 ) -> list[int] | None:
     """The node of each shard, which is taken out of ``rooms``; None: they do not fit."""
-    match placement.strategy:
-        case "PACK":
-            return _pack(bundle, num_shards, rooms)
-        case "STRICT_PACK":
-            together = {name: amount * num_shards for name, amount in bundle.items()}
-            places = _pack(together, 1, rooms)
-            return places * num_shards if places else None
-        case "SPREAD":
-            return _spread(bundle, num_shards, rooms, strict=False)
-        case "STRICT_SPREAD":
-            return _spread(bundle, num_shards, rooms, strict=True)
+    strategy = placement.strategy
+    if strategy == "STRICT_PACK":
+        together = {name: amount * num_shards for name, amount in bundle.items()}
+        best = _best(together, rooms, range(len(rooms)))
+        if best is None:
+            return None
+        _take(together, rooms[best])
+        return [best] * num_shards
+    places: list[int] = []
+    for _ in range(num_shards):
+        best = _best(bundle, rooms, places[-1:]) if strategy == "PACK" else None
+        if best is None:
+            best = _best(bundle, rooms, [i for i in range(len(rooms)) if i not in places])
+        if best is None and strategy == "SPREAD":
+            best = _best(bundle, rooms, list(dict.fromkeys(places)))
+        if best is None:
+            return None
+        _take(bundle, rooms[best])
+        places.append(best)
+    return places
 
 
 def _place_drafter(demand: dict[str, float], rooms: list[dict[str, float]]) -> int | None:
@@ -154,39 +163,8 @@ def _place_drafter(demand: dict[str, float], rooms: list[dict[str, float]]) -> i
     return fitting[0]
 
 
-def _pack(
-    bundle: dict[str, float], num_shards: int, rooms: list[dict[str, float]]
-) -> list[int] | None:
-    """Fills the best node, then the best of the others."""
-    places: list[int] = []
-    while len(places) < num_shards:
-        best = _best(bundle, rooms, [i for i in range(len(rooms)) if i not in places])
-        if best is None:
-            return None
-        while len(places) < num_shards and _fits(bundle, rooms[best]):
-            _take(bundle, rooms[best])
-            places.append(best)
-    return places
-
-
-def _spread(
-    bundle: dict[str, float], num_shards: int, rooms: list[dict[str, float]], *, strict: bool
-) -> list[int] | None:
-    """Takes a node that has none yet for each; unless strict, then those that have some."""
-    places: list[int] = []
-    for _ in range(num_shards):
-        best = _best(bundle, rooms, [i for i in range(len(rooms)) if i not in places])
-        if best is None and not strict:
-            best = _best(bundle, rooms, list(dict.fromkeys(places)))
-        if best is None:
-            return None
-        _take(bundle, rooms[best])
-        places.append(best)
-    return places
-
-
 def _best(
-    demand: dict[str, float], rooms: list[dict[str, float]], candidates: list[int]
+    demand: dict[str, float], rooms: list[dict[str, float]], candidates: Sequence[int]
 ) -> int | None:
     """The candidate that keeps most free, as a sum of each resource's share; None: no room."""
 
