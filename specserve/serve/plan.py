@@ -9,15 +9,19 @@ the first.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from specserve.core.config import AppConfig, PlacementConfig
-from specserve.core.errors import PlacementError
+from specserve.core.errors import ConfigError, PlacementError
 from specserve.core.source_config import DrafterConfig
 
 _ROUNDING = 1e-6
 """Sums of resources such as 0.01 are not exact; Ray counts in units of 0.0001."""
+
+_GROUP = re.compile(r"([1-9]\d{0,3})x([1-9]\d{0,3})(cpu)?")
+_GROUPS = "running, or groups NODESxGPUS and NODESxCPUScpu, such as 2x8 or 2x8+1x16cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,31 @@ class Plan:
     replicas: tuple[tuple[int, ...], ...]
     drafters: tuple[tuple[str, int], ...]
     left: tuple[Node, ...]
+
+
+def described_nodes(cluster: str, marks: Iterable[str]) -> tuple[list[Node], bool]:
+    """Nodes as ``2x8`` describes them, and whether any of them has GPUs.
+
+    Args:
+        cluster: groups of equal nodes, joined by ``+``: ``2x8`` are 2 nodes with 8 GPUs and as many
+            CPUs as are asked for, ``2x8cpu`` 2 nodes with 8 CPUs and no GPU.
+        marks: names of further resources, of which every node has as much as is asked for.
+
+    Raises:
+        ConfigError: ``cluster`` is none.
+    """
+    nodes: list[Node] = []
+    on_gpu = False
+    for group in cluster.split("+"):
+        match = _GROUP.fullmatch(group)
+        if match is None:
+            raise ConfigError("--cluster", cluster, _GROUPS)
+        amount, is_cpu = float(match[2]), match[3] is not None
+        on_gpu |= not is_cpu
+        has = {"CPU": amount} if is_cpu else {"GPU": amount, "CPU": math.inf}
+        has |= dict.fromkeys(marks, math.inf)
+        nodes += [Node(f"node {len(nodes) + i + 1}", has) for i in range(int(match[1]))]
+    return nodes, on_gpu
 
 
 def plan(config: AppConfig, nodes: Sequence[Node], *, on_gpu: bool) -> Plan:
