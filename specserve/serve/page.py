@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import lru_cache
 from hashlib import sha256
 from importlib.resources import files
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 import prometheus_client
@@ -31,6 +31,9 @@ from specserve.core.source_config import TrieConfig, source_sections
 from specserve.engine.tenants import CURRENT_TENANT
 from specserve.serve.shared import CACHEABLE, Shared
 from specserve.trie.layout import PAGE, pages_in
+
+if TYPE_CHECKING:
+    from specserve.engine.llm import Engine
 
 ANSWER_TIMEOUT_S = 2.0
 """How long rank 0 may take."""
@@ -109,22 +112,6 @@ class PageData(msgspec.Struct, frozen=True):
     replicas: tuple[ReplicaView, ...]
 
 
-class Engine(Protocol):
-    """As much of the engine as the page asks."""
-
-    async def speculation(self) -> SpeculationSnapshot | None:
-        """What rank 0 has counted; None without speculation of our own."""
-        ...
-
-    async def recent_requests(self, tenant: str) -> tuple[RecentRequest, ...]:
-        """A tenant's last requests."""
-        ...
-
-    def decoder(self) -> Callable[[Sequence[int]], str]:
-        """What turns tokens into text."""
-        ...
-
-
 class SpeculationPage:
     """One replica's part of the page, and the routes that serve all of it.
 
@@ -196,9 +183,6 @@ class SpeculationPage:
         return router
 
     async def _answer(self, tenant: str) -> bytes:
-        return msgspec.json.encode(await self._data(tenant))
-
-    async def _data(self, tenant: str) -> PageData:
         try:
             async with asyncio.timeout(PEERS_TIMEOUT_S):
                 answers = await self._ask_all(tenant)
@@ -214,7 +198,7 @@ class SpeculationPage:
                 raise HTTPException(503, detail) from None
         tries = [source for source in config.speculation if isinstance(source, TrieConfig)]
         trie_bytes = sum(trie.max_bytes for trie in tries)
-        return PageData(
+        data = PageData(
             model=config.model.name,
             kinds=tuple(source.kind for source in config.speculation),
             drafts_in_engine=config.drafts_in_engine,
@@ -224,6 +208,7 @@ class SpeculationPage:
             num_replicas=config.placement.num_replicas,
             replicas=tuple(sorted(views, key=lambda view: view.replica)),
         )
+        return msgspec.json.encode(data)
 
     def _with_texts(self, requests: Sequence[RecentRequest]) -> tuple[RequestView, ...]:
         if self._decode is None and self._config.http.show_text:
