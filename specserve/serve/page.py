@@ -88,30 +88,6 @@ class ReplicaView(msgspec.Struct, frozen=True):
     requests: tuple[RequestView, ...]
 
 
-class PageData(msgspec.Struct, frozen=True):
-    """What the page is drawn from.
-
-    Attributes:
-        model: its name.
-        kinds: the configured sources.
-        drafts_in_engine: whether vLLM drafts by itself, uncounted by source.
-        trie_max_bytes: what each replica's draft memory may take; 0: there is none.
-        trie_max_tokens: how many tokens that has room for.
-        show_text: whether steps have their text.
-        num_replicas: how many are configured.
-        replicas: those that answered.
-    """
-
-    model: str
-    kinds: tuple[str, ...]
-    drafts_in_engine: bool
-    trie_max_bytes: int
-    trie_max_tokens: int
-    show_text: bool
-    num_replicas: int
-    replicas: tuple[ReplicaView, ...]
-
-
 class SpeculationPage:
     """One replica's part of the page, and the routes that serve all of it.
 
@@ -138,7 +114,8 @@ class SpeculationPage:
         )
         self._views = Shared(self._look, ANSWER_TIMEOUT_S)
         self._answers = Shared(self._answer, PEERS_TIMEOUT_S + ANSWER_TIMEOUT_S + 1)
-        self._decode: Callable[[tuple[int, ...]], str] | None = None
+        # Of what is asked for once a second nearly all was asked for a second ago.
+        self._decode = lru_cache(_TEXTS_CACHED)(engine.decoder()) if config.http.show_text else None
 
     async def view(self, tenant: str) -> ReplicaView:
         """What this replica shows to ``tenant``. Raises TimeoutError if rank 0 is silent.
@@ -189,31 +166,30 @@ class SpeculationPage:
             views = [each for each in answers if isinstance(each, ReplicaView)]
         except TimeoutError:  # one that hangs keeps all waiting, till Serve's health check ends it
             views = []
-        config = self._config
         if not views:
             try:
                 views = [await self.view(tenant)]
             except TimeoutError:
                 detail = f"the engine did not answer within {ANSWER_TIMEOUT_S:g} s"
                 raise HTTPException(503, detail) from None
-        tries = [source for source in config.speculation if isinstance(source, TrieConfig)]
-        trie_bytes = sum(trie.max_bytes for trie in tries)
-        data = PageData(
-            model=config.model.name,
-            kinds=tuple(source.kind for source in config.speculation),
-            drafts_in_engine=config.drafts_in_engine,
-            trie_max_bytes=trie_bytes,
-            trie_max_tokens=pages_in(trie_bytes) * PAGE if trie_bytes else 0,
-            show_text=config.http.show_text,
-            num_replicas=config.placement.num_replicas,
-            replicas=tuple(sorted(views, key=lambda view: view.replica)),
+        config = self._config
+        trie_bytes = sum(
+            source.max_bytes for source in config.speculation if isinstance(source, TrieConfig)
         )
+        data = {
+            "model": config.model.name,
+            "kinds": [source.kind for source in config.speculation],
+            "drafts_in_engine": config.drafts_in_engine,
+            # Of each replica's draft memory; 0: there is none.
+            "trie_max_bytes": trie_bytes,
+            "trie_max_tokens": pages_in(trie_bytes) * PAGE if trie_bytes else 0,
+            "show_text": config.http.show_text,
+            "num_replicas": config.placement.num_replicas,
+            "replicas": sorted(views, key=lambda view: view.replica),
+        }
         return msgspec.json.encode(data)
 
     def _with_texts(self, requests: Sequence[RecentRequest]) -> tuple[RequestView, ...]:
-        if self._decode is None and self._config.http.show_text:
-            # Of what is asked for once a second nearly all was asked for a second ago.
-            self._decode = lru_cache(_TEXTS_CACHED)(self._engine.decoder())
         return tuple(
             RequestView(each.request, tuple(step_views(each.steps, self._decode)))
             for each in requests
