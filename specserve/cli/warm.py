@@ -26,13 +26,7 @@ from specserve.trie.warm_texts import read_file
 
 @dataclass(frozen=True, slots=True)
 class Warmup:
-    """The memory that texts are written to.
-
-    Attributes:
-        namespace: whose texts they are.
-        store: the store's options.
-        tokenizer: the model's, of transformers.
-    """
+    """The memory that texts are written to, and the model's tokenizer, of transformers."""
 
     namespace: str
     store: StoreOptions
@@ -40,13 +34,10 @@ class Warmup:
 
     @classmethod
     def of(cls, path: Path, application: str, tenant: str, adapter: str) -> Self:
-        """The memory of an application.
+        """The memory of an application of a Serve file.
 
-        Args:
-            path: the application's Serve file.
-            application: its name; empty where the file has one alone.
-            tenant: whose texts they are; empty where tenants share, or there are none.
-            adapter: name of a LoRA adapter; empty: none.
+        The application's name may be empty where the file has one alone, the tenant where tenants
+        share or there are none. An empty adapter is none.
 
         Raises:
             SpecServeError: the file is wrong, or has no such application, memory or tenant.
@@ -73,7 +64,7 @@ class Warmup:
         return sum(1 for _ in read_file(path, self.store.vocab_size))
 
     def run(self, path: Path, num_texts: int) -> int:
-        """Writes them, with a progress bar; how many tokens. Needs a connection to Ray.
+        """Writes them, with a progress bar, and returns how many tokens; needs Ray connected.
 
         Raises:
             StoreError: there is no such memory, or it stopped answering.

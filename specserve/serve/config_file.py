@@ -19,14 +19,7 @@ IMPORT_PATH = "specserve.app:build"
 
 @dataclass(frozen=True, slots=True)
 class Application:
-    """One of the file's applications.
-
-    Attributes:
-        name: Serve's name of it.
-        route_prefix: HTTP path that it is served under.
-        field: dotted path of its ``args`` in the file, for errors.
-        config: its validated ``args``.
-    """
+    """One of the file's applications; ``field`` is the dotted path of its ``args``, for errors."""
 
     name: str
     route_prefix: str
@@ -36,14 +29,7 @@ class Application:
 
 @dataclass(frozen=True, slots=True)
 class ServeFile:
-    """A valid Serve configuration file.
-
-    Attributes:
-        path: the file.
-        host: address the HTTP proxy listens on.
-        port: TCP port of the HTTP proxy.
-        applications: at least one.
-    """
+    """A valid Serve configuration file; Serve's proxy is to listen on ``host`` and ``port``."""
 
     path: Path
     host: str

@@ -67,16 +67,9 @@ class RequestView(msgspec.Struct, frozen=True):
 
 
 class ReplicaView(msgspec.Struct, frozen=True):
-    """What one replica shows of itself.
+    """What one replica shows of itself: counts since it started, and the caller's last requests.
 
-    Attributes:
-        replica: its id.
-        clock_s: its clock, in seconds; only differences mean something.
-        generated_tokens: output tokens since it started.
-        num_running: requests that are being decoded.
-        num_waiting: requests that wait for that.
-        speculation: what it has counted since it started.
-        requests: the caller's last requests.
+    Of ``clock_s``, in seconds, only differences mean something.
     """
 
     replica: str
@@ -89,13 +82,9 @@ class ReplicaView(msgspec.Struct, frozen=True):
 
 
 class SpeculationPage:
-    """One replica's part of the page, and the routes that serve all of it.
+    """The part of one replica, ``replica``, of the page, and the routes that serve all of it.
 
-    Args:
-        config: the application's configuration.
-        engine: this replica's.
-        replica: this replica's id.
-        ask_all: asks every replica for its :meth:`view`; a replica's failure stands for its answer.
+    ``ask_all`` asks every replica for its :meth:`view`; a failure stands for a replica's answer.
     """
 
     def __init__(

@@ -79,12 +79,7 @@ def described_nodes(cluster: str, marks: Iterable[str]) -> tuple[list[Node], boo
 
 
 def plan(config: AppConfig, nodes: Sequence[Node], *, on_gpu: bool) -> Plan:
-    """Places an application on nodes.
-
-    Args:
-        config: the application's configuration.
-        nodes: what there is.
-        on_gpu: whether a shard takes a GPU.
+    """Places an application on nodes; ``on_gpu`` is whether a shard takes a GPU.
 
     Raises:
         PlacementError: it does not fit; says what is missing.

@@ -36,12 +36,7 @@ from specserve.serve.tenants import ApiKey, TenantMiddleware, label_key
 
 @serve.ingress()
 class ModelServer:
-    """A replica.
-
-    Args:
-        config: the application's configuration.
-        keys: the keys of ``config.http.api_keys``, in their order.
-    """
+    """A replica; ``keys`` are those of ``config.http.api_keys``, in their order."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: AppConfig, keys: tuple[ApiKey, ...]

@@ -26,11 +26,8 @@ SNAPSHOT_TIMEOUT_S = 2.0
 class SpeculationMonitor:
     """Keeps the last snapshot that rank 0 answered, and fetches a new one once a second at most.
 
-    A fetch keeps all shards from their next step, so it must not be as frequent as requests are.
-
-    Args:
-        config: the application's configuration.
-        fetch: asks rank 0.
+    A fetch asks rank 0 and keeps all shards from their next step, so it must not be as frequent as
+    requests are.
     """
 
     def __init__(
