@@ -82,9 +82,10 @@ class ReplicaView(msgspec.Struct, frozen=True):
 
 
 class SpeculationPage:
-    """The part of one replica, ``replica``, of the page, and the routes that serve all of it.
+    """One replica's part of the page, and the routes that serve all of it.
 
-    ``ask_all`` asks every replica for its :meth:`view`; a failure stands for a replica's answer.
+    ``replica`` is its id. ``ask_all`` asks every replica for its :meth:`view`; what one raises
+    stands for its answer.
     """
 
     def __init__(
