@@ -45,7 +45,7 @@ def check_cluster(cluster: str) -> None:
     Raises:
         ConfigError: it describes no cluster.
     """
-    from specserve.serve.nodes import described_nodes
+    from specserve.serve.plan import described_nodes
 
     if cluster != "running":
         described_nodes(cluster, ())
@@ -83,7 +83,8 @@ def show(console: Console, file: ServeFile, cluster: str, gpu_memory: str, on_cp
 
 
 def _nodes(cluster: str, configs: list[AppConfig], on_cpu: bool) -> tuple[list[Node], bool]:
-    from specserve.serve.nodes import described_nodes, running_nodes
+    from specserve.serve.placement import running_nodes
+    from specserve.serve.plan import described_nodes
 
     if cluster == "running":
         with connected("auto"):

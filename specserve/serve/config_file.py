@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
-from ray.serve.schema import (
-    HTTPOptionsSchema,
-    ServeApplicationSchema,
-    ServeDeploySchema,
-    gRPCOptionsSchema,
-)
+from pydantic import ValidationError
+from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
 
 from specserve.core.config import AppConfig, parse
 from specserve.core.errors import ConfigError, SpecServeError
@@ -25,14 +19,7 @@ IMPORT_PATH = "specserve.app:build"
 
 @dataclass(frozen=True, slots=True)
 class Application:
-    """One of the file's applications.
-
-    Attributes:
-        name: Serve's name of it.
-        route_prefix: HTTP path that it is served under.
-        field: dotted path of its ``args`` in the file, for errors.
-        config: its validated ``args``.
-    """
+    """One of the file's applications; ``field`` is the dotted path of its ``args``, for errors."""
 
     name: str
     route_prefix: str
@@ -42,14 +29,7 @@ class Application:
 
 @dataclass(frozen=True, slots=True)
 class ServeFile:
-    """A valid Serve configuration file.
-
-    Attributes:
-        path: the file.
-        host: address the HTTP proxy listens on.
-        port: TCP port of the HTTP proxy.
-        applications: at least one.
-    """
+    """A valid Serve configuration file; Serve's proxy is to listen on ``host`` and ``port``."""
 
     path: Path
     host: str
@@ -78,9 +58,10 @@ def read(path: Path) -> ServeFile:
 
 def _read(path: Path) -> ServeFile:
     content = _load(path)
-    _refuse_unknown_keys(content)
+    if not isinstance(content, dict):
+        raise ConfigError("file", content, "a mapping with the key applications")
     try:
-        schema = ServeDeploySchema.model_validate(content)
+        schema = ServeDeploySchema.model_validate(content, extra="forbid")
     except ValidationError as error:
         raise _serve_error(error) from None
     if not schema.applications:
@@ -93,9 +74,9 @@ def _read(path: Path) -> ServeFile:
     )
 
 
-def _load(path: Path) -> object:
+def _load(path: Path) -> Any:
     try:
-        content: object = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SpecServeError(f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -106,24 +87,6 @@ def _load(path: Path) -> object:
         raise SpecServeError(f"{where}not valid YAML: {error.problem}") from None
     except yaml.YAMLError as error:
         raise SpecServeError(f"not valid YAML: {' '.join(str(error).split())}") from None
-    return content
-
-
-def _refuse_unknown_keys(content: object) -> None:
-    if not isinstance(content, Mapping):
-        raise ConfigError("file", content, "a mapping with the key applications")
-    _known_keys(content, ServeDeploySchema, "")
-    _known_keys(content.get("http_options"), HTTPOptionsSchema, "http_options.")
-    _known_keys(content.get("grpc_options"), gRPCOptionsSchema, "grpc_options.")
-    applications = content.get("applications")
-    for index, application in enumerate(applications if isinstance(applications, list) else []):
-        _known_keys(application, ServeApplicationSchema, f"applications.{index}.")
-
-
-def _known_keys(section: object, schema: type[BaseModel], prefix: str) -> None:
-    for key in section if isinstance(section, Mapping) else ():
-        if key not in schema.model_fields:
-            raise ConfigError(f"{prefix}{key}", key, ", ".join(schema.model_fields))
 
 
 def _serve_error(error: ValidationError) -> SpecServeError:

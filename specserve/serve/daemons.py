@@ -57,10 +57,7 @@ def guard(
 ) -> None:
     """Waits until ``serve run`` or one of its daemons has died, and ends what may be left.
 
-    Args:
-        owner: ``serve run``.
-        daemons: Ray's daemons that are its children, and their names.
-        agents: the raylet's agents.
+    The daemons, with their names, are children of ``owner``, and the agents those of the raylet.
     """
     while all(map(is_alive, (owner, *daemons))):
         time.sleep(INTERVAL_S)

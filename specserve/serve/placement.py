@@ -10,7 +10,6 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 
 from specserve.core.config import PlacementConfig
 from specserve.core.errors import PlacementError
-from specserve.serve.nodes import own_resources
 from specserve.serve.plan import Node, describe, shortage
 
 
@@ -34,21 +33,30 @@ async def reserve(
     if await asyncio.to_thread(group.wait, placement.timeout_s):
         return group
     remove_placement_group(group)
-    free = ray.available_resources()
+    needed, free = _own_resources(bundle), ray.available_resources()
     missing = shortage([bundle] * num_shards, [Node("all", free)])
+    equal = Counter(describe(node.resources) for node in running_nodes())
+    nodes = ", ".join(f"{count} x ({resources})" for resources, count in equal.items())
     raise PlacementError(
-        f"placement: {num_shards} shards with {_resources(bundle)} each ({placement.strategy}) "
+        f"placement: {num_shards} shards with {describe(needed)} each ({placement.strategy}) "
         f"did not fit within {placement.timeout_s:g} s{missing and f': {missing}'}; "
-        f"nodes: {_nodes()}; free in all: {_resources(free)}"
+        f"nodes: {nodes}; free in all: {describe(_own_resources(free))}"
     )
 
 
-def _nodes() -> str:
-    """All living nodes with what they have in total, equal ones counted together."""
-    nodes = Counter(_resources(node["Resources"]) for node in ray.nodes() if node["Alive"])
-    return ", ".join(f"{count} x ({resources})" for resources, count in nodes.items())
+def running_nodes() -> list[Node]:
+    """The living nodes of the cluster that this process is connected to, with all they have."""
+    return [
+        Node(node["NodeManagerAddress"], _own_resources(node["Resources"]))
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
 
 
-def _resources(resources: dict[str, float]) -> str:
-    """Resources in words, without the ones that Ray adds by itself."""
-    return describe(own_resources(resources))
+def _own_resources(resources: dict[str, float]) -> dict[str, float]:
+    """Resources without the ones that Ray adds by itself."""
+    return {
+        name: amount
+        for name, amount in sorted(resources.items())
+        if ":" not in name and name not in ("memory", "object_store_memory")
+    }

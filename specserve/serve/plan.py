@@ -9,15 +9,19 @@ the first.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from specserve.core.config import AppConfig, PlacementConfig
-from specserve.core.errors import PlacementError
+from specserve.core.errors import ConfigError, PlacementError
 from specserve.core.source_config import DrafterConfig
 
 _ROUNDING = 1e-6
 """Sums of resources such as 0.01 are not exact; Ray counts in units of 0.0001."""
+
+_GROUP = re.compile(r"([1-9]\d{0,3})x([1-9]\d{0,3})(cpu)?")
+_GROUPS = "running, or groups NODESxGPUS and NODESxCPUScpu, such as 2x8 or 2x8+1x16cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +53,33 @@ class Plan:
     left: tuple[Node, ...]
 
 
-def plan(config: AppConfig, nodes: Sequence[Node], *, on_gpu: bool) -> Plan:
-    """Places an application on nodes.
+def described_nodes(cluster: str, marks: Iterable[str]) -> tuple[list[Node], bool]:
+    """Nodes as ``2x8`` describes them, and whether any of them has GPUs.
 
     Args:
-        config: the application's configuration.
-        nodes: what there is.
-        on_gpu: whether a shard takes a GPU.
+        cluster: groups of equal nodes, joined by ``+``: ``2x8`` are 2 nodes with 8 GPUs and as many
+            CPUs as are asked for, ``2x8cpu`` 2 nodes with 8 CPUs and no GPU.
+        marks: names of further resources, of which every node has as much as is asked for.
+
+    Raises:
+        ConfigError: ``cluster`` is none.
+    """
+    nodes: list[Node] = []
+    on_gpu = False
+    for group in cluster.split("+"):
+        match = _GROUP.fullmatch(group)
+        if match is None:
+            raise ConfigError("--cluster", cluster, _GROUPS)
+        amount, is_cpu = float(match[2]), match[3] is not None
+        on_gpu |= not is_cpu
+        has = {"CPU": amount} if is_cpu else {"GPU": amount, "CPU": math.inf}
+        has |= dict.fromkeys(marks, math.inf)
+        nodes += [Node(f"node {len(nodes) + i + 1}", has) for i in range(int(match[1]))]
+    return nodes, on_gpu
+
+
+def plan(config: AppConfig, nodes: Sequence[Node], *, on_gpu: bool) -> Plan:
+    """Places an application on nodes; ``on_gpu`` is whether a shard takes a GPU.
 
     Raises:
         PlacementError: it does not fit; says what is missing.
@@ -129,17 +153,26 @@ def _place_shards(
     rooms: list[dict[str, float]],
 ) -> list[int] | None:
     """The node of each shard, which is taken out of ``rooms``; None: they do not fit."""
-    match placement.strategy:
-        case "PACK":
-            return _pack(bundle, num_shards, rooms)
-        case "STRICT_PACK":
-            together = {name: amount * num_shards for name, amount in bundle.items()}
-            places = _pack(together, 1, rooms)
-            return places * num_shards if places else None
-        case "SPREAD":
-            return _spread(bundle, num_shards, rooms, strict=False)
-        case "STRICT_SPREAD":
-            return _spread(bundle, num_shards, rooms, strict=True)
+    strategy = placement.strategy
+    if strategy == "STRICT_PACK":
+        together = {name: amount * num_shards for name, amount in bundle.items()}
+        best = _best(together, rooms, range(len(rooms)))
+        if best is None:
+            return None
+        _take(together, rooms[best])
+        return [best] * num_shards
+    places: list[int] = []
+    for _ in range(num_shards):
+        best = _best(bundle, rooms, places[-1:]) if strategy == "PACK" else None
+        if best is None:
+            best = _best(bundle, rooms, [i for i in range(len(rooms)) if i not in places])
+        if best is None and strategy == "SPREAD":
+            best = _best(bundle, rooms, list(dict.fromkeys(places)))
+        if best is None:
+            return None
+        _take(bundle, rooms[best])
+        places.append(best)
+    return places
 
 
 def _place_drafter(demand: dict[str, float], rooms: list[dict[str, float]]) -> int | None:
@@ -153,39 +186,8 @@ def _place_drafter(demand: dict[str, float], rooms: list[dict[str, float]]) -> i
     return fitting[0]
 
 
-def _pack(
-    bundle: dict[str, float], num_shards: int, rooms: list[dict[str, float]]
-) -> list[int] | None:
-    """Fills the best node, then the best of the others."""
-    places: list[int] = []
-    while len(places) < num_shards:
-        best = _best(bundle, rooms, [i for i in range(len(rooms)) if i not in places])
-        if best is None:
-            return None
-        while len(places) < num_shards and _fits(bundle, rooms[best]):
-            _take(bundle, rooms[best])
-            places.append(best)
-    return places
-
-
-def _spread(
-    bundle: dict[str, float], num_shards: int, rooms: list[dict[str, float]], *, strict: bool
-) -> list[int] | None:
-    """Takes a node that has none yet for each; unless strict, then those that have some."""
-    places: list[int] = []
-    for _ in range(num_shards):
-        best = _best(bundle, rooms, [i for i in range(len(rooms)) if i not in places])
-        if best is None and not strict:
-            best = _best(bundle, rooms, list(dict.fromkeys(places)))
-        if best is None:
-            return None
-        _take(bundle, rooms[best])
-        places.append(best)
-    return places
-
-
 def _best(
-    demand: dict[str, float], rooms: list[dict[str, float]], candidates: list[int]
+    demand: dict[str, float], rooms: list[dict[str, float]], candidates: Sequence[int]
 ) -> int | None:
     """The candidate that keeps most free, as a sum of each resource's share; None: no room."""
 

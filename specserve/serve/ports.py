@@ -31,9 +31,7 @@ class Port:
 def serve_ports(host: str, port: int) -> list[Port]:
     """Those of Serve's proxy, as this environment has it start: HAProxy, or Serve's own.
 
-    Args:
-        host: ``http_options.host`` of the Serve file.
-        port: ``http_options.port``.
+    ``host`` and ``port`` are those of ``http_options`` in the Serve file.
     """
     from ray.serve._private import constants
 
@@ -48,15 +46,11 @@ def serve_ports(host: str, port: int) -> list[Port]:
 
 
 def require_free(ports: Sequence[Port], wait_s: float = 0.0, joins_cluster: bool = False) -> None:
-    """Checks that nobody listens on any of the ports.
+    """Checks that nobody listens on any of the ports; they may take ``wait_s`` seconds to be free.
 
-    Binding them would not tell: HAProxy shares its ports with any other process of the same user
-    that lets it, such as another HAProxy.
-
-    Args:
-        ports: to be free.
-        wait_s: how long they may take to become so, in seconds.
-        joins_cluster: a running Ray cluster is to be served on, whose proxy may have the ports.
+    Where a running Ray cluster is joined, its proxy may have them. Binding a port would not tell:
+    HAProxy shares its own with any other process of the same user that lets it, such as another
+    HAProxy.
 
     Raises:
         PortError: one is in use; tells all that are, and by whom where the system tells.

@@ -13,11 +13,7 @@ INTERVAL_S = 5.0
 
 
 class Progress:
-    """One replica's start.
-
-    Args:
-        model: the model's name in the API.
-    """
+    """One replica's start; ``model`` is the model's name in the API."""
 
     def __init__(self, model: str) -> None:
         self._model = model

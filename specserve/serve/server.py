@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable
 
 import prometheus_client
 from ray import serve
@@ -37,12 +36,7 @@ from specserve.serve.tenants import ApiKey, TenantMiddleware, label_key
 
 @serve.ingress()
 class ModelServer:
-    """A replica.
-
-    Args:
-        config: the application's configuration.
-        keys: the keys of ``config.http.api_keys``, in their order.
-    """
+    """A replica; ``keys`` are those of ``config.http.api_keys``, in their order."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: AppConfig, keys: tuple[ApiKey, ...]
@@ -79,8 +73,14 @@ class ModelServer:
         app = await self._engine.asgi_app()
         monitor = SpeculationMonitor(self._config, self._engine.speculation)
         app.include_router(monitor.router())
-        replica = serve.get_replica_context().replica_id.unique_id
-        self._page = SpeculationPage(self._config, self._engine, replica, _asker())
+        context = serve.get_replica_context()
+        replicas = serve.get_deployment_handle(context.deployment, context.app_name)
+        self._page = SpeculationPage(
+            self._config,
+            self._engine,
+            context.replica_id.unique_id,
+            lambda tenant: replicas.broadcast("view", tenant).results_async(return_exceptions=True),
+        )
         app.include_router(self._page.router())
         app.include_router(
             MemoryApi(self._config, lambda: self._engine.tenant_memory(app)).router()
@@ -113,20 +113,6 @@ class ModelServer:
         """Serve calls it when the running requests have finished, or have been given up."""
         if hasattr(self, "_engine"):
             await self._engine.shutdown()
-
-
-def _asker() -> Callable[[str], Awaitable[list[ReplicaView | BaseException]]]:
-    """What asks every replica of this deployment, this one too, for its view."""
-    context = serve.get_replica_context()
-    handle = serve.get_deployment_handle(context.deployment, context.app_name)
-
-    async def ask_all(tenant: str) -> list[ReplicaView | BaseException]:
-        answers: list[ReplicaView | BaseException] = await handle.broadcast(
-            "view", tenant
-        ).results_async(return_exceptions=True)
-        return answers
-
-    return ask_all
 
 
 def _base_url() -> str:

@@ -24,12 +24,8 @@ class Shared(Generic[K, T]):
 
     Of each key at most one fetch is in flight. It goes on when who asked for it is cancelled. An
     error is an answer, too: a fetch that fails costs as much as one that does not. What is kept is
-    what was asked for in the last second. Calls come from one event loop.
-
-    Args:
-        fetch: fetches the answer for a key.
-        timeout_s: how long a fetch may take, in seconds.
-        fresh_s: how long an answer is given, in seconds.
+    what was asked for in the last second. Calls come from one event loop. A fetch may take
+    ``timeout_s`` seconds, and an answer is given for ``fresh_s``.
     """
 
     def __init__(

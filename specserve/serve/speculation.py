@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import prometheus_client
 from fastapi import APIRouter
 from starlette.responses import Response
@@ -24,22 +23,11 @@ logger = logging.getLogger(__name__)
 SNAPSHOT_TIMEOUT_S = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """What ``GET /v1/speculation`` says, and when the engine was asked for it, in Unix time."""
-
-    as_of: float
-    body: bytes
-
-
 class SpeculationMonitor:
     """Keeps the last snapshot that rank 0 answered, and fetches a new one once a second at most.
 
-    A fetch keeps all shards from their next step, so it must not be as frequent as requests are.
-
-    Args:
-        config: the application's configuration.
-        fetch: asks rank 0.
+    A fetch asks rank 0 and keeps all shards from their next step, so it must not be as frequent as
+    requests are.
     """
 
     def __init__(
@@ -50,16 +38,17 @@ class SpeculationMonitor:
         self._last = SpeculationSnapshot()
         self._answered_at = 0.0
         # The limit is for the engine alone, whose last answer is told when it takes too long.
-        self._answers: Shared[None, _Answer] = Shared(self._refresh, 2 * SNAPSHOT_TIMEOUT_S)
-        self._collector = PrometheusCollector(lambda: self._last, {"model": config.model.name})
-        prometheus_client.REGISTRY.register(self._collector)
+        self._as_of: Shared[None, float] = Shared(self._refresh, 2 * SNAPSHOT_TIMEOUT_S)
+        prometheus_client.REGISTRY.register(
+            PrometheusCollector(lambda: self._last, {"model": config.model.name})
+        )
 
     async def refresh(self) -> float:
         """Brings the metrics up to date; tells when the engine was asked for them, in Unix time.
 
         That is longer than a second ago where rank 0 does not answer in time.
         """
-        return (await self._answers.get(None)).as_of
+        return await self._as_of.get(None)
 
     def router(self) -> APIRouter:
         """The route ``GET /v1/speculation``."""
@@ -68,13 +57,13 @@ class SpeculationMonitor:
         @router.get("/v1/speculation", response_model=dict[str, Any])
         async def speculation() -> Response:
             """Sources configured, whether each is up, and acceptance since the replica started."""
-            answer = await self._answers.get(None)
-            headers = {AS_OF: f"{answer.as_of:.6f}", **CACHEABLE}
-            return Response(answer.body, media_type="application/json", headers=headers)
+            headers = {AS_OF: f"{await self.refresh():.6f}", **CACHEABLE}
+            body = msgspec.json.encode(self._answer())
+            return Response(body, media_type="application/json", headers=headers)
 
         return router
 
-    async def _refresh(self, _: None) -> _Answer:
+    async def _refresh(self, _: None) -> float:
         asked_at = time.time()
         try:
             snapshot = await asyncio.wait_for(self._fetch(), SNAPSHOT_TIMEOUT_S)
@@ -82,11 +71,10 @@ class SpeculationMonitor:
             logger.warning("No speculation metrics from rank 0: %r", error)
         else:
             self._last, self._answered_at = snapshot or self._last, asked_at
-        body = json.dumps(self._answer(self._last), separators=(",", ":")).encode()
-        return _Answer(self._answered_at, body)
+        return self._answered_at
 
-    def _answer(self, snapshot: SpeculationSnapshot) -> dict[str, Any]:
-        health = {entry.source: entry for entry in snapshot.health}
+    def _answer(self) -> dict[str, Any]:
+        health = {entry.source: entry for entry in self._last.health}
         in_engine = self._config.drafts_in_engine
         return {
             "object": "speculation",
@@ -96,7 +84,7 @@ class SpeculationMonitor:
                 {**source.model_dump(mode="json"), **_health(health.get(source.kind), in_engine)}
                 for source in self._config.speculation
             ],
-            "acceptance": {entry.source: _acceptance(entry) for entry in snapshot.acceptance},
+            "acceptance": {entry.source: _acceptance(entry) for entry in self._last.acceptance},
         }
 
 

@@ -90,12 +90,19 @@ def bad(**sections: Any) -> dict[str, Any]:
             {"applications": []},
             "applications: [] is not allowed; allowed: at least one application",
         ),
-        ({"aplications": []}, "aplications: 'aplications' is not allowed; allowed: "),
+        (
+            {"applications": [], "logging": {}},
+            "logging: 'logging' is not allowed; allowed: proxy_location, ",
+        ),
         (
             serve_file(GOOD, import_path="other:app"),
             "applications.0.import_path: 'other:app' is not allowed; allowed: specserve.app:build",
         ),
         (serve_file(GOOD, arg={}), "applications.0.arg: 'arg' is not allowed; allowed: name, "),
+        (
+            serve_file(GOOD, deployments=[{"name": "ModelServer", "num_replica": 2}]),
+            "applications.0.deployments.0.num_replica: 'num_replica' is not allowed; allowed: ",
+        ),
         (serve_file([]), "applications.0.args: [] is not allowed; allowed: "),
         (
             bad(model={"path": "models/tyni"}),

@@ -17,8 +17,7 @@ from vllm.platforms import current_platform
 from vllm.v1.executor.ray_utils import get_bundles_sorted_by_node
 
 from specserve.core.config import AppConfig, parse
-from specserve.serve.nodes import running_nodes
-from specserve.serve.placement import reserve
+from specserve.serve.placement import reserve, running_nodes
 from tests.integration.cluster import eventually
 
 

@@ -1,25 +1,23 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from specserve.core.errors import EngineError
-from specserve.serve.installation import Installation, compare
+from specserve.serve.installation import compare
 
-OWN = Installation(specserve="0.1.0", vllm="0.32.0", torch="2.13.0", checkpoint="aa")
+OWN = {"specserve": "0.1.0", "vllm": "0.32.0", "torch": "2.13.0", "checkpoint": "aa"}
 
 
 def test_nodes_that_have_the_same_pass() -> None:
-    compare("10.0.0.1", OWN, {"10.0.0.2": replace(OWN), "10.0.0.3": replace(OWN)})
+    compare("10.0.0.1", OWN, {"10.0.0.2": dict(OWN), "10.0.0.3": dict(OWN)})
 
 
 @pytest.mark.parametrize("name", ["specserve", "vllm", "torch", "checkpoint"])
 def test_a_node_that_differs_is_told_with_what_both_have(name: str) -> None:
-    other = replace(OWN, **{name: "another"})
+    other = OWN | {name: "another"}
     with pytest.raises(EngineError) as error:
-        compare("10.0.0.1", OWN, {"10.0.0.2": replace(OWN), "10.0.0.3": other})
+        compare("10.0.0.1", OWN, {"10.0.0.2": dict(OWN), "10.0.0.3": other})
     assert str(error.value) == (
-        f"node 10.0.0.3 has {name} another, node 10.0.0.1 has {getattr(OWN, name)}: "
+        f"node 10.0.0.3 has {name} another, node 10.0.0.1 has {OWN[name]}: "
         "all nodes of a replica need the same"
     )

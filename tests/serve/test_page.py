@@ -30,7 +30,7 @@ def decode(tokens: Sequence[int]) -> str:
 
 
 class Engine:
-    """An engine with one request of each tenant, whose text is the tenant's name."""
+    """As much of an engine as the page asks: one request of each tenant, whose text is its name."""
 
     def __init__(self) -> None:
         self.hangs = False
@@ -68,7 +68,7 @@ def _registry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def client(
-    engine: Engine,
+    engine: Any,
     ask_all: Callable[[SpeculationPage, str], Awaitable[Sequence[ReplicaView | BaseException]]],
     **http: Any,
 ) -> TestClient:

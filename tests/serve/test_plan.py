@@ -9,8 +9,7 @@ import pytest
 from specserve.core.config import AppConfig, parse
 from specserve.core.errors import ConfigError, PlacementError
 from specserve.serve.config_file import read
-from specserve.serve.nodes import described_nodes
-from specserve.serve.plan import Node, Plan, plan
+from specserve.serve.plan import Node, Plan, described_nodes, plan
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 DRAFTER = {"kind": "mtp", "num_gpus": 1}
