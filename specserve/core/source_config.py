@@ -137,7 +137,7 @@ class TrieConfig(SourceSection):
     dynamic: bool = True
     """Shorten or skip drafts that do not pay, by recent acceptance and the cost of verifying."""
     max_bytes: int = Field(default=256 << 20, ge=1 << 20)
-    """Memory of a replica's trie, about 65 bytes a token; each namespace has an equal part."""
+    """Memory of a replica's trie, about 61 bytes a token; each namespace has an equal part."""
     share: Literal["cluster", "replica"] = "cluster"
     """Who learns from a replica's traffic: all replicas, or itself alone."""
     share_tenants: bool = False

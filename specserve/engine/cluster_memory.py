@@ -24,7 +24,7 @@ LAST_WORDS_S = 1.0
 """How long a replica that ends may take to send what it has learned last."""
 
 _LOG_SHARE = 8
-"""A log takes 4 bytes a token and some 300 a record of 16 to 4096 tokens, a trie takes 65 a token:
+"""A log takes 4 bytes a token and some 300 a record of 16 to 4096 tokens, a trie takes 61 a token:
 so the log holds about what the trie does."""
 
 _LEAST_LOG_BYTES = 1 << 20

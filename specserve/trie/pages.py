@@ -109,7 +109,6 @@ def _free_page(a, page, scratch):  # type: ignore[no-untyped-def]
         a.pages[after, FLAGS] |= CUT
     else:
         a.slots[slot, TAIL] = prev
-        a.slots[slot, NEXT_FLAGS] |= CUT  # what comes next does not follow what is left
     a.pages[page, LENGTH] = 0
     a.scalars[NUM_TOKENS] -= length
     a.free_pages[a.scalars[NUM_FREE_PAGES]] = page
