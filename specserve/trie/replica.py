@@ -34,8 +34,8 @@ LONGEST_REST_S = 1.0
 REFUSED_REST_S = 30.0
 """Between two calls after the store has refused this replica."""
 
-MAX_QUEUED = 1 << 16
-"""Records that wait for the thread, however short."""
+MAX_QUEUED = 1 << 12
+"""Records that wait for the thread, of at most 16 KiB each; more are dropped."""
 
 STARTING_CALLS = 2
 """Calls that may fail before anything is said of it: a store that is just being started takes some
@@ -51,7 +51,6 @@ class ReplicaOptions:
         vocab_size: token ids are below it.
         max_bytes: memory for recent records of all replicas, in bytes. They are what a store that
             has lost its memory gets back from this replica.
-        max_queued_tokens: tokens that wait for the thread; more are dropped.
         interval_s: time from the start of one call to the next, in seconds, while the replica
             keeps up.
         deadline_s: how long a call may take, in seconds.
@@ -61,7 +60,6 @@ class ReplicaOptions:
     fingerprint: str
     vocab_size: int
     max_bytes: int = 64 << 20
-    max_queued_tokens: int = 1 << 18
     interval_s: float = 0.1
     deadline_s: float = 2.0
     reads: bool = True
@@ -112,8 +110,7 @@ class TrieReplica:
         self._options = options
         self._queue: deque[Record] = deque()
         # Each of these is written by one of the two threads alone.
-        self._num_put = self._num_dropped = self._num_records = 0
-        self._num_taken = 0
+        self._num_dropped = self._num_records = 0
         self._outbox = Outbox(self.origin, options.max_bytes, options.vocab_size)
         self._epoch = ""
         self._position = 0
@@ -136,14 +133,11 @@ class TrieReplica:
 
         For one thread at a time. Pieces of one request follow each other.
         """
-        num_tokens = len(piece.tokens)
-        num_waiting = self._num_put - self._num_taken + num_tokens
-        if num_waiting > self._options.max_queued_tokens or len(self._queue) >= MAX_QUEUED:
-            self._num_dropped += num_tokens
+        if len(self._queue) >= MAX_QUEUED:
+            self._num_dropped += len(piece.tokens)
             return
         records = records_of(self.origin, self._num_records + 1, piece)
         self._num_records += len(records)
-        self._num_put += num_tokens
         self._queue.extend(records)
 
     def stop(self, timeout_s: float = 3.0) -> bool:
@@ -184,9 +178,7 @@ class TrieReplica:
         """
         try:
             for _ in range(len(self._queue)):
-                record = self._queue.popleft()
-                self._num_taken += record.num_tokens
-                self._outbox.write(record)
+                self._outbox.write(self._queue.popleft())
             rest_s = self._exchange()
             oldest_queued = self._queue[0].stamp if self._queue else inf
             self._oldest_unsent = min(self._outbox.oldest_unsent_stamp, oldest_queued)
@@ -226,19 +218,16 @@ class TrieReplica:
         self._note_answer()
         self._outbox.confirm()
         if reply.epoch != self._epoch:
-            self._start_over(reply)
+            if self._epoch:
+                logger.warning("The draft memory has started again; it is sent what it has lost")
+            self._epoch = reply.epoch
+            self._outbox.start_over(reply.held)
         for record in reply.records:
             if self._outbox.receive(record):
                 self._apply_one(record)
         self._note_progress(reply)
         has_more = not self._outbox.is_empty or (self._options.reads and reply.behind)
         return 0.0 if has_more else self._options.interval_s
-
-    def _start_over(self, reply: ExchangeReply) -> None:
-        if self._epoch:
-            logger.warning("The draft memory has started again; it is sent what it has lost")
-        self._epoch = reply.epoch
-        self._outbox.start_over(reply.held)
 
     def _apply_one(self, record: Record) -> None:
         self._received_tokens += record.num_tokens

@@ -53,7 +53,6 @@ def write_texts(
         ReplicaOptions(
             fingerprint=options.fingerprint,
             vocab_size=options.vocab_size,
-            max_queued_tokens=1 << 40,
             deadline_s=_CALL_S,
             reads=False,
         ),

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from specserve.trie import replica as module
 from specserve.trie.namespaces import namespace, tenant_half
 from specserve.trie.records import Record, TextPiece
 from specserve.trie.replica import ReplicaOptions, TrieReplica
@@ -155,9 +156,11 @@ def test_without_a_store_memory_is_bounded_and_what_is_dropped_is_counted() -> N
     assert replica.link.stats().dropped_tokens == 100 * 500 - kept
 
 
-def test_a_thread_that_does_not_keep_up_costs_text_and_no_memory(client: DirectClient) -> None:
-    options = ReplicaOptions(fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE, max_queued_tokens=10)
-    link = TrieReplica(client, Reader(), options)
+def test_a_thread_that_does_not_keep_up_costs_text_and_no_memory(
+    client: DirectClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_QUEUED", 1)
+    link = TrieReplica(client, Reader(), OPTIONS)
     tokens = np.arange(6, dtype=np.int32)
     link.publish(TextPiece("tenant", "a", 0, tokens))
     link.publish(TextPiece("tenant", "a", 6, tokens))
