@@ -29,9 +29,6 @@ NAME_PREFIX = "specserve-trie-"
 SEEN_S = 10.0
 """A replica that has not asked for this long counts as gone."""
 
-MAX_REPLY_BYTES = 4 << 20
-"""No reader is given more at once, whatever it asks for."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreOptions:
@@ -138,16 +135,16 @@ class TrieStore:
             self._last_seen[request.origin] = time.monotonic()
             for record in request.records:
                 self._log.append(record)
-            batch = self._log.since(
+            records, position, behind = self._log.since(
                 0 if is_new else request.position,
-                min(request.max_bytes, MAX_REPLY_BYTES),
+                request.max_bytes,
                 lambda record: record.origin != request.origin,
             )
             return ExchangeReply(
                 epoch=self.epoch,
-                position=batch.position,
-                records=batch.records,
-                behind=batch.behind,
+                position=position,
+                records=records,
+                behind=behind,
                 held=self._log.held.ranges() if is_new else {},
                 log_bytes=self._options.max_bytes,
             )
@@ -212,7 +209,7 @@ class TrieStore:
                 num_tokens=log.num_tokens,
                 num_bytes=log.num_bytes,
                 max_bytes=self._options.max_bytes,
-                tokens_by_namespace=log.num_tokens_of(),
+                tokens_by_namespace=dict(log.tokens_by_namespace),
                 restored_tokens=self._restored_tokens,
                 dropped_tokens=log.dropped_tokens,
                 snapshot=self._keeper.stats() if self._keeper is not None else None,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import msgspec
 
@@ -24,21 +23,6 @@ SLOT_BYTES = 8
 
 SCANNED = 20_000
 """Positions that one read looks at, so that it holds nobody up for long."""
-
-
-@dataclass(frozen=True, slots=True)
-class LogBatch:
-    """Some records of a log.
-
-    Attributes:
-        records: in the log's order.
-        position: where to go on reading.
-        behind: positions left to read from there.
-    """
-
-    records: list[Record]
-    position: int
-    behind: int
 
 
 class LogState(msgspec.Struct, frozen=True):
@@ -77,6 +61,7 @@ class TokenLog:
         """Position after the newest record."""
         self.num_tokens = self.num_records = 0
         """Those held."""
+        self.tokens_by_namespace: Counter[str] = Counter()
         self.dropped_tokens = 0
         """Tokens of records dropped for want of room."""
         self._was_told = False
@@ -86,7 +71,6 @@ class TokenLog:
         self._on_drop = on_drop
         self._slots: list[Record | None] = []
         self._head = 0  # slots before it are used up
-        self._num_tokens_of: Counter[str] = Counter()
 
     @property
     def start(self) -> int:
@@ -120,7 +104,7 @@ class TokenLog:
 
     def since(
         self, position: int, max_bytes: int, wanted: Callable[[Record], bool] = lambda _: True
-    ) -> LogBatch:
+    ) -> tuple[list[Record], int, int]:
         """Reads on from a position.
 
         A reader for whom records were dropped is given all tombstones in force, since it may have
@@ -130,6 +114,9 @@ class TokenLog:
             position: as an earlier batch told; 0 begins with the oldest record.
             max_bytes: bounds the batch, which may exceed it by one record.
             wanted: which records the reader wants.
+
+        Returns:
+            (records in the log's order, where to go on reading, positions left to read from there).
         """
         start = self.start
         missed = self.tombstones.in_force() if position < start else []
@@ -144,16 +131,12 @@ class TokenLog:
             if record is not None and wanted(record):
                 records.append(record)
                 size += record.num_bytes
-        return LogBatch(records, position, self.end - position)
+        return records, position, self.end - position
 
     def newest_stamp(self, purged: str) -> float:
         """Stamp of the newest record that a purge of ``purged`` is about; 0 if there is none."""
         stamps = (each.stamp for each in self.records() if is_part_of(each.namespace, purged))
         return max(stamps, default=0.0)
-
-    def num_tokens_of(self) -> dict[str, int]:
-        """Tokens held, by namespace."""
-        return dict(self._num_tokens_of)
 
     def state(self) -> LogState:
         """All of it; the log may change afterwards."""
@@ -203,9 +186,9 @@ class TokenLog:
         self.num_records += sign
         self._record_bytes += sign * record.num_bytes
         self.num_tokens += sign * record.num_tokens
-        self._num_tokens_of[record.namespace] += sign * record.num_tokens
-        if not self._num_tokens_of[record.namespace]:
-            del self._num_tokens_of[record.namespace]
+        self.tokens_by_namespace[record.namespace] += sign * record.num_tokens
+        if not self.tokens_by_namespace[record.namespace]:
+            del self.tokens_by_namespace[record.namespace]
 
     def _carry_out(self, tombstone: Record) -> None:
         for index in range(self._head, len(self._slots)):
