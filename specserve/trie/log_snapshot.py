@@ -45,10 +45,6 @@ class SnapshotHeader(msgspec.Struct, frozen=True):
     tombstones: list[Record]
 
 
-class RefusedSnapshotError(Exception):
-    """The file is no snapshot that can be used; says why."""
-
-
 class SnapshotFile:
     """One snapshot at a URL.
 
@@ -165,24 +161,22 @@ def _read(file: BinaryIO, fingerprint: str) -> LogState:
         with gzip.GzipFile(fileobj=file) as lines:
             header = msgspec.json.decode(lines.readline(), type=SnapshotHeader)
             if header.version != VERSION:
-                raise RefusedSnapshotError(
-                    f"it has version {header.version}, this is version {VERSION}"
-                )
+                raise SnapshotError(f"it has version {header.version}, this is version {VERSION}")
             if header.fingerprint != fingerprint:
-                raise RefusedSnapshotError(
+                raise SnapshotError(
                     f"it is of {shorten(header.fingerprint)}, this is {shorten(fingerprint)}"
                 )
             decode = msgspec.json.Decoder(Record).decode
             records = [decode(line) for line in lines]
     except EOFError:
-        raise RefusedSnapshotError("it is cut off") from None
+        raise SnapshotError("it is cut off") from None
     except (gzip.BadGzipFile, zlib.error, msgspec.MsgspecError, UnicodeDecodeError):
-        raise RefusedSnapshotError("it is damaged, or no snapshot of a draft memory") from None
+        raise SnapshotError("it is damaged, or no snapshot of a draft memory") from None
     return LogState(header.held, header.tombstones, records)
 
 
 def _say(error: Exception) -> str:
-    if isinstance(error, RefusedSnapshotError):
+    if isinstance(error, SnapshotError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
         return error.strerror

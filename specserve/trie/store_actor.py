@@ -126,7 +126,8 @@ class RayStoreClient:
         """See :class:`StoreClient`."""
         deadline = time.monotonic() + timeout_s
         try:
-            self._await_the_last(timeout_s)
+            if self._unanswered is not None:  # a store that hangs is not given more to do
+                ray.get(self._unanswered, timeout=timeout_s)
             self._unanswered = self._store().exchange_encoded.remote(_encode(request))
             left_s = max(0.0, deadline - time.monotonic())
             content = ray.get(self._unanswered, timeout=left_s)
@@ -137,11 +138,6 @@ class RayStoreClient:
             raise StoreError(_say(error)) from error
         self._unanswered = None
         return _decode_reply(content)
-
-    def _await_the_last(self, timeout_s: float) -> None:
-        """A store that hangs is not given more to do; what it answers late is of no use."""
-        if self._unanswered is not None:
-            ray.get(self._unanswered, timeout=timeout_s)
 
     def _store(self) -> Any:
         if not ray.is_initialized():  # or Ray would start a cluster of its own

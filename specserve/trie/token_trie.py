@@ -203,18 +203,12 @@ class TokenTrie:
                 pages.remove(self._arrays, self._scratch, slot)
             of_slot[IS_OPEN] = 0
 
-    def clear(self) -> int:
-        """Forgets everything; sequences that still grow are not learned any further.
-
-        Returns:
-            How many tokens were removed.
-        """
+    def clear(self) -> None:
+        """Forgets everything; sequences that still grow are not learned any further."""
         with self._lock:
-            if self._arrays.scalars[NUM_FREE_SLOTS] == self.num_pages:
-                return 0  # a step would wait while the arrays are written
-            num_tokens = self.num_tokens
-            reset(self._arrays)
-            return num_tokens
+            # A step would wait while the arrays are written.
+            if self._arrays.scalars[NUM_FREE_SLOTS] < self.num_pages:
+                reset(self._arrays)
 
     def _open_slot(self, sequence: int) -> int:
         """A sequence's slot by its number; -1 where it is not open any more."""
