@@ -61,9 +61,7 @@ class ClusterLearner:
         now, growing = self._clock(), self._growing[record.namespace]
         most = min(MOST_GROWING, trie.num_pages // _GROWING_SHARE)
         known = growing.pop(record.sequence, None)
-        while growing and (
-            len(growing) >= most or next(iter(growing.values())).heard_at < now - SILENT_S
-        ):
+        while growing and (len(growing) >= most or _oldest(growing).heard_at < now - SILENT_S):
             _, oldest = growing.popitem(last=False)
             oldest.trie.finish(oldest.sequence)
         if known is not None and known.goes_on(trie, record.start):
@@ -84,3 +82,7 @@ class ClusterLearner:
             trie.finish(sequence)
         else:
             growing[record.sequence] = _Growing(trie, sequence, record.start + len(tokens), now)
+
+
+def _oldest(growing: OrderedDict[str, _Growing]) -> _Growing:
+    return next(iter(growing.values()))

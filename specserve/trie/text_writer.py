@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from specserve.core.errors import ConfigError, StoreError
 from specserve.core.types import Int32Array
 from specserve.trie.records import (
-    LAST,
     ExchangeReply,
     ExchangeRequest,
     Record,
@@ -20,6 +19,9 @@ from specserve.trie.records import (
 )
 from specserve.trie.replica import ReplicaOptions, TrieReplica
 from specserve.trie.store import StoreOptions
+
+_END = 1 << 62
+"""A position behind what any log holds."""
 
 _CALL_S, _PATIENCE_S = 10.0, 60.0
 _TEXTS_AT_ONCE, _TOKENS_AT_ONCE = 256, 1 << 20
@@ -130,7 +132,7 @@ class TextWriter:
 
     def _exchange(self, records: list[Record]) -> ExchangeReply:
         request = ExchangeRequest(
-            self._options.fingerprint, self._origin, self._epoch, LAST, records, max_bytes=0
+            self._options.fingerprint, self._origin, self._epoch, _END, records, max_bytes=0
         )
         reply = self._client.exchange(request, _CALL_S)
         if reply.refused:
