@@ -66,12 +66,11 @@ class ClusterMemory:
 
     def link(self) -> LinkSnapshot:
         """How the way to the other replicas is now; of several stores the worst."""
-        stats = [link.stats() for link in self._links]
         return LinkSnapshot(
-            up=all(each.up for each in stats),
-            lag_s=max(max(each.unsent_s, each.receive_lag_s) for each in stats),
-            received_tokens=sum(each.received_tokens for each in stats),
-            dropped_tokens=sum(each.dropped_tokens for each in stats),
+            up=all(link.up for link in self._links),
+            lag_s=max(max(link.unsent_s, link.receive_lag_s) for link in self._links),
+            received_tokens=sum(link.received_tokens for link in self._links),
+            dropped_tokens=sum(link.dropped_tokens for link in self._links),
         )
 
     def close(self) -> None:

@@ -65,46 +65,35 @@ class ReplicaOptions:
     reads: bool = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaStats:
-    """The link at one moment; totals count from its start.
+class TrieReplica:
+    """Publishes this replica's text to the store and applies what others publish.
+
+    What it tells of itself is for any thread; totals count from its start.
+
+    Args:
+        client: the way to the store.
+        apply: told of each record of another replica, once, on the link's own thread; a
+            tombstone (see ``record.kind``) is one of them.
 
     Attributes:
+        origin: of its records.
         up: whether the store answered the last call.
         refused: why the store refuses this replica; empty: it does not.
         epoch: identity of the store's start; empty before the first answer.
-        dropped_tokens: own tokens that no other replica will see: the store was away for longer
-            than memory lasted, or the thread was.
-        unsent_s: age of the oldest own token that the store has not confirmed, in seconds.
         received_tokens: tokens of other replicas' records.
         receive_lag_s: age of the oldest token of the last batch received, in seconds, by the
             writers' clocks. Counts what was written since this replica had read all there was.
         apply_errors: records that the index did not take.
     """
 
-    up: bool
-    refused: str
-    epoch: str
-    dropped_tokens: int
-    unsent_s: float
-    received_tokens: int
-    receive_lag_s: float
-    apply_errors: int
-
-
-class TrieReplica:
-    """Publishes this replica's text to the store and applies what others publish.
-
-    Args:
-        client: the way to the store.
-        apply: told of each record of another replica, once, on the link's own thread; a
-            tombstone (see ``record.kind``) is one of them.
-    """
-
     def __init__(
         self, client: StoreClient, apply: Callable[[Record], None], options: ReplicaOptions
     ) -> None:
         self.origin = uuid.uuid4().hex[:16]
+        self.up = False
+        self.refused = self.epoch = ""
+        self.received_tokens = self.apply_errors = 0
+        self.receive_lag_s = 0.0
         self._client = client
         self._apply = apply
         self._options = options
@@ -112,14 +101,9 @@ class TrieReplica:
         # Each of these is written by one of the two threads alone.
         self._num_dropped = self._num_records = 0
         self._outbox = Outbox(self.origin, options.max_bytes, options.vocab_size)
-        self._epoch = ""
-        self._position = 0
-        self._up = self._is_missed = False
-        self._refused = ""
-        self._oldest_unsent = inf
-        self._caught_up_at = inf
-        self._receive_lag_s = 0.0
-        self._received_tokens = self._failures_in_a_row = self._apply_errors = 0
+        self._position = self._failures_in_a_row = 0
+        self._is_missed = False
+        self._oldest_unsent = self._caught_up_at = inf
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="trie-replica", daemon=True)
         self._last_call_at = inf  # once stopping, none begins later
@@ -157,18 +141,16 @@ class TrieReplica:
         """Whether the store lacks anything of what was published; for the thread's own use."""
         return bool(self._queue) or not self._outbox.is_empty
 
-    def stats(self) -> ReplicaStats:
-        """The link at this moment; for any thread."""
-        return ReplicaStats(
-            up=self._up,
-            refused=self._refused,
-            epoch=self._epoch,
-            dropped_tokens=self._num_dropped + self._outbox.dropped_tokens,
-            unsent_s=max(0.0, time.time() - self._oldest_unsent),
-            received_tokens=self._received_tokens,
-            receive_lag_s=self._receive_lag_s,
-            apply_errors=self._apply_errors,
-        )
+    @property
+    def dropped_tokens(self) -> int:
+        """Own tokens that no other replica will see: the store was away for longer than memory
+        lasted, or the thread was."""
+        return self._num_dropped + self._outbox.dropped_tokens
+
+    @property
+    def unsent_s(self) -> float:
+        """Age of the oldest own token that the store has not confirmed, in seconds."""
+        return max(0.0, time.time() - self._oldest_unsent)
 
     def take_turn(self) -> float:
         """Writes, sends and receives once. The thread's work; to be called where none was started.
@@ -184,7 +166,7 @@ class TrieReplica:
             self._oldest_unsent = min(self._outbox.oldest_unsent_stamp, oldest_queued)
         except Exception:  # the link must outlive whatever it meets
             logger.exception("The link to the draft memory failed; it goes on")
-            self._up = False
+            self.up = False
             rest_s = LONGEST_REST_S
         return rest_s
 
@@ -195,7 +177,7 @@ class TrieReplica:
             self._stopping.wait(max(0.0, began + rest_s - time.monotonic()))
         while time.monotonic() < self._last_call_at:
             self.take_turn()
-            if not self._up or self._oldest_unsent == inf:
+            if not self.up or self._oldest_unsent == inf:
                 return
 
     def _exchange(self) -> float:
@@ -203,7 +185,7 @@ class TrieReplica:
         request = ExchangeRequest(
             self._options.fingerprint,
             self.origin,
-            self._epoch,
+            self.epoch,
             self._position,
             records,
             BATCH_BYTES if self._options.reads else 0,
@@ -217,10 +199,10 @@ class TrieReplica:
             return self._accept_refusal(reply.refused)
         self._note_answer()
         self._outbox.confirm()
-        if reply.epoch != self._epoch:
-            if self._epoch:
+        if reply.epoch != self.epoch:
+            if self.epoch:
                 logger.warning("The draft memory has started again; it is sent what it has lost")
-            self._epoch = reply.epoch
+            self.epoch = reply.epoch
             self._outbox.start_over(reply.held)
         for record in reply.records:
             if self._outbox.receive(record):
@@ -230,38 +212,38 @@ class TrieReplica:
         return 0.0 if has_more else self._options.interval_s
 
     def _apply_one(self, record: Record) -> None:
-        self._received_tokens += record.num_tokens
+        self.received_tokens += record.num_tokens
         try:
             self._apply(record)
         except Exception:  # one record is no reason to go without all others
-            self._apply_errors += 1
-            if self._apply_errors == 1:
+            self.apply_errors += 1
+            if self.apply_errors == 1:
                 logger.exception("A record was not applied. Further ones are only counted")
 
     def _note_progress(self, reply: ExchangeReply) -> None:
         self._position = reply.position
         now = time.time()
         stamps = [each.stamp for each in reply.records if each.stamp > self._caught_up_at]
-        self._receive_lag_s = max(0.0, now - min(stamps, default=now))
+        self.receive_lag_s = max(0.0, now - min(stamps, default=now))
         if not reply.behind:
             self._caught_up_at = min(self._caught_up_at, now)
 
     def _note_answer(self) -> None:
         if self._is_missed:
             logger.warning("The draft memory answers again")
-        self._up, self._is_missed, self._refused, self._failures_in_a_row = True, False, "", 0
+        self.up, self._is_missed, self.refused, self._failures_in_a_row = True, False, "", 0
 
     def _go_without(self, error: StoreError) -> float:
-        self._up = False
+        self.up = False
         self._failures_in_a_row += 1
-        if not self._is_missed and (self._epoch or self._failures_in_a_row > STARTING_CALLS):
+        if not self._is_missed and (self.epoch or self._failures_in_a_row > STARTING_CALLS):
             self._is_missed = True
             logger.warning("The draft memory does not answer, drafts go on without it: %s", error)
         longest_s = min(LONGEST_REST_S, 0.1 * 2.0 ** min(self._failures_in_a_row, 10))
         return random.uniform(0.5, 1.0) * longest_s
 
     def _accept_refusal(self, reason: str) -> float:
-        if not self._refused:
+        if not self.refused:
             logger.error("Drafts go on without the cluster's memory: %s", reason)
-        self._up, self._refused = False, reason
+        self.up, self.refused = False, reason
         return REFUSED_REST_S

@@ -69,7 +69,7 @@ def write_texts(
             _send(replica)
             num_unsent = 0
     _send(replica)
-    if dropped := replica.stats().dropped_tokens:
+    if dropped := replica.dropped_tokens:
         raise StoreError(f"{dropped} of {num_tokens} tokens found no room before they were sent")
     return num_tokens
 
@@ -79,10 +79,9 @@ def _send(replica: TrieReplica) -> None:
     answered_at = time.monotonic()
     while replica.has_unsent:
         rest_s = replica.take_turn()
-        stats = replica.stats()
-        if stats.refused:
-            raise StoreError(stats.refused)
-        if stats.up:
+        if replica.refused:
+            raise StoreError(replica.refused)
+        if replica.up:
             answered_at = time.monotonic()
         elif time.monotonic() > answered_at + _PATIENCE_S:
             raise StoreError(f"the draft memory has not answered for {_PATIENCE_S:g} s")
