@@ -34,10 +34,8 @@ class ClusterMemory:
     """What a replica learns goes to all others, and what they learn comes to it.
 
     Args:
-        config: of the source.
         memory: the replica's, which is taught.
         model_identity: replicas of one identity share.
-        vocab_size: token ids are below it.
         connect: the way to a store.
     """
 

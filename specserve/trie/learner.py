@@ -41,7 +41,6 @@ class ClusterLearner:
     """Puts records into a replica's memory, in slices between which decoding steps get their turn.
 
     Args:
-        memory: the replica's.
         clock: monotonic seconds.
     """
 

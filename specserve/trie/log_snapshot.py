@@ -31,13 +31,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class SnapshotHeader(msgspec.Struct, frozen=True):
-    """What a snapshot says of itself, and all of a log but its records.
-
-    Attributes:
-        version: of this layout.
-        fingerprint: identity of the model and tokenizer whose tokens these are.
-        held: as the next one of :class:`LogState`.
-    """
+    """The first line: what a snapshot says of itself, and all of a log but its records."""
 
     version: int
     fingerprint: str

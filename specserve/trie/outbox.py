@@ -26,7 +26,6 @@ class Outbox:
     Args:
         origin: this replica.
         max_bytes: memory of the records, in bytes; the oldest are dropped first.
-        vocab_size: token ids are below it.
     """
 
     def __init__(self, origin: str, max_bytes: int, vocab_size: int) -> None:

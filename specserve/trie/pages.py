@@ -192,11 +192,9 @@ def append(a, scratch, waiting, slot, text, begin, end, num_prompt_tokens):  # t
     """Adds text to a sequence; :func:`put_waiting` makes it known.
 
     Args:
-        waiting: tokens whose contexts are in it.
+        waiting: tokens whose contexts are in the scratch.
         slot: of an open sequence.
-        text: int32 ``[>= end]``.
-        begin: first token that is new.
-        end: one past the last.
+        text: int32 ``[>= end]``; new is ``text[begin:end]``.
         num_prompt_tokens: tokens before this one are prompt.
 
     Returns:

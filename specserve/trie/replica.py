@@ -47,8 +47,6 @@ class ReplicaOptions:
     """How a replica shares what it learns.
 
     Attributes:
-        fingerprint: identity of the model and tokenizer.
-        vocab_size: token ids are below it.
         max_bytes: memory for recent records of all replicas, in bytes. They are what a store that
             has lost its memory gets back from this replica.
         interval_s: time from the start of one call to the next, in seconds, while the replica

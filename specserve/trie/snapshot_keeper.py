@@ -25,8 +25,6 @@ class SnapshotStats(msgspec.Struct, frozen=True, kw_only=True):
     """A keeper at one moment; totals count from its start.
 
     Attributes:
-        url: the file.
-        num_saved: snapshots written.
         num_errors: snapshots that could not be written, or not be read.
         last_error: the last of these; empty once one was written again.
         age_s: time since the last one was written, in seconds; -1: none was.
@@ -48,7 +46,6 @@ class SnapshotKeeper:
     at each interval, and none is written in its place until then.
 
     Args:
-        fingerprint: identity of the model and tokenizer.
         state: tells what is to be kept.
         take_over: given what the snapshot holds.
     """

@@ -13,12 +13,7 @@ import msgspec
 
 from specserve.core.errors import ConfigError
 from specserve.trie.log_snapshot import SnapshotFile
-from specserve.trie.records import (
-    MAX_NAME_CHARS,
-    ExchangeReply,
-    ExchangeRequest,
-    Record,
-)
+from specserve.trie.records import MAX_NAME_CHARS, ExchangeReply, ExchangeRequest, Record
 from specserve.trie.snapshot_keeper import SnapshotKeeper, SnapshotStats
 from specserve.trie.token_log import LogState, TokenLog
 
@@ -36,7 +31,6 @@ class StoreOptions:
 
     Attributes:
         fingerprint: identity of the model and tokenizer; replicas of another one are refused.
-        vocab_size: token ids are below it.
         shard: which of several stores this is, each with namespaces of its own.
         max_bytes: memory of the log, in bytes.
         snapshot_url: folder of the snapshot, a path or a URL; empty: none is kept.
@@ -68,14 +62,11 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     """A store at one moment; totals count from its start.
 
     Attributes:
-        fingerprint: identity of the model and tokenizer.
         up_s: time since then, in seconds.
         num_replicas: replicas that asked within the last ``SEEN_S`` seconds.
-        num_records: records held.
-        num_tokens: tokens held.
+        num_records: records held, as are the tokens.
         num_bytes: memory of the log in use.
         max_bytes: its limit.
-        tokens_by_namespace: tokens held.
         restored_tokens: tokens that came from the snapshot at start.
         dropped_tokens: tokens dropped for want of room, oldest first.
         snapshot: how the snapshots are doing; None: none are kept.
@@ -232,7 +223,6 @@ class TrieStore:
             return self._log.state()
 
     def _take_over(self, state: LogState) -> None:
-        """Takes over what a snapshot holds."""
         with self._lock:
             before = self._log.num_tokens
             self._log.restore(state)

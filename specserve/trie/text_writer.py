@@ -35,16 +35,10 @@ def write_texts(
     namespace: str,
     texts: Iterable[tuple[Int32Array, int]],
 ) -> int:
-    """Writes texts as a replica does that reads nothing.
+    """Writes texts as a replica does that reads nothing; how many tokens the store has taken.
 
     Args:
-        client: the way to the store.
-        options: of the store.
-        namespace: whose texts they are.
         texts: tokens, int32 ``[n]``, and how many of the first ones are prompt.
-
-    Returns:
-        How many tokens the store has taken.
 
     Raises:
         StoreError: the store refuses, or has not answered for a minute.
@@ -89,12 +83,7 @@ def _send(replica: TrieReplica) -> None:
 
 
 class TextWriter:
-    """Writes texts in one call to the store, which takes all of them or none; safe for threads.
-
-    Args:
-        client: the way to the store.
-        options: of the store.
-    """
+    """Writes texts in one call to the store, which takes all of them or none; safe for threads."""
 
     def __init__(self, client: StoreClient, options: StoreOptions) -> None:
         self._client = client

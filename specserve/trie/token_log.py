@@ -47,7 +47,6 @@ class TokenLog:
     Args:
         max_bytes: memory of the records, never exceeded, in bytes, at least ``MIN_BYTES``. What is
             known of origins comes on top, at most some MB.
-        vocab_size: token ids are below it.
         on_drop: told of each record that is dropped for want of room.
     """
 

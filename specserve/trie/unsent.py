@@ -52,7 +52,6 @@ class UnsentTexts:
     Calls come from one thread.
 
     Args:
-        shared: the way to the other replicas.
         num_slots: requests that may be open at a time.
         wall_clock: seconds since 1970.
     """
