@@ -73,7 +73,7 @@ def step(  # type: ignore[no-untyped-def]
         )
         own = open_slot(a, sequences[slot])
         if own >= 0:
-            num_waiting, _ = append(
+            num_waiting = append(
                 a, scratch, num_waiting, own, token_ids[row], begin, end, num_prompt_tokens[row]
             )
     put_waiting(a, scratch, num_waiting)

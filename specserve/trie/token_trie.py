@@ -122,21 +122,16 @@ class TokenTrie:
         with self._lock:
             return self._open_slot(sequence) >= 0
 
-    def append(self, sequence: int, tokens: Int32Array, *, num_prompt_tokens: int = 0) -> int:
-        """Adds tokens to the end of a sequence.
+    def append(self, sequence: int, tokens: Int32Array, *, num_prompt_tokens: int = 0) -> None:
+        """Adds tokens to the end of a sequence; where some find no room, no draft runs over them.
 
         Args:
             tokens: int32 ``[k]``.
             num_prompt_tokens: how many of them, from the first one, are prompt.
-
-        Returns:
-            How many tokens found no room; no draft runs over the gap.
         """
         tokens = kernel_array(tokens, np.int32)
         with self._lock:
-            return int(
-                pages.append_one(self._arrays, self._scratch, sequence, tokens, num_prompt_tokens)
-            )
+            pages.append_one(self._arrays, self._scratch, sequence, tokens, num_prompt_tokens)
 
     def step(
         self,

@@ -33,7 +33,7 @@ def learn(
     from_cluster: bool = False,
 ) -> None:
     sequence = trie.open(from_cluster=from_cluster)
-    assert trie.append(sequence, text, num_prompt_tokens=num_prompt_tokens) == 0
+    trie.append(sequence, text, num_prompt_tokens=num_prompt_tokens)
     trie.finish(sequence)
 
 
@@ -187,7 +187,8 @@ def test_a_private_text_that_has_ended_leaves_nothing_behind(trie: TokenTrie) ->
     pages, slots = trie._arrays.scalars[[NUM_FREE_PAGES, NUM_FREE_SLOTS]].tolist()
     table = np.sort(trie._arrays.table, axis=None)
     goes = trie.open(private=True)
-    assert trie.append(goes, text) == 0
+    trie.append(goes, text)
+    assert trie.num_tokens == 700
     trie.finish(goes)
     assert trie.num_tokens == 200
     assert trie._arrays.scalars[[NUM_FREE_PAGES, NUM_FREE_SLOTS]].tolist() == [pages, slots]
@@ -202,11 +203,13 @@ def test_no_draft_crosses_what_found_no_room() -> None:
     trie.append(a, text[:PAGE])
     others = [trie.open() for _ in range(trie.num_pages - 1)]
     for other in others:
-        assert trie.append(other, tokens(1)) == 0
-    assert trie.append(a, text[PAGE : 2 * PAGE]) == PAGE
+        trie.append(other, tokens(1))
+    num_tokens = trie.num_tokens
+    trie.append(a, text[PAGE : 2 * PAGE])
+    assert trie.num_tokens == num_tokens == PAGE + len(others)
     for other in others:
         trie.finish(other)
-    assert trie.append(a, text[2 * PAGE :]) == 0
+    trie.append(a, text[2 * PAGE :])
     assert draft(trie, text[PAGE - 20 : PAGE - 4]) == text[PAGE - 4 : PAGE].tolist()
     assert draft(trie, text[2 * PAGE : 2 * PAGE + 9])
 
@@ -257,10 +260,13 @@ def test_more_open_texts_than_pages_are_refused_and_not_a_fault() -> None:
         trie.append(sequence, tokens(1, 2, 3))
         opened.append(sequence)
     assert len(opened) == trie.num_pages
-    assert trie.append(opened[0], noise(PAGE)) == 3
+    trie.append(opened[0], noise(PAGE))
+    learned = trie.num_ingested_tokens
+    assert learned == 3 * len(opened) + PAGE - 3
     for sequence in opened[1:]:
         trie.finish(sequence)
-    assert trie.append(opened[0], noise(PAGE)) == 0
+    trie.append(opened[0], noise(PAGE))
+    assert trie.num_ingested_tokens == learned + PAGE
     assert trie.open() != NO_SEQUENCE
 
 
@@ -282,7 +288,7 @@ def test_the_number_of_a_sequence_that_has_ended_is_no_other_ones(
     trie.append(former, text)
     trie.finish(former)
     assert trie.num_tokens == 0
-    assert trie.append(current, text) == 0
+    trie.append(current, text)
     assert trie.num_tokens == 100
     assert draft(trie, text[20:40], own=former) == text[40:48].tolist()
 
