@@ -28,11 +28,11 @@ class Outbox:
         max_bytes: memory of the records, in bytes; the oldest are dropped first.
     """
 
-    def __init__(self, origin: str, max_bytes: int, vocab_size: int) -> None:
+    def __init__(self, origin: str, max_bytes: int) -> None:
         self.dropped_tokens = 0
         """Own tokens that were dropped before the store had them."""
         self._origin = origin
-        self._log = TokenLog(max_bytes, vocab_size, self._drop)
+        self._log = TokenLog(max_bytes, self._drop)
         self._own: Unsent = {}
         self._others: Unsent = {}
         self._offered: list[Record] = []

@@ -56,7 +56,6 @@ class ReplicaOptions:
     """
 
     fingerprint: str
-    vocab_size: int
     max_bytes: int = 64 << 20
     interval_s: float = 0.1
     deadline_s: float = 2.0
@@ -98,7 +97,7 @@ class TrieReplica:
         self._queue: deque[Record] = deque()
         # Each of these is written by one of the two threads alone.
         self._num_dropped = self._num_records = 0
-        self._outbox = Outbox(self.origin, options.max_bytes, options.vocab_size)
+        self._outbox = Outbox(self.origin, options.max_bytes)
         self._position = self._failures_in_a_row = 0
         self._is_missed = False
         self._oldest_unsent = self._caught_up_at = inf

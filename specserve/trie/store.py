@@ -13,7 +13,13 @@ import msgspec
 
 from specserve.core.errors import ConfigError
 from specserve.trie.log_snapshot import SnapshotFile
-from specserve.trie.records import MAX_NAME_CHARS, ExchangeReply, ExchangeRequest, Record
+from specserve.trie.records import (
+    MAX_NAME_CHARS,
+    ExchangeReply,
+    ExchangeRequest,
+    Record,
+    problem_of,
+)
 from specserve.trie.snapshot_keeper import SnapshotKeeper, SnapshotStats
 from specserve.trie.token_log import LogState, TokenLog
 
@@ -98,12 +104,13 @@ class TrieStore:
     def __init__(self, options: StoreOptions) -> None:
         self.epoch = uuid.uuid4().hex
         self._options = options
-        self._log = TokenLog(options.max_bytes, options.vocab_size)
+        self._log = TokenLog(options.max_bytes)
         self._lock = threading.Lock()  # of the log and the fields below
         self._began = time.monotonic()
         self._last_seen: dict[str, float] = {}
         self._num_tombstones = 0
         self._restored_tokens = 0
+        self._was_told = False
 
         self._keeper: SnapshotKeeper | None = None
         if options.snapshot_url:
@@ -125,7 +132,7 @@ class TrieStore:
                 self._forget_the_unseen()
             self._last_seen[request.origin] = time.monotonic()
             for record in request.records:
-                self._log.append(record)
+                self._take(record)
             records, position, behind = self._log.since(
                 0 if is_new else request.position,
                 request.max_bytes,
@@ -166,9 +173,10 @@ class TrieStore:
                 namespace=namespace,
                 kind="purge",
             )
-            if not self._log.append(tombstone):
+            if problem_of(tombstone, self._options.vocab_size):
                 allowed = f"1 .. {MAX_NAME_CHARS} ASCII characters"
                 raise ConfigError("purge", namespace, allowed)
+            self._log.append(tombstone)
             forgotten = before - self._log.num_tokens
         self.snapshot_now()
         return forgotten
@@ -205,6 +213,14 @@ class TrieStore:
                 dropped_tokens=log.dropped_tokens,
                 snapshot=self._keeper.stats() if self._keeper is not None else None,
             )
+
+    def _take(self, record: Record) -> None:
+        problem = problem_of(record, self._options.vocab_size)
+        if not problem:
+            self._log.append(record)
+        elif not self._was_told:
+            self._was_told = True
+            logger.warning("A record is dropped: %s. Of further ones nothing is said", problem)
 
     def _forget_the_unseen(self) -> None:
         since = time.monotonic() - SEEN_S

@@ -48,7 +48,6 @@ def write_texts(
         lambda record: None,
         ReplicaOptions(
             fingerprint=options.fingerprint,
-            vocab_size=options.vocab_size,
             deadline_s=_CALL_S,
             reads=False,
         ),

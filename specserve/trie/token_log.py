@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 
 import msgspec
 
 from specserve.trie.namespaces import is_part_of
-from specserve.trie.records import MAX_RECORD_TOKENS, Ranges, Record, problem_of
+from specserve.trie.records import MAX_RECORD_TOKENS, Ranges, Record
 from specserve.trie.seen_records import SeenRecords
 from specserve.trie.tombstones import Tombstones, is_meant, is_replaced
-
-logger = logging.getLogger(__name__)
 
 MIN_BYTES = 1 << 16
 """Smallest log: a few of the longest records."""
@@ -50,9 +47,7 @@ class TokenLog:
         on_drop: told of each record that is dropped for want of room.
     """
 
-    def __init__(
-        self, max_bytes: int, vocab_size: int, on_drop: Callable[[Record], None] | None = None
-    ) -> None:
+    def __init__(self, max_bytes: int, on_drop: Callable[[Record], None] | None = None) -> None:
         assert max_bytes >= MIN_BYTES > 4 * MAX_RECORD_TOKENS
         self.held = SeenRecords()
         self.tombstones = Tombstones(max_bytes // 2)
@@ -63,10 +58,8 @@ class TokenLog:
         self.tokens_by_namespace: Counter[str] = Counter()
         self.dropped_tokens = 0
         """Tokens of records dropped for want of room."""
-        self._was_told = False
         self._record_bytes = 0
         self._max_bytes = max_bytes
-        self._vocab_size = vocab_size
         self._on_drop = on_drop
         self._slots: list[Record | None] = []
         self._head = 0  # slots before it are used up
@@ -82,15 +75,10 @@ class TokenLog:
         return self._record_bytes + self.tombstones.num_bytes
 
     def append(self, record: Record) -> bool:
-        """Takes a record, unless it was taken before, is to be forgotten or is not well formed.
+        """Takes a record, unless it was taken before or is to be forgotten.
 
         A tombstone is carried out at once, and kept so that readers do the same.
         """
-        if problem := problem_of(record, self._vocab_size):
-            if not self._was_told:
-                logger.warning("A record is dropped: %s. Of further ones nothing is said", problem)
-            self._was_told = True
-            return False
         if not self.held.add(record.origin, record.number):
             return False
         if record.kind == "text" and self.tombstones.cover(record):

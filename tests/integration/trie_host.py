@@ -67,7 +67,7 @@ class Link:
 
         self.store = StoreOptions(**store, vocab_size=VOCAB_SIZE)
         self.client = RayStoreClient(self.store)
-        options = ReplicaOptions(fingerprint=fingerprint, vocab_size=VOCAB_SIZE)
+        options = ReplicaOptions(fingerprint=fingerprint)
         self.link = TrieReplica(self.client, self.apply, options)
         self.read: dict[str, set[int]] = defaultdict(set)
         self.wrote: dict[str, int] = {}

@@ -65,7 +65,7 @@ class Task:
 def write(task: Task, store: StoreOptions) -> dict[str, Any]:
     """Replicas that each decode ``STREAMS`` requests; how old foreign tokens were when applied."""
     lags_s: list[float] = []
-    options = ReplicaOptions(fingerprint=task.fingerprint, vocab_size=VOCAB_SIZE)
+    options = ReplicaOptions(fingerprint=task.fingerprint)
     links = [
         TrieReplica(
             RayStoreClient(store),

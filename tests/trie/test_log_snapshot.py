@@ -18,7 +18,7 @@ from tests.trie.texts import FINGERPRINT, VOCAB_SIZE, purge, record
 
 
 def some_state(num_records: int = 500) -> LogState:
-    log = TokenLog(1 << 24, VOCAB_SIZE)
+    log = TokenLog(1 << 24)
     for number in range(1, num_records + 1):
         log.append(record(number, [number % VOCAB_SIZE], origin=f"replica-{number % 3}"))
     log.append(purge(namespace="gone"))

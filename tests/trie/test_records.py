@@ -86,7 +86,7 @@ def test_a_record_takes_no_more_memory_than_is_counted_for_it() -> None:
         for number in range(1000, 3000)
     ]
     encoded = [msgspec.msgpack.encode(each) for each in records]
-    log = TokenLog(1 << 30, VOCAB_SIZE)
+    log = TokenLog(1 << 30)
     tracemalloc.start()
     try:
         before, _ = tracemalloc.get_traced_memory()

@@ -17,7 +17,7 @@ from tests.integration.cluster import eventually
 from tests.trie.texts import FINGERPRINT, VOCAB_SIZE, DirectClient
 
 WAIT_S = 30.0
-OPTIONS = ReplicaOptions(fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE, interval_s=0.01)
+OPTIONS = ReplicaOptions(fingerprint=FINGERPRINT, interval_s=0.01)
 
 Texts = dict[tuple[str, str], dict[int, int]]
 """Token by position, by namespace and sequence."""
@@ -104,7 +104,7 @@ def test_what_one_replica_writes_the_others_read(start: Start) -> None:
 def test_stopping_sends_what_is_left(client: DirectClient, start: Start) -> None:
     slow = Replica(
         client,
-        ReplicaOptions(fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE, interval_s=3600),
+        ReplicaOptions(fingerprint=FINGERPRINT, interval_s=3600),
     )
     slow.link.start()
     eventually(lambda: slow.link.up, "the first answer", WAIT_S, 0.01)
@@ -140,7 +140,7 @@ def test_without_a_store_text_waits_and_is_sent_when_one_is_there(
 
 
 def test_without_a_store_memory_is_bounded_and_what_is_dropped_is_counted() -> None:
-    options = ReplicaOptions(fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE, max_bytes=1 << 16)
+    options = ReplicaOptions(fingerprint=FINGERPRINT, max_bytes=1 << 16)
     client = DirectClient()
     replica = Replica(client, options)
     for number in range(100):
@@ -171,7 +171,7 @@ def test_a_thread_that_does_not_keep_up_costs_text_and_no_memory(
 def test_a_replica_of_another_model_says_so_once_and_shares_nothing(
     client: DirectClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options = ReplicaOptions(fingerprint="another", vocab_size=VOCAB_SIZE)
+    options = ReplicaOptions(fingerprint="another")
     replica = Replica(client, options)
     replica.write("a", [1])
     rests_s = [replica.link.take_turn() for _ in range(3)]

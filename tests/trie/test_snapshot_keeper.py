@@ -12,7 +12,7 @@ from specserve.trie.log_snapshot import SnapshotFile
 from specserve.trie.snapshot_keeper import MOST_ASKING, SnapshotKeeper
 from specserve.trie.token_log import LogState, TokenLog
 from tests.integration.cluster import eventually
-from tests.trie.texts import FINGERPRINT, VOCAB_SIZE, record
+from tests.trie.texts import FINGERPRINT, record
 
 WAIT_S = 30.0
 
@@ -21,7 +21,7 @@ class Kept:
     """A log with a keeper."""
 
     def __init__(self, path: Path) -> None:
-        self._log = TokenLog(1 << 20, VOCAB_SIZE)
+        self._log = TokenLog(1 << 20)
         self._lock = threading.Lock()
         self.taken_over: list[LogState] = []
         self.file = SnapshotFile(str(path))

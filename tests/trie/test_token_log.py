@@ -4,11 +4,11 @@ import time
 
 from specserve.trie.records import Record
 from specserve.trie.token_log import MIN_BYTES, SCANNED, TokenLog
-from tests.trie.texts import VOCAB_SIZE, purge, record
+from tests.trie.texts import purge, record
 
 
 def new_log(max_bytes: int = 1 << 20) -> TokenLog:
-    return TokenLog(max_bytes, VOCAB_SIZE)
+    return TokenLog(max_bytes)
 
 
 def read(log: TokenLog, position: int = 0) -> list[Record]:
@@ -59,17 +59,9 @@ def test_a_record_is_taken_once_in_whatever_order_records_come() -> None:
     assert log.append(record(2, origin="other"))
 
 
-def test_a_bad_record_is_dropped() -> None:
-    log = new_log()
-    assert not log.append(record(1, [VOCAB_SIZE]))
-    assert not log.append(record(2, [-5]))
-    assert log.append(record(3))
-    assert log.num_records == 1
-
-
 def test_memory_is_never_above_the_limit_and_the_oldest_go_first() -> None:
     dropped: list[Record] = []
-    log = TokenLog(MIN_BYTES, VOCAB_SIZE, dropped.append)
+    log = TokenLog(MIN_BYTES, dropped.append)
     records = [record(number, range(number % 300)) for number in range(1, 3000)]
     for each in records:
         log.append(each)
@@ -167,15 +159,6 @@ def test_what_is_restored_late_comes_behind_what_is_there() -> None:
     assert not late.append(record(1))
 
 
-def test_a_restored_log_leaves_out_what_this_vocabulary_does_not_have() -> None:
-    log = new_log()
-    log.append(record(1, [1]))
-    log.append(record(2, [900]))
-    restored = TokenLog(1 << 20, 500)
-    restored.restore(log.state())
-    assert read(restored) == [record(1, [1])]
-
-
 def test_the_newest_stamp_is_a_namespaces_own() -> None:
     log = new_log()
     now = time.time()
@@ -187,7 +170,7 @@ def test_the_newest_stamp_is_a_namespaces_own() -> None:
 
 
 def test_a_purge_that_says_all_that_an_older_one_did_takes_its_place() -> None:
-    log = TokenLog(1 << 20, VOCAB_SIZE)
+    log = TokenLog(1 << 20)
     for number in range(1, 101):
         log.append(Record("store", number, float(number), "n", "purge"))
     log.append(Record("store", 101, 50.0, "other", "purge"))
