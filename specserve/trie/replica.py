@@ -195,7 +195,7 @@ class TrieReplica:
         if reply.refused:
             return self._accept_refusal(reply.refused)
         self._note_answer()
-        self._outbox.confirm()
+        self._outbox.confirm(records)
         if reply.epoch != self.epoch:
             if self.epoch:
                 logger.warning("The draft memory has started again; it is sent what it has lost")

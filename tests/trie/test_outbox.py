@@ -26,7 +26,7 @@ def sent(outbox: Outbox, max_bytes: int = 1 << 20) -> list[Record]:
     found: list[Record] = []
     while records := outbox.pending(max_bytes):
         found += records
-        outbox.confirm()
+        outbox.confirm(records)
     return found
 
 
@@ -44,10 +44,10 @@ def test_what_was_written_is_pending_until_it_is_confirmed() -> None:
     assert numbers(outbox.pending(1)) == [("me", 1)]
     assert numbers(outbox.pending(1)) == [("me", 1)]
     assert outbox.oldest_unsent_stamp == 7.0
-    outbox.confirm()
+    outbox.confirm(outbox.pending(1))
     assert outbox.oldest_unsent_stamp == 8.0
     assert numbers(outbox.pending(1)) == [("me", 2)]
-    outbox.confirm()
+    outbox.confirm(outbox.pending(1))
     assert outbox.pending(1) == []
     assert outbox.oldest_unsent_stamp == inf
 
