@@ -47,13 +47,15 @@ class SnapshotFile:
     Args:
         url: a path, whose folder is made where it is missing, or a URL of any file system that
             fsspec knows.
+        fingerprint: identity of the model and tokenizer whose tokens are kept.
 
     Raises:
         ConfigError: fsspec does not know the URL's scheme, or lacks a package for it.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, fingerprint: str) -> None:
         self.url = url
+        self._fingerprint = fingerprint
         try:
             self._fs, path = url_to_fs(url)
         except (ImportError, ValueError) as error:
@@ -63,7 +65,7 @@ class SnapshotFile:
         self._path = str(path)
         self._is_local = isinstance(self._fs, LocalFileSystem)
 
-    def save(self, fingerprint: str, state: LogState) -> int:
+    def save(self, state: LogState) -> int:
         """Writes the snapshot aside, then puts it in the place of the one that was there.
 
         Returns:
@@ -76,7 +78,7 @@ class SnapshotFile:
         try:
             if self._is_local:
                 Path(self._path).parent.mkdir(parents=True, exist_ok=True)
-            size = self._write(aside, fingerprint, state)
+            size = self._write(aside, state)
             self._move(aside, self._path)
         except Exception as error:  # each file system has errors of its own
             with suppress(Exception):
@@ -84,7 +86,7 @@ class SnapshotFile:
             raise SnapshotError(f"snapshot {self.url} was not written: {_say(error)}") from error
         return size
 
-    def load_or_set_aside(self, fingerprint: str) -> LogState | None:
+    def load_or_set_aside(self) -> LogState | None:
         """Reads the snapshot.
 
         One that cannot be used is renamed to ``<name>.refused-<number>``, and the log says why.
@@ -97,7 +99,7 @@ class SnapshotFile:
         """
         try:
             with self._fs.open(self._path, "rb") as file:
-                return _read(file, fingerprint)
+                return _read(file, self._fingerprint)
         except FileNotFoundError:
             return None
         except Exception as error:
@@ -121,8 +123,8 @@ class SnapshotFile:
         )
         return None
 
-    def _write(self, path: str, fingerprint: str, state: LogState) -> int:
-        header = SnapshotHeader(VERSION, fingerprint, state.held, state.tombstones)
+    def _write(self, path: str, state: LogState) -> int:
+        header = SnapshotHeader(VERSION, self._fingerprint, state.held, state.tombstones)
         with self._open_new(path) as file:
             with gzip.GzipFile(fileobj=file, mode="wb", compresslevel=1) as lines:
                 for each in (header, *state.records):  # one by one: others get their turns

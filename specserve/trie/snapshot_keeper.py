@@ -53,12 +53,12 @@ class SnapshotKeeper:
     def __init__(
         self,
         file: SnapshotFile,
-        fingerprint: str,
+        interval_s: float,
         state: Callable[[], LogState],
         take_over: Callable[[LogState], None],
     ) -> None:
         self._file = file
-        self._fingerprint = fingerprint
+        self._interval_s = interval_s
         self._state = state
         self._take_over = take_over
         self._lock = threading.Lock()
@@ -68,13 +68,11 @@ class SnapshotKeeper:
         self._saved_at = 0.0
         self._num_saved = self._num_errors = self._num_bytes = 0
         self._last_error = ""
-        self._interval_s = 0.0
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="snapshots", daemon=True)
 
-    def start(self, interval_s: float) -> None:
+    def start(self) -> None:
         """Takes over the snapshot, if there is one, then starts the schedule."""
-        self._interval_s = interval_s
         self._try()
         self._thread.start()
 
@@ -130,7 +128,7 @@ class SnapshotKeeper:
                 logger.error("%s; tried again in %g s", error, self._interval_s)
 
     def _read(self) -> None:
-        loaded = self._file.load_or_set_aside(self._fingerprint)
+        loaded = self._file.load_or_set_aside()
         self._was_read = True
         if loaded is not None:
             self._take_over(loaded)
@@ -141,7 +139,7 @@ class SnapshotKeeper:
         state = self._state()
         if only_news and state.held == self._saved:
             return self._num_bytes
-        self._num_bytes = self._file.save(self._fingerprint, state)
+        self._num_bytes = self._file.save(state)
         self._saved, self._saved_at = state.held, time.monotonic()
         self._num_saved += 1
         self._last_error = ""

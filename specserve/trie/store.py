@@ -115,12 +115,12 @@ class TrieStore:
         self._keeper: SnapshotKeeper | None = None
         if options.snapshot_url:
             self._keeper = SnapshotKeeper(
-                SnapshotFile(options.snapshot_file),
-                options.fingerprint,
+                SnapshotFile(options.snapshot_file, options.fingerprint),
+                options.snapshot_interval_s,
                 self._state,
                 self._take_over,
             )
-            self._keeper.start(options.snapshot_interval_s)
+            self._keeper.start()
 
     def exchange(self, request: ExchangeRequest) -> ExchangeReply:
         """Takes a replica's records and answers with others' (:class:`ExchangeReply`)."""

@@ -117,7 +117,8 @@ class RayStoreClient:
 
     def __init__(self, options: StoreOptions) -> None:
         if options.snapshot_url:
-            SnapshotFile(options.snapshot_file)  # so that the user is told, and not the actor's log
+            # So that the user is told, and not the actor's log.
+            SnapshotFile(options.snapshot_file, options.fingerprint)
         self._options = options
         self._actor: Any = None
         self._unanswered: Any = None
