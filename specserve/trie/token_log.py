@@ -43,22 +43,21 @@ class TokenLog:
 
     Args:
         max_bytes: memory of the records, never exceeded, in bytes, at least ``MIN_BYTES``. What is
-            known of origins comes on top, at most some MB.
+            known of origins and tombstones comes on top, at most some MB.
         on_drop: told of each record that is dropped for want of room.
     """
 
     def __init__(self, max_bytes: int, on_drop: Callable[[Record], None] | None = None) -> None:
         assert max_bytes >= MIN_BYTES > 4 * MAX_RECORD_TOKENS
         self.held = SeenRecords()
-        self.tombstones = Tombstones(max_bytes // 2)
+        self.tombstones = Tombstones()
         self.end = 0
         """Position after the newest record."""
-        self.num_tokens = self.num_records = 0
+        self.num_tokens = self.num_records = self.num_bytes = 0
         """Those held."""
         self.tokens_by_namespace: Counter[str] = Counter()
         self.dropped_tokens = 0
         """Tokens of records dropped for want of room."""
-        self._record_bytes = 0
         self._max_bytes = max_bytes
         self._on_drop = on_drop
         self._slots: list[Record | None] = []
@@ -68,11 +67,6 @@ class TokenLog:
     def start(self) -> int:
         """Position of the oldest record; ``end`` if there is none."""
         return self.end - (len(self._slots) - self._head)
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of what is held, in bytes."""
-        return self._record_bytes + self.tombstones.num_bytes
 
     def append(self, record: Record) -> bool:
         """Takes a record, unless it was taken before or is to be forgotten.
@@ -158,7 +152,7 @@ class TokenLog:
             self._slots[self._head] = None
             self._head += 1
             if record is None:
-                self._record_bytes -= SLOT_BYTES
+                self.num_bytes -= SLOT_BYTES
                 continue
             self._count(record, -1)
             self.dropped_tokens += record.num_tokens
@@ -171,7 +165,7 @@ class TokenLog:
     def _count(self, record: Record, sign: int) -> None:
         """A record more, or with the sign -1 one less."""
         self.num_records += sign
-        self._record_bytes += sign * record.num_bytes
+        self.num_bytes += sign * record.num_bytes
         self.num_tokens += sign * record.num_tokens
         self.tokens_by_namespace[record.namespace] += sign * record.num_tokens
         if not self.tokens_by_namespace[record.namespace]:
@@ -185,5 +179,5 @@ class TokenLog:
             ):
                 self._slots[index] = None
                 self._count(record, -1)
-                self._record_bytes += SLOT_BYTES
+                self.num_bytes += SLOT_BYTES
         self.tombstones.keep(tombstone)
