@@ -101,11 +101,11 @@ class TextWriter:
         """
         with self._lock:
             records: list[Record] = []
-            for number, (tokens, num_prompt_tokens) in enumerate(texts, self._num_records + 1):
-                next_number = self._num_records + len(records) + 1
+            for tokens, num_prompt_tokens in texts:
+                number = self._num_records + len(records) + 1
                 name = f"{self._origin}-{number}"
                 piece = TextPiece(namespace, name, 0, tokens, num_prompt_tokens, final=True)
-                records += records_of(self._origin, next_number, piece)
+                records += records_of(self._origin, number, piece)
             # Nothing at first: a store that hangs would take later what it is given.
             most = self._exchange([]).log_bytes // _LOG_SHARE
             if (size := sum(each.num_bytes for each in records)) > most:
