@@ -19,7 +19,7 @@ import msgspec
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from specserve.core.errors import ConfigError, SnapshotError, shorten
+from specserve.core.errors import ConfigError, SnapshotError, reason_of, shorten
 from specserve.trie.records import Ranges, Record
 from specserve.trie.token_log import LogState
 
@@ -172,8 +172,6 @@ def _read(file: BinaryIO, fingerprint: str) -> LogState:
 
 
 def _say(error: Exception) -> str:
-    if isinstance(error, SnapshotError):
-        return str(error)
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return shorten(str(error), 200).strip("'\"") or type(error).__name__
+    return reason_of(error)
