@@ -21,7 +21,7 @@ MOST_ASKING = 4
 system hangs, the others are left for the replicas."""
 
 
-class SnapshotStats(msgspec.Struct, frozen=True, kw_only=True):
+class SnapshotStats(msgspec.Struct, kw_only=True):
     """A keeper at one moment; totals count from its start.
 
     Attributes:
@@ -32,11 +32,11 @@ class SnapshotStats(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     url: str
-    num_saved: int
-    num_errors: int
-    last_error: str
-    age_s: float
-    num_bytes: int
+    num_saved: int = 0
+    num_errors: int = 0
+    last_error: str = ""
+    age_s: float = -1.0
+    num_bytes: int = 0
 
 
 class SnapshotKeeper:
@@ -66,8 +66,7 @@ class SnapshotKeeper:
         self._was_read = False
         self._saved: Ranges = {}
         self._saved_at = 0.0
-        self._num_saved = self._num_errors = self._num_bytes = 0
-        self._last_error = ""
+        self._stats = SnapshotStats(url=file.url)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="snapshots", daemon=True)
 
@@ -103,14 +102,8 @@ class SnapshotKeeper:
 
     def stats(self) -> SnapshotStats:
         """The keeper at this moment."""
-        return SnapshotStats(
-            url=self._file.url,
-            num_saved=self._num_saved,
-            num_errors=self._num_errors,
-            last_error=self._last_error,
-            age_s=time.monotonic() - self._saved_at if self._num_saved else -1.0,
-            num_bytes=self._num_bytes,
-        )
+        age_s = time.monotonic() - self._saved_at if self._stats.num_saved else -1.0
+        return msgspec.structs.replace(self._stats, age_s=age_s)
 
     def _run(self) -> None:
         while not self._stopping.wait(self._interval_s):
@@ -138,13 +131,13 @@ class SnapshotKeeper:
             self._read()
         state = self._state()
         if only_news and state.held == self._saved:
-            return self._num_bytes
-        self._num_bytes = self._file.save(state)
+            return self._stats.num_bytes
+        self._stats.num_bytes = self._file.save(state)
         self._saved, self._saved_at = state.held, time.monotonic()
-        self._num_saved += 1
-        self._last_error = ""
-        return self._num_bytes
+        self._stats.num_saved += 1
+        self._stats.last_error = ""
+        return self._stats.num_bytes
 
     def _count(self, error: SnapshotError) -> None:
-        self._num_errors += 1
-        self._last_error = str(error)
+        self._stats.num_errors += 1
+        self._stats.last_error = str(error)
