@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -75,15 +76,11 @@ def await_drain() -> None:
     context = ray.get_runtime_context()
     cluster = GcsClient(address=context.gcs_address)
     node = context.get_node_id()
-    while not _is_drained(cluster, node):
+    while True:
+        with suppress(Exception):  # the cluster's head is away; it may come back
+            if node in cluster.get_draining_nodes(timeout=CONTROL_TIMEOUT_S):
+                return
         time.sleep(DRAIN_CHECK_S)
-
-
-def _is_drained(cluster: Any, node: str) -> bool:
-    try:
-        return node in cluster.get_draining_nodes(timeout=CONTROL_TIMEOUT_S)
-    except Exception:  # the cluster's head is away; it may come back
-        return False
 
 
 _ACTOR: Any = ray.remote(
