@@ -125,7 +125,7 @@ class TrieConfig(SourceSection):
     min_match_len: int = Field(default=2, ge=2, le=16)
     """Shortest context, in tokens, that has to have stood before."""
     max_bytes: int = Field(default=256 << 20, ge=1 << 20)
-    """Memory of a replica's trie, about 65 bytes a token; each namespace has an equal part."""
+    """Memory of a replica's trie, about 61 bytes a token; each namespace has an equal part."""
     share: Literal["cluster", "replica"] = "cluster"
     """Who learns from a replica's traffic: all replicas, or itself alone."""
     share_tenants: bool = False

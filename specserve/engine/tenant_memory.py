@@ -50,7 +50,6 @@ class TenantMemory:
 
     Args:
         stores: options of the model's stores, by shard.
-        reader: see there.
         connect: the way to a store for texts.
         find: the way to a store that runs, for all else.
         running: names of the stores that run, other models' too.
@@ -97,7 +96,6 @@ class TenantMemory:
         Args:
             tenant: whose texts they are; empty: where tenants share, or there are none.
             adapter: the LoRA adapter that they are for; empty: none.
-            texts: see :meth:`read`.
 
         Raises:
             ConfigError: no such adapter is loaded, or the texts are too much for the memory.

@@ -107,10 +107,7 @@ class TrieSource:
         if trie is None:
             self._misses.note(of, self._why_none(of, controls))
             return
-        # A client may choose its request's id, and so another one's: the text's name is our own.
-        name = f"{self._text_prefix}-{self._num_opened:x}"
-        self._num_opened += 1
-        sequence = trie.open(name, private=not controls.learn)
+        sequence = trie.open(private=not controls.learn)
         if sequence == NO_SEQUENCE:
             self._memory.release(of)
             reason = "a text found no room: more are open than max_bytes has pages for"
@@ -122,7 +119,9 @@ class TrieSource:
         if index == 0:
             self._apart.discard(slot)
         if self._unsent is not None and controls.learn:
-            self._unsent.open(slot, of, name)
+            # A client may choose its request's id, and so another one's: the name is our own.
+            self._unsent.open(slot, of, f"{self._text_prefix}-{self._num_opened:x}")
+            self._num_opened += 1
 
     def propose(self, batch: DraftBatch, limits: Int32Array) -> Drafts:
         """See :class:`specserve.sources.base.Source`; looks up after all rows were learned."""
@@ -205,7 +204,7 @@ class TrieSource:
         trie = TokenTrie(1 << 20)
         slots, one = np.zeros(1, np.int64), np.ones(1, np.int32)
         batch = slots, np.zeros((1, 8), np.int32), 8 * one, one
-        sequences = np.array([trie.open("warm-up", private=True)], np.int64)
+        sequences = np.array([trie.open(private=True)], np.int64)
         begins, ends = slots.copy(), slots.copy()
         drafts = self._drafts.rows(1)
         trie.step(slots, batch, one, sequences, slots.copy(), begins, ends, drafts)

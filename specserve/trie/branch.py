@@ -337,19 +337,12 @@ def _draft(a, group, i, limit, floor, draft, confidence):  # type: ignore[no-unt
 def lookup(  # type: ignore[no-untyped-def]
     a, group, rows, texts, limits, sequences, min_match_len, floor, drafts
 ):
-    """Drafts for a batch.
+    """Drafts for a batch; counts the use of the pages that they are taken from.
 
     Args:
-        a: arrays; the use of the pages that drafts are taken from is counted.
         group: scratch.
-        rows: int64 ``[m]``, the rows of the arrays below to draft for.
-        texts: (slots int64 ``[n]``, token_ids int32 ``[n, >= max(num_tokens)]``, num_tokens int32
-            ``[n]``).
-        limits: int32 ``[n]``, longest draft.
-        sequences: int64 ``[slots]``, the requests' own sequences.
-        min_match_len: shortest match, in tokens.
-        floor: a draft ends before its path's probability falls below this.
-        drafts: of n rows, written.
+        texts: (slots, token_ids, num_tokens); all others as of
+            :meth:`specserve.trie.token_trie.TokenTrie.step`.
     """
     for begin in range(0, rows.shape[0], GROUP):
         chosen = rows[begin : begin + GROUP]

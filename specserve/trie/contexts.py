@@ -106,8 +106,6 @@ def hash_page_contexts(a, page, begin, end, hashes, prefix):  # type: ignore[no-
 
     Args:
         page: whose tokens are written up to ``end``.
-        begin: first offset.
-        end: one past the last offset.
         hashes: uint64 ``[>= end - begin, >= levels]``, written.
         prefix: uint64 ``[1 + LONGEST + PAGE]``, scratch.
 

@@ -19,8 +19,6 @@ BUCKET = 8
 """Entries of a hash bucket: one cache line."""
 
 _ENTRIES_PER_TOKEN = 1.25
-_ID_BYTES = 200
-"""A sequence's id and its places in Python's own dictionary and list."""
 
 FROM_CLUSTER, PRIVATE, CUT = 1, 2, 4
 """Flags of a page: taught by another replica; only for its own request; it does not go on where the
@@ -113,7 +111,7 @@ def reset(arrays: Arrays) -> None:
 
 def pages_in(max_bytes: int) -> int:
     """How many pages fit, with everything that they need."""
-    page = (_num_bytes(2 * _LINE) - _num_bytes(_LINE)) // _LINE + _ID_BYTES
+    page = (_num_bytes(2 * _LINE) - _num_bytes(_LINE)) // _LINE
     return min((max_bytes - 4096) // page, (2**31 - 1) // PAGE - 1)
 
 

@@ -32,12 +32,15 @@ class _Growing(NamedTuple):
     end: int
     heard_at: float
 
+    def goes_on(self, trie: TokenTrie, start: int) -> bool:
+        """Whether what starts there follows it, in the same trie."""
+        return self.trie is trie and self.end == start and trie.is_open(self.sequence)
+
 
 class ClusterLearner:
     """Puts records into a replica's memory, in slices between which decoding steps get their turn.
 
     Args:
-        memory: the replica's.
         clock: monotonic seconds.
     """
 
@@ -60,11 +63,14 @@ class ClusterLearner:
         while growing and (len(growing) >= most or _oldest(growing).heard_at < now - SILENT_S):
             _, oldest = growing.popitem(last=False)
             oldest.trie.finish(oldest.sequence)
-        sequence = trie.open(record.sequence, learned_from="cluster")
-        if sequence == NO_SEQUENCE:
-            return
-        if known is None or known[:3] != (trie, sequence, record.start):
-            trie.skip(sequence)  # nobody knows what was before
+        if known is not None and known.goes_on(trie, record.start):
+            sequence = known.sequence
+        else:
+            if known is not None:
+                known.trie.finish(known.sequence)
+            sequence = trie.open(from_cluster=True)  # nobody knows what was before
+            if sequence == NO_SEQUENCE:
+                return
         tokens = record.token_array()
         for begin in range(0, len(tokens), _SLICE_TOKENS):
             piece = tokens[begin : begin + _SLICE_TOKENS]

@@ -19,7 +19,7 @@ import msgspec
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from specserve.core.errors import ConfigError, SnapshotError, shorten
+from specserve.core.errors import ConfigError, SnapshotError, reason_of, shorten
 from specserve.trie.records import Ranges, Record
 from specserve.trie.token_log import LogState
 
@@ -31,22 +31,12 @@ _encode = msgspec.json.Encoder().encode
 
 
 class SnapshotHeader(msgspec.Struct, frozen=True):
-    """What a snapshot says of itself, and all of a log but its records.
-
-    Attributes:
-        version: of this layout.
-        fingerprint: identity of the model and tokenizer whose tokens these are.
-        held: as the next one of :class:`LogState`.
-    """
+    """The first line: what a snapshot says of itself, and all of a log but its records."""
 
     version: int
     fingerprint: str
     held: Ranges
     tombstones: list[Record]
-
-
-class RefusedSnapshotError(Exception):
-    """The file is no snapshot that can be used; says why."""
 
 
 class SnapshotFile:
@@ -57,13 +47,15 @@ class SnapshotFile:
     Args:
         url: a path, whose folder is made where it is missing, or a URL of any file system that
             fsspec knows.
+        fingerprint: identity of the model and tokenizer whose tokens are kept.
 
     Raises:
         ConfigError: fsspec does not know the URL's scheme, or lacks a package for it.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, fingerprint: str) -> None:
         self.url = url
+        self._fingerprint = fingerprint
         try:
             self._fs, path = url_to_fs(url)
         except (ImportError, ValueError) as error:
@@ -73,7 +65,7 @@ class SnapshotFile:
         self._path = str(path)
         self._is_local = isinstance(self._fs, LocalFileSystem)
 
-    def save(self, fingerprint: str, state: LogState) -> int:
+    def save(self, state: LogState) -> int:
         """Writes the snapshot aside, then puts it in the place of the one that was there.
 
         Returns:
@@ -86,7 +78,7 @@ class SnapshotFile:
         try:
             if self._is_local:
                 Path(self._path).parent.mkdir(parents=True, exist_ok=True)
-            size = self._write(aside, fingerprint, state)
+            size = self._write(aside, state)
             self._move(aside, self._path)
         except Exception as error:  # each file system has errors of its own
             with suppress(Exception):
@@ -94,7 +86,7 @@ class SnapshotFile:
             raise SnapshotError(f"snapshot {self.url} was not written: {_say(error)}") from error
         return size
 
-    def load_or_set_aside(self, fingerprint: str) -> LogState | None:
+    def load_or_set_aside(self) -> LogState | None:
         """Reads the snapshot.
 
         One that cannot be used is renamed to ``<name>.refused-<number>``, and the log says why.
@@ -107,7 +99,7 @@ class SnapshotFile:
         """
         try:
             with self._fs.open(self._path, "rb") as file:
-                return _read(file, fingerprint)
+                return _read(file, self._fingerprint)
         except FileNotFoundError:
             return None
         except Exception as error:
@@ -131,8 +123,8 @@ class SnapshotFile:
         )
         return None
 
-    def _write(self, path: str, fingerprint: str, state: LogState) -> int:
-        header = SnapshotHeader(VERSION, fingerprint, state.held, state.tombstones)
+    def _write(self, path: str, state: LogState) -> int:
+        header = SnapshotHeader(VERSION, self._fingerprint, state.held, state.tombstones)
         with self._open_new(path) as file:
             with gzip.GzipFile(fileobj=file, mode="wb", compresslevel=1) as lines:
                 for each in (header, *state.records):  # one by one: others get their turns
@@ -165,25 +157,21 @@ def _read(file: BinaryIO, fingerprint: str) -> LogState:
         with gzip.GzipFile(fileobj=file) as lines:
             header = msgspec.json.decode(lines.readline(), type=SnapshotHeader)
             if header.version != VERSION:
-                raise RefusedSnapshotError(
-                    f"it has version {header.version}, this is version {VERSION}"
-                )
+                raise SnapshotError(f"it has version {header.version}, this is version {VERSION}")
             if header.fingerprint != fingerprint:
-                raise RefusedSnapshotError(
+                raise SnapshotError(
                     f"it is of {shorten(header.fingerprint)}, this is {shorten(fingerprint)}"
                 )
             decode = msgspec.json.Decoder(Record).decode
             records = [decode(line) for line in lines]
     except EOFError:
-        raise RefusedSnapshotError("it is cut off") from None
+        raise SnapshotError("it is cut off") from None
     except (gzip.BadGzipFile, zlib.error, msgspec.MsgspecError, UnicodeDecodeError):
-        raise RefusedSnapshotError("it is damaged, or no snapshot of a draft memory") from None
+        raise SnapshotError("it is damaged, or no snapshot of a draft memory") from None
     return LogState(header.held, header.tombstones, records)
 
 
 def _say(error: Exception) -> str:
-    if isinstance(error, RefusedSnapshotError):
-        return str(error)
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return shorten(str(error), 200).strip("'\"") or type(error).__name__
+    return reason_of(error)

@@ -144,14 +144,11 @@ class TrieMemory:
         with self._lock:
             return {name: each.trie for name, each in (self._own | self._adapters).items()}
 
-    def clear(self, purged: str) -> int:
-        """Forgets all that a namespace, or a tenant by its half of the name, was taught.
-
-        Returns:
-            How many tokens that were.
-        """
-        tries = self.tries().items()
-        return sum(trie.clear() for name, trie in tries if is_part_of(name, purged))
+    def clear(self, purged: str) -> None:
+        """Forgets all that a namespace, or a tenant by its half of the name, was taught."""
+        for name, trie in self.tries().items():
+            if is_part_of(name, purged):
+                trie.clear()
 
     def _find(self, namespace: str) -> _Place | None:
         """The namespace's place, if need be a free one."""

@@ -17,7 +17,7 @@ def namespace(model_identity: str, adapter: str = "", tenant: str = "") -> str:
     Args:
         model_identity: see :func:`specserve.engine.checkpoint.model_identity`.
         adapter: name of the request's LoRA adapter; empty: none.
-        tenant: name of the tenant; empty: where tenants share, or there are none.
+        tenant: empty: where tenants share, or there are none.
     """
     return _digest(model_identity, adapter) + _digest(tenant)
 

@@ -26,17 +26,15 @@ class Outbox:
     Args:
         origin: this replica.
         max_bytes: memory of the records, in bytes; the oldest are dropped first.
-        vocab_size: token ids are below it.
     """
 
-    def __init__(self, origin: str, max_bytes: int, vocab_size: int) -> None:
+    def __init__(self, origin: str, max_bytes: int) -> None:
         self.dropped_tokens = 0
         """Own tokens that were dropped before the store had them."""
         self._origin = origin
-        self._log = TokenLog(max_bytes, vocab_size, self._drop)
+        self._log = TokenLog(max_bytes, self._drop)
         self._own: Unsent = {}
         self._others: Unsent = {}
-        self._offered: list[Record] = []
 
     def write(self, record: Record) -> None:
         """Keeps a record of this replica's text until it is sent, and longer."""
@@ -56,18 +54,18 @@ class Outbox:
 
     def pending(self, max_bytes: int) -> list[Record]:
         """The next records to send; the same ones until :meth:`confirm`."""
-        self._offered = []
+        records: list[Record] = []
         num_bytes = 0
         for record in (self._own or self._others).values():
-            self._offered.append(record)
+            records.append(record)
             num_bytes += record.num_bytes
             if num_bytes >= max_bytes:
                 break
-        return self._offered
+        return records
 
-    def confirm(self) -> None:
-        """The store has dealt with what :meth:`pending` gave last."""
-        for record in self._offered:
+    def confirm(self, records: list[Record]) -> None:
+        """The store has dealt with these."""
+        for record in records:
             self._take_out(record)
 
     def start_over(self, held: Ranges) -> None:

@@ -109,7 +109,6 @@ def _free_page(a, page, scratch):  # type: ignore[no-untyped-def]
         a.pages[after, FLAGS] |= CUT
     else:
         a.slots[slot, TAIL] = prev
-        a.slots[slot, NEXT_FLAGS] |= CUT  # what comes next does not follow what is left
     a.pages[page, LENGTH] = 0
     a.scalars[NUM_TOKENS] -= length
     a.free_pages[a.scalars[NUM_FREE_PAGES]] = page
@@ -190,18 +189,16 @@ def put_waiting(a, scratch, count):  # type: ignore[no-untyped-def]
 
 @inner
 def append(a, scratch, waiting, slot, text, begin, end, num_prompt_tokens):  # type: ignore[no-untyped-def]
-    """Adds text to a sequence; :func:`put_waiting` makes it known.
+    """Adds text to a sequence, as far as there is room; :func:`put_waiting` makes it known.
 
     Args:
-        waiting: tokens whose contexts are in it.
+        waiting: tokens whose contexts are in the scratch.
         slot: of an open sequence.
-        text: int32 ``[>= end]``.
-        begin: first token that is new.
-        end: one past the last.
+        text: int32 ``[>= end]``; new is ``text[begin:end]``.
         num_prompt_tokens: tokens before this one are prompt.
 
     Returns:
-        (tokens whose contexts wait now, how many tokens found no room).
+        How many tokens' contexts wait now.
     """
     column = begin
     while column < end:
@@ -212,7 +209,7 @@ def append(a, scratch, waiting, slot, text, begin, end, num_prompt_tokens):  # t
             page = _add_page(a, slot, scratch)
             if page < 0:
                 a.slots[slot, NEXT_FLAGS] |= CUT
-                return 0, end - column
+                return 0
         offset = np.int64(a.pages[page, LENGTH])
         count = min(PAGE - offset, end - column)
         if waiting + count > PAGE:
@@ -237,18 +234,16 @@ def append(a, scratch, waiting, slot, text, begin, end, num_prompt_tokens):  # t
         a.scalars[NUM_TOKENS] += count
         a.scalars[CLOCK] += count
         column += count
-    return waiting, 0
+    return waiting
 
 
 @lean_kernel
 def append_one(a, scratch, sequence, tokens, num_prompt_tokens):  # type: ignore[no-untyped-def]
-    """Adds int32 ``[k]`` tokens to a sequence; returns how many found no room."""
+    """Adds int32 ``[k]`` tokens to a sequence."""
     slot = open_slot(a, sequence)
-    if slot < 0:
-        return 0
-    waiting, lost = append(a, scratch, 0, slot, tokens, 0, tokens.shape[0], num_prompt_tokens)
-    put_waiting(a, scratch, waiting)
-    return lost
+    if slot >= 0:
+        waiting = append(a, scratch, 0, slot, tokens, 0, tokens.shape[0], num_prompt_tokens)
+        put_waiting(a, scratch, waiting)
 
 
 @lean_kernel

@@ -34,8 +34,8 @@ LONGEST_REST_S = 1.0
 REFUSED_REST_S = 30.0
 """Between two calls after the store has refused this replica."""
 
-MAX_QUEUED = 1 << 16
-"""Records that wait for the thread, however short."""
+MAX_QUEUED = 1 << 12
+"""Records that wait for the thread, of at most 16 KiB each; more are dropped."""
 
 STARTING_CALLS = 2
 """Calls that may fail before anything is said of it: a store that is just being started takes some
@@ -47,11 +47,8 @@ class ReplicaOptions:
     """How a replica shares what it learns.
 
     Attributes:
-        fingerprint: identity of the model and tokenizer.
-        vocab_size: token ids are below it.
         max_bytes: memory for recent records of all replicas, in bytes. They are what a store that
             has lost its memory gets back from this replica.
-        max_queued_tokens: tokens that wait for the thread; more are dropped.
         interval_s: time from the start of one call to the next, in seconds, while the replica
             keeps up.
         deadline_s: how long a call may take, in seconds.
@@ -59,70 +56,51 @@ class ReplicaOptions:
     """
 
     fingerprint: str
-    vocab_size: int
     max_bytes: int = 64 << 20
-    max_queued_tokens: int = 1 << 18
     interval_s: float = 0.1
     deadline_s: float = 2.0
     reads: bool = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaStats:
-    """The link at one moment; totals count from its start.
+class TrieReplica:
+    """Publishes this replica's text to the store and applies what others publish.
+
+    What it tells of itself is for any thread; totals count from its start.
+
+    Args:
+        client: the way to the store.
+        apply: told of each record of another replica, once, on the link's own thread; a
+            tombstone (see ``record.kind``) is one of them.
 
     Attributes:
+        origin: of its records.
         up: whether the store answered the last call.
         refused: why the store refuses this replica; empty: it does not.
         epoch: identity of the store's start; empty before the first answer.
-        dropped_tokens: own tokens that no other replica will see: the store was away for longer
-            than memory lasted, or the thread was.
-        unsent_s: age of the oldest own token that the store has not confirmed, in seconds.
         received_tokens: tokens of other replicas' records.
         receive_lag_s: age of the oldest token of the last batch received, in seconds, by the
             writers' clocks. Counts what was written since this replica had read all there was.
         apply_errors: records that the index did not take.
     """
 
-    up: bool
-    refused: str
-    epoch: str
-    dropped_tokens: int
-    unsent_s: float
-    received_tokens: int
-    receive_lag_s: float
-    apply_errors: int
-
-
-class TrieReplica:
-    """Publishes this replica's text to the store and applies what others publish.
-
-    Args:
-        client: the way to the store.
-        apply: told of each record of another replica, once, on the link's own thread; a
-            tombstone (see ``record.kind``) is one of them.
-    """
-
     def __init__(
         self, client: StoreClient, apply: Callable[[Record], None], options: ReplicaOptions
     ) -> None:
         self.origin = uuid.uuid4().hex[:16]
+        self.up = False
+        self.refused = self.epoch = ""
+        self.received_tokens = self.apply_errors = 0
+        self.receive_lag_s = 0.0
         self._client = client
         self._apply = apply
         self._options = options
         self._queue: deque[Record] = deque()
         # Each of these is written by one of the two threads alone.
-        self._num_put = self._num_dropped = self._num_records = 0
-        self._num_taken = 0
-        self._outbox = Outbox(self.origin, options.max_bytes, options.vocab_size)
-        self._epoch = ""
-        self._position = 0
-        self._up = self._is_missed = False
-        self._refused = ""
-        self._oldest_unsent = inf
-        self._caught_up_at = inf
-        self._receive_lag_s = 0.0
-        self._received_tokens = self._failures_in_a_row = self._apply_errors = 0
+        self._num_dropped = self._num_records = 0
+        self._outbox = Outbox(self.origin, options.max_bytes)
+        self._position = self._failures_in_a_row = 0
+        self._is_missed = False
+        self._oldest_unsent = self._caught_up_at = inf
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="trie-replica", daemon=True)
         self._last_call_at = inf  # once stopping, none begins later
@@ -136,14 +114,11 @@ class TrieReplica:
 
         For one thread at a time. Pieces of one request follow each other.
         """
-        num_tokens = len(piece.tokens)
-        num_waiting = self._num_put - self._num_taken + num_tokens
-        if num_waiting > self._options.max_queued_tokens or len(self._queue) >= MAX_QUEUED:
-            self._num_dropped += num_tokens
+        if len(self._queue) >= MAX_QUEUED:
+            self._num_dropped += len(piece.tokens)
             return
         records = records_of(self.origin, self._num_records + 1, piece)
         self._num_records += len(records)
-        self._num_put += num_tokens
         self._queue.extend(records)
 
     def stop(self, timeout_s: float = 3.0) -> bool:
@@ -163,18 +138,16 @@ class TrieReplica:
         """Whether the store lacks anything of what was published; for the thread's own use."""
         return bool(self._queue) or not self._outbox.is_empty
 
-    def stats(self) -> ReplicaStats:
-        """The link at this moment; for any thread."""
-        return ReplicaStats(
-            up=self._up,
-            refused=self._refused,
-            epoch=self._epoch,
-            dropped_tokens=self._num_dropped + self._outbox.dropped_tokens,
-            unsent_s=max(0.0, time.time() - self._oldest_unsent),
-            received_tokens=self._received_tokens,
-            receive_lag_s=self._receive_lag_s,
-            apply_errors=self._apply_errors,
-        )
+    @property
+    def dropped_tokens(self) -> int:
+        """Own tokens that no other replica will see: the store was away for longer than memory
+        lasted, or the thread was."""
+        return self._num_dropped + self._outbox.dropped_tokens
+
+    @property
+    def unsent_s(self) -> float:
+        """Age of the oldest own token that the store has not confirmed, in seconds."""
+        return max(0.0, time.time() - self._oldest_unsent)
 
     def take_turn(self) -> float:
         """Writes, sends and receives once. The thread's work; to be called where none was started.
@@ -184,15 +157,13 @@ class TrieReplica:
         """
         try:
             for _ in range(len(self._queue)):
-                record = self._queue.popleft()
-                self._num_taken += record.num_tokens
-                self._outbox.write(record)
+                self._outbox.write(self._queue.popleft())
             rest_s = self._exchange()
             oldest_queued = self._queue[0].stamp if self._queue else inf
             self._oldest_unsent = min(self._outbox.oldest_unsent_stamp, oldest_queued)
         except Exception:  # the link must outlive whatever it meets
             logger.exception("The link to the draft memory failed; it goes on")
-            self._up = False
+            self.up = False
             rest_s = LONGEST_REST_S
         return rest_s
 
@@ -203,7 +174,7 @@ class TrieReplica:
             self._stopping.wait(max(0.0, began + rest_s - time.monotonic()))
         while time.monotonic() < self._last_call_at:
             self.take_turn()
-            if not self._up or self._oldest_unsent == inf:
+            if not self.up or self._oldest_unsent == inf:
                 return
 
     def _exchange(self) -> float:
@@ -211,7 +182,7 @@ class TrieReplica:
         request = ExchangeRequest(
             self._options.fingerprint,
             self.origin,
-            self._epoch,
+            self.epoch,
             self._position,
             records,
             BATCH_BYTES if self._options.reads else 0,
@@ -224,9 +195,12 @@ class TrieReplica:
         if reply.refused:
             return self._accept_refusal(reply.refused)
         self._note_answer()
-        self._outbox.confirm()
-        if reply.epoch != self._epoch:
-            self._start_over(reply)
+        self._outbox.confirm(records)
+        if reply.epoch != self.epoch:
+            if self.epoch:
+                logger.warning("The draft memory has started again; it is sent what it has lost")
+            self.epoch = reply.epoch
+            self._outbox.start_over(reply.held)
         for record in reply.records:
             if self._outbox.receive(record):
                 self._apply_one(record)
@@ -234,45 +208,39 @@ class TrieReplica:
         has_more = not self._outbox.is_empty or (self._options.reads and reply.behind)
         return 0.0 if has_more else self._options.interval_s
 
-    def _start_over(self, reply: ExchangeReply) -> None:
-        if self._epoch:
-            logger.warning("The draft memory has started again; it is sent what it has lost")
-        self._epoch = reply.epoch
-        self._outbox.start_over(reply.held)
-
     def _apply_one(self, record: Record) -> None:
-        self._received_tokens += record.num_tokens
+        self.received_tokens += record.num_tokens
         try:
             self._apply(record)
         except Exception:  # one record is no reason to go without all others
-            self._apply_errors += 1
-            if self._apply_errors == 1:
+            self.apply_errors += 1
+            if self.apply_errors == 1:
                 logger.exception("A record was not applied. Further ones are only counted")
 
     def _note_progress(self, reply: ExchangeReply) -> None:
         self._position = reply.position
         now = time.time()
         stamps = [each.stamp for each in reply.records if each.stamp > self._caught_up_at]
-        self._receive_lag_s = max(0.0, now - min(stamps, default=now))
+        self.receive_lag_s = max(0.0, now - min(stamps, default=now))
         if not reply.behind:
             self._caught_up_at = min(self._caught_up_at, now)
 
     def _note_answer(self) -> None:
         if self._is_missed:
             logger.warning("The draft memory answers again")
-        self._up, self._is_missed, self._refused, self._failures_in_a_row = True, False, "", 0
+        self.up, self._is_missed, self.refused, self._failures_in_a_row = True, False, "", 0
 
     def _go_without(self, error: StoreError) -> float:
-        self._up = False
+        self.up = False
         self._failures_in_a_row += 1
-        if not self._is_missed and (self._epoch or self._failures_in_a_row > STARTING_CALLS):
+        if not self._is_missed and (self.epoch or self._failures_in_a_row > STARTING_CALLS):
             self._is_missed = True
             logger.warning("The draft memory does not answer, drafts go on without it: %s", error)
         longest_s = min(LONGEST_REST_S, 0.1 * 2.0 ** min(self._failures_in_a_row, 10))
         return random.uniform(0.5, 1.0) * longest_s
 
     def _accept_refusal(self, reason: str) -> float:
-        if not self._refused:
+        if not self.refused:
             logger.error("Drafts go on without the cluster's memory: %s", reason)
-        self._up, self._refused = False, reason
+        self.up, self.refused = False, reason
         return REFUSED_REST_S

@@ -21,9 +21,6 @@ class SeenRecords:
 
     Records of one origin may come in any order: after the store has lost its memory several
     replicas send the same records again, each those that it still has.
-
-    Args:
-        ranges: what is held to begin with.
     """
 
     def __init__(self, ranges: Mapping[str, Sequence[tuple[int, int]]] | None = None) -> None:

@@ -21,12 +21,10 @@ MOST_ASKING = 4
 system hangs, the others are left for the replicas."""
 
 
-class SnapshotStats(msgspec.Struct, frozen=True, kw_only=True):
+class SnapshotStats(msgspec.Struct, kw_only=True):
     """A keeper at one moment; totals count from its start.
 
     Attributes:
-        url: the file.
-        num_saved: snapshots written.
         num_errors: snapshots that could not be written, or not be read.
         last_error: the last of these; empty once one was written again.
         age_s: time since the last one was written, in seconds; -1: none was.
@@ -34,11 +32,11 @@ class SnapshotStats(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     url: str
-    num_saved: int
-    num_errors: int
-    last_error: str
-    age_s: float
-    num_bytes: int
+    num_saved: int = 0
+    num_errors: int = 0
+    last_error: str = ""
+    age_s: float = -1.0
+    num_bytes: int = 0
 
 
 class SnapshotKeeper:
@@ -48,7 +46,6 @@ class SnapshotKeeper:
     at each interval, and none is written in its place until then.
 
     Args:
-        fingerprint: identity of the model and tokenizer.
         state: tells what is to be kept.
         take_over: given what the snapshot holds.
     """
@@ -56,12 +53,12 @@ class SnapshotKeeper:
     def __init__(
         self,
         file: SnapshotFile,
-        fingerprint: str,
+        interval_s: float,
         state: Callable[[], LogState],
         take_over: Callable[[LogState], None],
     ) -> None:
         self._file = file
-        self._fingerprint = fingerprint
+        self._interval_s = interval_s
         self._state = state
         self._take_over = take_over
         self._lock = threading.Lock()
@@ -69,15 +66,12 @@ class SnapshotKeeper:
         self._was_read = False
         self._saved: Ranges = {}
         self._saved_at = 0.0
-        self._num_saved = self._num_errors = self._num_bytes = 0
-        self._last_error = ""
-        self._interval_s = 0.0
+        self._stats = SnapshotStats(url=file.url)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="snapshots", daemon=True)
 
-    def start(self, interval_s: float) -> None:
+    def start(self) -> None:
         """Takes over the snapshot, if there is one, then starts the schedule."""
-        self._interval_s = interval_s
         self._try()
         self._thread.start()
 
@@ -108,14 +102,8 @@ class SnapshotKeeper:
 
     def stats(self) -> SnapshotStats:
         """The keeper at this moment."""
-        return SnapshotStats(
-            url=self._file.url,
-            num_saved=self._num_saved,
-            num_errors=self._num_errors,
-            last_error=self._last_error,
-            age_s=time.monotonic() - self._saved_at if self._num_saved else -1.0,
-            num_bytes=self._num_bytes,
-        )
+        age_s = time.monotonic() - self._saved_at if self._stats.num_saved else -1.0
+        return msgspec.structs.replace(self._stats, age_s=age_s)
 
     def _run(self) -> None:
         while not self._stopping.wait(self._interval_s):
@@ -133,7 +121,7 @@ class SnapshotKeeper:
                 logger.error("%s; tried again in %g s", error, self._interval_s)
 
     def _read(self) -> None:
-        loaded = self._file.load_or_set_aside(self._fingerprint)
+        loaded = self._file.load_or_set_aside()
         self._was_read = True
         if loaded is not None:
             self._take_over(loaded)
@@ -143,13 +131,13 @@ class SnapshotKeeper:
             self._read()
         state = self._state()
         if only_news and state.held == self._saved:
-            return self._num_bytes
-        self._num_bytes = self._file.save(self._fingerprint, state)
+            return self._stats.num_bytes
+        self._stats.num_bytes = self._file.save(state)
         self._saved, self._saved_at = state.held, time.monotonic()
-        self._num_saved += 1
-        self._last_error = ""
-        return self._num_bytes
+        self._stats.num_saved += 1
+        self._stats.last_error = ""
+        return self._stats.num_bytes
 
     def _count(self, error: SnapshotError) -> None:
-        self._num_errors += 1
-        self._last_error = str(error)
+        self._stats.num_errors += 1
+        self._stats.last_error = str(error)

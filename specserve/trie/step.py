@@ -48,32 +48,10 @@ def step(  # type: ignore[no-untyped-def]
     min_match_len,
     floor,
 ):
-    """Learns and looks up.
+    """:meth:`specserve.trie.token_trie.TokenTrie.step`, with its arrays one by one.
 
-    Args:
-        table: of :class:`specserve.trie.layout.Arrays`, as all up to ``scalars``.
-        waiting: of :class:`specserve.trie.pages.Scratch`, as ``prefix``.
-        group_numbers: see :func:`specserve.trie.branch.room_for_group`, as all up to
-            ``group_weights``.
-        rows: int64 ``[m]``, the rows of the batch that belong to this trie.
-        slots: int64 ``[n]``.
-        token_ids: int32 ``[n, >= max(num_tokens)]``.
-        num_tokens: int32 ``[n]``.
-        num_prompt_tokens: int32 ``[n]``.
-        limits: int32 ``[n]``, longest drafts; 0: none.
-        sequences: int64 ``[slots]``, each request's sequence in the trie.
-        learned: int64 ``[slots]``, tokens learned of each; updated.
-        begins: int64 ``[n]``, written: what was learned of each row.
-        ends: int64 ``[n]``, written.
-        tokens: of :class:`specserve.core.types.Drafts`, as all up to ``labels``; of n rows at
-            least, written.
-        skips_prompts: whether to learn nothing of prompts.
-        budget: tokens to learn of texts of which more than ``SMALL_TOKENS`` are new.
-        min_match_len: see :func:`specserve.trie.branch.lookup`.
-        floor: see there.
-
-    Returns:
-        What is left of the budget.
+    First those of :class:`specserve.trie.layout.Arrays` and :class:`specserve.trie.pages.Scratch`,
+    then of :func:`specserve.trie.branch.room_for_group`; ``tokens`` to ``labels`` are the drafts'.
     """
     a = Arrays(
         table, log_tokens, older, pages, page_use, log_slots, free_pages, free_slots, scalars
@@ -95,7 +73,7 @@ def step(  # type: ignore[no-untyped-def]
         )
         own = open_slot(a, sequences[slot])
         if own >= 0:
-            num_waiting, _ = append(
+            num_waiting = append(
                 a, scratch, num_waiting, own, token_ids[row], begin, end, num_prompt_tokens[row]
             )
     put_waiting(a, scratch, num_waiting)

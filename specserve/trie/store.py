@@ -18,6 +18,7 @@ from specserve.trie.records import (
     ExchangeReply,
     ExchangeRequest,
     Record,
+    problem_of,
 )
 from specserve.trie.snapshot_keeper import SnapshotKeeper, SnapshotStats
 from specserve.trie.token_log import LogState, TokenLog
@@ -29,9 +30,6 @@ NAME_PREFIX = "specserve-trie-"
 SEEN_S = 10.0
 """A replica that has not asked for this long counts as gone."""
 
-MAX_REPLY_BYTES = 4 << 20
-"""No reader is given more at once, whatever it asks for."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreOptions:
@@ -39,7 +37,6 @@ class StoreOptions:
 
     Attributes:
         fingerprint: identity of the model and tokenizer; replicas of another one are refused.
-        vocab_size: token ids are below it.
         shard: which of several stores this is, each with namespaces of its own.
         max_bytes: memory of the log, in bytes.
         snapshot_url: folder of the snapshot, a path or a URL; empty: none is kept.
@@ -71,14 +68,11 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     """A store at one moment; totals count from its start.
 
     Attributes:
-        fingerprint: identity of the model and tokenizer.
         up_s: time since then, in seconds.
         num_replicas: replicas that asked within the last ``SEEN_S`` seconds.
-        num_records: records held.
-        num_tokens: tokens held.
+        num_records: records held, as are the tokens.
         num_bytes: memory of the log in use.
         max_bytes: its limit.
-        tokens_by_namespace: tokens held.
         restored_tokens: tokens that came from the snapshot at start.
         dropped_tokens: tokens dropped for want of room, oldest first.
         snapshot: how the snapshots are doing; None: none are kept.
@@ -110,22 +104,23 @@ class TrieStore:
     def __init__(self, options: StoreOptions) -> None:
         self.epoch = uuid.uuid4().hex
         self._options = options
-        self._log = TokenLog(options.max_bytes, options.vocab_size)
+        self._log = TokenLog(options.max_bytes)
         self._lock = threading.Lock()  # of the log and the fields below
         self._began = time.monotonic()
         self._last_seen: dict[str, float] = {}
         self._num_tombstones = 0
         self._restored_tokens = 0
+        self._was_told = False
 
         self._keeper: SnapshotKeeper | None = None
         if options.snapshot_url:
             self._keeper = SnapshotKeeper(
-                SnapshotFile(options.snapshot_file),
-                options.fingerprint,
+                SnapshotFile(options.snapshot_file, options.fingerprint),
+                options.snapshot_interval_s,
                 self._state,
                 self._take_over,
             )
-            self._keeper.start(options.snapshot_interval_s)
+            self._keeper.start()
 
     def exchange(self, request: ExchangeRequest) -> ExchangeReply:
         """Takes a replica's records and answers with others' (:class:`ExchangeReply`)."""
@@ -137,17 +132,17 @@ class TrieStore:
                 self._forget_the_unseen()
             self._last_seen[request.origin] = time.monotonic()
             for record in request.records:
-                self._log.append(record)
-            batch = self._log.since(
+                self._take(record)
+            records, position, behind = self._log.since(
                 0 if is_new else request.position,
-                min(request.max_bytes, MAX_REPLY_BYTES),
+                request.max_bytes,
                 lambda record: record.origin != request.origin,
             )
             return ExchangeReply(
                 epoch=self.epoch,
-                position=batch.position,
-                records=batch.records,
-                behind=batch.behind,
+                position=position,
+                records=records,
+                behind=behind,
                 held=self._log.held.ranges() if is_new else {},
                 log_bytes=self._options.max_bytes,
             )
@@ -178,9 +173,10 @@ class TrieStore:
                 namespace=namespace,
                 kind="purge",
             )
-            if not self._log.append(tombstone):
+            if problem_of(tombstone, self._options.vocab_size):
                 allowed = f"1 .. {MAX_NAME_CHARS} ASCII characters"
                 raise ConfigError("purge", namespace, allowed)
+            self._log.append(tombstone)
             forgotten = before - self._log.num_tokens
         self.snapshot_now()
         return forgotten
@@ -212,11 +208,19 @@ class TrieStore:
                 num_tokens=log.num_tokens,
                 num_bytes=log.num_bytes,
                 max_bytes=self._options.max_bytes,
-                tokens_by_namespace=log.num_tokens_of(),
+                tokens_by_namespace=dict(log.tokens_by_namespace),
                 restored_tokens=self._restored_tokens,
                 dropped_tokens=log.dropped_tokens,
                 snapshot=self._keeper.stats() if self._keeper is not None else None,
             )
+
+    def _take(self, record: Record) -> None:
+        problem = problem_of(record, self._options.vocab_size)
+        if not problem:
+            self._log.append(record)
+        elif not self._was_told:
+            self._was_told = True
+            logger.warning("A record is dropped: %s. Of further ones nothing is said", problem)
 
     def _forget_the_unseen(self) -> None:
         since = time.monotonic() - SEEN_S
@@ -235,7 +239,6 @@ class TrieStore:
             return self._log.state()
 
     def _take_over(self, state: LogState) -> None:
-        """Takes over what a snapshot holds."""
         with self._lock:
             before = self._log.num_tokens
             self._log.restore(state)

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -75,15 +76,11 @@ def await_drain() -> None:
     context = ray.get_runtime_context()
     cluster = GcsClient(address=context.gcs_address)
     node = context.get_node_id()
-    while not _is_drained(cluster, node):
+    while True:
+        with suppress(Exception):  # the cluster's head is away; it may come back
+            if node in cluster.get_draining_nodes(timeout=CONTROL_TIMEOUT_S):
+                return
         time.sleep(DRAIN_CHECK_S)
-
-
-def _is_drained(cluster: Any, node: str) -> bool:
-    try:
-        return node in cluster.get_draining_nodes(timeout=CONTROL_TIMEOUT_S)
-    except Exception:  # the cluster's head is away; it may come back
-        return False
 
 
 _ACTOR: Any = ray.remote(
@@ -117,7 +114,8 @@ class RayStoreClient:
 
     def __init__(self, options: StoreOptions) -> None:
         if options.snapshot_url:
-            SnapshotFile(options.snapshot_file)  # so that the user is told, and not the actor's log
+            # So that the user is told, and not the actor's log.
+            SnapshotFile(options.snapshot_file, options.fingerprint)
         self._options = options
         self._actor: Any = None
         self._unanswered: Any = None
@@ -126,7 +124,8 @@ class RayStoreClient:
         """See :class:`StoreClient`."""
         deadline = time.monotonic() + timeout_s
         try:
-            self._await_the_last(timeout_s)
+            if self._unanswered is not None:  # a store that hangs is not given more to do
+                ray.get(self._unanswered, timeout=timeout_s)
             self._unanswered = self._store().exchange_encoded.remote(_encode(request))
             left_s = max(0.0, deadline - time.monotonic())
             content = ray.get(self._unanswered, timeout=left_s)
@@ -137,11 +136,6 @@ class RayStoreClient:
             raise StoreError(_say(error)) from error
         self._unanswered = None
         return _decode_reply(content)
-
-    def _await_the_last(self, timeout_s: float) -> None:
-        """A store that hangs is not given more to do; what it answers late is of no use."""
-        if self._unanswered is not None:
-            ray.get(self._unanswered, timeout=timeout_s)
 
     def _store(self) -> Any:
         if not ray.is_initialized():  # or Ray would start a cluster of its own

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from specserve.core.errors import ConfigError, StoreError
 from specserve.core.types import Int32Array
 from specserve.trie.records import (
-    LAST,
     ExchangeReply,
     ExchangeRequest,
     Record,
@@ -20,6 +19,9 @@ from specserve.trie.records import (
 )
 from specserve.trie.replica import ReplicaOptions, TrieReplica
 from specserve.trie.store import StoreOptions
+
+_END = 1 << 62
+"""A position behind what any log holds."""
 
 _CALL_S, _PATIENCE_S = 10.0, 60.0
 _TEXTS_AT_ONCE, _TOKENS_AT_ONCE = 256, 1 << 20
@@ -33,16 +35,10 @@ def write_texts(
     namespace: str,
     texts: Iterable[tuple[Int32Array, int]],
 ) -> int:
-    """Writes texts as a replica does that reads nothing.
+    """Writes texts as a replica does that reads nothing; how many tokens the store has taken.
 
     Args:
-        client: the way to the store.
-        options: of the store.
-        namespace: whose texts they are.
         texts: tokens, int32 ``[n]``, and how many of the first ones are prompt.
-
-    Returns:
-        How many tokens the store has taken.
 
     Raises:
         StoreError: the store refuses, or has not answered for a minute.
@@ -52,8 +48,6 @@ def write_texts(
         lambda record: None,
         ReplicaOptions(
             fingerprint=options.fingerprint,
-            vocab_size=options.vocab_size,
-            max_queued_tokens=1 << 40,
             deadline_s=_CALL_S,
             reads=False,
         ),
@@ -68,7 +62,7 @@ def write_texts(
             _send(replica)
             num_unsent = 0
     _send(replica)
-    if dropped := replica.stats().dropped_tokens:
+    if dropped := replica.dropped_tokens:
         raise StoreError(f"{dropped} of {num_tokens} tokens found no room before they were sent")
     return num_tokens
 
@@ -78,10 +72,9 @@ def _send(replica: TrieReplica) -> None:
     answered_at = time.monotonic()
     while replica.has_unsent:
         rest_s = replica.take_turn()
-        stats = replica.stats()
-        if stats.refused:
-            raise StoreError(stats.refused)
-        if stats.up:
+        if replica.refused:
+            raise StoreError(replica.refused)
+        if replica.up:
             answered_at = time.monotonic()
         elif time.monotonic() > answered_at + _PATIENCE_S:
             raise StoreError(f"the draft memory has not answered for {_PATIENCE_S:g} s")
@@ -89,12 +82,7 @@ def _send(replica: TrieReplica) -> None:
 
 
 class TextWriter:
-    """Writes texts in one call to the store, which takes all of them or none; safe for threads.
-
-    Args:
-        client: the way to the store.
-        options: of the store.
-    """
+    """Writes texts in one call to the store, which takes all of them or none; safe for threads."""
 
     def __init__(self, client: StoreClient, options: StoreOptions) -> None:
         self._client = client
@@ -113,11 +101,11 @@ class TextWriter:
         """
         with self._lock:
             records: list[Record] = []
-            for number, (tokens, num_prompt_tokens) in enumerate(texts, self._num_records + 1):
-                next_number = self._num_records + len(records) + 1
+            for tokens, num_prompt_tokens in texts:
+                number = self._num_records + len(records) + 1
                 name = f"{self._origin}-{number}"
                 piece = TextPiece(namespace, name, 0, tokens, num_prompt_tokens, final=True)
-                records += records_of(self._origin, next_number, piece)
+                records += records_of(self._origin, number, piece)
             # Nothing at first: a store that hangs would take later what it is given.
             most = self._exchange([]).log_bytes // _LOG_SHARE
             if (size := sum(each.num_bytes for each in records)) > most:
@@ -131,7 +119,7 @@ class TextWriter:
 
     def _exchange(self, records: list[Record]) -> ExchangeReply:
         request = ExchangeRequest(
-            self._options.fingerprint, self._origin, self._epoch, LAST, records, max_bytes=0
+            self._options.fingerprint, self._origin, self._epoch, _END, records, max_bytes=0
         )
         reply = self._client.exchange(request, _CALL_S)
         if reply.refused:

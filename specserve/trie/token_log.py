@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import msgspec
 
 from specserve.trie.namespaces import is_part_of
-from specserve.trie.records import MAX_RECORD_TOKENS, Ranges, Record, problem_of
+from specserve.trie.records import MAX_RECORD_TOKENS, Ranges, Record
 from specserve.trie.seen_records import SeenRecords
 from specserve.trie.tombstones import Tombstones, is_meant, is_replaced
-
-logger = logging.getLogger(__name__)
 
 MIN_BYTES = 1 << 16
 """Smallest log: a few of the longest records."""
@@ -24,21 +20,6 @@ SLOT_BYTES = 8
 
 SCANNED = 20_000
 """Positions that one read looks at, so that it holds nobody up for long."""
-
-
-@dataclass(frozen=True, slots=True)
-class LogBatch:
-    """Some records of a log.
-
-    Attributes:
-        records: in the log's order.
-        position: where to go on reading.
-        behind: positions left to read from there.
-    """
-
-    records: list[Record]
-    position: int
-    behind: int
 
 
 class LogState(msgspec.Struct, frozen=True):
@@ -62,52 +43,36 @@ class TokenLog:
 
     Args:
         max_bytes: memory of the records, never exceeded, in bytes, at least ``MIN_BYTES``. What is
-            known of origins comes on top, at most some MB.
-        vocab_size: token ids are below it.
+            known of origins and tombstones comes on top, at most some MB.
         on_drop: told of each record that is dropped for want of room.
     """
 
-    def __init__(
-        self, max_bytes: int, vocab_size: int, on_drop: Callable[[Record], None] | None = None
-    ) -> None:
+    def __init__(self, max_bytes: int, on_drop: Callable[[Record], None] | None = None) -> None:
         assert max_bytes >= MIN_BYTES > 4 * MAX_RECORD_TOKENS
         self.held = SeenRecords()
-        self.tombstones = Tombstones(max_bytes // 2)
+        self.tombstones = Tombstones()
         self.end = 0
         """Position after the newest record."""
-        self.num_tokens = self.num_records = 0
+        self.num_tokens = self.num_records = self.num_bytes = 0
         """Those held."""
+        self.tokens_by_namespace: Counter[str] = Counter()
         self.dropped_tokens = 0
         """Tokens of records dropped for want of room."""
-        self._was_told = False
-        self._record_bytes = 0
         self._max_bytes = max_bytes
-        self._vocab_size = vocab_size
         self._on_drop = on_drop
         self._slots: list[Record | None] = []
         self._head = 0  # slots before it are used up
-        self._num_tokens_of: Counter[str] = Counter()
 
     @property
     def start(self) -> int:
         """Position of the oldest record; ``end`` if there is none."""
         return self.end - (len(self._slots) - self._head)
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory of what is held, in bytes."""
-        return self._record_bytes + self.tombstones.num_bytes
-
     def append(self, record: Record) -> bool:
-        """Takes a record, unless it was taken before, is to be forgotten or is not well formed.
+        """Takes a record, unless it was taken before or is to be forgotten.
 
         A tombstone is carried out at once, and kept so that readers do the same.
         """
-        if problem := problem_of(record, self._vocab_size):
-            if not self._was_told:
-                logger.warning("A record is dropped: %s. Of further ones nothing is said", problem)
-            self._was_told = True
-            return False
         if not self.held.add(record.origin, record.number):
             return False
         if record.kind == "text" and self.tombstones.cover(record):
@@ -120,7 +85,7 @@ class TokenLog:
 
     def since(
         self, position: int, max_bytes: int, wanted: Callable[[Record], bool] = lambda _: True
-    ) -> LogBatch:
+    ) -> tuple[list[Record], int, int]:
         """Reads on from a position.
 
         A reader for whom records were dropped is given all tombstones in force, since it may have
@@ -130,6 +95,9 @@ class TokenLog:
             position: as an earlier batch told; 0 begins with the oldest record.
             max_bytes: bounds the batch, which may exceed it by one record.
             wanted: which records the reader wants.
+
+        Returns:
+            (records in the log's order, where to go on reading, positions left to read from there).
         """
         start = self.start
         missed = self.tombstones.in_force() if position < start else []
@@ -144,16 +112,12 @@ class TokenLog:
             if record is not None and wanted(record):
                 records.append(record)
                 size += record.num_bytes
-        return LogBatch(records, position, self.end - position)
+        return records, position, self.end - position
 
     def newest_stamp(self, purged: str) -> float:
         """Stamp of the newest record that a purge of ``purged`` is about; 0 if there is none."""
         stamps = (each.stamp for each in self.records() if is_part_of(each.namespace, purged))
         return max(stamps, default=0.0)
-
-    def num_tokens_of(self) -> dict[str, int]:
-        """Tokens held, by namespace."""
-        return dict(self._num_tokens_of)
 
     def state(self) -> LogState:
         """All of it; the log may change afterwards."""
@@ -188,7 +152,7 @@ class TokenLog:
             self._slots[self._head] = None
             self._head += 1
             if record is None:
-                self._record_bytes -= SLOT_BYTES
+                self.num_bytes -= SLOT_BYTES
                 continue
             self._count(record, -1)
             self.dropped_tokens += record.num_tokens
@@ -201,11 +165,11 @@ class TokenLog:
     def _count(self, record: Record, sign: int) -> None:
         """A record more, or with the sign -1 one less."""
         self.num_records += sign
-        self._record_bytes += sign * record.num_bytes
+        self.num_bytes += sign * record.num_bytes
         self.num_tokens += sign * record.num_tokens
-        self._num_tokens_of[record.namespace] += sign * record.num_tokens
-        if not self._num_tokens_of[record.namespace]:
-            del self._num_tokens_of[record.namespace]
+        self.tokens_by_namespace[record.namespace] += sign * record.num_tokens
+        if not self.tokens_by_namespace[record.namespace]:
+            del self.tokens_by_namespace[record.namespace]
 
     def _carry_out(self, tombstone: Record) -> None:
         for index in range(self._head, len(self._slots)):
@@ -215,5 +179,5 @@ class TokenLog:
             ):
                 self._slots[index] = None
                 self._count(record, -1)
-                self._record_bytes += SLOT_BYTES
+                self.num_bytes += SLOT_BYTES
         self.tombstones.keep(tombstone)

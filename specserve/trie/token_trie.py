@@ -10,7 +10,6 @@ places where the context stood.
 from __future__ import annotations
 
 import threading
-from typing import Literal
 
 import numpy as np
 
@@ -20,7 +19,6 @@ from specserve.trie import pages
 from specserve.trie.branch import room_for_group
 from specserve.trie.layout import (
     CLOCK,
-    CUT,
     FROM_CLUSTER,
     GENERATION,
     HEAD,
@@ -36,8 +34,6 @@ from specserve.trie.layout import (
 )
 from specserve.trie.step import step
 
-LearnedFrom = Literal["local", "cluster"]
-
 LEAST_PAGES = 16
 """Below this a trie forgets a text while it is being learned."""
 
@@ -52,12 +48,12 @@ BatchArrays = tuple[Int64Array, Int32Array, Int32Array, Int32Array]
 class TokenTrie:
     """Learns from many requests' texts. Calls may come from several threads.
 
-    The least used text is forgotten first, 64 tokens at a time, when the memory is full. A sequence
-    has a name, and while it is open a number. What is asked of a number whose sequence was finished
-    or cleared meanwhile is passed over.
+    The least used text is forgotten first, 64 tokens at a time, when the memory is full. An open
+    sequence has a number. What is asked of a number whose sequence was finished or cleared
+    meanwhile is passed over.
 
     Args:
-        max_bytes: memory that is never exceeded, about 65 bytes a token.
+        max_bytes: memory that is never exceeded, about 61 bytes a token.
 
     Raises:
         ValueError: ``max_bytes`` is too small.
@@ -70,14 +66,12 @@ class TokenTrie:
         self._arrays = allocate(num_pages)
         self._scratch = pages.Scratch.empty()
         self._of_step = (*self._arrays, *self._scratch, *room_for_group())
-        self._slots: dict[str, int] = {}
-        self._ids: list[str | None] = [None] * num_pages
         self._lock = threading.Lock()
 
     @property
     def num_pages(self) -> int:
         """Room, in pages of 64 tokens, each of one text."""
-        return len(self._ids)
+        return len(self._arrays.pages)
 
     @property
     def num_tokens(self) -> int:
@@ -99,12 +93,11 @@ class TokenTrie:
         """Bytes of all arrays, used or not."""
         return sum(array.nbytes for array in self._arrays)
 
-    def open(self, name: str, *, learned_from: LearnedFrom = "local", private: bool = False) -> int:
-        """Makes ready for a sequence's tokens; one that is known goes on where it ended.
+    def open(self, *, from_cluster: bool = False, private: bool = False) -> int:
+        """Makes ready for a sequence's tokens.
 
         Args:
-            name: unique among all texts.
-            learned_from: whose request it is, this replica's or another one's.
+            from_cluster: it is of another replica's request.
             private: it is drafted from for its own request alone, and forgotten when finished.
 
         Returns:
@@ -112,41 +105,33 @@ class TokenTrie:
         """
         with self._lock:
             arrays = self._arrays
-            slot = self._slot_of(name)
-            if slot < 0:
-                pages.free_a_slot(arrays, self._scratch)
-                free = int(arrays.scalars[NUM_FREE_SLOTS]) - 1
-                if free < 0:
-                    return NO_SEQUENCE
-                arrays.scalars[NUM_FREE_SLOTS] = free
-                slot = int(arrays.free_slots[free])
-                former = self._ids[slot]
-                if former is not None and self._slots.get(former) == slot:
-                    del self._slots[former]
-                self._ids[slot] = name
-                self._slots[name] = slot
-                arrays.slots[slot, GENERATION] += 1
-                arrays.slots[slot, NEXT_FLAGS] = (
-                    FROM_CLUSTER if learned_from == "cluster" else 0
-                ) | (PRIVATE if private else 0)
-            arrays.slots[slot, IS_OPEN] = 1
-            return int(arrays.slots[slot, GENERATION]) << 32 | slot
+            pages.free_a_slot(arrays, self._scratch)
+            free = int(arrays.scalars[NUM_FREE_SLOTS]) - 1
+            if free < 0:
+                return NO_SEQUENCE
+            arrays.scalars[NUM_FREE_SLOTS] = free
+            slot = int(arrays.free_slots[free])
+            of_slot = arrays.slots[slot]
+            of_slot[GENERATION] += 1
+            of_slot[NEXT_FLAGS] = FROM_CLUSTER * from_cluster | PRIVATE * private
+            of_slot[IS_OPEN] = 1
+            return int(of_slot[GENERATION]) << 32 | slot
 
-    def append(self, sequence: int, tokens: Int32Array, *, num_prompt_tokens: int = 0) -> int:
-        """Adds tokens to the end of a sequence.
+    def is_open(self, sequence: int) -> bool:
+        """Whether a sequence was neither finished nor cleared."""
+        with self._lock:
+            return self._open_slot(sequence) >= 0
+
+    def append(self, sequence: int, tokens: Int32Array, *, num_prompt_tokens: int = 0) -> None:
+        """Adds tokens to the end of a sequence; where some find no room, no draft runs over them.
 
         Args:
             tokens: int32 ``[k]``.
             num_prompt_tokens: how many of them, from the first one, are prompt.
-
-        Returns:
-            How many tokens found no room; no draft runs over the gap.
         """
         tokens = kernel_array(tokens, np.int32)
         with self._lock:
-            return int(
-                pages.append_one(self._arrays, self._scratch, sequence, tokens, num_prompt_tokens)
-            )
+            pages.append_one(self._arrays, self._scratch, sequence, tokens, num_prompt_tokens)
 
     def step(
         self,
@@ -202,12 +187,6 @@ class TokenTrie:
                 )
             )
 
-    def skip(self, sequence: int) -> None:
-        """Says that a part of a sequence is missing before what is appended next."""
-        with self._lock:
-            if (slot := self._open_slot(sequence)) >= 0:
-                self._arrays.slots[slot, NEXT_FLAGS] |= CUT
-
     def finish(self, sequence: int) -> None:
         """Closes a sequence: it may be forgotten now; a private one is, at once."""
         with self._lock:
@@ -219,26 +198,12 @@ class TokenTrie:
                 pages.remove(self._arrays, self._scratch, slot)
             of_slot[IS_OPEN] = 0
 
-    def clear(self) -> int:
-        """Forgets everything; sequences that still grow are not learned any further.
-
-        Returns:
-            How many tokens were removed.
-        """
+    def clear(self) -> None:
+        """Forgets everything; sequences that still grow are not learned any further."""
         with self._lock:
-            if self._arrays.scalars[NUM_FREE_SLOTS] == self.num_pages:
-                return 0  # a step would wait while the arrays are written
-            num_tokens = self.num_tokens
-            reset(self._arrays)
-            self._slots.clear()
-            self._ids = [None] * len(self._ids)
-            return num_tokens
-
-    def _slot_of(self, name: str) -> int:
-        """A sequence's slot while the sequence is open or has tokens; else -1."""
-        slot = self._slots.get(name, -1)
-        of_slot = self._arrays.slots[slot]
-        return slot if slot >= 0 and (of_slot[IS_OPEN] or of_slot[HEAD] >= 0) else -1
+            # A step would wait while the arrays are written.
+            if self._arrays.scalars[NUM_FREE_SLOTS] < self.num_pages:
+                reset(self._arrays)
 
     def _open_slot(self, sequence: int) -> int:
         """A sequence's slot by its number; -1 where it is not open any more."""

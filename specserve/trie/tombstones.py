@@ -6,36 +6,26 @@ from specserve.trie.namespaces import half_of, is_part_of
 from specserve.trie.records import Record
 
 MAX_TOMBSTONES = 4096
-"""Tombstones that stay in force; the oldest are let go."""
+"""Tombstones that stay in force, some 300 bytes each; the oldest are let go."""
 
 
 class Tombstones:
     """The tombstones that a log has seen.
 
     Text may come again, from a replica that has not heard of the tombstone: it must not be taken.
-
-    Args:
-        max_bytes: memory of the tombstones; the oldest are let go first, down to the last one.
     """
 
-    def __init__(self, max_bytes: int) -> None:
-        self.num_bytes = 0
-        """Memory of the tombstones, in bytes."""
-        self._max_bytes = max_bytes
+    def __init__(self) -> None:
         self._tombstones: dict[str, Record] = {}
 
     def keep(self, tombstone: Record) -> None:
         """Puts a tombstone in force, in the place of an older one about the same."""
         older = self._tombstones.pop(tombstone.namespace, None)
         if older is not None:
-            self.num_bytes -= older.num_bytes
             tombstone = max(older, tombstone, key=lambda each: each.stamp)
         self._tombstones[tombstone.namespace] = tombstone
-        self.num_bytes += tombstone.num_bytes
-        while len(self._tombstones) > MAX_TOMBSTONES or (
-            self.num_bytes > self._max_bytes and len(self._tombstones) > 1
-        ):
-            self.num_bytes -= self._tombstones.pop(next(iter(self._tombstones))).num_bytes
+        if len(self._tombstones) > MAX_TOMBSTONES:
+            del self._tombstones[next(iter(self._tombstones))]
 
     def cover(self, text: Record) -> bool:
         """Whether one of them is about this text."""

@@ -52,7 +52,6 @@ class UnsentTexts:
     Calls come from one thread.
 
     Args:
-        shared: the way to the other replicas.
         num_slots: requests that may be open at a time.
         wall_clock: seconds since 1970.
     """
@@ -91,7 +90,7 @@ class UnsentTexts:
         slots, token_ids, _, _ = batch
         for row in self._full[:num_full].tolist():
             slot = int(slots[row])
-            self._publish(slot, token_ids[row, tails.starts[slot] : ends[row]], int(ends[row]))
+            self._publish(slot, token_ids[row, tails.starts[slot] : ends[row]])
         if now >= self._next_check:
             self._next_check = now + CHECK_S
             waiting = np.flatnonzero((tails.lengths > 0) & (tails.since <= now - MAX_DELAY_S))
@@ -106,18 +105,16 @@ class UnsentTexts:
             self._is_shared[slot] = False
 
     def _publish_tail(self, slot: int, *, final: bool = False) -> None:
-        length = int(self._tails.lengths[slot])
-        end = int(self._tails.starts[slot]) + length
-        self._publish(slot, self._tails.tokens[slot, :length], end, final=final)
+        self._publish(slot, self._tails.tokens[slot, : self._tails.lengths[slot]], final=final)
 
-    def _publish(self, slot: int, tokens: Int32Array, end: int, *, final: bool = False) -> None:
+    def _publish(self, slot: int, tokens: Int32Array, *, final: bool = False) -> None:
         tails, (namespace, name) = self._tails, self._names[slot]
         start = int(tails.starts[slot])
         prompt = min(max(int(tails.num_prompt_tokens[slot]) - start, 0), len(tokens))
         stamp = float(tails.since[slot]) if len(tokens) else self._wall_clock()
         piece = TextPiece(namespace, name, start, tokens, prompt, final, stamp)
         self._shared.publish(piece)
-        tails.starts[slot], tails.lengths[slot] = end, 0
+        tails.starts[slot], tails.lengths[slot] = start + len(tokens), 0
 
 
 @kernel

@@ -20,13 +20,7 @@ _ALLOWED = "a mapping with either text, or prompt and completion, or token_ids"
 
 @dataclass(frozen=True, slots=True)
 class WarmText:
-    """One line: either two texts, of which the first may be empty, or tokens.
-
-    Attributes:
-        prompt: what was asked.
-        completion: what was answered, or a text on its own.
-        token_ids: tokens of a text on its own.
-    """
+    """One line: a prompt, which may be empty, and what followed it; or the tokens of a text."""
 
     prompt: str = ""
     completion: str = ""
@@ -35,11 +29,8 @@ class WarmText:
     def tokens(self, tokenizer: Any) -> tuple[Int32Array, int]:
         """The text's tokens as requests would have them, and how many of them are prompt.
 
-        Only a prompt begins with what the tokenizer puts before it; an answer is generated as its
-        own tokens.
-
-        Args:
-            tokenizer: the model's, of transformers.
+        Only a prompt begins with what the tokenizer, of transformers, puts before it; an answer is
+        generated as its own tokens.
         """
         if self.token_ids:
             return np.array(self.token_ids, np.int32), 0
@@ -49,7 +40,7 @@ class WarmText:
 
 
 def read_file(path: Path, vocab_size: int) -> Iterator[WarmText]:
-    """Reads a file; see :func:`read_texts`.
+    """Reads a file as :func:`read_texts` does.
 
     Raises:
         SpecServeError: the file cannot be read, or a line is wrong; says which, and why.

@@ -9,7 +9,7 @@ before the sizes agree.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -37,6 +37,7 @@ MAX_FRAME_BYTES = max(MAX_HEADER_BYTES, 4 * MAX_TOKENS, MAX_STATE_BYTES)
 """What a socket needs to let in."""
 
 Frame = bytes | memoryview
+T = TypeVar("T")
 
 _encode = msgspec.msgpack.encode
 _question: msgspec.msgpack.Decoder[Hello | RequestHead]
@@ -73,10 +74,7 @@ def decode_question(frames: Sequence[Frame]) -> Question:
     Raises:
         WireError: it is malformed, or larger than is allowed.
     """
-    try:
-        head = _question.decode(_header(frames))
-    except _UNREADABLE as error:
-        raise WireError(f"no question: {shorten(str(error), 200)}") from None
+    head = _decoded(_question, frames, "question")
     if isinstance(head, RequestHead):
         return _request(head, frames)
     _expect(len(frames) == 1, f"{len(frames)} frames instead of 1")
@@ -90,10 +88,7 @@ def decode_reply(frames: Sequence[Frame]) -> Reply:
         WireError: it is malformed, or larger than is allowed.
     """
     _expect(len(frames) == 1, f"{len(frames)} frames instead of 1")
-    try:
-        return _reply.decode(_header(frames))
-    except _UNREADABLE as error:
-        raise WireError(f"no reply: {shorten(str(error), 200)}") from None
+    return _decoded(_reply, frames, "reply")
 
 
 def _joined(arrays: Sequence[npt.NDArray[Any]], dtype: str) -> npt.NDArray[Any]:
@@ -122,10 +117,13 @@ def _head(row: TextRow) -> RowHead:
     )
 
 
-def _header(frames: Sequence[Frame]) -> Frame:
+def _decoded(decoder: msgspec.msgpack.Decoder[T], frames: Sequence[Frame], kind: str) -> T:
     _expect(bool(frames), "no frames")
     _expect(len(frames[0]) <= MAX_HEADER_BYTES, f"a header of {len(frames[0])} bytes")
-    return frames[0]
+    try:
+        return decoder.decode(frames[0])
+    except _UNREADABLE as error:
+        raise WireError(f"no {kind}: {shorten(str(error), 200)}") from None
 
 
 def _request(head: RequestHead, frames: Sequence[Frame]) -> DraftRequest:

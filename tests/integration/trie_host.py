@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -23,6 +22,18 @@ from tests.integration.host_process import HostProcess, answer, connect
 
 VOCAB_SIZE = 5000
 STEP_TOKENS, STEP_S = 8, 0.01
+
+TOLD = (
+    "up",
+    "refused",
+    "epoch",
+    "dropped_tokens",
+    "unsent_s",
+    "received_tokens",
+    "receive_lag_s",
+    "apply_errors",
+)
+"""What a link tells of itself."""
 
 SENDER = "sender"
 """Origin of records whose tokens are those of no text."""
@@ -56,7 +67,7 @@ class Link:
 
         self.store = StoreOptions(**store, vocab_size=VOCAB_SIZE)
         self.client = RayStoreClient(self.store)
-        options = ReplicaOptions(fingerprint=fingerprint, vocab_size=VOCAB_SIZE)
+        options = ReplicaOptions(fingerprint=fingerprint)
         self.link = TrieReplica(self.client, self.apply, options)
         self.read: dict[str, set[int]] = defaultdict(set)
         self.wrote: dict[str, int] = {}
@@ -126,7 +137,8 @@ class Links:
         }
 
     def link(self, name: str) -> dict[str, Any]:
-        return asdict(self._links[name].link.stats())
+        link = self._links[name].link
+        return {name: getattr(link, name) for name in TOLD}
 
     def stop(self, name: str) -> bool:
         self._links[name].end()

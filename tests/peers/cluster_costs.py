@@ -30,7 +30,7 @@ from tests.peers.texts import Text
 FINGERPRINT, VOCAB_SIZE = "benchmark", 1 << 20
 MEMORY_BYTES = 64 << 20
 STORE = StoreOptions(fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE, max_bytes=64 << 20)
-LINK = ReplicaOptions(fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE)
+LINK = ReplicaOptions(fingerprint=FINGERPRINT)
 
 _encode = msgspec.msgpack.encode
 _decode_reply = msgspec.msgpack.Decoder(ExchangeReply).decode
@@ -162,7 +162,7 @@ def _read_all(store: TrieStore, epoch: str) -> Iterator[bytes]:
 
 
 def _keep(replies: Sequence[bytes]) -> None:
-    outbox = Outbox("reader", MEMORY_BYTES, VOCAB_SIZE)
+    outbox = Outbox("reader", MEMORY_BYTES)
     for content in replies:
         for record in _decode_reply(content).records:
             outbox.receive(record)

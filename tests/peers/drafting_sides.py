@@ -147,16 +147,15 @@ class Trie:
         trie = memory.tries().get(NAMESPACE)
         assert trie is not None
         self._trie = trie
-        rng, number = np.random.default_rng(1 << 32), 0
+        rng = np.random.default_rng(1 << 32)
         while is_full and not trie.num_evicted_tokens:
-            learn(trie, f"other-{number}", rng.integers(0, VOCAB_SIZE, 1 << 16, np.int32))
-            number += 1
+            learn(trie, rng.integers(0, VOCAB_SIZE, 1 << 16, np.int32))
         config = TrieConfig(kind="trie", max_draft_len=DRAFT_LEN, share="replica")
         self._source = TrieSource(config, memory, SourceContext(num_slots=batch))
         self._slots, self._limits = np.arange(batch), np.full(batch, DRAFT_LEN, np.int32)
 
     def learn(self, name: str, text: Int32Array) -> None:
-        learn(self._trie, name, text)
+        learn(self._trie, text)
 
     def begin(self, requests: Requests) -> None:
         self._requests = requests

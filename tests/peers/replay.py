@@ -68,9 +68,9 @@ def replay_one(drafter: Drafter, text: Text, tally: Tally) -> None:
     drafter.finish(text)
 
 
-def learn(trie: TokenTrie, name: str, text: Int32Array, num_prompt_tokens: int = 0) -> None:
+def learn(trie: TokenTrie, text: Int32Array, num_prompt_tokens: int = 0) -> None:
     """Takes a text for what an earlier request wrote."""
-    sequence = trie.open(name)
+    sequence = trie.open()
     trie.append(sequence, text, num_prompt_tokens=num_prompt_tokens)
     trie.finish(sequence)
 
@@ -94,7 +94,7 @@ class TrieDrafter:
         self._slot, self._limit = np.zeros(1, np.int64), np.full(1, max_draft_len, np.int32)
 
     def learn(self, name: str, text: Int32Array) -> None:
-        learn(self._trie, name, text)
+        learn(self._trie, text)
 
     def draft(self, text: Text, num_tokens: int, num_new: int) -> Sequence[int]:
         if num_tokens - num_new == text.num_prompt_tokens:

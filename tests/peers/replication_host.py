@@ -65,7 +65,7 @@ class Task:
 def write(task: Task, store: StoreOptions) -> dict[str, Any]:
     """Replicas that each decode ``STREAMS`` requests; how old foreign tokens were when applied."""
     lags_s: list[float] = []
-    options = ReplicaOptions(fingerprint=task.fingerprint, vocab_size=VOCAB_SIZE)
+    options = ReplicaOptions(fingerprint=task.fingerprint)
     links = [
         TrieReplica(
             RayStoreClient(store),
@@ -76,7 +76,7 @@ def write(task: Task, store: StoreOptions) -> dict[str, Any]:
     ]
     for link in links:
         link.start()
-    while not all(link.stats().up for link in links):
+    while not all(link.up for link in links):
         time.sleep(0.05)
     await_the_others()
     lags_s.clear()
@@ -104,14 +104,13 @@ def write(task: Task, store: StoreOptions) -> dict[str, Any]:
         time.sleep(STEP_S)
     spent = process.cpu_times()
     drained = [link.stop(30) for link in links]
-    stats = [link.stats() for link in links]
     return {
         "written_tokens": written * STREAMS * task.num_replicas,
-        "received_tokens": sum(each.received_tokens for each in stats),
+        "received_tokens": sum(link.received_tokens for link in links),
         "lags_s": lags_s,
         "publish_us": 1e6 * publish_s / max(calls, 1),
         "cpu": (spent.user + spent.system - cpu.user - cpu.system) / task.seconds,
-        "dropped_tokens": sum(each.dropped_tokens for each in stats),
+        "dropped_tokens": sum(link.dropped_tokens for link in links),
         "drained": all(drained),
     }
 

@@ -30,8 +30,8 @@ FORWARD_S = 0.005
 
 
 def learn_all(trie: TokenTrie, texts: Sequence[Int32Array]) -> None:
-    for number, text in enumerate(texts):
-        learn(trie, str(number), text)
+    for text in texts:
+        learn(trie, text)
 
 
 class Batch:

@@ -73,6 +73,17 @@ def test_a_purge_is_carried_out(memory: TrieMemory) -> None:
     assert draft(memory, TEXT[440:450], "m")[0]
 
 
+def test_a_text_that_goes_on_after_a_purge_is_learned_from_there_on(memory: TrieMemory) -> None:
+    learner = ClusterLearner(memory)
+    learner.apply(piece(0, 100))
+    learner.apply(Record("o", 2, 0.0, "n", "purge"))
+    learner.apply(piece(100, 200))
+    learner.apply(piece(200, 300))
+    assert draft(memory, TEXT[80:90])[0] == []
+    for end in (120, 199, 220):
+        assert draft(memory, TEXT[end - 10 : end])[0] == TEXT[end : end + 4].tolist()
+
+
 def test_text_of_who_is_not_configured_is_passed_over(memory: TrieMemory) -> None:
     learner = ClusterLearner(memory)
     for name in ("of another", "n", "m"):

@@ -18,7 +18,7 @@ from tests.trie.texts import FINGERPRINT, VOCAB_SIZE, purge, record
 
 
 def some_state(num_records: int = 500) -> LogState:
-    log = TokenLog(1 << 24, VOCAB_SIZE)
+    log = TokenLog(1 << 24)
     for number in range(1, num_records + 1):
         log.append(record(number, [number % VOCAB_SIZE], origin=f"replica-{number % 3}"))
     log.append(purge(namespace="gone"))
@@ -38,32 +38,32 @@ def memory() -> Iterator[fsspec.AbstractFileSystem]:
 
 
 def test_what_is_saved_is_what_is_loaded(path: Path) -> None:
-    file = SnapshotFile(str(path))
-    size = file.save(FINGERPRINT, some_state())
+    file = SnapshotFile(str(path), FINGERPRINT)
+    size = file.save(some_state())
     assert path.stat().st_size == size
-    assert file.load_or_set_aside(FINGERPRINT) == some_state()
+    assert file.load_or_set_aside() == some_state()
     assert os.listdir(path.parent) == [path.name]
 
 
 def test_only_the_owner_may_read_what_users_wrote(path: Path) -> None:
-    SnapshotFile(str(path)).save(FINGERPRINT, some_state())
+    SnapshotFile(str(path), FINGERPRINT).save(some_state())
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 def test_a_missing_snapshot_is_none_and_nothing_is_said(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert SnapshotFile(str(path)).load_or_set_aside(FINGERPRINT) is None
+    assert SnapshotFile(str(path), FINGERPRINT).load_or_set_aside() is None
     assert not caplog.records
 
 
 def test_a_url_is_as_good_as_a_path(memory: fsspec.AbstractFileSystem) -> None:
-    file = SnapshotFile("memory://bucket/trie.snapshot")
-    assert file.load_or_set_aside(FINGERPRINT) is None
-    file.save(FINGERPRINT, some_state(3))
-    file.save(FINGERPRINT, some_state())
-    assert file.load_or_set_aside(FINGERPRINT) == some_state()
-    assert file.load_or_set_aside("another") is None
+    file = SnapshotFile("memory://bucket/trie.snapshot", FINGERPRINT)
+    assert file.load_or_set_aside() is None
+    file.save(some_state(3))
+    file.save(some_state())
+    assert file.load_or_set_aside() == some_state()
+    assert SnapshotFile(file.url, "another").load_or_set_aside() is None
     assert [name.rpartition("/")[2] for name in memory.ls("/bucket", detail=False)] == [
         "trie.snapshot.refused-1"
     ]
@@ -81,19 +81,19 @@ def test_a_url_is_as_good_as_a_path(memory: fsspec.AbstractFileSystem) -> None:
 )
 def test_a_url_that_no_installed_package_knows_is_a_config_error(url: str) -> None:
     with pytest.raises(ConfigError, match="snapshot_url"):
-        SnapshotFile(url)
+        SnapshotFile(url, FINGERPRINT)
 
 
 @pytest.mark.parametrize("place", [0, 1, 20, 200, 2000, -40, -8, -1])
 def test_one_wrong_byte_is_noticed(
     path: Path, place: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    file = SnapshotFile(str(path))
-    file.save(FINGERPRINT, some_state())
+    file = SnapshotFile(str(path), FINGERPRINT)
+    file.save(some_state())
     content = bytearray(path.read_bytes())
     content[place] ^= 0x41
     path.write_bytes(content)
-    assert file.load_or_set_aside(FINGERPRINT) is None
+    assert file.load_or_set_aside() is None
     assert not path.exists()
     assert Path(f"{path}.refused-1").read_bytes() == content
     assert str(path) in caplog.text
@@ -101,25 +101,25 @@ def test_one_wrong_byte_is_noticed(
 
 
 def test_no_cut_off_snapshot_is_taken_for_a_whole_one(path: Path) -> None:
-    file = SnapshotFile(str(path))
-    file.save(FINGERPRINT, some_state(5))
+    file = SnapshotFile(str(path), FINGERPRINT)
+    file.save(some_state(5))
     content = path.read_bytes()
     for size in (*range(0, len(content), 11), len(content) - 1):
         path.write_bytes(content[:size])
-        assert file.load_or_set_aside(FINGERPRINT) is None, size
+        assert file.load_or_set_aside() is None, size
     path.write_bytes(content + b"x")
-    assert file.load_or_set_aside(FINGERPRINT) is None
+    assert file.load_or_set_aside() is None
     path.write_bytes(content)
-    assert file.load_or_set_aside(FINGERPRINT) is not None
+    assert file.load_or_set_aside() is not None
 
 
 def test_a_snapshot_of_another_model_is_set_aside(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    file = SnapshotFile(str(path))
+    file = SnapshotFile(str(path), FINGERPRINT)
     for number in (1, 2):
-        file.save("another", some_state())
-        assert file.load_or_set_aside(FINGERPRINT) is None
+        SnapshotFile(str(path), "another").save(some_state())
+        assert file.load_or_set_aside() is None
         assert Path(f"{path}.refused-{number}").exists()
     assert f"it is of 'another', this is '{FINGERPRINT}'" in caplog.text
 
@@ -127,25 +127,25 @@ def test_a_snapshot_of_another_model_is_set_aside(
 def test_a_snapshot_of_another_version_is_set_aside(
     path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = SnapshotFile(str(path))
+    file = SnapshotFile(str(path), FINGERPRINT)
     with monkeypatch.context() as patch:
         patch.setattr(log_snapshot, "VERSION", VERSION + 1)
-        file.save(FINGERPRINT, some_state())
-    assert file.load_or_set_aside(FINGERPRINT) is None
+        file.save(some_state())
+    assert file.load_or_set_aside() is None
     assert f"version {VERSION + 1}" in caplog.text
 
 
 def test_a_file_that_cannot_be_read_is_set_aside(path: Path) -> None:
     path.mkdir(parents=True)
-    assert SnapshotFile(str(path)).load_or_set_aside(FINGERPRINT) is None
+    assert SnapshotFile(str(path), FINGERPRINT).load_or_set_aside() is None
     assert Path(f"{path}.refused-1").is_dir()
 
 
 def test_a_full_disk_leaves_the_old_snapshot_whole(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = SnapshotFile(str(path))
-    file.save(FINGERPRINT, some_state())
+    file = SnapshotFile(str(path), FINGERPRINT)
+    file.save(some_state())
 
     def is_full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -153,15 +153,15 @@ def test_a_full_disk_leaves_the_old_snapshot_whole(
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", is_full)
         with pytest.raises(SnapshotError, match="No space left on device"):
-            file.save(FINGERPRINT, some_state(3))
+            file.save(some_state(3))
     assert os.listdir(path.parent) == [path.name]
-    assert file.load_or_set_aside(FINGERPRINT) == some_state()
+    assert file.load_or_set_aside() == some_state()
 
 
 def test_a_folder_that_cannot_be_is_a_snapshot_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    file = SnapshotFile(str(tmp_path / "file" / "trie.snapshot"))
+    file = SnapshotFile(str(tmp_path / "file" / "trie.snapshot"), FINGERPRINT)
     with pytest.raises(SnapshotError, match=r"trie\.snapshot was not written"):
-        file.save(FINGERPRINT, some_state())
+        file.save(some_state())
     with pytest.raises(SnapshotError, match="cannot be used"):
-        file.load_or_set_aside(FINGERPRINT)
+        file.load_or_set_aside()

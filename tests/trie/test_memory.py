@@ -94,6 +94,6 @@ def test_what_another_adapter_has_learned_is_not_in_the_trie_that_is_taken() -> 
     assert before is not None
     after = memory.for_request(adapter("new"))
     assert after is not None
-    before.open("still being learned")  # by the link's thread, which has got the trie before
+    before.open()  # by the link's thread, which has got the trie before
     assert not after.num_tokens
     assert after is not before

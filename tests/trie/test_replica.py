@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from specserve.trie import replica as module
 from specserve.trie.namespaces import namespace, tenant_half
 from specserve.trie.records import Record, TextPiece
 from specserve.trie.replica import ReplicaOptions, TrieReplica
@@ -16,7 +17,7 @@ from tests.integration.cluster import eventually
 from tests.trie.texts import FINGERPRINT, VOCAB_SIZE, DirectClient
 
 WAIT_S = 30.0
-OPTIONS = ReplicaOptions(fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE, interval_s=0.01)
+OPTIONS = ReplicaOptions(fingerprint=FINGERPRINT, interval_s=0.01)
 
 Texts = dict[tuple[str, str], dict[int, int]]
 """Token by position, by namespace and sequence."""
@@ -80,7 +81,7 @@ def start(client: DirectClient) -> Iterator[Callable[[], Replica]]:
 
     yield start
     for replica in started:
-        assert not replica.link.stats().apply_errors
+        assert not replica.link.apply_errors
         replica.link.stop()
 
 
@@ -97,17 +98,16 @@ def test_what_one_replica_writes_the_others_read(start: Start) -> None:
     third = start()
     both = first.wrote | second.wrote
     eventually(lambda: third.read.texts == both, "all of it", WAIT_S, 0.01)
-    stats = second.link.stats()
-    assert (stats.up, stats.received_tokens) == (True, 4)
+    assert (second.link.up, second.link.received_tokens) == (True, 4)
 
 
 def test_stopping_sends_what_is_left(client: DirectClient, start: Start) -> None:
     slow = Replica(
         client,
-        ReplicaOptions(fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE, interval_s=3600),
+        ReplicaOptions(fingerprint=FINGERPRINT, interval_s=3600),
     )
     slow.link.start()
-    eventually(lambda: slow.link.stats().up, "the first answer", WAIT_S, 0.01)
+    eventually(lambda: slow.link.up, "the first answer", WAIT_S, 0.01)
     slow.write("a", [1, 2, 3])
     assert slow.link.stop()
     reader = start()
@@ -130,18 +130,17 @@ def test_without_a_store_text_waits_and_is_sent_when_one_is_there(
     writer, reader = start(), start()
     writer.write("a", [1, 2, 3])
     eventually(lambda: caplog.text.count("does not answer") == 2, "warnings", WAIT_S, 0.01)
-    stats = writer.link.stats()
-    assert (stats.up, stats.dropped_tokens) == (False, 0)
-    assert stats.unsent_s > 0
+    assert (writer.link.up, writer.link.dropped_tokens) == (False, 0)
+    assert writer.link.unsent_s > 0
     client.store = store
     eventually(lambda: reader.read.texts == writer.wrote, "the text", WAIT_S, 0.01)
-    eventually(lambda: writer.link.stats().unsent_s == 0, "nothing left", WAIT_S, 0.01)
+    eventually(lambda: writer.link.unsent_s == 0, "nothing left", WAIT_S, 0.01)
     eventually(lambda: caplog.text.count("answers again") == 2, "all is well", WAIT_S, 0.01)
     assert caplog.text.count("does not answer") == 2
 
 
 def test_without_a_store_memory_is_bounded_and_what_is_dropped_is_counted() -> None:
-    options = ReplicaOptions(fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE, max_bytes=1 << 16)
+    options = ReplicaOptions(fingerprint=FINGERPRINT, max_bytes=1 << 16)
     client = DirectClient()
     replica = Replica(client, options)
     for number in range(100):
@@ -152,31 +151,33 @@ def test_without_a_store_memory_is_bounded_and_what_is_dropped_is_counted() -> N
         pass
     kept = client.store.stats().num_tokens
     assert 0 < kept < 1 << 14
-    assert replica.link.stats().dropped_tokens == 100 * 500 - kept
+    assert replica.link.dropped_tokens == 100 * 500 - kept
 
 
-def test_a_thread_that_does_not_keep_up_costs_text_and_no_memory(client: DirectClient) -> None:
-    options = ReplicaOptions(fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE, max_queued_tokens=10)
-    link = TrieReplica(client, Reader(), options)
+def test_a_thread_that_does_not_keep_up_costs_text_and_no_memory(
+    client: DirectClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_QUEUED", 1)
+    link = TrieReplica(client, Reader(), OPTIONS)
     tokens = np.arange(6, dtype=np.int32)
     link.publish(TextPiece("tenant", "a", 0, tokens))
     link.publish(TextPiece("tenant", "a", 6, tokens))
-    assert link.stats().dropped_tokens == 6
+    assert link.dropped_tokens == 6
     link.take_turn()
     link.publish(TextPiece("tenant", "a", 12, tokens))
-    assert link.stats().dropped_tokens == 6
+    assert link.dropped_tokens == 6
 
 
 def test_a_replica_of_another_model_says_so_once_and_shares_nothing(
     client: DirectClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options = ReplicaOptions(fingerprint="another", vocab_size=VOCAB_SIZE)
+    options = ReplicaOptions(fingerprint="another")
     replica = Replica(client, options)
     replica.write("a", [1])
     rests_s = [replica.link.take_turn() for _ in range(3)]
     assert min(rests_s) > 10
-    assert "another" in replica.link.stats().refused
-    assert not replica.link.stats().up
+    assert "another" in replica.link.refused
+    assert not replica.link.up
     assert client.store is not None
     assert client.store.stats().num_records == 0
     assert [each.name for each in caplog.records].count("specserve.trie.replica") == 1
@@ -199,7 +200,7 @@ def test_a_record_that_the_index_does_not_take_is_counted_and_the_next_one_comes
     reader = TrieReplica(client, apply, OPTIONS)
     reader.take_turn()
     assert got == ["good"]
-    assert reader.stats().apply_errors == 1
+    assert reader.apply_errors == 1
 
 
 def test_a_purge_reaches_every_replica(client: DirectClient, start: Start) -> None:
@@ -266,13 +267,13 @@ def test_the_lag_of_old_text_does_not_count(client: DirectClient) -> None:
     writer.link.take_turn()
     reader = Replica(client)
     reader.link.take_turn()
-    assert reader.link.stats().receive_lag_s == 0
+    assert reader.link.receive_lag_s == 0
     writer.write("a", [2])
     written_at = time.time()
     writer.link.take_turn()
     reader.link.take_turn()
-    assert reader.link.stats().receive_lag_s > 0
-    assert reader.link.stats().receive_lag_s <= time.time() - written_at + 1
+    assert reader.link.receive_lag_s > 0
+    assert reader.link.receive_lag_s <= time.time() - written_at + 1
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -320,7 +321,7 @@ def test_nothing_that_a_living_replica_holds_is_ever_lost(seed: int, tmp_path: P
         pass
     for each in replicas:
         assert fresh.read.texts == each.read.texts | each.wrote
-        assert each.link.stats().dropped_tokens == 0
-        assert each.link.stats().apply_errors == 0
+        assert each.link.dropped_tokens == 0
+        assert each.link.apply_errors == 0
     for store in stores:
         store.close()

@@ -12,7 +12,7 @@ from specserve.trie.log_snapshot import SnapshotFile
 from specserve.trie.snapshot_keeper import MOST_ASKING, SnapshotKeeper
 from specserve.trie.token_log import LogState, TokenLog
 from tests.integration.cluster import eventually
-from tests.trie.texts import FINGERPRINT, VOCAB_SIZE, record
+from tests.trie.texts import FINGERPRINT, record
 
 WAIT_S = 30.0
 
@@ -20,14 +20,14 @@ WAIT_S = 30.0
 class Kept:
     """A log with a keeper."""
 
-    def __init__(self, path: Path) -> None:
-        self._log = TokenLog(1 << 20, VOCAB_SIZE)
+    def __init__(self, path: Path, interval_s: float) -> None:
+        self._log = TokenLog(1 << 20)
         self._lock = threading.Lock()
         self.taken_over: list[LogState] = []
-        self.file = SnapshotFile(str(path))
+        self.file = SnapshotFile(str(path), FINGERPRINT)
         self.keeper = SnapshotKeeper(
             self.file,
-            FINGERPRINT,
+            interval_s,
             self.state,
             self.taken_over.append,
         )
@@ -41,13 +41,13 @@ class Kept:
             return self._log.state()
 
     def saved(self) -> LogState | None:
-        return self.file.load_or_set_aside(FINGERPRINT)
+        return self.file.load_or_set_aside()
 
 
 @contextmanager
 def kept(path: Path, interval_s: float = 3600.0) -> Iterator[Kept]:
-    kept = Kept(path)
-    kept.keeper.start(interval_s)
+    kept = Kept(path, interval_s)
+    kept.keeper.start()
     try:
         yield kept
     finally:

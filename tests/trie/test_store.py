@@ -129,7 +129,7 @@ def test_a_purge_reaches_readers_the_snapshot_and_what_comes_later(options: Stor
     store.exchange(call([record(3, stamp=now + 60)], origin="replica"))
     (order,) = read(store, before)[0]
     assert (order.kind, order.namespace) == ("purge", "tenant")
-    loaded = SnapshotFile(options.snapshot_file).load_or_set_aside(FINGERPRINT)
+    loaded = SnapshotFile(options.snapshot_file, FINGERPRINT).load_or_set_aside()
     assert loaded is not None
     assert [each.namespace for each in loaded.records if each.num_tokens] == ["other"]
     store.close()

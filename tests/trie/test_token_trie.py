@@ -9,8 +9,8 @@ import pytest
 
 from specserve.core.source_config import TrieConfig
 from specserve.core.types import Drafts, Int32Array
-from specserve.trie.layout import CLOCK, HEAD, MOST_USE, NUM_FREE_PAGES, NUM_FREE_SLOTS, PAGE
-from specserve.trie.token_trie import NO_SEQUENCE, LearnedFrom, TokenTrie
+from specserve.trie.layout import CLOCK, NUM_FREE_PAGES, NUM_FREE_SLOTS, PAGE
+from specserve.trie.token_trie import NO_SEQUENCE, TokenTrie
 from tests.trie.lookups import look_up
 
 SMALL = 1 << 20
@@ -28,13 +28,12 @@ def noise(length: int, seed: int = 0, vocab_size: int = 30_000) -> Int32Array:
 def learn(
     trie: TokenTrie,
     text: Int32Array,
-    name: str,
     *,
     num_prompt_tokens: int = 0,
-    learned_from: LearnedFrom = "local",
+    from_cluster: bool = False,
 ) -> None:
-    sequence = trie.open(name, learned_from=learned_from)
-    assert trie.append(sequence, text, num_prompt_tokens=num_prompt_tokens) == 0
+    sequence = trie.open(from_cluster=from_cluster)
+    trie.append(sequence, text, num_prompt_tokens=num_prompt_tokens)
     trie.finish(sequence)
 
 
@@ -65,7 +64,7 @@ def trie() -> TokenTrie:
 
 def test_what_followed_before_is_drafted_over_page_boundaries(trie: TokenTrie) -> None:
     text = noise(5 * PAGE)
-    learn(trie, text, "a")
+    learn(trie, text)
     for end in (2, 3, 17, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE + 5, 4 * PAGE):
         assert draft(trie, text[max(end - 20, 0) : end]) == text[end : end + 8].tolist()
     assert draft(trie, text[-10:]) == []
@@ -75,8 +74,8 @@ def test_what_followed_before_is_drafted_over_page_boundaries(trie: TokenTrie) -
 def test_appending_in_pieces_gives_the_same_memory_as_at_once() -> None:
     text = noise(1000, vocab_size=12)
     whole, pieces = TokenTrie(SMALL), TokenTrie(SMALL)
-    learn(whole, text, "a")
-    a = pieces.open("a")
+    learn(whole, text)
+    a = pieces.open()
     cuts = [0, 1, 2, 3, 40, 63, 64, 65, 200, 201, 999, 1000]
     for begin, end in pairwise(cuts):
         pieces.append(a, text[begin:end])
@@ -88,11 +87,11 @@ def test_appending_in_pieces_gives_the_same_memory_as_at_once() -> None:
 def test_drafts_are_always_continuations_that_were_seen(trie: TokenTrie) -> None:
     """Against a search of all texts, token for token, while the memory overflows many times."""
     rng = random.Random(1)
-    texts = {str(i): noise(rng.randrange(1, 900), i, vocab_size=6) for i in range(120)}
-    for name, text in texts.items():
-        learn(trie, text, name)
+    texts = [noise(rng.randrange(1, 900), i, vocab_size=6) for i in range(120)]
+    for text in texts:
+        learn(trie, text)
     assert trie.num_evicted_tokens > trie.num_tokens
-    joined = [" ".join(map(str, ["", *text.tolist(), ""])) for text in texts.values()]
+    joined = [" ".join(map(str, ["", *text.tolist(), ""])) for text in texts]
     num_drafts = 0
     for seed in range(300):
         context = noise(12, 1000 + seed, vocab_size=6)
@@ -106,14 +105,14 @@ def test_drafts_are_always_continuations_that_were_seen(trie: TokenTrie) -> None
 
 
 def test_the_longest_match_wins_over_the_newest(trie: TokenTrie) -> None:
-    learn(trie, tokens(1, 2, 3, 4, 5, 6, 7, 8, 70, 71), "long")
-    learn(trie, tokens(90, 91, 92, 93, 94, 95, 7, 8, 80, 81), "short but new")
+    learn(trie, tokens(1, 2, 3, 4, 5, 6, 7, 8, 70, 71))
+    learn(trie, tokens(90, 91, 92, 93, 94, 95, 7, 8, 80, 81))
     found = look(trie, tokens(1, 2, 3, 4, 5, 6, 7, 8))
     assert found.tokens[0, : found.lengths[0]].tolist() == [70, 71]
 
 
 def test_a_match_shorter_than_asked_for_is_none(trie: TokenTrie) -> None:
-    learn(trie, tokens(1, 2, 3, 4, 5, 6), "a")
+    learn(trie, tokens(1, 2, 3, 4, 5, 6))
     assert look(trie, tokens(9, 2, 3, 4), min_match_len=3).lengths[0] == 2
     assert look(trie, tokens(9, 2, 3, 4), min_match_len=4).lengths[0] == 0
 
@@ -122,8 +121,8 @@ def test_the_more_frequent_branch_is_taken_and_the_draft_ends_where_it_gets_unli
     trie: TokenTrie,
 ) -> None:
     for i in range(6):
-        learn(trie, tokens(1, 2, 3, 50, 60 + i, 7), f"often {i}")
-    learn(trie, tokens(1, 2, 3, 51, 9), "seldom")
+        learn(trie, tokens(1, 2, 3, 50, 60 + i, 7))
+    learn(trie, tokens(1, 2, 3, 51, 9))
     found = look(trie, tokens(1, 2, 3), floor=0.3)
     assert found.tokens[0, : found.lengths[0]].tolist() == [50]
     assert 0.4 < found.confidence[0, 0] < 6 / 7
@@ -132,7 +131,7 @@ def test_the_more_frequent_branch_is_taken_and_the_draft_ends_where_it_gets_unli
 
 def test_a_draft_after_a_short_match_is_short_and_after_a_long_one_long(trie: TokenTrie) -> None:
     text = noise(64)
-    learn(trie, text, "a")
+    learn(trie, text)
     found = [look(trie, text[20 - match : 20], 16, floor=0.1) for match in (2, 20)]
     lengths = [int(each.lengths[0]) for each in found]
     assert lengths[1] == 16
@@ -140,32 +139,32 @@ def test_a_draft_after_a_short_match_is_short_and_after_a_long_one_long(trie: To
 
 
 def test_outputs_weigh_more_than_prompts(trie: TokenTrie) -> None:
-    learn(trie, tokens(1, 2, 3, 50), "written")
-    learn(trie, tokens(1, 2, 3, 51), "read", num_prompt_tokens=4)
+    learn(trie, tokens(1, 2, 3, 50))
+    learn(trie, tokens(1, 2, 3, 51), num_prompt_tokens=4)
     assert draft(trie, tokens(1, 2, 3), 1) == [50]
 
 
 def test_newer_texts_weigh_more_than_old_ones(trie: TokenTrie) -> None:
-    for name in ("old", "also old"):
-        learn(trie, tokens(1, 2, 3, 50), name)
+    for _ in range(2):
+        learn(trie, tokens(1, 2, 3, 50))
     assert draft(trie, tokens(1, 2, 3), 1) == [50]
     trie._arrays.scalars[CLOCK] += 2 * 10**6
-    learn(trie, tokens(1, 2, 3, 51), "new")
+    learn(trie, tokens(1, 2, 3, 51))
     assert draft(trie, tokens(1, 2, 3), 1) == [51]
 
 
 def test_a_requests_own_text_weighs_most(trie: TokenTrie) -> None:
-    for i in range(5):
-        learn(trie, tokens(1, 2, 3, 50), f"other {i}")
-    own = trie.open("own")
+    for _ in range(5):
+        learn(trie, tokens(1, 2, 3, 50))
+    own = trie.open()
     trie.append(own, tokens(1, 2, 3, 51, 1, 2, 3))
     assert draft(trie, tokens(1, 2, 3, 51, 1, 2, 3), 1, own) == [51]
     assert draft(trie, tokens(1, 2, 3), 1) == [50]
 
 
 def test_who_taught_a_draft_is_told(trie: TokenTrie) -> None:
-    learn(trie, tokens(1, 2, 3), "here")
-    learn(trie, tokens(4, 5, 6), "there", learned_from="cluster")
+    learn(trie, tokens(1, 2, 3))
+    learn(trie, tokens(4, 5, 6), from_cluster=True)
     assert LABELS[look(trie, tokens(1, 2)).labels[0]].name == "trie_local"
     assert LABELS[look(trie, tokens(4, 5)).labels[0]].name == "trie_cluster"
 
@@ -173,7 +172,7 @@ def test_who_taught_a_draft_is_told(trie: TokenTrie) -> None:
 def test_a_private_text_is_drafted_for_its_own_request_alone_and_only_until_it_ends(
     trie: TokenTrie,
 ) -> None:
-    secret = trie.open("secret", private=True)
+    secret = trie.open(private=True)
     trie.append(secret, tokens(1, 2, 3, 4, 5))
     assert draft(trie, tokens(1, 2, 3), own=secret) == [4, 5]
     assert draft(trie, tokens(1, 2, 3)) == []
@@ -184,11 +183,12 @@ def test_a_private_text_is_drafted_for_its_own_request_alone_and_only_until_it_e
 
 def test_a_private_text_that_has_ended_leaves_nothing_behind(trie: TokenTrie) -> None:
     text = noise(500)
-    learn(trie, noise(200, 7), "stays")
+    learn(trie, noise(200, 7))
     pages, slots = trie._arrays.scalars[[NUM_FREE_PAGES, NUM_FREE_SLOTS]].tolist()
     table = np.sort(trie._arrays.table, axis=None)
-    goes = trie.open("goes", private=True)
-    assert trie.append(goes, text) == 0
+    goes = trie.open(private=True)
+    trie.append(goes, text)
+    assert trie.num_tokens == 700
     trie.finish(goes)
     assert trie.num_tokens == 200
     assert trie._arrays.scalars[[NUM_FREE_PAGES, NUM_FREE_SLOTS]].tolist() == [pages, slots]
@@ -196,58 +196,33 @@ def test_a_private_text_that_has_ended_leaves_nothing_behind(trie: TokenTrie) ->
     assert not any(draft(trie, text[end - 20 : end]) for end in range(20, 500, 11))
 
 
-def test_no_draft_crosses_a_missing_part(trie: TokenTrie) -> None:
-    text = noise(300)
-    a = trie.open("a", private=True)
-    trie.append(a, text[:100])
-    trie.skip(a)
-    trie.append(a, text[150:])
-    assert draft(trie, text[80:95], own=a) == text[95:100].tolist()
-    assert draft(trie, text[80:100], own=a) == []
-    assert draft(trie, np.concatenate([text[90:100], text[150:151]]), own=a) == []
-    assert draft(trie, text[150:152], own=a) == text[152:160].tolist()
-    assert trie.num_tokens == 250
-    trie.finish(a)
-    assert not trie._arrays.table.any()
-
-
 def test_no_draft_crosses_what_found_no_room() -> None:
     trie = TokenTrie(SMALL)
     text = noise(4 * PAGE)
-    a = trie.open("a")
+    a = trie.open()
     trie.append(a, text[:PAGE])
-    others = [trie.open(f"pins a page {number}") for number in range(len(trie._ids) - 1)]
+    others = [trie.open() for _ in range(trie.num_pages - 1)]
     for other in others:
-        assert trie.append(other, tokens(1)) == 0
-    assert trie.append(a, text[PAGE : 2 * PAGE]) == PAGE
+        trie.append(other, tokens(1))
+    num_tokens = trie.num_tokens
+    trie.append(a, text[PAGE : 2 * PAGE])
+    assert trie.num_tokens == num_tokens == PAGE + len(others)
     for other in others:
         trie.finish(other)
-    assert trie.append(a, text[2 * PAGE :]) == 0
+    trie.append(a, text[2 * PAGE :])
     assert draft(trie, text[PAGE - 20 : PAGE - 4]) == text[PAGE - 4 : PAGE].tolist()
     assert draft(trie, text[2 * PAGE : 2 * PAGE + 9])
 
 
-def test_no_draft_crosses_an_end_that_was_evicted_before_the_text_went_on() -> None:
-    trie = TokenTrie(SMALL)
-    text = noise(3 * PAGE)
-    learn(trie, text[: 2 * PAGE], "a")
-    trie._arrays.page_use[trie._arrays.slots[0, HEAD]] = MOST_USE  # the first page stays
-    number = 0
-    while trie.num_tokens == (2 + number) * PAGE:
-        learn(trie, noise(PAGE, 1 + number), f"other {number}")
-        number += 1
-    assert trie.append(trie.open("a"), text[2 * PAGE :]) == 0
-    assert draft(trie, text[PAGE - 20 : PAGE - 4]) == text[PAGE - 4 : PAGE].tolist()
-
-
 def test_a_cleared_memory_knows_nothing_and_learns_anew(trie: TokenTrie) -> None:
     text = noise(300)
-    growing = trie.open("growing")
+    growing = trie.open()
     trie.append(growing, text)
-    assert trie.clear() == 300
+    trie.clear()
+    assert trie.num_tokens == 0
     trie.append(growing, text)
     assert trie.num_tokens == 0
-    learn(trie, text, "new")
+    learn(trie, text)
     assert draft(trie, text[50:60]) == text[60:68].tolist()
 
 
@@ -256,9 +231,9 @@ def test_the_memory_never_grows_and_what_is_used_stays() -> None:
     size = trie.num_bytes
     assert size <= SMALL
     used = noise(300, 1)
-    learn(trie, used, "used")
+    learn(trie, used)
     for i in range(400):
-        learn(trie, noise(300, 100 + i), f"unused {i}")
+        learn(trie, noise(300, 100 + i))
         for end in range(20, 300, 40):
             look(trie, used[end - 20 : end], 16)
     assert trie.num_bytes == size
@@ -270,7 +245,7 @@ def test_the_memory_never_grows_and_what_is_used_stays() -> None:
 def test_texts_that_still_grow_never_lose_their_end() -> None:
     trie = TokenTrie(SMALL)
     texts = [noise(600, i) for i in range(32)]
-    sequences = [trie.open(str(i)) for i in range(32)]
+    sequences = [trie.open() for i in range(32)]
     for begin in range(0, 600, 5):
         for sequence, text in zip(sequences, texts, strict=True):
             trie.append(sequence, text[begin : begin + 5])
@@ -281,15 +256,18 @@ def test_texts_that_still_grow_never_lose_their_end() -> None:
 def test_more_open_texts_than_pages_are_refused_and_not_a_fault() -> None:
     trie = TokenTrie(SMALL)
     opened: list[int] = []
-    while (sequence := trie.open(str(len(opened)))) != NO_SEQUENCE:
+    while (sequence := trie.open()) != NO_SEQUENCE:
         trie.append(sequence, tokens(1, 2, 3))
         opened.append(sequence)
-    assert len(opened) == len(trie._ids)
-    assert trie.append(opened[0], noise(PAGE)) == 3
+    assert len(opened) == trie.num_pages
+    trie.append(opened[0], noise(PAGE))
+    learned = trie.num_ingested_tokens
+    assert learned == 3 * len(opened) + PAGE - 3
     for sequence in opened[1:]:
         trie.finish(sequence)
-    assert trie.append(opened[0], noise(PAGE)) == 0
-    assert trie.open("one more") != NO_SEQUENCE
+    trie.append(opened[0], noise(PAGE))
+    assert trie.num_ingested_tokens == learned + PAGE
+    assert trie.open() != NO_SEQUENCE
 
 
 @pytest.mark.parametrize("how", ["finish", "clear"])
@@ -297,7 +275,7 @@ def test_the_number_of_a_sequence_that_has_ended_is_no_other_ones(
     trie: TokenTrie, how: str
 ) -> None:
     """Another thread may end it, and another text may get its place."""
-    former = trie.open("former", private=True)
+    former = trie.open(private=True)
     trie.append(former, noise(100))
     if how == "finish":
         trie.finish(former)
@@ -306,19 +284,18 @@ def test_the_number_of_a_sequence_that_has_ended_is_no_other_ones(
     text = noise(100, 2)
     trie.append(former, text)
     assert trie.num_tokens == 0
-    current = trie.open("current")
+    current = trie.open()
     trie.append(former, text)
-    trie.skip(former)
     trie.finish(former)
     assert trie.num_tokens == 0
-    assert trie.append(current, text) == 0
+    trie.append(current, text)
     assert trie.num_tokens == 100
     assert draft(trie, text[20:40], own=former) == text[40:48].tolist()
 
 
 def test_a_batch_is_looked_up_in_one_call_each_row_for_itself(trie: TokenTrie) -> None:
     text = noise(400)
-    learn(trie, text, "a")
+    learn(trie, text)
     contexts = [text[:50], noise(50, 5), text[100:120], text[200:250]]
     found = look_up(trie, contexts, [8, 8, 4, 0])
     assert found.lengths.tolist() == [8, 0, 4, 0]
@@ -337,7 +314,7 @@ def test_learning_in_one_thread_and_looking_up_in_another_never_meet_half_a_text
             for i in range(100_000):
                 if stop.is_set():
                     return
-                learn(trie, np.roll(text, i), str(i))
+                learn(trie, np.roll(text, i))
         except BaseException as error:
             errors.append(error)
 
@@ -364,7 +341,7 @@ def test_too_little_memory_is_told_with_the_value() -> None:
 @pytest.mark.parametrize("num_later_tokens", [2 * 10**9, 10**11])
 def test_what_was_learned_long_ago_is_still_drafted(trie: TokenTrie, num_later_tokens: int) -> None:
     text = noise(100)
-    learn(trie, text, "old")
+    learn(trie, text)
     trie._arrays.scalars[CLOCK] += num_later_tokens
     assert draft(trie, text[:20]) == text[20:28].tolist()
 
@@ -374,8 +351,8 @@ def test_a_page_is_new_also_when_more_tokens_were_learned_than_its_stamp_can_cou
 ) -> None:
     trie._arrays.scalars[CLOCK] = PAGE << 31
     context = noise(20)
-    for name, last in (("older", 1), ("newer", 2)):
-        learn(trie, np.append(context, tokens(last)), name)
+    for last in (1, 2):
+        learn(trie, np.append(context, tokens(last)))
         trie._arrays.scalars[CLOCK] += 10**8
     assert draft(trie, context) == [2]
 
@@ -383,19 +360,7 @@ def test_a_page_is_new_also_when_more_tokens_were_learned_than_its_stamp_can_cou
 def test_short_texts_make_room_for_one_another() -> None:
     trie = TokenTrie(1 << 17)
     texts = [noise(20, seed) for seed in range(300)]
-    for number, text in enumerate(texts):
-        learn(trie, text, str(number))
+    for text in texts:
+        learn(trie, text)
     assert draft(trie, texts[-1][:10]) == texts[-1][10:18].tolist()
     assert trie.num_evicted_tokens > 0
-
-
-def test_a_text_that_goes_on_under_its_name_in_another_slot_keeps_it(trie: TokenTrie) -> None:
-    ended = [trie.open(name, private=True) for name in ("a", "b")]
-    for sequence in ended:
-        trie.append(sequence, noise(20))
-    for sequence in ended:
-        trie.finish(sequence)
-    sequence = trie.open("a")  # where "b" was
-    trie.append(sequence, noise(20))
-    learn(trie, noise(20), "c")  # where "a" was
-    assert trie.open("a") == sequence

@@ -349,6 +349,6 @@ def test_a_node_that_is_stopped_lets_its_store_write_a_last_snapshot(tmp_path: P
             assert not memory.file.exists()
         finally:
             host.stop()
-    loaded = SnapshotFile(str(memory.file)).load_or_set_aside(memory.fingerprint)
+    loaded = SnapshotFile(str(memory.file), memory.fingerprint).load_or_set_aside()
     assert loaded is not None
     assert sum(record.num_tokens for record in loaded.records) == 10
