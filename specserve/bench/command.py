@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,8 +90,11 @@ Run = tuple["list[TokenIds]", dict[str, Any], "RunResult", dict[str, dict[str, i
 
 
 def _run_server(args: argparse.Namespace) -> Run:
+    from rich.console import Console
+
     from specserve.bench.server_run import find_server
     from specserve.bench.token_file import read_token_file
+    from specserve.compare.display import progress_bar
     from specserve.engine.generation import by_source
 
     server = find_server(args.url)
@@ -107,7 +109,7 @@ def _run_server(args: argparse.Namespace) -> Run:
         controls["speculation"] = args.speculation
         if reason := server.refusal(largest, speculation=args.speculation):
             raise SpecServeError(f"--speculation: {reason}")
-    with _progress(len(jobs)) as progress:
+    with progress_bar(Console(stderr=True), "requests", len(jobs)) as progress:
         server.run(jobs[: args.warm_up], args.max_batch_size, lambda *_: None, controls)
         # An application whose drafts vLLM makes by itself refuses to tell of them.
         if not server.refusal(largest, report=1):
@@ -118,7 +120,10 @@ def _run_server(args: argparse.Namespace) -> Run:
 
 
 def _run_engine(args: argparse.Namespace) -> Run:
+    from rich.console import Console
+
     from specserve.bench.token_file import read_token_file
+    from specserve.compare.display import progress_bar
     from specserve.compare.engine_process import EngineProcess
     from specserve.engine.checkpoint import text_sizes
     from specserve.engine.methods import ALL, NONE, parse_method
@@ -132,11 +137,14 @@ def _run_engine(args: argparse.Namespace) -> Run:
         raise ConfigError("--speculation", args.speculation, ", ".join([AUTO, OFF, *kinds]))
     name = {AUTO: ALL if kinds else NONE, OFF: NONE}.get(args.speculation, args.speculation)
     method = parse_method(name, config)
-    with _progress(len(jobs)) as progress, EngineProcess(config, method) as engine:
-        engine.wait_ready()
-        if args.warm_up:
-            engine.run(jobs[: args.warm_up], args.max_batch_size)
-        result = engine.run(jobs, args.max_batch_size, progress)
+    console = Console(stderr=True)
+    with EngineProcess(config, method) as engine:
+        with console.status("loading the model"):
+            engine.wait_ready()
+        with progress_bar(console, "requests", len(jobs)) as progress:
+            if args.warm_up:
+                engine.run(jobs[: args.warm_up], args.max_batch_size)
+            result = engine.run(jobs, args.max_batch_size, progress)
     sources = {
         each.source: {
             "drafted_tokens": each.num_draft_tokens,
@@ -163,20 +171,6 @@ def _jobs(args: argparse.Namespace, requests: Sequence[TokenIds]) -> list[Job]:
         ignore_eos=args.ignore_eos,
     )
     return [Job(each, sampling) for each in requests]
-
-
-@contextmanager
-def _progress(num_requests: int) -> Iterator[Callable[[int, int], None]]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    from rich.progress import TimeElapsedColumn as Elapsed
-
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), Elapsed())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        bar = bars.add_task("requests, warming up", total=num_requests)
-        yield lambda done, tokens: bars.update(
-            bar, completed=done, description=f"requests, {tokens} tokens"
-        )
 
 
 def _print(console: Console, found: dict[str, Any], sources: dict[str, dict[str, int]]) -> None:

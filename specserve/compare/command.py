@@ -66,7 +66,6 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from specserve.compare.comparison import Settings, compare
-    from specserve.compare.display import RichDisplay
     from specserve.compare.prompts import check_lengths, configured_tokenizer, load_prompts
     from specserve.compare.report import document, explanation, table, write_json
     from specserve.engine.checkpoint import text_sizes
@@ -87,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     prompts = load_prompts(args.prompts, tokenizer, num_prompts=args.num_prompts, seed=args.seed)
     check_lengths(prompts, args.prompts, text_sizes(config)[0])
     console = Console()
-    comparison = compare(config, methods, prompts, settings, RichDisplay(console))
+    comparison = compare(config, methods, prompts, settings, console)
     console.print(table(comparison, f"{config.model.name}, {len(prompts)} prompts of "
                         f"{args.prompts}, concurrency {args.concurrency}"))  # fmt: skip
     if args.save_output:

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from specserve.compare.display import RichDisplay
+from rich.console import Console
+
+from specserve.compare.display import progress_bar
 from specserve.compare.engine_process import EngineProcess
 from specserve.compare.lossless import Verdict, judge
 from specserve.compare.prompts import Prompt
@@ -63,7 +65,7 @@ def compare(
     methods: Sequence[Method],
     prompts: Sequence[Prompt],
     settings: Settings,
-    display: RichDisplay,
+    console: Console,
     reference: Method = Method(NONE),  # noqa: B008 - frozen
 ) -> Comparison:
     """Runs each method in an engine of its own, one after another, ``none`` last.
@@ -78,9 +80,9 @@ def compare(
     verdicts: dict[Method, Verdict] = {}
     for method in sorted(methods, key=lambda m: m.is_none):
         with EngineProcess(config, method) as engine:
-            with display.loading(method):
+            with console.status(f"{method}: loading the model"):
                 engine.wait_ready()
-            found[method] = _passes(engine, prompts, settings, display)
+            found[method] = _passes(engine, prompts, settings, console)
             if method.is_none and settings.temperature == 0:
                 verdicts = _judge(engine, prompts, found, settings, reference)
     return Comparison(
@@ -114,12 +116,12 @@ def warm_up(engine: EngineProcess, prompts: Sequence[Prompt], concurrency: int) 
 
 
 def _passes(
-    engine: EngineProcess, prompts: Sequence[Prompt], settings: Settings, display: RichDisplay
+    engine: EngineProcess, prompts: Sequence[Prompt], settings: Settings, console: Console
 ) -> list[RunResult]:
     warm_up(engine, prompts, settings.concurrency)
     jobs = jobs_of(prompts, settings)
     passes: list[RunResult] = []
-    with display.running(engine.method, len(jobs) * settings.repeat) as progress:
+    with progress_bar(console, str(engine.method), len(jobs) * settings.repeat) as progress:
 
         def after_earlier_passes(num_done: int, num_tokens: int) -> None:
             tokens_before = sum(one.num_tokens for one in passes)

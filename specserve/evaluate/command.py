@@ -62,7 +62,6 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from specserve.compare.comparison import Settings, compare
-    from specserve.compare.display import RichDisplay
     from specserve.compare.lossless import BF16_TOLERANCE
     from specserve.compare.prompts import configured_tokenizer
     from specserve.compare.report import document, write_json
@@ -89,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
         tolerance=BF16_TOLERANCE if is_other else tolerance(config, None),
     )
     console = Console()
-    comparison = compare(config, methods, prompts, settings, RichDisplay(console), reference)
+    comparison = compare(config, methods, prompts, settings, console, reference)
     found = judge_quality(comparison, [each.reference for each in examples])
     lost = failures(found, threshold)
     what = str(args.data or args.tasks)
