@@ -111,10 +111,7 @@ def _run_server(args: argparse.Namespace) -> Run:
             raise SpecServeError(f"--speculation: {reason}")
     with progress_bar(Console(stderr=True), "requests", len(jobs)) as progress:
         server.run(jobs[: args.warm_up], args.max_batch_size, lambda *_: None, controls)
-        # An application whose drafts vLLM makes by itself refuses to tell of them.
-        if not server.refusal(largest, report=1):
-            controls["report"] = 1
-        result = server.run(jobs, args.max_batch_size, progress, controls)
+        result = server.run(jobs, args.max_batch_size, progress, controls | server.report())
     model = {"model_name": server.model, "server_count": 1, "tp": None, "pp": None}
     return requests, model, result, by_source(result.completions)
 

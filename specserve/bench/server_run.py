@@ -61,6 +61,10 @@ class Server:
             raise SpecServeError(f"{self.url}: {reason_of(error)}") from error
         return error_message(answer.content) if answer.status_code == 400 else ""
 
+    def report(self) -> dict[str, int]:
+        """Controls that ask what drafted; none of an application whose vLLM drafts by itself."""
+        return {} if self.refusal(0, report=1) else {"report": 1}
+
     def run(
         self,
         jobs: Sequence[Job],
@@ -79,9 +83,7 @@ class Server:
         Raises:
             SpecServeError: a request failed; its line in the file is told.
         """
-        more: dict[str, Any] = {"vllm_xargs": controls} if controls else {}
-        if "report" in controls:  # which comes with the usage
-            more["stream_options"] = {"include_usage": True}
+        more = {"vllm_xargs": controls} if controls else {}
         num_done = num_tokens = 0
 
         def show(_: int, text: str, completion: Completion | None) -> None:
@@ -181,11 +183,11 @@ class Server:
         Raises:
             SpecServeError: the server's own error.
         """
-        prompt = list(job.prompt_token_ids)
         body = {
             "model": self.model,
-            "prompt": prompt,
+            "prompt": list(job.prompt_token_ids),
             "stream": True,
+            "stream_options": {"include_usage": True},  # with which comes what drafted
             **request_options(job.sampling),
             **more,
         }

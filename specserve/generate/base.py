@@ -3,28 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from specserve.engine.generation import Completion, Job, Show
 
 TokenIds = tuple[int, ...]
 Message = dict[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Beams:
-    """How a beam search goes.
-
-    Attributes:
-        num_beams: its width.
-        length_penalty: exponent of the length that scores are divided by.
-        samples: whether candidates are drawn, by the job's sampling.
-    """
-
-    num_beams: int
-    length_penalty: float
-    samples: bool
 
 
 class Model(Protocol):
@@ -64,12 +48,8 @@ class Model(Protocol):
         """
         ...
 
-    def run(
-        self, jobs: Sequence[Job], concurrency: int, show: Show, beams: Beams | None = None
-    ) -> list[Completion]:
+    def run(self, jobs: Sequence[Job], concurrency: int, show: Show) -> Sequence[Completion]:
         """Continues all jobs, at most ``concurrency`` at a time; in their order.
-
-        Only a server has ``beams``.
 
         Raises:
             SpecServeError: one failed.

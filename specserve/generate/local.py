@@ -15,7 +15,7 @@ from specserve.core.errors import SpecServeError, reason_of
 from specserve.engine.checkpoint import text_sizes
 from specserve.engine.generation import Completion, Job, Show
 from specserve.engine.methods import ALL, NONE, parse_method
-from specserve.generate.base import Beams, Message, TokenIds
+from specserve.generate.base import Message, TokenIds
 
 
 class LocalModel:
@@ -58,9 +58,6 @@ class LocalModel:
             raise SpecServeError(f"the chat template: {reason_of(error)}") from error
         return self.encode(text, add_special_tokens=False)  # the template has written them
 
-    def run(
-        self, jobs: Sequence[Job], concurrency: int, show: Show, beams: Beams | None = None
-    ) -> list[Completion]:
+    def run(self, jobs: Sequence[Job], concurrency: int, show: Show) -> Sequence[Completion]:
         """See :class:`specserve.generate.base.Model`."""
-        assert beams is None  # the command refuses a beam search without a server
-        return list(self._engine.run(jobs, concurrency, show=show).completions)
+        return self._engine.run(jobs, concurrency, show=show).completions

@@ -94,7 +94,7 @@ def num_new_tokens(
     max_new_tokens: int | None,
     max_length: int | None,
     default: int,
-    name: str = "the prompt",
+    name: str,
 ) -> int:
     """Most tokens of an answer; ``max_new_tokens`` wins, ``max_length`` counts the prompt.
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from specserve.bench.server_run import TIMEOUT_S, error_message, find_server, he
 from specserve.core.errors import SpecServeError, reason_of
 from specserve.engine.chat_template import read_chat_template
 from specserve.engine.generation import Completion, Job, Show
-from specserve.generate.base import Beams, Message, TokenIds
+from specserve.generate.base import Message, TokenIds
 
 
 class ServedModel:
@@ -23,6 +22,7 @@ class ServedModel:
     Args:
         url: of the server, with or without ``/v1``; its key is in ``OPENAI_API_KEY``.
         chat_template: file of another template than the server's; None: the server's.
+        beams: fields of a request that ask for a beam search; empty: none is.
 
     Raises:
         SpecServeError: nothing answers there, or the template is none.
@@ -30,7 +30,10 @@ class ServedModel:
 
     vocab_size = 0
 
-    def __init__(self, url: str, chat_template: Path | None = None) -> None:
+    def __init__(
+        self, url: str, chat_template: Path | None = None, beams: Mapping[str, Any] | None = None
+    ) -> None:
+        self._more = beams or {}
         self._template = {}
         if chat_template:
             text = read_chat_template(str(chat_template), "--chat-template")
@@ -40,6 +43,7 @@ class ServedModel:
 
     def start(self) -> None:
         """See :class:`specserve.generate.base.Model`; it answers already."""
+        self._more = self._more or {"vllm_xargs": self._server.report()}
 
     def encode(self, text: str, *, add_special_tokens: bool) -> TokenIds:
         """See :class:`specserve.generate.base.Model`."""
@@ -49,28 +53,9 @@ class ServedModel:
         """See :class:`specserve.generate.base.Model`."""
         return self._tokenize(messages=list(messages), **self._template)
 
-    def run(
-        self, jobs: Sequence[Job], concurrency: int, show: Show, beams: Beams | None = None
-    ) -> list[Completion]:
+    def run(self, jobs: Sequence[Job], concurrency: int, show: Show) -> Sequence[Completion]:
         """See :class:`specserve.generate.base.Model`."""
-        more: dict[str, Any]
-        if beams is None:
-            more = {"stream_options": {"include_usage": True}, "vllm_xargs": self._controls}
-        else:
-            more = {
-                "stream": False,
-                "n": beams.num_beams,
-                "use_beam_search": True,
-                "length_penalty": beams.length_penalty,
-                "vllm_xargs": {"beam_sample": 1} if beams.samples else {},
-            }
-        completions = self._server.complete(jobs, concurrency, show, more, "prompt {}")
-        return list(asyncio.run(completions))
-
-    @cached_property
-    def _controls(self) -> dict[str, int]:
-        """Asks what drafted, of all but an application whose drafts vLLM makes by itself."""
-        return {} if self._server.refusal(0, report=1) else {"report": 1}
+        return asyncio.run(self._server.complete(jobs, concurrency, show, self._more, "prompt {}"))
 
     def _tokenize(self, **question: Any) -> TokenIds:
         url, body = f"{self._server.url}/tokenize", {"model": self.name, **question}

@@ -147,7 +147,7 @@ def test_each_request_is_sent_with_the_controls_of_the_run() -> None:
         {"speculation": "off"},
         {"speculation": "off", "report": 1},
     ]
-    assert ["stream_options" in body for body in bodies] == [False, False, True]
+    assert all(body["stream_options"] == {"include_usage": True} for body in bodies)
 
 
 def refusal_of(answer: Handler) -> str:

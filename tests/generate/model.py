@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specserve.engine.generation import Completion, Job, Show
-from specserve.generate.base import Beams, Message, TokenIds
+from specserve.generate.base import Message, TokenIds
 
 
 class Echo:
@@ -31,9 +31,7 @@ class Echo:
         self.dialogues.append([each["content"] for each in messages])
         return self.encode(messages[-1]["content"], add_special_tokens=False)
 
-    def run(
-        self, jobs: Sequence[Job], concurrency: int, show: Show, beams: Beams | None = None
-    ) -> list[Completion]:
+    def run(self, jobs: Sequence[Job], concurrency: int, show: Show) -> list[Completion]:
         found = []
         for index, job in enumerate(jobs):
             tokens = job.prompt_token_ids[-job.sampling.max_tokens :]
