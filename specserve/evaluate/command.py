@@ -15,10 +15,9 @@ from specserve.compare.arguments import (
 from specserve.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from specserve.compare.prompts import Tokenizer
+    from specserve.compare.prompts import Prompt, Tokenizer
     from specserve.core.config import AppConfig
     from specserve.engine.methods import Method
-    from specserve.evaluate.examples import Example
 
 # The rest is imported when the command runs: the parser of all commands must stay quick.
 
@@ -76,7 +75,6 @@ def run(args: argparse.Namespace) -> int:
     config = only_application(args.config)
     methods, reference = _methods(args.methods, config)
     examples = _examples(args, config, configured_tokenizer(config))
-    prompts = [each.prompt for each in examples]
     # Another implementation rounds otherwise, in float32 as well.
     is_other = reference.name == HF
     settings = Settings(
@@ -88,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         tolerance=BF16_TOLERANCE if is_other else tolerance(config, None),
     )
     console = Console()
-    comparison = compare(config, methods, prompts, settings, console, reference)
+    comparison = compare(config, methods, examples, settings, console, reference)
     found = judge_quality(comparison, [each.reference for each in examples])
     lost = failures(found, threshold)
     what = str(args.data or args.tasks)
@@ -98,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         console.print(line, highlight=False)
     if args.save_output:
         content = document(
-            comparison, config=config, prompt_set=what, prompts=prompts, settings=settings
+            comparison, config=config, prompt_set=what, prompts=examples, settings=settings
         )
         write_json(args.save_output, with_quality(content, found, reference, examples, lost))
         console.print(f"written: {args.save_output}", highlight=False)
@@ -124,7 +122,7 @@ def _methods(text: str | None, config: AppConfig) -> tuple[list[Method], Method]
     return [*methods, Method(HF)], Method(HF)
 
 
-def _examples(args: argparse.Namespace, config: AppConfig, tokenizer: Tokenizer) -> list[Example]:
+def _examples(args: argparse.Namespace, config: AppConfig, tokenizer: Tokenizer) -> list[Prompt]:
     from specserve.engine.checkpoint import text_sizes
     from specserve.evaluate.examples import draw_examples, read_examples
 

@@ -9,8 +9,8 @@ from typing import Any
 from rich.table import Table
 
 from specserve.compare.comparison import Comparison
+from specserve.compare.prompts import Prompt
 from specserve.engine.methods import Method
-from specserve.evaluate.examples import Example
 from specserve.evaluate.quality import MAX_DELTA, METRICS, Quality, answers_of
 
 
@@ -81,7 +81,7 @@ def with_quality(
     content: dict[str, Any],
     found: Mapping[Method, Quality],
     reference: Method,
-    examples: Sequence[Example],
+    examples: Sequence[Prompt],
     lost: Sequence[str],
 ) -> dict[str, Any]:
     """The JSON document of a comparison, changed into that of an evaluation."""
