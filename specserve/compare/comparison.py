@@ -22,15 +22,10 @@ WARM_UP_TOKENS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How to run.
+    """How to run: ``repeat`` passes over the prompts, ``concurrency`` of them at a time.
 
-    Attributes:
-        max_tokens: most tokens to generate a prompt.
-        concurrency: prompts in the engine at a time.
-        temperature: 0 is greedy; only then outputs are compared.
-        seed: of the sampling, each prompt its own from it.
-        repeat: passes over the prompts.
-        tolerance: largest gap of a near tie, in nats.
+    Only at ``temperature`` 0, which is greedy, outputs are compared. Each prompt's seed is its own,
+    counted from ``seed``. ``tolerance`` is the largest gap of a near tie, in nats.
     """
 
     max_tokens: int
@@ -109,17 +104,18 @@ def jobs_of(prompts: Sequence[Prompt], settings: Settings) -> list[Job]:
     ]
 
 
-def warm_up(engine: EngineProcess, prompts: Sequence[Prompt], concurrency: int) -> None:
+def warm_up(engine: EngineProcess, jobs: Sequence[Job], concurrency: int) -> None:
     """Lets everything be compiled and touched that is compiled or touched on first use."""
     sampling = Sampling(max_tokens=WARM_UP_TOKENS)
-    engine.run([Job(p.token_ids, sampling) for p in prompts[: max(2, concurrency)]], concurrency)
+    few = jobs[: max(2, concurrency)]
+    engine.run([Job(job.prompt_token_ids, sampling) for job in few], concurrency)
 
 
 def _passes(
     engine: EngineProcess, prompts: Sequence[Prompt], settings: Settings, console: Console
 ) -> list[RunResult]:
-    warm_up(engine, prompts, settings.concurrency)
     jobs = jobs_of(prompts, settings)
+    warm_up(engine, jobs, settings.concurrency)
     passes: list[RunResult] = []
     with progress_bar(console, str(engine.method), len(jobs) * settings.repeat) as progress:
 

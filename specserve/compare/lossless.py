@@ -65,6 +65,11 @@ class Verdict:
     tolerance: float
 
     @property
+    def num_compared(self) -> int:
+        """All outputs."""
+        return self.num_identical + len(self.near_ties) + len(self.failures)
+
+    @property
     def is_lossless(self) -> bool:
         """No difference beyond the tolerance."""
         return not self.failures

@@ -44,17 +44,15 @@ def differences(found: Mapping[Method, Quality], reference: Method) -> list[str]
     """A line a method whose texts are not all the reference method's: the first that parts."""
     lines = []
     for method, quality in found.items():
-        if quality.verdict is None:
+        verdict = quality.verdict
+        if verdict is None or verdict.num_identical == verdict.num_compared:
             continue
-        ties, failed = quality.verdict.near_ties, quality.verdict.failures
-        if not ties and not failed:
-            continue
+        ties, failed = verdict.near_ties, verdict.failures
         first = min(failed or ties, key=lambda each: each.prompt)
         has_ended = first.expected is None or first.got is None
         apart = "one of them ends there" if has_ended else f"two tokens {first.gap:.3f} nats apart"
-        num_parted = len(ties) + len(failed)
         lines.append(
-            f"{method}: {num_parted} of {num_parted + quality.verdict.num_identical} texts are not "
+            f"{method}: {len(ties) + len(failed)} of {verdict.num_compared} texts are not "
             f"those of {reference}, {len(ties)} part at a near tie; the first"
             f"{' other' if failed and ties else ''}, of question {first.prompt + 1}, at token "
             f"{first.position + 1}: {apart}"
