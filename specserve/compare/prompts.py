@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -22,6 +21,8 @@ FIELD = "--prompts"
 BUILT_IN = ("te", "tc", "chat", "code", "docs")
 """Names of the built-in sets: questions in English and Chinese, dialogues of several turns, tasks
 over held-out modules of the running Python's standard library, questions on long documents."""
+
+_DATA = Path(__file__).with_name("data")
 
 DEFAULT_NUM_PROMPTS = 16
 
@@ -156,7 +157,7 @@ def load_prompts(
             return _code(tokenizer, num_prompts, seed)
         if name == "docs":
             return _docs(tokenizer, num_prompts, seed)
-        entries = [FilePrompt(dialogue) for dialogue in _built_in(name)]
+        entries = read_prompts(_DATA / f"{name}.jsonl", FIELD, "")
         random.Random(seed).shuffle(entries)
     else:
         entries = read_prompts(Path(name), FIELD, ", ".join(BUILT_IN))
@@ -216,16 +217,6 @@ def render(tokenizer: Tokenizer, dialogue: Sequence[Message] | str) -> Prompt:
 
 def _plain(tokenizer: Tokenizer, text: str) -> Prompt:
     return Prompt(text, tuple(tokenizer.encode(text, add_special_tokens=True)))
-
-
-def _built_in(name: str) -> Iterator[list[Message]]:
-    folder = resources.files("specserve.compare") / "data"
-    if name == "chat":
-        for line in (folder / "chat.jsonl").read_text(encoding="utf-8").splitlines():
-            yield json.loads(line)["messages"]
-        return
-    for line in (folder / f"{name}.txt").read_text(encoding="utf-8").splitlines():
-        yield [{"role": "user", "content": line}]
 
 
 def _code(tokenizer: Tokenizer, num_prompts: int, seed: int) -> list[Prompt]:
