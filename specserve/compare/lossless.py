@@ -27,6 +27,11 @@ model with routed experts was seen to part by 0.375, with vLLM's own methods as 
 fails here is to be run in float32."""
 
 
+def default_tolerance(dtype: str) -> float:
+    """Largest gap of a near tie in a number format, in nats; in float32 there is none."""
+    return 0.0 if dtype == "float32" else BF16_TOLERANCE
+
+
 @dataclass(frozen=True, slots=True)
 class Difference:
     """Where a prompt's output first parts from the reference.

@@ -6,12 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specserve.compare.arguments import (
-    in_existing_folder,
-    number_from,
-    only_application,
-    tolerance,
-)
+from specserve.compare.arguments import in_existing_folder, number_from, only_application
 from specserve.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -61,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from specserve.compare.comparison import Settings, compare
-    from specserve.compare.lossless import BF16_TOLERANCE
+    from specserve.compare.lossless import BF16_TOLERANCE, default_tolerance
     from specserve.compare.prompts import configured_tokenizer
     from specserve.compare.report import document, write_json
     from specserve.engine.methods import HF
@@ -75,15 +70,16 @@ def run(args: argparse.Namespace) -> int:
     config = only_application(args.config)
     methods, reference = _methods(args.methods, config)
     examples = _examples(args, config, configured_tokenizer(config))
-    # Another implementation rounds otherwise, in float32 as well.
-    is_other = reference.name == HF
+    tolerance = default_tolerance(config.engine.dtype)
+    if reference.name == HF:  # another implementation rounds otherwise, in float32 as well
+        tolerance = BF16_TOLERANCE
     settings = Settings(
         max_tokens=args.max_tokens,
         concurrency=1,
         temperature=0.0,
         seed=0,
         repeat=1,
-        tolerance=BF16_TOLERANCE if is_other else tolerance(config, None),
+        tolerance=tolerance,
     )
     console = Console()
     comparison = compare(config, methods, examples, settings, console, reference)
