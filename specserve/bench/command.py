@@ -75,8 +75,7 @@ def run(args: argparse.Namespace) -> int:
     in_existing_folder("--record-output", args.record_output)
     in_existing_folder("--save-output", args.save_output)
     requests, model, result, sources = _run_server(args) if args.url else _run_engine(args)
-    num_devices = model["tp"] * model["pp"] * model["server_count"] if model["tp"] else 0
-    found = model | figures(result, [len(each) for each in requests], num_devices)
+    found = model | figures(result, [len(each) for each in requests], model["tp"] or 0)
     _print(Console(), found, sources)
     if args.record_output:
         write_token_file(args.record_output, [each.token_ids for each in result.completions])

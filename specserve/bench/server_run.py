@@ -29,24 +29,14 @@ LONGEST_LINE = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server that answers.
-
-    Attributes:
-        url: without ``/v1``.
-        model: the first of its models.
-        max_model_len: that model's longest text in tokens.
-    """
+    """A server that answers, with the first of its models; the address is without ``/v1``."""
 
     url: str
     model: str
     max_model_len: int
 
     def refusal(self, token: int, **controls: int | str) -> str:
-        """Why the server takes no prompt with this token id; empty: it takes it.
-
-        Args:
-            token: the whole prompt.
-            controls: for ``vllm_xargs``.
+        """Why the server takes no prompt of this token with these ``vllm_xargs``; empty: it does.
 
         Raises:
             SpecServeError: it does not answer.
@@ -72,16 +62,10 @@ class Server:
         progress: Callable[[int, int], None],
         controls: Mapping[str, Any],
     ) -> RunResult:
-        """Continues all jobs, at most ``concurrency`` at a time.
-
-        Args:
-            jobs: one a line of the file.
-            concurrency: requests at a time.
-            progress: called with the requests done and their tokens.
-            controls: ``vllm_xargs`` of each request.
+        """Continues all jobs; ``progress`` is called with the requests done and their tokens.
 
         Raises:
-            SpecServeError: a request failed; its line in the file is told.
+            SpecServeError: a request failed; its number is told.
         """
         more = {"vllm_xargs": controls} if controls else {}
         num_done = num_tokens = 0
@@ -112,15 +96,10 @@ class Server:
     ) -> tuple[Completion, ...]:
         """Continues all jobs, at most ``concurrency`` at a time; in their order.
 
-        Args:
-            jobs: one a request.
-            concurrency: requests at a time.
-            show: called with each new piece of text, and with each completion.
-            more: fields of each request beside its prompt and sampling.
-            failed: what is told of a request that fails, with a place for its number.
+        Each request has the fields of ``more``, too.
 
         Raises:
-            SpecServeError: a request failed.
+            SpecServeError: a request failed; ``failed`` has a place for its number.
         """
         left = iter(enumerate(jobs))
         done: dict[int, Completion] = {}

@@ -12,13 +12,7 @@ Message = dict[str, str]
 
 
 class Model(Protocol):
-    """A model that answers.
-
-    Attributes:
-        name: as it is served.
-        max_model_len: longest text in tokens, the prompt included.
-        vocab_size: token ids are below it; 0: not known.
-    """
+    """A model that answers; without a ``vocab_size`` its token ids are not known."""
 
     name: str
     max_model_len: int
@@ -36,7 +30,7 @@ class Model(Protocol):
         """The text's tokens.
 
         Raises:
-            SpecServeError: there is no answer.
+            SpecServeError: the server does not answer.
         """
         ...
 

@@ -52,13 +52,9 @@ def read_questions(
 def encode(
     model: Model, question: Question, *, as_chat: bool = False, system: str = ""
 ) -> TokenIds:
-    """The tokens that the model continues.
+    """The tokens that the model continues; token ids stay as they are.
 
-    Args:
-        model: whose tokenizer and template are used.
-        question: token ids stay as they are.
-        as_chat: whether a text is a message for the chat template.
-        system: what a dialogue begins with; empty: nothing.
+    A text is a message for the chat template where ``as_chat``. A dialogue begins with ``system``.
 
     Raises:
         SpecServeError: the model cannot read it.
