@@ -46,10 +46,26 @@ class Server:
             body["vllm_xargs"] = {"learn": 0, **controls}
         url = f"{self.url}/v1/completions"
         try:
-            answer = httpx.post(url, json=body, headers=headers(), timeout=TIMEOUT_S)
+            answer = httpx.post(url, json=body, headers=_headers(), timeout=TIMEOUT_S)
         except httpx.HTTPError as error:
             raise SpecServeError(f"{self.url}: {reason_of(error)}") from error
-        return error_message(answer.content) if answer.status_code == 400 else ""
+        return _error_message(answer.content) if answer.status_code == 400 else ""
+
+    def tokenize(self, **question: Any) -> tuple[int, ...]:
+        """The tokens of a ``prompt`` or of ``messages``, by vLLM's route.
+
+        Raises:
+            SpecServeError: it does not answer, or refuses.
+        """
+        url, body = f"{self.url}/tokenize", {"model": self.model, **question}
+        try:
+            answer = httpx.post(url, json=body, headers=_headers(), timeout=TIMEOUT_S)
+            if answer.is_error:
+                told = _error_message(answer.content) or f"HTTP {answer.status_code}"
+                raise SpecServeError(f"{url}: {told}")
+            return tuple(answer.json()["tokens"])
+        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+            raise SpecServeError(f"{url}: {reason_of(error)}") from error
 
     def report(self) -> dict[str, int]:
         """Controls that ask what drafted; none of an application whose vLLM drafts by itself."""
@@ -114,7 +130,7 @@ class Server:
                     raise SpecServeError(told) from error
 
         async with aiohttp.ClientSession(
-            headers=headers(),
+            headers=_headers(),
             timeout=aiohttp.ClientTimeout(sock_connect=TIMEOUT_S, sock_read=TIMEOUT_S),
             connector=aiohttp.TCPConnector(limit=0),
             read_bufsize=LONGEST_LINE,
@@ -172,7 +188,7 @@ class Server:
         }
         async with session.post(f"{self.url}/v1/completions", json=body) as answer:
             if not answer.ok:
-                told = error_message(await answer.read())
+                told = _error_message(await answer.read())
                 raise SpecServeError(told or f"HTTP {answer.status}")
             if not body["stream"]:
                 yield msgspec.json.decode(await answer.read())
@@ -180,7 +196,7 @@ class Server:
             async for line in answer.content:
                 data = line.removeprefix(b"data:").strip()
                 if line.startswith(b"data:") and data != b"[DONE]":
-                    if told := error_message(data):
+                    if told := _error_message(data):
                         raise SpecServeError(told)
                     yield msgspec.json.decode(data)
 
@@ -194,13 +210,13 @@ def find_server(url: str) -> Server:
     """
     url = url.rstrip("/").removesuffix("/v1")
     try:
-        answer = httpx.get(f"{url}/v1/models", headers=headers(), timeout=10.0)
+        answer = httpx.get(f"{url}/v1/models", headers=_headers(), timeout=10.0)
     except (httpx.InvalidURL, httpx.UnsupportedProtocol, ValueError) as error:
         raise ConfigError("--url", url, f"an address ({reason_of(error)})") from error
     except httpx.HTTPError as error:
         raise SpecServeError(f"no server answers at {url}: {reason_of(error)}") from error
     if not answer.is_success:
-        told = error_message(answer.content) or answer.reason_phrase
+        told = _error_message(answer.content) or answer.reason_phrase
         if answer.status_code == HTTPStatus.SERVICE_UNAVAILABLE:
             told += "; it is loading its model, or it is stopping"
         if answer.has_redirect_location:
@@ -241,7 +257,7 @@ def _reported_sources(chunk: Mapping[str, Any]) -> dict[str, dict[str, int]]:
     return sources
 
 
-def error_message(body: bytes) -> str:
+def _error_message(body: bytes) -> str:
     """What an error of OpenAI's form says, on one line; empty: the body is none."""
     if b'"error"' not in body:
         return ""
@@ -251,6 +267,6 @@ def error_message(body: bytes) -> str:
         return ""
 
 
-def headers() -> dict[str, str]:
+def _headers() -> dict[str, str]:
     """Of a request to a server; its key, if it asks for one, is where OpenAI's client finds it."""
     return {"Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY') or 'none'}"}

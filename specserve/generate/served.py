@@ -7,10 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
-
-from specserve.bench.server_run import TIMEOUT_S, error_message, find_server, headers
-from specserve.core.errors import SpecServeError, reason_of
+from specserve.bench.server_run import find_server
 from specserve.engine.chat_template import read_chat_template
 from specserve.engine.generation import Completion, Job, Show
 from specserve.generate.base import Message, TokenIds
@@ -30,11 +27,8 @@ class ServedModel:
 
     vocab_size = 0
 
-    def __init__(
-        self, url: str, chat_template: Path | None = None, beams: Mapping[str, Any] | None = None
-    ) -> None:
-        self._more = beams or {}
-        self._template = {}
+    def __init__(self, url: str, chat_template: Path | None, beams: Mapping[str, Any]) -> None:
+        self._more, self._template = beams, {}
         if chat_template:
             text = read_chat_template(str(chat_template), "--chat-template")
             self._template["chat_template"] = text
@@ -47,23 +41,12 @@ class ServedModel:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> TokenIds:
         """See :class:`specserve.generate.base.Model`."""
-        return self._tokenize(prompt=text, add_special_tokens=add_special_tokens)
+        return self._server.tokenize(prompt=text, add_special_tokens=add_special_tokens)
 
     def render(self, messages: Sequence[Message]) -> TokenIds:
         """See :class:`specserve.generate.base.Model`."""
-        return self._tokenize(messages=list(messages), **self._template)
+        return self._server.tokenize(messages=list(messages), **self._template)
 
     def run(self, jobs: Sequence[Job], concurrency: int, show: Show) -> Sequence[Completion]:
         """See :class:`specserve.generate.base.Model`."""
         return asyncio.run(self._server.complete(jobs, concurrency, show, self._more, "prompt {}"))
-
-    def _tokenize(self, **question: Any) -> TokenIds:
-        url, body = f"{self._server.url}/tokenize", {"model": self.name, **question}
-        try:
-            answer = httpx.post(url, json=body, headers=headers(), timeout=TIMEOUT_S)
-            if answer.is_error:
-                told = error_message(answer.content) or f"HTTP {answer.status_code}"
-                raise SpecServeError(f"{url}: {told}")
-            return tuple(answer.json()["tokens"])
-        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
-            raise SpecServeError(f"{url}: {reason_of(error)}") from error
