@@ -91,7 +91,7 @@ Run = tuple["list[TokenIds]", dict[str, Any], "RunResult", dict[str, dict[str, i
 def _run_server(args: argparse.Namespace) -> Run:
     from rich.console import Console
 
-    from specserve.bench.server_run import find_server
+    from specserve.bench.server import find_server
     from specserve.bench.token_file import read_token_file
     from specserve.compare.display import progress_bar
     from specserve.engine.generation import by_source
@@ -109,9 +109,11 @@ def _run_server(args: argparse.Namespace) -> Run:
         if reason := server.refusal(largest, speculation=args.speculation):
             raise SpecServeError(f"--speculation: {reason}")
     with progress_bar(Console(stderr=True), "requests", len(jobs)) as progress:
-        server.run(jobs[: args.warm_up], args.max_batch_size, lambda *_: None, controls)
-        result = server.run(jobs, args.max_batch_size, progress, controls | server.report())
-    model = {"model_name": server.model, "server_count": 1, "tp": None, "pp": None}
+        server.fields = {"vllm_xargs": controls}
+        server.run_timed(jobs[: args.warm_up], args.max_batch_size, lambda *_: None)
+        server.fields = {"vllm_xargs": controls | server.report()}
+        result = server.run_timed(jobs, args.max_batch_size, progress)
+    model = {"model_name": server.name, "server_count": 1, "tp": None, "pp": None}
     return requests, model, result, by_source(result.completions)
 
 

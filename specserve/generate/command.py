@@ -153,11 +153,16 @@ def _model(args: argparse.Namespace, stack: contextlib.ExitStack) -> Model:
         from specserve.generate.local import LocalModel
 
         return LocalModel(args.config, args.chat_template, stack)
-    from specserve.generate.served import ServedModel
+    from specserve.bench.server import find_server
+    from specserve.engine.chat_template import read_chat_template
 
-    beams: dict[str, Any] = {}
+    template = str(args.chat_template or "")
+    if template:
+        template = read_chat_template(template, "--chat-template")
+    server = find_server(args.url)
+    server.chat_template = template
     if args.task in _BEAM_TASKS:
-        beams = {
+        server.fields = {
             "stream": False,
             "stream_options": None,
             "n": args.num_beams,
@@ -165,7 +170,9 @@ def _model(args: argparse.Namespace, stack: contextlib.ExitStack) -> Model:
             "length_penalty": args.length_penalty,
             "vllm_xargs": {"beam_sample": 1} if args.task in _SAMPLING_TASKS else {},
         }
-    return ServedModel(args.url, args.chat_template, beams)
+    else:
+        server.fields = {"vllm_xargs": server.report()}
+    return server
 
 
 def _texts(args: argparse.Namespace, model: Model, console: Console) -> dict[str, Any]:

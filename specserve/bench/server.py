@@ -1,4 +1,4 @@
-"""Continues token ids by a server's ``/v1/completions``.
+"""A model behind a URL: completions of token ids, and vLLM's ``/tokenize``.
 
 OpenAI's client takes five times as long for a chunk as this, which a server on the same CPUs feels.
 """
@@ -9,7 +9,7 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
 from typing import Any
@@ -27,37 +27,48 @@ LONGEST_LINE = 1 << 24
 """Of a stream, in bytes; the first has the prompt's tokens."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Server:
-    """A server that answers, with the first of its models; the address is without ``/v1``."""
+    """A server that answers, with the first of its models.
+
+    Attributes:
+        url: without ``/v1``.
+        name: of the model.
+        max_model_len: longest text in tokens.
+        vocab_size: 0, for it is not told.
+        chat_template: in Jinja; empty: the server's own.
+        fields: of each request for a completion, beside its prompt and sampling.
+    """
 
     url: str
-    model: str
+    name: str
     max_model_len: int
+    vocab_size: int = 0
+    chat_template: str = ""
+    fields: dict[str, Any] = field(default_factory=dict)
 
-    def refusal(self, token: int, **controls: int | str) -> str:
-        """Why the server takes no prompt of this token with these ``vllm_xargs``; empty: it does.
+    def start(self) -> None:
+        """It answers already."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        """The text's tokens.
 
         Raises:
             SpecServeError: it does not answer.
         """
-        body = {"model": self.model, "prompt": [token], "max_tokens": 1}
-        if controls:  # a server whose vLLM drafts by itself takes none
-            body["vllm_xargs"] = {"learn": 0, **controls}
-        url = f"{self.url}/v1/completions"
-        try:
-            answer = httpx.post(url, json=body, headers=_headers(), timeout=TIMEOUT_S)
-        except httpx.HTTPError as error:
-            raise SpecServeError(f"{self.url}: {reason_of(error)}") from error
-        return _error_message(answer.content) if answer.status_code == 400 else ""
+        return self._tokenize(prompt=text, add_special_tokens=add_special_tokens)
 
-    def tokenize(self, **question: Any) -> tuple[int, ...]:
-        """The tokens of a ``prompt`` or of ``messages``, by vLLM's route.
+    def render(self, messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
+        """The tokens of a dialogue whose answer comes next.
 
         Raises:
-            SpecServeError: it does not answer, or refuses.
+            SpecServeError: it does not answer, or refuses the dialogue or the template.
         """
-        url, body = f"{self.url}/tokenize", {"model": self.model, **question}
+        template = {"chat_template": self.chat_template} if self.chat_template else {}
+        return self._tokenize(messages=list(messages), **template)
+
+    def _tokenize(self, **question: Any) -> tuple[int, ...]:
+        url, body = f"{self.url}/tokenize", {"model": self.name, **question}
         try:
             answer = httpx.post(url, json=body, headers=_headers(), timeout=TIMEOUT_S)
             if answer.is_error:
@@ -67,23 +78,34 @@ class Server:
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
             raise SpecServeError(f"{url}: {reason_of(error)}") from error
 
+    def refusal(self, token: int, **controls: int | str) -> str:
+        """Why the server takes no prompt of this token with these ``vllm_xargs``; empty: it does.
+
+        Raises:
+            SpecServeError: it does not answer.
+        """
+        body = {"model": self.name, "prompt": [token], "max_tokens": 1}
+        if controls:  # a server whose vLLM drafts by itself takes none
+            body["vllm_xargs"] = {"learn": 0, **controls}
+        url = f"{self.url}/v1/completions"
+        try:
+            answer = httpx.post(url, json=body, headers=_headers(), timeout=TIMEOUT_S)
+        except httpx.HTTPError as error:
+            raise SpecServeError(f"{self.url}: {reason_of(error)}") from error
+        return _error_message(answer.content) if answer.status_code == 400 else ""
+
     def report(self) -> dict[str, int]:
         """Controls that ask what drafted; none of an application whose vLLM drafts by itself."""
         return {} if self.refusal(0, report=1) else {"report": 1}
 
-    def run(
-        self,
-        jobs: Sequence[Job],
-        concurrency: int,
-        progress: Callable[[int, int], None],
-        controls: Mapping[str, Any],
+    def run_timed(
+        self, jobs: Sequence[Job], concurrency: int, progress: Callable[[int, int], None]
     ) -> RunResult:
-        """Continues all jobs; ``progress`` is called with the requests done and their tokens.
+        """As :meth:`run`; ``progress`` is called with the requests done and their tokens.
 
         Raises:
-            SpecServeError: a request failed; its number is told.
+            SpecServeError: a request failed, or has no token ids; its number is told.
         """
-        more = {"vllm_xargs": controls} if controls else {}
         num_done = num_tokens = 0
 
         def show(_: int, text: str, completion: Completion | None) -> None:
@@ -98,32 +120,30 @@ class Server:
             progress(num_done, num_tokens)
 
         began = time.perf_counter()
-        completions = asyncio.run(self.complete(jobs, concurrency, show, more, "request {} failed"))
+        completions = self.run(jobs, concurrency, show, failed="request {} failed")
         seconds = time.perf_counter() - began
         return RunResult(completions=completions, seconds=seconds, drafts=())
 
-    async def complete(
-        self,
-        jobs: Sequence[Job],
-        concurrency: int,
-        show: Show,
-        more: Mapping[str, Any],
-        failed: str,
+    def run(
+        self, jobs: Sequence[Job], concurrency: int, show: Show, failed: str = "prompt {}"
     ) -> tuple[Completion, ...]:
         """Continues all jobs, at most ``concurrency`` at a time; in their order.
-
-        Each request has the fields of ``more``, too.
 
         Raises:
             SpecServeError: a request failed; ``failed`` has a place for its number.
         """
+        return asyncio.run(self._complete(jobs, concurrency, show, failed))
+
+    async def _complete(
+        self, jobs: Sequence[Job], concurrency: int, show: Show, failed: str
+    ) -> tuple[Completion, ...]:
         left = iter(enumerate(jobs))
         done: dict[int, Completion] = {}
 
         async def client(session: aiohttp.ClientSession) -> None:
             for index, job in left:
                 try:
-                    done[index] = await self._ask(session, job, more, partial(show, index))
+                    done[index] = await self._ask(session, job, partial(show, index))
                     show(index, "", done[index])
                 except (aiohttp.ClientError, OSError, ValueError, SpecServeError) as error:
                     told = f"{failed.format(index + 1)}: {reason_of(error)}"
@@ -140,16 +160,12 @@ class Server:
         return tuple(done[index] for index in range(len(jobs)))
 
     async def _ask(
-        self,
-        session: aiohttp.ClientSession,
-        job: Job,
-        more: Mapping[str, Any],
-        show: Callable[[str, None], None],
+        self, session: aiohttp.ClientSession, job: Job, show: Callable[[str, None], None]
     ) -> Completion:
         began = time.perf_counter()
         text, tokens, times, reason = "", list[int](), list[float](), ""
         sources: dict[str, dict[str, int]] = {}
-        async for chunk in self._chunks(session, job, more):
+        async for chunk in self._chunks(session, job):
             elapsed = time.perf_counter() - began
             sources = _reported_sources(chunk) or sources
             for choice in chunk["choices"][:1]:  # of beams the best
@@ -171,7 +187,7 @@ class Server:
         )
 
     async def _chunks(
-        self, session: aiohttp.ClientSession, job: Job, more: Mapping[str, Any]
+        self, session: aiohttp.ClientSession, job: Job
     ) -> AsyncGenerator[dict[str, Any], None]:
         """The chunks of an answer; one where it is not streamed.
 
@@ -179,12 +195,12 @@ class Server:
             SpecServeError: the server's own error.
         """
         body = {
-            "model": self.model,
+            "model": self.name,
             "prompt": list(job.prompt_token_ids),
             "stream": True,
             "stream_options": {"include_usage": True},  # with which comes what drafted
             **request_options(job.sampling),
-            **more,
+            **self.fields,
         }
         async with session.post(f"{self.url}/v1/completions", json=body) as answer:
             if not answer.ok:
