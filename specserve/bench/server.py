@@ -18,6 +18,7 @@ import aiohttp
 import httpx
 import msgspec
 
+from specserve.compare.arguments import AUTO
 from specserve.core.errors import ConfigError, SpecServeError, reason_of
 from specserve.engine.generation import Completion, Job, RunResult, Sampling, Show
 
@@ -35,20 +36,36 @@ class Server:
         url: without ``/v1``.
         name: of the model.
         max_model_len: longest text in tokens.
-        vocab_size: 0, for it is not told.
+        vocab_size: 0, for it is not told; nor is ``num_devices``.
         chat_template: in Jinja; empty: the server's own.
-        fields: of each request for a completion, beside its prompt and sampling.
+        fields: of each request for a completion, beside its prompt and sampling; :meth:`start`
+            sets them where they are empty.
     """
 
     url: str
     name: str
     max_model_len: int
     vocab_size: int = 0
+    num_devices: int = 0
     chat_template: str = ""
     fields: dict[str, Any] = field(default_factory=dict)
 
-    def start(self) -> None:
-        """It answers already."""
+    def start(self, speculation: str = AUTO) -> None:
+        """Asks for drafts by all sources, by none or by one of a kind, and for what they were.
+
+        Raises:
+            SpecServeError: it does not answer, or has no such source.
+        """
+        if self.fields:
+            return
+        controls: dict[str, Any] = {}
+        if speculation != AUTO:
+            controls["speculation"] = speculation
+            if reason := self.refusal(0, **controls):
+                raise SpecServeError(f"--speculation: {reason}")
+        if not self.refusal(0, report=1):  # as by an application whose vLLM drafts by itself
+            controls["report"] = 1
+        self.fields = {"vllm_xargs": controls}
 
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         """The text's tokens.
@@ -93,10 +110,6 @@ class Server:
         except httpx.HTTPError as error:
             raise SpecServeError(f"{self.url}: {reason_of(error)}") from error
         return _error_message(answer.content) if answer.status_code == 400 else ""
-
-    def report(self) -> dict[str, int]:
-        """Controls that ask what drafted; none of an application whose vLLM drafts by itself."""
-        return {} if self.refusal(0, report=1) else {"report": 1}
 
     def run_timed(
         self, jobs: Sequence[Job], concurrency: int, progress: Callable[[int, int], None]

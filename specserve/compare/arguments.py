@@ -12,6 +12,9 @@ from specserve.core.errors import ConfigError
 if TYPE_CHECKING:
     from specserve.core.config import AppConfig
 
+AUTO, OFF = "auto", "off"
+"""What ``--speculation`` takes beside a kind of source: drafts by all sources, or by none."""
+
 
 def number_from(lowest: int) -> Callable[[str], int]:
     """The parser of a whole number."""

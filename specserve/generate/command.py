@@ -149,14 +149,16 @@ def _fill(args: argparse.Namespace) -> None:
 
 
 def _model(args: argparse.Namespace, stack: contextlib.ExitStack) -> Model:
-    if args.config:
-        from specserve.generate.local import LocalModel
-
-        return LocalModel(args.config, args.chat_template, stack)
+    from specserve.bench.local import LocalModel
     from specserve.bench.server import find_server
+    from specserve.compare.prompts import configured_tokenizer
     from specserve.engine.chat_template import read_chat_template
 
     template = str(args.chat_template or "")
+    if args.config:
+        model = LocalModel(args.config, stack)
+        model.tokenizer = configured_tokenizer(model.config, template)
+        return model
     if template:
         template = read_chat_template(template, "--chat-template")
     server = find_server(args.url)
@@ -170,8 +172,6 @@ def _model(args: argparse.Namespace, stack: contextlib.ExitStack) -> Model:
             "length_penalty": args.length_penalty,
             "vllm_xargs": {"beam_sample": 1} if args.task in _SAMPLING_TASKS else {},
         }
-    else:
-        server.fields = {"vllm_xargs": server.report()}
     return server
 
 
