@@ -8,9 +8,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from specserve.bench.token_file import TokenIds
 from specserve.compare.arguments import AUTO, OFF, only_application
 from specserve.compare.engine_process import EngineProcess
 from specserve.compare.prompts import Tokenizer
+from specserve.compare.tasks import Message
 from specserve.core.errors import ConfigError, SpecServeError, reason_of
 from specserve.engine.checkpoint import text_sizes
 from specserve.engine.generation import Completion, Job, RunResult, Show
@@ -56,11 +58,11 @@ class LocalModel:
         with Console(stderr=True).status("loading the model"):
             self._engine.wait_ready()
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+    def encode(self, text: str, *, add_special_tokens: bool) -> TokenIds:
         """The text's tokens."""
         return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
-    def render(self, messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
+    def render(self, messages: Sequence[Message]) -> TokenIds:
         """The tokens of a dialogue whose answer comes next.
 
         Raises:

@@ -18,7 +18,9 @@ import aiohttp
 import httpx
 import msgspec
 
+from specserve.bench.token_file import TokenIds
 from specserve.compare.arguments import AUTO
+from specserve.compare.tasks import Message
 from specserve.core.errors import ConfigError, SpecServeError, reason_of
 from specserve.engine.generation import Completion, Job, RunResult, Sampling, Show
 
@@ -67,7 +69,7 @@ class Server:
             controls["report"] = 1
         self.fields = {"vllm_xargs": controls}
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+    def encode(self, text: str, *, add_special_tokens: bool) -> TokenIds:
         """The text's tokens.
 
         Raises:
@@ -75,7 +77,7 @@ class Server:
         """
         return self._tokenize(prompt=text, add_special_tokens=add_special_tokens)
 
-    def render(self, messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
+    def render(self, messages: Sequence[Message]) -> TokenIds:
         """The tokens of a dialogue whose answer comes next.
 
         Raises:
@@ -84,7 +86,7 @@ class Server:
         template = {"chat_template": self.chat_template} if self.chat_template else {}
         return self._tokenize(messages=list(messages), **template)
 
-    def _tokenize(self, **question: Any) -> tuple[int, ...]:
+    def _tokenize(self, **question: Any) -> TokenIds:
         url, body = f"{self.url}/tokenize", {"model": self.name, **question}
         try:
             answer = httpx.post(url, json=body, headers=_headers(), timeout=TIMEOUT_S)

@@ -8,11 +8,12 @@ from typing import Any
 
 from rich.console import Console
 
+from specserve.bench.token_file import TokenIds
+from specserve.compare.tasks import Message
 from specserve.core.errors import SpecServeError
 from specserve.engine.generation import Completion, Job, Sampling
-from specserve.generate.base import Message, Model, TokenIds
 from specserve.generate.display import summary, write
-from specserve.generate.questions import encode
+from specserve.generate.questions import Model, encode
 
 END, CLEAR = ("q", "quit", "exit"), ("clear", "new")
 

@@ -16,8 +16,9 @@ from specserve.core.errors import ConfigError, SpecServeError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from specserve.bench.token_file import TokenIds
     from specserve.engine.generation import Sampling
-    from specserve.generate.base import Model, TokenIds
+    from specserve.generate.questions import Model
 
 # The rest is imported when the command runs: the parser of all commands must stay quick.
 

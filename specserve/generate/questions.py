@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from specserve.bench.token_file import parse_token_ids, read_token_file
+from specserve.bench.local import LocalModel
+from specserve.bench.server import Server
+from specserve.bench.token_file import TokenIds, parse_token_ids, read_token_file
 from specserve.compare.prompts import read_prompts
+from specserve.compare.tasks import Message
 from specserve.core.errors import ConfigError
-from specserve.generate.base import Message, Model, TokenIds
+
+Model = LocalModel | Server
+"""What answers."""
 
 Question = str | TokenIds | list[Message]
 """A text to continue, its tokens, or a dialogue to answer."""
