@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
@@ -182,7 +182,8 @@ class Server:
         sources: dict[str, dict[str, int]] = {}
         async for chunk in self._chunks(session, job):
             elapsed = time.perf_counter() - began
-            sources = _reported_sources(chunk) or sources
+            told = (chunk.get("metrics") or {}).get("speculative_decoding") or {}
+            sources = told.get("sources") or sources  # with the usage, in the last chunk
             for choice in chunk["choices"][:1]:  # of beams the best
                 new = choice.get("token_ids") or []
                 text += choice["text"]
@@ -279,13 +280,6 @@ def request_options(sampling: Sampling) -> dict[str, Any]:
         "stop_token_ids": list(sampling.stop_token_ids),
         "return_token_ids": True,
     }
-
-
-def _reported_sources(chunk: Mapping[str, Any]) -> dict[str, dict[str, int]]:
-    """What each source drafted, told with the usage; empty where it is not."""
-    speculation = (chunk.get("metrics") or {}).get("speculative_decoding") or {}
-    sources: dict[str, dict[str, int]] = speculation.get("sources", {})
-    return sources
 
 
 def _error_message(body: bytes) -> str:

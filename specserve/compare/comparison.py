@@ -29,11 +29,11 @@ class Settings:
     """
 
     max_tokens: int
-    concurrency: int
-    temperature: float
-    seed: int
-    repeat: int
     tolerance: float
+    concurrency: int = 1
+    temperature: float = 0.0
+    seed: int = 0
+    repeat: int = 1
 
 
 @dataclass(slots=True)

@@ -73,14 +73,7 @@ def run(args: argparse.Namespace) -> int:
     tolerance = default_tolerance(config.engine.dtype)
     if reference.name == HF:  # another implementation rounds otherwise, in float32 as well
         tolerance = BF16_TOLERANCE
-    settings = Settings(
-        max_tokens=args.max_tokens,
-        concurrency=1,
-        temperature=0.0,
-        seed=0,
-        repeat=1,
-        tolerance=tolerance,
-    )
+    settings = Settings(max_tokens=args.max_tokens, tolerance=tolerance)
     console = Console()
     comparison = compare(config, methods, examples, settings, console, reference)
     found = judge_quality(comparison, [each.reference for each in examples])

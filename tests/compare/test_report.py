@@ -15,7 +15,7 @@ from specserve.engine.generation import Completion, RunResult
 from specserve.engine.methods import Method
 
 CONFIG = parse({"model": {"path": "m"}, "speculation": [{"kind": "ngram"}]})
-SETTINGS = Settings(max_tokens=3, concurrency=1, temperature=0.0, seed=0, repeat=2, tolerance=0.1)
+SETTINGS = Settings(max_tokens=3, repeat=2, tolerance=0.1)
 PROMPTS = [Prompt("a b", (1, 2)), Prompt("c", (3,))]
 NGRAM = Method("ngram", sources=("ngram",))
 
