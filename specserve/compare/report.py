@@ -118,9 +118,8 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
         aside.write_text(f"{text}\n", encoding="utf-8")
         aside.replace(path)
     except OSError as error:
-        raise ConfigError(
-            "--save-output", str(path), f"a file that can be written ({error.strerror})"
-        ) from None
+        allowed = f"a file that can be written ({error.strerror})"
+        raise ConfigError("--save-output", str(path), allowed) from None
 
 
 def _method(comparison: Comparison, method: Method, num_prompts: int) -> dict[str, Any]:

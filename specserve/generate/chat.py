@@ -26,7 +26,7 @@ class Chat:
         console: where lines are read and answers are shown.
         history_turns: earlier questions that are sent with a new one, and their answers.
         system: the system prompt; empty: none.
-        sampling: of an answer, for the tokens of its prompt.
+        sampling: gives that of an answer, for the tokens of its prompt.
     """
 
     def __init__(

@@ -22,16 +22,13 @@ if TYPE_CHECKING:
 
 # The rest is imported when the command runs: the parser of all commands must stay quick.
 
-TASKS = (
-    "greedy_search",
-    "greedy_search_with_sampling",
-    "beam_search",
-    "beam_search_with_sampling",
-    "chat",
-)
+GREEDY, SAMPLED = "greedy_search", "greedy_search_with_sampling"
+BEAMS, SAMPLED_BEAMS = "beam_search", "beam_search_with_sampling"
+CHAT = "chat"
+TASKS = (GREEDY, SAMPLED, BEAMS, SAMPLED_BEAMS, CHAT)
 DEFAULT_NEW_TOKENS, DEFAULT_BEAMS = 128, 4
-_SAMPLING_TASKS = TASKS[1], TASKS[3], TASKS[4]
-_BEAM_TASKS = TASKS[2], TASKS[3]
+_SAMPLING_TASKS = SAMPLED, SAMPLED_BEAMS, CHAT
+_BEAM_TASKS = BEAMS, SAMPLED_BEAMS
 _OF_SOME_TASKS = {
     "top_k": (0, (0, 1), _SAMPLING_TASKS),
     "top_p": (1.0, (1,), _SAMPLING_TASKS),
@@ -56,7 +53,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--url", help="address of a server; its key in OPENAI_API_KEY")
     where.add_argument("--config", type=Path, help="Serve file, whose engine is started here")
-    add("--task", choices=TASKS, default=TASKS[0], metavar="TASK", help=", ".join(TASKS) + " "
+    add("--task", choices=TASKS, default=GREEDY, metavar="TASK", help=", ".join(TASKS) + " "
         "(default: %(default)s)")  # fmt: skip
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--input-texts", nargs="+", metavar="TEXT", help="texts to continue")
@@ -101,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     with contextlib.ExitStack() as stack:
         model = _model(args, stack)
-        found = _chat(args, model, console) if args.task == "chat" else _texts(args, model, console)
+        found = _chat(args, model, console) if args.task == CHAT else _texts(args, model, console)
     if args.save_output:
         write_json(args.save_output, {"model": model.name, "task": args.task, **found})
     return 0
@@ -125,12 +122,12 @@ def _check(args: argparse.Namespace) -> None:
     if is_beam and args.add_eos_token:
         allowed = f"without it: {args.task} ends at the model's own end token alone"
         raise ConfigError("--add-eos-token", args.add_eos_token, allowed)
-    if args.task == "chat":
+    if args.task == CHAT:
         for name in ("input_texts", "input_ids", "input_file"):
             if given := getattr(args, name):
                 field = f"--{name.replace('_', '-')}"
                 raise ConfigError(field, given, "without it: a chat reads what is typed")
-    if args.task == TASKS[3] and not args.temperature:
+    if args.task == SAMPLED_BEAMS and not args.temperature:
         raise ConfigError("--temperature", args.temperature, f"above 0: {args.task} draws")
 
 
