@@ -81,10 +81,7 @@ def run(args: argparse.Namespace) -> int:
     console.print(table(comparison, f"{config.model.name}, {len(prompts)} prompts of "
                         f"{args.prompts}, concurrency {args.concurrency}"))  # fmt: skip
     if args.save_output:
-        content = document(
-            comparison, config=config, prompt_set=args.prompts, prompts=prompts, settings=settings
-        )
-        write_json(args.save_output, content)
+        write_json(args.save_output, document(comparison, config, args.prompts))
         console.print(f"written: {args.save_output}", highlight=False)
     if not comparison.verdicts:
         why = "needs `none` and another method" if settings.temperature == 0 else "needs greedy"

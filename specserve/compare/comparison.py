@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 
 from rich.console import Console
@@ -36,18 +36,22 @@ class Settings:
     repeat: int = 1
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Comparison:
     """All results, by method in the order asked for.
 
     Attributes:
+        prompts: what was asked.
+        settings: how.
         passes: one result a pass.
         verdicts: of the methods compared with the reference; empty without ``none``, or where
             sampled.
     """
 
-    passes: dict[Method, list[RunResult]] = field(default_factory=dict)
-    verdicts: dict[Method, Verdict] = field(default_factory=dict)
+    prompts: Sequence[Prompt]
+    settings: Settings
+    passes: dict[Method, list[RunResult]]
+    verdicts: dict[Method, Verdict]
 
     @property
     def is_lossless(self) -> bool:
@@ -81,6 +85,8 @@ def compare(
             if method.is_none and settings.temperature == 0:
                 verdicts = _judge(engine, prompts, found, settings, reference)
     return Comparison(
+        prompts=prompts,
+        settings=settings,
         passes={method: found[method] for method in methods},
         verdicts={method: verdicts[method] for method in methods if method in verdicts},
     )

@@ -12,10 +12,9 @@ from typing import Any
 
 from rich.table import Table
 
-from specserve.compare.comparison import Comparison, Settings
+from specserve.compare.comparison import Comparison
 from specserve.compare.lossless import Difference, Verdict
 from specserve.compare.machine import circumstances
-from specserve.compare.prompts import Prompt
 from specserve.core.config import AppConfig
 from specserve.core.errors import ConfigError
 from specserve.core.metrics import AcceptanceSnapshot
@@ -83,24 +82,17 @@ def explanation(comparison: Comparison) -> list[str]:
     return lines
 
 
-def document(
-    comparison: Comparison,
-    *,
-    config: AppConfig,
-    prompt_set: str,
-    prompts: Sequence[Prompt],
-    settings: Settings,
-) -> dict[str, Any]:
+def document(comparison: Comparison, config: AppConfig, prompt_set: str) -> dict[str, Any]:
     """Everything, as JSON takes it: a field for each method and the circumstances."""
     return {
-        **{str(method): _method(comparison, method, len(prompts)) for method in comparison.passes},
+        **{str(method): _method(comparison, method) for method in comparison.passes},
         "lossless": comparison.is_lossless if comparison.verdicts else None,
         "prompts": {
             "set": prompt_set,
-            "texts": [prompt.text for prompt in prompts],
-            "num_tokens": [len(prompt.token_ids) for prompt in prompts],
+            "texts": [prompt.text for prompt in comparison.prompts],
+            "num_tokens": [len(prompt.token_ids) for prompt in comparison.prompts],
         },
-        "settings": asdict(settings),
+        "settings": asdict(comparison.settings),
         "config": config.model_dump(mode="json"),
         **circumstances(),
     }
@@ -122,7 +114,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
         raise ConfigError("--save-output", str(path), allowed) from None
 
 
-def _method(comparison: Comparison, method: Method, num_prompts: int) -> dict[str, Any]:
+def _method(comparison: Comparison, method: Method) -> dict[str, Any]:
     passes = comparison.passes[method]
     verdict = comparison.verdicts.get(method)
     return {
@@ -137,7 +129,7 @@ def _method(comparison: Comparison, method: Method, num_prompts: int) -> dict[st
             }
             for one in passes
         ],
-        "lossless": _verdict(verdict, num_prompts) if verdict else None,
+        "lossless": _verdict(verdict, len(comparison.prompts)) if verdict else None,
     }
 
 

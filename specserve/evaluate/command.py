@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     settings = Settings(max_tokens=args.max_tokens, tolerance=tolerance)
     console = Console()
     comparison = compare(config, methods, examples, settings, console, reference)
-    found = judge_quality(comparison, [each.reference for each in examples])
+    found = judge_quality(comparison)
     lost = failures(found, threshold)
     what = str(args.data or args.tasks)
     title = f"{config.model.name}, {len(examples)} questions of {what}"
@@ -84,10 +84,8 @@ def run(args: argparse.Namespace) -> int:
     for line in [*differences(found, reference), *lost]:
         console.print(line, highlight=False)
     if args.save_output:
-        content = document(
-            comparison, config=config, prompt_set=what, prompts=examples, settings=settings
-        )
-        write_json(args.save_output, with_quality(content, found, reference, examples, lost))
+        content = document(comparison, config, what)
+        write_json(args.save_output, with_quality(content, comparison, found, reference, lost))
         console.print(f"written: {args.save_output}", highlight=False)
     console.print(f"Quality kept: {'NO' if lost else 'yes'}")
     return 1 if lost else 0

@@ -9,7 +9,6 @@ from typing import Any
 from rich.table import Table
 
 from specserve.compare.comparison import Comparison
-from specserve.compare.prompts import Prompt
 from specserve.engine.methods import Method
 from specserve.evaluate.quality import MAX_DELTA, METRICS, Quality, answers_of
 
@@ -77,15 +76,15 @@ def failures(found: Mapping[Method, Quality], threshold: float | None) -> list[s
 
 def with_quality(
     content: dict[str, Any],
+    comparison: Comparison,
     found: Mapping[Method, Quality],
     reference: Method,
-    examples: Sequence[Prompt],
     lost: Sequence[str],
 ) -> dict[str, Any]:
     """The JSON document of a comparison, changed into that of an evaluation."""
     del content["lossless"]
     content["reference_method"] = str(reference)
-    content["references"] = [each.reference for each in examples]
+    content["references"] = [each.reference for each in comparison.prompts]
     content["quality_kept"], content["failures"] = not lost, list(lost)
     for method, quality in found.items():
         entry = content[str(method)]
