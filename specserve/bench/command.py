@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specserve.compare.arguments import (
-    at_least_zero,
-    in_existing_folder,
-    number_from,
-    only_application,
-)
-from specserve.core.errors import ConfigError, SpecServeError
+from specserve.compare.arguments import AUTO, at_least_zero, in_existing_folder, number_from
+from specserve.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from specserve.bench.server import Server
     from specserve.bench.token_file import TokenIds
-    from specserve.engine.generation import Job, RunResult
-
-AUTO, OFF = "auto", "off"
+    from specserve.engine.generation import Job
 
 # The rest is imported when the command runs: the parser of all commands must stay quick.
 
@@ -70,14 +64,45 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from specserve.bench.figures import figures
-    from specserve.bench.token_file import write_token_file
+    from specserve.bench.local import LocalModel
+    from specserve.bench.server import Server, find_server
+    from specserve.bench.token_file import read_token_file, write_token_file
+    from specserve.compare.display import progress_bar
     from specserve.compare.report import write_json
+    from specserve.engine.generation import by_source
 
     in_existing_folder("--record-output", args.record_output)
     in_existing_folder("--save-output", args.save_output)
-    requests, model, result, sources = _run_server(args) if args.url else _run_engine(args)
-    num_devices = model["tp"] * model["pp"] * model["server_count"] if model["tp"] else 0
-    found = model | figures(result, [len(each) for each in requests], num_devices)
+    with contextlib.ExitStack() as stack:
+        model: Server | LocalModel
+        model = find_server(args.url) if args.url else LocalModel(args.config, stack)
+        requests = read_token_file(
+            args.file, max_tokens=model.max_model_len - 1, vocab_size=model.vocab_size
+        )
+        if isinstance(model, Server):
+            _check_largest(model, args.file, requests)
+        jobs = _jobs(args, requests)
+        model.start(args.speculation)
+        with progress_bar(Console(stderr=True), "requests", len(jobs)) as progress:
+            if args.warm_up:
+                model.run_timed(jobs[: args.warm_up], args.max_batch_size, lambda *_: None)
+            result = model.run_timed(jobs, args.max_batch_size, progress)
+    sources = by_source(result.completions)
+    if result.drafts:  # an engine counts what vLLM drafts by itself, too
+        sources = {
+            each.source: {
+                "drafted_tokens": each.num_draft_tokens,
+                "accepted_tokens": each.num_accepted_tokens,
+            }
+            for each in result.drafts
+        }
+    served = {
+        "model_name": model.name,
+        "server_count": 1,
+        "tp": model.num_devices or None,
+        "pp": 1 if model.num_devices else None,
+    }
+    found = served | figures(result, [len(each) for each in requests], model.num_devices)
     _print(Console(), found, sources)
     if args.record_output:
         write_token_file(args.record_output, [each.token_ids for each in result.completions])
@@ -86,67 +111,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-Run = tuple["list[TokenIds]", dict[str, Any], "RunResult", dict[str, dict[str, int]]]
-"""The requests, what served them, the result, and tokens drafted and accepted by source."""
+def _check_largest(server: Server, file: Path, requests: Sequence[TokenIds]) -> None:
+    """A server does not tell its vocabulary's size: it is asked for the largest token.
 
-
-def _run_server(args: argparse.Namespace) -> Run:
-    from specserve.bench.server_run import find_server
-    from specserve.bench.token_file import read_token_file
-    from specserve.engine.generation import by_source
-
-    server = find_server(args.url)
-    requests = read_token_file(args.file, max_tokens=server.max_model_len - 1)
+    Raises:
+        ConfigError: it has no such token.
+    """
     largest, line = max((max(each), line) for line, each in enumerate(requests, 1))
     if reason := server.refusal(largest):
         allowed = f"a token id that the server's model has ({reason})"
-        raise ConfigError(f"{args.file}: line {line}", largest, allowed)
-    jobs = _jobs(args, requests)
-    controls: dict[str, Any] = {}
-    if args.speculation != AUTO:
-        controls["speculation"] = args.speculation
-        if reason := server.refusal(largest, speculation=args.speculation):
-            raise SpecServeError(f"--speculation: {reason}")
-    with _progress(len(jobs)) as progress:
-        server.run(jobs[: args.warm_up], args.max_batch_size, lambda *_: None, controls)
-        # An application whose drafts vLLM makes by itself refuses to tell of them.
-        if not server.refusal(largest, report=1):
-            controls["report"] = 1
-        result = server.run(jobs, args.max_batch_size, progress, controls)
-    model = {"model_name": server.model, "server_count": 1, "tp": None, "pp": None}
-    return requests, model, result, by_source(result.completions)
-
-
-def _run_engine(args: argparse.Namespace) -> Run:
-    from specserve.bench.token_file import read_token_file
-    from specserve.compare.engine_process import EngineProcess
-    from specserve.engine.checkpoint import text_sizes
-    from specserve.engine.methods import ALL, NONE, parse_method
-
-    config = only_application(args.config)
-    max_tokens, vocab_size = text_sizes(config)
-    requests = read_token_file(args.file, max_tokens=max_tokens - 1, vocab_size=vocab_size)
-    jobs = _jobs(args, requests)
-    kinds = [source.kind for source in config.speculation]
-    if args.speculation not in (AUTO, OFF, *kinds):
-        raise ConfigError("--speculation", args.speculation, ", ".join([AUTO, OFF, *kinds]))
-    name = {AUTO: ALL if kinds else NONE, OFF: NONE}.get(args.speculation, args.speculation)
-    method = parse_method(name, config)
-    with _progress(len(jobs)) as progress, EngineProcess(config, method) as engine:
-        engine.wait_ready()
-        if args.warm_up:
-            engine.run(jobs[: args.warm_up], args.max_batch_size)
-        result = engine.run(jobs, args.max_batch_size, progress)
-    sources = {
-        each.source: {
-            "drafted_tokens": each.num_draft_tokens,
-            "accepted_tokens": each.num_accepted_tokens,
-        }
-        for each in result.drafts
-    }
-    tensor_parallel = config.engine.tensor_parallel_size
-    model = {"model_name": config.model.name, "server_count": 1, "tp": tensor_parallel, "pp": 1}
-    return requests, model, result, sources
+        raise ConfigError(f"{file}: line {line}", largest, allowed)
 
 
 def _jobs(args: argparse.Namespace, requests: Sequence[TokenIds]) -> list[Job]:
@@ -163,20 +137,6 @@ def _jobs(args: argparse.Namespace, requests: Sequence[TokenIds]) -> list[Job]:
         ignore_eos=args.ignore_eos,
     )
     return [Job(each, sampling) for each in requests]
-
-
-@contextmanager
-def _progress(num_requests: int) -> Iterator[Callable[[int, int], None]]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    from rich.progress import TimeElapsedColumn as Elapsed
-
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), Elapsed())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        bar = bars.add_task("requests, warming up", total=num_requests)
-        yield lambda done, tokens: bars.update(
-            bar, completed=done, description=f"requests, {tokens} tokens"
-        )
 
 
 def _print(console: Console, found: dict[str, Any], sources: dict[str, dict[str, int]]) -> None:

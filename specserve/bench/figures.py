@@ -18,12 +18,8 @@ def figures(result: RunResult, input_lengths: Sequence[int], num_devices: int) -
 
     ``lpct`` is the time to the first token for each input token. ``lpot`` is a step's time divided
     by the tokens that it brought, once for each of these tokens. ``last_token`` is the last step's
-    time of each request, and ``max_decode_time`` the longest step's of all.
-
-    Args:
-        result: of the run.
-        input_lengths: tokens of each request, in its order.
-        num_devices: that served it; 0: not known.
+    time of each request, and ``max_decode_time`` the longest step's of all. Without
+    ``num_devices`` their number is not known.
     """
     done = result.completions
     first = np.array([each.first_token_seconds for each in done]) * 1e3

@@ -22,8 +22,7 @@ def read_token_file(
         field: where the file was named.
 
     Raises:
-        ConfigError: the file cannot be read or has no request, or a line is wrong: its number,
-            what is wrong there and what is allowed.
+        ConfigError: the file cannot be read or has no request, or a line is wrong.
     """
     try:
         lines = path.read_bytes().splitlines()

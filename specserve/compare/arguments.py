@@ -12,6 +12,9 @@ from specserve.core.errors import ConfigError
 if TYPE_CHECKING:
     from specserve.core.config import AppConfig
 
+AUTO, OFF = "auto", "off"
+"""What ``--speculation`` takes beside a kind of source: drafts by all sources, or by none."""
+
 
 def number_from(lowest: int) -> Callable[[str], int]:
     """The parser of a whole number."""
@@ -64,16 +67,3 @@ def only_application(path: Path) -> AppConfig:
     checkpoint = find_checkpoint(config.model, f"{applications[0].field}.model")
     check_weights(config, checkpoint.path, on_cpu=is_cpu_build())
     return config
-
-
-def tolerance(config: AppConfig, asked: float | None) -> float:
-    """The largest gap of a near tie in nats: as asked for, else by the target's number format.
-
-    Raises:
-        ConfigError: less than 0.
-    """
-    from specserve.compare.lossless import BF16_TOLERANCE
-
-    if asked is None:
-        return 0.0 if config.engine.dtype == "float32" else BF16_TOLERANCE
-    return at_least_zero("--tolerance", asked)

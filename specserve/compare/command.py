@@ -10,7 +10,6 @@ from specserve.compare.arguments import (
     in_existing_folder,
     number_from,
     only_application,
-    tolerance,
 )
 
 # The rest is imported when the command runs: the parser of all commands must stay quick.
@@ -36,25 +35,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "(default: engine.vllm.chat_template, then the tokenizer's own)")  # fmt: skip
     add("--num-prompts", type=number_from(1), default=0, help="default: 16, or all of a file")
     add("--max-tokens", type=number_from(1), default=128, help="default: %(default)s")
-    add(
-        "--concurrency",
-        type=number_from(1),
-        default=1,
-        help="prompts at a time (default: %(default)s)",
-    )
+    add("--concurrency", type=number_from(1), default=1, help="prompts at a time (default: "
+        "%(default)s)")  # fmt: skip
     add("--temperature", type=float, default=0.0, help="0 is greedy (default: %(default)s)")
-    add(
-        "--seed",
-        type=number_from(0),
-        default=0,
-        help="of prompts and sampling (default: %(default)s)",
-    )
-    add(
-        "--repeat",
-        type=number_from(1),
-        default=1,
-        help="passes over the prompts (default: %(default)s)",
-    )
+    add("--seed", type=number_from(0), default=0, help="of prompts and sampling (default: "
+        "%(default)s)")  # fmt: skip
+    add("--repeat", type=number_from(1), default=1, help="passes over the prompts (default: "
+        "%(default)s)")  # fmt: skip
     add("--tolerance", type=float, default=None, help="largest difference of two tokens' "
         "log-probabilities that counts as a tie, in nats (default: 0.1; 0 in float32)")  # fmt: skip
     add("--save-output", type=Path, default=None, metavar="FILE", help="write everything as JSON")
@@ -66,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from specserve.compare.comparison import Settings, compare
-    from specserve.compare.display import RichDisplay
+    from specserve.compare.lossless import default_tolerance
     from specserve.compare.prompts import check_lengths, configured_tokenizer, load_prompts
     from specserve.compare.report import document, explanation, table, write_json
     from specserve.engine.checkpoint import text_sizes
@@ -74,27 +61,27 @@ def run(args: argparse.Namespace) -> int:
 
     config = only_application(args.config)
     methods = parse_methods(args.methods, config)
+    tolerance = args.tolerance
+    if tolerance is None:
+        tolerance = default_tolerance(config.engine.dtype)
     settings = Settings(
         max_tokens=args.max_tokens,
         concurrency=args.concurrency,
         temperature=at_least_zero("--temperature", args.temperature),
         seed=args.seed,
         repeat=args.repeat,
-        tolerance=tolerance(config, args.tolerance),
+        tolerance=at_least_zero("--tolerance", tolerance),
     )
     in_existing_folder("--save-output", args.save_output)
     tokenizer = configured_tokenizer(config, args.chat_template)
     prompts = load_prompts(args.prompts, tokenizer, num_prompts=args.num_prompts, seed=args.seed)
     check_lengths(prompts, args.prompts, text_sizes(config)[0])
     console = Console()
-    comparison = compare(config, methods, prompts, settings, RichDisplay(console))
+    comparison = compare(config, methods, prompts, settings, console)
     console.print(table(comparison, f"{config.model.name}, {len(prompts)} prompts of "
                         f"{args.prompts}, concurrency {args.concurrency}"))  # fmt: skip
     if args.save_output:
-        content = document(
-            comparison, config=config, prompt_set=args.prompts, prompts=prompts, settings=settings
-        )
-        write_json(args.save_output, content)
+        write_json(args.save_output, document(comparison, config, args.prompts))
         console.print(f"written: {args.save_output}", highlight=False)
     if not comparison.verdicts:
         why = "needs `none` and another method" if settings.temperature == 0 else "needs greedy"

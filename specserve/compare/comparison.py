@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 
-from specserve.compare.display import RichDisplay
+from rich.console import Console
+
+from specserve.compare.display import progress_bar
 from specserve.compare.engine_process import EngineProcess
 from specserve.compare.lossless import Verdict, judge
 from specserve.compare.prompts import Prompt
@@ -20,37 +22,36 @@ WARM_UP_TOKENS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How to run.
+    """How to run: ``repeat`` passes over the prompts, ``concurrency`` of them at a time.
 
-    Attributes:
-        max_tokens: most tokens to generate a prompt.
-        concurrency: prompts in the engine at a time.
-        temperature: 0 is greedy; only then outputs are compared.
-        seed: of the sampling, each prompt its own from it.
-        repeat: passes over the prompts.
-        tolerance: largest gap of a near tie, in nats.
+    Only at ``temperature`` 0, which is greedy, outputs are compared. Each prompt's seed is its own,
+    counted from ``seed``. ``tolerance`` is the largest gap of a near tie, in nats.
     """
 
     max_tokens: int
-    concurrency: int
-    temperature: float
-    seed: int
-    repeat: int
     tolerance: float
+    concurrency: int = 1
+    temperature: float = 0.0
+    seed: int = 0
+    repeat: int = 1
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Comparison:
     """All results, by method in the order asked for.
 
     Attributes:
+        prompts: what was asked.
+        settings: how.
         passes: one result a pass.
         verdicts: of the methods compared with the reference; empty without ``none``, or where
             sampled.
     """
 
-    passes: dict[Method, list[RunResult]] = field(default_factory=dict)
-    verdicts: dict[Method, Verdict] = field(default_factory=dict)
+    prompts: Sequence[Prompt]
+    settings: Settings
+    passes: dict[Method, list[RunResult]]
+    verdicts: dict[Method, Verdict]
 
     @property
     def is_lossless(self) -> bool:
@@ -63,7 +64,7 @@ def compare(
     methods: Sequence[Method],
     prompts: Sequence[Prompt],
     settings: Settings,
-    display: RichDisplay,
+    console: Console,
     reference: Method = Method(NONE),  # noqa: B008 - frozen
 ) -> Comparison:
     """Runs each method in an engine of its own, one after another, ``none`` last.
@@ -78,12 +79,14 @@ def compare(
     verdicts: dict[Method, Verdict] = {}
     for method in sorted(methods, key=lambda m: m.is_none):
         with EngineProcess(config, method) as engine:
-            with display.loading(method):
+            with console.status(f"{method}: loading the model"):
                 engine.wait_ready()
-            found[method] = _passes(engine, prompts, settings, display)
+            found[method] = _passes(engine, prompts, settings, console)
             if method.is_none and settings.temperature == 0:
                 verdicts = _judge(engine, prompts, found, settings, reference)
     return Comparison(
+        prompts=prompts,
+        settings=settings,
         passes={method: found[method] for method in methods},
         verdicts={method: verdicts[method] for method in methods if method in verdicts},
     )
@@ -107,19 +110,20 @@ def jobs_of(prompts: Sequence[Prompt], settings: Settings) -> list[Job]:
     ]
 
 
-def warm_up(engine: EngineProcess, prompts: Sequence[Prompt], concurrency: int) -> None:
+def warm_up(engine: EngineProcess, jobs: Sequence[Job], concurrency: int) -> None:
     """Lets everything be compiled and touched that is compiled or touched on first use."""
     sampling = Sampling(max_tokens=WARM_UP_TOKENS)
-    engine.run([Job(p.token_ids, sampling) for p in prompts[: max(2, concurrency)]], concurrency)
+    few = jobs[: max(2, concurrency)]
+    engine.run([Job(job.prompt_token_ids, sampling) for job in few], concurrency)
 
 
 def _passes(
-    engine: EngineProcess, prompts: Sequence[Prompt], settings: Settings, display: RichDisplay
+    engine: EngineProcess, prompts: Sequence[Prompt], settings: Settings, console: Console
 ) -> list[RunResult]:
-    warm_up(engine, prompts, settings.concurrency)
     jobs = jobs_of(prompts, settings)
+    warm_up(engine, jobs, settings.concurrency)
     passes: list[RunResult] = []
-    with display.running(engine.method, len(jobs) * settings.repeat) as progress:
+    with progress_bar(console, str(engine.method), len(jobs) * settings.repeat) as progress:
 
         def after_earlier_passes(num_done: int, num_tokens: int) -> None:
             tokens_before = sum(one.num_tokens for one in passes)

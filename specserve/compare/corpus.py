@@ -5,6 +5,7 @@ Nothing here imports torch, so that benchmarks can ask for the held-out modules 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import sysconfig
 from dataclasses import dataclass
@@ -80,10 +81,8 @@ def load_modules(root: Path | None = None, *, held_out: bool) -> list[Module]:
         name = path.relative_to(root).as_posix()
         if is_held_out(name) is not held_out:
             continue
-        try:
+        with contextlib.suppress(UnicodeDecodeError):
             modules.append(Module(name=name, text=path.read_text(encoding="utf-8")))
-        except UnicodeDecodeError:
-            continue
     if not modules:
         part = "held-out" if held_out else "training"
         raise ConfigError("corpus", str(root), f"a folder with a {part} Python file")

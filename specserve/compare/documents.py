@@ -34,13 +34,9 @@ def load_documents() -> list[str]:
 
 
 def ask(documents: Sequence[str], number: int, rng: random.Random, max_chars: int) -> list[Message]:
-    """A dialogue of one question on a part of a document.
+    """A dialogue of one question on a part of a document of at most ``max_chars`` characters.
 
-    Args:
-        documents: what :func:`load_documents` gave.
-        number: which question; those there are come in turn.
-        rng: draws document and part.
-        max_chars: most of the document.
+    Questions come in turn by ``number``.
     """
     paragraphs = [each for each in rng.choice(documents).split("\n\n") if each.strip()]
     start = rng.randrange(len(paragraphs))

@@ -14,6 +14,7 @@ than the tolerance; the check then fails although no draft is to blame.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,12 @@ model with routed experts was seen to part by 0.375, with vLLM's own methods as 
 fails here is to be run in float32."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def default_tolerance(dtype: str) -> float:
+    """Largest gap of a near tie in a number format, in nats; in float32 there is none."""
+    return 0.0 if dtype == "float32" else BF16_TOLERANCE
+
+
+@dataclass(frozen=True, slots=True)
 class Difference:
     """Where a prompt's output first parts from the reference.
 
@@ -64,17 +70,27 @@ class Verdict:
     tolerance: float
 
     @property
+    def num_compared(self) -> int:
+        """All outputs."""
+        return self.num_identical + len(self.near_ties) + len(self.failures)
+
+    @property
     def is_lossless(self) -> bool:
         """No difference beyond the tolerance."""
         return not self.failures
 
 
-def first_difference(expected: Sequence[int], got: Sequence[int]) -> int | None:
-    """Index of the first token that differs or is missing; None: the outputs are equal."""
-    for index, (left, right) in enumerate(zip(expected, got, strict=False)):
+def first_difference(
+    expected: Sequence[int], got: Sequence[int]
+) -> tuple[int, int | None, int | None] | None:
+    """Index and both tokens where two outputs part, None for one that had ended.
+
+    None alone: they are equal.
+    """
+    for index, (left, right) in enumerate(itertools.zip_longest(expected, got)):
         if left != right:
-            return index
-    return None if len(expected) == len(got) else min(len(expected), len(got))
+            return index, left, right
+    return None
 
 
 def judge(
@@ -95,16 +111,16 @@ def judge(
         tolerance: largest gap of a near tie, in nats; 0: there are none, the texts must be equal.
     """
     parted = [
-        (index, position, _token(left, position), _token(right, position))
+        (index, difference)
         for index, (left, right) in enumerate(zip(reference, outputs, strict=True))
-        if (position := first_difference(left.token_ids, right.token_ids)) is not None
+        if (difference := first_difference(left.token_ids, right.token_ids)) is not None
     ]
     jobs = {
         index: Job(
             (*prompts[index], *reference[index].token_ids[:position]),
             Sampling(max_tokens=1, score_token_ids=(expected, got)),
         )
-        for index, position, expected, got in parted
+        for index, (position, expected, got) in parted
         if expected is not None and got is not None
     }
     scored = score([*jobs.values()]).completions if jobs else ()
@@ -112,21 +128,16 @@ def judge(
         index: _gap(job, completion)
         for (index, job), completion in zip(jobs.items(), scored, strict=True)
     }
-    differences = [
-        Difference(
-            prompt=index,
-            position=position,
-            expected=expected,
-            got=got,
-            gap=gaps.get(index, math.inf),
-        )
-        for index, position, expected, got in parted
-    ]
-    ties = [tolerance > 0 and difference.gap <= tolerance for difference in differences]
+    near_ties: list[Difference] = []
+    failures: list[Difference] = []
+    for index, difference in parted:
+        gap = gaps.get(index, math.inf)
+        is_tie = tolerance > 0 and gap <= tolerance
+        (near_ties if is_tie else failures).append(Difference(index, *difference, gap))
     return Verdict(
-        num_identical=len(outputs) - len(differences),
-        near_ties=tuple(d for d, tie in zip(differences, ties, strict=True) if tie),
-        failures=tuple(d for d, tie in zip(differences, ties, strict=True) if not tie),
+        num_identical=len(outputs) - len(parted),
+        near_ties=tuple(near_ties),
+        failures=tuple(failures),
         tolerance=tolerance,
     )
 
@@ -136,8 +147,3 @@ def _gap(job: Job, completion: Completion) -> float:
     logprobs = completion.logprobs[0]  # of both, and of the engine's own choice
     expected, got = (logprobs[token] for token in job.sampling.score_token_ids)
     return max(abs(expected - got), max(logprobs.values()) - got)
-
-
-def _token(completion: Completion, position: int) -> int | None:
-    tokens = completion.token_ids
-    return tokens[position] if position < len(tokens) else None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
-import shutil
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -25,23 +25,11 @@ PACKAGES = (
 
 def circumstances() -> dict[str, Any]:
     """Versions of packages, and the machine, as a report carries them."""
-    return {"versions": _versions(), "machine": _machine()}
-
-
-def _versions() -> dict[str, str]:
-    """Of Python and of the packages in play that are installed."""
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def _machine() -> dict[str, Any]:
-    """Hardware and system, as far as they tell themselves."""
-    return {
+        with contextlib.suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    machine = {
         "cpu": _cpu_model(),
         "num_cpus": len(os.sched_getaffinity(0)),  # logical, that this process may use
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -51,6 +39,7 @@ def _machine() -> dict[str, Any]:
         # below 1 before a measurement.
         "load": round(os.getloadavg()[0], 2),
     }
+    return {"versions": versions, "machine": machine}
 
 
 def _cpu_model() -> str:
@@ -63,12 +52,9 @@ def _cpu_model() -> str:
 
 def _gpus() -> tuple[str, ...]:
     """Names of the NVIDIA GPUs, with their memory."""
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return ()
-    query = [command, "--query-gpu=name,memory.total", "--format=csv,noheader"]
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
-    except (subprocess.SubprocessError, OSError):
+    except (subprocess.SubprocessError, OSError):  # there may be no such command
         return ()
     return tuple(line.strip() for line in answer.stdout.splitlines() if line.strip())

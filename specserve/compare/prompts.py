@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -19,14 +18,11 @@ from specserve.engine.chat_template import read_chat_template
 
 FIELD = "--prompts"
 
-BUILT_IN = {
-    "te": "English questions and short tasks",
-    "tc": "Chinese questions and short tasks",
-    "chat": "dialogues of several turns",
-    "code": "tasks over held-out modules of the running Python's standard library",
-    "docs": "questions on long documents: licences, and Python's manual",
-}
-"""Names of the built-in sets."""
+BUILT_IN = ("te", "tc", "chat", "code", "docs")
+"""Names of the built-in sets: questions in English and Chinese, dialogues of several turns, tasks
+over held-out modules of the running Python's standard library, questions on long documents."""
+
+_DATA = Path(__file__).with_name("data")
 
 DEFAULT_NUM_PROMPTS = 16
 
@@ -69,12 +65,14 @@ class Prompt:
         token_ids: of ``text``.
         prediction: tokens that the answer is expected to be; empty: none.
         json_schema: what the answer keeps to, as JSON; empty: nothing.
+        reference: a good answer; empty: none is known.
     """
 
     text: str
     token_ids: tuple[int, ...]
     prediction: tuple[int, ...] = ()
     json_schema: str = ""
+    reference: str = ""
 
 
 class FilePrompt(NamedTuple):
@@ -88,11 +86,6 @@ class FilePrompt(NamedTuple):
 
 def load_tokenizer(path: str, revision: str = "", *, trust_remote_code: bool = False) -> Tokenizer:
     """The tokenizer of a checkpoint folder or hub id.
-
-    Args:
-        path: the folder or id.
-        revision: of the hub; empty: the default one.
-        trust_remote_code: whether code that comes with the checkpoint may run.
 
     Raises:
         ConfigError: there is none.
@@ -112,10 +105,7 @@ def load_tokenizer(path: str, revision: str = "", *, trust_remote_code: bool = F
 def configured_tokenizer(config: AppConfig, chat_template: str = "") -> Tokenizer:
     """The tokenizer of an application's model.
 
-    Args:
-        config: of the application.
-        chat_template: of the command line, as :func:`use_chat_template` takes it; empty: the
-            configured one, then the tokenizer's own.
+    It takes the given chat template, else the configured one, else its own.
 
     Raises:
         ConfigError: there is no tokenizer, or the template is none.
@@ -133,7 +123,7 @@ def use_chat_template(tokenizer: Tokenizer, template: str, field: str) -> None:
 
     Args:
         tokenizer: changed.
-        template: in Jinja, or the path of a file that holds it, as vLLM takes it.
+        template: as :func:`read_chat_template` takes it.
         field: where it was given.
 
     Raises:
@@ -150,27 +140,21 @@ def use_chat_template(tokenizer: Tokenizer, template: str, field: str) -> None:
 def load_prompts(
     name: str, tokenizer: Tokenizer, *, num_prompts: int = 0, seed: int = 0
 ) -> list[Prompt]:
-    """A built-in set by its name, or the prompts of a ``.jsonl`` or ``.txt`` file.
+    """A set of :data:`BUILT_IN`, drawn by ``seed``, or a ``.jsonl`` or ``.txt`` file in its order.
 
-    A built-in set is drawn by ``seed``; a file keeps its order.
-
-    Args:
-        name: one of :data:`BUILT_IN`, or a path.
-        tokenizer: of the model that will read the prompts.
-        num_prompts: how many; 0: :data:`DEFAULT_NUM_PROMPTS` of a set, all of a file.
-        seed: of the draw.
+    Without ``num_prompts`` there are :data:`DEFAULT_NUM_PROMPTS` of a set, and all of a file.
 
     Raises:
         ConfigError: unknown name, unreadable file, or fewer prompts than asked for.
     """
-    if name == "docs":
-        return _docs(tokenizer, num_prompts or DEFAULT_NUM_PROMPTS, seed)
-    if name == "code":
-        return _code(tokenizer, num_prompts or DEFAULT_NUM_PROMPTS, seed)
     if name in BUILT_IN:
-        entries = [FilePrompt(dialogue) for dialogue in _built_in(name)]
-        random.Random(seed).shuffle(entries)
         num_prompts = num_prompts or DEFAULT_NUM_PROMPTS
+        if name == "code":
+            return _code(tokenizer, num_prompts, seed)
+        if name == "docs":
+            return _docs(tokenizer, num_prompts, seed)
+        entries = read_prompts(_DATA / f"{name}.jsonl", FIELD, "")
+        random.Random(seed).shuffle(entries)
     else:
         entries = read_prompts(Path(name), FIELD, ", ".join(BUILT_IN))
         num_prompts = num_prompts or len(entries)
@@ -182,12 +166,7 @@ def load_prompts(
 
 
 def check_lengths(prompts: Sequence[Prompt], name: str, max_model_len: int) -> None:
-    """Checks that the model has room for an answer to each prompt.
-
-    Args:
-        prompts: of the set or file.
-        name: of that.
-        max_model_len: longest text in tokens.
+    """Checks that the model has room for an answer to each prompt of a set or file.
 
     Raises:
         ConfigError: one is too long: which, and its length.
@@ -199,12 +178,13 @@ def check_lengths(prompts: Sequence[Prompt], name: str, max_model_len: int) -> N
 
 
 def to_prompt(tokenizer: Tokenizer, entry: FilePrompt) -> Prompt:
-    """The prompt as the model reads it, with its prediction as tokens."""
+    """The prompt as the model reads it, with what is known of its answer."""
     prediction = tokenizer.encode(entry.prediction, add_special_tokens=False)
     return replace(
         render(tokenizer, entry.dialogue),
         prediction=tuple(prediction),
         json_schema=entry.json_schema,
+        reference=entry.reference,
     )
 
 
@@ -233,16 +213,6 @@ def render(tokenizer: Tokenizer, dialogue: Sequence[Message] | str) -> Prompt:
 
 def _plain(tokenizer: Tokenizer, text: str) -> Prompt:
     return Prompt(text, tuple(tokenizer.encode(text, add_special_tokens=True)))
-
-
-def _built_in(name: str) -> Iterator[list[Message]]:
-    folder = resources.files("specserve.compare") / "data"
-    if name == "chat":
-        for line in (folder / "chat.jsonl").read_text(encoding="utf-8").splitlines():
-            yield json.loads(line)["messages"]
-        return
-    for line in (folder / f"{name}.txt").read_text(encoding="utf-8").splitlines():
-        yield [{"role": "user", "content": line}]
 
 
 def _code(tokenizer: Tokenizer, num_prompts: int, seed: int) -> list[Prompt]:
@@ -348,20 +318,22 @@ def _from_json(line: str, where: str) -> FilePrompt:
         raise ConfigError(where, line, allowed) from None
     if not isinstance(entry, dict):
         raise ConfigError(where, line, allowed)
-    schema, texts = entry.get("json_schema"), []
     for name in ("prediction", "reference"):
-        texts.append(entry.get(name, ""))
-        if not isinstance(texts[-1], str):
-            raise ConfigError(f"{where}: {name}", texts[-1], "a text")
+        if not isinstance(entry.get(name, ""), str):
+            raise ConfigError(f"{where}: {name}", entry[name], "a text")
+    schema = entry.get("json_schema")
     if schema is not None and not isinstance(schema, dict):
         raise ConfigError(f"{where}: json_schema", schema, "a JSON schema, which is an object")
-    prediction, reference = texts
-    answer = prediction, json.dumps(schema) if schema is not None else "", reference
+    answer = {
+        "prediction": entry.get("prediction", ""),
+        "json_schema": "" if schema is None else json.dumps(schema),
+        "reference": entry.get("reference", ""),
+    }
     prompt, messages = entry.get("prompt"), entry.get("messages")
     if isinstance(prompt, str) and prompt and messages is None:
-        return FilePrompt(prompt, *answer)
+        return FilePrompt(prompt, **answer)
     if isinstance(messages, list) and messages and all(map(_is_message, messages)):
-        return FilePrompt(messages, *answer)
+        return FilePrompt(messages, **answer)
     raise ConfigError(where, line, allowed)
 
 

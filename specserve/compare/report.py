@@ -12,15 +12,14 @@ from typing import Any
 
 from rich.table import Table
 
-from specserve.compare.comparison import Comparison, Settings
+from specserve.compare.comparison import Comparison
 from specserve.compare.lossless import Difference, Verdict
 from specserve.compare.machine import circumstances
-from specserve.compare.prompts import Prompt
 from specserve.core.config import AppConfig
 from specserve.core.errors import ConfigError
 from specserve.core.metrics import AcceptanceSnapshot
 from specserve.engine.generation import Completion, RunResult
-from specserve.engine.methods import NONE
+from specserve.engine.methods import NONE, Method
 
 
 def median_tokens_per_second(passes: Sequence[RunResult]) -> float:
@@ -53,6 +52,8 @@ def table(comparison: Comparison, title: str) -> Table:
         rate = median_tokens_per_second(passes)
         ratio = f"{rate / median_tokens_per_second(base):.2f}" if base else ""
         num_drafts, drafted, accepted = totals(passes)
+        verdict = comparison.verdicts.get(method)
+        num_same = verdict.num_compared - len(verdict.failures) if verdict else 0
         rows.add_row(
             str(method),
             f"{rate:.1f}",
@@ -61,7 +62,7 @@ def table(comparison: Comparison, title: str) -> Table:
             str(drafted) if drafted else "",
             f"{accepted / drafted:.0%}" if drafted else "",
             f"{accepted / num_drafts:.2f}" if num_drafts else "",
-            _same(comparison.verdicts.get(method)),
+            f"{num_same}/{verdict.num_compared}" if verdict else "",
         )
     return rows
 
@@ -70,7 +71,7 @@ def explanation(comparison: Comparison) -> list[str]:
     """What the check for losslessness found, one line a method."""
     lines = []
     for method, verdict in comparison.verdicts.items():
-        words = [f"{verdict.num_identical} of {_num_compared(verdict)} texts identical"]
+        words = [f"{verdict.num_identical} of {verdict.num_compared} texts identical"]
         for differences, name in ((verdict.near_ties, "near ties"), (verdict.failures, "CHANGED")):
             if differences:
                 gap = max(d.gap for d in differences)
@@ -81,34 +82,17 @@ def explanation(comparison: Comparison) -> list[str]:
     return lines
 
 
-def _same(verdict: Verdict | None) -> str:
-    if verdict is None:
-        return ""
-    return f"{verdict.num_identical + len(verdict.near_ties)}/{_num_compared(verdict)}"
-
-
-def _num_compared(verdict: Verdict) -> int:
-    return verdict.num_identical + len(verdict.near_ties) + len(verdict.failures)
-
-
-def document(
-    comparison: Comparison,
-    *,
-    config: AppConfig,
-    prompt_set: str,
-    prompts: Sequence[Prompt],
-    settings: Settings,
-) -> dict[str, Any]:
+def document(comparison: Comparison, config: AppConfig, prompt_set: str) -> dict[str, Any]:
     """Everything, as JSON takes it: a field for each method and the circumstances."""
     return {
-        **{str(method): _method(comparison, method, len(prompts)) for method in comparison.passes},
+        **{str(method): _method(comparison, method) for method in comparison.passes},
         "lossless": comparison.is_lossless if comparison.verdicts else None,
         "prompts": {
             "set": prompt_set,
-            "texts": [prompt.text for prompt in prompts],
-            "num_tokens": [len(prompt.token_ids) for prompt in prompts],
+            "texts": [prompt.text for prompt in comparison.prompts],
+            "num_tokens": [len(prompt.token_ids) for prompt in comparison.prompts],
         },
-        "settings": asdict(settings),
+        "settings": asdict(comparison.settings),
         "config": config.model_dump(mode="json"),
         **circumstances(),
     }
@@ -126,28 +110,26 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
         aside.write_text(f"{text}\n", encoding="utf-8")
         aside.replace(path)
     except OSError as error:
-        raise ConfigError(
-            "--save-output", str(path), f"a file that can be written ({error.strerror})"
-        ) from None
+        allowed = f"a file that can be written ({error.strerror})"
+        raise ConfigError("--save-output", str(path), allowed) from None
 
 
-def _method(comparison: Comparison, method: Any, num_prompts: int) -> dict[str, Any]:
+def _method(comparison: Comparison, method: Method) -> dict[str, Any]:
     passes = comparison.passes[method]
     verdict = comparison.verdicts.get(method)
     return {
         "tokens_per_second": median_tokens_per_second(passes),
         "first_token_seconds": median_first_token_seconds(passes),
-        "passes": [_pass(one) for one in passes],
-        "lossless": _verdict(verdict, num_prompts) if verdict else None,
-    }
-
-
-def _pass(one: RunResult) -> dict[str, Any]:
-    return {
-        "seconds": one.seconds,
-        "tokens_per_second": one.tokens_per_second,
-        "sources": {entry.source: _source(entry) for entry in one.drafts},
-        "prompts": [_completion(completion) for completion in one.completions],
+        "passes": [
+            {
+                "seconds": one.seconds,
+                "tokens_per_second": one.tokens_per_second,
+                "sources": {entry.source: _source(entry) for entry in one.drafts},
+                "prompts": [_completion(completion) for completion in one.completions],
+            }
+            for one in passes
+        ],
+        "lossless": _verdict(verdict, len(comparison.prompts)) if verdict else None,
     }
 
 
@@ -186,11 +168,5 @@ def _verdict(verdict: Verdict, num_prompts: int) -> dict[str, Any]:
 
 def _difference(difference: Difference, num_prompts: int) -> dict[str, Any]:
     number, prompt = divmod(difference.prompt, num_prompts)
-    return {
-        "pass": number,
-        "prompt": prompt,
-        "position": difference.position,
-        "expected": difference.expected,
-        "got": difference.got,
-        "gap": difference.gap if math.isfinite(difference.gap) else None,
-    }
+    gap = difference.gap if math.isfinite(difference.gap) else None
+    return {"pass": number, **asdict(difference), "prompt": prompt, "gap": gap}

@@ -6,19 +6,13 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specserve.compare.arguments import (
-    in_existing_folder,
-    number_from,
-    only_application,
-    tolerance,
-)
+from specserve.compare.arguments import in_existing_folder, number_from, only_application
 from specserve.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from specserve.compare.prompts import Tokenizer
+    from specserve.compare.prompts import Prompt, Tokenizer
     from specserve.core.config import AppConfig
     from specserve.engine.methods import Method
-    from specserve.evaluate.examples import Example
 
 # The rest is imported when the command runs: the parser of all commands must stay quick.
 
@@ -62,8 +56,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from specserve.compare.comparison import Settings, compare
-    from specserve.compare.display import RichDisplay
-    from specserve.compare.lossless import BF16_TOLERANCE
+    from specserve.compare.lossless import BF16_TOLERANCE, default_tolerance
     from specserve.compare.prompts import configured_tokenizer
     from specserve.compare.report import document, write_json
     from specserve.engine.methods import HF
@@ -77,20 +70,13 @@ def run(args: argparse.Namespace) -> int:
     config = only_application(args.config)
     methods, reference = _methods(args.methods, config)
     examples = _examples(args, config, configured_tokenizer(config))
-    prompts = [each.prompt for each in examples]
-    # Another implementation rounds otherwise, in float32 as well.
-    is_other = reference.name == HF
-    settings = Settings(
-        max_tokens=args.max_tokens,
-        concurrency=1,
-        temperature=0.0,
-        seed=0,
-        repeat=1,
-        tolerance=BF16_TOLERANCE if is_other else tolerance(config, None),
-    )
+    tolerance = default_tolerance(config.engine.dtype)
+    if reference.name == HF:  # another implementation rounds otherwise, in float32 as well
+        tolerance = BF16_TOLERANCE
+    settings = Settings(max_tokens=args.max_tokens, tolerance=tolerance)
     console = Console()
-    comparison = compare(config, methods, prompts, settings, RichDisplay(console), reference)
-    found = judge_quality(comparison, [each.reference for each in examples])
+    comparison = compare(config, methods, examples, settings, console, reference)
+    found = judge_quality(comparison)
     lost = failures(found, threshold)
     what = str(args.data or args.tasks)
     title = f"{config.model.name}, {len(examples)} questions of {what}"
@@ -98,10 +84,8 @@ def run(args: argparse.Namespace) -> int:
     for line in [*differences(found, reference), *lost]:
         console.print(line, highlight=False)
     if args.save_output:
-        content = document(
-            comparison, config=config, prompt_set=what, prompts=prompts, settings=settings
-        )
-        write_json(args.save_output, with_quality(content, found, reference, examples, lost))
+        content = document(comparison, config, what)
+        write_json(args.save_output, with_quality(content, comparison, found, reference, lost))
         console.print(f"written: {args.save_output}", highlight=False)
     console.print(f"Quality kept: {'NO' if lost else 'yes'}")
     return 1 if lost else 0
@@ -125,7 +109,7 @@ def _methods(text: str | None, config: AppConfig) -> tuple[list[Method], Method]
     return [*methods, Method(HF)], Method(HF)
 
 
-def _examples(args: argparse.Namespace, config: AppConfig, tokenizer: Tokenizer) -> list[Example]:
+def _examples(args: argparse.Namespace, config: AppConfig, tokenizer: Tokenizer) -> list[Prompt]:
     from specserve.engine.checkpoint import text_sizes
     from specserve.evaluate.examples import draw_examples, read_examples
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 from specserve.compare.corpus import load_modules
@@ -25,25 +25,12 @@ TASKS = ("describe", "quote", "rename")
 changed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Example:
-    """A prompt, and the answer that it should get."""
-
-    prompt: Prompt
-    reference: str
-
-
 def draw_examples(
     kinds: Sequence[str], tokenizer: Tokenizer, num: int, *, max_input: int, max_tokens: int
-) -> list[Example]:
+) -> list[Prompt]:
     """Tasks of these kinds in turn, always the same, over modules that no demo model has seen.
 
-    Args:
-        kinds: of :data:`TASKS`.
-        tokenizer: of the model that is asked.
-        num: how many.
-        max_input: most tokens of a prompt.
-        max_tokens: references have fewer.
+    Prompts have at most ``max_input`` tokens, and references fewer than ``max_tokens``.
 
     Raises:
         ConfigError: an unknown kind, or limits that no task keeps to.
@@ -53,14 +40,14 @@ def draw_examples(
             raise ConfigError("--tasks", ",".join(kinds), f"{', '.join(TASKS)}, each once")
     maker = TaskMaker(load_modules(held_out=True))
     rng = random.Random(0)
-    examples: list[Example] = []
+    examples: list[Prompt] = []
     for index in range(num):
         kind = kinds[index % len(kinds)]
         for _ in range(MAX_DRAWS):
             *dialogue, answer = maker.draw(rng, max_input * 4, kind=kind)
-            example = Example(render(tokenizer, dialogue), answer["content"])
+            example = replace(render(tokenizer, dialogue), reference=answer["content"])
             reference = tokenizer.encode(example.reference, add_special_tokens=False)
-            fits = len(example.prompt.token_ids) <= max_input and len(reference) < max_tokens
+            fits = len(example.token_ids) <= max_input and len(reference) < max_tokens
             if fits and example not in examples:
                 examples.append(example)
                 break
@@ -70,14 +57,8 @@ def draw_examples(
     return examples
 
 
-def read_examples(path: Path, tokenizer: Tokenizer, num: int, *, max_input: int) -> list[Example]:
-    """The examples of a ``.jsonl`` file: ``prompt`` or ``messages``, and ``reference``.
-
-    Args:
-        path: the file.
-        tokenizer: of the model that is asked.
-        num: how many, from the first on; 0: all.
-        max_input: most tokens of a prompt.
+def read_examples(path: Path, tokenizer: Tokenizer, num: int, *, max_input: int) -> list[Prompt]:
+    """The first ``num`` examples of a ``.jsonl`` file, each with a reference; 0: all.
 
     Raises:
         ConfigError: the file is malformed or too short, or a prompt is too long.
@@ -94,7 +75,7 @@ def read_examples(path: Path, tokenizer: Tokenizer, num: int, *, max_input: int)
     return examples
 
 
-def _checked(where: str, entry: FilePrompt, tokenizer: Tokenizer, max_input: int) -> Example:
+def _checked(where: str, entry: FilePrompt, tokenizer: Tokenizer, max_input: int) -> Prompt:
     if not entry.reference.strip():
         given = entry.reference or MISSING
         raise ConfigError(f"{where}: reference", given, "the text of a good answer")
@@ -104,4 +85,4 @@ def _checked(where: str, entry: FilePrompt, tokenizer: Tokenizer, max_input: int
     if len(prompt.token_ids) > max_input:
         allowed = f"at most {max_input}, by --max-input and what --max-tokens leaves"
         raise ConfigError(f"{where}: tokens", len(prompt.token_ids), allowed)
-    return Example(prompt, entry.reference)
+    return prompt

@@ -62,13 +62,9 @@ def rouge(answers: Sequence[str], references: Sequence[str]) -> dict[str, float]
     }
 
 
-def judge_quality(comparison: Comparison, references: Sequence[str]) -> dict[Method, Quality]:
-    """Every method of a comparison, ``none`` among them.
-
-    Args:
-        comparison: one pass of each method over n prompts.
-        references: n good answers.
-    """
+def judge_quality(comparison: Comparison) -> dict[Method, Quality]:
+    """Every method of a comparison of one pass, ``none`` among them, beside known references."""
+    references = [prompt.reference for prompt in comparison.prompts]
     scores = {
         method: rouge([answer.text for answer in answers_of(comparison, method)], references)
         for method in comparison.passes

@@ -10,7 +10,6 @@ from rich.table import Table
 
 from specserve.compare.comparison import Comparison
 from specserve.engine.methods import Method
-from specserve.evaluate.examples import Example
 from specserve.evaluate.quality import MAX_DELTA, METRICS, Quality, answers_of
 
 
@@ -44,17 +43,15 @@ def differences(found: Mapping[Method, Quality], reference: Method) -> list[str]
     """A line a method whose texts are not all the reference method's: the first that parts."""
     lines = []
     for method, quality in found.items():
-        if quality.verdict is None:
+        verdict = quality.verdict
+        if verdict is None or verdict.num_identical == verdict.num_compared:
             continue
-        ties, failed = quality.verdict.near_ties, quality.verdict.failures
-        if not ties and not failed:
-            continue
+        ties, failed = verdict.near_ties, verdict.failures
         first = min(failed or ties, key=lambda each: each.prompt)
         has_ended = first.expected is None or first.got is None
         apart = "one of them ends there" if has_ended else f"two tokens {first.gap:.3f} nats apart"
-        num_parted = len(ties) + len(failed)
         lines.append(
-            f"{method}: {num_parted} of {num_parted + quality.verdict.num_identical} texts are not "
+            f"{method}: {len(ties) + len(failed)} of {verdict.num_compared} texts are not "
             f"those of {reference}, {len(ties)} part at a near tie; the first"
             f"{' other' if failed and ties else ''}, of question {first.prompt + 1}, at token "
             f"{first.position + 1}: {apart}"
@@ -79,15 +76,15 @@ def failures(found: Mapping[Method, Quality], threshold: float | None) -> list[s
 
 def with_quality(
     content: dict[str, Any],
+    comparison: Comparison,
     found: Mapping[Method, Quality],
     reference: Method,
-    examples: Sequence[Example],
     lost: Sequence[str],
 ) -> dict[str, Any]:
     """The JSON document of a comparison, changed into that of an evaluation."""
     del content["lossless"]
     content["reference_method"] = str(reference)
-    content["references"] = [each.reference for each in examples]
+    content["references"] = [each.reference for each in comparison.prompts]
     content["quality_kept"], content["failures"] = not lost, list(lost)
     for method, quality in found.items():
         entry = content[str(method)]

@@ -8,11 +8,12 @@ from typing import Any
 
 from rich.console import Console
 
+from specserve.bench.token_file import TokenIds
+from specserve.compare.tasks import Message
 from specserve.core.errors import SpecServeError
 from specserve.engine.generation import Completion, Job, Sampling
-from specserve.generate.base import Message, Model, TokenIds
 from specserve.generate.display import summary, write
-from specserve.generate.questions import encode
+from specserve.generate.questions import Model, encode
 
 END, CLEAR = ("q", "quit", "exit"), ("clear", "new")
 
@@ -25,7 +26,7 @@ class Chat:
         console: where lines are read and answers are shown.
         history_turns: earlier questions that are sent with a new one, and their answers.
         system: the system prompt; empty: none.
-        sampling: of an answer, for the tokens of its prompt.
+        sampling: gives that of an answer, for the tokens of its prompt.
     """
 
     def __init__(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -16,25 +16,27 @@ from specserve.core.errors import ConfigError, SpecServeError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from specserve.bench.token_file import TokenIds
     from specserve.engine.generation import Sampling
-    from specserve.generate.base import Beams, Model, TokenIds
+    from specserve.generate.questions import Model
 
 # The rest is imported when the command runs: the parser of all commands must stay quick.
 
-TASKS = (
-    "greedy_search",
-    "greedy_search_with_sampling",
-    "beam_search",
-    "beam_search_with_sampling",
-    "chat",
-)
+GREEDY, SAMPLED = "greedy_search", "greedy_search_with_sampling"
+BEAMS, SAMPLED_BEAMS = "beam_search", "beam_search_with_sampling"
+CHAT = "chat"
+TASKS = (GREEDY, SAMPLED, BEAMS, SAMPLED_BEAMS, CHAT)
 DEFAULT_NEW_TOKENS, DEFAULT_BEAMS = 128, 4
-_SAMPLING_TASKS = TASKS[1], TASKS[3], TASKS[4]
-_BEAM_TASKS = TASKS[2], TASKS[3]
-_SAMPLING = {"top_k": (0, [0, 1]), "top_p": (1.0, [1]), "temperature": (1.0, [0, 1])}
-"""Options of sampling: the default, and values that are right for a task without sampling, too."""
-_BEAMS = {"num_beams": (DEFAULT_BEAMS, [1]), "length_penalty": (1.0, [1])}
-"""The same of beams."""
+_SAMPLING_TASKS = SAMPLED, SAMPLED_BEAMS, CHAT
+_BEAM_TASKS = BEAMS, SAMPLED_BEAMS
+_OF_SOME_TASKS = {
+    "top_k": (0, (0, 1), _SAMPLING_TASKS),
+    "top_p": (1.0, (1,), _SAMPLING_TASKS),
+    "temperature": (1.0, (0, 1), _SAMPLING_TASKS),
+    "num_beams": (DEFAULT_BEAMS, (1,), _BEAM_TASKS),
+    "length_penalty": (1.0, (1,), _BEAM_TASKS),
+}
+"""Options of some tasks: the default, values that are right for the other tasks too, the tasks."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -51,7 +53,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--url", help="address of a server; its key in OPENAI_API_KEY")
     where.add_argument("--config", type=Path, help="Serve file, whose engine is started here")
-    add("--task", choices=TASKS, default=TASKS[0], metavar="TASK", help=", ".join(TASKS) + " "
+    add("--task", choices=TASKS, default=GREEDY, metavar="TASK", help=", ".join(TASKS) + " "
         "(default: %(default)s)")  # fmt: skip
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--input-texts", nargs="+", metavar="TEXT", help="texts to continue")
@@ -96,16 +98,15 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     with contextlib.ExitStack() as stack:
         model = _model(args, stack)
-        found = _chat(args, model, console) if args.task == "chat" else _texts(args, model, console)
+        found = _chat(args, model, console) if args.task == CHAT else _texts(args, model, console)
     if args.save_output:
         write_json(args.save_output, {"model": model.name, "task": args.task, **found})
     return 0
 
 
 def _check(args: argparse.Namespace) -> None:
-    is_beam = args.task.startswith("beam_search")
-    _fill(args, _SAMPLING, _SAMPLING_TASKS)
-    _fill(args, _BEAMS, _BEAM_TASKS)
+    is_beam = args.task in _BEAM_TASKS
+    _fill(args)
     at_least_zero("--temperature", args.temperature)
     in_existing_folder("--save-output", args.save_output)
     if not 0 < args.top_p <= 1:
@@ -121,24 +122,22 @@ def _check(args: argparse.Namespace) -> None:
     if is_beam and args.add_eos_token:
         allowed = f"without it: {args.task} ends at the model's own end token alone"
         raise ConfigError("--add-eos-token", args.add_eos_token, allowed)
-    if args.task == "chat":
+    if args.task == CHAT:
         for name in ("input_texts", "input_ids", "input_file"):
             if given := getattr(args, name):
                 field = f"--{name.replace('_', '-')}"
                 raise ConfigError(field, given, "without it: a chat reads what is typed")
-    if args.task == TASKS[3] and not args.temperature:
+    if args.task == SAMPLED_BEAMS and not args.temperature:
         raise ConfigError("--temperature", args.temperature, f"above 0: {args.task} draws")
 
 
-def _fill(
-    args: argparse.Namespace, options: dict[str, tuple[float, list[int]]], tasks: Sequence[str]
-) -> None:
+def _fill(args: argparse.Namespace) -> None:
     """Gives options their defaults.
 
     Raises:
         ConfigError: one would change the answers of other tasks than this.
     """
-    for name, (default, harmless) in options.items():
+    for name, (default, harmless, tasks) in _OF_SOME_TASKS.items():
         value = getattr(args, name)
         if value is None:
             setattr(args, name, default)
@@ -148,13 +147,30 @@ def _fill(
 
 
 def _model(args: argparse.Namespace, stack: contextlib.ExitStack) -> Model:
-    if args.url:
-        from specserve.generate.served import ServedModel
+    from specserve.bench.local import LocalModel
+    from specserve.bench.server import find_server
+    from specserve.compare.prompts import configured_tokenizer
+    from specserve.engine.chat_template import read_chat_template
 
-        return ServedModel(args.url, args.chat_template)
-    from specserve.generate.local import LocalModel
-
-    return LocalModel(args.config, args.chat_template, stack)
+    template = str(args.chat_template or "")
+    if args.config:
+        model = LocalModel(args.config, stack)
+        model.tokenizer = configured_tokenizer(model.config, template)
+        return model
+    if template:
+        template = read_chat_template(template, "--chat-template")
+    server = find_server(args.url)
+    server.chat_template = template
+    if args.task in _BEAM_TASKS:
+        server.fields = {
+            "stream": False,
+            "stream_options": None,
+            "n": args.num_beams,
+            "use_beam_search": True,
+            "length_penalty": args.length_penalty,
+            "vllm_xargs": {"beam_sample": 1} if args.task in _SAMPLING_TASKS else {},
+        }
+    return server
 
 
 def _texts(args: argparse.Namespace, model: Model, console: Console) -> dict[str, Any]:
@@ -166,18 +182,15 @@ def _texts(args: argparse.Namespace, model: Model, console: Console) -> dict[str
     questions = read_questions(model, **given)
     as_chat = bool(args.chat_template or args.system)
     prompts = [encode(model, each, as_chat=as_chat, system=args.system) for each in questions]
-    stop = _stop_token_ids(args, model)
-    jobs = [
-        Job(each, _sampling(args, model, each, stop, f"prompt {number}"))
-        for number, each in enumerate(prompts, 1)
-    ]
+    sampling = _sampling(args, model)
+    jobs = [Job(each, sampling(each, f"prompt {number}")) for number, each in enumerate(prompts, 1)]
     model.start()
     passes = []
     for number in range(1 if any(given.values()) else 2):
         shown = Answers(console, [_shown(each) for each in questions], streams=args.stream)
         began = perf_counter()
         try:
-            completions = model.run(jobs, args.max_batch_size, shown.show, _beams(args))
+            completions = model.run(jobs, args.max_batch_size, shown.show)
         except SpecServeError:
             write(console, "\n")  # the line of the answer that was open
             raise
@@ -196,62 +209,34 @@ def _texts(args: argparse.Namespace, model: Model, console: Console) -> dict[str
 def _chat(args: argparse.Namespace, model: Model, console: Console) -> dict[str, Any]:
     from specserve.generate.chat import Chat
 
-    stop = _stop_token_ids(args, model)
+    sampling = _sampling(args, model)
     model.start()
     chat = Chat(
         model,
         console,
         history_turns=args.history_turns,
         system=args.system,
-        sampling=lambda prompt: _sampling(args, model, prompt, stop),
+        sampling=lambda prompt: sampling(prompt, "the prompt"),
     )
     return {"turns": chat.run()}
 
 
-def _stop_token_ids(args: argparse.Namespace, model: Model) -> tuple[int, ...]:
-    from specserve.generate.questions import end_token
-
-    return tuple(end_token(model, each) for each in args.add_eos_token)
-
-
-def _sampling(
-    args: argparse.Namespace,
-    model: Model,
-    prompt: TokenIds,
-    stop: tuple[int, ...],
-    name: str = "the prompt",
-) -> Sampling:
+def _sampling(args: argparse.Namespace, model: Model) -> Callable[[TokenIds, str], Sampling]:
+    """How a prompt is continued; its name is for errors."""
     from specserve.engine.generation import Sampling
-    from specserve.generate.questions import num_new_tokens
+    from specserve.generate.questions import end_token, num_new_tokens
 
-    sampling = Sampling(
-        max_tokens=num_new_tokens(
-            len(prompt),
-            model.max_model_len,
-            args.max_new_tokens,
-            args.max_length,
-            DEFAULT_NEW_TOKENS,
-            name,
-        ),
+    stop = tuple(end_token(model, each) for each in args.add_eos_token)
+    is_drawn = args.task in _SAMPLING_TASKS
+    lengths = args.max_new_tokens, args.max_length, DEFAULT_NEW_TOKENS
+    return lambda prompt, name: Sampling(
+        max_tokens=num_new_tokens(len(prompt), model.max_model_len, *lengths, name),
         stop_token_ids=stop,
-    )
-    if args.task in ("greedy_search", "beam_search"):
-        return sampling
-    return replace(
-        sampling,
-        temperature=args.temperature,
+        temperature=args.temperature if is_drawn else 0.0,
         top_k=args.top_k,
         top_p=args.top_p,
         seed=args.seed,
     )
-
-
-def _beams(args: argparse.Namespace) -> Beams | None:
-    from specserve.generate.base import Beams
-
-    if not args.task.startswith("beam_search"):
-        return None
-    return Beams(args.num_beams, args.length_penalty, args.task == TASKS[3])
 
 
 def _shown(question: Any) -> str:

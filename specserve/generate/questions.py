@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from specserve.bench.token_file import parse_token_ids, read_token_file
+from specserve.bench.local import LocalModel
+from specserve.bench.server import Server
+from specserve.bench.token_file import TokenIds, parse_token_ids, read_token_file
 from specserve.compare.prompts import read_prompts
+from specserve.compare.tasks import Message
 from specserve.core.errors import ConfigError
-from specserve.generate.base import Message, Model, TokenIds
+
+Model = LocalModel | Server
+"""What answers."""
 
 Question = str | TokenIds | list[Message]
 """A text to continue, its tokens, or a dialogue to answer."""
@@ -52,13 +57,9 @@ def read_questions(
 def encode(
     model: Model, question: Question, *, as_chat: bool = False, system: str = ""
 ) -> TokenIds:
-    """The tokens that the model continues.
+    """The tokens that the model continues; token ids stay as they are.
 
-    Args:
-        model: whose tokenizer and template are used.
-        question: token ids stay as they are.
-        as_chat: whether a text is a message for the chat template.
-        system: what a dialogue begins with; empty: nothing.
+    A text is a message for the chat template where ``as_chat``. A dialogue begins with ``system``.
 
     Raises:
         SpecServeError: the model cannot read it.
@@ -94,7 +95,7 @@ def num_new_tokens(
     max_new_tokens: int | None,
     max_length: int | None,
     default: int,
-    name: str = "the prompt",
+    name: str,
 ) -> int:
     """Most tokens of an answer; ``max_new_tokens`` wins, ``max_length`` counts the prompt.
 

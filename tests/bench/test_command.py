@@ -42,7 +42,7 @@ def test_an_engine_drafts_by_what_is_asked(
     def start(config: AppConfig, asked: Method) -> None:
         raise Started(str(asked))
 
-    monkeypatch.setattr("specserve.compare.engine_process.EngineProcess", start)
+    monkeypatch.setattr("specserve.bench.local.EngineProcess", start)
     path = tmp_path / "tokens.csv"
     path.write_text("1,2\n")
     config = str(Path(__file__).parents[2] / "configs/demo.yaml")

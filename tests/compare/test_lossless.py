@@ -35,19 +35,19 @@ class Scorer:
 
 
 @pytest.mark.parametrize(
-    ("left", "right", "position"),
+    ("left", "right", "found"),
     [
         ([1, 2], [1, 2], None),
-        ([1, 2], [1, 3], 1),
-        ([1], [1, 2], 1),
-        ([1, 2], [], 0),
+        ([1, 2], [1, 3], (1, 2, 3)),
+        ([1], [1, 2], (1, None, 2)),
+        ([1, 2], [], (0, 1, None)),
         ([], [], None),
     ],
 )
 def test_the_first_difference_is_a_token_or_an_end(
-    left: list[int], right: list[int], position: int | None
+    left: list[int], right: list[int], found: tuple[int, int | None, int | None] | None
 ) -> None:
-    assert first_difference(left, right) == position
+    assert first_difference(left, right) == found
 
 
 def test_equal_outputs_need_no_engine() -> None:

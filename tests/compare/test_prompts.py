@@ -164,10 +164,8 @@ def test_a_line_may_tell_what_is_known_of_its_answer(tmp_path: Path) -> None:
     prompts = load_prompts(str(path), WordTokenizer())
     told = [(each.prediction, each.json_schema) for each in prompts]
     assert told == [((3, 5), ""), ((), '{"type": "integer"}'), ((), "")]
-    settings = Settings(
-        max_tokens=5, concurrency=1, temperature=0.0, seed=0, repeat=1, tolerance=0.0
-    )
-    sampling = [job.sampling for job in jobs_of(prompts, settings)]
+    jobs = jobs_of(prompts, Settings(max_tokens=5, tolerance=0.0))
+    sampling = [job.sampling for job in jobs]
     assert [(each.prediction, each.json_schema) for each in sampling] == told
 
 

@@ -15,7 +15,7 @@ from specserve.engine.generation import Completion, RunResult
 from specserve.engine.methods import Method
 
 CONFIG = parse({"model": {"path": "m"}, "speculation": [{"kind": "ngram"}]})
-SETTINGS = Settings(max_tokens=3, concurrency=1, temperature=0.0, seed=0, repeat=2, tolerance=0.1)
+SETTINGS = Settings(max_tokens=3, repeat=2, tolerance=0.1)
 PROMPTS = [Prompt("a b", (1, 2)), Prompt("c", (3,))]
 NGRAM = Method("ngram", sources=("ngram",))
 
@@ -39,6 +39,8 @@ def comparison() -> Comparison:
     # Two drafts of 3 and 1 tokens, 2 and 0 of them accepted.
     drafts = (AcceptanceSnapshot("ngram", (0, 1, 0, 1), (1, 0, 1)),)
     return Comparison(
+        prompts=PROMPTS,
+        settings=SETTINGS,
         passes={
             Method("none"): [one_pass(6.0), one_pass(6.0)],
             NGRAM: [one_pass(3.0, drafts), one_pass(3.0, drafts)],
@@ -57,9 +59,7 @@ def test_the_table_shows_speed_beside_none_and_acceptance(comparison: Comparison
 
 
 def test_the_document_has_a_field_a_method_and_the_circumstances(comparison: Comparison) -> None:
-    content = document(
-        comparison, config=CONFIG, prompt_set="own", prompts=PROMPTS, settings=SETTINGS
-    )
+    content = document(comparison, CONFIG, "own")
     assert content["lossless"] is True
     assert content["ngram"]["tokens_per_second"] == 2.0
     (first, _) = content["ngram"]["passes"]
@@ -88,9 +88,7 @@ def test_a_text_that_was_changed_is_told(comparison: Comparison) -> None:
     assert "2 of 4 texts identical" in line
     assert "1 CHANGED" in line
     assert "engine.dtype: float32" in hint
-    content = document(
-        comparison, config=CONFIG, prompt_set="own", prompts=PROMPTS, settings=SETTINGS
-    )
+    content = document(comparison, CONFIG, "own")
     assert content["lossless"] is False
     assert content["ngram"]["lossless"]["failures"][0]["gap"] is None
 

@@ -18,11 +18,11 @@ def test_tasks_come_in_turn_within_their_limits(tokenizer: Tokenizer) -> None:
     examples = draw_examples(TASKS, tokenizer, 6, max_input=400, max_tokens=60)
     beginnings = ["What does this function do?", "Print the function", "Repeat this code"]
     for index, example in enumerate(examples):
-        assert beginnings[index % 3] in example.prompt.text
-        assert len(example.prompt.token_ids) <= 400
+        assert beginnings[index % 3] in example.text
+        assert len(example.token_ids) <= 400
         assert len(tokenizer.encode(example.reference, add_special_tokens=False)) < 60
         if index % 3 == 1:
-            assert example.reference.strip("`python\n") in example.prompt.text
+            assert example.reference.strip("`python\n") in example.text
     assert examples == draw_examples(TASKS, tokenizer, 6, max_input=400, max_tokens=60)
 
 
@@ -59,9 +59,9 @@ def test_a_file_has_prompts_or_dialogues(tmp_path: Path, tokenizer: Tokenizer) -
         {"messages": [{"role": "user", "content": "Why?"}], "reference": "Because."},
     )
     plain, dialogue = read_examples(path, tokenizer, 0, max_input=100)
-    assert (plain.prompt.text, plain.reference) == ("def add(a, b):", "return a + b")
-    assert "Why?" in dialogue.prompt.text
-    assert dialogue.prompt.text != "Why?"  # by the chat template
+    assert (plain.text, plain.reference) == ("def add(a, b):", "return a + b")
+    assert "Why?" in dialogue.text
+    assert dialogue.text != "Why?"  # by the chat template
     assert read_examples(path, tokenizer, 1, max_input=100) == [plain]
 
 

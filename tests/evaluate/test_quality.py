@@ -3,8 +3,9 @@ import math
 import pytest
 from rich.console import Console
 
-from specserve.compare.comparison import Comparison
+from specserve.compare.comparison import Comparison, Settings
 from specserve.compare.lossless import Difference, Verdict
+from specserve.compare.prompts import Prompt
 from specserve.engine.generation import Completion, RunResult
 from specserve.engine.methods import HF, Method
 from specserve.evaluate.quality import judge_quality, rouge
@@ -35,12 +36,20 @@ def verdict(gap: float | None = None) -> Verdict:
     return Verdict(num_identical=1, near_ties=ties, failures=failed, tolerance=0.1)
 
 
+def compared(
+    passes: dict[Method, list[RunResult]], verdicts: dict[Method, Verdict] | None = None
+) -> Comparison:
+    return Comparison(
+        prompts=[Prompt("", (), reference=each) for each in REFERENCES],
+        settings=Settings(max_tokens=8, tolerance=0.1),
+        passes=passes,
+        verdicts=verdicts or {},
+    )
+
+
 def beside_hf(others: list[RunResult], of_ngram: Verdict, of_none: Verdict) -> Comparison:
     same = answers(*REFERENCES)
-    return Comparison(
-        passes={NONE: same, NGRAM: others, THEIRS: same},
-        verdicts={NONE: of_none, NGRAM: of_ngram},
-    )
+    return compared({NONE: same, NGRAM: others, THEIRS: same}, {NONE: of_none, NGRAM: of_ngram})
 
 
 def test_rouge_is_worked_out_by_hand() -> None:
@@ -58,7 +67,7 @@ def test_words_of_every_script_count() -> None:
 
 
 def test_equal_texts_keep_the_quality() -> None:
-    found = judge_quality(beside_hf(answers(*REFERENCES), verdict(), verdict()), REFERENCES)
+    found = judge_quality(beside_hf(answers(*REFERENCES), verdict(), verdict()))
     assert [(each.delta, each.keeps) for each in found.values()] == [(0.0, True)] * 3
     assert found[THEIRS].verdict is None
     assert failures(found, None) == []
@@ -68,7 +77,7 @@ def test_equal_texts_keep_the_quality() -> None:
 @pytest.mark.parametrize(("gap", "keeps"), [(0.05, True), (0.3, False)])
 def test_a_worse_text_is_allowed_after_a_near_tie_alone(gap: float, keeps: bool) -> None:
     worse = answers(REFERENCES[0], "something else entirely")
-    found = judge_quality(beside_hf(worse, verdict(gap), verdict()), REFERENCES)
+    found = judge_quality(beside_hf(worse, verdict(gap), verdict()))
     assert found[NGRAM].delta == pytest.approx(-50)
     assert [found[each].keeps for each in (NONE, NGRAM, THEIRS)] == [True, keeps, True]
     assert len(failures(found, None)) == (0 if keeps else 1)
@@ -80,19 +89,19 @@ def test_a_worse_text_is_allowed_after_a_near_tie_alone(gap: float, keeps: bool)
 def test_the_reference_is_judged_beside_none(gap: float, keeps: bool) -> None:
     comparison = beside_hf(answers(*REFERENCES), verdict(), verdict(gap))
     comparison.passes[THEIRS] = answers(REFERENCES[0], "something else entirely")
-    assert judge_quality(comparison, REFERENCES)[THEIRS].keeps is keeps
+    assert judge_quality(comparison)[THEIRS].keeps is keeps
 
 
 def test_another_text_that_is_as_good_keeps_the_quality() -> None:
     turned = answers(REFERENCES[0], "on the log the dog sat")
-    found = judge_quality(beside_hf(turned, verdict(0.3), verdict()), REFERENCES)
+    found = judge_quality(beside_hf(turned, verdict(0.3), verdict()))
     assert found[NGRAM].delta == 0
     assert found[NGRAM].keeps
     assert found[NGRAM].exact == 0.5
 
 
 def test_without_speculation_and_without_others_only_the_threshold_counts() -> None:
-    found = judge_quality(Comparison(passes={NONE: answers("a", "b")}), REFERENCES)
+    found = judge_quality(compared({NONE: answers("a", "b")}))
     assert failures(found, None) == []
     (line,) = failures(found, 15.0)
     assert line == "none: rouge1 0.00 is below --rouge1-threshold 15"
@@ -102,14 +111,14 @@ def test_a_text_that_ends_where_the_other_goes_on_is_told() -> None:
     ended = Difference(prompt=0, position=2, expected=None, got=5, gap=math.inf)
     parted = Verdict(num_identical=1, near_ties=(), failures=(ended,), tolerance=0.1)
     comparison = beside_hf(answers(*REFERENCES), parted, verdict())
-    (line,) = differences(judge_quality(comparison, REFERENCES), THEIRS)
+    (line,) = differences(judge_quality(comparison), THEIRS)
     assert "of question 1, at token 3: one of them ends there" in line
 
 
 def test_the_table_has_times_scores_and_equal_texts_within_80_columns() -> None:
     worse = answers(REFERENCES[0], "something else entirely")
     comparison = beside_hf(worse, verdict(0.05), verdict())
-    found = judge_quality(comparison, REFERENCES)
+    found = judge_quality(comparison)
     console = Console(width=80)
     with console.capture() as capture:
         console.print(table(comparison, found, THEIRS, "title"))

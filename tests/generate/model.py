@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from specserve.bench.local import LocalModel
+from specserve.bench.token_file import TokenIds
+from specserve.compare.tasks import Message
 from specserve.engine.generation import Completion, Job, Show
-from specserve.generate.base import Beams, Message, TokenIds
 
 
-class Echo:
+class Echo(LocalModel):
     """Answers with the end of its prompt, a character at a time.
 
     Args:
@@ -21,7 +23,7 @@ class Echo:
         self.interrupted = interrupted
         self.dialogues: list[list[str]] = []
 
-    def start(self) -> None:
+    def start(self, speculation: str = "auto") -> None:
         return
 
     def encode(self, text: str, *, add_special_tokens: bool) -> TokenIds:
@@ -31,9 +33,7 @@ class Echo:
         self.dialogues.append([each["content"] for each in messages])
         return self.encode(messages[-1]["content"], add_special_tokens=False)
 
-    def run(
-        self, jobs: Sequence[Job], concurrency: int, show: Show, beams: Beams | None = None
-    ) -> list[Completion]:
+    def run(self, jobs: Sequence[Job], concurrency: int, show: Show) -> tuple[Completion, ...]:
         found = []
         for index, job in enumerate(jobs):
             tokens = job.prompt_token_ids[-job.sampling.max_tokens :]
@@ -44,7 +44,7 @@ class Echo:
                     raise KeyboardInterrupt
             found.append(completion(text))
             show(index, "", found[-1])
-        return found
+        return tuple(found)
 
 
 def completion(text: str, **counts: int) -> Completion:

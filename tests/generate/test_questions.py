@@ -88,7 +88,7 @@ def test_an_end_token_is_an_id_or_a_text_of_one_token() -> None:
 def test_a_length_counts_the_prompt_and_a_number_of_new_tokens_wins(
     new: int | None, length: int | None, found: int
 ) -> None:
-    assert num_new_tokens(10, 100, new, length, default=50) == found
+    assert num_new_tokens(10, 100, new, length, 50, "the prompt") == found
 
 
 @pytest.mark.parametrize(
@@ -109,5 +109,5 @@ def test_a_length_without_room_is_told_with_the_prompts(
     prompt: int, new: int | None, length: int | None, told: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        num_new_tokens(prompt, 100, new, length, default=50)
+        num_new_tokens(prompt, 100, new, length, 50, "the prompt")
     assert told in str(caught.value)

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from specserve.compare.comparison import WARM_UP_TOKENS
+from specserve.compare.comparison import warm_up
 from specserve.compare.corpus import Module
 from specserve.compare.engine_process import EngineProcess
 from specserve.compare.machine import circumstances
@@ -168,7 +168,7 @@ def measure(
             engines.append(stack.enter_context(EngineProcess(entrant.config, method)))
             engines[-1].wait_ready()
             for concurrency in concurrencies:
-                _warm_up(engines[-1], next(iter(rounds[0].values())), concurrency)
+                warm_up(engines[-1], next(iter(rounds[0].values())), concurrency)
             bars.advance(loading)
         total = len(rounds) * len(rounds[0]) * len(concurrencies)
         bar = bars.add_task("measuring", total=total)
@@ -254,12 +254,6 @@ def print_table(console: Console, concurrency: int, rows: Sequence[dict[str, Any
             end_section=row is rows[-1] or rows[rows.index(row) + 1]["set"] != row["set"],
         )
     console.print(table)
-
-
-def _warm_up(engine: EngineProcess, jobs: Sequence[Job], concurrency: int) -> None:
-    sampling = Sampling(max_tokens=WARM_UP_TOKENS)
-    few = jobs[: max(2, concurrency)]
-    engine.run([Job(job.prompt_token_ids, sampling) for job in few], concurrency)
 
 
 def _jobs(

@@ -12,8 +12,8 @@ from aiohttp import web
 from vllm import SamplingParams
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-from specserve.bench import server_run
-from specserve.bench.server_run import Server, find_server, request_options
+from specserve.bench import server
+from specserve.bench.server import Server, find_server, request_options
 from specserve.core.errors import ConfigError, SpecServeError
 from specserve.engine.generation import Job, RunResult, Sampling
 
@@ -39,8 +39,8 @@ def run(answer: Handler) -> RunResult:
     async def both() -> RunResult:
         async with serving(answer) as url:
             job = Job((1, 2), Sampling(max_tokens=4))
-            server = Server(url, "demo", 100)
-            return await asyncio.to_thread(server.run, [job], 1, lambda *_: None, {})
+            asked = Server(url, "demo", 100)
+            return await asyncio.to_thread(asked.run_timed, [job], 1, lambda *_: None)
 
     return asyncio.run(both())
 
@@ -66,7 +66,7 @@ def streaming(*chunks: bytes, pause_s: float = 0.0) -> Handler:
 def test_a_stream_may_take_longer_than_the_wait_for_its_next_chunk(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(server_run, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(server, "TIMEOUT_S", 0.5)
     chunks = [*(chunk(n) for n in range(4)), chunk(finish_reason="length")]
     (only,) = run(streaming(*chunks, pause_s=0.2)).completions
     assert only.token_ids == (0, 1, 2, 3)
@@ -74,7 +74,7 @@ def test_a_stream_may_take_longer_than_the_wait_for_its_next_chunk(
 
 
 def test_a_stream_that_stands_still_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_run, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(server, "TIMEOUT_S", 0.2)
     with pytest.raises(SpecServeError, match=r"^request 1 failed: "):
         run(streaming(chunk(1), pause_s=1.0))
 
@@ -127,7 +127,7 @@ def test_a_checkpoint_that_sets_penalties_is_asked_as_an_offline_engine_is() -> 
         assert getattr(asked, name) == getattr(neutral, name), name
 
 
-def test_each_request_is_sent_with_the_controls_of_the_run() -> None:
+def test_each_request_is_sent_with_the_fields_of_the_run() -> None:
     bodies: list[dict[str, Any]] = []
 
     async def answer(request: web.Request) -> Any:
@@ -137,17 +137,14 @@ def test_each_request_is_sent_with_the_controls_of_the_run() -> None:
     async def both() -> None:
         async with serving(answer) as url:
             jobs = [Job((1, 2), Sampling(max_tokens=4))]
-            server = Server(url, "demo", 100)
-            for controls in ({}, {"speculation": "off"}, {"speculation": "off", "report": 1}):
-                await asyncio.to_thread(server.run, jobs, 1, lambda *_: None, controls)
+            asked = Server(url, "demo", 100)
+            for fields in ({}, {"vllm_xargs": {"speculation": "off"}}):
+                asked.fields = fields
+                await asyncio.to_thread(asked.run_timed, jobs, 1, lambda *_: None)
 
     asyncio.run(both())
-    assert [body.get("vllm_xargs") for body in bodies] == [
-        None,
-        {"speculation": "off"},
-        {"speculation": "off", "report": 1},
-    ]
-    assert ["stream_options" in body for body in bodies] == [False, False, True]
+    assert [body.get("vllm_xargs") for body in bodies] == [None, {"speculation": "off"}]
+    assert all(body["stream_options"] == {"include_usage": True} for body in bodies)
 
 
 def refusal_of(answer: Handler) -> str:

@@ -1,4 +1,4 @@
-"""Continues token ids by a server's ``/v1/completions``.
+"""A model behind a URL: completions of token ids, and vLLM's ``/tokenize``.
 
 OpenAI's client takes five times as long for a chunk as this, which a server on the same CPUs feels.
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
 from typing import Any
@@ -18,6 +18,9 @@ import aiohttp
 import httpx
 import msgspec
 
+from specserve.bench.token_file import TokenIds
+from specserve.compare.arguments import AUTO
+from specserve.compare.tasks import Message
 from specserve.core.errors import ConfigError, SpecServeError, reason_of
 from specserve.engine.generation import Completion, Job, RunResult, Sampling, Show
 
@@ -27,61 +30,97 @@ LONGEST_LINE = 1 << 24
 """Of a stream, in bytes; the first has the prompt's tokens."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Server:
-    """A server that answers.
+    """A server that answers, with the first of its models.
 
     Attributes:
         url: without ``/v1``.
-        model: the first of its models.
-        max_model_len: that model's longest text in tokens.
+        name: of the model.
+        max_model_len: longest text in tokens.
+        vocab_size: 0, for it is not told; nor is ``num_devices``.
+        chat_template: in Jinja; empty: the server's own.
+        fields: of each request for a completion, beside its prompt and sampling; :meth:`start`
+            sets them where they are empty.
     """
 
     url: str
-    model: str
+    name: str
     max_model_len: int
+    vocab_size: int = 0
+    num_devices: int = 0
+    chat_template: str = ""
+    fields: dict[str, Any] = field(default_factory=dict)
 
-    def refusal(self, token: int, **controls: int | str) -> str:
-        """Why the server takes no prompt with this token id; empty: it takes it.
+    def start(self, speculation: str = AUTO) -> None:
+        """Asks for drafts by all sources, by none or by one of a kind, and for what they were.
 
-        Args:
-            token: the whole prompt.
-            controls: for ``vllm_xargs``.
+        Raises:
+            SpecServeError: it does not answer, or has no such source.
+        """
+        if self.fields:
+            return
+        controls: dict[str, Any] = {}
+        if speculation != AUTO:
+            controls["speculation"] = speculation
+            if reason := self.refusal(0, **controls):
+                raise SpecServeError(f"--speculation: {reason}")
+        if not self.refusal(0, report=1):  # as by an application whose vLLM drafts by itself
+            controls["report"] = 1
+        self.fields = {"vllm_xargs": controls}
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> TokenIds:
+        """The text's tokens.
 
         Raises:
             SpecServeError: it does not answer.
         """
-        body = {"model": self.model, "prompt": [token], "max_tokens": 1}
+        return self._tokenize(prompt=text, add_special_tokens=add_special_tokens)
+
+    def render(self, messages: Sequence[Message]) -> TokenIds:
+        """The tokens of a dialogue whose answer comes next.
+
+        Raises:
+            SpecServeError: it does not answer, or refuses the dialogue or the template.
+        """
+        template = {"chat_template": self.chat_template} if self.chat_template else {}
+        return self._tokenize(messages=list(messages), **template)
+
+    def _tokenize(self, **question: Any) -> TokenIds:
+        url, body = f"{self.url}/tokenize", {"model": self.name, **question}
+        try:
+            answer = httpx.post(url, json=body, headers=_headers(), timeout=TIMEOUT_S)
+            if answer.is_error:
+                told = _error_message(answer.content) or f"HTTP {answer.status_code}"
+                raise SpecServeError(f"{url}: {told}")
+            return tuple(answer.json()["tokens"])
+        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+            raise SpecServeError(f"{url}: {reason_of(error)}") from error
+
+    def refusal(self, token: int, **controls: int | str) -> str:
+        """Why the server takes no prompt of this token with these ``vllm_xargs``; empty: it does.
+
+        Raises:
+            SpecServeError: it does not answer.
+        """
+        body = {"model": self.name, "prompt": [token], "max_tokens": 1}
         if controls:  # a server whose vLLM drafts by itself takes none
             body["vllm_xargs"] = {"learn": 0, **controls}
         url = f"{self.url}/v1/completions"
         try:
-            answer = httpx.post(url, json=body, headers=headers(), timeout=TIMEOUT_S)
+            answer = httpx.post(url, json=body, headers=_headers(), timeout=TIMEOUT_S)
         except httpx.HTTPError as error:
             raise SpecServeError(f"{self.url}: {reason_of(error)}") from error
-        return error_message(answer.content) if answer.status_code == 400 else ""
+        return _error_message(answer.content) if answer.status_code == 400 else ""
 
-    def run(
-        self,
-        jobs: Sequence[Job],
-        concurrency: int,
-        progress: Callable[[int, int], None],
-        controls: Mapping[str, Any],
+    def run_timed(
+        self, jobs: Sequence[Job], concurrency: int, progress: Callable[[int, int], None]
     ) -> RunResult:
-        """Continues all jobs, at most ``concurrency`` at a time.
-
-        Args:
-            jobs: one a line of the file.
-            concurrency: requests at a time.
-            progress: called with the requests done and their tokens.
-            controls: ``vllm_xargs`` of each request.
+        """As :meth:`run`; ``progress`` is called with the requests done and their tokens.
 
         Raises:
-            SpecServeError: a request failed; its line in the file is told.
+            SpecServeError: a request failed, or has no token ids; its number is told.
         """
-        more: dict[str, Any] = {"vllm_xargs": controls} if controls else {}
-        if "report" in controls:  # which comes with the usage
-            more["stream_options"] = {"include_usage": True}
         num_done = num_tokens = 0
 
         def show(_: int, text: str, completion: Completion | None) -> None:
@@ -96,44 +135,37 @@ class Server:
             progress(num_done, num_tokens)
 
         began = time.perf_counter()
-        completions = asyncio.run(self.complete(jobs, concurrency, show, more, "request {} failed"))
+        completions = self.run(jobs, concurrency, show, failed="request {} failed")
         seconds = time.perf_counter() - began
         return RunResult(completions=completions, seconds=seconds, drafts=())
 
-    async def complete(
-        self,
-        jobs: Sequence[Job],
-        concurrency: int,
-        show: Show,
-        more: Mapping[str, Any],
-        failed: str,
+    def run(
+        self, jobs: Sequence[Job], concurrency: int, show: Show, failed: str = "prompt {}"
     ) -> tuple[Completion, ...]:
         """Continues all jobs, at most ``concurrency`` at a time; in their order.
 
-        Args:
-            jobs: one a request.
-            concurrency: requests at a time.
-            show: called with each new piece of text, and with each completion.
-            more: fields of each request beside its prompt and sampling.
-            failed: what is told of a request that fails, with a place for its number.
-
         Raises:
-            SpecServeError: a request failed.
+            SpecServeError: a request failed; ``failed`` has a place for its number.
         """
+        return asyncio.run(self._complete(jobs, concurrency, show, failed))
+
+    async def _complete(
+        self, jobs: Sequence[Job], concurrency: int, show: Show, failed: str
+    ) -> tuple[Completion, ...]:
         left = iter(enumerate(jobs))
         done: dict[int, Completion] = {}
 
         async def client(session: aiohttp.ClientSession) -> None:
             for index, job in left:
                 try:
-                    done[index] = await self._ask(session, job, more, partial(show, index))
+                    done[index] = await self._ask(session, job, partial(show, index))
                     show(index, "", done[index])
                 except (aiohttp.ClientError, OSError, ValueError, SpecServeError) as error:
                     told = f"{failed.format(index + 1)}: {reason_of(error)}"
                     raise SpecServeError(told) from error
 
         async with aiohttp.ClientSession(
-            headers=headers(),
+            headers=_headers(),
             timeout=aiohttp.ClientTimeout(sock_connect=TIMEOUT_S, sock_read=TIMEOUT_S),
             connector=aiohttp.TCPConnector(limit=0),
             read_bufsize=LONGEST_LINE,
@@ -143,18 +175,15 @@ class Server:
         return tuple(done[index] for index in range(len(jobs)))
 
     async def _ask(
-        self,
-        session: aiohttp.ClientSession,
-        job: Job,
-        more: Mapping[str, Any],
-        show: Callable[[str, None], None],
+        self, session: aiohttp.ClientSession, job: Job, show: Callable[[str, None], None]
     ) -> Completion:
         began = time.perf_counter()
         text, tokens, times, reason = "", list[int](), list[float](), ""
         sources: dict[str, dict[str, int]] = {}
-        async for chunk in self._chunks(session, job, more):
+        async for chunk in self._chunks(session, job):
             elapsed = time.perf_counter() - began
-            sources = _reported_sources(chunk) or sources
+            told = (chunk.get("metrics") or {}).get("speculative_decoding") or {}
+            sources = told.get("sources") or sources  # with the usage, in the last chunk
             for choice in chunk["choices"][:1]:  # of beams the best
                 new = choice.get("token_ids") or []
                 text += choice["text"]
@@ -174,24 +203,24 @@ class Server:
         )
 
     async def _chunks(
-        self, session: aiohttp.ClientSession, job: Job, more: Mapping[str, Any]
+        self, session: aiohttp.ClientSession, job: Job
     ) -> AsyncGenerator[dict[str, Any], None]:
         """The chunks of an answer; one where it is not streamed.
 
         Raises:
             SpecServeError: the server's own error.
         """
-        prompt = list(job.prompt_token_ids)
         body = {
-            "model": self.model,
-            "prompt": prompt,
+            "model": self.name,
+            "prompt": list(job.prompt_token_ids),
             "stream": True,
+            "stream_options": {"include_usage": True},  # with which comes what drafted
             **request_options(job.sampling),
-            **more,
+            **self.fields,
         }
         async with session.post(f"{self.url}/v1/completions", json=body) as answer:
             if not answer.ok:
-                told = error_message(await answer.read())
+                told = _error_message(await answer.read())
                 raise SpecServeError(told or f"HTTP {answer.status}")
             if not body["stream"]:
                 yield msgspec.json.decode(await answer.read())
@@ -199,7 +228,7 @@ class Server:
             async for line in answer.content:
                 data = line.removeprefix(b"data:").strip()
                 if line.startswith(b"data:") and data != b"[DONE]":
-                    if told := error_message(data):
+                    if told := _error_message(data):
                         raise SpecServeError(told)
                     yield msgspec.json.decode(data)
 
@@ -213,13 +242,13 @@ def find_server(url: str) -> Server:
     """
     url = url.rstrip("/").removesuffix("/v1")
     try:
-        answer = httpx.get(f"{url}/v1/models", headers=headers(), timeout=10.0)
+        answer = httpx.get(f"{url}/v1/models", headers=_headers(), timeout=10.0)
     except (httpx.InvalidURL, httpx.UnsupportedProtocol, ValueError) as error:
         raise ConfigError("--url", url, f"an address ({reason_of(error)})") from error
     except httpx.HTTPError as error:
         raise SpecServeError(f"no server answers at {url}: {reason_of(error)}") from error
     if not answer.is_success:
-        told = error_message(answer.content) or answer.reason_phrase
+        told = _error_message(answer.content) or answer.reason_phrase
         if answer.status_code == HTTPStatus.SERVICE_UNAVAILABLE:
             told += "; it is loading its model, or it is stopping"
         if answer.has_redirect_location:
@@ -253,14 +282,7 @@ def request_options(sampling: Sampling) -> dict[str, Any]:
     }
 
 
-def _reported_sources(chunk: Mapping[str, Any]) -> dict[str, dict[str, int]]:
-    """What each source drafted, told with the usage; empty where it is not."""
-    speculation = (chunk.get("metrics") or {}).get("speculative_decoding") or {}
-    sources: dict[str, dict[str, int]] = speculation.get("sources", {})
-    return sources
-
-
-def error_message(body: bytes) -> str:
+def _error_message(body: bytes) -> str:
     """What an error of OpenAI's form says, on one line; empty: the body is none."""
     if b'"error"' not in body:
         return ""
@@ -270,6 +292,6 @@ def error_message(body: bytes) -> str:
         return ""
 
 
-def headers() -> dict[str, str]:
+def _headers() -> dict[str, str]:
     """Of a request to a server; its key, if it asks for one, is where OpenAI's client finds it."""
     return {"Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY') or 'none'}"}

@@ -1,0 +1,87 @@
+"""A model of a Serve file, in an engine that this command starts and ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from rich.console import Console
+
+from specserve.bench.token_file import TokenIds
+from specserve.compare.arguments import AUTO, OFF, only_application
+from specserve.compare.engine_process import EngineProcess
+from specserve.compare.prompts import Tokenizer
+from specserve.compare.tasks import Message
+from specserve.core.errors import ConfigError, SpecServeError, reason_of
+from specserve.engine.checkpoint import text_sizes
+from specserve.engine.generation import Completion, Job, RunResult, Show
+from specserve.engine.methods import ALL, NONE, parse_method
+
+
+class LocalModel:
+    """The model of a Serve file's only application.
+
+    Args:
+        file: the Serve file.
+        stack: at whose end the engine ends.
+
+    Attributes:
+        tokenizer: set by who encodes texts.
+
+    Raises:
+        ConfigError: the file is wrong, or what it names is not there.
+    """
+
+    tokenizer: Tokenizer
+
+    def __init__(self, file: Path, stack: ExitStack) -> None:
+        self.config = only_application(file)
+        self.name = self.config.model.name
+        self.num_devices = self.config.engine.tensor_parallel_size
+        self.max_model_len, self.vocab_size = text_sizes(self.config)
+        self._stack = stack
+
+    def start(self, speculation: str = AUTO) -> None:
+        """Starts the engine, which drafts by all sources, by none or by one of a kind.
+
+        Raises:
+            ConfigError: no such source is configured.
+            EngineError: it did not start.
+        """
+        kinds = [source.kind for source in self.config.speculation]
+        if speculation not in (AUTO, OFF, *kinds):
+            raise ConfigError("--speculation", speculation, ", ".join([AUTO, OFF, *kinds]))
+        name = {AUTO: ALL if kinds else NONE, OFF: NONE}.get(speculation, speculation)
+        method = parse_method(name, self.config)
+        self._engine = self._stack.enter_context(EngineProcess(self.config, method))
+        with Console(stderr=True).status("loading the model"):
+            self._engine.wait_ready()
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> TokenIds:
+        """The text's tokens."""
+        return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    def render(self, messages: Sequence[Message]) -> TokenIds:
+        """The tokens of a dialogue whose answer comes next.
+
+        Raises:
+            SpecServeError: the chat template refuses it.
+        """
+        try:
+            text = self.tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=False
+            )
+        except Exception as error:  # Jinja runs the template
+            raise SpecServeError(f"the chat template: {reason_of(error)}") from error
+        return self.encode(text, add_special_tokens=False)  # the template has written them
+
+    def run(self, jobs: Sequence[Job], concurrency: int, show: Show) -> tuple[Completion, ...]:
+        """See :meth:`EngineProcess.run`."""
+        return self._engine.run(jobs, concurrency, show=show).completions
+
+    def run_timed(
+        self, jobs: Sequence[Job], concurrency: int, progress: Callable[[int, int], None]
+    ) -> RunResult:
+        """See :meth:`EngineProcess.run`."""
+        return self._engine.run(jobs, concurrency, progress)
