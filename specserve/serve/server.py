@@ -32,7 +32,7 @@ from specserve.serve.page import ReplicaView, SpeculationPage
 from specserve.serve.placement import reserve
 from specserve.serve.progress import Progress
 from specserve.serve.speculation import SpeculationMonitor
-from specserve.serve.tenants import ApiKey, TenantMiddleware, label_key
+from specserve.serve.tenants import ApiKeys, TenantMiddleware, label_key
 
 
 @serve.ingress()
@@ -41,11 +41,11 @@ class ModelServer:
 
     Args:
         config: the application's configuration.
-        keys: the keys of ``config.http.api_keys``, in their order.
+        keys: those of ``config.http.api_keys``.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: AppConfig, keys: tuple[ApiKey, ...]
+        self, config: AppConfig, keys: ApiKeys
     ) -> None:
         self._config = config
         self._keys = keys
