@@ -59,7 +59,7 @@ async def read_prediction(
     token_ids = [token for each in texts.values() for token in await predictor.tokenize(each)]
     if len(token_ids) > predictor.max_tokens:
         raise _too_long(field, f"{len(token_ids)} tokens", predictor)
-    return Prediction(np.array(token_ids, np.int32), predictor.num_foretold)
+    return Prediction(np.array(token_ids, np.int32))
 
 
 def _too_long(field: str, what: str, predictor: Predictor) -> RequestError:
