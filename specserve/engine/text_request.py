@@ -30,7 +30,7 @@ class TextRequest:
         seed: random seed of the first continuation, the others count up; None: the engine's.
         stop: strings at whose end a continuation ends.
         watermark: favour half of the vocabulary, by the token before.
-        grammar: ``json`` with a JSON schema or ``regex`` with an expression; None: any text.
+        grammar: a JSON schema under ``json`` or an expression under ``regex``; None: any text.
         adapter_id: name of a LoRA adapter; empty: the model itself.
         streams: whether the outputs come step by step; otherwise once, at the end.
         with_tokens: report each token with its text and log-probability.
@@ -52,7 +52,7 @@ class TextRequest:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     watermark: bool = False
-    grammar: tuple[Literal["json", "regex"], str | Mapping[str, Any]] | None = None
+    grammar: Mapping[str, Any] | None = None
     adapter_id: str = ""
     streams: bool = False
     with_tokens: bool = False

@@ -25,10 +25,10 @@ def for_vllm(request: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(given, dict) or given.get("value") is None or given.get("json_schema"):
         return request
     try:
-        kind, value = Grammar.model_validate(given).constraint()
+        structured = Grammar.model_validate(given).constraint()
     except (ValidationError, GenerationError):
         raise RequestError("response_format", given, _ALLOWED) from None
     if request.get("structured_outputs"):
         raise RequestError("response_format", given, "only without structured_outputs")
     others = {key: each for key, each in request.items() if key != "response_format"}
-    return others | {"structured_outputs": {kind: value}}
+    return others | {"structured_outputs": structured}

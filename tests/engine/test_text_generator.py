@@ -207,7 +207,7 @@ def test_sampling_parameters_are_vllms(client: ScriptedClient) -> None:
         repetition_penalty=1.03,
         frequency_penalty=-0.5,
         seed=2**64 - 1,
-        grammar=("regex", "[a-z]+"),
+        grammar={"regex": "[a-z]+"},
     )
     params = client.params
     assert (params.temperature, params.top_k, params.top_p) == (0.5, 10, 0.95)
@@ -248,9 +248,9 @@ def test_an_adapter_is_found_by_its_name(client: ScriptedClient) -> None:
 @pytest.mark.parametrize(
     ("grammar", "told"),
     [
-        (("json", '{"type": "nothing"'), "grammar is not valid: "),
-        (("json", {"type": "nothing"}), "grammar is not valid: "),
-        (("regex", "["), "grammar is not valid: "),
+        ({"json": '{"type": "nothing"'}, "grammar is not valid: "),
+        ({"json": {"type": "nothing"}}, "grammar is not valid: "),
+        ({"regex": "["}, "grammar is not valid: "),
     ],
 )
 def test_a_grammar_that_is_none_is_refused_with_the_reason(

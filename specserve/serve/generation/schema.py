@@ -39,8 +39,8 @@ class Grammar(_Part):
     type: Literal["json", "json_object", "json_schema", "regex"]
     value: str | dict[str, Any]
 
-    def constraint(self) -> tuple[Literal["json", "regex"], str | Mapping[str, Any]]:
-        """The kind and its value.
+    def constraint(self) -> dict[str, Any]:
+        """The same as vLLM's ``structured_outputs`` have it.
 
         Raises:
             GenerationError: the value is of the other kind.
@@ -49,10 +49,10 @@ class Grammar(_Part):
         if self.type == "json_schema" and isinstance(value, dict) and "schema" in value:
             value = value["schema"]  # which may come with its name
         if self.type != "regex":
-            return "json", value
+            return {"json": value}
         if not isinstance(value, str):
             raise GenerationError.of_field("grammar", "of type regex must be a string", value)
-        return "regex", value
+        return {"regex": value}
 
 
 class Parameters(_Part):

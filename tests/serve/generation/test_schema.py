@@ -186,14 +186,14 @@ def test_the_prompt_comes_first_where_the_full_text_is_asked_for(
 @pytest.mark.parametrize(
     ("grammar", "constraint"),
     [
-        ({"type": "json", "value": {"type": "object"}}, ("json", {"type": "object"})),
-        ({"type": "json", "value": '{"type": "object"}'}, ("json", '{"type": "object"}')),
-        ({"type": "json_schema", "value": {"name": "n", "schema": {}}}, ("json", {})),
-        ({"type": "regex", "value": "[ab]+"}, ("regex", "[ab]+")),
+        ({"type": "json", "value": {"type": "object"}}, {"json": {"type": "object"}}),
+        ({"type": "json", "value": '{"type": "object"}'}, {"json": '{"type": "object"}'}),
+        ({"type": "json_schema", "value": {"name": "n", "schema": {}}}, {"json": {}}),
+        ({"type": "regex", "value": "[ab]+"}, {"regex": "[ab]+"}),
     ],
 )
 def test_a_grammar_is_a_json_schema_or_an_expression(
-    grammar: dict[str, Any], constraint: tuple[str, Any]
+    grammar: dict[str, Any], constraint: dict[str, Any]
 ) -> None:
     assert asked({"grammar": grammar}).request.grammar == constraint
 
