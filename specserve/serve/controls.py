@@ -10,7 +10,7 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect, Request, empty_receive
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -65,8 +65,11 @@ class ControlsMiddleware:
         if scope["type"] != "http" or scope["method"] != "POST" or is_memory(scope):
             await self._app(scope, receive, send)
             return
-        messages = await _whole(receive)
-        request = await _request(scope, messages)
+        try:
+            body = await Request(scope, receive).body()
+        except ClientDisconnect:  # nobody waits for an answer
+            return
+        request = await _request(scope, body)
         controls: dict[str, object] = {}
         try:
             given, request = request, for_vllm(request)
@@ -76,7 +79,6 @@ class ControlsMiddleware:
             return
         if request is not given:
             body = json.dumps(request).encode()
-            messages = [{"type": "http.request", "body": body}]
             headers = MutableHeaders(raw=list(scope["headers"]))
             headers["content-length"] = str(len(body))
             scope = {**scope, "headers": headers.raw}
@@ -85,7 +87,7 @@ class ControlsMiddleware:
             send = CountedAnswer(send, prediction).send
         tokens = CURRENT_CONTROLS.set(controls), CURRENT_PREDICTION.set(prediction)
         try:
-            await self._app(scope, _replay(messages, receive), send)
+            await self._app(scope, _with_body(body, receive), send)
         finally:
             CURRENT_CONTROLS.reset(tokens[0])
             CURRENT_PREDICTION.reset(tokens[1])
@@ -122,15 +124,15 @@ def _refusal(scope: Scope, error: RequestError) -> Response:
     return openai_error(str(error), "BadRequestError", error.field, 400)
 
 
-async def _request(scope: Scope, messages: list[Message]) -> dict[str, Any]:
+async def _request(scope: Scope, body: bytes) -> dict[str, Any]:
     """A request's body, as far as it is read here.
 
     A body that cannot be read is empty: vLLM answers it in its own words.
     """
     content_type = Headers(scope=scope).get("content-type", "")
     if content_type.partition(";")[0].strip().lower() in _FORMS:  # as of the speech routes
-        return {"vllm_xargs": await _form_arguments(scope, messages)}
-    request = _parsed(b"".join(each.get("body", b"") for each in messages))
+        return {"vllm_xargs": await _form_arguments(scope, body)}
+    request = _parsed(body)
     if is_generation(scope):  # which ignores what it does not know
         return {key: request.get(key) for key in ("parameters", "vllm_xargs")}
     return request
@@ -153,33 +155,22 @@ def _parsed(text: bytes | str) -> dict[str, Any]:
     return parsed if isinstance(parsed, dict) else {}
 
 
-async def _form_arguments(scope: Scope, messages: list[Message]) -> dict[str, Any]:
-    async def ended() -> Message:
-        return {"type": "http.disconnect"}
-
+async def _form_arguments(scope: Scope, body: bytes) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
-    # The errors of a form that cannot be read, or whose client has gone.
-    with suppress(MultiPartException, HTTPException, ClientDisconnect, ValueError, LookupError):
-        async with Request(scope, _replay(messages, ended)).form() as form:
+    # The errors of a form that cannot be read.
+    with suppress(MultiPartException, HTTPException, ValueError, LookupError):
+        async with Request(scope, _with_body(body, empty_receive)).form() as form:
             for value in form.getlist("vllm_xargs"):
                 if isinstance(value, str):
                     arguments |= _parsed(value)
     return arguments
 
 
-async def _whole(receive: Receive) -> list[Message]:
-    """The messages of a request's body."""
-    messages = [await receive()]
-    while messages[-1]["type"] == "http.request" and messages[-1].get("more_body", False):
-        messages.append(await receive())
-    return messages
+def _with_body(body: bytes, receive: Receive) -> Receive:
+    """The body in one message, and then what else is received."""
+    messages: list[Message] = [{"type": "http.request", "body": body}]
 
+    async def receive_next() -> Message:
+        return messages.pop() if messages else await receive()
 
-def _replay(messages: list[Message], receive: Receive) -> Receive:
-    waiting = iter(messages)
-
-    async def replay() -> Message:
-        message = next(waiting, None)
-        return message if message is not None else await receive()
-
-    return replay
+    return receive_next
