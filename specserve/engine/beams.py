@@ -114,14 +114,7 @@ def _refusal(field: str, value: float, allowed: str) -> VLLMValidationError:
 
 
 class Drawing(NamedTuple):
-    """How candidates are drawn.
-
-    Attributes:
-        temperature: by which log-probabilities are divided.
-        top_k: most candidates of a beam; -1: the vocabulary.
-        top_p: share of a beam's probability that its candidates have at least.
-        seed: of the draws; None: another one each time.
-    """
+    """How candidates are drawn; ``top_k`` -1: of all tokens, ``seed`` None: anew each time."""
 
     temperature: float
     top_k: int
@@ -213,7 +206,7 @@ def warped(logprobs: Mapping[int, Logprob], drawing: Drawing) -> list[tuple[int,
 
     Args:
         logprobs: by token id; more than ``top_k`` where vLLM's own choice is a further one.
-        drawing: whose ``temperature``, ``top_k`` and ``top_p`` are applied, in this order.
+        drawing: its ``temperature``, ``top_k`` and ``top_p`` are applied, in this order.
     """
     best = sorted(logprobs.items(), key=lambda each: -each[1].logprob)
     if drawing.top_k > 0:

@@ -86,13 +86,10 @@ class TextGenerator(GenerateBaseServing):
                     yield reader.read(output)
 
     def _check_processors(self, request: TextRequest) -> None:
-        if self._has_processors:
-            return
         rule = "is not supported by this server: its engine has no logits processors of ours"
-        if request.typical_p is not None:
-            raise GenerationError.of_field("typical_p", rule, request.typical_p)
-        if request.watermark:
-            raise GenerationError.of_field("watermark", rule, request.watermark)
+        for name, value in (("typical_p", request.typical_p), ("watermark", request.watermark)):
+            if value and not self._has_processors:
+                raise GenerationError.of_field(name, rule, value)
 
     async def _adapter(self, name: str) -> LoRARequest | None:
         found = self.models.lora_requests.get(name)

@@ -143,11 +143,8 @@ def _text(field: str, value: object, allowed: str) -> str:
 class CountedAnswer:
     """Passes an answer on, with the counts of its prediction in its ``usage``.
 
-    Answers without the fields of OpenAI's ``usage``, as errors, are passed on as they are.
-
-    Args:
-        send: takes the answer's ASGI messages.
-        prediction: the call's, counted by the time that the usage is sent.
+    Answers without the fields of OpenAI's ``usage``, as errors, are passed on as they are. The
+    prediction is counted by the time that the usage is sent.
     """
 
     def __init__(self, send: Send, prediction: Prediction) -> None:

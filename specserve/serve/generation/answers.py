@@ -34,14 +34,7 @@ def _error(error: GenerationError) -> dict[str, str]:
 
 
 def whole_response(asked: Generation, output: Output, seconds: float, *, listed: bool) -> Response:
-    """A whole answer.
-
-    Args:
-        asked: what was asked for.
-        output: all of it.
-        seconds: that it took.
-        listed: whether the answer is a list of one.
-    """
+    """A whole answer, which took so many seconds; ``listed``: as a list of one."""
     (index, best), *others = sorted(
         enumerate(output.continuations), key=lambda each: each[1].mean_logprob, reverse=True
     )
@@ -75,12 +68,7 @@ async def events(
 ) -> AsyncGenerator[bytes, None]:
     """An answer's events: one for each token, also where a step brought several.
 
-    An error on the way is the last event. Closes ``outputs``.
-
-    Args:
-        asked: what was asked for.
-        first: the first output, which was taken already.
-        outputs: the others.
+    An error on the way is the last event. Closes ``outputs``, of which the first is taken already.
     """
     async with aclosing(outputs):
         try:

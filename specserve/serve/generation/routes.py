@@ -68,12 +68,7 @@ class _Route(APIRoute):
 
 
 def generation_router(config: AppConfig, engine: TextEngine) -> APIRouter:
-    """The routes of one replica.
-
-    Args:
-        config: the application's configuration.
-        engine: what continues texts.
-    """
+    """The routes of one replica."""
     router = APIRouter(route_class=_Route)
 
     @router.post("/generate")

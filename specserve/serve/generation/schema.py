@@ -98,29 +98,19 @@ class GenerateBody(_Part):
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A request, and how it is answered.
-
-    Attributes:
-        request: for the engine.
-        before: what stands before each generated text.
-        details: whether the answer tells how it came about.
-    """
+    """A request, and how it is answered."""
 
     request: TextRequest
     before: str
+    """What stands before each generated text."""
     details: bool
+    """Whether the answer tells how it came about."""
 
 
 def generation(
     body: GenerateBody, max_total_tokens: int, *, streams: bool, full_text: bool = False
 ) -> Generation:
-    """What a body asks for.
-
-    Args:
-        body: whose fields are in their ranges.
-        max_total_tokens: of a prompt and its continuation.
-        streams: whether the answer comes token by token.
-        full_text: whether the text stands before the generated one unless that is asked for.
+    """What a body asks for; ``full_text``: with the text itself, unless the body says otherwise.
 
     Raises:
         GenerationError: fields that do not go together, or a limit of the model.
