@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -48,36 +49,30 @@ CURRENT_PREDICTION: ContextVar[Prediction | None] = ContextVar("specserve_predic
 """Prediction of the HTTP call being answered; None: it has none."""
 
 
-class Predictor(NamedTuple):
+class Predictor:
     """How a replica reads predictions.
 
-    Attributes:
-        tokenize: a text's token ids, without any that mark its beginning or end.
+    Args:
+        tokenizer: the model's, of transformers.
         max_tokens: of a prediction: the context length.
+
+    Attributes:
         max_chars: no text of more characters has so few tokens.
     """
 
-    tokenize: Callable[[str], Awaitable[list[int]]]
-    max_tokens: int
-    max_chars: int
+    def __init__(self, tokenizer: Any, max_tokens: int) -> None:
+        Prediction(np.ones(1, np.int32)).count([1])  # compiles what counts: no answer waits for it
+        # A copy in a thread of its own: Rust's part of it is changed by what others encode.
+        encode = copy.deepcopy(tokenizer).encode
+        self._encode = partial(encode, add_special_tokens=False)
+        self._thread = ThreadPoolExecutor(1, "predictions")
+        self.max_tokens = max_tokens
+        self.max_chars = max_tokens * tokenizer.max_chars_per_token
 
-
-def predictor(llm: Any) -> Predictor:
-    """How the replica of vLLM's ``AsyncLLM`` reads predictions; compiles what counts them."""
-    Prediction(np.ones(1, np.int32)).count([1])
-    # A copy in a thread of its own: Rust's part of a tokenizer is changed by what others encode.
-    tokenizer: Any = copy.deepcopy(llm.get_tokenizer())
-    thread = ThreadPoolExecutor(1, "predictions")
-
-    async def tokenize(text: str) -> list[int]:
+    async def tokenize(self, text: str) -> list[int]:
+        """A text's token ids, without any that mark its beginning or end."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(thread, encode, text)
-
-    def encode(text: str) -> list[int]:
-        return list(tokenizer.encode(text, add_special_tokens=False))
-
-    max_tokens = llm.model_config.max_model_len
-    return Predictor(tokenize, max_tokens, max_tokens * tokenizer.max_chars_per_token)
+        return list(await loop.run_in_executor(self._thread, self._encode, text))
 
 
 async def counted(

@@ -21,11 +21,17 @@ MAX_TOKENS = 8
 USAGE = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
 
 
-async def tokenize(text: str) -> list[int]:
-    return [ord(each) for each in text]
+class Characters:
+    """A tokenizer whose tokens are characters."""
+
+    max_chars_per_token = 4
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return [ord(each) for each in text]
 
 
-PREDICTOR = Predictor(tokenize, MAX_TOKENS, 4 * MAX_TOKENS)
+PREDICTOR = Predictor(Characters(), MAX_TOKENS)
 
 
 def client_of(app: Any) -> TestClient:
