@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from pydantic import ValidationError
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException
@@ -19,6 +20,7 @@ from specserve.engine.prediction import CURRENT_PREDICTION, Prediction, Predicto
 from specserve.engine.tenants import CURRENT_CONTROLS
 from specserve.serve.generation.answers import error_response
 from specserve.serve.generation.routes import is_generation
+from specserve.serve.generation.schema import Grammar
 from specserve.serve.memory import is_memory
 from specserve.serve.middleware import openai_error
 from specserve.serve.prediction import (
@@ -27,7 +29,6 @@ from specserve.serve.prediction import (
     openai_texts,
     read_prediction,
 )
-from specserve.serve.response_format import for_vllm
 from specserve.sources.controls import (
     BEAM_KEY,
     PREDICTION_KEY,
@@ -38,6 +39,7 @@ from specserve.sources.controls import (
 )
 
 _FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
+_FORMATS = 'json_schema as OpenAI has it, or "type" json_object or regex with a "value"'
 
 
 class ControlsMiddleware:
@@ -72,7 +74,7 @@ class ControlsMiddleware:
         request = await _request(scope, body)
         controls: dict[str, object] = {}
         try:
-            given, request = request, for_vllm(request)
+            given, request = request, _in_vllms_words(request)
             prediction = await self._read(request, controls)
         except RequestError as error:
             await _refusal(scope, error)(scope, receive, send)
@@ -136,6 +138,28 @@ async def _request(scope: Scope, body: bytes) -> dict[str, Any]:
     if is_generation(scope):  # which ignores what it does not know
         return {key: request.get(key) for key in ("parameters", "vllm_xargs")}
     return request
+
+
+def _in_vllms_words(request: dict[str, Any]) -> dict[str, Any]:
+    """A request, with a response format of Text Generation Inference as ``structured_outputs``.
+
+    Hugging Face's client sends those formats for OpenAI's: ``{"type": "json_object", "value":
+    SCHEMA}``. vLLM ignores them or cannot read them. Requests without one are left as they are.
+
+    Raises:
+        RequestError: the format has a value that is none of its type.
+    """
+    given = request.get("response_format")
+    if not isinstance(given, dict) or given.get("value") is None or given.get("json_schema"):
+        return request
+    try:
+        structured = Grammar.model_validate(given).constraint()
+    except (ValidationError, GenerationError):
+        raise RequestError("response_format", given, _FORMATS) from None
+    if request.get("structured_outputs"):
+        raise RequestError("response_format", given, "only without structured_outputs")
+    others = {key: each for key, each in request.items() if key != "response_format"}
+    return others | {"structured_outputs": structured}
 
 
 def _arguments(request: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
