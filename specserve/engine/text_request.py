@@ -30,10 +30,11 @@ class TextRequest:
         grammar: a JSON schema under ``json`` or an expression under ``regex``; None: any text.
         adapter_id: name of a LoRA adapter; empty: the model itself.
         streams: whether the outputs come step by step; otherwise once, at the end.
-        with_tokens: report each token with its text and log-probability.
-        num_top_tokens: most likely tokens to report beside it.
+        details: whether the answer tells how it came about.
+        num_top_tokens: most likely tokens to report beside each one.
         with_prompt: report the prompt's tokens; not while streaming.
         extra_args: further arguments for the engine, as JSON has them.
+        before: what stands before each generated text in the answer.
     """
 
     inputs: str
@@ -52,10 +53,16 @@ class TextRequest:
     grammar: Mapping[str, Any] | None = None
     adapter_id: str = ""
     streams: bool = False
-    with_tokens: bool = False
+    details: bool = False
     num_top_tokens: int = 0
     with_prompt: bool = False
     extra_args: Mapping[str, Any] = field(default_factory=dict)
+    before: str = ""
+
+    @property
+    def with_tokens(self) -> bool:
+        """Whether each token is reported with its text and log-probability."""
+        return self.details or self.streams
 
 
 class PromptToken(msgspec.Struct, frozen=True):

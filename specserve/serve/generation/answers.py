@@ -10,8 +10,7 @@ import msgspec
 from starlette.responses import Response
 
 from specserve.core.errors import GenerationError, GenerationErrorKind
-from specserve.engine.text_request import Continuation, Output
-from specserve.serve.generation.schema import Generation
+from specserve.engine.text_request import Continuation, Output, TextRequest
 
 STATUSES: Mapping[GenerationErrorKind, int] = {
     "validation": 422,
@@ -33,7 +32,7 @@ def _error(error: GenerationError) -> dict[str, str]:
     return {"error": str(error), "error_type": error.kind}
 
 
-def whole_response(asked: Generation, output: Output, seconds: float, *, listed: bool) -> Response:
+def whole_response(asked: TextRequest, output: Output, seconds: float, *, listed: bool) -> Response:
     """A whole answer, which took so many seconds; ``listed``: as a list of one."""
     (index, best), *others = sorted(
         enumerate(output.continuations), key=lambda each: each[1].mean_logprob, reverse=True
@@ -64,7 +63,7 @@ def whole_response(asked: Generation, output: Output, seconds: float, *, listed:
 
 
 async def events(
-    asked: Generation, first: Output, outputs: AsyncGenerator[Output, None]
+    asked: TextRequest, first: Output, outputs: AsyncGenerator[Output, None]
 ) -> AsyncGenerator[bytes, None]:
     """An answer's events: one for each token, also where a step brought several.
 
@@ -88,7 +87,7 @@ async def events(
 class _Stream:
     """A text as it is streamed."""
 
-    def __init__(self, asked: Generation) -> None:
+    def __init__(self, asked: TextRequest) -> None:
         self._asked = asked
         self._num_tokens = 0
         self._text = asked.before
@@ -125,13 +124,13 @@ def _as_event(content: Mapping[str, Any]) -> bytes:
 
 
 def _ending(
-    asked: Generation, index: int, continuation: Continuation, num_tokens: int
+    asked: TextRequest, index: int, continuation: Continuation, num_tokens: int
 ) -> dict[str, Any]:
     """Why and when a continuation has ended, and its seed: each has its own."""
     return {
         "finish_reason": continuation.finish_reason,
         "generated_tokens": num_tokens,
-        "seed": None if asked.request.seed is None else asked.request.seed + index,
+        "seed": None if asked.seed is None else asked.seed + index,
     }
 
 

@@ -24,8 +24,8 @@ from specserve.serve.generation.schema import (
     MAX_BEST_OF,
     MAX_STOP_SEQUENCES,
     GenerateBody,
-    generation,
     refusal,
+    text_request,
 )
 from specserve.serve.paths import path_of
 
@@ -121,8 +121,8 @@ async def _answer(
 ) -> Response:
     started = time.perf_counter()
     limit = engine.limits.max_total_tokens
-    asked = generation(body, limit, streams=streams, full_text=is_root)
-    outputs = engine.generate(asked.request, request)
+    asked = text_request(body, limit, streams=streams, full_text=is_root)
+    outputs = engine.generate(asked, request)
     # Whatever is wrong is known with the first output, when there still is a status to tell it.
     first = await _while_connected(request, _first(outputs))
     if streams:

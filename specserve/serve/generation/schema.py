@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -96,20 +95,9 @@ class GenerateBody(_Part):
     """For the engine. Controls of speculation are read before the request comes here."""
 
 
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """A request, and how it is answered."""
-
-    request: TextRequest
-    before: str
-    """What stands before each generated text."""
-    details: bool
-    """Whether the answer tells how it came about."""
-
-
-def generation(
+def text_request(
     body: GenerateBody, max_total_tokens: int, *, streams: bool, full_text: bool = False
-) -> Generation:
+) -> TextRequest:
     """What a body asks for; ``full_text``: with the text itself, unless the body says otherwise.
 
     Raises:
@@ -124,31 +112,28 @@ def generation(
     seed = given.seed if given.samples else None
     if given.samples and seed is None and details:
         seed = secrets.randbits(63)  # which the details tell
-    return Generation(
-        request=TextRequest(
-            inputs=body.inputs,
-            truncate=given.truncate,
-            max_new_tokens=given.max_new_tokens,
-            num_sequences=given.best_of or 1,
-            temperature=(given.temperature or 1.0) if given.samples else 0.0,
-            top_k=given.top_k or 0,
-            top_p=given.top_p or 1.0,
-            typical_p=given.typical_p,
-            repetition_penalty=given.repetition_penalty or 1.0,
-            frequency_penalty=given.frequency_penalty or 0.0,
-            seed=seed,
-            stop=(given.stop,) if isinstance(given.stop, str) else tuple(given.stop or ()),
-            watermark=bool(given.watermark),
-            grammar=given.grammar.constraint() if given.grammar else None,
-            adapter_id=given.adapter_id or "",
-            streams=streams,
-            with_tokens=details or streams,
-            num_top_tokens=given.top_n_tokens or 0,
-            with_prompt=with_prompt,
-            extra_args=body.vllm_xargs or {},
-        ),
-        before=body.inputs if full_text else "",
+    return TextRequest(
+        inputs=body.inputs,
+        truncate=given.truncate,
+        max_new_tokens=given.max_new_tokens,
+        num_sequences=given.best_of or 1,
+        temperature=(given.temperature or 1.0) if given.samples else 0.0,
+        top_k=given.top_k or 0,
+        top_p=given.top_p or 1.0,
+        typical_p=given.typical_p,
+        repetition_penalty=given.repetition_penalty or 1.0,
+        frequency_penalty=given.frequency_penalty or 0.0,
+        seed=seed,
+        stop=(given.stop,) if isinstance(given.stop, str) else tuple(given.stop or ()),
+        watermark=bool(given.watermark),
+        grammar=given.grammar.constraint() if given.grammar else None,
+        adapter_id=given.adapter_id or "",
+        streams=streams,
         details=details,
+        num_top_tokens=given.top_n_tokens or 0,
+        with_prompt=with_prompt,
+        extra_args=body.vllm_xargs or {},
+        before=body.inputs if full_text else "",
     )
 
 
@@ -190,10 +175,16 @@ RULES = {
     "grammar": 'must have the "type" json, json_schema or regex, and a "value"',
     "adapter_id": "must be a string",
     **dict.fromkeys(
-        ("do_sample", "details", "decoder_input_details", "return_full_text", "watermark"),
+        (
+            "do_sample",
+            "details",
+            "decoder_input_details",
+            "return_full_text",
+            "watermark",
+            "stream",
+        ),
         "must be a boolean",
     ),
-    "stream": "must be a boolean",
 }
 """What each field has to be, in upstream's sentences where it has one."""
 
