@@ -71,11 +71,10 @@ class ControlsMiddleware:
             body = await Request(scope, receive).body()
         except ClientDisconnect:  # nobody waits for an answer
             return
-        request = await _request(scope, body)
-        controls: dict[str, object] = {}
+        given = await _request(scope, body)
         try:
-            given, request = request, _in_vllms_words(request)
-            prediction = await self._read(request, controls)
+            request = _in_vllms_words(given)
+            controls, prediction = await self._read(request)
         except RequestError as error:
             await _refusal(scope, error)(scope, receive, send)
             return
@@ -85,7 +84,6 @@ class ControlsMiddleware:
             headers["content-length"] = str(len(body))
             scope = {**scope, "headers": headers.raw}
         if prediction is not None:
-            controls[PREDICTION_KEY] = prediction.token_ids.tobytes()
             send = CountedAnswer(send, prediction).send
         tokens = CURRENT_CONTROLS.set(controls), CURRENT_PREDICTION.set(prediction)
         try:
@@ -95,9 +93,14 @@ class ControlsMiddleware:
             CURRENT_PREDICTION.reset(tokens[1])
 
     async def _read(
-        self, request: Mapping[str, Any], controls: dict[str, object]
-    ) -> Prediction | None:
-        """Checks a request, and adds to ``controls`` what it wishes; returns what it predicts."""
+        self, request: Mapping[str, Any]
+    ) -> tuple[dict[str, object], Prediction | None]:
+        """What a request asks for, for the engine, and what it predicts.
+
+        Raises:
+            RequestError: it asks for what is not allowed.
+        """
+        controls: dict[str, object] = {}
         texts = openai_texts(request)
         for field, arguments in _arguments(request):
             self._check(field, arguments)
@@ -107,7 +110,10 @@ class ControlsMiddleware:
                 raise RequestError(f"{field}.{BEAM_KEY}", 1, "0 without use_beam_search")
         if request.get("use_beam_search") and request.get("stream"):
             raise RequestError("stream", True, "false beside use_beam_search")
-        return await read_prediction(texts, request, self._predictor)
+        prediction = await read_prediction(texts, request, self._predictor)
+        if prediction is not None:
+            controls[PREDICTION_KEY] = prediction.token_ids.tobytes()
+        return controls, prediction
 
     def _check(self, field: str, arguments: Mapping[str, Any]) -> None:
         try:
