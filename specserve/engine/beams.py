@@ -28,6 +28,7 @@ from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.utils import random_uuid
+from vllm.utils.async_utils import collect_from_async_generator
 
 from specserve.core.types import Float64Array
 from specserve.sources.controls import samples_beams
@@ -113,14 +114,7 @@ def _refusal(field: str, value: float, allowed: str) -> VLLMValidationError:
 
 
 class Drawing(NamedTuple):
-    """How candidates are drawn.
-
-    Attributes:
-        temperature: by which log-probabilities are divided.
-        top_k: most candidates of a beam; -1: the vocabulary.
-        top_p: share of a beam's probability that its candidates have at least.
-        seed: of the draws; None: another one each time.
-    """
+    """How candidates are drawn; ``top_k`` -1: of all tokens, ``seed`` None: anew each time."""
 
     temperature: float
     top_k: int
@@ -129,19 +123,13 @@ class Drawing(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A beam with one token more.
-
-    Attributes:
-        beam: without it.
-        token: its id.
-        score: the beam's cumulative log-probability with it.
-        logprobs: of the step, by token id, as vLLM has told them.
-    """
+    """A beam, one token more, and the cumulative log-probability of both."""
 
     beam: BeamSearchSequence
     token: int
     score: float
     logprobs: Mapping[int, Logprob]
+    """Of the step, by token id, as vLLM has told them."""
 
 
 async def sampled_beam_search(
@@ -177,18 +165,17 @@ async def sampled_beam_search(
         scores = np.array([each.score for each in found])
         drawn = [found[index] for index in draw(scores, 2 * params.beam_width, generator)]
         drawn.sort(key=lambda each: -each.score)
-        is_end = [each.token == tokenizer.eos_token_id and not params.ignore_eos for each in drawn]
-        ended += [_longer(each, "stop") for each, ends in zip(drawn, is_end, strict=True) if ends]
-        going_on = [each for each, ends in zip(drawn, is_end, strict=True) if not ends]
-        beams = [_longer(each) for each in going_on[: params.beam_width]]
+        beams = []
+        for each in drawn:
+            is_end = each.token == tokenizer.eos_token_id and not params.ignore_eos
+            (ended if is_end else beams).append(_longer(each, is_end=is_end))
+        beams = beams[: params.beam_width]
         if not beams:
             break
     key = create_sort_beams_key_function(tokenizer.eos_token_id, params.length_penalty)
     best = sorted([*ended, *beams], key=key, reverse=True)[: params.beam_width]
-    outputs = [
-        _output(index, beam, len(asked), tokenizer, params) for index, beam in enumerate(best)
-    ]
-    yield RequestOutput(request_id, prompt.get("prompt"), asked, None, outputs, finished=True)
+    texts = [_output(index, each, len(asked), tokenizer, params) for index, each in enumerate(best)]
+    yield RequestOutput(request_id, prompt.get("prompt"), asked, None, texts, finished=True)
 
 
 async def _next_tokens(
@@ -200,18 +187,18 @@ async def _next_tokens(
 ) -> list[CompletionOutput]:
     """One token more of each beam. The requests' ids are vLLM's, by which they are known."""
     name = f"{request_id}-{random_uuid()}"
-
-    async def ask(index: int, beam: BeamSearchSequence) -> CompletionOutput:
-        stream = engine.generate(
+    streams = [
+        engine.generate(
             beam.get_prompt(),
             step,
             f"{name}-beam-{index}",
             lora_request=beam.lora_request,
             **options,
         )
-        return [output async for output in stream][-1].outputs[0]
-
-    return await asyncio.gather(*(ask(index, beam) for index, beam in enumerate(beams)))
+        for index, beam in enumerate(beams)
+    ]
+    outputs = await asyncio.gather(*map(collect_from_async_generator, streams))
+    return [each[-1].outputs[0] for each in outputs]
 
 
 def warped(logprobs: Mapping[int, Logprob], drawing: Drawing) -> list[tuple[int, float]]:
@@ -219,7 +206,7 @@ def warped(logprobs: Mapping[int, Logprob], drawing: Drawing) -> list[tuple[int,
 
     Args:
         logprobs: by token id; more than ``top_k`` where vLLM's own choice is a further one.
-        drawing: whose ``temperature``, ``top_k`` and ``top_p`` are applied, in this order.
+        drawing: its ``temperature``, ``top_k`` and ``top_p`` are applied, in this order.
     """
     best = sorted(logprobs.items(), key=lambda each: -each[1].logprob)
     if drawing.top_k > 0:
@@ -245,7 +232,7 @@ def draw(scores: Float64Array, number: int, generator: np.random.Generator) -> l
     return order[:number]
 
 
-def _longer(candidate: Candidate, finish_reason: str | None = None) -> BeamSearchSequence:
+def _longer(candidate: Candidate, *, is_end: bool) -> BeamSearchSequence:
     beam = candidate.beam
     return BeamSearchSequence(
         beam.orig_prompt,
@@ -253,8 +240,8 @@ def _longer(candidate: Candidate, finish_reason: str | None = None) -> BeamSearc
         [*beam.logprobs, dict(candidate.logprobs)],
         lora_request=beam.lora_request,
         cum_logprob=candidate.score,
-        finish_reason=finish_reason,
-        stop_reason=candidate.token if finish_reason else None,
+        finish_reason="stop" if is_end else None,
+        stop_reason=candidate.token if is_end else None,
     )
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from vllm.exceptions import VLLMValidationError
 from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from specserve.core.errors import reason_of
-from specserve.engine.predicted import counted
-from specserve.engine.prediction import CURRENT_PREDICTION
+from specserve.engine.prediction import CURRENT_PREDICTION, counted
 from specserve.engine.report import Reports, reported
 from specserve.engine.tenants import CURRENT_CONTROLS
 from specserve.sources.controls import wants_report
@@ -44,7 +44,8 @@ class ServedLLM(AsyncLLM):
         prediction = CURRENT_PREDICTION.get()
         if prediction is None:
             return outputs
-        return counted(outputs, prediction, sampling_params.output_kind)
+        is_cumulative = sampling_params.output_kind is RequestOutputKind.CUMULATIVE
+        return counted(outputs, prediction, is_cumulative=is_cumulative)
 
     async def add_request(
         self, request_id: str, prompt: Any, params: Any, **options: Any

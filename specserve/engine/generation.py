@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -15,7 +16,6 @@ class Sampling:
     Attributes:
         max_tokens: most tokens to generate.
         temperature: 0 is greedy.
-        top_p: share of probability kept, 0 < top_p <= 1.
         top_k: number of tokens kept; 0: all.
         seed: the request's own random seed; None: the engine's generator.
         ignore_eos: go on to ``max_tokens`` after the end token.
@@ -118,10 +118,8 @@ class RunResult:
 
 def by_source(completions: Sequence[Completion]) -> dict[str, dict[str, int]]:
     """Drafted and accepted tokens by source, of all answers together."""
-    total: dict[str, dict[str, int]] = {}
+    total: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for completion in completions:
         for source, counts in completion.sources.items():
-            found = total.setdefault(source, dict.fromkeys(counts, 0))
-            for name, count in counts.items():
-                found[name] += count
-    return total
+            total[source].update(counts)
+    return {source: dict(counts) for source, counts in total.items()}

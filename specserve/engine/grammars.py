@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm import SamplingParams
 from vllm.config import VllmConfig
@@ -25,16 +25,9 @@ _CONTEXT_TOKENS = 4
 """Of the answer, that a forced text is tokenized after."""
 
 
-class Given(NamedTuple):
-    """What the thread makes for a request.
-
-    Attributes:
-        request: like the one that is served, given to vLLM's manager for its grammar alone.
-        texts: of the vocabulary.
-    """
-
-    request: Request
-    texts: TokenTexts
+Given = tuple[Request, TokenTexts]
+"""What the thread makes: a request like the one that is served, given to vLLM's manager for its
+grammar alone, and the texts of the vocabulary."""
 
 
 class Grammars:
@@ -74,7 +67,7 @@ class Grammars:
             info = vocabulary.tokenizer_info
             special = {*info.special_token_ids, *info.stop_token_ids}
             self._texts = TokenTexts(info.decoded_vocab, special)
-        return Given(request, self._texts)
+        return request, self._texts
 
     def close(self) -> None:
         """Ends the threads; no grammar is followed afterwards."""
@@ -83,13 +76,7 @@ class Grammars:
 
 
 class RequestGrammar:
-    """One request's grammar, see :class:`specserve.core.types.Grammar`.
-
-    Args:
-        manager: vLLM's.
-        given: what the thread makes.
-        tokenizer: the model's.
-    """
+    """One request's grammar, see :class:`specserve.core.types.Grammar`."""
 
     def __init__(
         self, manager: StructuredOutputManager, given: Future[Given], tokenizer: Any
@@ -99,13 +86,14 @@ class RequestGrammar:
     @property
     def texts(self) -> TokenTexts:
         """Of the vocabulary; known where anything is forced."""
-        return self._given.result().texts
+        _, texts = self._given.result()
+        return texts
 
     def forced(self, answer: Int32Array) -> str:
         """The text that certainly comes after this answer; empty also while it is not known."""
         if not self._given.done():
             return ""
-        request = self._given.result().request
+        request, _ = self._given.result()
         structured: Any = request.structured_output_request
         grammar = structured.grammar
         if grammar is None:  # it is being compiled

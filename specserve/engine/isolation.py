@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from hashlib import blake2b
 from typing import Any, TypeVar
 
 from fastapi import FastAPI
-from vllm.outputs import PoolingRequestOutput, RequestOutput
+from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from specserve.engine.client import ServedLLM
 from specserve.engine.tenants import CURRENT_TENANT, scope_of
@@ -56,23 +56,11 @@ class TenantLLM(ServedLLM):
     all requests that have it.
     """
 
-    def generate(
-        self, prompt: Any, sampling_params: Any, request_id: str, **options: Any
-    ) -> AsyncGenerator[RequestOutput, None]:
+    async def add_request(
+        self, request_id: str, prompt: Any, params: Any, **options: Any
+    ) -> RequestOutputCollector:
         """As vLLM's; the id is the current tenant's."""
-        outputs: AsyncGenerator[RequestOutput, None] = super().generate(
-            prompt, sampling_params, own_id(request_id), **options
-        )
-        return outputs
-
-    def encode(
-        self, prompt: Any, pooling_params: Any, request_id: str, **options: Any
-    ) -> AsyncGenerator[PoolingRequestOutput, None]:
-        """As vLLM's; the id is the current tenant's."""
-        outputs: AsyncGenerator[PoolingRequestOutput, None] = super().encode(
-            prompt, pooling_params, own_id(request_id), **options
-        )
-        return outputs
+        return await super().add_request(own_id(request_id), prompt, params, **options)
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         """As vLLM's; of ids that clients know, those of the current tenant's requests alone."""

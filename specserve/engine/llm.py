@@ -40,7 +40,6 @@ from specserve.engine.cluster_memory import shared_trie, store_options
 from specserve.engine.cpu.backend import choose_latent_attention
 from specserve.engine.isolation import TenantLLM, close_routes, part_media, part_responses
 from specserve.engine.logits_processors import PROCESSORS
-from specserve.engine.predicted import predictor
 from specserve.engine.prediction import Predictor
 from specserve.engine.temporary_files import keep_sockets_in_session
 from specserve.engine.tenant_memory import TenantMemory, TextReader
@@ -206,8 +205,9 @@ class Engine:
 
     def predictor(self) -> Predictor | None:
         """How to read what a call predicts; None: no source drafts from that."""
-        kinds = {source.kind for source in self._config.speculation}
-        return predictor(self._llm) if "prediction" in kinds else None
+        if "prediction" not in {source.kind for source in self._config.speculation}:
+            return None
+        return Predictor(self._llm.get_tokenizer(), self._llm.model_config.max_model_len)
 
     async def check_health(self) -> None:
         """Raises EngineError when the engine core or one of its shards has died.

@@ -25,12 +25,13 @@ def repair_sampling(runner: Any) -> None:
 
     Every rank samples for itself: one that did otherwise would go on with other tokens.
     """
-    restore_logits_processors(runner)
-    sample_independently(runner)
-    sample_plainly_without_drafts(runner)
+    _restore_logits_processors(runner)
+    _replace_samplers(runner, IndependentSampler, IndependentRejectionSampler)
+    if may_step_plainly(runner):
+        _sample_plainly_without_drafts(runner)
 
 
-def restore_logits_processors(runner: Any) -> None:
+def _restore_logits_processors(runner: Any) -> None:
     """Lets requests with ``min_p`` or ``logit_bias`` be served, and those with our parameters.
 
     Under speculation vLLM leaves all out, and refuses such requests. They work on rows without a
@@ -53,11 +54,6 @@ def is_kept_without_drafts_only(params: SamplingParams) -> bool:
     return has_budget or has_processor or logits_processors.are_asked_for(params)
 
 
-def sample_independently(runner: Any) -> None:
-    """Puts samplers in place in which no request changes what another one gets."""
-    _replace_samplers(runner, IndependentSampler, IndependentRejectionSampler)
-
-
 def keep_asked_tokens(runner: Any) -> None:
     """Puts samplers in place beside vLLM's own drafts: ``logprob_token_ids`` ends no engine.
 
@@ -75,15 +71,13 @@ def _replace_samplers(
     runner.rejection_sampler = verifying(runner.sampler, runner.speculative_config, runner.device)
 
 
-def sample_plainly_without_drafts(runner: Any) -> None:
+def _sample_plainly_without_drafts(runner: Any) -> None:
     """Takes a step in which no request has a draft as if there were no speculation.
 
     vLLM works out for every step which of its logits are whose drafts', and takes it through
     rejection sampling, which then accepts nothing of nothing: several times the work of sampling,
     for the same distribution.
     """
-    if not may_step_plainly(runner):
-        return
     prepare_inputs = runner._prepare_inputs
 
     def _prepare_inputs(scheduler_output: Any, num_scheduled_tokens: Any) -> Any:

@@ -86,13 +86,10 @@ class TextGenerator(GenerateBaseServing):
                     yield reader.read(output)
 
     def _check_processors(self, request: TextRequest) -> None:
-        if self._has_processors:
-            return
         rule = "is not supported by this server: its engine has no logits processors of ours"
-        if request.typical_p is not None:
-            raise GenerationError.of_field("typical_p", rule, request.typical_p)
-        if request.watermark:
-            raise GenerationError.of_field("watermark", rule, request.watermark)
+        for name, value in (("typical_p", request.typical_p), ("watermark", request.watermark)):
+            if value and not self._has_processors:
+                raise GenerationError.of_field(name, rule, value)
 
     async def _adapter(self, name: str) -> LoRARequest | None:
         found = self.models.lora_requests.get(name)
@@ -119,8 +116,7 @@ class TextGenerator(GenerateBaseServing):
             if error.parameter not in ("input_tokens", "input_text"):
                 raise
             unit = "tokens" if error.parameter == "input_tokens" else "characters"
-            given = f"{error.value} {unit} or more"
-            raise _too_long(most, given) from None
+            raise _too_long(most, f"{error.value} {unit} or more") from None
         except CLIENTS_MISTAKES as error:
             raise GenerationError.of_field("inputs", "must be text", reason_of(error)) from error
         return rendered
@@ -155,27 +151,16 @@ class TextGenerator(GenerateBaseServing):
             output_kind=RequestOutputKind.DELTA
             if request.streams
             else RequestOutputKind.FINAL_ONLY,
-            structured_outputs=_structured_outputs(request),
+            structured_outputs=StructuredOutputsParams(**request.grammar)
+            if request.grammar
+            else None,
             extra_args={**request.extra_args, **extra_args(request)} or None,
         )
-
-
-def _structured_outputs(request: TextRequest) -> StructuredOutputsParams | None:
-    if request.grammar is None:
-        return None
-    kind, value = request.grammar
-    return StructuredOutputsParams(**{kind: value if isinstance(value, str) else dict(value)})
 
 
 def _too_long(most: int, given: str) -> GenerationError:
     rule = f"`inputs` must have less than {most} tokens"
     return GenerationError("validation", f"Input validation error: {rule}. Given: {given}")
-
-
-def _refusal(request: TextRequest, reason: Exception) -> GenerationError:
-    # All else is checked before vLLM does.
-    what = "grammar is not valid: " if request.grammar else ""
-    return GenerationError("validation", f"Input validation error: {what}{reason_of(reason)}")
 
 
 @contextmanager
@@ -190,7 +175,10 @@ def _as_our_errors(request: TextRequest) -> Iterator[None]:
             raise
         raise GenerationError("overloaded", "Model is overloaded") from error
     except VLLMClientError as error:
-        raise _refusal(request, error) from error
+        # All else is checked before vLLM does.
+        what = "grammar is not valid: " if request.grammar else ""
+        message = f"Input validation error: {what}{reason_of(error)}"
+        raise GenerationError("validation", message) from error
     except Exception as error:
         logger.exception("A text was not generated")
         message = f"Request failed during generation: {reason_of(error)}"

@@ -27,12 +27,7 @@ _CONTEXT_TOKENS = 16
 
 
 class OutputReader:
-    """Reads the outputs of one request.
-
-    Args:
-        request: what was asked for.
-        tokenizer: vLLM's.
-    """
+    """Reads the outputs of one request."""
 
     def __init__(self, request: TextRequest, tokenizer: Any) -> None:
         self._request = request

@@ -17,26 +17,24 @@ class TextRequest:
     """A text to continue, and how.
 
     Attributes:
-        inputs: the text.
-        truncate: number of its last tokens that are kept; None: all.
+        truncate: number of the text's last tokens that are kept; None: all.
         max_new_tokens: most tokens to generate; None: the rest of the context.
-        num_sequences: continuations of the same text.
         temperature: 0 is greedy.
         top_k: number of tokens kept; 0: all.
-        top_p: share of probability kept, 0 < top_p <= 1.
+        top_p: share of probability kept; 1: all.
         typical_p: share of probability kept of the most typical of these tokens; None: all.
         repetition_penalty: divides the logits of tokens that are in the text; 1: none.
         frequency_penalty: taken off a token's logit each time that it was generated; 0: none.
         seed: random seed of the first continuation, the others count up; None: the engine's.
-        stop: strings at whose end a continuation ends.
         watermark: favour half of the vocabulary, by the token before.
-        grammar: ``json`` with a JSON schema or ``regex`` with an expression; None: any text.
+        grammar: a JSON schema under ``json`` or an expression under ``regex``; None: any text.
         adapter_id: name of a LoRA adapter; empty: the model itself.
         streams: whether the outputs come step by step; otherwise once, at the end.
-        with_tokens: report each token with its text and log-probability.
-        num_top_tokens: most likely tokens to report beside it.
+        details: whether the answer tells how it came about.
+        num_top_tokens: most likely tokens to report beside each one.
         with_prompt: report the prompt's tokens; not while streaming.
-        extra_args: for the engine's logits processors and other parts of it.
+        extra_args: further arguments for the engine, as JSON has them.
+        before: what stands before each generated text in the answer.
     """
 
     inputs: str
@@ -52,13 +50,19 @@ class TextRequest:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     watermark: bool = False
-    grammar: tuple[Literal["json", "regex"], str | Mapping[str, Any]] | None = None
+    grammar: Mapping[str, Any] | None = None
     adapter_id: str = ""
     streams: bool = False
-    with_tokens: bool = False
+    details: bool = False
     num_top_tokens: int = 0
     with_prompt: bool = False
     extra_args: Mapping[str, Any] = field(default_factory=dict)
+    before: str = ""
+
+    @property
+    def with_tokens(self) -> bool:
+        """Whether each token is reported with its text and log-probability."""
+        return self.details or self.streams
 
 
 class PromptToken(msgspec.Struct, frozen=True):
@@ -70,19 +74,14 @@ class PromptToken(msgspec.Struct, frozen=True):
 
 
 class Token(msgspec.Struct, frozen=True):
-    """A generated token.
-
-    Attributes:
-        id: in the vocabulary.
-        text: what it adds to the text. A character of several tokens is the last one's.
-        logprob: natural logarithm of its probability.
-        special: whether it is left out of the whole text.
-    """
+    """A generated token."""
 
     id: int
     text: str
+    """What it adds to the text. A character of several tokens is the last one's."""
     logprob: float
     special: bool
+    """Whether it is left out of the whole text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +91,7 @@ class Continuation:
     Attributes:
         text: without special tokens, with the stop string.
         num_tokens: the end token included.
-        tokens: one for each, if asked for.
+        tokens: each of them, if asked for.
         top_tokens: the most likely ones at each position, if asked for.
         mean_logprob: of its tokens, where there are several continuations.
         finish_reason: None: it goes on.
@@ -113,9 +112,8 @@ class Output:
     """What one or several steps have brought.
 
     Attributes:
-        num_prompt_tokens: of the prompt, as it was used.
-        prompt_tokens: each of them, if asked for.
         continuations: one while streaming, otherwise all of the request's.
+        prompt_tokens: of the prompt as it was used, if asked for.
     """
 
     num_prompt_tokens: int
@@ -125,16 +123,12 @@ class Output:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What the engine takes.
-
-    Attributes:
-        max_total_tokens: of a prompt and its continuation.
-        max_concurrent_requests: decoded and waiting.
-        num_tokenizers: threads that tokenize.
-    """
+    """What the engine takes."""
 
     max_total_tokens: int
+    """Of a prompt and its continuation."""
     max_concurrent_requests: int
+    """Decoded and waiting."""
     num_tokenizers: int = 1
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
+from pydantic import ValidationError
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request, empty_receive
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -17,6 +20,7 @@ from specserve.engine.prediction import CURRENT_PREDICTION, Prediction, Predicto
 from specserve.engine.tenants import CURRENT_CONTROLS
 from specserve.serve.generation.answers import error_response
 from specserve.serve.generation.routes import is_generation
+from specserve.serve.generation.schema import Grammar
 from specserve.serve.memory import is_memory
 from specserve.serve.middleware import openai_error
 from specserve.serve.prediction import (
@@ -25,7 +29,6 @@ from specserve.serve.prediction import (
     openai_texts,
     read_prediction,
 )
-from specserve.serve.response_format import for_vllm
 from specserve.sources.controls import (
     BEAM_KEY,
     PREDICTION_KEY,
@@ -35,10 +38,8 @@ from specserve.sources.controls import (
     samples_beams,
 )
 
-_KEYS = (b'"vllm_xargs"', b'"extra_args"', b'"prediction"', b'"use_beam_search"', b"\\u00")
-"""A body without any of them holds nothing of ours. JSON may write a key's letters as escapes."""
-_UTF_8 = ("utf-8", "utf-8-sig")
 _FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
+_FORMATS = 'json_schema as OpenAI has it, or "type" json_object or regex with a "value"'
 
 
 class ControlsMiddleware:
@@ -46,8 +47,7 @@ class ControlsMiddleware:
     others'. Puts response formats into vLLM's words.
 
     vLLM hands ``vllm_xargs`` to the worker unread, where it would be too late for an error; some of
-    its handlers leave them out. Bodies without that key or a response format of others, nearly
-    all, are passed on without being parsed.
+    its handlers leave them out.
 
     Args:
         app: the application behind.
@@ -67,42 +67,42 @@ class ControlsMiddleware:
         if scope["type"] != "http" or scope["method"] != "POST" or is_memory(scope):
             await self._app(scope, receive, send)
             return
-        sent, messages = await _read(receive)
-        controls: dict[str, object] = {}
         try:
-            body = sent if is_generation(scope) else for_vllm(sent)
-            if body is not sent:
-                messages = [{"type": "http.request", "body": body}]
-                scope = {**scope, "headers": _with_length(scope["headers"], len(body))}
-            prediction = await self._read(scope, body, messages, controls)
+            body = await Request(scope, receive).body()
+        except ClientDisconnect:  # nobody waits for an answer
+            return
+        given = await _request(scope, body)
+        try:
+            request = _in_vllms_words(given)
+            controls, prediction = await self._read(request)
         except RequestError as error:
             await _refusal(scope, error)(scope, receive, send)
             return
+        if request is not given:
+            body = json.dumps(request).encode()
+            headers = MutableHeaders(raw=list(scope["headers"]))
+            headers["content-length"] = str(len(body))
+            scope = {**scope, "headers": headers.raw}
         if prediction is not None:
-            controls[PREDICTION_KEY] = prediction.token_ids.tobytes()
             send = CountedAnswer(send, prediction).send
         tokens = CURRENT_CONTROLS.set(controls), CURRENT_PREDICTION.set(prediction)
         try:
-            await self._app(scope, _replay(messages, receive), send)
+            await self._app(scope, _with_body(body, receive), send)
         finally:
             CURRENT_CONTROLS.reset(tokens[0])
             CURRENT_PREDICTION.reset(tokens[1])
 
     async def _read(
-        self, scope: Scope, body: bytes, messages: list[Message], controls: dict[str, object]
-    ) -> Prediction | None:
-        """Checks a request, and adds to ``controls`` what it wishes; returns what it predicts."""
-        texts: dict[str, str] = {}
-        request: dict[str, Any] = {}
-        async for field, arguments in _arguments(scope, body, messages):
-            if is_generation(scope) and field != "vllm_xargs":
-                if not field:  # that API ignores what it does not know
-                    request = {"parameters": arguments.get("parameters")}
-                continue
-            if not field:
-                request = arguments
-                texts |= openai_texts(request)
-                continue
+        self, request: Mapping[str, Any]
+    ) -> tuple[dict[str, object], Prediction | None]:
+        """What a request asks for, for the engine, and what it predicts.
+
+        Raises:
+            RequestError: it asks for what is not allowed.
+        """
+        controls: dict[str, object] = {}
+        texts = openai_texts(request)
+        for field, arguments in _arguments(request):
             self._check(field, arguments)
             controls |= own_fields(arguments)
             texts |= argument_texts(field, arguments)
@@ -110,7 +110,10 @@ class ControlsMiddleware:
                 raise RequestError(f"{field}.{BEAM_KEY}", 1, "0 without use_beam_search")
         if request.get("use_beam_search") and request.get("stream"):
             raise RequestError("stream", True, "false beside use_beam_search")
-        return await read_prediction(texts, request, self._predictor)
+        prediction = await read_prediction(texts, request, self._predictor)
+        if prediction is not None:
+            controls[PREDICTION_KEY] = prediction.token_ids.tobytes()
+        return controls, prediction
 
     def _check(self, field: str, arguments: Mapping[str, Any]) -> None:
         try:
@@ -129,75 +132,75 @@ def _refusal(scope: Scope, error: RequestError) -> Response:
     return openai_error(str(error), "BadRequestError", error.field, 400)
 
 
-async def _arguments(
-    scope: Scope, body: bytes, messages: list[Message]
-) -> AsyncIterator[tuple[str, dict[str, Any]]]:
-    """The arguments that vLLM would hand to the worker, each with its field's name, and the request
-    itself without a name.
+async def _request(scope: Scope, body: bytes) -> dict[str, Any]:
+    """A request's body, as far as it is read here.
 
-    A body that cannot be read has none: vLLM answers it in its own words.
+    A body that cannot be read is empty: vLLM answers it in its own words.
     """
-    content_type = Request(scope).headers.get("content-type", "")
+    content_type = Headers(scope=scope).get("content-type", "")
     if content_type.partition(";")[0].strip().lower() in _FORMS:  # as of the speech routes
-        texts = [text async for text in _form_fields(scope, messages)]
-        found = [("vllm_xargs", _parsed(text)) for text in texts]
-    elif json.detect_encoding(body) not in _UTF_8 or any(key in body for key in _KEYS):
-        found = list(_in_request(_parsed(body)))
-    else:
-        return
-    for field, arguments in found:
-        if isinstance(arguments, dict):
-            yield field, arguments
+        return {"vllm_xargs": await _form_arguments(scope, body)}
+    request = _parsed(body)
+    if is_generation(scope):  # which ignores what it does not know
+        return {key: request.get(key) for key in ("parameters", "vllm_xargs")}
+    return request
 
 
-def _in_request(request: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(request, dict):
-        yield "", request
-        yield "vllm_xargs", request.get("vllm_xargs")
-        sampling = request.get("sampling_params")  # of the route that takes tokens
-        if isinstance(sampling, dict):
-            yield "sampling_params.extra_args", sampling.get("extra_args")
+def _in_vllms_words(request: dict[str, Any]) -> dict[str, Any]:
+    """A request, with a response format of Text Generation Inference as ``structured_outputs``.
 
+    Hugging Face's client sends those formats for OpenAI's: ``{"type": "json_object", "value":
+    SCHEMA}``. vLLM ignores them or cannot read them. Requests without one are left as they are.
 
-def _parsed(text: bytes | str) -> Any:
+    Raises:
+        RequestError: the format has a value that is none of its type.
+    """
+    given = request.get("response_format")
+    if not isinstance(given, dict) or given.get("value") is None or given.get("json_schema"):
+        return request
     try:
-        return json.loads(text)
+        structured = Grammar.model_validate(given).constraint()
+    except (ValidationError, GenerationError):
+        raise RequestError("response_format", given, _FORMATS) from None
+    if request.get("structured_outputs"):
+        raise RequestError("response_format", given, "only without structured_outputs")
+    others = {key: each for key, each in request.items() if key != "response_format"}
+    return others | {"structured_outputs": structured}
+
+
+def _arguments(request: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The arguments that vLLM would hand to the worker, each with its field's name."""
+    if isinstance(arguments := request.get("vllm_xargs"), dict):
+        yield "vllm_xargs", arguments
+    sampling = request.get("sampling_params")  # of the route that takes tokens
+    if isinstance(sampling, dict) and isinstance(arguments := sampling.get("extra_args"), dict):
+        yield "sampling_params.extra_args", arguments
+
+
+def _parsed(text: bytes | str) -> dict[str, Any]:
+    try:
+        parsed = json.loads(text)
     except (ValueError, RecursionError):
-        return None
+        return {}
+    return parsed if isinstance(parsed, dict) else {}
 
 
-async def _form_fields(scope: Scope, messages: list[Message]) -> AsyncIterator[str]:
-    async def ended() -> Message:
-        return {"type": "http.disconnect"}
-
-    try:
-        async with Request(scope, _replay(messages, ended)).form() as form:
+async def _form_arguments(scope: Scope, body: bytes) -> dict[str, Any]:
+    arguments: dict[str, Any] = {}
+    # The errors of a form that cannot be read.
+    with suppress(MultiPartException, HTTPException, ValueError, LookupError):
+        async with Request(scope, _with_body(body, empty_receive)).form() as form:
             for value in form.getlist("vllm_xargs"):
                 if isinstance(value, str):
-                    yield value
-    except (MultiPartException, HTTPException, ValueError, LookupError):
-        return
+                    arguments |= _parsed(value)
+    return arguments
 
 
-def _with_length(headers: Iterable[tuple[bytes, bytes]], length: int) -> list[tuple[bytes, bytes]]:
-    others = [(name, value) for name, value in headers if name != b"content-length"]
-    return [*others, (b"content-length", str(length).encode())]
+def _with_body(body: bytes, receive: Receive) -> Receive:
+    """The body in one message, and then what else is received."""
+    messages: list[Message] = [{"type": "http.request", "body": body}]
 
+    async def receive_next() -> Message:
+        return messages.pop() if messages else await receive()
 
-async def _read(receive: Receive) -> tuple[bytes, list[Message]]:
-    messages: list[Message] = []
-    while True:
-        message = await receive()
-        messages.append(message)
-        if message["type"] != "http.request" or not message.get("more_body", False):
-            return b"".join(m.get("body", b"") for m in messages), messages
-
-
-def _replay(messages: list[Message], receive: Receive) -> Receive:
-    waiting = iter(messages)
-
-    async def replay() -> Message:
-        message = next(waiting, None)
-        return message if message is not None else await receive()
-
-    return replay
+    return receive_next

@@ -35,12 +35,7 @@ _SCALING = "/scale_elastic_ep"
 
 
 class RetryAfterMiddleware:
-    """Adds ``Retry-After`` to each 503 and 429 without it: clients know when to come back.
-
-    Args:
-        app: the application behind.
-        retry_after_s: the header's value, in seconds.
-    """
+    """Adds ``Retry-After`` to each 503 and 429 without it: clients know when to come back."""
 
     def __init__(self, app: ASGIApp, retry_after_s: int) -> None:
         self._app = app
@@ -66,9 +61,6 @@ class DisconnectMiddleware:
     end. So the application gets the message first, and the cancellation later. What it sends
     meanwhile is dropped: an answer whose sending failed would leave its generator, and with it
     vLLM's request, to the garbage collector.
-
-    Args:
-        app: the application behind.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -59,7 +59,7 @@ async def read_prediction(
     token_ids = [token for each in texts.values() for token in await predictor.tokenize(each)]
     if len(token_ids) > predictor.max_tokens:
         raise _too_long(field, f"{len(token_ids)} tokens", predictor)
-    return Prediction(np.array(token_ids, np.int32), predictor.num_foretold)
+    return Prediction(np.array(token_ids, np.int32))
 
 
 def _too_long(field: str, what: str, predictor: Predictor) -> RequestError:
@@ -143,11 +143,8 @@ def _text(field: str, value: object, allowed: str) -> str:
 class CountedAnswer:
     """Passes an answer on, with the counts of its prediction in its ``usage``.
 
-    Answers without the fields of OpenAI's ``usage``, as errors, are passed on as they are.
-
-    Args:
-        send: takes the answer's ASGI messages.
-        prediction: the call's, counted by the time that the usage is sent.
+    Answers without the fields of OpenAI's ``usage``, as errors, are passed on as they are. The
+    prediction is counted by the time that the usage is sent.
     """
 
     def __init__(self, send: Send, prediction: Prediction) -> None:

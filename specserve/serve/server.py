@@ -15,7 +15,7 @@ from specserve.core.errors import SpecServeError
 from specserve.engine.vllm_version import check_vllm
 from specserve.serve import daemons
 from specserve.serve.controls import ControlsMiddleware
-from specserve.serve.generation.routes import GenerationApi
+from specserve.serve.generation.routes import generation_router
 from specserve.serve.installation import require_same
 from specserve.serve.memory import MemoryApi
 from specserve.serve.middleware import (
@@ -31,15 +31,15 @@ from specserve.serve.page import ReplicaView, SpeculationPage
 from specserve.serve.placement import reserve
 from specserve.serve.progress import Progress
 from specserve.serve.speculation import SpeculationMonitor
-from specserve.serve.tenants import ApiKey, TenantMiddleware, label_key
+from specserve.serve.tenants import ApiKeys, TenantMiddleware, label_key
 
 
 @serve.ingress()
 class ModelServer:
-    """A replica; ``keys`` are those of ``config.http.api_keys``, in their order."""
+    """A replica; ``keys`` are those of ``config.http.api_keys``."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: AppConfig, keys: tuple[ApiKey, ...]
+        self, config: AppConfig, keys: ApiKeys
     ) -> None:
         self._config = config
         self._keys = keys
@@ -87,7 +87,7 @@ class ModelServer:
         )
         texts = self._engine.text_engine(app) if self._config.http.generation_api else None
         if texts is not None:
-            app.include_router(GenerationApi(self._config, texts).router())
+            app.include_router(generation_router(self._config, texts))
         refuse_scaling(app)
         add_exception_handlers(
             app, {HTTPException: answer_http_error, RecursionError: answer_deep_nesting}

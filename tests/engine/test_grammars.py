@@ -59,7 +59,7 @@ def test_no_step_starts_the_thread(grammars: Grammars) -> None:
 def compiled(grammar: RequestGrammar | None) -> RequestGrammar:
     """The same, when its compilation has ended."""
     assert grammar is not None
-    structured = grammar._given.result(TIMEOUT_S).request.structured_output_request
+    structured = grammar._given.result(TIMEOUT_S)[0].structured_output_request
     assert structured is not None
     if isinstance(pending := structured._grammar, Future):
         pending.exception(TIMEOUT_S)
@@ -133,8 +133,8 @@ def test_nothing_is_left_of_the_grammar_of_a_request_that_is_aborted(
     given = grammar._given
     left = weakref.ref(grammar)
     del grammar
-    request = weakref.ref(given.result(TIMEOUT_S).request)
-    compiling = given.result().request.structured_output_request._grammar
+    request = weakref.ref(given.result(TIMEOUT_S)[0])
+    compiling = given.result()[0].structured_output_request._grammar
     if isinstance(compiling, Future):
         compiling.result(TIMEOUT_S)
     del given, compiling
@@ -149,7 +149,7 @@ def test_vllms_scheduler_cuts_any_sources_draft_where_the_grammar_refuses_it(
     grammar = compiled(grammars.open("a", asked(regex="(the )+end")))
     written = tokens(tokenizer, "the ")
     grammar.forced(written)
-    request = grammar._given.result().request
+    request, _ = grammar._given.result()
     scheduler: Any = SimpleNamespace(
         requests={"a": request}, structured_output_manager=grammars._manager
     )

@@ -34,6 +34,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 
 from specserve.engine import isolation
+from specserve.engine.client import ServedLLM
 from specserve.engine.isolation import (
     TenantDict,
     TenantLLM,
@@ -59,7 +60,7 @@ def as_tenant(tenant: str, call: Callable[..., T], *args: Any, **kwargs: Any) ->
 # Ids of requests
 
 
-class Client(TenantLLM):
+class IdleLLM(ServedLLM):
     """vLLM's client and its output processor, with an engine that writes nothing."""
 
     def __init__(self) -> None:
@@ -96,6 +97,10 @@ class Client(TenantLLM):
 
     def shutdown(self, timeout: float | None = None) -> None:
         pass
+
+
+class Client(TenantLLM, IdleLLM):
+    """The same, with the tenants' own ids."""
 
     async def run(self, tenant: str, request_id: str) -> str | None:
         """Generates as a tenant; returns why it ended."""

@@ -77,7 +77,7 @@ def test_tokens_are_told_one_by_one_with_the_characters_that_they_complete(
     ids = ids_of(client, TEXT)
     assert len(ids) > len(TEXT)
     client.steps = [ids[at : at + size] for at in range(0, len(ids), size)]
-    outputs = generate(client, streams=True, with_tokens=True)
+    outputs = generate(client, streams=True)
     tokens = [token for each in outputs for token in each.continuations[0].tokens]
     assert [token.id for token in tokens] == ids
     assert "".join(token.text for token in tokens) == TEXT
@@ -89,8 +89,8 @@ def test_tokens_are_told_one_by_one_with_the_characters_that_they_complete(
 def test_a_whole_answer_has_what_the_stream_has(client: ScriptedClient) -> None:
     ids = ids_of(client, TEXT)
     client.steps = [ids[:2], ids[2:]]
-    (whole,) = generate(client, with_tokens=True)
-    streamed = generate(client, with_tokens=True, streams=True)
+    (whole,) = generate(client, details=True)
+    streamed = generate(client, streams=True)
     assert whole.continuations[0].tokens == sum(
         (each.continuations[0].tokens for each in streamed), ()
     )
@@ -102,14 +102,14 @@ def test_a_text_goes_on_where_the_prompt_ends_within_a_character(client: Scripte
     ids = ids_of(client, "本")
     client.steps = [ids]
     prompt = ids_of(client, PROMPT)
-    (output,) = generate(client, with_tokens=True, inputs=PROMPT)
+    (output,) = generate(client, details=True, inputs=PROMPT)
     assert client.prompt[1:] == prompt
     assert [token.text for token in output.continuations[0].tokens][-1] == "本"
 
 
 def test_the_end_token_is_special_and_not_in_the_text(client: ScriptedClient) -> None:
     client.steps, client.ends_with = [[*ids_of(client, " a"), END]], FinishReason.STOP
-    (output,) = generate(client, with_tokens=True)
+    (output,) = generate(client, details=True)
     (continuation,) = output.continuations
     assert continuation.text == " a"
     last = continuation.tokens[-1]
@@ -123,7 +123,7 @@ def test_a_stop_string_ends_text_and_tokens_within_a_step_and_is_kept(
 ) -> None:
     ids = ids_of(client, "x = 1\ny = 2\nz = 3")
     client.steps = [ids]
-    (output,) = generate(client, stop=("y =",), with_tokens=True, streams=streams)
+    (output,) = generate(client, stop=("y =",), details=True, streams=streams)
     (continuation,) = output.continuations
     assert continuation.text == "x = 1\ny ="
     assert "".join(token.text for token in continuation.tokens) == "x = 1\ny ="
@@ -135,7 +135,7 @@ def test_the_most_likely_tokens_are_told_in_their_order_without_the_chosen_one(
     client: ScriptedClient,
 ) -> None:
     client.steps = [[400], [300]]
-    (output,) = generate(client, with_tokens=True, num_top_tokens=2)
+    (output,) = generate(client, details=True, num_top_tokens=2)
     (continuation,) = output.continuations
     assert [[token.id for token in top] for top in continuation.top_tokens] == [[300, 301]] * 2
     assert [token.logprob for token in continuation.tokens] == [-1.5, -1.0]
@@ -143,7 +143,7 @@ def test_the_most_likely_tokens_are_told_in_their_order_without_the_chosen_one(
 
 def test_the_prompts_tokens_are_told_with_their_log_probabilities(client: ScriptedClient) -> None:
     client.steps = [[400]]
-    (output,) = generate(client, with_prompt=True, with_tokens=True)
+    (output,) = generate(client, with_prompt=True, details=True)
     first, *others = output.prompt_tokens
     assert (first.id, first.text, first.logprob) == (0, "<|begin|>", None)
     assert "".join(token.text for token in others) == PROMPT
@@ -207,7 +207,7 @@ def test_sampling_parameters_are_vllms(client: ScriptedClient) -> None:
         repetition_penalty=1.03,
         frequency_penalty=-0.5,
         seed=2**64 - 1,
-        grammar=("regex", "[a-z]+"),
+        grammar={"regex": "[a-z]+"},
     )
     params = client.params
     assert (params.temperature, params.top_k, params.top_p) == (0.5, 10, 0.95)
@@ -248,9 +248,9 @@ def test_an_adapter_is_found_by_its_name(client: ScriptedClient) -> None:
 @pytest.mark.parametrize(
     ("grammar", "told"),
     [
-        (("json", '{"type": "nothing"'), "grammar is not valid: "),
-        (("json", {"type": "nothing"}), "grammar is not valid: "),
-        (("regex", "["), "grammar is not valid: "),
+        ({"json": '{"type": "nothing"'}, "grammar is not valid: "),
+        ({"json": {"type": "nothing"}}, "grammar is not valid: "),
+        ({"regex": "["}, "grammar is not valid: "),
     ],
 )
 def test_a_grammar_that_is_none_is_refused_with_the_reason(

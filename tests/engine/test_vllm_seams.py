@@ -161,9 +161,11 @@ def test_every_request_goes_to_the_engine_by_the_method_that_stamps_the_tenant()
     assert {"sampling_params", "cache_salt", "external_req_id"} <= set(fields)
 
 
-def test_every_request_is_named_and_ended_by_three_methods_of_the_client() -> None:
+def test_every_request_is_named_and_ended_by_two_methods_of_the_client() -> None:
     assert parameters(AsyncLLM.generate)[1:4] == ["prompt", "sampling_params", "request_id"]
-    assert parameters(AsyncLLM.encode)[1:4] == ["prompt", "pooling_params", "request_id"]
+    assert parameters(AsyncLLM.add_request)[1:4] == ["request_id", "prompt", "params"]
+    for method in (AsyncLLM.generate, AsyncLLM.encode):
+        assert "await self.add_request(" in source(method)
     assert parameters(AsyncLLM.abort)[1:] == ["request_id", "internal"]
 
 

@@ -273,8 +273,7 @@ def test_the_controls_of_a_form_are_noted(
     assert answer.json() == controls
 
 
-def test_a_client_that_leaves_within_a_form_is_no_error() -> None:
-    heard: list[Message] = []
+def test_a_client_that_leaves_within_its_body_is_no_error() -> None:
     messages: Iterator[Message] = iter(
         [
             {"type": "http.request", "body": b"vllm_xargs", "more_body": True},
@@ -285,14 +284,8 @@ def test_a_client_that_leaves_within_a_form_is_no_error() -> None:
     async def receive() -> Message:
         return next(messages)
 
-    async def listen(scope: Scope, receive: Receive, send: Send) -> None:
-        heard.extend([await receive(), await receive()])
+    async def fail(*_: object) -> None:
+        raise AssertionError("nobody waits for an answer")
 
-    headers = [(b"content-type", b"multipart/form-data; boundary=b")]
-    scope = {"type": "http", "method": "POST", "path": "/", "headers": headers}
-    asyncio.run(ControlsMiddleware(listen, [])(scope, receive, _nobody))
-    assert [message["type"] for message in heard] == ["http.request", "http.disconnect"]
-
-
-async def _nobody(message: Message) -> None:
-    """Takes what is sent to a client that has gone."""
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
+    asyncio.run(ControlsMiddleware(fail, [])(scope, receive, fail))

@@ -29,7 +29,7 @@ from specserve.serve.memory import (
     Turns,
 )
 from specserve.serve.middleware import RetryAfterMiddleware, answer_http_error
-from specserve.serve.tenants import ApiKey, TenantMiddleware, read_keys
+from specserve.serve.tenants import TenantMiddleware, read_keys
 from specserve.trie.namespaces import namespace
 from specserve.trie.records import ExchangeReply, ExchangeRequest, Record
 from specserve.trie.store import StoreOptions, TrieStore
@@ -123,7 +123,7 @@ def application(
     app = FastAPI(exception_handlers={HTTPException: answer_http_error})
     app.include_router(api.router())
     wrapped: ASGIApp = ControlsMiddleware(app, ["trie"])
-    known: tuple[ApiKey, ...] = read_keys(config.http.api_keys, {"A": "key-a", "B": "key-b"})
+    known = read_keys(config.http.api_keys, {"A": "key-a", "B": "key-b"})
     if known:
         wrapped = TenantMiddleware(wrapped, known)
     return RetryAfterMiddleware(wrapped, 7)

@@ -7,18 +7,10 @@ from contextlib import aclosing
 from typing import Any
 
 import msgspec
-from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
 from specserve.core.errors import GenerationError, GenerationErrorKind
-from specserve.engine.text_request import (
-    Continuation,
-    FinishReason,
-    Output,
-    PromptToken,
-    Token,
-)
-from specserve.serve.generation.schema import Generation
+from specserve.engine.text_request import Continuation, Output, TextRequest
 
 STATUSES: Mapping[GenerationErrorKind, int] = {
     "validation": 422,
@@ -27,107 +19,43 @@ STATUSES: Mapping[GenerationErrorKind, int] = {
     "incomplete_generation": 500,
 }
 
-TopTokens = tuple[tuple[Token, ...], ...]
-Speculation = Mapping[str, Any] | UnsetType
-"""What it did, where that is asked for."""
-
-
-class Sequence(msgspec.Struct, frozen=True, kw_only=True):
-    """One of several continuations, and how it came about."""
-
-    generated_text: str
-    finish_reason: FinishReason
-    generated_tokens: int
-    seed: int | None
-    prefill: tuple[PromptToken, ...]
-    tokens: tuple[Token, ...]
-    top_tokens: TopTokens | UnsetType = UNSET
-    speculative_decoding: Speculation = UNSET
-
-
-class Details(msgspec.Struct, frozen=True, kw_only=True):
-    """How a text came about; the best of several."""
-
-    finish_reason: FinishReason
-    generated_tokens: int
-    prompt_tokens: int
-    seed: int | None
-    prefill: tuple[PromptToken, ...]
-    tokens: tuple[Token, ...]
-    top_tokens: TopTokens | UnsetType = UNSET
-    speculative_decoding: Speculation = UNSET
-    best_of_sequences: tuple[Sequence, ...] | UnsetType = UNSET
-
-
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole answer."""
-
-    generated_text: str
-    details: Details | UnsetType = UNSET
-
-
-class StreamDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """How a streamed text came about."""
-
-    finish_reason: FinishReason
-    generated_tokens: int
-    seed: int | None
-    input_length: int
-    speculative_decoding: Speculation = UNSET
-
-
-class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """One token of a stream; the last has the whole text."""
-
-    index: int
-    token: Token
-    top_tokens: tuple[Token, ...] | UnsetType = UNSET
-    generated_text: str | None = None
-    details: StreamDetails | None = None
-
-
 _encode = msgspec.json.Encoder().encode
 
 
 def error_response(error: GenerationError) -> Response:
     """An error instead of an answer."""
-    return Response(_error(error), STATUSES[error.kind], media_type="application/json")
+    content = _encode(_error(error))
+    return Response(content, STATUSES[error.kind], media_type="application/json")
 
 
-def _error(error: GenerationError) -> bytes:
-    return _encode({"error": str(error), "error_type": error.kind})
+def _error(error: GenerationError) -> dict[str, str]:
+    return {"error": str(error), "error_type": error.kind}
 
 
-def whole_response(asked: Generation, output: Output, seconds: float, *, listed: bool) -> Response:
-    """A whole answer.
-
-    Args:
-        asked: what was asked for.
-        output: all of it.
-        seconds: that it took.
-        listed: whether the answer is a list of one.
-    """
-    best, *others = sorted(
+def whole_response(asked: TextRequest, output: Output, seconds: float, *, listed: bool) -> Response:
+    """A whole answer, which took so many seconds; ``listed``: as a list of one."""
+    (index, best), *others = sorted(
         enumerate(output.continuations), key=lambda each: each[1].mean_logprob, reverse=True
     )
-    index, continuation = best
-    answer = Answer(generated_text=asked.before + continuation.text)
+    answer: dict[str, Any] = {"generated_text": asked.before + best.text}
     if asked.details:
-        details = Details(
-            finish_reason=_finished(continuation),
-            generated_tokens=continuation.num_tokens,
-            prompt_tokens=output.num_prompt_tokens,
-            seed=_seed(asked, index),
-            prefill=output.prompt_tokens,
-            tokens=continuation.tokens,
-            top_tokens=continuation.top_tokens or UNSET,
-            speculative_decoding=continuation.speculation or UNSET,
-            best_of_sequences=tuple(_sequence(asked, output, *each) for each in others) or UNSET,
-        )
-        answer = Answer(generated_text=answer.generated_text, details=details)
+        sequences = [
+            {
+                "generated_text": asked.before + other.text,
+                **_ending(asked, other_index, other, other.num_tokens),
+                **_tokens(output, other),
+            }
+            for other_index, other in others
+        ]
+        answer["details"] = {
+            **_ending(asked, index, best, best.num_tokens),
+            "prompt_tokens": output.num_prompt_tokens,
+            **_tokens(output, best),
+            **_if_any(best_of_sequences=sequences),
+        }
     headers = {
         "x-prompt-tokens": str(output.num_prompt_tokens),
-        "x-generated-tokens": str(continuation.num_tokens),
+        "x-generated-tokens": str(best.num_tokens),
         "x-total-time": str(round(seconds * 1000)),
     }
     content = _encode([answer] if listed else answer)
@@ -135,18 +63,20 @@ def whole_response(asked: Generation, output: Output, seconds: float, *, listed:
 
 
 async def events(
-    asked: Generation, outputs: AsyncGenerator[Output, None]
+    asked: TextRequest, first: Output, outputs: AsyncGenerator[Output, None]
 ) -> AsyncGenerator[bytes, None]:
     """An answer's events: one for each token, also where a step brought several.
 
-    An error on the way is the last event. Closes ``outputs``.
+    An error on the way is the last event. Closes ``outputs``, of which the first is taken already.
     """
     async with aclosing(outputs):
         try:
             stream = _Stream(asked)
-            async for output in outputs:
+            output: Output | None = first
+            while output is not None:
                 if told := stream.take(output):
                     yield told
+                output = await anext(outputs, None)
             if not stream.is_whole:
                 message = "Incomplete generation stream"
                 raise GenerationError("incomplete_generation", message)
@@ -155,13 +85,9 @@ async def events(
 
 
 class _Stream:
-    """A text as it is streamed.
+    """A text as it is streamed."""
 
-    Args:
-        asked: what was asked for.
-    """
-
-    def __init__(self, asked: Generation) -> None:
+    def __init__(self, asked: TextRequest) -> None:
         self._asked = asked
         self._num_tokens = 0
         self._text = asked.before
@@ -174,50 +100,51 @@ class _Stream:
         told = []
         for number, token in enumerate(new.tokens):
             self._num_tokens += 1
-            is_last = new.finish_reason is not None and number + 1 == len(new.tokens)
+            self.is_whole = new.finish_reason is not None and number + 1 == len(new.tokens)
             details = None
-            if is_last and self._asked.details:
-                details = StreamDetails(
-                    finish_reason=_finished(new),
-                    generated_tokens=self._num_tokens,
-                    seed=_seed(self._asked, 0),
-                    input_length=output.num_prompt_tokens,
-                    speculative_decoding=new.speculation or UNSET,
-                )
-            event = Event(
-                index=self._num_tokens,
-                token=token,
-                top_tokens=new.top_tokens[number] if new.top_tokens else UNSET,
-                generated_text=self._text if is_last else None,
-                details=details,
-            )
-            told.append(_as_event(_encode(event)))
-            self.is_whole = is_last
+            if self.is_whole and self._asked.details:
+                details = {
+                    **_ending(self._asked, 0, new, self._num_tokens),
+                    "input_length": output.num_prompt_tokens,
+                    **_if_any(speculative_decoding=new.speculation),
+                }
+            event = {
+                "index": self._num_tokens,
+                "token": token,
+                **_if_any(top_tokens=new.top_tokens and new.top_tokens[number]),
+                "generated_text": self._text if self.is_whole else None,
+                "details": details,
+            }
+            told.append(_as_event(event))
         return b"".join(told)
 
 
-def _as_event(content: bytes) -> bytes:
-    return b"data: " + content + b"\n\n"
+def _as_event(content: Mapping[str, Any]) -> bytes:
+    return b"data: " + _encode(content) + b"\n\n"
 
 
-def _sequence(asked: Generation, output: Output, index: int, other: Continuation) -> Sequence:
-    return Sequence(
-        generated_text=asked.before + other.text,
-        finish_reason=_finished(other),
-        generated_tokens=other.num_tokens,
-        seed=_seed(asked, index),
-        prefill=output.prompt_tokens,
-        tokens=other.tokens,
-        top_tokens=other.top_tokens or UNSET,
-        speculative_decoding=other.speculation or UNSET,
-    )
+def _ending(
+    asked: TextRequest, index: int, continuation: Continuation, num_tokens: int
+) -> dict[str, Any]:
+    """Why and when a continuation has ended, and its seed: each has its own."""
+    return {
+        "finish_reason": continuation.finish_reason,
+        "generated_tokens": num_tokens,
+        "seed": None if asked.seed is None else asked.seed + index,
+    }
 
 
-def _seed(asked: Generation, index: int) -> int | None:
-    """The seed of one continuation: each has its own."""
-    return None if asked.request.seed is None else asked.request.seed + index
+def _tokens(output: Output, continuation: Continuation) -> dict[str, Any]:
+    """The tokens of a continuation, and how it came by them."""
+    return {
+        "prefill": output.prompt_tokens,
+        "tokens": continuation.tokens,
+        **_if_any(
+            top_tokens=continuation.top_tokens, speculative_decoding=continuation.speculation
+        ),
+    }
 
 
-def _finished(continuation: Continuation) -> FinishReason:
-    assert continuation.finish_reason is not None, "the engine has ended it"
-    return continuation.finish_reason
+def _if_any(**fields: Any) -> dict[str, Any]:
+    """Those of these fields that have something to tell."""
+    return {name: value for name, value in fields.items() if value}

@@ -24,8 +24,8 @@ from specserve.serve.generation.schema import (
     MAX_BEST_OF,
     MAX_STOP_SEQUENCES,
     GenerateBody,
-    generation,
     refusal,
+    text_request,
 )
 from specserve.serve.paths import path_of
 
@@ -67,73 +67,33 @@ class _Route(APIRoute):
         return handle_in_form
 
 
-class GenerationApi:
-    """The generation API of one replica.
+def generation_router(config: AppConfig, engine: TextEngine) -> APIRouter:
+    """The routes of one replica."""
+    router = APIRouter(route_class=_Route)
 
-    Args:
-        config: the application's configuration.
-        engine: what continues texts.
-    """
+    @router.post("/generate")
+    async def generate(body: GenerateBody, request: Request) -> Response:
+        """Continues a text; token by token where the body has ``stream``."""
+        return await _answer(engine, body, request, streams=bool(body.stream))
 
-    def __init__(self, config: AppConfig, engine: TextEngine) -> None:
-        self._model = config.model
-        self._engine = engine
+    @router.post("/generate_stream")
+    async def generate_stream(body: GenerateBody, request: Request) -> Response:
+        """Continues a text, token by token."""
+        return await _answer(engine, body, request, streams=True)
 
-    def router(self) -> APIRouter:
-        """The routes."""
-        router = APIRouter(route_class=_Route)
+    @router.post("/")
+    async def compat_generate(body: GenerateBody, request: Request) -> Response:
+        """As ``/generate``, with the prompt before the text, and as a list of one."""
+        streams = bool(body.stream)
+        return await _answer(engine, body, request, streams=streams, is_root=True)
 
-        @router.post("/generate")
-        async def generate(body: GenerateBody, request: Request) -> Response:
-            """Continues a text; token by token where the body has ``stream``."""
-            return await self._answer(body, request, streams=bool(body.stream))
-
-        @router.post("/generate_stream")
-        async def generate_stream(body: GenerateBody, request: Request) -> Response:
-            """Continues a text, token by token."""
-            return await self._answer(body, request, streams=True)
-
-        @router.post("/")
-        async def compat_generate(body: GenerateBody, request: Request) -> Response:
-            """As ``/generate``, with the prompt before the text, and as a list of one."""
-            streams = bool(body.stream)
-            return await self._answer(body, request, streams=streams, full_text=True, listed=True)
-
-        @router.get("/info")
-        async def info() -> dict[str, Any]:
-            """The model and the limits of requests."""
-            return self._info()
-
-        return router
-
-    async def _answer(
-        self,
-        body: GenerateBody,
-        request: Request,
-        *,
-        streams: bool,
-        full_text: bool = False,
-        listed: bool = False,
-    ) -> Response:
-        started = time.perf_counter()
-        limit = self._engine.limits.max_total_tokens
-        asked = generation(body, limit, streams=streams, full_text=full_text)
-        outputs = self._engine.generate(asked.request, request)
-        if not streams:
-            whole = await _while_connected(request, _only(outputs))
-            return whole_response(asked, whole, time.perf_counter() - started, listed=listed)
-        # Whatever is wrong is known with the first output, when there still is a status to tell it.
-        first = await _while_connected(request, _first(outputs))
-        content = events(asked, _following(first, outputs))
-        # Or a proxy such as nginx keeps events back.
-        unbuffered = {"x-accel-buffering": "no"}
-        return StreamingResponse(content, media_type="text/event-stream", headers=unbuffered)
-
-    def _info(self) -> dict[str, Any]:
-        limits = self._engine.limits
+    @router.get("/info")
+    async def info() -> dict[str, Any]:
+        """The model and the limits of requests."""
+        limits = engine.limits
         return {
-            "model_id": self._model.name,
-            "model_sha": self._model.revision or None,
+            "model_id": config.model.name,
+            "model_sha": config.model.revision or None,
             "model_pipeline_tag": "text-generation",
             "max_concurrent_requests": limits.max_concurrent_requests,
             "max_best_of": MAX_BEST_OF,
@@ -147,6 +107,33 @@ class GenerationApi:
             "sha": None,
             "docker_label": None,
         }
+
+    return router
+
+
+async def _answer(
+    engine: TextEngine,
+    body: GenerateBody,
+    request: Request,
+    *,
+    streams: bool,
+    is_root: bool = False,
+) -> Response:
+    started = time.perf_counter()
+    limit = engine.limits.max_total_tokens
+    asked = text_request(body, limit, streams=streams, full_text=is_root)
+    outputs = engine.generate(asked, request)
+    # Whatever is wrong is known with the first output, when there still is a status to tell it.
+    first = await _while_connected(request, _first(outputs))
+    if streams:
+        return StreamingResponse(
+            events(asked, first, outputs),
+            media_type="text/event-stream",
+            headers={"x-accel-buffering": "no"},  # or a proxy such as nginx keeps events back
+        )
+    async for _ in outputs:
+        raise AssertionError("more than one output of a request that is not streamed")
+    return whole_response(asked, first, time.perf_counter() - started, listed=is_root)
 
 
 async def _while_connected(request: Request, work: Awaitable[T]) -> T:
@@ -187,27 +174,3 @@ async def _first(outputs: AsyncGenerator[Output, None]) -> Output:
     async for output in outputs:
         return output
     raise GenerationError("incomplete_generation", "Incomplete generation")
-
-
-async def _only(outputs: AsyncGenerator[Output, None]) -> Output:
-    """The output of an answer that is not streamed, once the engine has ended it.
-
-    Raises:
-        GenerationError: as :func:`_first`.
-    """
-    output = await _first(outputs)
-    async for _ in outputs:
-        raise AssertionError("more than one output of a request that is not streamed")
-    return output
-
-
-async def _following(
-    first: Output, outputs: AsyncGenerator[Output, None]
-) -> AsyncGenerator[Output, None]:
-    """``outputs`` with the first one, which was taken already; closes them."""
-    try:
-        yield first
-        async for output in outputs:
-            yield output
-    finally:
-        await outputs.aclose()

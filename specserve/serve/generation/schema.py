@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -39,8 +38,8 @@ class Grammar(_Part):
     type: Literal["json", "json_object", "json_schema", "regex"]
     value: str | dict[str, Any]
 
-    def constraint(self) -> tuple[Literal["json", "regex"], str | Mapping[str, Any]]:
-        """The kind and its value.
+    def constraint(self) -> dict[str, Any]:
+        """The same as vLLM's ``structured_outputs`` have it.
 
         Raises:
             GenerationError: the value is of the other kind.
@@ -49,10 +48,10 @@ class Grammar(_Part):
         if self.type == "json_schema" and isinstance(value, dict) and "schema" in value:
             value = value["schema"]  # which may come with its name
         if self.type != "regex":
-            return "json", value
+            return {"json": value}
         if not isinstance(value, str):
             raise GenerationError.of_field("grammar", "of type regex must be a string", value)
-        return "regex", value
+        return {"regex": value}
 
 
 class Parameters(_Part):
@@ -96,31 +95,10 @@ class GenerateBody(_Part):
     """For the engine. Controls of speculation are read before the request comes here."""
 
 
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """A request, and how it is answered.
-
-    Attributes:
-        request: for the engine.
-        before: what stands before each generated text.
-        details: whether the answer tells how it came about.
-    """
-
-    request: TextRequest
-    before: str
-    details: bool
-
-
-def generation(
+def text_request(
     body: GenerateBody, max_total_tokens: int, *, streams: bool, full_text: bool = False
-) -> Generation:
-    """What a body asks for.
-
-    Args:
-        body: whose fields are in their ranges.
-        max_total_tokens: of a prompt and its continuation.
-        streams: whether the answer comes token by token.
-        full_text: whether the text stands before the generated one unless that is asked for.
+) -> TextRequest:
+    """What a body asks for; ``full_text``: with the text itself, unless the body says otherwise.
 
     Raises:
         GenerationError: fields that do not go together, or a limit of the model.
@@ -134,31 +112,28 @@ def generation(
     seed = given.seed if given.samples else None
     if given.samples and seed is None and details:
         seed = secrets.randbits(63)  # which the details tell
-    return Generation(
-        request=TextRequest(
-            inputs=body.inputs,
-            truncate=given.truncate,
-            max_new_tokens=given.max_new_tokens,
-            num_sequences=given.best_of or 1,
-            temperature=(given.temperature or 1.0) if given.samples else 0.0,
-            top_k=given.top_k or 0,
-            top_p=given.top_p or 1.0,
-            typical_p=given.typical_p,
-            repetition_penalty=given.repetition_penalty or 1.0,
-            frequency_penalty=given.frequency_penalty or 0.0,
-            seed=seed,
-            stop=(given.stop,) if isinstance(given.stop, str) else tuple(given.stop or ()),
-            watermark=bool(given.watermark),
-            grammar=given.grammar.constraint() if given.grammar else None,
-            adapter_id=given.adapter_id or "",
-            streams=streams,
-            with_tokens=details or streams,
-            num_top_tokens=given.top_n_tokens or 0,
-            with_prompt=with_prompt,
-            extra_args=body.vllm_xargs or {},
-        ),
-        before=body.inputs if full_text else "",
+    return TextRequest(
+        inputs=body.inputs,
+        truncate=given.truncate,
+        max_new_tokens=given.max_new_tokens,
+        num_sequences=given.best_of or 1,
+        temperature=(given.temperature or 1.0) if given.samples else 0.0,
+        top_k=given.top_k or 0,
+        top_p=given.top_p or 1.0,
+        typical_p=given.typical_p,
+        repetition_penalty=given.repetition_penalty or 1.0,
+        frequency_penalty=given.frequency_penalty or 0.0,
+        seed=seed,
+        stop=(given.stop,) if isinstance(given.stop, str) else tuple(given.stop or ()),
+        watermark=bool(given.watermark),
+        grammar=given.grammar.constraint() if given.grammar else None,
+        adapter_id=given.adapter_id or "",
+        streams=streams,
         details=details,
+        num_top_tokens=given.top_n_tokens or 0,
+        with_prompt=with_prompt,
+        extra_args=body.vllm_xargs or {},
+        before=body.inputs if full_text else "",
     )
 
 
@@ -200,10 +175,16 @@ RULES = {
     "grammar": 'must have the "type" json, json_schema or regex, and a "value"',
     "adapter_id": "must be a string",
     **dict.fromkeys(
-        ("do_sample", "details", "decoder_input_details", "return_full_text", "watermark"),
+        (
+            "do_sample",
+            "details",
+            "decoder_input_details",
+            "return_full_text",
+            "watermark",
+            "stream",
+        ),
         "must be a boolean",
     ),
-    "stream": "must be a boolean",
 }
 """What each field has to be, in upstream's sentences where it has one."""
 

@@ -18,7 +18,7 @@ from specserve.engine.text_request import (
     TextRequest,
     Token,
 )
-from specserve.serve.generation.routes import GenerationApi
+from specserve.serve.generation.routes import generation_router
 
 MAX_TOTAL_TOKENS = 100
 
@@ -55,7 +55,7 @@ class ScriptedEngine:
         """The generation API in front of it."""
         config = parse({"model": {"path": "m", "served_name": "demo", "revision": "r1"}})
         app = FastAPI()
-        app.include_router(GenerationApi(config, self).router())
+        app.include_router(generation_router(config, self))
         return app
 
 

@@ -10,30 +10,29 @@ from specserve.engine.text_request import TextRequest
 from specserve.serve.generation.schema import (
     RULES,
     GenerateBody,
-    Generation,
     Parameters,
-    generation,
     refusal,
+    text_request,
 )
 
 MOST = 100
 
 
-def asked(parameters: dict[str, Any] | None, **options: Any) -> Generation:
+def asked(parameters: dict[str, Any] | None, **options: Any) -> TextRequest:
     body = GenerateBody.model_validate({"inputs": "a b", "parameters": parameters})
-    return generation(body, MOST, **{"streams": False, **options})
+    return text_request(body, MOST, **{"streams": False, **options})
 
 
 def test_what_is_for_the_engine_is_handed_on() -> None:
     body = GenerateBody.model_validate({"inputs": "a", "vllm_xargs": {"a_processor": 1}})
-    assert generation(body, MOST, streams=False).request.extra_args == {"a_processor": 1}
-    assert asked(None).request.extra_args == {}
+    assert text_request(body, MOST, streams=False).extra_args == {"a_processor": 1}
+    assert asked(None).extra_args == {}
 
 
 def refused(body: dict[str, Any], *, streams: bool = False) -> str:
     """What is said of a body that is not allowed."""
     try:
-        generation(GenerateBody.model_validate(body), MOST, streams=streams)
+        text_request(GenerateBody.model_validate(body), MOST, streams=streams)
     except ValidationError as error:
         return str(refusal(error.errors()))
     except GenerationError as error:
@@ -116,7 +115,7 @@ def test_parameters_that_do_not_go_together_are_refused(
 def test_the_limits_themselves_are_taken() -> None:
     stop = ["a", "b", "c", "d"]
     parameters = {"temperature": 2.0, "frequency_penalty": -2.0, "stop": stop, "truncate": MOST - 1}
-    request = asked(parameters | {"seed": 0, "do_sample": True, "top_n_tokens": 5}).request
+    request = asked(parameters | {"seed": 0, "do_sample": True, "top_n_tokens": 5})
     assert (request.temperature, request.frequency_penalty, request.seed) == (2.0, -2.0, 0)
     assert (request.stop, request.truncate, request.num_top_tokens) == (tuple(stop), MOST - 1, 5)
 
@@ -129,7 +128,7 @@ def test_every_field_has_a_rule() -> None:
 def test_unknown_keys_are_ignored_and_null_is_absent() -> None:
     nothing = dict.fromkeys(Parameters.model_fields) | {"ignore_eos_token": True}
     assert asked(nothing) == asked({})
-    assert asked({}).request == TextRequest(inputs="a b")
+    assert asked({}) == TextRequest(inputs="a b")
 
 
 @pytest.mark.parametrize(
@@ -151,26 +150,26 @@ def test_unknown_keys_are_ignored_and_null_is_absent() -> None:
 def test_decoding_is_greedy_exactly_where_nothing_asks_for_sampling(
     parameters: dict[str, Any] | None, temperature: float
 ) -> None:
-    assert asked(parameters).request.temperature == temperature
+    assert asked(parameters).temperature == temperature
 
 
 def test_a_seed_is_drawn_where_the_details_can_tell_it() -> None:
     sampled = {"do_sample": True}
-    assert asked(sampled).request.seed is None
-    drawn = [asked(sampled | {"details": True}).request.seed for _ in range(2)]
+    assert asked(sampled).seed is None
+    drawn = [asked(sampled | {"details": True}).seed for _ in range(2)]
     assert None not in drawn
     assert drawn[0] != drawn[1]
-    assert asked(sampled | {"seed": 2**64 - 1}).request.seed == 2**64 - 1
-    assert asked({"seed": 3, "details": True}).request.seed is None
+    assert asked(sampled | {"seed": 2**64 - 1}).seed == 2**64 - 1
+    assert asked({"seed": 3, "details": True}).seed is None
 
 
 def test_tokens_are_reported_in_details_and_in_streams() -> None:
-    assert not asked({}).request.with_tokens
-    assert asked({}, streams=True).request.with_tokens
-    assert asked({"details": True}).request.with_tokens
+    assert not asked({}).with_tokens
+    assert asked({}, streams=True).with_tokens
+    assert asked({"details": True}).with_tokens
     with_prompt = asked({"decoder_input_details": True})
     assert with_prompt.details
-    assert with_prompt.request.with_prompt
+    assert with_prompt.with_prompt
 
 
 @pytest.mark.parametrize(
@@ -186,18 +185,18 @@ def test_the_prompt_comes_first_where_the_full_text_is_asked_for(
 @pytest.mark.parametrize(
     ("grammar", "constraint"),
     [
-        ({"type": "json", "value": {"type": "object"}}, ("json", {"type": "object"})),
-        ({"type": "json", "value": '{"type": "object"}'}, ("json", '{"type": "object"}')),
-        ({"type": "json_schema", "value": {"name": "n", "schema": {}}}, ("json", {})),
-        ({"type": "regex", "value": "[ab]+"}, ("regex", "[ab]+")),
+        ({"type": "json", "value": {"type": "object"}}, {"json": {"type": "object"}}),
+        ({"type": "json", "value": '{"type": "object"}'}, {"json": '{"type": "object"}'}),
+        ({"type": "json_schema", "value": {"name": "n", "schema": {}}}, {"json": {}}),
+        ({"type": "regex", "value": "[ab]+"}, {"regex": "[ab]+"}),
     ],
 )
 def test_a_grammar_is_a_json_schema_or_an_expression(
-    grammar: dict[str, Any], constraint: tuple[str, Any]
+    grammar: dict[str, Any], constraint: dict[str, Any]
 ) -> None:
-    assert asked({"grammar": grammar}).request.grammar == constraint
+    assert asked({"grammar": grammar}).grammar == constraint
 
 
 def test_stop_may_be_one_string_or_several() -> None:
-    assert asked({"stop": "\n"}).request.stop == ("\n",)
-    assert asked({"stop": ["a", "b"]}).request.stop == ("a", "b")
+    assert asked({"stop": "\n"}).stop == ("\n",)
+    assert asked({"stop": ["a", "b"]}).stop == ("a", "b")

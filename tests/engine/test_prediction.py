@@ -9,11 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllm.sampling_params import RequestOutputKind
 
-from specserve.engine.predicted import counted
-from specserve.engine.prediction import Prediction
-from specserve.sources.prediction import num_foretold
+from specserve.engine.prediction import Prediction, counted
 
 TEXT = list(range(10, 20))
 
@@ -25,7 +22,7 @@ def output(*answers: Sequence[int]) -> Any:
 
 
 async def taken(
-    prediction: Prediction, outputs: list[Any], kind: RequestOutputKind, number: int = 99
+    prediction: Prediction, outputs: list[Any], is_cumulative: bool, number: int = 99
 ) -> bool:
     """Takes so many outputs and leaves; whether what makes them was ended then."""
     is_ended = False
@@ -38,7 +35,7 @@ async def taken(
         finally:
             is_ended = True
 
-    answers = counted(generate(), prediction, kind)
+    answers = counted(generate(), prediction, is_cumulative=is_cumulative)
     for _ in range(number):
         if await anext(answers, None) is None:
             break
@@ -47,24 +44,24 @@ async def taken(
 
 
 @pytest.mark.parametrize(
-    ("kind", "outputs", "accepted", "rejected"),
+    ("is_cumulative", "outputs", "accepted", "rejected"),
     [
-        (RequestOutputKind.FINAL_ONLY, [output(TEXT)], 10, 0),
-        (RequestOutputKind.DELTA, [output(TEXT[:4]), output(TEXT[4:8])], 8, 2),
-        (RequestOutputKind.CUMULATIVE, [output(TEXT[:4]), output(TEXT[:8])], 8, 2),
-        (RequestOutputKind.FINAL_ONLY, [output(TEXT, [1, 2])], 10, 10),
-        (RequestOutputKind.DELTA, [output(TEXT[:1], [1]), output(TEXT[1:3], [2])], 3, 17),
+        (False, [output(TEXT)], 10, 0),
+        (False, [output(TEXT[:4]), output(TEXT[4:8])], 8, 2),
+        (True, [output(TEXT[:4]), output(TEXT[:8])], 8, 2),
+        (False, [output(TEXT, [1, 2])], 10, 10),
+        (False, [output(TEXT[:1], [1]), output(TEXT[1:3], [2])], 3, 17),
     ],
 )
 def test_the_tokens_of_all_answers_are_counted(
-    kind: RequestOutputKind, outputs: list[Any], accepted: int, rejected: int
+    is_cumulative: bool, outputs: list[Any], accepted: int, rejected: int
 ) -> None:
-    prediction = Prediction(np.array(TEXT, np.int32), num_foretold)
-    assert asyncio.run(taken(prediction, outputs, kind))
+    prediction = Prediction(np.array(TEXT, np.int32))
+    assert asyncio.run(taken(prediction, outputs, is_cumulative))
     assert (prediction.num_accepted, prediction.num_rejected) == (accepted, rejected)
 
 
 def test_a_client_that_leaves_ends_the_request() -> None:
-    prediction = Prediction(np.array(TEXT, np.int32), num_foretold)
+    prediction = Prediction(np.array(TEXT, np.int32))
     outputs = [output(TEXT[:1]), output(TEXT[1:2])]
-    assert asyncio.run(taken(prediction, outputs, RequestOutputKind.DELTA, number=1))
+    assert asyncio.run(taken(prediction, outputs, False, number=1))
