@@ -58,11 +58,19 @@ class Situation(NamedTuple):
 class Ask:
     """When a source is asked, and for which requests. This one: in each step, for all.
 
+    Args:
+        place: index of the source in all arrays.
+        guard: of the source.
+
     Attributes:
+        member: the source.
         is_slow: whether it is not asked in each step.
     """
 
     is_slow = False
+
+    def __init__(self, place: int, guard: GuardedSource) -> None:
+        self.place, self.guard, self.member = place, guard, guard.member
 
     def num_idle_steps(self, step: int, slots: Int64Array) -> int:
         """Steps after this one, of the same requests, in which the source will have no turn."""
@@ -90,7 +98,8 @@ class LocalAsk(Ask):
     ones. Sources that are slow are asked in the same steps: those between cost nothing then.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, place: int, guard: GuardedSource) -> None:
+        super().__init__(place, guard)
         self.surplus_s = 0.0
         """What a call brings less what it takes, in seconds."""
         self._call_s = self._gain_s = 0.0
@@ -122,12 +131,14 @@ class RemoteAsk(Ask):
     more seldom the longer nothing came of it.
 
     Args:
-        source: whose turns these are.
+        place: as of :class:`Ask`.
+        guard: of a :class:`RemoteSource`.
         num_slots: requests that may be open at a time.
     """
 
-    def __init__(self, source: GuardedSource, num_slots: int) -> None:
-        self._guard = source
+    def __init__(self, place: int, guard: GuardedSource, num_slots: int) -> None:
+        super().__init__(place, guard)
+        self._source = cast(RemoteSource, guard.member.source)
         self._saved_s: Float64Array = np.zeros(num_slots)
         self._cost: LinearCost | None = None  # from the first call on
         self._plain_s = np.inf  # a plain step, by the last plan
@@ -163,8 +174,7 @@ class RemoteAsk(Ask):
         self._step, self._is_probe, self.is_slow = situation.step, False, True
         limits, costs = situation.limits, situation.costs
         self._plain_s = costs.plain
-        source = cast(RemoteSource, self._guard.source)
-        waits_s = self._guard.call(lambda: source.reading_s(situation.batch))
+        waits_s = self.guard.call(lambda: self._source.reading_s(situation.batch))
         if waits_s is None or not limits.any():
             return np.zeros_like(limits)
         slots = situation.batch.slots
@@ -246,6 +256,5 @@ class RemoteAsk(Ask):
 
     def _seen(self, slots: Int64Array) -> BoolArray:
         """bool ``[n]``, see :meth:`RemoteSource.must_see`."""
-        source = cast(RemoteSource, self._guard.source)
-        seen = self._guard.call(lambda: source.must_see(slots))
+        seen = self.guard.call(lambda: self._source.must_see(slots))
         return np.zeros(len(slots), np.bool_) if seen is None else seen

@@ -50,7 +50,7 @@ class GrammarSource:
 
     @classmethod
     def build(cls, config: GrammarConfig, context: SourceContext) -> Self:
-        """For the registry; a request brings its grammar."""
+        """A request brings its grammar."""
         return cls(config, context)
 
     def open(self, slot: int, controls: RequestControls) -> None:

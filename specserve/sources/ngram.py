@@ -93,7 +93,7 @@ class NgramSource:
 
     @classmethod
     def build(cls, config: NgramConfig, context: SourceContext) -> Self:
-        """For the registry; the request's own text is all that this source needs."""
+        """The request's own text is all that this source needs."""
         return cls(config, context.num_slots)
 
     @property

@@ -61,7 +61,7 @@ class PredictionSource:
 
     @classmethod
     def build(cls, config: PredictionConfig, context: SourceContext) -> Self:
-        """For the registry; a request brings all that this source needs."""
+        """A request brings all that this source needs."""
         return cls(config, context.num_slots)
 
     @property

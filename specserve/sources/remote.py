@@ -117,7 +117,7 @@ class DrafterClient:
 
     @classmethod
     def build(cls, config: DraftModelConfig | MtpConfig, context: SourceContext) -> Self:
-        """For the registry."""
+        """Of a replica; ended by its exits."""
         source = cls(config, context, context.find_drafter(config))
         context.exits.append(source.end)
         return source

@@ -80,7 +80,7 @@ class TrieSource:
 
     @classmethod
     def build(cls, config: TrieConfig, context: SourceContext) -> Self:
-        """For the registry: with its own memory, joined to the cluster's where it is shared."""
+        """With its own memory, joined to the cluster's where it is shared."""
         identity = context.model_identity
         tenants = ("",) if config.share_tenants else context.tenants or ("",)
         memory = TrieMemory(

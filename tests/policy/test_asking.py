@@ -17,15 +17,25 @@ from specserve.policy.asking import (
 )
 from specserve.policy.exploration import EXPLORED_SHARE, earn, spend
 from specserve.policy.planner import Costs
+from specserve.sources.base import Member
 from specserve.sources.guard import GuardedSource
 from tests.draft_batches import draft_batch
-from tests.policy.traffic import Clock, DistantSource
+from tests.policy.traffic import Clock, DistantSource, LocalSource
 
 STEP_S = 0.01
 COSTS = Costs(STEP_S, STEP_S, 1e-4)
 ONE = np.ones(1, np.int32)
 NONE = np.zeros(1, np.int32)
 SLOTS = np.array([0])
+
+
+def guarded(kind: str, source: LocalSource) -> GuardedSource:
+    member = Member(kind, source, (kind,), 8)
+    return GuardedSource(member, SpeculationMetrics(), 100, Clock(), Drafts.empty(4, 8))
+
+
+def local() -> LocalAsk:
+    return LocalAsk(0, guarded("ngram", LocalSource(lambda slot: (), Clock())))
 
 
 def rich() -> Float64Array:
@@ -67,7 +77,7 @@ def test_what_is_dearer_than_can_be_saved_is_tried_and_owed() -> None:
 
 
 def test_a_local_source_that_pays_is_asked_in_every_step() -> None:
-    ask = LocalAsk()
+    ask = local()
     for _ in range(100):
         ask.observe(ONE, ONE, 1e-4, 2e-4)
         assert not ask.is_slow
@@ -76,7 +86,7 @@ def test_a_local_source_that_pays_is_asked_in_every_step() -> None:
 
 
 def test_a_local_source_that_does_not_pay_is_tried_some_times_and_then_pauses_longer() -> None:
-    ask, idle = LocalAsk(), []
+    ask, idle = local(), []
     for _ in range(12):
         ask.observe(ONE, NONE, 1e-4, 0.0)
         idle.append(ask.num_idle_steps(0, SLOTS))
@@ -88,7 +98,7 @@ def test_a_local_source_that_does_not_pay_is_tried_some_times_and_then_pauses_lo
 
 
 def test_a_local_source_that_pays_again_is_asked_in_every_step_at_once() -> None:
-    ask = LocalAsk()
+    ask = local()
     for _ in range(100):
         ask.observe(ONE, NONE, 1e-4, 0.0)
     ask.observe(ONE, ONE, 1e-4, STEP_S)
@@ -96,7 +106,7 @@ def test_a_local_source_that_pays_again_is_asked_in_every_step_at_once() -> None
 
 
 def test_one_stalled_call_does_not_make_a_source_dear() -> None:
-    ask = LocalAsk()
+    ask = local()
     for _ in range(100):
         ask.observe(ONE, ONE, 1e-4, 2e-4)
     ask.observe(ONE, ONE, 10.0, 2e-4)
@@ -104,7 +114,7 @@ def test_one_stalled_call_does_not_make_a_source_dear() -> None:
 
 
 def test_what_is_not_dynamic_is_asked_in_every_step() -> None:
-    ask = Ask()
+    ask = Ask(0, guarded("ngram", LocalSource(lambda slot: (), Clock())))
     ask.observe(ONE, NONE, 10.0, 0.0)
     assert ask.is_due(1, SLOTS)
     assert not ask.is_slow
@@ -118,8 +128,7 @@ def source() -> DistantSource:
 
 @pytest.fixture
 def ask(source: DistantSource) -> RemoteAsk:
-    guard = GuardedSource("mtp", source, SpeculationMetrics(), 100, 1, Clock(), Drafts.empty(4, 8))
-    return RemoteAsk(guard, 4)
+    return RemoteAsk(0, guarded("mtp", source), 4)
 
 
 def situation(

@@ -17,6 +17,7 @@ from specserve.core.errors import WireError
 from specserve.core.types import Drafts
 from specserve.drafters.server import DrafterServer
 from specserve.sources import remote
+from specserve.sources.base import Member
 from specserve.sources.guard import GuardedSource
 from specserve.sources.health_monitor import GREET_DOWN_S, TRIPS_TOLD
 from specserve.sources.remote import FEED_TOKENS, NEAR_TOKENS
@@ -327,15 +328,9 @@ def test_answers_that_do_not_fit_the_question_cost_no_more_than_drafts(
     place.address = babbler.address
     made = replica(stack, place, timeout_s=0.5 if num_timeouts else WAIT_S)
     made.until_up()
-    guarded = GuardedSource(
-        "draft_model",
-        made.source,
-        made.metrics,
-        VOCAB_SIZE,
-        1,
-        time.monotonic,
-        Drafts.empty(16, 8),
-    )
+    member = Member("draft_model", made.source, ("draft_model",), 8)
+    offers = Drafts.empty(16, 8)
+    guarded = GuardedSource(member, made.metrics, VOCAB_SIZE, time.monotonic, offers)
     for number, length in enumerate((20, 21, 25), start=1):
         made.grow(f"text {number}", length)
         made.until_up()
