@@ -126,16 +126,6 @@ class Acceptance:
         self.state.of_request[slot] = _RATIO_PRIOR
         self.state.lengths[:, slot] = 0
 
-    def unseen_survival(self, source: int, slots: Int64Array, survival: Float64Array) -> None:
-        """Survival of drafts that are not there yet, of which only the position is known.
-
-        Args:
-            source: its index.
-            slots: int64 ``[n]``.
-            survival: float64 ``[>= n, k]``, written; see :func:`survival_of`.
-        """
-        _unseen_survival(self.state, source, slots, survival)
-
     def _add_tenants(self, count: int) -> None:
         state = self.state
         fills = {"counts": 0.0, "overall": 0.0, "ratios": _RATIO_PRIOR, "rates": 0.0}
@@ -271,7 +261,15 @@ def learn(a, slots, token_ids, num_tokens, num_new):  # type: ignore[no-untyped-
 
 
 @lean_kernel
-def _unseen_survival(a, source, slots, survival):  # type: ignore[no-untyped-def]
+def unseen_survival(a, source, slots, survival):  # type: ignore[no-untyped-def]
+    """Survival of drafts that are not there yet, of which only the position is known.
+
+    Args:
+        a: the state.
+        source: its index.
+        slots: int64 ``[n]``.
+        survival: float64 ``[>= n, k]``, written; see :func:`survival_of`.
+    """
     for row in range(slots.shape[0]):
         slot = slots[row]
         own = a.of_request[slot, source]

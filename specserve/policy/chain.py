@@ -29,9 +29,9 @@ from specserve.core.types import (
     Int64Array,
     RequestControls,
 )
-from specserve.policy.acceptance import Acceptance
+from specserve.policy.acceptance import Acceptance, unseen_survival
 from specserve.policy.asking import MOST_PAUSE, Ask, LocalAsk, RemoteAsk, Situation
-from specserve.policy.cost import StepCost, is_calibrated
+from specserve.policy.cost import LinearCost, StepCost, is_calibrated
 from specserve.policy.exploration import spend
 from specserve.policy.planner import Costs, Plan, plan_call
 from specserve.policy.step import (
@@ -280,7 +280,7 @@ class Chain:
         costs, (num_tokens, rate, _) = foresee(
             *self._known(slots), self._acceptance.state, self._work, self._plan
         )
-        self._acceptance.unseen_survival(ask.place, slots, self._unseen)
+        unseen_survival(self._acceptance.state, ask.place, slots, self._unseen)
         values, is_drafting = self._plan.values[:size], num_tokens > 0
         return ask.limits(
             Situation(
@@ -336,11 +336,13 @@ class Chain:
         state = self._acceptance.state
         foresee(*self._known(none), state, self._work, self._plan)
         decide(*self._known(none), False, *state, *self._work, *self._plan)
-        self._acceptance.unseen_survival(0, none, self._unseen)
+        unseen_survival(state, 0, none, self._unseen)
         some, seconds = self._plan.values[:0], Costs(1.0, 1.0, 1.0)
         plan_call(self._unseen, rows, some, seconds, seconds[:], 1.0, False, some, some, rows)
         spend(self._work.credit_s, 0.0, 1.0)
-        self.cost.warm_up()
+        is_calibrated(self.cost.lines, 1)
+        StepCost().observe(1, 0, 1.0)
+        LinearCost((1.0, 0.0, 0.0), (1.0, 1.0, 1.0), (0.0, 0.0, 0.0)).observe((1, 0, 0), 1.0)
 
 
 def build_chain(

@@ -106,12 +106,6 @@ class StepCost:
         _observe_step(self.lines, num_requests, num_draft_tokens, float(seconds))
         self.most_draft_tokens = max(self.most_draft_tokens, num_draft_tokens)
 
-    def warm_up(self) -> None:
-        """Compiles the kernels: no request waits for that."""
-        LinearCost([1.0, 0.0, 0.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0]).observe((1, 0, 0), 1.0)
-        _observe_step(self.lines.copy(), 1, 0, 1.0)
-        is_calibrated(self.lines, 1)
-
 
 @inner
 def size_of(num_requests):  # type: ignore[no-untyped-def]

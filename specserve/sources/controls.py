@@ -50,8 +50,7 @@ def parse_controls(
     """
     if not extra_args:
         return DEFAULT_CONTROLS
-    if BEAM_KEY in extra_args:
-        _integer(extra_args, BEAM_KEY, 1)
+    _integer(extra_args, BEAM_KEY, 1, 0)
     if kinds is None:
         for key in _KEYS:
             if key in extra_args:
@@ -62,16 +61,13 @@ def parse_controls(
     allowed = ("auto", "off", *kinds)
     if not isinstance(speculation, str) or speculation not in allowed:
         raise RequestError("vllm_xargs.speculation", speculation, ", ".join(allowed))
-    max_draft_tokens = -1
-    if "max_draft_tokens" in extra_args:
-        max_draft_tokens = _integer(extra_args, "max_draft_tokens", MAX_DRAFT_TOKENS)
-    learn = bool(_integer(extra_args, "learn", 1)) if "learn" in extra_args else True
-    report = bool(_integer(extra_args, "report", 1)) if "report" in extra_args else False
     prediction = extra_args.get(PREDICTION_KEY)
-    if not isinstance(prediction, bytes):
-        prediction = b""
     return RequestControls(
-        speculation, max_draft_tokens, learn, prediction=prediction, report=report
+        speculation,
+        _integer(extra_args, "max_draft_tokens", MAX_DRAFT_TOKENS, -1),
+        learn=bool(_integer(extra_args, "learn", 1, 1)),
+        report=bool(_integer(extra_args, "report", 1, 0)),
+        prediction=prediction if isinstance(prediction, bytes) else b"",
     )
 
 
@@ -119,11 +115,13 @@ def with_tenant(
     return replace(controls, tenant=tenant, cache_salt=str(extra_args.get(SALT_KEY, "")))
 
 
-def _integer(extra_args: Mapping[str, object], key: str, high: int) -> int:
+def _integer(extra_args: Mapping[str, object], key: str, high: int, default: int) -> int:
     """An integer 0 .. high. ``4.0`` counts: JSON has one kind of number, and clients send both.
 
     Of 0 and 1, false and true count too.
     """
+    if key not in extra_args:
+        return default
     value = extra_args[key]
     if (isinstance(value, float) and value.is_integer()) or (high == 1 and isinstance(value, bool)):
         value = int(value)

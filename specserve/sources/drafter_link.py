@@ -14,7 +14,7 @@ from specserve.core.errors import WireError
 from specserve.core.types import Int64Array
 from specserve.sources.health_monitor import HealthMonitor, Peer
 from specserve.wire.frames import MAX_HEADER_BYTES, decode_reply, encode
-from specserve.wire.messages import DraftAnswer, DraftRequest, Refusal, Reply, TextRow
+from specserve.wire.messages import DraftAnswer, DraftRequest, Refusal, TextRow
 
 LOST_S = 1.0
 """An answer that comes so much later than its request's budget is not waited for."""
@@ -66,10 +66,11 @@ class DrafterLink:
 
     def connect(self, peer: Peer) -> bool:
         """Connects to a drafter; false: the connection there was is the one to it."""
-        if self._route == peer.route:
+        route = peer.instance, peer.connection
+        if self._route == route:
             return False
         self._hang_up()
-        self._route = peer.route
+        self._route = route
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.ROUTING_ID, self._name)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_HEADER_BYTES)
@@ -113,14 +114,15 @@ class DrafterLink:
     def replies(self, deadline: float = 0.0) -> Iterator[tuple[Sent, DraftAnswer | Refusal]]:
         """Takes replies to what was sent until a monotonic time; without one, what has come."""
         end = max(deadline, time.monotonic() + MOST_READING_S)
-        while (now := time.monotonic()) < end:
+        while self._socket is not None and (now := time.monotonic()) < end:
+            self._socket.setsockopt(zmq.RCVTIMEO, max(0, round(1000 * (deadline - now))))
             try:
-                reply = self._receive(deadline - now)
+                reply = decode_reply(self._socket.recv_multipart())
+            except zmq.Again:
+                return
             except WireError:
                 self._on_malformed()
                 continue
-            if reply is None:
-                return
             if isinstance(reply, DraftAnswer | Refusal) and (
                 sent := self.sent.pop(reply.number, None)
             ):
@@ -138,20 +140,6 @@ class DrafterLink:
         self._monitor.close()
         self._hang_up()
         self._context.term()
-
-    def _receive(self, timeout_s: float) -> Reply | None:
-        """The next reply; None: none came in time.
-
-        Raises:
-            WireError: what came is no reply.
-        """
-        if self._socket is None:
-            return None
-        self._socket.setsockopt(zmq.RCVTIMEO, max(0, round(timeout_s * 1000)))
-        try:
-            return decode_reply(self._socket.recv_multipart())
-        except zmq.Again:
-            return None
 
     def _hang_up(self) -> None:
         if self._socket is not None:

@@ -86,18 +86,13 @@ class Peer:
         endpoint: where it listens.
         instance: the process; another one has none of the texts.
         max_tokens: longest text that it drafts for.
-        connection: another number: it is to be connected to anew.
+        connection: another number: it is to be connected to anew, and what was sent may be lost.
     """
 
     endpoint: Endpoint
     instance: str
     max_tokens: int
     connection: int
-
-    @property
-    def route(self) -> tuple[str, int]:
-        """What was sent by another one may be lost."""
-        return self.instance, self.connection
 
 
 class HealthMonitor:

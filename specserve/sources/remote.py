@@ -36,7 +36,6 @@ from specserve.sources.drafter_texts import DrafterTexts
 from specserve.sources.followed_texts import FollowedTexts
 from specserve.sources.health_monitor import Find, HealthMonitor, Peer, Wanted
 from specserve.sources.pending_states import PendingStates
-from specserve.sources.text_rows import text_rows
 from specserve.trie.namespaces import namespace
 from specserve.wire.messages import (
     MAX_ROWS,
@@ -277,9 +276,7 @@ class DrafterClient:
         most = max(MAX_SENT - len(self._link.sent), 0)
         read = rows[lacks]
         none = np.zeros(len(read), np.int32)
-        sent = text_rows(
-            batch, read[:most], ends[:most], none[:most], self._texts, self._states, room
-        )
+        sent = self._texts.rows(batch, read[:most], ends[:most], none[:most], self._states, room)
         return list(zip(batch.slots[read, None], sent, strict=False)), rows[~lacks]
 
     def _ask(
@@ -302,9 +299,8 @@ class DrafterClient:
         if not (rows := rows[is_asked]).size:
             return 0, rows
         most = np.minimum(limits[rows], self._config.max_draft_len)
-        sent = text_rows(
-            batch, rows, ends[is_asked], most, self._texts, self._states, MAX_STATE_BYTES
-        )
+        ends = ends[is_asked]
+        sent = self._texts.rows(batch, rows, ends, most, self._states, MAX_STATE_BYTES)
         rows = rows[: len(sent)]
         return self._send(batch.slots[rows], sent, self._config.timeout_s), rows
 

@@ -56,7 +56,7 @@ def test_no_traffic_compiles_anything_that_a_new_chain_has_not() -> None:
 
 
 KERNELS = {
-    "_unseen_survival",
+    "unseen_survival",
     "_reset",
     "_observe_line",
     "_observe_step",
