@@ -58,11 +58,9 @@ class Situation(NamedTuple):
 class Ask:
     """When a source is asked, and for which requests. This one: in each step, for all.
 
-    Args:
+    Attributes:
         place: index of the source in all arrays.
         guard: of the source.
-
-    Attributes:
         member: the source.
         is_slow: whether it is not asked in each step.
     """
@@ -129,11 +127,6 @@ class RemoteAsk(Ask):
 
     A source that is never asked cannot be learned from. So now and then one request is probed, the
     more seldom the longer nothing came of it.
-
-    Args:
-        place: as of :class:`Ask`.
-        guard: of a :class:`RemoteSource`.
-        num_slots: requests that may be open at a time.
     """
 
     def __init__(self, place: int, guard: GuardedSource, num_slots: int) -> None:

@@ -72,8 +72,9 @@ class LinearCost:
         Several in a row that are far off in the same direction say that the cost has changed. What
         took no time that could be measured is ignored.
         """
-        first, second, third = features
-        _observe_line(self._line, (float(first), float(second), float(third)), float(seconds))
+        if seconds > 0.0:
+            first, second, third = map(float, features)
+            _update(self._line, (first, second, third), float(seconds))
 
 
 class StepCost:
@@ -203,7 +204,7 @@ def _scale(line, factor):  # type: ignore[no-untyped-def]
         line[_COVARIANCE + i] *= factor**2
 
 
-@inner
+@lean_kernel
 def _update(line, features, seconds):  # type: ignore[no-untyped-def]
     """One step of the filter, with the innovation clipped (Huber)."""
     mean, gain = line[_MEAN : _MEAN + 3], line[_GAIN : _GAIN + 3]
@@ -248,12 +249,6 @@ def _update(line, features, seconds):  # type: ignore[no-untyped-def]
             for j in range(3):
                 mean[j] -= covariance[j, i] * surplus
     line[_NUM_MEASURED] += 1.0
-
-
-@lean_kernel
-def _observe_line(line, features, seconds):  # type: ignore[no-untyped-def]
-    if seconds > 0.0:
-        _update(line, features, seconds)
 
 
 @lean_kernel

@@ -102,11 +102,9 @@ def refuse_server_keys(extra_args: Mapping[str, object]) -> None:
 def with_tenant(
     controls: RequestControls, extra_args: Mapping[str, object] | None
 ) -> RequestControls:
-    """The controls with the tenant and the salt; for the engine's side, with API keys configured.
+    """The controls with the tenant and the salt that the server handed to the engine.
 
-    Args:
-        controls: what the request asked for.
-        extra_args: the request's extra arguments as the server handed them to the engine.
+    For the engine's side, with API keys configured.
     """
     extra_args = extra_args or {}
     tenant = extra_args.get(TENANT_KEY)

@@ -81,8 +81,8 @@ class DrafterTexts:
         """What a request tells of some texts; of the first ones, where there is no more room.
 
         Args:
-            batch: n requests.
-            rows: int64 ``[r]``.
+            batch: the step's.
+            rows: int64 ``[r]``, of the batch.
             ends: int64 ``[r]``, of what is sent of each.
             limits: int32 ``[r]``, tokens to draft of each.
             states: what is kept for a drafter that continues states.
@@ -121,14 +121,10 @@ class DrafterTexts:
         self._rests_until[slots], self.has_room[slots] = math.inf, True
 
     def settle(self, slots: Int64Array, number: int) -> BoolArray:
-        """A request is not under way any more, answered or not.
-
-        Args:
-            slots: int64 ``[m]``, of its rows.
-            number: its name.
+        """A request of these texts is not under way any more, answered or not.
 
         Returns:
-            bool ``[m]``: whose text it was still under way with; others have ended since.
+            bool ``[m]``: the texts that it was still under way with; others have ended since.
         """
         is_own: BoolArray = self._request[slots] == number
         self._request[slots[is_own]], self._rests_until[slots[is_own]] = 0, 0.0

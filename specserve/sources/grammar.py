@@ -92,13 +92,7 @@ class GrammarSource:
 
 
 class _Request:
-    """One request's grammar, and the text that it forced where the request was last asked for.
-
-    Args:
-        grammar: the request's.
-        controls: the request's.
-        splits: what is known of the model's, and learned if the request may be.
-    """
+    """One request's grammar, and the text that it forced where the request was last asked for."""
 
     def __init__(self, grammar: Grammar, controls: RequestControls, splits: Splits) -> None:
         self._grammar, self._splits, self._learns = grammar, splits, controls.learn

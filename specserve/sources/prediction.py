@@ -97,12 +97,7 @@ class PredictionSource:
 
 
 def num_foretold(prediction: Int32Array, answer: Sequence[int]) -> int:
-    """How many tokens of an answer its prediction foretold, each at its place.
-
-    Args:
-        prediction: int32 ``[m]``.
-        answer: token ids.
-    """
+    """How many tokens of an answer its prediction, int32 ``[m]``, foretold, each in its place."""
     request = np.array((0, 0, *_BEGINNING), np.int64)
     text = np.array(answer, np.int32)
     return int(follow_each(prediction.astype(np.uint64), text, request))

@@ -77,11 +77,6 @@ class DrafterClient:
     A text that lacks much is read first: where states are continued, from its next step on, so that
     no step waits for the copy of a prompt's states. A text of which states are missing is drafted
     for from behind the gap.
-
-    Args:
-        config: the source's configuration.
-        context: the replica.
-        find: where the drafter is; called from a thread of its own.
     """
 
     def __init__(

@@ -58,7 +58,7 @@ def test_no_traffic_compiles_anything_that_a_new_chain_has_not() -> None:
 KERNELS = {
     "unseen_survival",
     "_reset",
-    "_observe_line",
+    "_update",
     "_observe_step",
     "is_calibrated",
     "spend",
