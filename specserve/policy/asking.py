@@ -8,7 +8,7 @@ import numpy as np
 
 from specserve.core.backoff import Backoff
 from specserve.core.types import BoolArray, DraftBatch, Float64Array, Int32Array, Int64Array
-from specserve.policy.cost import LinearCost
+from specserve.policy.cost import CallCost
 from specserve.policy.exploration import spend
 from specserve.policy.planner import Costs, plan_call
 from specserve.sources.base import RemoteSource
@@ -27,8 +27,6 @@ _MOST_TIMES = 4.0
 _MOST_TRIES = 8
 _AWAY_S = 1e-3
 _HOPE = 0.9
-_SHARES = np.array([0.1, 0.01, 0.1])
-"""Of a plain step: what a call takes, each request and each token, before one was measured."""
 
 
 class Situation(NamedTuple):
@@ -133,7 +131,7 @@ class RemoteAsk(Ask):
         super().__init__(place, guard)
         self._source = cast(RemoteSource, guard.member.source)
         self._saved_s: Float64Array = np.zeros(num_slots)
-        self._cost: LinearCost | None = None  # from the first call on
+        self._cost = CallCost()
         self._plain_s = np.inf  # a plain step, by the last plan
         self._pause = Backoff(1, MOST_PROBE_PAUSE)
         self._step = self._tries = 0
@@ -178,7 +176,7 @@ class RemoteAsk(Ask):
             limits,
             situation.values,
             costs,
-            self._call(),
+            self._cost.coefficients(costs.plain),
             situation.rate,
             situation.is_drafting,
             waits_s,
@@ -206,23 +204,7 @@ class RemoteAsk(Ask):
         if call_s <= 0 or (call_s < _AWAY_S and not is_answered):
             return  # the source is away, and knows it
         rows = answered if is_answered else asked > 0
-        features = 1.0, float(rows.sum()), float(asked[rows].max())
-        if self._cost is None:
-            self._cost = self._first_cost(features, call_s)
-        self._cost.observe(features, call_s)
-
-    def _call(self) -> tuple[float, float, float]:
-        """Seconds of a call, of each request in it, of each token of the longest draft."""
-        found = _SHARES * self._plain_s if self._cost is None else self._cost.coefficients
-        first, row, token = (max(float(each), 0.0) for each in found)
-        return first, row, token
-
-    def _first_cost(self, features: tuple[float, float, float], call_s: float) -> LinearCost:
-        """By plain steps, or by the first call itself, where steps are dearer or not known yet."""
-        coefficients = _SHARES * min(self._plain_s, call_s / float(_SHARES @ features))
-        return LinearCost(
-            coefficients.tolist(), (2 * coefficients).tolist(), (coefficients / 50).tolist()
-        )
+        self._cost.observe(int(rows.sum()), int(asked[rows].max()), call_s, self._plain_s)
 
     def _probe(
         self, situation: Situation, waits_s: Float64Array, credit_s: Float64Array
@@ -240,8 +222,8 @@ class RemoteAsk(Ask):
         if (followed := able & self._seen(situation.batch.slots)).any():
             able = followed
         row = int(np.where(able, situation.values, np.inf).argmin())
-        first, per_row, token = self._call()
-        price_s = first + per_row + token * int(limits[row])
+        call, request, token = self._cost.coefficients(situation.costs.plain)
+        price_s = call + request + token * int(limits[row])
         if spend(credit_s, price_s, situation.costs.plain):
             asked[row] = limits[row]
             self._is_probe = True

@@ -31,7 +31,7 @@ from specserve.core.types import (
 )
 from specserve.policy.acceptance import Acceptance, unseen_survival
 from specserve.policy.asking import MOST_PAUSE, Ask, LocalAsk, RemoteAsk, Situation
-from specserve.policy.cost import LinearCost, StepCost, is_calibrated
+from specserve.policy.cost import CallCost, StepCost, is_calibrated
 from specserve.policy.exploration import spend
 from specserve.policy.planner import Costs, Plan, plan_call
 from specserve.policy.step import (
@@ -44,7 +44,7 @@ from specserve.policy.step import (
     foresee,
     observe,
 )
-from specserve.sources.base import Member, SourceContext
+from specserve.sources.base import Member, RemoteSource, SourceContext
 from specserve.sources.controls import wants_drafts
 from specserve.sources.guard import GuardedSource
 
@@ -89,7 +89,7 @@ class Chain:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         # Remote sources are asked last, when it is known what the others have.
-        members = sorted(members, key=lambda each: each.is_remote)
+        members = sorted(members, key=lambda each: isinstance(each.source, RemoteSource))
         count, longest = len(members), max(each.max_draft_len for each in members)
         self._clock = clock
         self._max_len = max_len
@@ -101,7 +101,7 @@ class Chain:
             guard = GuardedSource(each, metrics, vocab_size, clock, offers, first)
             if not each.dynamic:
                 self._sources.append(Ask(place, guard))
-            elif each.is_remote:
+            elif isinstance(each.source, RemoteSource):
                 self._sources.append(RemoteAsk(place, guard, num_slots))
             else:
                 self._sources.append(LocalAsk(place, guard))
@@ -342,7 +342,7 @@ class Chain:
         spend(self._work.credit_s, 0.0, 1.0)
         is_calibrated(self.cost.lines, 1)
         StepCost().observe(1, 0, 1.0)
-        LinearCost((1.0, 0.0, 0.0), (1.0, 1.0, 1.0), (0.0, 0.0, 0.0)).observe((1, 0, 0), 1.0)
+        CallCost().observe(1, 1, 1.0, 1.0)
 
 
 def build_chain(

@@ -104,11 +104,6 @@ class Member(NamedTuple):
     learns: bool = False
     needs: str = ""
 
-    @property
-    def is_remote(self) -> bool:
-        """Whether it drafts in another process."""
-        return isinstance(self.source, RemoteSource)
-
 
 @dataclass(frozen=True, kw_only=True)
 class SourceContext:
