@@ -357,7 +357,7 @@ def build_chain(
     members = [
         Member(
             each.kind,
-            resolve_name(each.SOURCE).build(each, context),  # imported only now
+            resolve_name(each.SOURCE)(each, context),  # imported only now
             tuple(label.name for label in each.LABELS),
             each.max_draft_len,
             each.dynamic,

@@ -11,7 +11,6 @@ its grammar is kept, until :meth:`GrammarSource.close`.
 from __future__ import annotations
 
 import logging
-from typing import Self
 
 from specserve.core.metrics import SpeculationMetrics
 from specserve.core.source_config import GrammarConfig
@@ -47,11 +46,6 @@ class GrammarSource:
         self._requests: list[_Request | None] = [None] * context.num_slots
         self._splits = Splits()
         self._drafts = DraftBuffer(context.num_slots, config.max_draft_len)
-
-    @classmethod
-    def build(cls, config: GrammarConfig, context: SourceContext) -> Self:
-        """A request brings its grammar."""
-        return cls(config, context)
 
     def open(self, slot: int, controls: RequestControls) -> None:
         """Takes the request's grammar, if there is one that it wants drafts of."""

@@ -15,8 +15,6 @@ hide a match but never makes a wrong one.
 
 from __future__ import annotations
 
-from typing import Self
-
 import numpy as np
 import numpy.typing as npt
 from numba import types
@@ -77,7 +75,8 @@ class NgramSource:
     guess. Cut at the end instead, a run of one token would get drafts of one token.
     """
 
-    def __init__(self, config: NgramConfig, num_slots: int) -> None:
+    def __init__(self, config: NgramConfig, context: SourceContext) -> None:
+        num_slots = context.num_slots
         self._config = config
         self._tables: list[UInt64Array | None] = [None] * num_slots
         self._requests: Int64Array = np.zeros((num_slots, _NUM_COLUMNS), np.int64)
@@ -86,11 +85,6 @@ class NgramSource:
         self._sizes = config.min_matching_ngram_size, config.max_matching_ngram_size
         self._drafts = DraftBuffer(num_slots, config.max_draft_len)
         self.warm_up()
-
-    @classmethod
-    def build(cls, config: NgramConfig, context: SourceContext) -> Self:
-        """The request's own text is all that this source needs."""
-        return cls(config, context.num_slots)
 
     @property
     def num_bytes(self) -> int:

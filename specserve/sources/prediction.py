@@ -12,7 +12,6 @@ that the source is asked: a nanosecond a token, 4 us for a prediction of 4,096.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self
 
 import numpy as np
 
@@ -53,16 +52,12 @@ class PredictionSource:
     place of any of them may be joined. Memory a request: 8 bytes a token, until :meth:`close`.
     """
 
-    def __init__(self, config: PredictionConfig, num_slots: int) -> None:
+    def __init__(self, config: PredictionConfig, context: SourceContext) -> None:
+        num_slots = context.num_slots
         self._texts: list[UInt64Array | None] = [None] * num_slots
         self._requests: Int64Array = np.zeros((num_slots, _NUM_COLUMNS), np.int64)
         self._drafts = DraftBuffer(num_slots, config.max_draft_len)
         self.warm_up()
-
-    @classmethod
-    def build(cls, config: PredictionConfig, context: SourceContext) -> Self:
-        """A request brings all that this source needs."""
-        return cls(config, context.num_slots)
 
     @property
     def num_bytes(self) -> int:

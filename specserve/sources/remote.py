@@ -14,7 +14,6 @@ from functools import partial
 from hashlib import blake2b
 from itertools import chain, compress
 from secrets import randbits
-from typing import Self
 
 import numpy as np
 
@@ -34,7 +33,7 @@ from specserve.sources.controls import wants_drafts
 from specserve.sources.drafter_link import LOST_S, DrafterLink, Sent
 from specserve.sources.drafter_texts import DrafterTexts
 from specserve.sources.followed_texts import FollowedTexts
-from specserve.sources.health_monitor import Find, HealthMonitor, Peer, Wanted
+from specserve.sources.health_monitor import HealthMonitor, Peer, Wanted
 from specserve.sources.pending_states import PendingStates
 from specserve.trie.namespaces import namespace
 from specserve.wire.messages import (
@@ -79,9 +78,7 @@ class DrafterClient:
     for from behind the gap.
     """
 
-    def __init__(
-        self, config: DraftModelConfig | MtpConfig, context: SourceContext, find: Find
-    ) -> None:
+    def __init__(self, config: DraftModelConfig | MtpConfig, context: SourceContext) -> None:
         self._config, self._kind = config, config.kind
         self._identity, self._metrics = context.model_identity, context.metrics
         hidden_size = context.hidden_size if config.NEEDS_STATES else 0
@@ -93,7 +90,9 @@ class DrafterClient:
             replica=context.replica,
         )
         self._monitor = HealthMonitor(
-            wanted, find, partial(context.metrics.set_reachable, config.kind)
+            wanted,
+            context.find_drafter(config),
+            partial(context.metrics.set_reachable, config.kind),
         )
         self._link = DrafterLink(self._monitor, partial(context.metrics.count_error, config.kind))
         self._peer: Peer | None = None  # the last one that was met
@@ -108,13 +107,7 @@ class DrafterClient:
         self._texts = DrafterTexts(num_slots)
         self._is_behind = np.zeros(num_slots, np.bool_)  # by slot: to be read in this step
         self._are_behind = False  # some of them
-
-    @classmethod
-    def build(cls, config: DraftModelConfig | MtpConfig, context: SourceContext) -> Self:
-        """Of a replica; ended by its exits."""
-        source = cls(config, context, context.find_drafter(config))
-        context.exits.append(source.end)
-        return source
+        context.exits.append(self.end)
 
     def open(self, slot: int, controls: RequestControls) -> None:
         """See :meth:`specserve.sources.base.Source.open`."""

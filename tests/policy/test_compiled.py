@@ -11,6 +11,7 @@ from specserve.core.source_config import NgramConfig, PredictionConfig
 from specserve.core.types import RequestControls
 from specserve.policy import acceptance, cost, exploration, planner, step
 from specserve.sources import guard, ngram, prediction
+from specserve.sources.base import SourceContext
 from specserve.sources.ngram import NgramSource
 from specserve.sources.prediction import PredictionSource
 from tests.draft_batches import draft_batch
@@ -28,13 +29,13 @@ def compiled() -> dict[str, int]:
 
 
 def test_no_traffic_compiles_anything_that_a_new_chain_has_not() -> None:
-    clock = Clock()
-    lookup = NgramSource(NgramConfig(kind="ngram"), 16)
+    clock, context = Clock(), SourceContext(num_slots=16)
+    lookup = NgramSource(NgramConfig(kind="ngram"), context)
     near, distant = (
         LocalSource(lambda slot: (1, 2, 3), clock),
         DistantSource(lambda slot: (1,), clock),
     )
-    predicted = PredictionSource(PredictionConfig(kind="prediction"), 16)
+    predicted = PredictionSource(PredictionConfig(kind="prediction"), context)
     local: dict[str, Any] = {"ngram": lookup, "prediction": predicted}
     traffic = Traffic({"trie": near, "mtp": distant, **local}, clock, slots=())
     before = compiled()

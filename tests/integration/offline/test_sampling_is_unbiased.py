@@ -149,7 +149,7 @@ def _drafts(config: AppConfig, outputs: Sequence[Sample]) -> list[Sample]:
         np.full(size, len(PROMPT), dtype=np.int32),
     )
     section = config.speculation[0]
-    source = resolve_name(section.SOURCE).build(section, SourceContext(num_slots=size))
+    source = resolve_name(section.SOURCE)(section, SourceContext(num_slots=size))
     for slot in range(size):
         source.open(slot, RequestControls())
     found = source.propose(batch, np.full(size, NUM_TOKENS - 1, dtype=np.int32))
