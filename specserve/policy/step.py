@@ -54,7 +54,6 @@ class Workspace(NamedTuple):
 @lean_kernel
 def observe(  # type: ignore[no-untyped-def]
     counts,
-    overall,
     ratios,
     rates,
     of_request,
@@ -117,7 +116,7 @@ def observe(  # type: ignore[no-untyped-def]
         for source in range(limits.shape[0]):
             limits[source, row] = max(min(room, requests[slot, LIMITS + source]), 0)
     state = AcceptanceState(
-        counts, overall, ratios, rates, of_request, tenant, tokens, lengths, confidence, labels
+        counts, ratios, rates, of_request, tenant, tokens, lengths, confidence, labels
     )
     return learn(state, slots, token_ids, num_tokens, num_new)
 
@@ -155,7 +154,6 @@ def decide(  # type: ignore[no-untyped-def]
     most_tokens,
     is_impatient,
     counts,
-    overall,
     ratios,
     rates,
     of_request,
@@ -194,7 +192,7 @@ def decide(  # type: ignore[no-untyped-def]
     """
     n = slots.shape[0]
     state = AcceptanceState(
-        counts, overall, ratios, rates, of_request, tenant, tokens, lengths, confidence, labels
+        counts, ratios, rates, of_request, tenant, tokens, lengths, confidence, labels
     )
     work = Workspace(
         requests,
