@@ -106,8 +106,6 @@ class Chain:
             else:
                 self._sources.append(LocalAsk(place, guard))
             self.labels += each.labels
-        # Of each source that does not draft for all: slots of the requests that it drafts for.
-        self._able = {each.place: set[int]() for each in self._sources if each.member.needs}
         self._of_use: list[Ask] = []  # the sources that have something to draft from
         self._counts = metrics.draft_counts(self.labels)
         self.cost = StepCost()
@@ -156,8 +154,6 @@ class Chain:
             limit = member.max_draft_len if is_able and wants_drafts(controls, member.kind) else 0
             if controls.max_draft_tokens >= 0:
                 limit = min(limit, controls.max_draft_tokens)
-            if limit and member.needs:
-                self._able[each.place].add(slot)
             request[LIMITS + each.place] = limit
             each.guard.open(slot, controls)
         self._find_of_use()
@@ -168,8 +164,7 @@ class Chain:
             each.guard.close(slots)
             if isinstance(each, RemoteAsk):
                 each.forget(slots)
-        for able in self._able.values():
-            able.difference_update(slots.tolist())
+        self._work.requests[slots, LIMITS:] = 0
         self._find_of_use()
 
     def observe(
@@ -258,7 +253,10 @@ class Chain:
                 each.guard.propose(batch, np.zeros(len(batch.slots), np.int32))
 
     def _find_of_use(self) -> None:
-        self._of_use = [each for each in self._sources if self._able.get(each.place, True)]
+        limits = self._work.requests[:, LIMITS:]
+        self._of_use = [
+            each for each in self._sources if not each.member.needs or limits[:, each.place].any()
+        ]
 
     def _call(self, ask: Ask, batch: DraftBatch) -> _Call | None:
         """Asks a source; its drafts are among the offers then. None: it has failed."""
