@@ -9,8 +9,8 @@ import numpy as np
 from specserve.core.backoff import Backoff
 from specserve.core.types import BoolArray, DraftBatch, Float64Array, Int32Array, Int64Array
 from specserve.policy.cost import CallCost
-from specserve.policy.exploration import spend
 from specserve.policy.planner import Costs, plan_call
+from specserve.policy.step import spend
 from specserve.sources.base import RemoteSource
 from specserve.sources.guard import GuardedSource
 

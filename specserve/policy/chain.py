@@ -32,7 +32,6 @@ from specserve.core.types import (
 from specserve.policy.acceptance import Acceptance, unseen_survival
 from specserve.policy.asking import MOST_PAUSE, Ask, LocalAsk, RemoteAsk, Situation
 from specserve.policy.cost import CallCost, StepCost, is_calibrated
-from specserve.policy.exploration import spend
 from specserve.policy.planner import Costs, Plan, plan_call
 from specserve.policy.step import (
     LEAST_OUTPUT,
@@ -43,6 +42,7 @@ from specserve.policy.step import (
     decide,
     foresee,
     observe,
+    spend,
 )
 from specserve.sources.base import Member, RemoteSource, SourceContext
 from specserve.sources.controls import wants_drafts

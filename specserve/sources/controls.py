@@ -10,9 +10,6 @@ from specserve.core.errors import RequestError
 from specserve.core.source_config import MAX_DRAFT_TOKENS
 from specserve.core.types import RequestControls
 
-DEFAULT_CONTROLS = RequestControls()
-"""Of a request that asks for nothing."""
-
 _KEYS = ("speculation", "max_draft_tokens", "learn", "report")
 
 BEAM_KEY = "beam_sample"
@@ -49,14 +46,14 @@ def parse_controls(
         RequestError: a value is not allowed; names the field, the value and what is allowed.
     """
     if not extra_args:
-        return DEFAULT_CONTROLS
+        return RequestControls()
     _integer(extra_args, BEAM_KEY, 1, 0)
     if kinds is None:
         for key in _KEYS:
             if key in extra_args:
                 nothing = "nothing: vLLM drafts by a method of its own (placement: in_engine)"
                 raise RequestError(f"vllm_xargs.{key}", extra_args[key], nothing)
-        return DEFAULT_CONTROLS
+        return RequestControls()
     speculation = extra_args.get("speculation", "auto")
     allowed = ("auto", "off", *kinds)
     if not isinstance(speculation, str) or speculation not in allowed:

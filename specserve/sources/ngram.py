@@ -2,8 +2,7 @@
 
 LLMA ("Inference with Reference", arXiv 2304.04487), prompt lookup decoding, TensorRT-LLM's NGram:
 the last few tokens are searched in the request's own prompt and output, and what followed them
-there is the draft. TensorRT-LLM's pool of (pattern, continuation) pairs is left out: within one
-request's text a pool holds only what a search of that text finds as well.
+there is the draft.
 
 The index of a growing text says for the last 1 .. 16 tokens where they stood before: Numba kernels
 over flat arrays, without the interpreter lock. One table a request and n-gram size; an entry packs

@@ -15,8 +15,8 @@ from specserve.policy.asking import (
     RemoteAsk,
     Situation,
 )
-from specserve.policy.exploration import EXPLORED_SHARE, earn, spend
 from specserve.policy.planner import Costs
+from specserve.policy.step import EXPLORED_SHARE, earn, spend
 from specserve.sources.base import Member
 from specserve.sources.guard import GuardedSource
 from tests.draft_batches import draft_batch

@@ -9,7 +9,7 @@ from numba.core.dispatcher import Dispatcher
 
 from specserve.core.source_config import NgramConfig, PredictionConfig
 from specserve.core.types import RequestControls
-from specserve.policy import acceptance, cost, exploration, planner, step
+from specserve.policy import acceptance, cost, planner, step
 from specserve.sources import guard, ngram, prediction
 from specserve.sources.base import SourceContext
 from specserve.sources.ngram import NgramSource
@@ -22,7 +22,7 @@ def compiled() -> dict[str, int]:
     """How many signatures each compiled function has, by its name."""
     return {
         f"{module.__name__}.{name}": len(value.signatures)
-        for module in (acceptance, cost, exploration, planner, step, guard, ngram, prediction)
+        for module in (acceptance, cost, planner, step, guard, ngram, prediction)
         for name, value in vars(module).items()
         if isinstance(value, Dispatcher) and value.py_func.__module__ == module.__name__
     }
