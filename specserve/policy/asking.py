@@ -76,16 +76,6 @@ class Ask:
         """Whether it has a turn in this step."""
         return self.num_idle_steps(step - 1, slots) == 0
 
-    def observe(self, asked: Int32Array, lengths: Int32Array, call_s: float, gain_s: float) -> None:
-        """What a call took and brought.
-
-        Args:
-            asked: int32 ``[n]``, what was asked for.
-            lengths: int32 ``[n]``, of the drafts that came.
-            call_s: seconds of the call, with all that it brought along.
-            gain_s: seconds that its drafts are expected to save beyond those ranked before it.
-        """
-
 
 class LocalAsk(Ask):
     """Asks a source in this process in each step while it pays, else ever less.
@@ -106,8 +96,13 @@ class LocalAsk(Ask):
         """Steps that come before the next turn: 0, 1, 3 or 7 at most."""
         return self._pause - 1 - step % self._pause
 
-    def observe(self, asked: Int32Array, lengths: Int32Array, call_s: float, gain_s: float) -> None:
-        """See :meth:`Ask.observe`."""
+    def observe(self, call_s: float, gain_s: float) -> None:
+        """What a call took and brought.
+
+        Args:
+            call_s: seconds of the call, with all that it brought along.
+            gain_s: seconds that its drafts are expected to save beyond those ranked before it.
+        """
         self._num_calls += 1
         weight = max(1 / self._num_calls, 1 - _MEMORY)
         if self._num_calls > 1:
@@ -190,8 +185,8 @@ class RemoteAsk(Ask):
             return asked
         return self._probe(situation, waits_s, credit_s)
 
-    def observe(self, asked: Int32Array, lengths: Int32Array, call_s: float, gain_s: float) -> None:
-        """See :meth:`Ask.observe`."""
+    def observe(self, asked: Int32Array, lengths: Int32Array, call_s: float) -> None:
+        """A call for drafts of lengths ``asked``, int32 ``[n]``, brought those of ``lengths``."""
         if not asked.any():
             return
         answered = lengths > 0

@@ -307,12 +307,11 @@ class Chain:
         """Tells what calls took, each local one with its share of what deciding took."""
         share_s = (step_s - sum(ask.guard.call_s for ask, _, _ in calls)) / max(len(calls), 1)
         for ask, asked, lengths in calls:
-            call_s, gain_s = ask.guard.call_s, self._plan.credits[ask.place] / rate
             if isinstance(ask, LocalAsk):
-                ask.observe(asked, lengths, call_s + share_s, gain_s)
+                ask.observe(ask.guard.call_s + share_s, self._plan.credits[ask.place] / rate)
                 self._work.surplus_s[ask.place] = ask.surplus_s
-            else:
-                ask.observe(asked, lengths, call_s, gain_s)
+            elif isinstance(ask, RemoteAsk):
+                ask.observe(asked, lengths, ask.guard.call_s)
 
     def _explain(self, costs: Costs, calls: Sequence[_Call], sent: Int32Array, gain: float) -> None:
         """Logs what a step was expected to cost, what was drafted, and what is sent of it."""
