@@ -12,7 +12,7 @@ import zmq
 
 from specserve.core.errors import WireError
 from specserve.core.types import Int64Array
-from specserve.sources.health_monitor import HealthMonitor, Peer
+from specserve.wire.endpoint import Endpoint
 from specserve.wire.frames import MAX_HEADER_BYTES, decode_reply, encode
 from specserve.wire.messages import DraftAnswer, DraftRequest, Refusal, TextRow
 
@@ -48,35 +48,28 @@ class DrafterLink:
     whichever connection it uses.
 
     Args:
-        monitor: finds the drafter; ended by :meth:`close`.
         on_malformed: told of what came that is no reply.
 
     Attributes:
         sent: requests that are not answered yet, by number.
     """
 
-    def __init__(self, monitor: HealthMonitor, on_malformed: Callable[[], None]) -> None:
+    def __init__(self, on_malformed: Callable[[], None]) -> None:
         self.sent: dict[int, Sent] = {}
-        self._monitor, self._on_malformed = monitor, on_malformed
+        self._on_malformed = on_malformed
         self._name = b"replica-" + token_bytes(8)
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
-        self._route: tuple[str, int] | None = None
         self._num_requests = 0
 
-    def connect(self, peer: Peer) -> bool:
-        """Connects to a drafter; false: the connection there was is the one to it."""
-        route = peer.instance, peer.connection
-        if self._route == route:
-            return False
+    def connect(self, endpoint: Endpoint) -> None:
+        """Connects to a drafter, anew where it was connected."""
         self._hang_up()
-        self._route = route
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.ROUTING_ID, self._name)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_HEADER_BYTES)
         self._socket.setsockopt(zmq.LINGER, 0)
-        peer.endpoint.connect(self._socket)
-        return True
+        endpoint.connect(self._socket)
 
     def send(
         self,
@@ -136,8 +129,7 @@ class DrafterLink:
         return lost
 
     def close(self) -> None:
-        """Ends the monitor's thread and the connection."""
-        self._monitor.close()
+        """Ends the connection."""
         self._hang_up()
         self._context.term()
 

@@ -94,7 +94,7 @@ class DrafterClient:
             context.find_drafter(config),
             partial(context.metrics.set_reachable, config.kind),
         )
-        self._link = DrafterLink(self._monitor, partial(context.metrics.count_error, config.kind))
+        self._link = DrafterLink(partial(context.metrics.count_error, config.kind))
         self._peer: Peer | None = None  # the last one that was met
         self._has_failed = False  # at the last request for drafts
         self._has_own_gpu = config.num_gpus > 0 and config.placement == "actor"
@@ -193,8 +193,9 @@ class DrafterClient:
             self._send(slots[:0], [], FEED_BUDGET_S)
 
     def end(self) -> None:
-        """Ends the link."""
+        """Ends the monitor's thread and the link."""
         self._peer = None
+        self._monitor.close()
         self._link.close()
 
     @property
@@ -212,12 +213,14 @@ class DrafterClient:
 
     def _meet(self) -> Peer | None:
         """The drafter to ask in this step, connected to; None: there is none."""
-        peer = self._monitor.peer
-        if peer is None or peer is self._peer:
+        peer, known = self._monitor.peer, self._peer
+        if peer is None or peer is known:
             return peer
-        if self._link.connect(peer):
+        is_other = known is None or known.instance != peer.instance
+        if known is None or is_other or known.connection != peer.connection:
+            self._link.connect(peer.endpoint)
             self._give_up(math.inf)
-        if self._peer is None or self._peer.instance != peer.instance:
+        if is_other:
             self._position_s = 0.0  # it may take another time
             self._texts.begin_anew()
         self._peer = peer
