@@ -91,11 +91,11 @@ class Acceptance:
     """
 
     def __init__(self, num_sources: int, num_slots: int, max_draft_len: int) -> None:
-        self._tenants: dict[str, int] = {}
+        self._tenants = {"": 0}
         self.state = AcceptanceState(
-            np.zeros((0, num_sources, CONFIDENCE_BUCKETS + 1, POSITION_BUCKETS, 2)),
-            np.zeros((0, num_sources, 2, 2)),
-            np.zeros((0, CONFIDENCE_BUCKETS, POSITION_BUCKETS)),
+            np.zeros((1, num_sources, CONFIDENCE_BUCKETS + 1, POSITION_BUCKETS, 2)),
+            np.full((1, num_sources, 2, 2), _RATIO_PRIOR),
+            np.zeros((1, CONFIDENCE_BUCKETS, POSITION_BUCKETS)),
             np.full((num_slots, num_sources, 2), _RATIO_PRIOR),
             np.zeros(num_slots, np.int64),
             np.zeros((num_sources, num_slots, max_draft_len), np.int32),
@@ -103,7 +103,6 @@ class Acceptance:
             np.zeros((num_sources, num_slots, max_draft_len), np.float32),
             np.zeros((num_sources, num_slots), np.uint8),
         )
-        self.open(0, "")
 
     def offers(self, source: int) -> Drafts:
         """A source's drafts by slot, to be written; labels count those of all sources."""
@@ -119,7 +118,7 @@ class Acceptance:
         """A request begins: what is known of its tenant's traffic holds for it."""
         number = self._tenants.setdefault(tenant, len(self._tenants))
         if number == len(self.state.counts):
-            self._add_tenants(max(number, 1))
+            self._add_tenants(number)
         self.state.tenant[slot] = number
         self.state.of_request[slot] = _RATIO_PRIOR
         self.state.lengths[:, slot] = 0

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 
-from specserve.core.metrics import SpeculationMetrics
 from specserve.core.source_config import GrammarConfig
 from specserve.core.types import (
     DraftBatch,
@@ -41,8 +40,7 @@ class GrammarSource:
     """
 
     def __init__(self, config: GrammarConfig, context: SourceContext) -> None:
-        self._kind = config.kind
-        self._metrics: SpeculationMetrics = context.metrics
+        self._kind, self._metrics = config.kind, context.metrics
         self._requests: list[_Request | None] = [None] * context.num_slots
         self._splits = Splits()
         self._drafts = DraftBuffer(context.num_slots, config.max_draft_len)
