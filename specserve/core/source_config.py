@@ -38,8 +38,8 @@ class SourceSection(Section):
     """Base of the entries of ``speculation``, with what the project has to know of each source.
 
     Attributes:
-        SOURCE: ``module:class`` of what drafts, imported only where it is configured; the class
-            makes itself by ``build(config, context)``.
+        SOURCE: ``module:class`` of what drafts, imported only where it is configured, and called
+            with this configuration and the replica's context.
         LABELS: of its drafts; the source itself has the first one's colour.
         LEARNS: whether it learns from one request for others: it has to see texts to their ends.
         NEEDS: the field of ``RequestControls`` without which it has nothing to draft from: it is
@@ -110,7 +110,7 @@ class GrammarConfig(SourceSection):
 class TrieConfig(SourceSection):
     """Memory decoding: drafts of what followed before, in any request's text."""
 
-    SOURCE = "specserve.sources.trie:TrieSource"
+    SOURCE = "specserve.sources.trie:TrieSource.build"
     LABELS = (
         Label("trie_local", "#0a7a58", "#43c39b"),
         Label("trie_cluster", "#7748c2", "#b696f2"),

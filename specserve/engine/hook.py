@@ -27,6 +27,7 @@ from specserve.core.source_config import DrafterConfig
 from specserve.core.types import (
     DraftBatch,
     HiddenStates,
+    Int32Array,
     Int64Array,
     RequestControls,
 )
@@ -36,7 +37,7 @@ from specserve.engine.request_slots import RequestSlots
 from specserve.engine.sampling import is_kept_without_drafts_only, may_step_plainly
 from specserve.engine.source_context import source_context
 from specserve.engine.state_copies import copy_states
-from specserve.policy.chain import NO_LIMIT, Chain, Outcomes, build_chain
+from specserve.policy.chain import NO_LIMIT, Chain, build_chain
 from specserve.sources.controls import parse_controls, wants_drafts, with_tenant
 
 logger = logging.getLogger(__name__)
@@ -146,7 +147,8 @@ class ProposerHook:
         outcomes = chain.observe(batch, num_new, np.array(verified, np.int32))
         if self._reporting:
             self._outcomes = self._reported(outcomes)
-        step = Step(request_ids, chain.labels, *outcomes, num_new)
+        of_drafts, num_drafted, num_accepted = outcomes
+        step = Step(request_ids, chain.labels, of_drafts, num_drafted, num_accepted, num_new)
         if self._recent.with_tokens:
             step = step._replace(new=sampled_token_ids, drafted=chain.sent[slots])
         self._recent.note(step)
@@ -159,11 +161,11 @@ class ProposerHook:
         self._last_step_end = time.perf_counter()
         return drafts
 
-    def _reported(self, outcomes: Outcomes) -> dict[str, Outcome]:
+    def _reported(self, outcomes: Int32Array) -> dict[str, Outcome]:
         return {
             each: (self._chain.labels[label], num_drafted, num_accepted)
             for each, label, num_drafted, num_accepted in zip(
-                self._request_ids, *(column.tolist() for column in outcomes), strict=True
+                self._request_ids, *outcomes.tolist(), strict=True
             )
             if label >= 0 and each in self._reporting
         }

@@ -39,15 +39,15 @@ _RATIO_PRIOR = 4.0
 _RATIO_MEMORY = 0.97
 
 _ACCEPTED, _EXPECTED = 0, 1
+_ANY_LEVEL = CONFIDENCE_BUCKETS
 
 
 class AcceptanceState(NamedTuple):
     """All arrays, for T tenants, S sources, R request slots and drafts of at most k tokens.
 
     Attributes:
-        counts: float64 ``[T, S, confidence, position, 2]``, draft tokens that were accepted, and
-            that were tried.
-        overall: float64 ``[T, S, position, 2]``, the same of all levels of confidence.
+        counts: float64 ``[T, S, confidence + 1, position, 2]``, draft tokens that were accepted,
+            and that were tried; last of all levels of confidence together.
         ratios: float64 ``[T, S, 2, 2]``, recent tokens accepted and expected by the prior, of
             first draft tokens and of later ones.
         rates: float64 ``[T, confidence, position]``, scratch.
@@ -60,7 +60,6 @@ class AcceptanceState(NamedTuple):
     """
 
     counts: Float64Array
-    overall: Float64Array
     ratios: Float64Array
     rates: Float64Array
     of_request: Float64Array
@@ -92,12 +91,11 @@ class Acceptance:
     """
 
     def __init__(self, num_sources: int, num_slots: int, max_draft_len: int) -> None:
-        self._tenants: dict[str, int] = {}
+        self._tenants = {"": 0}
         self.state = AcceptanceState(
-            np.zeros((0, num_sources, CONFIDENCE_BUCKETS, POSITION_BUCKETS, 2)),
-            np.zeros((0, num_sources, POSITION_BUCKETS, 2)),
-            np.zeros((0, num_sources, 2, 2)),
-            np.zeros((0, CONFIDENCE_BUCKETS, POSITION_BUCKETS)),
+            np.zeros((1, num_sources, CONFIDENCE_BUCKETS + 1, POSITION_BUCKETS, 2)),
+            np.full((1, num_sources, 2, 2), _RATIO_PRIOR),
+            np.zeros((1, CONFIDENCE_BUCKETS, POSITION_BUCKETS)),
             np.full((num_slots, num_sources, 2), _RATIO_PRIOR),
             np.zeros(num_slots, np.int64),
             np.zeros((num_sources, num_slots, max_draft_len), np.int32),
@@ -105,7 +103,6 @@ class Acceptance:
             np.zeros((num_sources, num_slots, max_draft_len), np.float32),
             np.zeros((num_sources, num_slots), np.uint8),
         )
-        self.open(0, "")
 
     def offers(self, source: int) -> Drafts:
         """A source's drafts by slot, to be written; labels count those of all sources."""
@@ -121,24 +118,14 @@ class Acceptance:
         """A request begins: what is known of its tenant's traffic holds for it."""
         number = self._tenants.setdefault(tenant, len(self._tenants))
         if number == len(self.state.counts):
-            self._add_tenants(max(number, 1))
+            self._add_tenants(number)
         self.state.tenant[slot] = number
         self.state.of_request[slot] = _RATIO_PRIOR
         self.state.lengths[:, slot] = 0
 
-    def unseen_survival(self, source: int, slots: Int64Array, survival: Float64Array) -> None:
-        """Survival of drafts that are not there yet, of which only the position is known.
-
-        Args:
-            source: its index.
-            slots: int64 ``[n]``.
-            survival: float64 ``[>= n, k]``, written; see :func:`survival_of`.
-        """
-        _unseen_survival(self.state, source, slots, survival)
-
     def _add_tenants(self, count: int) -> None:
         state = self.state
-        fills = {"counts": 0.0, "overall": 0.0, "ratios": _RATIO_PRIOR, "rates": 0.0}
+        fills = {"counts": 0.0, "ratios": _RATIO_PRIOR, "rates": 0.0}
         larger = {}
         for name, fill in fills.items():
             old = getattr(state, name)
@@ -264,14 +251,22 @@ def learn(a, slots, token_ids, num_tokens, num_new):  # type: ignore[no-untyped-
                 _track(a.of_request[slot, source], accepted, min(expected, _MOST_LIKELY))
                 _track(a.ratios[tenant, source, min(j, 1)], accepted, _prior(level))
                 _count(a.counts[tenant, source, level, place], accepted)
-                _count(a.overall[tenant, source, place], accepted)
+                _count(a.counts[tenant, source, _ANY_LEVEL, place], accepted)
                 if not right:
                     break
     return num_left
 
 
 @lean_kernel
-def _unseen_survival(a, source, slots, survival):  # type: ignore[no-untyped-def]
+def unseen_survival(a, source, slots, survival):  # type: ignore[no-untyped-def]
+    """Survival of drafts that are not there yet, of which only the position is known.
+
+    Args:
+        a: the state.
+        source: its index.
+        slots: int64 ``[n]``.
+        survival: float64 ``[>= n, k]``, written; see :func:`survival_of`.
+    """
     for row in range(slots.shape[0]):
         slot = slots[row]
         own = a.of_request[slot, source]
@@ -281,7 +276,7 @@ def _unseen_survival(a, source, slots, survival):  # type: ignore[no-untyped-def
             if _place(j) != last:
                 last = _place(j)
                 # A level of its own: each of the others forgets by what is tried of it alone.
-                seen = a.overall[a.tenant[slot], source, last]
+                seen = a.counts[a.tenant[slot], source, _ANY_LEVEL, last]
                 chance = (seen[_ACCEPTED] + 0.5 * _PRIOR_TRIALS) / (seen[_EXPECTED] + _PRIOR_TRIALS)
             probability *= min(factor * chance, _MOST_LIKELY)
             survival[row, j] = probability

@@ -8,9 +8,9 @@ import numpy as np
 
 from specserve.core.backoff import Backoff
 from specserve.core.types import BoolArray, DraftBatch, Float64Array, Int32Array, Int64Array
-from specserve.policy.cost import LinearCost
-from specserve.policy.exploration import spend
+from specserve.policy.cost import CallCost
 from specserve.policy.planner import Costs, plan_call
+from specserve.policy.step import spend
 from specserve.sources.base import RemoteSource
 from specserve.sources.guard import GuardedSource
 
@@ -27,8 +27,6 @@ _MOST_TIMES = 4.0
 _MOST_TRIES = 8
 _AWAY_S = 1e-3
 _HOPE = 0.9
-_SHARES = np.array([0.1, 0.01, 0.1])
-"""Of a plain step: what a call takes, each request and each token, before one was measured."""
 
 
 class Situation(NamedTuple):
@@ -59,10 +57,16 @@ class Ask:
     """When a source is asked, and for which requests. This one: in each step, for all.
 
     Attributes:
+        place: index of the source in all arrays.
+        guard: of the source.
+        member: the source.
         is_slow: whether it is not asked in each step.
     """
 
     is_slow = False
+
+    def __init__(self, place: int, guard: GuardedSource) -> None:
+        self.place, self.guard, self.member = place, guard, guard.member
 
     def num_idle_steps(self, step: int, slots: Int64Array) -> int:
         """Steps after this one, of the same requests, in which the source will have no turn."""
@@ -72,16 +76,6 @@ class Ask:
         """Whether it has a turn in this step."""
         return self.num_idle_steps(step - 1, slots) == 0
 
-    def observe(self, asked: Int32Array, lengths: Int32Array, call_s: float, gain_s: float) -> None:
-        """What a call took and brought.
-
-        Args:
-            asked: int32 ``[n]``, what was asked for.
-            lengths: int32 ``[n]``, of the drafts that came.
-            call_s: seconds of the call, with all that it brought along.
-            gain_s: seconds that its drafts are expected to save beyond those ranked before it.
-        """
-
 
 class LocalAsk(Ask):
     """Asks a source in this process in each step while it pays, else ever less.
@@ -90,7 +84,8 @@ class LocalAsk(Ask):
     ones. Sources that are slow are asked in the same steps: those between cost nothing then.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, place: int, guard: GuardedSource) -> None:
+        super().__init__(place, guard)
         self.surplus_s = 0.0
         """What a call brings less what it takes, in seconds."""
         self._call_s = self._gain_s = 0.0
@@ -101,8 +96,13 @@ class LocalAsk(Ask):
         """Steps that come before the next turn: 0, 1, 3 or 7 at most."""
         return self._pause - 1 - step % self._pause
 
-    def observe(self, asked: Int32Array, lengths: Int32Array, call_s: float, gain_s: float) -> None:
-        """See :meth:`Ask.observe`."""
+    def observe(self, call_s: float, gain_s: float) -> None:
+        """What a call took and brought.
+
+        Args:
+            call_s: seconds of the call, with all that it brought along.
+            gain_s: seconds that its drafts are expected to save beyond those ranked before it.
+        """
         self._num_calls += 1
         weight = max(1 / self._num_calls, 1 - _MEMORY)
         if self._num_calls > 1:
@@ -120,16 +120,13 @@ class RemoteAsk(Ask):
 
     A source that is never asked cannot be learned from. So now and then one request is probed, the
     more seldom the longer nothing came of it.
-
-    Args:
-        source: whose turns these are.
-        num_slots: requests that may be open at a time.
     """
 
-    def __init__(self, source: GuardedSource, num_slots: int) -> None:
-        self._guard = source
+    def __init__(self, place: int, guard: GuardedSource, num_slots: int) -> None:
+        super().__init__(place, guard)
+        self._source = cast(RemoteSource, guard.member.source)
         self._saved_s: Float64Array = np.zeros(num_slots)
-        self._cost: LinearCost | None = None  # from the first call on
+        self._cost = CallCost()
         self._plain_s = np.inf  # a plain step, by the last plan
         self._pause = Backoff(1, MOST_PROBE_PAUSE)
         self._step = self._tries = 0
@@ -163,8 +160,7 @@ class RemoteAsk(Ask):
         self._step, self._is_probe, self.is_slow = situation.step, False, True
         limits, costs = situation.limits, situation.costs
         self._plain_s = costs.plain
-        source = cast(RemoteSource, self._guard.source)
-        waits_s = self._guard.call(lambda: source.reading_s(situation.batch))
+        waits_s = self.guard.call(lambda: self._source.reading_s(situation.batch))
         if waits_s is None or not limits.any():
             return np.zeros_like(limits)
         slots = situation.batch.slots
@@ -175,7 +171,7 @@ class RemoteAsk(Ask):
             limits,
             situation.values,
             costs,
-            self._call(),
+            self._cost.coefficients(costs.plain),
             situation.rate,
             situation.is_drafting,
             waits_s,
@@ -189,8 +185,8 @@ class RemoteAsk(Ask):
             return asked
         return self._probe(situation, waits_s, credit_s)
 
-    def observe(self, asked: Int32Array, lengths: Int32Array, call_s: float, gain_s: float) -> None:
-        """See :meth:`Ask.observe`."""
+    def observe(self, asked: Int32Array, lengths: Int32Array, call_s: float) -> None:
+        """A call for drafts of lengths ``asked``, int32 ``[n]``, brought those of ``lengths``."""
         if not asked.any():
             return
         answered = lengths > 0
@@ -203,23 +199,7 @@ class RemoteAsk(Ask):
         if call_s <= 0 or (call_s < _AWAY_S and not is_answered):
             return  # the source is away, and knows it
         rows = answered if is_answered else asked > 0
-        features = 1.0, float(rows.sum()), float(asked[rows].max())
-        if self._cost is None:
-            self._cost = self._first_cost(features, call_s)
-        self._cost.observe(features, call_s)
-
-    def _call(self) -> tuple[float, float, float]:
-        """Seconds of a call, of each request in it, of each token of the longest draft."""
-        found = _SHARES * self._plain_s if self._cost is None else self._cost.coefficients
-        first, row, token = (max(float(each), 0.0) for each in found)
-        return first, row, token
-
-    def _first_cost(self, features: tuple[float, float, float], call_s: float) -> LinearCost:
-        """By plain steps, or by the first call itself, where steps are dearer or not known yet."""
-        coefficients = _SHARES * min(self._plain_s, call_s / float(_SHARES @ features))
-        return LinearCost(
-            coefficients.tolist(), (2 * coefficients).tolist(), (coefficients / 50).tolist()
-        )
+        self._cost.observe(int(rows.sum()), int(asked[rows].max()), call_s, self._plain_s)
 
     def _probe(
         self, situation: Situation, waits_s: Float64Array, credit_s: Float64Array
@@ -237,8 +217,8 @@ class RemoteAsk(Ask):
         if (followed := able & self._seen(situation.batch.slots)).any():
             able = followed
         row = int(np.where(able, situation.values, np.inf).argmin())
-        first, per_row, token = self._call()
-        price_s = first + per_row + token * int(limits[row])
+        call, request, token = self._cost.coefficients(situation.costs.plain)
+        price_s = call + request + token * int(limits[row])
         if spend(credit_s, price_s, situation.costs.plain):
             asked[row] = limits[row]
             self._is_probe = True
@@ -246,6 +226,5 @@ class RemoteAsk(Ask):
 
     def _seen(self, slots: Int64Array) -> BoolArray:
         """bool ``[n]``, see :meth:`RemoteSource.must_see`."""
-        source = cast(RemoteSource, self._guard.source)
-        seen = self._guard.call(lambda: source.must_see(slots))
+        seen = self.guard.call(lambda: self._source.must_see(slots))
         return np.zeros(len(slots), np.bool_) if seen is None else seen

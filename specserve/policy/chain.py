@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from pkgutil import resolve_name
 
 import numpy as np
 
@@ -29,11 +29,9 @@ from specserve.core.types import (
     Int64Array,
     RequestControls,
 )
-from specserve.policy.acceptance import Acceptance
-from specserve.policy.asking import MOST_PAUSE, LocalAsk, RemoteAsk, Situation
-from specserve.policy.cost import StepCost, is_calibrated
-from specserve.policy.exploration import spend
-from specserve.policy.members import Member, Turns, ask_policy, build_members
+from specserve.policy.acceptance import Acceptance, unseen_survival
+from specserve.policy.asking import MOST_PAUSE, Ask, LocalAsk, RemoteAsk, Situation
+from specserve.policy.cost import CallCost, StepCost, is_calibrated
 from specserve.policy.planner import Costs, Plan, plan_call
 from specserve.policy.step import (
     LEAST_OUTPUT,
@@ -44,8 +42,9 @@ from specserve.policy.step import (
     decide,
     foresee,
     observe,
+    spend,
 )
-from specserve.sources.base import SourceContext
+from specserve.sources.base import Member, RemoteSource, SourceContext
 from specserve.sources.controls import wants_drafts
 from specserve.sources.guard import GuardedSource
 
@@ -58,27 +57,8 @@ _FIRST_TOKENS = 4
 _PATIENCE_STEPS = 8
 
 
-class Outcomes(NamedTuple):
-    """What became of the last step's drafts, for n requests.
-
-    Attributes:
-        labels: int32 ``[n]``, index in :attr:`Chain.labels`; -1: no draft was verified.
-        num_drafted: int32 ``[n]``, verified draft tokens.
-        num_accepted: int32 ``[n]``, how many of them were accepted.
-    """
-
-    labels: Int32Array
-    num_drafted: Int32Array
-    num_accepted: Int32Array
-
-
-class _Call(NamedTuple):
-    """What asking a source brought: lengths asked for and drafted, int32 ``[n]``, and seconds."""
-
-    turns: Turns
-    asked: Int32Array
-    lengths: Int32Array
-    seconds: float
+_Call = tuple[Ask, Int32Array, Int32Array]
+"""A source that was asked; lengths asked for and drafted, int32 ``[n]``."""
 
 
 class Chain:
@@ -109,22 +89,24 @@ class Chain:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         # Remote sources are asked last, when it is known what the others have.
-        members = sorted(members, key=lambda each: each.is_remote)
+        members = sorted(members, key=lambda each: isinstance(each.source, RemoteSource))
         count, longest = len(members), max(each.max_draft_len for each in members)
         self._clock = clock
         self._max_len = max_len
         self._acceptance = Acceptance(count, num_slots, longest)
-        self._sources: list[Turns] = []
+        self._sources: list[Ask] = []
         self.labels: tuple[str, ...] = ()
         for place, each in enumerate(members):
             offers, first = self._acceptance.offers(place), len(self.labels)
-            options = vocab_size, len(each.labels), clock, offers, first
-            guard = GuardedSource(each.kind, each.source, metrics, *options)
-            self._sources.append(Turns(place, each, guard, ask_policy(each, guard, num_slots)))
+            guard = GuardedSource(each, metrics, vocab_size, clock, offers, first)
+            if not each.dynamic:
+                self._sources.append(Ask(place, guard))
+            elif isinstance(each.source, RemoteSource):
+                self._sources.append(RemoteAsk(place, guard, num_slots))
+            else:
+                self._sources.append(LocalAsk(place, guard))
             self.labels += each.labels
-        # Of each source that does not draft for all: slots of the requests that it drafts for.
-        self._able = {each.place: set[int]() for each in self._sources if each.member.needs}
-        self._of_use: list[Turns] = []  # the sources that have something to draft from
+        self._of_use: list[Ask] = []  # the sources that have something to draft from
         self._counts = metrics.draft_counts(self.labels)
         self.cost = StepCost()
         self.sent: Int32Array = np.zeros((num_slots, longest), np.int32)
@@ -172,8 +154,6 @@ class Chain:
             limit = member.max_draft_len if is_able and wants_drafts(controls, member.kind) else 0
             if controls.max_draft_tokens >= 0:
                 limit = min(limit, controls.max_draft_tokens)
-            if limit and member.needs:
-                self._able[each.place].add(slot)
             request[LIMITS + each.place] = limit
             each.guard.open(slot, controls)
         self._find_of_use()
@@ -182,19 +162,24 @@ class Chain:
         """Drops all that is kept of these finished or aborted requests; their slots are free."""
         for each in self._sources:
             each.guard.close(slots)
-            if isinstance(each.ask, RemoteAsk):
-                each.ask.forget(slots)
-        for able in self._able.values():
-            able.difference_update(slots.tolist())
+            if isinstance(each, RemoteAsk):
+                each.forget(slots)
+        self._work.requests[slots, LIMITS:] = 0
         self._find_of_use()
 
-    def observe(self, batch: DraftBatch, num_new: Int32Array, num_verified: Int32Array) -> Outcomes:
+    def observe(
+        self, batch: DraftBatch, num_new: Int32Array, num_verified: Int32Array
+    ) -> Int32Array:
         """Counts what became of the last drafts, and learns from what was written.
 
         Args:
             batch: n requests.
             num_new: int32 ``[n]``, tokens that the step brought; 0: the request waits.
             num_verified: int32 ``[n]``, draft tokens that were verified in the step.
+
+        Returns:
+            int32 ``[3, n]``: index in :attr:`labels` of the draft that was verified, -1: none;
+            its tokens; how many of them were accepted.
         """
         outcomes = np.empty((3, len(num_new)), np.int32)
         self._num_offered = observe(
@@ -208,7 +193,7 @@ class Chain:
             num_verified,
             outcomes,
         )
-        return Outcomes(*outcomes)
+        return outcomes
 
     def num_idle_steps(self, slots: Int64Array) -> int:
         """Steps that may pass from here on without a word of them.
@@ -220,8 +205,7 @@ class Chain:
         """
         if self._num_offered:
             return 0
-        ready = (each.ask for each in self._of_use if each.guard.ready)
-        idle = (ask.num_idle_steps(self._step, slots) for ask in ready)
+        idle = (each.num_idle_steps(self._step, slots) for each in self._of_use if each.guard.ready)
         return min(idle, default=MOST_PAUSE - 1)
 
     def step(self, batch: DraftBatch, num_steps: int = 1) -> list[list[int]]:
@@ -238,9 +222,7 @@ class Chain:
         size = len(slots)
         self._step += num_steps
         self._num_unearned += num_steps
-        due = [
-            each for each in self._of_use if each.guard.ready and each.ask.is_due(self._step, slots)
-        ]
+        due = [each for each in self._of_use if each.guard.ready and each.is_due(self._step, slots)]
         if not (due and size):
             return [[] for _ in range(size)]
         calls = [call for each in due if (call := self._call(each, batch)) is not None]
@@ -262,7 +244,7 @@ class Chain:
     @property
     def has_unseen_texts(self) -> bool:
         """Whether a source that learns is asked seldom, and so may have missed the last tokens."""
-        return any(each.member.learns and each.ask.is_slow for each in self._sources)
+        return any(each.member.learns and each.is_slow for each in self._sources)
 
     def finish(self, batch: DraftBatch) -> None:
         """Shows requests that end to the sources that learn from them, as they are now."""
@@ -271,23 +253,22 @@ class Chain:
                 each.guard.propose(batch, np.zeros(len(batch.slots), np.int32))
 
     def _find_of_use(self) -> None:
-        self._of_use = [each for each in self._sources if self._able.get(each.place, True)]
+        limits = self._work.requests[:, LIMITS:]
+        self._of_use = [
+            each for each in self._sources if not each.member.needs or limits[:, each.place].any()
+        ]
 
-    def _call(self, turns: Turns, batch: DraftBatch) -> _Call | None:
-        """Asks a source; its drafts are among the offers then."""
-        limits = self._work.limits[turns.place, : len(batch.slots)]
-        if isinstance(turns.ask, RemoteAsk):
-            limits = self._remote_limits(turns, turns.ask, batch, limits)
-            if not turns.guard.ready:  # it has just failed to say what reading takes
+    def _call(self, ask: Ask, batch: DraftBatch) -> _Call | None:
+        """Asks a source; its drafts are among the offers then. None: it has failed."""
+        limits = self._work.limits[ask.place, : len(batch.slots)]
+        if isinstance(ask, RemoteAsk):
+            limits = self._remote_limits(ask, batch, limits)
+            if not ask.guard.ready:  # it has just failed to say what reading takes
                 return None
-        drafts = turns.guard.propose(batch, limits)
-        if drafts is None:
-            return None
-        return _Call(turns, limits, drafts.lengths, turns.guard.call_s)
+        drafts = ask.guard.propose(batch, limits)
+        return None if drafts is None else (ask, limits, drafts.lengths)
 
-    def _remote_limits(
-        self, turns: Turns, ask: RemoteAsk, batch: DraftBatch, limits: Int32Array
-    ) -> Int32Array:
+    def _remote_limits(self, ask: RemoteAsk, batch: DraftBatch, limits: Int32Array) -> Int32Array:
         """How long a draft to ask a remote source for, by what the others have offered."""
         slots, size = batch.slots, len(limits)
         is_patient = self._unmeasured_steps < _PATIENCE_STEPS
@@ -297,7 +278,7 @@ class Chain:
         costs, (num_tokens, rate, _) = foresee(
             *self._known(slots), self._acceptance.state, self._work, self._plan
         )
-        self._acceptance.unseen_survival(turns.place, slots, self._unseen)
+        unseen_survival(self._acceptance.state, ask.place, slots, self._unseen)
         values, is_drafting = self._plan.values[:size], num_tokens > 0
         return ask.limits(
             Situation(
@@ -324,18 +305,17 @@ class Chain:
 
     def _observe_calls(self, calls: Sequence[_Call], step_s: float, rate: float) -> None:
         """Tells what calls took, each local one with its share of what deciding took."""
-        share_s = (step_s - sum(call.seconds for call in calls)) / max(len(calls), 1)
-        for turns, asked, lengths, seconds in calls:
-            gain_s = self._plan.credits[turns.place] / rate
-            if isinstance(turns.ask, LocalAsk):
-                turns.ask.observe(asked, lengths, seconds + share_s, gain_s)
-                self._work.surplus_s[turns.place] = turns.ask.surplus_s
-            else:
-                turns.ask.observe(asked, lengths, seconds, gain_s)
+        share_s = (step_s - sum(ask.guard.call_s for ask, _, _ in calls)) / max(len(calls), 1)
+        for ask, asked, lengths in calls:
+            if isinstance(ask, LocalAsk):
+                ask.observe(ask.guard.call_s + share_s, self._plan.credits[ask.place] / rate)
+                self._work.surplus_s[ask.place] = ask.surplus_s
+            elif isinstance(ask, RemoteAsk):
+                ask.observe(asked, lengths, ask.guard.call_s)
 
     def _explain(self, costs: Costs, calls: Sequence[_Call], sent: Int32Array, gain: float) -> None:
         """Logs what a step was expected to cost, what was drafted, and what is sent of it."""
-        drafted = {each.turns.member.kind: each.lengths.tolist() for each in calls}
+        drafted = {ask.member.kind: lengths.tolist() for ask, _, lengths in calls}
         logger.debug(
             "a step: plain %.3g ms, with drafts %.3g ms and %.3g ms a token; drafted %s; sent %s; "
             "expected %.2f times the plain rate",
@@ -353,11 +333,13 @@ class Chain:
         state = self._acceptance.state
         foresee(*self._known(none), state, self._work, self._plan)
         decide(*self._known(none), False, *state, *self._work, *self._plan)
-        self._acceptance.unseen_survival(0, none, self._unseen)
+        unseen_survival(state, 0, none, self._unseen)
         some, seconds = self._plan.values[:0], Costs(1.0, 1.0, 1.0)
         plan_call(self._unseen, rows, some, seconds, seconds[:], 1.0, False, some, some, rows)
         spend(self._work.credit_s, 0.0, 1.0)
-        self.cost.warm_up()
+        is_calibrated(self.cost.lines, 1)
+        StepCost().observe(1, 0, 1.0)
+        CallCost().observe(1, 1, 1.0, 1.0)
 
 
 def build_chain(
@@ -365,13 +347,27 @@ def build_chain(
     metrics: SpeculationMetrics,
     context: SourceContext | None = None,
     max_len: int = NO_LIMIT,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Chain:
     """The chain that a configuration's ``speculation`` describes, warmed up."""
     context = context or SourceContext()
+    members = [
+        Member(
+            each.kind,
+            resolve_name(each.SOURCE)(each, context),  # imported only now
+            tuple(label.name for label in each.LABELS),
+            each.max_draft_len,
+            each.dynamic,
+            each.LEARNS,
+            each.NEEDS,
+        )
+        for each in configs
+    ]
     return Chain(
-        build_members(configs, context),
+        members,
         metrics,
         num_slots=context.num_slots,
         vocab_size=context.vocab_size,
         max_len=max_len,
+        clock=clock,
     )

@@ -11,7 +11,6 @@ The state of a filter is a line: float64 ``[NUM_COLUMNS]``.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -23,6 +22,9 @@ CALIBRATION_STEPS = 3
 
 _ASSUMED_SLOPE = 0.01
 """Cost of a draft token in plain steps, before any was measured."""
+
+_SHARES = np.array([0.1, 0.01, 0.1])
+"""Of a plain step: what a call takes, each request and each token, before one was measured."""
 
 _NUM_SIZES = 40
 _NEAR_SIZES = 2
@@ -41,39 +43,41 @@ _NOISE, _CLIPPED, _NUM_MEASURED, _NUM_PLAIN, NUM_COLUMNS = 18, 19, 20, 21, 22
 noise, clipped measurements in a row (signed), measurements, those of plain steps."""
 
 
-class LinearCost:
-    """Seconds as ``coefficients . features``, three of each.
+class CallCost:
+    """Seconds of a drafter's call: of itself, of each request, of each token of the longest draft.
 
-    Args:
-        prior: coefficients before any measurement, in seconds.
-        deviation: how wrong each of them may be, in seconds.
-        drift: by how much each changes from one measurement to the next, in seconds.
+    Before the first call they are shares of a plain step.
     """
 
-    def __init__(
-        self, prior: Sequence[float], deviation: Sequence[float], drift: Sequence[float]
-    ) -> None:
+    def __init__(self) -> None:
         self._line: Float64Array = np.zeros(NUM_COLUMNS)
-        _reset(self._line, *(tuple(map(float, each)) for each in (prior, deviation, drift)))
 
-    @property
-    def coefficients(self) -> list[float]:
-        """Now, in seconds."""
-        return self._line[_MEAN : _MEAN + 3].tolist()  # type: ignore[no-any-return]
+    def coefficients(self, plain_s: float) -> tuple[float, float, float]:
+        """Now, in seconds, where a plain step takes ``plain_s``; none is below 0."""
+        is_measured = self._line[_NUM_MEASURED] > 0.0
+        found = self._line[_MEAN : _MEAN + 3] if is_measured else _SHARES * plain_s
+        call, request, token = np.maximum(found, 0.0).tolist()
+        return call, request, token
 
     @property
     def covariance(self) -> Float64Array:
         """float64 ``[3, 3]``, of the coefficients."""
         return self._line[_COVARIANCE : _COVARIANCE + 9].reshape(3, 3)
 
-    def observe(self, features: Sequence[float], seconds: float) -> None:
+    def observe(self, num_requests: int, longest: int, seconds: float, plain_s: float) -> None:
         """One measurement; of one that is far off, only a part is believed.
 
         Several in a row that are far off in the same direction say that the cost has changed. What
         took no time that could be measured is ignored.
         """
-        first, second, third = features
-        _observe_line(self._line, (float(first), float(second), float(third)), float(seconds))
+        if seconds <= 0.0:
+            return
+        features = 1.0, float(num_requests), float(longest)
+        if self._line[_NUM_MEASURED] == 0.0:
+            # By the call itself, where plain steps are dearer or not known yet.
+            prior = _SHARES * min(plain_s, seconds / float(_SHARES @ features))
+            _reset(self._line, *(tuple(each.tolist()) for each in (prior, 2 * prior, prior / 50)))
+        _update(self._line, features, float(seconds))
 
 
 class StepCost:
@@ -105,12 +109,6 @@ class StepCost:
             return
         _observe_step(self.lines, num_requests, num_draft_tokens, float(seconds))
         self.most_draft_tokens = max(self.most_draft_tokens, num_draft_tokens)
-
-    def warm_up(self) -> None:
-        """Compiles the kernels: no request waits for that."""
-        LinearCost([1.0, 0.0, 0.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0]).observe((1, 0, 0), 1.0)
-        _observe_step(self.lines.copy(), 1, 0, 1.0)
-        is_calibrated(self.lines, 1)
 
 
 @inner
@@ -209,7 +207,7 @@ def _scale(line, factor):  # type: ignore[no-untyped-def]
         line[_COVARIANCE + i] *= factor**2
 
 
-@inner
+@lean_kernel
 def _update(line, features, seconds):  # type: ignore[no-untyped-def]
     """One step of the filter, with the innovation clipped (Huber)."""
     mean, gain = line[_MEAN : _MEAN + 3], line[_GAIN : _GAIN + 3]
@@ -254,12 +252,6 @@ def _update(line, features, seconds):  # type: ignore[no-untyped-def]
             for j in range(3):
                 mean[j] -= covariance[j, i] * surplus
     line[_NUM_MEASURED] += 1.0
-
-
-@lean_kernel
-def _observe_line(line, features, seconds):  # type: ignore[no-untyped-def]
-    if seconds > 0.0:
-        _update(line, features, seconds)
 
 
 @lean_kernel

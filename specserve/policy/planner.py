@@ -165,11 +165,7 @@ def _credit(survival, lengths, n, rank, price, overhead, values, credits):  # ty
 def probe(survival, lengths, n, found):  # type: ignore[no-untyped-def]
     """The beginnings of drafts that are likely to be right, to see what verifying them costs.
 
-    Args:
-        survival: as of :func:`plan`.
-        lengths: as of :func:`plan`.
-        n: number of requests.
-        found: a :class:`Plan`, of which sources and lengths are written.
+    Takes what :func:`plan` does; writes sources and lengths of what it found.
 
     Returns:
         (number of draft tokens, how many of them are expected to be accepted).

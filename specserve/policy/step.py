@@ -12,9 +12,13 @@ from specserve.core.compile import inner, lean_kernel
 from specserve.core.types import BoolArray, Float64Array, Int32Array, Int64Array
 from specserve.policy.acceptance import AcceptanceState, learn, survival_of
 from specserve.policy.cost import costs_of, doubt_about, is_calibrated
-from specserve.policy.exploration import earn, spend
 from specserve.policy.planner import Plan, plan, probe
 
+EXPLORED_SHARE = 0.01
+"""Share of the time that may be spent on learning whether what is not done would pay now."""
+
+_MOST_SAVED = 4.0
+_ENOUGH = 2.0
 _SIGMAS = 3.0
 """A difference of costs of less than so many standard deviations is worth a measurement."""
 
@@ -34,7 +38,8 @@ class Workspace(NamedTuple):
         rank: int64 ``[S]``, scratch.
         surplus_s: float64 ``[S]``: the higher, the earlier a source is credited.
         fixed: bool ``[S]``, sources that are not dynamic.
-        credit_s: float64 ``[1]``, what may be spent on exploration.
+        credit_s: float64 ``[1]``, the account, in seconds, for all that is done to learn from it
+            alone. It begins with as much as can be saved up: what is met first is learned first.
         sent: int32 ``[R, k]``, by slot: the tokens of each request's last sent draft.
         drafts: int32 ``[R k]``, the tokens that are sent, one draft after the other.
     """
@@ -54,7 +59,6 @@ class Workspace(NamedTuple):
 @lean_kernel
 def observe(  # type: ignore[no-untyped-def]
     counts,
-    overall,
     ratios,
     rates,
     of_request,
@@ -117,7 +121,7 @@ def observe(  # type: ignore[no-untyped-def]
         for source in range(limits.shape[0]):
             limits[source, row] = max(min(room, requests[slot, LIMITS + source]), 0)
     state = AcceptanceState(
-        counts, overall, ratios, rates, of_request, tenant, tokens, lengths, confidence, labels
+        counts, ratios, rates, of_request, tenant, tokens, lengths, confidence, labels
     )
     return learn(state, slots, token_ids, num_tokens, num_new)
 
@@ -155,7 +159,6 @@ def decide(  # type: ignore[no-untyped-def]
     most_tokens,
     is_impatient,
     counts,
-    overall,
     ratios,
     rates,
     of_request,
@@ -194,7 +197,7 @@ def decide(  # type: ignore[no-untyped-def]
     """
     n = slots.shape[0]
     state = AcceptanceState(
-        counts, overall, ratios, rates, of_request, tenant, tokens, lengths, confidence, labels
+        counts, ratios, rates, of_request, tenant, tokens, lengths, confidence, labels
     )
     work = Workspace(
         requests,
@@ -223,6 +226,26 @@ def decide(  # type: ignore[no-untyped-def]
         for row in range(n):
             num_offered += work.lengths[source, row] > 0
     return costs, planned, num_sent, num_offered, is_known
+
+
+@lean_kernel
+def earn(credit_s, step_s, num_steps):  # type: ignore[no-untyped-def]
+    """Some steps of so many seconds each; four steps can be saved up for."""
+    earned_s = credit_s[0] + num_steps * EXPLORED_SHARE * step_s
+    credit_s[0] = min(earned_s, _MOST_SAVED * step_s)
+
+
+@lean_kernel
+def spend(credit_s, price_s, step_s):  # type: ignore[no-untyped-def]
+    """Takes the price where there is enough, or two steps are saved; false: there is not.
+
+    What is missing is owed. So what is believed to be dearer than can be saved is tried, too: it is
+    seldom, and whether it still is so dear is learned by nothing else.
+    """
+    if credit_s[0] < min(price_s, _ENOUGH * step_s):
+        return False
+    credit_s[0] -= max(price_s, 0.0)
+    return True
 
 
 @inner

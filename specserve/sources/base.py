@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from specserve.core.metrics import SpeculationMetrics
 from specserve.core.source_config import DraftModelConfig, MtpConfig, TrieConfig
@@ -81,6 +81,28 @@ class RemoteSource(Source, Protocol):
     def must_see(self, slots: Int64Array) -> BoolArray:
         """bool ``[n]``: requests of which the source would miss something in a step without it."""
         ...
+
+
+class Member(NamedTuple):
+    """A source of a chain.
+
+    Attributes:
+        kind: as configured, its name in metrics and in ``vllm_xargs.speculation``.
+        source: what drafts.
+        labels: names of its drafts.
+        max_draft_len: longest draft in tokens.
+        dynamic: whether its drafts are cut to the length that pays, and it is asked where it pays.
+        learns: whether it learns from one request for others: it has to see texts to their ends.
+        needs: the field of a request's controls without which it drafts nothing; empty: none.
+    """
+
+    kind: str
+    source: Source
+    labels: tuple[str, ...]
+    max_draft_len: int
+    dynamic: bool = True
+    learns: bool = False
+    needs: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,6 @@ from specserve.core.errors import RequestError
 from specserve.core.source_config import MAX_DRAFT_TOKENS
 from specserve.core.types import RequestControls
 
-DEFAULT_CONTROLS = RequestControls()
-"""Of a request that asks for nothing."""
-
 _KEYS = ("speculation", "max_draft_tokens", "learn", "report")
 
 BEAM_KEY = "beam_sample"
@@ -49,29 +46,25 @@ def parse_controls(
         RequestError: a value is not allowed; names the field, the value and what is allowed.
     """
     if not extra_args:
-        return DEFAULT_CONTROLS
-    if BEAM_KEY in extra_args:
-        _integer(extra_args, BEAM_KEY, 1)
+        return RequestControls()
+    _integer(extra_args, BEAM_KEY, 1, 0)
     if kinds is None:
         for key in _KEYS:
             if key in extra_args:
                 nothing = "nothing: vLLM drafts by a method of its own (placement: in_engine)"
                 raise RequestError(f"vllm_xargs.{key}", extra_args[key], nothing)
-        return DEFAULT_CONTROLS
+        return RequestControls()
     speculation = extra_args.get("speculation", "auto")
     allowed = ("auto", "off", *kinds)
     if not isinstance(speculation, str) or speculation not in allowed:
         raise RequestError("vllm_xargs.speculation", speculation, ", ".join(allowed))
-    max_draft_tokens = -1
-    if "max_draft_tokens" in extra_args:
-        max_draft_tokens = _integer(extra_args, "max_draft_tokens", MAX_DRAFT_TOKENS)
-    learn = bool(_integer(extra_args, "learn", 1)) if "learn" in extra_args else True
-    report = bool(_integer(extra_args, "report", 1)) if "report" in extra_args else False
     prediction = extra_args.get(PREDICTION_KEY)
-    if not isinstance(prediction, bytes):
-        prediction = b""
     return RequestControls(
-        speculation, max_draft_tokens, learn, prediction=prediction, report=report
+        speculation,
+        _integer(extra_args, "max_draft_tokens", MAX_DRAFT_TOKENS, -1),
+        learn=bool(_integer(extra_args, "learn", 1, 1)),
+        report=bool(_integer(extra_args, "report", 1, 0)),
+        prediction=prediction if isinstance(prediction, bytes) else b"",
     )
 
 
@@ -106,11 +99,9 @@ def refuse_server_keys(extra_args: Mapping[str, object]) -> None:
 def with_tenant(
     controls: RequestControls, extra_args: Mapping[str, object] | None
 ) -> RequestControls:
-    """The controls with the tenant and the salt; for the engine's side, with API keys configured.
+    """The controls with the tenant and the salt that the server handed to the engine.
 
-    Args:
-        controls: what the request asked for.
-        extra_args: the request's extra arguments as the server handed them to the engine.
+    For the engine's side, with API keys configured.
     """
     extra_args = extra_args or {}
     tenant = extra_args.get(TENANT_KEY)
@@ -119,11 +110,13 @@ def with_tenant(
     return replace(controls, tenant=tenant, cache_salt=str(extra_args.get(SALT_KEY, "")))
 
 
-def _integer(extra_args: Mapping[str, object], key: str, high: int) -> int:
+def _integer(extra_args: Mapping[str, object], key: str, high: int, default: int) -> int:
     """An integer 0 .. high. ``4.0`` counts: JSON has one kind of number, and clients send both.
 
     Of 0 and 1, false and true count too.
     """
+    if key not in extra_args:
+        return default
     value = extra_args[key]
     if (isinstance(value, float) and value.is_integer()) or (high == 1 and isinstance(value, bool)):
         value = int(value)

@@ -12,9 +12,9 @@ import zmq
 
 from specserve.core.errors import WireError
 from specserve.core.types import Int64Array
-from specserve.sources.health_monitor import HealthMonitor, Peer
+from specserve.wire.endpoint import Endpoint
 from specserve.wire.frames import MAX_HEADER_BYTES, decode_reply, encode
-from specserve.wire.messages import DraftAnswer, DraftRequest, Refusal, Reply, TextRow
+from specserve.wire.messages import DraftAnswer, DraftRequest, Refusal, TextRow
 
 LOST_S = 1.0
 """An answer that comes so much later than its request's budget is not waited for."""
@@ -48,34 +48,28 @@ class DrafterLink:
     whichever connection it uses.
 
     Args:
-        monitor: finds the drafter; ended by :meth:`close`.
         on_malformed: told of what came that is no reply.
 
     Attributes:
         sent: requests that are not answered yet, by number.
     """
 
-    def __init__(self, monitor: HealthMonitor, on_malformed: Callable[[], None]) -> None:
+    def __init__(self, on_malformed: Callable[[], None]) -> None:
         self.sent: dict[int, Sent] = {}
-        self._monitor, self._on_malformed = monitor, on_malformed
+        self._on_malformed = on_malformed
         self._name = b"replica-" + token_bytes(8)
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
-        self._route: tuple[str, int] | None = None
         self._num_requests = 0
 
-    def connect(self, peer: Peer) -> bool:
-        """Connects to a drafter; false: the connection there was is the one to it."""
-        if self._route == peer.route:
-            return False
+    def connect(self, endpoint: Endpoint) -> None:
+        """Connects to a drafter, anew where it was connected."""
         self._hang_up()
-        self._route = peer.route
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.ROUTING_ID, self._name)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_HEADER_BYTES)
         self._socket.setsockopt(zmq.LINGER, 0)
-        peer.endpoint.connect(self._socket)
-        return True
+        endpoint.connect(self._socket)
 
     def send(
         self,
@@ -113,14 +107,15 @@ class DrafterLink:
     def replies(self, deadline: float = 0.0) -> Iterator[tuple[Sent, DraftAnswer | Refusal]]:
         """Takes replies to what was sent until a monotonic time; without one, what has come."""
         end = max(deadline, time.monotonic() + MOST_READING_S)
-        while (now := time.monotonic()) < end:
+        while self._socket is not None and (now := time.monotonic()) < end:
+            self._socket.setsockopt(zmq.RCVTIMEO, max(0, round(1000 * (deadline - now))))
             try:
-                reply = self._receive(deadline - now)
+                reply = decode_reply(self._socket.recv_multipart())
+            except zmq.Again:
+                return
             except WireError:
                 self._on_malformed()
                 continue
-            if reply is None:
-                return
             if isinstance(reply, DraftAnswer | Refusal) and (
                 sent := self.sent.pop(reply.number, None)
             ):
@@ -134,24 +129,9 @@ class DrafterLink:
         return lost
 
     def close(self) -> None:
-        """Ends the monitor's thread and the connection."""
-        self._monitor.close()
+        """Ends the connection."""
         self._hang_up()
         self._context.term()
-
-    def _receive(self, timeout_s: float) -> Reply | None:
-        """The next reply; None: none came in time.
-
-        Raises:
-            WireError: what came is no reply.
-        """
-        if self._socket is None:
-            return None
-        self._socket.setsockopt(zmq.RCVTIMEO, max(0, round(timeout_s * 1000)))
-        try:
-            return decode_reply(self._socket.recv_multipart())
-        except zmq.Again:
-            return None
 
     def _hang_up(self) -> None:
         if self._socket is not None:

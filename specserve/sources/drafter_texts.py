@@ -7,8 +7,9 @@ import time
 
 import numpy as np
 
-from specserve.core.types import BoolArray, Int64Array
-from specserve.wire.messages import RowAnswer
+from specserve.core.types import BoolArray, DraftBatch, Int32Array, Int64Array
+from specserve.sources.pending_states import PendingStates
+from specserve.wire.messages import MAX_ROWS, MAX_TOKENS, RowAnswer, TextRow
 
 
 class DrafterTexts:
@@ -68,20 +69,62 @@ class DrafterTexts:
         """bool ``[n]``: texts that an unanswered request has a row of."""
         return self._request[slots] > 0
 
+    def rows(
+        self,
+        batch: DraftBatch,
+        rows: Int64Array,
+        ends: Int64Array,
+        limits: Int32Array,
+        states: PendingStates | None,
+        state_bytes: int,
+    ) -> list[TextRow]:
+        """What a request tells of some texts; of the first ones, where there is no more room.
+
+        Args:
+            batch: the step's.
+            rows: int64 ``[r]``, of the batch.
+            ends: int64 ``[r]``, of what is sent of each.
+            limits: int32 ``[r]``, tokens to draft of each.
+            states: what is kept for a drafter that continues states.
+            state_bytes: room for states.
+        """
+        slots, sent, num_tokens = batch.slots[rows], list[TextRow](), 0
+        of_texts = self.held[slots], self.numbers[slots], self.salts[slots]
+        columns = (each.tolist() for each in (rows, slots, ends, limits, *of_texts))
+        for row, slot, end, limit, held, number, salt in zip(*columns, strict=True):
+            start = states_start = min(held, end - 1)
+            own = None
+            if states is not None:
+                states_start = max(start, int(states.starts[slot]))
+                if states_start < end - 1:
+                    own = states.between(slot, states_start, end - 1)
+                    state_bytes -= own.nbytes
+            num_tokens += end - start
+            if num_tokens > MAX_TOKENS or state_bytes < 0 or len(sent) == MAX_ROWS:
+                break
+            sent.append(
+                TextRow(
+                    text=number,
+                    salt=salt,
+                    start=start,
+                    tokens=batch.token_ids[row, start:end],
+                    states_start=states_start,
+                    states=own,
+                    max_draft_tokens=limit,
+                )
+            )
+        return sent
+
     def send(self, slots: Int64Array, number: int) -> None:
         """A request has a row of each of these."""
         self._request[slots], self._is_known[slots] = number, True
         self._rests_until[slots], self.has_room[slots] = math.inf, True
 
     def settle(self, slots: Int64Array, number: int) -> BoolArray:
-        """A request is not under way any more, answered or not.
-
-        Args:
-            slots: int64 ``[m]``, of its rows.
-            number: its name.
+        """A request of these texts is not under way any more, answered or not.
 
         Returns:
-            bool ``[m]``: whose text it was still under way with; others have ended since.
+            bool ``[m]``: the texts that it was still under way with; others have ended since.
         """
         is_own: BoolArray = self._request[slots] == number
         self._request[slots[is_own]], self._rests_until[slots[is_own]] = 0, 0.0

@@ -11,9 +11,7 @@ its grammar is kept, until :meth:`GrammarSource.close`.
 from __future__ import annotations
 
 import logging
-from typing import Self
 
-from specserve.core.metrics import SpeculationMetrics
 from specserve.core.source_config import GrammarConfig
 from specserve.core.types import (
     DraftBatch,
@@ -42,16 +40,10 @@ class GrammarSource:
     """
 
     def __init__(self, config: GrammarConfig, context: SourceContext) -> None:
-        self._kind = config.kind
-        self._metrics: SpeculationMetrics = context.metrics
+        self._kind, self._metrics = config.kind, context.metrics
         self._requests: list[_Request | None] = [None] * context.num_slots
         self._splits = Splits()
         self._drafts = DraftBuffer(context.num_slots, config.max_draft_len)
-
-    @classmethod
-    def build(cls, config: GrammarConfig, context: SourceContext) -> Self:
-        """For the registry; a request brings its grammar."""
-        return cls(config, context)
 
     def open(self, slot: int, controls: RequestControls) -> None:
         """Takes the request's grammar, if there is one that it wants drafts of."""
@@ -92,13 +84,7 @@ class GrammarSource:
 
 
 class _Request:
-    """One request's grammar, and the text that it forced where the request was last asked for.
-
-    Args:
-        grammar: the request's.
-        controls: the request's.
-        splits: what is known of the model's, and learned if the request may be.
-    """
+    """One request's grammar, and the text that it forced where the request was last asked for."""
 
     def __init__(self, grammar: Grammar, controls: RequestControls, splits: Splits) -> None:
         self._grammar, self._splits, self._learns = grammar, splits, controls.learn

@@ -13,7 +13,7 @@ from specserve.core.compile import kernel_array, lean_kernel
 from specserve.core.errors import shorten
 from specserve.core.metrics import SpeculationMetrics
 from specserve.core.types import DraftBatch, Drafts, Int32Array, Int64Array, RequestControls
-from specserve.sources.base import Source
+from specserve.sources.base import Member
 
 logger = logging.getLogger(__name__)
 
@@ -31,35 +31,31 @@ class GuardedSource:
     it answers switches the source on again and the next rest is short again.
 
     Args:
-        kind: the source's kind, its name in metrics and in ``vllm_xargs.speculation``.
-        source: the source.
+        member: the source.
         metrics: where calls and errors are counted.
         vocab_size: draft tokens are 0 .. ``vocab_size - 1``; a draft with others is dropped.
-        num_labels: the source's labels.
         clock: monotonic seconds.
         offers: its drafts by slot, written; with room for the longest.
         first_label: number of the source's first label among all, of which the offers tell.
 
     Attributes:
+        member: the source.
         call_s: seconds of the last call of :meth:`propose`.
     """
 
     def __init__(
         self,
-        kind: str,
-        source: Source,
+        member: Member,
         metrics: SpeculationMetrics,
         vocab_size: int,
-        num_labels: int,
         clock: Callable[[], float],
         offers: Drafts,
         first_label: int = 0,
     ) -> None:
-        self.kind = kind
-        self.source = source
+        self.member = member
         self.call_s = 0.0
         self._metrics = metrics
-        self._bounds = vocab_size, num_labels, first_label
+        self._bounds = vocab_size, len(member.labels), first_label
         self._clock = clock
         self._offers = offers
         self._up = True
@@ -75,7 +71,7 @@ class GuardedSource:
 
     def open(self, slot: int, controls: RequestControls) -> None:
         """Passes a new request on, also while resting: the source has to know it later."""
-        self.call(lambda: self.source.open(slot, controls))
+        self.call(lambda: self.member.source.open(slot, controls))
 
     def propose(self, batch: DraftBatch, limits: Int32Array) -> Drafts | None:
         """The source's drafts, all well-formed and none beyond its limit; None where it failed.
@@ -84,7 +80,7 @@ class GuardedSource:
         """
         began = self._clock()
         try:
-            drafts = self.source.propose(batch, limits)
+            drafts = self.member.source.propose(batch, limits)
             if drafts is not self._checked or len(drafts.lengths) != len(limits):
                 drafts = self._checked = _checked(drafts, len(limits))
             num_malformed, num_wanted = _take(
@@ -95,19 +91,19 @@ class GuardedSource:
             return None
         self.call_s = self._clock() - began
         if num_wanted:  # otherwise it only learned
-            self._metrics.count_call(self.kind, self.call_s)
+            self._metrics.count_call(self.member.kind, self.call_s)
         for _ in range(num_malformed):
-            self._metrics.count_error(self.kind)
+            self._metrics.count_error(self.member.kind)
         if not self._up:
             self._up = True
             self._rest.reset()
-            self._metrics.set_up(self.kind, True)
-            logger.warning("draft source %s is up again", self.kind)
+            self._metrics.set_up(self.member.kind, True)
+            logger.warning("draft source %s is up again", self.member.kind)
         return drafts
 
     def close(self, slots: Int64Array) -> None:
         """Passes finished requests on, also while resting: what the source holds must not leak."""
-        self.call(lambda: self.source.close(slots))
+        self.call(lambda: self.member.source.close(slots))
 
     def call(self, ask: Callable[[], T]) -> T | None:
         """What a call to the source returns; None, and the source rests, where it raises."""
@@ -118,13 +114,15 @@ class GuardedSource:
             return None
 
     def _switch_off(self, error: Exception) -> None:
-        self._metrics.count_error(self.kind)
+        self._metrics.count_error(self.member.kind)
         self._rest.fail(self._clock())
         reason = f"{type(error).__name__}: {shorten(str(error), 200)}"
-        self._metrics.set_up(self.kind, False, reason)
+        self._metrics.set_up(self.member.kind, False, reason)
         if self._up:
             self._up = False
-            logger.warning("draft source %s is switched off: %s", self.kind, reason, exc_info=error)
+            logger.warning(
+                "draft source %s is switched off: %s", self.member.kind, reason, exc_info=error
+            )
 
 
 def _checked(drafts: Drafts, num_rows: int) -> Drafts:

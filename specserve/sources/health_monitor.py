@@ -86,18 +86,13 @@ class Peer:
         endpoint: where it listens.
         instance: the process; another one has none of the texts.
         max_tokens: longest text that it drafts for.
-        connection: another number: it is to be connected to anew.
+        connection: another number: it is to be connected to anew, and what was sent may be lost.
     """
 
     endpoint: Endpoint
     instance: str
     max_tokens: int
     connection: int
-
-    @property
-    def route(self) -> tuple[str, int]:
-        """What was sent by another one may be lost."""
-        return self.instance, self.connection
 
 
 class HealthMonitor:
@@ -110,11 +105,14 @@ class HealthMonitor:
         wanted: what the drafter has to be; another one is refused with one line in the log.
         find: where it is; called from this monitor's thread.
         report: told the state several times a second, from this monitor's thread.
+
+    Attributes:
+        peer: the drafter that may be asked now; None: there is none.
     """
 
     def __init__(self, wanted: Wanted, find: Find, report: Report) -> None:
         self._wanted, self._find, self._report = wanted, find, report
-        self._peer: Peer | None = None
+        self.peer: Peer | None = None
         self._reason = ""  # why there is none
         self._lock = threading.Lock()  # between trips and what is heard of the peer
         self._rest = Backoff(GREET_DOWN_S, LONGEST_REST_S)
@@ -130,15 +128,10 @@ class HealthMonitor:
         self._thread = threading.Thread(target=self._run, name="drafter-health", daemon=True)
         self._thread.start()
 
-    @property
-    def peer(self) -> Peer | None:
-        """The drafter that may be asked now."""
-        return self._peer
-
     def trip(self, reason: str) -> None:
         """A request was not answered in time: none is sent before a new hello is answered."""
         with self._lock:
-            self._peer, self._reason = None, reason
+            self.peer, self._reason = None, reason
             self._connection += self._num_trips > 0  # it may be the connection that is broken
             self._counts_from = self._number + 1
             self._rest.fail(time.monotonic())
@@ -176,13 +169,13 @@ class HealthMonitor:
         self._context.term()
 
     def _tell(self) -> None:
-        is_up = self._peer is not None
+        is_up = self.peer is not None
         self._report(is_up, "" if is_up else self._reason)
 
     def _look(self) -> None:
         """Asks where the drafter is, and connects anew, also where it is still there."""
         with self._lock:
-            self._peer = None
+            self.peer = None
             self._connection += 1
         self._tell()  # finding it may take seconds
         if (found := self._find()) is not None:
@@ -201,7 +194,7 @@ class HealthMonitor:
 
     def _greet(self) -> None:
         now = time.monotonic()
-        pause_s = GREET_DOWN_S if self._peer is None else GREET_UP_S
+        pause_s = GREET_DOWN_S if self.peer is None else GREET_UP_S
         if self._socket is None or now - self._said_at < pause_s:
             return
         self._said_at = now
@@ -228,14 +221,14 @@ class HealthMonitor:
         with self._lock:
             if card.number < self._counts_from or not self._rest.is_due(time.monotonic()):
                 return
-            if self._peer is None or self._peer.instance != card.instance:
-                self._peer = Peer(endpoint, card.instance, card.max_tokens, self._connection)
+            if self.peer is None or self.peer.instance != card.instance:
+                self.peer = Peer(endpoint, card.instance, card.max_tokens, self._connection)
                 self._reason = ""
 
     def _refuse(self, reason: str) -> None:
         with self._lock:
             is_new, self._reason = reason != self._reason, reason
-            self._peer = None
+            self.peer = None
         if is_new:
             self._warn()
 

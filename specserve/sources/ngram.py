@@ -2,8 +2,7 @@
 
 LLMA ("Inference with Reference", arXiv 2304.04487), prompt lookup decoding, TensorRT-LLM's NGram:
 the last few tokens are searched in the request's own prompt and output, and what followed them
-there is the draft. TensorRT-LLM's pool of (pattern, continuation) pairs is left out: within one
-request's text a pool holds only what a search of that text finds as well.
+there is the draft.
 
 The index of a growing text says for the last 1 .. 16 tokens where they stood before: Numba kernels
 over flat arrays, without the interpreter lock. One table a request and n-gram size; an entry packs
@@ -14,8 +13,6 @@ hide a match but never makes a wrong one.
 """
 
 from __future__ import annotations
-
-from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +31,7 @@ from specserve.core.types import (
     RequestControls,
 )
 from specserve.sources.base import SourceContext
-from specserve.trie.contexts import prefetch
+from specserve.trie.contexts import MULTIPLIER, ONE, mix, prefetch
 
 UInt64Array = npt.NDArray[np.uint64]
 
@@ -56,12 +53,8 @@ _DOUBT = 8.0
 """A match of ``m`` tokens is right with a confidence of ``m^2 / (m^2 + 8)``, as in
 :mod:`specserve.trie.branch`; each token that is right makes the match longer."""
 
-_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
-_FINALIZER = np.uint64(0xD6E8FEB86659FD93)
 _POSITION_MASK = np.uint64(0xFFFFFFFF)
 _S32 = np.uint64(32)
-_S29 = np.uint64(29)
-_ONE = np.uint64(1)
 
 _ADDRESS, _CAPACITY, _INDEXED, _TARGET, _NUM_COLUMNS = range(5)
 """Columns of a request: where its tables are, slots of each, positions indexed so far, and up to
@@ -81,7 +74,8 @@ class NgramSource:
     guess. Cut at the end instead, a run of one token would get drafts of one token.
     """
 
-    def __init__(self, config: NgramConfig, num_slots: int) -> None:
+    def __init__(self, config: NgramConfig, context: SourceContext) -> None:
+        num_slots = context.num_slots
         self._config = config
         self._tables: list[UInt64Array | None] = [None] * num_slots
         self._requests: Int64Array = np.zeros((num_slots, _NUM_COLUMNS), np.int64)
@@ -90,11 +84,6 @@ class NgramSource:
         self._sizes = config.min_matching_ngram_size, config.max_matching_ngram_size
         self._drafts = DraftBuffer(num_slots, config.max_draft_len)
         self.warm_up()
-
-    @classmethod
-    def build(cls, config: NgramConfig, context: SourceContext) -> Self:
-        """For the registry; the request's own text is all that this source needs."""
-        return cls(config, context.num_slots)
 
     @property
     def num_bytes(self) -> int:
@@ -177,13 +166,7 @@ def array_at(typing_context, address, size):  # type: ignore[no-untyped-def]
 @inner
 def _extend(state: np.uint64, token: np.int32) -> np.uint64:
     """The hash state of an n-gram that reaches one token further back."""
-    return (state ^ (np.uint64(token) + _ONE)) * _MULTIPLIER
-
-
-@inner
-def _tag(state: np.uint64) -> np.uint64:
-    """32 well-mixed bits of a hash state."""
-    return ((state ^ (state >> _S29)) * _FINALIZER) >> _S32
+    return (state ^ (np.uint64(token) + ONE)) * MULTIPLIER
 
 
 @inner
@@ -199,7 +182,7 @@ def _put(table, start, mask, tag, position, keep_oldest):  # type: ignore[no-unt
             if not keep_oldest:
                 table[start + slot] = (tag << _S32) | position
             return
-        slot = (slot + _ONE) & mask
+        slot = (slot + ONE) & mask
 
 
 @inner
@@ -212,7 +195,7 @@ def _get(table, start, mask, tag):  # type: ignore[no-untyped-def]
             return 0
         if entry >> _S32 == tag:
             return np.int64(entry & _POSITION_MASK)
-        slot = (slot + _ONE) & mask
+        slot = (slot + ONE) & mask
 
 
 @inner
@@ -226,7 +209,7 @@ def _ingest(table, capacity, text, begin, end, sizes, keep_oldest, chunk):  # ty
         for size in range(1, min(high, position) + 1):
             state = _extend(state, text[position - size])
             if size >= low:
-                tag, start = _tag(state), (size - low) * capacity
+                tag, start = mix(state) >> _S32, (size - low) * capacity
                 prefetch(table, start + np.int64(tag & mask))
                 tags[count] = tag
                 positions[count] = (np.uint64(start) << _S32) | np.uint64(position)
@@ -252,7 +235,7 @@ def _tags(table, capacity, text, length, sizes, tags):  # type: ignore[no-untype
     for size in range(1, min(high, length) + 1):
         state = _extend(state, text[length - size])
         if size >= low:
-            tags[size - 1] = _tag(state)
+            tags[size - 1] = mix(state) >> _S32
             start, mask = (size - low) * capacity, np.uint64(capacity - 1)
             prefetch(table, start + np.int64(tags[size - 1] & mask))
 

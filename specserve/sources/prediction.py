@@ -12,7 +12,6 @@ that the source is asked: a nanosecond a token, 4 us for a prediction of 4,096.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self
 
 import numpy as np
 
@@ -53,16 +52,12 @@ class PredictionSource:
     place of any of them may be joined. Memory a request: 8 bytes a token, until :meth:`close`.
     """
 
-    def __init__(self, config: PredictionConfig, num_slots: int) -> None:
+    def __init__(self, config: PredictionConfig, context: SourceContext) -> None:
+        num_slots = context.num_slots
         self._texts: list[UInt64Array | None] = [None] * num_slots
         self._requests: Int64Array = np.zeros((num_slots, _NUM_COLUMNS), np.int64)
         self._drafts = DraftBuffer(num_slots, config.max_draft_len)
         self.warm_up()
-
-    @classmethod
-    def build(cls, config: PredictionConfig, context: SourceContext) -> Self:
-        """For the registry; a request brings all that this source needs."""
-        return cls(config, context.num_slots)
 
     @property
     def num_bytes(self) -> int:
@@ -97,12 +92,7 @@ class PredictionSource:
 
 
 def num_foretold(prediction: Int32Array, answer: Sequence[int]) -> int:
-    """How many tokens of an answer its prediction foretold, each at its place.
-
-    Args:
-        prediction: int32 ``[m]``.
-        answer: token ids.
-    """
+    """How many tokens of an answer its prediction, int32 ``[m]``, foretold, each in its place."""
     request = np.array((0, 0, *_BEGINNING), np.int64)
     text = np.array(answer, np.int32)
     return int(follow_each(prediction.astype(np.uint64), text, request))

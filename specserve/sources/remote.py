@@ -14,7 +14,6 @@ from functools import partial
 from hashlib import blake2b
 from itertools import chain, compress
 from secrets import randbits
-from typing import Self
 
 import numpy as np
 
@@ -34,9 +33,8 @@ from specserve.sources.controls import wants_drafts
 from specserve.sources.drafter_link import LOST_S, DrafterLink, Sent
 from specserve.sources.drafter_texts import DrafterTexts
 from specserve.sources.followed_texts import FollowedTexts
-from specserve.sources.health_monitor import Find, HealthMonitor, Peer, Wanted
+from specserve.sources.health_monitor import HealthMonitor, Peer, Wanted
 from specserve.sources.pending_states import PendingStates
-from specserve.sources.text_rows import text_rows
 from specserve.trie.namespaces import namespace
 from specserve.wire.messages import (
     MAX_ROWS,
@@ -78,16 +76,9 @@ class DrafterClient:
     A text that lacks much is read first: where states are continued, from its next step on, so that
     no step waits for the copy of a prompt's states. A text of which states are missing is drafted
     for from behind the gap.
-
-    Args:
-        config: the source's configuration.
-        context: the replica.
-        find: where the drafter is; called from a thread of its own.
     """
 
-    def __init__(
-        self, config: DraftModelConfig | MtpConfig, context: SourceContext, find: Find
-    ) -> None:
+    def __init__(self, config: DraftModelConfig | MtpConfig, context: SourceContext) -> None:
         self._config, self._kind = config, config.kind
         self._identity, self._metrics = context.model_identity, context.metrics
         hidden_size = context.hidden_size if config.NEEDS_STATES else 0
@@ -99,9 +90,11 @@ class DrafterClient:
             replica=context.replica,
         )
         self._monitor = HealthMonitor(
-            wanted, find, partial(context.metrics.set_reachable, config.kind)
+            wanted,
+            context.find_drafter(config),
+            partial(context.metrics.set_reachable, config.kind),
         )
-        self._link = DrafterLink(self._monitor, partial(context.metrics.count_error, config.kind))
+        self._link = DrafterLink(partial(context.metrics.count_error, config.kind))
         self._peer: Peer | None = None  # the last one that was met
         self._has_failed = False  # at the last request for drafts
         self._has_own_gpu = config.num_gpus > 0 and config.placement == "actor"
@@ -114,13 +107,7 @@ class DrafterClient:
         self._texts = DrafterTexts(num_slots)
         self._is_behind = np.zeros(num_slots, np.bool_)  # by slot: to be read in this step
         self._are_behind = False  # some of them
-
-    @classmethod
-    def build(cls, config: DraftModelConfig | MtpConfig, context: SourceContext) -> Self:
-        """For the registry."""
-        source = cls(config, context, context.find_drafter(config))
-        context.exits.append(source.end)
-        return source
+        context.exits.append(self.end)
 
     def open(self, slot: int, controls: RequestControls) -> None:
         """See :meth:`specserve.sources.base.Source.open`."""
@@ -206,8 +193,9 @@ class DrafterClient:
             self._send(slots[:0], [], FEED_BUDGET_S)
 
     def end(self) -> None:
-        """Ends the link."""
+        """Ends the monitor's thread and the link."""
         self._peer = None
+        self._monitor.close()
         self._link.close()
 
     @property
@@ -225,12 +213,14 @@ class DrafterClient:
 
     def _meet(self) -> Peer | None:
         """The drafter to ask in this step, connected to; None: there is none."""
-        peer = self._monitor.peer
-        if peer is None or peer is self._peer:
+        peer, known = self._monitor.peer, self._peer
+        if peer is None or peer is known:
             return peer
-        if self._link.connect(peer):
+        is_other = known is None or known.instance != peer.instance
+        if known is None or is_other or known.connection != peer.connection:
+            self._link.connect(peer.endpoint)
             self._give_up(math.inf)
-        if self._peer is None or self._peer.instance != peer.instance:
+        if is_other:
             self._position_s = 0.0  # it may take another time
             self._texts.begin_anew()
         self._peer = peer
@@ -277,9 +267,7 @@ class DrafterClient:
         most = max(MAX_SENT - len(self._link.sent), 0)
         read = rows[lacks]
         none = np.zeros(len(read), np.int32)
-        sent = text_rows(
-            batch, read[:most], ends[:most], none[:most], self._texts, self._states, room
-        )
+        sent = self._texts.rows(batch, read[:most], ends[:most], none[:most], self._states, room)
         return list(zip(batch.slots[read, None], sent, strict=False)), rows[~lacks]
 
     def _ask(
@@ -302,9 +290,8 @@ class DrafterClient:
         if not (rows := rows[is_asked]).size:
             return 0, rows
         most = np.minimum(limits[rows], self._config.max_draft_len)
-        sent = text_rows(
-            batch, rows, ends[is_asked], most, self._texts, self._states, MAX_STATE_BYTES
-        )
+        ends = ends[is_asked]
+        sent = self._texts.rows(batch, rows, ends, most, self._states, MAX_STATE_BYTES)
         rows = rows[: len(sent)]
         return self._send(batch.slots[rows], sent, self._config.timeout_s), rows
 

@@ -35,13 +35,9 @@ class Splits:
         self._written = array("i", [_NOTHING]) * _NUM_PLACES
 
     def note(self, owner: Hashable, before: int, text: bytes, token: int) -> None:
-        """The model has written this token.
+        """The model has written ``token`` behind ``before``, where the rest to write was ``text``.
 
-        Args:
-            owner: whose text it is.
-            before: the token before it.
-            text: what was to be written, from there on.
-            token: with which the text begins.
+        Nobody but the ``owner`` of the text drafts by that.
         """
         for size, _ in WRITTEN:
             self._written[_place(owner, before, text[:size])] = token
@@ -62,7 +58,7 @@ class Splits:
             before: the token before it.
             text: what is to be written.
             texts: of the vocabulary.
-            usual: makes the tokenizer's split, where something was not written before.
+            usual: makes the tokenizer's split; called where something was not written before.
             limit: most tokens.
         """
         found: list[tuple[int, float]] = []
@@ -74,7 +70,7 @@ class Splits:
             if guess is None:
                 if starts is None:
                     starts = _starts(usual(), text, texts)
-                guess = _guess(rest, starts.get(at, _NOTHING), texts)
+                guess = _guess(rest, starts.get(at), texts)
             if guess is None:
                 break
             found.append(guess)
@@ -100,18 +96,19 @@ def _starts(tokens: list[int], text: bytes, texts: TokenTexts) -> dict[int, int]
     """The tokens of a split by where they begin, as far as they are the text's."""
     starts, at = {}, 0
     for token in tokens:
-        starts[at] = token
-        at += texts.size(token, text[at:])
+        if size := texts.size(token, text[at:]):
+            starts[at] = token
+            at += size
     return starts
 
 
-def _guess(text: bytes, usual: int, texts: TokenTexts) -> tuple[int, float] | None:
+def _guess(text: bytes, usual: int | None, texts: TokenTexts) -> tuple[int, float] | None:
     """The text's first token: the usual one if it is one, else the longest."""
     beginnings = texts.beginnings(text)
     if not beginnings:
         return None
     token, sure = beginnings[-1], UNUSUAL
-    if usual != _NOTHING and texts.size(usual, text):
+    if usual is not None:
         token, sure = usual, USUAL
     if len(beginnings) == 1:
         sure = ONLY_ONE

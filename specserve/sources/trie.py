@@ -6,14 +6,16 @@ while it is written: what one wrote in this step, all can draft in the next one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+import time
+from collections.abc import Callable, Iterator
 from secrets import token_hex
 from typing import Self
 
 import numpy as np
 from msgspec.structs import replace
 
-from specserve.core.metrics import TrieSnapshot
+from specserve.core.metrics import SpeculationMetrics, TrieSnapshot
 from specserve.core.source_config import TrieConfig
 from specserve.core.types import (
     DraftBatch,
@@ -25,14 +27,18 @@ from specserve.core.types import (
 )
 from specserve.sources.base import SourceContext
 from specserve.sources.controls import NO_TENANT, wants_drafts
-from specserve.sources.trie_misses import TrieMisses
 from specserve.trie.memory import KEPT_S, SharedMemory, TrieMemory
 from specserve.trie.namespaces import label, namespace
 from specserve.trie.token_trie import NO_SEQUENCE, TokenTrie
 from specserve.trie.unsent import UnsentTexts
 
+logger = logging.getLogger(__name__)
+
 LEARN_TOKENS_PER_STEP = 4096
 """Tokens of long prompts that are learned in one step over all requests, 1 to 2 ms of work."""
+
+TOLD_S = 600.0
+"""How long it is told that a namespace has no trie, unless a request of it finds one before."""
 
 _NO_TRIE = -1
 
@@ -80,7 +86,7 @@ class TrieSource:
 
     @classmethod
     def build(cls, config: TrieConfig, context: SourceContext) -> Self:
-        """For the registry: with its own memory, joined to the cluster's where it is shared."""
+        """With its own memory, joined to the cluster's where it is shared."""
         identity = context.model_identity
         tenants = ("",) if config.share_tenants else context.tenants or ("",)
         memory = TrieMemory(
@@ -212,3 +218,38 @@ class TrieSource:
         trie.finish(int(sequences[0]))
         if self._unsent is not None:
             self._unsent.add(batch, begins, begins)
+
+
+class TrieMisses:
+    """Keeps the source's ``reason`` true, and logs a warning for each namespace that has no trie.
+
+    Args:
+        metrics: where the reason is shown.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, metrics: SpeculationMetrics, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._misses: dict[str, tuple[float, str]] = {}
+
+    def note(self, namespace: str, reason: str) -> None:
+        """A request has begun.
+
+        Args:
+            namespace: whose it is.
+            reason: why there is no trie for it; empty: there is one.
+        """
+        if not (reason or self._misses):  # as it mostly is
+            return
+        now = self._clock()
+        known = self._misses.pop(namespace, None)
+        self._misses = {name: miss for name, miss in self._misses.items() if miss[0] > now - TOLD_S}
+        if reason:
+            self._misses[namespace] = now, reason
+            if known is None:
+                logger.warning("No drafts from the trie: %s", reason)
+        told = next((miss[1] for miss in reversed(self._misses.values())), "")
+        self._metrics.set_reachable("trie", True, told)

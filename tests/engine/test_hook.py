@@ -295,7 +295,7 @@ def test_nothing_is_left_of_the_prediction_of_a_request_that_is_aborted(
     for name in ("a", "b"):
         runner.requests[name] = _request(extra_args={"prediction": predicted.tobytes()})
     hook.attach(runner)
-    (source,) = (each.guard.source for each in hook._chain._sources)
+    (source,) = (each.member.source for each in hook._chain._sources)
     assert isinstance(source, PredictionSource)
     _append(runner, 0, [50])
     assert _step(hook, runner, [[50], [4]])[0] == predicted[1:].tolist()

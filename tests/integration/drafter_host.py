@@ -59,7 +59,7 @@ def main() -> None:
         metrics=metrics,
         find_drafter=lambda _: DrafterFinder(options, config.num_actors, "replica"),
     )
-    source = DrafterClient.build(config, context)
+    source = DrafterClient(config, context)
     source.open(0, RequestControls())
 
     def propose(token_ids: list[int]) -> dict[str, Any]:

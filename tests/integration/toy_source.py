@@ -5,7 +5,7 @@ To import this module registers it, before anything has read the configuration's
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self, Union, get_args
+from typing import Annotated, Literal, Union, get_args
 
 import numpy as np
 from pydantic import Field
@@ -28,13 +28,8 @@ class ToyConfig(SourceSection):
 class ToySource:
     """Guesses that the last token comes again."""
 
-    def __init__(self, max_draft_len: int) -> None:
-        self._max_draft_len = max_draft_len
-
-    @classmethod
-    def build(cls, config: ToyConfig, context: object) -> Self:
-        """Without anything of the replica's."""
-        return cls(config.max_draft_len)
+    def __init__(self, config: ToyConfig, context: object) -> None:
+        self._max_draft_len = config.max_draft_len
 
     def open(self, slot: int, controls: RequestControls) -> None:
         """Nothing is kept."""

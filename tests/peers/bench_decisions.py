@@ -84,14 +84,12 @@ class Ours:
     """A chain of the sources, as an engine's hook drives it."""
 
     def __init__(self, sources: Sequence[SourceConfig], num_rows: int) -> None:
-        from specserve.policy.chain import Chain
-        from specserve.policy.members import build_members
+        from specserve.policy.chain import build_chain
         from specserve.sources.base import SourceContext
 
-        kinds = tuple(each.kind for each in sources)
-        members = build_members(sources, SourceContext(num_slots=num_rows))
-        metrics = SpeculationMetrics(kinds)
-        self.chain = Chain(members, metrics, num_slots=num_rows, clock=lambda: 0.0)
+        metrics = SpeculationMetrics(tuple(each.kind for each in sources))
+        context = SourceContext(num_slots=num_rows)
+        self.chain = build_chain(sources, metrics, context, clock=lambda: 0.0)
         self._num_rows = num_rows
         self._num_sent: Int32Array = np.zeros(num_rows, np.int32)
 

@@ -94,7 +94,7 @@ def client(kind: str, hidden_size: int, size: int, address: str) -> DrafterClien
         if kind == "mtp"
         else DraftModelConfig(kind="draft_model", model="none", **options)
     )
-    made = DrafterClient.build(config, context)
+    made = DrafterClient(config, context)
     while not all(each.up for each in metrics.snapshot().health):
         time.sleep(0.01)
     for slot in range(size):

@@ -8,7 +8,7 @@ import pytest
 from specserve.core.metrics import SpeculationMetrics
 from specserve.core.types import RequestControls
 from specserve.policy.chain import Chain
-from specserve.policy.members import Member
+from specserve.sources.base import Member
 from tests.peers.in_process import SourcesSwitch
 from tests.sources.answering_source import always, batch
 

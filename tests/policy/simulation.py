@@ -12,7 +12,7 @@ import numpy as np
 from specserve.core.metrics import SpeculationMetrics
 from specserve.core.types import DraftBatch, Drafts, Int32Array, Int64Array, RequestControls
 from specserve.policy.chain import Chain
-from specserve.policy.members import Member
+from specserve.sources.base import Member
 
 _WRONG = 99
 

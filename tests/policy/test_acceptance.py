@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from specserve.core.compile import kernel
-from specserve.policy.acceptance import LEAST_SURVIVAL, Acceptance, learn, survival_of
+from specserve.policy.acceptance import (
+    LEAST_SURVIVAL,
+    Acceptance,
+    learn,
+    survival_of,
+    unseen_survival,
+)
 
 NUM_SLOTS, LONGEST = 8, 8
 DRAFT = (1, 2, 3, 4)
@@ -152,7 +158,7 @@ def test_drafts_that_are_not_there_yet_are_judged_by_position() -> None:
     judge = Judge()
     judge.teach((1, 2, 9), times=100)
     survival = np.zeros((1, LONGEST))
-    judge.acceptance.unseen_survival(0, np.array([1]), survival)
+    unseen_survival(judge.acceptance.state, 0, np.array([1]), survival)
     assert survival[0, 1] > 0.8
     assert survival[0, 2] < 0.1
 
@@ -192,5 +198,5 @@ def test_drafts_that_are_not_there_yet_are_judged_by_what_comes_now(
     judge.teach(written, 4000, confidence=confidence)
     judge.acceptance.open(0, "")
     unseen = np.zeros((1, LONGEST))
-    judge.acceptance.unseen_survival(0, np.array([0]), unseen)
+    unseen_survival(judge.acceptance.state, 0, np.array([0]), unseen)
     assert most - 0.1 <= unseen[0, 0] <= most

@@ -15,17 +15,27 @@ from specserve.policy.asking import (
     RemoteAsk,
     Situation,
 )
-from specserve.policy.exploration import EXPLORED_SHARE, earn, spend
 from specserve.policy.planner import Costs
+from specserve.policy.step import EXPLORED_SHARE, earn, spend
+from specserve.sources.base import Member
 from specserve.sources.guard import GuardedSource
 from tests.draft_batches import draft_batch
-from tests.policy.traffic import Clock, DistantSource
+from tests.policy.traffic import Clock, DistantSource, LocalSource
 
 STEP_S = 0.01
 COSTS = Costs(STEP_S, STEP_S, 1e-4)
 ONE = np.ones(1, np.int32)
 NONE = np.zeros(1, np.int32)
 SLOTS = np.array([0])
+
+
+def guarded(kind: str, source: LocalSource) -> GuardedSource:
+    member = Member(kind, source, (kind,), 8)
+    return GuardedSource(member, SpeculationMetrics(), 100, Clock(), Drafts.empty(4, 8))
+
+
+def local() -> LocalAsk:
+    return LocalAsk(0, guarded("ngram", LocalSource(lambda slot: (), Clock())))
 
 
 def rich() -> Float64Array:
@@ -67,18 +77,18 @@ def test_what_is_dearer_than_can_be_saved_is_tried_and_owed() -> None:
 
 
 def test_a_local_source_that_pays_is_asked_in_every_step() -> None:
-    ask = LocalAsk()
+    ask = local()
     for _ in range(100):
-        ask.observe(ONE, ONE, 1e-4, 2e-4)
+        ask.observe(1e-4, 2e-4)
         assert not ask.is_slow
         assert not ask.num_idle_steps(3, SLOTS)
     assert ask.surplus_s == pytest.approx(1e-4)
 
 
 def test_a_local_source_that_does_not_pay_is_tried_some_times_and_then_pauses_longer() -> None:
-    ask, idle = LocalAsk(), []
+    ask, idle = local(), []
     for _ in range(12):
-        ask.observe(ONE, NONE, 1e-4, 0.0)
+        ask.observe(1e-4, 0.0)
         idle.append(ask.num_idle_steps(0, SLOTS))
     assert idle == [0] * 7 + [1, 3, 7, 7, 7]
     assert ask.is_slow
@@ -88,24 +98,23 @@ def test_a_local_source_that_does_not_pay_is_tried_some_times_and_then_pauses_lo
 
 
 def test_a_local_source_that_pays_again_is_asked_in_every_step_at_once() -> None:
-    ask = LocalAsk()
+    ask = local()
     for _ in range(100):
-        ask.observe(ONE, NONE, 1e-4, 0.0)
-    ask.observe(ONE, ONE, 1e-4, STEP_S)
+        ask.observe(1e-4, 0.0)
+    ask.observe(1e-4, STEP_S)
     assert not ask.is_slow
 
 
 def test_one_stalled_call_does_not_make_a_source_dear() -> None:
-    ask = LocalAsk()
+    ask = local()
     for _ in range(100):
-        ask.observe(ONE, ONE, 1e-4, 2e-4)
-    ask.observe(ONE, ONE, 10.0, 2e-4)
+        ask.observe(1e-4, 2e-4)
+    ask.observe(10.0, 2e-4)
     assert not ask.is_slow
 
 
 def test_what_is_not_dynamic_is_asked_in_every_step() -> None:
-    ask = Ask()
-    ask.observe(ONE, NONE, 10.0, 0.0)
+    ask = Ask(0, guarded("ngram", LocalSource(lambda slot: (), Clock())))
     assert ask.is_due(1, SLOTS)
     assert not ask.is_slow
     assert ask.num_idle_steps(1, SLOTS) == 0
@@ -118,8 +127,7 @@ def source() -> DistantSource:
 
 @pytest.fixture
 def ask(source: DistantSource) -> RemoteAsk:
-    guard = GuardedSource("mtp", source, SpeculationMetrics(), 100, 1, Clock(), Drafts.empty(4, 8))
-    return RemoteAsk(guard, 4)
+    return RemoteAsk(0, guarded("mtp", source), 4)
 
 
 def situation(
@@ -154,7 +162,7 @@ def probes(
         asked = ask.limits(situation(step), rich() if account is None else account)
         if asked.any():
             found.append(step)
-        ask.observe(asked, lengths, 0.005, 0.0)
+        ask.observe(asked, lengths, 0.005)
     return found
 
 
@@ -166,7 +174,7 @@ def test_a_source_that_promises_nothing_is_probed_ever_less_often(ask: RemoteAsk
 
 def test_a_text_that_is_just_being_read_is_probed_until_there_is_a_draft(ask: RemoteAsk) -> None:
     assert probes(ask, 6, NONE) == list(range(6))
-    ask.observe(ONE, ONE, 0.005, 0.0)
+    ask.observe(ONE, ONE, 0.005)
     assert len(probes(ask, 64, ONE)) < 10
 
 
@@ -224,7 +232,7 @@ def test_what_calls_take_is_learned_and_decides(ask: RemoteAsk) -> None:
     assert ask.limits(good, poor()).any()
     for seconds, is_asked in ((0.05, False), (0.001, True)):
         for _ in range(20):
-            ask.observe(four, four, seconds, 0.0)
+            ask.observe(four, four, seconds)
         assert ask.limits(good, poor()).any() == is_asked
 
 
@@ -232,9 +240,9 @@ def test_a_source_that_is_away_does_not_look_cheap(ask: RemoteAsk) -> None:
     good = situation(0, unseen=0.5)
     ask.limits(good, poor())
     for _ in range(10):
-        ask.observe(ONE, ONE, 0.05, 0.0)
+        ask.observe(ONE, ONE, 0.05)
     for _ in range(50):
-        ask.observe(ONE, NONE, 1e-5, 0.0)
+        ask.observe(ONE, NONE, 1e-5)
     assert not ask.limits(good, poor()).any()
 
 

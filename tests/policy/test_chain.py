@@ -11,8 +11,7 @@ from specserve.core.metrics import HealthSnapshot, SpeculationMetrics
 from specserve.core.source_config import NgramConfig
 from specserve.core.types import BoolArray, DraftBatch, Float64Array, Int64Array, RequestControls
 from specserve.policy.chain import NO_LIMIT, Chain, build_chain
-from specserve.policy.members import Member
-from specserve.sources.base import SourceContext
+from specserve.sources.base import Member, SourceContext
 from tests.sources.answering_source import (
     AnsweringSource,
     Clock,
@@ -128,9 +127,7 @@ def test_what_became_of_drafts_is_counted_and_told() -> None:
     driven = Driven(fixed("ngram", always(1, 2, 3)), wishes=[AUTO, AUTO])
     driven.step()
     driven.step([1, 2, 9], [8])
-    assert driven.outcomes.labels.tolist() == [0, 0]
-    assert driven.outcomes.num_drafted.tolist() == [3, 3]
-    assert driven.outcomes.num_accepted.tolist() == [2, 0]
+    assert driven.outcomes.tolist() == [[0, 0], [3, 3], [2, 0]]
     (counted,) = driven.metrics.snapshot().acceptance
     assert counted.accepted_at_position == (1, 1, 0)
 
@@ -141,7 +138,7 @@ def test_a_request_without_new_tokens_keeps_its_draft_until_it_is_verified() -> 
     driven.chain.observe(batch(1), np.zeros(1, np.int32), np.zeros(1, np.int32))
     driven.sent = sent
     driven.step([1, 2, 3, 4])
-    assert driven.outcomes.num_accepted.tolist() == [3]
+    assert driven.outcomes[2].tolist() == [3]
 
 
 def test_a_slot_begins_anew_with_another_request() -> None:
@@ -150,7 +147,7 @@ def test_a_slot_begins_anew_with_another_request() -> None:
     driven.chain.close(np.array([0]))
     driven.chain.open(0, RequestControls("off"))
     assert driven.step([1, 2, 3]) == [[]]
-    assert driven.outcomes.num_drafted.tolist() == [0]
+    assert driven.outcomes[1].tolist() == [0]
 
 
 def test_what_is_never_accepted_at_a_price_is_not_sent_any_more() -> None:

@@ -9,8 +9,9 @@ from numba.core.dispatcher import Dispatcher
 
 from specserve.core.source_config import NgramConfig, PredictionConfig
 from specserve.core.types import RequestControls
-from specserve.policy import acceptance, cost, exploration, planner, step
+from specserve.policy import acceptance, cost, planner, step
 from specserve.sources import guard, ngram, prediction
+from specserve.sources.base import SourceContext
 from specserve.sources.ngram import NgramSource
 from specserve.sources.prediction import PredictionSource
 from tests.draft_batches import draft_batch
@@ -21,20 +22,20 @@ def compiled() -> dict[str, int]:
     """How many signatures each compiled function has, by its name."""
     return {
         f"{module.__name__}.{name}": len(value.signatures)
-        for module in (acceptance, cost, exploration, planner, step, guard, ngram, prediction)
+        for module in (acceptance, cost, planner, step, guard, ngram, prediction)
         for name, value in vars(module).items()
         if isinstance(value, Dispatcher) and value.py_func.__module__ == module.__name__
     }
 
 
 def test_no_traffic_compiles_anything_that_a_new_chain_has_not() -> None:
-    clock = Clock()
-    lookup = NgramSource(NgramConfig(kind="ngram"), 16)
+    clock, context = Clock(), SourceContext(num_slots=16)
+    lookup = NgramSource(NgramConfig(kind="ngram"), context)
     near, distant = (
         LocalSource(lambda slot: (1, 2, 3), clock),
         DistantSource(lambda slot: (1,), clock),
     )
-    predicted = PredictionSource(PredictionConfig(kind="prediction"), 16)
+    predicted = PredictionSource(PredictionConfig(kind="prediction"), context)
     local: dict[str, Any] = {"ngram": lookup, "prediction": predicted}
     traffic = Traffic({"trie": near, "mtp": distant, **local}, clock, slots=())
     before = compiled()
@@ -56,9 +57,9 @@ def test_no_traffic_compiles_anything_that_a_new_chain_has_not() -> None:
 
 
 KERNELS = {
-    "_unseen_survival",
+    "unseen_survival",
     "_reset",
-    "_observe_line",
+    "_update",
     "_observe_step",
     "is_calibrated",
     "spend",

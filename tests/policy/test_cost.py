@@ -7,7 +7,7 @@ import pytest
 
 from specserve.policy.cost import (
     CALIBRATION_STEPS,
-    LinearCost,
+    CallCost,
     StepCost,
     costs_of,
     doubt_about,
@@ -153,23 +153,22 @@ def test_no_measurements_make_a_cost_that_a_plan_cannot_be_made_with(seed: int) 
 
 
 def test_a_filter_keeps_a_covariance_that_is_one() -> None:
-    rng, cost = random.Random(0), LinearCost([1e-3, 1e-4, 1e-3], [2e-3, 2e-4, 2e-3], [1e-5] * 3)
+    rng, cost = random.Random(0), CallCost()
     for _ in range(5000):
         rows, longest = rng.choice([1, 64]), rng.choice([1, 128])
-        cost.observe((1.0, rows, longest), 1e-3 + 1e-4 * rows + 1e-5 * longest)
+        cost.observe(rows, longest, 1e-3 + 1e-4 * rows + 1e-5 * longest, 0.01)
     assert np.linalg.eigvalsh(cost.covariance).min() > 0
-    assert np.allclose(cost.coefficients, [1e-3, 1e-4, 1e-5], rtol=0.2)
+    assert np.allclose(cost.coefficients(0.01), [1e-3, 1e-4, 1e-5], rtol=0.2)
 
 
 @pytest.mark.parametrize("num_slow", [0, 1, 10])
 def test_what_is_always_measured_together_adds_up_without_coefficients_below_zero(
     num_slow: int,
 ) -> None:
-    cost, features = LinearCost([1e-3, 1e-4, 1e-3], [2e-3, 2e-4, 2e-3], [2e-5] * 3), (1, 1, 4)
+    cost = CallCost()
     for seconds in [0.05] * num_slow + [0.001] * 20:
-        cost.observe(features, seconds)
-    coefficients = np.maximum(cost.coefficients, 0.0)
-    assert np.dot(coefficients, features) == pytest.approx(0.001, rel=0.05)
+        cost.observe(1, 4, seconds, 0.01)
+    assert np.dot(cost.coefficients(0.01), (1, 1, 4)) == pytest.approx(0.001, rel=0.05)
 
 
 @pytest.mark.parametrize("num_stalls", [3, 240])

@@ -20,7 +20,7 @@ from specserve.core.types import (
     RequestControls,
 )
 from specserve.policy.chain import Chain
-from specserve.policy.members import Member
+from specserve.sources.base import Member
 from tests.draft_batches import draft_batch
 
 AUTO = RequestControls()

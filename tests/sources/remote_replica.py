@@ -53,7 +53,7 @@ class Replica:
             config = MtpConfig(kind="mtp", **options)
         else:
             config = DraftModelConfig(kind="draft_model", model="m", **options)
-        self.source = DrafterClient.build(config, context)
+        self.source = DrafterClient(config, context)
 
     def slots_of(self, *names: str) -> Int64Array:
         """The requests' slots, opened where they are new."""

@@ -92,7 +92,7 @@ class Asked:
     def __init__(self, max_draft_len: int = 16) -> None:
         self.metrics = SpeculationMetrics(("grammar",))
         config = GrammarConfig(kind="grammar", max_draft_len=max_draft_len)
-        self.source = GrammarSource.build(config, SourceContext(num_slots=4, metrics=self.metrics))
+        self.source = GrammarSource(config, SourceContext(num_slots=4, metrics=self.metrics))
         self.confidence: list[float] = []
 
     def open(self, slot: int, grammar: Followed, **controls: Any) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from specserve.core.metrics import HealthSnapshot, SpeculationMetrics
 from specserve.core.types import Drafts, RequestControls
+from specserve.sources.base import Member
 from specserve.sources.guard import (
     LONGEST_REST_S,
     GuardedSource,
@@ -28,8 +29,10 @@ class Guarded:
 
     def __post_init__(self) -> None:
         self.offers = Drafts.empty(4, 8)
-        options = self.metrics, 100, 2, self.clock, self.offers
-        self.guard = GuardedSource("ngram", self.source, *options, first_label=3)
+        member = Member("ngram", self.source, ("first", "second"), 8)
+        self.guard = GuardedSource(
+            member, self.metrics, 100, self.clock, self.offers, first_label=3
+        )
 
     def propose(self) -> list[list[int]] | None:
         found = self.guard.propose(batch(2), FOUR)

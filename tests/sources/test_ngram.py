@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from specserve.core.source_config import NgramConfig
 from specserve.core.types import DraftBatch
 from specserve.sources import ngram
+from specserve.sources.base import SourceContext
 from specserve.sources.ngram import NgramSource
 
 NUM_SLOTS = 256
@@ -23,7 +24,7 @@ class Lookup:
     """The source with a slot for each name."""
 
     def __init__(self, options: NgramConfig) -> None:
-        self.source = NgramSource(options, NUM_SLOTS)
+        self.source = NgramSource(options, SourceContext(num_slots=NUM_SLOTS))
         self.slots: dict[str, int] = {}
         self.confidence: list[float] = []
 

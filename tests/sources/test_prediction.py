@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from specserve.core.source_config import PredictionConfig
 from specserve.core.types import RequestControls
+from specserve.sources.base import SourceContext
 from specserve.sources.prediction import NEARBY_TOKENS, PredictionSource, num_foretold
 from tests.draft_batches import draft_batch
 
@@ -27,7 +28,7 @@ class Asked:
 
     def __init__(self, max_draft_len: int = 4) -> None:
         config = PredictionConfig(kind="prediction", max_draft_len=max_draft_len)
-        self.source = PredictionSource(config, num_slots=4)
+        self.source = PredictionSource(config, SourceContext(num_slots=4))
         self.confidence: list[float] = []
 
     def draft(self, output: Sequence[int], *, slot: int = 0, limit: int = 128) -> list[int]:

@@ -240,7 +240,7 @@ def test_only_texts_of_one_tenant_adapter_and_salt_may_share_a_beginning(
 def test_a_source_that_is_ended_leaves_no_thread(place: Place) -> None:
     before = threading.active_count()
     context = SourceContext(find_drafter=lambda config: place)
-    DrafterClient.build(DraftModelConfig(kind="draft_model", model="m"), context)
+    DrafterClient(DraftModelConfig(kind="draft_model", model="m"), context)
     assert threading.active_count() > before
     for end in context.exits:
         end()

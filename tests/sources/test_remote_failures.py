@@ -16,11 +16,12 @@ import zmq
 from specserve.core.errors import WireError
 from specserve.core.types import Drafts
 from specserve.drafters.server import DrafterServer
-from specserve.sources import remote
+from specserve.sources import drafter_link, remote
+from specserve.sources.base import Member
 from specserve.sources.guard import GuardedSource
 from specserve.sources.health_monitor import GREET_DOWN_S, TRIPS_TOLD
 from specserve.sources.remote import FEED_TOKENS, NEAR_TOKENS
-from specserve.wire.frames import decode_question, encode
+from specserve.wire.frames import Frame, decode_question, decode_reply, encode
 from specserve.wire.messages import (
     LAST,
     PROTOCOL,
@@ -28,6 +29,7 @@ from specserve.wire.messages import (
     DraftAnswer,
     DraftRequest,
     Hello,
+    Reply,
     RowAnswer,
 )
 from tests.drafters.fakes import VOCAB_SIZE, WAIT_S, FakeDrafter, states_of
@@ -327,15 +329,9 @@ def test_answers_that_do_not_fit_the_question_cost_no_more_than_drafts(
     place.address = babbler.address
     made = replica(stack, place, timeout_s=0.5 if num_timeouts else WAIT_S)
     made.until_up()
-    guarded = GuardedSource(
-        "draft_model",
-        made.source,
-        made.metrics,
-        VOCAB_SIZE,
-        1,
-        time.monotonic,
-        Drafts.empty(16, 8),
-    )
+    member = Member("draft_model", made.source, ("draft_model",), 8)
+    offers = Drafts.empty(16, 8)
+    guarded = GuardedSource(member, made.metrics, VOCAB_SIZE, time.monotonic, offers)
     for number, length in enumerate((20, 21, 25), start=1):
         made.grow(f"text {number}", length)
         made.until_up()
@@ -347,21 +343,24 @@ def test_answers_that_do_not_fit_the_question_cost_no_more_than_drafts(
 
 
 def test_a_flood_of_answers_holds_up_a_step_hardly_longer_than_none(
-    served: Replica, monkeypatch: pytest.MonkeyPatch
+    stack: ExitStack, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def receive(timeout_s: float) -> DraftAnswer:
+    def slowly(frames: Sequence[Frame]) -> Reply:
         time.sleep(0.005)
-        return DraftAnswer(10**6, (), 0.0)
+        return decode_reply(frames)
 
-    hurried = served.source._config.model_copy(update={"timeout_s": 0.1})
-    monkeypatch.setattr(served.source, "_config", hurried)
-    monkeypatch.setattr(served.source._link, "_receive", receive)
-    served.grow("a", 20)
-    for _ in range(2):
-        served.until_up()
+    other = b"".join(bytes(frame) for frame in encode(DraftAnswer(10**6, (), 0.0)))
+    babbler = stack.enter_context(closing(Babbler(lambda _: [other] * 1000)))
+    place.address = babbler.address
+    made = replica(stack, place, timeout_s=0.1)
+    monkeypatch.setattr(drafter_link, "decode_reply", slowly)
+    made.grow("a", 20)
+    for _ in range(2):  # the second one finds what is left of the flood
+        made.until_up()
         began = time.monotonic()
-        assert served.propose("a") == [[]]
+        assert made.propose("a") == [[]]
         assert time.monotonic() - began < 1.0
+    assert made.health().num_timeouts == 1
 
 
 def test_a_text_that_is_not_the_drafters_is_sent_once(

@@ -11,7 +11,7 @@ from specserve.core.source_config import TrieConfig
 from specserve.core.types import DraftBatch, Int32Array, RequestControls
 from specserve.sources.base import SourceContext
 from specserve.sources.controls import NO_TENANT
-from specserve.sources.trie import LEARN_TOKENS_PER_STEP, TrieSource
+from specserve.sources.trie import LEARN_TOKENS_PER_STEP, TOLD_S, TrieMisses, TrieSource
 from specserve.trie.learner import ClusterLearner
 from specserve.trie.memory import TrieMemory
 from specserve.trie.namespaces import label, namespace
@@ -323,3 +323,32 @@ def test_no_draft_is_longer_than_asked_for() -> None:
     assert len(ask(TEXT[40:60], names=["a"], limit=3)[0].tokens) == 3
     assert len(ask(TEXT[40:60], names=["b"], limit=99)[0].tokens) == 16
     assert ask(TEXT[40:60], names=["c"], limit=0)[0].tokens == ()
+
+
+class Line:
+    """Misses, and what the metrics tell of them."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._metrics = SpeculationMetrics(("trie",))
+        self._misses = TrieMisses(self._metrics, lambda: self.now)
+
+    def reason_after(self, namespace: str, reason: str = "") -> str:
+        self._misses.note(namespace, reason)
+        return self._metrics.snapshot().health[0].reason
+
+
+def test_a_miss_is_told_until_a_request_of_its_namespace_finds_a_trie() -> None:
+    line = Line()
+    assert line.reason_after("n", "full") == "full"
+    assert line.reason_after("other") == "full"
+    assert line.reason_after("m", "fuller") == "fuller"
+    assert line.reason_after("m") == "full"
+    assert line.reason_after("n") == ""
+
+
+def test_a_miss_of_long_ago_is_not_told() -> None:
+    line = Line()
+    line.reason_after("n", "full")
+    line.now = TOLD_S
+    assert line.reason_after("other") == ""

@@ -11,6 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
+from pkgutil import resolve_name
 
 import numpy as np
 import pytest
@@ -21,7 +22,6 @@ from specserve.core.config import AppConfig
 from specserve.core.types import DraftBatch, RequestControls
 from specserve.engine.generation import Completion, Job, RunResult, Sampling
 from specserve.sources.base import SourceContext
-from specserve.sources.registry import build_source
 from tests.integration.offline.conftest import running_engine
 
 ALPHABET = (300, 301, 302, 303)
@@ -148,7 +148,8 @@ def _drafts(config: AppConfig, outputs: Sequence[Sample]) -> list[Sample]:
         np.full(size, length, dtype=np.int32),
         np.full(size, len(PROMPT), dtype=np.int32),
     )
-    source = build_source(config.speculation[0], SourceContext(num_slots=size))
+    section = config.speculation[0]
+    source = resolve_name(section.SOURCE)(section, SourceContext(num_slots=size))
     for slot in range(size):
         source.open(slot, RequestControls())
     found = source.propose(batch, np.full(size, NUM_TOKENS - 1, dtype=np.int32))
