@@ -19,6 +19,7 @@ from ray.runtime_env import RuntimeEnv
 from ray.util.placement_group import PlacementGroup, placement_group_table
 from vllm import envs
 from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.platforms import current_platform
@@ -87,26 +88,20 @@ class Engine:
             EngineError: vLLM refuses the checkpoint or an option, finds no device on this node,
                 or its engine core or a shard died while starting.
         """
-        _prepare_environment(config)
+        prepare_environment(config)
         in_process = _in_process(config, placement_group)
         arguments = served_engine_args(config, label_key, in_process=in_process)
         arguments.max_num_queued_reqs = _most_requests(config)
         if has_processors(config) and not config.speculation:  # workers that draft have them anyway
             arguments.logits_processors = [*(arguments.logits_processors or ()), *PROCESSORS]
         try:
-            choose_latent_attention(arguments)
-            vllm_config = arguments.create_engine_config()
+            vllm_config = placed_config(config, arguments, placement_group)
         except (ValueError, OSError, RuntimeError) as error:
             raise EngineError(
                 f"vLLM refuses the configuration of {config.model.path}: {last_line_of(error)}"
             ) from error
-        vllm_config.parallel_config.placement_group = placement_group
-        if current_platform.is_cpu():
-            # Ray sets one thread for an actor that asks for few CPUs; the bundle holds more.
-            environment = openmp_environment(config.placement.num_cpus_per_shard)
-            if in_process:
-                os.environ.update(environment)  # which the engine core's process inherits
-            vllm_config.parallel_config.ray_runtime_env = RuntimeEnv(env_vars=environment)
+        if in_process:  # which the engine core's process inherits
+            os.environ.update(openmp_environment(config.placement.num_cpus_per_shard))
         return cls(config, _start_client(config, vllm_config))
 
     async def asgi_app(self) -> FastAPI:
@@ -299,8 +294,27 @@ def _in_process(config: AppConfig, group: PlacementGroup) -> bool:
     return bool(node == ray.get_runtime_context().get_node_id())
 
 
-def _prepare_environment(config: AppConfig) -> None:
-    """What the engine core process inherits."""
+def placed_config(
+    config: AppConfig, arguments: AsyncEngineArgs, group: PlacementGroup
+) -> VllmConfig:
+    """vLLM's configuration of an engine whose shards have the bundles of ``group``.
+
+    Raises:
+        ValueError, OSError, RuntimeError: vLLM refuses the checkpoint or an option.
+    """
+    choose_latent_attention(arguments)
+    vllm_config = arguments.create_engine_config()
+    parallel = vllm_config.parallel_config
+    parallel.placement_group = group
+    if current_platform.is_cpu():
+        # Ray sets one thread for an actor that asks for few CPUs; the bundle holds more.
+        environment = openmp_environment(config.placement.num_cpus_per_shard)
+        parallel.ray_runtime_env = RuntimeEnv(env_vars=environment)
+    return vllm_config
+
+
+def prepare_environment(config: AppConfig) -> None:
+    """Sets in this process what the engine core's process and the shards inherit."""
     # Without it the engine core, a process of its own, starts a second, local Ray.
     os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
     keep_sockets_in_session()

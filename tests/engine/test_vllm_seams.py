@@ -24,7 +24,6 @@ from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-from vllm.model_executor.model_loader import ShardedStateLoader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
@@ -418,9 +417,8 @@ def test_the_executor_and_the_requests_have_the_attributes_that_are_set() -> Non
     assert "speculative_config" in source(InputProcessor.__init__)
 
 
-def test_weights_are_written_as_they_are_loaded_and_read_from_elsewhere() -> None:
+def test_weights_are_written_as_they_are_loaded() -> None:
     load = inspect.getsource(BaseModelLoader.load_model)
     assert load.index("self.load_weights(model") < load.index("process_weights_after_loading(model")
-    assert "model_config.model_weights" in inspect.getsource(ShardedStateLoader.load_weights)
     fields = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     assert {"load_format", "model_loader_extra_config", "worker_extension_cls"} <= fields
