@@ -40,18 +40,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def check_cluster(cluster: str) -> None:
-    """Checks what was given for ``--cluster``, before what takes longer.
-
-    Raises:
-        ConfigError: it describes no cluster.
-    """
-    from specserve.serve.nodes import described_nodes
-
-    if cluster != "running":
-        described_nodes(cluster, ())
-
-
 def show(console: Console, file: ServeFile, cluster: str, gpu_memory: str, on_cpu: bool) -> None:
     """Prints the plan of a file's applications, one after another on the same nodes.
 

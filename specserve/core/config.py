@@ -239,6 +239,11 @@ class AppConfig(Section):
         return bool(self._placed("in_engine"))
 
     @property
+    def has_sources(self) -> bool:
+        """Whether sources of ours draft."""
+        return bool(self.speculation) and not self.drafts_in_engine
+
+    @property
     def labels(self) -> tuple[str, ...]:
         """Names of the drafts of all sources."""
         return tuple(label.name for source in self.speculation for label in source.LABELS)

@@ -134,8 +134,7 @@ def served_engine_args(
         label_key: see :func:`specserve.trie.namespaces.label`.
         in_process: the only shard runs in the engine core's process; else they are Ray actors.
     """
-    drafts = bool(config.speculation) and not config.drafts_in_engine
-    if not drafts:
+    if not config.has_sources:
         arguments = engine_args(config, _vllm_speculation(config))
     else:
         arguments = engine_args(
@@ -154,7 +153,7 @@ def served_engine_args(
         arguments.scheduler_cls = "specserve.engine.scheduler.DraftScheduler"
         if not current_platform.is_cpu():
             set_graph_sizes(arguments, config)
-    arguments.worker_cls = worker_cls(drafts=drafts, in_engine=config.drafts_in_engine)
+    arguments.worker_cls = worker_cls(drafts=config.has_sources, in_engine=config.drafts_in_engine)
     on_ray = CpuRayExecutor if current_platform.is_cpu() else RayExecutor
     arguments.distributed_executor_backend = InProcessExecutor if in_process else on_ray
     return arguments

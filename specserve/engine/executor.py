@@ -49,13 +49,11 @@ _WORKED_S = 1e-4
 _NOT_ATTACHED: Any = object()
 
 
-def attach_drafts(output: ModelRunnerOutput, drafts: DraftTokenIds | None) -> None:
-    """Gives a step's output the drafts for the next step to carry to the executor."""
+def attach_drafts(
+    output: ModelRunnerOutput, drafts: DraftTokenIds | None, outcomes: Mapping[str, Outcome]
+) -> None:
+    """Gives a step's output the next step's drafts, and what became of the last ones to count."""
     output.specserve_drafts = drafts
-
-
-def attach_outcomes(output: ModelRunnerOutput, outcomes: Mapping[str, Outcome]) -> None:
-    """Gives a step's output what became of drafts, for the scheduler to count."""
     output.specserve_outcomes = outcomes
 
 

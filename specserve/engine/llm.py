@@ -69,7 +69,6 @@ class Engine:
         self._llm = llm
         self._sign: asyncio.Task[Any] | None = None  # of life: the core answers between two steps
         self._sign_deadline = 0.0
-        self._has_sources = bool(config.speculation) and not config.drafts_in_engine
 
     @classmethod
     def start(
@@ -141,7 +140,7 @@ class Engine:
 
     async def speculation(self) -> SpeculationSnapshot | None:
         """What rank 0 has counted so far; None without speculation of our own."""
-        if not self._has_sources:
+        if not self._config.has_sources:
             return None
         return msgspec.json.decode(
             await self._ask_rank_0("speculation_snapshot"), type=SpeculationSnapshot
@@ -149,7 +148,7 @@ class Engine:
 
     async def recent_requests(self, tenant: str) -> tuple[RecentRequest, ...]:
         """A tenant's last requests; empty without speculation of our own."""
-        if not self._has_sources:
+        if not self._config.has_sources:
             return ()
         return msgspec.json.decode(
             await self._ask_rank_0("recent_requests", tenant), type=tuple[RecentRequest, ...]
@@ -157,7 +156,7 @@ class Engine:
 
     async def _learn(self, tokens: list[int], num_prompt_tokens: int, adapter: str) -> None:
         """Learns a text that answers the current call, as far as that asks for it."""
-        if not self._has_sources:
+        if not self._config.has_sources:
             return
         fields = dict(own_fields(CURRENT_CONTROLS.get()))
         if self._config.http.api_keys:
@@ -225,7 +224,7 @@ class Engine:
     async def shutdown(self) -> None:
         """Ends the engine core process and, with it, the shards."""
         try:
-            if self._has_sources:
+            if self._config.has_sources:
                 await self._close_sources()
         finally:
             self._llm.shutdown()
@@ -272,7 +271,7 @@ def has_processors(config: AppConfig) -> bool:
 
     vLLM takes none beside a method of its own, and its V2 runner, of GPUs, takes others.
     """
-    return not config.drafts_in_engine and (bool(config.speculation) or current_platform.is_cpu())
+    return config.has_sources or (current_platform.is_cpu() and not config.drafts_in_engine)
 
 
 def shard_bundle(config: AppConfig) -> dict[str, float]:

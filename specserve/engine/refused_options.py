@@ -116,8 +116,7 @@ def check_option(config: AppConfig, name: str, value: Any, default: Any) -> None
     field = f"engine.vllm.{name}"
     if name in DEFAULT_ONLY and value != default:
         raise ConfigError(field, value, f"{default!r}, since {DEFAULT_ONLY[name]}")
-    drafts = bool(config.speculation) and not config.drafts_in_engine
-    if name in NOT_WITH_SOURCES and drafts and value:
+    if name in NOT_WITH_SOURCES and config.has_sources and value:
         why = NOT_WITH_SOURCES[name]
         raise ConfigError(field, value, f"only without draft sources, since {why}")
     if name in NOT_WITH_KEYS and config.http.api_keys and value:

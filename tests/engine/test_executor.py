@@ -34,7 +34,7 @@ def executor() -> DraftsWithTokens:
 def test_drafts_come_with_the_tokens(
     drafts: DraftTokenIds | None, output: ModelRunnerOutput, executor: DraftsWithTokens
 ) -> None:
-    attach_drafts(output, drafts)
+    attach_drafts(output, drafts, {})
     assert executor.sample_tokens(None) is output
     assert executor.take_draft_token_ids() is drafts
 
@@ -48,7 +48,7 @@ def test_drafts_that_did_not_come_are_asked_for(
 
 
 def test_no_drafts_are_taken_twice(output: ModelRunnerOutput, executor: DraftsWithTokens) -> None:
-    attach_drafts(output, DRAFTS)
+    attach_drafts(output, DRAFTS, {})
     executor.sample_tokens(None)
     executor.take_draft_token_ids()
     assert executor.take_draft_token_ids() is ASKED_FOR
