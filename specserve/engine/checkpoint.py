@@ -50,12 +50,9 @@ def find_checkpoint(model: ModelConfig, prefix: str = "model") -> Checkpoint:
 
     Relative folders start from the current directory.
 
-    Args:
-        model: the section to check.
-        prefix: dotted path of the section, for errors.
-
     Raises:
-        ConfigError: no such folder, or its config.json is missing or not a model's.
+        ConfigError: no such folder, or its config.json is missing or not a model's; the section
+            is called ``prefix``.
     """
     path = folder_or_id(model.path, f"{prefix}.path")
     tokenizer = model.path if not model.tokenizer else model.tokenizer

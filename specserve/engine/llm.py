@@ -122,11 +122,7 @@ class Engine:
         return app
 
     def text_engine(self, app: FastAPI) -> TextEngine | None:
-        """What continues texts for the generation API; None: the model does not generate.
-
-        Args:
-            app: what :meth:`asgi_app` has returned.
-        """
+        """What continues texts for the generation API; None: the model does not generate."""
         handler = app.state.openai_serving_completion
         if handler is None:
             return None
@@ -174,11 +170,7 @@ class Engine:
         return answers[0]
 
     def tenant_memory(self, app: FastAPI) -> TenantMemory:
-        """What tenants may fill of the draft memory that the configuration shares.
-
-        Args:
-            app: what :meth:`asgi_app` has returned.
-        """
+        """What tenants may fill of the draft memory that the configuration shares."""
         source, identity = shared_trie(self._config), model_identity(self._config.model)
         model = self._llm.model_config
         shards = range(source.num_store_shards)

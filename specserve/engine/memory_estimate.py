@@ -66,12 +66,7 @@ class _Card(dict[str, Any]):
 
 @dataclass(frozen=True, slots=True)
 class ShardMemory:
-    """What one shard keeps.
-
-    Attributes:
-        weights_bytes: of the model, and of what drafts in the engine.
-        kv_token_bytes: of a token in its KV cache.
-    """
+    """What one shard keeps for the model and for what drafts in the engine, in bytes."""
 
     weights_bytes: int
     kv_token_bytes: int
@@ -189,14 +184,9 @@ def _weights_bytes(
     value_bytes: int,
     quantization: str | None = None,
 ) -> int:
-    """Bytes of the weights in a shard.
+    """Bytes of a model's parameters in a shard.
 
-    Args:
-        card: of the model.
-        parameters: of what is counted of it.
-        num_shards: among which they are divided.
-        value_bytes: of a parameter that is not quantized.
-        quantization: by which vLLM quantizes while it loads, where the checkpoint is not quantized.
+    ``quantization`` is vLLM's, while it loads a checkpoint that is not quantized.
     """
     if card.quantization:
         linear_bytes = routed_bytes = card.linear_bytes()

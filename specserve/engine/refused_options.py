@@ -105,14 +105,7 @@ NOT_WITH_KEYS = {
 
 
 def check_option(config: AppConfig, name: str, value: Any, default: Any) -> None:
-    """Raises ConfigError where ``engine.vllm`` may not hold this value.
-
-    Args:
-        config: the application's configuration.
-        name: vLLM's name of the option.
-        value: in the type that vLLM declares.
-        default: vLLM's.
-    """
+    """Raises ConfigError where ``engine.vllm`` may not hold this value, whose default is vLLM's."""
     field = f"engine.vllm.{name}"
     if name in DEFAULT_ONLY and value != default:
         raise ConfigError(field, value, f"{default!r}, since {DEFAULT_ONLY[name]}")
