@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
 from vllm.config import ParallelConfig
 from vllm.distributed.device_communicators import shm_broadcast
-from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, SpinCondition
 from vllm.platforms import current_platform
 from vllm.v1.executor import ray_executor_v2
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2, RayWorkerProc
@@ -39,12 +39,7 @@ else:
 _LOOK_S = 1.0
 """How often a reader of another node's queue looks whether it is to end."""
 _POLLING_S = 1e-3
-"""How long a hand-over within a step may take to be noticed at once."""
-_LATE = 0.02
-"""Share of a longer wait by which its end may be noticed late."""
-_LONGEST_NAP_S = 1e-3
-_WORKED_S = 1e-4
-"""A thread that has computed for so long between two calls has read, and now waits anew."""
+"""How long a queue is polled after each message: a hand-over within a step takes less."""
 
 _NOT_ATTACHED: Any = object()
 
@@ -116,7 +111,7 @@ class CpuRayWorkerProc(NodeRayWorkerProc):
         return ray.get_runtime_context().get_node_id(), []
 
     def _init_message_queues(self, *args: object, **kwargs: object) -> None:
-        shm_broadcast.sched_yield = QueueWait()
+        poll_briefly()
         super()._init_message_queues(*args, **kwargs)
 
 
@@ -183,42 +178,18 @@ class CpuRayExecutor(RayExecutor):
         # vLLM looks these names up in this process, the engine core's own. Its
         # `initialize_ray_cluster` would refuse a bundle with more than one CPU.
         type(current_platform).ray_device_key = "CPU"
-        shm_broadcast.sched_yield = QueueWait()
+        poll_briefly()
         ray_executor_v2.initialize_ray_cluster = _connect
         super()._init_executor()
 
 
-class QueueWait:
-    """Waits a moment for another process: called again and again, until it has written.
+def poll_briefly() -> None:
+    """Has readers of queues in this process wait for the writer's notice soon after they have read.
 
-    vLLM's readers poll their queues with ``sched_yield`` while they are in use. On a GPU node that
-    takes a spare CPU; here it takes one of those that the shards compute with. So only what a
-    hand-over within a step takes is polled for. A longer wait, for a step's end, sleeps: a small
-    part of the time that it has taken, by which alone the step's end may be noticed late.
-
-    Args:
-        clock: monotonic seconds.
-        cpu_clock: seconds that the calling thread has computed.
-        sleep: sleeps for so many seconds; 0: only lets others run.
+    vLLM's poll for a second first. On a GPU node that takes a spare CPU; on CPU it takes one of
+    those that the shards compute with.
     """
-
-    def __init__(
-        self,
-        clock: Callable[[], float] = time.monotonic,
-        cpu_clock: Callable[[], float] = time.thread_time,
-        sleep: Callable[[float], object] = lambda s: time.sleep(s) if s else os.sched_yield(),
-    ) -> None:
-        self._clock, self._cpu_clock, self._sleep = clock, cpu_clock, sleep
-        self._began = self._computed = float("-inf")
-
-    def __call__(self) -> None:
-        """Gives the CPU away once, for no time or for some."""
-        computed = self._cpu_clock()
-        if computed - self._computed > _WORKED_S:
-            self._began = self._clock()
-        waited = self._clock() - self._began
-        self._sleep(0.0 if waited < _POLLING_S else min(waited * _LATE, _LONGEST_NAP_S))
-        self._computed = self._cpu_clock()
+    shm_broadcast.SpinCondition = partial(SpinCondition, busy_loop_s=_POLLING_S)
 
 
 def _connect(parallel_config: ParallelConfig, **options: object) -> None:

@@ -1,15 +1,17 @@
 from __future__ import annotations
 
 import pytest
+from vllm.distributed.device_communicators import shm_broadcast
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
 from specserve.engine.executor import (
     DraftsWithTokens,
     InProcessExecutor,
-    QueueWait,
     RayExecutor,
     attach_drafts,
+    poll_briefly,
 )
 
 DRAFTS = DraftTokenIds(["a"], [[1, 2]])
@@ -74,51 +76,13 @@ def test_a_step_in_this_process_hands_its_tokens_over_before_the_next_one() -> N
     assert not InProcessExecutor.supports_async_scheduling()
 
 
-class Waits:
-    """A thread that waits by a :class:`QueueWait`; time goes on only while it naps or computes."""
-
-    def __init__(self) -> None:
-        self.now = self.computed = 100.0
-        self.naps: list[float] = []
-        self._wait = QueueWait(lambda: self.now, lambda: self.computed, self._sleep)
-
-    def _sleep(self, seconds: float) -> None:
-        self.naps.append(seconds)
-        self.now += seconds or 1e-5
-
-    def until(self, seconds: float) -> None:
-        """Waits for what is written after so many seconds."""
-        self.naps.clear()
-        end = self.now + seconds
-        while self.now < end:
-            self._wait()
-
-    def work(self) -> None:
-        self.now += 0.01
-        self.computed += 0.01
-
-
-def test_a_hand_over_within_a_step_is_polled_for() -> None:
-    waits = Waits()
-    for _ in range(3):
-        waits.until(0.0005)
-        assert set(waits.naps) == {0.0}
-        waits.work()
-
-
-@pytest.mark.parametrize("step_s", [0.01, 0.1, 0.9])
-def test_a_longer_wait_sleeps_and_notices_its_end_soon(step_s: float) -> None:
-    waits = Waits()
-    waits.until(step_s)
-    naps = [nap for nap in waits.naps if nap]
-    assert sum(naps) > 0.85 * step_s
-    assert max(naps) <= min(0.02 * step_s, 0.001)
-    assert len(naps) < 1200
-
-
-def test_a_thread_that_others_keep_from_running_does_not_begin_to_poll_anew() -> None:
-    waits = Waits()
-    waits.until(0.01)
-    waits.now += 0.05  # in which others run
-    waits.until(0.001)
-    assert 0.0 not in waits.naps
+def test_a_queue_is_polled_no_longer_than_a_hand_over_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shm_broadcast, "SpinCondition", shm_broadcast.SpinCondition)
+    poll_briefly()
+    queue = MessageQueue(n_reader=1, n_local_reader=1)
+    reader = MessageQueue.create_from_handle(queue.export_handle(), 0)
+    assert reader._spin_condition.busy_loop_s == 0.001
+    queue.enqueue("a step")
+    assert reader.dequeue(timeout=10) == "a step"
