@@ -35,14 +35,17 @@ class Checkpoint:
     Attributes:
         path: absolute path of the folder, or the hub id.
         tokenizer: the same for the tokenizer.
-        is_local: whether ``path`` is a folder of this machine.
         architecture: the model class that its config.json names; empty for a hub id.
     """
 
     path: str
     tokenizer: str
-    is_local: bool
     architecture: str
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the model is a folder of this machine."""
+        return bool(self.architecture)
 
 
 def find_checkpoint(model: ModelConfig, prefix: str = "model") -> Checkpoint:
@@ -55,14 +58,11 @@ def find_checkpoint(model: ModelConfig, prefix: str = "model") -> Checkpoint:
             is called ``prefix``.
     """
     path = folder_or_id(model.path, f"{prefix}.path")
-    tokenizer = model.path if not model.tokenizer else model.tokenizer
-    is_local = Path(path).is_absolute()
-    return Checkpoint(
-        path=path,
-        tokenizer=folder_or_id(tokenizer, f"{prefix}.tokenizer"),
-        is_local=is_local,
-        architecture=_architecture(Path(path), model.path, f"{prefix}.path") if is_local else "",
-    )
+    tokenizer = folder_or_id(model.tokenizer or model.path, f"{prefix}.tokenizer")
+    architecture = ""
+    if Path(path).is_absolute():
+        architecture = _architecture(Path(path), model.path, f"{prefix}.path")
+    return Checkpoint(path, tokenizer, architecture)
 
 
 def model_identity(model: ModelConfig) -> str:
