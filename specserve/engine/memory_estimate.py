@@ -26,14 +26,10 @@ from specserve.engine.model_shapes import (
 _VLLM_OPTIONS = ("kv_cache_dtype", "hf_overrides", "cpu_offload_gb")
 """Options of ``engine.vllm`` that change how much memory is taken, in ways not worked out here."""
 
-_FP8_BLOCK = 128 * 128
-"""Parameters that share a float32 factor in block FP8."""
-
-_LINEAR_BYTES = {"fp8_per_block": 1 + 4 / _FP8_BLOCK, "fp8_per_tensor": 1, "fp8_per_channel": 1}
-"""vLLM's ways to quantize while it loads: bytes of a linear layer's or an expert's parameter."""
-
-_ROUTED_BYTES = {"int8_per_channel_weight_only": 1}
-"""Those by which routed experts alone are quantized. Factors of rows and columns are left out."""
+_LINEAR_AND_EXPERTS = ("fp8_per_block", "fp8_per_tensor", "fp8_per_channel")
+_EXPERTS = ("int8_per_channel_weight_only",)
+"""What vLLM quantizes while it loads, to one byte a parameter, by its option. Factors of blocks,
+rows and columns, up to 0.1 %, are left out."""
 
 
 class NoEstimateError(Exception):
@@ -54,7 +50,7 @@ class _Card(dict[str, Any]):
     def linear_bytes(self) -> float:
         """Bytes of a quantized linear layer's parameter, with its part of a group's factor."""
         if self.quantization == "fp8":
-            return 1 + 4 / _FP8_BLOCK
+            return 1
         section = self["quantization_config"]
         groups = section.get("config_groups") or {"": {"weights": section}}  # compressed-tensors'
         weights = next(iter(groups.values()))["weights"]
@@ -93,7 +89,7 @@ def shard_memory(config: AppConfig) -> ShardMemory:
     value_bytes = 4 if config.engine.dtype == "float32" else 2  # vLLM's auto makes 2 of 4
     card = _card(config.model.path)
     quantization = options.get("quantization")
-    can_tell = quantization in (None, card.quantization, *_LINEAR_BYTES, *_ROUTED_BYTES)
+    can_tell = quantization in (None, card.quantization, *_LINEAR_AND_EXPERTS, *_EXPERTS)
     if changed or not can_tell:
         raise NoEstimateError(f"engine.vllm.{changed or 'quantization'} changes it")
     parameters = model_parameters(card)
@@ -188,11 +184,13 @@ def _weights_bytes(
 
     ``quantization`` is vLLM's, while it loads a checkpoint that is not quantized.
     """
+    linear_bytes = routed_bytes = float(value_bytes)
     if card.quantization:
         linear_bytes = routed_bytes = card.linear_bytes()
-    else:
-        linear_bytes = _LINEAR_BYTES.get(quantization or "", value_bytes)
-        routed_bytes = _ROUTED_BYTES.get(quantization or "", linear_bytes)
+    elif quantization in _LINEAR_AND_EXPERTS:
+        linear_bytes = routed_bytes = 1
+    elif quantization in _EXPERTS:
+        routed_bytes = 1
     return shard_bytes(parameters, num_shards, routed_bytes, linear_bytes, value_bytes)
 
 
