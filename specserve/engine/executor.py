@@ -40,6 +40,9 @@ _LOOK_S = 1.0
 """How often a reader of another node's queue looks whether it is to end."""
 _POLLING_S = 1e-3
 """How long a queue is polled after each message: a hand-over within a step takes less."""
+_LONGEST_WAIT_MS = 1
+_IN_USE_S = 1.0
+"""After a message a queue is taken to be in use for so long, as by vLLM."""
 
 _NOT_ATTACHED: Any = object()
 
@@ -111,7 +114,7 @@ class CpuRayWorkerProc(NodeRayWorkerProc):
         return ray.get_runtime_context().get_node_id(), []
 
     def _init_message_queues(self, *args: object, **kwargs: object) -> None:
-        poll_briefly()
+        shm_broadcast.SpinCondition = BriefPolling
         super()._init_message_queues(*args, **kwargs)
 
 
@@ -178,18 +181,26 @@ class CpuRayExecutor(RayExecutor):
         # vLLM looks these names up in this process, the engine core's own. Its
         # `initialize_ray_cluster` would refuse a bundle with more than one CPU.
         type(current_platform).ray_device_key = "CPU"
-        poll_briefly()
+        shm_broadcast.SpinCondition = BriefPolling
         ray_executor_v2.initialize_ray_cluster = _connect
         super()._init_executor()
 
 
-def poll_briefly() -> None:
-    """Has readers of queues in this process wait for the writer's notice soon after they have read.
+class BriefPolling(SpinCondition):
+    """How a reader waits for its queue's writer: it polls as long as a hand-over takes, no longer.
 
-    vLLM's poll for a second first. On a GPU node that takes a spare CPU; on CPU it takes one of
-    those that the shards compute with.
+    vLLM's polls for a second after each message, and then waits for the writer's notice. On a GPU
+    node polling takes a spare CPU; here it takes one of those that the shards compute with.
     """
-    shm_broadcast.SpinCondition = partial(SpinCondition, busy_loop_s=_POLLING_S)
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(busy_loop_s=_POLLING_S, **options)
+
+    def wait(self, timeout_ms: int | None = None) -> None:
+        """As vLLM's; the caller looks again and waits on."""
+        is_in_use = time.monotonic() < self.last_read + _IN_USE_S
+        # Of two messages within some ms the second's notice may be lost.
+        super().wait(timeout_ms=_LONGEST_WAIT_MS if is_in_use else timeout_ms)
 
 
 def _connect(parallel_config: ParallelConfig, **options: object) -> None:

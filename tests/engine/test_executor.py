@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
+
 import pytest
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
@@ -7,11 +10,11 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
 from specserve.engine.executor import (
+    BriefPolling,
     DraftsWithTokens,
     InProcessExecutor,
     RayExecutor,
     attach_drafts,
-    poll_briefly,
 )
 
 DRAFTS = DraftTokenIds(["a"], [[1, 2]])
@@ -76,13 +79,31 @@ def test_a_step_in_this_process_hands_its_tokens_over_before_the_next_one() -> N
     assert not InProcessExecutor.supports_async_scheduling()
 
 
-def test_a_queue_is_polled_no_longer_than_a_hand_over_takes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(shm_broadcast, "SpinCondition", shm_broadcast.SpinCondition)
-    poll_briefly()
+@pytest.fixture
+def reader(monkeypatch: pytest.MonkeyPatch) -> MessageQueue:
+    """Of a queue to which ``a step`` was written, and read; a notice of it is there still."""
+    monkeypatch.setattr(shm_broadcast, "SpinCondition", BriefPolling)
     queue = MessageQueue(n_reader=1, n_local_reader=1)
     reader = MessageQueue.create_from_handle(queue.export_handle(), 0)
-    assert reader._spin_condition.busy_loop_s == 0.001
     queue.enqueue("a step")
     assert reader.dequeue(timeout=10) == "a step"
+    return reader
+
+
+@pytest.mark.parametrize(
+    ("since_s", "waited_ms"), [(0.0, []), (0.01, [1]), (0.5, [1]), (2.0, [60_000])]
+)
+def test_a_queue_is_polled_no_longer_than_a_hand_over_takes(
+    since_s: float, waited_ms: list[int], reader: MessageQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[int] = []
+
+    def poll(timeout: int) -> list[object]:
+        waited.append(timeout)
+        return []
+
+    condition = reader._spin_condition
+    monkeypatch.setattr(condition, "poller", SimpleNamespace(poll=poll))
+    condition.last_read = time.monotonic() - since_s
+    condition.wait(timeout_ms=60_000)
+    assert waited == waited_ms
