@@ -54,14 +54,12 @@ def run(args: argparse.Namespace) -> int:
     from specserve.engine.vllm_version import check_vllm, is_cpu_build
     from specserve.serve.config_file import read
 
-    if args.cluster is not None:
-        plan.check_cluster(args.cluster)
     on_cpu = is_cpu_build()
     file = read(args.config or _default())
     for application in file.applications:
         check_vllm(application.config)
     console = Console(soft_wrap=True, highlight=False, markup=False)
-    is_elsewhere = bool(args.cluster) and args.cluster != "running"
+    is_elsewhere = args.cluster not in (None, "running")
     checked = [_check(file, app, is_elsewhere, on_cpu) for app in file.applications]
     for rows, notes in checked:
         print_rows(console, rows)
@@ -69,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
             console.print(note)
     if not _has_vllm() and any(app.config.engine.vllm for app in file.applications):
         console.print("engine.vllm was not checked: vLLM is not installed")
-    if args.cluster:
+    if args.cluster is not None:
         plan.show(console, file, args.cluster, args.gpu_memory, on_cpu=on_cpu)
     if args.ports:
         _check_ports(file)

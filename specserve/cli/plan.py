@@ -39,27 +39,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def check_cluster(cluster: str) -> None:
-    """Checks what was given for ``--cluster``, before what takes longer.
-
-    Raises:
-        ConfigError: it describes no cluster.
-    """
-    from specserve.serve.plan import described_nodes
-
-    if cluster != "running":
-        described_nodes(cluster, ())
-
-
 def show(console: Console, file: ServeFile, cluster: str, gpu_memory: str, on_cpu: bool) -> None:
     """Prints the plan of a file's applications, one after another on the same nodes.
 
-    Args:
-        console: where to.
-        file: the Serve file.
-        cluster: as given for ``--cluster``.
-        gpu_memory: as given for ``--gpu-memory``.
-        on_cpu: whether shards on the running cluster compute on CPU.
+    ``cluster`` and ``gpu_memory`` are as given; ``on_cpu`` is of shards on the running cluster.
 
     Raises:
         SpecServeError: an option is wrong, or something does not fit.
@@ -122,10 +105,7 @@ def _ranks(ranks: list[int]) -> str:
 def _print_memory(console: Console, config: AppConfig, gpu_bytes: float) -> None:
     """Prints what a shard and each drafter take; raises PlacementError where that is too much.
 
-    Args:
-        console: where to.
-        config: the application's configuration.
-        gpu_bytes: memory of a GPU; 0: shards compute on CPU.
+    A GPU has ``gpu_bytes``; 0: shards compute on CPU.
     """
     from specserve.engine.memory_estimate import (
         NoEstimateError,

@@ -15,7 +15,6 @@ from specserve.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from specserve.core.config import AppConfig
-    from specserve.engine.shard_weights import Times
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json")
 """What of a checkpoint is not copied."""
@@ -64,14 +63,10 @@ def run(args: argparse.Namespace) -> int:
     with new_folder(out) as folder, Console(stderr=True).status("loading the shards"):
         _copy_small_files(Path(config.model.path), folder)
         with _cluster(config, args.address):
-            times = _write(config, folder, on_one_node=not args.address)
+            _write(config, folder, on_one_node=not args.address)
         num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     num_shards = config.engine.tensor_parallel_size
     print(f"{num_shards} shard(s), {num_bytes:,} bytes written to {args.out}")
-    print(
-        f"the slowest shard loaded the checkpoint in {times.load_s:.2f} s, and what it had written "
-        f"(in {times.write_s:.2f} s, still in main memory) in {times.reload_s:.2f} s"
-    )
     return 0
 
 
@@ -132,21 +127,15 @@ def _cluster(config: AppConfig, address: str) -> Iterator[None]:
         ray.shutdown()
 
 
-def _write(config: AppConfig, folder: Path, *, on_one_node: bool) -> Times:
-    import ray
-
+def _write(config: AppConfig, folder: Path, *, on_one_node: bool) -> None:
     from specserve.engine.llm import shard_bundle
     from specserve.engine.shard_weights import write_shards
-    from specserve.engine.temporary_files import keep_sockets_in_session
     from specserve.serve.placement import reserve
 
-    # Where a host has no default route vLLM finds 0.0.0.0; Ray knows the address that is used.
-    os.environ.setdefault("VLLM_HOST_IP", ray.util.get_node_ip_address())
-    keep_sockets_in_session()
     placement = config.placement
     if on_one_node:
         placement = placement.model_copy(update={"strategy": "PACK"})
     group = asyncio.run(
         reserve(placement, shard_bundle(config), config.engine.tensor_parallel_size)
     )
-    return write_shards(config, group, folder)
+    write_shards(config, group, folder)

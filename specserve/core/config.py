@@ -243,6 +243,11 @@ class AppConfig(Section):
         return {"revision": self.model.revision or "main", "trust_remote_code": trusts}
 
     @property
+    def has_sources(self) -> bool:
+        """Whether sources of ours draft."""
+        return bool(self.speculation) and not self.drafts_in_engine
+
+    @property
     def labels(self) -> tuple[str, ...]:
         """Names of the drafts of all sources."""
         return tuple(label.name for source in self.speculation for label in source.LABELS)

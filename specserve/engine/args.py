@@ -109,10 +109,6 @@ def serve_namespace(config: AppConfig) -> Namespace:
 def engine_args(config: AppConfig, speculative_config: dict[str, Any] | None) -> AsyncEngineArgs:
     """vLLM's engine arguments, without executor or worker class.
 
-    Args:
-        config: the application's configuration.
-        speculative_config: vLLM's ``speculative_config``; None: no speculation.
-
     Raises:
         ConfigError: an option that vLLM refuses.
     """
@@ -134,10 +130,7 @@ def served_engine_args(
         label_key: see :func:`specserve.trie.namespaces.label`.
         in_process: the only shard runs in the engine core's process; else they are Ray actors.
     """
-    drafts = bool(config.speculation) and not config.drafts_in_engine
-    if not drafts:
-        arguments = engine_args(config, _vllm_speculation(config))
-    else:
+    if config.has_sources:
         arguments = engine_args(
             config,
             {
@@ -154,7 +147,9 @@ def served_engine_args(
         arguments.scheduler_cls = "specserve.engine.scheduler.DraftScheduler"
         if not current_platform.is_cpu():
             set_graph_sizes(arguments, config)
-    arguments.worker_cls = worker_cls(drafts=drafts, in_engine=config.drafts_in_engine)
+    else:
+        arguments = engine_args(config, _vllm_speculation(config))
+    arguments.worker_cls = worker_cls(drafts=config.has_sources, in_engine=config.drafts_in_engine)
     on_ray = CpuRayExecutor if current_platform.is_cpu() else RayExecutor
     arguments.distributed_executor_backend = InProcessExecutor if in_process else on_ray
     return arguments
@@ -174,12 +169,7 @@ def _vllm_speculation(config: AppConfig) -> dict[str, Any] | None:
 
 
 def worker_cls(*, drafts: bool, in_engine: bool = False) -> str:
-    """The worker class by platform: with our kernels on CPU, with the proposer hook to draft.
-
-    Args:
-        drafts: our sources draft.
-        in_engine: vLLM drafts.
-    """
+    """The worker class by platform: with our kernels on CPU, with our sources or vLLM's drafts."""
     role = "Speculation" if drafts else "InEngine" if in_engine else ""
     if current_platform.is_cpu():
         return f"specserve.engine.cpu.worker.Cpu{role}Worker"

@@ -35,14 +35,17 @@ class Checkpoint:
     Attributes:
         path: absolute path of the folder, or the hub id.
         tokenizer: the same for the tokenizer.
-        is_local: whether ``path`` is a folder of this machine.
         architecture: the model class that its config.json names; empty for a hub id.
     """
 
     path: str
     tokenizer: str
-    is_local: bool
     architecture: str
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the model is a folder of this machine."""
+        return bool(self.architecture)
 
 
 def find_checkpoint(model: ModelConfig, prefix: str = "model") -> Checkpoint:
@@ -50,22 +53,16 @@ def find_checkpoint(model: ModelConfig, prefix: str = "model") -> Checkpoint:
 
     Relative folders start from the current directory.
 
-    Args:
-        model: the section to check.
-        prefix: dotted path of the section, for errors.
-
     Raises:
-        ConfigError: no such folder, or its config.json is missing or not a model's.
+        ConfigError: no such folder, or its config.json is missing or not a model's; the section
+            is called ``prefix``.
     """
     path = folder_or_id(model.path, f"{prefix}.path")
-    tokenizer = model.path if not model.tokenizer else model.tokenizer
-    is_local = Path(path).is_absolute()
-    return Checkpoint(
-        path=path,
-        tokenizer=folder_or_id(tokenizer, f"{prefix}.tokenizer"),
-        is_local=is_local,
-        architecture=_architecture(Path(path), model.path, f"{prefix}.path") if is_local else "",
-    )
+    tokenizer = folder_or_id(model.tokenizer or model.path, f"{prefix}.tokenizer")
+    architecture = ""
+    if Path(path).is_absolute():
+        architecture = _architecture(Path(path), model.path, f"{prefix}.path")
+    return Checkpoint(path, tokenizer, architecture)
 
 
 def model_identity(model: ModelConfig) -> str:

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
 from vllm.config import ParallelConfig
 from vllm.distributed.device_communicators import shm_broadcast
-from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, SpinCondition
 from vllm.platforms import current_platform
 from vllm.v1.executor import ray_executor_v2
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2, RayWorkerProc
@@ -39,23 +39,19 @@ else:
 _LOOK_S = 1.0
 """How often a reader of another node's queue looks whether it is to end."""
 _POLLING_S = 1e-3
-"""How long a hand-over within a step may take to be noticed at once."""
-_LATE = 0.02
-"""Share of a longer wait by which its end may be noticed late."""
-_LONGEST_NAP_S = 1e-3
-_WORKED_S = 1e-4
-"""A thread that has computed for so long between two calls has read, and now waits anew."""
+"""How long a queue is polled after each message: a hand-over within a step takes less."""
+_LONGEST_WAIT_MS = 1
+_IN_USE_S = 1.0
+"""After a message a queue is taken to be in use for so long, as by vLLM."""
 
 _NOT_ATTACHED: Any = object()
 
 
-def attach_drafts(output: ModelRunnerOutput, drafts: DraftTokenIds | None) -> None:
-    """Gives a step's output the drafts for the next step to carry to the executor."""
+def attach_drafts(
+    output: ModelRunnerOutput, drafts: DraftTokenIds | None, outcomes: Mapping[str, Outcome]
+) -> None:
+    """Gives a step's output the next step's drafts, and what became of the last ones to count."""
     output.specserve_drafts = drafts
-
-
-def attach_outcomes(output: ModelRunnerOutput, outcomes: Mapping[str, Outcome]) -> None:
-    """Gives a step's output what became of drafts, for the scheduler to count."""
     output.specserve_outcomes = outcomes
 
 
@@ -118,7 +114,7 @@ class CpuRayWorkerProc(NodeRayWorkerProc):
         return ray.get_runtime_context().get_node_id(), []
 
     def _init_message_queues(self, *args: object, **kwargs: object) -> None:
-        shm_broadcast.sched_yield = QueueWait()
+        shm_broadcast.SpinCondition = BriefPolling
         super()._init_message_queues(*args, **kwargs)
 
 
@@ -185,42 +181,26 @@ class CpuRayExecutor(RayExecutor):
         # vLLM looks these names up in this process, the engine core's own. Its
         # `initialize_ray_cluster` would refuse a bundle with more than one CPU.
         type(current_platform).ray_device_key = "CPU"
-        shm_broadcast.sched_yield = QueueWait()
+        shm_broadcast.SpinCondition = BriefPolling
         ray_executor_v2.initialize_ray_cluster = _connect
         super()._init_executor()
 
 
-class QueueWait:
-    """Waits a moment for another process: called again and again, until it has written.
+class BriefPolling(SpinCondition):
+    """How a reader waits for its queue's writer: it polls as long as a hand-over takes, no longer.
 
-    vLLM's readers poll their queues with ``sched_yield`` while they are in use. On a GPU node that
-    takes a spare CPU; here it takes one of those that the shards compute with. So only what a
-    hand-over within a step takes is polled for. A longer wait, for a step's end, sleeps: a small
-    part of the time that it has taken, by which alone the step's end may be noticed late.
-
-    Args:
-        clock: monotonic seconds.
-        cpu_clock: seconds that the calling thread has computed.
-        sleep: sleeps for so many seconds; 0: only lets others run.
+    vLLM's polls for a second after each message, and then waits for the writer's notice. On a GPU
+    node polling takes a spare CPU; here it takes one of those that the shards compute with.
     """
 
-    def __init__(
-        self,
-        clock: Callable[[], float] = time.monotonic,
-        cpu_clock: Callable[[], float] = time.thread_time,
-        sleep: Callable[[float], object] = lambda s: time.sleep(s) if s else os.sched_yield(),
-    ) -> None:
-        self._clock, self._cpu_clock, self._sleep = clock, cpu_clock, sleep
-        self._began = self._computed = float("-inf")
+    def __init__(self, **options: Any) -> None:
+        super().__init__(busy_loop_s=_POLLING_S, **options)
 
-    def __call__(self) -> None:
-        """Gives the CPU away once, for no time or for some."""
-        computed = self._cpu_clock()
-        if computed - self._computed > _WORKED_S:
-            self._began = self._clock()
-        waited = self._clock() - self._began
-        self._sleep(0.0 if waited < _POLLING_S else min(waited * _LATE, _LONGEST_NAP_S))
-        self._computed = self._cpu_clock()
+    def wait(self, timeout_ms: int | None = None) -> None:
+        """As vLLM's; the caller looks again and waits on."""
+        is_in_use = time.monotonic() < self.last_read + _IN_USE_S
+        # Of two messages within some ms the second's notice may be lost.
+        super().wait(timeout_ms=_LONGEST_WAIT_MS if is_in_use else timeout_ms)
 
 
 def _connect(parallel_config: ParallelConfig, **options: object) -> None:

@@ -126,10 +126,9 @@ class ProposerHook:
             scheduler_output: vLLM's ``SchedulerOutput`` of the step that has just run.
             sampled_token_ids: the step's new tokens, a list for each request of the batch; empty
                 for a request whose prompt is not finished.
-            sampling_metadata: unused.
+            sampling_metadata: unused, as the rest.
             hidden_states: float ``[>= num_scheduled_tokens, hidden_size]``, after the final norm;
                 CUDA graphs pad it.
-            rest: unused.
 
         Returns:
             One draft for each request of the batch; any may be empty.
@@ -176,23 +175,16 @@ class ProposerHook:
         return outcomes
 
     def is_idle(self, scheduler_output: Any) -> bool:
-        """Whether nothing would come of :meth:`propose_draft_token_ids` after this step.
+        """Whether nothing would come of :meth:`propose_draft_token_ids` after the coming step.
 
         Such a step decodes the same requests as the last one and none has a draft. It is to be
         taken as without speculation, and then to be told of by :meth:`pass_over`.
-
-        Args:
-            scheduler_output: vLLM's ``SchedulerOutput`` of the step that is about to run.
         """
         is_left = self._num_idle_steps_left > 0
         return is_left and scheduler_output.num_scheduled_tokens == self._plain_schedule
 
     def pass_over(self, sampled_token_ids: list[list[int]]) -> None:
-        """An idle step has run.
-
-        Args:
-            sampled_token_ids: n, the step's new tokens, one of each request.
-        """
+        """An idle step has run, with one new token of each request."""
         self._num_idle_steps_left -= 1
         self._num_idle_steps += 1
         step = self._plain_step

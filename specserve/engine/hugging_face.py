@@ -48,11 +48,8 @@ class HuggingFaceEngine:
     ) -> RunResult:
         """Continues all jobs greedily, one after another: of each only ``max_tokens`` counts.
 
-        Args:
-            jobs: to continue.
-            concurrency: 1.
-            progress: called after each token with the number of finished prompts and of
-                generated tokens; what it raises ends all jobs.
+        ``progress`` is called after each token with the number of finished prompts and of
+        generated tokens; what it raises ends all jobs.
         """
         assert concurrency == 1
         started = time.perf_counter()

@@ -19,6 +19,7 @@ from ray.runtime_env import RuntimeEnv
 from ray.util.placement_group import PlacementGroup, placement_group_table
 from vllm import envs
 from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.platforms import current_platform
@@ -67,7 +68,6 @@ class Engine:
         self._llm = llm
         self._sign: asyncio.Task[Any] | None = None  # of life: the core answers between two steps
         self._sign_deadline = 0.0
-        self._has_sources = bool(config.speculation) and not config.drafts_in_engine
 
     @classmethod
     def start(
@@ -86,26 +86,20 @@ class Engine:
             EngineError: vLLM refuses the checkpoint or an option, finds no device on this node,
                 or its engine core or a shard died while starting.
         """
-        _prepare_environment(config)
+        prepare_environment(config)
         in_process = _in_process(config, placement_group)
         arguments = served_engine_args(config, label_key, in_process=in_process)
         arguments.max_num_queued_reqs = _most_requests(config)
         if has_processors(config) and not config.speculation:  # workers that draft have them anyway
             arguments.logits_processors = [*(arguments.logits_processors or ()), *PROCESSORS]
         try:
-            choose_latent_attention(arguments)
-            vllm_config = arguments.create_engine_config()
+            vllm_config = placed_config(config, arguments, placement_group)
         except (ValueError, OSError, RuntimeError) as error:
             raise EngineError(
                 f"vLLM refuses the configuration of {config.model.path}: {last_line_of(error)}"
             ) from error
-        vllm_config.parallel_config.placement_group = placement_group
-        if current_platform.is_cpu():
-            # Ray sets one thread for an actor that asks for few CPUs; the bundle holds more.
-            environment = openmp_environment(config.placement.num_cpus_per_shard)
-            if in_process:
-                os.environ.update(environment)  # which the engine core's process inherits
-            vllm_config.parallel_config.ray_runtime_env = RuntimeEnv(env_vars=environment)
+        if in_process:  # which the engine core's process inherits
+            os.environ.update(openmp_environment(config.placement.num_cpus_per_shard))
         return cls(config, _start_client(config, vllm_config))
 
     async def asgi_app(self) -> FastAPI:
@@ -127,11 +121,7 @@ class Engine:
         return app
 
     def text_engine(self, app: FastAPI) -> TextEngine | None:
-        """What continues texts for the generation API; None: the model does not generate.
-
-        Args:
-            app: what :meth:`asgi_app` has returned.
-        """
+        """What continues texts for the generation API; None: the model does not generate."""
         handler = app.state.openai_serving_completion
         if handler is None:
             return None
@@ -145,7 +135,7 @@ class Engine:
 
     async def speculation(self) -> SpeculationSnapshot | None:
         """What rank 0 has counted so far; None without speculation of our own."""
-        if not self._has_sources:
+        if not self._config.has_sources:
             return None
         return msgspec.json.decode(
             await self._ask_rank_0("speculation_snapshot"), type=SpeculationSnapshot
@@ -153,7 +143,7 @@ class Engine:
 
     async def recent_requests(self, tenant: str) -> tuple[RecentRequest, ...]:
         """A tenant's last requests; empty without speculation of our own."""
-        if not self._has_sources:
+        if not self._config.has_sources:
             return ()
         return msgspec.json.decode(
             await self._ask_rank_0("recent_requests", tenant), type=tuple[RecentRequest, ...]
@@ -161,7 +151,7 @@ class Engine:
 
     async def _learn(self, tokens: list[int], num_prompt_tokens: int, adapter: str) -> None:
         """Learns a text that answers the current call, as far as that asks for it."""
-        if not self._has_sources:
+        if not self._config.has_sources:
             return
         fields = dict(own_fields(CURRENT_CONTROLS.get()))
         if self._config.http.api_keys:
@@ -179,11 +169,7 @@ class Engine:
         return answers[0]
 
     def tenant_memory(self, app: FastAPI) -> TenantMemory:
-        """What tenants may fill of the draft memory that the configuration shares.
-
-        Args:
-            app: what :meth:`asgi_app` has returned.
-        """
+        """What tenants may fill of the draft memory that the configuration shares."""
         source, identity = shared_trie(self._config), model_identity(self._config.model)
         model = self._llm.model_config
         shards = range(source.num_store_shards)
@@ -230,7 +216,7 @@ class Engine:
     async def shutdown(self) -> None:
         """Ends the engine core process and, with it, the shards."""
         try:
-            if self._has_sources:
+            if self._config.has_sources:
                 await self._close_sources()
         finally:
             self._llm.shutdown()
@@ -277,7 +263,7 @@ def has_processors(config: AppConfig) -> bool:
 
     vLLM takes none beside a method of its own, and its V2 runner, of GPUs, takes others.
     """
-    return not config.drafts_in_engine and (bool(config.speculation) or current_platform.is_cpu())
+    return config.has_sources or (current_platform.is_cpu() and not config.drafts_in_engine)
 
 
 def shard_bundle(config: AppConfig) -> dict[str, float]:
@@ -299,8 +285,27 @@ def _in_process(config: AppConfig, group: PlacementGroup) -> bool:
     return bool(node == ray.get_runtime_context().get_node_id())
 
 
-def _prepare_environment(config: AppConfig) -> None:
-    """What the engine core process inherits."""
+def placed_config(
+    config: AppConfig, arguments: AsyncEngineArgs, group: PlacementGroup
+) -> VllmConfig:
+    """vLLM's configuration of an engine whose shards have the bundles of ``group``.
+
+    Raises:
+        ValueError, OSError, RuntimeError: vLLM refuses the checkpoint or an option.
+    """
+    choose_latent_attention(arguments)
+    vllm_config = arguments.create_engine_config()
+    parallel = vllm_config.parallel_config
+    parallel.placement_group = group
+    if current_platform.is_cpu():
+        # Ray sets one thread for an actor that asks for few CPUs; the bundle holds more.
+        environment = openmp_environment(config.placement.num_cpus_per_shard)
+        parallel.ray_runtime_env = RuntimeEnv(env_vars=environment)
+    return vllm_config
+
+
+def prepare_environment(config: AppConfig) -> None:
+    """Sets in this process what the engine core's process and the shards inherit."""
     # Without it the engine core, a process of its own, starts a second, local Ray.
     os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
     keep_sockets_in_session()

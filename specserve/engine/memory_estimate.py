@@ -7,7 +7,6 @@ Activations, CUDA graphs and NCCL's buffers come on top; in practice some GB a G
 from __future__ import annotations
 
 import json
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,26 +15,21 @@ from specserve.core.config import AppConfig
 from specserve.core.errors import PlacementError
 from specserve.core.source_config import DrafterConfig, DraftModelConfig, MtpConfig
 from specserve.engine.model_shapes import (
+    Parameters,
     is_known,
     kv_values_per_token,
     model_parameters,
     mtp_parameters,
-    routed_parameters,
     shard_bytes,
 )
 
 _VLLM_OPTIONS = ("kv_cache_dtype", "hf_overrides", "cpu_offload_gb")
 """Options of ``engine.vllm`` that change how much memory is taken, in ways not worked out here."""
 
-_FP8_BLOCK = 128 * 128
-"""Parameters that share a float32 factor in block FP8."""
-
-_LINEAR_BYTES = {"fp8_per_block": 1 + 4 / _FP8_BLOCK, "fp8_per_tensor": 1, "fp8_per_channel": 1}
-"""vLLM's ways to quantize while it loads: bytes of a linear layer's or an expert's parameter."""
-
-_ROUTED_BYTES = {"int8_per_channel_weight_only": 1}
-"""The same where routed experts alone are quantized. Factors of rows and columns, 0.1 %, are left
-out."""
+_LINEAR_AND_EXPERTS = ("fp8_per_block", "fp8_per_tensor", "fp8_per_channel")
+_EXPERTS = ("int8_per_channel_weight_only",)
+"""What vLLM quantizes while it loads, to one byte a parameter, by its option. Factors of blocks,
+rows and columns, up to 0.1 %, are left out."""
 
 
 class NoEstimateError(Exception):
@@ -53,17 +47,11 @@ class _Card(dict[str, Any]):
         """The checkpoint's own; empty: none."""
         return str((self.get("quantization_config") or {}).get("quant_method") or "")
 
-    def linear_bytes(self, plain_bytes: int) -> float:
-        """Bytes of a linear layer's parameter, with its part of a group's factor.
-
-        Args:
-            plain_bytes: the same without quantization.
-        """
-        section = self.get("quantization_config")
-        if not section:
-            return plain_bytes
-        if section.get("quant_method") == "fp8":
-            return 1 + 4 / _FP8_BLOCK
+    def linear_bytes(self) -> float:
+        """Bytes of a quantized linear layer's parameter, with its part of a group's factor."""
+        if self.quantization == "fp8":
+            return 1
+        section = self["quantization_config"]
         groups = section.get("config_groups") or {"": {"weights": section}}  # compressed-tensors'
         weights = next(iter(groups.values()))["weights"]
         bits, group_size = weights.get("num_bits", weights.get("bits")), weights.get("group_size")
@@ -74,17 +62,10 @@ class _Card(dict[str, Any]):
 
 @dataclass(frozen=True, slots=True)
 class ShardMemory:
-    """What one shard keeps.
-
-    Attributes:
-        weights_bytes: of the model, and of what drafts in the engine.
-        kv_token_bytes: of a token in its KV cache.
-        max_tokens: longest text that a request may have.
-    """
+    """What one shard keeps for the model and for what drafts in the engine, in bytes."""
 
     weights_bytes: int
     kv_token_bytes: int
-    max_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,25 +89,24 @@ def shard_memory(config: AppConfig) -> ShardMemory:
     value_bytes = 4 if config.engine.dtype == "float32" else 2  # vLLM's auto makes 2 of 4
     card = _card(config.model.path)
     quantization = options.get("quantization")
-    can_tell = quantization in (None, card.quantization, *_LINEAR_BYTES, *_ROUTED_BYTES)
+    can_tell = quantization in (None, card.quantization, *_LINEAR_AND_EXPERTS, *_EXPERTS)
     if changed or not can_tell:
         raise NoEstimateError(f"engine.vllm.{changed or 'quantization'} changes it")
-    made_bytes = None if card.quantization else _LINEAR_BYTES.get(str(quantization))
-    weights, values = _model(config.model.path, num_shards, value_bytes, made_bytes)
-    if quantization in _ROUTED_BYTES and not card.quantization:
-        saved_bytes = value_bytes - _ROUTED_BYTES[quantization]
-        weights -= routed_parameters(card) * saved_bytes // num_shards
+    parameters = model_parameters(card)
+    values = kv_values_per_token(card, num_shards) * card["num_hidden_layers"]
+    weights = 0
     for source in config.speculation:
         if not isinstance(source, DrafterConfig) or source.placement != "in_engine":
             continue
         if isinstance(source, DraftModelConfig):
-            its_weights, its_values = _model(source.model, num_shards, value_bytes)
+            draft = _card(source.model)
+            weights += _weights_bytes(draft, model_parameters(draft), num_shards, value_bytes)
+            values += kv_values_per_token(draft, num_shards) * draft["num_hidden_layers"]
         else:
-            linear_bytes = made_bytes or card.linear_bytes(value_bytes)
-            its_weights = shard_bytes(mtp_parameters(card), num_shards, linear_bytes, value_bytes)
-            its_values = kv_values_per_token(card, num_shards)
-        weights, values = weights + its_weights, values + its_values
-    return ShardMemory(weights, values * value_bytes, _max_tokens(config))
+            parameters += mtp_parameters(card)
+            values += kv_values_per_token(card, num_shards)
+    weights += _weights_bytes(card, parameters, num_shards, value_bytes, quantization)
+    return ShardMemory(weights, values * value_bytes)
 
 
 def drafter_memory(config: AppConfig, source: DraftModelConfig | MtpConfig) -> DrafterMemory:
@@ -169,10 +149,10 @@ def check_shard(config: AppConfig, shard: ShardMemory, gpu_bytes: float) -> int:
             f"{share:g} x {in_words(gpu_bytes)} of a GPU"
         )
     num_tokens = int((kv_bytes or left_bytes) // shard.kv_token_bytes)
-    if num_tokens < shard.max_tokens:
+    if num_tokens < _max_tokens(config):
         raise PlacementError(
             f"a shard's KV cache has room for {num_tokens:,} tokens, and one request may have "
-            f"{shard.max_tokens:,}: engine.max_model_len has to be lower"
+            f"{_max_tokens(config):,}: engine.max_model_len has to be lower"
         )
     return num_tokens
 
@@ -193,32 +173,25 @@ def in_words(num_bytes: float) -> str:
     return f"{num_bytes / size:.1f} {unit}"
 
 
-def _model(
-    folder: str, num_shards: int, value_bytes: int, made_bytes: float | None = None
-) -> tuple[int, int]:
-    """Bytes of a model's weights in a shard, and values of a token in the shard's KV cache.
+def _weights_bytes(
+    card: _Card,
+    parameters: Parameters,
+    num_shards: int,
+    value_bytes: int,
+    quantization: str | None = None,
+) -> int:
+    """Bytes of a model's parameters in a shard.
 
-    ``made_bytes`` are a linear layer's parameter's where vLLM quantizes the weights as it loads.
-
-    Weights that are quantized otherwise than in block FP8 are what the files hold, where these are.
+    ``quantization`` is vLLM's, while it loads a checkpoint that is not quantized.
     """
-    card = _card(folder)
-    values = kv_values_per_token(card, num_shards) * int(card["num_hidden_layers"])
-    quantization = card.get("quantization_config") or {}
-    if quantization and quantization.get("quant_method") != "fp8":
-        stored_bytes = _stored_bytes(Path(folder))
-        if stored_bytes:
-            return round(stored_bytes / num_shards), values
-    linear_bytes = made_bytes or card.linear_bytes(value_bytes)
-    return shard_bytes(model_parameters(card), num_shards, linear_bytes, value_bytes), values
-
-
-def _stored_bytes(folder: Path) -> int:
-    """Bytes of a checkpoint's tensors, by its index, and else by its files; 0 without either."""
-    with suppress(OSError, ValueError, LookupError, TypeError):
-        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
-        return int(index["metadata"]["total_size"])
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    linear_bytes = routed_bytes = float(value_bytes)
+    if card.quantization:
+        linear_bytes = routed_bytes = card.linear_bytes()
+    elif quantization in _LINEAR_AND_EXPERTS:
+        linear_bytes = routed_bytes = 1
+    elif quantization in _EXPERTS:
+        routed_bytes = 1
+    return shard_bytes(parameters, num_shards, routed_bytes, linear_bytes, value_bytes)
 
 
 def _card(folder: str) -> _Card:

@@ -71,12 +71,7 @@ class Method:
 
 
 def parse_method(text: str, config: AppConfig, also: str = "") -> Method:
-    """Reads one method's name.
-
-    Args:
-        text: the name.
-        config: whose sources may be named.
-        also: what the user may write besides, for the error.
+    """Reads one method's name; ``also`` is what the user may write besides, for the error.
 
     Raises:
         ConfigError: unknown name, a source that is not configured, or a missing argument.
@@ -103,7 +98,7 @@ def parse_method(text: str, config: AppConfig, also: str = "") -> Method:
 
 
 def parse_methods(text: str, config: AppConfig, also: str = "") -> list[Method]:
-    """Reads a list of names, separated by commas; arguments as :func:`parse_method`.
+    """Reads a list of names, separated by commas.
 
     Raises:
         ConfigError: as :func:`parse_method`, or a name given twice.

@@ -1,6 +1,7 @@
 """How many parameters a model has, and how large its KV cache is, by its config.json alone.
 
 Knows the architectures whose models draft or have an MTP module here: DeepSeek-V3's and Llama's.
+Functions raise LookupError where ``config`` lacks a key.
 """
 
 from __future__ import annotations
@@ -14,31 +15,34 @@ from numpy.typing import NDArray
 DEEPSEEK, LLAMA = "DeepseekV3ForCausalLM", "LlamaForCausalLM"
 
 Parameters: TypeAlias = NDArray[np.int64]
-"""Four numbers of parameters, by what tensor parallelism and quantization make of them: of linear
-layers that are divided among the shards, of linear layers that every shard has, and of layers that
-a quantized checkpoint keeps as they are, divided and not."""
+"""Five numbers of parameters, by what tensor parallelism and quantization make of them: of routed
+experts, of linear layers that are divided among the shards as these are, of linear layers that
+every shard has, and of layers that a quantized checkpoint keeps as they are, divided and not."""
 
 
 def _parameters(
-    *, split: int = 0, whole: int = 0, plain_split: int = 0, plain_whole: int = 0
+    *, routed: int = 0, split: int = 0, whole: int = 0, plain_split: int = 0, plain_whole: int = 0
 ) -> Parameters:
-    return np.array([split, whole, plain_split, plain_whole])
+    return np.array([routed, split, whole, plain_split, plain_whole])
 
 
 def shard_bytes(
-    parameters: Parameters, num_shards: int, linear_bytes: float, plain_bytes: float
+    parameters: Parameters,
+    num_shards: int,
+    routed_bytes: float,
+    linear_bytes: float,
+    plain_bytes: float,
 ) -> int:
-    """What one of the shards holds, in bytes.
-
-    Args:
-        parameters: of the model.
-        num_shards: how many there are.
-        linear_bytes: bytes of a parameter that quantization would make smaller.
-        plain_bytes: bytes of the others.
-    """
-    part = np.array([1 / num_shards, 1])
-    sizes = np.concatenate([part * linear_bytes, part * plain_bytes])
-    return round(float(parameters @ sizes))
+    """What one of the shards holds, in bytes; by the bytes of a parameter of each kind."""
+    part = 1 / num_shards
+    sizes = [
+        part * routed_bytes,
+        part * linear_bytes,
+        linear_bytes,
+        part * plain_bytes,
+        plain_bytes,
+    ]
+    return round(float(parameters @ np.array(sizes)))
 
 
 def is_known(config: Mapping[str, Any]) -> bool:
@@ -47,11 +51,7 @@ def is_known(config: Mapping[str, Any]) -> bool:
 
 
 def model_parameters(config: Mapping[str, Any]) -> Parameters:
-    """Those of the model, without an MTP module.
-
-    Raises:
-        LookupError: ``config`` lacks a key.
-    """
+    """Those of the model, without an MTP module."""
     hidden: int = config["hidden_size"]
     layers: int = config["num_hidden_layers"]
     num_tables = 1 if config.get("tie_word_embeddings") else 2
@@ -65,11 +65,7 @@ def model_parameters(config: Mapping[str, Any]) -> Parameters:
 
 
 def mtp_parameters(config: Mapping[str, Any]) -> Parameters:
-    """Those of DeepSeek-V3's MTP module, with its own embedding and head.
-
-    Raises:
-        LookupError: ``config`` lacks a key.
-    """
+    """Those of DeepSeek-V3's MTP module, with its own embedding and head."""
     hidden = config["hidden_size"]
     ends = _parameters(
         plain_split=2 * config["vocab_size"] * hidden, plain_whole=2 * hidden**2 + 3 * hidden
@@ -77,26 +73,8 @@ def mtp_parameters(config: Mapping[str, Any]) -> Parameters:
     return ends + _latent_attention(config) + _experts(config)
 
 
-def routed_parameters(config: Mapping[str, Any]) -> int:
-    """Those of all routed experts, which are divided among the shards; 0: the model has none.
-
-    Raises:
-        LookupError: ``config`` lacks a key.
-    """
-    if config["architectures"] == [LLAMA]:
-        return 0
-    layers = config["num_hidden_layers"]
-    num_layers = layers - min(config.get("first_k_dense_replace", 0), layers)
-    expert: int = 3 * config["hidden_size"] * config["moe_intermediate_size"]
-    return int(expert * config["n_routed_experts"] * num_layers)
-
-
 def kv_values_per_token(config: Mapping[str, Any], num_shards: int) -> int:
-    """Numbers that a layer keeps of a token in the KV cache of one of the shards.
-
-    Raises:
-        LookupError: ``config`` lacks a key.
-    """
+    """Numbers that a layer keeps of a token in the KV cache of one of the shards."""
     if config["architectures"] == [DEEPSEEK]:  # the latent, which all heads share
         return int(config["kv_lora_rank"] + config["qk_rope_head_dim"])
     heads, head_dim = _llama_heads(config)
@@ -136,6 +114,7 @@ def _experts(config: Mapping[str, Any]) -> Parameters:
     hidden, routed = config["hidden_size"], config["n_routed_experts"]
     expert = 3 * hidden * config["moe_intermediate_size"]
     return _parameters(
-        split=expert * (routed + (config.get("n_shared_experts") or 0)),
+        routed=expert * routed,
+        split=expert * (config.get("n_shared_experts") or 0),
         plain_whole=routed * (hidden + 1),
     )

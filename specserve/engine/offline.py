@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -209,37 +208,22 @@ class _DraftCounter(StatLoggerBase):
         self.reset()
 
     def reset(self) -> None:
-        self._num_drafts = 0
-        self._drafted: list[int] = []
-        self._accepted: list[int] = []
+        # Drafts of at least 0, 1, ... tokens, and 0 behind the longest ones.
+        self._drafted = self._accepted = np.zeros(1, np.int64)
 
     def record(self, scheduler_stats: Any, *_: Any, **__: Any) -> None:
         stats = getattr(scheduler_stats, "spec_decoding_stats", None)
-        if stats is None:
-            return
-        self._num_drafts += stats.num_drafts
-        self._drafted = _added(self._drafted, stats.num_draft_tokens_per_pos)
-        self._accepted = _added(self._accepted, stats.num_accepted_tokens_per_pos)
+        if stats is not None:
+            drafts = stats.num_drafts
+            self._drafted = np.add(self._drafted, [drafts, *stats.num_draft_tokens_per_pos, 0])
+            self._accepted = np.add(self._accepted, [drafts, *stats.num_accepted_tokens_per_pos, 0])
 
     def log_engine_initialized(self) -> None:
         return
 
     def counts(self, source: str) -> AcceptanceSnapshot:
-        return AcceptanceSnapshot(
-            source,
-            _by_length(self._num_drafts, self._drafted),
-            _by_length(self._num_drafts, self._accepted),
-        )
-
-
-def _by_length(num_drafts: int, at_position: Sequence[int]) -> tuple[int, ...]:
-    """From "drafts of at least 1, 2, ... tokens" to "drafts of exactly 0, 1, ... tokens"."""
-    at_least = [num_drafts, *at_position, 0]
-    return tuple(a - b for a, b in itertools.pairwise(at_least))
-
-
-def _added(left: list[int], right: Sequence[int]) -> list[int]:
-    return [a + b for a, b in itertools.zip_longest(left, right, fillvalue=0)]
+        drafted, accepted = (-np.diff(each) for each in (self._drafted, self._accepted))
+        return AcceptanceSnapshot(source, tuple(drafted.tolist()), tuple(accepted.tolist()))
 
 
 def _sampling_params(sampling: Sampling) -> SamplingParams:
@@ -264,23 +248,22 @@ def _sampling_params(sampling: Sampling) -> SamplingParams:
 
 def _offline_args(config: AppConfig, method: Method) -> EngineArgs:
     """The served engine's arguments, for one process and with statistics."""
+    changes: dict[str, Any] = {"disable_log_stats": False}
     if method.is_peer:
         served = engine_args(config, _peer_speculation(config, method))
         if method.on_our_kernels:
-            served.worker_cls = worker_cls(drafts=False)
+            changes["worker_cls"] = worker_cls(drafts=False)
     else:
         served = served_engine_args(method.narrowed(config))
-    fields = {f.name: getattr(served, f.name) for f in dataclasses.fields(EngineArgs) if f.init}
-    fields["disable_log_stats"] = False
-    if fields["speculative_config"]:
-        fields["per_request_spec_decode_metrics"] = "summary"
+    if served.speculative_config:
+        changes["per_request_spec_decode_metrics"] = "summary"
     if config.engine.tensor_parallel_size == 1:
         # One shard needs no cluster: the same worker in this very process.
-        fields["distributed_executor_backend"] = InProcessExecutor
+        changes["distributed_executor_backend"] = InProcessExecutor
     elif current_platform.is_cpu():
         # Processes of this machine: Ray's executor for CPUs needs a reserved place in a cluster.
-        fields["distributed_executor_backend"] = "mp"
-    return EngineArgs(**fields)
+        changes["distributed_executor_backend"] = "mp"
+    return dataclasses.replace(served, **changes)
 
 
 def _peer_speculation(config: AppConfig, method: Method) -> dict[str, Any]:

@@ -18,6 +18,11 @@ _PLACES = "Ray places the shards, see placement"
 _TOKENIZER = "text and drafts need the tokenizer"
 _V2_RUNNER = "it needs vLLM's V2 model runner, and draft sources its V1 model runner"
 
+
+def _each(names: str, reason: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), reason)
+
+
 ELSEWHERE = {
     "model": "this option is set by model.path",
     "served_model_name": "this option is set by model.served_name",
@@ -26,26 +31,19 @@ ELSEWHERE = {
     "max_num_queued_reqs": "this option is set by http.max_queued_requests",
     "api_key": "this option is set by http.api_keys",
     "distributed_executor_backend": "this option is set by placement",
-    **dict.fromkeys(
-        ("speculative_config", "spec_method", "spec_model", "spec_tokens"),
+    **_each(
+        "speculative_config spec_method spec_model spec_tokens",
         "this option is set by speculation",
     ),
-    **dict.fromkeys(
-        ("worker_cls", "scheduler_cls"), "specserve has worker and scheduler of its own"
-    ),
-    **dict.fromkeys(
-        ("_api_process_count", "_api_process_rank", "api_server_count", "headless"), _REPLICAS
-    ),
-    **dict.fromkeys(
-        (
-            *("data_parallel_supervisor_port", "dp_supervisor_probe_interval_s"),
-            *("dp_supervisor_probe_timeout_s", "dp_supervisor_probe_failure_threshold"),
-            *("host", "port", "uds", "grpc_port", "uvicorn_log_level"),
-            *("disable_uvicorn_access_log", "disable_access_log_for_endpoints"),
-            *("enable_ssl_refresh", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs"),
-            *("ssl_cert_reqs", "ssl_ciphers", "h11_max_incomplete_event_size"),
-            "h11_max_header_count",
-        ),
+    **_each("worker_cls scheduler_cls", "specserve has worker and scheduler of its own"),
+    **_each("_api_process_count _api_process_rank api_server_count headless", _REPLICAS),
+    **_each(
+        "data_parallel_supervisor_port dp_supervisor_probe_interval_s "
+        "dp_supervisor_probe_timeout_s dp_supervisor_probe_failure_threshold "
+        "host port uds grpc_port uvicorn_log_level "
+        "disable_uvicorn_access_log disable_access_log_for_endpoints "
+        "enable_ssl_refresh ssl_keyfile ssl_certfile ssl_ca_certs ssl_cert_reqs ssl_ciphers "
+        "h11_max_incomplete_event_size h11_max_header_count",
         _LISTENS,
     ),
     **{
@@ -57,67 +55,51 @@ ELSEWHERE = {
 """Option: where its value comes from."""
 
 DEFAULT_ONLY = {
-    **dict.fromkeys(
-        (
-            *("pipeline_parallel_size", "prefill_context_parallel_size"),
-            *("enable_elastic_ep", "elastic_ep_max_dp_size"),
-        ),
+    **_each(
+        "pipeline_parallel_size prefill_context_parallel_size "
+        "enable_elastic_ep elastic_ep_max_dp_size",
         _SHARDS,
     ),
-    **dict.fromkeys(
-        (
-            *("data_parallel_size", "data_parallel_size_local", "data_parallel_rank"),
-            *("data_parallel_start_rank", "data_parallel_address", "data_parallel_rpc_port"),
-            *("data_parallel_hybrid_lb", "data_parallel_external_lb"),
-            *("data_parallel_multi_port_external_lb", "data_parallel_backend"),
-            *("enable_fault_tolerance", "fault_tolerance_config"),
-        ),
+    **_each(
+        "data_parallel_size data_parallel_size_local data_parallel_rank "
+        "data_parallel_start_rank data_parallel_address data_parallel_rpc_port "
+        "data_parallel_hybrid_lb data_parallel_external_lb "
+        "data_parallel_multi_port_external_lb data_parallel_backend "
+        "enable_fault_tolerance fault_tolerance_config",
         _REPLICAS,
     ),
-    **dict.fromkeys(
-        (
-            *("nnodes", "node_rank", "master_addr", "master_port", "device_ids"),
-            *("numa_bind", "numa_bind_nodes", "numa_bind_cpus"),
-        ),
+    **_each(
+        "nnodes node_rank master_addr master_port device_ids "
+        "numa_bind numa_bind_nodes numa_bind_cpus",
         _PLACES,
     ),
-    **dict.fromkeys(("skip_tokenizer_init", "tokens_only"), _TOKENIZER),
+    **_each("skip_tokenizer_init tokens_only", _TOKENIZER),
 }
 """Option: why it can have vLLM's default value alone."""
 
 NOT_WITH_SOURCES = {
     "async_scheduling": "a draft is made after its step, so steps cannot overlap",
     "logits_processors": "vLLM runs none but its own under speculation",
-    **dict.fromkeys(
-        ("watermark_config", "diffusion_config", "enable_batch_sharded_sampling"), _V2_RUNNER
-    ),
+    **_each("watermark_config diffusion_config enable_batch_sharded_sampling", _V2_RUNNER),
 }
 """Option: why it cannot be on beside draft sources; off is allowed."""
 
 NOT_WITH_KEYS = {
     "enable_scale_out": "a request could name other tenants' requests",
     "tool_server": "tenants would share its sessions",
-    **dict.fromkeys(
-        ("kv_transfer_config", "ec_transfer_config"), "a request could name blocks of other tenants"
+    **_each(
+        "kv_transfer_config ec_transfer_config", "a request could name blocks of other tenants"
     ),
 }
 """Option: why it cannot be on where ``http.api_keys`` are configured."""
 
 
 def check_option(config: AppConfig, name: str, value: Any, default: Any) -> None:
-    """Raises ConfigError where ``engine.vllm`` may not hold this value.
-
-    Args:
-        config: the application's configuration.
-        name: vLLM's name of the option.
-        value: in the type that vLLM declares.
-        default: vLLM's.
-    """
+    """Raises ConfigError where ``engine.vllm`` may not hold this value, whose default is vLLM's."""
     field = f"engine.vllm.{name}"
     if name in DEFAULT_ONLY and value != default:
         raise ConfigError(field, value, f"{default!r}, since {DEFAULT_ONLY[name]}")
-    drafts = bool(config.speculation) and not config.drafts_in_engine
-    if name in NOT_WITH_SOURCES and drafts and value:
+    if name in NOT_WITH_SOURCES and config.has_sources and value:
         why = NOT_WITH_SOURCES[name]
         raise ConfigError(field, value, f"only without draft sources, since {why}")
     if name in NOT_WITH_KEYS and config.http.api_keys and value:

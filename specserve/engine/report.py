@@ -36,13 +36,7 @@ class SourcedMetrics(RequestSpecDecodeMetrics):
 
 
 class Reports(NamedTuple):
-    """How an engine counts for its requests' answers.
-
-    Attributes:
-        labels: of all drafts.
-        num_spec_tokens: longest draft.
-        of_all: whether every request is told of, or those that ask alone.
-    """
+    """How an engine counts for its requests' answers: for all, or for those that ask."""
 
     labels: tuple[str, ...]
     num_spec_tokens: int

@@ -12,11 +12,7 @@ from specserve.core.types import Int64Array
 class RequestSlots:
     """Gives each request a slot from its first step to its last.
 
-    Args:
-        num_slots: more than the requests of any one step.
-
-    Attributes:
-        by_id: the slot of each request.
+    There must be more slots than requests in any one step. ``by_id`` has those that are given.
     """
 
     def __init__(self, num_slots: int) -> None:

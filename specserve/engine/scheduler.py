@@ -38,8 +38,8 @@ class DraftScheduler(Scheduler):
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """As vLLM's; takes the counts by source from the output that brings the tokens."""
-        outcomes = getattr(model_runner_output, "specserve_outcomes", None)
-        may_end = self._count(outcomes) if outcomes else {}
+        outcomes = getattr(model_runner_output, "specserve_outcomes", {})
+        may_end = self._count(outcomes)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if may_end:
             for output in (each for client in outputs.values() for each in client.outputs):

@@ -30,13 +30,8 @@ def source_context(
 ) -> SourceContext:
     """The context of rank 0's sources. Reads the checkpoint only where a source asks for it.
 
-    Args:
-        config: of the application.
-        vllm_config: of its engine.
-        metrics: what the sources count in.
-        num_slots: requests that the sources may hold at once.
-        exits: gets what ends whatever the sources start.
-        is_warm: set when the engine has taken its part of the GPU's memory.
+    ``exits`` gets what ends whatever the sources start. ``is_warm`` is set when the engine has
+    taken its part of the GPU's memory.
     """
     has_drafters = any(isinstance(each, DrafterConfig) for each in config.speculation)
     has_trie = any(isinstance(each, TrieConfig) for each in config.speculation)

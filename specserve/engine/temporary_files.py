@@ -19,11 +19,9 @@ from specserve.core.sockets import takes_sockets
 
 
 def socket_folder(session: Path) -> str:
-    """The folder for vLLM's sockets.
+    """The folder for vLLM's sockets: in Ray's session on this node, or the temporary folder.
 
-    Args:
-        session: folder of Ray's session on this node; the temporary folder takes its place where
-            a socket's path would be too long in it.
+    The latter where a socket's path would be too long in the session's folder.
     """
     folder = session / "sockets"
     return str(folder) if takes_sockets(folder) else tempfile.gettempdir()

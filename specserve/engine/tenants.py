@@ -36,12 +36,7 @@ before the text that is answered is known."""
 
 
 def stamp_requests(client: Any, *, with_tenants: bool) -> None:
-    """Has every request of ``client`` carry its call's controls, and with tenants whose it is.
-
-    Args:
-        client: the ``engine_core`` of a vLLM ``AsyncLLM``.
-        with_tenants: whether API keys are configured.
-    """
+    """Has every request of a vLLM ``engine_core`` carry its call's controls, and its tenant."""
     send = client.add_request_async
 
     async def stamp_and_send(request: Any) -> None:

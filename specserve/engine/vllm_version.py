@@ -39,7 +39,6 @@ def check_vllm(config: AppConfig) -> None:
         if found.split("+")[0] != TESTED_VLLM:
             allowed = f"{TESTED_VLLM}, as specserve is tested: pip install {package}=={TESTED_VLLM}"
             raise ConfigError(package, found, allowed)
-    drafts = bool(config.speculation) and not config.drafts_in_engine
     switch = os.environ.get(_RUNNER, "")
-    if drafts and switch not in ("", "0"):
+    if config.has_sources and switch not in ("", "0"):
         raise ConfigError(_RUNNER, switch, "0 or unset: draft sources need the V1 model runner")

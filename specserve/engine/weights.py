@@ -17,37 +17,23 @@ from specserve.core.config import AppConfig, EngineConfig
 from specserve.core.errors import ConfigError
 from specserve.core.source_config import DrafterConfig, MtpConfig
 
-LOAD_FORMATS = ("sharded_state", "runai_streamer_sharded")
+_LOAD_FORMATS = ("sharded_state", "runai_streamer_sharded")
 """vLLM's load formats that read such a folder."""
-
 MARK = "specserve_shards.json"
 """The file that says what a folder was made for."""
 
 _OF_EXPERTS = "int8_per_channel_weight_only"
-
 _HALVES = ("float16", "bfloat16")
-
 _FIELD = "engine.vllm.load_format"
-
 _COUNTED_SCALINGS = ("default", "su", "longrope", "llama3", "yarn", "deepseek_yarn")
 """Ways to scale positions that ``max_position_embeddings`` has counted; vLLM counts others."""
 
-_MLA_SWITCH = "VLLM_MLA_DISABLE"
-
 _COUNTS_OF_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
-
-_ALLOWS_LONGER = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """How weights were divided.
-
-    Attributes:
-        tensor_parallel_size: number of shards.
-        quantization: the checkpoint's own, by its config.json; empty: none.
-        dtype: of the weights that are not quantized.
-    """
+    """How weights were divided; ``quantization`` is the checkpoint's own, empty: none."""
 
     tensor_parallel_size: int
     quantization: str
@@ -58,11 +44,6 @@ class Division:
         (folder / MARK).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
 
-def is_prepared(config: AppConfig) -> bool:
-    """Whether the configuration loads weights that are divided already."""
-    return config.engine.vllm.get("load_format") in LOAD_FORMATS
-
-
 def own_quantization(folder: Path) -> str:
     """A checkpoint's quantization by its config.json; empty: none."""
     return str((_card(folder).get("quantization_config") or {}).get("quant_method") or "")
@@ -71,10 +52,7 @@ def own_quantization(folder: Path) -> str:
 def check_weights(config: AppConfig, folder: str, *, on_cpu: bool) -> None:
     """Checks that a model's folder fits the sizes, the load format and the quantization.
 
-    Args:
-        config: the application's configuration.
-        folder: of the model, as found. What is on the hub is not looked up.
-        on_cpu: whether vLLM's build for CPU serves it.
+    What is on the hub is not looked up.
 
     Raises:
         ConfigError: the folder was made for another number of shards, quantization or type, or by
@@ -91,32 +69,28 @@ def check_weights(config: AppConfig, folder: str, *, on_cpu: bool) -> None:
         _check_sizes(config.engine, text)
         if on_cpu:
             _check_cpu(config.engine, text)
-    if config.engine.vllm.get("quantization") == _OF_EXPERTS and not _has_experts(card):
+    if config.engine.vllm.get("quantization") == _OF_EXPERTS and "expert" not in json.dumps(card):
         allowed = (
             f"not for {config.model.path}: vLLM quantizes experts alone by it, and it has none"
         )
         raise ConfigError("engine.vllm.quantization", _OF_EXPERTS, allowed)
     found = _read(Path(folder), config.model.path)
-    if not is_prepared(config):
-        if found is not None:
-            allowed = f"{LOAD_FORMATS[0]}, for which {config.model.path} was made"
-            raise ConfigError(_FIELD, config.engine.vllm.get("load_format", "auto"), allowed)
-        return
-    if found is None:
+    load_format = config.engine.vllm.get("load_format", "auto")
+    is_divided = load_format in _LOAD_FORMATS
+    if is_divided and found is None:
         allowed = f"only with a folder that `specserve shard-weights` made (it has a {MARK})"
-        raise ConfigError(_FIELD, config.engine.vllm["load_format"], allowed)
-    _check_division(config, found, card)
-    _check_sources(config)
+        raise ConfigError(_FIELD, load_format, allowed)
+    if found is not None and not is_divided:
+        allowed = f"{_LOAD_FORMATS[0]}, for which {config.model.path} was made"
+        raise ConfigError(_FIELD, load_format, allowed)
+    if found is not None:
+        _check_division(config, found, card)
+        _check_sources(config)
 
 
 def _card(folder: Path) -> dict[str, Any]:
     card: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return card
-
-
-def _has_experts(card: dict[str, Any]) -> bool:
-    """Whether a model has experts, by whichever name its config.json gives them."""
-    return "expert" in json.dumps(card)
 
 
 def _check_sizes(engine: EngineConfig, card: dict[str, Any]) -> None:
@@ -128,7 +102,7 @@ def _check_sizes(engine: EngineConfig, card: dict[str, Any]) -> None:
     longest = card.get("max_position_embeddings")
     if not isinstance(longest, int) or "model_max_length" in card or not _counts_scaling(card):
         return
-    if engine.max_model_len > longest and not os.environ.get(_ALLOWS_LONGER):
+    if engine.max_model_len > longest and not os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN"):
         allowed = f"at most {longest}, the model's max_position_embeddings"
         raise ConfigError("engine.max_model_len", engine.max_model_len, allowed)
 
@@ -138,7 +112,7 @@ def _check_cpu(engine: EngineConfig, card: dict[str, Any]) -> None:
     options = engine.vllm
     kind = options.get("kv_cache_dtype", "auto")
     is_latent = card.get("kv_lora_rank") and str(card.get("model_type")).startswith("deepseek")
-    if kind != "auto" and is_latent and os.environ.get(_MLA_SWITCH, "0") == "0":
+    if kind != "auto" and is_latent and os.environ.get("VLLM_MLA_DISABLE", "0") == "0":
         allowed = "auto: on CPU latent attention has no other KV cache"
         raise ConfigError("engine.vllm.kv_cache_dtype", kind, allowed)
     has_experts = any(isinstance(card.get(key), int) and card[key] for key in _COUNTS_OF_EXPERTS)
@@ -187,7 +161,7 @@ def _check_sources(config: AppConfig) -> None:
     for index, source in enumerate(config.speculation):
         field = f"speculation.{index}"
         if isinstance(source, DrafterConfig) and source.placement == "in_engine":
-            allowed = f"actor or beside_rank_0, with {_FIELD}: {LOAD_FORMATS[0]}"
+            allowed = f"actor or beside_rank_0, with {_FIELD}: {_LOAD_FORMATS[0]}"
             raise ConfigError(f"{field}.placement", source.placement, allowed)
         if isinstance(source, MtpConfig) and not source.model:
             allowed = (

@@ -12,7 +12,7 @@ from specserve.core.metric_specs import ALL
 from specserve.core.samples import samples
 from specserve.drafters.ray_metrics import RayExporter
 from specserve.engine.cuda_graphs import capture_plain_steps
-from specserve.engine.executor import attach_drafts, attach_outcomes
+from specserve.engine.executor import attach_drafts
 from specserve.engine.hook import ProposerHook
 from specserve.engine.sampling import keep_asked_tokens, repair_sampling, without_speculation
 
@@ -67,9 +67,7 @@ class SpeculationMixin(_Worker):
         if self._hook is not None and isinstance(output, ModelRunnerOutput):
             if self._is_idle:
                 self._hook.pass_over(output.sampled_token_ids)
-            attach_drafts(output, self.take_draft_token_ids())
-            if outcomes := self._hook.take_outcomes():
-                attach_outcomes(output, outcomes)
+            attach_drafts(output, self.take_draft_token_ids(), self._hook.take_outcomes())
         return output
 
     def close_sources(self) -> None:

@@ -202,7 +202,7 @@ def test_a_plan_for_two_nodes_tells_ranks_and_memory(capsys: pytest.CaptureFixtu
         "node 1 8 GPU replica 0: ranks 0-7",
         "node 2 8 GPU replica 0: ranks 8-15",
         "a shard: 40.2 GiB of weights, 70,272 bytes of KV cache a token",
-        "on a GPU with 80.0 GiB: 486,254 tokens",
+        "on a GPU with 80.0 GiB: 486,402 tokens",
         "app.yaml: valid",
     ):
         assert part in out

@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
+
 import pytest
+from vllm.distributed.device_communicators import shm_broadcast
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
 from specserve.engine.executor import (
+    BriefPolling,
     DraftsWithTokens,
     InProcessExecutor,
-    QueueWait,
     RayExecutor,
     attach_drafts,
 )
@@ -34,7 +39,7 @@ def executor() -> DraftsWithTokens:
 def test_drafts_come_with_the_tokens(
     drafts: DraftTokenIds | None, output: ModelRunnerOutput, executor: DraftsWithTokens
 ) -> None:
-    attach_drafts(output, drafts)
+    attach_drafts(output, drafts, {})
     assert executor.sample_tokens(None) is output
     assert executor.take_draft_token_ids() is drafts
 
@@ -48,7 +53,7 @@ def test_drafts_that_did_not_come_are_asked_for(
 
 
 def test_no_drafts_are_taken_twice(output: ModelRunnerOutput, executor: DraftsWithTokens) -> None:
-    attach_drafts(output, DRAFTS)
+    attach_drafts(output, DRAFTS, {})
     executor.sample_tokens(None)
     executor.take_draft_token_ids()
     assert executor.take_draft_token_ids() is ASKED_FOR
@@ -74,51 +79,31 @@ def test_a_step_in_this_process_hands_its_tokens_over_before_the_next_one() -> N
     assert not InProcessExecutor.supports_async_scheduling()
 
 
-class Waits:
-    """A thread that waits by a :class:`QueueWait`; time goes on only while it naps or computes."""
-
-    def __init__(self) -> None:
-        self.now = self.computed = 100.0
-        self.naps: list[float] = []
-        self._wait = QueueWait(lambda: self.now, lambda: self.computed, self._sleep)
-
-    def _sleep(self, seconds: float) -> None:
-        self.naps.append(seconds)
-        self.now += seconds or 1e-5
-
-    def until(self, seconds: float) -> None:
-        """Waits for what is written after so many seconds."""
-        self.naps.clear()
-        end = self.now + seconds
-        while self.now < end:
-            self._wait()
-
-    def work(self) -> None:
-        self.now += 0.01
-        self.computed += 0.01
+@pytest.fixture
+def reader(monkeypatch: pytest.MonkeyPatch) -> MessageQueue:
+    """Of a queue to which ``a step`` was written, and read; a notice of it is there still."""
+    monkeypatch.setattr(shm_broadcast, "SpinCondition", BriefPolling)
+    queue = MessageQueue(n_reader=1, n_local_reader=1)
+    reader = MessageQueue.create_from_handle(queue.export_handle(), 0)
+    queue.enqueue("a step")
+    assert reader.dequeue(timeout=10) == "a step"
+    return reader
 
 
-def test_a_hand_over_within_a_step_is_polled_for() -> None:
-    waits = Waits()
-    for _ in range(3):
-        waits.until(0.0005)
-        assert set(waits.naps) == {0.0}
-        waits.work()
+@pytest.mark.parametrize(
+    ("since_s", "waited_ms"), [(0.0, []), (0.01, [1]), (0.5, [1]), (2.0, [60_000])]
+)
+def test_a_queue_is_polled_no_longer_than_a_hand_over_takes(
+    since_s: float, waited_ms: list[int], reader: MessageQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[int] = []
 
+    def poll(timeout: int) -> list[object]:
+        waited.append(timeout)
+        return []
 
-@pytest.mark.parametrize("step_s", [0.01, 0.1, 0.9])
-def test_a_longer_wait_sleeps_and_notices_its_end_soon(step_s: float) -> None:
-    waits = Waits()
-    waits.until(step_s)
-    naps = [nap for nap in waits.naps if nap]
-    assert sum(naps) > 0.85 * step_s
-    assert max(naps) <= min(0.02 * step_s, 0.001)
-    assert len(naps) < 1200
-
-
-def test_a_thread_that_others_keep_from_running_does_not_begin_to_poll_anew() -> None:
-    waits = Waits()
-    waits.until(0.01)
-    waits.now += 0.05  # in which others run
-    waits.until(0.001)
-    assert 0.0 not in waits.naps
+    condition = reader._spin_condition
+    monkeypatch.setattr(condition, "poller", SimpleNamespace(poll=poll))
+    condition.last_read = time.monotonic() - since_s
+    condition.wait(timeout_ms=60_000)
+    assert waited == waited_ms

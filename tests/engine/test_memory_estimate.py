@@ -49,7 +49,6 @@ def test_a_shard_of_r1_in_fp8_is_a_16th_and_what_every_shard_has_whole(tmp_path:
     shard = shard_memory(config(tmp_path, DEEPSEEK_R1, tensor_parallel_size=16))
     assert shard.weights_bytes == pytest.approx((673.1e9 - 1.1e9) / 16 + 1.1e9, rel=2e-3)
     assert shard.kv_token_bytes == 61 * (512 + 64) * 2
-    assert shard.max_tokens == 163840
 
 
 def test_r1_and_its_module_take_what_the_checkpoint_takes(tmp_path: Path) -> None:
@@ -102,16 +101,10 @@ def test_quantized_weights_that_are_not_here_have_the_bits_of_config_json(
     assert shard.weights_bytes == pytest.approx(linear * linear_bytes + plain * 2, rel=1e-4)
 
 
-def test_quantized_weights_are_taken_from_the_index_or_else_from_the_files(tmp_path: Path) -> None:
+def test_quantized_weights_of_no_known_size_are_told(tmp_path: Path) -> None:
     awq = LLAMA_70B | {"quantization_config": {"quant_method": "awq"}}
-    there = config(tmp_path, awq, tensor_parallel_size=2)
     with pytest.raises(NoEstimateError, match="does not say how many bits"):
-        shard_memory(there)
-    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
-    assert shard_memory(there).weights_bytes == 500
-    index = {"metadata": {"total_size": 3000}, "weight_map": {}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert shard_memory(there).weights_bytes == 1500
+        shard_memory(config(tmp_path, awq))
 
 
 def test_weights_that_vllm_quantizes_as_it_loads_are_smaller(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import vllm
 
 from specserve.cli.main import main
 from specserve.engine.vllm_command import _metadata_of
+from specserve.engine.vllm_version import is_cpu_build
 
 
 def test_the_version_is_that_of_the_package_for_cpu() -> None:
@@ -16,6 +17,7 @@ def test_the_version_is_that_of_the_package_for_cpu() -> None:
     assert run.stdout.splitlines()[-1].startswith(vllm.__version__.partition("+")[0]), run.stderr
 
 
+@pytest.mark.skipif(not is_cpu_build(), reason="needs vLLM's build for CPU")
 def test_extras_are_those_of_the_package_for_cpu() -> None:
     assert "bench" in (_metadata_of("vllm").get_all("Provides-Extra") or [])
 

@@ -202,7 +202,7 @@ def test_an_idle_step_is_taken_as_without_speculation() -> None:
     assert output.specserve_drafts is None
     assert hook.idle_steps == [[[7]]]
 
-    assert not hasattr(output, "specserve_outcomes")
+    assert output.specserve_outcomes == {}
 
     hook._outcomes = {"a": ("ngram", 2, 1)}
     worker.execute_model(SimpleNamespace(finished_req_ids=(), is_idle=False))

@@ -27,7 +27,7 @@ from vllm.v1.executor.ray_utils import get_bundles_sorted_by_node
 from specserve.core.config import parse
 from specserve.drafters.actor import start_beside
 from specserve.drafters.options import DrafterOptions, drafter_options
-from specserve.engine.llm import _prepare_environment
+from specserve.engine.llm import prepare_environment
 from specserve.serve.placement import reserve
 from tests.integration.cluster import eventually
 
@@ -80,7 +80,7 @@ def main(address: str) -> None:
 def _try(args: Any) -> dict[str, Any]:
     config = parse(args)
     (source,) = config.beside_rank_0.values()
-    _prepare_environment(config)
+    prepare_environment(config)
     bundle = config.placement.shard_bundle(on_gpu=True)
     group = asyncio.run(reserve(config.placement, bundle, config.engine.tensor_parallel_size))
     shards = _start_shards(group)

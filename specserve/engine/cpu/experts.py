@@ -59,7 +59,6 @@ def _apply_in_any_type(
         topk_ids: the same shape.
         activation: between the projections; in float32 SiLU, as was checked at loading.
         apply_router_weight_on_input: whether the weights are in ``hidden_states`` already.
-        rest: what the kernel has no use for, or finds elsewhere.
     """
     if hidden_states.dtype != torch.float32:
         inputs = (output, hidden_states, w1, w2, topk_weights, topk_ids, activation)

@@ -42,12 +42,9 @@ def repair_kernels() -> None:
 
 @contextmanager
 def unused_generators_aside(runner: Any) -> Iterator[None]:
-    """Within it, a step draws from no generator of a request whose token it throws away.
+    """Within it, a step samples without the generators of requests whose token it throws away.
 
     Such a row is drawn from the engine's own generator, and vLLM finds none to set back.
-
-    Args:
-        runner: vLLM's model runner, between the forward pass of a step and its sampling.
     """
     generators: dict[int, torch.Generator] = runner.input_batch.generators
     unused = np.nonzero(runner.discard_request_mask.np[: runner.input_batch.num_reqs])[0]
@@ -66,15 +63,7 @@ def _apply_top_k_top_p(
 
 
 def _count_at_least(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """How many of ``x[i]`` are at least ``values[i, 0]``; vLLM's `batched_count_greater_than`.
-
-    Args:
-        x: ``[batch_size, vocab_size]``.
-        values: ``[batch_size, 1]``.
-
-    Returns:
-        int64 ``[batch_size]``.
-    """
+    """vLLM's `batched_count_greater_than`: how many of ``x[i]`` are at least ``values[i, 0]``."""
     return (x >= values).sum(-1)
 
 
@@ -85,17 +74,13 @@ def _expand_batch_to_tokens(
     replace_from: int = 0,
     replace_to: int = 0,
 ) -> torch.Tensor:
-    """Each ``x[i]`` once for every draft token of request ``i``; vLLM's function of this name.
+    """vLLM's function of this name: each ``x[i]`` once for every draft token of request ``i``.
 
     Args:
         x: ``[batch_size]``.
         cu_num_tokens: ``[batch_size]``, cumulative number of draft tokens.
         num_tokens: the last one of these.
-        replace_from: value that is replaced.
-        replace_to: by this one.
-
-    Returns:
-        ``[num_tokens]``, of the type of ``x``.
+        replace_from: value of ``x`` that is answered as ``replace_to``.
     """
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
     replaced = torch.where(x == replace_from, replace_to, x).to(x.dtype)

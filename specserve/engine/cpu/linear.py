@@ -60,12 +60,8 @@ def is_float32_faster(
 ) -> bool:
     """Whether a layer of this shape takes clearly less time in float32; measures it once.
 
-    Decoding and reading a prompt count the same, by the ratios of their times.
-
-    Args:
-        num_outputs: of the layer; of many only some are measured.
-        num_inputs: of the layer.
-        dispatch: chooses how a layer computes in bfloat16, as vLLM's function does.
+    Decoding and reading a prompt count the same, by the ratios of their times. ``dispatch``
+    chooses how a layer computes in bfloat16, as vLLM's function does.
     """
     num_outputs = min(num_outputs, max(1, _MOST_WEIGHTS // num_inputs))
     layer: Any = torch.nn.Linear(num_inputs, num_outputs, bias=False, dtype=torch.bfloat16)

@@ -99,9 +99,7 @@ def rounded_to_fp8(weight: torch.Tensor) -> torch.Tensor:
 def rounded_to_int8(weight: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
     """The values that ``weight`` [..., out, in] has as int8 with a scale a row; float32.
 
-    Args:
-        weight: as loaded.
-        largest: ``[..., out]``, the largest absolute value of each row, over all shards.
+    ``largest`` [..., out] has the largest absolute value of each row, over all shards.
     """
     scales = (largest.float() / 127).clamp(min=torch.finfo(torch.float32).tiny)[..., None]
     return (weight.float() / scales).round().clamp(-127, 127) * scales

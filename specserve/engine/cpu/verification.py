@@ -49,9 +49,7 @@ def _rejection_sample(
         draft_probs: of drafts that have some.
         target_logits: float32 ``[m, vocab_size]``, with all that was asked for applied.
         bonus_token_ids: int64 ``[n, 1]``, the tokens behind the drafts.
-        sampling_metadata: the step's.
         synthetic_mode: acceptance is made up.
-        options: of vLLM's function alone.
 
     Returns:
         int32 ``[n, max_spec_len + 1]``: accepted tokens and the one behind them, then -1.
