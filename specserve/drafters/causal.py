@@ -62,8 +62,8 @@ class CausalDrafter:
     def __init__(self, model: CausalModel, card: Card, max_texts: int) -> None:
         self._model = model
         self.card = card
-        self._table = SlotTable(max_texts, card.max_tokens)
         self._cache = KVCache(model.layers, max_texts, card.max_tokens, model.dtype, model.device)
+        self._slots = SlotTable(max_texts, card.max_tokens, self._cache.copy)
 
     @classmethod
     def load(
@@ -115,30 +115,25 @@ class CausalDrafter:
         # The rows that go on drafting are always the first ones.
         turns.sort(key=lambda turn: turn.draft_len, reverse=True)
         for turn, guess in zip(turns, self._run(turns), strict=True):
-            self._table.extend(turn.slot, turn.tokens)  # not sooner: none may share it uncomputed
+            self._slots.extend(turn.slot, turn.tokens)  # not sooner: none may share it uncomputed
             answers[turn.row] = Answer(turn.slot.length, *guess)
         return answers
 
     def forget(self, keys: Sequence[Key]) -> None:
         """These texts have ended; unknown keys are fine."""
         for key in keys:
-            self._table.close(key)
+            self._slots.close(key)
 
     def _place(self, row: Row, keys: Collection[Key]) -> Slot | None:
         """The slot of a row's text, which it holds up to the row's start or further; None: none."""
-        slot = self._table.get(row.key)
+        slot = self._slots.get(row.key)
         if row.start == 0 and row.num_tokens <= self.card.max_tokens:
-            slot = slot or self._table.open(row.key, row.salt, keys)
+            slot = slot or self._slots.open(row.key, row.salt, keys)
             if slot is not None:
-                shared = self._table.restart(slot, row.tokens)
-                if shared.slot != slot.index:
-                    self._cache.copy(shared.slot, slot.index, shared.length)
+                self._slots.restart(slot, row.tokens)
         elif slot is not None and row.start <= slot.length:
             # What stands there already may be more than was asked for: its answer was lost.
-            held = self._table.tokens[slot.index, row.start : slot.length][: len(row.tokens)]
-            other = np.flatnonzero(held != row.tokens[: len(held)])
-            num_same = int(other[0]) if len(other) else len(held)
-            self._table.truncate(slot, row.start + num_same)
+            slot.length = row.start + self._slots.num_held(slot, row.tokens, row.start)
         return slot
 
     def _turn(self, index: int, row: Row, slot: Slot) -> _Turn | None:
@@ -149,8 +144,8 @@ class CausalDrafter:
         draft_len = min(row.max_draft_tokens, room)
         if draft_len and slot.length == row.num_tokens > 0:
             # A draft needs the last token's logits, which are not kept.
-            self._table.truncate(slot, slot.length - 1)
-            last = self._table.tokens[slot.index, slot.length : slot.length + 1].copy()
+            slot.length -= 1
+            last = self._slots.tokens[slot.index, slot.length : slot.length + 1].copy()
             return _Turn(index, slot, last, draft_len)
         missing = row.tokens[slot.length - row.start :]
         tokens = missing[: row.max_feed_tokens]

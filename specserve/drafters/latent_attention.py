@@ -113,6 +113,10 @@ class LatentAttention:
         key = rotate(key, self._cos[packed.positions], self._sin[packed.positions])
         self.cache[packed.slots, packed.positions] = torch.cat([latent, key], 1)
 
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copies the first ``length`` entries of a slot into another."""
+        self.cache[target, :length] = self.cache[source, :length]
+
     def read(self, x: Tensor, spans: Sequence[Span], positions: Tensor) -> Tensor:
         """What the last entries of n spans, which are written, see: all up to each of them.
 

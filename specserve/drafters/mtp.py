@@ -75,7 +75,7 @@ class MtpDrafter:
     def __init__(self, module: MtpModule, card: Card, max_texts: int) -> None:
         self.module = module
         self.card = card
-        self._slots = SlotTable(max_texts, card.max_tokens)
+        self._slots = SlotTable(max_texts, card.max_tokens, module.attention.copy)
 
     @classmethod
     def load(
@@ -147,7 +147,6 @@ class MtpDrafter:
             # A text that is held whole: its last result was not kept, and makes the first draft.
             self._truncate(slot, end - 1)
         if row.states_start > slot.length:
-            self._slots.restart(slot, row.tokens[:0])
             slot.begin = slot.length = row.states_start
         end = max(end, slot.length)
         return _Work(row, slot, Span(slot.index, slot.length, end, slot.begin), num_drafts)
@@ -159,10 +158,7 @@ class MtpDrafter:
         salt = row.salt * 2**31 + int(row.tokens[0])
         slot = self._slots.open(row.key, salt, keys)
         if slot is not None:
-            shared = self._slots.restart(slot, row.tokens[1:])
-            if shared.slot != slot.index:
-                cache = self.module.attention.cache
-                cache[slot.index, : shared.length] = cache[shared.slot, : shared.length]
+            self._slots.restart(slot, row.tokens[1:])
         return slot
 
     def _resume(self, row: Row) -> Slot | None:
@@ -179,7 +175,7 @@ class MtpDrafter:
         return slot
 
     def _truncate(self, slot: Slot, length: int) -> None:
-        self._slots.truncate(slot, length)
+        slot.length = min(slot.length, length)
         slot.begin = min(slot.begin, slot.length)
 
     def _compute(self, works: Sequence[_Work]) -> dict[Key, Guess]:

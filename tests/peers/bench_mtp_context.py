@@ -88,7 +88,6 @@ class Ours:
             table = drafter._slots  # a prefill of so many tokens would take minutes
             slot = table.open(key, number)
             assert slot is not None
-            table.restart(slot, tokens[:0])
             table.extend(slot, tokens[1:])
             rows.append(
                 Row(
