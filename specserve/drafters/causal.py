@@ -162,20 +162,16 @@ class CausalDrafter:
             device=self._model.device,
         )
         spans = [Span(turn.slot.index, turn.slot.length, turn.end) for turn in turns]
-        lasts = np.cumsum([len(turn.tokens) for turn in turns]) - 1
-        num_left = _num_drafting(turns, 0)
-        steps = [self._next(ids, spans, lasts[:num_left].tolist())]
+        steps = [self._next(ids, spans, _num_drafting(turns, 0))]
         for step in range(1, turns[0].draft_len):
             num_left = _num_drafting(turns, step)
-            ends = [(turn.slot.index, turn.end + step) for turn in turns[:num_left]]
-            spans = [Span(slot, end - 1, end) for slot, end in ends]
-            ids = steps[-1][0][:num_left]
-            steps.append(self._next(ids, spans, list(range(num_left))))
+            drafted = [span.drafted(step) for span in spans[:num_left]]
+            steps.append(self._next(steps[-1][0][:num_left], drafted, num_left))
         return guesses(steps, len(turns))
 
-    def _next(self, ids: Tensor, spans: Sequence[Span], wanted: list[int]) -> tuple[Tensor, Tensor]:
-        """Computes new tokens; see :func:`likeliest`, of what follows the m ``wanted`` ones."""
-        return likeliest(self._model.forward(ids, self._cache, spans, wanted))
+    def _next(self, ids: Tensor, spans: Sequence[Span], num_wanted: int) -> tuple[Tensor, Tensor]:
+        """Computes new tokens; see :func:`likeliest`, of what follows the first spans."""
+        return likeliest(self._model.forward(ids, self._cache, spans, num_wanted))
 
 
 def _num_drafting(turns: Sequence[_Turn], step: int) -> int:

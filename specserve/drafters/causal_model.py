@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from specserve.core.errors import ConfigError, reason_of
 from specserve.drafters.attention import NAME, CachedStep, Step, UnsupportedAttention
-from specserve.drafters.kv_cache import KVCache, LayerShape, Span
+from specserve.drafters.kv_cache import KVCache, LayerShape, Packed, Span
 from specserve.drafters.ops import laid_out
 
 _PROBE_TOKENS = 24
@@ -86,12 +86,18 @@ class CausalModel:
         ids = torch.arange(_PROBE_TOKENS, device=model.device) * 7919 % model.config.vocab_size
         wanted = model(input_ids=ids[None], use_cache=False).logits[0, -1]
         model.set_attn_implementation(NAME)
-        probe = _Probe()
-        _forward(model, ids[:1], torch.zeros_like(ids[:1]), probe, [0])
+        shapes: dict[int, LayerShape] = {}
+
+        def note(layer: int, query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
+            shapes[layer] = LayerShape(key.shape[0], key.shape[2], value.shape[2])
+            return query.new_zeros(query.shape[1], query.shape[0], value.shape[2])
+
+        first = torch.zeros_like(ids[:1])
+        _forward(model, ids[:1], first, note, first)
         num_layers = model.config.get_text_config().num_hidden_layers
-        if sorted(probe.shapes) != list(range(num_layers)):
+        if sorted(shapes) != list(range(num_layers)):
             raise UnsupportedAttention("layers without transformers' attention interface")
-        attached = cls(model, [probe.shapes[layer] for layer in range(num_layers)])
+        attached = cls(model, [shapes[layer] for layer in range(num_layers)])
         found = attached._in_pieces(ids)
         # Rounding in bfloat16 is some percent of the largest logit; another function is not near,
         # and no number is not near anything.
@@ -100,7 +106,7 @@ class CausalModel:
         return attached
 
     def forward(
-        self, ids: Tensor, cache: KVCache, spans: Sequence[Span], wanted: list[int]
+        self, ids: Tensor, cache: KVCache, spans: Sequence[Span], num_wanted: int
     ) -> Tensor:
         """Computes new tokens of any texts, and writes their entries.
 
@@ -108,43 +114,31 @@ class CausalModel:
             ids: int64 ``[n]``, the spans' tokens one after the other.
             cache: holds for each span all entries before it.
             spans: where the tokens stand; each of another slot, none empty.
-            wanted: indexes into ``ids`` of the m tokens whose logits are wanted.
+            num_wanted: of how many spans, the first ones, the last token's logits are wanted.
 
         Returns:
-            ``[m, vocab_size]``.
+            ``[num_wanted, vocab_size]``.
         """
-        step = CachedStep(cache, spans)
-        return _forward(self._model, ids, step.positions, step, wanted)
+        packed = Packed.of(spans, self.device)
+        attend = CachedStep(cache, packed).attend
+        return _forward(self._model, ids, packed.positions, attend, packed.lasts[:num_wanted])
 
     def _in_pieces(self, ids: Tensor) -> Tensor:
         """The last token's logits, computed in two pieces and beside another text."""
         cache = KVCache(self.layers, 2, len(ids), self.dtype, self.device)
         half = len(ids) // 2
-        self.forward(ids[:half], cache, [Span(1, 0, half)], [])
+        self.forward(ids[:half], cache, [Span(1, 0, half)], 0)
         spans = [Span(1, half, len(ids)), Span(0, 0, half)]
         both = torch.cat([ids[half:], ids[:half].flip(0)])
-        return self.forward(both, cache, spans, [len(ids) - half - 1])[0]
+        return self.forward(both, cache, spans, 1)[0]
 
 
-class _Probe:
-    """A step that notes what the layers are like, and computes nothing."""
-
-    def __init__(self) -> None:
-        self.shapes: dict[int, LayerShape] = {}
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None
-    ) -> Tensor:
-        self.shapes[layer] = LayerShape(key.shape[0], key.shape[2], value.shape[2])
-        return query.new_zeros(query.shape[1], query.shape[0], value.shape[2])
-
-
-def _forward(model: Any, ids: Tensor, positions: Tensor, step: Step, wanted: list[int]) -> Tensor:
+def _forward(model: Any, ids: Tensor, positions: Tensor, step: Step, wanted: Tensor) -> Tensor:
     logits: Tensor = model(
         input_ids=ids[None],
         position_ids=positions[None],
         use_cache=False,
-        logits_to_keep=torch.tensor(wanted, dtype=torch.int64, device=ids.device),
+        logits_to_keep=wanted,
         step=step,
     ).logits[0]
     return logits

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,6 +44,37 @@ class Span:
     start: int
     end: int
     first: int = 0
+
+    def drafted(self, number: int) -> Span:
+        """The entry of the draft token of this number, from 1 on, behind the last entry."""
+        end = self.end + number
+        return Span(self.slot, end - 1, end, self.first)
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """New entries of several texts, one after the other without padding.
+
+    Attributes:
+        spans: whose they are, in this order; each of another slot, none empty.
+        slots: int64 ``[total]``, each entry's row of the cache.
+        positions: int64 ``[total]``, each entry's place in it.
+        lasts: int64 ``[len(spans)]``, which of the entries are their spans' last ones.
+    """
+
+    spans: tuple[Span, ...]
+    slots: Tensor
+    positions: Tensor
+    lasts: Tensor
+
+    @classmethod
+    def of(cls, spans: Sequence[Span], device: torch.device) -> Self:
+        """Packs them."""
+        sizes = [span.end - span.start for span in spans]
+        slots = np.repeat([span.slot for span in spans], sizes)
+        positions = np.concatenate([np.arange(span.start, span.end) for span in spans])
+        arrays = (slots, positions, np.cumsum(sizes) - 1)
+        return cls(tuple(spans), *(torch.from_numpy(array).to(device) for array in arrays))
 
 
 class KVCache:

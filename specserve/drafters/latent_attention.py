@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from specserve.drafters.kv_cache import Span, check_room
+from specserve.drafters.kv_cache import Packed, Span, check_room
 from specserve.drafters.ops import laid_out
 
 
@@ -29,32 +27,6 @@ class Weights(Protocol):
     def get(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """The tensor ``name`` of the layer, which must have this shape; dtype None: the model's."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """New entries of several texts, one after the other without padding.
-
-    Attributes:
-        spans: whose they are, in this order; none is empty.
-        slots: int64 ``[total]``, each entry's row of the cache.
-        positions: int64 ``[total]``, each entry's place in it.
-        lasts: int64 ``[len(spans)]``, which of the entries are their spans' last ones.
-    """
-
-    spans: tuple[Span, ...]
-    slots: Tensor
-    positions: Tensor
-    lasts: Tensor
-
-    @classmethod
-    def of(cls, spans: Sequence[Span], device: torch.device) -> Self:
-        """Packs them."""
-        sizes = [span.end - span.start for span in spans]
-        slots = np.repeat([span.slot for span in spans], sizes)
-        positions = np.concatenate([np.arange(span.start, span.end) for span in spans])
-        arrays = (slots, positions, np.cumsum(sizes) - 1)
-        return cls(tuple(spans), *(torch.from_numpy(array).to(device) for array in arrays))
 
 
 class LatentAttention:

@@ -16,8 +16,7 @@ from transformers import DeepseekV3Config
 
 from specserve.core.errors import ConfigError, reason_of
 from specserve.drafters.base import Answer, Card, Key, Row
-from specserve.drafters.kv_cache import Span
-from specserve.drafters.latent_attention import Packed
+from specserve.drafters.kv_cache import Packed, Span
 from specserve.drafters.mtp_files import fetch_mtp, find_mtp
 from specserve.drafters.mtp_module import MtpModule
 from specserve.drafters.mtp_weights import MtpWeights
@@ -207,9 +206,7 @@ class MtpDrafter:
             works = [work for work in works if work.num_drafts > step]
             hidden = hidden[: len(works)]
             if step:
-                ends = [(work.span, work.span.end + step) for work in works]
-                spans = [Span(span.slot, end - 1, end, span.first) for span, end in ends]
-                packed = Packed.of(spans, hidden.device)
+                packed = Packed.of([work.span.drafted(step) for work in works], hidden.device)
                 tokens = steps[-1][0][: len(works)]
                 hidden = self.module.forward(hidden, tokens, packed, len(works))
             steps.append(self.module.next_tokens(hidden))

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specserve.drafters.experts import MixtureOfExperts
-from specserve.drafters.latent_attention import LatentAttention, Packed
+from specserve.drafters.kv_cache import Packed
+from specserve.drafters.latent_attention import LatentAttention
 from specserve.drafters.mtp_weights import MtpWeights
 from specserve.drafters.ops import laid_out, likeliest
 

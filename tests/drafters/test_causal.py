@@ -33,12 +33,12 @@ class CountingModel(CausalModel):
     is_broken = False
 
     def forward(
-        self, ids: Tensor, cache: KVCache, spans: Sequence[Span], wanted: list[int]
+        self, ids: Tensor, cache: KVCache, spans: Sequence[Span], num_wanted: int
     ) -> Tensor:
         if self.is_broken:
             raise RuntimeError("no memory left")
         self.num_computed += len(ids)
-        return super().forward(ids, cache, spans, wanted)
+        return super().forward(ids, cache, spans, num_wanted)
 
 
 @pytest.fixture(scope="module")

@@ -52,9 +52,9 @@ def test_logits_over_slots_are_the_models_own(config_class: Any, options: dict[s
     ids = torch.arange(10, 50)
     cache = KVCache(model.layers, 3, 64, torch.float32, torch.device("cpu"))
     with torch.inference_mode():
-        model.forward(ids[:30], cache, [Span(2, 0, 25), Span(0, 0, 5)], [])
-        texts = torch.cat([ids[5:20], ids[25:40]])
-        found = model.forward(texts, cache, [Span(0, 5, 20), Span(2, 25, 40)], [29, 14])
+        model.forward(ids[:30], cache, [Span(2, 0, 25), Span(0, 0, 5)], 0)
+        texts = torch.cat([ids[25:40], ids[5:20]])
+        found = model.forward(texts, cache, [Span(2, 25, 40), Span(0, 5, 20)], 2)
         # Slot 0 holds tokens 25 .. 29 of `ids`, then 5 .. 19; slot 2 holds the first 40.
         others = torch.cat([ids[25:30], ids[5:20]])
         wanted = torch.stack([plain(text[None]).logits[0, -1] for text in (ids[:40], others)])

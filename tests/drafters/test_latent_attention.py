@@ -13,10 +13,9 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     DeepseekV3RotaryEmbedding,
 )
 
-from specserve.drafters.kv_cache import Span
+from specserve.drafters.kv_cache import Packed, Span
 from specserve.drafters.latent_attention import (
     LatentAttention,
-    Packed,
     attend_by_products,
     attend_on_cpu,
     rotation_tables,

@@ -16,8 +16,7 @@ from msgspec.structs import replace
 
 from specserve.core.errors import ConfigError
 from specserve.drafters.base import Answer, Key, Row
-from specserve.drafters.kv_cache import Span
-from specserve.drafters.latent_attention import Packed
+from specserve.drafters.kv_cache import Packed, Span
 from specserve.drafters.mtp import MtpDrafter
 from tests.drafters.mtp_reference import MODEL, NUM_TOKENS, texts
 

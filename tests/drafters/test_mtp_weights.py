@@ -16,8 +16,7 @@ from safetensors.torch import load_file
 from specserve.core.errors import ConfigError, SpecServeError
 from specserve.drafters import mtp_files
 from specserve.drafters.base import Row
-from specserve.drafters.kv_cache import Span
-from specserve.drafters.latent_attention import Packed
+from specserve.drafters.kv_cache import Packed, Span
 from specserve.drafters.mtp import MtpDrafter
 from specserve.drafters.mtp_files import StoredTensor, find_mtp, split_mtp
 from specserve.drafters.mtp_weights import MtpWeights, dequantize

@@ -31,8 +31,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 
 from specserve.compare.machine import circumstances
 from specserve.drafters.base import Card, Row
-from specserve.drafters.kv_cache import Span
-from specserve.drafters.latent_attention import Packed
+from specserve.drafters.kv_cache import Packed, Span
 from specserve.drafters.mtp import MtpDrafter
 from specserve.drafters.mtp_files import find_mtp
 from specserve.drafters.mtp_module import MtpModule
