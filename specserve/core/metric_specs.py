@@ -176,8 +176,8 @@ DRAFTER_REFUSED = MetricSpec(
     name="specserve_drafter_refused_total",
     unit="events",
     labels=("source", "drafter", "reason"),
-    description="What a drafter dropped: malformed messages, unauthorized connections, expired and"
-    " crowded requests, unfit rows, and rows for which its model failed.",
+    description="What a drafter dropped: malformed messages, unauthorized connections, expired"
+    " requests, unfit rows, and rows for which its model failed.",
 )
 
 ALL: tuple[MetricSpec, ...] = (
