@@ -221,10 +221,10 @@ class DrafterServer:
     def _has_run(self, tasks: list[Task]) -> bool:
         """Whether any of these tasks went through the model.
 
-        Where it raises, they are tried in halves, of requests first: all together may be too much
-        for its memory, or one of them the cause.
+        Where it raises, they are tried in halves: all together may be too much for its memory, or
+        one of them the cause.
         """
-        calls = list(dict.fromkeys(task.call for task in tasks))
+        calls = {task.call for task in tasks}
         began = self._active_at = time.monotonic()
         answers: list[Answer] | None = None
         try:
@@ -239,7 +239,8 @@ class DrafterServer:
                     self._schedule.fail(task)
                 self.counters.num_refused["failed"] += len(tasks)
                 return False
-            have_run = [self._has_run(half) for half in _halves(tasks, calls)]
+            middle = len(tasks) // 2
+            have_run = [self._has_run(half) for half in (tasks[:middle], tasks[middle:])]
             return any(have_run)
         spent_s = self._active_at - began
         self.counters.compute_s += spent_s
@@ -309,16 +310,6 @@ class DrafterServer:
             logger.warning(
                 "%s: %s. Further ones are only counted", kind, shorten(text, 200), exc_info=error
             )
-
-
-def _halves(tasks: list[Task], calls: list[Call]) -> tuple[list[Task], list[Task]]:
-    """Two or more tasks in two parts, with a call's own together where there are several calls."""
-    if len(calls) == 1:
-        return tasks[: len(tasks) // 2], tasks[len(tasks) // 2 :]
-    first = set(calls[: len(calls) // 2])
-    return [each for each in tasks if each.call in first], [
-        each for each in tasks if each.call not in first
-    ]
 
 
 def _told(answer: Answer) -> RowAnswer:
