@@ -25,8 +25,7 @@ from specserve.core.metric_specs import OF_DRAFTERS
 from specserve.core.openmp import openmp_environment
 from specserve.drafters.options import FAILED_REST_S, NAME_PREFIX, DrafterOptions, load
 from specserve.drafters.ray_metrics import RayExporter
-from specserve.drafters.server import DrafterServer
-from specserve.drafters.watchdog import end_failing, end_hanging
+from specserve.drafters.watchdog import watched_server
 from specserve.trie.store_actor import NAMESPACE, await_drain
 
 logger = logging.getLogger(__name__)
@@ -66,10 +65,8 @@ class _DrafterActor:
     """
 
     def __init__(self, options: DrafterOptions, *, is_shared: bool) -> None:
-        self._server = DrafterServer(
-            load(options), f"tcp://{ray.util.get_node_ip_address()}:0", on_broken=end_failing
-        )
-        end_hanging(self._server)
+        address = f"tcp://{ray.util.get_node_ip_address()}:0"
+        self._server = watched_server(load(options), address)
         actor = ray.get_runtime_context()
         name = actor.get_actor_name() or f"{NAME_PREFIX}{options.kind}-{actor.get_actor_id()}"
         read = partial(self._server.counters.samples, options.kind, name)

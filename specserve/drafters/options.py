@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
@@ -13,13 +14,15 @@ import numpy as np
 from specserve.core.source_config import DraftModelConfig, MtpConfig
 from specserve.drafters.base import Drafter, Row
 from specserve.drafters.schedule import FEED_TOKENS
-from specserve.drafters.watchdog import ended_if_it_hangs
 from specserve.wire.messages import PROTOCOL
 
 NAME_PREFIX = "specserve-drafter-"
 
 FAILED_REST_S = 30.0
 """Before a drafter is started again that could not load its model."""
+
+LONGEST_WARM_UP_S = 300
+"""A first call that takes longer hangs, and ends the process; whoever started it starts another."""
 
 _DRAFTERS = {
     "draft_model": "specserve.drafters.causal:CausalDrafter",
@@ -122,8 +125,11 @@ def load(options: DrafterOptions) -> Drafter:
         dtype=getattr(torch, usual if options.dtype == "auto" else options.dtype),
         device="cuda" if on_gpu else "cpu",
     )
-    with ended_if_it_hangs():
+    faulthandler.dump_traceback_later(LONGEST_WARM_UP_S, exit=True)
+    try:
         _warm_up(drafter)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     return drafter
 
 
