@@ -10,7 +10,7 @@ import ray
 from specserve.core.config import ModelConfig
 from specserve.core.errors import ConfigError
 from specserve.core.source_config import DraftModelConfig, MtpConfig
-from specserve.drafters.actor import DrafterFinder, OwnDrafter
+from specserve.drafters.actor import DrafterFinder, OwnDrafter, SharedDrafters
 from specserve.drafters.host import HostedDrafter
 from specserve.drafters.options import drafter_options
 from specserve.engine.checkpoint import find_checkpoint, fingerprint, folder_or_id
@@ -48,10 +48,10 @@ def drafter_finder(
         exits.append(hosted.close)
         return hosted
     if config.placement == "beside_rank_0":
-        find = DrafterFinder(options, config.num_actors, replica, OwnDrafter())
+        find = DrafterFinder(OwnDrafter(options, replica), config.num_actors)
         # vLLM counts all that is taken on its GPU while it measures as its own.
         return lambda: find() if is_warm.is_set() else None
-    return DrafterFinder(options, config.num_actors, replica)
+    return DrafterFinder(SharedDrafters(options, replica), config.num_actors)
 
 
 def _content(model: str, revision: str) -> str:
