@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
@@ -105,21 +104,18 @@ class CausalModel:
             raise UnsupportedAttention("other state than keys and values, or positions of its own")
         return attached
 
-    def forward(
-        self, ids: Tensor, cache: KVCache, spans: Sequence[Span], num_wanted: int
-    ) -> Tensor:
+    def forward(self, ids: Tensor, cache: KVCache, packed: Packed, num_wanted: int) -> Tensor:
         """Computes new tokens of any texts, and writes their entries.
 
         Args:
-            ids: int64 ``[n]``, the spans' tokens one after the other.
+            ids: int64 ``[n]``.
             cache: holds for each span all entries before it.
-            spans: where the tokens stand; each of another slot, none empty.
+            packed: where the tokens stand.
             num_wanted: of how many spans, the first ones, the last token's logits are wanted.
 
         Returns:
             ``[num_wanted, vocab_size]``.
         """
-        packed = Packed.of(spans, self.device)
         attend = CachedStep(cache, packed).attend
         return _forward(self._model, ids, packed.positions, attend, packed.lasts[:num_wanted])
 
@@ -127,10 +123,10 @@ class CausalModel:
         """The last token's logits, computed in two pieces and beside another text."""
         cache = KVCache(self.layers, 2, len(ids), self.dtype, self.device)
         half = len(ids) // 2
-        self.forward(ids[:half], cache, [Span(1, 0, half)], 0)
-        spans = [Span(1, half, len(ids)), Span(0, 0, half)]
+        self.forward(ids[:half], cache, Packed.of([Span(1, 0, half)], self.device), 0)
+        packed = Packed.of([Span(1, half, len(ids)), Span(0, 0, half)], self.device)
         both = torch.cat([ids[half:], ids[:half].flip(0)])
-        return self.forward(both, cache, spans, 1)[0]
+        return self.forward(both, cache, packed, 1)[0]
 
 
 def _forward(model: Any, ids: Tensor, positions: Tensor, step: Step, wanted: Tensor) -> Tensor:

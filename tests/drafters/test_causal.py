@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from specserve.drafters import slots
 from specserve.drafters.base import Answer, Card, Row
 from specserve.drafters.causal import CausalDrafter
 from specserve.drafters.causal_model import CausalModel
-from specserve.drafters.kv_cache import KVCache, Span
+from specserve.drafters.kv_cache import KVCache, Packed
 from specserve.drafters.schedule import Call, Task
 
 MODEL = str(Path(__file__).parents[2] / "configs/models/demo-draft")
@@ -32,13 +31,11 @@ class CountingModel(CausalModel):
     num_computed = 0
     is_broken = False
 
-    def forward(
-        self, ids: Tensor, cache: KVCache, spans: Sequence[Span], num_wanted: int
-    ) -> Tensor:
+    def forward(self, ids: Tensor, cache: KVCache, packed: Packed, num_wanted: int) -> Tensor:
         if self.is_broken:
             raise RuntimeError("no memory left")
         self.num_computed += len(ids)
-        return super().forward(ids, cache, spans, num_wanted)
+        return super().forward(ids, cache, packed, num_wanted)
 
 
 @pytest.fixture(scope="module")
