@@ -66,26 +66,17 @@ def attend(
 AttentionInterface.register(NAME, attend)
 
 
-class CachedStep:
-    """A forward that writes its entries into the cache and reads those before them.
+def cached_step(cache: KVCache, packed: Packed) -> Step:
+    """A forward's attention that writes its entries into the cache and reads those before them."""
+    places = packed.slots * cache.max_tokens + packed.positions
+    reader = RowByRow if places.device.type == "cpu" else Padded
+    read = reader(cache, packed.spans).attend
 
-    Args:
-        cache: of all texts.
-        packed: the new tokens.
-    """
+    def step(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        cache.write(layer, places, key.transpose(0, 1), value.transpose(0, 1))
+        return read(layer, query, scale)
 
-    def __init__(self, cache: KVCache, packed: Packed) -> None:
-        self._cache = cache
-        self._places = packed.slots * cache.max_tokens + packed.positions
-        reader = RowByRow if packed.slots.device.type == "cpu" else Padded
-        self._reader = reader(cache, packed.spans)
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None
-    ) -> Tensor:
-        """As :data:`Step`."""
-        self._cache.write(layer, self._places, key.transpose(0, 1), value.transpose(0, 1))
-        return self._reader.attend(layer, query, scale)
+    return step
 
 
 class RowByRow:

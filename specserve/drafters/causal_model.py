@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from specserve.core.errors import ConfigError, reason_of
-from specserve.drafters.attention import NAME, CachedStep, Step, UnsupportedAttention
+from specserve.drafters.attention import NAME, Step, UnsupportedAttention, cached_step
 from specserve.drafters.kv_cache import KVCache, LayerShape, Packed, Span
 from specserve.drafters.ops import laid_out
 
@@ -27,7 +27,6 @@ class CausalModel:
 
     Attributes:
         dtype: of weights and cache.
-        device: where it computes.
         layers: what a position takes in the cache, a shape a layer.
         vocab_size: logits a token.
         max_positions: longest text that it was made for, in tokens.
@@ -44,13 +43,8 @@ class CausalModel:
 
     @classmethod
     def load(cls, path: str, dtype: torch.dtype, device: torch.device, revision: str = "") -> Self:
-        """Loads a checkpoint and sees to it that what it computes over slots is right.
-
-        Args:
-            path: folder of a Hugging Face checkpoint, or its id on the hub.
-            dtype: to compute in.
-            device: to compute on.
-            revision: on the hub: branch, tag or commit; empty: the default one.
+        """Loads a checkpoint, by its folder or its id on the hub, and checks that what it computes
+        over slots is right.
 
         Raises:
             ConfigError: no such checkpoint, or the model is not one of plain causal attention.
@@ -116,8 +110,8 @@ class CausalModel:
         Returns:
             ``[num_wanted, vocab_size]``.
         """
-        attend = CachedStep(cache, packed).attend
-        return _forward(self._model, ids, packed.positions, attend, packed.lasts[:num_wanted])
+        step = cached_step(cache, packed)
+        return _forward(self._model, ids, packed.positions, step, packed.lasts[:num_wanted])
 
     def _in_pieces(self, ids: Tensor) -> Tensor:
         """The last token's logits, computed in two pieces and beside another text."""

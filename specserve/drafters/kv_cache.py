@@ -16,13 +16,7 @@ from specserve.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one position of one layer takes.
-
-    Attributes:
-        num_heads: heads of keys and values.
-        key_dim: elements of a head's key.
-        value_dim: elements of a head's value.
-    """
+    """What one position of one layer takes: heads, and elements of a head's key and value."""
 
     num_heads: int
     key_dim: int
@@ -118,7 +112,7 @@ class KVCache:
         """Writes entries of any slots.
 
         Args:
-            layer: which layer's.
+            layer: its index.
             places: int64 ``[n]``, ``slot * max_tokens + position``.
             keys: ``[n, heads, key_dim]``.
             values: ``[n, heads, value_dim]``.

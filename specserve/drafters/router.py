@@ -34,13 +34,7 @@ _silent.disabled = True  # at the level DEBUG it tells the secret
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A question that came in.
-
-    Attributes:
-        client: who asks.
-        question: what.
-        at: when it was read, monotonic seconds.
-    """
+    """A question that came in, and when it was read, in monotonic seconds."""
 
     client: bytes
     question: Question

@@ -19,7 +19,6 @@ class Call:
     """A client's request while it is worked on.
 
     Attributes:
-        client: who asks.
         number: the client's number for it.
         expires_at: monotonic time after which nobody waits for it.
         answers: one for each row, as far as they are there.
