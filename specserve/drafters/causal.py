@@ -12,7 +12,6 @@ from specserve.drafters.base import Card, Key, Row
 from specserve.drafters.causal_model import CausalModel
 from specserve.drafters.drafting import SlotDrafter, Turn
 from specserve.drafters.kv_cache import KVCache, Packed, Span
-from specserve.drafters.ops import likeliest
 from specserve.drafters.slots import Slot, SlotTable
 from specserve.drafters.vocabulary import fingerprint
 
@@ -105,8 +104,6 @@ class CausalDrafter(SlotDrafter):
 
     def _forward(
         self, tokens: Tensor, states: Tensor | None, packed: Packed, num_wanted: int
-    ) -> Tensor:
-        return self._model.forward(tokens, self._cache, packed, num_wanted)
-
-    def _next_tokens(self, results: Tensor) -> tuple[Tensor, Tensor]:
-        return likeliest(results)
+    ) -> tuple[Tensor, Tensor]:
+        logits = self._model.forward(tokens, self._cache, packed, num_wanted)
+        return logits, logits

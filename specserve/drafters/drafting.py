@@ -15,6 +15,7 @@ from torch import Tensor
 from specserve.core.types import Int32Array
 from specserve.drafters.base import Answer, Card, Key, Row
 from specserve.drafters.kv_cache import Packed, Span
+from specserve.drafters.ops import likeliest
 from specserve.drafters.slots import Slot, SlotTable
 
 Guess = tuple[tuple[int, ...], tuple[float, ...]]
@@ -88,7 +89,7 @@ class SlotDrafter(ABC):
     @abstractmethod
     def _forward(
         self, tokens: Tensor, states: Tensor | None, packed: Packed, num_wanted: int
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         """Computes new entries and writes them into the cache.
 
         Args:
@@ -99,19 +100,15 @@ class SlotDrafter(ABC):
             num_wanted: of how many spans, the first ones, the last entry's result is wanted.
 
         Returns:
-            ``[num_wanted, width]``.
+            results ``[num_wanted, width]``, and their logits ``[num_wanted, vocab_size]``.
         """
-
-    @abstractmethod
-    def _next_tokens(self, results: Tensor) -> tuple[Tensor, Tensor]:
-        """See :func:`~specserve.drafters.ops.likeliest`, of n of :meth:`_forward`'s results."""
 
     def _compute(self, turns: Sequence[Turn]) -> dict[Key, Guess]:
         """The drafts of all texts, those with the longest first."""
         spans = [turn.span for turn in turns]
         tokens = np.concatenate([turn.tokens for turn in turns], dtype=np.int64)
         num_left = sum(turn.num_drafts > 0 for turn in turns)
-        results = self._forward(
+        results, logits = self._forward(
             torch.from_numpy(tokens).to(self._device),
             self._states(turns),
             Packed.of(spans, self._device),
@@ -125,8 +122,8 @@ class SlotDrafter(ABC):
                 num_left = sum(turn.num_drafts > step for turn in turns)
                 packed = Packed.of([span.drafted(step) for span in spans[:num_left]], self._device)
                 drafted = steps[-1][0][:num_left]
-                results = self._forward(drafted, results[:num_left], packed, num_left)
-            steps.append(self._next_tokens(results))
+                results, logits = self._forward(drafted, results[:num_left], packed, num_left)
+            steps.append(likeliest(logits))
         tokens_of = [tokens.tolist() for tokens, _ in steps]
         chances_of = [chances.tolist() for _, chances in steps]
         return {

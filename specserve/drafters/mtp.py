@@ -141,12 +141,10 @@ class MtpDrafter(SlotDrafter):
 
     def _forward(
         self, tokens: Tensor, states: Tensor | None, packed: Packed, num_wanted: int
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         assert states is not None
-        return self.module.forward(states.to(self.module.dtype), tokens, packed, num_wanted)
-
-    def _next_tokens(self, results: Tensor) -> tuple[Tensor, Tensor]:
-        return self.module.next_tokens(results)
+        results = self.module.forward(states.to(self.module.dtype), tokens, packed, num_wanted)
+        return results, self.module.logits(results)
 
 
 def _read_config(folder: str, raw: dict[str, Any]) -> Any:

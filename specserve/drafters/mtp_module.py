@@ -12,7 +12,7 @@ from specserve.drafters.experts import MixtureOfExperts
 from specserve.drafters.kv_cache import Packed
 from specserve.drafters.latent_attention import LatentAttention
 from specserve.drafters.mtp_weights import MtpWeights
-from specserve.drafters.ops import laid_out, likeliest
+from specserve.drafters.ops import laid_out
 
 
 class MtpModule:
@@ -86,9 +86,9 @@ class MtpModule:
         x += self._experts.forward(self._rms(x, self._mlp_norm))
         return self._rms(x, self._norm)
 
-    def next_tokens(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """See :func:`~specserve.drafters.ops.likeliest`, of n of :meth:`forward`'s rows."""
-        return likeliest(F.linear(hidden, self._head))
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``[n, vocab_size]``, of n of :meth:`forward`'s rows."""
+        return F.linear(hidden, self._head)
 
     def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, self._eps)
