@@ -45,11 +45,8 @@ SILENT_S = 120.0
 
 
 class Seat(NamedTuple):
-    """A replica's place at a drafter.
-
-    Attributes:
-        address: where to connect to, with the secret that lets in.
-        num_before: replicas that use the drafter and have done so for longer.
+    """A replica's place at a drafter: where to connect to, with the secret that lets in, and how
+    many replicas have used the drafter for longer.
     """
 
     address: str
@@ -59,9 +56,7 @@ class Seat(NamedTuple):
 class _DrafterActor:
     """A drafter's server in a process of its own, started again by Ray when that ends.
 
-    Args:
-        options: of the drafter.
-        is_shared: it belongs to no replica: it ends by itself, and leaves a node that is drained.
+    A shared one, which belongs to no replica, ends by itself and leaves a node that is drained.
     """
 
     def __init__(self, options: DrafterOptions, *, is_shared: bool) -> None:
@@ -138,12 +133,7 @@ def _reservation(options: DrafterOptions) -> dict[str, Any]:
 
 
 class SharedDrafters:
-    """The cluster's drafters of one kind, as a replica asks them for its seat.
-
-    Args:
-        options: of the drafters.
-        replica: name of the replica.
-    """
+    """The cluster's drafters of one kind, as a replica of this name asks them for its seat."""
 
     def __init__(self, options: DrafterOptions, replica: str) -> None:
         self.options = options

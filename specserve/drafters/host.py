@@ -22,11 +22,7 @@ from specserve.drafters.watchdog import watched_server
 
 
 class HostedDrafter:
-    """Finds a drafter of the caller's own, which it starts, and starts again when it has ended.
-
-    Args:
-        options: of the drafter.
-    """
+    """Finds a drafter of the caller's own, which it starts, and starts again when it has ended."""
 
     def __init__(self, options: DrafterOptions) -> None:
         self._options = options

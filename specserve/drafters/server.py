@@ -140,7 +140,8 @@ class DrafterServer:
     def _take_turn(self) -> None:
         self._take_arrivals()
         self._forget_idle_clients()
-        self._expire()
+        now = time.monotonic()
+        self._drop([call for call in self._calls if call.expires_at < now], "expired")
         self._run(self._schedule.drafts())
         self._answer_done()
         self._run(self._schedule.feed())
@@ -162,15 +163,13 @@ class DrafterServer:
         if isinstance(question, Hello):
             if question.replica in self._seats:
                 self._seats[question.replica] = arrival.at
-            self._router.reply(name, self._introduce(question))
+            card = messages.Card(question.number, PROTOCOL, self._instance, *astuple(self._card))
+            self._router.reply(name, card)
         else:
             self.counters.num_requests += 1
             self.counters.num_rows += len(question.rows)
             self._forget(name, client, question.forget)
             self._open(client, arrival, question)
-
-    def _introduce(self, hello: Hello) -> messages.Card:
-        return messages.Card(hello.number, PROTOCOL, self._instance, *astuple(self._card))
 
     def _unfit(self, rows: Sequence[TextRow]) -> set[int]:
         """Rows that the model cannot be given: a wrong token is beyond its embedding's end."""
@@ -202,10 +201,6 @@ class DrafterServer:
             else:
                 self._schedule.add(Task(call, index, _row(arrival.client, row)))
                 client.texts.add(row.text)
-
-    def _expire(self) -> None:
-        now = time.monotonic()
-        self._drop([call for call in self._calls if call.expires_at < now], "expired")
 
     def _run(self, tasks: list[Task]) -> None:
         """Has the drafter work on the next pieces of these tasks."""

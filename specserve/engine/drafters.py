@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 import ray
 
@@ -42,7 +43,10 @@ def drafter_finder(
         model, revision = folder_or_id(config.model, f"speculation.{config.kind}.model"), ""
     else:
         model, revision = find_checkpoint(target).path, target.revision
-    options = drafter_options(config, model, max_tokens, revision, _content(model, revision))
+    content = ""
+    with suppress(ConfigError):  # a drafter says itself what is wrong with its model
+        content = fingerprint(ModelConfig(path=model, revision=revision))
+    options = drafter_options(config, model, max_tokens, revision, content)
     if not ray.is_initialized():
         hosted = HostedDrafter(options)
         exits.append(hosted.close)
@@ -52,14 +56,3 @@ def drafter_finder(
         # vLLM counts all that is taken on its GPU while it measures as its own.
         return lambda: find() if is_warm.is_set() else None
     return DrafterFinder(SharedDrafters(options, replica), config.num_actors)
-
-
-def _content(model: str, revision: str) -> str:
-    """Tells what a model's folder holds, as far as this node sees it; empty: it does not.
-
-    A drafter says itself what is wrong with its model, and fails alone.
-    """
-    try:
-        return fingerprint(ModelConfig(path=model, revision=revision))
-    except ConfigError:
-        return ""
