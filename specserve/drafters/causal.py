@@ -47,15 +47,8 @@ class CausalDrafter(SlotDrafter):
         device: str = "cpu",
         revision: str = "",
     ) -> Self:
-        """Loads a draft model.
-
-        Args:
-            model: folder of a Hugging Face checkpoint, or its id on the hub.
-            max_texts: texts to remember.
-            max_tokens: longest text; the model's own limit holds as well.
-            dtype: to compute in.
-            device: as torch names it.
-            revision: on the hub: branch, tag or commit; empty: the default one.
+        """Loads a draft model; the arguments are as in
+        :class:`~specserve.drafters.options.DrafterOptions`.
 
         Raises:
             ConfigError: the checkpoint is missing or no model of plain causal attention, or the KV

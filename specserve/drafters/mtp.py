@@ -65,7 +65,7 @@ class MtpDrafter(SlotDrafter):
     ) -> Self:
         """Loads the module from its target's checkpoint or from a folder of its own.
 
-        The arguments are those of :meth:`specserve.drafters.causal.CausalDrafter.load`.
+        The arguments are as in :class:`~specserve.drafters.options.DrafterOptions`.
 
         Raises:
             ConfigError: the model is not there, has no MTP module or one that is not as

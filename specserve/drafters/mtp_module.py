@@ -29,6 +29,7 @@ class MtpModule:
     """
 
     def __init__(self, config: Any, weights: MtpWeights, num_slots: int, max_entries: int) -> None:
+        self.dtype, self.device = weights.dtype, weights.device
         width, vocab = config.hidden_size, config.vocab_size
         self._eps = config.rms_norm_eps
         self._embedding = weights.embedding(vocab, width)
@@ -42,16 +43,6 @@ class MtpModule:
         self._head = laid_out(weights.head(vocab, width))
         # Last: whether its cache fits is checked against the memory that is left.
         self.attention = LatentAttention(config, weights.part("self_attn"), num_slots, max_entries)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What it computes in."""
-        return self._norm.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where it computes."""
-        return self._norm.device
 
     def forward(
         self, states: Tensor, next_tokens: Tensor, packed: Packed, num_wanted: int

@@ -41,7 +41,7 @@ class Call:
     @property
     def is_done(self) -> bool:
         """Whether each row has its answer."""
-        return not any(answer is None for answer in self.answers)
+        return None not in self.answers
 
 
 class Task:

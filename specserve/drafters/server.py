@@ -62,10 +62,10 @@ class DrafterServer:
     Args:
         drafter: called from one thread, of this server.
         bind: ZeroMQ address, port 0 for any free one.
-        client_idle_s: what is held of a client that has asked nothing for so long is forgotten.
         on_broken: called where the model has failed for all in ``MOST_FAILURES`` turns in a row.
 
     Attributes:
+        address: where clients connect to, with the secret that lets them in.
         counters: what has happened so far.
         turn_began: monotonic time when the turn began that runs; None: something is waited for.
     """
@@ -74,17 +74,16 @@ class DrafterServer:
         self,
         drafter: Drafter,
         bind: str = "tcp://127.0.0.1:0",
-        client_idle_s: float = CLIENT_IDLE_S,
         on_broken: Callable[[], object] = lambda: None,
     ) -> None:
         self.counters = ServerCounters()
         self.turn_began: float | None = None
         self._drafter = drafter
-        self._client_idle_s = client_idle_s
         self._on_broken, self._num_failures = on_broken, 0
         self._card = drafter.card
         self._instance = token_hex(8)
         self._router = Router(bind, self._note_malformed, self._note_refused)
+        self.address = self._router.address
         self._clients: dict[bytes, _Client] = {}
         self._seats: dict[str, float] = {}
         self._arrivals: deque[Arrival] = deque()
@@ -95,11 +94,6 @@ class DrafterServer:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._compute, name="drafter-model", daemon=True)
         self._thread.start()
-
-    @property
-    def address(self) -> str:
-        """Where clients connect to, with the secret that lets them in."""
-        return self._router.address
 
     @property
     def idle_s(self) -> float:
@@ -151,7 +145,7 @@ class DrafterServer:
         """Takes what has come; waits for something where there is nothing to do."""
         is_busy = bool(self._schedule or self._arrivals)
         self.turn_began = None
-        self._arrivals.extend(self._router.get(0.0 if is_busy else self._client_idle_s))
+        self._arrivals.extend(self._router.get(0.0 if is_busy else CLIENT_IDLE_S))
         self.turn_began = time.monotonic()
         while self._arrivals:
             self._take(self._arrivals.popleft())
@@ -276,7 +270,7 @@ class DrafterServer:
         self._drafter.forget(keys)
 
     def _forget_idle_clients(self) -> None:
-        latest = time.monotonic() - self._client_idle_s
+        latest = time.monotonic() - CLIENT_IDLE_S
         for name, client in list(self._clients.items()):
             if client.heard_at < latest:
                 self._forget(name, client, tuple(client.texts))

@@ -301,8 +301,11 @@ def test_a_text_that_ends_while_it_is_brought_up_to_date_is_left_alone(
     assert len(drafter.calls) == 1
 
 
-def test_a_client_that_has_gone_loses_its_texts(drafter: FakeDrafter) -> None:
-    with closing(DrafterServer(drafter, client_idle_s=0.05)) as server:
+def test_a_client_that_has_gone_loses_its_texts(
+    drafter: FakeDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specserve.drafters.server.CLIENT_IDLE_S", 0.05)
+    with closing(DrafterServer(drafter)) as server:
         with closing(Client(server)) as client:
             client.ask(row(1, 10))
         eventually(lambda: drafter.forgotten == [(b"client", 1)], "forgotten", WAIT_S, 0.01)
