@@ -94,7 +94,8 @@ class CausalModel:
         found = attached._in_pieces(ids)
         # Rounding in bfloat16 is some percent of the largest logit; another function is not near,
         # and no number is not near anything.
-        if found.shape != wanted.shape or not _distance(found, wanted) <= 0.1:
+        limit = 0.1 * wanted.abs().max()
+        if found.shape != wanted.shape or not (found - wanted).abs().max() <= limit:
             raise UnsupportedAttention("other state than keys and values, or positions of its own")
         return attached
 
@@ -142,8 +143,3 @@ def _check_config(config: Any) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in ("dynamic", "longrope"):
         raise UnsupportedAttention(f"{rope['rope_type']} positions, which change with the length")
-
-
-def _distance(found: Tensor, wanted: Tensor) -> float:
-    """Largest difference, as a share of the largest wanted value."""
-    return float((found - wanted).abs().max() / wanted.abs().max())
