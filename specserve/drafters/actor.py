@@ -235,33 +235,28 @@ class DrafterFinder:
             EngineError: why there is none; each reason once, as long as there is no address. It is
                 looked for further.
         """
-        while (seat := self._seat()) is not None:
+        while (began := self._clock()) >= self._rest_until:
+            try:
+                seat = self._drafters.ask(self._index)
+            except (RayError, ValueError) as error:
+                self._note_failure(error, began)
+                break
+            self._told.clear()
             self._seats[self._index] = seat
             if not seat.num_before or len(self._seats) == self._num_actors:
                 return self._best()
             self._move_on()
         return None
 
-    def _seat(self) -> Seat | None:
-        """The seat at the drafter whose turn it is; None: it has not told it yet."""
-        began = self._clock()
-        if began < self._rest_until:
-            return None
-        try:
-            seat = self._drafters.ask(self._index)
-        except GetTimeoutError:  # it is being started, waits for its resources, or hangs
-            self._wait(began)
-        except (RayError, ValueError) as error:
-            if isinstance(error, ActorDiedError):
-                self._rest_until = self._clock() + FAILED_REST_S
-                self._give_up()
-            else:
-                self._wait(began)
-            self._tell(last_line_of(error)[:300])
+    def _note_failure(self, error: Exception, began: float) -> None:
+        if isinstance(error, ActorDiedError):
+            self._rest_until = self._clock() + FAILED_REST_S
+            self._give_up()
         else:
-            self._told.clear()
-            return seat
-        return None
+            self._wait(began)
+        # Without an answer in time it is being started, waits for its resources, or hangs.
+        if not isinstance(error, GetTimeoutError):
+            self._tell(last_line_of(error)[:300])
 
     def _best(self) -> str:
         """Where the seat is that was the best of all."""
