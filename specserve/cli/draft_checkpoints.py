@@ -36,7 +36,9 @@ def check_draft_checkpoints(
                 (source.model, field) if source.model else (config.model.path, "model.path")
             )
             if is_elsewhere and not any(Path(model).glob("*.safetensors")):
-                _require_architecture(config.model.path, checkpoint)
+                if checkpoint.architecture not in ("", ARCHITECTURE):
+                    allowed = f"a checkpoint of {ARCHITECTURE}, not of {checkpoint.architecture}"
+                    raise ConfigError("model.path", config.model.path, allowed)
                 notes.append(f"{model}: the MTP module was not checked: its weights are not here")
             elif Path(path := folder_or_id(model, field)).is_absolute():
                 find_mtp(path, field)
@@ -48,13 +50,6 @@ def check_draft_checkpoints(
             if unchecked:
                 notes.append(f"{source.model}: the vocabulary was not checked: {unchecked}")
     return notes
-
-
-def _require_architecture(model: str, checkpoint: Checkpoint) -> None:
-    """Raises ConfigError where a model's config.json is of one that has no MTP module."""
-    if checkpoint.architecture not in ("", ARCHITECTURE):
-        allowed = f"a checkpoint of {ARCHITECTURE}, not of {checkpoint.architecture}"
-        raise ConfigError("model.path", model, allowed)
 
 
 def _check_vocabulary(model: str, field: str, checkpoint: Checkpoint) -> str:

@@ -25,8 +25,7 @@ from specserve.core.metric_specs import OF_DRAFTERS
 from specserve.core.openmp import openmp_environment
 from specserve.drafters.options import FAILED_REST_S, NAME_PREFIX, DrafterOptions, load
 from specserve.drafters.ray_metrics import RayExporter
-from specserve.drafters.server import DrafterServer
-from specserve.drafters.watchdog import end_failing, end_hanging
+from specserve.drafters.watchdog import watched_server
 from specserve.trie.store_actor import NAMESPACE, await_drain
 
 logger = logging.getLogger(__name__)
@@ -46,11 +45,8 @@ SILENT_S = 120.0
 
 
 class Seat(NamedTuple):
-    """A replica's place at a drafter.
-
-    Attributes:
-        address: where to connect to, with the secret that lets in.
-        num_before: replicas that use the drafter and have done so for longer.
+    """A replica's place at a drafter: where to connect to, with the secret that lets in, and how
+    many replicas have used the drafter for longer.
     """
 
     address: str
@@ -60,16 +56,12 @@ class Seat(NamedTuple):
 class _DrafterActor:
     """A drafter's server in a process of its own, started again by Ray when that ends.
 
-    Args:
-        options: of the drafter.
-        is_shared: it belongs to no replica: it ends by itself, and leaves a node that is drained.
+    A shared one, which belongs to no replica, ends by itself and leaves a node that is drained.
     """
 
     def __init__(self, options: DrafterOptions, *, is_shared: bool) -> None:
-        self._server = DrafterServer(
-            load(options), f"tcp://{ray.util.get_node_ip_address()}:0", on_broken=end_failing
-        )
-        end_hanging(self._server)
+        address = f"tcp://{ray.util.get_node_ip_address()}:0"
+        self._server = watched_server(load(options), address)
         actor = ray.get_runtime_context()
         name = actor.get_actor_name() or f"{NAME_PREFIX}{options.kind}-{actor.get_actor_id()}"
         read = partial(self._server.counters.samples, options.kind, name)
@@ -112,18 +104,6 @@ _ACTORS: dict[str, Any] = {
 }
 
 
-def get_or_start(options: DrafterOptions, index: int) -> Any:
-    """Handle of a drafter's actor, which is started where there is none; it outlives the caller."""
-    actor = _ACTORS[options.kind].options(
-        name=options.name(index),
-        namespace=NAMESPACE,
-        lifetime="detached",
-        get_if_exists=True,
-        **_reservation(options),
-    )
-    return actor.remote(options, is_shared=True)
-
-
 def start_beside(actor: Any, options: DrafterOptions) -> Any:
     """Handle of a new actor in the bundle of rank 0, which calls this; it ends with rank 0."""
     group = get_current_placement_group()
@@ -152,19 +132,18 @@ def _reservation(options: DrafterOptions) -> dict[str, Any]:
     }
 
 
-class SeatAsker:
-    """Asks drafters for a replica's seat, one call at a time: Ray keeps those that wait.
+class SharedDrafters:
+    """The cluster's drafters of one kind, as a replica of this name asks them for its seat."""
 
-    Args:
-        start: handle of a drafter's actor, by options and number; starts it where there is none.
-    """
-
-    def __init__(self, start: Callable[[DrafterOptions, int], Any] = get_or_start) -> None:
-        self._start = start
+    def __init__(self, options: DrafterOptions, replica: str) -> None:
+        self.options = options
+        self.replica = replica
         self._index, self._unanswered = -1, None  # the drafter that was asked last, and the call
 
-    def __call__(self, options: DrafterOptions, index: int, replica: str) -> Seat:
-        """A replica's seat at a drafter.
+    def ask(self, index: int) -> Seat:
+        """The replica's seat at the drafter of this number, which is started where there is none.
+
+        One call at a time: Ray keeps those that wait.
 
         Raises:
             GetTimeoutError: it did not tell within ``FIND_S`` seconds.
@@ -173,7 +152,7 @@ class SeatAsker:
         """
         call = self._unanswered if index == self._index else None
         if call is None:
-            call = self._start(options, index).seat.remote(replica)
+            call = self._start(index).seat.remote(self.replica)
         self._index, self._unanswered = index, None
         try:
             seat: Seat = ray.get(call, timeout=FIND_S)
@@ -182,34 +161,42 @@ class SeatAsker:
             raise
         return seat
 
+    def leave(self, index: int) -> None:
+        """Gives a seat back, where the drafter is still there; it would expire, too."""
+        with suppress(ValueError, RayError):
+            ray.get_actor(self.options.name(index), NAMESPACE).leave.remote(self.replica)
 
-def leave_seat(options: DrafterOptions, index: int, replica: str) -> None:
-    """Gives a replica's seat back, where the drafter is still there; it would expire, too."""
-    with suppress(ValueError, RayError):
-        ray.get_actor(options.name(index), NAMESPACE).leave.remote(replica)
+    def _start(self, index: int) -> Any:
+        """Handle of a drafter's actor, which outlives the caller."""
+        actor = _ACTORS[self.options.kind].options(
+            name=self.options.name(index),
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            **_reservation(self.options),
+        )
+        return actor.remote(self.options, is_shared=True)
 
 
-class OwnDrafter:
-    """Asks for a seat as :class:`SeatAsker`, at a drafter of its own, in rank 0's place.
+class OwnDrafter(SharedDrafters):
+    """A drafter of the replica's own in rank 0's place, also when Ray starts it again.
 
-    It stays in that place when Ray starts it again. For rank 0's process.
+    For rank 0's process.
     """
 
-    def __init__(self) -> None:
-        self._actor: Any = None
-        self._ask = SeatAsker(self._start)
+    _actor: Any = None
 
-    def __call__(self, options: DrafterOptions, index: int, replica: str) -> Seat:
-        """The only seat; starts the drafter where there is none."""
+    def ask(self, index: int) -> Seat:
+        """The only seat."""
         try:
-            return self._ask(options, index, replica)
+            return super().ask(index)
         except ActorDiedError:
             self._actor = None  # it could not load its model: Ray does not start it again
             raise
 
-    def _start(self, options: DrafterOptions, index: int) -> Any:
+    def _start(self, index: int) -> Any:
         if self._actor is None:
-            self._actor = start_beside(_ACTORS[options.kind], options)
+            self._actor = start_beside(_ACTORS[self.options.kind], self.options)
         return self._actor
 
 
@@ -221,29 +208,21 @@ class DrafterFinder:
     waits while a drafter loads its model: else all would end up with the one that is ready first.
 
     Args:
-        options: of the drafter.
-        num_actors: how many there are of it.
-        replica: name of the replica.
-        ask: as :class:`SeatAsker`; None: one of these.
-        leave: as :func:`leave_seat`.
+        drafters: the replica's way to them.
+        num_actors: how many there are.
         clock: monotonic seconds.
     """
 
     def __init__(
         self,
-        options: DrafterOptions,
+        drafters: SharedDrafters,
         num_actors: int,
-        replica: str,
-        ask: Callable[[DrafterOptions, int, str], Seat] | None = None,
-        leave: Callable[[DrafterOptions, int, str], None] = leave_seat,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._options = options
+        self._drafters = drafters
         self._num_actors = num_actors
-        self._replica = replica
         self._seats: dict[int, Seat | None] = {}  # of the drafters asked so far; None: no answer
-        self._index = crc32(replica.encode()) % num_actors
-        self._ask, self._leave = ask or SeatAsker(), leave
+        self._index = crc32(drafters.replica.encode()) % num_actors
         self._clock = clock
         self._rest_until = 0.0
         self._silent_since: float | None = None
@@ -256,33 +235,28 @@ class DrafterFinder:
             EngineError: why there is none; each reason once, as long as there is no address. It is
                 looked for further.
         """
-        while (seat := self._seat()) is not None:
+        while (began := self._clock()) >= self._rest_until:
+            try:
+                seat = self._drafters.ask(self._index)
+            except (RayError, ValueError) as error:
+                self._note_failure(error, began)
+                break
+            self._told.clear()
             self._seats[self._index] = seat
             if not seat.num_before or len(self._seats) == self._num_actors:
                 return self._best()
             self._move_on()
         return None
 
-    def _seat(self) -> Seat | None:
-        """The seat at the drafter whose turn it is; None: it has not told it yet."""
-        began = self._clock()
-        if began < self._rest_until:
-            return None
-        try:
-            seat = self._ask(self._options, self._index, self._replica)
-        except GetTimeoutError:  # it is being started, waits for its resources, or hangs
-            self._wait(began)
-        except (RayError, ValueError) as error:
-            if isinstance(error, ActorDiedError):
-                self._rest_until = self._clock() + FAILED_REST_S
-                self._give_up()
-            else:
-                self._wait(began)
-            self._tell(last_line_of(error)[:300])
+    def _note_failure(self, error: Exception, began: float) -> None:
+        if isinstance(error, ActorDiedError):
+            self._rest_until = self._clock() + FAILED_REST_S
+            self._give_up()
         else:
-            self._told.clear()
-            return seat
-        return None
+            self._wait(began)
+        # Without an answer in time it is being started, waits for its resources, or hangs.
+        if not isinstance(error, GetTimeoutError):
+            self._tell(last_line_of(error)[:300])
 
     def _best(self) -> str:
         """Where the seat is that was the best of all."""
@@ -292,7 +266,7 @@ class DrafterFinder:
         self._seats.clear()
         best = seats.pop(self._index)
         for index in seats:
-            self._leave(self._options, index, self._replica)
+            self._drafters.leave(index)
         return best.address
 
     def _wait(self, began: float) -> None:
@@ -303,7 +277,7 @@ class DrafterFinder:
         if silent_s >= SILENT_S:
             self._give_up()
         elif silent_s >= PENDING_S:
-            options = self._options
+            options = self._drafters.options
             self._tell(
                 f"it has not answered for {PENDING_S:g} s; it loads its model, or no node has free "
                 f"what it asks for: num_cpus {options.num_cpus:g}, num_gpus {options.num_gpus:g}, "

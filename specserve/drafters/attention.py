@@ -7,8 +7,8 @@ computed outside of attention. transformers calls :func:`attend` in place of its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from specserve.drafters.kv_cache import KVCache, Span
+from specserve.drafters.kv_cache import KVCache, Packed, Span
 
 NAME = "specserve_slots"
 """Of this attention among transformers' implementations."""
@@ -29,25 +29,13 @@ class UnsupportedAttention(ValueError):
     """A model asks for attention other than the plain causal one; the message names what."""
 
 
-class Step(Protocol):
-    """One forward's part of attention."""
+Step = Callable[[int, Tensor, Tensor, Tensor, float | None], Tensor]
+"""One forward's attention in one layer.
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None
-    ) -> Tensor:
-        """Attention of one layer.
-
-        Args:
-            layer: its index.
-            query: ``[query_heads, n, key_dim]`` of the n new tokens.
-            key: ``[heads, n, key_dim]``, positions already turned in.
-            value: ``[heads, n, value_dim]``.
-            scale: of the scores; None: ``key_dim ** -0.5``.
-
-        Returns:
-            ``[n, query_heads, value_dim]``.
-        """
-        ...
+Takes the layer's index, ``[query_heads, n, key_dim]`` queries of the n new tokens,
+``[heads, n, key_dim]`` keys with positions already turned in, ``[heads, n, value_dim]`` values, and
+the scale of the scores, None: ``key_dim ** -0.5``. Returns ``[n, query_heads, value_dim]``.
+"""
 
 
 def attend(
@@ -72,40 +60,23 @@ def attend(
     for name in _REFUSED_OPTIONS:
         if options.get(name) is not None:
             raise UnsupportedAttention(f"{name} in its attention")
-    return step.attend(module.layer_idx, query[0], key[0], value[0], scaling)[None], None
+    return step(module.layer_idx, query[0], key[0], value[0], scaling)[None], None
 
 
 AttentionInterface.register(NAME, attend)
 
 
-class CachedStep:
-    """A forward that writes its entries into the cache and reads those before them.
+def cached_step(cache: KVCache, packed: Packed) -> Step:
+    """A forward's attention that writes its entries into the cache and reads those before them."""
+    places = packed.slots * cache.max_tokens + packed.positions
+    reader = RowByRow if places.device.type == "cpu" else Padded
+    read = reader(cache, packed.spans).attend
 
-    Args:
-        cache: of all texts.
-        spans: the new tokens in their order, each of another slot, none empty.
-    """
+    def step(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        cache.write(layer, places, key.transpose(0, 1), value.transpose(0, 1))
+        return read(layer, query, scale)
 
-    def __init__(self, cache: KVCache, spans: Sequence[Span]) -> None:
-        self._cache = cache
-        device = cache.keys[0].device
-        positions = np.concatenate([np.arange(span.start, span.end) for span in spans])
-        offsets = np.repeat(
-            [span.slot * cache.max_tokens for span in spans],
-            [span.end - span.start for span in spans],
-        )
-        self.positions = torch.as_tensor(positions, device=device)
-        """int64 ``[n]``, each new token's position in its text."""
-        self._places = torch.as_tensor(positions + offsets, device=device)
-        reader = RowByRow if device.type == "cpu" else Padded
-        self._reader = reader(cache, spans)
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None
-    ) -> Tensor:
-        """See :class:`Step`."""
-        self._cache.write(layer, self._places, key.transpose(0, 1), value.transpose(0, 1))
-        return self._reader.attend(layer, query, scale)
+    return step
 
 
 class RowByRow:

@@ -2,58 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection
 from typing import Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from specserve.core.types import Int32Array
-from specserve.drafters.base import Answer, Card, Key, Row
+from specserve.drafters.base import Card, Key, Row
 from specserve.drafters.causal_model import CausalModel
-from specserve.drafters.kv_cache import KVCache, Span
-from specserve.drafters.ops import Guess, guesses, likeliest
+from specserve.drafters.drafting import SlotDrafter, Turn
+from specserve.drafters.kv_cache import KVCache, Packed, Span
 from specserve.drafters.slots import Slot, SlotTable
 from specserve.drafters.vocabulary import fingerprint
 
 
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """A row's part of a call.
-
-    Attributes:
-        row: its index in the call.
-        slot: its text's, up to before the new tokens.
-        tokens: int32 ``[m]``, the new tokens, at least one.
-        draft_len: tokens to draft after them.
-    """
-
-    row: int
-    slot: Slot
-    tokens: Int32Array
-    draft_len: int
-
-    @property
-    def end(self) -> int:
-        """Length of the whole text."""
-        return self.slot.length + len(self.tokens)
-
-
-class CausalDrafter:
+class CausalDrafter(SlotDrafter):
     """Drafts with a causal language model; keeps the keys and values of the texts.
 
-    A draft's own entries are written behind the text and count for nothing: the next call
-    overwrites them.
+    An entry is a token's, so that ``Answer.held`` counts whole texts.
 
     Args:
         model: the draft model.
-        card: what to tell of it; texts are ``card.max_tokens`` long at most.
+        card: what to tell of it.
         max_texts: texts to remember.
-
-    Attributes:
-        card: what it tells of itself.
 
     Raises:
         ConfigError: so many texts do not fit into memory.
@@ -61,9 +32,9 @@ class CausalDrafter:
 
     def __init__(self, model: CausalModel, card: Card, max_texts: int) -> None:
         self._model = model
-        self.card = card
-        self._table = SlotTable(max_texts, card.max_tokens)
         self._cache = KVCache(model.layers, max_texts, card.max_tokens, model.dtype, model.device)
+        slots = SlotTable(max_texts, card.max_tokens, self._cache.copy)
+        super().__init__(card, slots, model.device)
 
     @classmethod
     def load(
@@ -76,15 +47,8 @@ class CausalDrafter:
         device: str = "cpu",
         revision: str = "",
     ) -> Self:
-        """Loads a draft model.
-
-        Args:
-            model: folder of a Hugging Face checkpoint, or its id on the hub.
-            max_texts: texts to remember.
-            max_tokens: longest text; the model's own limit holds as well.
-            dtype: to compute in.
-            device: as torch names it.
-            revision: on the hub: branch, tag or commit; empty: the default one.
+        """Loads a draft model; the arguments are as in
+        :class:`~specserve.drafters.options.DrafterOptions`.
 
         Raises:
             ConfigError: the checkpoint is missing or no model of plain causal attention, or the KV
@@ -101,88 +65,38 @@ class CausalDrafter:
         )
         return cls(loaded, card, max_texts)
 
-    @torch.inference_mode()
-    def draft(self, rows: Sequence[Row]) -> list[Answer]:
-        """See :class:`~specserve.drafters.base.Drafter`; ``held`` counts whole texts."""
-        keys = {row.key for row in rows}
-        slots = [self._place(row, keys) for row in rows]
-        answers = [Answer(slot.length if slot else 0) for slot in slots]
-        turns = []
-        for index, (row, slot) in enumerate(zip(rows, slots, strict=True)):
-            turn = self._turn(index, row, slot) if slot else None
-            if turn is not None:
-                turns.append(turn)
-        # The rows that go on drafting are always the first ones.
-        turns.sort(key=lambda turn: turn.draft_len, reverse=True)
-        for turn, guess in zip(turns, self._run(turns), strict=True):
-            self._table.extend(turn.slot, turn.tokens)  # not sooner: none may share it uncomputed
-            answers[turn.row] = Answer(turn.slot.length, *guess)
-        return answers
-
-    def forget(self, keys: Sequence[Key]) -> None:
-        """These texts have ended; unknown keys are fine."""
-        for key in keys:
-            self._table.close(key)
+    def _prepare(self, row: Row, keys: Collection[Key]) -> Turn | None:
+        slot = self._place(row, keys)
+        room = self.card.max_tokens - row.num_tokens
+        if slot is None or row.start > slot.length or room < 0:
+            return None
+        num_drafts = min(row.max_draft_tokens, room)
+        tokens = row.tokens[slot.length - row.start :]
+        if num_drafts and not len(tokens) and slot.length:
+            # A draft needs the last token's logits, which are not kept.
+            slot.length -= 1
+            tokens = self._slots.tokens[slot.index, slot.length : slot.length + 1].copy()
+        if len(tokens) > row.max_feed_tokens:
+            tokens, num_drafts = tokens[: row.max_feed_tokens], 0
+        if not len(tokens):
+            return None
+        span = Span(slot.index, slot.length, slot.length + len(tokens))
+        return Turn(row.key, slot, span, tokens, num_drafts)
 
     def _place(self, row: Row, keys: Collection[Key]) -> Slot | None:
         """The slot of a row's text, which it holds up to the row's start or further; None: none."""
-        slot = self._table.get(row.key)
+        slot = self._slots.get(row.key)
         if row.start == 0 and row.num_tokens <= self.card.max_tokens:
-            slot = slot or self._table.open(row.key, row.salt, keys)
+            slot = slot or self._slots.open(row.key, row.salt, keys)
             if slot is not None:
-                shared = self._table.restart(slot, row.tokens)
-                if shared.slot != slot.index:
-                    self._cache.copy(shared.slot, slot.index, shared.length)
+                self._slots.restart(slot, row.tokens)
         elif slot is not None and row.start <= slot.length:
             # What stands there already may be more than was asked for: its answer was lost.
-            held = self._table.tokens[slot.index, row.start : slot.length][: len(row.tokens)]
-            other = np.flatnonzero(held != row.tokens[: len(held)])
-            num_same = int(other[0]) if len(other) else len(held)
-            self._table.truncate(slot, row.start + num_same)
+            slot.length = row.start + self._slots.num_held(slot, row.tokens, row.start)
         return slot
 
-    def _turn(self, index: int, row: Row, slot: Slot) -> _Turn | None:
-        """What is to be computed for a row; None: nothing."""
-        room = self.card.max_tokens - row.num_tokens
-        if row.start > slot.length or room < 0:
-            return None
-        draft_len = min(row.max_draft_tokens, room)
-        if draft_len and slot.length == row.num_tokens > 0:
-            # A draft needs the last token's logits, which are not kept.
-            self._table.truncate(slot, slot.length - 1)
-            last = self._table.tokens[slot.index, slot.length : slot.length + 1].copy()
-            return _Turn(index, slot, last, draft_len)
-        missing = row.tokens[slot.length - row.start :]
-        tokens = missing[: row.max_feed_tokens]
-        if len(tokens) < len(missing):
-            draft_len = 0
-        return _Turn(index, slot, tokens, draft_len) if len(tokens) else None
-
-    def _run(self, turns: Sequence[_Turn]) -> list[Guess]:
-        """Computes the turns, longest draft first; their drafts."""
-        if not turns:
-            return []
-        ids = torch.as_tensor(
-            np.concatenate([turn.tokens for turn in turns], dtype=np.int64),
-            device=self._model.device,
-        )
-        spans = [Span(turn.slot.index, turn.slot.length, turn.end) for turn in turns]
-        lasts = np.cumsum([len(turn.tokens) for turn in turns]) - 1
-        num_left = _num_drafting(turns, 0)
-        steps = [self._next(ids, spans, lasts[:num_left].tolist())]
-        for step in range(1, turns[0].draft_len):
-            num_left = _num_drafting(turns, step)
-            ends = [(turn.slot.index, turn.end + step) for turn in turns[:num_left]]
-            spans = [Span(slot, end - 1, end) for slot, end in ends]
-            ids = steps[-1][0][:num_left]
-            steps.append(self._next(ids, spans, list(range(num_left))))
-        return guesses(steps, len(turns))
-
-    def _next(self, ids: Tensor, spans: Sequence[Span], wanted: list[int]) -> tuple[Tensor, Tensor]:
-        """Computes new tokens; see :func:`likeliest`, of what follows the m ``wanted`` ones."""
-        return likeliest(self._model.forward(ids, self._cache, spans, wanted))
-
-
-def _num_drafting(turns: Sequence[_Turn], step: int) -> int:
-    """How many of the turns want a token more after ``step`` drafted ones."""
-    return sum(turn.draft_len > step for turn in turns)
+    def _forward(
+        self, tokens: Tensor, states: Tensor | None, packed: Packed, num_wanted: int
+    ) -> tuple[Tensor, Tensor]:
+        logits = self._model.forward(tokens, self._cache, packed, num_wanted)
+        return logits, logits

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
@@ -12,8 +11,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from specserve.core.errors import ConfigError, reason_of
-from specserve.drafters.attention import NAME, CachedStep, Step, UnsupportedAttention
-from specserve.drafters.kv_cache import KVCache, LayerShape, Span
+from specserve.drafters.attention import NAME, Step, UnsupportedAttention, cached_step
+from specserve.drafters.kv_cache import KVCache, LayerShape, Packed, Span
 from specserve.drafters.ops import laid_out
 
 _PROBE_TOKENS = 24
@@ -28,7 +27,6 @@ class CausalModel:
 
     Attributes:
         dtype: of weights and cache.
-        device: where it computes.
         layers: what a position takes in the cache, a shape a layer.
         vocab_size: logits a token.
         max_positions: longest text that it was made for, in tokens.
@@ -45,13 +43,8 @@ class CausalModel:
 
     @classmethod
     def load(cls, path: str, dtype: torch.dtype, device: torch.device, revision: str = "") -> Self:
-        """Loads a checkpoint and sees to it that what it computes over slots is right.
-
-        Args:
-            path: folder of a Hugging Face checkpoint, or its id on the hub.
-            dtype: to compute in.
-            device: to compute on.
-            revision: on the hub: branch, tag or commit; empty: the default one.
+        """Loads a checkpoint, by its folder or its id on the hub, and checks that what it computes
+        over slots is right.
 
         Raises:
             ConfigError: no such checkpoint, or the model is not one of plain causal attention.
@@ -86,65 +79,57 @@ class CausalModel:
         ids = torch.arange(_PROBE_TOKENS, device=model.device) * 7919 % model.config.vocab_size
         wanted = model(input_ids=ids[None], use_cache=False).logits[0, -1]
         model.set_attn_implementation(NAME)
-        probe = _Probe()
-        _forward(model, ids[:1], torch.zeros_like(ids[:1]), probe, [0])
+        shapes: dict[int, LayerShape] = {}
+
+        def note(layer: int, query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
+            shapes[layer] = LayerShape(key.shape[0], key.shape[2], value.shape[2])
+            return query.new_zeros(query.shape[1], query.shape[0], value.shape[2])
+
+        first = torch.zeros_like(ids[:1])
+        _forward(model, ids[:1], first, note, first)
         num_layers = model.config.get_text_config().num_hidden_layers
-        if sorted(probe.shapes) != list(range(num_layers)):
+        if sorted(shapes) != list(range(num_layers)):
             raise UnsupportedAttention("layers without transformers' attention interface")
-        attached = cls(model, [probe.shapes[layer] for layer in range(num_layers)])
+        attached = cls(model, [shapes[layer] for layer in range(num_layers)])
         found = attached._in_pieces(ids)
         # Rounding in bfloat16 is some percent of the largest logit; another function is not near,
         # and no number is not near anything.
-        if found.shape != wanted.shape or not _distance(found, wanted) <= 0.1:
+        limit = 0.1 * wanted.abs().max()
+        if found.shape != wanted.shape or not (found - wanted).abs().max() <= limit:
             raise UnsupportedAttention("other state than keys and values, or positions of its own")
         return attached
 
-    def forward(
-        self, ids: Tensor, cache: KVCache, spans: Sequence[Span], wanted: list[int]
-    ) -> Tensor:
+    def forward(self, ids: Tensor, cache: KVCache, packed: Packed, num_wanted: int) -> Tensor:
         """Computes new tokens of any texts, and writes their entries.
 
         Args:
-            ids: int64 ``[n]``, the spans' tokens one after the other.
+            ids: int64 ``[n]``.
             cache: holds for each span all entries before it.
-            spans: where the tokens stand; each of another slot, none empty.
-            wanted: indexes into ``ids`` of the m tokens whose logits are wanted.
+            packed: where the tokens stand.
+            num_wanted: of how many spans, the first ones, the last token's logits are wanted.
 
         Returns:
-            ``[m, vocab_size]``.
+            ``[num_wanted, vocab_size]``.
         """
-        step = CachedStep(cache, spans)
-        return _forward(self._model, ids, step.positions, step, wanted)
+        step = cached_step(cache, packed)
+        return _forward(self._model, ids, packed.positions, step, packed.lasts[:num_wanted])
 
     def _in_pieces(self, ids: Tensor) -> Tensor:
         """The last token's logits, computed in two pieces and beside another text."""
         cache = KVCache(self.layers, 2, len(ids), self.dtype, self.device)
         half = len(ids) // 2
-        self.forward(ids[:half], cache, [Span(1, 0, half)], [])
-        spans = [Span(1, half, len(ids)), Span(0, 0, half)]
+        self.forward(ids[:half], cache, Packed.of([Span(1, 0, half)], self.device), 0)
+        packed = Packed.of([Span(1, half, len(ids)), Span(0, 0, half)], self.device)
         both = torch.cat([ids[half:], ids[:half].flip(0)])
-        return self.forward(both, cache, spans, [len(ids) - half - 1])[0]
+        return self.forward(both, cache, packed, 1)[0]
 
 
-class _Probe:
-    """A step that notes what the layers are like, and computes nothing."""
-
-    def __init__(self) -> None:
-        self.shapes: dict[int, LayerShape] = {}
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None
-    ) -> Tensor:
-        self.shapes[layer] = LayerShape(key.shape[0], key.shape[2], value.shape[2])
-        return query.new_zeros(query.shape[1], query.shape[0], value.shape[2])
-
-
-def _forward(model: Any, ids: Tensor, positions: Tensor, step: Step, wanted: list[int]) -> Tensor:
+def _forward(model: Any, ids: Tensor, positions: Tensor, step: Step, wanted: Tensor) -> Tensor:
     logits: Tensor = model(
         input_ids=ids[None],
         position_ids=positions[None],
         use_cache=False,
-        logits_to_keep=torch.tensor(wanted, dtype=torch.int64, device=ids.device),
+        logits_to_keep=wanted,
         step=step,
     ).logits[0]
     return logits
@@ -158,8 +143,3 @@ def _check_config(config: Any) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in ("dynamic", "longrope"):
         raise UnsupportedAttention(f"{rope['rope_type']} positions, which change with the length")
-
-
-def _distance(found: Tensor, wanted: Tensor) -> float:
-    """Largest difference, as a share of the largest wanted value."""
-    return float((found - wanted).abs().max() / wanted.abs().max())

@@ -15,9 +15,7 @@ from specserve.drafters.ops import laid_out
 class MixtureOfExperts:
     """Shared experts for every token, and a few routed ones for each.
 
-    Args:
-        config: transformers' DeepseekV3Config.
-        weights: of ``mlp``.
+    ``config`` is transformers' DeepseekV3Config.
     """
 
     def __init__(self, config: Any, weights: Weights) -> None:

@@ -18,16 +18,11 @@ from dataclasses import asdict
 from specserve.core.errors import EngineError, SpecServeError
 from specserve.core.openmp import openmp_environment
 from specserve.drafters.options import FAILED_REST_S, DrafterOptions, load
-from specserve.drafters.server import DrafterServer
-from specserve.drafters.watchdog import end_failing, end_hanging
+from specserve.drafters.watchdog import watched_server
 
 
 class HostedDrafter:
-    """Finds a drafter of the caller's own, which it starts, and starts again when it has ended.
-
-    Args:
-        options: of the drafter.
-    """
+    """Finds a drafter of the caller's own, which it starts, and starts again when it has ended."""
 
     def __init__(self, options: DrafterOptions) -> None:
         self._options = options
@@ -81,14 +76,13 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     try:
-        server = DrafterServer(load(options), "tcp://127.0.0.1:0", on_broken=end_failing)
+        server = watched_server(load(options), "tcp://127.0.0.1:0")
     except SpecServeError as error:
         print(error, file=answers, flush=True)
         sys.exit(1)
     except Exception as error:
         print(f"{type(error).__name__}:", *str(error).split(), file=answers, flush=True)
         raise
-    end_hanging(server)
     print(server.address, file=answers, flush=True)
     sys.stdin.read()
     server.close()

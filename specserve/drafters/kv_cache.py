@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,13 +16,7 @@ from specserve.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one position of one layer takes.
-
-    Attributes:
-        num_heads: heads of keys and values.
-        key_dim: elements of a head's key.
-        value_dim: elements of a head's value.
-    """
+    """What one position of one layer takes: heads, and elements of a head's key and value."""
 
     num_heads: int
     key_dim: int
@@ -42,6 +38,37 @@ class Span:
     start: int
     end: int
     first: int = 0
+
+    def drafted(self, number: int) -> Span:
+        """The entry of the draft token of this number, from 1 on, behind the last entry."""
+        end = self.end + number
+        return Span(self.slot, end - 1, end, self.first)
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """New entries of several texts, one after the other without padding.
+
+    Attributes:
+        spans: whose they are, in this order; each of another slot, none empty.
+        slots: int64 ``[total]``, each entry's row of the cache.
+        positions: int64 ``[total]``, each entry's place in it.
+        lasts: int64 ``[len(spans)]``, which of the entries are their spans' last ones.
+    """
+
+    spans: tuple[Span, ...]
+    slots: Tensor
+    positions: Tensor
+    lasts: Tensor
+
+    @classmethod
+    def of(cls, spans: Sequence[Span], device: torch.device) -> Self:
+        """Packs them."""
+        sizes = [span.end - span.start for span in spans]
+        slots = np.repeat([span.slot for span in spans], sizes)
+        positions = np.concatenate([np.arange(span.start, span.end) for span in spans])
+        arrays = (slots, positions, np.cumsum(sizes) - 1)
+        return cls(tuple(spans), *(torch.from_numpy(array).to(device) for array in arrays))
 
 
 class KVCache:
@@ -85,7 +112,7 @@ class KVCache:
         """Writes entries of any slots.
 
         Args:
-            layer: which layer's.
+            layer: its index.
             places: int64 ``[n]``, ``slot * max_tokens + position``.
             keys: ``[n, heads, key_dim]``.
             values: ``[n, heads, value_dim]``.

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
+    DeepseekV3RotaryEmbedding,
+    yarn_apply_mscale,
+)
 
-from specserve.drafters.kv_cache import Span, check_room
+from specserve.drafters.kv_cache import Packed, Span, check_room
 from specserve.drafters.ops import laid_out
 
 
@@ -29,32 +30,6 @@ class Weights(Protocol):
     def get(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """The tensor ``name`` of the layer, which must have this shape; dtype None: the model's."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """New entries of several texts, one after the other without padding.
-
-    Attributes:
-        spans: whose they are, in this order; none is empty.
-        slots: int64 ``[total]``, each entry's row of the cache.
-        positions: int64 ``[total]``, each entry's place in it.
-        lasts: int64 ``[len(spans)]``, which of the entries are their spans' last ones.
-    """
-
-    spans: tuple[Span, ...]
-    slots: Tensor
-    positions: Tensor
-    lasts: Tensor
-
-    @classmethod
-    def of(cls, spans: Sequence[Span], device: torch.device) -> Self:
-        """Packs them."""
-        sizes = [span.end - span.start for span in spans]
-        slots = np.repeat([span.slot for span in spans], sizes)
-        positions = np.concatenate([np.arange(span.start, span.end) for span in spans])
-        arrays = (slots, positions, np.cumsum(sizes) - 1)
-        return cls(tuple(spans), *(torch.from_numpy(array).to(device) for array in arrays))
 
 
 class LatentAttention:
@@ -93,8 +68,11 @@ class LatentAttention:
         self._key_up = key_up.contiguous()
         self._value_up = value_up.transpose(1, 2).contiguous()
         self._out = laid_out(weights.get("o_proj.weight", width, heads * self._value))
-        self._scale = softmax_scale(config)
-        self._cos, self._sin = (table.to(kv_up) for table in rotation_tables(config, max_entries))
+        self._scale = yarn_apply_mscale(config.rope_parameters, (self._nope + self._rope) ** -0.5)
+        # Each ``[max_entries, qk_rope_head_dim / 2]``; transformers has them twice side by side.
+        places = torch.arange(max_entries, device=kv_up.device)[None]
+        tables = DeepseekV3RotaryEmbedding(config)(kv_up, places)
+        self._cos, self._sin = (table[0, :, : self._rope // 2] for table in tables)
         num_bytes = num_slots * max_entries * entry * kv_up.itemsize
         check_room(num_slots, max_entries, num_bytes, kv_up.device)
         # Not zeroed: memory is taken only as texts grow into it.
@@ -112,6 +90,10 @@ class LatentAttention:
         latent = F.rms_norm(latent, (self._latent,), self._kv_norm, self._eps)
         key = rotate(key, self._cos[packed.positions], self._sin[packed.positions])
         self.cache[packed.slots, packed.positions] = torch.cat([latent, key], 1)
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copies the first ``length`` entries of a slot into another."""
+        self.cache[target, :length] = self.cache[source, :length]
 
     def read(self, x: Tensor, spans: Sequence[Span], positions: Tensor) -> Tensor:
         """What the last entries of n spans, which are written, see: all up to each of them.
@@ -185,28 +167,3 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     first, second = x[..., 0::2], x[..., 1::2]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-
-
-def softmax_scale(config: Any) -> float:
-    """What scores are multiplied by; YaRN sharpens them as texts grow longer."""
-    scale = float((config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5)
-    rope = config.rope_parameters
-    if rope["rope_type"] == "default" or rope["factor"] <= 1:
-        return scale
-    sharpening = 0.1 * (rope.get("mscale_all_dim") or 0.0) * math.log(rope["factor"]) + 1.0
-    return scale * sharpening**2
-
-
-def rotation_tables(config: Any, num_positions: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, each float32 ``[num_positions, qk_rope_head_dim / 2]``.
-
-    YaRN (arXiv 2309.00071) has frequencies and a magnitude of its own.
-    """
-    rope, dim = config.rope_parameters, config.qk_rope_head_dim
-    if rope["rope_type"] == "default":
-        frequencies = rope["rope_theta"] ** -(torch.arange(0, dim, 2, dtype=torch.float32) / dim)
-        magnitude = 1.0
-    else:
-        frequencies, magnitude = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config)
-    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
-    return angles.cos() * magnitude, angles.sin() * magnitude

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import DeepseekV3Config
 
 from specserve.core.errors import ConfigError, reason_of
-from specserve.drafters.base import Answer, Card, Key, Row
-from specserve.drafters.kv_cache import Span
-from specserve.drafters.latent_attention import Packed
+from specserve.drafters.base import Card, Key, Row
+from specserve.drafters.drafting import SlotDrafter, Turn
+from specserve.drafters.kv_cache import Packed, Span
 from specserve.drafters.mtp_files import fetch_mtp, find_mtp
 from specserve.drafters.mtp_module import MtpModule
 from specserve.drafters.mtp_weights import MtpWeights
-from specserve.drafters.ops import NO_GUESS, Guess, guesses
 from specserve.drafters.slots import Slot, SlotTable
 from specserve.drafters.vocabulary import fingerprint
 
@@ -38,25 +34,8 @@ _EXPERT_STEP = 8
 """Rows of experts' weights have to begin at multiples of 16 bytes: 8 of the smallest numbers."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """What a row asks for, as far as it can be done.
-
-    Attributes:
-        row: the row.
-        slot: its text's.
-        span: entries to compute; may be none.
-        num_drafts: tokens to draft.
-    """
-
-    row: Row
-    slot: Slot
-    span: Span
-    num_drafts: int
-
-
-class MtpDrafter:
-    """A :class:`~specserve.drafters.base.Drafter` that continues the target's own hidden states.
+class MtpDrafter(SlotDrafter):
+    """Continues the target's own hidden states.
 
     A text of n tokens is held as n - 1 entries: entry i needs the target's state of position i and
     the token at i + 1. ``Answer.held`` counts entries. Where states never came, the text's entries
@@ -66,16 +45,12 @@ class MtpDrafter:
         module: the model, with ``max_texts`` slots.
         card: what it tells of itself.
         max_texts: texts that are remembered.
-
-    Attributes:
-        module: the model.
-        card: what it tells of itself.
     """
 
     def __init__(self, module: MtpModule, card: Card, max_texts: int) -> None:
         self.module = module
-        self.card = card
-        self._slots = SlotTable(max_texts, card.max_tokens)
+        slots = SlotTable(max_texts, card.max_tokens, module.attention.copy)
+        super().__init__(card, slots, module.device)
 
     @classmethod
     def load(
@@ -90,7 +65,7 @@ class MtpDrafter:
     ) -> Self:
         """Loads the module from its target's checkpoint or from a folder of its own.
 
-        The arguments are those of :meth:`specserve.drafters.causal.CausalDrafter.load`.
+        The arguments are as in :class:`~specserve.drafters.options.DrafterOptions`.
 
         Raises:
             ConfigError: the model is not there, has no MTP module or one that is not as
@@ -110,34 +85,16 @@ class MtpDrafter:
         )
         return cls(MtpModule(config, weights, max_texts, card.max_tokens), card, max_texts)
 
-    @torch.inference_mode()
-    def draft(self, rows: Sequence[Row]) -> list[Answer]:
-        """See :meth:`specserve.drafters.base.Drafter.draft`."""
-        keys = {row.key for row in rows}
-        works = [self._prepare(row, keys) for row in rows]
-        drafts = self._compute([work for work in works if work and work.span.end > work.span.start])
-        answers = []
-        for row in rows:
-            slot = self._slots.get(row.key)
-            held, begin = (slot.length, slot.begin) if slot else (0, 0)
-            answers.append(Answer(held, *drafts.get(row.key, NO_GUESS), begin=begin))
-        return answers
-
-    def forget(self, keys: Sequence[Key]) -> None:
-        """See :meth:`specserve.drafters.base.Drafter.forget`."""
-        for key in keys:
-            self._slots.close(key)
-
-    def _prepare(self, row: Row, keys: Collection[Key]) -> _Work | None:
-        """Brings the row's slot to where the row goes on; None: it cannot be served."""
+    def _prepare(self, row: Row, keys: Collection[Key]) -> Turn | None:
         if not 0 < row.num_tokens <= self.card.max_tokens:
             return None
         slot = self._place(row, keys) if row.start == 0 else self._resume(row)
-        if slot is None:
+        if slot is None or row.states is None:
             return None
         num_entries = row.num_tokens - 1
         begin = max(row.states_start, slot.length)
-        end = min(num_entries, row.states_start + _num_states(row), begin + row.max_feed_tokens)
+        states_end = row.states_start + len(row.states)
+        end = min(num_entries, states_end, begin + row.max_feed_tokens)
         if row.states_start >= end:
             return None  # nothing that it brings can be used
         num_drafts = 0
@@ -147,10 +104,13 @@ class MtpDrafter:
             # A text that is held whole: its last result was not kept, and makes the first draft.
             self._truncate(slot, end - 1)
         if row.states_start > slot.length:
-            self._slots.restart(slot, row.tokens[:0])
             slot.begin = slot.length = row.states_start
-        end = max(end, slot.length)
-        return _Work(row, slot, Span(slot.index, slot.length, end, slot.begin), num_drafts)
+        span = Span(slot.index, slot.length, end, slot.begin)
+        if span.start >= span.end:
+            return None
+        tokens = row.tokens[span.start + 1 - row.start : span.end + 1 - row.start]
+        states = row.states[span.start - row.states_start : span.end - row.states_start]
+        return Turn(row.key, slot, span, tokens, num_drafts, states)
 
     def _place(self, row: Row, keys: Collection[Key]) -> Slot | None:
         """A slot for a text that is told from its beginning, with what another slot has of it."""
@@ -159,10 +119,7 @@ class MtpDrafter:
         salt = row.salt * 2**31 + int(row.tokens[0])
         slot = self._slots.open(row.key, salt, keys)
         if slot is not None:
-            shared = self._slots.restart(slot, row.tokens[1:])
-            if shared.slot != slot.index:
-                cache = self.module.attention.cache
-                cache[slot.index, : shared.length] = cache[shared.slot, : shared.length]
+            self._slots.restart(slot, row.tokens[1:])
         return slot
 
     def _resume(self, row: Row) -> Slot | None:
@@ -179,75 +136,15 @@ class MtpDrafter:
         return slot
 
     def _truncate(self, slot: Slot, length: int) -> None:
-        self._slots.truncate(slot, length)
+        slot.length = min(slot.length, length)
         slot.begin = min(slot.begin, slot.length)
 
-    def _compute(self, works: Sequence[_Work]) -> dict[Key, Guess]:
-        """All new entries in one forward, then the drafts, one forward for each further token."""
-        if not works:
-            return {}
-        # Longest drafts first: those that go on are always the first ones.
-        works = sorted(works, key=lambda work: -work.num_drafts)
-        num_drafting = sum(work.num_drafts > 0 for work in works)
-        tokens = [_entry_tokens(work) for work in works]
-        hidden = self.module.forward(
-            self._states(works),
-            self._tensor(tokens),
-            Packed.of([work.span for work in works], self.module.device),
-            num_drafting,
-        )
-        for work, new in zip(works, tokens, strict=True):
-            self._slots.extend(work.slot, new)
-        return self._continue(works[:num_drafting], hidden)
-
-    def _continue(self, works: Sequence[_Work], hidden: Tensor) -> dict[Key, Guess]:
-        """Drafts from the last entries' results, ``[n, hidden_size]``.
-
-        Drafted entries stand behind the text and do not count: the next row overwrites them.
-        """
-        keys = [work.row.key for work in works]
-        steps: list[tuple[Tensor, Tensor]] = []
-        for step in range(works[0].num_drafts if works else 0):
-            works = [work for work in works if work.num_drafts > step]
-            hidden = hidden[: len(works)]
-            if step:
-                ends = [(work.span, work.span.end + step) for work in works]
-                spans = [Span(span.slot, end - 1, end, span.first) for span, end in ends]
-                packed = Packed.of(spans, hidden.device)
-                tokens = steps[-1][0][: len(works)]
-                hidden = self.module.forward(hidden, tokens, packed, len(works))
-            steps.append(self.module.next_tokens(hidden))
-        return dict(zip(keys, guesses(steps, len(keys)), strict=True))
-
-    def _states(self, works: Sequence[_Work]) -> Tensor:
-        """The target's states of all new entries, ``[total, hidden_size]``."""
-        given = [_new_states(work) for work in works]
-        assert len({each.dtype for each in given}) == 1
-        states = np.concatenate(given)
-        if states.dtype == np.uint16:
-            bits = torch.from_numpy(states.view(np.int16)).to(self.module.device)
-            return bits.view(torch.bfloat16).to(self.module.dtype)
-        return torch.from_numpy(states).to(self.module.device, self.module.dtype)
-
-    def _tensor(self, tokens: Sequence[npt.NDArray[Any]]) -> Tensor:
-        return torch.from_numpy(np.concatenate(tokens).astype(np.int64)).to(self.module.device)
-
-
-def _num_states(row: Row) -> int:
-    return 0 if row.states is None else len(row.states)
-
-
-def _new_states(work: _Work) -> npt.NDArray[Any]:
-    """The target's states at the positions of the new entries."""
-    row, span = work.row, work.span
-    assert row.states is not None
-    return row.states[span.start - row.states_start : span.end - row.states_start]
-
-
-def _entry_tokens(work: _Work) -> npt.NDArray[np.int32]:
-    """The tokens behind the positions of the new entries."""
-    row, span = work.row, work.span
-    return row.tokens[span.start + 1 - row.start : span.end + 1 - row.start]
+    def _forward(
+        self, tokens: Tensor, states: Tensor | None, packed: Packed, num_wanted: int
+    ) -> tuple[Tensor, Tensor]:
+        assert states is not None
+        results = self.module.forward(states.to(self.module.dtype), tokens, packed, num_wanted)
+        return results, self.module.logits(results)
 
 
 def _read_config(folder: str, raw: dict[str, Any]) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,8 +30,6 @@ _MAX_HEADER_BYTES = 100_000_000
 """What the safetensors library itself accepts."""
 
 SHARD_BYTES = 4 << 30
-"""Tensors of one file, in bytes; a larger tensor has a file to itself."""
-
 BUFFER_BYTES = 16 << 20
 
 _SMALL_FILES = (
@@ -43,14 +41,9 @@ _SMALL_FILES = (
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor as it lies in a safetensors file.
+    """A tensor as it lies in a safetensors file: bytes ``begin .. end - 1``.
 
-    Attributes:
-        file: which.
-        dtype: by safetensors' name: ``BF16``, ``F8_E4M3``, ...
-        shape: of the tensor.
-        begin: first byte in the file.
-        end: byte after the last one.
+    ``dtype`` is safetensors' name: ``BF16``, ``F8_E4M3``, ...
     """
 
     file: Path
@@ -95,11 +88,7 @@ class MtpFiles:
 
 
 def find_mtp(folder: str, field: str) -> MtpFiles:
-    """Finds the module in a checkpoint.
-
-    Args:
-        folder: of the checkpoint.
-        field: what the user named it by, for errors.
+    """Finds the module in a checkpoint's folder, which errors name by ``field``.
 
     Raises:
         ConfigError: it is no checkpoint of DeepSeek-V3's architecture, has no MTP layer or more
@@ -116,10 +105,6 @@ def find_mtp(folder: str, field: str) -> MtpFiles:
 
 def fetch_mtp(model: str, revision: str) -> str:
     """Fetches the files that the module of a model on the hub is in, and no others.
-
-    Args:
-        model: id on the hub.
-        revision: branch, tag or commit; empty: the default one.
 
     Returns:
         folder in the hub's cache of this machine.
@@ -196,13 +181,9 @@ def _places(folder: Path) -> dict[str, Path]:
     if not (folder / INDEX).exists():
         return dict.fromkeys(read_header(folder / SINGLE), folder / SINGLE)
     files = _read_json(folder / INDEX).get("weight_map")
-    if not isinstance(files, dict) or not _are_file_names(files.values()):
+    if not isinstance(files, dict) or any(Path(str(f)).name != f for f in files.values()):
         raise _Unfit(f"a {INDEX} with a `weight_map` of file names")
     return {name: folder / file for name, file in files.items()}
-
-
-def _are_file_names(values: Iterable[object]) -> bool:
-    return all(isinstance(value, str) and Path(value).name == value for value in values)
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
@@ -259,9 +240,9 @@ def split_mtp(
     """Writes the module. Nothing stands at ``out`` before all of it is written.
 
     Args:
-        files: the module's tensors.
+        files: the module's.
         out: new folder, or an empty one.
-        shard_bytes: tensors of one file, in bytes.
+        shard_bytes: tensors of one file, in bytes; a larger tensor has a file to itself.
         advance: told how many bytes have been written since it was last called.
 
     Raises:

@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specserve.drafters.experts import MixtureOfExperts
-from specserve.drafters.latent_attention import LatentAttention, Packed
+from specserve.drafters.kv_cache import Packed
+from specserve.drafters.latent_attention import LatentAttention
 from specserve.drafters.mtp_weights import MtpWeights
-from specserve.drafters.ops import laid_out, likeliest
+from specserve.drafters.ops import laid_out
 
 
 class MtpModule:
@@ -28,6 +29,7 @@ class MtpModule:
     """
 
     def __init__(self, config: Any, weights: MtpWeights, num_slots: int, max_entries: int) -> None:
+        self.dtype, self.device = weights.dtype, weights.device
         width, vocab = config.hidden_size, config.vocab_size
         self._eps = config.rms_norm_eps
         self._embedding = weights.embedding(vocab, width)
@@ -41,16 +43,6 @@ class MtpModule:
         self._head = laid_out(weights.head(vocab, width))
         # Last: whether its cache fits is checked against the memory that is left.
         self.attention = LatentAttention(config, weights.part("self_attn"), num_slots, max_entries)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What it computes in."""
-        return self._norm.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where it computes."""
-        return self._norm.device
 
     def forward(
         self, states: Tensor, next_tokens: Tensor, packed: Packed, num_wanted: int
@@ -85,9 +77,9 @@ class MtpModule:
         x += self._experts.forward(self._rms(x, self._mlp_norm))
         return self._rms(x, self._norm)
 
-    def next_tokens(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """See :func:`~specserve.drafters.ops.likeliest`, of n of :meth:`forward`'s rows."""
-        return likeliest(F.linear(hidden, self._head))
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``[n, vocab_size]``, of n of :meth:`forward`'s rows."""
+        return F.linear(hidden, self._head)
 
     def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, self._eps)

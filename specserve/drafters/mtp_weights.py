@@ -22,9 +22,7 @@ class MtpWeights:
     """The module's weights, or those of a part of it.
 
     Attributes:
-        files: where they are.
         dtype: what they are converted to.
-        device: where they go.
         prefix: what :meth:`get` puts between the layer's name and a tensor's.
     """
 

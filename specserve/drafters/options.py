@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
@@ -13,13 +14,15 @@ import numpy as np
 from specserve.core.source_config import DraftModelConfig, MtpConfig
 from specserve.drafters.base import Drafter, Row
 from specserve.drafters.schedule import FEED_TOKENS
-from specserve.drafters.watchdog import ended_if_it_hangs
 from specserve.wire.messages import PROTOCOL
 
 NAME_PREFIX = "specserve-drafter-"
 
 FAILED_REST_S = 30.0
 """Before a drafter is started again that could not load its model."""
+
+LONGEST_WARM_UP_S = 300
+"""A first call that takes longer hangs, and ends the process; whoever started it starts another."""
 
 _DRAFTERS = {
     "draft_model": "specserve.drafters.causal:CausalDrafter",
@@ -32,17 +35,14 @@ _DRAFTERS = {
 class DrafterOptions:
     """What a drafter is made with. Replicas with equal ones share it.
 
+    What is not listed is as in its source's section.
+
     Attributes:
-        kind: ``draft_model`` or ``mtp``.
         model: folder or hub id of what it loads.
         revision: on the hub: branch, tag or commit; empty: the default one.
-        max_texts: texts that it remembers.
-        max_tokens: longest text in tokens.
-        dtype: as configured.
-        num_cpus: reserved for it.
-        num_gpus: reserved for it; it computes on a GPU where that is not 0, and keeps to its part
-            of the memory where that is below 1.
-        resources: further Ray resources.
+        max_tokens: longest text, the target's context length.
+        num_gpus: it computes on a GPU where that is not 0, and keeps to its part of the memory
+            where that is below 1.
         content: tells what the model's folder holds; empty: unknown.
     """
 
@@ -76,26 +76,14 @@ def drafter_options(
     revision: str = "",
     content: str = "",
 ) -> DrafterOptions:
-    """The drafter that a source's configuration describes.
-
-    Args:
-        config: the source's.
-        model: where its weights are, as all nodes find them.
-        max_tokens: the target's context length.
-        revision: of the model, on the hub.
-        content: tells what the model's folder holds; empty: unknown.
-    """
+    """The drafter that a source's configuration describes; ``model`` as all nodes find it."""
+    shared = {"kind", "max_texts", "dtype", "num_cpus", "num_gpus", "resources"}
     return DrafterOptions(
-        kind=config.kind,
         model=model,
         revision=revision,
-        max_texts=config.max_texts,
         max_tokens=max_tokens,
-        dtype=config.dtype,
-        num_cpus=config.num_cpus,
-        num_gpus=config.num_gpus,
-        resources=config.resources,
         content=content,
+        **config.model_dump(include=shared),
     )
 
 
@@ -122,8 +110,11 @@ def load(options: DrafterOptions) -> Drafter:
         dtype=getattr(torch, usual if options.dtype == "auto" else options.dtype),
         device="cuda" if on_gpu else "cpu",
     )
-    with ended_if_it_hangs():
+    faulthandler.dump_traceback_later(LONGEST_WARM_UP_S, exit=True)
+    try:
         _warm_up(drafter)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     return drafter
 
 

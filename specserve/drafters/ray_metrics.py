@@ -39,11 +39,10 @@ class RayExporter:
         self._labels = dict(labels)
         self._series = {spec.name: _series(spec, self._labels) for spec in specs}
         self._exported: dict[tuple[str, tuple[str, ...]], Sample] = {}
-        self._thread = threading.Thread(target=self._run, name="specserve-metrics", daemon=True)
 
     def start(self) -> None:
         """Begins to export, until the process ends."""
-        self._thread.start()
+        threading.Thread(target=self._run, name="specserve-metrics", daemon=True).start()
 
     def export(self) -> None:
         """Exports what was counted since the last call."""

@@ -22,9 +22,6 @@ _MOST_AT_ONCE = 1024
 """Messages that are read before what has come is worked on: a client that floods must not keep the
 others from their answers."""
 
-_QUESTION_BYTES = 1024
-"""Memory of a question beside its frames, and more than that."""
-
 _REFUSALS = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -37,19 +34,11 @@ _silent.disabled = True  # at the level DEBUG it tells the secret
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A question that came in.
-
-    Attributes:
-        client: who asks.
-        question: what.
-        at: when it was read, monotonic seconds.
-        num_bytes: the memory that it takes.
-    """
+    """A question that came in, and when it was read, in monotonic seconds."""
 
     client: bytes
     question: Question
     at: float
-    num_bytes: int
 
 
 class Router:
@@ -143,8 +132,7 @@ class Router:
             except WireError as error:
                 self._on_malformed(error)
             else:
-                num_bytes = sum(map(len, frames)) + _QUESTION_BYTES
-                arrivals.append(Arrival(client, question, time.monotonic(), num_bytes))
+                arrivals.append(Arrival(client, question, time.monotonic()))
             if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 break
         return arrivals

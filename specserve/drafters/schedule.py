@@ -19,10 +19,8 @@ class Call:
     """A client's request while it is worked on.
 
     Attributes:
-        client: who asks.
         number: the client's number for it.
         expires_at: monotonic time after which nobody waits for it.
-        num_bytes: what it takes of memory.
         answers: one for each row, as far as they are there.
         compute_s: time spent so far on calls that its rows were part of, in seconds.
         num_failed: rows for which the model raised.
@@ -31,7 +29,6 @@ class Call:
     client: bytes
     number: int
     expires_at: float
-    num_bytes: int
     answers: list[Answer | None]
     compute_s: float = 0.0
     num_failed: int = 0
@@ -44,7 +41,7 @@ class Call:
     @property
     def is_done(self) -> bool:
         """Whether each row has its answer."""
-        return not any(answer is None for answer in self.answers)
+        return None not in self.answers
 
 
 class Task:
@@ -80,28 +77,12 @@ class Task:
         self.wants_draft = self.is_last and row.max_draft_tokens > 0
 
     def piece(self) -> Row:
-        """What the drafter is told next."""
-        row, end, states = self.row, self.end, self.row.states
-        if (
-            self.is_last
-            and self.done == row.start
-            and (states is None or row.states_start == self.begin)
-        ):
-            return row  # as most are: there is nothing to cut
-        if self.done == 0:
-            # All of it, though not all is computed: other texts may hold more of its beginning.
-            return replace(row, max_feed_tokens=FEED_TOKENS)
-        if states is not None:
-            last = None if self.is_last else max(end - row.states_start, 0)
-            states = states[self.begin - row.states_start : last]
-        return replace(
-            row,
-            start=self.done,
-            tokens=row.tokens[self.done - row.start : end - row.start],
-            states_start=self.begin,
-            states=states if states is not None and len(states) else None,
-            max_draft_tokens=row.max_draft_tokens if self.is_last else 0,
-        )
+        """What the drafter is told next: all that is left, of which it computes one piece."""
+        row = self.row
+        if self.is_last and self.done == row.start:
+            return row
+        tokens = row.tokens[self.done - row.start :]
+        return replace(row, start=self.done, tokens=tokens, max_feed_tokens=FEED_TOKENS)
 
     def advance(self, answer: Answer) -> bool:
         """Takes the answer to the piece; false: that was the last one.

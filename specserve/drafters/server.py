@@ -44,15 +44,6 @@ REPLICA_SILENT_S = 10.0
 MOST_FAILURES = 8
 """Turns in a row in which the model may fail for all: after some errors of a GPU it always does."""
 
-MAX_WAITING = 256
-"""Questions of one client that wait; it has one for its drafts, and one for each long text."""
-
-MAX_WAITING_BYTES = 256 << 20
-"""Of one client's requests that wait."""
-
-MAX_CLIENT_TEXTS = 4096
-"""A client with more texts does not say when they end; all of them are forgotten then."""
-
 
 @dataclass(slots=True)
 class _Client:
@@ -60,8 +51,6 @@ class _Client:
 
     heard_at: float
     texts: set[int] = field(default_factory=set)
-    num_calls: int = 0
-    num_bytes: int = 0
 
 
 class DrafterServer:
@@ -73,10 +62,10 @@ class DrafterServer:
     Args:
         drafter: called from one thread, of this server.
         bind: ZeroMQ address, port 0 for any free one.
-        client_idle_s: what is held of a client that has asked nothing for so long is forgotten.
         on_broken: called where the model has failed for all in ``MOST_FAILURES`` turns in a row.
 
     Attributes:
+        address: where clients connect to, with the secret that lets them in.
         counters: what has happened so far.
         turn_began: monotonic time when the turn began that runs; None: something is waited for.
     """
@@ -85,17 +74,16 @@ class DrafterServer:
         self,
         drafter: Drafter,
         bind: str = "tcp://127.0.0.1:0",
-        client_idle_s: float = CLIENT_IDLE_S,
         on_broken: Callable[[], object] = lambda: None,
     ) -> None:
         self.counters = ServerCounters()
         self.turn_began: float | None = None
         self._drafter = drafter
-        self._client_idle_s = client_idle_s
         self._on_broken, self._num_failures = on_broken, 0
         self._card = drafter.card
         self._instance = token_hex(8)
         self._router = Router(bind, self._note_malformed, self._note_refused)
+        self.address = self._router.address
         self._clients: dict[bytes, _Client] = {}
         self._seats: dict[str, float] = {}
         self._arrivals: deque[Arrival] = deque()
@@ -106,11 +94,6 @@ class DrafterServer:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._compute, name="drafter-model", daemon=True)
         self._thread.start()
-
-    @property
-    def address(self) -> str:
-        """Where clients connect to, with the secret that lets them in."""
-        return self._router.address
 
     @property
     def idle_s(self) -> float:
@@ -151,7 +134,8 @@ class DrafterServer:
     def _take_turn(self) -> None:
         self._take_arrivals()
         self._forget_idle_clients()
-        self._expire()
+        now = time.monotonic()
+        self._drop([call for call in self._calls if call.expires_at < now], "expired")
         self._run(self._schedule.drafts())
         self._answer_done()
         self._run(self._schedule.feed())
@@ -161,7 +145,7 @@ class DrafterServer:
         """Takes what has come; waits for something where there is nothing to do."""
         is_busy = bool(self._schedule or self._arrivals)
         self.turn_began = None
-        self._arrivals.extend(self._router.get(0.0 if is_busy else self._client_idle_s))
+        self._arrivals.extend(self._router.get(0.0 if is_busy else CLIENT_IDLE_S))
         self.turn_began = time.monotonic()
         while self._arrivals:
             self._take(self._arrivals.popleft())
@@ -173,19 +157,13 @@ class DrafterServer:
         if isinstance(question, Hello):
             if question.replica in self._seats:
                 self._seats[question.replica] = arrival.at
-            self._router.reply(name, self._introduce(question))
+            card = messages.Card(question.number, PROTOCOL, self._instance, *astuple(self._card))
+            self._router.reply(name, card)
         else:
             self.counters.num_requests += 1
             self.counters.num_rows += len(question.rows)
             self._forget(name, client, question.forget)
-            num_bytes = client.num_bytes + arrival.num_bytes
-            if client.num_calls < MAX_WAITING and num_bytes <= MAX_WAITING_BYTES:
-                self._open(client, arrival, question)
-            else:
-                self._refuse(name, question.number, "crowded")
-
-    def _introduce(self, hello: Hello) -> messages.Card:
-        return messages.Card(hello.number, PROTOCOL, self._instance, *astuple(self._card))
+            self._open(client, arrival, question)
 
     def _unfit(self, rows: Sequence[TextRow]) -> set[int]:
         """Rows that the model cannot be given: a wrong token is beyond its embedding's end."""
@@ -206,11 +184,8 @@ class DrafterServer:
             arrival.client,
             request.number,
             arrival.at + request.budget_s,
-            arrival.num_bytes,
             [None] * len(request.rows),
         )
-        client.num_calls += 1
-        client.num_bytes += call.num_bytes
         self._calls.append(call)
         unfit = self._unfit(request.rows)
         self.counters.num_refused["unfit"] += len(unfit)
@@ -220,12 +195,6 @@ class DrafterServer:
             else:
                 self._schedule.add(Task(call, index, _row(arrival.client, row)))
                 client.texts.add(row.text)
-        if len(client.texts) > MAX_CLIENT_TEXTS:
-            self._forget(arrival.client, client, tuple(client.texts))
-
-    def _expire(self) -> None:
-        now = time.monotonic()
-        self._drop([call for call in self._calls if call.expires_at < now], "expired")
 
     def _run(self, tasks: list[Task]) -> None:
         """Has the drafter work on the next pieces of these tasks."""
@@ -241,10 +210,10 @@ class DrafterServer:
     def _has_run(self, tasks: list[Task]) -> bool:
         """Whether any of these tasks went through the model.
 
-        Where it raises, they are tried in halves, of requests first: all together may be too much
-        for its memory, or one of them the cause.
+        Where it raises, they are tried in halves: all together may be too much for its memory, or
+        one of them the cause.
         """
-        calls = list(dict.fromkeys(task.call for task in tasks))
+        calls = {task.call for task in tasks}
         began = self._active_at = time.monotonic()
         answers: list[Answer] | None = None
         try:
@@ -259,7 +228,8 @@ class DrafterServer:
                     self._schedule.fail(task)
                 self.counters.num_refused["failed"] += len(tasks)
                 return False
-            have_run = [self._has_run(half) for half in _halves(tasks, calls)]
+            middle = len(tasks) // 2
+            have_run = [self._has_run(half) for half in (tasks[:middle], tasks[middle:])]
             return any(have_run)
         spent_s = self._active_at - began
         self.counters.compute_s += spent_s
@@ -274,7 +244,7 @@ class DrafterServer:
 
     def _answer_done(self) -> None:
         for call in [call for call in self._calls if call.is_done]:
-            self._close(call)
+            self._calls.remove(call)
             if call.has_failed:
                 self._refuse(call.client, call.number, "failed")
                 continue
@@ -286,14 +256,8 @@ class DrafterServer:
             return
         self._schedule.drop(calls)
         for call in calls:
-            self._close(call)
+            self._calls.remove(call)
             self._refuse(call.client, call.number, reason)
-
-    def _close(self, call: Call) -> None:
-        self._calls.remove(call)
-        client = self._clients[call.client]
-        client.num_calls -= 1
-        client.num_bytes -= call.num_bytes
 
     def _forget(self, name: bytes, client: _Client, texts: tuple[int, ...]) -> None:
         """These texts of a client have ended."""
@@ -306,9 +270,9 @@ class DrafterServer:
         self._drafter.forget(keys)
 
     def _forget_idle_clients(self) -> None:
-        latest = time.monotonic() - self._client_idle_s
+        latest = time.monotonic() - CLIENT_IDLE_S
         for name, client in list(self._clients.items()):
-            if client.heard_at < latest and not client.num_calls:
+            if client.heard_at < latest:
                 self._forget(name, client, tuple(client.texts))
                 del self._clients[name]
         for replica, heard_at in list(self._seats.items()):
@@ -335,16 +299,6 @@ class DrafterServer:
             logger.warning(
                 "%s: %s. Further ones are only counted", kind, shorten(text, 200), exc_info=error
             )
-
-
-def _halves(tasks: list[Task], calls: list[Call]) -> tuple[list[Task], list[Task]]:
-    """Two or more tasks in two parts, with a call's own together where there are several calls."""
-    if len(calls) == 1:
-        return tasks[: len(tasks) // 2], tasks[len(tasks) // 2 :]
-    first = set(calls[: len(calls) // 2])
-    return [each for each in tasks if each.call in first], [
-        each for each in tasks if each.call not in first
-    ]
 
 
 def _told(answer: Answer) -> RowAnswer:

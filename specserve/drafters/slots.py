@@ -2,7 +2,7 @@
 
 A slot is a row of the cache with a text of its own. Rolling back is moving a length. A text that
 has ended stays in its slot until another needs it: a new text that begins like it takes over what
-they share, found by chained hashes of blocks of tokens as vLLM's prefix cache does.
+they share.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,9 +24,6 @@ KEEP_S = 30.0
 """A text that was used so short a time ago keeps its slot. Were it dropped for a new one, more
 texts than there are slots would drop one another at each step, and all would be read again and
 again. Those that are being read take turns, and may be unused for a while."""
-
-BLOCK = 16
-"""Tokens of a block: texts share whole blocks."""
 
 
 @dataclass(slots=True)
@@ -51,40 +47,28 @@ class Slot:
     used_at: float = -math.inf
 
 
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """A common beginning.
-
-    Attributes:
-        slot: row of the cache to copy from; may be the text's own new one, then nothing is to be
-            copied.
-        length: how many entries.
-    """
-
-    slot: int
-    length: int
-
-
 class SlotTable:
     """Places for texts; the one that was used longest ago goes first.
 
     Args:
         num_slots: rows of the KV cache.
         max_tokens: length of each, in tokens.
+        copy: called with two rows and a length: copies so many first entries from one to the other.
         clock: monotonic seconds.
     """
 
     def __init__(
-        self, num_slots: int, max_tokens: int, clock: Callable[[], float] = time.monotonic
+        self,
+        num_slots: int,
+        max_tokens: int,
+        copy: Callable[[int, int, int], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.max_tokens = max_tokens
         self.tokens = np.zeros((num_slots, max_tokens), np.int32)
         """int32 ``[num_slots, max_tokens]``, the texts; of each slot the first ``length`` count."""
         self._slots = [Slot(index) for index in range(num_slots)]
         self._by_key: dict[Key, Slot] = {}
-        self._by_age: OrderedDict[int, Slot] = OrderedDict((s.index, s) for s in self._slots)
-        self._holders: dict[int, dict[int, None]] = {}  # hash of a beginning -> slots, by age
-        self._hashes: list[list[int]] = [[] for _ in self._slots]
+        self._copy = copy
         self._clock = clock
         self._was_full = False
 
@@ -92,7 +76,7 @@ class SlotTable:
         """A text's slot, now the youngest; None: it has none."""
         slot = self._by_key.get(key)
         if slot is not None:
-            self._touch(slot)
+            slot.used_at = self._clock()
         return slot
 
     def open(self, key: Key, salt: int, keep: Collection[Key] = ()) -> Slot | None:
@@ -108,15 +92,11 @@ class SlotTable:
             None: all slots are kept.
         """
         assert key not in self._by_key
-        latest = self._clock() - KEEP_S
-        free = (slot for slot in self._by_age.values() if slot.key is None)
-        unused = (
-            slot
-            for slot in self._by_age.values()
-            if slot.used_at <= latest and slot.key not in keep
-        )
-        slot = next(free, None) or next(unused, None)
-        if slot is None:
+        now = self._clock()
+        free = [slot for slot in self._slots if slot.key is None] or [
+            slot for slot in self._slots if slot.used_at <= now - KEEP_S and slot.key not in keep
+        ]
+        if not free:
             if not self._was_full:
                 self._was_full = True
                 logger.warning(
@@ -124,58 +104,36 @@ class SlotTable:
                     len(self._slots),
                 )
             return None
+        slot = min(free, key=lambda slot: slot.used_at)
         if slot.key is not None:
             del self._by_key[slot.key]
-        if slot.salt != salt:  # what stands there was never this salt's
-            self.truncate(slot, 0)
-        slot.key, slot.salt = key, salt
+        if slot.salt != salt or slot.begin:  # nothing there is a beginning of this salt's texts
+            slot.length = slot.begin = 0
+        slot.key, slot.salt, slot.used_at = key, salt, now
         self._by_key[key] = slot
-        self._touch(slot)
         return slot
 
-    def restart(self, slot: Slot, text: Int32Array) -> Shared:
+    def restart(self, slot: Slot, text: Int32Array) -> None:
         """Empties a slot for a text, but for the longest beginning that some slot holds of it.
 
         Args:
-            slot: of :meth:`open`; its length and begin are set, its tokens written up to there.
+            slot: of a text that begins at 0.
             text: int32 ``[n]``, from the text's first token on.
-
-        Returns:
-            What the caller must copy in the cache before it computes the rest: entries
-            ``0 .. length - 1``.
         """
-        shared = Shared(slot.index, 0)
-        for number, found in enumerate(_chain(slot.salt, text)):
-            if found not in self._holders:
-                break
-            end = (number + 1) * BLOCK
-            shared = Shared(self._best_holder(found, slot.index), end)
-        if not self._holds(shared.slot, slot.salt, text[: shared.length]):
-            shared = Shared(slot.index, 0)
-        self._drop_blocks(slot.index, 0)
-        slot.begin, slot.length = 0, shared.length
-        self.tokens[slot.index, : shared.length] = text[: shared.length]
-        return shared
-
-    def truncate(self, slot: Slot, length: int) -> None:
-        """Rolls a text back to its first ``length`` tokens."""
-        slot.length = min(slot.length, length)
-        self._drop_blocks(slot.index, slot.length // BLOCK)
+        same_salt = [each for each in self._slots if each.salt == slot.salt and not each.begin]
+        # Itself first: where others hold no more, nothing is to be copied.
+        source = max([slot, *same_salt], key=lambda each: self.num_held(each, text))
+        length = self.num_held(source, text)
+        if source is not slot:
+            self._copy(source.index, slot.index, length)
+            self.tokens[slot.index, :length] = text[:length]
+        slot.length = length
 
     def extend(self, slot: Slot, tokens: Int32Array) -> None:
         """Says that the entries of these next tokens have been computed."""
         end = slot.length + len(tokens)
-        assert end <= self.max_tokens
         self.tokens[slot.index, slot.length : end] = tokens
         slot.length = end
-        if slot.begin:
-            return  # its beginning is missing: no other text may take it for a whole one
-        hashes = self._hashes[slot.index]
-        known = len(hashes) * BLOCK
-        previous = hashes[-1] if hashes else slot.salt
-        for found in _chain(previous, self.tokens[slot.index, known:end]):
-            self._holders.setdefault(found, {})[slot.index] = None
-            hashes.append(found)
 
     def close(self, key: Key) -> None:
         """A text has ended: its slot may be taken, and until then be shared from."""
@@ -183,37 +141,8 @@ class SlotTable:
         if slot is not None:
             slot.key = None
 
-    def _touch(self, slot: Slot) -> None:
-        slot.used_at = self._clock()
-        self._by_age.move_to_end(slot.index)
-
-    def _best_holder(self, found: int, index: int) -> int:
-        """A slot that holds a beginning; slot ``index`` itself if it does, to save the copy."""
-        holders = self._holders[found]
-        return index if index in holders else next(iter(holders))
-
-    def _holds(self, index: int, salt: int, text: Int32Array) -> bool:
-        """Whether a slot holds this beginning; hashes are only hints."""
-        slot = self._slots[index]
-        return (
-            slot.salt == salt
-            and slot.begin == 0
-            and slot.length >= len(text)
-            and bool(np.array_equal(self.tokens[index, : len(text)], text))
-        )
-
-    def _drop_blocks(self, index: int, num_kept: int) -> None:
-        hashes = self._hashes[index]
-        for found in hashes[num_kept:]:
-            holders = self._holders[found]
-            del holders[index]
-            if not holders:
-                del self._holders[found]
-        del hashes[num_kept:]
-
-
-def _chain(previous: int, tokens: Int32Array) -> Iterator[int]:
-    """Hashes of the whole blocks of ``tokens``, each with all that stands before it."""
-    for begin in range(0, len(tokens) - BLOCK + 1, BLOCK):
-        previous = hash((previous, tokens[begin : begin + BLOCK].tobytes()))
-        yield previous
+    def num_held(self, slot: Slot, tokens: Int32Array, start: int = 0) -> int:
+        """How many of these tokens, the first of which is at ``start``, a slot holds there."""
+        held = self.tokens[slot.index, start : slot.length][: len(tokens)]
+        differs = held != tokens[: len(held)]
+        return int(differs.argmax()) if differs.any() else len(held)

@@ -18,9 +18,7 @@ def fingerprint(path: str, revision: str = "") -> str:
 
     Two tokenizers of one vocabulary have one fingerprint, however their files are written.
 
-    Args:
-        path: folder of a Hugging Face checkpoint, or its id on the hub.
-        revision: branch, tag or commit on the hub; empty: the default one.
+    ``path`` is a Hugging Face checkpoint's folder or, with its ``revision``, its id on the hub.
 
     Returns:
         64 hexadecimal digits; empty, after a warning: there is no tokenizer that can be read.

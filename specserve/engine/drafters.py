@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 import ray
 
 from specserve.core.config import ModelConfig
 from specserve.core.errors import ConfigError
 from specserve.core.source_config import DraftModelConfig, MtpConfig
-from specserve.drafters.actor import DrafterFinder, OwnDrafter
+from specserve.drafters.actor import DrafterFinder, OwnDrafter, SharedDrafters
 from specserve.drafters.host import HostedDrafter
 from specserve.drafters.options import drafter_options
 from specserve.engine.checkpoint import find_checkpoint, fingerprint, folder_or_id
@@ -42,24 +43,16 @@ def drafter_finder(
         model, revision = folder_or_id(config.model, f"speculation.{config.kind}.model"), ""
     else:
         model, revision = find_checkpoint(target).path, target.revision
-    options = drafter_options(config, model, max_tokens, revision, _content(model, revision))
+    content = ""
+    with suppress(ConfigError):  # a drafter says itself what is wrong with its model
+        content = fingerprint(ModelConfig(path=model, revision=revision))
+    options = drafter_options(config, model, max_tokens, revision, content)
     if not ray.is_initialized():
         hosted = HostedDrafter(options)
         exits.append(hosted.close)
         return hosted
     if config.placement == "beside_rank_0":
-        find = DrafterFinder(options, config.num_actors, replica, OwnDrafter())
+        find = DrafterFinder(OwnDrafter(options, replica), config.num_actors)
         # vLLM counts all that is taken on its GPU while it measures as its own.
         return lambda: find() if is_warm.is_set() else None
-    return DrafterFinder(options, config.num_actors, replica)
-
-
-def _content(model: str, revision: str) -> str:
-    """Tells what a model's folder holds, as far as this node sees it; empty: it does not.
-
-    A drafter says itself what is wrong with its model, and fails alone.
-    """
-    try:
-        return fingerprint(ModelConfig(path=model, revision=revision))
-    except ConfigError:
-        return ""
+    return DrafterFinder(SharedDrafters(options, replica), config.num_actors)

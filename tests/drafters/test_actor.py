@@ -19,7 +19,7 @@ from specserve.drafters.actor import (
     SILENT_S,
     DrafterFinder,
     Seat,
-    SeatAsker,
+    SharedDrafters,
 )
 from specserve.drafters.options import FAILED_REST_S, DrafterOptions
 
@@ -48,8 +48,7 @@ class Actors:
         self.told: list[str] = []
         self.now = 1000.0
 
-    def ask(self, options: DrafterOptions, index: int, replica: str) -> Seat:
-        assert options is OPTIONS
+    def ask(self, index: int, replica: str) -> Seat:
         self.asked.append(index)
         error = self.errors[index]
         if error is None:
@@ -61,12 +60,8 @@ class Actors:
             self.now += FIND_S
         raise error
 
-    def leave(self, options: DrafterOptions, index: int, replica: str) -> None:
-        assert options is OPTIONS
-        self.seats[index].remove(replica)
-
     def finder(self, replica: str = "replica") -> DrafterFinder:
-        return DrafterFinder(OPTIONS, NUM_ACTORS, replica, self.ask, self.leave, lambda: self.now)
+        return DrafterFinder(Drafters(self, replica), NUM_ACTORS, lambda: self.now)
 
     def pass_time(self, find: DrafterFinder, seconds: float) -> None:
         """Asks every second, for so long at least."""
@@ -77,6 +72,20 @@ class Actors:
             except EngineError as error:
                 self.told.append(str(error))
             self.now += 1.0
+
+
+class Drafters(SharedDrafters):
+    """A replica's way to such drafters."""
+
+    def __init__(self, actors: Actors, replica: str) -> None:
+        super().__init__(OPTIONS, replica)
+        self._actors = actors
+
+    def ask(self, index: int) -> Seat:
+        return self._actors.ask(index, self.replica)
+
+    def leave(self, index: int) -> None:
+        self._actors.seats[index].remove(self.replica)
 
 
 @pytest.fixture
@@ -185,13 +194,15 @@ def test_a_drafter_that_does_not_answer_has_one_call_waiting(
         return answer
 
     monkeypatch.setattr(ray, "get", get)
-    ask = SeatAsker(lambda options, index: SimpleNamespace(seat=SimpleNamespace(remote=seat)))
+    actor = SimpleNamespace(seat=SimpleNamespace(remote=seat))
+    drafters = SharedDrafters(OPTIONS, "replica")
+    monkeypatch.setattr(drafters, "_start", lambda index: actor)
     for _ in range(2):
         with pytest.raises(GetTimeoutError):
-            ask(OPTIONS, 0, "replica")
-    assert ask(OPTIONS, 0, "replica").address == "there"
+            drafters.ask(0)
+    assert drafters.ask(0).address == "there"
     assert len(calls) == 1
-    assert ask(OPTIONS, 0, "replica").address == "there again"
+    assert drafters.ask(0).address == "there again"
     assert len(calls) == 2
 
 

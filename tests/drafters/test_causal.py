@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from specserve.drafters import slots
 from specserve.drafters.base import Answer, Card, Row
 from specserve.drafters.causal import CausalDrafter
 from specserve.drafters.causal_model import CausalModel
-from specserve.drafters.kv_cache import KVCache, Span
+from specserve.drafters.kv_cache import KVCache, Packed
 from specserve.drafters.schedule import Call, Task
 
 MODEL = str(Path(__file__).parents[2] / "configs/models/demo-draft")
@@ -32,13 +31,11 @@ class CountingModel(CausalModel):
     num_computed = 0
     is_broken = False
 
-    def forward(
-        self, ids: Tensor, cache: KVCache, spans: Sequence[Span], wanted: list[int]
-    ) -> Tensor:
+    def forward(self, ids: Tensor, cache: KVCache, packed: Packed, num_wanted: int) -> Tensor:
         if self.is_broken:
             raise RuntimeError("no memory left")
         self.num_computed += len(ids)
-        return super().forward(ids, cache, spans, wanted)
+        return super().forward(ids, cache, packed, num_wanted)
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +87,7 @@ def row(
 
 def fed(drafter: CausalDrafter, whole: Row) -> Answer:
     """The answer to a row that is computed in pieces, as a server does it."""
-    task = Task(Call(b"client", 1, 0.0, 0, [None]), 0, whole)
+    task = Task(Call(b"client", 1, 0.0, [None]), 0, whole)
     while task.advance(*drafter.draft([task.piece()])):
         pass
     (answer,) = task.call.answers
@@ -215,7 +212,7 @@ def test_a_shared_beginning_is_computed_once(model: CountingModel, reference: An
     model.num_computed = 0
     answer = drafter.draft([row(1, other, 2)])
     assert answer == [Answer(45, greedy(reference, other, 2))]
-    assert model.num_computed == 45 - 32 + 1
+    assert model.num_computed == 45 - 40 + 1
 
 
 @pytest.mark.parametrize("max_texts", [8, 1])

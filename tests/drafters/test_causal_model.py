@@ -12,8 +12,9 @@ import transformers as hf
 from specserve.core.errors import ConfigError
 from specserve.drafters.attention import UnsupportedAttention
 from specserve.drafters.causal_model import CausalModel
-from specserve.drafters.kv_cache import KVCache, Span
+from specserve.drafters.kv_cache import KVCache, Packed, Span
 
+CPU = torch.device("cpu")
 SIZES = {
     "vocab_size": 300,
     "hidden_size": 64,
@@ -50,11 +51,12 @@ def test_logits_over_slots_are_the_models_own(config_class: Any, options: dict[s
         CausalModel.attach(build(config_class, **options)),
     )
     ids = torch.arange(10, 50)
-    cache = KVCache(model.layers, 3, 64, torch.float32, torch.device("cpu"))
+    cache = KVCache(model.layers, 3, 64, torch.float32, CPU)
     with torch.inference_mode():
-        model.forward(ids[:30], cache, [Span(2, 0, 25), Span(0, 0, 5)], [])
-        texts = torch.cat([ids[5:20], ids[25:40]])
-        found = model.forward(texts, cache, [Span(0, 5, 20), Span(2, 25, 40)], [29, 14])
+        model.forward(ids[:30], cache, Packed.of([Span(2, 0, 25), Span(0, 0, 5)], CPU), 0)
+        texts = torch.cat([ids[25:40], ids[5:20]])
+        packed = Packed.of([Span(2, 25, 40), Span(0, 5, 20)], CPU)
+        found = model.forward(texts, cache, packed, 2)
         # Slot 0 holds tokens 25 .. 29 of `ids`, then 5 .. 19; slot 2 holds the first 40.
         others = torch.cat([ids[25:30], ids[5:20]])
         wanted = torch.stack([plain(text[None]).logits[0, -1] for text in (ids[:40], others)])
@@ -97,17 +99,17 @@ def test_a_model_whose_numbers_overflow_is_refused() -> None:
 
 def test_what_is_no_checkpoint_is_refused_by_its_path(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"model: '{tmp_path}' is not allowed.*checkpoint"):
-        CausalModel.load(str(tmp_path), torch.float32, torch.device("cpu"))
+        CausalModel.load(str(tmp_path), torch.float32, CPU)
 
 
 def test_a_checkpoint_of_another_attention_is_refused_by_its_path(tmp_path: Path) -> None:
     build(hf.MistralConfig, sliding_window=128).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=rf"model: '{tmp_path}' .*sliding_window"):
-        CausalModel.load(str(tmp_path), torch.float32, torch.device("cpu"))
+        CausalModel.load(str(tmp_path), torch.float32, CPU)
 
 
 def test_an_invalid_config_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": "wide"}')
     with pytest.raises(ConfigError, match=r"checkpoint \(.*'hidden_size' .*'wide'") as caught:
-        CausalModel.load(str(tmp_path), torch.float32, torch.device("cpu"))
+        CausalModel.load(str(tmp_path), torch.float32, CPU)
     assert "\n" not in str(caught.value)

@@ -13,13 +13,11 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     DeepseekV3RotaryEmbedding,
 )
 
-from specserve.drafters.kv_cache import Span
+from specserve.drafters.kv_cache import Packed, Span
 from specserve.drafters.latent_attention import (
     LatentAttention,
-    Packed,
     attend_by_products,
     attend_on_cpu,
-    rotation_tables,
 )
 from tests.drafters.given_weights import GivenWeights, randomise, small_config
 
@@ -125,12 +123,3 @@ def test_a_text_may_begin_later_than_at_position_0(inputs: Tensor) -> None:
     both = Both(small_config(**CONFIGS[0]))
     out = both.forward(inputs[:20], Span(0, 70, 90, 70))
     assert close(out[0], both.expected(inputs[:20], begin=70)[-1])
-
-
-@pytest.mark.parametrize("changes", CONFIGS)
-def test_positions_are_turned_as_by_transformers(changes: dict[str, Any]) -> None:
-    config = small_config(**changes)
-    cos, sin = rotation_tables(config, 4096)
-    expected = DeepseekV3RotaryEmbedding(config)(torch.zeros(1), torch.arange(4096).unsqueeze(0))
-    for ours, theirs in zip((cos, sin), expected, strict=True):
-        assert torch.allclose(ours, theirs[0, :, :4], atol=1e-5)

@@ -16,8 +16,7 @@ from msgspec.structs import replace
 
 from specserve.core.errors import ConfigError
 from specserve.drafters.base import Answer, Key, Row
-from specserve.drafters.kv_cache import Span
-from specserve.drafters.latent_attention import Packed
+from specserve.drafters.kv_cache import Packed, Span
 from specserve.drafters.mtp import MtpDrafter
 from tests.drafters.mtp_reference import MODEL, NUM_TOKENS, texts
 
@@ -150,10 +149,10 @@ def test_a_prompt_may_come_in_pieces(drafter: MtpDrafter) -> None:
 
 
 def test_a_text_in_pieces_takes_over_all_that_another_has_of_it(drafter: MtpDrafter) -> None:
-    drafter.draft([row(400)])
+    drafter.draft([row(385)])
     drafter.module.attention.cache[1:].fill_(torch.nan)
     piece = replace(row(400, number=1), max_feed_tokens=8)
-    assert drafter.draft([piece]) == [Answer(392)]  # 24 whole blocks, and 8 of its own
+    assert drafter.draft([piece]) == [Answer(392)]  # 384 of the other, and 8 of its own
     rest = replace(row(400, number=1, start=392), max_feed_tokens=8)
     assert drafter.draft([rest]) == [Answer(399, texts()[0].draft(400))]
 
@@ -230,7 +229,7 @@ def test_missing_states_are_made_up_for_by_a_text_that_began_alike(drafter: MtpD
 
 
 def test_what_a_text_shares_need_not_be_sent(drafter: MtpDrafter) -> None:
-    drafter.draft([row(200)])
+    drafter.draft([row(193)])
     asked = row(200, number=1, states=(0, 0))
     assert drafter.draft([asked]) == [Answer(192)]
     rest = row(200, number=1, start=192)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specserve.drafters.causal_model import CausalModel
-from specserve.drafters.ops import guesses, laid_out, likeliest
+from specserve.drafters.ops import laid_out, likeliest
 from tests.drafters.mtp_reference import MODEL
 
 CPU = torch.device("cpu")
@@ -38,11 +38,3 @@ def test_a_model_that_computes_no_numbers_is_sure_of_nothing(wrong: float) -> No
     _, chances = likeliest(torch.tensor([[0.0, wrong], [0.0, 1.0]]))
     assert chances[0] == 0
     assert chances[1] > 0.5
-
-
-def test_rows_end_at_different_steps() -> None:
-    steps = [
-        (torch.tensor([1, 2]), torch.tensor([0.5, 0.25])),
-        (torch.tensor([3]), torch.tensor([0.75])),
-    ]
-    assert guesses(steps, 3) == [((1, 3), (0.5, 0.75)), ((2,), (0.25,)), ((), ())]

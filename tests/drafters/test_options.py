@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +13,8 @@ from specserve.drafters.options import DrafterOptions, load
 MODELS = Path(__file__).parents[2] / "configs/models"
 
 
-@pytest.mark.parametrize("max_tokens", [2, 300])
-@pytest.mark.parametrize(("kind", "model"), [("draft_model", "demo-draft"), ("mtp", "demo-base")])
-def test_a_loaded_drafter_has_computed_and_holds_nothing(
-    kind: str, model: str, max_tokens: int
-) -> None:
-    options = DrafterOptions(
+def options_of(kind: str, model: str, max_tokens: int) -> DrafterOptions:
+    return DrafterOptions(
         kind=kind,
         model=str(MODELS / model),
         revision="",
@@ -27,7 +25,14 @@ def test_a_loaded_drafter_has_computed_and_holds_nothing(
         num_gpus=0.0,
         resources={},
     )
-    drafter = load(options)
+
+
+@pytest.mark.parametrize("max_tokens", [2, 300])
+@pytest.mark.parametrize(("kind", "model"), [("draft_model", "demo-draft"), ("mtp", "demo-base")])
+def test_a_loaded_drafter_has_computed_and_holds_nothing(
+    kind: str, model: str, max_tokens: int
+) -> None:
+    drafter = load(options_of(kind, model, max_tokens))
     width = drafter.card.hidden_size
     row = Row(
         key=(b"a", 1),
@@ -38,3 +43,17 @@ def test_a_loaded_drafter_has_computed_and_holds_nothing(
     )
     (answer,) = drafter.draft([row])  # in the only place
     assert answer.held == 2 - (width > 0)
+
+
+def test_a_first_call_that_hangs_ends_the_process() -> None:
+    program = f"""
+import time
+from specserve.drafters import options
+options.LONGEST_WARM_UP_S = 1
+options._warm_up = lambda drafter: time.sleep(60)
+options.load(options.{options_of("draft_model", "demo-draft", 64)!r})
+"""
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    assert "Timeout (0:00:01)!" in ended.stderr

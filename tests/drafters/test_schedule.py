@@ -23,22 +23,22 @@ def task(text: int, num_tokens: int, *, start: int = 0, draft: int = 0, states: 
         else states_of(np.arange(num_tokens - 1, dtype=np.int32), 2)[states:],
         max_draft_tokens=draft,
     )
-    return Task(Call(CLIENT, 1, 0.0, 0, [None]), 0, row)
+    return Task(Call(CLIENT, 1, 0.0, [None]), 0, row)
 
 
-def test_a_long_text_is_cut_into_pieces_and_the_draft_follows_the_last_one() -> None:
+def test_a_long_text_is_computed_in_pieces_and_the_draft_follows_the_last_one() -> None:
     long = task(1, 3 * FEED_TOKENS + 10, draft=3)
-    assert long.advance(Answer(FEED_TOKENS))
-    ends, drafts = [], []
+    starts, drafts = [], []
     while True:
         piece = long.piece()
-        ends.append(piece.num_tokens)
-        drafts.append(piece.max_draft_tokens)
-        assert piece.tokens.tolist() == list(range(piece.start, piece.num_tokens))
-        if not long.advance(Answer(piece.num_tokens)):
+        starts.append(piece.start)
+        drafts.append(long.wants_draft)
+        assert piece.tokens.tolist() == list(range(piece.start, long.row.num_tokens))
+        assert piece.max_feed_tokens == FEED_TOKENS
+        if not long.advance(Answer(min(piece.start + FEED_TOKENS, long.row.num_tokens))):
             break
-    assert ends == [2 * FEED_TOKENS, 3 * FEED_TOKENS, 3 * FEED_TOKENS + 10]
-    assert drafts == [0, 0, 3]
+    assert starts == [0, FEED_TOKENS, 2 * FEED_TOKENS, 3 * FEED_TOKENS]
+    assert drafts == [False, False, False, True]
     assert long.call.is_done
 
 
@@ -60,16 +60,9 @@ def test_a_text_of_which_others_hold_nearly_all_is_done_with_the_first_piece() -
     assert long.call.answers == [answer]
 
 
-def test_pieces_with_states_go_on_where_the_drafter_holds_them() -> None:
-    long = task(1, 600, states=0)
-    first = long.piece()
-    assert first.states is not None
-    assert (first.num_tokens, len(first.states)) == (600, 599)
-    assert long.advance(Answer(FEED_TOKENS - 1))
-    second = long.piece()
-    assert second.states is not None
-    assert (second.start, second.states_start) == (FEED_TOKENS - 1, FEED_TOKENS - 1)
-    assert second.states[0].tolist() == states_of(np.arange(600, dtype=np.int32), 2)[255].tolist()
+def test_a_row_that_is_one_piece_is_not_changed() -> None:
+    short = task(1, 600, start=500, states=499, draft=1)
+    assert short.piece() is short.row
 
 
 def test_positions_whose_states_are_lost_come_with_the_first_piece() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
 from specserve.core.types import Int32Array
-from specserve.drafters.slots import BLOCK, KEEP_S, Slot, SlotTable
+from specserve.drafters.slots import KEEP_S, Slot, SlotTable
 
 
 def text(length: int, seed: int = 0) -> Int32Array:
@@ -17,16 +19,33 @@ def key(number: int) -> tuple[bytes, int]:
     return (b"client", number)
 
 
+class Table(SlotTable):
+    """Notes what is to be copied in the cache: from which slot, to which, how many entries."""
+
+    def __init__(
+        self, num_slots: int, max_tokens: int, now: Callable[[], float] = lambda: 0.0
+    ) -> None:
+        self.copies: list[tuple[int, int, int]] = []
+        super().__init__(num_slots, max_tokens, lambda *copy: self.copies.append(copy), now)
+
+
 def write(table: SlotTable, number: int, tokens: Int32Array, salt: int = 0) -> Slot:
     slot = table.open(key(number), salt)
     assert slot is not None
-    shared = table.restart(slot, tokens)
-    table.extend(slot, tokens[shared.length :])
+    table.restart(slot, tokens)
+    table.extend(slot, tokens[slot.length :])
+    return slot
+
+
+def restarted(table: SlotTable, number: int, tokens: Int32Array, salt: int = 0) -> Slot:
+    slot = table.open(key(number), salt)
+    assert slot is not None
+    table.restart(slot, tokens)
     return slot
 
 
 def test_a_text_is_found_by_its_key_until_it_is_closed() -> None:
-    table = SlotTable(2, 64)
+    table = Table(2, 64)
     slot = write(table, 1, text(10))
     assert table.get(key(1)) is slot
     assert slot.length == 10
@@ -37,19 +56,20 @@ def test_a_text_is_found_by_its_key_until_it_is_closed() -> None:
 
 def test_a_free_slot_is_taken_before_anybodys_and_the_oldest_before_a_younger_one() -> None:
     now = 0.0
-    table = SlotTable(3, 64, lambda: now)
+    table = Table(3, 64, lambda: now)
     slots = [write(table, number, text(8, number)) for number in range(3)]
     table.close(key(2))
     assert table.open(key(3), 0) is slots[2]
+    now = 1.0
     table.get(key(0))
-    now = KEEP_S
+    now = KEEP_S + 1.0
     assert table.open(key(4), 0) is slots[1]
     assert table.get(key(1)) is None
 
 
 def test_a_text_keeps_its_slot_as_long_as_it_is_used(caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
-    table = SlotTable(2, 64, lambda: now)
+    table = Table(2, 64, lambda: now)
     slots = [write(table, number, text(8, number)) for number in range(2)]
     for now in (0.9 * KEEP_S, 1.8 * KEEP_S):
         assert table.get(key(0)) is slots[0]
@@ -60,7 +80,7 @@ def test_a_text_keeps_its_slot_as_long_as_it_is_used(caplog: pytest.LogCaptureFi
 
 def test_no_slot_is_given_where_all_are_kept() -> None:
     now = 0.0
-    table = SlotTable(2, 64, lambda: now)
+    table = Table(2, 64, lambda: now)
     write(table, 0, text(8))
     write(table, 1, text(8))
     now = KEEP_S
@@ -68,77 +88,62 @@ def test_no_slot_is_given_where_all_are_kept() -> None:
     assert table.get(key(0)) is not None
 
 
-def test_a_new_text_takes_over_the_whole_blocks_that_it_shares() -> None:
-    table = SlotTable(3, 128)
-    first = write(table, 0, text(50))
-    slot = table.open(key(1), 0)
-    assert slot is not None
-    begins_alike = np.concatenate([text(40), text(20, seed=1)])
-    shared = table.restart(slot, begins_alike)
-    assert (shared.slot, shared.length) == (first.index, 40 // BLOCK * BLOCK)
-    assert slot.length == shared.length
+def test_a_new_text_takes_over_all_that_it_shares() -> None:
+    table = Table(4, 128)
+    write(table, 0, text(50)[:20])
+    first = write(table, 1, text(50))
+    slot = restarted(table, 2, np.concatenate([text(40), text(20, seed=1)]))
+    assert slot.length == 40
+    assert table.copies[-1] == (first.index, slot.index, 40)
+    assert table.tokens[slot.index, :40].tolist() == text(40).tolist()
 
 
 def test_an_ended_text_is_shared_from_also_by_the_one_that_takes_its_slot() -> None:
-    table = SlotTable(1, 128)
+    table = Table(1, 128)
     slot = write(table, 0, text(48))
-    table.close(key(0))
-    taken = table.open(key(1), 0)
-    assert taken is slot
-    shared = table.restart(taken, text(48))
-    assert (shared.slot, shared.length) == (slot.index, 48)
-    table.extend(slot, text(48)[48:])
-    table.close(key(1))
-    again = table.open(key(2), 0)
-    assert again is not None
-    assert table.restart(again, text(48)).length == 48
+    for number in (1, 2):
+        table.close(key(number - 1))
+        assert restarted(table, number, text(60)) is slot
+        assert slot.length == 48
+    assert table.copies == []
 
 
 def test_texts_of_different_salts_share_nothing() -> None:
-    table = SlotTable(2, 128)
+    table = Table(2, 128)
     write(table, 0, text(48), salt=1)
-    slot = table.open(key(1), 2)
-    assert slot is not None
-    assert table.restart(slot, text(48)).length == 0
+    assert restarted(table, 1, text(48), salt=2).length == 0
 
 
 def test_what_a_slot_holds_under_another_salt_is_not_shared_with_its_next_text() -> None:
-    table = SlotTable(1, 128)
+    table = Table(1, 128)
     write(table, 0, text(48), salt=1)
     table.close(key(0))
-    slot = table.open(key(1), 2)
-    assert slot is not None
-    assert table.restart(slot, text(48)).length == 0
+    assert restarted(table, 1, text(48), salt=2).length == 0
 
 
-def test_a_beginning_is_shared_as_long_as_any_slot_holds_it() -> None:
-    table = SlotTable(3, 128)
-    first = write(table, 0, text(48))
-    second = write(table, 1, text(48))
-    table.truncate(second, 0)
-    slot = table.open(key(2), 0)
-    assert slot is not None
-    assert table.restart(slot, text(48)).slot == first.index
-
-
-@pytest.mark.parametrize("kept", [0, 15, 16, 33])
+@pytest.mark.parametrize("kept", [0, 15, 33])
 def test_what_was_rolled_back_is_not_shared(kept: int) -> None:
-    table = SlotTable(2, 128)
+    table = Table(2, 128)
     slot = write(table, 0, text(48))
-    table.truncate(slot, kept)
+    slot.length = kept
     table.extend(slot, text(10, seed=9))
-    other = table.open(key(1), 0)
-    assert other is not None
-    assert table.restart(other, text(48)).length == kept // BLOCK * BLOCK
+    assert restarted(table, 1, text(48)).length == kept
 
 
 def test_a_text_whose_beginning_is_missing_is_not_shared() -> None:
-    table = SlotTable(2, 128)
-    slot = table.open(key(0), 0)
-    assert slot is not None
-    table.restart(slot, text(0))
-    slot.begin = 5
-    table.extend(slot, text(48))
-    other = table.open(key(1), 0)
-    assert other is not None
-    assert table.restart(other, text(48)).length == 0
+    table = Table(1, 128)
+    slot = restarted(table, 0, text(0))
+    slot.begin = slot.length = 5
+    table.extend(slot, text(48)[5:])
+    table.close(key(0))
+    again = restarted(table, 1, text(48))
+    assert (again.begin, again.length) == (0, 0)
+
+
+def test_what_is_held_of_a_text_is_told_from_any_position() -> None:
+    table = Table(1, 128)
+    slot = write(table, 0, text(48))
+    assert table.num_held(slot, text(60)[10:], start=10) == 38
+    assert table.num_held(slot, text(48)[10:20], start=10) == 10
+    assert table.num_held(slot, text(5, seed=9), start=10) == 0
+    assert table.num_held(slot, text(5), start=48) == 0

@@ -14,7 +14,7 @@ import numpy as np
 from specserve.core.metrics import SpeculationMetrics
 from specserve.core.source_config import DraftModelConfig
 from specserve.core.types import DraftBatch, RequestControls
-from specserve.drafters.actor import DrafterFinder
+from specserve.drafters.actor import DrafterFinder, SharedDrafters
 from specserve.drafters.options import drafter_options
 from specserve.sources.base import SourceContext
 from specserve.sources.remote import DrafterClient
@@ -57,7 +57,7 @@ def main() -> None:
         num_slots=1,
         vocab_size=VOCAB_SIZE,
         metrics=metrics,
-        find_drafter=lambda _: DrafterFinder(options, config.num_actors, "replica"),
+        find_drafter=lambda _: DrafterFinder(SharedDrafters(options, "replica"), config.num_actors),
     )
     source = DrafterClient(config, context)
     source.open(0, RequestControls())

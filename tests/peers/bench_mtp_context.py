@@ -31,8 +31,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 
 from specserve.compare.machine import circumstances
 from specserve.drafters.base import Card, Row
-from specserve.drafters.kv_cache import Span
-from specserve.drafters.latent_attention import Packed
+from specserve.drafters.kv_cache import Packed, Span
 from specserve.drafters.mtp import MtpDrafter
 from specserve.drafters.mtp_files import find_mtp
 from specserve.drafters.mtp_module import MtpModule
@@ -88,7 +87,6 @@ class Ours:
             table = drafter._slots  # a prefill of so many tokens would take minutes
             slot = table.open(key, number)
             assert slot is not None
-            table.restart(slot, tokens[:0])
             table.extend(slot, tokens[1:])
             rows.append(
                 Row(

@@ -1,0 +1,147 @@
+"""What both drafting models do for a call: all that is new in one forward, then the drafts."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from specserve.core.types import Int32Array
+from specserve.drafters.base import Answer, Card, Key, Row
+from specserve.drafters.kv_cache import Packed, Span
+from specserve.drafters.ops import likeliest
+from specserve.drafters.slots import Slot, SlotTable
+
+Guess = tuple[tuple[int, ...], tuple[float, ...]]
+"""A draft's tokens, and the model's probability of each, those before it given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What is to be computed for a row.
+
+    Attributes:
+        key: of its text.
+        slot: its text's, up to before the new entries.
+        span: the m new entries, at least one.
+        tokens: int32 ``[m]``.
+        num_drafts: tokens to draft after them.
+        states: ``[m, hidden_size]``, the target's; None: the model takes none.
+    """
+
+    key: Key
+    slot: Slot
+    span: Span
+    tokens: Int32Array
+    num_drafts: int
+    states: npt.NDArray[Any] | None = None
+
+
+class SlotDrafter(ABC):
+    """A :class:`~specserve.drafters.base.Drafter` that keeps its texts in slots.
+
+    Drafted entries stand behind the text and do not count: the text's next row overwrites them.
+
+    Args:
+        card: what it tells of itself; texts are ``card.max_tokens`` long at most.
+        slots: its texts.
+        device: of its model.
+    """
+
+    def __init__(self, card: Card, slots: SlotTable, device: torch.device) -> None:
+        self.card = card
+        self._slots = slots
+        self._device = device
+
+    @torch.inference_mode()
+    def draft(self, rows: Sequence[Row]) -> list[Answer]:
+        """See :meth:`specserve.drafters.base.Drafter.draft`."""
+        keys = {row.key for row in rows}
+        turns = [turn for row in rows if (turn := self._prepare(row, keys)) is not None]
+        # Longest drafts first: those that go on are always the first ones.
+        turns.sort(key=lambda turn: turn.num_drafts, reverse=True)
+        drafts = self._compute(turns) if turns else {}
+        answers = []
+        for row in rows:
+            slot = self._slots.get(row.key)
+            held, begin = (slot.length, slot.begin) if slot else (0, 0)
+            answers.append(Answer(held, *drafts.get(row.key, ((), ())), begin=begin))
+        return answers
+
+    def forget(self, keys: Sequence[Key]) -> None:
+        """See :meth:`specserve.drafters.base.Drafter.forget`."""
+        for key in keys:
+            self._slots.close(key)
+
+    @abstractmethod
+    def _prepare(self, row: Row, keys: Collection[Key]) -> Turn | None:
+        """Brings a row's slot to where the row goes on; None: there is nothing to compute.
+
+        The texts of ``keys`` keep their slots.
+        """
+
+    @abstractmethod
+    def _forward(
+        self, tokens: Tensor, states: Tensor | None, packed: Packed, num_wanted: int
+    ) -> tuple[Tensor, Tensor]:
+        """Computes new entries and writes them into the cache.
+
+        Args:
+            tokens: int64 ``[total]``, theirs.
+            states: ``[total, width]``, the target's, or this method's own results for the entries
+                before; None: the turns have none.
+            packed: where they belong.
+            num_wanted: of how many spans, the first ones, the last entry's result is wanted.
+
+        Returns:
+            results ``[num_wanted, width]``, and their logits ``[num_wanted, vocab_size]``.
+        """
+
+    def _compute(self, turns: Sequence[Turn]) -> dict[Key, Guess]:
+        """The drafts of all texts, those with the longest first."""
+        spans = [turn.span for turn in turns]
+        tokens = np.concatenate([turn.tokens for turn in turns], dtype=np.int64)
+        num_left = sum(turn.num_drafts > 0 for turn in turns)
+        results, logits = self._forward(
+            torch.from_numpy(tokens).to(self._device),
+            self._states(turns),
+            Packed.of(spans, self._device),
+            num_left,
+        )
+        for turn in turns:  # not sooner: no other text may share what was not computed
+            self._slots.extend(turn.slot, turn.tokens)
+        steps: list[tuple[Tensor, Tensor]] = []
+        for step in range(turns[0].num_drafts):
+            if step:
+                num_left = sum(turn.num_drafts > step for turn in turns)
+                packed = Packed.of([span.drafted(step) for span in spans[:num_left]], self._device)
+                drafted = steps[-1][0][:num_left]
+                results, logits = self._forward(drafted, results[:num_left], packed, num_left)
+            steps.append(likeliest(logits))
+        tokens_of = [tokens.tolist() for tokens, _ in steps]
+        chances_of = [chances.tolist() for _, chances in steps]
+        return {
+            turn.key: (
+                tuple(tokens[row] for tokens in tokens_of[: turn.num_drafts]),
+                tuple(chances[row] for chances in chances_of[: turn.num_drafts]),
+            )
+            for row, turn in enumerate(turns)
+        }
+
+    def _states(self, turns: Sequence[Turn]) -> Tensor | None:
+        """The target's states of all new entries, ``[total, hidden_size]``; None: none."""
+        given = [turn.states for turn in turns if turn.states is not None]
+        if not given:
+            return None
+        assert len(given) == len(turns)
+        assert len({each.dtype for each in given}) == 1
+        states = np.concatenate(given)
+        if states.dtype == np.uint16:
+            return torch.from_numpy(states.view(np.int16)).to(self._device).view(torch.bfloat16)
+        return torch.from_numpy(states).to(self._device)
