@@ -83,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
             _check_largest(model, args.file, requests)
         jobs = _jobs(args, requests)
         model.start(args.speculation)
-        with progress_bar(Console(stderr=True), "requests", len(jobs)) as progress:
+        console = Console(stderr=True)
+        with progress_bar(console, "performance", len(jobs), stays=False) as progress:
             if args.warm_up:
                 model.run_timed(jobs[: args.warm_up], args.max_batch_size, lambda *_: None)
             result = model.run_timed(jobs, args.max_batch_size, progress)

@@ -53,13 +53,16 @@ def run(args: argparse.Namespace) -> int:
 
     from specserve.engine.vllm_version import check_vllm, is_cpu_build
     from specserve.serve.config_file import read
+    from specserve.serve.plan import described_nodes
 
+    is_elsewhere = args.cluster not in (None, "running")
+    if is_elsewhere:
+        described_nodes(args.cluster, ())  # refuses what is none, before what takes longer
     on_cpu = is_cpu_build()
     file = read(args.config or _default())
     for application in file.applications:
         check_vllm(application.config)
     console = Console(soft_wrap=True, highlight=False, markup=False)
-    is_elsewhere = args.cluster not in (None, "running")
     checked = [_check(file, app, is_elsewhere, on_cpu) for app in file.applications]
     for rows, notes in checked:
         print_rows(console, rows)

@@ -10,11 +10,11 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import track
 
-from specserve.compare.prompts import configured_tokenizer
+from specserve.compare.prompts import load_tokenizer
 from specserve.core.config import AppConfig
 from specserve.core.errors import ConfigError, MissingExtraError, SpecServeError, StoreError
 from specserve.core.source_config import TrieConfig
-from specserve.engine.checkpoint import model_identity, text_sizes
+from specserve.engine.checkpoint import model_identity, text_config
 from specserve.engine.cluster_memory import shared_trie, store_options
 from specserve.serve.config_file import Application, read
 from specserve.trie.namespaces import namespace, shard_of
@@ -49,8 +49,9 @@ class Warmup:
             identity = model_identity(config.model)
             if find_spec("transformers") is None:
                 raise MissingExtraError("specserve trie warm")
-            tokenizer = configured_tokenizer(config)
-            _, vocab_size = text_sizes(config)
+            folder = config.model.tokenizer or config.model.path
+            tokenizer = load_tokenizer(folder, **config.pretrained_options)
+            vocab_size = text_config(config).vocab_size
         except ConfigError as error:
             if error.field.startswith("--"):
                 raise

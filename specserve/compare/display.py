@@ -10,8 +10,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 @contextmanager
-def progress_bar(console: Console, name: str, total: int) -> Iterator[Callable[[int, int], None]]:
-    """Shows a bar; the value takes finished prompts and tokens so far."""
+def progress_bar(
+    console: Console, name: str, total: int, *, stays: bool = True
+) -> Iterator[Callable[[int, int], None]]:
+    """Shows a bar, which may stay; the value takes finished prompts and tokens so far."""
     columns = (
         TextColumn("{task.description:12}"),
         BarColumn(),
@@ -19,6 +21,6 @@ def progress_bar(console: Console, name: str, total: int) -> Iterator[Callable[[
         TextColumn("prompts, {task.fields[tokens]} tokens"),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=console) as bars:
+    with Progress(*columns, console=console, transient=not stays) as bars:
         bar = bars.add_task(name, total=total, tokens=0)
         yield lambda done, tokens: bars.update(bar, completed=done, tokens=tokens)

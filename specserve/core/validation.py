@@ -48,7 +48,10 @@ def from_validation_error(
 
 
 def _told(problem: ErrorDetails, model: type[BaseModel], prefix: str) -> ConfigError:
-    place = _locate(model, problem["loc"])
+    kind, loc = problem["type"], problem["loc"]
+    if kind == "invalid_key":  # YAML reads `on` as true, which is no field's name either
+        kind, loc = "extra_forbidden", (*loc[:-1], str(problem["input"]))
+    place = _locate(model, loc)
     path = [prefix, *place.path] if prefix else place.path
     context = problem.get("ctx", {})
     cause = context.get("error")
@@ -56,7 +59,6 @@ def _told(problem: ErrorDetails, model: type[BaseModel], prefix: str) -> ConfigE
         field = ".".join(filter(None, [*path, cause.field]))
         return ConfigError(field, cause.value, cause.allowed)
     value: object = problem["input"]
-    kind = problem["type"]
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         tag = str(context["discriminator"]).strip("'")
         path = [*path, tag]

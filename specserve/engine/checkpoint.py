@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 from specserve.core.config import AppConfig, ModelConfig
 from specserve.core.errors import ConfigError, reason_of
@@ -88,21 +89,25 @@ def model_identity(model: ModelConfig) -> str:
     return identity.hexdigest()
 
 
-def text_sizes(config: AppConfig) -> tuple[int, int]:
-    """Longest text in tokens and size of the vocabulary.
+def text_config(config: AppConfig) -> Any:
+    """The configuration of the model, or of its part that writes text, as transformers reads it.
 
     Raises:
-        ConfigError: the model has no configuration that transformers reads.
+        ConfigError: the model has none that transformers reads.
     """
     from transformers import AutoConfig  # seconds to import
 
-    model = config.model
+    path = config.model.path
     try:
-        found = AutoConfig.from_pretrained(model.path, **config.pretrained_options)
+        return AutoConfig.from_pretrained(path, **config.pretrained_options).get_text_config()
     except (OSError, ValueError) as error:
         allowed = f"a model that transformers reads ({reason_of(error)})"
-        raise ConfigError("model.path", model.path, allowed) from None
-    text = found.get_text_config()
+        raise ConfigError("model.path", path, allowed) from None
+
+
+def text_sizes(config: AppConfig) -> tuple[int, int]:
+    """Longest text in tokens and size of the vocabulary; errors as of :func:`text_config`."""
+    text = text_config(config)
     return config.engine.max_model_len or text.max_position_embeddings, text.vocab_size
 
 

@@ -7,6 +7,7 @@ Activations, CUDA graphs and NCCL's buffers come on top; in practice some GB a G
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,10 +54,10 @@ class _Card(dict[str, Any]):
             return 1
         section = self["quantization_config"]
         groups = section.get("config_groups") or {"": {"weights": section}}  # compressed-tensors'
-        weights = next(iter(groups.values()))["weights"]
+        weights = next(iter(groups.values())).get("weights") or {}
         bits, group_size = weights.get("num_bits", weights.get("bits")), weights.get("group_size")
-        if not bits:
-            raise NoEstimateError("config.json does not say how many bits the weights have")
+        if not bits or len(groups) > 1:
+            raise NoEstimateError("config.json does not say how many bits all weights have")
         return float(bits / 8 + (2 / group_size if group_size and group_size > 0 else 0))
 
 
@@ -100,12 +101,16 @@ def shard_memory(config: AppConfig) -> ShardMemory:
             continue
         if isinstance(source, DraftModelConfig):
             draft = _card(source.model)
-            weights += _weights_bytes(draft, model_parameters(draft), num_shards, value_bytes)
+            weights += _weights_bytes(
+                source.model, draft, model_parameters(draft), num_shards, value_bytes
+            )
             values += kv_values_per_token(draft, num_shards) * draft["num_hidden_layers"]
         else:
             parameters += mtp_parameters(card)
             values += kv_values_per_token(card, num_shards)
-    weights += _weights_bytes(card, parameters, num_shards, value_bytes, quantization)
+    weights += _weights_bytes(
+        config.model.path, card, parameters, num_shards, value_bytes, quantization
+    )
     return ShardMemory(weights, values * value_bytes)
 
 
@@ -174,6 +179,7 @@ def in_words(num_bytes: float) -> str:
 
 
 def _weights_bytes(
+    folder: str,
     card: _Card,
     parameters: Parameters,
     num_shards: int,
@@ -182,8 +188,11 @@ def _weights_bytes(
 ) -> int:
     """Bytes of a model's parameters in a shard.
 
-    ``quantization`` is vLLM's, while it loads a checkpoint that is not quantized.
+    ``quantization`` is vLLM's, while it loads a checkpoint that is not quantized. One that is, but
+    otherwise than in block FP8, takes what its files hold, where these are.
     """
+    if card.quantization not in ("", "fp8") and (stored_bytes := _stored_bytes(Path(folder))):
+        return round(stored_bytes / num_shards)
     linear_bytes = routed_bytes = float(value_bytes)
     if card.quantization:
         linear_bytes = routed_bytes = card.linear_bytes()
@@ -192,6 +201,14 @@ def _weights_bytes(
     elif quantization in _EXPERTS:
         routed_bytes = 1
     return shard_bytes(parameters, num_shards, routed_bytes, linear_bytes, value_bytes)
+
+
+def _stored_bytes(folder: Path) -> int:
+    """Bytes of a checkpoint's tensors, by its index, and else by its files; 0 without either."""
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        return int(index["metadata"]["total_size"])
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def _card(folder: str) -> _Card:

@@ -41,7 +41,7 @@ def read(path: Path) -> ServeFile:
     """Reads a Serve YAML file whose applications are all specserve's.
 
     Serve itself ignores keys that it does not know; here they are errors, for a misspelt option
-    would otherwise go unnoticed.
+    would otherwise go unnoticed. Only below ``deployments`` Serve's own sections let some pass.
 
     Raises:
         SpecServeError: a line with the file, the field, the value and what is allowed; for several
@@ -90,12 +90,12 @@ def _load(path: Path) -> Any:
 
 
 def _serve_error(error: ValidationError) -> SpecServeError:
-    problem: dict[str, Any] = dict(error.errors(include_url=False)[0])
-    if problem["type"] != "value_error":
+    problems = error.errors(include_url=False)
+    if any(problem["type"] != "value_error" for problem in problems):
         return from_validation_error(error, ServeDeploySchema)
     # A rule of Serve's own, told in a sentence.
-    field = ".".join(map(str, problem["loc"]))
-    return SpecServeError(f"{field}: {' '.join(str(problem['ctx']['error']).split())}")
+    field = ".".join(map(str, problems[0]["loc"]))
+    return SpecServeError(f"{field}: {' '.join(str(problems[0]['ctx']['error']).split())}")
 
 
 def _application(schema: ServeApplicationSchema, index: int) -> Application:

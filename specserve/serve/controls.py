@@ -38,6 +38,13 @@ from specserve.sources.controls import (
     samples_beams,
 )
 
+_KEYS = (
+    *(b'"vllm_xargs"', b'"extra_args"', b'"prediction"', b'"use_beam_search"'),
+    *(b'"response_format"', b"\\u00", b"\0"),
+)
+"""A body without any of them holds nothing of ours, as nearly all: it need not be parsed here. JSON
+may write a key's letters as escapes, and UTF-16 and UTF-32 write them with zero bytes."""
+
 _FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
 _FORMATS = 'json_schema as OpenAI has it, or "type" json_object or regex with a "value"'
 
@@ -83,6 +90,7 @@ class ControlsMiddleware:
             headers = MutableHeaders(raw=list(scope["headers"]))
             headers["content-length"] = str(len(body))
             scope = {**scope, "headers": headers.raw}
+        del given, request  # not kept for as long as the answer takes
         if prediction is not None:
             send = CountedAnswer(send, prediction).send
         tokens = CURRENT_CONTROLS.set(controls), CURRENT_PREDICTION.set(prediction)
@@ -140,7 +148,7 @@ async def _request(scope: Scope, body: bytes) -> dict[str, Any]:
     content_type = Headers(scope=scope).get("content-type", "")
     if content_type.partition(";")[0].strip().lower() in _FORMS:  # as of the speech routes
         return {"vllm_xargs": await _form_arguments(scope, body)}
-    request = _parsed(body)
+    request = _parsed(body) if any(key in body for key in _KEYS) else {}
     if is_generation(scope):  # which ignores what it does not know
         return {key: request.get(key) for key in ("parameters", "vllm_xargs")}
     return request

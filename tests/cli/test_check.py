@@ -95,6 +95,14 @@ def bad(**sections: Any) -> dict[str, Any]:
             "logging: 'logging' is not allowed; allowed: proxy_location, ",
         ),
         (
+            "{on: 3, applications: []}",
+            "True: 'True' is not allowed; allowed: proxy_location, ",
+        ),  # as YAML reads it
+        (
+            "{http_options: {off: 3}, applications: []}",
+            "http_options.False: 'False' is not allowed; allowed: host, ",
+        ),
+        (
             serve_file(GOOD, import_path="other:app"),
             "applications.0.import_path: 'other:app' is not allowed; allowed: specserve.app:build",
         ),
@@ -232,6 +240,13 @@ def test_a_plan_tells_what_is_beside_rank_0_and_counts_its_memory(
     assert "for 4 texts, in the 8.0 GiB (0.1) that it has of rank 0's GPU" in out
     assert main(["check", file, "--cluster", "2x8", "--gpu-memory", "60GB"]) == 2
     assert "do not fit into 5.6 GiB of a GPU" in capsys.readouterr().err
+
+
+def test_a_description_of_no_cluster_is_told_before_the_file_is_read(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["check", "no/such.yaml", "--cluster", "2by8"]) == 2
+    assert "--cluster: '2by8' is not allowed" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("r1")

@@ -185,7 +185,9 @@ def test_texts_are_taught_under_the_namespace_of_the_requests_they_are_for(tmp_p
 
 
 def test_texts_become_the_tokens_that_requests_have(tmp_path: Path) -> None:
-    warmup = Warmup.of(serve_file(tmp_path, {}), "", "", "")
+    # No text is a dialogue: the template may be on another machine.
+    elsewhere = {"engine": {"vllm": {"chat_template": "elsewhere/chat.jinja"}}}
+    warmup = Warmup.of(serve_file(tmp_path, elsewhere), "", "", "")
     encode = warmup.tokenizer.encode
 
     tokens, num_prompt_tokens = WarmText(prompt="def f(", completion="x):").tokens(warmup.tokenizer)

@@ -101,10 +101,31 @@ def test_quantized_weights_that_are_not_here_have_the_bits_of_config_json(
     assert shard.weights_bytes == pytest.approx(linear * linear_bytes + plain * 2, rel=1e-4)
 
 
-def test_quantized_weights_of_no_known_size_are_told(tmp_path: Path) -> None:
+def test_quantized_weights_are_taken_from_the_index_or_else_from_the_files(tmp_path: Path) -> None:
     awq = LLAMA_70B | {"quantization_config": {"quant_method": "awq"}}
+    there = config(tmp_path, awq, tensor_parallel_size=2)
     with pytest.raises(NoEstimateError, match="does not say how many bits"):
-        shard_memory(config(tmp_path, awq))
+        shard_memory(there)
+    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    assert shard_memory(there).weights_bytes == 500
+    index = {"metadata": {"total_size": 3000}, "weight_map": {}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert shard_memory(there).weights_bytes == 1500
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        {"group_0": {"weights": {"num_bits": 8}}, "group_1": {"weights": {"num_bits": 4}}},
+        {"group_0": {"weights": None}},
+        {"group_0": {}},
+    ],
+    ids=["several", "activations alone", "empty"],
+)
+def test_groups_from_which_no_size_follows_are_told(tmp_path: Path, groups: dict[str, Any]) -> None:
+    quantized = {"quant_method": "compressed-tensors", "config_groups": groups}
+    with pytest.raises(NoEstimateError, match="does not say how many bits all weights have"):
+        shard_memory(config(tmp_path, LLAMA_70B | {"quantization_config": quantized}))
 
 
 def test_weights_that_vllm_quantizes_as_it_loads_are_smaller(tmp_path: Path) -> None:
