@@ -113,8 +113,8 @@ DRAFTER_COMPUTE = _of_drafter(
 )
 DRAFTER_REFUSED = MetricSpec(
     "specserve_drafter_refused_total",
-    "What a drafter dropped: malformed messages, unauthorized connections, expired"
-    " requests, unfit rows, and rows for which its model failed.",
+    "What a drafter dropped: malformed messages, unauthorized connections, expired and"
+    " crowded requests, unfit rows, and rows for which its model failed.",
     labels=("source", "drafter", "reason"),
 )
 

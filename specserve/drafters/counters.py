@@ -9,10 +9,10 @@ from typing import Literal, get_args
 from specserve.core.metric_specs import DRAFTER_COMPUTE, DRAFTER_REFUSED, DRAFTER_ROWS
 from specserve.core.samples import Sample
 
-Refused = Literal["malformed", "unauthorized", "unfit", "failed", "expired"]
+Refused = Literal["malformed", "unauthorized", "unfit", "failed", "expired", "crowded"]
 """What is dropped: a message that is none, a connection with a wrong secret or without one, a row
 with a token or a state that is not the model's, a row for which the model raised, a request whose
-time was over."""
+time was over, one of a client that has too much waiting."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -22,6 +22,9 @@ _MOST_AT_ONCE = 1024
 """Messages that are read before what has come is worked on: a client that floods must not keep the
 others from their answers."""
 
+_QUESTION_BYTES = 1024
+"""Memory of a question beside its frames, and more than that."""
+
 _REFUSALS = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -34,11 +37,12 @@ _silent.disabled = True  # at the level DEBUG it tells the secret
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A question that came in, and when it was read, in monotonic seconds."""
+    """A question that came in; when it was read, in monotonic seconds, and the bytes it takes."""
 
     client: bytes
     question: Question
     at: float
+    num_bytes: int
 
 
 class Router:
@@ -132,7 +136,8 @@ class Router:
             except WireError as error:
                 self._on_malformed(error)
             else:
-                arrivals.append(Arrival(client, question, time.monotonic()))
+                num_bytes = sum(map(len, frames)) + _QUESTION_BYTES
+                arrivals.append(Arrival(client, question, time.monotonic(), num_bytes))
             if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 break
         return arrivals

@@ -21,6 +21,7 @@ class Call:
     Attributes:
         number: the client's number for it.
         expires_at: monotonic time after which nobody waits for it.
+        num_bytes: what it takes of memory.
         answers: one for each row, as far as they are there.
         compute_s: time spent so far on calls that its rows were part of, in seconds.
         num_failed: rows for which the model raised.
@@ -29,6 +30,7 @@ class Call:
     client: bytes
     number: int
     expires_at: float
+    num_bytes: int
     answers: list[Answer | None]
     compute_s: float = 0.0
     num_failed: int = 0

@@ -44,6 +44,15 @@ REPLICA_SILENT_S = 10.0
 MOST_FAILURES = 8
 """Turns in a row in which the model may fail for all: after some errors of a GPU it always does."""
 
+MAX_WAITING = 256
+"""Questions of one client that wait; it has one for its drafts, and one for each long text."""
+
+MAX_WAITING_BYTES = 256 << 20
+"""Of one client's requests that wait."""
+
+MAX_CLIENT_TEXTS = 4096
+"""A client with more texts does not say when they end; all of them are forgotten then."""
+
 
 @dataclass(slots=True)
 class _Client:
@@ -51,6 +60,8 @@ class _Client:
 
     heard_at: float
     texts: set[int] = field(default_factory=set)
+    num_calls: int = 0
+    num_bytes: int = 0
 
 
 class DrafterServer:
@@ -163,7 +174,11 @@ class DrafterServer:
             self.counters.num_requests += 1
             self.counters.num_rows += len(question.rows)
             self._forget(name, client, question.forget)
-            self._open(client, arrival, question)
+            num_bytes = client.num_bytes + arrival.num_bytes
+            if client.num_calls < MAX_WAITING and num_bytes <= MAX_WAITING_BYTES:
+                self._open(client, arrival, question)
+            else:
+                self._refuse(name, question.number, "crowded")
 
     def _unfit(self, rows: Sequence[TextRow]) -> set[int]:
         """Rows that the model cannot be given: a wrong token is beyond its embedding's end."""
@@ -184,8 +199,11 @@ class DrafterServer:
             arrival.client,
             request.number,
             arrival.at + request.budget_s,
+            arrival.num_bytes,
             [None] * len(request.rows),
         )
+        client.num_calls += 1
+        client.num_bytes += call.num_bytes
         self._calls.append(call)
         unfit = self._unfit(request.rows)
         self.counters.num_refused["unfit"] += len(unfit)
@@ -195,6 +213,8 @@ class DrafterServer:
             else:
                 self._schedule.add(Task(call, index, _row(arrival.client, row)))
                 client.texts.add(row.text)
+        if len(client.texts) > MAX_CLIENT_TEXTS:
+            self._forget(arrival.client, client, tuple(client.texts))
 
     def _run(self, tasks: list[Task]) -> None:
         """Has the drafter work on the next pieces of these tasks."""
@@ -244,7 +264,7 @@ class DrafterServer:
 
     def _answer_done(self) -> None:
         for call in [call for call in self._calls if call.is_done]:
-            self._calls.remove(call)
+            self._close(call)
             if call.has_failed:
                 self._refuse(call.client, call.number, "failed")
                 continue
@@ -256,8 +276,14 @@ class DrafterServer:
             return
         self._schedule.drop(calls)
         for call in calls:
-            self._calls.remove(call)
+            self._close(call)
             self._refuse(call.client, call.number, reason)
+
+    def _close(self, call: Call) -> None:
+        self._calls.remove(call)
+        client = self._clients[call.client]
+        client.num_calls -= 1
+        client.num_bytes -= call.num_bytes
 
     def _forget(self, name: bytes, client: _Client, texts: tuple[int, ...]) -> None:
         """These texts of a client have ended."""
@@ -272,7 +298,7 @@ class DrafterServer:
     def _forget_idle_clients(self) -> None:
         latest = time.monotonic() - CLIENT_IDLE_S
         for name, client in list(self._clients.items()):
-            if client.heard_at < latest:
+            if client.heard_at < latest and not client.num_calls:
                 self._forget(name, client, tuple(client.texts))
                 del self._clients[name]
         for replica, heard_at in list(self._seats.items()):

@@ -156,8 +156,9 @@ class DraftAnswer(msgspec.Struct, frozen=True, array_like=True, tag="drafts"):
     compute_s: Seconds
 
 
-Reason = Literal["expired", "failed"]
-"""Why there is no answer: its time was over, or the model raised."""
+Reason = Literal["expired", "failed", "crowded"]
+"""Why there is no answer: its time was over, the model raised, or the client has too much waiting
+already."""
 
 
 class Refusal(msgspec.Struct, frozen=True, array_like=True, tag="refusal"):

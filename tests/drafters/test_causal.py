@@ -87,7 +87,7 @@ def row(
 
 def fed(drafter: CausalDrafter, whole: Row) -> Answer:
     """The answer to a row that is computed in pieces, as a server does it."""
-    task = Task(Call(b"client", 1, 0.0, [None]), 0, whole)
+    task = Task(Call(b"client", 1, 0.0, 0, [None]), 0, whole)
     while task.advance(*drafter.draft([task.piece()])):
         pass
     (answer,) = task.call.answers

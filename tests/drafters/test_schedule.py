@@ -23,7 +23,7 @@ def task(text: int, num_tokens: int, *, start: int = 0, draft: int = 0, states: 
         else states_of(np.arange(num_tokens - 1, dtype=np.int32), 2)[states:],
         max_draft_tokens=draft,
     )
-    return Task(Call(CLIENT, 1, 0.0, [None]), 0, row)
+    return Task(Call(CLIENT, 1, 0.0, 0, [None]), 0, row)
 
 
 def test_a_long_text_is_computed_in_pieces_and_the_draft_follows_the_last_one() -> None:

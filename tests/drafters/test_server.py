@@ -14,6 +14,8 @@ import pytest
 from specserve.drafters.schedule import FEED_TOKENS
 from specserve.drafters.server import (
     CLIENT_IDLE_S,
+    MAX_CLIENT_TEXTS,
+    MAX_WAITING,
     MOST_FAILURES,
     DrafterServer,
 )
@@ -274,6 +276,22 @@ def test_tokens_and_states_that_are_not_the_models_do_not_reach_it(
     assert server.counters.num_refused["unfit"] == 2
 
 
+def test_a_client_that_floods_is_refused_and_the_others_are_served(
+    server: DrafterServer, connect: Connect, drafter: FakeDrafter
+) -> None:
+    wild, tame = connect(b"wild"), connect(b"tame")
+    hold(drafter, wild)
+    for number in range(MAX_WAITING + 5):
+        wild.request(row(number, 10))
+    tame.request(row(1, 10))
+    arrive(server, drafter, MAX_WAITING + 6)
+    drafter.may_go.set()
+    assert isinstance(tame.receive(), DraftAnswer)
+    replies = [wild.receive() for _ in range(MAX_WAITING + 6)]
+    assert sum(isinstance(reply, Refusal) for reply in replies) == 5
+    assert server.counters.num_refused["crowded"] == 5
+
+
 def test_ended_texts_are_forgotten_with_the_next_request(
     connect: Connect, drafter: FakeDrafter
 ) -> None:
@@ -310,6 +328,15 @@ def test_a_client_that_has_gone_loses_its_texts(
             client.ask(row(1, 10))
         eventually(lambda: drafter.forgotten == [(b"client", 1)], "forgotten", WAIT_S, 0.01)
         eventually(lambda: server.idle_s > 0.05, "idle", WAIT_S, 0.01)
+
+
+def test_a_client_that_never_ends_a_text_loses_all_at_some_number(
+    connect: Connect, drafter: FakeDrafter
+) -> None:
+    client = connect(b"a")
+    for begin in range(0, MAX_CLIENT_TEXTS + 1, 1024):
+        client.ask(*(row(text, 1, draft=0) for text in range(begin, begin + 1024)))
+    assert len(drafter.forgotten) > MAX_CLIENT_TEXTS
 
 
 def test_a_client_that_connects_anew_under_its_name_goes_on_with_its_texts(
