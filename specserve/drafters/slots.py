@@ -47,6 +47,10 @@ class Slot:
     used_at: float = -math.inf
 
 
+_HEAD_TOKENS = 16
+"""A beginning of fewer tokens is read as soon as it is copied from another text."""
+
+
 class SlotTable:
     """Places for texts; the one that was used longest ago goes first.
 
@@ -120,10 +124,14 @@ class SlotTable:
             slot: of a text that begins at 0.
             text: int32 ``[n]``, from the text's first token on.
         """
-        same_salt = [each for each in self._slots if each.salt == slot.salt and not each.begin]
+        head = text[:_HEAD_TOKENS]
+        alike = np.flatnonzero((self.tokens[:, : len(head)] == head).all(axis=1))
+        others = [self._slots[index] for index in alike]
+        may_share = [each for each in others if each.salt == slot.salt and not each.begin]
         # Itself first: where others hold no more, nothing is to be copied.
-        source = max([slot, *same_salt], key=lambda each: self.num_held(each, text))
-        length = self.num_held(source, text)
+        lengths = [self.num_held(each, text) for each in (slot, *may_share)]
+        length = max(lengths)
+        source = (slot, *may_share)[lengths.index(length)]
         if source is not slot:
             self._copy(source.index, slot.index, length)
             self.tokens[slot.index, :length] = text[:length]
@@ -144,5 +152,11 @@ class SlotTable:
     def num_held(self, slot: Slot, tokens: Int32Array, start: int = 0) -> int:
         """How many of these tokens, the first of which is at ``start``, a slot holds there."""
         held = self.tokens[slot.index, start : slot.length][: len(tokens)]
-        differs = held != tokens[: len(held)]
-        return int(differs.argmax()) if differs.any() else len(held)
+        begin, size = 0, 64  # most differ early, if they do
+        while begin < len(held):
+            part = slice(begin, begin + size)
+            differs = held[part] != tokens[: len(held)][part]
+            if differs.any():
+                return begin + int(differs.argmax())
+            begin, size = begin + size, 4 * size
+        return len(held)

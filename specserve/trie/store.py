@@ -239,7 +239,9 @@ class TrieStore:
             return self._log.state()
 
     def _take_over(self, state: LogState) -> None:
+        vocab_size = self._options.vocab_size
+        good = [each for each in state.records if not problem_of(each, vocab_size)]
         with self._lock:
             before = self._log.num_tokens
-            self._log.restore(state)
+            self._log.restore(msgspec.structs.replace(state, records=good))
             self._restored_tokens = self._log.num_tokens - before

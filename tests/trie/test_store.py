@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from specserve.core.errors import ConfigError, SnapshotError
 from specserve.trie.log_snapshot import SnapshotFile
@@ -90,6 +91,20 @@ def test_a_restarted_store_goes_on_from_its_snapshot(options: StoreOptions) -> N
     reply = second.exchange(call([record(1), record(3)], origin="replica"))
     assert reply.held == {"replica": [(1, 3)]}
     assert read(second)[0] == [record(1), record(2), record(3)]
+    second.close()
+
+
+def test_what_a_snapshot_holds_is_checked_as_what_replicas_send(options: StoreOptions) -> None:
+    first = TrieStore(options)
+    first.exchange(call([record(1)], origin="replica"))
+    first.close()
+    file = SnapshotFile(options.snapshot_file, FINGERPRINT)
+    state = file.load_or_set_aside()
+    assert state is not None
+    ahead = replace(record(2), stamp=time.time() + 1e6)  # of a node whose clock was wrong
+    file.save(replace(state, records=[*state.records, ahead]))
+    second = TrieStore(options)
+    assert read(second)[0] == [record(1)]
     second.close()
 
 
