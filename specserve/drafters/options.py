@@ -22,8 +22,8 @@ FAILED_REST_S = 30.0
 """Before a drafter is started again that could not load its model."""
 
 LONGEST_WARM_UP_S = 300
-"""A first call that takes longer hangs, and ends the process; whoever started it starts another. The
-time in which the process is stopped counts, too."""
+"""A first call that takes longer hangs, and ends the process; whoever started it starts another.
+The time in which the process is stopped counts, too."""
 
 _DRAFTERS = {
     "draft_model": "specserve.drafters.causal:CausalDrafter",
