@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -80,8 +81,9 @@ def test_a_step_in_this_process_hands_its_tokens_over_before_the_next_one() -> N
 
 
 @pytest.fixture
-def reader(monkeypatch: pytest.MonkeyPatch) -> MessageQueue:
+def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MessageQueue:
     """Of a queue to which ``a step`` was written, and read; a notice of it is there still."""
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(tmp_path))  # sockets' files are never removed
     monkeypatch.setattr(shm_broadcast, "SpinCondition", BriefPolling)
     queue = MessageQueue(n_reader=1, n_local_reader=1)
     reader = MessageQueue.create_from_handle(queue.export_handle(), 0)
