@@ -127,11 +127,11 @@ class SlotTable:
         head = text[:_HEAD_TOKENS]
         alike = np.flatnonzero((self.tokens[:, : len(head)] == head).all(axis=1))
         others = [self._slots[index] for index in alike]
-        may_share = [each for each in others if each.salt == slot.salt and not each.begin]
         # Itself first: where others hold no more, nothing is to be copied.
-        lengths = [self.num_held(each, text) for each in (slot, *may_share)]
+        candidates = [slot, *(o for o in others if o.salt == slot.salt and not o.begin)]
+        lengths = [self.num_held(each, text) for each in candidates]
         length = max(lengths)
-        source = (slot, *may_share)[lengths.index(length)]
+        source = candidates[lengths.index(length)]
         if source is not slot:
             self._copy(source.index, slot.index, length)
             self.tokens[slot.index, :length] = text[:length]
