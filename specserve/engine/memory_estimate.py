@@ -38,7 +38,11 @@ class NoEstimateError(Exception):
 
 
 class _Card(dict[str, Any]):
-    """A model's config.json."""
+    """A model's config.json, and the folder that it is in."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        self._folder = folder
 
     def __missing__(self, key: str) -> Any:
         raise NoEstimateError(f"config.json has no {key}")
@@ -47,6 +51,13 @@ class _Card(dict[str, Any]):
     def quantization(self) -> str:
         """The checkpoint's own; empty: none."""
         return str((self.get("quantization_config") or {}).get("quant_method") or "")
+
+    def stored_bytes(self) -> int:
+        """Bytes of the checkpoint's tensors, by its index, and else by its files; 0: neither."""
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            index = (self._folder / "model.safetensors.index.json").read_text(encoding="utf-8")
+            return int(json.loads(index)["metadata"]["total_size"])
+        return sum(file.stat().st_size for file in self._folder.glob("*.safetensors"))
 
     def linear_bytes(self) -> float:
         """Bytes of a quantized linear layer's parameter, with its part of a group's factor."""
@@ -101,16 +112,12 @@ def shard_memory(config: AppConfig) -> ShardMemory:
             continue
         if isinstance(source, DraftModelConfig):
             draft = _card(source.model)
-            weights += _weights_bytes(
-                source.model, draft, model_parameters(draft), num_shards, value_bytes
-            )
+            weights += _weights_bytes(draft, model_parameters(draft), num_shards, value_bytes)
             values += kv_values_per_token(draft, num_shards) * draft["num_hidden_layers"]
         else:
             parameters += mtp_parameters(card)
             values += kv_values_per_token(card, num_shards)
-    weights += _weights_bytes(
-        config.model.path, card, parameters, num_shards, value_bytes, quantization
-    )
+    weights += _weights_bytes(card, parameters, num_shards, value_bytes, quantization)
     return ShardMemory(weights, values * value_bytes)
 
 
@@ -179,7 +186,6 @@ def in_words(num_bytes: float) -> str:
 
 
 def _weights_bytes(
-    folder: str,
     card: _Card,
     parameters: Parameters,
     num_shards: int,
@@ -191,7 +197,7 @@ def _weights_bytes(
     ``quantization`` is vLLM's, while it loads a checkpoint that is not quantized. One that is, but
     otherwise than in block FP8, takes what its files hold, where these are.
     """
-    if card.quantization not in ("", "fp8") and (stored_bytes := _stored_bytes(Path(folder))):
+    if card.quantization not in ("", "fp8") and (stored_bytes := card.stored_bytes()):
         return round(stored_bytes / num_shards)
     linear_bytes = routed_bytes = float(value_bytes)
     if card.quantization:
@@ -203,18 +209,10 @@ def _weights_bytes(
     return shard_bytes(parameters, num_shards, routed_bytes, linear_bytes, value_bytes)
 
 
-def _stored_bytes(folder: Path) -> int:
-    """Bytes of a checkpoint's tensors, by its index, and else by its files; 0 without either."""
-    with suppress(OSError, ValueError, LookupError, TypeError):
-        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
-        return int(index["metadata"]["total_size"])
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-
-
 def _card(folder: str) -> _Card:
     """The config.json of a model of a known architecture."""
     try:
-        card = _Card(json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")))
+        card = _Card(Path(folder))
     except (OSError, ValueError, TypeError):
         needed = "put the model's config.json into a folder, and name that folder as its path"
         raise NoEstimateError(f"there is no {folder}/config.json here: {needed}") from None
