@@ -1,13 +1,13 @@
-"""How likely each token of a draft is to be accepted, by what was accepted of its source before.
+"""How likely each token of a draft is to be accepted, learned from what was accepted before.
 
-Counts by source, confidence and position in the draft, learned from every draft that was offered.
-Whether it was sent makes no difference: the target's own text tells how far it was right. For
-sampled text this is so with the right probability, too.
+Bayesian logistic regression, learned online from every draft that was offered, as in adPredictor
+(Graepel et al., Web-Scale Bayesian Click-Through Rate Prediction, 2010), by an extended Kalman
+filter without covariances. Whether the draft was sent makes no difference: the target's own text
+tells how far it was right. For sampled text this is so with the right probability, too.
 """
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import numpy as np
@@ -26,32 +26,47 @@ CONFIDENCE_BUCKETS = 12
 """Levels of confidence, in steps that become smaller towards 1: there a little more makes a draft
 many tokens longer."""
 
-POSITION_BUCKETS = 5
-"""Positions 1, 2, 3 and 4, 5 to 8, and later ones."""
+TOKEN_BUCKETS = 2048
+"""Weights of tokens, and of pairs of them: those of one hash share one."""
 
 LEAST_SURVIVAL = 0.01
 """What is less likely counts as impossible: not even an idle GPU verifies for nothing."""
 
-_MOST_LIKELY = 0.98
-_PRIOR_TRIALS = 4.0
-_MOST_TRIALS = 1024.0
-_RATIO_PRIOR = 4.0
-_RATIO_MEMORY = 0.97
+OF_SOURCE, OF_TOKEN, OF_REQUEST = (0.5, 0.03), (1.0, 0.1), (0.5, 0.1)
+"""Variances of weights, at first and at least: the larger, the further one observation moves them.
+None is believed for ever."""
 
-_ACCEPTED, _EXPECTED = 0, 1
-_ANY_LEVEL = CONFIDENCE_BUCKETS
+_MOST_LIKELY = 0.98
+_LEAST_SLOPE = 0.01
+_PAIR_FACTOR = 7919
+
+_STEPS, _NUM_STEPS = 32.0, 256.0
+_PROBABILITIES = 1.0 / (1.0 + np.exp(-np.arange(-_NUM_STEPS, _NUM_STEPS + 1) / _STEPS))
+"""By log-odds from -8 to 8, 32 to the unit: with ``exp`` a step's judgement takes twice as long."""
+
+_WEIGHT, _VARIANCE = 0, 1
+
+_ALONE, _AGREES, _DISAGREES, _NUM_RELATIONS = range(4)
+"""What other sources offer in the place of a token: nothing, the same token, other ones."""
+
+_RELATIONS = CONFIDENCE_BUCKETS
+_POSITIONS = _RELATIONS + 2 * _NUM_RELATIONS
+_NUM_POSITIONS = 5
+"""Where a source's weights begin that stand behind those by confidence: by relation, of first draft
+tokens and of later ones; by position alone, 1 to 4 or later."""
 
 
 class AcceptanceState(NamedTuple):
     """All arrays, for T tenants, S sources, R request slots and drafts of at most k tokens.
 
+    The last axis of weights holds log-odds and their variance.
+
     Attributes:
-        counts: float64 ``[T, S, confidence + 1, position, 2]``, draft tokens that were accepted,
-            and that were tried; last of all levels of confidence together.
-        ratios: float64 ``[T, S, 2, 2]``, recent tokens accepted and expected by the prior, of
-            first draft tokens and of later ones.
-        rates: float64 ``[T, confidence, position]``, scratch.
-        of_request: float64 ``[R, S, 2]``, a request's recent tokens accepted and expected.
+        of_source: float64 ``[T, S, weights, 2]``.
+        of_token: float64 ``[T, 2 TOKEN_BUCKETS, 2]``, weights of the drafted token, then of it with
+            the one before it.
+        of_request: float64 ``[R, S, 2]``, weights.
+        last: int32 ``[R]``, the last token of each text.
         tenant: int64 ``[R]``.
         tokens: int32 ``[S, R, k]``, the last step's drafts.
         lengths: int32 ``[S, R]``; 0: none was offered.
@@ -59,10 +74,10 @@ class AcceptanceState(NamedTuple):
         labels: uint8 ``[S, R]``.
     """
 
-    counts: Float64Array
-    ratios: Float64Array
-    rates: Float64Array
+    of_source: Float64Array
+    of_token: Float64Array
     of_request: Float64Array
+    last: Int32Array
     tenant: Int64Array
     tokens: Int32Array
     lengths: Int32Array
@@ -73,11 +88,10 @@ class AcceptanceState(NamedTuple):
 class Acceptance:
     """Estimates ``P(draft tokens 1 .. j are all accepted)``.
 
-    A source's confidence is believed as far as it was right before: a token's rate is that of other
-    tokens of about the same confidence at about the same position, with a prior that takes
-    the confidence for true, scaled by the source's recent ratio of accepted to expected tokens.
-    Each request multiplies the rates of a source by its own such ratio. Older
-    observations count less. What is accepted of one tenant's drafts does not change another's.
+    The log-odds of a token are a sum of weights: of its source's confidence, which begin with what
+    the source states; of what other sources offer in its place; of the token, alone and with the
+    one before it; of its request. What is accepted of one tenant's drafts does not change what is
+    expected of another's.
 
     What is offered to a request stays until its next tokens are known.
 
@@ -92,11 +106,16 @@ class Acceptance:
 
     def __init__(self, num_sources: int, num_slots: int, max_draft_len: int) -> None:
         self._tenants = {"": 0}
+        of_source = _weights(OF_SOURCE[0], 1, num_sources, _POSITIONS + _NUM_POSITIONS)
+        stated = np.sqrt((np.arange(CONFIDENCE_BUCKETS) + 0.5) / CONFIDENCE_BUCKETS)
+        of_source[..., :_RELATIONS, _WEIGHT] = np.log(stated / (1.0 - stated))
+        of_token = _weights(OF_TOKEN[0], 1, 2 * TOKEN_BUCKETS)
+        self._new_tenant = of_source, of_token
         self.state = AcceptanceState(
-            np.zeros((1, num_sources, CONFIDENCE_BUCKETS + 1, POSITION_BUCKETS, 2)),
-            np.full((1, num_sources, 2, 2), _RATIO_PRIOR),
-            np.zeros((1, CONFIDENCE_BUCKETS, POSITION_BUCKETS)),
-            np.full((num_slots, num_sources, 2), _RATIO_PRIOR),
+            of_source.copy(),
+            of_token.copy(),
+            _weights(OF_REQUEST[0], num_slots, num_sources),
+            np.zeros(num_slots, np.int32),
             np.zeros(num_slots, np.int64),
             np.zeros((num_sources, num_slots, max_draft_len), np.int32),
             np.zeros((num_sources, num_slots), np.int32),
@@ -117,20 +136,20 @@ class Acceptance:
     def open(self, slot: int, tenant: str) -> None:
         """A request begins: what is known of its tenant's traffic holds for it."""
         number = self._tenants.setdefault(tenant, len(self._tenants))
-        if number == len(self.state.counts):
-            self._add_tenants(number)
+        if number == len(self.state.of_source):
+            of_source, of_token = self._new_tenant
+            self.state = self.state._replace(
+                of_source=np.concatenate([self.state.of_source, of_source]),
+                of_token=np.concatenate([self.state.of_token, of_token]),
+            )
         self.state.tenant[slot] = number
-        self.state.of_request[slot] = _RATIO_PRIOR
+        self.state.of_request[slot] = 0.0, OF_REQUEST[0]
         self.state.lengths[:, slot] = 0
 
-    def _add_tenants(self, count: int) -> None:
-        state = self.state
-        fills = {"counts": 0.0, "ratios": _RATIO_PRIOR, "rates": 0.0}
-        larger = {}
-        for name, fill in fills.items():
-            old = getattr(state, name)
-            larger[name] = np.concatenate([old, np.full((count, *old.shape[1:]), fill)])
-        self.state = state._replace(**larger)
+
+def _weights(variance: float, *shape: int) -> Float64Array:
+    """Weights of 0."""
+    return np.stack([np.zeros(shape), np.full(shape, variance)], axis=-1)
 
 
 @inner
@@ -139,44 +158,48 @@ def _level(confidence):  # type: ignore[no-untyped-def]
 
 
 @inner
-def _place(position):  # type: ignore[no-untyped-def]
-    if position < 2:
-        return position
-    if position < 4:
-        return 2
-    return 3 if position < 8 else 4
+def _probability(odds):  # type: ignore[no-untyped-def]
+    step = min(max(_STEPS * odds, -_NUM_STEPS), _NUM_STEPS)
+    return _PROBABILITIES[int(step + _NUM_STEPS + 0.5)]
 
 
 @inner
-def _prior(level):  # type: ignore[no-untyped-def]
-    return math.sqrt((level + 0.5) / CONFIDENCE_BUCKETS)
+def _relation(a, source, slot, j):  # type: ignore[no-untyped-def]
+    """What the other sources offer in the place of a draft token."""
+    found = _ALONE
+    for other in range(a.lengths.shape[0]):
+        if other != source and j < a.lengths[other, slot]:
+            if a.tokens[other, slot, j] == a.tokens[source, slot, j]:
+                return _AGREES
+            found = _DISAGREES
+    return found
 
 
 @inner
-def _rate(a, tenant, source, level, place):  # type: ignore[no-untyped-def]
-    """Share of draft tokens like these that are accepted, where all before them were."""
-    ratio = a.ratios[tenant, source, min(place, 1)]
-    prior = _prior(level) * ratio[_ACCEPTED] / ratio[_EXPECTED]
-    seen = a.counts[tenant, source, level, place]
-    return (seen[_ACCEPTED] + _PRIOR_TRIALS * prior) / (seen[_EXPECTED] + _PRIOR_TRIALS)
+def _cells(a, source, slot, j, before):  # type: ignore[no-untyped-def]
+    """Where a draft token's weights are, if it stands behind ``before``: two of its source, and two
+    of tokens."""
+    token = a.tokens[source, slot, j]
+    return (
+        _level(a.confidence[source, slot, j]),
+        _RELATIONS + 2 * _relation(a, source, slot, j) + min(j, 1),
+        token & (TOKEN_BUCKETS - 1),
+        TOKEN_BUCKETS + ((_PAIR_FACTOR * before + token) & (TOKEN_BUCKETS - 1)),
+    )
 
 
 @inner
-def _count(cell, is_accepted):  # type: ignore[no-untyped-def]
-    """One more trial; past ``_MOST_TRIALS`` the older half is forgotten."""
-    cell[_ACCEPTED] += is_accepted
-    cell[_EXPECTED] += 1.0
-    if cell[_EXPECTED] > _MOST_TRIALS:
-        cell[_ACCEPTED] *= 0.5
-        cell[_EXPECTED] *= 0.5
-
-
-@inner
-def _track(ratio, is_accepted, expected):  # type: ignore[no-untyped-def]
-    """What is forgotten is filled up with the prior, which says: as expected."""
-    rest = (1.0 - _RATIO_MEMORY) * _RATIO_PRIOR
-    ratio[_ACCEPTED] = _RATIO_MEMORY * ratio[_ACCEPTED] + rest + is_accepted
-    ratio[_EXPECTED] = _RATIO_MEMORY * ratio[_EXPECTED] + rest + expected
+def _total(a, source, slot, cells, column):  # type: ignore[no-untyped-def]
+    """Log-odds that a draft token is accepted where all before it were, or their variance."""
+    confidence, relation, token, pair = cells
+    tenant = a.tenant[slot]
+    return (
+        a.of_request[slot, source, column]
+        + a.of_source[tenant, source, confidence, column]
+        + a.of_source[tenant, source, relation, column]
+        + a.of_token[tenant, token, column]
+        + a.of_token[tenant, pair, column]
+    )
 
 
 @inner
@@ -191,28 +214,19 @@ def survival_of(a, slots, limits, survival, lengths):  # type: ignore[no-untyped
         lengths: int32 ``[S, >= n]``, written: tokens of each draft.
     """
     for source in range(a.lengths.shape[0]):
-        a.rates[:, 0, 0] = -1.0  # of this tenant none is computed yet
         for row in range(slots.shape[0]):
             slot = slots[row]
             length = min(a.lengths[source, slot], limits[source, row])
             lengths[source, row] = length
-            if length <= 0:
-                continue
-            tenant = a.tenant[slot]
-            if a.rates[tenant, 0, 0] < 0.0:
-                for level in range(CONFIDENCE_BUCKETS):
-                    for place in range(POSITION_BUCKETS):
-                        a.rates[tenant, level, place] = _rate(a, tenant, source, level, place)
-            own = a.of_request[slot, source]
-            factor = own[_ACCEPTED] / own[_EXPECTED]
-            probability = 1.0
+            probability, before = 1.0, a.last[slot]
             for j in range(length):
                 if probability > 0.0:
-                    level = _level(a.confidence[source, slot, j])
-                    chance = factor * a.rates[tenant, level, _place(j)]
-                    probability *= min(chance, _MOST_LIKELY)
+                    cells = _cells(a, source, slot, j, before)
+                    odds = _total(a, source, slot, cells, _WEIGHT)
+                    probability *= min(_probability(odds), _MOST_LIKELY)
                     if probability < LEAST_SURVIVAL:
                         probability = 0.0
+                    before = a.tokens[source, slot, j]
                 survival[source, row, j] = probability
 
 
@@ -232,29 +246,54 @@ def learn(a, slots, token_ids, num_tokens, num_new):  # type: ignore[no-untyped-
         How many requests have offers left.
     """
     num_left = 0
-    for source in range(a.lengths.shape[0]):
-        for row in range(slots.shape[0]):
-            slot = slots[row]
-            if num_new[row] <= 0:
+    for row in range(slots.shape[0]):
+        slot, end, new = slots[row], num_tokens[row], num_new[row]
+        for source in range(a.lengths.shape[0]):
+            if new > 0:
+                _learn_draft(a, source, slot, token_ids[row, :end], end - new)
+            else:
                 num_left += a.lengths[source, slot] > 0
-                continue
-            known = min(a.lengths[source, slot], num_new[row])
-            a.lengths[source, slot] = 0
-            first = num_tokens[row] - num_new[row]
-            tenant = a.tenant[slot]
-            for j in range(known):
-                right = a.tokens[source, slot, j] == token_ids[row, first + j]
-                accepted = 1.0 if right else 0.0
-                level = _level(a.confidence[source, slot, j])
-                place = _place(j)
-                expected = _rate(a, tenant, source, level, place)
-                _track(a.of_request[slot, source], accepted, min(expected, _MOST_LIKELY))
-                _track(a.ratios[tenant, source, min(j, 1)], accepted, _prior(level))
-                _count(a.counts[tenant, source, level, place], accepted)
-                _count(a.counts[tenant, source, _ANY_LEVEL, place], accepted)
-                if not right:
-                    break
+        if new > 0:
+            a.lengths[:, slot] = 0
+            a.last[slot] = token_ids[row, end - 1]
     return num_left
+
+
+@inner
+def _learn_draft(a, source, slot, text, first):  # type: ignore[no-untyped-def]
+    """Learns from one draft, which was to stand behind the ``first`` tokens of a text."""
+    of_source, of_token = a.of_source[a.tenant[slot], source], a.of_token[a.tenant[slot]]
+    for j in range(min(a.lengths[source, slot], text.shape[0] - first)):
+        is_right = a.tokens[source, slot, j] == text[first + j]
+        of_position = of_source[_POSITIONS + min(j, _NUM_POSITIONS - 1)]
+        moved, known = _innovation(of_position[_WEIGHT], of_position[_VARIANCE], is_right)
+        _move(of_position, moved, known, OF_SOURCE[1])
+        cells = _cells(a, source, slot, j, text[first + j - 1])
+        odds = _total(a, source, slot, cells, _WEIGHT)
+        variance = _total(a, source, slot, cells, _VARIANCE)
+        moved, known = _innovation(odds, variance, is_right)
+        _move(a.of_request[slot, source], moved, known, OF_REQUEST[1])
+        for i in range(2):
+            _move(of_source[cells[i]], moved, known, OF_SOURCE[1])
+            _move(of_token[cells[2 + i]], moved, known, OF_TOKEN[1])
+        if not is_right:
+            break
+
+
+@inner
+def _innovation(odds, variance, is_right):  # type: ignore[no-untyped-def]
+    """What an observation moves weights by, and makes known of them, per unit of their variance."""
+    probability = _probability(odds)
+    slope = max(probability * (1.0 - probability), _LEAST_SLOPE)
+    share = 1.0 / (1.0 + slope * variance)
+    return share * (is_right - probability), share * slope
+
+
+@inner
+def _move(weight, moved, known, least):  # type: ignore[no-untyped-def]
+    variance = weight[_VARIANCE]
+    weight[_WEIGHT] += variance * moved
+    weight[_VARIANCE] = max(variance * (1.0 - variance * known), least)
 
 
 @lean_kernel
@@ -269,14 +308,9 @@ def unseen_survival(a, source, slots, survival):  # type: ignore[no-untyped-def]
     """
     for row in range(slots.shape[0]):
         slot = slots[row]
-        own = a.of_request[slot, source]
-        factor = own[_ACCEPTED] / own[_EXPECTED]
-        probability, chance, last = 1.0, 0.0, -1
+        weights = a.of_source[a.tenant[slot], source]
+        own, probability = a.of_request[slot, source, _WEIGHT], 1.0
         for j in range(survival.shape[1]):
-            if _place(j) != last:
-                last = _place(j)
-                # A level of its own: each of the others forgets by what is tried of it alone.
-                seen = a.counts[a.tenant[slot], source, _ANY_LEVEL, last]
-                chance = (seen[_ACCEPTED] + 0.5 * _PRIOR_TRIALS) / (seen[_EXPECTED] + _PRIOR_TRIALS)
-            probability *= min(factor * chance, _MOST_LIKELY)
+            odds = weights[_POSITIONS + min(j, _NUM_POSITIONS - 1), _WEIGHT] + own
+            probability *= min(_probability(odds), _MOST_LIKELY)
             survival[row, j] = probability

@@ -58,10 +58,10 @@ class Workspace(NamedTuple):
 
 @lean_kernel
 def observe(  # type: ignore[no-untyped-def]
-    counts,
-    ratios,
-    rates,
+    of_source,
+    of_token,
     of_request,
+    last,
     tenant,
     tokens,
     lengths,
@@ -82,7 +82,7 @@ def observe(  # type: ignore[no-untyped-def]
     """Counts what became of the last drafts, learns from it, and says what is of use next.
 
     Args:
-        counts: of :class:`AcceptanceState`, as all up to ``labels``.
+        of_source: of :class:`AcceptanceState`, as all up to ``labels``.
         requests: of :class:`Workspace`.
         limits: of the workspace; written.
         num_drafts: int64 ``[labels, 2, lengths]``, by number of tokens drafted, and accepted;
@@ -121,7 +121,7 @@ def observe(  # type: ignore[no-untyped-def]
         for source in range(limits.shape[0]):
             limits[source, row] = max(min(room, requests[slot, LIMITS + source]), 0)
     state = AcceptanceState(
-        counts, ratios, rates, of_request, tenant, tokens, lengths, confidence, labels
+        of_source, of_token, of_request, last, tenant, tokens, lengths, confidence, labels
     )
     return learn(state, slots, token_ids, num_tokens, num_new)
 
@@ -158,10 +158,10 @@ def decide(  # type: ignore[no-untyped-def]
     num_steps,
     most_tokens,
     is_impatient,
-    counts,
-    ratios,
-    rates,
+    of_source,
+    of_token,
     of_request,
+    last,
     tenant,
     tokens,
     lengths,
@@ -187,7 +187,7 @@ def decide(  # type: ignore[no-untyped-def]
     Args:
         lines: as of :func:`foresee`, as the three that follow.
         is_impatient: no plain steps are waited for that could be compared with.
-        counts: of :class:`AcceptanceState`, as all up to ``labels``.
+        of_source: of :class:`AcceptanceState`, as all up to ``labels``.
         requests: of :class:`Workspace`, as all up to ``drafts``.
         source: of the plan, as the rest.
 
@@ -197,7 +197,7 @@ def decide(  # type: ignore[no-untyped-def]
     """
     n = slots.shape[0]
     state = AcceptanceState(
-        counts, ratios, rates, of_request, tenant, tokens, lengths, confidence, labels
+        of_source, of_token, of_request, last, tenant, tokens, lengths, confidence, labels
     )
     work = Workspace(
         requests,
