@@ -1,12 +1,11 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-from vllm.distributed.device_communicators import shm_broadcast
-from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+import zmq
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
@@ -81,22 +80,18 @@ def test_a_step_in_this_process_hands_its_tokens_over_before_the_next_one() -> N
 
 
 @pytest.fixture
-def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MessageQueue:
-    """Of a queue to which ``a step`` was written, and read; a notice of it is there still."""
-    monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(tmp_path))  # sockets' files are never removed
-    monkeypatch.setattr(shm_broadcast, "SpinCondition", BriefPolling)
-    queue = MessageQueue(n_reader=1, n_local_reader=1)
-    reader = MessageQueue.create_from_handle(queue.export_handle(), 0)
-    queue.enqueue("a step")
-    assert reader.dequeue(timeout=10) == "a step"
-    return reader
+def condition() -> Iterator[BriefPolling]:
+    """Of a reader to which nobody writes."""
+    context = zmq.Context()
+    yield BriefPolling(is_reader=True, context=context, notify_address="inproc://notices")
+    context.destroy(linger=0)
 
 
 @pytest.mark.parametrize(
     ("since_s", "waited_ms"), [(0.0, []), (0.01, [1]), (0.5, [1]), (2.0, [60_000])]
 )
 def test_a_queue_is_polled_no_longer_than_a_hand_over_takes(
-    since_s: float, waited_ms: list[int], reader: MessageQueue, monkeypatch: pytest.MonkeyPatch
+    since_s: float, waited_ms: list[int], condition: BriefPolling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited: list[int] = []
 
@@ -104,7 +99,6 @@ def test_a_queue_is_polled_no_longer_than_a_hand_over_takes(
         waited.append(timeout)
         return []
 
-    condition = reader._spin_condition
     monkeypatch.setattr(condition, "poller", SimpleNamespace(poll=poll))
     condition.last_read = time.monotonic() - since_s
     condition.wait(timeout_ms=60_000)
