@@ -100,6 +100,7 @@ def test_a_queue_is_polled_no_longer_than_a_hand_over_takes(
         return []
 
     monkeypatch.setattr(condition, "poller", SimpleNamespace(poll=poll))
-    condition.last_read = time.monotonic() - since_s
+    now = condition.last_read + since_s
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     condition.wait(timeout_ms=60_000)
     assert waited == waited_ms
