@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -81,10 +82,13 @@ def test_a_step_in_this_process_hands_its_tokens_over_before_the_next_one() -> N
 
 @pytest.fixture
 def condition() -> Iterator[BriefPolling]:
-    """Of a reader to which nobody writes."""
+    """Of a reader to which nothing is written."""
     context = zmq.Context()
-    yield BriefPolling(is_reader=True, context=context, notify_address="inproc://notices")
-    context.destroy(linger=0)
+    with tempfile.TemporaryDirectory() as folder:  # a socket's path is short
+        ends = {"context": context, "notify_address": f"ipc://{folder}/notices"}
+        _writers = BriefPolling(is_reader=False, **ends)
+        yield BriefPolling(is_reader=True, **ends)
+        context.destroy(linger=0)
 
 
 @pytest.mark.parametrize(
