@@ -1,11 +1,12 @@
 """One step's timeline over all processes of the server, as a file that Perfetto opens.
 
-    python -m tests.peers step-trace [--clients 8] [--steps 3] [--out step-trace.json]
+    python -m tests.peers step-trace [--traffic never-seen] [--clients 8] [--steps 3]
+        [--out step-trace.json]
 
 Streams answers to some clients, and cuts steps out of the middle: the request's way in, scheduling,
 the executor's hand-over, the worker, sampling, drafting, the tokens' way out. Open the file at
 https://ui.perfetto.dev or in chrome://tracing. The table has the same spans' times a step. The
-instruments themselves cost some microseconds a span.
+instruments themselves cost some microseconds a span. Traffic is that of ``server``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -24,16 +24,17 @@ from typing import Any
 from rich.console import Console
 
 from specserve.compare.machine import circumstances
+from specserve.compare.prompts import configured_tokenizer
 from specserve.core.config import AppConfig
 from specserve.core.errors import SpecServeError
 from specserve.serve.config_file import read
-from tests.integration.api import Api
 from tests.integration.cluster import HAPROXY, Cluster, serving
+from tests.peers.load_client import drive
 from tests.peers.spans import SUFFIX
 from tests.peers.tables import print_rows
+from tests.peers.workload import TRAFFIC, Request, Workload
 
-PROMPT = "def add(a, b):\n    return a + b\n\n"
-NUM_TOKENS = 96
+REQUESTS_OF_CLIENT = 4
 STEP = "step"
 
 
@@ -53,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--config", type=Path, default=Path("configs/demo.yaml"))
     parser.add_argument("--plain", action="store_true", help="with `speculation: []`")
+    parser.add_argument("--traffic", default="never-seen", choices=TRAFFIC)
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("step-trace.json"))
@@ -60,7 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = read(args.config).applications[0].config
     if args.plain:
         config = config.model_copy(update={"speculation": ()})
-    spans = record(config, args.clients)
+    workload = Workload(configured_tokenizer(config), seed=0, ignore_eos=True)
+    load = workload.load(args.traffic, args.clients, REQUESTS_OF_CLIENT * args.clients)
+    spans = record(config, load.measured, args.clients)
     args.out.write_text(json.dumps(timeline(cut(spans, args.steps))))
     rows = list(summarise(spans))
     print_rows(Console(), f"{args.clients} clients, all steps; the timeline is in {args.out}", rows)
@@ -71,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def record(config: AppConfig, num_clients: int) -> list[Span]:
+def record(config: AppConfig, requests: Sequence[Request], num_clients: int) -> list[Span]:
     """What the processes of a server did while it answered, in their order."""
     cluster = Cluster([os.cpu_count() or 1])
     if HAPROXY.exists():
@@ -80,21 +84,10 @@ def record(config: AppConfig, num_clients: int) -> list[Span]:
         cluster.start()
         application = {"/": config.model_dump(mode="json")}
         with serving(cluster, application, "tests.peers.traced:build") as deployment:
-            base_url, name = deployment.base_url(), config.model.name
-            with ThreadPoolExecutor(num_clients) as pool:
-                list(pool.map(lambda _: stream(base_url, name), range(2 * num_clients)))
+            drive(deployment.base_url(), config.model.name, requests, num_clients)
             return sorted(_read(cluster))
     finally:
         cluster.stop()
-
-
-def stream(base_url: str, model: str) -> None:
-    """One answer, read to its end."""
-    body = {"model": model, "prompt": PROMPT, "max_tokens": NUM_TOKENS, "ignore_eos": True}
-    api = Api(base_url)
-    with api.http, api.streaming(**body) as events:
-        for _ in events:
-            pass
 
 
 def _read(cluster: Cluster) -> Iterator[Span]:
