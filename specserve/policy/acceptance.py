@@ -27,7 +27,7 @@ CONFIDENCE_BUCKETS = 12
 many tokens longer."""
 
 TOKEN_BUCKETS = 2048
-"""Weights of tokens, and of pairs of them: those of one hash share one."""
+"""Weights of tokens, and of pairs of them, a power of two: those of one hash share one."""
 
 LEAST_SURVIVAL = 0.01
 """What is less likely counts as impossible: not even an idle GPU verifies for nothing."""

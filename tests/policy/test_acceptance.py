@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -52,16 +53,10 @@ class Judge:
         survival(self.acceptance.state, np.array([slot]), limits, found, lengths)
         return found[source, 0, : lengths[source, 0]].tolist()  # type: ignore[no-any-return]
 
-    def expected(
-        self,
-        slot: int = 0,
-        source: int = 0,
-        confidence: float = 0.7,
-        draft: Sequence[int] = DRAFT,
-    ) -> list[float]:
+    def expected(self, slot: int = 0, source: int = 0, **of: Any) -> list[float]:
         """Of a draft that is not learned from, in a text that ends with 0."""
         self.acceptance.state.last[slot] = 0
-        self.offer(slot, source, confidence, draft)
+        self.offer(slot, source, **of)
         found = self.survival(slot, source)
         self.acceptance.offers(source).lengths[slot] = 0
         return found
@@ -94,6 +89,8 @@ def test_a_draft_that_was_not_sent_teaches_as_far_as_the_targets_text_is_known()
     after = judge.expected(slot=5)
     assert after[0] > before[0]
     assert after[3] / after[2] >= before[3] / before[2]
+    never_offered = (1, 6, 7, 8)
+    assert judge.expected(slot=5, draft=never_offered) == after
 
 
 def test_tokens_after_a_refused_one_teach_nothing() -> None:
