@@ -5,13 +5,14 @@ decides. What it wrote before in the same place is the best guess, and its token
 next best. A place is the token before it and the text's next bytes, as in an n-gram model that
 backs off (Katz, Estimation of Probabilities from Sparse Data, 1987).
 
-Kept is a table of a fixed size, from a place's hash to the token that was written there last. It
-holds no text. Whose place it is belongs to the hash: nobody's drafts are others' splits.
+Kept is a table from a place's hash to the token that was written there last. Where it is full, the
+place written longest ago goes. It holds no text. Whose place it is belongs to the hash: nobody's
+drafts are others' splits.
 """
 
 from __future__ import annotations
 
-from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
 from specserve.core.token_texts import TokenTexts
@@ -24,15 +25,14 @@ ONLY_ONE, USUAL, LAST, UNUSUAL = 1.0, 0.9, 0.5, 0.3
 has it there; it ends the text, so that the model may write the beginning of a longer one; it is the
 longest one where the tokenizer's split has been left."""
 
-_NUM_PLACES = 1 << 16
-_NOTHING = -1
+MOST_PLACES = 1 << 16
 
 
 class Splits:
-    """What was written where. Memory: 256 KiB."""
+    """What was written where. Memory: at most 11 MB."""
 
     def __init__(self) -> None:
-        self._written = array("i", [_NOTHING]) * _NUM_PLACES
+        self._written: OrderedDict[int, int] = OrderedDict()
 
     def note(self, owner: Hashable, before: int, text: bytes, token: int) -> None:
         """The model has written ``token`` behind ``before``, where the rest to write was ``text``.
@@ -40,7 +40,11 @@ class Splits:
         Nobody but the ``owner`` of the text drafts by that.
         """
         for size, _ in WRITTEN:
-            self._written[_place(owner, before, text[:size])] = token
+            place = hash((owner, before, text[:size]))
+            self._written[place] = token
+            self._written.move_to_end(place)
+        while len(self._written) > MOST_PLACES:
+            self._written.popitem(last=False)
 
     def split(
         self,
@@ -82,14 +86,10 @@ class Splits:
         self, owner: Hashable, before: int, text: bytes, texts: TokenTexts
     ) -> tuple[int, float] | None:
         for size, sure in WRITTEN:
-            token = self._written[_place(owner, before, text[:size])]
-            if token != _NOTHING and texts.size(token, text):
+            token = self._written.get(hash((owner, before, text[:size])))
+            if token is not None and texts.size(token, text):
                 return token, sure
         return None
-
-
-def _place(owner: Hashable, before: int, text: bytes) -> int:
-    return hash((owner, before, text)) % _NUM_PLACES
 
 
 def _starts(tokens: list[int], text: bytes, texts: TokenTexts) -> dict[int, int]:

@@ -7,7 +7,15 @@ from collections.abc import Sequence
 import pytest
 
 from specserve.core.token_texts import TokenTexts
-from specserve.sources.splits import LAST, ONLY_ONE, UNUSUAL, USUAL, WRITTEN, Splits
+from specserve.sources.splits import (
+    LAST,
+    MOST_PLACES,
+    ONLY_ONE,
+    UNUSUAL,
+    USUAL,
+    WRITTEN,
+    Splits,
+)
 
 TOKENS = [b"", b"n", b"a", b"m", b"e", b"na", b"me", b"nam", b"name", b"_", b":", b"x", b"<end>"]
 ID = {text: token for token, text in enumerate(TOKENS)}
@@ -106,3 +114,17 @@ def test_of_several_tokens_with_one_text_the_last_one_is_written() -> None:
     texts = TokenTexts([b"a", b"b", b"a"])
     assert texts.beginnings(b"ab") == [2]
     assert [texts.size(token, b"ab") for token in range(3)] == [1, 0, 1]
+
+
+def test_of_as_many_places_as_are_kept_each_is_remembered_and_with_one_more_the_oldest_is_not(
+    model: Model,
+) -> None:
+    owners = [f"{number}" for number in range(MOST_PLACES // len(WRITTEN))]
+    for owner in owners:
+        model.writes(b"name_name", b"na", owner=owner)
+    assert {model.split(b"name_name", owner=owner, limit=1)[0] for owner in owners} == {
+        (b"na", LONG)
+    }
+    model.writes(b"name_name", b"na", owner="one more")
+    assert model.split(b"name_name", owner=owners[0], limit=1) == [(b"name", UNUSUAL)]
+    assert model.split(b"name_name", owner=owners[1], limit=1) == [(b"na", LONG)]
