@@ -12,6 +12,7 @@ from ray.serve.exceptions import RayServeException
 
 from specserve.core.config import parse
 from specserve.core.errors import MissingExtraError, SpecServeError
+from specserve.core.importing import without_collections
 from specserve.engine.checkpoint import find_checkpoint
 from specserve.engine.vllm_version import check_vllm, is_cpu_build
 from specserve.engine.weights import check_weights
@@ -56,7 +57,8 @@ def _build(args: dict[str, Any]) -> Application:
     check_vllm(config)
     if config.engine.vllm:
         # vLLM takes seconds to import, and only its own options need it here.
-        from specserve.engine.args import check_engine_options
+        with without_collections():
+            from specserve.engine.args import check_engine_options
 
         check_engine_options(config)
     most_requests = config.engine.max_num_seqs + config.http.max_queued_requests

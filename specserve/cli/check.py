@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from specserve.cli import plan
 from specserve.core.errors import ConfigError, SpecServeError
+from specserve.core.importing import without_collections
 
 if TYPE_CHECKING:
     from specserve.core.config import AppConfig, PlacementConfig
@@ -123,7 +124,8 @@ def _check(
         check_weights(config, checkpoint.path, on_cpu=on_cpu and not is_elsewhere)
         notes = check_draft_checkpoints(config, checkpoint, is_elsewhere=is_elsewhere)
         if config.engine.vllm and _has_vllm():  # importing vLLM takes seconds
-            from specserve.engine.args import check_engine_options
+            with without_collections():
+                from specserve.engine.args import check_engine_options
 
             check_engine_options(config)
             if not is_elsewhere:

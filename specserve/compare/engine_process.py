@@ -28,6 +28,7 @@ from typing import Any, Self
 
 from specserve.core.config import AppConfig
 from specserve.core.errors import EngineError, MissingExtraError, SpecServeError, shorten
+from specserve.core.importing import without_collections
 from specserve.core.openmp import openmp_environment
 from specserve.core.sockets import takes_sockets
 from specserve.engine.generation import Completion, Job, RunResult, Show
@@ -194,8 +195,9 @@ def main(connection: Connection) -> None:
 def _serve(connection: Connection) -> None:
     config, method = connection.recv()
     # Importing vLLM takes seconds, and only here may it happen.
-    from specserve.engine.hugging_face import HuggingFaceEngine
-    from specserve.engine.offline import OfflineEngine
+    with without_collections():
+        from specserve.engine.hugging_face import HuggingFaceEngine
+        from specserve.engine.offline import OfflineEngine
 
     told = time.perf_counter()
 

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp
 
 from specserve.core.config import AppConfig
 from specserve.core.errors import SpecServeError
+from specserve.core.importing import without_collections
 from specserve.engine.vllm_version import check_vllm
 from specserve.serve import daemons
 from specserve.serve.controls import ControlsMiddleware
@@ -58,7 +59,8 @@ class ModelServer:
         # A library of vLLM's routes sets the root logger's level by it, else to ERROR.
         os.environ.setdefault("SAGEMAKER_CONTAINER_LOG_LEVEL", "WARNING")
         check_vllm(self._config)  # this node may have another one than where the file was checked
-        from specserve.engine.llm import Engine, shard_bundle
+        with without_collections():
+            from specserve.engine.llm import Engine, shard_bundle
 
         config = self._config
         num_shards = config.engine.tensor_parallel_size

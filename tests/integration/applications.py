@@ -16,20 +16,18 @@ ENGINE: dict[str, Any] = {
     "max_num_batched_tokens": 2048,
     "enforce_eager": True,
     "kv_cache_memory_bytes": 256 << 20,
-    "vllm": {
-        # A small model left to itself may put blanks into JSON for ever.
-        "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
-        "enable_auto_tool_choice": True,
-        "tool_call_parser": "hermes",
-    },
 }
 EVERYTHING: dict[str, Any] = {
-    **ENGINE["vllm"],
+    # A small model left to itself may put blanks into JSON for ever.
+    "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
+    "enable_auto_tool_choice": True,
+    "tool_call_parser": "hermes",
     "enable_prompt_embeds": True,
     "enable_scale_out": True,
     "reasoning_config": {"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"},
 }
-"""Options of vLLM with which all that it has can be asked for."""
+"""Options of vLLM with which all that it has can be asked for. The other applications have none:
+their builders need not import vLLM."""
 
 TENANTS = ("team-a", "team-b", "team-c", "team-d")
 KEYS = {f"SPECSERVE_TEST_KEY_{number}": f"sk-{number}" * 8 for number in range(len(TENANTS))}
