@@ -11,8 +11,8 @@ from contextlib import contextmanager
 def without_collections() -> Iterator[None]:
     """No garbage is collected within it.
 
-    Importing vLLM makes a million objects, of which one in sixty is garbage, and Python looks at all
-    of them again and again: a quarter of the time. On an AMD EPYC 6.4 s instead of 8.3.
+    Importing vLLM makes a million objects. One in sixty is garbage, and Python looks at all of them
+    again and again: a quarter of the time. On an AMD EPYC it takes 6.4 s instead of 8.3.
     """
     was_enabled = gc.isenabled()
     gc.disable()

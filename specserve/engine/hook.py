@@ -28,7 +28,6 @@ from specserve.core.types import (
     DraftBatch,
     HiddenStates,
     Int32Array,
-    Int64Array,
     RequestControls,
 )
 from specserve.engine.grammars import Grammars
@@ -202,7 +201,7 @@ class ProposerHook:
         slots = self._slots.find(request_ids)
         if len(slots):
             if self._chain.has_unseen_texts:
-                self._chain.finish(self._last_texts(slots))
+                self._chain.finish(self._last_texts(request_ids))
             self._chain.close(slots)
             self._slots.free(request_ids)
             self._request_ids = []
@@ -297,17 +296,21 @@ class ProposerHook:
             seconds = time.perf_counter() - self._last_step_end
             self._chain.cost.observe(size, num_draft_tokens, seconds)
 
-    def _last_texts(self, slots: Int64Array) -> DraftBatch:
-        """The texts of those of these requests that the model runner still holds."""
-        input_batch = self._runner.input_batch
-        by_id = self._slots.by_id
-        rows = [row for row, each in enumerate(input_batch.req_ids) if by_id.get(each, -1) in slots]
-        num_tokens = input_batch.num_tokens_no_spec[rows].astype(np.int32)
+    def _last_texts(self, request_ids: Collection[str]) -> DraftBatch:
+        """The texts of those of these requests that have a slot and a row in the model runner."""
+        buffers, by_id = self._runner.input_batch, self._slots.by_id
+        held = [
+            (row, by_id[each])
+            for row, each in enumerate(buffers.req_ids)
+            if each in request_ids and each in by_id
+        ]
+        rows = [row for row, _ in held]
+        num_tokens = buffers.num_tokens_no_spec[rows]
         return DraftBatch(
-            np.array([by_id[input_batch.req_ids[row]] for row in rows], np.int64),
-            input_batch.token_ids_cpu[rows, : num_tokens.max(initial=0)],
+            np.array([slot for _, slot in held], np.int64),
+            buffers.token_ids_cpu[rows, : num_tokens.max(initial=0)],
             num_tokens,
-            input_batch.num_prompt_tokens[rows].astype(np.int32),
+            buffers.num_prompt_tokens[rows],
         )
 
     def _hidden_states(self, scheduler_output: Any, hidden: Any) -> HiddenStates:

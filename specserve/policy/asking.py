@@ -19,7 +19,8 @@ MOST_PAUSE = 8
 to repeat itself is noticed after so many steps at the latest."""
 
 MOST_PROBE_PAUSE = 256
-"""Steps between two probes of a remote source that nothing came of."""
+"""Steps between two probes of a remote source that nothing came of, and to wait at most for a text
+to probe with of which it has missed nothing."""
 
 _MEMORY = 0.98
 _FIRST_CALLS = 8
@@ -131,6 +132,9 @@ class RemoteAsk(Ask):
         self._pause = Backoff(1, MOST_PROBE_PAUSE)
         self._step = self._tries = 0
         self._is_probe = False
+        self._waits_since: int | None = (
+            None  # step at which a probe was due, but its text not there
+        )
         self.is_slow = True
 
     def num_idle_steps(self, step: int, slots: Int64Array) -> int:
@@ -206,8 +210,8 @@ class RemoteAsk(Ask):
     ) -> Int32Array:
         """Asks for one request, when it is time and there is credit.
 
-        For one that the source follows, if there is any: of another it knows a part alone. Else for
-        the one whose draft is worth least.
+        For one that the source follows: of another it knows a part alone. Where there is none for
+        long, for the one whose draft is worth least.
         """
         limits = situation.limits
         asked = np.zeros_like(limits)
@@ -216,13 +220,22 @@ class RemoteAsk(Ask):
             return asked
         if (followed := able & self._seen(situation.batch.slots)).any():
             able = followed
+        elif self._waits():
+            return asked
         row = int(np.where(able, situation.values, np.inf).argmin())
         call, request, token = self._cost.coefficients(situation.costs.plain)
         price_s = call + request + token * int(limits[row])
         if spend(credit_s, price_s, situation.costs.plain):
             asked[row] = limits[row]
-            self._is_probe = True
+            self._is_probe, self._waits_since = True, None
         return asked
+
+    def _waits(self) -> bool:
+        """Whether the probe is put off until there is a text that the source follows."""
+        if self._waits_since is None:
+            self._waits_since = self._step
+        is_late = self._step - self._waits_since >= MOST_PROBE_PAUSE
+        return not is_late and bool(self.guard.call(self._source.follow_next))
 
     def _seen(self, slots: Int64Array) -> BoolArray:
         """bool ``[n]``, see :meth:`RemoteSource.must_see`."""

@@ -82,6 +82,14 @@ class RemoteSource(Source, Protocol):
         """bool ``[n]``: requests of which the source would miss something in a step without it."""
         ...
 
+    def follow_next(self) -> bool:
+        """A draft is wanted of a text of which the source has missed nothing.
+
+        Returns:
+            Whether such a text is worth waiting for: it will be the next one that begins.
+        """
+        ...
+
 
 class Member(NamedTuple):
     """A source of a chain.

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from specserve.core.backoff import Backoff
 from specserve.core.types import BoolArray, Int64Array
 
-FOLLOWED_STEPS = 256
-"""Steps that a text is followed for without a draft of it being wanted, while the source is not in
-use: probes are more frequent where something comes of them."""
+FOLLOWED_STEPS, ASKED_STEPS = 256, 32
+"""Steps that a text is followed for while the source is not in use: before a draft of it is wanted,
+and after one was. A text that is being read is soon asked for again."""
 
 _USE_RATE, _IN_USE = 0.1, 0.5
 """A source that was asked for drafts in half of the last ten steps or so is in use."""
@@ -22,8 +21,8 @@ class FollowedTexts:
     """Chooses the texts whose states are copied in a step; the states of others are lost.
 
     While the source is in use, or is always asked, all are followed that want drafts. Else those
-    that were asked for last, and where there are none one text from its first step on: a probe
-    of it has a whole text to draft from.
+    that were asked for last, and before a probe one text from its first step on: so there is a
+    whole text to draft from. A source has a turn in each step as long as it follows a text.
 
     Args:
         num_slots: texts at a time.
@@ -36,8 +35,8 @@ class FollowedTexts:
         self._use = 0.0
         self._wants = np.zeros(num_slots, np.bool_)
         self._chosen = np.zeros(num_slots, np.bool_)
-        self._step = self._chosen_at = 0
-        self._next = Backoff(FOLLOWED_STEPS, 64 * FOLLOWED_STEPS)
+        self._step = self._until = 0
+        self._follows_next = True
 
     @property
     def are_all(self) -> bool:
@@ -47,8 +46,12 @@ class FollowedTexts:
     def open(self, slot: int) -> None:
         """A text begins that wants drafts."""
         self._wants[slot] = True
-        if self._is_there and self._next.is_due(self._step) and not self._chosen.any():
-            self._choose(np.array([slot]))
+        if self._is_there and self._follows_next and not self._chosen.any():
+            self._choose(np.array([slot]), FOLLOWED_STEPS)
+
+    def follow_next(self) -> None:
+        """A probe is due: the next text that begins is followed, unless one is already."""
+        self._follows_next = True
 
     def close(self, slots: Int64Array) -> None:
         """These texts have ended."""
@@ -66,17 +69,16 @@ class FollowedTexts:
         is_used = is_there and len(asked) > 0
         self._use += (_USE_RATE if is_there else _AWAY_RATE) * (is_used - self._use)
         if is_used:
-            self._next.reset()
-            self._choose(asked)
-        elif self._step - self._chosen_at == FOLLOWED_STEPS:
+            self._choose(asked, ASKED_STEPS)
+        elif self._step == self._until:
             self._chosen[:] = False
-            self._next.fail(self._step)
 
     def which(self, slots: Int64Array) -> BoolArray:
         """bool ``[n]``: those of these texts that are followed."""
         return (self._wants if self.are_all else self._chosen)[slots]
 
-    def _choose(self, slots: Int64Array) -> None:
+    def _choose(self, slots: Int64Array, num_steps: int) -> None:
         self._chosen[:] = False
         self._chosen[slots] = True
-        self._chosen_at = self._step
+        self._until = self._step + num_steps
+        self._follows_next = False

@@ -182,6 +182,11 @@ class DrafterClient:
             return np.zeros(len(slots), np.bool_)
         return self._followed.which(slots)
 
+    def follow_next(self) -> bool:
+        """See :meth:`RemoteSource.follow_next`."""
+        self._followed.follow_next()
+        return self._states is not None
+
     def close(self, slots: Int64Array) -> None:
         """Tells the drafter with the next request, or at once where none is to be expected."""
         self._ended.extend(self._texts.close(slots))

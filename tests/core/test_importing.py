@@ -18,8 +18,10 @@ def collecting() -> Iterator[None]:
 
 
 def test_it_collects_again_afterwards_also_after_an_error() -> None:
-    with pytest.raises(ImportError), without_collections():
+    with without_collections():
         assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(ImportError), without_collections():
         raise ImportError
     assert gc.isenabled()
 

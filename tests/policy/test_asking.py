@@ -252,3 +252,16 @@ def test_a_probe_is_for_a_request_that_the_source_follows(
     monkeypatch.setattr(source, "must_see", lambda slots: slots == 1)
     asked = ask.limits(situation(0, values=(0.0, 1.0), limits=(4, 4)), rich())
     assert asked.tolist() == [0, 4]
+
+
+def test_a_probe_waits_for_a_text_that_the_source_follows_but_not_for_ever(
+    ask: RemoteAsk, source: DistantSource
+) -> None:
+    source.may_follow = True
+    assert probes(ask, MOST_PROBE_PAUSE, ONE) == []
+    assert source.num_to_follow == MOST_PROBE_PAUSE
+    asked = ask.limits(situation(MOST_PROBE_PAUSE), rich())
+    assert asked.tolist() == [4]
+    ask.observe(asked, ONE, 0.005)
+    source.is_watching = True
+    assert ask.limits(situation(MOST_PROBE_PAUSE + 1), rich()).tolist() == [4]

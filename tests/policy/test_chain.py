@@ -38,6 +38,9 @@ class RemoteAnswers(AnsweringSource):
     def must_see(self, slots: Int64Array) -> BoolArray:
         return np.full(len(slots), self.sees_all)
 
+    def follow_next(self) -> bool:
+        return False
+
 
 class Driven:
     """A chain, and an engine that takes its steps."""

@@ -84,18 +84,26 @@ class DistantSource(LocalSource):
     Attributes:
         waits: seconds of reading, by slot.
         is_watching: whether it would miss something in a step without it.
+        may_follow: whether it follows a text where it is told to.
+        num_to_follow: how often it was told.
     """
 
     def __init__(self, guess: Guess | Exception, clock: Clock, seconds: float = 0.0) -> None:
         super().__init__(guess, clock, seconds)
         self.waits: dict[int, float] = {}
         self.is_watching = False
+        self.may_follow = False
+        self.num_to_follow = 0
 
     def reading_s(self, batch: DraftBatch) -> Float64Array:
         return np.array([self.waits.get(slot, 0.0) for slot in batch.slots.tolist()])
 
     def must_see(self, slots: Int64Array) -> BoolArray:
         return np.full(len(slots), self.is_watching)
+
+    def follow_next(self) -> bool:
+        self.num_to_follow += 1
+        return self.may_follow
 
 
 class Traffic:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from specserve.sources.followed_texts import FOLLOWED_STEPS, FollowedTexts
+from specserve.sources.followed_texts import ASKED_STEPS, FOLLOWED_STEPS, FollowedTexts
 
 SLOTS = np.arange(3)
 
@@ -23,14 +23,20 @@ def texts() -> FollowedTexts:
     return made
 
 
-def test_before_a_draft_is_wanted_one_text_is_followed_from_its_start(texts: FollowedTexts) -> None:
+def test_the_first_text_is_followed_from_its_start_and_then_one_for_each_probe(
+    texts: FollowedTexts,
+) -> None:
     texts.open(1)
     texts.open(2)
     assert texts.which(SLOTS).tolist() == [False, True, False]
     texts.close(np.array([1]))
-    assert not texts.which(SLOTS).any()
     texts.open(0)
-    assert texts.which(SLOTS).tolist() == [True, False, False]
+    assert not texts.which(SLOTS).any()
+    texts.follow_next()
+    assert not texts.which(SLOTS).any()
+    texts.open(2)
+    texts.open(1)
+    assert texts.which(SLOTS).tolist() == [False, False, True]
 
 
 def test_texts_that_were_asked_for_last_are_followed(texts: FollowedTexts) -> None:
@@ -67,15 +73,17 @@ def test_of_a_source_that_is_always_asked_all_are_followed_while_it_is_there() -
     assert texts.which(SLOTS).all()
 
 
-def test_what_is_not_asked_for_any_more_is_followed_for_a_while_and_others_later(
+def test_what_is_not_asked_for_any_more_is_followed_for_a_while_and_others_for_the_next_probe(
     texts: FollowedTexts,
 ) -> None:
     steps(texts, 1, 0)
-    steps(texts, FOLLOWED_STEPS - 1)
+    steps(texts, ASKED_STEPS - 1)
     assert texts.which(SLOTS).tolist() == [True, False, False]
     steps(texts, 1)
-    texts.open(1)
     assert not texts.which(SLOTS).any()
-    steps(texts, FOLLOWED_STEPS)
+    texts.follow_next()
     texts.open(2)
+    steps(texts, FOLLOWED_STEPS - 1)
     assert texts.which(SLOTS).tolist() == [False, False, True]
+    steps(texts, 1)
+    assert not texts.which(SLOTS).any()
