@@ -51,8 +51,7 @@ def test_texts_that_were_asked_for_last_are_followed(texts: FollowedTexts) -> No
 def test_all_texts_are_followed_while_the_source_is_in_use(texts: FollowedTexts) -> None:
     steps(texts, 10, 1)
     assert texts.which(SLOTS).all()
-    steps(texts, 2)
-    steps(texts, 20)
+    steps(texts, ASKED_STEPS - 1)
     assert texts.which(SLOTS).tolist() == [False, True, False]
 
 
