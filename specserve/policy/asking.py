@@ -10,7 +10,7 @@ from specserve.core.backoff import Backoff
 from specserve.core.types import BoolArray, DraftBatch, Float64Array, Int32Array, Int64Array
 from specserve.policy.cost import CallCost
 from specserve.policy.planner import Costs, plan_call
-from specserve.policy.step import spend
+from specserve.policy.step import affords, spend
 from specserve.sources.base import RemoteSource
 from specserve.sources.guard import GuardedSource
 
@@ -218,16 +218,18 @@ class RemoteAsk(Ask):
         able = (waits_s < np.inf) & (situation.values < _HOPE * limits)
         if not self._pause.is_due(self._step) or not able.any():
             return asked
+        call, request, token = self._cost.coefficients(situation.costs.plain)
+        price_s = call + request + token * int(limits[able].max())
+        if not affords(credit_s, price_s, situation.costs.plain):
+            return asked
         if (followed := able & self._seen(situation.batch.slots)).any():
             able = followed
         elif self._waits():
             return asked
         row = int(np.where(able, situation.values, np.inf).argmin())
-        call, request, token = self._cost.coefficients(situation.costs.plain)
-        price_s = call + request + token * int(limits[row])
-        if spend(credit_s, price_s, situation.costs.plain):
-            asked[row] = limits[row]
-            self._is_probe, self._waits_since = True, None
+        asked[row] = limits[row]
+        spend(credit_s, price_s, situation.costs.plain)
+        self._is_probe, self._waits_since = True, None
         return asked
 
     def _waits(self) -> bool:

@@ -39,6 +39,7 @@ from specserve.policy.step import (
     MOST_OUTPUT,
     NUM_SENT,
     Workspace,
+    affords,
     decide,
     foresee,
     observe,
@@ -336,6 +337,7 @@ class Chain:
         unseen_survival(state, 0, none, self._unseen)
         some, seconds = self._plan.values[:0], Costs(1.0, 1.0, 1.0)
         plan_call(self._unseen, rows, some, seconds, seconds[:], 1.0, False, some, some, rows)
+        affords(self._work.credit_s, 0.0, 1.0)
         spend(self._work.credit_s, 0.0, 1.0)
         is_calibrated(self.cost.lines, 1)
         StepCost().observe(1, 0, 1.0)

@@ -236,13 +236,19 @@ def earn(credit_s, step_s, num_steps):  # type: ignore[no-untyped-def]
 
 
 @lean_kernel
-def spend(credit_s, price_s, step_s):  # type: ignore[no-untyped-def]
-    """Takes the price where there is enough, or two steps are saved; false: there is not.
+def affords(credit_s, price_s, step_s):  # type: ignore[no-untyped-def]
+    """Whether there is enough for the price, or two steps are saved.
 
     What is missing is owed. So what is believed to be dearer than can be saved is tried, too: it is
     seldom, and whether it still is so dear is learned by nothing else.
     """
-    if credit_s[0] < min(price_s, _ENOUGH * step_s):
+    return credit_s[0] >= min(price_s, _ENOUGH * step_s)
+
+
+@lean_kernel
+def spend(credit_s, price_s, step_s):  # type: ignore[no-untyped-def]
+    """Takes the price; false: it is not affordable."""
+    if not affords(credit_s, price_s, step_s):
         return False
     credit_s[0] -= max(price_s, 0.0)
     return True

@@ -265,3 +265,11 @@ def test_a_probe_waits_for_a_text_that_the_source_follows_but_not_for_ever(
     ask.observe(asked, ONE, 0.005)
     source.is_watching = True
     assert ask.limits(situation(MOST_PROBE_PAUSE + 1), rich()).tolist() == [4]
+
+
+def test_nothing_is_followed_before_there_is_credit_for_a_probe(
+    ask: RemoteAsk, source: DistantSource
+) -> None:
+    source.may_follow = True
+    assert probes(ask, 100, ONE, poor()) == []
+    assert source.num_to_follow == 0
