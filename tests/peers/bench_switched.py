@@ -25,7 +25,7 @@ import argparse
 import json
 import math
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
@@ -90,16 +90,16 @@ def measure(
     concurrencies: Sequence[int],
     states: Sequence[str],
     num_turns: int,
-) -> dict[tuple[str, int, str], list[float]]:
-    """Output tokens a second of each turn, by set, concurrency and state."""
+) -> Iterator[dict[tuple[str, int, str], list[float]]]:
+    """Output tokens a second of each turn, by set, concurrency and state; set after set."""
     from specserve.engine.methods import parse_method
     from specserve.engine.offline import OfflineEngine
 
     engine = OfflineEngine(config, parse_method(ALL, config))
     sources = Sources(engine, [source.kind for source in config.speculation])
-    speeds: dict[tuple[str, int, str], list[float]] = {}
     for name in sets:
         for concurrency in concurrencies:
+            speeds: dict[tuple[str, int, str], list[float]] = {}
             number = LEAST_JOBS if concurrency == 1 else WAVES * concurrency
             order = list(states)
             for turn in track(range(num_turns + 1), f"{name}, concurrency {concurrency}"):
@@ -111,8 +111,8 @@ def measure(
                         key = name, concurrency, state
                         speeds.setdefault(key, []).append(run.tokens_per_second)
                 order = order[1:] + order[:1]
+            yield speeds
     engine.close()
-    return speeds
 
 
 def summarise(speeds: dict[tuple[str, int, str], list[float]]) -> list[dict[str, Any]]:
@@ -190,8 +190,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     jobs = JobSets(tokenizer, args.max_tokens, args.seed)
     with tempfile.TemporaryDirectory() as folder:
         config = inflated(config, args.extra_layers, Path(folder, "target"))
-        rows = summarise(measure(config, jobs, names, args.concurrencies, states, args.turns))
-    print_rows(Console(width=160), "one engine, its sources switched by turns", rows)
+        rows = []
+        for speeds in measure(config, jobs, names, args.concurrencies, states, args.turns):
+            of_place = summarise(speeds)
+            print_rows(Console(width=160), "one engine, its sources switched by turns", of_place)
+            rows += of_place
     options = {key: value for key, value in vars(args).items() if key != "config"}
     options |= {"sets": names, "states": states}
     print(
