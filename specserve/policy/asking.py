@@ -132,9 +132,7 @@ class RemoteAsk(Ask):
         self._pause = Backoff(1, MOST_PROBE_PAUSE)
         self._step = self._tries = 0
         self._is_probe = False
-        self._waits_since: int | None = (
-            None  # step at which a probe was due, but its text not there
-        )
+        self._waits_since: int | None = None  # a probe is due since then, without a text for it
         self.is_slow = True
 
     def num_idle_steps(self, step: int, slots: Int64Array) -> int:
@@ -186,6 +184,7 @@ class RemoteAsk(Ask):
         self._saved_s[slots] = saved_s
         if asked.any():
             self._pause.reset()
+            self._waits_since = None
             return asked
         return self._probe(situation, waits_s, credit_s)
 

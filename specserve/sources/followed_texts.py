@@ -6,7 +6,7 @@ import numpy as np
 
 from specserve.core.types import BoolArray, Int64Array
 
-FOLLOWED_STEPS, ASKED_STEPS = 256, 16
+FOLLOWED_STEPS, ASKED_STEPS = 256, 64
 """Steps that a text is followed for while the source is not in use: before a draft of it is wanted,
 and after one was. A text that is being read is soon asked for again."""
 

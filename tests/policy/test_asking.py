@@ -273,3 +273,12 @@ def test_nothing_is_followed_before_there_is_credit_for_a_probe(
     source.may_follow = True
     assert probes(ask, 100, ONE, poor()) == []
     assert source.num_to_follow == 0
+
+
+def test_a_probe_waits_anew_after_the_source_has_paid(
+    ask: RemoteAsk, source: DistantSource
+) -> None:
+    source.may_follow = True
+    assert not ask.limits(situation(0), rich()).any()
+    assert ask.limits(situation(100, unseen=0.9), rich()).any()
+    assert not ask.limits(situation(MOST_PROBE_PAUSE), rich()).any()
