@@ -7,7 +7,16 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from tests.policy.traffic import Clock, DistantSource, Guess, LocalSource, Traffic
+from specserve.core.types import (
+    BoolArray,
+    DraftBatch,
+    Drafts,
+    Int32Array,
+    Int64Array,
+    RequestControls,
+)
+from specserve.sources.followed_texts import FollowedTexts
+from tests.policy.traffic import WRONG, Clock, DistantSource, Guess, LocalSource, Traffic
 
 RIGHT = (1, 2, 3, 4)
 SLOW_S = 0.0003
@@ -267,3 +276,74 @@ def test_a_drafter_that_came_before_any_step_was_measured_is_asked_later(clock: 
     drafter.waits = {}
     traffic.run(1000)
     assert sum(traffic.sent[-100:]) >= 300
+
+
+class FollowingSource(DistantSource):
+    """Guesses right of texts of which it has seen each step alone.
+
+    Attributes:
+        is_able: whether it ever guesses right.
+        ages: steps of each text, by slot.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(self._guess, clock, seconds=0.0005)
+        self.is_able = False
+        self.ages: dict[int, int] = {}
+        self._num_seen: dict[int, int] = {}
+        self._followed = FollowedTexts(16, always=False)
+
+    def open(self, slot: int, controls: RequestControls) -> None:
+        self.ages[slot] = self._num_seen[slot] = 0
+        self._followed.open(slot)
+
+    def close(self, slots: Int64Array) -> None:
+        self._followed.close(slots)
+
+    def propose(self, batch: DraftBatch, limits: Int32Array) -> Drafts:
+        self._followed.note(batch.slots[limits > 0], is_there=True)
+        for slot in batch.slots[self._followed.which(batch.slots)].tolist():
+            self._num_seen[slot] += 1
+        return super().propose(batch, limits)
+
+    def must_see(self, slots: Int64Array) -> BoolArray:
+        return self._followed.which(slots)
+
+    def follow_next(self) -> bool:
+        self._followed.follow_next()
+        return True
+
+    def _guess(self, slot: int) -> list[int]:
+        is_whole = self._num_seen[slot] == self.ages[slot]
+        return RIGHT if self.is_able and is_whole else [WRONG] * len(RIGHT)
+
+
+def test_a_source_that_needs_whole_texts_is_seldom_due_for_nothing_and_used_when_it_is_able() -> (
+    None
+):
+    clock = Clock()
+    source = FollowingSource(clock)
+    traffic = Traffic({"mtp": source}, clock, slots=range(4))
+
+    def share_asked(num_steps: int) -> tuple[float, float]:
+        """Shares of the steps in which it has a turn, and in which drafts are wanted."""
+        before = len(source.asked), source.num_asked
+        for step in range(num_steps):
+            if step % 10 == 0:  # a text of 40 steps ends, and another one begins
+                slot = step // 10 % 4
+                traffic.close(slot)
+                traffic.open(slot)
+            for slot in source.ages:
+                source.ages[slot] += 1
+            traffic.step()
+        return (len(source.asked) - before[0]) / num_steps, (
+            source.num_asked - before[1]
+        ) / num_steps
+
+    share_asked(1000)
+    num_turns, num_asked = share_asked(2000)
+    assert num_turns < 0.4
+    assert num_asked < 0.02
+    source.is_able = True
+    share_asked(2000)
+    assert share_asked(1000)[1] > 0.9
