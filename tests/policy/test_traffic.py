@@ -318,16 +318,13 @@ class FollowingSource(DistantSource):
         return RIGHT if self.is_able and is_whole else [WRONG] * len(RIGHT)
 
 
-def test_a_source_that_needs_whole_texts_is_seldom_due_for_nothing_and_used_when_it_is_able() -> (
-    None
-):
-    clock = Clock()
+def test_a_source_that_needs_whole_texts_is_seldom_due_for_nothing_and_used_when_able(
+    clock: Clock,
+) -> None:
     source = FollowingSource(clock)
     traffic = Traffic({"mtp": source}, clock, slots=range(4))
 
-    def share_asked(num_steps: int) -> tuple[float, float]:
-        """Shares of the steps in which it has a turn, and in which drafts are wanted."""
-        before = len(source.asked), source.num_asked
+    def run(num_steps: int) -> None:
         for step in range(num_steps):
             if step % 10 == 0:  # a text of 40 steps ends, and another one begins
                 slot = step // 10 % 4
@@ -336,14 +333,14 @@ def test_a_source_that_needs_whole_texts_is_seldom_due_for_nothing_and_used_when
             for slot in source.ages:
                 source.ages[slot] += 1
             traffic.step()
-        return (len(source.asked) - before[0]) / num_steps, (
-            source.num_asked - before[1]
-        ) / num_steps
 
-    share_asked(1000)
-    num_turns, num_asked = share_asked(2000)
-    assert num_turns < 0.4
-    assert num_asked < 0.02
+    run(1000)
+    num_turns, num_asked = len(source.asked), source.num_asked
+    run(2000)
+    assert len(source.asked) - num_turns < 0.4 * 2000
+    assert source.num_asked - num_asked < 0.02 * 2000
     source.is_able = True
-    share_asked(2000)
-    assert share_asked(1000)[1] > 0.9
+    run(2000)
+    num_asked = source.num_asked
+    run(1000)
+    assert source.num_asked - num_asked > 0.9 * 1000
