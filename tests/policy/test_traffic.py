@@ -315,7 +315,7 @@ class FollowingSource(DistantSource):
 
     def _guess(self, slot: int) -> list[int]:
         is_whole = self._num_seen[slot] == self.ages[slot]
-        return RIGHT if self.is_able and is_whole else [WRONG] * len(RIGHT)
+        return list(RIGHT) if self.is_able and is_whole else [WRONG] * len(RIGHT)
 
 
 def test_a_source_that_needs_whole_texts_is_seldom_due_for_nothing_and_used_when_able(
