@@ -40,7 +40,7 @@ class Splits:
         Nobody but the ``owner`` of the text drafts by that.
         """
         for size, _ in WRITTEN:
-            place = hash((owner, before, text[:size]))
+            place = _place(owner, before, text[:size])
             self._written[place] = token
             self._written.move_to_end(place)
         while len(self._written) > MOST_PLACES:
@@ -86,10 +86,14 @@ class Splits:
         self, owner: Hashable, before: int, text: bytes, texts: TokenTexts
     ) -> tuple[int, float] | None:
         for size, sure in WRITTEN:
-            token = self._written.get(hash((owner, before, text[:size])))
+            token = self._written.get(_place(owner, before, text[:size]))
             if token is not None and texts.size(token, text):
                 return token, sure
         return None
+
+
+def _place(owner: Hashable, before: int, text: bytes) -> int:
+    return hash((owner, before, text))
 
 
 def _starts(tokens: list[int], text: bytes, texts: TokenTexts) -> dict[int, int]:
