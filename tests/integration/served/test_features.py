@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jsonschema
@@ -200,15 +201,18 @@ def test_requests_of_one_batch_do_not_disturb_one_another(api: Api) -> None:
 
 def test_a_scoring_call_leaves_a_running_answer_alone(api: Api) -> None:
     labels = {"query": FUNCTION, "items": ["return", "pass"], "label_token_ids": [5, 6]}
-    body = {"prompt": PROMPT, "max_tokens": 300, "ignore_eos": True, "logprobs": 3}
+    body = {"prompt": PROMPT, "max_tokens": 600, "ignore_eos": True, "logprobs": 3}
     scores = api.ask("/generative_scoring", **labels)["data"]
     whole = api.complete(**body, vllm_xargs=OFF)["choices"][0]
-    with api.streaming(**body, vllm_xargs=AUTO) as events:
+    with ThreadPoolExecutor() as threads, api.streaming(**body, vllm_xargs=AUTO) as events:
         choices = list(next(events)["choices"])
-        assert_equal(api.ask("/generative_scoring", **labels)["data"], scores)
-        meanwhile = api.counts()
-        choices += [choice for event in events for choice in event["choices"]]
-    assert api.counts().since(meanwhile).drafts > 0, "the answer was over before the call"
+        call = threads.submit(api.ask, "/generative_scoring", **labels)
+        written_after_it = 0
+        for event in events:
+            written_after_it += call.done()
+            choices += event["choices"]
+    assert written_after_it > 0, "the answer was over before the call"
+    assert_equal(call.result()["data"], scores)
     assert "".join(choice["text"] for choice in choices) == whole["text"]
     logprobs = [each for choice in choices for each in choice["logprobs"]["top_logprobs"]]
     assert_equal(logprobs, whole["logprobs"]["top_logprobs"])
