@@ -6,9 +6,9 @@ import numpy as np
 
 from specserve.core.types import BoolArray, Int64Array
 
-FOLLOWED_STEPS, ASKED_STEPS = 256, 64
-"""Steps that a text is followed for while the source is not in use: before a draft of it is wanted,
-and after one was. A text that is being read is soon asked for again."""
+FOLLOWED_STEPS, ASKED_STEPS, ANSWERED_STEPS = 256, 64, 16
+"""Steps that a text is followed for while the source is not in use: before a draft of it is wanted;
+after one was, since a text that is being read is soon asked for again; after the draft has come."""
 
 _USE_RATE, _IN_USE = 0.1, 0.5
 """A source that was asked for drafts in half of the last ten steps or so is in use."""
@@ -72,6 +72,10 @@ class FollowedTexts:
             self._choose(asked, ASKED_STEPS)
         elif self._step == self._until:
             self._chosen[:] = False
+
+    def answered(self) -> None:
+        """Drafts that were wanted in this step have come."""
+        self._until = min(self._until, self._step + ANSWERED_STEPS)
 
     def which(self, slots: Int64Array) -> BoolArray:
         """bool ``[n]``: those of these texts that are followed."""

@@ -143,6 +143,8 @@ class DrafterClient:
             self._send(slot, [row], FEED_BUDGET_S, row.num_computed)
         if number and (answer := self._await(number)) is not None:
             self._fill(drafts, rows, answer, limits)
+            if np.count_nonzero(drafts.lengths):
+                self._followed.answered()
         return drafts
 
     def reading_s(self, batch: DraftBatch) -> Float64Array:

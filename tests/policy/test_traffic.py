@@ -304,7 +304,10 @@ class FollowingSource(DistantSource):
         self._followed.note(batch.slots[limits > 0], is_there=True)
         for slot in batch.slots[self._followed.which(batch.slots)].tolist():
             self._num_seen[slot] += 1
-        return super().propose(batch, limits)
+        drafts = super().propose(batch, limits)
+        if drafts.lengths.any():
+            self._followed.answered()
+        return drafts
 
     def must_see(self, slots: Int64Array) -> BoolArray:
         return self._followed.which(slots)

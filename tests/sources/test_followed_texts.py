@@ -3,7 +3,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from specserve.sources.followed_texts import ASKED_STEPS, FOLLOWED_STEPS, FollowedTexts
+from specserve.sources.followed_texts import (
+    ANSWERED_STEPS,
+    ASKED_STEPS,
+    FOLLOWED_STEPS,
+    FollowedTexts,
+)
 
 SLOTS = np.arange(3)
 
@@ -77,6 +82,12 @@ def test_what_is_not_asked_for_any_more_is_followed_for_a_while_and_others_for_t
 ) -> None:
     steps(texts, 1, 0)
     steps(texts, ASKED_STEPS - 1)
+    assert texts.which(SLOTS).tolist() == [True, False, False]
+    steps(texts, 1)
+    assert not texts.which(SLOTS).any()
+    steps(texts, 1, 0)
+    texts.answered()
+    steps(texts, ANSWERED_STEPS - 1)
     assert texts.which(SLOTS).tolist() == [True, False, False]
     steps(texts, 1)
     assert not texts.which(SLOTS).any()
