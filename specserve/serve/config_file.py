@@ -7,14 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
-from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
+from pydantic import BaseModel, ValidationError
+from ray.serve.config import AutoscalingConfig, GangSchedulingConfig, RequestRouterConfig
+from ray.serve.schema import DeploymentSchema, ServeApplicationSchema, ServeDeploySchema
 
 from specserve.core.config import AppConfig, parse
 from specserve.core.errors import ConfigError, SpecServeError
 from specserve.core.validation import from_validation_error
 
 IMPORT_PATH = "specserve.app:build"
+
+_SECTIONS: dict[str, type[BaseModel]] = {
+    "autoscaling_config": AutoscalingConfig,
+    "request_router_config": RequestRouterConfig,
+    "gang_scheduling_config": GangSchedulingConfig,
+}
+"""What a deployment's schema takes as any mapping at first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +49,7 @@ def read(path: Path) -> ServeFile:
     """Reads a Serve YAML file whose applications are all specserve's.
 
     Serve itself ignores keys that it does not know; here they are errors, for a misspelt option
-    would otherwise go unnoticed. Only below ``deployments`` Serve's own sections let some pass.
+    would otherwise go unnoticed.
 
     Raises:
         SpecServeError: a line with the file, the field, the value and what is allowed; for several
@@ -102,9 +110,19 @@ def _application(schema: ServeApplicationSchema, index: int) -> Application:
     field = f"applications.{index}"
     if schema.import_path != IMPORT_PATH:
         raise ConfigError(f"{field}.import_path", schema.import_path, IMPORT_PATH)
+    for number, deployment in enumerate(schema.deployments):
+        _check_sections(deployment, f"{field}.deployments.{number}")
     return Application(
         name=schema.name,
         route_prefix=schema.route_prefix or "/",
         field=f"{field}.args",
         config=parse(schema.args, f"{field}.args"),
     )
+
+
+def _check_sections(deployment: DeploymentSchema, field: str) -> None:
+    for name, model in _SECTIONS.items():
+        given = getattr(deployment, name)
+        for key in given if isinstance(given, dict) else ():
+            if key not in model.model_fields:
+                raise ConfigError(f"{field}.{name}.{key}", key, ", ".join(model.model_fields))

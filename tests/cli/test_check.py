@@ -111,6 +111,14 @@ def bad(**sections: Any) -> dict[str, Any]:
             serve_file(GOOD, deployments=[{"name": "ModelServer", "num_replica": 2}]),
             "applications.0.deployments.0.num_replica: 'num_replica' is not allowed; allowed: ",
         ),
+        (
+            serve_file(
+                GOOD,
+                deployments=[{"name": "ModelServer", "autoscaling_config": {"max_replica": 2}}],
+            ),
+            "applications.0.deployments.0.autoscaling_config.max_replica: 'max_replica' is not "
+            "allowed; allowed: min_replicas, ",
+        ),
         (serve_file([]), "applications.0.args: [] is not allowed; allowed: "),
         (
             bad(model={"path": "models/tyni"}),
