@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from specserve.core.errors import ConfigError
-from specserve.core.section import Resources, Section
+from specserve.core.section import Checkpoint, Resources, Section
 from specserve.core.source_config import DrafterConfig, DraftModelConfig, MtpConfig, SourceConfig
 from specserve.core.validation import from_validation_error
 
@@ -28,14 +28,14 @@ _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 class ModelConfig(Section):
     """The target model."""
 
-    path: str = Field(min_length=1)
+    path: Checkpoint = Field(min_length=1)
     """Folder of a Hugging Face checkpoint, or its id on the hub."""
     served_name: str | tuple[str, ...] = ""
     """Name in the OpenAI API, or a list of names, the first of them the one in metrics and on the
     page; empty: ``path`` as given."""
     revision: str = ""
     """Branch, tag or commit on the hub; empty: the default one."""
-    tokenizer: str = ""
+    tokenizer: Checkpoint = ""
     """Folder or id of the tokenizer; empty: the model's own."""
 
     @field_validator("served_name", mode="before")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from os.path import expanduser
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
@@ -26,3 +27,6 @@ def _check_resources(value: dict[str, float]) -> dict[str, float]:
 
 Resources = Annotated[dict[str, float], AfterValidator(_check_resources)]
 """Ray's resources besides CPU and GPU, by name: amounts greater than 0."""
+
+Checkpoint = Annotated[str, AfterValidator(expanduser)]
+"""Folder of a Hugging Face checkpoint, or its id on the hub; ``~`` is the home folder."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
 from pydantic import AliasChoices, Field, model_validator
 
 from specserve.core.errors import ConfigError
-from specserve.core.section import Resources, Section
+from specserve.core.section import Checkpoint, Resources, Section
 
 MAX_DRAFT_TOKENS = 128
 """vLLM's rejection sampler takes at most this many draft tokens a request and step."""
@@ -205,7 +205,7 @@ class DraftModelConfig(DrafterConfig):
     LABELS = (Label("draft_model", "#a95300", "#eea24f"),)
 
     kind: Literal["draft_model"]
-    model: str = Field(min_length=1)
+    model: Checkpoint = Field(min_length=1)
     """Folder of a Hugging Face checkpoint, or its id on the hub."""
 
 
@@ -216,7 +216,7 @@ class MtpConfig(DrafterConfig):
     NEEDS_STATES = True
 
     kind: Literal["mtp"]
-    model: str = ""
+    model: Checkpoint = ""
     """Folder of its weights as ``specserve split-mtp`` writes them, or a checkpoint's, or the id of
     one on the hub; empty: the target's own, as it must be ``in_engine``."""
     max_draft_len: DraftLength = 1

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from specserve.core.config import ModelConfig, parse
 from specserve.core.errors import ConfigError
-from specserve.core.source_config import MAX_DRAFT_TOKENS
+from specserve.core.source_config import MAX_DRAFT_TOKENS, DraftModelConfig
 
 BESIDE = {"kind": "mtp", "placement": "beside_rank_0"}
 
@@ -21,6 +21,15 @@ def test_a_model_path_is_all_that_is_needed() -> None:
     assert config.model.name == "some/model"
     assert config.speculation == ()
     assert config.num_speculative_tokens == 0
+
+
+def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    drafter = {"kind": "draft_model", "model": "~/small"}
+    config = parse({"model": {"path": "~/large"}, "speculation": [drafter]})
+    assert config.model.path == config.model.name == "/home/me/large"
+    assert isinstance(config.speculation[0], DraftModelConfig)
+    assert config.speculation[0].model == "/home/me/small"
 
 
 def test_of_several_served_names_the_first_is_the_models() -> None:
