@@ -30,15 +30,12 @@ from specserve.core.config import AppConfig
 from specserve.core.errors import EngineError, MissingExtraError, SpecServeError, shorten
 from specserve.core.importing import without_collections
 from specserve.core.openmp import openmp_environment
-from specserve.core.sockets import takes_sockets
+from specserve.core.sockets import RPC_BASE_PATH, takes_sockets
 from specserve.engine.generation import Completion, Job, RunResult, Show
 from specserve.engine.methods import HF, Method
 
 STOP_TIMEOUT_S = 20.0
 """How long an engine may take to end by itself."""
-
-_BASE_PATH = "VLLM_RPC_BASE_PATH"
-"""vLLM's variable for the folder of its sockets."""
 
 PROGRESS_INTERVAL_S = 0.25
 """Progress is told at most this often; it also is how a child notices that its parent is gone."""
@@ -63,11 +60,11 @@ class EngineProcess:
         self._log = tempfile.TemporaryFile(prefix="specserve-engine-")  # noqa: SIM115
         # vLLM leaves its files there when it is killed.
         self._folder = tempfile.TemporaryDirectory(
-            prefix="ss-", dir=os.environ.get(_BASE_PATH), ignore_cleanup_errors=True
+            prefix="ss-", dir=os.environ.get(RPC_BASE_PATH), ignore_cleanup_errors=True
         )
         folder, environment = self._folder.name, engine_environment(config)
         if takes_sockets(Path(folder)):
-            environment[_BASE_PATH] = folder
+            environment[RPC_BASE_PATH] = folder
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__, str(theirs.fileno()), folder],

@@ -89,10 +89,14 @@ class GenerationError(SpecServeError, RuntimeError):
         self.kind: GenerationErrorKind = kind
 
     @classmethod
+    def invalid(cls, reason: str) -> GenerationError:
+        """A request that breaks a rule, in the sentence of Text Generation Inference."""
+        return cls("validation", f"Input validation error: {reason}")
+
+    @classmethod
     def of_field(cls, field: str, rule: str, value: object) -> GenerationError:
-        """A parameter that breaks a rule, in the sentence of Text Generation Inference."""
-        told = f"`{field}` {rule}. Given: {shorten(value)}"
-        return cls("validation", f"Input validation error: {told}")
+        """A parameter that breaks a rule."""
+        return cls.invalid(f"`{field}` {rule}. Given: {shorten(value)}")
 
 
 def shorten(value: object, limit: int = 80) -> str:

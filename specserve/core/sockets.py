@@ -1,10 +1,13 @@
-"""How long the path of a Unix domain socket may be."""
+"""Where vLLM's Unix domain sockets lie, and how long their paths may be."""
 
 from __future__ import annotations
 
 import os
 import sys
 from pathlib import Path
+
+RPC_BASE_PATH = "VLLM_RPC_BASE_PATH"
+"""vLLM's variable for the folder of its sockets."""
 
 _MAX_PATH = 103 if sys.platform == "darwin" else 107
 """Bytes; ``sun_path`` of sys/un.h without its last zero."""

@@ -15,7 +15,7 @@ import ray
 from vllm import envs
 from vllm.v1.executor import multiproc_executor, uniproc_executor
 
-from specserve.core.sockets import takes_sockets
+from specserve.core.sockets import RPC_BASE_PATH, takes_sockets
 
 
 def socket_folder(session: Path) -> str:
@@ -30,11 +30,11 @@ def socket_folder(session: Path) -> str:
 def keep_sockets_in_session() -> None:
     """Has vLLM in this process, and in those that it starts, take the folder of Ray's session.
 
-    Ray must be initialized. ``VLLM_RPC_BASE_PATH`` is left as it is where this process has it.
+    Ray must be initialized. A folder that the environment names stays.
     """
     context = ray.get_runtime_context()
     session = Path(context.get_temp_dir(), context.get_session_name())
-    os.environ.setdefault("VLLM_RPC_BASE_PATH", socket_folder(session))
+    os.environ.setdefault(RPC_BASE_PATH, socket_folder(session))
 
 
 def keep_rendezvous_with_sockets() -> None:

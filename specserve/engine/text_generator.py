@@ -129,7 +129,7 @@ class TextGenerator(GenerateBaseServing):
         elif num_prompt_tokens + max_tokens > most:
             rule = f"`inputs` tokens + `max_new_tokens` must be <= {most}"
             given = f"{num_prompt_tokens} `inputs` tokens and {max_tokens} `max_new_tokens`"
-            raise GenerationError("validation", f"Input validation error: {rule}. Given: {given}")
+            raise GenerationError.invalid(f"{rule}. Given: {given}")
         if num_prompt_tokens >= most:
             raise _too_long(most, str(num_prompt_tokens))
         with_logprobs = request.with_tokens or request.num_sequences > 1
@@ -159,8 +159,7 @@ class TextGenerator(GenerateBaseServing):
 
 
 def _too_long(most: int, given: str) -> GenerationError:
-    rule = f"`inputs` must have less than {most} tokens"
-    return GenerationError("validation", f"Input validation error: {rule}. Given: {given}")
+    return GenerationError.invalid(f"`inputs` must have less than {most} tokens. Given: {given}")
 
 
 @contextmanager
@@ -177,8 +176,7 @@ def _as_our_errors(request: TextRequest) -> Iterator[None]:
     except VLLMClientError as error:
         # All else is checked before vLLM does.
         what = "grammar is not valid: " if request.grammar else ""
-        message = f"Input validation error: {what}{reason_of(error)}"
-        raise GenerationError("validation", message) from error
+        raise GenerationError.invalid(what + reason_of(error)) from error
     except Exception as error:
         logger.exception("A text was not generated")
         message = f"Request failed during generation: {reason_of(error)}"

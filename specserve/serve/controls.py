@@ -135,8 +135,7 @@ class ControlsMiddleware:
 def _refusal(scope: Scope, error: RequestError) -> Response:
     """The error in the form of the API that was called."""
     if is_generation(scope):
-        message = f"Input validation error: {error}"
-        return error_response(GenerationError("validation", message))
+        return error_response(GenerationError.invalid(str(error)))
     return openai_error(str(error), "BadRequestError", error.field, 400)
 
 

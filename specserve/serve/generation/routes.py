@@ -59,8 +59,7 @@ class _Route(APIRoute):
             except RequestValidationError as error:
                 return error_response(refusal(error.errors()))
             except HTTPException as error:  # of a body that is no text, or is nested too deeply
-                message = f"Input validation error: {error.detail}"
-                return error_response(GenerationError("validation", message))
+                return error_response(GenerationError.invalid(str(error.detail)))
             except _ClientGone:
                 return Response(status_code=499)
 

@@ -144,7 +144,7 @@ def _check(given: Parameters, max_total_tokens: int, *, streams: bool) -> None:
             raise GenerationError.of_field("best_of", rule, given.best_of)
         if not given.samples:
             told = f"you must use sampling when `best_of` is > 1. Given: {given.best_of}"
-            raise GenerationError("validation", f"Input validation error: {told}")
+            raise GenerationError.invalid(told)
         if given.seed is not None:
             rule = "must not be set when `best_of` > 1"
             raise GenerationError.of_field("seed", rule, given.seed)
@@ -212,4 +212,4 @@ def refusal(errors: Sequence[Mapping[str, Any]]) -> GenerationError:
             rule = _OTHER_RULES.get(error["type"], rule).format_map(error.get("ctx", {}))
         given = None if error["type"] == "missing" else error["input"]
         return GenerationError.of_field(str(field), rule, given)
-    return GenerationError("validation", f"Input validation error: {reason}")
+    return GenerationError.invalid(reason)
