@@ -1,9 +1,14 @@
-"""Gives the tests that `make test` leaves out their markers."""
+"""Gives the tests that `make test` leaves out their markers, and has kernels' arguments checked."""
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable
+from typing import Any
 
+import pytest
+from numba.core import types
+
+from specserve.core import compile as compiling
 from tests.tiers import tier
 
 
@@ -12,3 +17,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if marker := tier(item.nodeid):
             item.add_marker(marker)
+
+
+_direct = compiling.direct
+
+
+def _checked(function: Any, *arguments: object) -> Callable[..., Any]:
+    """``direct``, but what it gives refuses arguments of other types. Numbers are converted."""
+    code, expected = _direct(function, *arguments), list(map(function.typeof_pyval, arguments))
+
+    def call(*given: object) -> Any:
+        found = list(map(function.typeof_pyval, given))
+        for one, other in zip(expected, found, strict=True):
+            assert one == other or isinstance(one, types.Number | types.Boolean), (
+                f"{function.py_func.__name__} takes {one}, not {other}"
+            )
+        return code(*given)
+
+    return call
+
+
+compiling.direct = _checked

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specserve.core.compile import inner, lean_kernel
+from specserve.core.compile import inner, kernel
 from specserve.core.types import (
     Drafts,
     Float32Array,
@@ -296,7 +296,7 @@ def _move(weight, moved, known, least):  # type: ignore[no-untyped-def]
     weight[_VARIANCE] = max(variance * (1.0 - variance * known), least)
 
 
-@lean_kernel
+@kernel
 def unseen_survival(a, source, slots, survival):  # type: ignore[no-untyped-def]
     """Survival of drafts that are not there yet, of which only the position is known.
 

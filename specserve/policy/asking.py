@@ -7,6 +7,7 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from specserve.core.backoff import Backoff
+from specserve.core.compile import direct
 from specserve.core.types import BoolArray, DraftBatch, Float64Array, Int32Array, Int64Array
 from specserve.policy.cost import CallCost
 from specserve.policy.planner import Costs, plan_call
@@ -134,6 +135,11 @@ class RemoteAsk(Ask):
         self._is_probe = False
         self._waits_since: int | None = None  # a probe is due since then, without a text for it
         self.is_slow = True
+        rows, some, three = np.zeros(0, np.int32), np.zeros(0), Costs(1.0, 1.0, 1.0)
+        self._plan = direct(
+            plan_call, some[None], rows, some, three, three[:], 1.0, False, some, some, rows
+        )
+        self._affords, self._spend = (direct(each, some, 1.0, 1.0) for each in (affords, spend))
 
     def num_idle_steps(self, step: int, slots: Int64Array) -> int:
         """None where asking pays or the source would miss something; else every eighth has one."""
@@ -168,7 +174,7 @@ class RemoteAsk(Ask):
         slots = situation.batch.slots
         saved_s = self._saved_s[slots]
         asked = np.zeros_like(limits)
-        surplus = plan_call(
+        surplus = self._plan(
             situation.unseen,
             limits,
             situation.values,
@@ -219,7 +225,7 @@ class RemoteAsk(Ask):
             return asked
         call, request, token = self._cost.coefficients(situation.costs.plain)
         price_s = call + request + token * int(limits[able].max())
-        if not affords(credit_s, price_s, situation.costs.plain):
+        if not self._affords(credit_s, price_s, situation.costs.plain):
             return asked
         if (followed := able & self._seen(situation.batch.slots)).any():
             able = followed
@@ -227,7 +233,7 @@ class RemoteAsk(Ask):
             return asked
         row = int(np.where(able, situation.values, np.inf).argmin())
         asked[row] = limits[row]
-        spend(credit_s, price_s, situation.costs.plain)
+        self._spend(credit_s, price_s, situation.costs.plain)
         self._is_probe, self._waits_since = True, None
         return asked
 

@@ -20,6 +20,7 @@ from pkgutil import resolve_name
 
 import numpy as np
 
+from specserve.core.compile import direct
 from specserve.core.metrics import SpeculationMetrics
 from specserve.core.source_config import SourceConfig
 from specserve.core.types import (
@@ -31,19 +32,17 @@ from specserve.core.types import (
 )
 from specserve.policy.acceptance import Acceptance, unseen_survival
 from specserve.policy.asking import MOST_PAUSE, Ask, LocalAsk, RemoteAsk, Situation
-from specserve.policy.cost import CallCost, StepCost, is_calibrated
-from specserve.policy.planner import Costs, Plan, plan_call
+from specserve.policy.cost import StepCost, is_calibrated
+from specserve.policy.planner import Costs, Plan
 from specserve.policy.step import (
     LEAST_OUTPUT,
     LIMITS,
     MOST_OUTPUT,
     NUM_SENT,
     Workspace,
-    affords,
     decide,
     foresee,
     observe,
-    spend,
 )
 from specserve.sources.base import Member, RemoteSource, SourceContext
 from specserve.sources.controls import wants_drafts
@@ -127,7 +126,17 @@ class Chain:
         self._unseen: Float64Array = np.zeros((num_slots, longest))
         self._step = self._num_unearned = self._unmeasured_steps = self._num_offered = 0
         self._find_of_use()
-        self._warm_up()
+        # The kernels are compiled or loaded now: no request waits for that.
+        none, rows = np.zeros(0, np.int64), np.zeros(0, np.int32)
+        texts, outcomes = (none, np.zeros((0, 1), np.int32), rows, rows), np.zeros((3, 0), np.int32)
+        state, known, plan = self._acceptance.state, self._known(none), self._plan
+        self._learn = direct(
+            observe, state, self._work, self._counts, max_len, texts, rows, rows, outcomes
+        )
+        self._foresee = direct(foresee, *known, state, self._work, plan)
+        self._decide = direct(decide, *known, False, state, self._work, plan)
+        self._is_calibrated = direct(is_calibrated, self.cost.lines, 1)
+        self._judge_unseen = direct(unseen_survival, state, 0, none, self._unseen)
 
     def open(
         self,
@@ -183,13 +192,12 @@ class Chain:
             its tokens; how many of them were accepted.
         """
         outcomes = np.empty((3, len(num_new)), np.int32)
-        self._num_offered = observe(
-            *self._acceptance.state,
-            self._work.requests,
-            self._work.limits,
+        self._num_offered = self._learn(
+            self._acceptance.state,
+            self._work,
             self._counts,
             self._max_len,
-            *batch[:4],
+            batch[:4],
             num_new,
             num_verified,
             outcomes,
@@ -228,12 +236,8 @@ class Chain:
             return [[] for _ in range(size)]
         calls = [call for each in due if (call := self._call(each, batch)) is not None]
         is_impatient = self._unmeasured_steps >= _PATIENCE_STEPS
-        costs, planned, num_sent, self._num_offered, is_measured = decide(
-            *self._known(slots),
-            is_impatient,
-            *self._acceptance.state,
-            *self._work,
-            *self._plan,
+        costs, planned, num_sent, self._num_offered, is_measured = self._decide(
+            *self._known(slots), is_impatient, self._acceptance.state, self._work, self._plan
         )
         self._unmeasured_steps = 0 if is_measured else self._unmeasured_steps + 1
         drafts = self._drafts(size, num_sent)
@@ -273,13 +277,13 @@ class Chain:
         """How long a draft to ask a remote source for, by what the others have offered."""
         slots, size = batch.slots, len(limits)
         is_patient = self._unmeasured_steps < _PATIENCE_STEPS
-        is_too_early = is_patient and not is_calibrated(self.cost.lines, size)
+        is_too_early = is_patient and not self._is_calibrated(self.cost.lines, size)
         if is_too_early or not ask.is_considered(self._step):
             return np.zeros_like(limits)
-        costs, (num_tokens, rate, _) = foresee(
+        costs, (num_tokens, rate, _) = self._foresee(
             *self._known(slots), self._acceptance.state, self._work, self._plan
         )
-        unseen_survival(self._acceptance.state, ask.place, slots, self._unseen)
+        self._judge_unseen(self._acceptance.state, ask.place, slots, self._unseen)
         values, is_drafting = self._plan.values[:size], num_tokens > 0
         return ask.limits(
             Situation(
@@ -325,23 +329,6 @@ class Chain:
             sent.tolist(),
             1 + gain,
         )
-
-    def _warm_up(self) -> None:
-        """Compiles the kernels: no request waits for that."""
-        none = np.zeros(0, np.int64)
-        rows = np.zeros(0, np.int32)
-        self.observe(DraftBatch(none, np.zeros((0, 1), np.int32), rows, rows), rows, rows)
-        state = self._acceptance.state
-        foresee(*self._known(none), state, self._work, self._plan)
-        decide(*self._known(none), False, *state, *self._work, *self._plan)
-        unseen_survival(state, 0, none, self._unseen)
-        some, seconds = self._plan.values[:0], Costs(1.0, 1.0, 1.0)
-        plan_call(self._unseen, rows, some, seconds, seconds[:], 1.0, False, some, some, rows)
-        affords(self._work.credit_s, 0.0, 1.0)
-        spend(self._work.credit_s, 0.0, 1.0)
-        is_calibrated(self.cost.lines, 1)
-        StepCost().observe(1, 0, 1.0)
-        CallCost().observe(1, 1, 1.0, 1.0)
 
 
 def build_chain(

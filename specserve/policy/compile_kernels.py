@@ -12,7 +12,12 @@ from typing import cast
 import numpy as np
 
 from specserve.core.metrics import SpeculationMetrics
-from specserve.core.source_config import NgramConfig, PredictionConfig, TrieConfig
+from specserve.core.source_config import (
+    DraftModelConfig,
+    NgramConfig,
+    PredictionConfig,
+    TrieConfig,
+)
 from specserve.policy.chain import build_chain
 from specserve.sources.base import SourceContext
 from specserve.sources.prediction import num_foretold
@@ -20,15 +25,18 @@ from specserve.trie.memory import SharedMemory
 
 
 def compile_kernels() -> None:
-    """Builds a chain of every source that has kernels, and counts a prediction as replicas do."""
+    """Builds a chain of every kind of source, and counts a prediction as replicas do."""
     sources = (
         NgramConfig(kind="ngram"),
         PredictionConfig(kind="prediction"),
         TrieConfig(kind="trie", max_bytes=1 << 20),
+        DraftModelConfig(kind="draft_model", model="none"),
     )
     nobody = cast(SharedMemory, object())  # nothing is published
     context = SourceContext(num_slots=1, share=lambda *_: nobody)
     build_chain(sources, SpeculationMetrics(), context)
+    for end in context.exits:
+        end()
     num_foretold(np.ones(1, np.int32), [1])
 
 

@@ -14,7 +14,7 @@ import math
 
 import numpy as np
 
-from specserve.core.compile import inner, lean_kernel
+from specserve.core.compile import direct, inner, kernel
 from specserve.core.types import Float64Array
 
 CALIBRATION_STEPS = 3
@@ -51,6 +51,9 @@ class CallCost:
 
     def __init__(self) -> None:
         self._line: Float64Array = np.zeros(NUM_COLUMNS)
+        three = 1.0, 1.0, 1.0
+        self._reset = direct(_reset, self._line, three, three, three)
+        self._update = direct(_update, self._line, three, 1.0)
 
     def coefficients(self, plain_s: float) -> tuple[float, float, float]:
         """Now, in seconds, where a plain step takes ``plain_s``; none is below 0."""
@@ -76,8 +79,10 @@ class CallCost:
         if self._line[_NUM_MEASURED] == 0.0:
             # By the call itself, where plain steps are dearer or not known yet.
             prior = _SHARES * min(plain_s, seconds / float(_SHARES @ features))
-            _reset(self._line, *(tuple(each.tolist()) for each in (prior, 2 * prior, prior / 50)))
-        _update(self._line, features, float(seconds))
+            self._reset(
+                self._line, *(tuple(each.tolist()) for each in (prior, 2 * prior, prior / 50))
+            )
+        self._update(self._line, features, seconds)
 
 
 class StepCost:
@@ -95,6 +100,7 @@ class StepCost:
     def __init__(self) -> None:
         self.lines: Float64Array = np.zeros((_NUM_SIZES, NUM_COLUMNS))
         self.most_draft_tokens = 0
+        self._observe = direct(_observe_step, self.lines, 1, 0, 1.0)
 
     def observe(self, num_requests: int, num_draft_tokens: int, seconds: float) -> None:
         """A step that decoded ``num_requests`` requests and did nothing else.
@@ -107,7 +113,7 @@ class StepCost:
         """
         if seconds <= 0 or num_requests <= 0:
             return
-        _observe_step(self.lines, num_requests, num_draft_tokens, float(seconds))
+        self._observe(self.lines, num_requests, num_draft_tokens, seconds)
         self.most_draft_tokens = max(self.most_draft_tokens, num_draft_tokens)
 
 
@@ -117,7 +123,7 @@ def size_of(num_requests):  # type: ignore[no-untyped-def]
     return min(round(2.0 * math.log2(max(num_requests, 1))), _NUM_SIZES - 1)
 
 
-@lean_kernel
+@kernel
 def is_calibrated(lines, num_requests):  # type: ignore[no-untyped-def]
     """Whether enough plain steps of about so many requests were measured to compare with."""
     size, num_plain = size_of(num_requests), 0.0
@@ -126,7 +132,7 @@ def is_calibrated(lines, num_requests):  # type: ignore[no-untyped-def]
     return num_plain >= CALIBRATION_STEPS
 
 
-@lean_kernel
+@kernel
 def costs_of(lines, num_requests):  # type: ignore[no-untyped-def]
     """Seconds of a plain step, of one with drafts but for their tokens, of each draft token.
 
@@ -140,7 +146,7 @@ def costs_of(lines, num_requests):  # type: ignore[no-untyped-def]
     return plain, plain + max(first, 0.0), max(slope, 1e-4 * plain)
 
 
-@lean_kernel
+@kernel
 def doubt_about(lines, num_requests, num_draft_tokens):  # type: ignore[no-untyped-def]
     """Standard deviation, in seconds, of what such a step costs beyond a plain one."""
     size = _nearest(lines, num_requests)
@@ -164,7 +170,7 @@ def _nearest(lines, num_requests):  # type: ignore[no-untyped-def]
     return -1
 
 
-@lean_kernel
+@kernel
 def _reset(line, prior, deviation, drift):  # type: ignore[no-untyped-def]
     line[:] = 0.0
     line[_NOISE] = 0.05
@@ -207,7 +213,7 @@ def _scale(line, factor):  # type: ignore[no-untyped-def]
         line[_COVARIANCE + i] *= factor**2
 
 
-@lean_kernel
+@kernel
 def _update(line, features, seconds):  # type: ignore[no-untyped-def]
     """One step of the filter, with the innovation clipped (Huber)."""
     mean, gain = line[_MEAN : _MEAN + 3], line[_GAIN : _GAIN + 3]
@@ -254,7 +260,7 @@ def _update(line, features, seconds):  # type: ignore[no-untyped-def]
     line[_NUM_MEASURED] += 1.0
 
 
-@lean_kernel
+@kernel
 def _observe_step(lines, num_requests, num_draft_tokens, seconds):  # type: ignore[no-untyped-def]
     size = size_of(num_requests)
     line = lines[size]

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specserve.core.compile import inner, lean_kernel
+from specserve.core.compile import inner, kernel
 from specserve.core.types import Float64Array, Int32Array
 
 LEAST_GAIN = 0.02
@@ -185,7 +185,7 @@ def probe(survival, lengths, n, found):  # type: ignore[no-untyped-def]
     return num_tokens, expected
 
 
-@lean_kernel
+@kernel
 def plan_call(  # type: ignore[no-untyped-def]
     unseen, limits, values, costs, call, rate, is_drafting, waits_s, saved_s, asked
 ):

@@ -1,18 +1,17 @@
 """The two compiled parts of a step: what became of its drafts, and what the next one sends.
 
-Each is one call for the whole batch. At few requests nearly all of a step's time is calls, and
-what is passed to them: an array in a tuple takes three times as long as one alone.
+Each is one call for the whole batch: at few requests nearly all of a step's time is calls.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from specserve.core.compile import inner, lean_kernel
+from specserve.core.compile import inner, kernel
 from specserve.core.types import BoolArray, Float64Array, Int32Array, Int64Array
-from specserve.policy.acceptance import AcceptanceState, learn, survival_of
+from specserve.policy.acceptance import learn, survival_of
 from specserve.policy.cost import costs_of, doubt_about, is_calibrated
-from specserve.policy.planner import Plan, plan, probe
+from specserve.policy.planner import plan, probe
 
 EXPLORED_SHARE = 0.01
 """Share of the time that may be spent on learning whether what is not done would pay now."""
@@ -56,42 +55,17 @@ class Workspace(NamedTuple):
     drafts: Int32Array
 
 
-@lean_kernel
-def observe(  # type: ignore[no-untyped-def]
-    of_source,
-    of_token,
-    of_request,
-    last,
-    tenant,
-    tokens,
-    lengths,
-    confidence,
-    labels,
-    requests,
-    limits,
-    num_drafts,
-    max_len,
-    slots,
-    token_ids,
-    num_tokens,
-    num_prompt_tokens,
-    num_new,
-    num_verified,
-    outcomes,
-):
+@kernel
+def observe(a, work, num_drafts, max_len, batch, num_new, num_verified, outcomes):  # type: ignore[no-untyped-def]
     """Counts what became of the last drafts, learns from it, and says what is of use next.
 
     Args:
-        of_source: of :class:`AcceptanceState`, as all up to ``labels``.
-        requests: of :class:`Workspace`.
-        limits: of the workspace; written.
+        a: the state of acceptance.
+        work: the workspace.
         num_drafts: int64 ``[labels, 2, lengths]``, by number of tokens drafted, and accepted;
             updated.
         max_len: longest text, in tokens.
-        slots: int64 ``[n]``.
-        token_ids: int32 ``[n, >= max(num_tokens)]``.
-        num_tokens: int32 ``[n]``.
-        num_prompt_tokens: int32 ``[n]``.
+        batch: the arrays of a :class:`specserve.core.types.DraftBatch`.
         num_new: int32 ``[n]``, tokens that the step brought; 0: the request waits.
         num_verified: int32 ``[n]``, draft tokens that were verified in the step.
         outcomes: int32 ``[3, n]``, written: labels (-1: none), tokens drafted, and accepted.
@@ -99,6 +73,8 @@ def observe(  # type: ignore[no-untyped-def]
     Returns:
         How many requests have offers left.
     """
+    slots, token_ids, num_tokens, num_prompt_tokens = batch
+    requests, limits = work.requests, work.limits
     for row in range(slots.shape[0]):
         slot, new = slots[row], num_new[row]
         num_drafted = min(num_verified[row], requests[slot, NUM_SENT]) if new > 0 else 0
@@ -120,13 +96,10 @@ def observe(  # type: ignore[no-untyped-def]
                 room = min(room, num_unstoppable - 1)
         for source in range(limits.shape[0]):
             limits[source, row] = max(min(room, requests[slot, LIMITS + source]), 0)
-    state = AcceptanceState(
-        of_source, of_token, of_request, last, tenant, tokens, lengths, confidence, labels
-    )
-    return learn(state, slots, token_ids, num_tokens, num_new)
+    return learn(a, slots, token_ids, num_tokens, num_new)
 
 
-@lean_kernel
+@kernel
 def foresee(lines, slots, num_steps, most_tokens, a, work, found):  # type: ignore[no-untyped-def]
     """The best use of what was offered so far.
 
@@ -151,68 +124,20 @@ def foresee(lines, slots, num_steps, most_tokens, a, work, found):  # type: igno
     return costs, planned
 
 
-@lean_kernel
-def decide(  # type: ignore[no-untyped-def]
-    lines,
-    slots,
-    num_steps,
-    most_tokens,
-    is_impatient,
-    of_source,
-    of_token,
-    of_request,
-    last,
-    tenant,
-    tokens,
-    lengths,
-    confidence,
-    labels,
-    requests,
-    limits,
-    survival,
-    work_lengths,
-    rank,
-    surplus_s,
-    fixed,
-    credit_s,
-    sent,
-    drafts,
-    source,
-    chosen,
-    values,
-    credits,
-):
+@kernel
+def decide(lines, slots, num_steps, most_tokens, is_impatient, a, work, found):  # type: ignore[no-untyped-def]
     """What the step sends: as foreseen, or what is done instead to learn what is not known.
 
     Args:
-        lines: as of :func:`foresee`, as the three that follow.
-        is_impatient: no plain steps are waited for that could be compared with.
-        of_source: of :class:`AcceptanceState`, as all up to ``labels``.
-        requests: of :class:`Workspace`, as all up to ``drafts``.
-        source: of the plan, as the rest.
+        is_impatient: no plain steps are waited for that could be compared with; the others as of
+            :func:`foresee`.
 
     Returns:
         (costs of the step; what the plan was; draft tokens that are sent; requests that something
         was offered to; whether plain steps of about so many requests were measured).
     """
     n = slots.shape[0]
-    state = AcceptanceState(
-        of_source, of_token, of_request, last, tenant, tokens, lengths, confidence, labels
-    )
-    work = Workspace(
-        requests,
-        limits,
-        survival,
-        work_lengths,
-        rank,
-        surplus_s,
-        fixed,
-        credit_s,
-        sent,
-        drafts,
-    )
-    found = Plan(source, chosen, values, credits)
-    costs, planned = foresee(lines, slots, num_steps, most_tokens, state, work, found)
+    costs, planned = foresee(lines, slots, num_steps, most_tokens, a, work, found)
     is_known = is_calibrated(lines, n)
     if not (is_known or is_impatient):
         for row in range(n):
@@ -220,7 +145,7 @@ def decide(  # type: ignore[no-untyped-def]
                 found.source[row], found.lengths[row] = -1, 0
     elif not work.fixed.any():
         _explore(work, lines, n, costs, planned, found)
-    num_sent = _send(state, work, slots, found)
+    num_sent = _send(a, work, slots, found)
     num_offered = 0
     for source in range(work.lengths.shape[0]):
         for row in range(n):
@@ -228,14 +153,14 @@ def decide(  # type: ignore[no-untyped-def]
     return costs, planned, num_sent, num_offered, is_known
 
 
-@lean_kernel
+@kernel
 def earn(credit_s, step_s, num_steps):  # type: ignore[no-untyped-def]
     """Some steps of so many seconds each; four steps can be saved up for."""
     earned_s = credit_s[0] + num_steps * EXPLORED_SHARE * step_s
     credit_s[0] = min(earned_s, _MOST_SAVED * step_s)
 
 
-@lean_kernel
+@kernel
 def affords(credit_s, price_s, step_s):  # type: ignore[no-untyped-def]
     """Whether there is enough for the price, or two steps are saved.
 
@@ -245,7 +170,7 @@ def affords(credit_s, price_s, step_s):  # type: ignore[no-untyped-def]
     return credit_s[0] >= min(price_s, _ENOUGH * step_s)
 
 
-@lean_kernel
+@kernel
 def spend(credit_s, price_s, step_s):  # type: ignore[no-untyped-def]
     """Takes the price; false: it is not affordable."""
     if not affords(credit_s, price_s, step_s):

@@ -9,7 +9,7 @@ from typing import TypeVar
 import numpy as np
 
 from specserve.core.backoff import Backoff
-from specserve.core.compile import kernel_array, lean_kernel
+from specserve.core.compile import direct, kernel, kernel_array
 from specserve.core.errors import shorten
 from specserve.core.metrics import SpeculationMetrics
 from specserve.core.types import DraftBatch, Drafts, Int32Array, Int64Array, RequestControls
@@ -62,7 +62,7 @@ class GuardedSource:
         self._rest = Backoff(FIRST_REST_S, LONGEST_REST_S)
         self._checked = Drafts.empty(0, 1)
         none = np.zeros(0, np.int64), np.zeros(0, np.int32)
-        _take(*offers, *none, *self._checked, *self._bounds)  # nothing is compiled later
+        self._take = direct(_take, offers, *none, self._checked, self._bounds)
 
     @property
     def ready(self) -> bool:
@@ -83,8 +83,8 @@ class GuardedSource:
             drafts = self.member.source.propose(batch, limits)
             if drafts is not self._checked or len(drafts.lengths) != len(limits):
                 drafts = self._checked = _checked(drafts, len(limits))
-            num_malformed, num_wanted = _take(
-                *self._offers, batch.slots, limits, *drafts, *self._bounds
+            num_malformed, num_wanted = self._take(
+                self._offers, batch.slots, limits, drafts, self._bounds
             )
         except Exception as error:
             self._switch_off(error)
@@ -139,28 +139,16 @@ def _checked(drafts: Drafts, num_rows: int) -> Drafts:
         kernel_array(drafts.confidence, np.float32),
         kernel_array(drafts.labels, np.uint8),
     )
-    if checked.tokens.shape != checked.confidence.shape:
-        shapes = checked.tokens.shape, checked.confidence.shape
-        raise ValueError(f"tokens and confidence of one shape wanted, got {shapes}")
+    of_tokens, of_rows, *others = (each.shape for each in checked)
+    if len(of_tokens) != 2 or len(of_rows) != 1 or others != [of_tokens, of_rows]:
+        raise ValueError(
+            f"wanted shapes [n, k], [n], [n, k], [n], got {of_tokens, of_rows, *others}"
+        )
     return checked
 
 
-@lean_kernel
-def _take(  # type: ignore[no-untyped-def]
-    offered_tokens,
-    offered_lengths,
-    offered_confidence,
-    offered_labels,
-    slots,
-    limits,
-    tokens,
-    lengths,
-    confidence,
-    labels,
-    vocab_size,
-    num_labels,
-    first_label,
-):
+@kernel
+def _take(offers, slots, limits, drafts, bounds):  # type: ignore[no-untyped-def]
     """Cuts drafts to their limits, drops what holds anything but tokens and confidence, copies.
 
     A wrong token would be looked up in the target's embedding, out of its bounds.
@@ -168,20 +156,22 @@ def _take(  # type: ignore[no-untyped-def]
     Returns:
         (how many were dropped, how many limits were above 0).
     """
+    tokens, lengths, confidence, labels = drafts
+    vocab_size, num_labels, first_label = bounds
     num_malformed = num_wanted = 0
     for row in range(limits.shape[0]):
-        slot, limit = slots[row], min(limits[row], offered_tokens.shape[1])
+        slot, limit = slots[row], min(limits[row], offers.tokens.shape[1])
         length = max(min(lengths[row], limit), 0)
         is_good = 0 <= lengths[row] <= tokens.shape[1] and labels[row] < num_labels
         if is_good:
             for j in range(length):
                 is_token = 0 <= tokens[row, j] < vocab_size
                 is_good = is_good and is_token and 0.0 <= confidence[row, j] <= 1.0
-                offered_tokens[slot, j] = tokens[row, j]
-                offered_confidence[slot, j] = confidence[row, j]
+                offers.tokens[slot, j] = tokens[row, j]
+                offers.confidence[slot, j] = confidence[row, j]
         if limit > 0:
             num_wanted += 1
             num_malformed += not is_good
-        lengths[row] = offered_lengths[slot] = length if is_good else 0
-        offered_labels[slot] = first_label + labels[row]
+        lengths[row] = offers.lengths[slot] = length if is_good else 0
+        offers.labels[slot] = first_label + labels[row]
     return num_malformed, num_wanted

@@ -20,7 +20,7 @@ from numba import types
 from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
 
-from specserve.core.compile import inner, lean_kernel
+from specserve.core.compile import direct, inner, kernel
 from specserve.core.source_config import NgramConfig
 from specserve.core.types import (
     DraftBatch,
@@ -76,28 +76,24 @@ class NgramSource:
 
     def __init__(self, config: NgramConfig, context: SourceContext) -> None:
         num_slots = context.num_slots
-        self._config = config
         self._tables: list[UInt64Array | None] = [None] * num_slots
         self._requests: Int64Array = np.zeros((num_slots, _NUM_COLUMNS), np.int64)
-        self._chunk = np.zeros((2, _CHUNK), np.uint64)
-        self._tags = np.zeros((_GROUP, config.max_matching_ngram_size), np.uint64)
+        chunk = np.zeros((2, _CHUNK), np.uint64)
+        self._scratch = chunk, np.zeros((_GROUP, config.max_matching_ngram_size), np.uint64)
         self._sizes = config.min_matching_ngram_size, config.max_matching_ngram_size
         self._drafts = DraftBuffer(num_slots, config.max_draft_len)
-        self.warm_up()
+        self._options = self._sizes, config.use_oldest, INGEST_TOKENS_PER_STEP
+        none, rows = np.zeros(0, np.int64), np.zeros(0, np.int32)
+        batch, drafts = (none, np.zeros((0, 1), np.int32), rows), self._drafts.rows(0)
+        of_step = batch, rows, self._requests, self._options, self._scratch, drafts
+        # Compiled or loaded from numba's cache now: no request waits for that.
+        self._step = direct(step_batch, *of_step)
+        self._rehash = direct(rehash, chunk[0], 1, chunk[0], 1, 1)
 
     @property
     def num_bytes(self) -> int:
         """Memory of all indexes."""
         return sum(table.nbytes for table in self._tables if table is not None)
-
-    def warm_up(self) -> None:
-        """Compiles the kernels, or loads them from numba's cache: no request waits for that."""
-        length = 3 * _FIRST_CAPACITY
-        one = np.ones(1, np.int32)
-        for tokens in (np.zeros((1, 8), np.int32), np.zeros((1, length), np.int32)):
-            batch = DraftBatch(np.zeros(1, np.int64), tokens, one * tokens.shape[1], one)
-            self.propose(batch, one)
-        self.close(np.zeros(1, np.int64))
 
     def open(self, slot: int, controls: RequestControls) -> None:
         """Nothing to do: the index begins with the first tokens."""
@@ -109,10 +105,9 @@ class NgramSource:
         the time it decodes.
         """
         drafts = self._drafts.rows(len(limits))
-        options = *self._sizes, self._config.use_oldest, INGEST_TOKENS_PER_STEP
-        scratch = self._chunk, self._tags
+        of_step = batch[:3], limits, self._requests, self._options, self._scratch, drafts
         while True:
-            row = step_batch(*batch[:3], limits, self._requests, *options, *scratch, *drafts)
+            row = self._step(*of_step)
             if row < 0:
                 return drafts
             self._make_room(int(batch.slots[row]), int(batch.num_tokens[row]))
@@ -137,7 +132,7 @@ class NgramSource:
         low, high = self._sizes
         table = np.zeros((high - low + 1) * capacity, np.uint64)
         if old_table is not None:
-            rehash(old_table, old_capacity, table, capacity, high - low + 1)
+            self._rehash(old_table, old_capacity, table, capacity, high - low + 1)
         self._tables[slot] = table
         request[_ADDRESS], request[_CAPACITY] = table.ctypes.data, capacity
 
@@ -290,50 +285,29 @@ def _plan_ingest(num_tokens, slots, requests, budget):  # type: ignore[no-untype
     return -1
 
 
-@lean_kernel
-def step_batch(  # type: ignore[no-untyped-def]
-    slots,
-    token_ids,
-    num_tokens,
-    limits,
-    requests,
-    min_size,
-    max_size,
-    keep_oldest,
-    budget,
-    chunk,
-    tags,
-    drafts,
-    lengths,
-    confidence,
-    labels,
-):
+@kernel
+def step_batch(batch, limits, requests, options, scratch, drafts):  # type: ignore[no-untyped-def]
     """One decoding step of the batch: index what is new, look up, copy.
 
     Args:
-        slots: int64 ``[n]``.
-        token_ids: int32 ``[n, >= max(num_tokens)]``.
-        num_tokens: int32 ``[n]``.
+        batch: the first three arrays of a :class:`specserve.core.types.DraftBatch`.
         limits: int32 ``[n]``, longest draft.
         requests: int64 ``[slots, _NUM_COLUMNS]``; updated.
-        min_size: shortest n-gram.
-        max_size: longest n-gram.
-        keep_oldest: of equal n-grams keep the oldest place, not the newest.
-        budget: tokens of long new texts to index.
-        chunk: uint64 ``[2, _CHUNK]``, scratch.
-        tags: uint64 ``[_GROUP, >= max_size]``, scratch.
-        drafts: int32 ``[n, k]``, written.
-        lengths: int32 ``[n]``, tokens in each draft, written.
-        confidence: float32 ``[n, k]``, written.
-        labels: unused.
+        options: sizes of the shortest and of the longest n-gram; whether the oldest place is kept
+            of equal n-grams, not the newest; tokens of long new texts to index.
+        scratch: uint64 ``[2, _CHUNK]`` and ``[_GROUP, >= longest]``.
+        drafts: of n requests, written but for their labels.
 
     Returns:
         The row of a request whose tables have to be made first, and nothing was done; else -1.
     """
+    slots, token_ids, num_tokens = batch
+    sizes, keep_oldest, budget = options
+    chunk, tags = scratch
     row = _plan_ingest(num_tokens, slots, requests, budget)
     if row >= 0:
         return row
-    sizes, num_sizes = (min_size, max_size), max_size - min_size + 1
+    num_sizes = sizes[1] - sizes[0] + 1
     for begin in range(0, slots.shape[0], _GROUP):
         end = min(begin + _GROUP, slots.shape[0])
         for i in range(begin, end):
@@ -350,13 +324,14 @@ def step_batch(  # type: ignore[no-untyped-def]
             table = array_at(requests[slots[i], _ADDRESS], num_sizes * capacity)
             position, size = _find(table, capacity, text, length, sizes, tags[i - begin])
             if size > 0:
-                limit = max(min(limits[i], drafts.shape[1]), 0)
-                copy_from(text, length, position, size, drafts[i, :limit], confidence[i])
-            lengths[i] = limit
+                limit = max(min(limits[i], drafts.tokens.shape[1]), 0)
+                draft, confidence = drafts.tokens[i, :limit], drafts.confidence[i]
+                copy_from(text, length, position, size, draft, confidence)
+            drafts.lengths[i] = limit
     return -1
 
 
-@lean_kernel
+@kernel
 def rehash(old, old_capacity, new, new_capacity, num_sizes):  # type: ignore[no-untyped-def]
     """Moves all entries into larger tables."""
     mask = np.uint64(new_capacity - 1)

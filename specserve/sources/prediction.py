@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specserve.core.compile import inner, lean_kernel
+from specserve.core.compile import direct, inner, kernel
 from specserve.core.source_config import PredictionConfig
 from specserve.core.types import (
     DraftBatch,
@@ -57,19 +57,15 @@ class PredictionSource:
         self._texts: list[UInt64Array | None] = [None] * num_slots
         self._requests: Int64Array = np.zeros((num_slots, _NUM_COLUMNS), np.int64)
         self._drafts = DraftBuffer(num_slots, config.max_draft_len)
-        self.warm_up()
+        none, rows = np.zeros(0, np.int64), np.zeros(0, np.int32)
+        batch, drafts = (none, np.zeros((0, 1), np.int32), rows, rows), self._drafts.rows(0)
+        # Compiled or loaded from numba's cache now: no request waits for that.
+        self._step = direct(draft_step, batch, rows, self._requests, drafts)
 
     @property
     def num_bytes(self) -> int:
         """Memory of all predictions."""
         return sum(text.nbytes for text in self._texts if text is not None)
-
-    def warm_up(self) -> None:
-        """Compiles the kernels, or loads them from numba's cache: no request waits for that."""
-        one = np.ones(1, np.int32)
-        self.open(0, RequestControls(prediction=one.tobytes()))
-        self.propose(DraftBatch(np.zeros(1, np.int64), one[None], one, one - 1), one)
-        self.close(np.zeros(1, np.int64))
 
     def open(self, slot: int, controls: RequestControls) -> None:
         """Takes the request's prediction, if there is one that it wants drafts of."""
@@ -81,7 +77,7 @@ class PredictionSource:
     def propose(self, batch: DraftBatch, limits: Int32Array) -> Drafts:
         """Follows what is new of each answer, and copies what its prediction says comes next."""
         drafts = self._drafts.rows(len(limits))
-        draft_step(*batch[:4], limits, self._requests, *drafts)
+        self._step(batch[:4], limits, self._requests, drafts)
         return drafts
 
     def close(self, slots: Int64Array) -> None:
@@ -160,7 +156,7 @@ def _follow(prediction, output, length, request):  # type: ignore[no-untyped-def
     return num_foretold
 
 
-@lean_kernel
+@kernel
 def follow_each(prediction, output, request):  # type: ignore[no-untyped-def]
     """Follows an output token by token; returns how many of them the prediction foretold."""
     num_foretold = 0
@@ -169,35 +165,19 @@ def follow_each(prediction, output, request):  # type: ignore[no-untyped-def]
     return num_foretold
 
 
-@lean_kernel
-def draft_step(  # type: ignore[no-untyped-def]
-    slots,
-    token_ids,
-    num_tokens,
-    num_prompt_tokens,
-    limits,
-    requests,
-    drafts,
-    lengths,
-    confidence,
-    labels,
-):
+@kernel
+def draft_step(batch, limits, requests, drafts):  # type: ignore[no-untyped-def]
     """One decoding step of the batch: follow what is new, and copy what comes next.
 
     Args:
-        slots: int64 ``[n]``.
-        token_ids: int32 ``[n, >= max(num_tokens)]``.
-        num_tokens: int32 ``[n]``.
-        num_prompt_tokens: int32 ``[n]``.
+        batch: the arrays of a :class:`specserve.core.types.DraftBatch`.
         limits: int32 ``[n]``, longest draft.
         requests: int64 ``[slots, _NUM_COLUMNS]``; updated.
-        drafts: int32 ``[n, k]``, written.
-        lengths: int32 ``[n]``, tokens in each draft, written.
-        confidence: float32 ``[n, k]``, written.
-        labels: unused.
+        drafts: of n requests, written but for their labels.
     """
+    slots, token_ids, num_tokens, num_prompt_tokens = batch
     for i in range(slots.shape[0]):
-        lengths[i] = 0
+        drafts.lengths[i] = 0
         request = requests[slots[i]]
         size = request[_SIZE]
         if size == 0:
@@ -206,8 +186,8 @@ def draft_step(  # type: ignore[no-untyped-def]
         output = token_ids[i, num_prompt_tokens[i] :]
         _follow(prediction, output, num_tokens[i] - num_prompt_tokens[i], request)
         place = request[_PLACE]
-        limit = min(limits[i], drafts.shape[1], size - place)
+        limit = min(limits[i], drafts.tokens.shape[1], size - place)
         if place >= 0 and limit > 0:
-            matched = request[_MATCHED]
-            copy_from(prediction, size, place, matched, drafts[i, :limit], confidence[i])
-            lengths[i] = limit
+            draft, confidence = drafts.tokens[i, :limit], drafts.confidence[i]
+            copy_from(prediction, size, place, request[_MATCHED], draft, confidence)
+            drafts.lengths[i] = limit

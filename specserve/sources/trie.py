@@ -82,7 +82,6 @@ class TrieSource:
         self._apart: set[int] = set()  # slots of requests without the first trie
         self._drafts = DraftBuffer(size, config.max_draft_len)
         context.metrics.watch_trie(self.snapshot)
-        self._warm_up()
 
     @classmethod
     def build(cls, config: TrieConfig, context: SourceContext) -> Self:
@@ -204,20 +203,6 @@ class TrieSource:
             f"an adapter's request found no trie: a tenant has {self._memory.num_adapters} "
             f"(max_cpu_loras), and an adapter keeps one for {KEPT_S:g} s after its last request"
         )
-
-    def _warm_up(self) -> None:
-        """Compiles the kernels, or loads them from numba's cache: no request waits for that."""
-        trie = TokenTrie(1 << 20)
-        slots, one = np.zeros(1, np.int64), np.ones(1, np.int32)
-        batch = slots, np.zeros((1, 8), np.int32), 8 * one, one
-        sequences = np.array([trie.open(private=True)], np.int64)
-        begins, ends = slots.copy(), slots.copy()
-        drafts = self._drafts.rows(1)
-        trie.step(slots, batch, one, sequences, slots.copy(), begins, ends, drafts)
-        trie.append(int(sequences[0]), batch[1][0])
-        trie.finish(int(sequences[0]))
-        if self._unsent is not None:
-            self._unsent.add(batch, begins, begins)
 
 
 class TrieMisses:

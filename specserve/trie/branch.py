@@ -8,7 +8,7 @@ is fetched, the others go on.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -97,34 +97,17 @@ class Group(NamedTuple):
     tokens: Int64Array
     weights: Float64Array
 
-
-def room_for_group() -> tuple[Int64Array, Int64Array, Int64Array, Float64Array]:
-    """The arrays of a :class:`Group`, together where they are alike: a call has fewer of them."""
-    return (
-        np.zeros((6, GROUP), np.int64),
-        np.zeros((GROUP, NUM_LEVELS), np.int64),
-        np.zeros((4, GROUP, _MOST_PLACES), np.int64),
-        np.zeros((GROUP, _MOST_PLACES)),
-    )
-
-
-@inner
-def group_in(numbers, newest, places, weights):  # type: ignore[no-untyped-def]
-    """The group whose arrays these are."""
-    return Group(
-        numbers[0],
-        numbers[1],
-        numbers[2],
-        numbers[3],
-        numbers[4],
-        numbers[5],
-        newest,
-        places[0],
-        places[1],
-        places[2],
-        places[3],
-        weights,
-    )
+    @classmethod
+    def empty(cls) -> Self:
+        """Of no request."""
+        return cls._make(
+            [
+                *np.zeros((6, GROUP), np.int64),
+                np.zeros((GROUP, NUM_LEVELS), np.int64),
+                *np.zeros((4, GROUP, _MOST_PLACES), np.int64),
+                np.zeros((GROUP, _MOST_PLACES)),
+            ]
+        )
 
 
 @inner

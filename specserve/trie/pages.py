@@ -11,7 +11,7 @@ from typing import NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from specserve.core.compile import inner, lean_kernel
+from specserve.core.compile import inner, kernel
 from specserve.trie.contexts import (
     LENGTHS,
     LONGEST,
@@ -138,7 +138,7 @@ def _evict(a, scratch):  # type: ignore[no-untyped-def]
         _free_page(a, victim, scratch)
 
 
-@lean_kernel
+@kernel
 def free_a_slot(a, scratch):  # type: ignore[no-untyped-def]
     """Where no slot is free, evicts pages until a sequence has none left; looks at some only."""
     for _ in range(_SCAN_PAGES):
@@ -237,7 +237,7 @@ def append(a, scratch, waiting, slot, text, begin, end, num_prompt_tokens):  # t
     return waiting
 
 
-@lean_kernel
+@kernel
 def append_one(a, scratch, sequence, tokens, num_prompt_tokens):  # type: ignore[no-untyped-def]
     """Adds int32 ``[k]`` tokens to a sequence."""
     slot = open_slot(a, sequence)
@@ -246,7 +246,7 @@ def append_one(a, scratch, sequence, tokens, num_prompt_tokens):  # type: ignore
         put_waiting(a, scratch, waiting)
 
 
-@lean_kernel
+@kernel
 def remove(a, scratch, slot):  # type: ignore[no-untyped-def]
     """Removes a sequence with all its tokens."""
     a.slots[slot, IS_OPEN] = 1  # so that its slot is freed once, below

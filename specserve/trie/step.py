@@ -2,61 +2,35 @@
 
 from __future__ import annotations
 
-from specserve.core.compile import lean_kernel
-from specserve.core.types import Drafts
-from specserve.trie.branch import group_in, lookup
-from specserve.trie.layout import Arrays
-from specserve.trie.pages import Scratch, append, open_slot, put_waiting
+from specserve.core.compile import kernel
+from specserve.trie.branch import lookup
+from specserve.trie.pages import append, open_slot, put_waiting
 
 SMALL_TOKENS = 256
 """What a step or a short prompt adds: no other request's long prompt makes it wait."""
 
 
-@lean_kernel
+@kernel
 def step(  # type: ignore[no-untyped-def]
-    table,
-    log_tokens,
-    older,
-    pages,
-    page_use,
-    log_slots,
-    free_pages,
-    free_slots,
-    scalars,
-    waiting,
-    prefix,
-    group_numbers,
-    group_newest,
-    group_places,
-    group_weights,
+    a,
+    scratch,
+    group,
     rows,
-    slots,
-    token_ids,
-    num_tokens,
-    num_prompt_tokens,
+    batch,
     limits,
     sequences,
     learned,
     begins,
     ends,
-    tokens,
-    lengths,
-    confidence,
-    labels,
+    drafts,
     skips_prompts,
     budget,
     min_match_len,
     floor,
 ):
-    """:meth:`specserve.trie.token_trie.TokenTrie.step`, with its arrays one by one.
-
-    First those of :class:`specserve.trie.layout.Arrays` and :class:`specserve.trie.pages.Scratch`,
-    then of :func:`specserve.trie.branch.room_for_group`; ``tokens`` to ``labels`` are the drafts'.
-    """
-    a = Arrays(
-        table, log_tokens, older, pages, page_use, log_slots, free_pages, free_slots, scalars
-    )
-    scratch, num_waiting = Scratch(waiting, prefix), 0
+    """:meth:`specserve.trie.token_trie.TokenTrie.step`, with the trie's arrays and scratch."""
+    slots, token_ids, num_tokens, num_prompt_tokens = batch
+    num_waiting = 0
     for row in range(slots.shape[0]):
         begins[row] = ends[row] = 0
     for row in rows:
@@ -79,13 +53,13 @@ def step(  # type: ignore[no-untyped-def]
     put_waiting(a, scratch, num_waiting)
     lookup(
         a,
-        group_in(group_numbers, group_newest, group_places, group_weights),
+        group,
         rows,
         (slots, token_ids, num_tokens),
         limits,
         sequences,
         min_match_len,
         floor,
-        Drafts(tokens, lengths, confidence, labels),
+        drafts,
     )
     return budget

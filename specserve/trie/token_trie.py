@@ -13,10 +13,10 @@ import threading
 
 import numpy as np
 
-from specserve.core.compile import kernel_array
+from specserve.core.compile import direct, kernel_array
 from specserve.core.types import Drafts, Int32Array, Int64Array
 from specserve.trie import pages
-from specserve.trie.branch import room_for_group
+from specserve.trie.branch import Group
 from specserve.trie.layout import (
     CLOCK,
     FROM_CLUSTER,
@@ -65,8 +65,16 @@ class TokenTrie:
             raise ValueError(f"max_bytes: {max_bytes} is too small for {LEAST_PAGES} pages")
         self._arrays = allocate(num_pages)
         self._scratch = pages.Scratch.empty()
-        self._of_step = (*self._arrays, *self._scratch, *room_for_group())
         self._lock = threading.Lock()
+        self._of_step = own = self._arrays, self._scratch, Group.empty()
+        # Compiled or loaded from numba's cache now: no request waits for that.
+        none, rows, drafts = np.zeros(0, np.int64), np.zeros(0, np.int32), Drafts.empty(0, 1)
+        batch = none, np.zeros((0, 1), np.int32), rows, rows
+        of_step = *own, none, batch, rows, none, none, none, none, drafts
+        self._step = direct(step, *of_step, False, 0, 0, 0.0)
+        self._append = direct(pages.append_one, *own[:2], 0, rows, 0)
+        self._free_a_slot = direct(pages.free_a_slot, *own[:2])
+        self._remove = direct(pages.remove, *own[:2], 0)
 
     @property
     def num_pages(self) -> int:
@@ -105,7 +113,7 @@ class TokenTrie:
         """
         with self._lock:
             arrays = self._arrays
-            pages.free_a_slot(arrays, self._scratch)
+            self._free_a_slot(arrays, self._scratch)
             free = int(arrays.scalars[NUM_FREE_SLOTS]) - 1
             if free < 0:
                 return NO_SEQUENCE
@@ -131,7 +139,7 @@ class TokenTrie:
         """
         tokens = kernel_array(tokens, np.int32)
         with self._lock:
-            pages.append_one(self._arrays, self._scratch, sequence, tokens, num_prompt_tokens)
+            self._append(self._arrays, self._scratch, sequence, tokens, num_prompt_tokens)
 
     def step(
         self,
@@ -170,16 +178,16 @@ class TokenTrie:
         """
         with self._lock:
             return int(
-                step(
+                self._step(
                     *self._of_step,
                     rows,
-                    *batch,
+                    batch,
                     limits,
                     sequences,
                     num_learned,
                     begins,
                     ends,
-                    *drafts,
+                    drafts,
                     skips_prompts,
                     budget,
                     min_match_len,
@@ -195,7 +203,7 @@ class TokenTrie:
                 return
             of_slot = self._arrays.slots[slot]
             if of_slot[NEXT_FLAGS] & PRIVATE or of_slot[HEAD] < 0:
-                pages.remove(self._arrays, self._scratch, slot)
+                self._remove(self._arrays, self._scratch, slot)
             of_slot[IS_OPEN] = 0
 
     def clear(self) -> None:

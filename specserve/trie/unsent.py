@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specserve.core.compile import kernel
+from specserve.core.compile import direct, kernel
 from specserve.core.types import Float64Array, Int32Array, Int64Array
 from specserve.trie.memory import SharedMemory
 from specserve.trie.records import TextPiece
@@ -75,6 +75,12 @@ class UnsentTexts:
             np.zeros(num_slots, np.int64),
             np.zeros(num_slots),
         )
+        none, rows = np.zeros(0, np.int64), np.zeros(0, np.int32)
+        batch = none, np.zeros((0, 1), np.int32), rows, rows
+        # Compiled or loaded from numba's cache now: no request waits for that.
+        self._collect = direct(
+            collect, self._tails, self._is_shared, batch, none, none, 0.0, self._full
+        )
 
     def open(self, slot: int, namespace: str, name: str) -> None:
         """A text begins that others may learn from."""
@@ -86,7 +92,7 @@ class UnsentTexts:
         """Takes ``token_ids[i, begins[i]:ends[i]]`` of each row whose text is shared."""
         now = self._wall_clock()
         tails = self._tails
-        num_full = collect(tails, self._is_shared, batch, begins, ends, now, self._full)
+        num_full = self._collect(tails, self._is_shared, batch, begins, ends, now, self._full)
         slots, token_ids, _, _ = batch
         for row in self._full[:num_full].tolist():
             slot = int(slots[row])

@@ -5,9 +5,13 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
+
+from specserve.core.compile import direct, kernel
+from specserve.core.types import Int32Array
 
 HELPER = """
 from numba import njit
@@ -69,3 +73,27 @@ def test_a_kernel_is_kept_until_what_it_is_made_of_changes(package: Package, inl
     assert package.load()(3) == -6
     package.write("constants", "FACTOR = 2\n")
     assert package.load()(3) == -12
+
+
+class Counters(NamedTuple):
+    counts: Int32Array
+
+
+@kernel
+def count(counters: Counters, slot: int) -> int:
+    counters.counts[slot] += 1
+    return len(counters.counts)
+
+
+def test_the_code_of_a_kernel_takes_what_the_kernel_takes() -> None:
+    counters = Counters(np.zeros(3, np.int32))
+    code = direct(count, counters, 0)
+    assert code(counters, np.int32(2)) == 3
+    assert counters.counts.tolist() == [0, 0, 1]
+
+
+@pytest.mark.parametrize("counts", [np.zeros(3, np.int64), np.zeros((3, 2), np.int32)[:, 0]])
+def test_all_tests_look_whether_it_is_given_other_arrays(counts: Any) -> None:
+    code = direct(count, Counters(np.zeros(3, np.int32)), 0)
+    with pytest.raises(AssertionError, match="count takes Counters"):
+        code(Counters(counts), 0)

@@ -95,6 +95,21 @@ def test_an_answer_that_is_not_a_draft_for_each_request_switches_the_source_off(
     assert "wanted 2 drafts" in guarded.health.reason
 
 
+@pytest.mark.parametrize(("tokens", "lengths"), [((2,), (2,)), ((2, 3, 1), (2,)), ((2, 3), (2, 1))])
+def test_arrays_of_other_shapes_switch_the_source_off(
+    tokens: tuple[int, ...], lengths: tuple[int, ...]
+) -> None:
+    answer = Drafts(
+        np.zeros(tokens, np.int32),
+        np.zeros(lengths, np.int32),
+        np.zeros(tokens, np.float32),
+        np.zeros(lengths, np.uint8),
+    )
+    guarded = Guarded(AnsweringSource(lambda *_: answer))
+    assert guarded.propose() is None
+    assert f"got ({tokens}, {lengths}" in guarded.health.reason
+
+
 def test_arrays_of_other_types_are_taken_for_what_they_hold() -> None:
     made = drafts([(1, 2), (3,)])
     wider: Any = Drafts._make(each.astype(np.float64) for each in made)
