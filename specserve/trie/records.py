@@ -180,6 +180,7 @@ class ExchangeReply(msgspec.Struct, frozen=True, array_like=True):
             did not know the epoch: what it has beyond these, the store has lost.
         refused: why the store will have nothing to do with the caller; empty: it is welcome.
         log_bytes: what the store's log may hold, in bytes: the application that started it decides.
+        is_alone: whether nobody but the caller has asked for some seconds.
     """
 
     epoch: str
@@ -189,6 +190,7 @@ class ExchangeReply(msgspec.Struct, frozen=True, array_like=True):
     held: Ranges = {}
     refused: str = ""
     log_bytes: int = 0
+    is_alone: bool = False
 
 
 class StoreClient(Protocol):

@@ -128,8 +128,7 @@ class TrieStore:
             if request.fingerprint != self._options.fingerprint:
                 return self._refuse(request)
             is_new = request.epoch != self.epoch
-            if is_new:
-                self._forget_the_unseen()
+            self._forget_the_unseen()
             self._last_seen[request.origin] = time.monotonic()
             for record in request.records:
                 self._take(record)
@@ -145,6 +144,7 @@ class TrieStore:
                 behind=behind,
                 held=self._log.held.ranges() if is_new else {},
                 log_bytes=self._options.max_bytes,
+                is_alone=len(self._last_seen) == 1,
             )
 
     def purge(self, namespace: str) -> int:

@@ -11,7 +11,7 @@ import pytest
 from specserve.trie import replica as module
 from specserve.trie.namespaces import namespace, tenant_half
 from specserve.trie.records import Record, TextPiece
-from specserve.trie.replica import ReplicaOptions, TrieReplica
+from specserve.trie.replica import ALONE_FACTOR, ReplicaOptions, TrieReplica
 from specserve.trie.store import StoreOptions, TrieStore
 from tests.integration.cluster import eventually
 from tests.trie.texts import FINGERPRINT, VOCAB_SIZE, DirectClient
@@ -99,6 +99,12 @@ def test_what_one_replica_writes_the_others_read(start: Start) -> None:
     both = first.wrote | second.wrote
     eventually(lambda: third.read.texts == both, "all of it", WAIT_S, 0.01)
     assert (second.link.up, second.link.received_tokens) == (True, 4)
+
+
+def test_a_replica_that_is_alone_calls_more_seldom(client: DirectClient) -> None:
+    first, second = Replica(client), Replica(client)
+    assert first.link.take_turn() == pytest.approx(ALONE_FACTOR * OPTIONS.interval_s)
+    assert second.link.take_turn() == first.link.take_turn() == OPTIONS.interval_s
 
 
 def test_stopping_sends_what_is_left(client: DirectClient, start: Start) -> None:
