@@ -7,7 +7,7 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from specserve.core.backoff import Backoff
-from specserve.core.compile import direct
+from specserve.core.compile import direct, kernel_array
 from specserve.core.types import BoolArray, DraftBatch, Float64Array, Int32Array, Int64Array
 from specserve.policy.cost import CallCost
 from specserve.policy.planner import Costs, plan_call
@@ -182,7 +182,7 @@ class RemoteAsk(Ask):
             self._cost.coefficients(costs.plain),
             situation.rate,
             situation.is_drafting,
-            waits_s,
+            kernel_array(waits_s, np.float64),
             saved_s,
             asked,
         )

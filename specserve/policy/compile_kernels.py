@@ -25,7 +25,8 @@ from specserve.trie.memory import SharedMemory
 
 
 def compile_kernels() -> None:
-    """Builds a chain of every kind of source, and counts a prediction as replicas do."""
+    """Builds a chain of all sources that have kernels, and of a remote one, whose policy has some;
+    and counts a prediction as replicas do."""
     sources = (
         NgramConfig(kind="ngram"),
         PredictionConfig(kind="prediction"),
