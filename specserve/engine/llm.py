@@ -40,6 +40,7 @@ from specserve.engine.client import ServedLLM
 from specserve.engine.cluster_memory import shared_trie, store_options
 from specserve.engine.cpu.backend import choose_latent_attention
 from specserve.engine.isolation import TenantLLM, close_routes, part_media, part_responses
+from specserve.engine.responses import end_with_errors
 from specserve.engine.logits_processors import PROCESSORS
 from specserve.engine.prediction import Predictor
 from specserve.engine.temporary_files import keep_sockets_in_session
@@ -111,10 +112,12 @@ class Engine:
         tasks = await self._llm.get_supported_tasks()
         app: FastAPI = build_app(namespace, tasks, self._llm.model_config)
         await init_app_state(self._llm, app.state, namespace, tasks)
+        responses = getattr(app.state, "openai_serving_responses", None)
+        end_with_errors(responses)
         extend_beam_search(self._llm.model_config.max_logprobs, self._learn)
         if self._config.http.api_keys:
             close_routes(app)
-            part_responses(getattr(app.state, "openai_serving_responses", None))
+            part_responses(responses)
         # vLLM tells its HTTP server to exit when the engine dies. Here Serve's health check does
         # that part, so it gets something to tell.
         app.state.server = SimpleNamespace(should_exit=False)

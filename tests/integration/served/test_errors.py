@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -139,6 +140,15 @@ def test_a_schema_with_a_number_beyond_64_bits_is_refused(
     response = api.http.post(path, json={"model": "demo"} | body | schema)
     assert "ints < -2**63" in response.text
     assert "stream" in body or response.status_code == 400
+
+
+def test_a_streamed_response_that_is_wrong_ends_with_an_error(api: Api) -> None:
+    body = {"model": "demo", "input": PROMPT, "stream": True, "stop_token_ids": [-1]}
+    response = api.http.post("/v1/responses", json=body)
+    *_, name, data = response.text.strip().splitlines()
+    assert name == "event: error"
+    error = json.loads(data.removeprefix("data: "))
+    assert (error["code"], error["param"]) == ("BadRequestError", "stop_token_ids")
 
 
 def test_nobody_scales_the_engine_by_request(api: Api) -> None:

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncGenerator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.entrypoints.openai.responses import api_router, serving
+from vllm.exceptions import VLLMValidationError
+
+from specserve.engine.responses import end_with_errors
+
+
+async def events(error: Exception | None) -> AsyncGenerator[str, None]:
+    yield "created"
+    yield "in progress"
+    if error is not None:
+        raise error
+
+
+def streamed(error: Exception | None) -> list[Any]:
+    handler = SimpleNamespace(responses_stream_generator=events)
+    end_with_errors(handler)
+
+    async def collect() -> list[Any]:
+        return [event async for event in handler.responses_stream_generator(error)]
+
+    return asyncio.run(collect())
+
+
+def test_a_stream_that_ends_well_is_left_alone() -> None:
+    assert streamed(None) == ["created", "in progress"]
+
+
+def test_a_wrong_request_is_told_in_the_stream(caplog: pytest.LogCaptureFixture) -> None:
+    wrong = VLLMValidationError("no such token", parameter="stop_token_ids", value=[-1])
+    *others, last = streamed(wrong)
+    assert others == ["created", "in progress"]
+    assert (last.type, last.code, last.param) == ("error", "BadRequestError", "stop_token_ids")
+    assert "no such token" in last.message
+    assert last.sequence_number == 2
+    assert not caplog.records
+
+
+def test_a_failure_of_ours_is_told_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    last = streamed(RuntimeError("out of memory"))[-1]
+    assert (last.type, last.code) == ("error", "InternalServerError")
+    assert "out of memory" in caplog.text
+
+
+def test_vllm_streams_responses_by_this_method_and_tells_no_error() -> None:
+    made = inspect.getsource(serving.OpenAIServingResponses._create_responses)
+    assert "return self.responses_stream_generator(" in made
+    assert "except" not in inspect.getsource(api_router._convert_stream_to_sse_events)
