@@ -40,9 +40,9 @@ from specserve.engine.client import ServedLLM
 from specserve.engine.cluster_memory import shared_trie, store_options
 from specserve.engine.cpu.backend import choose_latent_attention
 from specserve.engine.isolation import TenantLLM, close_routes, part_media, part_responses
-from specserve.engine.responses import end_with_errors
 from specserve.engine.logits_processors import PROCESSORS
 from specserve.engine.prediction import Predictor
+from specserve.engine.responses import end_with_errors
 from specserve.engine.temporary_files import keep_sockets_in_session
 from specserve.engine.tenant_memory import TenantMemory, TextReader
 from specserve.engine.tenants import (
