@@ -45,7 +45,8 @@ def inner(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def direct(function: Callable[..., Any], *arguments: object) -> Callable[..., Any]:
-    """A kernel's machine code for arguments of these types, compiled or loaded now.
+    """A kernel's machine code for arguments of these types, compiled or loaded now: where it is
+    made at the start, no request waits for that.
 
     A kernel looks at the types of all that it is given, each time: of 23 arrays in three tuples
     that takes 2.6 us, and the call itself 0.2 us. Here nothing does. With arrays of other types or

@@ -118,6 +118,12 @@ class DraftBatch(NamedTuple):
     num_prompt_tokens: Int32Array
     hidden_states: HiddenStates | None = None
 
+    @classmethod
+    def empty(cls) -> DraftBatch:
+        """Of no request."""
+        rows = np.zeros(0, np.int32)
+        return cls(np.zeros(0, np.int64), np.zeros((0, 1), np.int32), rows, rows)
+
 
 class Drafts(NamedTuple):
     """A source's guesses at the next tokens of n requests.

@@ -126,12 +126,11 @@ class Chain:
         self._unseen: Float64Array = np.zeros((num_slots, longest))
         self._step = self._num_unearned = self._unmeasured_steps = self._num_offered = 0
         self._find_of_use()
-        # The kernels are compiled or loaded now: no request waits for that.
-        none, rows = np.zeros(0, np.int64), np.zeros(0, np.int32)
-        texts, outcomes = (none, np.zeros((0, 1), np.int32), rows, rows), np.zeros((3, 0), np.int32)
+        batch, outcomes = DraftBatch.empty(), np.zeros((3, 0), np.int32)
+        none, _, rows, _ = batch[:4]
         state, known, plan = self._acceptance.state, self._known(none), self._plan
         self._learn = direct(
-            observe, state, self._work, self._counts, max_len, texts, rows, rows, outcomes
+            observe, state, self._work, self._counts, max_len, batch[:4], rows, rows, outcomes
         )
         self._foresee = direct(foresee, *known, state, self._work, plan)
         self._decide = direct(decide, *known, False, state, self._work, plan)

@@ -83,10 +83,9 @@ class NgramSource:
         self._sizes = config.min_matching_ngram_size, config.max_matching_ngram_size
         self._drafts = DraftBuffer(num_slots, config.max_draft_len)
         self._options = self._sizes, config.use_oldest, INGEST_TOKENS_PER_STEP
-        none, rows = np.zeros(0, np.int64), np.zeros(0, np.int32)
-        batch, drafts = (none, np.zeros((0, 1), np.int32), rows), self._drafts.rows(0)
-        of_step = batch, rows, self._requests, self._options, self._scratch, drafts
-        # Compiled or loaded from numba's cache now: no request waits for that.
+        batch, drafts = DraftBatch.empty(), self._drafts.rows(0)
+        limits = batch.num_tokens
+        of_step = batch[:3], limits, self._requests, self._options, self._scratch, drafts
         self._step = direct(step_batch, *of_step)
         self._rehash = direct(rehash, chunk[0], 1, chunk[0], 1, 1)
 

@@ -57,10 +57,8 @@ class PredictionSource:
         self._texts: list[UInt64Array | None] = [None] * num_slots
         self._requests: Int64Array = np.zeros((num_slots, _NUM_COLUMNS), np.int64)
         self._drafts = DraftBuffer(num_slots, config.max_draft_len)
-        none, rows = np.zeros(0, np.int64), np.zeros(0, np.int32)
-        batch, drafts = (none, np.zeros((0, 1), np.int32), rows, rows), self._drafts.rows(0)
-        # Compiled or loaded from numba's cache now: no request waits for that.
-        self._step = direct(draft_step, batch, rows, self._requests, drafts)
+        batch, drafts = DraftBatch.empty(), self._drafts.rows(0)
+        self._step = direct(draft_step, batch[:4], batch.num_tokens, self._requests, drafts)
 
     @property
     def num_bytes(self) -> int:

@@ -14,7 +14,7 @@ import threading
 import numpy as np
 
 from specserve.core.compile import direct, kernel_array
-from specserve.core.types import Drafts, Int32Array, Int64Array
+from specserve.core.types import DraftBatch, Drafts, Int32Array, Int64Array
 from specserve.trie import pages
 from specserve.trie.branch import Group
 from specserve.trie.layout import (
@@ -67,9 +67,8 @@ class TokenTrie:
         self._scratch = pages.Scratch.empty()
         self._lock = threading.Lock()
         self._of_step = own = self._arrays, self._scratch, Group.empty()
-        # Compiled or loaded from numba's cache now: no request waits for that.
-        none, rows, drafts = np.zeros(0, np.int64), np.zeros(0, np.int32), Drafts.empty(0, 1)
-        batch = none, np.zeros((0, 1), np.int32), rows, rows
+        batch, drafts = DraftBatch.empty()[:4], Drafts.empty(0, 1)
+        none, _, rows, _ = batch
         of_step = *own, none, batch, rows, none, none, none, none, drafts
         self._step = direct(step, *of_step, False, 0, 0, 0.0)
         self._append = direct(pages.append_one, *own[:2], 0, rows, 0)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specserve.core.compile import direct, kernel
-from specserve.core.types import Float64Array, Int32Array, Int64Array
+from specserve.core.types import DraftBatch, Float64Array, Int32Array, Int64Array
 from specserve.trie.memory import SharedMemory
 from specserve.trie.records import TextPiece
 from specserve.trie.token_trie import BatchArrays
@@ -75,9 +75,8 @@ class UnsentTexts:
             np.zeros(num_slots, np.int64),
             np.zeros(num_slots),
         )
-        none, rows = np.zeros(0, np.int64), np.zeros(0, np.int32)
-        batch = none, np.zeros((0, 1), np.int32), rows, rows
-        # Compiled or loaded from numba's cache now: no request waits for that.
+        batch = DraftBatch.empty()[:4]
+        none = batch[0]
         self._collect = direct(
             collect, self._tails, self._is_shared, batch, none, none, 0.0, self._full
         )
