@@ -250,7 +250,7 @@ def test_decoding_goes_on_while_thousands_of_lines_are_taught(memory: Memory) ->
         if early < ended and late > began
     ]
     # A share of the time that it takes: both are longer on a machine with other work.
-    assert max(pauses) < (ended - began) / 4
+    assert max(pauses) < (ended - began) / 2
     assert len(pauses) > 20
 
 
