@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 from ray.serve.config import AutoscalingConfig, GangSchedulingConfig, RequestRouterConfig
-from ray.serve.schema import DeploymentSchema, ServeApplicationSchema, ServeDeploySchema
+from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
 
 from specserve.core.config import AppConfig, parse
 from specserve.core.errors import ConfigError, SpecServeError
@@ -22,7 +23,7 @@ _SECTIONS: dict[str, type[BaseModel]] = {
     "request_router_config": RequestRouterConfig,
     "gang_scheduling_config": GangSchedulingConfig,
 }
-"""What a deployment's schema takes as any mapping at first."""
+"""Whose unknown keys a deployment's schema lets pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +70,13 @@ def _read(path: Path) -> ServeFile:
     if not isinstance(content, dict):
         raise ConfigError("file", content, "a mapping with the key applications")
     try:
-        schema = ServeDeploySchema.model_validate(content, extra="forbid")
+        # Of a copy: Serve writes into the sections.
+        schema = ServeDeploySchema.model_validate(deepcopy(content), extra="forbid")
     except ValidationError as error:
         raise _serve_error(error) from None
     if not schema.applications:
         raise ConfigError("applications", [], "at least one application")
+    _check_sections(content)
     return ServeFile(
         path=path,
         host=schema.http_options.host,
@@ -110,8 +113,6 @@ def _application(schema: ServeApplicationSchema, index: int) -> Application:
     field = f"applications.{index}"
     if schema.import_path != IMPORT_PATH:
         raise ConfigError(f"{field}.import_path", schema.import_path, IMPORT_PATH)
-    for number, deployment in enumerate(schema.deployments):
-        _check_sections(deployment, f"{field}.deployments.{number}")
     return Application(
         name=schema.name,
         route_prefix=schema.route_prefix or "/",
@@ -120,9 +121,16 @@ def _application(schema: ServeApplicationSchema, index: int) -> Application:
     )
 
 
-def _check_sections(deployment: DeploymentSchema, field: str) -> None:
-    for name, model in _SECTIONS.items():
-        given = getattr(deployment, name)
-        for key in given if isinstance(given, dict) else ():
-            if key not in model.model_fields:
-                raise ConfigError(f"{field}.{name}.{key}", key, ", ".join(model.model_fields))
+def _check_sections(content: dict[str, Any]) -> None:
+    """Refuses unknown keys; ``content`` is valid otherwise."""
+    unknown = []
+    for index, application in enumerate(content["applications"]):
+        for number, deployment in enumerate(application.get("deployments") or ()):
+            for name, model in _SECTIONS.items():
+                field = f"applications.{index}.deployments.{number}.{name}"
+                for key in sorted((deployment.get(name) or {}).keys() - model.model_fields):
+                    allowed = ", ".join(model.model_fields)
+                    unknown.append(ConfigError(f"{field}.{key}", key, allowed))
+    if unknown:
+        unknown[0].further = tuple(unknown[1:])
+        raise unknown[0]

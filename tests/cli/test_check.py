@@ -153,6 +153,21 @@ def test_a_wrong_file_is_told_in_one_line(
     assert captured.err.count("\n") == 1
 
 
+@pytest.mark.usefixtures("folder")
+def test_each_unknown_key_of_a_deployments_sections_is_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sections = {"autoscaling_config": {"max_replica": 2, "min_replica": 1}}
+    sections |= {"gang_scheduling_config": {"gang_size": 2, "gang": 2}}
+    deployment = {"name": "ModelServer", **sections}
+    assert main(["check", write(serve_file(GOOD, deployments=[deployment]))]) == 2
+    told = capsys.readouterr().err.splitlines()
+    keys = [f"autoscaling_config.{key}" for key in sorted(sections["autoscaling_config"])]
+    keys.append("gang_scheduling_config.gang")
+    for line, key in zip(told, keys, strict=True):
+        assert f"app.yaml: applications.0.deployments.0.{key}: " in line
+
+
 def test_a_config_json_that_is_no_models_is_refused(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
