@@ -6,6 +6,7 @@ specserve can handle them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 
@@ -35,6 +36,13 @@ class ConfigError(SpecServeError, ValueError):
         self.field, self.value, self.allowed = field, value, allowed
         what = "is missing" if value is MISSING else f"{shorten(value)} is not allowed"
         super().__init__(f"{field}: {what}; allowed: {allowed}")
+
+    @classmethod
+    def first_of(cls, errors: Sequence[ConfigError]) -> ConfigError:
+        """The first of some errors, with the others as its further ones."""
+        first, *others = errors
+        first.further = tuple(others)
+        return first
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(self), (self.field, self.value, self.allowed))

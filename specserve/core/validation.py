@@ -40,11 +40,9 @@ def from_validation_error(
         told = _told(problem, model, prefix)
         found.setdefault(told.field, told)
     # Of a union's members, the one that was followed farthest into the value tells most.
-    first, *further = [
-        told for field, told in found.items() if not any(f.startswith(f"{field}.") for f in found)
-    ]
-    first.further = tuple(further)
-    return first
+    return ConfigError.first_of(
+        [told for field, told in found.items() if not any(f.startswith(f"{field}.") for f in found)]
+    )
 
 
 def _told(problem: ErrorDetails, model: type[BaseModel], prefix: str) -> ConfigError:

@@ -132,5 +132,4 @@ def _check_sections(content: dict[str, Any]) -> None:
                     allowed = ", ".join(model.model_fields)
                     unknown.append(ConfigError(f"{field}.{key}", key, allowed))
     if unknown:
-        unknown[0].further = tuple(unknown[1:])
-        raise unknown[0]
+        raise ConfigError.first_of(unknown)
