@@ -69,7 +69,7 @@ class AskedTokensSampler(Sampler):
     def gather_logprobs(
         self, logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor
     ) -> LogprobsTensors:
-        """vLLM's method, also for the rejection sampler: all requests have as many rows, in turn."""
+        """vLLM's method, the rejection sampler's, too; each request has as many rows, in turn."""
         most_likely = super().gather_logprobs(logprobs, num_logprobs, token_ids)
         if not self._asked:
             return most_likely

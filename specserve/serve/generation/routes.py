@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
@@ -18,7 +18,7 @@ from starlette.types import Scope
 from specserve import __version__
 from specserve.core.config import AppConfig
 from specserve.core.errors import GenerationError
-from specserve.engine.text_request import Output, TextEngine
+from specserve.engine.text_request import TextEngine
 from specserve.serve.generation.answers import error_response, events, whole_response
 from specserve.serve.generation.schema import (
     MAX_BEST_OF,
@@ -123,7 +123,9 @@ async def _answer(
     asked = text_request(body, limit, streams=streams, full_text=is_root)
     outputs = engine.generate(asked, request)
     # Whatever is wrong is known with the first output, when there still is a status to tell it.
-    first = await _while_connected(request, _first(outputs))
+    first = await _while_connected(request, anext(outputs, None))
+    if first is None:
+        raise GenerationError("incomplete_generation", "Incomplete generation")
     if streams:
         return StreamingResponse(
             events(asked, first, outputs),
@@ -162,14 +164,3 @@ async def _disconnected(request: Request) -> None:
 def is_generation(scope: Scope) -> bool:
     """Whether a call is one of this API's, that continue texts."""
     return scope["type"] == "http" and scope["method"] == "POST" and path_of(scope) in _PATHS
-
-
-async def _first(outputs: AsyncGenerator[Output, None]) -> Output:
-    """The first output.
-
-    Raises:
-        GenerationError: there is none, or instead of it.
-    """
-    async for output in outputs:
-        return output
-    raise GenerationError("incomplete_generation", "Incomplete generation")
