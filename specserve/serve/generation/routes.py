@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.exceptions import RequestValidationError
@@ -31,12 +30,6 @@ from specserve.serve.paths import path_of
 
 _PATHS = ("", "/generate", "/generate_stream")
 
-T = TypeVar("T")
-
-
-class _ClientGone(Exception):
-    """Nobody waits for the answer any more."""
-
 
 class _Route(APIRoute):
     """A route whose errors have Text Generation Inference's form."""
@@ -60,8 +53,6 @@ class _Route(APIRoute):
                 return error_response(refusal(error.errors()))
             except HTTPException as error:  # of a body that is no text, or is nested too deeply
                 return error_response(GenerationError.invalid(str(error.detail)))
-            except _ClientGone:
-                return Response(status_code=499)
 
         return handle_in_form
 
@@ -123,7 +114,8 @@ async def _answer(
     asked = text_request(body, limit, streams=streams, full_text=is_root)
     outputs = engine.generate(asked, request)
     # Whatever is wrong is known with the first output, when there still is a status to tell it.
-    first = await _while_connected(request, anext(outputs, None))
+    # A client that goes before it has the call cancelled (:class:`DisconnectMiddleware`).
+    first = await anext(outputs, None)
     if first is None:
         raise GenerationError("incomplete_generation", "Incomplete generation")
     if streams:
@@ -135,30 +127,6 @@ async def _answer(
     async for _ in outputs:
         raise AssertionError("more than one output of a request that is not streamed")
     return whole_response(asked, first, time.perf_counter() - started, listed=is_root)
-
-
-async def _while_connected(request: Request, work: Awaitable[T]) -> T:
-    """The result of ``work``, which is cancelled when the client goes.
-
-    Raises:
-        _ClientGone: it has gone.
-    """
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request))
-    try:
-        await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise _ClientGone
-    finally:
-        for each in (task, gone):
-            each.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def is_generation(scope: Scope) -> bool:
