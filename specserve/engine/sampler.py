@@ -14,13 +14,14 @@ step, as without speculation. Where vLLM drafts by itself it has, and vLLM's bud
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.rejection_sampler import RejectionSampler
@@ -69,17 +70,34 @@ class AskedTokensSampler(Sampler):
     def gather_logprobs(
         self, logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor
     ) -> LogprobsTensors:
-        """vLLM's method, the rejection sampler's, too; each request has as many rows, in turn."""
+        """vLLM's method, the rejection sampler's, too: the asked tokens of those requests that ask.
+
+        Args:
+            logprobs: ``[num_requests * width, vocab_size]``, ``width`` rows of each request.
+            num_logprobs: k, of the most likely tokens for the others.
+            token_ids: ``[num_requests * width]``, the sampled tokens, for column 0.
+
+        Returns:
+            Tensors ``[num_requests * width, 1 + max(k, longest list)]``. A request reads as many
+            columns as it asked for.
+        """
         most_likely = super().gather_logprobs(logprobs, num_logprobs, token_ids)
         if not self._asked:
             return most_likely
-        width = len(logprobs) // self._num_requests
-        by_row = {
-            request * width + position: tokens
-            for request, tokens in self._asked.items()
-            for position in range(width)
-        }
-        return with_asked_tokens(most_likely, by_row, logprobs[list(by_row)])
+        tokens, values, ranks, *_ = most_likely
+        requests = torch.tensor(list(self._asked), device=logprobs.device)
+        lists = [torch.tensor(each) for each in self._asked.values()]
+        asked = pad_sequence(lists, batch_first=True).to(logprobs.device)
+        columns = slice(1, 1 + asked.shape[1])
+        if (missing := columns.stop - tokens.shape[1]) > 0:
+            tokens = pad(tokens, (0, missing))
+            values = pad(values, (0, missing), value=float("-inf"))
+        by_request = (self._num_requests, -1)
+        of_these = logprobs.unflatten(0, by_request)[requests]
+        asked = asked[:, None].expand(-1, of_these.shape[1], -1)
+        tokens.unflatten(0, by_request)[requests, :, columns] = asked.to(tokens.dtype)
+        values.unflatten(0, by_request)[requests, :, columns] = of_these.gather(2, asked)
+        return LogprobsTensors(tokens, values, ranks)
 
 
 class IndependentSampler(AskedTokensSampler):
@@ -140,31 +158,3 @@ class IndependentRejectionSampler(AskedTokensRejectionSampler):
 def without_budgets(sampling_metadata: SamplingMetadata) -> SamplingMetadata:
     """The same without thinking budgets."""
     return replace(sampling_metadata, thinking_budget_state_holder=None)
-
-
-def with_asked_tokens(
-    most_likely: LogprobsTensors, asked: Mapping[int, Sequence[int]], logprobs: torch.Tensor
-) -> LogprobsTensors:
-    """Log-probabilities of the asked tokens in some rows and of the most likely in the others.
-
-    Args:
-        most_likely: ``[num_rows, 1 + k]``; column 0 is the sampled token's.
-        asked: token ids of R of these rows, of any number.
-        logprobs: ``[R, vocab_size]``, of the same rows.
-
-    Returns:
-        ``[num_rows, 1 + max(k, longest list)]``. A request reads as many columns as it asked for.
-    """
-    device = logprobs.device
-    longest = max(map(len, asked.values()))
-    padded = torch.tensor(
-        [[*each, *[0] * (longest - len(each))] for each in asked.values()], device=device
-    )
-    index = torch.tensor(list(asked), device=device)
-    token_ids, values, ranks, *_ = most_likely
-    if (missing := 1 + longest - token_ids.shape[1]) > 0:
-        token_ids = pad(token_ids, (0, missing))
-        values = pad(values, (0, missing), value=float("-inf"))
-    token_ids[index, 1 : 1 + longest] = padded.to(token_ids.dtype)
-    values[index, 1 : 1 + longest] = logprobs.gather(1, padded)
-    return LogprobsTensors(token_ids, values, ranks)
