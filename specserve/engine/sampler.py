@@ -92,11 +92,11 @@ class AskedTokensSampler(Sampler):
         if (missing := columns.stop - tokens.shape[1]) > 0:
             tokens = pad(tokens, (0, missing))
             values = pad(values, (0, missing), value=float("-inf"))
-        by_request = (self._num_requests, -1)
-        of_these = logprobs.unflatten(0, by_request)[requests]
+        by_request = self._num_requests, -1, tokens.shape[1]
+        of_these = logprobs.view(self._num_requests, -1, logprobs.shape[1])[requests]
         asked = asked[:, None].expand(-1, of_these.shape[1], -1)
-        tokens.unflatten(0, by_request)[requests, :, columns] = asked.to(tokens.dtype)
-        values.unflatten(0, by_request)[requests, :, columns] = of_these.gather(2, asked)
+        tokens.view(by_request)[requests, :, columns] = asked.to(tokens.dtype)
+        values.view(by_request)[requests, :, columns] = of_these.gather(2, asked)
         return LogprobsTensors(tokens, values, ranks)
 
 
