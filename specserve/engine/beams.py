@@ -55,15 +55,12 @@ def extend_beam_search(max_logprobs: int, learn: Learn) -> None:
         request_id: str,
         params: BeamSearchParams,
         lora_request: Any = None,
-        *rest: Any,
         **options: Any,
     ) -> AsyncIterator[RequestOutput]:
         is_drawn = hasattr(params, "drawing") and prompt["type"] != "embeds"  # which has no beams
         search = sampled_beam_search if is_drawn else plain
         adapter = lora_request.lora_name if lora_request is not None else ""
-        async for output in search(
-            self, prompt, request_id, params, lora_request, *rest, **options
-        ):
+        async for output in search(self, prompt, request_id, params, lora_request, **options):
             best = output.outputs[0]
             if best.finish_reason in ("stop", "length"):
                 asked = output.prompt_token_ids
@@ -137,17 +134,18 @@ async def sampled_beam_search(
     prompt: Any,
     request_id: str,
     params: BeamSearchParams,
-    lora_request: Any = None,
-    trace_headers: Mapping[str, str] | None = None,
-    session_id: str | None = None,
+    lora_request: Any,
+    **options: Any,
 ) -> AsyncIterator[RequestOutput]:
-    """As vLLM's ``beam_search``; ``params.drawing`` tells how candidates are drawn."""
+    """As vLLM's ``beam_search``; ``params.drawing`` tells how candidates are drawn.
+
+    ``options`` are those of the engine's ``generate``.
+    """
     drawing: Drawing = params.drawing
     generator = np.random.default_rng(drawing.seed)
     step = SamplingParams(
         logprobs=drawing.top_k, max_tokens=1, watermarking=False, detokenize=False
     )
-    options = {"trace_headers": trace_headers, "session_id": session_id}
     tokenizer = handler.renderer.get_tokenizer()
     asked = prompt["prompt_token_ids"]
     beams = [BeamSearchSequence(prompt, asked, [], lora_request=lora_request)]
@@ -234,11 +232,10 @@ def draw(scores: Float64Array, number: int, generator: np.random.Generator) -> l
 
 def _longer(candidate: Candidate, *, is_end: bool) -> BeamSearchSequence:
     beam = candidate.beam
-    return BeamSearchSequence(
-        beam.orig_prompt,
-        [*beam.tokens, candidate.token],
-        [*beam.logprobs, dict(candidate.logprobs)],
-        lora_request=beam.lora_request,
+    return replace(
+        beam,
+        tokens=[*beam.tokens, candidate.token],
+        logprobs=[*beam.logprobs, candidate.logprobs],
         cum_logprob=candidate.score,
         finish_reason="stop" if is_end else None,
         stop_reason=candidate.token if is_end else None,

@@ -220,15 +220,12 @@ class Engine:
         """Ends the engine core process and, with it, the shards."""
         try:
             if self._config.has_sources:
-                await self._close_sources()
+                # They end what they have started; vLLM kills the shards without a word.
+                closing = self._llm.collective_rpc("close_sources", timeout=CLOSE_S)
+                with suppress(Exception):  # whatever has died has nothing left to end
+                    await asyncio.wait_for(closing, CLOSE_S)
         finally:
             self._llm.shutdown()
-
-    async def _close_sources(self) -> None:
-        """Has the sources end what they have started; vLLM kills the shards without a word."""
-        closing = self._llm.collective_rpc("close_sources", timeout=CLOSE_S)
-        with suppress(Exception):  # whatever has died has nothing left to end
-            await asyncio.wait_for(closing, CLOSE_S)
 
 
 def _start_client(config: AppConfig, vllm_config: VllmConfig) -> ServedLLM:

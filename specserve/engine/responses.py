@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from openai.types.responses import ResponseErrorEvent
@@ -21,13 +21,10 @@ def end_with_errors(handler: Any) -> None:
     Args:
         handler: vLLM's ``OpenAIServingResponses``; None: the model does not generate.
     """
-    if handler is not None:
-        handler.responses_stream_generator = _told(handler.responses_stream_generator)
+    if handler is None:
+        return
+    stream = handler.responses_stream_generator
 
-
-def _told(
-    stream: Callable[..., AsyncGenerator[Any, None]],
-) -> Callable[..., AsyncGenerator[Any, None]]:
     async def told(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         number = 0
         try:
@@ -46,4 +43,4 @@ def _told(
                 sequence_number=number,
             )
 
-    return told
+    handler.responses_stream_generator = told

@@ -14,24 +14,27 @@ step, as without speculation. Where vLLM drafts by itself it has, and vLLM's bud
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-ALL_LOGPROBS = -1
-"""vLLM's sampler then reports those of the whole vocabulary, in the vocabulary's order."""
-
 
 class AskedTokensSampler(Sampler):
     """Samples one token a request; also the last token of each in a step with drafts."""
+
+    _asked: dict[int, list[int]] | None = None
+    """``logprob_token_ids`` of the step at hand, by request."""
+    _num_requests: int
 
     def forward(
         self,
@@ -41,27 +44,60 @@ class AskedTokensSampler(Sampler):
         logprobs_mode_override: Any = None,
     ) -> SamplerOutput:
         """vLLM's method; ``predict_bonus_token`` says that the step has drafts."""
-        asked = asked_tokens(sampling_metadata)
-        wanted = ALL_LOGPROBS if asked else sampling_metadata.max_num_logprobs
-        output = super().forward(
-            logits,
-            replace(sampling_metadata, logprob_token_ids=None, max_num_logprobs=wanted),
-            predict_bonus_token,
-            logprobs_mode_override,
-        )
-        if predict_bonus_token or not asked:
-            return output  # the rejection sampler gathers from all of them
-        logprobs = output.logprobs_tensors.logprobs
-        most_likely = self.gather_logprobs(
-            logprobs,
-            sampling_metadata.max_num_logprobs or 0,
-            output.sampled_token_ids.flatten().long(),
-        )
-        rows = list(asked)
-        output.logprobs_tensors = with_asked_tokens(
-            most_likely, rows, list(asked.values()), logprobs[rows]
-        )
-        return output
+        if predict_bonus_token:  # the rejection sampler has begun the step
+            return super().forward(
+                logits, sampling_metadata, predict_bonus_token, logprobs_mode_override
+            )
+        with self.reporting(sampling_metadata, len(logits)) as others:
+            return super().forward(logits, others, predict_bonus_token, logprobs_mode_override)
+
+    @contextmanager
+    def reporting(
+        self, sampling_metadata: SamplingMetadata, num_requests: int
+    ) -> Iterator[SamplingMetadata]:
+        """Within it the asked tokens are reported; vLLM gets the metadata without them."""
+        by_request = sampling_metadata.logprob_token_ids or {}
+        asked = {request: tokens for request, tokens in by_request.items() if tokens}
+        number = sampling_metadata.max_num_logprobs
+        if asked and number is None:
+            number = 0
+        self._asked, self._num_requests = asked, num_requests
+        try:
+            yield replace(sampling_metadata, logprob_token_ids=None, max_num_logprobs=number)
+        finally:
+            self._asked = None
+
+    def gather_logprobs(
+        self, logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor
+    ) -> LogprobsTensors:
+        """vLLM's method, the rejection sampler's, too: the asked tokens of those requests that ask.
+
+        Args:
+            logprobs: ``[num_requests * width, vocab_size]``, ``width`` rows of each request.
+            num_logprobs: k, of the most likely tokens for the others.
+            token_ids: ``[num_requests * width]``, the sampled tokens, for column 0.
+
+        Returns:
+            Tensors ``[num_requests * width, 1 + max(k, longest list)]``. A request reads as many
+            columns as it asked for.
+        """
+        most_likely = super().gather_logprobs(logprobs, num_logprobs, token_ids)
+        if not self._asked:
+            return most_likely
+        tokens, values, ranks, *_ = most_likely
+        requests = torch.tensor(list(self._asked), device=logprobs.device)
+        lists = [torch.tensor(each) for each in self._asked.values()]
+        asked = pad_sequence(lists, batch_first=True).to(logprobs.device)
+        columns = slice(1, 1 + asked.shape[1])
+        if (missing := columns.stop - tokens.shape[1]) > 0:
+            tokens = pad(tokens, (0, missing))
+            values = pad(values, (0, missing), value=float("-inf"))
+        by_request = self._num_requests, -1, tokens.shape[1]
+        of_these = logprobs.view(self._num_requests, -1, logprobs.shape[1])[requests]
+        asked = asked[:, None].expand(-1, of_these.shape[1], -1)
+        tokens.view(by_request)[requests, :, columns] = asked.to(tokens.dtype)
+        values.view(by_request)[requests, :, columns] = of_these.gather(2, asked)
+        return LogprobsTensors(tokens, values, ranks)
 
 
 class IndependentSampler(AskedTokensSampler):
@@ -91,9 +127,6 @@ class IndependentSampler(AskedTokensSampler):
 class AskedTokensRejectionSampler(RejectionSampler):
     """Verifies the drafts of a step. Its sampler is an :class:`AskedTokensSampler`."""
 
-    _asked: dict[int, list[int]]
-    """``logprob_token_ids`` of the step at hand."""
-
     def forward(
         self,
         metadata: SpecDecodeMetadata,
@@ -102,40 +135,8 @@ class AskedTokensRejectionSampler(RejectionSampler):
         sampling_metadata: SamplingMetadata,
     ) -> SamplerOutput:
         """vLLM's method."""
-        self._asked = asked_tokens(sampling_metadata)
-        if self._asked and sampling_metadata.max_num_logprobs is None:
-            sampling_metadata = replace(sampling_metadata, max_num_logprobs=0)
-        return super().forward(metadata, draft_probs, logits, sampling_metadata)
-
-    def _get_logprobs_tensors(
-        self,
-        max_num_logprobs: int,
-        metadata: SpecDecodeMetadata,
-        logits: torch.Tensor,
-        target_logits: torch.Tensor,
-        bonus_logits: torch.Tensor,
-        sampled_token_ids: torch.Tensor,
-    ) -> LogprobsTensors:
-        most_likely = super()._get_logprobs_tensors(
-            max_num_logprobs, metadata, logits, target_logits, bonus_logits, sampled_token_ids
-        )
-        if not self._asked:
-            return most_likely
-        final = torch.empty_like(logits, dtype=torch.float32)
-        final[metadata.target_logits_indices] = target_logits.float()
-        final[metadata.bonus_logits_indices] = bonus_logits.float()
-        rows, sources, tokens = [], [], []
-        start, width = 0, sampled_token_ids.shape[-1]
-        for request, num_drafts in enumerate(metadata.num_draft_tokens):
-            if asked := self._asked.get(request):
-                positions = range(num_drafts + 1)
-                rows += [request * width + position for position in positions]
-                sources += [start + position for position in positions]
-                tokens += [asked for _ in positions]
-            start += num_drafts + 1
-        chosen = final[sources]
-        logprobs = chosen if self.is_logits_logprobs_mode else self.sampler.compute_logprobs(chosen)
-        return with_asked_tokens(most_likely, rows, tokens, logprobs)
+        with self.sampler.reporting(sampling_metadata, len(metadata.num_draft_tokens)) as others:
+            return super().forward(metadata, draft_probs, logits, others)
 
 
 class IndependentRejectionSampler(AskedTokensRejectionSampler):
@@ -154,42 +155,6 @@ class IndependentRejectionSampler(AskedTokensRejectionSampler):
         return processed
 
 
-def asked_tokens(sampling_metadata: SamplingMetadata) -> dict[int, list[int]]:
-    """``logprob_token_ids`` by row; an empty list asks for none."""
-    asked = sampling_metadata.logprob_token_ids or {}
-    return {row: tokens for row, tokens in asked.items() if tokens}
-
-
 def without_budgets(sampling_metadata: SamplingMetadata) -> SamplingMetadata:
     """The same without thinking budgets."""
     return replace(sampling_metadata, thinking_budget_state_holder=None)
-
-
-def with_asked_tokens(
-    most_likely: LogprobsTensors,
-    rows: Sequence[int],
-    tokens: Sequence[Sequence[int]],
-    logprobs: torch.Tensor,
-) -> LogprobsTensors:
-    """Log-probabilities of the asked tokens in some rows and of the most likely in the others.
-
-    Args:
-        most_likely: ``[num_rows, 1 + k]``; column 0 is the sampled token's.
-        rows: R of these rows, whose requests ask for tokens.
-        tokens: R lists of token ids, of any lengths.
-        logprobs: ``[R, vocab_size]``, of the same rows.
-
-    Returns:
-        ``[num_rows, 1 + max(k, longest list)]``. A request reads as many columns as it asked for.
-    """
-    device = logprobs.device
-    longest = max(map(len, tokens))
-    padded = torch.tensor([[*each, *[0] * (longest - len(each))] for each in tokens], device=device)
-    index = torch.tensor(rows, device=device)
-    token_ids, values, ranks, *_ = most_likely
-    if (missing := 1 + longest - token_ids.shape[1]) > 0:
-        token_ids = pad(token_ids, (0, missing))
-        values = pad(values, (0, missing), value=float("-inf"))
-    token_ids[index, 1 : 1 + longest] = padded.to(token_ids.dtype)
-    values[index, 1 : 1 + longest] = logprobs.gather(1, padded)
-    return LogprobsTensors(token_ids, values, ranks)

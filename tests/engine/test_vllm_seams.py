@@ -366,12 +366,13 @@ def test_the_samplers_are_called_as_ours_want_to_be() -> None:
             IndependentRejectionSampler.apply_logits_processors,
             RejectionSampler.apply_logits_processors,
         ),
-        (
-            IndependentRejectionSampler._get_logprobs_tensors,
-            RejectionSampler._get_logprobs_tensors,
-        ),
     ):
         assert parameters(ours) == parameters(theirs)
+    # All that is reported of a step goes through one method of the plain sampler.
+    gathered = parameters(IndependentSampler.gather_logprobs)
+    assert gathered == ["self", *parameters(Sampler.gather_logprobs)]
+    assert "self.gather_logprobs(" in source(Sampler.forward)
+    assert "self.sampler.gather_logprobs(" in source(RejectionSampler)
     # The runner holds both, and each step is told apart by the first one's argument.
     runner = source(GPUModelRunner)
     assert "self.sampler = Sampler(" in runner

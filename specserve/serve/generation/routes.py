@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.exceptions import RequestValidationError
@@ -18,7 +17,7 @@ from starlette.types import Scope
 from specserve import __version__
 from specserve.core.config import AppConfig
 from specserve.core.errors import GenerationError
-from specserve.engine.text_request import Output, TextEngine
+from specserve.engine.text_request import TextEngine
 from specserve.serve.generation.answers import error_response, events, whole_response
 from specserve.serve.generation.schema import (
     MAX_BEST_OF,
@@ -30,12 +29,6 @@ from specserve.serve.generation.schema import (
 from specserve.serve.paths import path_of
 
 _PATHS = ("", "/generate", "/generate_stream")
-
-T = TypeVar("T")
-
-
-class _ClientGone(Exception):
-    """Nobody waits for the answer any more."""
 
 
 class _Route(APIRoute):
@@ -60,8 +53,6 @@ class _Route(APIRoute):
                 return error_response(refusal(error.errors()))
             except HTTPException as error:  # of a body that is no text, or is nested too deeply
                 return error_response(GenerationError.invalid(str(error.detail)))
-            except _ClientGone:
-                return Response(status_code=499)
 
         return handle_in_form
 
@@ -123,7 +114,10 @@ async def _answer(
     asked = text_request(body, limit, streams=streams, full_text=is_root)
     outputs = engine.generate(asked, request)
     # Whatever is wrong is known with the first output, when there still is a status to tell it.
-    first = await _while_connected(request, _first(outputs))
+    # A client that goes before it has the call cancelled (:class:`DisconnectMiddleware`).
+    first = await anext(outputs, None)
+    if first is None:
+        raise GenerationError("incomplete_generation", "Incomplete generation")
     if streams:
         return StreamingResponse(
             events(asked, first, outputs),
@@ -135,41 +129,6 @@ async def _answer(
     return whole_response(asked, first, time.perf_counter() - started, listed=is_root)
 
 
-async def _while_connected(request: Request, work: Awaitable[T]) -> T:
-    """The result of ``work``, which is cancelled when the client goes.
-
-    Raises:
-        _ClientGone: it has gone.
-    """
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request))
-    try:
-        await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise _ClientGone
-    finally:
-        for each in (task, gone):
-            each.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
 def is_generation(scope: Scope) -> bool:
     """Whether a call is one of this API's, that continue texts."""
     return scope["type"] == "http" and scope["method"] == "POST" and path_of(scope) in _PATHS
-
-
-async def _first(outputs: AsyncGenerator[Output, None]) -> Output:
-    """The first output.
-
-    Raises:
-        GenerationError: there is none, or instead of it.
-    """
-    async for output in outputs:
-        return output
-    raise GenerationError("incomplete_generation", "Incomplete generation")

@@ -11,6 +11,7 @@ from starlette.types import Message
 
 from specserve.core.errors import GenerationError
 from specserve.engine.text_request import Continuation, Output, PromptToken, Token
+from specserve.serve.middleware import DisconnectMiddleware
 from tests.serve.generation.scripted_engine import ScriptedEngine, step, token
 
 OVERLOADED = GenerationError("overloaded", "Model is overloaded")
@@ -271,7 +272,7 @@ def test_the_work_ends_when_the_client_goes(path: str, script: tuple[Output | No
             **{"method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""},
             **{"root_path": "", "headers": [(b"content-type", b"application/json")]},
         }
-        call = asyncio.create_task(engine.app()(scope, receive, send))
+        call = asyncio.create_task(DisconnectMiddleware(engine.app())(scope, receive, send))
         if script[0] is None:
             while not engine.asked:
                 await asyncio.sleep(0)
