@@ -14,7 +14,7 @@ from specserve.compare.lossless import Verdict, judge
 from specserve.compare.prompts import Prompt
 from specserve.core.config import AppConfig
 from specserve.engine.generation import Job, RunResult, Sampling
-from specserve.engine.methods import NONE, Method
+from specserve.engine.methods import Method
 
 WARM_UP_TOKENS = 32
 """Tokens that each prompt of the warm-up is continued by; their time is not counted."""
@@ -65,7 +65,7 @@ def compare(
     prompts: Sequence[Prompt],
     settings: Settings,
     console: Console,
-    reference: Method = Method(NONE),  # noqa: B008 - frozen
+    reference: Method,
 ) -> Comparison:
     """Runs each method in an engine of its own, one after another, ``none`` last.
 
