@@ -139,21 +139,22 @@ class Server:
         progress: Callable[[int, int], None],
         show: Show,
     ) -> tuple[Completion, ...]:
-        left = iter(enumerate(jobs))
-        done: dict[int, Completion] = {}
-        num_tokens = 0
+        places = asyncio.Semaphore(concurrency)
+        num_done = num_tokens = 0
 
-        async def client(session: aiohttp.ClientSession) -> None:
-            nonlocal num_tokens
-            for index, job in left:
+        async def complete(index: int, job: Job) -> Completion:
+            nonlocal num_done, num_tokens
+            async with places:
                 try:
-                    done[index] = await self._ask(session, job, partial(show, index))
+                    done = await self._ask(session, job, partial(show, index))
                 except (aiohttp.ClientError, OSError, ValueError, SpecServeError) as error:
                     told = f"request {index + 1} failed: {reason_of(error)}"
                     raise SpecServeError(told) from error
-                show(index, "", done[index])
-                num_tokens += len(done[index].token_ids)
-                progress(len(done), num_tokens)
+            show(index, "", done)
+            num_done += 1
+            num_tokens += len(done.token_ids)
+            progress(num_done, num_tokens)
+            return done
 
         async with aiohttp.ClientSession(
             headers=_headers(),
@@ -162,8 +163,7 @@ class Server:
             read_bufsize=LONGEST_LINE,
             trust_env=True,
         ) as session:
-            await asyncio.gather(*(client(session) for _ in range(min(concurrency, len(jobs)))))
-        return tuple(done[index] for index in range(len(jobs)))
+            return tuple(await asyncio.gather(*map(complete, range(len(jobs)), jobs)))
 
     async def _ask(
         self, session: aiohttp.ClientSession, job: Job, show: Callable[[str, None], None]
