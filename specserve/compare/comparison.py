@@ -123,15 +123,10 @@ def _passes(
     jobs = jobs_of(prompts, settings)
     warm_up(engine, jobs, settings.concurrency)
     passes: list[RunResult] = []
-    with progress_bar(console, str(engine.method), len(jobs) * settings.repeat) as progress:
-
-        def after_earlier_passes(num_done: int, num_tokens: int) -> None:
-            tokens_before = sum(one.num_tokens for one in passes)
-            progress(len(jobs) * len(passes) + num_done, tokens_before + num_tokens)
-
-        for _ in range(settings.repeat):
-            passes.append(engine.run(jobs, settings.concurrency, after_earlier_passes))
-        after_earlier_passes(0, 0)
+    for _ in range(settings.repeat):
+        with progress_bar(console, str(engine.method), len(jobs)) as progress:
+            passes.append(engine.run(jobs, settings.concurrency, progress))
+            progress(len(jobs), passes[-1].num_tokens)
     return passes
 
 
