@@ -86,8 +86,8 @@ def run(args: argparse.Namespace) -> int:
         console = Console(stderr=True)
         with progress_bar(console, "performance", len(jobs), stays=False) as progress:
             if args.warm_up:
-                model.run_timed(jobs[: args.warm_up], args.max_batch_size, lambda *_: None)
-            result = model.run_timed(jobs, args.max_batch_size, progress)
+                model.run(jobs[: args.warm_up], args.max_batch_size)
+            result = model.run(jobs, args.max_batch_size, progress)
     sources = by_source(result.completions)
     if result.drafts:  # an engine counts what vLLM drafts by itself, too
         sources = {

@@ -11,11 +11,11 @@ from rich.console import Console
 from specserve.bench.token_file import TokenIds
 from specserve.compare.arguments import AUTO, OFF, only_application
 from specserve.compare.engine_process import EngineProcess
-from specserve.compare.prompts import Tokenizer
+from specserve.compare.prompts import Tokenizer, render
 from specserve.compare.tasks import Message
-from specserve.core.errors import ConfigError, SpecServeError, reason_of
+from specserve.core.errors import MISSING, ConfigError
 from specserve.engine.checkpoint import text_sizes
-from specserve.engine.generation import Completion, Job, RunResult, Show
+from specserve.engine.generation import Job, RunResult, Show
 from specserve.engine.methods import ALL, NONE, parse_method
 
 
@@ -66,22 +66,18 @@ class LocalModel:
         """The tokens of a dialogue whose answer comes next.
 
         Raises:
-            SpecServeError: the chat template refuses it.
+            ConfigError: there is no chat template, or it refuses the dialogue.
         """
-        try:
-            text = self.tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=False
-            )
-        except Exception as error:  # Jinja runs the template
-            raise SpecServeError(f"the chat template: {reason_of(error)}") from error
-        return self.encode(text, add_special_tokens=False)  # the template has written them
+        if not self.tokenizer.chat_template:
+            raise ConfigError("--chat-template", MISSING, "one: the model has none")
+        return render(self.tokenizer, messages).token_ids
 
-    def run(self, jobs: Sequence[Job], concurrency: int, show: Show) -> tuple[Completion, ...]:
-        """See :meth:`EngineProcess.run`."""
-        return self._engine.run(jobs, concurrency, show=show).completions
-
-    def run_timed(
-        self, jobs: Sequence[Job], concurrency: int, progress: Callable[[int, int], None]
+    def run(
+        self,
+        jobs: Sequence[Job],
+        concurrency: int,
+        progress: Callable[[int, int], None] = lambda num_done, num_tokens: None,
+        show: Show | None = None,
     ) -> RunResult:
         """See :meth:`EngineProcess.run`."""
-        return self._engine.run(jobs, concurrency, progress)
+        return self._engine.run(jobs, concurrency, progress, show)

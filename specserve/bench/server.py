@@ -87,15 +87,12 @@ class Server:
         return self._tokenize(messages=list(messages), **template)
 
     def _tokenize(self, **question: Any) -> TokenIds:
-        url, body = f"{self.url}/tokenize", {"model": self.name, **question}
+        answer = self._post("/tokenize", question)
         try:
-            answer = httpx.post(url, json=body, headers=_headers(), timeout=TIMEOUT_S)
-            if answer.is_error:
-                told = _error_message(answer.content) or f"HTTP {answer.status_code}"
-                raise SpecServeError(f"{url}: {told}")
             return tuple(answer.json()["tokens"])
-        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
-            raise SpecServeError(f"{url}: {reason_of(error)}") from error
+        except (ValueError, LookupError, TypeError) as error:
+            told = _error_message(answer.content) or f"HTTP {answer.status_code} without tokens"
+            raise SpecServeError(f"{answer.url}: {told}") from error
 
     def refusal(self, token: int, **controls: int | str) -> str:
         """Why the server takes no prompt of this token with these ``vllm_xargs``; empty: it does.
@@ -103,66 +100,61 @@ class Server:
         Raises:
             SpecServeError: it does not answer.
         """
-        body = {"model": self.name, "prompt": [token], "max_tokens": 1}
+        body: dict[str, Any] = {"prompt": [token], "max_tokens": 1}
         if controls:  # a server whose vLLM drafts by itself takes none
             body["vllm_xargs"] = {"learn": 0, **controls}
-        url = f"{self.url}/v1/completions"
-        try:
-            answer = httpx.post(url, json=body, headers=_headers(), timeout=TIMEOUT_S)
-        except httpx.HTTPError as error:
-            raise SpecServeError(f"{self.url}: {reason_of(error)}") from error
+        answer = self._post("/v1/completions", body)
         return _error_message(answer.content) if answer.status_code == 400 else ""
 
-    def run_timed(
-        self, jobs: Sequence[Job], concurrency: int, progress: Callable[[int, int], None]
+    def _post(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        url, body = f"{self.url}{path}", {"model": self.name, **body}
+        try:
+            return httpx.post(url, json=body, headers=_headers(), timeout=TIMEOUT_S)
+        except httpx.HTTPError as error:
+            raise SpecServeError(f"{url}: {reason_of(error)}") from error
+
+    def run(
+        self,
+        jobs: Sequence[Job],
+        concurrency: int,
+        progress: Callable[[int, int], None] = lambda num_done, num_tokens: None,
+        show: Show = lambda index, text, completion: None,
     ) -> RunResult:
-        """As :meth:`run`; ``progress`` is called with the requests done and their tokens.
+        """Continues all jobs, at most ``concurrency`` at a time.
+
+        ``progress`` is called with the requests done and their tokens.
 
         Raises:
-            SpecServeError: a request failed, or has no token ids; its number is told.
+            SpecServeError: a request failed, or a stream has no token ids; its number is told.
         """
-        num_done = num_tokens = 0
-
-        def show(_: int, text: str, completion: Completion | None) -> None:
-            nonlocal num_done, num_tokens
-            if completion is None:
-                return
-            if not completion.token_ids:
-                told = "tells no token ids: it has to be vLLM's application"
-                raise SpecServeError(f"{self.url} {told}")
-            num_done += 1
-            num_tokens += len(completion.token_ids)
-            progress(num_done, num_tokens)
-
         began = time.perf_counter()
-        completions = self.run(jobs, concurrency, show, failed="request {} failed")
+        completions = asyncio.run(self._complete(jobs, concurrency, progress, show))
         seconds = time.perf_counter() - began
         return RunResult(completions=completions, seconds=seconds, drafts=())
 
-    def run(
-        self, jobs: Sequence[Job], concurrency: int, show: Show, failed: str = "prompt {}"
-    ) -> tuple[Completion, ...]:
-        """Continues all jobs, at most ``concurrency`` at a time; in their order.
-
-        Raises:
-            SpecServeError: a request failed; ``failed`` has a place for its number.
-        """
-        return asyncio.run(self._complete(jobs, concurrency, show, failed))
-
     async def _complete(
-        self, jobs: Sequence[Job], concurrency: int, show: Show, failed: str
+        self,
+        jobs: Sequence[Job],
+        concurrency: int,
+        progress: Callable[[int, int], None],
+        show: Show,
     ) -> tuple[Completion, ...]:
-        left = iter(enumerate(jobs))
-        done: dict[int, Completion] = {}
+        places = asyncio.Semaphore(concurrency)
+        num_done = num_tokens = 0
 
-        async def client(session: aiohttp.ClientSession) -> None:
-            for index, job in left:
+        async def complete(index: int, job: Job) -> Completion:
+            nonlocal num_done, num_tokens
+            async with places:
                 try:
-                    done[index] = await self._ask(session, job, partial(show, index))
-                    show(index, "", done[index])
+                    done = await self._ask(session, job, partial(show, index))
                 except (aiohttp.ClientError, OSError, ValueError, SpecServeError) as error:
-                    told = f"{failed.format(index + 1)}: {reason_of(error)}"
+                    told = f"request {index + 1} failed: {reason_of(error)}"
                     raise SpecServeError(told) from error
+            show(index, "", done)
+            num_done += 1
+            num_tokens += len(done.token_ids)
+            progress(num_done, num_tokens)
+            return done
 
         async with aiohttp.ClientSession(
             headers=_headers(),
@@ -171,8 +163,7 @@ class Server:
             read_bufsize=LONGEST_LINE,
             trust_env=True,
         ) as session:
-            await asyncio.gather(*(client(session) for _ in range(min(concurrency, len(jobs)))))
-        return tuple(done[index] for index in range(len(jobs)))
+            return tuple(await asyncio.gather(*map(complete, range(len(jobs)), jobs)))
 
     async def _ask(
         self, session: aiohttp.ClientSession, job: Job, show: Callable[[str, None], None]
@@ -191,6 +182,9 @@ class Server:
                 times += [elapsed] * len(new)
                 reason = choice.get("finish_reason") or reason
                 show(choice["text"], None)
+        if not tokens and not self.fields.get("use_beam_search"):  # whose best may be empty
+            told = "tells no token ids: it has to be vLLM's application"
+            raise SpecServeError(f"{self.url} {told}")
         return Completion(
             text=text,
             token_ids=tuple(tokens),

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     from specserve.compare.prompts import check_lengths, configured_tokenizer, load_prompts
     from specserve.compare.report import document, explanation, table, write_json
     from specserve.engine.checkpoint import text_sizes
-    from specserve.engine.methods import parse_methods
+    from specserve.engine.methods import NONE, Method, parse_methods
 
     config = only_application(args.config)
     methods = parse_methods(args.methods, config)
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     prompts = load_prompts(args.prompts, tokenizer, num_prompts=args.num_prompts, seed=args.seed)
     check_lengths(prompts, args.prompts, text_sizes(config)[0])
     console = Console()
-    comparison = compare(config, methods, prompts, settings, console)
+    comparison = compare(config, methods, prompts, settings, console, Method(NONE))
     console.print(table(comparison, f"{config.model.name}, {len(prompts)} prompts of "
                         f"{args.prompts}, concurrency {args.concurrency}"))  # fmt: skip
     if args.save_output:

@@ -14,7 +14,7 @@ from specserve.compare.lossless import Verdict, judge
 from specserve.compare.prompts import Prompt
 from specserve.core.config import AppConfig
 from specserve.engine.generation import Job, RunResult, Sampling
-from specserve.engine.methods import NONE, Method
+from specserve.engine.methods import Method
 
 WARM_UP_TOKENS = 32
 """Tokens that each prompt of the warm-up is continued by; their time is not counted."""
@@ -65,7 +65,7 @@ def compare(
     prompts: Sequence[Prompt],
     settings: Settings,
     console: Console,
-    reference: Method = Method(NONE),  # noqa: B008 - frozen
+    reference: Method,
 ) -> Comparison:
     """Runs each method in an engine of its own, one after another, ``none`` last.
 
@@ -123,15 +123,10 @@ def _passes(
     jobs = jobs_of(prompts, settings)
     warm_up(engine, jobs, settings.concurrency)
     passes: list[RunResult] = []
-    with progress_bar(console, str(engine.method), len(jobs) * settings.repeat) as progress:
-
-        def after_earlier_passes(num_done: int, num_tokens: int) -> None:
-            tokens_before = sum(one.num_tokens for one in passes)
-            progress(len(jobs) * len(passes) + num_done, tokens_before + num_tokens)
-
-        for _ in range(settings.repeat):
-            passes.append(engine.run(jobs, settings.concurrency, after_earlier_passes))
-        after_earlier_passes(0, 0)
+    for _ in range(settings.repeat):
+        with progress_bar(console, str(engine.method), len(jobs)) as progress:
+            passes.append(engine.run(jobs, settings.concurrency, progress))
+            progress(len(jobs), passes[-1].num_tokens)
     return passes
 
 

@@ -70,8 +70,8 @@ class Method:
         return config.model_copy(update={"speculation": kept})
 
 
-def parse_method(text: str, config: AppConfig, also: str = "") -> Method:
-    """Reads one method's name; ``also`` is what the user may write besides, for the error.
+def parse_method(text: str, config: AppConfig, also: tuple[str, ...] = ()) -> Method:
+    """Reads one method's name; ``also`` are others that are known.
 
     Raises:
         ConfigError: unknown name, a source that is not configured, or a missing argument.
@@ -86,18 +86,18 @@ def parse_method(text: str, config: AppConfig, also: str = "") -> Method:
             method.number(default=1)
         return method
     if not argument:
-        if name == NONE:
-            return Method(NONE)
+        if name in (NONE, *also):
+            return Method(name)
         if name == ALL and kinds:
             return Method(ALL, sources=kinds)
         asked = tuple(name.split("+"))
         if set(asked) <= set(kinds) and len(set(asked)) == len(asked):
             return Method(name, sources=asked)
-    known = [NONE, *([ALL] if kinds else []), *([also] if also else []), *kinds, *PEERS]
+    known = [NONE, *([ALL] if kinds else []), *also, *kinds, *PEERS]
     raise ConfigError(FIELD, text, f"{', '.join(known)}; sources of the config may be joined by +")
 
 
-def parse_methods(text: str, config: AppConfig, also: str = "") -> list[Method]:
+def parse_methods(text: str, config: AppConfig, also: tuple[str, ...] = ()) -> list[Method]:
     """Reads a list of names, separated by commas.
 
     Raises:

@@ -95,18 +95,12 @@ def _methods(text: str | None, config: AppConfig) -> tuple[list[Method], Method]
     """The methods to run, and the one whose texts the others' are compared with."""
     from specserve.engine.methods import ALL, HF, NONE, Method, parse_methods
 
-    names = [each.strip() for each in text.split(",")] if text is not None else [NONE, ALL, HF]
-    if text is None and not config.speculation:
-        names.remove(ALL)
-    if names.count(HF) > 1:
-        raise ConfigError("--methods", HF, "each method once")
-    others = [name for name in names if name != HF]
-    methods = parse_methods(",".join(others), config, also=HF) if others else []
+    if text is None:
+        text = f"{NONE},{ALL},{HF}" if config.speculation else f"{NONE},{HF}"
+    methods = parse_methods(text, config, also=(HF,))
     if Method(NONE) not in methods:
         methods.insert(0, Method(NONE))
-    if HF not in names:
-        return methods, Method(NONE)
-    return [*methods, Method(HF)], Method(HF)
+    return methods, Method(HF) if Method(HF) in methods else Method(NONE)
 
 
 def _examples(args: argparse.Namespace, config: AppConfig, tokenizer: Tokenizer) -> list[Prompt]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from specserve.bench.token_file import TokenIds
-from specserve.compare.tasks import Message
+from specserve.compare.tasks import Message, message
 from specserve.core.errors import SpecServeError
 from specserve.engine.generation import Completion, Job, Sampling
 from specserve.generate.display import summary, write
@@ -18,74 +19,64 @@ from specserve.generate.questions import Model, encode
 END, CLEAR = ("q", "quit", "exit"), ("clear", "new")
 
 
-class Chat:
-    """A dialogue of which the last turns are kept.
+def chat(
+    model: Model,
+    console: Console,
+    sampling: Callable[[TokenIds, str], Sampling],
+    *,
+    history_turns: int,
+    system: str,
+) -> list[dict[str, Any]]:
+    """Asks for lines until one ends the chat, or the input does; what was said.
+
+    Ctrl-C during an answer ends that answer; its text so far stays in the dialogue.
 
     Args:
         model: which answers.
         console: where lines are read and answers are shown.
+        sampling: gives that of an answer, for the tokens of its prompt and their name in errors.
         history_turns: earlier questions that are sent with a new one, and their answers.
         system: the system prompt; empty: none.
-        sampling: gives that of an answer, for the tokens of its prompt.
     """
-
-    def __init__(
-        self,
-        model: Model,
-        console: Console,
-        *,
-        history_turns: int,
-        system: str,
-        sampling: Callable[[TokenIds], Sampling],
-    ) -> None:
-        self._model, self._console, self._sampling = model, console, sampling
-        self._history_turns, self._system = history_turns, system
-        self._turns: list[list[Message]] = []
-
-    def run(self) -> list[dict[str, Any]]:
-        """Asks for lines until one ends the chat, or the input does; what was said.
-
-        Ctrl-C during an answer ends that answer; its text so far stays in the dialogue.
-        """
-        write(self._console, f"{', '.join(END)}: end; {', '.join(CLEAR)}: a new dialogue\n")
-        said: list[dict[str, Any]] = []
-        while True:
-            try:
-                question = self._console.input("\n[bold]You:[/] ").strip()
-            except EOFError:
-                write(self._console, "\n")
-                return said
-            if question.lower() in END:
-                return said
-            if question.lower() in CLEAR:
-                self._turns.clear()
-                write(self._console, "A new dialogue.\n")
-            elif question:
-                try:
-                    said.append(self._answer(question))
-                except SpecServeError as error:
-                    write(self._console, f"error: {error}\n", "red")
-
-    def _answer(self, question: str) -> dict[str, Any]:
-        asked: Message = {"role": "user", "content": question}
-        dialogue = [message for turn in self._turns for message in turn]
-        prompt = encode(self._model, [*dialogue, asked], system=self._system)
-        job = Job(prompt, self._sampling(prompt))
-        text = ""
-
-        def show(_: int, new: str, completion: Completion | None) -> None:
-            nonlocal text
-            text += new
-            write(self._console, new)
-
-        found: dict[str, Any] = {"question": question}
+    write(console, f"{', '.join(END)}: end; {', '.join(CLEAR)}: a new dialogue\n")
+    turns: deque[list[Message]] = deque(maxlen=history_turns)
+    said: list[dict[str, Any]] = []
+    while True:
         try:
-            (completion,) = self._model.run([job], 1, show)
-            write(self._console, f"\n{summary([completion], completion.seconds)}\n", "dim")
-            found |= asdict(completion)
-        except KeyboardInterrupt:
-            write(self._console, "\n(stopped)\n", "dim")
-            found |= {"text": text, "finish_reason": "stopped"}
-        self._turns.append([asked, {"role": "assistant", "content": text}])
-        self._turns = self._turns[-self._history_turns :] if self._history_turns else []
-        return found
+            question = console.input("\n[bold]You:[/] ").strip()
+        except EOFError:
+            write(console, "\n")
+            return said
+        if question.lower() in END:
+            return said
+        if question.lower() in CLEAR:
+            turns.clear()
+            write(console, "A new dialogue.\n")
+        elif question:
+            asked = message("user", question)
+            try:
+                dialogue = [each for turn in turns for each in turn]
+                prompt = encode(model, [*dialogue, asked], system=system)
+                answer = _answer(model, console, Job(prompt, sampling(prompt, "the prompt")))
+            except SpecServeError as error:
+                write(console, f"error: {error}\n", "red")
+            else:
+                said.append({"question": question, **answer})
+                turns.append([asked, message("assistant", answer["text"])])
+
+
+def _answer(model: Model, console: Console, job: Job) -> dict[str, Any]:
+    text = ""
+
+    def show(_: int, new: str, completion: Completion | None) -> None:
+        nonlocal text
+        text += new
+        write(console, new)
+
+    try:
+        (completion,) = model.run([job], 1, show=show).completions
+    except KeyboardInterrupt:
+        write(console, "\n(stopped)\n", "dim")
+        return {"text": text, "finish_reason": "stopped"}
+    write(console, f"\n{summary([completion], completion.seconds)}\n", "dim")
+    return asdict(completion)

@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from specserve.compare.arguments import at_least_zero, in_existing_folder, number_from
@@ -188,37 +187,29 @@ def _texts(args: argparse.Namespace, model: Model, console: Console) -> dict[str
     passes = []
     for number in range(1 if any(given.values()) else 2):
         shown = Answers(console, [_shown(each) for each in questions], streams=args.stream)
-        began = perf_counter()
         try:
-            completions = model.run(jobs, args.max_batch_size, shown.show)
+            result = model.run(jobs, args.max_batch_size, show=shown.show)
         except SpecServeError:
             write(console, "\n")  # the line of the answer that was open
             raise
-        seconds = perf_counter() - began
-        write(
-            console, f"pass {number + 1}, answers: {len(jobs)}, {summary(completions, seconds)}\n\n"
-        )
+        done = result.completions
+        told = summary(done, result.seconds)
+        write(console, f"pass {number + 1}, answers: {len(jobs)}, {told}\n\n")
         answers = [
             {"question": question, "prompt_token_ids": prompt, **asdict(completion)}
-            for question, prompt, completion in zip(questions, prompts, completions, strict=True)
+            for question, prompt, completion in zip(questions, prompts, done, strict=True)
         ]
-        passes.append({"seconds": seconds, "sources": by_source(completions), "answers": answers})
+        passes.append({"seconds": result.seconds, "sources": by_source(done), "answers": answers})
     return {"passes": passes}
 
 
 def _chat(args: argparse.Namespace, model: Model, console: Console) -> dict[str, Any]:
-    from specserve.generate.chat import Chat
+    from specserve.generate.chat import chat
 
     sampling = _sampling(args, model)
     model.start()
-    chat = Chat(
-        model,
-        console,
-        history_turns=args.history_turns,
-        system=args.system,
-        sampling=lambda prompt: sampling(prompt, "the prompt"),
-    )
-    return {"turns": chat.run()}
+    history, system = args.history_turns, args.system
+    return {"turns": chat(model, console, sampling, history_turns=history, system=system)}
 
 
 def _sampling(args: argparse.Namespace, model: Model) -> Callable[[TokenIds, str], Sampling]:

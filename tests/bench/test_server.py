@@ -40,7 +40,7 @@ def run(answer: Handler) -> RunResult:
         async with serving(answer) as url:
             job = Job((1, 2), Sampling(max_tokens=4))
             asked = Server(url, "demo", 100)
-            return await asyncio.to_thread(asked.run_timed, [job], 1, lambda *_: None)
+            return await asyncio.to_thread(asked.run, [job], 1)
 
     return asyncio.run(both())
 
@@ -140,7 +140,7 @@ def test_each_request_is_sent_with_the_fields_of_the_run() -> None:
             asked = Server(url, "demo", 100)
             for fields in ({}, {"vllm_xargs": {"speculation": "off"}}):
                 asked.fields = fields
-                await asyncio.to_thread(asked.run_timed, jobs, 1, lambda *_: None)
+                await asyncio.to_thread(asked.run, jobs, 1)
 
     asyncio.run(both())
     assert [body.get("vllm_xargs") for body in bodies] == [None, {"speculation": "off"}]

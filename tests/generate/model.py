@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from specserve.bench.local import LocalModel
 from specserve.bench.token_file import TokenIds
 from specserve.compare.tasks import Message
-from specserve.engine.generation import Completion, Job, Show
+from specserve.engine.generation import Completion, Job, RunResult, Show
 
 
 class Echo(LocalModel):
@@ -33,7 +33,14 @@ class Echo(LocalModel):
         self.dialogues.append([each["content"] for each in messages])
         return self.encode(messages[-1]["content"], add_special_tokens=False)
 
-    def run(self, jobs: Sequence[Job], concurrency: int, show: Show) -> tuple[Completion, ...]:
+    def run(
+        self,
+        jobs: Sequence[Job],
+        concurrency: int,
+        progress: Callable[[int, int], None] = lambda num_done, num_tokens: None,
+        show: Show | None = None,
+    ) -> RunResult:
+        assert show is not None
         found = []
         for index, job in enumerate(jobs):
             tokens = job.prompt_token_ids[-job.sampling.max_tokens :]
@@ -44,7 +51,7 @@ class Echo(LocalModel):
                     raise KeyboardInterrupt
             found.append(completion(text))
             show(index, "", found[-1])
-        return tuple(found)
+        return RunResult(completions=tuple(found), seconds=0.5, drafts=())
 
 
 def completion(text: str, **counts: int) -> Completion:

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from specserve.engine.generation import Sampling
-from specserve.generate.chat import Chat
+from specserve.generate import chat as chats
 from tests.generate.model import Echo
 
 
@@ -17,13 +17,13 @@ def chat(
     """What was said, and what was shown."""
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
     shown = io.StringIO()
-    found = Chat(
+    found = chats.chat(
         model,
         Console(file=shown),
+        lambda prompt, name: Sampling(max_tokens=5),
         history_turns=history_turns,
         system="be kind",
-        sampling=lambda prompt: Sampling(max_tokens=5),
-    ).run()
+    )
     return found, shown.getvalue()
 
 

@@ -140,5 +140,5 @@ def test_a_refusal_names_the_prompt(server: Server, capsys: pytest.CaptureFixtur
     options = ["--task", "beam_search", "--input-ids", "1,2", "9", *one_at_a_time]
     assert main(["generate", "--url", server.url, *options]) == 2
     (error,) = capsys.readouterr().err.splitlines()
-    assert "prompt 2: " in error
+    assert "request 2 failed: " in error
     assert "no such token" in error
