@@ -20,7 +20,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, ExceptionHandler, Message, Receive, Scope, Send
 
-from specserve.serve.paths import path_of
 from specserve.serve.shared import AS_OF, CACHEABLE, Shared
 
 _GONE_S = 1.0
@@ -31,7 +30,6 @@ _DISCONNECT: Message = {"type": "http.disconnect"}
 _RENDER_S = 10.0
 """How long rendering the metrics may take."""
 _BUSY = (503, 429)
-_SCALING = "/scale_elastic_ep"
 
 
 class RetryAfterMiddleware:
@@ -106,46 +104,6 @@ class DisconnectMiddleware:
             call.result()
 
 
-class FreshMetricsMiddleware:
-    """Answers ``GET /metrics`` after a refresh, in the place of the application.
-
-    vLLM's text is long: it is rendered once for each refresh, and not for each who asks. vLLM would
-    render it for all methods, and for all paths that begin so.
-
-    Args:
-        app: the application behind.
-        refresh: brings the speculation metrics up to date; tells when that was, in Unix time.
-        registry: all metrics, vLLM's and ours.
-    """
-
-    def __init__(
-        self, app: ASGIApp, refresh: Callable[[], Awaitable[float]], registry: CollectorRegistry
-    ) -> None:
-        self._app = app
-        self._refresh = refresh
-        self._registry = registry
-        self._answers: Shared[float, Response] = Shared(self._render, _RENDER_S)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handles one ASGI connection."""
-        path = path_of(scope) if scope["type"] == "http" else ""
-        if not path.startswith("/metrics"):
-            await self._app(scope, receive, send)
-            return
-        if path != "/metrics":
-            answer = openai_error("Not Found", "NotFoundError", None, 404)
-        elif scope["method"] not in ("GET", "HEAD"):
-            answer = openai_error("Method Not Allowed", "MethodNotAllowedError", None, 405)
-        else:
-            answer = await self._answers.get(await self._refresh())
-        await answer(scope, receive, send)
-
-    async def _render(self, refreshed_at: float) -> Response:
-        encode, content_type = choose_encoder("")
-        headers = {"content-type": content_type, AS_OF: f"{refreshed_at:.6f}", **CACHEABLE}
-        return Response(encode(self._registry), headers=headers)
-
-
 async def _end(call: asyncio.Future[None]) -> None:
     """Has a call end whose client is gone, by itself or not; what it ends with is of no matter."""
     await asyncio.wait([call], timeout=_GONE_S)
@@ -186,11 +144,46 @@ async def answer_deep_nesting(request: Request, error: Exception) -> Response:
     return openai_error(f"The body cannot be read: {error}", "BadRequestError", None, 400)
 
 
+def serve_fresh_metrics(
+    app: Starlette, refresh: Callable[[], Awaitable[float]], registry: CollectorRegistry
+) -> None:
+    """Has ``GET /metrics`` answer after a refresh, in the place of vLLM's routes.
+
+    The text is long: it is rendered once for each refresh, and not for each who asks. vLLM renders
+    it for all methods, and for all paths that begin so.
+
+    Args:
+        app: vLLM's application.
+        refresh: brings the speculation metrics up to date; tells when that was, in Unix time.
+        registry: all metrics, vLLM's and ours.
+    """
+
+    encode, content_type = choose_encoder("")
+
+    async def render(_: float) -> bytes:
+        return encode(registry)
+
+    texts = Shared(render, _RENDER_S)
+
+    async def answer(request: Request) -> Response:
+        refreshed_at = await refresh()
+        headers = {"content-type": content_type, AS_OF: f"{refreshed_at:.6f}", **CACHEABLE}
+        return Response(await texts.get(refreshed_at), headers=headers)
+
+    _replace_routes(app, "/metrics", answer, "GET")
+
+
 def refuse_scaling(app: Starlette) -> None:
     """Has vLLM's route that changes the number of engines answer 501, where that route is open."""
+    _replace_routes(app, "/scale_elastic_ep", _answer_not_scaled, "POST")
+
+
+def _replace_routes(
+    app: Starlette, path: str, answer: Callable[[Request], Awaitable[Response]], method: str
+) -> None:
     for index, route in enumerate(app.router.routes):
-        if getattr(route, "path", "") == _SCALING:
-            app.router.routes[index] = Route(_SCALING, _answer_not_scaled, methods=["POST"])
+        if getattr(route, "path", "") == path:
+            app.router.routes[index] = Route(path, answer, methods=[method])
 
 
 async def _answer_not_scaled(request: Request) -> Response:

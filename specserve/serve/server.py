@@ -21,12 +21,12 @@ from specserve.serve.installation import require_same
 from specserve.serve.memory import MemoryApi
 from specserve.serve.middleware import (
     DisconnectMiddleware,
-    FreshMetricsMiddleware,
     RetryAfterMiddleware,
     add_exception_handlers,
     answer_deep_nesting,
     answer_http_error,
     refuse_scaling,
+    serve_fresh_metrics,
 )
 from specserve.serve.page import ReplicaView, SpeculationPage
 from specserve.serve.placement import reserve
@@ -90,14 +90,14 @@ class ModelServer:
         texts = self._engine.text_engine(app) if self._config.http.generation_api else None
         if texts is not None:
             app.include_router(generation_router(self._config, texts))
+        serve_fresh_metrics(app, monitor.refresh, prometheus_client.REGISTRY)
         refuse_scaling(app)
         add_exception_handlers(
             app, {HTTPException: answer_http_error, RecursionError: answer_deep_nesting}
         )
         in_engine = self._config.drafts_in_engine
         kinds = None if in_engine else [source.kind for source in self._config.speculation]
-        fresh = FreshMetricsMiddleware(app, monitor.refresh, prometheus_client.REGISTRY)
-        wrapped: ASGIApp = ControlsMiddleware(fresh, kinds, self._engine.predictor())
+        wrapped: ASGIApp = ControlsMiddleware(app, kinds, self._engine.predictor())
         if self._keys:
             wrapped = TenantMiddleware(wrapped, self._keys)
         self._progress.ready(_base_url())

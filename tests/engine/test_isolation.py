@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
 from starlette.testclient import TestClient
 from vllm import SamplingParams
 from vllm.entrypoints.launchers.app import build_app
@@ -43,7 +44,7 @@ from specserve.engine.isolation import (
     part_responses,
 )
 from specserve.engine.tenants import CURRENT_TENANT
-from specserve.serve.middleware import refuse_scaling
+from specserve.serve.middleware import refuse_scaling, serve_fresh_metrics
 from specserve.sources.controls import NO_TENANT
 
 T = TypeVar("T")
@@ -388,6 +389,19 @@ def test_the_route_that_scales_is_vllms_own_until_it_is_replaced(
     app = application()
     refuse_scaling(app)
     assert TestClient(app).post("/scale_elastic_ep", json={}).status_code == 501
+
+
+def test_no_route_of_vllms_answers_for_the_metrics_beside_ours(
+    application: Callable[[], FastAPI],
+) -> None:
+    async def refresh() -> float:
+        return 0.0
+
+    app = application()
+    serve_fresh_metrics(app, refresh, CollectorRegistry())
+    client = TestClient(app)
+    assert (client.get("/metrics").status_code, client.get("/metrics").text) == (200, "")
+    assert client.get("/metricsx").status_code == 404
 
 
 def test_invocations_are_closed_where_they_have_sessions(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -16,18 +17,18 @@ from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import Mount, Route
 from starlette.testclient import TestClient
 from starlette.types import Message, Receive, Scope, Send
 
 from specserve.serve.middleware import (
     DisconnectMiddleware,
-    FreshMetricsMiddleware,
     RetryAfterMiddleware,
     add_exception_handlers,
     answer_deep_nesting,
     answer_http_error,
     refuse_scaling,
+    serve_fresh_metrics,
 )
 from specserve.serve.shared import AS_OF
 
@@ -63,8 +64,12 @@ class Metrics(Collector):
         self.num_refreshed += 1
         return float(self.second)
 
-    def application(self) -> FreshMetricsMiddleware:
-        return FreshMetricsMiddleware(Response("behind"), self.refresh, self._registry)
+    def application(self) -> Starlette:
+        vllms = Mount("/metrics", Response("behind"))
+        vllms.path_regex = re.compile("^/metrics(?P<path>.*)$")  # as vLLM has it
+        app = Starlette(routes=[vllms, Mount("/health", Response("behind"))])
+        serve_fresh_metrics(app, self.refresh, self._registry)
+        return app
 
 
 @pytest.mark.parametrize(
