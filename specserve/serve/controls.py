@@ -136,7 +136,7 @@ def _refusal(scope: Scope, error: RequestError) -> Response:
     """The error in the form of the API that was called."""
     if is_generation(scope):
         return error_response(GenerationError.invalid(str(error)))
-    return openai_error(str(error), "BadRequestError", error.field, 400)
+    return openai_error(str(error), 400, error.field)
 
 
 async def _request(scope: Scope, body: bytes) -> dict[str, Any]:

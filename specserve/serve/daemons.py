@@ -72,10 +72,8 @@ def guard(
 
 
 def _kill_after(seconds: float, processes: list[psutil.Process]) -> None:
-    deadline = time.monotonic() + seconds
-    while any(map(is_alive, processes)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    for process in processes:
+    _, alive = psutil.wait_procs(processes, timeout=seconds)
+    for process in alive:
         with suppress(psutil.Error):
             process.kill()
 

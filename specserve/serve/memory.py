@@ -146,7 +146,7 @@ class MemoryApi:
                 _check_query(request)
                 told = await answer(request, "" if self._shares else caller, pay)
         except ConfigError as error:
-            return openai_error(str(error), "BadRequestError", error.field, 400)
+            return openai_error(str(error), 400, error.field)
         except (StoreError, SnapshotError) as error:
             raise HTTPException(503, f"the draft memory: {error}") from None
         except ClientDisconnect:

@@ -131,9 +131,8 @@ async def answer_http_error(request: Request, error: Exception) -> Response:
     A handler of Starlette's ``HTTPException``.
     """
     assert isinstance(error, HTTPException)
-    kind = HTTPStatus(error.status_code).phrase.title().replace(" ", "") + "Error"
     what = f"{request.method} {request.url.path}: {error.detail}"
-    return openai_error(what, kind, None, error.status_code, error.headers)
+    return openai_error(what, error.status_code, headers=error.headers)
 
 
 async def answer_deep_nesting(request: Request, error: Exception) -> Response:
@@ -141,7 +140,7 @@ async def answer_deep_nesting(request: Request, error: Exception) -> Response:
 
     A handler of ``RecursionError``.
     """
-    return openai_error(f"The body cannot be read: {error}", "BadRequestError", None, 400)
+    return openai_error(f"The body cannot be read: {error}", 400)
 
 
 def serve_fresh_metrics(
@@ -188,16 +187,16 @@ def _replace_routes(
 
 async def _answer_not_scaled(request: Request) -> Response:
     message = "Engines are not scaled by request: placement.num_replicas says how many there are"
-    return openai_error(message, "NotImplementedError", None, 501)
+    return openai_error(message, 501)
 
 
 def openai_error(
     message: str,
-    kind: str,
-    param: str | None,
     code: int,
+    param: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> Response:
-    """OpenAI's form of an error."""
+    """OpenAI's form of an error, whose type is the name of the HTTP status ``code``."""
+    kind = HTTPStatus(code).phrase.title().replace(" ", "") + "Error"
     content = {"message": message, "type": kind, "param": param, "code": code}
     return JSONResponse({"error": content}, status_code=code, headers=headers)
