@@ -7,9 +7,9 @@ rest: the prefix cache and our own sources.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from functools import partial
 from hashlib import blake2b
 from typing import Any, TypeVar
 
@@ -87,22 +87,19 @@ def part_media(renderer: Any) -> None:
         renderer: the ``renderer`` of a vLLM ``AsyncLLM``.
     """
     for name in ("_process_multimodal", "_process_multimodal_async"):
-        setattr(renderer, name, _as_tenant(getattr(renderer, name)))
+        setattr(renderer, name, partial(_process_as_tenant, getattr(renderer, name)))
 
 
-def _as_tenant(process: Callable[..., V]) -> Callable[..., V]:
-    @functools.wraps(process)
-    def process_as_tenant(
-        *args: Any,
-        media_io_kwargs: Mapping[str, Mapping[str, object]] | None = None,
-        **kwargs: Any,
-    ) -> V:
-        given = media_io_kwargs or {}
-        factor = {_TENANT_FACTOR: scope_of(CURRENT_TENANT.get())}
-        parted = {name: {**given.get(name, {}), **factor} for name in (*given, *_MEDIA)}
-        return process(*args, media_io_kwargs=parted, **kwargs)
-
-    return process_as_tenant
+def _process_as_tenant(
+    process: Callable[..., V],
+    *args: Any,
+    media_io_kwargs: Mapping[str, Mapping[str, object]] | None = None,
+    **kwargs: Any,
+) -> V:
+    given = media_io_kwargs or {}
+    factor = {_TENANT_FACTOR: scope_of(CURRENT_TENANT.get())}
+    parted = {name: {**given.get(name, {}), **factor} for name in (*given, *_MEDIA)}
+    return process(*args, media_io_kwargs=parted, **kwargs)
 
 
 class TenantDict(MutableMapping[str, V]):

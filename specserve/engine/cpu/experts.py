@@ -6,6 +6,7 @@ last digits, not for speed. In other types vLLM's kernel runs.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,36 +36,35 @@ def _prepare_or_leave(self: Any, layer: Any) -> None:
         )
 
 
-def _apply_in_any_type(
-    self: Any,
+def _apply_in_any_type(self: Any, *, hidden_states: torch.Tensor, **rest: Any) -> None:
+    """vLLM's method ``apply``, which is called by names."""
+    is_float32 = hidden_states.dtype == torch.float32
+    apply = _apply_in_float32 if is_float32 else partial(_apply, self)
+    apply(hidden_states=hidden_states, **rest)
+
+
+def _apply_in_float32(
     output: torch.Tensor,
     hidden_states: torch.Tensor,
     w1: torch.Tensor,
     w2: torch.Tensor,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
-    activation: MoEActivation,
     apply_router_weight_on_input: bool,
-    **rest: Any,
+    **unused: Any,
 ) -> None:
-    """vLLM's method ``apply``, which is called by names.
+    """Experts with SiLU between their projections, as was checked at loading.
 
     Args:
-        self: vLLM's experts.
         output: ``[tokens, hidden_size]``, written.
         hidden_states: ``[tokens, hidden_size]``.
         w1: ``[experts, 2 * intermediate_size, hidden_size]``, gate and up projections.
         w2: ``[experts, hidden_size, intermediate_size]``, down projections.
         topk_weights: ``[tokens, experts a token]``.
         topk_ids: the same shape.
-        activation: between the projections; in float32 SiLU, as was checked at loading.
         apply_router_weight_on_input: whether the weights are in ``hidden_states`` already.
+        unused: the rest of vLLM's arguments.
     """
-    if hidden_states.dtype != torch.float32:
-        inputs = (output, hidden_states, w1, w2, topk_weights, topk_ids, activation)
-        options = {"apply_router_weight_on_input": apply_router_weight_on_input, **rest}
-        _apply(self, *inputs, **options)
-        return
     output.zero_()
     for expert in sorted(set(topk_ids.flatten().tolist())):
         tokens, slots = (topk_ids == expert).nonzero(as_tuple=True)
