@@ -33,7 +33,7 @@ from specserve.engine.cpu.backend import choose_latent_attention
 from specserve.engine.executor import InProcessExecutor
 from specserve.engine.generation import Completion, Job, RunResult, Sampling, Show
 from specserve.engine.methods import Method
-from specserve.engine.report import Reports, vllms_histogram
+from specserve.engine.report import Reports
 from specserve.engine.temporary_files import keep_rendezvous_with_sockets
 from specserve.sources.controls import PREDICTION_KEY
 
@@ -185,19 +185,18 @@ class _Request:
         return len(delta.token_ids)
 
     def completion(self, output: RequestOutput, reports: Reports) -> Completion:
-        last = output.outputs[0]
-        drafts = last.spec_decode_metrics
-        histogram = vllms_histogram(drafts) if drafts else []
+        (last,) = output.outputs
+        drafts = reports.read(last.spec_decode_metrics)
         return Completion(
             text="".join(self.text),
             token_ids=tuple(self.token_ids),
             finish_reason=str(last.finish_reason),
             seconds=time.perf_counter() - self.started,
             token_seconds=tuple(self.token_seconds),
-            num_draft_tokens=drafts.num_draft_tokens if drafts else 0,
-            num_accepted_tokens=sum(n * count for n, count in enumerate(histogram)),
+            num_draft_tokens=drafts.num_draft_tokens,
+            num_accepted_tokens=drafts.to_dict()["num_accepted_draft_tokens"],
             logprobs=tuple(self.logprobs),
-            sources=reports.read(drafts).sources,
+            sources=drafts.sources,
         )
 
 

@@ -8,7 +8,6 @@ vLLM's own classes, which have no other room for each of several answers.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -73,7 +72,7 @@ class Reports(NamedTuple):
 
     def read(self, metrics: RequestSpecDecodeMetrics | None) -> SourcedMetrics:
         """The counts as they arrived; None: nothing was drafted."""
-        counts = copy.deepcopy(metrics or self.begin())
+        counts = metrics or self.begin()
         own = vllms_histogram(counts)
         ours = iter(counts.histogram[len(own) :] or [0] * (2 * len(self.labels)))
         sources = {
