@@ -19,8 +19,6 @@ from vllm.v1.sample.rejection_sampler import GREEDY_TEMPERATURE, PLACEHOLDER_TOK
 
 from specserve.core.types import Int64Array
 
-_vllms = rejection_sampler.rejection_sample
-
 
 def verify_by_drawing() -> None:
     """Has vLLM's rejection sampler verify so in this process."""
@@ -36,8 +34,7 @@ def _rejection_sample(
     target_logits: torch.Tensor,
     bonus_token_ids: torch.Tensor,
     sampling_metadata: SamplingMetadata,
-    synthetic_mode: bool = False,
-    **options: Any,
+    **unused: Any,
 ) -> torch.Tensor:
     """vLLM's function of this name, for n requests with m draft tokens.
 
@@ -46,20 +43,14 @@ def _rejection_sample(
         num_draft_tokens: n.
         max_spec_len: of a request.
         cu_num_draft_tokens: int32 ``[n]``, cumulative.
-        draft_probs: of drafts that have some.
+        draft_probs: unused; the hook's drafts have none.
         target_logits: float32 ``[m, vocab_size]``, with all that was asked for applied.
         bonus_token_ids: int64 ``[n, 1]``, the tokens behind the drafts.
-        synthetic_mode: acceptance is made up.
+        unused: for drafts of vLLM's own.
 
     Returns:
         int32 ``[n, max_spec_len + 1]``: accepted tokens and the one behind them, then -1.
     """
-    if draft_probs is not None or synthetic_mode:
-        rest = (draft_probs, target_logits, bonus_token_ids, sampling_metadata, synthetic_mode)
-        verified: torch.Tensor = _vllms(
-            draft_token_ids, num_draft_tokens, max_spec_len, cu_num_draft_tokens, *rest, **options
-        )
-        return verified
     counts = np.array(num_draft_tokens)
     drawn = _draw(target_logits, counts, sampling_metadata).numpy()
     is_wrong = drawn != draft_token_ids.numpy()

@@ -15,6 +15,7 @@ from specserve.engine.cpu import verification
 from tests.engine.sampling_metadata import sampling_metadata
 
 VOCAB_SIZE = 12
+VLLMS = rejection_sampler.rejection_sample
 NONE = -1
 
 
@@ -90,7 +91,7 @@ def test_greedy_requests_get_what_they_get_of_vllm(monkeypatch: pytest.MonkeyPat
         logits = torch.from_numpy(rng.integers(0, 3, (counts.sum(), 3)).astype(np.float32))
         ours = verify(drafts, logits, [0.0] * 6)
         with monkeypatch.context() as patch:
-            patch.setattr(rejection_sampler, "rejection_sample", verification._vllms)
+            patch.setattr(rejection_sampler, "rejection_sample", VLLMS)
             assert verify(drafts, logits, [0.0] * 6) == ours
 
 
