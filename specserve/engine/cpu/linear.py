@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable
 from functools import cache, partial
+from timeit import Timer
 from typing import Any
 
 import torch
@@ -87,20 +88,15 @@ def _seconds(*calls: Callable[[], object]) -> list[float]:
     """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    timers = [Timer(call, timer=time.thread_time) for call in calls]
     try:
-        runs: list[list[float]] = [[_one_run(call) for call in calls]]  # which warms up
+        runs = [[each.timeit(1) for each in timers]]  # which warms up
         until = time.perf_counter() + _MEASURED_S
         while len(runs) <= _NUM_RUNS or time.perf_counter() < until:
-            runs.append([_one_run(call) for call in calls])
+            runs.append([each.timeit(1) for each in timers])
     finally:
         torch.set_num_threads(num_threads)
     return [min(times) for times in zip(*runs[1:], strict=True)]
-
-
-def _one_run(call: Callable[[], object]) -> float:
-    started = time.thread_time()
-    call()
-    return time.thread_time() - started
 
 
 def _leave_to_torch(layer: Any, remove_weight: bool) -> None:
