@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from specserve.drafters.base import Card, Key, Row
+from specserve.drafters.base import Card, Row
 from specserve.drafters.causal_model import CausalModel
 from specserve.drafters.drafting import SlotDrafter, Turn
-from specserve.drafters.kv_cache import KVCache, Packed, Span
+from specserve.drafters.kv_cache import KVCache, Packed
 from specserve.drafters.slots import Slot, SlotTable
 from specserve.drafters.vocabulary import fingerprint
 
@@ -65,8 +64,8 @@ class CausalDrafter(SlotDrafter):
         )
         return cls(loaded, card, max_texts)
 
-    def _prepare(self, row: Row, keys: Collection[Key]) -> Turn | None:
-        slot = self._place(row, keys)
+    def _prepare(self, row: Row) -> Turn | None:
+        slot = self._place(row)
         room = self.card.max_tokens - row.num_tokens
         if slot is None or row.start > slot.length or room < 0:
             return None
@@ -80,14 +79,13 @@ class CausalDrafter(SlotDrafter):
             tokens, num_drafts = tokens[: row.max_feed_tokens], 0
         if not len(tokens):
             return None
-        span = Span(slot.index, slot.length, slot.length + len(tokens))
-        return Turn(row.key, slot, span, tokens, num_drafts)
+        return Turn(slot, tokens, num_drafts)
 
-    def _place(self, row: Row, keys: Collection[Key]) -> Slot | None:
+    def _place(self, row: Row) -> Slot | None:
         """The slot of a row's text, which it holds up to the row's start or further; None: none."""
         slot = self._slots.get(row.key)
         if row.start == 0 and row.num_tokens <= self.card.max_tokens:
-            slot = slot or self._slots.open(row.key, row.salt, keys)
+            slot = slot or self._slots.open(row.key, row.salt)
             if slot is not None:
                 self._slots.restart(slot, row.tokens)
         elif slot is not None and row.start <= slot.length:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,20 +27,22 @@ class Turn:
     """What is to be computed for a row.
 
     Attributes:
-        key: of its text.
         slot: its text's, up to before the new entries.
-        span: the m new entries, at least one.
-        tokens: int32 ``[m]``.
+        tokens: int32 ``[m]``, of the new entries, at least one.
         num_drafts: tokens to draft after them.
         states: ``[m, hidden_size]``, the target's; None: the model takes none.
     """
 
-    key: Key
     slot: Slot
-    span: Span
     tokens: Int32Array
     num_drafts: int
     states: npt.NDArray[Any] | None = None
+
+    @property
+    def span(self) -> Span:
+        """Where the new entries belong, until the slot is extended by them."""
+        slot = self.slot
+        return Span(slot.index, slot.length, slot.length + len(self.tokens), slot.begin)
 
 
 class SlotDrafter(ABC):
@@ -62,16 +64,17 @@ class SlotDrafter(ABC):
     @torch.inference_mode()
     def draft(self, rows: Sequence[Row]) -> list[Answer]:
         """See :meth:`specserve.drafters.base.Drafter.draft`."""
-        keys = {row.key for row in rows}
-        turns = [turn for row in rows if (turn := self._prepare(row, keys)) is not None]
+        turns = [turn for row in rows if (turn := self._prepare(row)) is not None]
         # Longest drafts first: those that go on are always the first ones.
         turns.sort(key=lambda turn: turn.num_drafts, reverse=True)
         drafts = self._compute(turns) if turns else {}
         answers = []
         for row in rows:
-            slot = self._slots.get(row.key)
-            held, begin = (slot.length, slot.begin) if slot else (0, 0)
-            answers.append(Answer(held, *drafts.get(row.key, ((), ())), begin=begin))
+            if (slot := self._slots.get(row.key)) is None:
+                answers.append(Answer(0))
+            else:
+                guess = drafts.get(slot.index, ((), ()))
+                answers.append(Answer(slot.length, *guess, begin=slot.begin))
         return answers
 
     def forget(self, keys: Sequence[Key]) -> None:
@@ -80,11 +83,8 @@ class SlotDrafter(ABC):
             self._slots.close(key)
 
     @abstractmethod
-    def _prepare(self, row: Row, keys: Collection[Key]) -> Turn | None:
-        """Brings a row's slot to where the row goes on; None: there is nothing to compute.
-
-        The texts of ``keys`` keep their slots.
-        """
+    def _prepare(self, row: Row) -> Turn | None:
+        """Brings a row's slot to where the row goes on; None: there is nothing to compute."""
 
     @abstractmethod
     def _forward(
@@ -103,8 +103,8 @@ class SlotDrafter(ABC):
             results ``[num_wanted, width]``, and their logits ``[num_wanted, vocab_size]``.
         """
 
-    def _compute(self, turns: Sequence[Turn]) -> dict[Key, Guess]:
-        """The drafts of all texts, those with the longest first."""
+    def _compute(self, turns: Sequence[Turn]) -> dict[int, Guess]:
+        """The drafts of all texts, those with the longest first, by their slots' indices."""
         spans = [turn.span for turn in turns]
         tokens = np.concatenate([turn.tokens for turn in turns], dtype=np.int64)
         num_left = sum(turn.num_drafts > 0 for turn in turns)
@@ -127,7 +127,7 @@ class SlotDrafter(ABC):
         tokens_of = [tokens.tolist() for tokens, _ in steps]
         chances_of = [chances.tolist() for _, chances in steps]
         return {
-            turn.key: (
+            turn.slot.index: (
                 tuple(tokens[row] for tokens in tokens_of[: turn.num_drafts]),
                 tuple(chances[row] for chances in chances_of[: turn.num_drafts]),
             )

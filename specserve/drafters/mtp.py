@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,9 +11,9 @@ from torch import Tensor
 from transformers import DeepseekV3Config
 
 from specserve.core.errors import ConfigError, reason_of
-from specserve.drafters.base import Card, Key, Row
+from specserve.drafters.base import Card, Row
 from specserve.drafters.drafting import SlotDrafter, Turn
-from specserve.drafters.kv_cache import Packed, Span
+from specserve.drafters.kv_cache import Packed
 from specserve.drafters.mtp_files import fetch_mtp, find_mtp
 from specserve.drafters.mtp_module import MtpModule
 from specserve.drafters.mtp_weights import MtpWeights
@@ -85,10 +84,10 @@ class MtpDrafter(SlotDrafter):
         )
         return cls(MtpModule(config, weights, max_texts, card.max_tokens), card, max_texts)
 
-    def _prepare(self, row: Row, keys: Collection[Key]) -> Turn | None:
+    def _prepare(self, row: Row) -> Turn | None:
         if not 0 < row.num_tokens <= self.card.max_tokens:
             return None
-        slot = self._place(row, keys) if row.start == 0 else self._resume(row)
+        slot = self._place(row) if row.start == 0 else self._resume(row)
         if slot is None or row.states is None:
             return None
         num_entries = row.num_tokens - 1
@@ -105,19 +104,19 @@ class MtpDrafter(SlotDrafter):
             self._truncate(slot, end - 1)
         if row.states_start > slot.length:
             slot.begin = slot.length = row.states_start
-        span = Span(slot.index, slot.length, end, slot.begin)
-        if span.start >= span.end:
+        start = slot.length
+        if start >= end:
             return None
-        tokens = row.tokens[span.start + 1 - row.start : span.end + 1 - row.start]
-        states = row.states[span.start - row.states_start : span.end - row.states_start]
-        return Turn(row.key, slot, span, tokens, num_drafts, states)
+        tokens = row.tokens[start + 1 - row.start : end + 1 - row.start]
+        states = row.states[start - row.states_start : end - row.states_start]
+        return Turn(slot, tokens, num_drafts, states)
 
-    def _place(self, row: Row, keys: Collection[Key]) -> Slot | None:
+    def _place(self, row: Row) -> Slot | None:
         """A slot for a text that is told from its beginning, with what another slot has of it."""
         self._slots.close(row.key)
         # Entry i holds token i + 1, so the table never sees token 0: it goes into the salt.
         salt = row.salt * 2**31 + int(row.tokens[0])
-        slot = self._slots.open(row.key, salt, keys)
+        slot = self._slots.open(row.key, salt)
         if slot is not None:
             self._slots.restart(slot, row.tokens[1:])
         return slot

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,14 +83,13 @@ class SlotTable:
             slot.used_at = self._clock()
         return slot
 
-    def open(self, key: Key, salt: int, keep: Collection[Key] = ()) -> Slot | None:
+    def open(self, key: Key, salt: int) -> Slot | None:
         """A slot for a new text: the oldest one that is nobody's or, if there is none, anybody's
         that was not used for ``KEEP_S`` seconds.
 
         Args:
             key: the text's name; it has no slot.
             salt: of the text.
-            keep: texts that must not lose their slots.
 
         Returns:
             None: all slots are kept.
@@ -98,7 +97,7 @@ class SlotTable:
         assert key not in self._by_key
         now = self._clock()
         free = [slot for slot in self._slots if slot.key is None] or [
-            slot for slot in self._slots if slot.used_at <= now - KEEP_S and slot.key not in keep
+            slot for slot in self._slots if slot.used_at <= now - KEEP_S
         ]
         if not free:
             if not self._was_full:
@@ -152,11 +151,5 @@ class SlotTable:
     def num_held(self, slot: Slot, tokens: Int32Array, start: int = 0) -> int:
         """How many of these tokens, the first of which is at ``start``, a slot holds there."""
         held = self.tokens[slot.index, start : slot.length][: len(tokens)]
-        begin, size = 0, 64  # most differ early, if they do
-        while begin < len(held):
-            part = slice(begin, begin + size)
-            differs = held[part] != tokens[: len(held)][part]
-            if differs.any():
-                return begin + int(differs.argmax())
-            begin, size = begin + size, 4 * size
-        return len(held)
+        differs = held != tokens[: len(held)]
+        return int(differs.argmax()) if differs.any() else len(held)

@@ -78,16 +78,6 @@ def test_a_text_keeps_its_slot_as_long_as_it_is_used(caplog: pytest.LogCaptureFi
     assert [record.args for record in caplog.records] == [(2,)]
 
 
-def test_no_slot_is_given_where_all_are_kept() -> None:
-    now = 0.0
-    table = Table(2, 64, lambda: now)
-    write(table, 0, text(8))
-    write(table, 1, text(8))
-    now = KEEP_S
-    assert table.open(key(2), 0, keep={key(0), key(1)}) is None
-    assert table.get(key(0)) is not None
-
-
 def test_a_new_text_takes_over_all_that_it_shares() -> None:
     table = Table(4, 128)
     write(table, 0, text(50)[:20])
