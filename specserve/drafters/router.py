@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -52,9 +51,8 @@ class Router:
     before that has been found right, by a thread of its own: so while the model computes, too.
     Messages cost nothing more by it; neither they nor the secret are encrypted.
 
-    All but :meth:`wake` is for one thread, that which computes: a message that another one had to
-    hand on would take longer. What comes meanwhile waits in ZeroMQ's queues, which hold so many
-    messages and no more.
+    All is for one thread, that which computes: a message that another one had to hand on would take
+    longer. What comes meanwhile waits in ZeroMQ's queues, which hold so many messages and no more.
 
     Args:
         bind: ZeroMQ address, port 0 for any free one.
@@ -88,16 +86,15 @@ class Router:
         self._socket.setsockopt(zmq.PLAIN_SERVER, 1)
         self._socket.bind(bind)
         self.address = Endpoint(self._socket.getsockopt_string(zmq.LAST_ENDPOINT), secret).url
-        self._bell, self._bell_rope = os.pipe()
         self._poller = zmq.Poller()
-        for each in (self._socket, self._refusals, self._bell):
-            self._poller.register(each, zmq.POLLIN)
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._refusals, zmq.POLLIN)
 
     def get(self, timeout_s: float) -> list[Arrival]:
         """The questions that have come; waits for the first.
 
         Returns:
-            none if none came in time, if what came was no question, or after :meth:`wake`.
+            none if none came in time, or if what came was no question.
         """
         ready = dict(self._poller.poll(round(timeout_s * 1000)))
         if self._refusals in ready:
@@ -107,10 +104,6 @@ class Router:
                 if not self._refusals.poll(0):
                     break
         return self._questions() if self._socket in ready else []
-
-    def wake(self) -> None:
-        """From now on :meth:`get` does not wait; for any thread."""
-        os.write(self._bell_rope, b"!")
 
     def reply(self, client: bytes, reply: Reply) -> None:
         """Sends an answer; never waits."""
@@ -124,8 +117,6 @@ class Router:
         self._socket.close()
         self._authenticator.stop()
         self._context.term()
-        os.close(self._bell)
-        os.close(self._bell_rope)
 
     def _questions(self) -> list[Arrival]:
         arrivals = []

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple
 from secrets import token_hex
 
 import numpy as np
@@ -35,8 +35,8 @@ from specserve.wire.messages import (
 
 logger = logging.getLogger(__name__)
 
-CLIENT_IDLE_S = 60.0
-"""So long a client keeps its texts without asking for anything; afterwards it sends them again."""
+POLL_S = 0.1
+"""How long a question is waited for, until a server that is to be closed sees that."""
 
 REPLICA_SILENT_S = 10.0
 """A replica that has not said hello for so long has no seat any more."""
@@ -49,19 +49,6 @@ MAX_WAITING = 256
 
 MAX_WAITING_BYTES = 256 << 20
 """Of one client's requests that wait."""
-
-MAX_CLIENT_TEXTS = 4096
-"""A client with more texts does not say when they end; all of them are forgotten then."""
-
-
-@dataclass(slots=True)
-class _Client:
-    """Who has asked for something."""
-
-    heard_at: float
-    texts: set[int] = field(default_factory=set)
-    num_calls: int = 0
-    num_bytes: int = 0
 
 
 class DrafterServer:
@@ -95,7 +82,6 @@ class DrafterServer:
         self._instance = token_hex(8)
         self._router = Router(bind, self._note_malformed, self._note_refused)
         self.address = self._router.address
-        self._clients: dict[bytes, _Client] = {}
         self._seats: dict[str, float] = {}
         self._arrivals: deque[Arrival] = deque()
         self._schedule = Schedule()
@@ -116,10 +102,12 @@ class DrafterServer:
 
         For any thread.
         """
-        latest = time.monotonic() - REPLICA_SILENT_S
-        taken = [name for name, heard_at in list(self._seats.items()) if heard_at > latest]
-        self._seats[replica] = self._active_at = time.monotonic()
-        return taken.index(replica) if replica in taken else len(taken)
+        now = self._active_at = time.monotonic()
+        for name, heard_at in list(self._seats.items()):
+            if heard_at <= now - REPLICA_SILENT_S:
+                self.leave(name)
+        self._seats[replica] = now
+        return list(self._seats).index(replica)
 
     def leave(self, replica: str) -> None:
         """A replica's seat is free; for any thread."""
@@ -129,7 +117,6 @@ class DrafterServer:
         """Ends the thread after the call of the model that runs; what waits is dropped."""
         if self._closing.is_set():
             return
-        self._router.wake()  # first: a thread that sees the event closes the router
         self._closing.set()
         self._thread.join()
 
@@ -144,7 +131,6 @@ class DrafterServer:
 
     def _take_turn(self) -> None:
         self._take_arrivals()
-        self._forget_idle_clients()
         now = time.monotonic()
         self._drop([call for call in self._calls if call.expires_at < now], "expired")
         self._run(self._schedule.drafts())
@@ -156,15 +142,14 @@ class DrafterServer:
         """Takes what has come; waits for something where there is nothing to do."""
         is_busy = bool(self._schedule or self._arrivals)
         self.turn_began = None
-        self._arrivals.extend(self._router.get(0.0 if is_busy else CLIENT_IDLE_S))
+        self._arrivals.extend(self._router.get(0.0 if is_busy else POLL_S))
         self.turn_began = time.monotonic()
         while self._arrivals:
             self._take(self._arrivals.popleft())
 
     def _take(self, arrival: Arrival) -> None:
         name, question = arrival.client, arrival.question
-        client = self._clients.setdefault(name, _Client(arrival.at))
-        self._active_at = client.heard_at = arrival.at
+        self._active_at = arrival.at
         if isinstance(question, Hello):
             if question.replica in self._seats:
                 self._seats[question.replica] = arrival.at
@@ -173,10 +158,11 @@ class DrafterServer:
         else:
             self.counters.num_requests += 1
             self.counters.num_rows += len(question.rows)
-            self._forget(name, client, question.forget)
-            num_bytes = client.num_bytes + arrival.num_bytes
-            if client.num_calls < MAX_WAITING and num_bytes <= MAX_WAITING_BYTES:
-                self._open(client, arrival, question)
+            self._forget(name, question.forget)
+            waiting = [call.num_bytes for call in self._calls if call.client == name]
+            num_bytes = sum(waiting) + arrival.num_bytes
+            if len(waiting) < MAX_WAITING and num_bytes <= MAX_WAITING_BYTES:
+                self._open(arrival, question)
             else:
                 self._refuse(name, question.number, "crowded")
 
@@ -194,7 +180,7 @@ class DrafterServer:
             }
         return unfit
 
-    def _open(self, client: _Client, arrival: Arrival, request: DraftRequest) -> None:
+    def _open(self, arrival: Arrival, request: DraftRequest) -> None:
         call = Call(
             arrival.client,
             request.number,
@@ -202,8 +188,6 @@ class DrafterServer:
             arrival.num_bytes,
             [None] * len(request.rows),
         )
-        client.num_calls += 1
-        client.num_bytes += call.num_bytes
         self._calls.append(call)
         unfit = self._unfit(request.rows)
         self.counters.num_refused["unfit"] += len(unfit)
@@ -212,9 +196,6 @@ class DrafterServer:
                 call.answers[index] = Answer(row.start, problem="unfit")
             else:
                 self._schedule.add(Task(call, index, _row(arrival.client, row)))
-                client.texts.add(row.text)
-        if len(client.texts) > MAX_CLIENT_TEXTS:
-            self._forget(arrival.client, client, tuple(client.texts))
 
     def _run(self, tasks: list[Task]) -> None:
         """Has the drafter work on the next pieces of these tasks."""
@@ -264,7 +245,7 @@ class DrafterServer:
 
     def _answer_done(self) -> None:
         for call in [call for call in self._calls if call.is_done]:
-            self._close(call)
+            self._calls.remove(call)
             if call.has_failed:
                 self._refuse(call.client, call.number, "failed")
                 continue
@@ -276,34 +257,15 @@ class DrafterServer:
             return
         self._schedule.drop(calls)
         for call in calls:
-            self._close(call)
+            self._calls.remove(call)
             self._refuse(call.client, call.number, reason)
 
-    def _close(self, call: Call) -> None:
-        self._calls.remove(call)
-        client = self._clients[call.client]
-        client.num_calls -= 1
-        client.num_bytes -= call.num_bytes
-
-    def _forget(self, name: bytes, client: _Client, texts: tuple[int, ...]) -> None:
+    def _forget(self, client: bytes, texts: tuple[int, ...]) -> None:
         """These texts of a client have ended."""
-        if not texts:
-            return
-        keys = [(name, text) for text in texts]
+        keys = [(client, text) for text in texts]
         for key in keys:
             self._schedule.end_text(key)
-        client.texts.difference_update(texts)
         self._drafter.forget(keys)
-
-    def _forget_idle_clients(self) -> None:
-        latest = time.monotonic() - CLIENT_IDLE_S
-        for name, client in list(self._clients.items()):
-            if client.heard_at < latest and not client.num_calls:
-                self._forget(name, client, tuple(client.texts))
-                del self._clients[name]
-        for replica, heard_at in list(self._seats.items()):
-            if heard_at < latest:
-                self._seats.pop(replica, None)
 
     def _refuse(self, client: bytes, number: int, reason: Reason) -> None:
         if reason != "failed":  # whose rows are counted
