@@ -38,6 +38,6 @@ def run(args: argparse.Namespace) -> int:
     columns = ("writing", BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=total)
-        split_mtp(files, args.out, advance=lambda size: progress.advance(task, size))
+        split_mtp(files, args.out, lambda size: progress.advance(task, size))
     print(f"{len(files.tensors):,} tensors, {total:,} bytes written to {args.out}")
     return 0

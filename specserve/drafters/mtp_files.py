@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,6 @@ OWN_EMBEDDING, OWN_HEAD = "embed_tokens.weight", "shared_head.head.weight"
 _MAX_HEADER_BYTES = 100_000_000
 """What the safetensors library itself accepts."""
 
-SHARD_BYTES = 4 << 30
 BUFFER_BYTES = 16 << 20
 
 _SMALL_FILES = (
@@ -233,52 +232,29 @@ def _read_json(path: Path) -> dict[str, Any]:
 def split_mtp(
     files: MtpFiles,
     out: Path,
-    *,
-    shard_bytes: int = SHARD_BYTES,
     advance: Callable[[int], object] = lambda num_bytes: None,
 ) -> None:
-    """Writes the module. Nothing stands at ``out`` before all of it is written.
+    """Writes the module as a checkpoint of one safetensors file.
+
+    Nothing stands at ``out`` before all of it is written.
 
     Args:
         files: the module's.
         out: new folder, or an empty one.
-        shard_bytes: tensors of one file, in bytes; a larger tensor has a file to itself.
         advance: told how many bytes have been written since it was last called.
 
     Raises:
         ConfigError: ``out`` holds something.
         SpecServeError: a file cannot be read or written.
     """
-    shards = list(_shards(files.tensors, shard_bytes))
-    places: dict[str, str] = {}
     with new_folder(out) as folder:
-        for number, shard in enumerate(shards, start=1):
-            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            _write_shard(folder / name, shard, advance)
-            places |= dict.fromkeys(shard, name)
-        total = sum(tensor.num_bytes for tensor in files.tensors.values())
-        index = {"metadata": {"total_size": total}, "weight_map": places}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        _write(folder / SINGLE, files.tensors, advance)
         for name in _SMALL_FILES:
             if (files.folder / name).exists():
                 shutil.copyfile(files.folder / name, folder / name)
 
 
-def _shards(
-    tensors: Mapping[str, StoredTensor], shard_bytes: int
-) -> Iterator[dict[str, StoredTensor]]:
-    shard: dict[str, StoredTensor] = {}
-    size = 0
-    for name, tensor in tensors.items():
-        if shard and size + tensor.num_bytes > shard_bytes:
-            yield shard
-            shard, size = {}, 0
-        shard[name] = tensor
-        size += tensor.num_bytes
-    yield shard
-
-
-def _write_shard(
+def _write(
     path: Path, tensors: Mapping[str, StoredTensor], advance: Callable[[int], object]
 ) -> None:
     """A safetensors file: the header's length, the header as JSON, the tensors' bytes."""

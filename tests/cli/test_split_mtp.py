@@ -17,13 +17,8 @@ def test_the_module_is_written_with_what_a_drafter_needs(
     assert main(["split-mtp", str(MODEL), str(out)]) == 0
     assert f"bytes written to {out}" in capsys.readouterr().out
     names = {path.name for path in out.iterdir()}
-    assert {
-        "config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "model-00001-of-00001.safetensors",
-        "model.safetensors.index.json",
-    } <= names
+    files = {"config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"}
+    assert files <= names
     assert [path.name for path in out.parent.iterdir()] == ["mtp"]
 
 
