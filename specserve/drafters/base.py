@@ -9,13 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
-import msgspec
-import numpy.typing as npt
-
-from specserve.core.types import Int32Array
-from specserve.wire.messages import Problem
+from specserve.wire.messages import Problem, TextUpdate
 
 ALL_TOKENS = 1 << 31
 """More than any text has."""
@@ -24,30 +20,16 @@ Key = tuple[bytes, int]
 """A text's name: the client's, and the client's own number for it."""
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class Row(TextUpdate, frozen=True, kw_only=True):
     """One text of a call.
 
     Attributes:
         key: whose text it is.
-        salt: texts of different salts share nothing, not even a common beginning.
-        start: position of the first of ``tokens``; what was held from there on is dropped.
-        tokens: int32 ``[m]``, the text from ``start`` to its end.
-        states_start: position of the first of ``states``.
-        states: ``[s, hidden_size]``, the target's last hidden states after the final norm, of
-            positions ``states_start ..``; uint16 holds the bits of bfloat16; of one type in all
-            rows of a call; None: none.
-        max_draft_tokens: longest draft; 0: the text is only to be remembered.
         max_feed_tokens: most positions that this call may compute before the draft. With fewer
             than the text lacks the answer says how far it came, and nothing is drafted.
     """
 
     key: Key
-    salt: int
-    start: int
-    tokens: Int32Array
-    states_start: int = 0
-    states: npt.NDArray[Any] | None = None
-    max_draft_tokens: int = 0
     max_feed_tokens: int = ALL_TOKENS
 
     @property

@@ -23,7 +23,6 @@ from specserve.drafters.router import Arrival, Router
 from specserve.drafters.schedule import Call, Schedule, Task
 from specserve.wire import messages
 from specserve.wire.messages import (
-    PROTOCOL,
     DraftAnswer,
     DraftRequest,
     Hello,
@@ -153,7 +152,7 @@ class DrafterServer:
         if isinstance(question, Hello):
             if question.replica in self._seats:
                 self._seats[question.replica] = arrival.at
-            card = messages.Card(question.number, PROTOCOL, self._instance, *astuple(self._card))
+            card = messages.Card(question.number, self._instance, *astuple(self._card))
             self._router.reply(name, card)
         else:
             self.counters.num_requests += 1

@@ -15,7 +15,7 @@ from specserve.core.backoff import Backoff
 from specserve.core.errors import SpecServeError
 from specserve.wire.endpoint import Endpoint
 from specserve.wire.frames import decode_reply, encode
-from specserve.wire.messages import PROTOCOL, Card, Hello
+from specserve.wire.messages import Card, Hello
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class Wanted:
 
         Vocabularies that are known to be one may be padded to different sizes.
         """
-        pairs = [("protocol", card.protocol, PROTOCOL), ("kind", card.kind, self.kind)]
+        pairs: list[tuple[str, object, object]] = [("kind", card.kind, self.kind)]
         if card.tokenizer and self.tokenizer:
             pairs.append(("tokenizer", card.tokenizer, self.tokenizer))
         else:

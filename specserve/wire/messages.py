@@ -6,15 +6,16 @@ have numbers too, again the asker's own: who asks is told by the connection.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+import numpy.typing as npt
 
 from specserve.core.source_config import MAX_DRAFT_TOKENS
-from specserve.core.types import Int32Array, UInt16Array
+from specserve.core.types import Int32Array
 
-PROTOCOL = 4
-"""Raised with every change that an older side would misread."""
+PROTOCOL = 5
+"""Raised with every change that another side would misread; a part of the drafters' names."""
 
 MAX_ROWS = 4096
 """Rows, or texts to forget, of a request; an engine decodes fewer requests in a step."""
@@ -36,17 +37,15 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """Who are you, and are you there? Answered by a :class:`Card`, whatever the protocol.
+    """Who are you, and are you there? Answered by a :class:`Card`.
 
     The answer comes behind what was being computed, so that it is late where drafts would be.
 
     Attributes:
-        protocol: what the asker speaks.
         replica: for whom is asked; empty: nobody's.
     """
 
     number: Number
-    protocol: int = PROTOCOL
     replica: Name = ""
 
 
@@ -54,12 +53,10 @@ class Card(msgspec.Struct, frozen=True, array_like=True, tag="card"):
     """What a drafter is; :class:`specserve.drafters.base.Card` says more of the last six.
 
     Attributes:
-        protocol: what the drafter speaks.
         instance: the process's random name; another one means that all texts are forgotten.
     """
 
     number: Number
-    protocol: int
     instance: Name
     kind: Name
     model: Name
@@ -91,21 +88,32 @@ class RequestHead(msgspec.Struct, frozen=True, array_like=True, tag="draft"):
     forget: Annotated[tuple[Number, ...], msgspec.Meta(max_length=MAX_ROWS)]
 
 
-class TextRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One text of a request; see :class:`specserve.drafters.base.Row`.
+class TextUpdate(msgspec.Struct, frozen=True, kw_only=True):
+    """What is new of a text, and how long a draft of it is wanted.
 
     Attributes:
-        salt: 0 .. 2**64 - 1.
-        states: uint16 ``[s, hidden_size]``, bits of bfloat16; None: none.
+        salt: 0 .. 2**64 - 1; texts of different salts share nothing, not even a common beginning.
+        start: position of the first of ``tokens``; what was held from there on is dropped.
+        tokens: int32 ``[m]``, the text from ``start`` to its end.
+        states_start: position of the first of ``states``.
+        states: ``[s, hidden_size]``, the target's last hidden states after the final norm, of
+            positions ``states_start ..``; uint16 holds the bits of bfloat16, and nothing else is
+            sent; of one type in all rows of a call; None: none.
+        max_draft_tokens: longest draft; 0: the text is only to be remembered.
     """
 
-    text: int
     salt: int
     start: int
     tokens: Int32Array
     states_start: int = 0
-    states: UInt16Array | None = None
+    states: npt.NDArray[Any] | None = None
     max_draft_tokens: int = 0
+
+
+class TextRow(TextUpdate, frozen=True, kw_only=True):
+    """One text of a request, by the asker's number for it."""
+
+    text: int
 
     @property
     def num_computed(self) -> int:

@@ -24,7 +24,6 @@ from specserve.sources.remote import FEED_TOKENS, NEAR_TOKENS
 from specserve.wire.frames import Frame, decode_question, decode_reply, encode
 from specserve.wire.messages import (
     LAST,
-    PROTOCOL,
     Card,
     DraftAnswer,
     DraftRequest,
@@ -274,9 +273,7 @@ class Babbler:
             except WireError:
                 continue
             if isinstance(question, Hello):
-                card = Card(
-                    question.number, PROTOCOL, "x", "draft_model", "m", VOCAB_SIZE, "", 0, 1000
-                )
+                card = Card(question.number, "x", "draft_model", "m", VOCAB_SIZE, "", 0, 1000)
                 self._socket.send_multipart([client, *encode(card)])
             else:
                 self.num_requests += 1

@@ -15,7 +15,6 @@ from specserve.wire.messages import (
     LAST,
     MAX_ROWS,
     MAX_TOKENS,
-    PROTOCOL,
     Card,
     DraftAnswer,
     DraftRequest,
@@ -28,7 +27,7 @@ from specserve.wire.messages import (
 )
 
 HIDDEN_SIZE = 3
-CARD = Card(7, PROTOCOL, "abc", "mtp", "/models/m", 100, "", HIDDEN_SIZE, 4096)
+CARD = Card(7, "abc", "mtp", "/models/m", 100, "", HIDDEN_SIZE, 4096)
 QUESTIONS: list[Question] = [
     Hello(1),
     DraftRequest(number=3, budget_s=0.0, rows=(), forget=(5, 6)),
@@ -254,10 +253,3 @@ def test_an_answer_with_a_negative_token_is_refused() -> None:
     frame = msgspec.msgpack.encode(["drafts", 1, "abc", [[3, [-1]]], 0.0])
     with pytest.raises(WireError):
         decode_reply([frame])
-
-
-def test_sides_that_know_fewer_fields_are_understood() -> None:
-    assert decode_question([msgspec.msgpack.encode(["hello", 7, PROTOCOL])]) == Hello(7)
-    answer = ["drafts", 3, [[5, [1, 2]]], 0.1]
-    expected = DraftAnswer(3, (RowAnswer(5, (1, 2)),), 0.1)
-    assert decode_reply([msgspec.msgpack.encode(answer)]) == expected
