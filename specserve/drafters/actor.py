@@ -23,9 +23,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from specserve.core.errors import EngineError, last_line_of
 from specserve.core.metric_specs import OF_DRAFTERS
 from specserve.core.openmp import openmp_environment
-from specserve.drafters.options import FAILED_REST_S, NAME_PREFIX, DrafterOptions, load
+from specserve.drafters.options import FAILED_REST_S, NAME_PREFIX, DrafterOptions, serve
 from specserve.drafters.ray_metrics import RayExporter
-from specserve.drafters.watchdog import watched_server
 from specserve.trie.store_actor import NAMESPACE, await_drain
 
 logger = logging.getLogger(__name__)
@@ -60,8 +59,7 @@ class _DrafterActor:
     """
 
     def __init__(self, options: DrafterOptions, *, is_shared: bool) -> None:
-        address = f"tcp://{ray.util.get_node_ip_address()}:0"
-        self._server = watched_server(load(options), address)
+        self._server = serve(options, f"tcp://{ray.util.get_node_ip_address()}:0")
         actor = ray.get_runtime_context()
         name = actor.get_actor_name() or f"{NAME_PREFIX}{options.kind}-{actor.get_actor_id()}"
         read = partial(self._server.counters.samples, options.kind, name)

@@ -17,8 +17,7 @@ from dataclasses import asdict
 
 from specserve.core.errors import EngineError, SpecServeError
 from specserve.core.openmp import openmp_environment
-from specserve.drafters.options import FAILED_REST_S, DrafterOptions, load
-from specserve.drafters.watchdog import watched_server
+from specserve.drafters.options import FAILED_REST_S, DrafterOptions, serve
 
 
 class HostedDrafter:
@@ -76,7 +75,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     try:
-        server = watched_server(load(options), "tcp://127.0.0.1:0")
+        server = serve(options, "tcp://127.0.0.1:0")
     except SpecServeError as error:
         print(error, file=answers, flush=True)
         sys.exit(1)

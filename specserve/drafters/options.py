@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import logging
+import os
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from importlib import import_module
@@ -14,7 +16,10 @@ import numpy as np
 from specserve.core.source_config import DraftModelConfig, MtpConfig
 from specserve.drafters.base import Drafter, Row
 from specserve.drafters.schedule import FEED_TOKENS
+from specserve.drafters.server import MOST_FAILURES, DrafterServer
 from specserve.wire.messages import PROTOCOL
+
+logger = logging.getLogger(__name__)
 
 NAME_PREFIX = "specserve-drafter-"
 
@@ -86,6 +91,20 @@ def drafter_options(
         content=content,
         **config.model_dump(include=shared),
     )
+
+
+def serve(options: DrafterOptions, bind: str) -> DrafterServer:
+    """Loads a drafter and serves it; ends this process when the model fails again and again.
+
+    Raises:
+        ValueError: it is no model that can draft.
+    """
+    return DrafterServer(load(options), bind, on_broken=_end)
+
+
+def _end() -> None:
+    logger.error("The model has failed %d turns in a row: this drafter ends", MOST_FAILURES)
+    os._exit(1)
 
 
 def load(options: DrafterOptions) -> Drafter:

@@ -6,6 +6,7 @@ call of the model after it came.
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import threading
 import time
@@ -37,6 +38,13 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.1
 """How long a question is waited for, until a server that is to be closed sees that."""
 
+LONGEST_TURN_S = 300
+"""A turn that takes longer hangs, and ends the process, which whoever started it starts again: no
+machine is slow enough for a forward of that length. Time in which the process is stopped counts."""
+
+_ARM_S = 1.0
+"""Time from one start of that time-out to the next one."""
+
 REPLICA_SILENT_S = 10.0
 """A replica that has not said hello for so long has no seat any more."""
 
@@ -64,7 +72,6 @@ class DrafterServer:
     Attributes:
         address: where clients connect to, with the secret that lets them in.
         counters: what has happened so far.
-        turn_began: monotonic time when the turn began that runs; None: something is waited for.
     """
 
     def __init__(
@@ -74,7 +81,6 @@ class DrafterServer:
         on_broken: Callable[[], object] = lambda: None,
     ) -> None:
         self.counters = ServerCounters()
-        self.turn_began: float | None = None
         self._drafter = drafter
         self._on_broken, self._num_failures = on_broken, 0
         self._card = drafter.card
@@ -120,12 +126,18 @@ class DrafterServer:
         self._thread.join()
 
     def _compute(self) -> None:
+        armed_at = 0.0
         while not self._closing.is_set():
+            if time.monotonic() - armed_at > _ARM_S:
+                armed_at = time.monotonic()
+                # To file 2: what stands for sys.stderr need not be a file.
+                faulthandler.dump_traceback_later(LONGEST_TURN_S, exit=True, file=2)
             try:
                 self._take_turn()
             except Exception as error:  # nothing that a client causes may end the thread
                 self._log_once(type(error).__name__, str(error), error)
                 self._drop(list(self._calls), "failed")
+        faulthandler.cancel_dump_traceback_later()
         self._router.close()
 
     def _take_turn(self) -> None:
@@ -140,9 +152,7 @@ class DrafterServer:
     def _take_arrivals(self) -> None:
         """Takes what has come; waits for something where there is nothing to do."""
         is_busy = bool(self._schedule or self._arrivals)
-        self.turn_began = None
         self._arrivals.extend(self._router.get(0.0 if is_busy else POLL_S))
-        self.turn_began = time.monotonic()
         while self._arrivals:
             self._take(self._arrivals.popleft())
 

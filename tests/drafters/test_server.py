@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import itertools
 import logging
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -371,3 +373,24 @@ def test_closing_waits_for_no_question(drafter: FakeDrafter) -> None:
     began = time.monotonic()
     server.close()
     assert time.monotonic() - began < WAIT_S / 2
+
+
+def test_a_turn_that_hangs_ends_the_process() -> None:
+    program = """
+from specserve.drafters import server
+from tests.drafters.client import Client, row
+from tests.drafters.fakes import FakeDrafter
+server.LONGEST_TURN_S = 3
+drafter = FakeDrafter()
+serving = server.DrafterServer(drafter)
+client = Client(serving)
+client.request(row(1, 10))
+client.receive()
+drafter.may_go.clear()
+client.request(row(1, 11))
+serving._thread.join()
+"""
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    assert "Timeout (0:00:03)!" in ended.stderr
