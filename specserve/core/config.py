@@ -8,7 +8,7 @@ needed.
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections.abc import Sequence
 from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -135,6 +135,13 @@ def check_tenant(name: str, field: str) -> None:
         raise ConfigError(field, name, allowed)
 
 
+def _check_each_once(values: Sequence[str], field: str, allowed: str) -> None:
+    """Raises ConfigError for a value that stands there twice; its index comes into ``field``."""
+    for index, value in enumerate(values):
+        if values.count(value) > 1:
+            raise ConfigError(field.format(index), value, allowed)
+
+
 class HttpConfig(Section):
     """The HTTP side of a replica."""
 
@@ -159,10 +166,8 @@ class HttpConfig(Section):
 
     @model_validator(mode="after")
     def _each_variable_once(self) -> Self:
-        counts = Counter(key.env for key in self.api_keys)
-        for index, key in enumerate(self.api_keys):
-            if counts[key.env] > 1:
-                raise ConfigError(f"api_keys.{index}.env", key.env, "each variable at most once")
+        variables = [key.env for key in self.api_keys]
+        _check_each_once(variables, "api_keys.{}.env", "each variable at most once")
         return self
 
 
@@ -178,12 +183,9 @@ class AppConfig(Section):
 
     @model_validator(mode="after")
     def _sources_fit(self) -> Self:
-        counts = Counter(source.kind for source in self.speculation)
+        kinds = [source.kind for source in self.speculation]
+        _check_each_once(kinds, "speculation.{}.kind", "each kind of source at most once")
         for index, source in enumerate(self.speculation):
-            if counts[source.kind] > 1:
-                raise ConfigError(
-                    f"speculation.{index}.kind", source.kind, "each kind of source at most once"
-                )
             for option in ("max_model_len", "max_num_batched_tokens"):
                 limit = getattr(self.engine, option)
                 if limit and source.max_draft_len >= limit:

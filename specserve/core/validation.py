@@ -52,22 +52,30 @@ def _told(problem: ErrorDetails, model: type[BaseModel], prefix: str) -> ConfigE
     place = _locate(model, loc)
     path = [prefix, *place.path] if prefix else place.path
     context = problem.get("ctx", {})
-    cause = context.get("error")
-    if isinstance(cause, ConfigError):
-        field = ".".join(filter(None, [*path, cause.field]))
-        return ConfigError(field, cause.value, cause.allowed)
     value: object = problem["input"]
-    if kind in ("union_tag_invalid", "union_tag_not_found"):
+    if isinstance(cause := context.get("error"), ConfigError):
+        path, value, allowed = [*path, cause.field], cause.value, cause.allowed
+    elif kind == "extra_forbidden":
+        value, allowed = path[-1], _keys(place.annotation)
+    elif kind == "missing":
+        value, allowed = MISSING, "a value"
+    elif kind in ("union_tag_invalid", "union_tag_not_found"):
         tag = str(context["discriminator"]).strip("'")
         path = [*path, tag]
         value = value.get(tag, MISSING) if isinstance(value, dict) else value
-    elif kind == "extra_forbidden":
-        value = place.path[-1]
-    elif kind == "missing":
-        value = MISSING
-    return ConfigError(
-        ".".join(path) or "args", value, _allowed(problem["msg"], kind, context, place)
-    )
+        tags = [get_args(each.model_fields[tag].annotation) for each in _models(place.annotation)]
+        allowed = ", ".join(str(each) for literal in tags for each in literal)
+    elif kind in ("model_type", "model_attributes_type"):
+        models = _models(place.annotation)
+        keys = f" with the keys {_keys(models[0])}" if len(models) == 1 else ""
+        allowed = f"a mapping{keys}"
+    elif kind in ("literal_error", "enum"):
+        allowed = str(context["expected"]).replace(" or ", ", ").replace("'", "")
+    elif place.field and place.annotation in (int, float):
+        allowed = _number(place.field)
+    else:
+        allowed = _WORDS.get(kind) or _plain(problem["msg"])
+    return ConfigError(".".join(filter(None, path)) or "args", value, allowed)
 
 
 class _Place(NamedTuple):
@@ -89,8 +97,7 @@ def _locate(model: type[BaseModel], loc: Sequence[int | str]) -> _Place:
     place = _Place([], None, model)
     for part in loc:
         path = [*place.path, str(part)]
-        members = _members(place.annotation)
-        models = [m for m in members if isinstance(m, type) and issubclass(m, BaseModel)]
+        members, models = _members(place.annotation), _models(place.annotation)
         mappings = [member for member in members if get_origin(member) is dict]
         if isinstance(part, int):
             place = _Place(path, None, next(iter(get_args(members[0])), None))
@@ -137,33 +144,18 @@ def _members(annotation: Any) -> list[Any]:
     return [annotation]
 
 
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    """The sections among the alternatives."""
+    members = _members(annotation)
+    return [each for each in members if isinstance(each, type) and issubclass(each, BaseModel)]
+
+
 def _with_tag(models: list[type[BaseModel]], tag: str) -> type[BaseModel] | None:
     for model in models:
         literals = [field.annotation for field in model.model_fields.values()]
         if any(get_origin(a) is Literal and tag in get_args(a) for a in literals):
             return model
     return None
-
-
-def _allowed(message: str, kind: str, context: dict[str, Any], place: _Place) -> str:
-    if kind == "extra_forbidden":
-        return _keys(place.annotation)
-    if kind == "missing":
-        return "a value"
-    if kind in ("model_type", "model_attributes_type"):
-        model = place.annotation
-        if not (isinstance(model, type) and issubclass(model, BaseModel)):
-            return "a mapping"
-        return f"a mapping with the keys {_keys(model)}"
-    if kind in ("union_tag_invalid", "union_tag_not_found"):
-        tag = str(context["discriminator"]).strip("'")
-        known = [m.model_fields[tag].annotation for m in _members(place.annotation)]
-        return ", ".join(str(value) for literal in known for value in get_args(literal))
-    if kind in ("literal_error", "enum"):
-        return str(context["expected"]).replace(" or ", ", ").replace("'", "")
-    if place.field and place.annotation in (int, float):
-        return _number(place.field)
-    return _WORDS.get(kind) or _plain(message)
 
 
 def _number(field: FieldInfo) -> str:
