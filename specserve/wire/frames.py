@@ -1,9 +1,9 @@
 """Messages as lists of frames: a header in MessagePack, and raw tensors.
 
-A request for drafts has three frames: its header, all rows' tokens as int32, and all rows' hidden
-states as the bits of bfloat16, each without gaps and in the rows' order. Everything else is one
-frame. Numbers are little-endian. Nothing that comes in is executed, and nothing is taken from it
-before the sizes agree.
+A request for drafts has three frames: its header, where an array stands as its length, all rows'
+tokens as int32, and all rows' hidden states as the bits of bfloat16, each without gaps and in the
+rows' order. Everything else is one frame. Numbers are little-endian. Nothing that comes in is
+executed, and nothing is taken from it before the sizes agree.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from specserve.wire.messages import (
     Question,
     Reply,
     RequestHead,
-    RowHead,
     TextRow,
 )
 
@@ -39,7 +38,7 @@ MAX_FRAME_BYTES = max(MAX_HEADER_BYTES, 4 * MAX_TOKENS, MAX_STATE_BYTES)
 Frame = bytes | memoryview
 T = TypeVar("T")
 
-_encode = msgspec.msgpack.encode
+_encoder = msgspec.msgpack.Encoder(enc_hook=len)  # of arrays
 _question: msgspec.msgpack.Decoder[Hello | RequestHead]
 _question = msgspec.msgpack.Decoder(Hello | RequestHead)
 _reply: msgspec.msgpack.Decoder[Reply]
@@ -49,23 +48,17 @@ _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 def encode(message: Question | Reply) -> list[Frame]:
     """The frames of a message; that of the states may be a view of a single row's."""
+    header = _encoder.encode(message)
     if not isinstance(message, DraftRequest):
-        return [_encode(message)]
+        return [header]
     rows = message.rows
     tokens = _joined([row.tokens for row in rows], "<i4")
     states = _joined([row.states for row in rows if row.states is not None], "<u2")
-    head = RequestHead(
-        message.number,
-        message.budget_s,
-        states.shape[1] if len(states) else 0,
-        tuple(map(_head, rows)),
-        message.forget,
-    )
     assert len(rows) <= MAX_ROWS
     assert len(message.forget) <= MAX_ROWS
     assert len(tokens) <= MAX_TOKENS
     assert states.nbytes <= MAX_STATE_BYTES
-    return [_encode(head), tokens.tobytes(), _bytes_of(states)]
+    return [header, tokens.tobytes(), _bytes_of(states)]
 
 
 def decode_question(frames: Sequence[Frame]) -> Question:
@@ -104,19 +97,6 @@ def _bytes_of(array: npt.NDArray[Any]) -> Frame:
     return np.ascontiguousarray(array).data.cast("B") if array.size else b""
 
 
-def _head(row: TextRow) -> RowHead:
-    num_states = 0 if row.states is None else len(row.states)
-    return RowHead(
-        row.text,
-        row.salt,
-        row.start,
-        len(row.tokens),
-        row.states_start,
-        num_states,
-        row.max_draft_tokens,
-    )
-
-
 def _decoded(decoder: msgspec.msgpack.Decoder[T], frames: Sequence[Frame], kind: str) -> T:
     _expect(bool(frames), "no frames")
     _expect(len(frames[0]) <= MAX_HEADER_BYTES, f"a header of {len(frames[0])} bytes")
@@ -130,22 +110,23 @@ def _request(head: RequestHead, frames: Sequence[Frame]) -> DraftRequest:
     _expect(len(frames) == 3, f"{len(frames)} frames instead of 3")
     _expect(len({row.text for row in head.rows}) == len(head.rows), "a text with two rows")
     num_tokens = sum(row.num_tokens for row in head.rows)
-    num_states = sum(row.num_states for row in head.rows)
-    state_bytes = 2 * num_states * head.hidden_size
+    counts = [row.num_states or 0 for row in head.rows]
+    num_states, state_bytes = sum(counts), len(frames[2])
+    width, rest = divmod(state_bytes, 2 * max(num_states, 1))
     _expect(num_tokens <= MAX_TOKENS, f"{num_tokens} tokens")
+    _expect(len(frames[1]) == 4 * num_tokens, f"{len(frames[1])} bytes of {num_tokens} tokens")
     _expect(state_bytes <= MAX_STATE_BYTES, f"{state_bytes} bytes of states")
-    _expect(head.hidden_size > 0 or not num_states, "states without a width")
-    for frame, size in ((frames[1], 4 * num_tokens), (frames[2], state_bytes)):
-        _expect(len(frame) == size, f"a frame of {len(frame)} bytes instead of {size}")
+    is_whole = not rest and (width > 0) == (num_states > 0)
+    _expect(is_whole, f"{state_bytes} bytes of {num_states} states")
     tokens = np.frombuffer(frames[1], "<i4")
-    states = np.frombuffer(frames[2], "<u2").reshape(num_states, head.hidden_size)
+    states = np.frombuffer(frames[2], "<u2").reshape(num_states, width)
     _expect(not num_tokens or int(tokens.min()) >= 0, "a token id below 0")
     ends = [row.start + row.num_tokens for row in head.rows]
     _expect(max(ends, default=0) <= LAST, "a text that is too long")
-    ends = [row.states_start + row.num_states for row in head.rows]
+    ends = [row.states_start + count for row, count in zip(head.rows, counts, strict=True)]
     _expect(max(ends, default=0) <= LAST, "states beyond any text")
     rows, token, state = [], 0, 0
-    for row in head.rows:
+    for row, count in zip(head.rows, counts, strict=True):
         rows.append(
             TextRow(
                 text=row.text,
@@ -153,12 +134,12 @@ def _request(head: RequestHead, frames: Sequence[Frame]) -> DraftRequest:
                 start=row.start,
                 tokens=tokens[token : token + row.num_tokens],
                 states_start=row.states_start,
-                states=states[state : state + row.num_states] if row.num_states else None,
+                states=states[state : state + count] if count else None,
                 max_draft_tokens=row.max_draft_tokens,
             )
         )
         token += row.num_tokens
-        state += row.num_states
+        state += count
     return DraftRequest(
         number=head.number, budget_s=head.budget_s, rows=tuple(rows), forget=head.forget
     )

@@ -67,28 +67,27 @@ class Card(msgspec.Struct, frozen=True, array_like=True, tag="card"):
 
 
 class RowHead(msgspec.Struct, frozen=True, array_like=True):
-    """A :class:`TextRow` without its arrays, whose lengths it tells."""
+    """A :class:`TextRow` as its header tells it: an array by its length."""
 
-    text: Number
     salt: Annotated[int, msgspec.Meta(ge=0)]
     start: Position
     num_tokens: Position
     states_start: Position
-    num_states: Position
+    num_states: Position | None
     max_draft_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_DRAFT_TOKENS)]
+    text: Number
 
 
 class RequestHead(msgspec.Struct, frozen=True, array_like=True, tag="draft"):
-    """A :class:`DraftRequest` without its rows' arrays; ``hidden_size`` is 0 without states."""
+    """A :class:`DraftRequest` as its header tells it."""
 
     number: Number
     budget_s: Seconds
-    hidden_size: Width
     rows: Annotated[tuple[RowHead, ...], msgspec.Meta(max_length=MAX_ROWS)]
     forget: Annotated[tuple[Number, ...], msgspec.Meta(max_length=MAX_ROWS)]
 
 
-class TextUpdate(msgspec.Struct, frozen=True, kw_only=True):
+class TextUpdate(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """What is new of a text, and how long a draft of it is wanted.
 
     Attributes:
@@ -110,7 +109,7 @@ class TextUpdate(msgspec.Struct, frozen=True, kw_only=True):
     max_draft_tokens: int = 0
 
 
-class TextRow(TextUpdate, frozen=True, kw_only=True):
+class TextRow(TextUpdate, frozen=True, kw_only=True, array_like=True):
     """One text of a request, by the asker's number for it."""
 
     text: int
@@ -121,7 +120,7 @@ class TextRow(TextUpdate, frozen=True, kw_only=True):
         return self.start + len(self.tokens) - max(self.start, self.states_start)
 
 
-class DraftRequest(msgspec.Struct, frozen=True, kw_only=True):
+class DraftRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="draft"):
     """Bring these texts up to date, draft for those that want it.
 
     Attributes:

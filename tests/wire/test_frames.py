@@ -14,6 +14,7 @@ from specserve.wire.frames import MAX_HEADER_BYTES, Frame, decode_question, deco
 from specserve.wire.messages import (
     LAST,
     MAX_ROWS,
+    MAX_STATE_BYTES,
     MAX_TOKENS,
     Card,
     DraftAnswer,
@@ -190,18 +191,17 @@ def test_frames_that_are_not_what_the_header_says_are_refused(frames: list[bytes
 def head(**changes: Any) -> bytes:
     """A request's header of one row without tokens, written by hand."""
     row: dict[str, Any] = {
-        "text": 1,
         "salt": 0,
         "start": 0,
         "tokens": 0,
         "first": 0,
-        "states": 0,
+        "states": None,
         "draft": 1,
+        "text": 1,
     }
     fields: dict[str, Any] = {
         "number": 1,
         "budget_s": 0.1,
-        "hidden_size": 0,
         "rows": [row],
         "forget": [],
     }
@@ -222,15 +222,14 @@ def test_a_header_written_by_hand_is_read() -> None:
         ({"budget_s": float("nan")}, "float` >= 0"),
         ({"budget_s": -0.1}, "float` >= 0"),
         ({"budget_s": "soon"}, "got `str`"),
-        ({"hidden_size": -1}, "int` >= 0"),
         ({"start": LAST + 1}, f"int` <= {LAST}"),
         ({"start": -1}, "int` >= 0"),
         ({"draft": 129}, "int` <= 128"),
         ({"salt": -1}, "int` >= 0"),
         ({"tokens": MAX_TOKENS + 1}, f": {MAX_TOKENS + 1} tokens"),
         ({"tokens": -1}, "int` >= 0"),
-        ({"states": 1}, "without a width"),
-        ({"states": LAST, "hidden_size": 1 << 20}, "bytes of states"),
+        ({"states": -1}, "int` >= 0"),
+        ({"states": 1}, "0 bytes of 1 states"),
         ({"forget": list(range(MAX_ROWS + 1))}, "length <= 4096"),
         ({"rows": [{"text": 1}]}, "at least length 7"),
     ],
@@ -243,8 +242,8 @@ def test_a_header_with_a_value_out_of_bounds_is_refused(
 
 
 def test_a_text_may_have_one_row_only() -> None:
-    row = [1, 0, 0, 0, 0, 0, 1]
-    header = msgspec.msgpack.encode(["draft", 1, 0.1, 0, [row, row], []])
+    row = [0, 0, 0, 0, None, 1, 1]
+    header = msgspec.msgpack.encode(["draft", 1, 0.1, [row, row], []])
     with pytest.raises(WireError, match="two rows"):
         decode_question([header, b"", b""])
 
@@ -253,3 +252,9 @@ def test_an_answer_with_a_negative_token_is_refused() -> None:
     frame = msgspec.msgpack.encode(["drafts", 1, "abc", [[3, [-1]]], 0.0])
     with pytest.raises(WireError):
         decode_reply([frame])
+
+
+@pytest.mark.parametrize("num_bytes", [2, MAX_STATE_BYTES + 2])
+def test_states_that_the_header_does_not_tell_of_are_refused(num_bytes: int) -> None:
+    with pytest.raises(WireError, match=f"{num_bytes} bytes of"):
+        decode_question([head(), b"", bytes(num_bytes)])
