@@ -50,7 +50,7 @@ def test_an_extra_end_token_ends_an_answer(api: Api, tmp_path: Path) -> None:
     [
         (["--add-eos-token", "two words and more"], "--add-eos-token: 'two words and more'"),
         (["--max-length", "1", "--input-texts", "import os"], "--max-length: 1 is not allowed"),
-        (["--input-ids", "9999999"], "prompt 1: "),
+        (["--input-ids", "9999999"], "request 1 failed: "),
     ],
 )
 def test_what_the_server_cannot_do_is_one_line(
