@@ -19,7 +19,6 @@ import functools
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-import numpy as np
 import torch
 from vllm import _custom_ops as ops
 from vllm.model_executor.layers.attention.mla_attention import (
@@ -93,36 +92,29 @@ class VerifyingMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
         max_query_len: int,
         dcp_tot_seq_lens_device: torch.Tensor | None,
     ) -> MLACommonDecodeMetadata:
-        """vLLM's method; tensors of ``[requests, ...]`` become such of ``[tokens, ...]``.
-
-        By NumPy: an operation of torch may wait for its other threads, half a millisecond.
-        """
-        num_requests = len(seq_lens_device)
-        if num_decode_tokens == num_requests:
-            return VerifyingDecodeMetadata(
-                block_table_tensor, seq_lens_device, dcp_tot_seq_lens_device
-            )
-        starts, lens = query_start_loc_cpu.numpy(), seq_lens_device.numpy()
-        table, lengths = block_table_tensor.numpy(), np.diff(starts)
-        rows = np.repeat(np.arange(num_requests), lengths)
-        # Without the tokens of the same request that come after each.
-        seq_lens = (lens - starts[1:])[rows] + np.arange(1, num_decode_tokens + 1)
+        """vLLM's method; tensors of ``[requests, ...]`` become such of ``[tokens, ...]``."""
+        starts = query_start_loc_cpu.long()
+        lengths = torch.diff(starts)
+        rows = torch.repeat_interleave(lengths, output_size=num_decode_tokens)
+        # Tokens of the same request that come after each.
+        after = starts[1:][rows] - 1 - torch.arange(num_decode_tokens)
+        seq_lens = seq_lens_device[rows] - after
         extension = None
-        if num_decode_tokens > _FEW_ROWS * num_requests and multiplies_bfloat16():
-            blocks = table[:, : -(-max_seq_len // BLOCK_SIZE), None].astype(np.int64)
-            slots = (blocks * BLOCK_SIZE + np.arange(BLOCK_SIZE)).reshape(num_requests, -1)
+        if num_decode_tokens > _FEW_ROWS * len(lengths) and multiplies_bfloat16():
+            table = block_table_tensor[:, : -(-max_seq_len // BLOCK_SIZE), None].long()
+            slots = (table * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten(1)
             extension = Extension(
-                slots=torch.from_numpy(slots),
-                requests=torch.arange(num_requests),
-                seq_lens=torch.from_numpy(lens.astype(np.int64)),
-                num_rows=torch.from_numpy(lengths.astype(np.int64)),
-                starts=torch.from_numpy(starts[:-1].astype(np.int64)),
+                slots=slots,
+                requests=torch.arange(len(lengths)),
+                seq_lens=seq_lens_device.long(),
+                num_rows=lengths,
+                starts=starts[:-1],
                 most_rows=max_query_len,
-                new_slots=torch.from_numpy(slots[rows, seq_lens - 1]),
+                new_slots=slots[rows, seq_lens.long() - 1],
             )
         return VerifyingDecodeMetadata(
-            block_table=torch.from_numpy(table[rows]),
-            seq_lens=torch.from_numpy(seq_lens.astype(np.int32)),
+            block_table=block_table_tensor[rows].to(torch.int32),
+            seq_lens=seq_lens.to(torch.int32),
             dcp_tot_seq_lens=dcp_tot_seq_lens_device,
             extension=extension,
         )
