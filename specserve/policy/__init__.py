@@ -1,1 +1,1 @@
-"""What is drafted and sent: acceptance, costs, a step's plan. Imports no ray, vllm or torch."""
+"""Chooses each step's sources and drafts, by acceptance and costs. Imports no ray, vllm, torch."""

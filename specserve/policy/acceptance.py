@@ -1,9 +1,9 @@
-"""How likely each token of a draft is to be accepted, learned from what was accepted before.
+"""Estimates the probability that draft tokens are accepted, by online logistic regression.
 
-Bayesian logistic regression, learned online from every draft that was offered, as in adPredictor
-(Graepel et al., Web-Scale Bayesian Click-Through Rate Prediction, 2010), by an extended Kalman
-filter without covariances. Whether the draft was sent makes no difference: the target's own text
-tells how far it was right. For sampled text this is so with the right probability, too.
+The weights have variances as in adPredictor (Graepel et al., Web-Scale Bayesian Click-Through Rate
+Prediction, 2010). An extended Kalman filter without covariances updates them. It learns from sent
+and unsent drafts alike, because it compares each with the target's text. This is right for sampled
+text, too: verification accepts a token with the probability with which the target samples it.
 """
 
 from __future__ import annotations
@@ -23,53 +23,53 @@ from specserve.core.types import (
 )
 
 CONFIDENCE_BUCKETS = 12
-"""Levels of confidence, in steps that become smaller towards 1: there a little more makes a draft
-many tokens longer."""
+"""Levels of confidence. They become narrower towards 1, where a small difference in confidence
+allows many more draft tokens."""
 
 TOKEN_BUCKETS = 2048
-"""Weights of tokens, and of pairs of them, a power of two: those of one hash share one."""
+"""Number of weights for hashed tokens, and again for hashed pairs of tokens; a power of two."""
 
 LEAST_SURVIVAL = 0.01
-"""What is less likely counts as impossible: not even an idle GPU verifies for nothing."""
+"""A lower survival counts as 0: even on an idle GPU, verifying a draft token takes time."""
 
 OF_SOURCE, OF_TOKEN, OF_REQUEST = (0.5, 0.03), (1.0, 0.1), (0.5, 0.1)
-"""Variances of weights, at first and at least: the larger, the further one observation moves them.
-None is believed for ever."""
+"""Initial and least variance of weights. A larger variance means larger updates. The least one
+keeps every weight adaptable."""
 
-_MOST_LIKELY = 0.98
-_LEAST_SLOPE = 0.01
-_PAIR_FACTOR = 7919
+_MOST_LIKELY = 0.98  # cap of one token's probability
+_LEAST_SLOPE = 0.01  # least derivative of the probability, in the filter
+_PAIR_FACTOR = 7919  # hashes a pair of tokens
 
 _STEPS, _NUM_STEPS = 32.0, 256.0
 _PROBABILITIES = 1.0 / (1.0 + np.exp(-np.arange(-_NUM_STEPS, _NUM_STEPS + 1) / _STEPS))
-"""By log-odds from -8 to 8, 32 to the unit: with ``exp`` a step's judgement takes twice as long."""
+"""Logistic function at log-odds from -8 to 8, 32 to the unit: ``exp`` would take twice as long."""
 
 _WEIGHT, _VARIANCE = 0, 1
 
 _ALONE, _AGREES, _DISAGREES, _NUM_RELATIONS = range(4)
-"""What other sources offer in the place of a token: nothing, the same token, other ones."""
+"""What other sources offer at a draft token's position: no token, the same one, others only."""
 
 _RELATIONS = CONFIDENCE_BUCKETS
 _POSITIONS = _RELATIONS + 2 * _NUM_RELATIONS
 _NUM_POSITIONS = 5
-"""Where a source's weights begin that stand behind those by confidence: by relation, of first draft
-tokens and of later ones; by position alone, 1 to 4 or later."""
+"""Offsets of a source's weights, after those by confidence. Each relation has two weights: one for
+first draft tokens, one for later ones. Positions 1 to 4 have own weights; later ones share one."""
 
 
 class AcceptanceState(NamedTuple):
-    """All arrays, for T tenants, S sources, R request slots and drafts of at most k tokens.
+    """Weights and offered drafts: T tenants, S sources, R slots, drafts of at most k tokens.
 
     The last axis of weights holds log-odds and their variance.
 
     Attributes:
-        of_source: float64 ``[T, S, weights, 2]``.
-        of_token: float64 ``[T, 2 TOKEN_BUCKETS, 2]``, weights of the drafted token, then of it with
-            the one before it.
+        of_source: float64 ``[T, S, weights, 2]``, by confidence, by relation, by position.
+        of_token: float64 ``[T, 2 TOKEN_BUCKETS, 2]``, weights of the draft token, then of its pair
+            with the token before it.
         of_request: float64 ``[R, S, 2]``, weights.
         last: int32 ``[R]``, the last token of each text.
-        tenant: int64 ``[R]``.
-        tokens: int32 ``[S, R, k]``, the last step's drafts.
-        lengths: int32 ``[S, R]``; 0: none was offered.
+        tenant: int64 ``[R]``, number of each request's tenant.
+        tokens: int32 ``[S, R, k]``, the offered drafts.
+        lengths: int32 ``[S, R]``, their lengths; 0: none is offered.
         confidence: float32 ``[S, R, k]``.
         labels: uint8 ``[S, R]``.
     """
@@ -88,20 +88,19 @@ class AcceptanceState(NamedTuple):
 class Acceptance:
     """Estimates ``P(draft tokens 1 .. j are all accepted)``.
 
-    The log-odds of a token are a sum of weights: of its source's confidence, which begin with what
-    the source states; of what other sources offer in its place; of the token, alone and with the
-    one before it; of its request. What is accepted of one tenant's drafts does not change what is
-    expected of another's.
+    The log-odds of a draft token are a sum of five weights: for its confidence, its relation to
+    other sources' drafts, the token, its pair with the token before, and the request. The weights
+    of confidence start at the log-odds of that confidence. Tenants share no weights.
 
-    What is offered to a request stays until its next tokens are known.
+    An offered draft stays until the request's next tokens are known.
 
     Args:
         num_sources: S.
-        num_slots: requests that may be open at a time.
+        num_slots: most requests that are open at a time.
         max_draft_len: longest draft of any source.
 
     Attributes:
-        state: for kernels; another one after :meth:`open`.
+        state: the kernels' arrays; :meth:`open` may replace it.
     """
 
     def __init__(self, num_sources: int, num_slots: int, max_draft_len: int) -> None:
@@ -124,7 +123,7 @@ class Acceptance:
         )
 
     def offers(self, source: int) -> Drafts:
-        """A source's drafts by slot, to be written; labels count those of all sources."""
+        """The arrays for a source's drafts, by slot; labels are numbered over all sources."""
         state = self.state
         return Drafts(
             state.tokens[source],
@@ -134,7 +133,7 @@ class Acceptance:
         )
 
     def open(self, slot: int, tenant: str) -> None:
-        """A request begins: what is known of its tenant's traffic holds for it."""
+        """Registers a new request, which uses and updates its tenant's weights."""
         number = self._tenants.setdefault(tenant, len(self._tenants))
         if number == len(self.state.of_source):
             of_source, of_token = self._new_tenant
@@ -148,7 +147,7 @@ class Acceptance:
 
 
 def _weights(variance: float, *shape: int) -> Float64Array:
-    """Weights of 0."""
+    """float64 ``[*shape, 2]``: weights of 0 with this variance."""
     return np.stack([np.zeros(shape), np.full(shape, variance)], axis=-1)
 
 
@@ -165,7 +164,7 @@ def _probability(odds):  # type: ignore[no-untyped-def]
 
 @inner
 def _relation(a, source, slot, j):  # type: ignore[no-untyped-def]
-    """What the other sources offer in the place of a draft token."""
+    """The relation of draft token ``j`` to what other sources offer at its position."""
     found = _ALONE
     for other in range(a.lengths.shape[0]):
         if other != source and j < a.lengths[other, slot]:
@@ -176,9 +175,9 @@ def _relation(a, source, slot, j):  # type: ignore[no-untyped-def]
 
 
 @inner
-def _cells(a, source, slot, j, before):  # type: ignore[no-untyped-def]
-    """Where a draft token's weights are, if it stands behind ``before``: two of its source, and two
-    of tokens."""
+def _weight_indices(a, source, slot, j, before):  # type: ignore[no-untyped-def]
+    """Indices of a draft token's weights after the token ``before``: two of its source, two of
+    tokens."""
     token = a.tokens[source, slot, j]
     return (
         _level(a.confidence[source, slot, j]),
@@ -189,9 +188,9 @@ def _cells(a, source, slot, j, before):  # type: ignore[no-untyped-def]
 
 
 @inner
-def _total(a, source, slot, cells, column):  # type: ignore[no-untyped-def]
-    """Log-odds that a draft token is accepted where all before it were, or their variance."""
-    confidence, relation, token, pair = cells
+def _total(a, source, slot, indices, column):  # type: ignore[no-untyped-def]
+    """Log-odds that a draft token is accepted if all before it are, or the variance of these."""
+    confidence, relation, token, pair = indices
     tenant = a.tenant[slot]
     return (
         a.of_request[slot, source, column]
@@ -204,14 +203,14 @@ def _total(a, source, slot, cells, column):  # type: ignore[no-untyped-def]
 
 @inner
 def survival_of(a, slots, limits, survival, lengths):  # type: ignore[no-untyped-def]
-    """Probability that each offered draft token is accepted, all before it included.
+    """Writes the probability that each offered draft token and all before it are accepted.
 
     Args:
         a: the state.
         slots: int64 ``[n]``.
-        limits: int32 ``[S, >= n]``, tokens of each draft that are of use.
-        survival: float64 ``[S, >= n, k]``, written; falling along a draft.
-        lengths: int32 ``[S, >= n]``, written: tokens of each draft.
+        limits: int32 ``[S, >= n]``, longest draft that each request can use.
+        survival: float64 ``[S, >= n, k]``, written; it falls along a draft.
+        lengths: int32 ``[S, >= n]``, written: draft lengths within the limits.
     """
     for source in range(a.lengths.shape[0]):
         for row in range(slots.shape[0]):
@@ -221,8 +220,8 @@ def survival_of(a, slots, limits, survival, lengths):  # type: ignore[no-untyped
             probability, before = 1.0, a.last[slot]
             for j in range(length):
                 if probability > 0.0:
-                    cells = _cells(a, source, slot, j, before)
-                    odds = _total(a, source, slot, cells, _WEIGHT)
+                    indices = _weight_indices(a, source, slot, j, before)
+                    odds = _total(a, source, slot, indices, _WEIGHT)
                     probability *= min(_probability(odds), _MOST_LIKELY)
                     if probability < LEAST_SURVIVAL:
                         probability = 0.0
@@ -232,18 +231,17 @@ def survival_of(a, slots, limits, survival, lengths):  # type: ignore[no-untyped
 
 @inner
 def learn(a, slots, token_ids, num_tokens, num_new):  # type: ignore[no-untyped-def]
-    """Learns how far the last offers were right.
+    """Updates the weights with the offered drafts of requests that have new tokens.
 
     Args:
-        a: the state.
+        a: the state. Drafts that were learned from are removed; the others stay.
         slots: int64 ``[n]``.
         token_ids: int32 ``[n, >= max(num_tokens)]``.
         num_tokens: int32 ``[n]``.
-        num_new: int32 ``[n]``, tokens that the last step brought; the request's last ones. Offers
-            to a request without new tokens stay.
+        num_new: int32 ``[n]``, new tokens of the last step, at the end of each text.
 
     Returns:
-        How many requests have offers left.
+        Number of offered drafts that stay.
     """
     num_left = 0
     for row in range(slots.shape[0]):
@@ -261,28 +259,28 @@ def learn(a, slots, token_ids, num_tokens, num_new):  # type: ignore[no-untyped-
 
 @inner
 def _learn_draft(a, source, slot, text, first):  # type: ignore[no-untyped-def]
-    """Learns from one draft, which was to stand behind the ``first`` tokens of a text."""
+    """Updates the weights with one draft, compared with a text from position ``first`` on."""
     of_source, of_token = a.of_source[a.tenant[slot], source], a.of_token[a.tenant[slot]]
     for j in range(min(a.lengths[source, slot], text.shape[0] - first)):
         is_right = a.tokens[source, slot, j] == text[first + j]
         of_position = of_source[_POSITIONS + min(j, _NUM_POSITIONS - 1)]
-        moved, known = _innovation(of_position[_WEIGHT], of_position[_VARIANCE], is_right)
-        _move(of_position, moved, known, OF_SOURCE[1])
-        cells = _cells(a, source, slot, j, text[first + j - 1])
-        odds = _total(a, source, slot, cells, _WEIGHT)
-        variance = _total(a, source, slot, cells, _VARIANCE)
-        moved, known = _innovation(odds, variance, is_right)
-        _move(a.of_request[slot, source], moved, known, OF_REQUEST[1])
+        gain, shrinkage = _gains(of_position[_WEIGHT], of_position[_VARIANCE], is_right)
+        _update_weight(of_position, gain, shrinkage, OF_SOURCE[1])
+        indices = _weight_indices(a, source, slot, j, text[first + j - 1])
+        odds = _total(a, source, slot, indices, _WEIGHT)
+        variance = _total(a, source, slot, indices, _VARIANCE)
+        gain, shrinkage = _gains(odds, variance, is_right)
+        _update_weight(a.of_request[slot, source], gain, shrinkage, OF_REQUEST[1])
         for i in range(2):
-            _move(of_source[cells[i]], moved, known, OF_SOURCE[1])
-            _move(of_token[cells[2 + i]], moved, known, OF_TOKEN[1])
+            _update_weight(of_source[indices[i]], gain, shrinkage, OF_SOURCE[1])
+            _update_weight(of_token[indices[2 + i]], gain, shrinkage, OF_TOKEN[1])
         if not is_right:
             break
 
 
 @inner
-def _innovation(odds, variance, is_right):  # type: ignore[no-untyped-def]
-    """What an observation moves weights by, and makes known of them, per unit of their variance."""
+def _gains(odds, variance, is_right):  # type: ignore[no-untyped-def]
+    """Change of each weight and relative loss of its variance, both per unit of its variance."""
     probability = _probability(odds)
     slope = max(probability * (1.0 - probability), _LEAST_SLOPE)
     share = 1.0 / (1.0 + slope * variance)
@@ -290,19 +288,19 @@ def _innovation(odds, variance, is_right):  # type: ignore[no-untyped-def]
 
 
 @inner
-def _move(weight, moved, known, least):  # type: ignore[no-untyped-def]
+def _update_weight(weight, gain, shrinkage, least):  # type: ignore[no-untyped-def]
     variance = weight[_VARIANCE]
-    weight[_WEIGHT] += variance * moved
-    weight[_VARIANCE] = max(variance * (1.0 - variance * known), least)
+    weight[_WEIGHT] += variance * gain
+    weight[_VARIANCE] = max(variance * (1.0 - variance * shrinkage), least)
 
 
 @kernel
 def unseen_survival(a, source, slots, survival):  # type: ignore[no-untyped-def]
-    """Survival of drafts that are not there yet, of which only the position is known.
+    """Writes the survival of drafts that are not asked for yet, by position and request.
 
     Args:
         a: the state.
-        source: its index.
+        source: index of the source.
         slots: int64 ``[n]``.
         survival: float64 ``[>= n, k]``, written; see :func:`survival_of`.
     """

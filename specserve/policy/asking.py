@@ -1,4 +1,4 @@
-"""Which sources a step asks: those whose drafts bring more time than asking them takes."""
+"""Ask policies: in which steps a source is asked, by the time that its drafts save and cost."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from specserve.sources.base import RemoteSource
 from specserve.sources.guard import GuardedSource
 
 MOST_PAUSE = 8
-"""Steps from one call of a local source to the next where nothing comes of them: a text that begins
-to repeat itself is noticed after so many steps at the latest."""
+"""Longest interval in steps between two calls of a local source. It bounds the delay until a text
+that starts to repeat itself is noticed."""
 
 MOST_PROBE_PAUSE = 256
-"""Steps between two probes of a remote source that nothing came of, and to wait at most for a text
-to probe with of which it has missed nothing."""
+"""Longest back-off in steps between two probes of a remote source. A probe also waits at most this
+long for a text that the source follows."""
 
-_MEMORY = 0.98
-_FIRST_CALLS = 8
-_MOST_TIMES = 4.0
-_MOST_TRIES = 8
-_AWAY_S = 1e-3
-_HOPE = 0.9
+_MEAN_DECAY = 0.98  # weight of the old mean in a local source's moving means
+_FIRST_CALLS = 8  # back-off starts at this call at the earliest
+_MOST_TIMES = 4.0  # cap of one call's time, in mean calls
+_MOST_TRIES = 8  # repeats of a probe without an answer
+_AWAY_S = 1e-3  # a shorter call without drafts did not reach a drafter
+_MOST_PROBED_VALUE = 0.9  # a probed request's draft is worth less, as a share of its limit
 
 
 class Situation(NamedTuple):
-    """What is known in a step when a remote source's turn comes.
+    """The input of a remote source's ask policy in one step.
 
     Attributes:
-        step: its number.
+        step: number of the step.
         batch: n requests.
-        limits: int32 ``[n]``, longest draft of the source that is of use.
-        values: float64 ``[n]``, worth of the drafts that there are so far, in tokens.
-        rate: expected tokens a second with these.
-        is_drafting: whether the step sends some of them.
+        limits: int32 ``[n]``, longest draft that each request can use.
+        values: float64 ``[n]``, value in tokens of the drafts offered by other sources.
+        rate: expected output tokens per second with those drafts.
+        is_drafting: whether the plan sends any of those drafts.
         costs: of a step of n requests.
-        unseen: float64 ``[>= n, k]``, survival of the source's drafts, which are not there yet.
+        unseen: float64 ``[>= n, k]``, see :func:`specserve.policy.acceptance.unseen_survival`.
     """
 
     step: int
@@ -56,13 +56,13 @@ class Situation(NamedTuple):
 
 
 class Ask:
-    """When a source is asked, and for which requests. This one: in each step, for all.
+    """Base of the ask policies. On its own, it asks in each step for all requests.
 
     Attributes:
         place: index of the source in all arrays.
-        guard: of the source.
+        guard: catches the source's errors.
         member: the source.
-        is_slow: whether it is not asked in each step.
+        is_slow: whether the source is skipped in some steps.
     """
 
     is_slow = False
@@ -71,42 +71,43 @@ class Ask:
         self.place, self.guard, self.member = place, guard, guard.member
 
     def num_idle_steps(self, step: int, slots: Int64Array) -> int:
-        """Steps after this one, of the same requests, in which the source will have no turn."""
+        """Number of steps after this one, with the same requests, before the source is due."""
         return 0
 
     def is_due(self, step: int, slots: Int64Array) -> bool:
-        """Whether it has a turn in this step."""
+        """Whether the source is called in this step."""
         return self.num_idle_steps(step - 1, slots) == 0
 
 
 class LocalAsk(Ask):
-    """Asks a source in this process in each step while it pays, else ever less.
+    """Asks a source in this process in each step while that saves time, else with back-off.
 
-    What a call takes and brings are means over some fifty calls; a stalled one counts as four usual
-    ones. Sources that are slow are asked in the same steps: those between cost nothing then.
+    Cost and gain of a call are moving means over about fifty calls. A stalled call
+    counts as at most four mean ones. Sources in back-off share their steps, so that the steps
+    between need no decision.
     """
 
     def __init__(self, place: int, guard: GuardedSource) -> None:
         super().__init__(place, guard)
         self.surplus_s = 0.0
-        """What a call brings less what it takes, in seconds."""
+        """Seconds that a call saves, less the seconds that it takes."""
         self._call_s = self._gain_s = 0.0
         self._num_calls = 0
         self._pause = 1
 
     def num_idle_steps(self, step: int, slots: Int64Array) -> int:
-        """Steps that come before the next turn: 0, 1, 3 or 7 at most."""
+        """Number of steps before the source is due: at most 0, 1, 3 or 7, by the back-off."""
         return self._pause - 1 - step % self._pause
 
     def observe(self, call_s: float, gain_s: float) -> None:
-        """What a call took and brought.
+        """Updates the means with one call, then the back-off.
 
         Args:
-            call_s: seconds of the call, with all that it brought along.
-            gain_s: seconds that its drafts are expected to save beyond those ranked before it.
+            call_s: seconds of the call and of its share of the decision.
+            gain_s: seconds that its drafts are expected to save beyond sources ranked before it.
         """
         self._num_calls += 1
-        weight = max(1 / self._num_calls, 1 - _MEMORY)
+        weight = max(1 / self._num_calls, 1 - _MEAN_DECAY)
         if self._num_calls > 1:
             call_s = min(call_s, _MOST_TIMES * self._call_s)
         self._call_s += weight * (call_s - self._call_s)
@@ -118,10 +119,9 @@ class LocalAsk(Ask):
 
 
 class RemoteAsk(Ask):
-    """Asks a source in another process for the requests that pay for the call.
+    """Asks a source in another process for those requests whose expected gain exceeds the cost.
 
-    A source that is never asked cannot be learned from. So now and then one request is probed, the
-    more seldom the longer nothing came of it.
+    While asking does not pay, a probe asks for one request after each back-off, which doubles.
     """
 
     def __init__(self, place: int, guard: GuardedSource, num_slots: int) -> None:
@@ -129,11 +129,11 @@ class RemoteAsk(Ask):
         self._source = cast(RemoteSource, guard.member.source)
         self._saved_s: Float64Array = np.zeros(num_slots)
         self._cost = CallCost()
-        self._plain_s = np.inf  # a plain step, by the last plan
+        self._plain_s = np.inf  # seconds of a plain step in the last situation
         self._pause = Backoff(1, MOST_PROBE_PAUSE)
-        self._step = self._tries = 0
+        self._step = self._num_tries = 0
         self._is_probe = False
-        self._waits_since: int | None = None  # a probe is due since then, without a text for it
+        self._waits_since: int | None = None  # step since which a probe waits for a followed text
         self.is_slow = True
         rows, some, three = np.zeros(0, np.int32), np.zeros(0), Costs(1.0, 1.0, 1.0)
         self._plan = direct(
@@ -142,28 +142,28 @@ class RemoteAsk(Ask):
         self._affords, self._spend = (direct(each, some, 1.0, 1.0) for each in (affords, spend))
 
     def num_idle_steps(self, step: int, slots: Int64Array) -> int:
-        """None where asking pays or the source would miss something; else every eighth has one."""
-        if not self.is_slow or self._seen(slots).any():
+        """0 if asking pays or the source must see the steps; else steps to the next eighth one."""
+        if not self.is_slow or self._must_see(slots).any():
             return 0
         return MOST_PAUSE - 1 - step % MOST_PAUSE
 
     def is_considered(self, step: int) -> bool:
-        """Whether it may be asked in this step; in others it only sees what it must not miss."""
+        """Whether drafts may be asked for; in other steps the source only follows its texts."""
         return not self.is_slow or step % MOST_PAUSE == 0
 
     def forget(self, slots: Int64Array) -> None:
-        """These requests have ended."""
+        """Drops the state of requests that have ended."""
         self._saved_s[slots] = 0.0
 
     def limits(self, situation: Situation, credit_s: Float64Array) -> Int32Array:
-        """Which requests to ask for: those whose improvement pays for the call; else a probe.
+        """Lengths of the drafts to ask for: where they pay, else those of a probe.
 
         Args:
             situation: the step's.
-            credit_s: float64 ``[1]``, pays for probes.
+            credit_s: float64 ``[1]``, the exploration budget; a probe is subtracted.
 
         Returns:
-            int32 ``[n]``, how long a draft to ask for; 0: none.
+            int32 ``[n]``, draft length for each request; 0: none.
         """
         self._step, self._is_probe, self.is_slow = situation.step, False, True
         limits, costs = situation.limits, situation.costs
@@ -195,41 +195,44 @@ class RemoteAsk(Ask):
         return self._probe(situation, waits_s, credit_s)
 
     def observe(self, asked: Int32Array, lengths: Int32Array, call_s: float) -> None:
-        """A call for drafts of lengths ``asked``, int32 ``[n]``, brought those of ``lengths``."""
+        """Updates the call cost and the probe back-off with one call of ``call_s`` seconds.
+
+        ``asked`` and ``lengths``, int32 ``[n]``, are the requested and the received draft lengths.
+        """
         if not asked.any():
             return
         answered = lengths > 0
         is_answered = bool(answered.any())
-        if self._is_probe and (is_answered or self._tries >= _MOST_TRIES):
+        if self._is_probe and (is_answered or self._num_tries >= _MOST_TRIES):
             self._pause.fail(self._step)
-            self._tries = 0
-        elif self._is_probe:  # a text that is just being read gets no draft: it is asked again
-            self._tries += 1
+            self._num_tries = 0
+        elif self._is_probe:  # a text that the source is still reading gets no draft: ask again
+            self._num_tries += 1
         if call_s <= 0 or (call_s < _AWAY_S and not is_answered):
-            return  # the source is away, and knows it
+            return  # no drafter was asked for a draft, so nothing was measured
         rows = answered if is_answered else asked > 0
         self._cost.observe(int(rows.sum()), int(asked[rows].max()), call_s, self._plain_s)
 
     def _probe(
         self, situation: Situation, waits_s: Float64Array, credit_s: Float64Array
     ) -> Int32Array:
-        """Asks for one request, when it is time and there is credit.
+        """Lengths to ask for in a probe of one request, if it is due and the budget affords it.
 
-        For one that the source follows: of another it knows a part alone. Where there is none for
-        long, for the one whose draft is worth least.
+        Takes the request with the least valuable draft, of those that the source follows. If none
+        is followed, the probe waits first; after ``MOST_PROBE_PAUSE`` steps it takes any request.
         """
         limits = situation.limits
         asked = np.zeros_like(limits)
-        able = (waits_s < np.inf) & (situation.values < _HOPE * limits)
+        able = (waits_s < np.inf) & (situation.values < _MOST_PROBED_VALUE * limits)
         if not self._pause.is_due(self._step) or not able.any():
             return asked
         call, request, token = self._cost.coefficients(situation.costs.plain)
         price_s = call + request + token * int(limits[able].max())
         if not self._affords(credit_s, price_s, situation.costs.plain):
             return asked
-        if (followed := able & self._seen(situation.batch.slots)).any():
+        if (followed := able & self._must_see(situation.batch.slots)).any():
             able = followed
-        elif self._waits():
+        elif self._waits_for_text():
             return asked
         row = int(np.where(able, situation.values, np.inf).argmin())
         asked[row] = limits[row]
@@ -237,14 +240,14 @@ class RemoteAsk(Ask):
         self._is_probe, self._waits_since = True, None
         return asked
 
-    def _waits(self) -> bool:
-        """Whether the probe is put off until there is a text that the source follows."""
+    def _waits_for_text(self) -> bool:
+        """Whether the probe is delayed until there is a text that the source follows."""
         if self._waits_since is None:
             self._waits_since = self._step
         is_late = self._step - self._waits_since >= MOST_PROBE_PAUSE
         return not is_late and bool(self.guard.call(self._source.follow_next))
 
-    def _seen(self, slots: Int64Array) -> BoolArray:
-        """bool ``[n]``, see :meth:`RemoteSource.must_see`."""
+    def _must_see(self, slots: Int64Array) -> BoolArray:
+        """bool ``[n]``, see :meth:`RemoteSource.must_see`; all false if the source fails."""
         seen = self.guard.call(lambda: self._source.must_see(slots))
         return np.zeros(len(slots), np.bool_) if seen is None else seen

@@ -1,14 +1,14 @@
-"""From sources to the drafts of one step: who is asked, whose draft is sent, and how much of it.
+"""Asks all sources of a replica and chooses the drafts of each step.
 
-The way of a step, for the engine's hook::
+The engine's hook calls, in this order::
 
-    chain.open(slot, controls)                       a request begins
+    chain.open(slot, controls)                       when a request begins
     outcomes = chain.observe(batch, new, verified)   after each step
-    drafts = chain.step(batch)                       then; by the sources that have a turn
-    chain.cost.observe(n, draft_tokens, seconds)     after each step of decoding requests alone
-    chain.num_idle_steps(slots)                      so many steps of the same requests may pass
+    chain.cost.observe(n, draft_tokens, seconds)     if the step only decoded the same requests
+    drafts = chain.step(batch)                       drafts of the sources that are due
+    chain.num_idle_steps(slots)                      number of next steps that need no call
     chain.finish(batch)                              when requests end, if has_unseen_texts
-    chain.close(slots)                               then, or when they are aborted
+    chain.close(slots)                               when requests have ended or were aborted
 """
 
 from __future__ import annotations
@@ -53,27 +53,26 @@ logger = logging.getLogger(__name__)
 NO_LIMIT = 1 << 30
 """More tokens than any text has."""
 
-_FIRST_TOKENS = 4
-_PATIENCE_STEPS = 8
-
+_FIRST_TOKENS = 4  # least bound of a step's draft tokens
+_PATIENCE_STEPS = 8  # steps without calibration after which drafts are sent anyway
 
 _Call = tuple[Ask, Int32Array, Int32Array]
-"""A source that was asked; lengths asked for and drafted, int32 ``[n]``."""
+"""A source that was asked; draft lengths asked for and received, int32 ``[n]``."""
 
 
 class Chain:
-    """All sources of one replica, as one. Calls come from one thread.
+    """All sources of one replica with the policy of their use. Calls come from one thread.
 
     Args:
-        members: the sources; of equally good drafts the first one's is sent.
-        metrics: where drafts, calls and errors are counted.
-        num_slots: requests that may be open at a time.
+        members: the sources. Remote ones are moved to the end.
+        metrics: counts drafts, calls and errors.
+        num_slots: most requests that are open at a time.
         vocab_size: draft tokens are 0 .. ``vocab_size - 1``; a draft with others is dropped.
         max_len: longest text, in tokens.
         clock: monotonic seconds.
 
     Attributes:
-        labels: names of all drafts.
+        labels: draft labels of all sources.
         cost: of steps.
         sent: int32 ``[num_slots, k]``, the tokens of each request's last sent draft.
     """
@@ -88,7 +87,7 @@ class Chain:
         max_len: int = NO_LIMIT,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        # Remote sources are asked last, when it is known what the others have.
+        # Remote sources are asked last: their gain depends on the other sources' drafts.
         members = sorted(members, key=lambda each: isinstance(each.source, RemoteSource))
         count, longest = len(members), max(each.max_draft_len for each in members)
         self._clock = clock
@@ -106,7 +105,7 @@ class Chain:
             else:
                 self._sources.append(LocalAsk(place, guard))
             self.labels += each.labels
-        self._of_use: list[Ask] = []  # the sources that have something to draft from
+        self._of_use: list[Ask] = []  # the sources that can draft for a running request
         self._counts = metrics.draft_counts(self.labels)
         self.cost = StepCost()
         self.sent: Int32Array = np.zeros((num_slots, longest), np.int32)
@@ -124,18 +123,18 @@ class Chain:
         )
         self._plan = Plan.empty(num_slots, count)
         self._unseen: Float64Array = np.zeros((num_slots, longest))
-        self._step = self._num_unearned = self._unmeasured_steps = self._num_offered = 0
+        self._step = self._num_unearned_steps = self._unmeasured_steps = self._num_offered = 0
         self._find_of_use()
         batch, outcomes = DraftBatch.empty(), np.zeros((3, 0), np.int32)
         none, _, rows, _ = batch[:4]
-        state, known, plan = self._acceptance.state, self._known(none), self._plan
+        state, known, plan = self._acceptance.state, self._plan_inputs(none), self._plan
         self._learn = direct(
             observe, state, self._work, self._counts, max_len, batch[:4], rows, rows, outcomes
         )
         self._foresee = direct(foresee, *known, state, self._work, plan)
         self._decide = direct(decide, *known, False, state, self._work, plan)
         self._is_calibrated = direct(is_calibrated, self.cost.lines, 1)
-        self._judge_unseen = direct(unseen_survival, state, 0, none, self._unseen)
+        self._predict_unseen = direct(unseen_survival, state, 0, none, self._unseen)
 
     def open(
         self,
@@ -144,13 +143,13 @@ class Chain:
         most_output: int = NO_LIMIT,
         least_output: int = 0,
     ) -> None:
-        """A request begins, in a slot that is free.
+        """Registers a new request in a free slot.
 
         Args:
             slot: below ``num_slots``.
-            controls: what it asked for.
-            most_output: tokens that it may write.
-            least_output: tokens that it writes before anything but its length may end it.
+            controls: the request's options.
+            most_output: most output tokens.
+            least_output: output tokens before a stop token may end the request.
         """
         self._acceptance.open(slot, controls.tenant)
         request = self._work.requests[slot]
@@ -168,7 +167,7 @@ class Chain:
         self._find_of_use()
 
     def close(self, slots: Int64Array) -> None:
-        """Drops all that is kept of these finished or aborted requests; their slots are free."""
+        """Drops all state of these finished or aborted requests; their slots become free."""
         for each in self._sources:
             each.guard.close(slots)
             if isinstance(each, RemoteAsk):
@@ -179,16 +178,16 @@ class Chain:
     def observe(
         self, batch: DraftBatch, num_new: Int32Array, num_verified: Int32Array
     ) -> Int32Array:
-        """Counts what became of the last drafts, and learns from what was written.
+        """Counts the accepted tokens of the last drafts, and learns from the new tokens.
 
         Args:
             batch: n requests.
-            num_new: int32 ``[n]``, tokens that the step brought; 0: the request waits.
-            num_verified: int32 ``[n]``, draft tokens that were verified in the step.
+            num_new: int32 ``[n]``, new tokens of the step; 0: the request waits.
+            num_verified: int32 ``[n]``, draft tokens that the step verified.
 
         Returns:
-            int32 ``[3, n]``: index in :attr:`labels` of the draft that was verified, -1: none;
-            its tokens; how many of them were accepted.
+            int32 ``[3, n]``: index in :attr:`labels` of the verified draft (-1: none); its tokens;
+            its accepted tokens.
         """
         outcomes = np.empty((3, len(num_new)), np.int32)
         self._num_offered = self._learn(
@@ -204,12 +203,12 @@ class Chain:
         return outcomes
 
     def num_idle_steps(self, slots: Int64Array) -> int:
-        """Steps that may pass from here on without a word of them.
+        """Number of next steps for which :meth:`observe` and :meth:`step` need not be called.
 
-        Nothing is sent, nothing is to be learned from what was offered, and no source will be due.
+        No source is due in them, and no offered draft waits for its outcome.
 
         Args:
-            slots: int64 ``[n]``, requests of this step; the next ones have to be of the same.
+            slots: int64 ``[n]``, requests of this step; the next steps must have the same ones.
         """
         if self._num_offered:
             return 0
@@ -217,11 +216,11 @@ class Chain:
         return min(idle, default=MOST_PAUSE - 1)
 
     def step(self, batch: DraftBatch, num_steps: int = 1) -> list[list[int]]:
-        """Drafts for the next step, of the sources that have a turn.
+        """Asks the sources that are due, and returns the drafts for the next step.
 
         Args:
-            batch: n requests, of which the last step's outcomes were observed.
-            num_steps: since the last call of this method, with this one.
+            batch: n requests; :meth:`observe` was called with them before.
+            num_steps: steps since the last call of this method, this one included.
 
         Returns:
             n drafts, none longer than its request can use now, often empty.
@@ -229,14 +228,14 @@ class Chain:
         began, slots = self._clock(), batch.slots
         size = len(slots)
         self._step += num_steps
-        self._num_unearned += num_steps
+        self._num_unearned_steps += num_steps
         due = [each for each in self._of_use if each.guard.ready and each.is_due(self._step, slots)]
         if not (due and size):
             return [[] for _ in range(size)]
         calls = [call for each in due if (call := self._call(each, batch)) is not None]
         is_impatient = self._unmeasured_steps >= _PATIENCE_STEPS
         costs, planned, num_sent, self._num_offered, is_measured = self._decide(
-            *self._known(slots), is_impatient, self._acceptance.state, self._work, self._plan
+            *self._plan_inputs(slots), is_impatient, self._acceptance.state, self._work, self._plan
         )
         self._unmeasured_steps = 0 if is_measured else self._unmeasured_steps + 1
         drafts = self._drafts(size, num_sent)
@@ -247,11 +246,11 @@ class Chain:
 
     @property
     def has_unseen_texts(self) -> bool:
-        """Whether a source that learns is asked seldom, and so may have missed the last tokens."""
+        """Whether a source that learns is in back-off, so that it may have missed new tokens."""
         return any(each.member.learns and each.is_slow for each in self._sources)
 
     def finish(self, batch: DraftBatch) -> None:
-        """Shows requests that end to the sources that learn from them, as they are now."""
+        """Shows the texts of ending requests to the sources that learn from them."""
         for each in self._sources:
             if each.member.learns and each.guard.ready and len(batch.slots):
                 each.guard.propose(batch, np.zeros(len(batch.slots), np.int32))
@@ -263,26 +262,26 @@ class Chain:
         ]
 
     def _call(self, ask: Ask, batch: DraftBatch) -> _Call | None:
-        """Asks a source; its drafts are among the offers then. None: it has failed."""
+        """Asks a source, which writes its drafts into the offers; None if it fails."""
         limits = self._work.limits[ask.place, : len(batch.slots)]
         if isinstance(ask, RemoteAsk):
             limits = self._remote_limits(ask, batch, limits)
-            if not ask.guard.ready:  # it has just failed to say what reading takes
+            if not ask.guard.ready:  # `reading_s` has just failed
                 return None
         drafts = ask.guard.propose(batch, limits)
         return None if drafts is None else (ask, limits, drafts.lengths)
 
     def _remote_limits(self, ask: RemoteAsk, batch: DraftBatch, limits: Int32Array) -> Int32Array:
-        """How long a draft to ask a remote source for, by what the others have offered."""
+        """int32 ``[n]``: draft lengths to ask a remote source for, given the offered drafts."""
         slots, size = batch.slots, len(limits)
         is_patient = self._unmeasured_steps < _PATIENCE_STEPS
         is_too_early = is_patient and not self._is_calibrated(self.cost.lines, size)
         if is_too_early or not ask.is_considered(self._step):
             return np.zeros_like(limits)
         costs, (num_tokens, rate, _) = self._foresee(
-            *self._known(slots), self._acceptance.state, self._work, self._plan
+            *self._plan_inputs(slots), self._acceptance.state, self._work, self._plan
         )
-        self._judge_unseen(self._acceptance.state, ask.place, slots, self._unseen)
+        self._predict_unseen(self._acceptance.state, ask.place, slots, self._unseen)
         values, is_drafting = self._plan.values[:size], num_tokens > 0
         return ask.limits(
             Situation(
@@ -291,14 +290,14 @@ class Chain:
             self._work.credit_s,
         )
 
-    def _known(self, slots: Int64Array) -> tuple[object, ...]:
-        """What both kernels of a plan take first; counts steps for the account once."""
-        num_steps, self._num_unearned = self._num_unearned, 0
+    def _plan_inputs(self, slots: Int64Array) -> tuple[object, ...]:
+        """First arguments of ``foresee`` and ``decide``; each step is passed on only once."""
+        num_steps, self._num_unearned_steps = self._num_unearned_steps, 0
         most_tokens = max(2 * self.cost.most_draft_tokens, _FIRST_TOKENS, len(slots))
         return self.cost.lines, slots, num_steps, most_tokens
 
     def _drafts(self, size: int, num_tokens: int) -> list[list[int]]:
-        """The drafts as the engine takes them."""
+        """The sent drafts as lists of tokens, one for each request."""
         if not num_tokens:
             return [[] for _ in range(size)]
         tokens, drafts, begin = self._work.drafts[:num_tokens].tolist(), [], 0
@@ -308,7 +307,7 @@ class Chain:
         return drafts
 
     def _observe_calls(self, calls: Sequence[_Call], step_s: float, rate: float) -> None:
-        """Tells what calls took, each local one with its share of what deciding took."""
+        """Tells the ask policies the time of their calls; local ones share the decision's time."""
         share_s = (step_s - sum(ask.guard.call_s for ask, _, _ in calls)) / max(len(calls), 1)
         for ask, asked, lengths in calls:
             if isinstance(ask, LocalAsk):
@@ -318,7 +317,7 @@ class Chain:
                 ask.observe(asked, lengths, ask.guard.call_s)
 
     def _explain(self, costs: Costs, calls: Sequence[_Call], sent: Int32Array, gain: float) -> None:
-        """Logs what a step was expected to cost, what was drafted, and what is sent of it."""
+        """Logs a step's expected costs, drafted and sent tokens, and expected gain."""
         drafted = {ask.member.kind: lengths.tolist() for ask, _, lengths in calls}
         logger.debug(
             "a step: plain %.3g ms, with drafts %.3g ms and %.3g ms a token; drafted %s; sent %s; "
@@ -337,7 +336,7 @@ def build_chain(
     max_len: int = NO_LIMIT,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Chain:
-    """The chain that a configuration's ``speculation`` describes, warmed up."""
+    """Builds the chain of a configuration's ``speculation`` section, with its kernels compiled."""
     context = context or SourceContext()
     members = [
         Member(

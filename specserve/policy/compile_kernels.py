@@ -1,8 +1,8 @@
-"""Compiles all kernels and keeps them on disk, so that no replica's start waits for that:
+"""Compiles all kernels and caches them on disk, so that replicas start without compiling:
 
     python -m specserve.policy.compile_kernels
 
-``make setup`` and the image do so. What is not there when it is needed is compiled then.
+``make setup`` and the image run it. A kernel that is not in the cache is compiled when needed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from specserve.trie.memory import SharedMemory
 
 
 def compile_kernels() -> None:
-    """Builds a chain of all sources that have kernels, and of a remote one, whose policy has some;
-    and counts a prediction as replicas do."""
+    """Builds a chain of all sources that have kernels, and of a remote one for its ask policy's.
+    Then counts a prediction's correct tokens, as replicas do."""
     sources = (
         NgramConfig(kind="ngram"),
         PredictionConfig(kind="prediction"),

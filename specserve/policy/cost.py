@@ -1,9 +1,8 @@
-"""What decoding steps and calls of drafters cost, learned while serving.
+"""Estimates the seconds of decoding steps and of drafter calls, from measurements while serving.
 
-A cost is linear in three features. Its coefficients are tracked by a Kalman filter in which they
-drift, each by itself and all together: longer texts, or another load, make everything dearer. The
-variance of a coefficient grows while nothing is measured that depends on it, so that the filter
-also tells what is not known well enough any more.
+A cost is linear in three features. A Kalman filter tracks its coefficients. They drift, each alone
+and all together, because longer texts or another load make everything slower. The variance of a
+coefficient grows while no measurement depends on it. So the filter also shows what is uncertain.
 
 The state of a filter is a line: float64 ``[NUM_COLUMNS]``.
 """
@@ -18,35 +17,35 @@ from specserve.core.compile import direct, inner, kernel
 from specserve.core.types import Float64Array
 
 CALIBRATION_STEPS = 3
-"""Plain steps of about so many requests that are measured before drafts are sent."""
+"""Plain steps of about the same batch size that are measured before drafts are sent."""
 
 _ASSUMED_SLOPE = 0.01
-"""Cost of a draft token in plain steps, before any was measured."""
+"""Cost of a draft token in plain steps, until one is measured."""
 
 _SHARES = np.array([0.1, 0.01, 0.1])
-"""Of a plain step: what a call takes, each request and each token, before one was measured."""
+"""Cost of a call, of each request and of each token in plain steps, until a call is measured."""
 
-_NUM_SIZES = 40
-_NEAR_SIZES = 2
-_TOO_SHORT = 2.0
-_LEAST_S = 1e-6
-_CHANGED_AFTER = 3
-_LEAST_NOISE, _MOST_NOISE = 0.01, 0.3
-_CLIP = 3.0
-_COMMON_DRIFT = 0.005
+_NUM_SIZES = 40  # size classes
+_NEAR_SIZES = 2  # size classes on each side that calibrate a batch size, too
+_TOO_SHORT = 2.0  # ratio of predicted to measured time above which all coefficients are scaled
+_LEAST_S = 1e-6  # least seconds of a plain step
+_CHANGED_AFTER = 3  # consecutive clipped measurements that count as a change
+_LEAST_NOISE, _MOST_NOISE = 0.01, 0.3  # bounds of one measurement's relative noise
+_CLIP = 3.0  # standard deviations at which an error is clipped
+_COMMON_DRIFT = 0.005  # relative, of all coefficients together, per measurement
 _LEAST_DRIFT = (0.002, 0.002, 0.0002)
-"""Of the three coefficients of a step, from one measurement to the next, in plain steps."""
+"""Least drift of a step's three coefficients per measurement, in plain steps."""
 
 _MEAN, _DRIFT, _GAIN, _COVARIANCE = 0, 3, 6, 9
 _NOISE, _CLIPPED, _NUM_MEASURED, _NUM_PLAIN, NUM_COLUMNS = 18, 19, 20, 21, 22
 """Columns of a line: coefficients, their drift (a variance), scratch, their covariance; relative
-noise, clipped measurements in a row (signed), measurements, those of plain steps."""
+noise; numbers of consecutive clipped measurements (signed), of measurements, of plain steps."""
 
 
 class CallCost:
-    """Seconds of a drafter's call: of itself, of each request, of each token of the longest draft.
+    """Seconds of a drafter's call, of each request in it, of each token of the longest draft.
 
-    Before the first call they are shares of a plain step.
+    Until the first call is measured, the costs are shares of a plain step.
     """
 
     def __init__(self) -> None:
@@ -56,7 +55,7 @@ class CallCost:
         self._update = direct(_update, self._line, three, 1.0)
 
     def coefficients(self, plain_s: float) -> tuple[float, float, float]:
-        """Now, in seconds, where a plain step takes ``plain_s``; none is below 0."""
+        """Seconds of a call, of a request, of a token, each >= 0; ``plain_s`` is a plain step's."""
         is_measured = self._line[_NUM_MEASURED] > 0.0
         found = self._line[_MEAN : _MEAN + 3] if is_measured else _SHARES * plain_s
         call, request, token = np.maximum(found, 0.0).tolist()
@@ -68,16 +67,16 @@ class CallCost:
         return self._line[_COVARIANCE : _COVARIANCE + 9].reshape(3, 3)
 
     def observe(self, num_requests: int, longest: int, seconds: float, plain_s: float) -> None:
-        """One measurement; of one that is far off, only a part is believed.
+        """Updates the costs with one call of ``seconds``; a call of 0 s is ignored.
 
-        Several in a row that are far off in the same direction say that the cost has changed. What
-        took no time that could be measured is ignored.
+        The error of an outlier is clipped. Consecutive outliers in the same direction raise the
+        variance, because the cost has changed.
         """
         if seconds <= 0.0:
             return
         features = 1.0, float(num_requests), float(longest)
         if self._line[_NUM_MEASURED] == 0.0:
-            # By the call itself, where plain steps are dearer or not known yet.
+            # The call itself bounds the prior, as plain steps may be slower or not measured yet.
             prior = _SHARES * min(plain_s, seconds / float(_SHARES @ features))
             self._reset(
                 self._line, *(tuple(each.tolist()) for each in (prior, 2 * prior, prior / 50))
@@ -86,15 +85,15 @@ class CallCost:
 
 
 class StepCost:
-    """The cost of steps of n requests with m draft tokens: ``plain + (base - plain + slope m)``.
+    """Seconds of a step of n requests: ``plain``, or ``base + slope m`` with m draft tokens.
 
-    By the size of n, two sizes to a doubling. An engine skips work in a step where no request has a
-    draft, so that the first draft token costs more than the next one. A size that was not measured
-    takes over what is known of the nearest.
+    There is one filter for each size class of n, with two classes per doubling. The first draft
+    token costs more than the next ones, because the engine skips work in a step without drafts. A
+    class that was not measured uses the nearest one.
 
     Attributes:
         lines: float64 ``[sizes, NUM_COLUMNS]``, for kernels.
-        most_draft_tokens: of all steps measured so far: beyond, the lines are not to be trusted.
+        most_draft_tokens: most draft tokens of a measured step; costs beyond are unreliable.
     """
 
     def __init__(self) -> None:
@@ -103,13 +102,13 @@ class StepCost:
         self._observe = direct(_observe_step, self.lines, 1, 0, 1.0)
 
     def observe(self, num_requests: int, num_draft_tokens: int, seconds: float) -> None:
-        """A step that decoded ``num_requests`` requests and did nothing else.
+        """Updates the costs with a step that only decoded: it read no prompt.
 
         Args:
-            num_requests: each had one token and its draft verified.
-            num_draft_tokens: of all requests together.
-            seconds: from the end of the drafting before the step to the tokens that it sampled:
-                scheduling and sampling are in it, drafting is not. More than 0, else it is ignored.
+            num_requests: requests of the step.
+            num_draft_tokens: verified draft tokens of all requests together.
+            seconds: from the end of drafting before the step to its sampled tokens, so with
+                scheduling and sampling, without drafting. A step of 0 s is ignored.
         """
         if seconds <= 0 or num_requests <= 0:
             return
@@ -119,13 +118,13 @@ class StepCost:
 
 @inner
 def size_of(num_requests):  # type: ignore[no-untyped-def]
-    """A number for about so many requests: 0 for one, and two more for each doubling."""
+    """The size class of a batch: 0 for one request, and 2 more for each doubling."""
     return min(round(2.0 * math.log2(max(num_requests, 1))), _NUM_SIZES - 1)
 
 
 @kernel
 def is_calibrated(lines, num_requests):  # type: ignore[no-untyped-def]
-    """Whether enough plain steps of about so many requests were measured to compare with."""
+    """Whether ``CALIBRATION_STEPS`` plain steps of about this batch size were measured."""
     size, num_plain = size_of(num_requests), 0.0
     for each in range(max(size - _NEAR_SIZES, 0), min(size + _NEAR_SIZES + 1, lines.shape[0])):
         num_plain += lines[each, _NUM_PLAIN]
@@ -134,9 +133,9 @@ def is_calibrated(lines, num_requests):  # type: ignore[no-untyped-def]
 
 @kernel
 def costs_of(lines, num_requests):  # type: ignore[no-untyped-def]
-    """Seconds of a plain step, of one with drafts but for their tokens, of each draft token.
+    """Seconds of a plain step, of a step with drafts without its draft tokens, of a draft token.
 
-    Before the first measurement a plain step counts as one second: only ratios matter.
+    Until the first measurement, a plain step counts as one second: only ratios matter.
     """
     size = _nearest(lines, num_requests)
     if size < 0:
@@ -148,7 +147,7 @@ def costs_of(lines, num_requests):  # type: ignore[no-untyped-def]
 
 @kernel
 def doubt_about(lines, num_requests, num_draft_tokens):  # type: ignore[no-untyped-def]
-    """Standard deviation, in seconds, of what such a step costs beyond a plain one."""
+    """Standard deviation in seconds of the cost that the draft tokens add to a plain step."""
     size = _nearest(lines, num_requests)
     if size < 0:
         return 0.0
@@ -160,7 +159,7 @@ def doubt_about(lines, num_requests, num_draft_tokens):  # type: ignore[no-untyp
 
 @inner
 def _nearest(lines, num_requests):  # type: ignore[no-untyped-def]
-    """The size that was measured, or the nearest such one; -1: none was."""
+    """The size class that was measured and is nearest to the batch's; -1: none was measured."""
     size = size_of(num_requests)
     for distance in range(lines.shape[0]):
         if size >= distance and lines[size - distance, _NUM_MEASURED] > 0.0:
@@ -182,22 +181,22 @@ def _reset(line, prior, deviation, drift):  # type: ignore[no-untyped-def]
 
 @inner
 def _new_size(lines, size, num_requests, num_draft_tokens, seconds):  # type: ignore[no-untyped-def]
-    """A size that is measured for the first time: by its first step and its neighbours' ratios."""
+    """Starts a size class: scales the nearest class's costs to this first measured step."""
     plain, base, slope = costs_of(lines, num_requests)
     first, slope = (base - plain) / plain, slope / plain
     scale = seconds
     if num_draft_tokens:
         scale /= 1.0 + first + slope * num_draft_tokens
-    unsure = max(slope, _ASSUMED_SLOPE) * scale
+    slope_deviation = max(slope, _ASSUMED_SLOPE) * scale
     prior = (scale, first * scale, slope * scale)
-    deviation = (0.5 * scale, 0.2 * scale, unsure)
-    drift = (_LEAST_DRIFT[0] * scale, _LEAST_DRIFT[1] * scale, 0.02 * unsure)
+    deviation = (0.5 * scale, 0.2 * scale, slope_deviation)
+    drift = (_LEAST_DRIFT[0] * scale, _LEAST_DRIFT[1] * scale, 0.02 * slope_deviation)
     _reset(lines[size], prior, deviation, drift)
 
 
 @inner
-def _keep_drifting(line):  # type: ignore[no-untyped-def]
-    """No coefficient is believed for ever, however small it and its drift have become."""
+def _bound_drift(line):  # type: ignore[no-untyped-def]
+    """Raises each drift to its minimum, so that even a small coefficient stays adaptable."""
     for i in range(3):
         least = _LEAST_DRIFT[i] * line[_MEAN]
         line[_DRIFT + i] = max(line[_DRIFT + i], least * least)
@@ -205,7 +204,7 @@ def _keep_drifting(line):  # type: ignore[no-untyped-def]
 
 @inner
 def _scale(line, factor):  # type: ignore[no-untyped-def]
-    """Everything costs so many times what was believed, and is as uncertain relative to it."""
+    """Multiplies all coefficients by ``factor``, with the same relative uncertainty."""
     for i in range(3):
         line[_MEAN + i] *= factor
         line[_DRIFT + i] *= factor**2
@@ -215,7 +214,7 @@ def _scale(line, factor):  # type: ignore[no-untyped-def]
 
 @kernel
 def _update(line, features, seconds):  # type: ignore[no-untyped-def]
-    """One step of the filter, with the innovation clipped (Huber)."""
+    """Updates the filter with one measurement. The innovation is clipped (Huber)."""
     mean, gain = line[_MEAN : _MEAN + 3], line[_GAIN : _GAIN + 3]
     covariance = line[_COVARIANCE : _COVARIANCE + 9].reshape(3, 3)
     predicted = variance = 0.0
@@ -238,7 +237,7 @@ def _update(line, features, seconds):  # type: ignore[no-untyped-def]
     else:
         sign = 1.0 if error > 0 else -1.0
         line[_CLIPPED] = line[_CLIPPED] + sign if line[_CLIPPED] * sign >= 0 else sign
-        if abs(line[_CLIPPED]) >= _CHANGED_AFTER:  # everything may have changed
+        if abs(line[_CLIPPED]) >= _CHANGED_AFTER:  # all costs may have changed
             line[_CLIPPED] = 0.0
             change = (error / scale) ** 2
             for i in range(3):
@@ -253,7 +252,7 @@ def _update(line, features, seconds):  # type: ignore[no-untyped-def]
         for j in range(3):
             covariance[i, j] -= gain[i] * gain[j] / variance
     for i in range(3):
-        if mean[i] < 0.0 and covariance[i, i] > 0.0:  # what the others are, if this one is 0
+        if mean[i] < 0.0 and covariance[i, i] > 0.0:  # condition the others on 0 here
             surplus = mean[i] / covariance[i, i]
             for j in range(3):
                 mean[j] -= covariance[j, i] * surplus
@@ -266,12 +265,12 @@ def _observe_step(lines, num_requests, num_draft_tokens, seconds):  # type: igno
     line = lines[size]
     if line[_NUM_MEASURED] == 0.0:
         _new_size(lines, size, num_requests, num_draft_tokens, seconds)
-    _keep_drifting(line)
+    _bound_drift(line)
     any_draft = 1.0 if num_draft_tokens else 0.0
-    believed = line[_MEAN] + any_draft * line[_MEAN + 1] + num_draft_tokens * line[_MEAN + 2]
-    if believed > _TOO_SHORT * seconds:
-        # No step is that much shorter by chance. The first ones may have compiled something.
-        _scale(line, seconds / believed)
+    predicted = line[_MEAN] + any_draft * line[_MEAN + 1] + num_draft_tokens * line[_MEAN + 2]
+    if predicted > _TOO_SHORT * seconds:
+        # No step is that much shorter by chance. First steps are long if they compile kernels.
+        _scale(line, seconds / predicted)
     _update(line, (1.0, any_draft, float(num_draft_tokens)), seconds)
     if not num_draft_tokens:
         line[_NUM_PLAIN] += 1.0

@@ -1,15 +1,14 @@
-"""The plan of a step: whose draft each request sends, and how long, for most tokens a second.
+"""Plans a step: the source and length of each request's draft, for the highest output rate.
 
-One step of n requests with m draft tokens takes ``base + slope m`` seconds and writes n tokens and
-those that are accepted. The best choice maximises
+A step of n requests with m draft tokens takes ``base + slope m`` seconds. It writes n tokens and
+the accepted draft tokens. The plan maximises the goodput of SmartSpec (arXiv 2406.14066):
 
     rate = (n + expected accepted tokens) / (base + slope m)
 
-This is fractional programming (Dinkelbach, On Nonlinear Fractional Programming, 1967); SmartSpec
-(arXiv 2406.14066) calls the quantity goodput. At a price of ``rate`` tokens a second a draft token
-is worth ``survival - rate slope``: its probability of being accepted, less the tokens that its time
-would have brought elsewhere. Each request takes the source whose draft is worth most, cut where
-that falls to 0. The rate that comes of it is the next price; it converges in a few rounds.
+The method is Dinkelbach's (On Nonlinear Fractional Programming, 1967). For a trial rate, the value
+of a draft token is ``survival - rate slope``: its probability of being accepted, less the tokens
+that the trial rate gives in its time. A draft is cut where this value falls to 0. Each request
+takes the draft with the highest sum of values. The plan's rate is the next trial rate.
 """
 
 from __future__ import annotations
@@ -22,18 +21,17 @@ from specserve.core.compile import inner, kernel
 from specserve.core.types import Float64Array, Int32Array
 
 LEAST_GAIN = 0.02
-"""Drafts must promise this share of the plain rate more: below it noise decides."""
+"""Least expected gain of drafts, as a share of the plain rate. Smaller gains are lost in noise."""
 
 PROBE_TOKENS, PROBE_HOPE = 3, 0.5
-"""Longest draft that is sent only to learn from it, and the least share of it that is expected to
-be accepted. Whether a draft is right is seen without sending it; what is learned is its cost."""
+"""Longest draft in tokens that is sent to measure the cost of drafts, and the share of it that must
+be expected to be accepted. Acceptance itself is learned without sending drafts."""
 
-_ROUNDS = 6
+_ROUNDS = 6  # most trial rates of a plan
 
 
 class Costs(NamedTuple):
-    """Of a step's size: seconds of a plain step, of one with drafts but for their tokens, of a
-    draft token."""
+    """Seconds of a plain step, of a step with drafts without its draft tokens, of a draft token."""
 
     plain: float
     base: float
@@ -41,13 +39,13 @@ class Costs(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a step sends, and what is expected of it.
+    """The drafts that a step sends, and their expected value.
 
     Attributes:
         source: int32 ``[>= n]``, index of the source whose draft is sent; -1: none.
-        lengths: int32 ``[>= n]``, draft tokens.
-        values: float64 ``[>= n]``, what each request's draft is worth, in tokens.
-        credits: float64 ``[S]``, tokens that each source brings beyond those ranked before it.
+        lengths: int32 ``[>= n]``, draft tokens that are sent.
+        values: float64 ``[>= n]``, value of each request's draft, in tokens.
+        credits: float64 ``[S]``, tokens that each source adds to the sources ranked before it.
     """
 
     source: Int32Array
@@ -57,31 +55,32 @@ class Plan(NamedTuple):
 
     @classmethod
     def empty(cls, num_requests: int, num_sources: int) -> Plan:
-        """With room for so many requests."""
+        """A plan of zeros for up to ``num_requests`` requests."""
         source, lengths = np.zeros((2, num_requests), np.int32)
         return cls(source, lengths, np.zeros(num_requests), np.zeros(num_sources))
 
 
 @inner
 def plan(survival, lengths, n, costs, rank, fixed, most, found):  # type: ignore[no-untyped-def]
-    """The choice of sources and lengths that brings most tokens a second.
+    """Chooses the sources and draft lengths with the highest rate of output tokens.
 
     Args:
-        survival: float64 ``[S, >= n, k]``, probability that each draft token is accepted with all
-            before it; falling along a draft.
+        survival: float64 ``[S, >= n, k]``, probability that a draft token and all before it in the
+            draft are accepted; it falls along a draft.
         lengths: int32 ``[S, >= n]``, tokens of each draft.
         n: number of requests.
         costs: of a step of n requests.
-        rank: int64 ``[S]``, the sources in the order in which they are credited; of equally good
-            drafts the first one's is taken.
-        fixed: bool ``[S]``, sources whose drafts are sent whole where they are taken, and for which
-            a request that has one always takes a draft.
-        most: draft tokens of the step at most, but for fixed ones; the first requests have them.
+        rank: int64 ``[S]``, the sources in the order of credits. Of drafts with equal value, the
+            first source's is taken.
+        fixed: bool ``[S]``, sources whose drafts are never cut. A request that has such a draft
+            always sends a draft.
+        most: upper bound of the step's draft tokens. The first rows come first. Drafts of fixed
+            sources count, but are not bounded.
         found: a :class:`Plan`, written.
 
     Returns:
-        (number of draft tokens; expected tokens a second; by how much that is more than without
-        drafts, as a share, 0 where none are sent).
+        (number of draft tokens; expected tokens per second; expected gain over the plain rate, as a
+        share of it, 0 if no draft is sent).
     """
     plain, base, slope = costs
     source, chosen, values, credits = found
@@ -108,8 +107,8 @@ def plan(survival, lengths, n, costs, rank, fixed, most, found):  # type: ignore
 
 
 @inner
-def _worth(survival, length, price, is_fixed):  # type: ignore[no-untyped-def]
-    """What a draft is worth in tokens, how many of its tokens are sent, how many are expected."""
+def _draft_value(survival, length, price, is_fixed):  # type: ignore[no-untyped-def]
+    """Value of a draft in tokens, number of tokens to send, expected accepted tokens."""
     value = expected = 0.0
     count = 0
     for j in range(length):
@@ -125,7 +124,7 @@ def _worth(survival, length, price, is_fixed):  # type: ignore[no-untyped-def]
 def _choose(  # type: ignore[no-untyped-def]
     survival, lengths, n, rank, fixed, price, most, source, chosen, values
 ):
-    """Each request's best draft at a price of a draft token; the first ones' up to ``most``."""
+    """Writes each request's best draft; returns numbers of draft and expected accepted tokens."""
     num_tokens, total = 0, 0.0
     for row in range(n):
         best, best_source, best_count, best_expected = 0.0, -1, 0, 0.0
@@ -133,7 +132,7 @@ def _choose(  # type: ignore[no-untyped-def]
             length = lengths[each, row]
             if not fixed[each]:
                 length = min(length, max(most - num_tokens, 0))
-            value, count, expected = _worth(survival[each, row], length, price, fixed[each])
+            value, count, expected = _draft_value(survival[each, row], length, price, fixed[each])
             must = fixed[each] and best_source < 0
             if count and (value > best or must):
                 best, best_source, best_count, best_expected = value, each, count, expected
@@ -145,12 +144,12 @@ def _choose(  # type: ignore[no-untyped-def]
 
 @inner
 def _credit(survival, lengths, n, rank, price, overhead, values, credits):  # type: ignore[no-untyped-def]
-    """What each source brings beyond those before it, less its share of what any draft costs."""
+    """Writes the value that each source adds, less its share of the fixed cost of having drafts."""
     total = 0.0
     for row in range(n):
         best = 0.0
         for each in rank:
-            value, _, _ = _worth(survival[each, row], lengths[each, row], price, False)
+            value, _, _ = _draft_value(survival[each, row], lengths[each, row], price, False)
             if value > best:
                 credits[each] += value - best
                 total += value - best
@@ -163,12 +162,12 @@ def _credit(survival, lengths, n, rank, price, overhead, values, credits):  # ty
 
 @inner
 def probe(survival, lengths, n, found):  # type: ignore[no-untyped-def]
-    """The beginnings of drafts that are likely to be right, to see what verifying them costs.
+    """Chooses short drafts that are likely to be accepted, to measure the cost of verifying drafts.
 
-    Takes what :func:`plan` does; writes sources and lengths of what it found.
+    The arguments are those of :func:`plan`. Only sources and lengths of the plan are written.
 
     Returns:
-        (number of draft tokens, how many of them are expected to be accepted).
+        (number of draft tokens, expected accepted tokens).
     """
     num_tokens, expected = 0, 0.0
     for row in range(n):
@@ -189,28 +188,27 @@ def probe(survival, lengths, n, found):  # type: ignore[no-untyped-def]
 def plan_call(  # type: ignore[no-untyped-def]
     unseen, limits, values, costs, call, rate, is_drafting, waits_s, saved_s, asked
 ):
-    """Which requests a remote source is asked for, and how long drafts.
+    """Chooses the requests for which a remote source is asked, and their draft lengths.
 
-    Those whose expected improvement over the drafts that there are exceeds the call's time. Reading
-    a text that the source does not know yet is paid once, when what its drafts would have saved so
-    far equals it: then it costs at most twice what knowing the end of the text would have (ski
-    rental: Karlin et al., Competitive Snoopy Caching, 1988).
+    A request is asked for if its expected gain over the offered drafts exceeds its cost, and the
+    gains of all such requests exceed the call's. A text that the source has not read is sent once
+    its drafts would have saved as much time as reading takes. This costs at most twice the optimum
+    with a known end of the text (ski rental: Karlin et al., Competitive Snoopy Caching, 1988).
 
     Args:
         unseen: float64 ``[>= n, k]``, survival of the source's drafts by position.
-        limits: int32 ``[n]``, longest draft of use; 0: none.
-        values: float64 ``[n]``, worth of the drafts that there are, in tokens.
+        limits: int32 ``[n]``, longest draft that each request can use; 0: none.
+        values: float64 ``[n]``, value of the offered drafts, in tokens.
         costs: of a step.
         call: seconds of a call, of each row of it, of each token of the longest draft.
-        rate: tokens a second without the call.
-        is_drafting: whether the step sends drafts without it.
+        rate: expected output tokens per second without the call.
+        is_drafting: whether the step sends drafts without the call.
         waits_s: float64 ``[n]``, see :meth:`RemoteSource.reading_s`.
-        saved_s: float64 ``[n]``, seconds that drafts would have saved each text that is not read;
-            what this step would have is added.
-        asked: int32 ``[n]``, zeros; written: the lengths to ask for. All 0: it is not asked.
+        saved_s: float64 ``[n]``, updated: seconds that drafts would have saved each unread text.
+        asked: int32 ``[n]``, zeros; written: the lengths to ask for, 0: none.
 
     Returns:
-        The tokens that the call is expected to bring beyond its price.
+        Expected gain of the call in tokens beyond its cost; 0.0 if it does not pay.
     """
     (plain, base, slope), (call_s, row_s, token_s) = costs, call
     price, overhead = rate * slope, 0.0 if is_drafting else rate * (base - plain)
@@ -222,7 +220,7 @@ def plan_call(  # type: ignore[no-untyped-def]
         surplus = -overhead - rate * (call_s + token_s * length)
         for row in range(n):
             if waits_s[row] < np.inf:  # false for NaN too
-                gain = _improvement(unseen[row], min(length, limits[row]), price)
+                gain = _unseen_value(unseen[row], min(length, limits[row]), price)
                 surplus += max(gain - values[row] - rate * row_s, 0.0)
         if surplus > best:
             best, best_length = surplus, length
@@ -235,7 +233,7 @@ def plan_call(  # type: ignore[no-untyped-def]
     for row in range(n):
         if not waits_s[row] < np.inf:
             continue
-        gain = _improvement(unseen[row], min(best_length, limits[row]), price)
+        gain = _unseen_value(unseen[row], min(best_length, limits[row]), price)
         gain -= values[row] + rate * row_s
         if gain > 0.0:
             if waits_s[row] > 0.0:
@@ -246,7 +244,7 @@ def plan_call(  # type: ignore[no-untyped-def]
                     surplus += gain
     if surplus > LEAST_GAIN * n:
         return surplus
-    # Those that can be answered do not pay for a call alone. Nobody waits for a text to be read.
+    # Requests that can be answered now do not pay for the call. No step waits for texts to be read.
     for row in range(n):
         if waits_s[row] == 0.0:
             asked[row] = 0
@@ -254,8 +252,8 @@ def plan_call(  # type: ignore[no-untyped-def]
 
 
 @inner
-def _improvement(unseen, limit, price):  # type: ignore[no-untyped-def]
-    """What a draft of ``limit`` tokens is worth that is not there yet."""
+def _unseen_value(unseen, limit, price):  # type: ignore[no-untyped-def]
+    """Expected value of a draft of ``limit`` tokens that is not asked for yet."""
     gain = 0.0
     for j in range(limit):
         gain += max(unseen[j] - price, 0.0)

@@ -1,6 +1,6 @@
-"""The two compiled parts of a step: what became of its drafts, and what the next one sends.
+"""The two compiled parts of a step: learning from the last drafts, and choosing the next ones.
 
-Each is one call for the whole batch: at few requests nearly all of a step's time is calls.
+Each part is one call for the whole batch: in small batches, calls take most of the policy's time.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from specserve.policy.cost import costs_of, doubt_about, is_calibrated
 from specserve.policy.planner import plan, probe
 
 EXPLORED_SHARE = 0.01
-"""Share of the time that may be spent on learning whether what is not done would pay now."""
+"""Share of the plain step time that exploration may use."""
 
-_MOST_SAVED = 4.0
-_ENOUGH = 2.0
+_MOST_SAVED_STEPS, _SPENDABLE_STEPS = 4.0, 2.0
+"""Upper bound of the exploration budget, and the budget that pays for any price; in plain steps."""
+
 _SIGMAS = 3.0
-"""A difference of costs of less than so many standard deviations is worth a measurement."""
+"""Exploration must lose less time than this many standard deviations of the drafts' step cost."""
 
 MOST_OUTPUT, LEAST_OUTPUT, NUM_SENT, SENT_LABEL, LIMITS = range(5)
-"""Columns of ``Workspace.requests``: tokens that a request may write, and that it writes before
-anything but its length may end it; its last draft that was sent; longest draft of each source."""
+"""Columns of ``Workspace.requests``: most output tokens; output tokens before a stop token may end
+the request; length and label of its last sent draft; then each source's longest draft."""
 
 
 class Workspace(NamedTuple):
@@ -31,16 +32,15 @@ class Workspace(NamedTuple):
 
     Attributes:
         requests: int32 ``[R, LIMITS + S]``.
-        limits: int32 ``[S, R]``, by row of the step: the longest draft that is of use.
-        survival: float64 ``[S, R, k]``, by row.
-        lengths: int32 ``[S, R]``, by row.
-        rank: int64 ``[S]``, scratch.
-        surplus_s: float64 ``[S]``: the higher, the earlier a source is credited.
-        fixed: bool ``[S]``, sources that are not dynamic.
-        credit_s: float64 ``[1]``, the account, in seconds, for all that is done to learn from it
-            alone. It begins with as much as can be saved up: what is met first is learned first.
+        limits: int32 ``[S, R]``, by batch row: longest draft that the request can use.
+        survival: float64 ``[S, R, k]``, by batch row, see :func:`survival_of`.
+        lengths: int32 ``[S, R]``, by batch row: tokens of each offered draft.
+        rank: int64 ``[S]``, sources by falling surplus.
+        surplus_s: float64 ``[S]``, seconds that a call of each source saves beyond its own time.
+        fixed: bool ``[S]``, sources with ``dynamic: false``.
+        credit_s: float64 ``[1]``, the exploration budget in seconds. It starts at its upper bound.
         sent: int32 ``[R, k]``, by slot: the tokens of each request's last sent draft.
-        drafts: int32 ``[R k]``, the tokens that are sent, one draft after the other.
+        drafts: int32 ``[R k]``, the tokens of all sent drafts, by batch row.
     """
 
     requests: Int32Array
@@ -57,21 +57,21 @@ class Workspace(NamedTuple):
 
 @kernel
 def observe(a, work, num_drafts, max_len, batch, num_new, num_verified, outcomes):  # type: ignore[no-untyped-def]
-    """Counts what became of the last drafts, learns from it, and says what is of use next.
+    """Counts accepted draft tokens, updates acceptance, and writes the limits of the next drafts.
 
     Args:
-        a: the state of acceptance.
+        a: the acceptance state.
         work: the workspace.
-        num_drafts: int64 ``[labels, 2, lengths]``, by number of tokens drafted, and accepted;
-            updated.
+        num_drafts: int64 ``[labels, 2, lengths]``, updated: number of drafts by drafted tokens and
+            by accepted tokens.
         max_len: longest text, in tokens.
         batch: the arrays of a :class:`specserve.core.types.DraftBatch`.
-        num_new: int32 ``[n]``, tokens that the step brought; 0: the request waits.
-        num_verified: int32 ``[n]``, draft tokens that were verified in the step.
-        outcomes: int32 ``[3, n]``, written: labels (-1: none), tokens drafted, and accepted.
+        num_new: int32 ``[n]``, new tokens of the last step; 0: the request waits.
+        num_verified: int32 ``[n]``, draft tokens that the step verified.
+        outcomes: int32 ``[3, n]``, written: label (-1: none), drafted tokens, accepted tokens.
 
     Returns:
-        How many requests have offers left.
+        Number of offered drafts whose outcome is not known yet.
     """
     slots, token_ids, num_tokens, num_prompt_tokens = batch
     requests, limits = work.requests, work.limits
@@ -88,12 +88,13 @@ def observe(a, work, num_drafts, max_len, batch, num_new, num_verified, outcomes
         if new > 0:
             requests[slot, NUM_SENT] = 0
             text, prompt = num_tokens[row], num_prompt_tokens[row]
-            # One token more is always sampled after the draft, and it has to fit too.
+            # The target samples one more token after the draft. It must fit, too.
             room = min(prompt + requests[slot, MOST_OUTPUT], max_len) - text - 1
-            num_unstoppable = prompt + requests[slot, LEAST_OUTPUT] - text
-            if num_unstoppable > 0:
-                # vLLM lets the token after those stop the text where the draft's first one may.
-                room = min(room, num_unstoppable - 1)
+            num_until_stop = prompt + requests[slot, LEAST_OUTPUT] - text
+            if num_until_stop > 0:
+                # vLLM masks stop tokens after a draft if it masks them at the draft's first token.
+                # So the token after the draft must be one that cannot stop either.
+                room = min(room, num_until_stop - 1)
         for source in range(limits.shape[0]):
             limits[source, row] = max(min(room, requests[slot, LIMITS + source]), 0)
     return learn(a, slots, token_ids, num_tokens, num_new)
@@ -101,19 +102,19 @@ def observe(a, work, num_drafts, max_len, batch, num_new, num_verified, outcomes
 
 @kernel
 def foresee(lines, slots, num_steps, most_tokens, a, work, found):  # type: ignore[no-untyped-def]
-    """The best use of what was offered so far.
+    """Plans the step with the drafts offered so far, and updates the exploration budget.
 
     Args:
         lines: of :class:`specserve.policy.cost.StepCost`.
         slots: int64 ``[n]``.
-        num_steps: whose time is added to the account of exploration.
-        most_tokens: draft tokens of the step at most.
-        a: the state of acceptance.
+        num_steps: steps since the last call; a share of their time is added to the budget.
+        most_tokens: upper bound of the step's draft tokens.
+        a: the acceptance state.
         work: the workspace.
         found: a :class:`specserve.policy.planner.Plan`, written.
 
     Returns:
-        (costs of the step; what :func:`specserve.policy.planner.plan` returns).
+        (costs of the step; the result of :func:`specserve.policy.planner.plan`).
     """
     n = slots.shape[0]
     costs = costs_of(lines, n)
@@ -126,15 +127,15 @@ def foresee(lines, slots, num_steps, most_tokens, a, work, found):  # type: igno
 
 @kernel
 def decide(lines, slots, num_steps, most_tokens, is_impatient, a, work, found):  # type: ignore[no-untyped-def]
-    """What the step sends: as foreseen, or what is done instead to learn what is not known.
+    """Chooses the step's drafts: those of the plan, none during calibration, or an exploration.
 
     Args:
-        is_impatient: no plain steps are waited for that could be compared with; the others as of
-            :func:`foresee`.
+        is_impatient: whether drafts are sent although calibration is not complete. The other
+            arguments are those of :func:`foresee`.
 
     Returns:
-        (costs of the step; what the plan was; draft tokens that are sent; requests that something
-        was offered to; whether plain steps of about so many requests were measured).
+        (costs of the step; the plan's result; number of draft tokens that are sent; number of
+        offered drafts; whether plain steps of about this batch size were measured).
     """
     n = slots.shape[0]
     costs, planned = foresee(lines, slots, num_steps, most_tokens, a, work, found)
@@ -155,24 +156,24 @@ def decide(lines, slots, num_steps, most_tokens, is_impatient, a, work, found): 
 
 @kernel
 def earn(credit_s, step_s, num_steps):  # type: ignore[no-untyped-def]
-    """Some steps of so many seconds each; four steps can be saved up for."""
+    """Adds 1 % of ``num_steps`` steps of ``step_s`` seconds to the budget, up to four steps."""
     earned_s = credit_s[0] + num_steps * EXPLORED_SHARE * step_s
-    credit_s[0] = min(earned_s, _MOST_SAVED * step_s)
+    credit_s[0] = min(earned_s, _MOST_SAVED_STEPS * step_s)
 
 
 @kernel
 def affords(credit_s, price_s, step_s):  # type: ignore[no-untyped-def]
-    """Whether there is enough for the price, or two steps are saved.
+    """Whether the budget covers the price, or holds two steps; then it may become negative.
 
-    What is missing is owed. So what is believed to be dearer than can be saved is tried, too: it is
-    seldom, and whether it still is so dear is learned by nothing else.
+    Only a trial can show whether a high price still holds. So even a price above the upper bound of
+    the budget is paid sometimes.
     """
-    return credit_s[0] >= min(price_s, _ENOUGH * step_s)
+    return credit_s[0] >= min(price_s, _SPENDABLE_STEPS * step_s)
 
 
 @kernel
 def spend(credit_s, price_s, step_s):  # type: ignore[no-untyped-def]
-    """Takes the price; false: it is not affordable."""
+    """Subtracts the price from the budget; returns false if the budget does not afford it."""
     if not affords(credit_s, price_s, step_s):
         return False
     credit_s[0] -= max(price_s, 0.0)
@@ -181,7 +182,7 @@ def spend(credit_s, price_s, step_s):  # type: ignore[no-untyped-def]
 
 @inner
 def _sort(surplus_s, rank):  # type: ignore[no-untyped-def]
-    """The sources by falling surplus; of equal ones the first comes first."""
+    """Writes the sources into ``rank`` by falling surplus, equal ones by index."""
     for each in range(rank.shape[0]):
         place = each
         while place > 0 and surplus_s[rank[place - 1]] < surplus_s[each]:
@@ -192,10 +193,10 @@ def _sort(surplus_s, rank):  # type: ignore[no-untyped-def]
 
 @inner
 def _explore(work, lines, n, costs, planned, found):  # type: ignore[no-untyped-def]
-    """Takes a plain step, or sends some tokens, where it is worth seeing what that costs.
+    """Makes a step with drafts plain, or sends short drafts, to measure what drafts cost.
 
-    A difference of costs on which the plan depends: whether a step with drafts is worth its time
-    beyond a plain one. The better it is known, the less would come of it.
+    The plan depends on what drafts add to a step's cost. This is measured while it is uncertain,
+    compared with the time that the measurement is expected to lose.
     """
     plain, base, slope = costs
     num_tokens, _, gain = planned
@@ -212,7 +213,7 @@ def _explore(work, lines, n, costs, planned, found):  # type: ignore[no-untyped-
 
 @inner
 def _send(a, work, slots, found):  # type: ignore[no-untyped-def]
-    """Notes what is sent; returns the number of draft tokens."""
+    """Writes the sent drafts into the workspace; returns the number of draft tokens."""
     total = 0
     for row in range(slots.shape[0]):
         slot, source, length = slots[row], found.source[row], found.lengths[row]
