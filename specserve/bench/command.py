@@ -84,9 +84,10 @@ def run(args: argparse.Namespace) -> int:
         jobs = _jobs(args, requests)
         model.start(args.speculation)
         console = Console(stderr=True)
+        if warm_up := jobs[: args.warm_up]:
+            with progress_bar(console, "warm-up", len(warm_up), stays=False) as progress:
+                model.run(warm_up, args.max_batch_size, progress)
         with progress_bar(console, "performance", len(jobs), stays=False) as progress:
-            if args.warm_up:
-                model.run(jobs[: args.warm_up], args.max_batch_size)
             result = model.run(jobs, args.max_batch_size, progress)
     sources = by_source(result.completions)
     if result.drafts:  # an engine counts what vLLM drafts by itself, too

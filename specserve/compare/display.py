@@ -13,12 +13,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 def progress_bar(
     console: Console, name: str, total: int, *, stays: bool = True
 ) -> Iterator[Callable[[int, int], None]]:
-    """Shows a bar, which may stay; the value takes finished prompts and tokens so far."""
+    """Shows a bar, which may stay; the value takes finished requests and tokens so far."""
     columns = (
         TextColumn("{task.description:12}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("prompts, {task.fields[tokens]} tokens"),
+        TextColumn("requests, {task.fields[tokens]} tokens"),
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=console, transient=not stays) as bars:

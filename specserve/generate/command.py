@@ -25,7 +25,7 @@ GREEDY, SAMPLED = "greedy_search", "greedy_search_with_sampling"
 BEAMS, SAMPLED_BEAMS = "beam_search", "beam_search_with_sampling"
 CHAT = "chat"
 TASKS = (GREEDY, SAMPLED, BEAMS, SAMPLED_BEAMS, CHAT)
-DEFAULT_NEW_TOKENS, DEFAULT_BEAMS = 128, 4
+DEFAULT_NEW_TOKENS, DEFAULT_BEAMS, DEFAULT_HISTORY = 128, 4, 3
 _SAMPLING_TASKS = SAMPLED, SAMPLED_BEAMS, CHAT
 _BEAM_TASKS = BEAMS, SAMPLED_BEAMS
 _OF_SOME_TASKS = {
@@ -34,6 +34,7 @@ _OF_SOME_TASKS = {
     "temperature": (1.0, (0, 1), _SAMPLING_TASKS),
     "num_beams": (DEFAULT_BEAMS, (1,), _BEAM_TASKS),
     "length_penalty": (1.0, (1,), _BEAM_TASKS),
+    "history_turns": (DEFAULT_HISTORY, (0,), (CHAT,)),
 }
 """Options of some tasks: the default, values that are right for the other tasks too, the tasks."""
 
@@ -77,8 +78,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "time (default: %(default)s)")  # fmt: skip
     add("--chat-template", type=Path, metavar="FILE", help="in Jinja; default: the model's")
     add("--system", default="", metavar="TEXT", help="system prompt")
-    add("--history-turns", type=number_from(0), default=3, metavar="N", help="turns of a chat "
-        "that are kept (default: %(default)s)")  # fmt: skip
+    add("--history-turns", type=number_from(0), metavar="N", help="turns of a chat that are kept "
+        f"(default: {DEFAULT_HISTORY})")  # fmt: skip
     add("--save-output", type=Path, metavar="FILE", help="write answers and counts as JSON")
     parser.set_defaults(run=run)
 
