@@ -1,4 +1,4 @@
-"""The application's only wiring point: ``import_path: specserve.app:build`` in a Serve config."""
+"""Builds the application: ``import_path: specserve.app:build`` in a Serve config."""
 
 # No `from __future__ import annotations` here: Serve reads the builder's annotation at run time.
 
@@ -22,15 +22,15 @@ from specserve.serve.tenants import read_keys
 
 
 class BuildError(SpecServeError, RayServeException):
-    """An error of Serve's own kind: Serve shows its message alone, and does not try again."""
+    """A ``RayServeException``, so that Serve shows only its message and does not retry."""
 
 
 def build(args: dict[str, Any]) -> Application:
     """Builds the application from ``args``, the fields of :class:`specserve.core.config.AppConfig`.
 
     Raises:
-        BuildError: a field holds a value that is not allowed, or vLLM is not installed, or another
-            version of it than the tested one.
+        BuildError: a field has a value that is not allowed, or vLLM is missing or has another
+            version than the tested one.
     """
     try:
         return _build(args)
@@ -50,13 +50,13 @@ def _build(args: dict[str, Any]) -> Application:
         }
     )
     config = config.model_copy(update={"model": model})
-    # Read here and known to the replicas by their digests only: what is bound can be inspected.
+    # Replicas get only digests of the keys, because the arguments of `bind` can be inspected.
     keys = read_keys(config.http.api_keys, os.environ)
     if find_spec("vllm") is None:
         raise MissingExtraError("the application")
     check_vllm(config)
     if config.engine.vllm:
-        # vLLM takes seconds to import, and only its own options need it here.
+        # Imported only if needed: vLLM takes seconds to import.
         with without_collections():
             from specserve.engine.args import check_engine_options
 
@@ -65,15 +65,15 @@ def _build(args: dict[str, Any]) -> Application:
     deployment = serve.deployment(
         ModelServer,
         num_replicas=config.placement.num_replicas,
-        # vLLM refuses what is too much; Serve only has to let it see that.
+        # The engine refuses requests over its limit. Serve's limit is higher, so they reach it.
         max_ongoing_requests=2 * most_requests,
         request_router_config=router_config(),
         graceful_shutdown_timeout_s=config.http.drain_timeout_s,
         max_constructor_retry_count=1,
-        # Serve replaces a replica after three failed checks. A dead engine stays dead, and looking
-        # whether it is costs nothing.
+        # Serve replaces a replica after three failed checks. Checks are frequent because they cost
+        # nothing, and because a dead engine does not recover.
         health_check_period_s=2,
-        # The shards reserve the CPUs; the replica itself only passes text on.
+        # The shards reserve the CPUs; the replica itself only passes requests and answers on.
         ray_actor_options={"num_cpus": 0},
     )
     application: Application = deployment.bind(config, keys)

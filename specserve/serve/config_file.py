@@ -1,4 +1,4 @@
-"""A Serve configuration file, read and validated as a whole without starting anything."""
+"""Reads and validates a whole Serve configuration file without starting anything."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _SECTIONS: dict[str, type[BaseModel]] = {
     "request_router_config": RequestRouterConfig,
     "gang_scheduling_config": GangSchedulingConfig,
 }
-"""Whose unknown keys a deployment's schema lets pass."""
+"""Sections in which Serve's schema ignores unknown keys, so :func:`_check_sections` checks them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Application:
-    """One of the file's applications; ``field`` is the dotted path of its ``args``, for errors."""
+    """One application of the file; ``field`` is the dotted path of its ``args``, for errors."""
 
     name: str
     route_prefix: str
@@ -38,7 +38,7 @@ class Application:
 
 @dataclass(frozen=True, slots=True)
 class ServeFile:
-    """A valid Serve configuration file; Serve's proxy is to listen on ``host`` and ``port``."""
+    """A valid Serve configuration file; Serve's proxy will listen on ``host`` and ``port``."""
 
     path: Path
     host: str
@@ -49,17 +49,16 @@ class ServeFile:
 def read(path: Path) -> ServeFile:
     """Reads a Serve YAML file whose applications are all specserve's.
 
-    Serve itself ignores keys that it does not know; here they are errors, for a misspelt option
-    would otherwise go unnoticed.
+    Serve ignores unknown keys. Here they are errors, so that a misspelt option is noticed.
 
     Raises:
-        SpecServeError: a line with the file, the field, the value and what is allowed; for several
-            unknown, missing or wrong values of a section a line each.
+        SpecServeError: a line with the file, the field, the value and what is allowed. If several
+            values of a section are unknown, missing or wrong, each has its line.
     """
     try:
         return _read(path)
     except ConfigError as error:
-        lines = [f"{path}: {told}" for told in (error, *error.further)]
+        lines = [f"{path}: {each}" for each in (error, *error.further)]
         raise SpecServeError("\n".join(lines)) from None
     except SpecServeError as error:
         raise SpecServeError(f"{path}: {error}") from None
@@ -70,7 +69,7 @@ def _read(path: Path) -> ServeFile:
     if not isinstance(content, dict):
         raise ConfigError("file", content, "a mapping with the key applications")
     try:
-        # Of a copy: Serve writes into the sections.
+        # A copy, because Serve changes the sections.
         schema = ServeDeploySchema.model_validate(deepcopy(content), extra="forbid")
     except ValidationError as error:
         raise _serve_error(error) from None
@@ -104,7 +103,7 @@ def _serve_error(error: ValidationError) -> SpecServeError:
     problems = error.errors(include_url=False)
     if any(problem["type"] != "value_error" for problem in problems):
         return from_validation_error(error, ServeDeploySchema)
-    # A rule of Serve's own, told in a sentence.
+    # A rule of Serve's own, whose message is a sentence.
     field = ".".join(map(str, problems[0]["loc"]))
     return SpecServeError(f"{field}: {' '.join(str(problems[0]['ctx']['error']).split())}")
 
@@ -122,7 +121,7 @@ def _application(schema: ServeApplicationSchema, index: int) -> Application:
 
 
 def _check_sections(content: dict[str, Any]) -> None:
-    """Refuses unknown keys; ``content`` is valid otherwise."""
+    """Refuses unknown keys of ``_SECTIONS``; ``content`` is otherwise valid."""
     unknown = []
     for index, application in enumerate(content["applications"]):
         for number, deployment in enumerate(application.get("deployments") or ()):

@@ -1,4 +1,4 @@
-"""Checks and notes what a request wishes of speculation, before vLLM reads the request."""
+"""Checks a request's speculation controls and its prediction, before vLLM reads the request."""
 
 from __future__ import annotations
 
@@ -42,24 +42,23 @@ _KEYS = (
     *(b'"vllm_xargs"', b'"extra_args"', b'"prediction"', b'"use_beam_search"'),
     *(b'"response_format"', b"\\u00", b"\0"),
 )
-"""A body without any of them holds nothing of ours, as nearly all: it need not be parsed here. JSON
-may write a key's letters as escapes, and UTF-16 and UTF-32 write them with zero bytes."""
+"""Only a body that holds one of these is parsed here; most bodies hold none. The last two find keys
+that JSON writes with escaped letters, and bodies in UTF-16 or UTF-32."""
 
 _FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
 _FORMATS = 'json_schema as OpenAI has it, or "type" json_object or regex with a "value"'
 
 
 class ControlsMiddleware:
-    """Refuses a request whose speculation controls or prediction are not allowed, and notes the
-    others'. Puts response formats into vLLM's words.
+    """Refuses controls and predictions that are not allowed, and hands the others to the engine.
 
-    vLLM hands ``vllm_xargs`` to the worker unread, where it would be too late for an error; some of
-    its handlers leave them out.
+    vLLM passes ``vllm_xargs`` to the worker unchecked, where an error comes too late. Some of
+    vLLM's handlers drop them. TGI's response formats are rewritten as ``structured_outputs``.
 
     Args:
-        app: the application behind.
-        kinds: kinds of the configured sources; None: no controls are allowed.
-        predictor: how to read predictions; None: none are allowed.
+        app: the wrapped application.
+        kinds: kinds of the configured sources; None: controls are refused.
+        predictor: tokenizes predictions; None: predictions are refused.
     """
 
     def __init__(
@@ -76,11 +75,11 @@ class ControlsMiddleware:
             return
         try:
             body = await Request(scope, receive).body()
-        except ClientDisconnect:  # nobody waits for an answer
+        except ClientDisconnect:
             return
         given = await _request(scope, body)
         try:
-            request = _in_vllms_words(given)
+            request = _with_structured_outputs(given)
             controls, prediction = await self._read(request)
         except RequestError as error:
             await _refusal(scope, error)(scope, receive, send)
@@ -90,7 +89,7 @@ class ControlsMiddleware:
             headers = MutableHeaders(raw=list(scope["headers"]))
             headers["content-length"] = str(len(body))
             scope = {**scope, "headers": headers.raw}
-        del given, request  # not kept for as long as the answer takes
+        del given, request  # frees them while the answer is computed
         if prediction is not None:
             send = CountedAnswer(send, prediction).send
         tokens = CURRENT_CONTROLS.set(controls), CURRENT_PREDICTION.set(prediction)
@@ -103,10 +102,10 @@ class ControlsMiddleware:
     async def _read(
         self, request: Mapping[str, Any]
     ) -> tuple[dict[str, object], Prediction | None]:
-        """What a request asks for, for the engine, and what it predicts.
+        """Returns the controls for the engine, and the prediction; None: there is none.
 
         Raises:
-            RequestError: it asks for what is not allowed.
+            RequestError: a field has a value that is not allowed.
         """
         controls: dict[str, object] = {}
         texts = openai_texts(request)
@@ -140,27 +139,27 @@ def _refusal(scope: Scope, error: RequestError) -> Response:
 
 
 async def _request(scope: Scope, body: bytes) -> dict[str, Any]:
-    """A request's body, as far as it is read here.
+    """Returns the fields of a body that this module may need.
 
-    A body that cannot be read is empty: vLLM answers it in its own words.
+    Returns no fields for a body that cannot be read: vLLM answers it with its own error.
     """
     content_type = Headers(scope=scope).get("content-type", "")
-    if content_type.partition(";")[0].strip().lower() in _FORMS:  # as of the speech routes
+    if content_type.partition(";")[0].strip().lower() in _FORMS:  # the speech routes
         return {"vllm_xargs": await _form_arguments(scope, body)}
     request = _parsed(body) if any(key in body for key in _KEYS) else {}
-    if is_generation(scope):  # which ignores what it does not know
+    if is_generation(scope):  # this API ignores unknown fields
         return {key: request.get(key) for key in ("parameters", "vllm_xargs")}
     return request
 
 
-def _in_vllms_words(request: dict[str, Any]) -> dict[str, Any]:
-    """A request, with a response format of Text Generation Inference as ``structured_outputs``.
+def _with_structured_outputs(request: dict[str, Any]) -> dict[str, Any]:
+    """Rewrites a response format of Text Generation Inference (TGI) as ``structured_outputs``.
 
-    Hugging Face's client sends those formats for OpenAI's: ``{"type": "json_object", "value":
-    SCHEMA}``. vLLM ignores them or cannot read them. Requests without one are left as they are.
+    Hugging Face's client sends TGI's formats to OpenAI's routes: ``{"type": "json_object",
+    "value": SCHEMA}``. vLLM ignores or refuses them. Other requests are returned unchanged.
 
     Raises:
-        RequestError: the format has a value that is none of its type.
+        RequestError: the value does not fit the type, or ``structured_outputs`` is given as well.
     """
     given = request.get("response_format")
     if not isinstance(given, dict) or given.get("value") is None or given.get("json_schema"):
@@ -176,10 +175,10 @@ def _in_vllms_words(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _arguments(request: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The arguments that vLLM would hand to the worker, each with its field's name."""
+    """Yields the arguments that vLLM passes to the worker, each with its field's name."""
     if isinstance(arguments := request.get("vllm_xargs"), dict):
         yield "vllm_xargs", arguments
-    sampling = request.get("sampling_params")  # of the route that takes tokens
+    sampling = request.get("sampling_params")  # /inference/v1/generate
     if isinstance(sampling, dict) and isinstance(arguments := sampling.get("extra_args"), dict):
         yield "sampling_params.extra_args", arguments
 
@@ -194,7 +193,7 @@ def _parsed(text: bytes | str) -> dict[str, Any]:
 
 async def _form_arguments(scope: Scope, body: bytes) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
-    # The errors of a form that cannot be read.
+    # Raised by forms that cannot be read.
     with suppress(MultiPartException, HTTPException, ValueError, LookupError):
         async with Request(scope, _with_body(body, empty_receive)).form() as form:
             for value in form.getlist("vllm_xargs"):
@@ -204,7 +203,7 @@ async def _form_arguments(scope: Scope, body: bytes) -> dict[str, Any]:
 
 
 def _with_body(body: bytes, receive: Receive) -> Receive:
-    """The body in one message, and then what else is received."""
+    """Returns a function that gives the body in one message, then the messages of ``receive``."""
     messages: list[Message] = [{"type": "http.request", "body": body}]
 
     async def receive_next() -> Message:

@@ -1,11 +1,11 @@
-"""Ends what ``serve run`` has started of Ray when a part of it has died.
+"""Ends ``serve run`` and Ray's agents when a daemon that ``serve run`` started has died.
 
-``serve run`` without an address starts Ray's daemons as its children, and does not notice that one
-dies. The dead raylet stays a zombie, which Ray's workers take for alive: they go on, and nothing
-that fails is replaced any more. Once ``serve run`` has ended, the kernel and Ray end all but the
-raylet's agents: they try for 60 s to tell the control store, which is gone as well.
+``serve run`` without an address starts Ray's daemons as its children, and does not notice when one
+dies. A dead raylet stays as a zombie, which Ray's workers take for alive. They go on, but nothing
+that fails is replaced. When ``serve run`` ends, the kernel and Ray end all other processes except
+the raylet's agents. The agents try for 60 s to reach the control store, which has ended too.
 
-``python -m specserve.serve.daemons SERVE_RUN RAYLET`` watches two processes, given by their ids.
+``python -m specserve.serve.daemons SERVE_RUN RAYLET`` takes the two process ids.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ import psutil
 
 INTERVAL_S = 1.0
 END_S = 4.0
-"""How long ``serve run``, and then the agents, may take to end by themselves, in seconds."""
+"""Seconds that ``serve run``, and then the agents, have to end before they are killed."""
 
 _DAEMONS = ("raylet", "gcs_server")
 _AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 
 
 def watch() -> None:
-    """Has a process watch the daemons of the cluster whose worker this process is.
+    """Starts a process that watches the Ray daemons of the cluster to which this worker belongs.
 
-    It outlives this one, and ends with the cluster. There is one, however often it is asked for,
-    and none where ``serve run`` joined a cluster: ``ray start`` has daemons to itself.
+    The process outlives this one, and ends with the cluster. Further calls start no second one. If
+    ``serve run`` joined a running cluster, none is started: the daemons belong to ``ray start``.
     """
     with suppress(psutil.Error):
         raylet = psutil.Process(os.getppid())
@@ -42,7 +42,7 @@ def watch() -> None:
                 [sys.executable, "-m", "specserve.serve.daemons", str(owner.pid), str(raylet.pid)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                start_new_session=True,  # a signal to the group of `serve run` is not for it
+                start_new_session=True,  # so that signals to the group of `serve run` miss it
                 check=False,
             )
 
@@ -55,9 +55,10 @@ def _is_serve_run(process: psutil.Process) -> bool:
 def guard(
     owner: psutil.Process, daemons: dict[psutil.Process, str], agents: list[psutil.Process]
 ) -> None:
-    """Waits until ``serve run`` or one of its daemons has died, and ends what may be left.
+    """Waits until ``serve run`` or one of its daemons has died, then ends it and the agents.
 
-    The daemons, with their names, are children of ``owner``, and the agents those of the raylet.
+    ``owner`` is ``serve run``, ``daemons`` its children with their names. ``agents`` are children
+    of the raylet.
     """
     while all(map(is_alive, (owner, *daemons))):
         time.sleep(INTERVAL_S)
@@ -79,20 +80,20 @@ def _kill_after(seconds: float, processes: list[psutil.Process]) -> None:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether the process runs; a zombie does not."""
+    """Whether the process runs; False for a zombie."""
     with suppress(psutil.Error):
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False
 
 
 def main() -> None:
-    """Guards in the background, unless another process does already."""
+    """Runs :func:`guard` in the background, unless another process already does."""
     owner, raylet = (psutil.Process(int(argument)) for argument in sys.argv[1:])
-    # Before the fork: who asked for the guard goes on when all are known.
+    # Before the fork: the caller waits until the parent exits, so no daemon is missed.
     daemons = {child: child.name() for child in owner.children() if child.name() in _DAEMONS}
     agents = [child for child in raylet.children() if child.name() in _AGENTS]
     if os.fork():
-        return  # Ray ends the children of a worker with it
+        return  # the child goes on: Ray would end a direct child together with its worker
     with socket.socket(socket.AF_UNIX) as lock:
         try:
             lock.bind(f"\0specserve-daemons-{owner.pid}")

@@ -1,6 +1,7 @@
-"""Starts HAProxy for Ray Serve, which runs ``deploy/haproxy`` in the place of the binary.
+"""Starts HAProxy for Ray Serve, which runs ``deploy/haproxy`` instead of the binary.
 
-This process becomes HAProxy: Serve knows its process by the id, and by the file after ``-f``.
+This process replaces itself by HAProxy (``exec``), because Serve identifies HAProxy by the process
+id and by the file after ``-f``.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ cache specserve
     max-object-size 4194304
     max-age 1
 """
-# Answers vary with the header Origin, which HAProxy's cache does not know: who sends it is not
-# answered from the cache.
+# Answers vary with the header Origin, which HAProxy's cache does not take into account. So requests
+# with this header bypass the cache.
 _USE_CACHE = r"""\g<0>
 \1http-request set-var(txn.shared) bool(true) if METH_GET !{ req.hdr(origin) -m found }
 \1http-request cache-use specserve if { var(txn.shared) -m bool }
@@ -38,18 +39,18 @@ _USE_CACHE = r"""\g<0>
 \1http-response cache-store specserve if { var(txn.shared) -m bool }"""
 _USES = {"frontend prometheus": "HAProxy's metrics", "listen stats": "HAProxy's statistics"}
 _FREE_WITHIN_S = 5.0
-"""A predecessor that was killed with its actor frees its ports at once."""
+"""Seconds to wait for busy ports: a predecessor killed with its actor frees them at once."""
 _MAX_CONNECTIONS = re.compile(r"^\s*maxconn (\d+)$", re.M)
 _FILES_PER_CONNECTION = 2.5
-"""A connection has two sockets, and every fourth one a pipe, which is two files."""
+"""Two sockets for each connection, and a pipe of two files for every fourth connection."""
 _OTHER_FILES = 200
 
 
 def end_with(parent: int) -> None:
-    """Has the kernel kill this process, and what it becomes by ``exec``, when its parent ends.
+    """Makes the kernel kill this process when its parent ends, also after an ``exec``.
 
-    Serve's proxy actor ends HAProxy only when it is asked to shut down, not when it is killed. The
-    process exits at once if ``parent``, a process id, is no longer its parent.
+    Serve's proxy actor ends HAProxy when it shuts down, but not when it is killed. The process
+    exits at once if the process with the id ``parent`` is no longer its parent.
     """
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     if prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0):
@@ -59,7 +60,7 @@ def end_with(parent: int) -> None:
 
 
 def closed(config: str) -> str:
-    """Serve's configuration with statistics and metrics on the loopback interface alone.
+    """Returns Serve's configuration with statistics and metrics on the loopback interface only.
 
     Serve opens both on all interfaces, without authentication.
     """
@@ -67,9 +68,9 @@ def closed(config: str) -> str:
 
 
 def at_own_host(config: str) -> str:
-    """Serve's configuration with the servers of this node at the address that the API has.
+    """Returns Serve's configuration with this node's servers at the host of the API.
 
-    They listen there. Serve names all of them by the loopback interface.
+    The servers listen at that host, but Serve writes the loopback address for all of them.
     """
     hosts = {section: host for section, host, _ in _BIND.findall(config)}
     host = hosts["frontend http_frontend"]
@@ -77,19 +78,19 @@ def at_own_host(config: str) -> str:
 
 
 def with_cache(config: str) -> str:
-    """Serve's configuration with a cache for what replicas mark ``Cache-Control: max-age=1``.
+    """Returns Serve's configuration with a cache for answers with ``Cache-Control: max-age=1``.
 
-    Each GET that reaches a replica takes time from decoding. HAProxy itself neither stores nor
-    answers a request with the header ``Authorization``.
+    Each GET that reaches a replica takes time from decoding. HAProxy's cache always skips requests
+    with the header ``Authorization``.
     """
     return _BACKEND.sub(_USE_CACHE, config) + _CACHE
 
 
 def require_ports(config: str) -> None:
-    """Checks that nobody listens on the ports that HAProxy is to bind.
+    """Checks that no process listens on the ports that HAProxy will bind.
 
     Raises:
-        PortError: somebody does, and still does after a while.
+        PortError: a port is still in use after ``_FREE_WITHIN_S`` seconds.
     """
     from specserve.serve.ports import Port, require_free  # a reload needs no check
 
@@ -103,9 +104,9 @@ def require_ports(config: str) -> None:
 
 
 def connection_limit(config: str, max_files: int) -> int | None:
-    """How many connections HAProxy can have with this many files; None if as many as it asks for.
+    """Returns how many connections ``max_files`` open files allow; None: as many as configured.
 
-    HAProxy refuses to start where the hard limit of open files is below what ``maxconn`` may need.
+    HAProxy does not start if the hard limit of open files is too low for its ``maxconn``.
     """
     (wanted,) = _MAX_CONNECTIONS.findall(config)
     possible = max(1, int((max_files - _OTHER_FILES) / _FILES_PER_CONNECTION))
@@ -114,7 +115,7 @@ def connection_limit(config: str, max_files: int) -> int | None:
 
 
 def arguments(options: Sequence[str]) -> list[str]:
-    """HAProxy's options for those that Serve gives; changes the configuration file that they name.
+    """Returns HAProxy's options for Serve's options; rewrites the configuration file they name.
 
     Raises:
         PortError: a port is in use.
@@ -122,23 +123,23 @@ def arguments(options: Sequence[str]) -> list[str]:
     path = Path(options[options.index("-f") + 1])
     config = with_cache(at_own_host(closed(path.read_text())))
     path.write_text(config)
-    # -dR: it shares its ports with nobody. -sf: it takes a predecessor's over.
+    # -dR: HAProxy does not share its ports. -sf: it takes over a predecessor's ports.
     if "-dR" in options and "-sf" not in options:
         require_ports(config)
     max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if (limit := connection_limit(config, max_files)) is not None:
         sys.stderr.write(f"haproxy: {limit} connections at most: {max_files} open files\n")
         options = [*options, "-n", str(limit)]
-    # -dS: no splicing, which Serve's configuration asks for. With it HAProxy 2.8 does not notice
-    # that a client has gone once the request's body came after its headers, as Python's clients
-    # send it: the request is then computed to its end for nobody.
+    # -dS switches off splicing, which Serve's configuration switches on. With splicing, HAProxy 2.8
+    # misses a disconnect if the body arrived after the headers, as Python's clients send it. The
+    # request would then be computed to its end for nobody.
     return ["-dS", *options]
 
 
 def main() -> None:
-    """Becomes HAProxy; the arguments are the parent's process id and Serve's options."""
+    """Replaces this process by HAProxy; arguments: the parent's process id and Serve's options."""
     end_with(int(sys.argv[1]))
-    os.environ.pop("RAY_SERVE_HAPROXY_BINARY_PATH", None)  # which names deploy/haproxy
+    os.environ.pop("RAY_SERVE_HAPROXY_BINARY_PATH", None)  # it names deploy/haproxy
     binary = get_haproxy_binary()
     try:
         options = arguments(sys.argv[2:])

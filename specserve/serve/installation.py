@@ -1,4 +1,4 @@
-"""What the nodes of a replica have installed, which has to be the same on all of them."""
+"""Checks that all nodes of a replica have the same packages and the same checkpoint."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from specserve.core.errors import EngineError, last_line_of
 from specserve.engine.checkpoint import fingerprint
 
 ANSWER_S = 60.0
-"""How long the nodes may take to tell; a process has to start there, and read the checkpoint."""
+"""Time limit for the nodes' answers, in seconds. A process starts there and reads the model."""
 
 
 def installed(model: ModelConfig) -> dict[str, str]:
-    """What this node would run: versions of packages, and the fingerprint of the model's files.
+    """Returns this node's versions of packages, and the fingerprint of the model's files.
 
     Ray itself refuses a node with another version of Ray or Python.
 
@@ -36,11 +36,11 @@ def installed(model: ModelConfig) -> dict[str, str]:
 
 
 async def require_same(group: PlacementGroup, model: ModelConfig) -> None:
-    """Asks all nodes of a placement group, and compares them with this one.
+    """Asks all nodes of a placement group what they have installed, and compares it with this node.
 
     Raises:
-        EngineError: a node differs, or did not tell within ``ANSWER_S`` seconds; names it, and what
-            both have.
+        EngineError: a node differs, or did not answer within ``ANSWER_S`` seconds. The message
+            names the node, and what both nodes have.
     """
     own = ray.get_runtime_context().get_node_id()
     bundles = placement_group_table(group)["bundles_to_node_id"]
@@ -60,10 +60,10 @@ async def require_same(group: PlacementGroup, model: ModelConfig) -> None:
 
 
 def compare(address: str, own: dict[str, str], others: Mapping[str, dict[str, str]]) -> None:
-    """Compares this node with others, by their addresses.
+    """Compares what this node and others have installed; ``others`` is keyed by their addresses.
 
     Raises:
-        EngineError: one of them differs; names it, and what both have.
+        EngineError: a node differs. The message names the node, and what both nodes have.
     """
     for other, theirs in others.items():
         for name, mine in own.items():
@@ -94,7 +94,7 @@ def _answers(tasks: Mapping[str, ray.ObjectRef]) -> dict[str, dict[str, str]]:
 
 
 def _version(*packages: str) -> str:
-    """Version of the first of these packages that is there."""
+    """Returns the version of the first of these packages that is installed, else "none"."""
     for package in packages:
         try:
             return version(package)

@@ -1,7 +1,7 @@
-"""The draft memory over HTTP: ``/v1/speculation/memory`` teaches, tells and clears a tenant's own.
+"""``/v1/speculation/memory``: a tenant fills, inspects and clears its draft memory over HTTP.
 
-What it costs is bounded: bytes of a body, lines, tokens of a line, one call of each kind at a time
-of each tenant, and bytes a second. Texts are tokenized in a thread of their own.
+Limits bound the cost: bytes and lines of a body, tokens of a line, and bytes a second. Each tenant
+has one call of each HTTP method at a time. Texts are tokenized in a thread of their own.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ from specserve.serve.paths import path_of
 
 MAX_BODY_BYTES = 4 << 20
 MAX_LINES = 4096
-"""Each is a record or more in every replica, whatever its length."""
+"""Most lines of a body. Every replica keeps at least one record for each line."""
 
 BYTES_PER_S = 128 << 10
-"""Of bodies, for each tenant and replica. Tokenizing them takes some 5 % of a CPU."""
+"""Limit for each tenant, HTTP method and replica. Tokenizing this much takes about 5 % of a CPU."""
 BURST_S = 2.0
-"""What may come at once: so many seconds' bytes, and one body more."""
+"""Seconds of that rate that may be used in advance. The last call admitted may exceed it."""
 CALL_BYTES = 16 << 10
-"""What a call counts for beside its body."""
+"""Bytes that a call is charged in addition to its body."""
 LINE_BYTES = 256
-"""What a line counts for beside its bytes: every replica learns it as a text of its own."""
+"""Bytes that a line is charged in addition to its text: every replica learns it separately."""
 
 _PATH = "/v1/speculation/memory"
 
 T = TypeVar("T")
-_Pay = Callable[[int], None]
+_Charge = Callable[[int], None]
 
 
 def is_memory(scope: Scope) -> bool:
-    """Whether a call is one of these routes, whose body is not for vLLM."""
+    """Whether a call goes to ``/v1/speculation/memory``, whose body vLLM does not read."""
     return path_of(scope) == _PATH
 
 
 class Turns:
-    """Who may call when: of each kind one call at a time, and no more bytes than allowed.
+    """Limits each tenant's calls: one of each kind at a time, and ``BYTES_PER_S``.
 
     Args:
         clock: monotonic seconds.
@@ -61,34 +61,34 @@ class Turns:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._answering: set[tuple[str, str]] = set()
-        self._paid_at: dict[tuple[str, str], float] = {}
+        self._in_progress: set[tuple[str, str]] = set()
+        self._used_until: dict[tuple[str, str], float] = {}  # clock + charged bytes / BYTES_PER_S
 
     @contextmanager
-    def take(self, kind: str, tenant: str) -> Iterator[_Pay]:
-        """A call of a tenant; told of the bytes that it takes.
+    def take(self, kind: str, tenant: str) -> Iterator[_Charge]:
+        """Admits one call, and yields a function that charges it a number of bytes.
 
         Raises:
-            HTTPException: 429, it comes too early.
+            HTTPException: 429; the byte rate is used up, or another such call is in progress.
         """
         key = kind, tenant
-        wait_s = self._paid_at.get(key, 0.0) - self._clock() - BURST_S
+        wait_s = self._used_until.get(key, 0.0) - self._clock() - BURST_S
         if wait_s > 0:
-            detail = f"{BYTES_PER_S} bytes a second are taken: come back in {wait_s:.1f} s"
+            detail = f"at most {BYTES_PER_S} bytes a second: try again in {wait_s:.1f} s"
             raise HTTPException(429, detail, {"Retry-After": str(ceil(wait_s))})
-        if key in self._answering:
+        if key in self._in_progress:
             raise HTTPException(429, "another such call of the tenant is being answered")
 
-        def pay(num_bytes: int) -> None:
-            paid_at = max(self._paid_at.get(key, 0.0), self._clock())
-            self._paid_at[key] = paid_at + num_bytes / BYTES_PER_S
+        def charge(num_bytes: int) -> None:
+            used_until = max(self._used_until.get(key, 0.0), self._clock())
+            self._used_until[key] = used_until + num_bytes / BYTES_PER_S
 
-        pay(CALL_BYTES)
-        self._answering.add(key)
+        charge(CALL_BYTES)
+        self._in_progress.add(key)
         try:
-            yield pay
+            yield charge
         finally:
-            self._answering.remove(key)
+            self._in_progress.remove(key)
 
 
 class MemoryApi:
@@ -96,8 +96,8 @@ class MemoryApi:
 
     Args:
         config: the application's configuration.
-        memory: makes what is filled; asked only where the routes are on.
-        turns: see there.
+        memory: returns the draft memory; called only if the routes are on.
+        turns: limits the calls; None: a new one.
     """
 
     def __init__(
@@ -110,41 +110,41 @@ class MemoryApi:
         if self._refusal is None:
             self._memory = memory()
             self._shares = self._has_keys and shared_trie(config).share_tenants
-        # Apart, so that nobody waits with a small call for others' texts.
+        # Two pools, so that a small call does not wait while another tenant's texts are tokenized.
         self._reading = ThreadPoolExecutor(1, "memory-texts")
         self._asking = ThreadPoolExecutor(4, "memory-calls")
 
     def router(self) -> APIRouter:
-        """The routes; where they are off they say so."""
+        """Returns the routes. If the configuration switches them off, they answer why."""
         router = APIRouter()
 
         @router.post(_PATH, response_model=dict[str, Any])
         async def teach(request: Request) -> Response:
-            """Teaches the tenant's draft memory texts, JSON Lines in the body."""
+            """Adds the texts of the body (JSON Lines) to the tenant's draft memory."""
             return await self._answered(request, self._teach)
 
         @router.get(_PATH, response_model=dict[str, Any])
         async def tell(request: Request) -> Response:
-            """What the draft memory holds of the tenant."""
+            """Returns how many tokens the draft memory holds of the tenant, by namespace."""
             return await self._answered(request, self._tell)
 
         @router.delete(_PATH, response_model=dict[str, Any])
         async def forget(request: Request) -> Response:
-            """Forgets all that the draft memory holds of the tenant, in the whole cluster."""
+            """Removes all texts of the tenant from the draft memory of the whole cluster."""
             return await self._answered(request, self._forget)
 
         return router
 
     async def _answered(
-        self, request: Request, answer: Callable[[Request, str, _Pay], Awaitable[dict[str, Any]]]
+        self, request: Request, answer: Callable[[Request, str, _Charge], Awaitable[dict[str, Any]]]
     ) -> Response:
         if self._refusal is not None:
             raise HTTPException(*self._refusal)
         caller = CURRENT_TENANT.get() if self._has_keys else ""
         try:
-            with self._turns.take(request.method, caller) as pay:
+            with self._turns.take(request.method, caller) as charge:
                 _check_query(request)
-                told = await answer(request, "" if self._shares else caller, pay)
+                content = await answer(request, "" if self._shares else caller, charge)
         except ConfigError as error:
             return openai_error(str(error), 400, error.field)
         except (StoreError, SnapshotError) as error:
@@ -152,39 +152,40 @@ class MemoryApi:
         except ClientDisconnect:
             return Response(status_code=499)
         return JSONResponse(
-            {"object": "speculation.memory", "model": self._model} | told,
+            {"object": "speculation.memory", "model": self._model} | content,
             headers={"Cache-Control": "no-store"},
         )
 
-    async def _teach(self, request: Request, tenant: str, pay: _Pay) -> dict[str, Any]:
+    async def _teach(self, request: Request, tenant: str, charge: _Charge) -> dict[str, Any]:
         body = bytearray()
         async for piece in request.stream():
-            pay(len(piece))
+            charge(len(piece))
             body += piece
             if len(body) > MAX_BODY_BYTES:
                 raise HTTPException(413, f"a body has at most {MAX_BODY_BYTES} bytes")
         num_lines = body.rstrip(b"\n").count(b"\n") + 1
-        pay(LINE_BYTES * num_lines)
+        charge(LINE_BYTES * num_lines)
         if num_lines > MAX_LINES:
             raise HTTPException(413, f"a body has at most {MAX_LINES} lines")
         adapter = request.query_params.get("adapter", "")
-        texts = await _in(self._reading, lambda: self._memory.read(bytes(body)))
-        await _in(self._asking, lambda: self._memory.teach(tenant, adapter, texts))
+        texts = await _run_in(self._reading, lambda: self._memory.read(bytes(body)))
+        await _run_in(self._asking, lambda: self._memory.teach(tenant, adapter, texts))
         return {"lines": len(texts), "tokens": sum(len(tokens) for tokens, _ in texts)}
 
-    async def _tell(self, request: Request, tenant: str, pay: _Pay) -> dict[str, Any]:
-        held = await _in(self._asking, lambda: self._memory.held(tenant))
+    async def _tell(self, request: Request, tenant: str, charge: _Charge) -> dict[str, Any]:
+        held = await _run_in(self._asking, lambda: self._memory.held(tenant))
         return {"tokens": sum(each["tokens"] for each in held), "namespaces": held}
 
-    async def _forget(self, request: Request, tenant: str, pay: _Pay) -> dict[str, Any]:
+    async def _forget(self, request: Request, tenant: str, charge: _Charge) -> dict[str, Any]:
         if self._shares:
             why = "all tenants share one memory (share_tenants), and nothing in it is one's own"
             raise HTTPException(403, f"{why}; `specserve trie purge` clears it")
-        return {"forgotten_tokens": await _in(self._asking, lambda: self._memory.purge(tenant))}
+        num_tokens = await _run_in(self._asking, lambda: self._memory.purge(tenant))
+        return {"forgotten_tokens": num_tokens}
 
 
 def _why_off(config: AppConfig) -> tuple[int, str] | None:
-    """The status and the reason that calls get where the routes are off; None: they are on."""
+    """The status and the reason that calls get if the routes are off; None: they are on."""
     choice = config.http.memory_api
     if choice == "never" or (choice == "with_api_keys" and not config.http.api_keys):
         switch = "`always` switches this on, and `with_api_keys` where there are `http.api_keys`"
@@ -203,5 +204,5 @@ def _check_query(request: Request) -> None:
             raise ConfigError("query parameter", key, f"{allowed}; the API key tells the tenant")
 
 
-async def _in(pool: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+async def _run_in(pool: ThreadPoolExecutor, work: Callable[[], T]) -> T:
     return await asyncio.get_running_loop().run_in_executor(pool, work)

@@ -1,4 +1,4 @@
-"""What stands between Serve and vLLM's HTTP application."""
+"""ASGI middleware and routes between Serve and vLLM's HTTP application."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from starlette.types import ASGIApp, ExceptionHandler, Message, Receive, Scope, 
 from specserve.serve.shared import AS_OF, CACHEABLE, Shared
 
 _GONE_S = 1.0
-"""The application's time to end a call whose client is gone, before the call is cancelled."""
-_MOST_UNREAD = 16
-"""Messages of a call that its application has not taken: pieces of a body that may be refused."""
+"""Seconds that a call has to end after its client disconnected. Then it is cancelled."""
+_MAX_UNREAD_MESSAGES = 16
+"""Most pieces of a body that are buffered while the application does not read them."""
 _DISCONNECT: Message = {"type": "http.disconnect"}
 _RENDER_S = 10.0
-"""How long rendering the metrics may take."""
+"""Time limit for rendering the metrics, in seconds."""
 _BUSY = (503, 429)
 
 
 class RetryAfterMiddleware:
-    """Adds ``Retry-After`` to each 503 and 429 without it: clients know when to come back."""
+    """Adds ``Retry-After`` to each 503 and 429 that lacks it."""
 
     def __init__(self, app: ASGIApp, retry_after_s: int) -> None:
         self._app = app
@@ -52,13 +52,12 @@ class RetryAfterMiddleware:
 
 
 class DisconnectMiddleware:
-    """Ends a request whose client is gone, whichever way Serve lets it be known.
+    """Ends a request whose client has disconnected.
 
-    Serve sends ``http.disconnect`` and cancels the call, in either order. vLLM's handlers listen
-    for the message; when the cancellation overtakes it, they leave their request running to its
-    end. So the application gets the message first, and the cancellation later. What it sends
-    meanwhile is dropped: an answer whose sending failed would leave its generator, and with it
-    vLLM's request, to the garbage collector.
+    On a disconnect Serve sends ``http.disconnect`` and cancels the call, in either order. vLLM's
+    handlers listen for the message. If the cancellation comes first, vLLM's request runs to its
+    end. So this class delivers the message first, and cancels later. It drops what the application
+    still sends: a failed send would leave vLLM's request to the garbage collector.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -70,7 +69,7 @@ class DisconnectMiddleware:
             await self._app(scope, receive, send)
             return
         is_whole = is_gone = False
-        messages: asyncio.Queue[Message] = asyncio.Queue(_MOST_UNREAD)
+        messages: asyncio.Queue[Message] = asyncio.Queue(_MAX_UNREAD_MESSAGES)
 
         async def receive_next() -> Message:
             return _DISCONNECT if is_gone and messages.empty() else await messages.get()
@@ -82,10 +81,10 @@ class DisconnectMiddleware:
                 await send(message)
 
         async def listen() -> None:
-            with suppress(Exception):  # a connection that cannot be read is gone, too
+            with suppress(Exception):  # a connection that cannot be read counts as closed
                 while (message := await receive())["type"] != "http.disconnect":
                     await messages.put(message)
-            if is_whole:  # which ends the connection as well
+            if is_whole:  # a complete answer also ends with http.disconnect
                 await asyncio.wait([call])
 
         call = asyncio.ensure_future(self._app(scope, receive_next, send_if_there))
@@ -97,15 +96,15 @@ class DisconnectMiddleware:
             if not call.done():
                 is_gone = True
                 if messages.empty():
-                    messages.put_nowait(_DISCONNECT)  # for who waits
-                # In a task of its own: the cancellation may come while it waits.
+                    messages.put_nowait(_DISCONNECT)  # wakes an application that is receiving
+                # A shielded task, because this call may be cancelled while it waits.
                 await asyncio.shield(asyncio.ensure_future(_end(call)))
         if not is_gone:
             call.result()
 
 
 async def _end(call: asyncio.Future[None]) -> None:
-    """Has a call end whose client is gone, by itself or not; what it ends with is of no matter."""
+    """Waits ``_GONE_S`` for a call to end, then cancels it; ignores its result and its error."""
     await asyncio.wait([call], timeout=_GONE_S)
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
@@ -114,9 +113,9 @@ async def _end(call: asyncio.Future[None]) -> None:
 def add_exception_handlers(
     app: FastAPI, handlers: Mapping[type[Exception], ExceptionHandler]
 ) -> None:
-    """Adds handlers to an application whose middleware stack is built already, as vLLM's is.
+    """Adds handlers to an application whose middleware stack is already built, such as vLLM's.
 
-    The stack is not built anew: vLLM's metrics of HTTP requests belong to the first one alone.
+    The stack is not rebuilt: vLLM's metrics of HTTP requests work only in the first one.
     """
     layer: Any = app.middleware_stack
     while not isinstance(layer, ExceptionMiddleware):
@@ -126,34 +125,27 @@ def add_exception_handlers(
 
 
 async def answer_http_error(request: Request, error: Exception) -> Response:
-    """Tells unknown paths and wrong methods in OpenAI's form; vLLM does so for its own errors.
-
-    A handler of Starlette's ``HTTPException``.
-    """
+    """Answers Starlette's ``HTTPException``, such as an unknown path, in OpenAI's form."""
     assert isinstance(error, HTTPException)
     what = f"{request.method} {request.url.path}: {error.detail}"
     return openai_error(what, error.status_code, headers=error.headers)
 
 
 async def answer_deep_nesting(request: Request, error: Exception) -> Response:
-    """Answers 400 to a body that is nested too deeply to be read; vLLM would answer 500.
-
-    A handler of ``RecursionError``.
-    """
+    """Answers 400 on ``RecursionError``: a body is nested too deeply. vLLM would answer 500."""
     return openai_error(f"The body cannot be read: {error}", 400)
 
 
 def serve_fresh_metrics(
     app: Starlette, refresh: Callable[[], Awaitable[float]], registry: CollectorRegistry
 ) -> None:
-    """Has ``GET /metrics`` answer after a refresh, in the place of vLLM's routes.
+    """Replaces vLLM's route ``/metrics`` by one that refreshes the speculation metrics first.
 
-    The text is long: it is rendered once for each refresh, and not for each who asks. vLLM renders
-    it for all methods, and for all paths that begin so.
+    The text is long, so it is rendered once for each refresh, for all readers together.
 
     Args:
         app: vLLM's application.
-        refresh: brings the speculation metrics up to date; tells when that was, in Unix time.
+        refresh: updates the speculation metrics; returns the Unix time of their counts.
         registry: all metrics, vLLM's and ours.
     """
 
@@ -173,7 +165,7 @@ def serve_fresh_metrics(
 
 
 def refuse_scaling(app: Starlette) -> None:
-    """Has vLLM's route that changes the number of engines answer 501, where that route is open."""
+    """Makes vLLM's route ``/scale_elastic_ep``, where it exists, answer 501."""
     _replace_routes(app, "/scale_elastic_ep", _answer_not_scaled, "POST")
 
 
@@ -196,7 +188,7 @@ def openai_error(
     param: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> Response:
-    """OpenAI's form of an error, whose type is the name of the HTTP status ``code``."""
+    """Returns an error in OpenAI's form. Its type is the name of the HTTP status ``code``."""
     kind = HTTPStatus(code).phrase.title().replace(" ", "") + "Error"
     content = {"message": message, "type": kind, "param": param, "code": code}
     return JSONResponse({"error": content}, status_code=code, headers=headers)

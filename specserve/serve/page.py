@@ -1,8 +1,8 @@
-"""The page ``/speculation``: live, what is drafted and accepted, of all replicas together.
+"""The page ``/speculation``: drafted and accepted tokens of all replicas, live.
 
-The page itself holds no data. It asks ``/speculation/data`` once a second while someone looks, and
-the replica that happens to be asked asks the others. However many look, each replica's engine is
-asked once a second for all of a tenant. Rates come from the difference of two answers.
+The page itself holds no data. While it is visible it asks ``/speculation/data`` once a second. The
+replica that gets this call asks all replicas. Each engine is asked at most once a second for each
+tenant, for all viewers together. Rates are computed from the difference of two answers.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from specserve.engine.llm import Engine
 
 ANSWER_TIMEOUT_S = 2.0
-"""How long rank 0 may take."""
+"""Time limit for an answer of rank 0, in seconds."""
 PEERS_TIMEOUT_S = 3.0
-"""How long the replicas may take, all at once."""
+"""Time limit for the answers of all replicas, which are asked at the same time, in seconds."""
 
 _HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 _CONTEXT_TOKENS = 8
@@ -46,11 +46,11 @@ _TEXTS_CACHED = 16_384
 
 
 class StepView(StepCounts, frozen=True):
-    """One step of a request: what was drafted, and what the text became.
+    """One step of a request: its counts, and its texts if ``http.show_text`` is set.
 
     Attributes:
-        accepted: text of the accepted tokens; as the other texts empty where none are shown.
-        own: text of the tokens that were the target's own.
+        accepted: text of the accepted draft tokens.
+        own: text of the tokens that the target sampled.
         refused: text of the draft tokens that were not accepted.
     """
 
@@ -67,9 +67,9 @@ class RequestView(msgspec.Struct, frozen=True):
 
 
 class ReplicaView(msgspec.Struct, frozen=True):
-    """What one replica shows of itself: counts since it started, and the caller's last requests.
+    """One replica's counts since it started, and the last requests of the calling tenant.
 
-    Of ``clock_s``, in seconds, only differences mean something.
+    ``clock_s`` is a monotonic time in seconds, for differences.
     """
 
     replica: str
@@ -82,10 +82,10 @@ class ReplicaView(msgspec.Struct, frozen=True):
 
 
 class SpeculationPage:
-    """One replica's part of the page, and the routes that serve all of it.
+    """The routes of the page, and one replica's part of its data.
 
-    ``replica`` is its id. ``ask_all`` asks every replica for its :meth:`view`; what one raises
-    stands for its answer.
+    ``replica`` is the replica's id. ``ask_all`` calls :meth:`view` on every replica; it returns
+    each replica's view or exception.
     """
 
     def __init__(
@@ -102,19 +102,19 @@ class SpeculationPage:
         self._snapshots: Shared[None, SpeculationSnapshot | None] = Shared(
             lambda _: engine.speculation(), ANSWER_TIMEOUT_S
         )
-        self._views = Shared(self._look, ANSWER_TIMEOUT_S)
+        self._views = Shared(self._collect_view, ANSWER_TIMEOUT_S)
         self._answers = Shared(self._answer, PEERS_TIMEOUT_S + ANSWER_TIMEOUT_S + 1)
-        # Of what is asked for once a second nearly all was asked for a second ago.
+        # Successive answers repeat most texts, so decoded texts are cached.
         self._decode = lru_cache(_TEXTS_CACHED)(engine.decoder()) if config.http.show_text else None
 
     async def view(self, tenant: str) -> ReplicaView:
-        """What this replica shows to ``tenant``. Raises TimeoutError if rank 0 is silent.
+        """Returns this replica's data for ``tenant``. Raises TimeoutError if rank 0 is silent.
 
-        The engine is asked once a second at most, since that keeps all shards from their next step.
+        Asks the engine at most once a second, because each question delays all shards' next step.
         """
         return await self._views.get(tenant)
 
-    async def _look(self, tenant: str) -> ReplicaView:
+    async def _collect_view(self, tenant: str) -> ReplicaView:
         snapshot = await self._snapshots.get(None)
         requests = await self._engine.recent_requests(tenant)
         return ReplicaView(
@@ -128,7 +128,7 @@ class SpeculationPage:
         )
 
     def router(self) -> APIRouter:
-        """The page and its data; no routes where the configuration switches it off."""
+        """Returns the routes of the page and its data; none if ``http.speculation_page`` is off."""
         router = APIRouter()
         if not self._config.http.speculation_page:
             return router
@@ -143,7 +143,7 @@ class SpeculationPage:
         async def data() -> Response:
             tenant = CURRENT_TENANT.get() if self._config.http.api_keys else ""
             answer = await self._answers.get(tenant)
-            # A tenant's answer is for nobody else.
+            # A proxy must not give one tenant's answer to another.
             headers = _HEADERS if self._config.http.api_keys else {**_HEADERS, **CACHEABLE}
             return Response(answer, headers=headers, media_type="application/json")
 
@@ -154,7 +154,7 @@ class SpeculationPage:
             async with asyncio.timeout(PEERS_TIMEOUT_S):
                 answers = await self._ask_all(tenant)
             views = [each for each in answers if isinstance(each, ReplicaView)]
-        except TimeoutError:  # one that hangs keeps all waiting, till Serve's health check ends it
+        except TimeoutError:  # one replica hangs, until Serve's health check replaces it
             views = []
         if not views:
             try:
@@ -170,7 +170,7 @@ class SpeculationPage:
             "model": config.model.name,
             "kinds": [source.kind for source in config.speculation],
             "drafts_in_engine": config.drafts_in_engine,
-            # Of each replica's draft memory; 0: there is none.
+            # Size of each replica's draft memory; 0: there is none.
             "trie_max_bytes": trie_bytes,
             "trie_max_tokens": pages_in(trie_bytes) * PAGE if trie_bytes else 0,
             "show_text": config.http.show_text,
@@ -187,7 +187,7 @@ class SpeculationPage:
 
 
 def html() -> str:
-    """The page, with the colours and the labels of all kinds of source."""
+    """Returns the page, with the colours and the labels of all kinds of source."""
     sections = source_sections()
     named = {kind: each.LABELS[0] for kind, each in sections.items()}
     named |= {label.name: label for each in sections.values() for label in each.LABELS}
@@ -205,9 +205,9 @@ def html() -> str:
 
 
 def _content_security_policy(page: str) -> str:
-    """Nothing but the page's own style and script, and nothing from another host.
+    """Returns a policy that allows only the page's own style and script, and no other host.
 
-    The page shows what models wrote and clients sent.
+    The page shows text of models and clients, which may contain scripts.
     """
 
     def own(tag: str) -> str:
@@ -223,10 +223,10 @@ def _content_security_policy(page: str) -> str:
 def step_views(
     steps: Sequence[RecentStep], decode: Callable[[tuple[int, ...]], str] | None
 ) -> Iterator[StepView]:
-    """The steps of one request, in their order, with the text that each added.
+    """Yields the steps of one request with the text that each added.
 
     Args:
-        steps: one after the other.
+        steps: in the order of decoding.
         decode: turns tokens into text; None: texts are not shown.
     """
     context: tuple[int, ...] = ()
@@ -249,15 +249,15 @@ def step_views(
 def _added(
     decode: Callable[[tuple[int, ...]], str], context: tuple[int, ...], tokens: tuple[int, ...]
 ) -> str:
-    """The text that ``tokens`` add: it depends on what stands before.
+    """Returns the text that ``tokens`` add after ``context``.
 
-    Tokens may end within a character, which is told with the token that completes it.
+    A character of several tokens belongs to the token that completes it.
     """
     before = decode(context).rstrip("\ufffd")
     return decode(context + tokens).rstrip("\ufffd")[len(before) :]
 
 
 def _vllm(series: str) -> float:
-    """The sum of one of vLLM's series in this process; 0 before it is there."""
+    """Returns the sum of one of vLLM's metric series in this process; 0 before it exists."""
     families = prometheus_client.REGISTRY.restricted_registry([series]).collect()
     return sum(sample.value for family in families for sample in family.samples)

@@ -1,4 +1,4 @@
-"""Where a call goes, within its application."""
+"""The path of a call within its application."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from starlette.types import Scope
 
 
 def path_of(scope: Scope) -> str:
-    """The path behind the application's prefix, without a slash at its end."""
+    """Returns the path after the application's prefix, without a slash at its end."""
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))
     return path.rstrip("/")

@@ -1,4 +1,4 @@
-"""Reserves a replica's place in the cluster: one bundle for each tensor-parallel shard."""
+"""Reserves a replica's resources in the cluster: one bundle for each tensor-parallel shard."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ async def reserve(
 ) -> PlacementGroup:
     """Reserves ``num_shards`` bundles; they are freed when the calling actor ends.
 
-    A single one is on the caller's own node where that has room.
+    A single bundle is placed on the caller's node if that has enough free resources.
 
     Raises:
-        PlacementError: the cluster did not hold them within ``placement.timeout_s`` seconds; says
-            what was asked for and what there is.
+        PlacementError: the bundles did not fit within ``placement.timeout_s`` seconds. The message
+            says what was requested and what the cluster has.
     """
     if num_shards == 1:
-        # Any strategy places one bundle; only this one takes a wish.
+        # For one bundle the strategy does not matter; only STRICT_PACK accepts a preferred node.
         here = ray.get_runtime_context().get_node_id()
         group = placement_group([dict(bundle)], "STRICT_PACK", _soft_target_node_id=here)
     else:
@@ -45,7 +45,7 @@ async def reserve(
 
 
 def running_nodes() -> list[Node]:
-    """The living nodes of the cluster that this process is connected to, with all they have."""
+    """Returns the living nodes of the connected cluster, with all their resources, free or not."""
     return [
         Node(node["NodeManagerAddress"], _own_resources(node["Resources"]))
         for node in ray.nodes()
@@ -54,7 +54,7 @@ def running_nodes() -> list[Node]:
 
 
 def _own_resources(resources: dict[str, float]) -> dict[str, float]:
-    """Resources without the ones that Ray adds by itself."""
+    """Returns the resources without those that Ray adds by itself."""
     return {
         name: amount
         for name, amount in sorted(resources.items())

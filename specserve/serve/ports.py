@@ -1,4 +1,4 @@
-"""The TCP ports that ``serve run`` takes on this machine, and who has them."""
+"""The TCP ports that ``serve run`` binds on this machine, and the processes that use them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Port:
     """A port to listen on.
 
     Attributes:
-        host: IP address of the interface, or of all of them.
-        number: the port's.
-        what: what it is for, and who chooses it.
+        host: IP address of the interface, or of all interfaces.
+        number: the port number.
+        what: the port's purpose, for errors, and the option that sets it if there is one.
     """
 
     host: str
@@ -29,7 +29,7 @@ class Port:
 
 
 def serve_ports(host: str, port: int) -> list[Port]:
-    """Those of Serve's proxy, as this environment has it start: HAProxy, or Serve's own.
+    """Returns the ports of the proxy that this environment selects: HAProxy, or Serve's own.
 
     ``host`` and ``port`` are those of ``http_options`` in the Serve file.
     """
@@ -46,14 +46,14 @@ def serve_ports(host: str, port: int) -> list[Port]:
 
 
 def require_free(ports: Sequence[Port], wait_s: float = 0.0, joins_cluster: bool = False) -> None:
-    """Checks that nobody listens on any of the ports; they may take ``wait_s`` seconds to be free.
+    """Checks that no process listens on any of the ports; waits up to ``wait_s`` seconds.
 
-    Where a running Ray cluster is joined, its proxy may have them. Binding a port would not tell:
-    HAProxy shares its own with any other process of the same user that lets it, such as another
-    HAProxy.
+    With ``joins_cluster``, processes of a running Ray cluster may use the ports. The listening
+    sockets are read, because a bind could succeed: HAProxy shares its ports with other processes of
+    the same user that share theirs, such as another HAProxy.
 
     Raises:
-        PortError: one is in use; tells all that are, and by whom where the system tells.
+        PortError: ports are in use. The message names all of them, and their processes if known.
     """
     deadline = time.monotonic() + wait_s
     while taken := _taken(ports, joins_cluster):

@@ -1,4 +1,4 @@
-"""Predicted outputs over HTTP: a call's prediction is read, and the answer tells what became of it.
+"""Predicted outputs over HTTP: reads a call's prediction, and adds its counts to the answer.
 
 The field and the counts are OpenAI's (https://platform.openai.com/docs/guides/predicted-outputs).
 """
@@ -21,30 +21,32 @@ _WHOLE = '{"type": "content", "content": "..."}'
 _PART = '{"type": "text", "text": "..."}'
 _A_TEXT = "a text that is not empty"
 
-_NOT_BESIDE = {
+_NO_DRAFTS = "requests with it are decoded without drafts"
+_INCOMPATIBLE = {
     "use_beam_search": "beam search has no drafts",
     "prompt_embeds": "a prompt without tokens has no drafts",
-    "min_p": "it is applied to tokens without drafts alone",
-    "logit_bias": "it is applied to tokens without drafts alone",
-    "thinking_token_budget": "it is kept without drafts alone",
-    "typical_p": "it is kept without drafts alone",
-    "watermark": "it is kept without drafts alone",
+    "min_p": _NO_DRAFTS,
+    "logit_bias": _NO_DRAFTS,
+    "thinking_token_budget": _NO_DRAFTS,
+    "typical_p": _NO_DRAFTS,
+    "watermark": _NO_DRAFTS,
 }
-"""Parameters of requests that are decoded without drafts, and why."""
+"""Parameters that cannot be combined with a prediction, and why."""
 
 
 async def read_prediction(
     texts: Mapping[str, str], body: Mapping[str, Any], predictor: Predictor | None
 ) -> Prediction | None:
-    """The prediction of a call; None: it has none.
+    """Tokenizes the prediction of a call; None: the call has none.
 
     Args:
         texts: the predicted texts by their fields.
-        body: the call's body; what a prediction cannot be combined with is refused.
-        predictor: None: the application has no source of this kind.
+        body: the call's body.
+        predictor: tokenizes; None: the application has no source ``prediction``.
 
     Raises:
-        RequestError: predictions are not taken here, not beside another parameter, or not so long.
+        RequestError: the application has no source ``prediction``, the body has a parameter that
+            cannot be combined with it, or the prediction is too long.
     """
     if not texts:
         return None
@@ -52,7 +54,7 @@ async def read_prediction(
     if predictor is None:
         nothing = "nothing: this application has no source `prediction` in its `speculation`"
         raise RequestError(field, text, nothing)
-    _refuse_others(body)
+    _refuse_incompatible(body)
     num_chars = sum(map(len, texts.values()))
     if num_chars > predictor.max_chars:
         raise _too_long(field, f"{num_chars} characters", predictor)
@@ -67,23 +69,23 @@ def _too_long(field: str, what: str, predictor: Predictor) -> RequestError:
     return RequestError(field, what, f"{limit}, in all predictions of a request together")
 
 
-def _refuse_others(body: Mapping[str, Any]) -> None:
-    sampling = body.get("sampling_params")  # of the route that takes tokens
-    given = body.get("parameters")  # of the generation API
+def _refuse_incompatible(body: Mapping[str, Any]) -> None:
+    sampling = body.get("sampling_params")  # /inference/v1/generate
+    given = body.get("parameters")  # the generation API
     places = ("", body), ("sampling_params.", sampling), ("parameters.", given)
     for prefix, parameters in places:
         if isinstance(parameters, dict):
-            for name, reason in _NOT_BESIDE.items():
+            for name, reason in _INCOMPATIBLE.items():
                 if value := parameters.get(name):
                     nothing = f"nothing: it is not supported with 'prediction', since {reason}"
                     raise RequestError(prefix + name, value, nothing)
 
 
 def openai_texts(body: Mapping[str, Any]) -> dict[str, str]:
-    """The texts of OpenAI's field ``prediction``, by their fields.
+    """Returns the texts of OpenAI's field ``prediction``, by their fields.
 
     Raises:
-        RequestError: it is not of OpenAI's form.
+        RequestError: the field does not have OpenAI's form.
     """
     prediction = body.get(PREDICTION_KEY)
     if prediction is None:
@@ -109,14 +111,14 @@ def openai_texts(body: Mapping[str, Any]) -> dict[str, str]:
 
 
 def argument_texts(field: str, arguments: Mapping[str, Any]) -> dict[str, str]:
-    """The predicted texts among a request's extra arguments, by their fields.
+    """Returns the predicted texts among a request's extra arguments, by their fields.
 
     Args:
-        field: where the arguments stand.
+        field: name of the field that holds the arguments.
         arguments: JSON values.
 
     Raises:
-        RequestError: neither a text nor a list of texts.
+        RequestError: the value is neither a text nor a list of texts.
     """
     if PREDICTION_KEY not in arguments:
         return {}
@@ -130,27 +132,27 @@ def argument_texts(field: str, arguments: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _text(field: str, value: object, allowed: str) -> str:
-    """The value, if it is a text that a tokenizer can read."""
+    """Returns the value if a tokenizer can read it as text, else raises RequestError."""
     if not isinstance(value, str) or not value:
         raise RequestError(field, value, allowed)
     try:
         value.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can write
+    except UnicodeEncodeError:  # JSON can contain half of a surrogate pair
         raise RequestError(field, value, f"{allowed}, of whole Unicode characters") from None
     return value
 
 
 class CountedAnswer:
-    """Passes an answer on, with the counts of its prediction in its ``usage``.
+    """Passes an answer on, and adds the counts of its prediction to its ``usage``.
 
-    Answers without the fields of OpenAI's ``usage``, as errors, are passed on as they are. The
-    prediction is counted by the time that the usage is sent.
+    Answers without OpenAI's ``usage``, such as errors, are passed on unchanged. The counts are
+    complete before vLLM sends the usage.
     """
 
     def __init__(self, send: Send, prediction: Prediction) -> None:
         self._send = send
         self._prediction = prediction
-        self._start: Message | None = None  # of an answer in one piece, whose length will change
+        self._start: Message | None = None  # held back, because the counts change content-length
         self._body = b""
         self._is_stream = False
 
@@ -180,7 +182,7 @@ class CountedAnswer:
         await self._send({"type": "http.response.body", "body": body})
 
     def _counted_events(self, events: bytes) -> bytes:
-        """Server-sent events, of which vLLM sends whole ones alone."""
+        """Adds the counts to server-sent events; vLLM sends only whole events."""
         mark = b"data: "
         return b"\n\n".join(
             mark + self._counted(each.removeprefix(mark)) if each.startswith(mark) else each
@@ -188,15 +190,15 @@ class CountedAnswer:
         )
 
     def _counted(self, text: bytes) -> bytes:
-        """An answer, or an event of one, with the counts where it has OpenAI's usage."""
+        """Returns an answer or a stream's event, with the counts if it has OpenAI's usage."""
         try:
             answer = json.loads(text)
-        except ValueError:  # the mark of a stream's end
+        except ValueError:  # [DONE], at the end of a stream
             return text
         usage = answer.get("usage") if isinstance(answer, dict) else None
         if not isinstance(usage, dict) or "completion_tokens" not in usage:
             return text
-        if self._is_stream and answer.get("choices") != []:  # it is not the last chunk
+        if self._is_stream and answer.get("choices") != []:  # not the last chunk
             return text
         usage["completion_tokens_details"] = {
             **(usage.get("completion_tokens_details") or {}),

@@ -1,4 +1,4 @@
-"""Tells what a starting replica is doing; Ray brings the lines to the terminal of ``serve run``."""
+"""Prints the progress of a starting replica; Ray shows the lines at ``serve run``'s terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ INTERVAL_S = 5.0
 
 
 class Progress:
-    """One replica's start; ``model`` is the model's name in the API."""
+    """Prints the progress of one replica; ``model`` is the model's name in the API."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -21,7 +21,7 @@ class Progress:
 
     @contextmanager
     def stage(self, what: str) -> Iterator[None]:
-        """Says ``what`` at once and again every few seconds, until the block is left."""
+        """Prints ``what`` at once and again every ``INTERVAL_S`` seconds, until the block ends."""
         left = threading.Event()
 
         def repeat() -> None:
@@ -38,17 +38,17 @@ class Progress:
             thread.join()
 
     def ready(self, url: str) -> None:
-        """Says where the API is, and one line to try it."""
+        """Prints the URL of the API, and a command to try it."""
         body = json.dumps({"model": self._model, "prompt": "def fibonacci(n):", "max_tokens": 48})
         self._say(f"ready: OpenAI API at {url}/v1")
         self._say(f"try: curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'")
 
     def failed(self, error: Exception) -> None:
-        """Says why the replica does not start, in one line."""
+        """Prints why the replica does not start, in one line."""
         self._say(f"error: {error}")
 
     def _say(self, what: str) -> None:
-        # Not sys.stdout: Serve turns that into a log, which may stay off the terminal.
+        # Not sys.stdout: Serve redirects it to a log, which may not appear on the terminal.
         assert sys.__stdout__ is not None
         sys.__stdout__.write(f"specserve: [{time.monotonic() - self._started:3.0f} s] {what}\n")
         sys.__stdout__.flush()

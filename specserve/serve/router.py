@@ -1,8 +1,8 @@
-"""Which replica gets a request: the less busy one of two, wherever it runs.
+"""Routes a request to the less busy of two random replicas, on any node.
 
-Serve's proxies by themselves prefer a replica of their own node until Serve's queue for it is full.
-An engine that is full refuses requests before, so they would be refused while another replica has
-nothing to do; and a hop to another node takes little time beside decoding.
+By default Serve's proxies prefer replicas of their own node until Serve's queue for them is full.
+A full engine refuses requests earlier, so requests would fail while other replicas are idle. A hop
+to another node takes little time compared with decoding.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ray.serve.config import RequestRouterConfig
 
 
 class AnyNodeRouter(PowerOfTwoChoicesRequestRouter):
-    """Serve's own router, without a preference for near replicas."""
+    """Serve's own router, without its preference for replicas of the same node or zone."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs |= {"prefer_local_node_routing": False, "prefer_local_az_routing": False}
@@ -23,7 +23,10 @@ class AnyNodeRouter(PowerOfTwoChoicesRequestRouter):
 
 
 def router_config() -> RequestRouterConfig:
-    """How Serve is to route; HAProxy prefers no node, and with it Serve refuses any router."""
+    """Returns Serve's default with HAProxy, which prefers no node, else :class:`AnyNodeRouter`.
+
+    With HAProxy, Serve refuses any other router.
+    """
     if RAY_SERVE_ENABLE_HA_PROXY:
         return RequestRouterConfig()
     return RequestRouterConfig(request_router_class=AnyNodeRouter)

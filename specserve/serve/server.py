@@ -37,7 +37,7 @@ from specserve.serve.tenants import ApiKeys, TenantMiddleware, label_key
 
 @serve.ingress()
 class ModelServer:
-    """A replica; ``keys`` are those of ``config.http.api_keys``."""
+    """One replica; ``keys`` are those of ``config.http.api_keys``."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: AppConfig, keys: ApiKeys
@@ -53,12 +53,12 @@ class ModelServer:
             raise
 
     async def _start(self) -> None:
-        # Here, because it takes seconds and the process that builds the application needs no vLLM.
-        # vLLM reads its log level when it is imported; its INFO would bury our progress.
+        # vLLM is imported below: it takes seconds, and the process that builds the application does
+        # not need it. vLLM reads its log level at import; INFO lines would hide our progress lines.
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-        # A library of vLLM's routes sets the root logger's level by it, else to ERROR.
+        # A library of vLLM's routes sets the root logger to this level, or to ERROR without it.
         os.environ.setdefault("SAGEMAKER_CONTAINER_LOG_LEVEL", "WARNING")
-        check_vllm(self._config)  # this node may have another one than where the file was checked
+        check_vllm(self._config)  # this node's version may differ from that of the building node
         with without_collections():
             from specserve.engine.llm import Engine, shard_bundle
 
@@ -104,21 +104,21 @@ class ModelServer:
         return DisconnectMiddleware(RetryAfterMiddleware(wrapped, self._config.http.retry_after_s))
 
     async def view(self, tenant: str) -> ReplicaView:
-        """What this replica shows of itself; asked by the replica that answers for the page."""
+        """Returns this replica's data for the page; called by the replica that answers the page."""
         return await self._page.view(tenant)
 
     async def check_health(self) -> None:
-        """Serve replaces the replica when this raises."""
+        """Raises if the engine is dead; Serve then replaces the replica."""
         await self._engine.check_health()
 
     async def __del__(self) -> None:
-        """Serve calls it when the running requests have finished, or have been given up."""
+        """Shuts the engine down. Serve calls it after running requests ended or were given up."""
         if hasattr(self, "_engine"):
             await self._engine.shutdown()
 
 
 def _base_url() -> str:
-    """Where Serve's proxy listens, with the application's prefix."""
+    """Returns the URL of Serve's proxy, with the application's prefix."""
     client = _get_global_client()
     options = client.http_config
     host = "127.0.0.1" if options.host in ("", "0.0.0.0") else options.host

@@ -1,4 +1,4 @@
-"""Answers that many may ask for, and that are fetched once a second at most."""
+"""Caches answers that many clients ask for, so that each is fetched at most once a second."""
 
 from __future__ import annotations
 
@@ -7,25 +7,24 @@ from collections.abc import Awaitable, Callable, Hashable
 from typing import Generic, TypeVar
 
 FRESH_S = 1.0
-"""How long an answer is given to all who ask for it."""
+"""Lifetime of a cached answer, in seconds."""
 
 AS_OF = "specserve-as-of"
-"""Header that tells when the engine was asked for what the answer says: Unix time in seconds."""
+"""Header with the time when the engine was asked for the answer's counts: Unix time in seconds."""
 
 CACHEABLE = {"Cache-Control": f"max-age={FRESH_S:.0f}"}
-"""Header of answers that are the same for all who ask. Proxies may give them to others as well."""
+"""Header of answers that are the same for all clients, so that proxies may cache them."""
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
 
 class Shared(Generic[K, T]):
-    """Fetches what is asked for; all who ask within a second get the same answer.
+    """Caches the answer of ``fetch`` for each key, for ``fresh_s`` seconds.
 
-    Of each key at most one fetch is in flight. It goes on when who asked for it is cancelled. An
-    error is an answer, too: a fetch that fails costs as much as one that does not. What is kept is
-    what was asked for in the last second. Calls come from one event loop. A fetch may take
-    ``timeout_s`` seconds, and an answer is given for ``fresh_s``.
+    Each key has at most one fetch in flight. It may take ``timeout_s`` seconds, and goes on when a
+    caller is cancelled. Errors are cached too, because a failed fetch costs as much as a successful
+    one. All calls must come from one event loop.
     """
 
     def __init__(
@@ -37,11 +36,11 @@ class Shared(Generic[K, T]):
         self._answers: dict[K, asyncio.Task[T]] = {}
 
     async def get(self, key: K) -> T:
-        """The answer for ``key``.
+        """Returns the answer for ``key``.
 
         Raises:
-            TimeoutError: the fetch took too long.
-            Exception: what the fetch has raised.
+            TimeoutError: the fetch took longer than ``timeout_s``.
+            Exception: any error of the fetch.
         """
         answer = self._answers.get(key)
         if answer is None:
@@ -55,5 +54,5 @@ class Shared(Generic[K, T]):
 
     def _keep(self, key: K, done: asyncio.Task[T]) -> None:
         if not done.cancelled():
-            done.exception()  # nobody may be left to retrieve it
+            done.exception()  # marks it as retrieved: all callers may have been cancelled
         asyncio.get_running_loop().call_later(self._fresh_s, self._answers.pop, key)

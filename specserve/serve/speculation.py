@@ -1,4 +1,4 @@
-"""What a replica tells about its speculation: ``GET /v1/speculation`` and its own ``/metrics``."""
+"""A replica's report on speculation: ``GET /v1/speculation`` and its metrics for ``/metrics``."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ SNAPSHOT_TIMEOUT_S = 2.0
 
 
 class SpeculationMonitor:
-    """Keeps the last snapshot that rank 0 answered, and fetches a new one once a second at most.
+    """Keeps rank 0's last snapshot, and fetches a new one at most once a second.
 
-    A fetch asks rank 0 and keeps all shards from their next step, so it must not be as frequent as
-    requests are.
+    A fetch delays the next step of all shards, so it must not happen for every call.
     """
 
     def __init__(
@@ -37,16 +36,16 @@ class SpeculationMonitor:
         self._fetch = fetch
         self._last = SpeculationSnapshot()
         self._answered_at = 0.0
-        # The limit is for the engine alone, whose last answer is told when it takes too long.
+        # `_refresh` has its own, shorter timeout, after which it falls back to the last snapshot.
         self._as_of: Shared[None, float] = Shared(self._refresh, 2 * SNAPSHOT_TIMEOUT_S)
         prometheus_client.REGISTRY.register(
             PrometheusCollector(lambda: self._last, {"model": config.model.name})
         )
 
     async def refresh(self) -> float:
-        """Brings the metrics up to date; tells when the engine was asked for them, in Unix time.
+        """Updates the metrics, and returns the Unix time when the engine was asked for them.
 
-        That is longer than a second ago where rank 0 does not answer in time.
+        If rank 0 does not answer in time, the metrics and the time are those of its last answer.
         """
         return await self._as_of.get(None)
 

@@ -1,4 +1,4 @@
-"""API keys: who may ask, and whose request it is."""
+"""API keys: which calls are answered, and to which tenant each call belongs."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _POLICY_VIOLATION = 1008
 
 
 ApiKeys = Mapping[bytes, str]
-"""The tenants by the SHA-256 digests of their keys: a key itself is known to nobody here."""
+"""Maps the SHA-256 digest of each API key to its tenant. The keys themselves are not stored."""
 
 
 def read_keys(configured: Sequence[ApiKeyConfig], environment: Mapping[str, str]) -> ApiKeys:
-    """Takes the keys from their environment variables.
+    """Reads the keys from their environment variables.
 
     Raises:
-        ConfigError: a variable is missing, empty, holds what no HTTP header can carry, or the same
-            key as another; names the variable and never the key.
+        ConfigError: a variable is missing or empty, or its key is not visible ASCII or is used
+            twice. The message names the variable and never the key.
     """
     keys: dict[bytes, str] = {}
     for index, each in enumerate(configured):
@@ -51,9 +51,9 @@ def read_keys(configured: Sequence[ApiKeyConfig], environment: Mapping[str, str]
 
 
 def label_key(keys: ApiKeys) -> bytes:
-    """A secret that all replicas of an application get from its keys; empty without keys.
+    """Returns a secret of 32 bytes, which all replicas derive from the keys; empty without keys.
 
-    It keys the labels by which the open metrics tell tenants apart, 32 bytes.
+    It keys the hashes that label namespaces in the open metrics.
     """
     if not keys:
         return b""
@@ -61,13 +61,13 @@ def label_key(keys: ApiKeys) -> bytes:
 
 
 class TenantMiddleware:
-    """Answers 401 to a call without a known key, and notes whose call the others are.
+    """Answers 401 to calls without a known key, and sets ``CURRENT_TENANT`` for the others.
 
-    Without a key only ``/health``, ``/metrics``, ``OPTIONS`` and ``/speculation`` are answered: a
-    page without data, which asks for the key.
+    ``/health``, ``/metrics``, ``OPTIONS`` and ``/speculation`` need no key. The page
+    ``/speculation`` holds no data, and asks for the key.
 
     Args:
-        app: the application behind.
+        app: the wrapped application.
         keys: the known keys, at least one.
     """
 
@@ -81,7 +81,7 @@ class TenantMiddleware:
             await self._app(scope, receive, send)
             return
         presented = _bearer(scope)
-        # The time of this look-up may tell of the digest, from which no key can be guessed.
+        # The time of this look-up may leak the digest, but the key does not follow from it.
         tenant = None if presented is None else self._keys.get(_digest(presented))
         if tenant is None:
             await _unauthorized(scope, missing=presented is None)(scope, receive, send)
@@ -102,7 +102,7 @@ def _is_open(scope: Scope) -> bool:
 
 
 def _bearer(scope: Scope) -> str | None:
-    """The key of the ``Authorization`` header; None without one of the scheme Bearer."""
+    """Returns the key of the header ``Authorization: Bearer KEY``; None without such a header."""
     scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else None
 

@@ -272,7 +272,7 @@ def test_a_tenant_that_sends_too_much_is_told_when_to_come_back(
     assert client.post(PATH, content=body).status_code == 200
     clock.now += 0.5
     refused = client.post(PATH, content=body)
-    assert "1024 bytes a second are taken: come back in 29.5 s" in error_of(refused, 429)["message"]
+    assert "at most 1024 bytes a second: try again in 29.5 s" in error_of(refused, 429)["message"]
     assert refused.headers.get_list("Retry-After") == ["30"]
     assert client.post(PATH, content=body, headers=B).status_code == 200
     assert client.delete(PATH).status_code == 200  # what was wrong can be taken back

@@ -1,4 +1,4 @@
-"""Answers of the generation API, as Text Generation Inference writes them."""
+"""Answers of the generation API, in the format of Text Generation Inference."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def error_response(error: GenerationError) -> Response:
-    """An error instead of an answer."""
+    """Returns an error answer; its status follows from the error's kind."""
     content = _encode(_error(error))
     return Response(content, STATUSES[error.kind], media_type="application/json")
 
@@ -33,7 +33,10 @@ def _error(error: GenerationError) -> dict[str, str]:
 
 
 def whole_response(asked: TextRequest, output: Output, seconds: float, *, listed: bool) -> Response:
-    """A whole answer, which took so many seconds; ``listed``: as a list of one."""
+    """Returns an answer that is not streamed; ``listed``: as a list of one.
+
+    The continuation with the highest mean log-probability is the answer's text.
+    """
     (index, best), *others = sorted(
         enumerate(output.continuations), key=lambda each: each[1].mean_logprob, reverse=True
     )
@@ -65,17 +68,17 @@ def whole_response(asked: TextRequest, output: Output, seconds: float, *, listed
 async def events(
     asked: TextRequest, first: Output, outputs: AsyncGenerator[Output, None]
 ) -> AsyncGenerator[bytes, None]:
-    """An answer's events: one for each token, also where a step brought several.
+    """Yields the events of a streamed answer: one for each token, even if a step adds several.
 
-    An error on the way is the last event. Closes ``outputs``, of which the first is taken already.
+    An error becomes the last event. Closes ``outputs``, from which ``first`` is already taken.
     """
     async with aclosing(outputs):
         try:
             stream = _Stream(asked)
             output: Output | None = first
             while output is not None:
-                if told := stream.take(output):
-                    yield told
+                if chunk := stream.take(output):
+                    yield chunk
                 output = await anext(outputs, None)
             if not stream.is_whole:
                 message = "Incomplete generation stream"
@@ -85,7 +88,7 @@ async def events(
 
 
 class _Stream:
-    """A text as it is streamed."""
+    """The state of one streamed text."""
 
     def __init__(self, asked: TextRequest) -> None:
         self._asked = asked
@@ -94,10 +97,10 @@ class _Stream:
         self.is_whole = False
 
     def take(self, output: Output) -> bytes:
-        """The events of what has come now; none where no token has."""
+        """Returns the events of the output's new tokens; empty if it has none."""
         (new,) = output.continuations
         self._text += new.text
-        told = []
+        chunks = []
         for number, token in enumerate(new.tokens):
             self._num_tokens += 1
             self.is_whole = new.finish_reason is not None and number + 1 == len(new.tokens)
@@ -115,8 +118,8 @@ class _Stream:
                 "generated_text": self._text if self.is_whole else None,
                 "details": details,
             }
-            told.append(_as_event(event))
-        return b"".join(told)
+            chunks.append(_as_event(event))
+        return b"".join(chunks)
 
 
 def _as_event(content: Mapping[str, Any]) -> bytes:
@@ -126,7 +129,7 @@ def _as_event(content: Mapping[str, Any]) -> bytes:
 def _ending(
     asked: TextRequest, index: int, continuation: Continuation, num_tokens: int
 ) -> dict[str, Any]:
-    """Why and when a continuation has ended, and its seed: each has its own."""
+    """Returns a continuation's finish reason, its number of tokens and its own seed."""
     return {
         "finish_reason": continuation.finish_reason,
         "generated_tokens": num_tokens,
@@ -135,7 +138,7 @@ def _ending(
 
 
 def _tokens(output: Output, continuation: Continuation) -> dict[str, Any]:
-    """The tokens of a continuation, and how it came by them."""
+    """Returns the tokens of a prompt and a continuation, and what speculation did."""
     return {
         "prefill": output.prompt_tokens,
         "tokens": continuation.tokens,
@@ -146,5 +149,5 @@ def _tokens(output: Output, continuation: Continuation) -> dict[str, Any]:
 
 
 def _if_any(**fields: Any) -> dict[str, Any]:
-    """Those of these fields that have something to tell."""
+    """Returns the fields whose values are not empty."""
     return {name: value for name, value in fields.items() if value}

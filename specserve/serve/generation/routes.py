@@ -35,13 +35,13 @@ class _Route(APIRoute):
     """A route whose errors have Text Generation Inference's form."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """Starlette's method. A call of the bare prefix is one of ``/``; others are redirected."""
+        """Overrides Starlette's method: the application's bare prefix counts as ``/``."""
         if scope["path"] == scope.get("root_path", ""):
             scope = {**scope, "path": scope["path"] + "/"}
         return super().matches(scope)
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """FastAPI's method."""
+        """Overrides FastAPI's method: converts the errors."""
         handle = super().get_route_handler()
 
         async def handle_in_form(request: Request) -> Response:
@@ -51,29 +51,29 @@ class _Route(APIRoute):
                 return error_response(error)
             except RequestValidationError as error:
                 return error_response(refusal(error.errors()))
-            except HTTPException as error:  # of a body that is no text, or is nested too deeply
+            except HTTPException as error:  # the body is not text, or is nested too deeply
                 return error_response(GenerationError.invalid(str(error.detail)))
 
         return handle_in_form
 
 
 def generation_router(config: AppConfig, engine: TextEngine) -> APIRouter:
-    """The routes of one replica."""
+    """Returns the routes of one replica."""
     router = APIRouter(route_class=_Route)
 
     @router.post("/generate")
     async def generate(body: GenerateBody, request: Request) -> Response:
-        """Continues a text; token by token where the body has ``stream``."""
+        """Continues a text; streams the tokens if the body has ``stream``."""
         return await _answer(engine, body, request, streams=bool(body.stream))
 
     @router.post("/generate_stream")
     async def generate_stream(body: GenerateBody, request: Request) -> Response:
-        """Continues a text, token by token."""
+        """Continues a text, and streams the tokens."""
         return await _answer(engine, body, request, streams=True)
 
     @router.post("/")
     async def compat_generate(body: GenerateBody, request: Request) -> Response:
-        """As ``/generate``, with the prompt before the text, and as a list of one."""
+        """Answers like ``/generate``, with the prompt before the text, and in a list of one."""
         streams = bool(body.stream)
         return await _answer(engine, body, request, streams=streams, is_root=True)
 
@@ -113,8 +113,8 @@ async def _answer(
     limit = engine.limits.max_total_tokens
     asked = text_request(body, limit, streams=streams, full_text=is_root)
     outputs = engine.generate(asked, request)
-    # Whatever is wrong is known with the first output, when there still is a status to tell it.
-    # A client that goes before it has the call cancelled (:class:`DisconnectMiddleware`).
+    # Errors of the request come before the first output, so the answer can still have their status.
+    # If the client disconnects before it, :class:`DisconnectMiddleware` cancels this call.
     first = await anext(outputs, None)
     if first is None:
         raise GenerationError("incomplete_generation", "Incomplete generation")
@@ -122,7 +122,7 @@ async def _answer(
         return StreamingResponse(
             events(asked, first, outputs),
             media_type="text/event-stream",
-            headers={"x-accel-buffering": "no"},  # or a proxy such as nginx keeps events back
+            headers={"x-accel-buffering": "no"},  # stops proxies such as nginx from buffering
         )
     async for _ in outputs:
         raise AssertionError("more than one output of a request that is not streamed")
@@ -130,5 +130,5 @@ async def _answer(
 
 
 def is_generation(scope: Scope) -> bool:
-    """Whether a call is one of this API's, that continue texts."""
+    """Whether a call goes to one of this API's routes that continue a text."""
     return scope["type"] == "http" and scope["method"] == "POST" and path_of(scope) in _PATHS

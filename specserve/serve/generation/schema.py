@@ -1,4 +1,4 @@
-"""Requests of the generation API: names, limits and defaults are Text Generation Inference's."""
+"""Requests of the generation API. Names, limits and defaults: Text Generation Inference (TGI)."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ MAX_BEST_OF = 2
 MAX_STOP_SEQUENCES = 4
 MAX_TOP_N_TOKENS = 5
 MAX_TEMPERATURE = 2.0
-"""vLLM's limit; upstream has none."""
+"""vLLM's limit; TGI has none."""
 _MAX_I32 = 2**31 - 1
 _MAX_U64 = 2**64 - 1
 
-_LEAST = 2.0**-149  # what is less is 0 in float32, in which upstream reads and vLLM computes
-Share = Annotated[float, Field(ge=_LEAST, lt=1)]
-Positive = Annotated[float, Field(ge=_LEAST)]
+_MIN_POSITIVE = 2.0**-149  # smaller values are 0 in float32, which TGI reads and vLLM computes with
+Share = Annotated[float, Field(ge=_MIN_POSITIVE, lt=1)]
+Positive = Annotated[float, Field(ge=_MIN_POSITIVE)]
 Count = Annotated[int, Field(ge=1, le=_MAX_I32)]
 StopText = Annotated[str, Field(min_length=1)]
 
 
 class _Part(BaseModel):
-    """Unknown keys are ignored, and null is as good as nothing, as upstream has it."""
+    """Base class: as in TGI, unknown keys are ignored, and null counts as absent."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class Grammar(_Part):
-    """What the text must be: a value of a JSON schema, or a match of a regular expression."""
+    """Constrains the text to a JSON schema or to a regular expression."""
 
     type: Literal["json", "json_object", "json_schema", "regex"]
     value: str | dict[str, Any]
 
     def constraint(self) -> dict[str, Any]:
-        """The same as vLLM's ``structured_outputs`` have it.
+        """Returns the constraint in the form of vLLM's ``structured_outputs``.
 
         Raises:
-            GenerationError: the value is of the other kind.
+            GenerationError: the type is regex and the value is not a string.
         """
         value = self.value
         if self.type == "json_schema" and isinstance(value, dict) and "schema" in value:
-            value = value["schema"]  # which may come with its name
+            value = value["schema"]  # the value may also hold the schema's name
         if self.type != "regex":
             return {"json": value}
         if not isinstance(value, str):
@@ -55,11 +55,11 @@ class Grammar(_Part):
 
 
 class Parameters(_Part):
-    """How a text is continued."""
+    """The sampling parameters and the options of the answer."""
 
     best_of: Annotated[int, Field(ge=1, le=MAX_BEST_OF)] | None = None
     do_sample: bool | None = None
-    temperature: Annotated[float, Field(ge=_LEAST, le=MAX_TEMPERATURE)] | None = None
+    temperature: Annotated[float, Field(ge=_MIN_POSITIVE, le=MAX_TEMPERATURE)] | None = None
     top_k: Count | None = None
     top_p: Share | None = None
     typical_p: Share | None = None
@@ -79,7 +79,7 @@ class Parameters(_Part):
 
     @property
     def samples(self) -> bool:
-        """Whether tokens are drawn; greedy decoding takes the most likely one."""
+        """Whether tokens are sampled; otherwise decoding is greedy."""
         cuts = (self.top_k, self.top_p, self.typical_p)
         has_temperature = self.temperature not in (None, 1.0)
         return bool(self.do_sample) or has_temperature or any(cut is not None for cut in cuts)
@@ -92,16 +92,16 @@ class GenerateBody(_Part):
     parameters: Parameters | None = None
     stream: bool | None = None
     vllm_xargs: dict[str, Any] | None = None
-    """For the engine. Controls of speculation are read before the request comes here."""
+    """Arguments for the engine. ``ControlsMiddleware`` has already read speculation controls."""
 
 
 def text_request(
     body: GenerateBody, max_total_tokens: int, *, streams: bool, full_text: bool = False
 ) -> TextRequest:
-    """What a body asks for; ``full_text``: with the text itself, unless the body says otherwise.
+    """Converts a body to the engine's request; ``full_text``: default of ``return_full_text``.
 
     Raises:
-        GenerationError: fields that do not go together, or a limit of the model.
+        GenerationError: fields cannot be combined, or ``truncate`` is too large for the model.
     """
     given = body.parameters or Parameters(do_sample=True)
     with_prompt = bool(given.decoder_input_details)
@@ -111,7 +111,7 @@ def text_request(
     _check(given, max_total_tokens, streams=streams)
     seed = given.seed if given.samples else None
     if given.samples and seed is None and details:
-        seed = secrets.randbits(63)  # which the details tell
+        seed = secrets.randbits(63)  # the details report it
     return TextRequest(
         inputs=body.inputs,
         truncate=given.truncate,
@@ -143,8 +143,8 @@ def _check(given: Parameters, max_total_tokens: int, *, streams: bool) -> None:
             rule = "!= 1 is not supported when streaming tokens"
             raise GenerationError.of_field("best_of", rule, given.best_of)
         if not given.samples:
-            told = f"you must use sampling when `best_of` is > 1. Given: {given.best_of}"
-            raise GenerationError.invalid(told)
+            reason = f"you must use sampling when `best_of` is > 1. Given: {given.best_of}"
+            raise GenerationError.invalid(reason)
         if given.seed is not None:
             rule = "must not be set when `best_of` > 1"
             raise GenerationError.of_field("seed", rule, given.seed)
@@ -186,7 +186,7 @@ RULES = {
         "must be a boolean",
     ),
 }
-"""What each field has to be, in upstream's sentences where it has one."""
+"""The rule of each field, for error messages; in TGI's words if TGI has the rule."""
 
 _POSITIVE = ("temperature", "top_k", "repetition_penalty", "max_new_tokens", "truncate")
 _OTHER_RULES = {
@@ -194,12 +194,12 @@ _OTHER_RULES = {
     "int_type": "must be an integer",
     "float_type": "must be a number",
 }
-"""Of these fields upstream's sentence tells the lower limit alone: what to say of other mistakes,
-by the type of pydantic's error."""
+"""Other rules of the ``_POSITIVE`` fields, by the type of pydantic's error. TGI's sentences for
+these fields state only the lower limit."""
 
 
 def refusal(errors: Sequence[Mapping[str, Any]]) -> GenerationError:
-    """The first of pydantic's errors about a body, with the field, its rule and its value."""
+    """Converts the first of pydantic's errors; the message has field, rule and value."""
     error = errors[0]
     field = next((part for part in reversed(error["loc"]) if part in RULES), None)
     if error["type"] == "json_invalid":
