@@ -139,6 +139,22 @@ def test_a_size_that_was_not_measured_takes_over_its_neighbours_ratios() -> None
     assert at(learned, 16)[2] == pytest.approx(0.003, rel=0.2)
 
 
+@pytest.mark.parametrize(("measured_size", "asked"), [(1, 10**6), (10**6, 1), (32, 1), (32, 500)])
+def test_a_size_takes_the_costs_of_the_nearest_measured_one_however_far(
+    measured_size: int, asked: int
+) -> None:
+    learned = StepCost()
+    learned.observe(measured_size, 0, 0.02)
+    assert at(learned, asked) == at(learned, measured_size)
+
+
+def test_the_first_call_of_a_drafter_is_predicted_as_it_was_measured() -> None:
+    cost = CallCost()
+    cost.observe(2, 4, 0.03, 0.01)
+    call, request, token = cost.coefficients(0.01)
+    assert call + 2 * request + 4 * token == pytest.approx(0.03, rel=0.05)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_no_measurements_make_a_cost_that_a_plan_cannot_be_made_with(seed: int) -> None:
     rng, learned = random.Random(seed), StepCost()

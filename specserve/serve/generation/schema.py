@@ -172,7 +172,7 @@ RULES = {
     "truncate": "must be strictly positive",
     "seed": f"must be >= 0 and <= {_MAX_U64}",
     "top_n_tokens": f"must be >= 0 and <= {MAX_TOP_N_TOKENS}",
-    "grammar": 'must have the "type" json, json_schema or regex, and a "value"',
+    "grammar": 'must have the "type" json, json_object, json_schema or regex, and a "value"',
     "adapter_id": "must be a string",
     **dict.fromkeys(
         (
