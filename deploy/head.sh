@@ -3,7 +3,7 @@
 #
 #   deploy/head.sh ADDRESS [OPTIONS OF ray start]
 #
-# ADDRESS is this node's own, by which the others reach it. The token of the cluster is in
+# ADDRESS is the address by which other nodes reach this one. The cluster's token is in
 # RAY_AUTH_TOKEN, or in the file that RAY_AUTH_TOKEN_PATH names. Settings: deploy/node.env.
 
 # shellcheck source=deploy/node.sh

@@ -1,8 +1,8 @@
 # shellcheck shell=bash
-# Sourced by head.sh and worker.sh, with their arguments: the environment of Ray and vLLM on this
-# node, and the options of `ray start` that a head and a worker have in common.
+# Sourced by head.sh and worker.sh with their arguments. It sets the environment of Ray and vLLM on
+# this node, and the options of `ray start` that head and worker share.
 #
-# NODE_ENV_FILE  settings, instead of deploy/node.env
+# NODE_ENV_FILE  file of settings; default: deploy/node.env
 
 set -euo pipefail
 
@@ -18,8 +18,8 @@ set -a
 . "${NODE_ENV_FILE:-$(dirname "${BASH_SOURCE[0]}")/node.env}"
 export RAY_AUTH_MODE=token
 
-# The head's address, this node's own on the way to it, and the interface that has it. Connecting a
-# datagram socket sends nothing: it asks the system for the route.
+# Finds the head's address, this node's address on the route to it, and the interface of that address.
+# Connecting a datagram socket sends no packet; it only makes the system choose the route.
 found=$(python - "$1" 2> /dev/null << 'EOF_PYTHON'
 import socket, sys
 import psutil
@@ -42,8 +42,8 @@ if [[ -z ${RAY_AUTH_TOKEN:-} && ! -s ${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_toke
   ray get-auth-token --generate > /dev/null
 fi
 
-# Ends with one line where a port of every node, or of the settings NAME..., is in use.
-#   require_free [NAME...]
+# require_free [NAME...]: ends with a one-line error if a port is in use. It checks the ports of every
+# node and those of the settings NAME...
 require_free() {
   local said
   said=$(python - "$@" NODE_MANAGER_PORT OBJECT_MANAGER_PORT RUNTIME_ENV_AGENT_PORT AGENT_GRPC_PORT \
@@ -61,7 +61,7 @@ EOF_PYTHON
   ) || fail "$said"
 }
 
-# shellcheck disable=SC2034  # the sourcing script's
+# shellcheck disable=SC2034  # used by the sourcing script
 options=(
   --block
   --disable-usage-stats

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Starts a further node of a cluster, in the foreground:
+# Starts one more node of a cluster, in the foreground:
 #
 #   deploy/worker.sh HEAD_ADDRESS [OPTIONS OF ray start]
 #
 # The token is the head's, in RAY_AUTH_TOKEN or in the file that RAY_AUTH_TOKEN_PATH names. Settings:
-# deploy/node.env. It ends when the head does, or has given this node up: have it started again.
+# deploy/node.env. It ends when the head ends or gives this node up: let systemd restart it.
 
 # shellcheck source=deploy/node.sh
 . "$(dirname "$0")/node.sh"
 
-# Ray's own attempts take minutes, and end in a stack trace.
+# Checked first, because Ray's own attempts take minutes and end in a stack trace.
 status=0
 said=$(timeout "$HEAD_WAIT_S" ray health-check --address "$head:$GCS_PORT" 2>&1) || status=$?
 case "$status $said" in

@@ -18,7 +18,7 @@ DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 
 def dashboard() -> dict[str, Any]:
-    """The dashboard as Grafana reads it."""
+    """Returns the dashboard in Grafana's JSON model."""
     return {
         "uid": "specserve",
         "title": "specserve",
@@ -87,7 +87,7 @@ def _drawn(panel: Panel) -> dict[str, Any]:
 
 
 def text() -> str:
-    """The dashboard's file."""
+    """Returns the content of the dashboard's file."""
     return json.dumps(dashboard(), indent=2) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""What the dashboard shows: its rows and their panels."""
+"""The dashboard's rows and panels, with their queries."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from specserve.core import metric_specs as specs
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """Lines over time.
+    """A graph of lines over time.
 
     Attributes:
-        unit: by Grafana's name.
-        queries: PromQL of each line or group of lines, by its legend.
+        unit: Grafana's name of it.
+        queries: PromQL of each line or group of lines, by legend.
     """
 
     title: str
@@ -40,7 +40,7 @@ class Panel:
 
 
 def rows() -> dict[str, list[Panel]]:
-    """The panels by the title of their row, from the top."""
+    """Returns the panels by the title of their row, from top to bottom."""
     return {
         "Serving": _serving(),
         "Acceptance": _acceptance(),
@@ -152,9 +152,9 @@ def _acceptance() -> list[Panel]:
 
 
 def _hit_rate() -> str:
-    """Drafts by source for each step of the target.
+    """Query for the drafts of each source per verify step of a request.
 
-    A step of a request yields one token of the target's and those accepted: hence their difference.
+    A step yields one token of the target plus the accepted ones, so the steps are the difference.
     """
     drafts, accepted = ours(specs.DRAFTS), ours(specs.ACCEPTED_TOKENS)
     by_name = GENERATION_TOKENS.rate("model_name")

@@ -1,8 +1,8 @@
-"""The series that the dashboard may ask for, and the queries that can be made of them.
+"""The metrics that the dashboard may query, and functions that build the PromQL queries.
 
-Ours come from their declarations in ``specserve/core/metric_specs.py``; vLLM's and Ray's are named
-here, and a test looks for them in the sources of both. A query for a series or a label that nobody
-exports is refused when the dashboard is written, not seen as an empty panel later.
+specserve's metrics come from ``specserve/core/metric_specs.py``. vLLM's and Ray's are listed here,
+and a test looks for them in the sources of both. A query by an unknown label is an error when the
+dashboard is written.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Kind = Literal["counter", "gauge", "histogram"]
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A metric as Prometheus has it from Ray.
+    """A metric that Prometheus scrapes from Ray.
 
     Attributes:
-        name: with Ray's prefix ``ray_``; a histogram's without ``_bucket``.
+        name: with Ray's prefix ``ray_``; for a histogram without ``_bucket``.
         kind: Prometheus' type.
-        labels: what a query may group by. The first one names the model where it is ``model`` or
-            ``model_name``; Prometheus itself adds ``instance``, the node.
-        only: matchers of the series that count, where there are others of that name.
+        labels: a query may group by these, and by ``instance``, the node, which Prometheus adds. If
+            the first one is ``model`` or ``model_name``, it names the model.
+        only: label matchers that select the wanted series, if the name has others too.
     """
 
     name: str
@@ -33,23 +33,23 @@ class Series:
     only: str = ""
 
     def rate(self, *by: str) -> str:
-        """A counter's increase per second."""
+        """Query for a counter's increase per second, summed by the labels ``by``."""
         assert self.kind == "counter", self
         return f"sum by ({self._listed(by)}) (rate({self.name}{self._chosen()}[$__rate_interval]))"
 
     def value(self, aggregation: str, *by: str) -> str:
-        """A gauge's value, over the replicas."""
+        """Query for a gauge's value, aggregated over the replicas by the labels ``by``."""
         assert self.kind == "gauge", self
         return f"{aggregation} by ({self._listed(by)}) ({self.name}{self._chosen()})"
 
     def latest(self, aggregation: str, *by: str) -> str:
-        """The same of a gauge that is set now and then: between, Ray has no series of it."""
+        """Like ``value``, for a gauge that is set rarely: Ray has no series of it in between."""
         assert self.kind == "gauge", self
         latest = f"last_over_time({self.name}{self._chosen()}[$__rate_interval])"
         return f"{aggregation} by ({self._listed(by)}) ({latest})"
 
     def quantile(self, quantile: float, *by: str) -> str:
-        """A histogram's quantile."""
+        """Query for a histogram's quantile, between 0 and 1, by the labels ``by``."""
         assert self.kind == "histogram", self
         buckets = f"rate({self.name}_bucket{self._chosen()}[$__rate_interval])"
         return f"histogram_quantile({quantile}, sum by ({self._listed(by)}, le) ({buckets}))"
@@ -66,26 +66,26 @@ class Series:
 
 
 def ours(spec: MetricSpec) -> Series:
-    """A metric of this project."""
+    """Returns the series of a metric that the replicas export."""
     return Series(f"ray_{spec.name}", spec.kind, ("model", *spec.labels))
 
 
 def of_drafters(spec: MetricSpec) -> Series:
-    """A metric that the drafters export themselves, whatever models they draft for."""
+    """Returns the series of a metric that the drafters export; it has no label of the model."""
     return Series(f"ray_{spec.name}", spec.kind, spec.labels)
 
 
 def or_zero(part: str, present: str) -> str:
-    """The part, and 0 where only ``present`` has a series.
+    """Query for ``part``, with 0 where only ``present`` has a series.
 
-    Ray has no series of a counter that is still 0, nor of a gauge that was not set since its last
-    report, as vLLM's are not while there is nothing to do.
+    Ray exports no series of a counter that is still 0, nor of a gauge that was not set since the
+    last report. vLLM does not set its gauges while it is idle.
     """
     return f"({part} or 0 * {present})"
 
 
 def share(part: str, whole: str) -> str:
-    """Their quotient."""
+    """Query for ``part / whole``, with 0 where only ``whole`` has a series."""
     return f"{or_zero(part, whole)} / {whole}"
 
 
@@ -112,7 +112,7 @@ VLLM = (
 
 REPLICAS = Series("ray_serve_deployment_replica_healthy", "gauge", ("application", "deployment"))
 PLACEMENT_GROUPS = Series("ray_placement_groups", "gauge", ("State",))
-# Of what is told twice, the nodes' word: the head's does not say where an actor is.
+# The head and the nodes both report actors. Only the nodes' series say where an actor runs.
 ACTORS = Series(
     "ray_actors",
     "gauge",

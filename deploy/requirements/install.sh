@@ -1,10 +1,10 @@
 #!/bin/sh
-# Installs the lock beside this file with a Python's pip:
+# Installs cpu.txt with the pip of PYTHON:
 #
 #   deploy/requirements/install.sh PYTHON
 #
-# torch's CPU build is in PyTorch's own index. That one is tried where pip finds the build nowhere
-# else, and for torch alone.
+# torch's CPU build is in PyTorch's own index. If pip finds the build nowhere else, this script uses
+# that index, for torch only.
 set -eu
 
 python=$1

@@ -1,10 +1,9 @@
 """Resolves a requirements file into a full lock: ``lock.py cpu.in cpu.txt``.
 
-The lock holds ``name==version`` lines and nothing else: where the packages come from is pip's
-configuration on the machine that installs, not ours. It is installed with ``--no-deps``, because
-what it leaves out must stay out: vLLM's CPU package asks for the packages below, whose builds on
-the package index need CUDA. On a CPU they break the import of transformers' image code; nothing
-that is served here needs them.
+The lock contains ``name==version`` lines only. pip's configuration on the installing machine
+decides where packages come from. Install the lock with ``--no-deps``, so that the packages of
+``LEFT_OUT`` stay out. vLLM's CPU package requires them, but their builds on the package index need
+CUDA. On a CPU they break the import of transformers' image code. specserve does not need them.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ LEFT_OUT = ("torchvision", "torchaudio", "torchcodec", "triton", "nvidia-*", "cu
 
 
 def resolve(requirements: Path) -> dict[str, Any]:
-    """pip's installation report for ``requirements``, as if into an empty environment."""
+    """Returns pip's installation report for ``requirements`` in an empty environment."""
     with TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed"]
@@ -33,7 +32,7 @@ def resolve(requirements: Path) -> dict[str, Any]:
 
 
 def lines(report: dict[str, Any]) -> list[str]:
-    """The lock's lines, sorted, with names as the packaging standard (PEP 503) writes them."""
+    """Returns the lock's lines, sorted, with package names normalized by PEP 503."""
     pins = []
     for item in report["install"]:
         metadata = item["metadata"]
