@@ -1,4 +1,4 @@
-"""What every draft source offers. Narrow on purpose: a source knows tokens, not engines."""
+"""Interfaces of draft sources. They hold tokens and arrays only, and nothing of the engine."""
 
 from __future__ import annotations
 
@@ -23,40 +23,40 @@ if TYPE_CHECKING:
 
 
 class Source(Protocol):
-    """A source of drafts. All calls come from one thread, the one that runs the decoding steps."""
+    """A source of drafts. All calls come from the thread that runs the decoding steps."""
 
     def open(self, slot: int, controls: RequestControls) -> None:
-        """A request begins, in a slot that is free.
+        """Registers a new request. This is called for requests without drafts too.
 
         Args:
-            slot: the request's until :meth:`close`.
-            controls: what it asked for. A source is also told of requests that take no drafts.
+            slot: a free slot; it belongs to the request until :meth:`close`.
+            controls: the request's options.
         """
         ...
 
     def propose(self, batch: DraftBatch, limits: Int32Array) -> Drafts:
-        """Guesses the next tokens of every request of the batch, and learns what is new of them.
+        """Drafts the next tokens of every request of the batch, and learns from its new tokens.
 
-        Never changes the batch and keeps no reference to its arrays. A request that is absent is
-        not finished: it may be pre-empted and come back in any later step, on another row, with
-        the same tokens and more.
+        Must not change the batch or keep a reference to its arrays. An absent request has not
+        ended: it may be pre-empted. It may return in any later step, on another row, with the same
+        tokens and more.
 
         Args:
             batch: n requests, all open.
-            limits: int32 ``[n]``, the longest draft that is of use to each, at most the source's
-                ``max_draft_len``; 0: none is wanted, and the request is shown to be learned from.
+            limits: int32 ``[n]``, longest useful draft of each, at most the source's
+                ``max_draft_len``; 0: no draft is wanted, the source may only learn.
 
         Returns:
-            n drafts, each at most ``limits[i]`` tokens long. The arrays may be the source's own,
-            and are valid until its next call.
+            n drafts, each at most ``limits[i]`` tokens long. The arrays may belong to the source.
+            They are valid until its next call.
 
         Raises:
-            Exception: anything; the source is then switched off for a while.
+            Exception: any; the caller then switches the source off for a while.
         """
         ...
 
     def close(self, slots: Int64Array) -> None:
-        """These requests have finished or were aborted: drops all that is kept for them alone.
+        """Drops all that is kept only for these requests, which have finished or were aborted.
 
         Args:
             slots: int64 ``[m]``, all open; free afterwards.
@@ -66,41 +66,40 @@ class Source(Protocol):
 
 @runtime_checkable
 class RemoteSource(Source, Protocol):
-    """A source that answers from another process: asking it takes time, so it is asked last."""
+    """A source in another process. It is asked last, because a call takes long."""
 
     def reading_s(self, batch: DraftBatch) -> Float64Array:
-        """How long the source would read each text before it can draft, where that delays the
-        target.
+        """Seconds that the source needs for each text's prefill before it can draft.
 
         Returns:
-            float64 ``[n]``, seconds; 0: it can draft at once; infinite: it is reading the text
-            now; NaN: it never can.
+            float64 ``[n]``; 0: it can draft at once, or its prefill does not delay the target;
+            infinite: the prefill is running; NaN: it cannot draft.
         """
         ...
 
     def must_see(self, slots: Int64Array) -> BoolArray:
-        """bool ``[n]``: requests of which the source would miss something in a step without it."""
+        """bool ``[n]``: requests of which the source loses data in a step that does not call it."""
         ...
 
     def follow_next(self) -> bool:
-        """A draft is wanted of a text of which the source has missed nothing.
+        """Tells the source to follow the next text that begins, from its first step on.
 
         Returns:
-            Whether such a text is worth waiting for: it will be the next one that begins.
+            Whether a probe should wait for that text; false: the source can draft for any text.
         """
         ...
 
 
 class Member(NamedTuple):
-    """A source of a chain.
+    """A source with its properties, as a chain uses it.
 
     Attributes:
-        kind: as configured, its name in metrics and in ``vllm_xargs.speculation``.
-        source: what drafts.
-        labels: names of its drafts.
+        kind: as configured; its name in metrics and in ``vllm_xargs.speculation``.
+        source: the source.
+        labels: names of its drafts in metrics.
         max_draft_len: longest draft in tokens.
-        dynamic: whether its drafts are cut to the length that pays, and it is asked where it pays.
-        learns: whether it learns from one request for others: it has to see texts to their ends.
+        dynamic: whether it is asked, and its drafts are sent, only where the expected gain pays.
+        learns: whether it learns from one request for others, and so must see each text's end.
         needs: the field of a request's controls without which it drafts nothing; empty: none.
     """
 
@@ -115,24 +114,24 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SourceContext:
-    """What a source may need to know of the replica that it drafts for.
+    """Properties of the replica that a source drafts for.
 
     Attributes:
-        num_slots: requests that may be open at a time.
+        num_slots: most requests that may be open at a time.
         vocab_size: token ids are 0 .. ``vocab_size - 1``.
-        model_identity: the checkpoint's; what one model taught, another must not be told.
-        tenants: those that keys are configured for; empty: all requests are one tenant's.
-        num_adapters: LoRA adapters that may be loaded at a time beside the model itself.
+        model_identity: identifies the checkpoint; memories of different models are kept apart.
+        tenants: tenants with configured API keys; empty: all requests belong to one tenant.
+        num_adapters: most LoRA adapters that may be loaded at a time.
         adapters: names of the adapters that the configuration loads.
         label_key: see :func:`specserve.trie.namespaces.label`.
-        metrics: where a source shows what is its own.
-        share: joins a memory to the cluster's; None: there is no cluster.
+        metrics: where a source reports metrics of its own.
+        share: connects a memory to the cluster's; None: there is no cluster.
         tokenizer: hash of the target's vocabulary; empty: unknown.
         hidden_size: width of the target's hidden states; 0: unknown.
-        replica: its name in the cluster; empty: it is on its own.
-        find_drafter: how to find the drafter of a source, by a call that may take seconds and
-            gives its address, None while there is none.
-        exits: where a source adds what ends what it has started; called in this order.
+        replica: name of the replica in the cluster; empty: it runs alone.
+        find_drafter: returns the function that finds the drafter of a source. That function may
+            take seconds; it returns the drafter's URL, or None while there is no drafter.
+        exits: functions that a source adds to stop what it started; called in this order.
     """
 
     num_slots: int = 64

@@ -1,4 +1,4 @@
-"""A request's own wishes: the fields of ``vllm_xargs`` that are ours."""
+"""Reads the speculation options of a request from its ``vllm_xargs``."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from specserve.core.types import RequestControls
 _KEYS = ("speculation", "max_draft_tokens", "learn", "report")
 
 BEAM_KEY = "beam_sample"
-"""Where, among a request's extra arguments, a beam search is asked to draw its beams."""
+"""Key of a request's extra arguments: 1 samples the beams of a beam search."""
 
 PREDICTION_KEY = "prediction"
-"""Where, among a request's extra arguments, a client predicts its answer in words. The server puts
-the token ids in their place, bytes of int32, which no client can send."""
+"""Key of a request's extra arguments: the client's predicted answer as text. The server replaces it
+with the token ids as bytes of int32, which no client can send."""
 
 SERVER_PREFIX = "specserve_"
-"""How keys among a request's extra arguments begin that no client may give."""
+"""Prefix of keys that only the server may add to a request's extra arguments."""
 
 TENANT_KEY = f"{SERVER_PREFIX}tenant"
-"""Where, among a request's extra arguments, the server tells the engine the tenant."""
+"""Key by which the server passes the tenant to the engine."""
 
 SALT_KEY = f"{SERVER_PREFIX}cache_salt"
-"""Where, among them, the server tells the engine the client's own ``cache_salt``."""
+"""Key by which the server passes the client's own ``cache_salt`` to the engine."""
 
 NO_TENANT = "-"
-"""Tenant of a request that came without one although API keys are configured. No tenant is called
-so, and nothing is learned for it: it sees no one's text and no one sees its."""
+"""Tenant of a request without a tenant while API keys are configured. No configured tenant has this
+name. Nothing is learned from such a request, and it shares no text with others."""
 
 
 def parse_controls(
     extra_args: Mapping[str, object] | None, kinds: Sequence[str] | None
 ) -> RequestControls:
-    """Reads the fields of ``vllm_xargs`` that are ours; other keys belong to others.
+    """The controls of a request; keys of other components are ignored.
 
     Args:
         extra_args: the request's ``vllm_xargs``; JSON values.
-        kinds: kinds of the configured sources; None: vLLM drafts itself, and takes no controls.
+        kinds: kinds of the configured sources; None: vLLM drafts itself and takes no controls.
 
     Raises:
         RequestError: a value is not allowed; names the field, the value and what is allowed.
@@ -69,39 +69,39 @@ def parse_controls(
 
 
 def own_fields(extra_args: Mapping[str, object]) -> dict[str, object]:
-    """Those of a request's ``vllm_xargs`` that are controls of speculation."""
+    """The entries of a request's ``vllm_xargs`` that control speculation."""
     return {key: extra_args[key] for key in _KEYS if key in extra_args}
 
 
 def wants_report(extra_args: Mapping[str, object] | None) -> bool:
-    """Whether a request's answer is to tell what speculation did."""
+    """Whether a request asks for a report on speculation in its answer."""
     return extra_args is not None and extra_args.get("report") == 1
 
 
 def samples_beams(extra_args: Mapping[str, object] | None) -> bool:
-    """Whether a beam search is to draw its beams."""
+    """Whether the beams of a beam search are sampled."""
     return extra_args is not None and extra_args.get(BEAM_KEY) == 1
 
 
 def wants_drafts(controls: RequestControls, kind: str) -> bool:
-    """Whether a request takes drafts of a kind of source."""
+    """Whether a request takes drafts of the source ``kind``."""
     return controls.speculation in ("auto", kind) and controls.max_draft_tokens != 0
 
 
 def refuse_server_keys(extra_args: Mapping[str, object]) -> None:
-    """Raises RequestError where a client gives what the server tells the engine, as its tenant."""
+    """Raises RequestError if a client sends a key that only the server may add."""
     for key, value in extra_args.items():
         if key.startswith(SERVER_PREFIX):
-            allowed = "nothing: the server tells the engine by this key, as the API key's tenant"
+            allowed = "nothing: only the server may set this key"
             raise RequestError(f"vllm_xargs.{key}", value, allowed)
 
 
 def with_tenant(
     controls: RequestControls, extra_args: Mapping[str, object] | None
 ) -> RequestControls:
-    """The controls with the tenant and the salt that the server handed to the engine.
+    """The controls with the tenant and the salt that the server passed to the engine.
 
-    For the engine's side, with API keys configured.
+    For the engine's process, if API keys are configured.
     """
     extra_args = extra_args or {}
     tenant = extra_args.get(TENANT_KEY)
@@ -111,9 +111,9 @@ def with_tenant(
 
 
 def _integer(extra_args: Mapping[str, object], key: str, high: int, default: int) -> int:
-    """An integer 0 .. high. ``4.0`` counts: JSON has one kind of number, and clients send both.
+    """An integer 0 .. high. ``4.0`` is accepted, as some clients send integers so in JSON.
 
-    Of 0 and 1, false and true count too.
+    If ``high`` is 1, false and true are accepted too.
     """
     if key not in extra_args:
         return default

@@ -1,4 +1,4 @@
-"""A replica's way to its drafter: requests, and the answers to them."""
+"""Sends a replica's requests to its drafter and receives the answers."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from specserve.wire.frames import MAX_HEADER_BYTES, decode_reply, encode
 from specserve.wire.messages import DraftAnswer, DraftRequest, Refusal, TextRow
 
 LOST_S = 1.0
-"""An answer that comes so much later than its request's budget is not waited for."""
+"""Seconds after the end of its budget until a request without an answer is given up."""
 
 MOST_READING_S = 0.01
-"""Time to read what has come: a drafter that floods must not hold a step up."""
+"""Most seconds for reading replies that a step does not wait for: a flood must not delay it."""
 
 
 class Sent(NamedTuple):
-    """A request that is not answered yet.
+    """An unanswered request.
 
     Attributes:
-        number: its name.
+        number: identifies it.
         slots: int64 ``[m]``, of its rows' texts.
-        num_read: positions of a text that is only brought up to date; 0: drafts are waited for.
-        state_bytes: size of its states.
-        expires_at: monotonic time when its budget is over.
+        num_read: positions that the drafter computes for it, if it asks for no drafts; else 0.
+        state_bytes: size of its hidden states.
+        expires_at: monotonic time when its budget ends.
     """
 
     number: int
@@ -44,14 +44,14 @@ class Sent(NamedTuple):
 class DrafterLink:
     """Sends requests to the drafter that a health monitor found, and receives the answers.
 
-    Used by the thread of the decoding steps alone. The drafter knows the link by one name,
-    whichever connection it uses.
+    Only the thread of the decoding steps may use it. It keeps its ZeroMQ identity when it
+    reconnects.
 
     Args:
-        on_malformed: told of what came that is no reply.
+        on_malformed: called for each message that is not a valid reply.
 
     Attributes:
-        sent: requests that are not answered yet, by number.
+        sent: unanswered requests, by number.
     """
 
     def __init__(self, on_malformed: Callable[[], None]) -> None:
@@ -63,8 +63,8 @@ class DrafterLink:
         self._num_requests = 0
 
     def connect(self, endpoint: Endpoint) -> None:
-        """Connects to a drafter, anew where it was connected."""
-        self._hang_up()
+        """Connects to a drafter; closes an earlier connection."""
+        self._disconnect()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.ROUTING_ID, self._name)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_HEADER_BYTES)
@@ -79,13 +79,13 @@ class DrafterLink:
         budget_s: float,
         num_read: int = 0,
     ) -> int:
-        """Sends a request; never waits. What cannot be sent is lost.
+        """Sends a request without waiting. A request that cannot be sent now is dropped.
 
         Args:
             slots: int64 ``[m]``, of the rows' texts.
-            rows: m. Their states must not change any more: they may be sent from where they are.
-            ended: numbers of texts that are to be forgotten.
-            budget_s: how long the answer is of use, in seconds.
+            rows: m rows. Their states must not change afterwards, because they are not copied.
+            ended: numbers of texts that the drafter can forget.
+            budget_s: seconds for which the answer is useful.
             num_read: see :class:`Sent`.
 
         Returns:
@@ -105,7 +105,7 @@ class DrafterLink:
         return sent.number
 
     def replies(self, deadline: float = 0.0) -> Iterator[tuple[Sent, DraftAnswer | Refusal]]:
-        """Takes replies to what was sent until a monotonic time; without one, what has come."""
+        """Yields replies until a monotonic time, by default those that have already arrived."""
         end = max(deadline, time.monotonic() + MOST_READING_S)
         while self._socket is not None and (now := time.monotonic()) < end:
             self._socket.setsockopt(zmq.RCVTIMEO, max(0, round(1000 * (deadline - now))))
@@ -122,18 +122,18 @@ class DrafterLink:
                 yield sent, reply
 
     def give_up(self, latest: float = float("inf")) -> list[Sent]:
-        """Requests whose budget was over before a monotonic time; they are not waited for."""
+        """Removes and returns the requests whose budget ended before a monotonic time."""
         lost = [each for each in self.sent.values() if each.expires_at < latest]
         for each in lost:
             del self.sent[each.number]
         return lost
 
     def close(self) -> None:
-        """Ends the connection."""
-        self._hang_up()
+        """Closes the connection."""
+        self._disconnect()
         self._context.term()
 
-    def _hang_up(self) -> None:
+    def _disconnect(self) -> None:
         if self._socket is not None:
             self._socket.close()
             self._socket = None

@@ -1,4 +1,4 @@
-"""What a replica knows of its texts at the drafter."""
+"""A replica's record of what the drafter holds of each text."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from specserve.wire.messages import MAX_ROWS, MAX_TOKENS, RowAnswer, TextRow
 
 
 class DrafterTexts:
-    """Which part of each text the drafter holds, and which texts may be sent.
+    """Tracks which part of each text the drafter holds, and which texts may be sent.
 
-    A text is in one request at a time, and rests where the drafter could not take it.
+    A text is in at most one unanswered request. After a refusal it is paused.
 
     Args:
-        num_slots: texts at a time.
+        num_slots: most texts at a time.
 
     Attributes:
-        numbers: int64 ``[num_slots]``, the texts' names.
-        salts: uint64 ``[num_slots]``, equal for texts that may share a beginning.
-        held: int64 ``[num_slots]``, positions, by the drafter's last answer.
-        has_room: bool ``[num_slots]``, whether the drafter has, as far as is known.
+        numbers: int64 ``[num_slots]``, numbers that identify the texts to the drafter.
+        salts: uint64 ``[num_slots]``, equal for texts that may share the cache of a prefix.
+        held: int64 ``[num_slots]``, positions that the drafter holds, by its last answer.
+        has_room: bool ``[num_slots]``, false if the drafter refused the text when it was last sent.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -33,10 +33,10 @@ class DrafterTexts:
         self.held = np.zeros(num_slots, np.int64)
         self.has_room = np.ones(num_slots, np.bool_)
         self._num_opened = 0
-        self._request = np.zeros(num_slots, np.int64)  # the one under way with it; 0: none is
-        self._is_known = np.zeros(num_slots, np.bool_)  # to the drafter
-        self._is_partial = np.zeros(num_slots, np.bool_)  # the drafter began it behind a gap
-        self._rests_until = np.zeros(num_slots)  # monotonic time before which it is not sent
+        self._request = np.zeros(num_slots, np.int64)  # unanswered request with it; 0: none
+        self._is_known = np.zeros(num_slots, np.bool_)  # was sent to the drafter
+        self._is_partial = np.zeros(num_slots, np.bool_)  # the drafter holds it from after a gap on
+        self._not_before = np.zeros(num_slots)  # monotonic time from which it may be sent
 
     @property
     def is_any_known(self) -> bool:
@@ -44,29 +44,29 @@ class DrafterTexts:
         return bool(self._is_known.any())
 
     def open(self, slot: int, salt: int, *, is_wanted: bool) -> None:
-        """A text begins; ``is_wanted``: it is sent at all."""
+        """Registers a new text; it is never sent unless ``is_wanted``."""
         self.numbers[slot], self.salts[slot] = self._num_opened, salt
         self._num_opened += 1
-        self.held[slot], self._rests_until[slot] = 0, 0.0 if is_wanted else math.inf
+        self.held[slot], self._not_before[slot] = 0, 0.0 if is_wanted else math.inf
         self._is_partial[slot], self.has_room[slot] = False, True
 
     def close(self, slots: Int64Array) -> list[int]:
-        """These texts have ended; returns the numbers of those that the drafter knows."""
+        """Removes texts that have ended; returns the numbers of those that the drafter knows."""
         known = self.numbers[slots[self._is_known[slots]]].tolist()
         self._is_known[slots], self._request[slots] = False, 0
         return list(known)
 
     def begin_anew(self) -> None:
-        """Another drafter takes over: it holds nothing."""
+        """Records that the drafter is another one, which holds no text."""
         self.held[:], self.has_room[:] = 0, True
-        self._rests_until[np.isfinite(self._rests_until)] = 0.0
+        self._not_before[np.isfinite(self._not_before)] = 0.0
 
     def may_be_sent(self, slots: Int64Array) -> BoolArray:
-        """bool ``[n]``: texts that are wanted, not under way, and do not rest."""
-        return self._rests_until[slots] <= time.monotonic()
+        """bool ``[n]``: texts that are wanted, in no unanswered request, and not paused."""
+        return self._not_before[slots] <= time.monotonic()
 
     def are_under_way(self, slots: Int64Array) -> BoolArray:
-        """bool ``[n]``: texts that an unanswered request has a row of."""
+        """bool ``[n]``: texts in an unanswered request."""
         return self._request[slots] > 0
 
     def rows(
@@ -78,15 +78,17 @@ class DrafterTexts:
         states: PendingStates | None,
         state_bytes: int,
     ) -> list[TextRow]:
-        """What a request tells of some texts; of the first ones, where there is no more room.
+        """Rows of a request: what each text has beyond what the drafter holds.
+
+        The first row that exceeds a limit of a request is left out, and so are all after it.
 
         Args:
             batch: the step's.
             rows: int64 ``[r]``, of the batch.
-            ends: int64 ``[r]``, of what is sent of each.
-            limits: int32 ``[r]``, tokens to draft of each.
-            states: what is kept for a drafter that continues states.
-            state_bytes: room for states.
+            ends: int64 ``[r]``, position up to which each text is sent.
+            limits: int32 ``[r]``, longest draft for each, in tokens.
+            states: hidden states to send; None: the drafter needs none.
+            state_bytes: most bytes of states.
         """
         slots, sent, num_tokens = batch.slots[rows], list[TextRow](), 0
         of_texts = self.held[slots], self.numbers[slots], self.salts[slots]
@@ -116,30 +118,30 @@ class DrafterTexts:
         return sent
 
     def send(self, slots: Int64Array, number: int) -> None:
-        """A request has a row of each of these."""
+        """Records that a request with these texts was sent."""
         self._request[slots], self._is_known[slots] = number, True
-        self._rests_until[slots], self.has_room[slots] = math.inf, True
+        self._not_before[slots], self.has_room[slots] = math.inf, True
 
     def settle(self, slots: Int64Array, number: int) -> BoolArray:
-        """A request of these texts is not under way any more, answered or not.
+        """Records that a request was answered or given up.
 
         Returns:
-            bool ``[m]``: the texts that it was still under way with; others have ended since.
+            bool ``[m]``: texts that are still open; the others have ended since it was sent.
         """
         is_own: BoolArray = self._request[slots] == number
-        self._request[slots[is_own]], self._rests_until[slots[is_own]] = 0, 0.0
+        self._request[slots[is_own]], self._not_before[slots[is_own]] = 0, 0.0
         return is_own
 
     def rest(self, slots: Int64Array, seconds: float) -> None:
-        """These are not sent for some time."""
-        self._rests_until[slots] = time.monotonic() + seconds
+        """Pauses texts: they are not sent for ``seconds``."""
+        self._not_before[slots] = time.monotonic() + seconds
 
     def begins_partial(self, slot: int, row: RowAnswer) -> bool:
-        """Whether an answer is the first one to tell that the text was begun behind a gap."""
+        """Whether an answer is the first to say that the drafter holds a text only after a gap."""
         is_first = row.begin > 0 and not self._is_partial[slot]
         self._is_partial[slot] |= is_first
         return bool(is_first)
 
     def is_refused(self, slot: int, row: RowAnswer) -> bool:
-        """Whether an answer tells that the drafter has no room for the text, or cannot read it."""
+        """Whether an answer says that the drafter has no room for a text or cannot process it."""
         return row.problem == "unfit" or not (row.problem or row.held or self.held[slot])

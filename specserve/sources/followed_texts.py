@@ -1,4 +1,4 @@
-"""Which texts' hidden states are kept for a drafter that continues them."""
+"""Chooses the texts whose hidden states are kept for a drafter that needs them."""
 
 from __future__ import annotations
 
@@ -7,25 +7,27 @@ import numpy as np
 from specserve.core.types import BoolArray, Int64Array
 
 FOLLOWED_STEPS, ASKED_STEPS, ANSWERED_STEPS = 256, 64, 16
-"""Steps that a text is followed for while the source is not in use: before a draft of it is wanted;
-after one was, since a text that is being read is soon asked for again; after the draft has come."""
+"""Steps for which a text is followed while the source is not in use: from its first step; after a
+draft was requested (the request is soon repeated while the drafter reads); after a draft came."""
 
 _USE_RATE, _IN_USE = 0.1, 0.5
-"""A source that was asked for drafts in half of the last ten steps or so is in use."""
+"""Weight of a step in the mean use, and the mean from which a source is in use: about half of the
+last ten steps requested drafts."""
 
 _AWAY_RATE = 0.005
-"""While there is no drafter it stays so for some hundred steps: most are soon back."""
+"""Weight while there is no drafter. The mean lasts some hundred steps, a usual outage."""
 
 
 class FollowedTexts:
-    """Chooses the texts whose states are copied in a step; the states of others are lost.
+    """Chooses the texts whose hidden states are copied in a step; those of other texts are lost.
 
-    While the source is in use, or is always asked, all are followed that want drafts. Else those
-    that were asked for last, and before a probe one text from its first step on: so there is a
-    whole text to draft from. A source has a turn in each step as long as it follows a text.
+    All texts that want drafts are followed while the source is in use or is always asked. Otherwise
+    these are the texts of the last request for drafts. Before a probe it is the next text that
+    begins, so that the drafter gets all of its states. While any text is followed, the source has
+    a turn in each step.
 
     Args:
-        num_slots: texts at a time.
+        num_slots: most texts at a time.
         always: whether the source is asked in each step.
     """
 
@@ -40,28 +42,28 @@ class FollowedTexts:
 
     @property
     def are_all(self) -> bool:
-        """Whether all texts are followed that want drafts."""
+        """Whether all texts that want drafts are followed."""
         return self._use >= _IN_USE or (self._always and self._is_there)
 
     def open(self, slot: int) -> None:
-        """A text begins that wants drafts."""
+        """Registers a new text that wants drafts."""
         self._wants[slot] = True
         if self._is_there and self._follows_next and not self._chosen.any():
             self._choose(np.array([slot]), FOLLOWED_STEPS)
 
     def follow_next(self) -> None:
-        """A probe is due: the next text that begins is followed, unless one is already."""
+        """Follows the next text that begins, for a probe; not while other texts are followed."""
         self._follows_next = True
 
     def close(self, slots: Int64Array) -> None:
-        """These texts have ended."""
+        """Removes texts that have ended."""
         self._wants[slots] = self._chosen[slots] = False
 
     def note(self, asked: Int64Array, *, is_there: bool) -> None:
-        """Takes note of a step.
+        """Records a step.
 
         Args:
-            asked: int64 ``[m]``, slots of the texts that a draft is wanted of.
+            asked: int64 ``[m]``, slots of the texts for which a draft is requested.
             is_there: whether there is a drafter to ask.
         """
         self._step += 1
@@ -74,11 +76,11 @@ class FollowedTexts:
             self._chosen[:] = False
 
     def answered(self) -> None:
-        """Drafts that were wanted in this step have come."""
+        """Records that drafts requested in this step have come."""
         self._until = min(self._until, self._step + ANSWERED_STEPS)
 
     def which(self, slots: Int64Array) -> BoolArray:
-        """bool ``[n]``: those of these texts that are followed."""
+        """bool ``[n]``: which of these texts are followed."""
         return (self._wants if self.are_all else self._chosen)[slots]
 
     def _choose(self, slots: Int64Array, num_steps: int) -> None:

@@ -1,11 +1,11 @@
-"""Drafts of what a request's grammar forces: structured outputs that can go on in one way only.
+"""Drafts text that a request's grammar forces, for structured outputs.
 
-Between the values of a JSON object stand keys, quotes and brackets that its schema has fixed. Such
-a stretch is xgrammar's jump-forward string (Dong et al., XGrammar, arXiv 2411.15100); SGLang writes
-it without asking the model. Here it is a draft: the model confirms how it is split into tokens.
+A JSON schema fixes the keys, quotes and brackets between the values of an object. xgrammar calls
+such text the jump-forward string (Dong et al., XGrammar, arXiv 2411.15100). SGLang emits it without
+a forward pass. Here it is a draft, because the model decides how it is split into tokens.
 
-What is learned is how the model splits (:mod:`specserve.sources.splits`). Of a request nothing but
-its grammar is kept, until :meth:`GrammarSource.close`.
+:mod:`specserve.sources.splits` learns these splits. Only the grammar of a request is kept, until
+:meth:`GrammarSource.close`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from specserve.sources.splits import Splits
 logger = logging.getLogger(__name__)
 
 _CHARS_A_TOKEN = 16
-"""A text of more characters for each token that is wanted is cut before it is split."""
+"""Most characters per wanted token; a longer forced text is cut before it is tokenized."""
 
 
 class GrammarSource:
-    """Drafts the text that a request's grammar forces, up to its end.
+    """Drafts the text that each request's grammar forces next.
 
-    A grammar that cannot be followed costs its request these drafts, and nothing else: the reason
-    is logged and shown.
+    If a grammar cannot be followed, its request gets no more of these drafts. The reason is logged
+    and shown as the source's ``reason``.
     """
 
     def __init__(self, config: GrammarConfig, context: SourceContext) -> None:
@@ -46,12 +46,12 @@ class GrammarSource:
         self._drafts = DraftBuffer(context.num_slots, config.max_draft_len)
 
     def open(self, slot: int, controls: RequestControls) -> None:
-        """Takes the request's grammar, if there is one that it wants drafts of."""
+        """Keeps the request's grammar, if it has one and takes drafts of this source."""
         if controls.grammar is not None and wants_drafts(controls, self._kind):
             self._requests[slot] = _Request(controls.grammar, controls, self._splits)
 
     def propose(self, batch: DraftBatch, limits: Int32Array) -> Drafts:
-        """Follows what is new of each answer, and drafts what is forced after it."""
+        """Advances each grammar by the new tokens of its answer, and drafts the forced text."""
         drafts = self._drafts.rows(len(limits))
         drafts.lengths[:] = 0
         for row, slot in enumerate(batch.slots.tolist()):
@@ -74,9 +74,9 @@ class GrammarSource:
             self._requests[slot] = None
 
     def _give_up(self, slot: int, error: Exception) -> None:
-        """No drafts for this request any more; others have grammars of their own."""
+        """Stops the drafts of one request after an error, and reports the reason."""
         self._requests[slot] = None
-        # All tenants see the reason, and the error may quote what this one has sent.
+        # The reason has no error message: all tenants see it, and the message may quote a request.
         reason = f"a request's grammar is not followed: {type(error).__name__}, see the log"
         self._metrics.count_error(self._kind)
         self._metrics.set_reachable(self._kind, True, reason)
@@ -84,7 +84,7 @@ class GrammarSource:
 
 
 class _Request:
-    """One request's grammar, and the text that it forced where the request was last asked for."""
+    """One request's grammar, and the text that it forced at the last call of :meth:`draft`."""
 
     def __init__(self, grammar: Grammar, controls: RequestControls, splits: Splits) -> None:
         self._grammar, self._splits, self._learns = grammar, splits, controls.learn
@@ -92,7 +92,7 @@ class _Request:
         self._forced, self._num_seen = b"", 0
 
     def draft(self, answer: Int32Array, limit: int) -> list[tuple[int, float]]:
-        """The tokens that are forced after the answer, at most so many, and how sure each is."""
+        """At most ``limit`` tokens of the text that is forced next, each with its confidence."""
         grammar = self._grammar
         text = grammar.forced(answer)
         if self._forced and self._learns:
@@ -112,7 +112,7 @@ class _Request:
         )
 
     def _learn(self, answer: Int32Array) -> None:
-        """Notes how the text has been split that was forced before the answer's new tokens."""
+        """Records how the model split the last forced text into the answer's new tokens."""
         text, texts = self._forced, self._grammar.texts
         before = int(answer[self._num_seen - 1]) if self._num_seen else -1
         for token in answer[self._num_seen :].tolist():

@@ -1,4 +1,4 @@
-"""A source that may fail: its errors are counted, and it rests for a while instead of raising."""
+"""Contains the errors of a source: counts them and switches the source off for a while."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ T = TypeVar("T")
 
 
 class GuardedSource:
-    """Wraps a source so that nothing it does can fail a request.
+    """Wraps a source so that its errors cannot fail a request.
 
-    After an error the source is switched off: for ``FIRST_REST_S``, twice as long after each
-    further error, at most ``LONGEST_REST_S``. The first call after that is the probe; a batch that
-    it answers switches the source on again and the next rest is short again.
+    An error switches the source off for ``FIRST_REST_S``. Each further error doubles this back-off,
+    up to ``LONGEST_REST_S``. The first call after it is a probe: if the source answers, it is
+    switched on again and the back-off is reset.
 
     Args:
         member: the source.
         metrics: where calls and errors are counted.
         vocab_size: draft tokens are 0 .. ``vocab_size - 1``; a draft with others is dropped.
         clock: monotonic seconds.
-        offers: its drafts by slot, written; with room for the longest.
-        first_label: number of the source's first label among all, of which the offers tell.
+        offers: where the source's drafts are written, by slot; room for the longest draft.
+        first_label: index of the source's first label among the labels of all sources.
 
     Attributes:
         member: the source.
@@ -59,24 +59,24 @@ class GuardedSource:
         self._clock = clock
         self._offers = offers
         self._up = True
-        self._rest = Backoff(FIRST_REST_S, LONGEST_REST_S)
+        self._backoff = Backoff(FIRST_REST_S, LONGEST_REST_S)
         self._checked = Drafts.empty(0, 1)
         none = np.zeros(0, np.int64), np.zeros(0, np.int32)
         self._take = direct(_take, offers, *none, self._checked, self._bounds)
 
     @property
     def ready(self) -> bool:
-        """Whether the source may be asked: it is up, or its rest is over."""
-        return self._up or self._rest.is_due(self._clock())
+        """Whether the source may be asked: it is on, or the back-off is over."""
+        return self._up or self._backoff.is_due(self._clock())
 
     def open(self, slot: int, controls: RequestControls) -> None:
-        """Passes a new request on, also while resting: the source has to know it later."""
+        """Passes on a new request, even while the source is off: it may draft for it later."""
         self.call(lambda: self.member.source.open(slot, controls))
 
     def propose(self, batch: DraftBatch, limits: Int32Array) -> Drafts | None:
-        """The source's drafts, all well-formed and none beyond its limit; None where it failed.
+        """The source's drafts, valid and within their limits; None: the source failed.
 
-        They are in the offers, too.
+        Writes the drafts into ``offers`` too.
         """
         began = self._clock()
         try:
@@ -96,17 +96,17 @@ class GuardedSource:
             self._metrics.count_error(self.member.kind)
         if not self._up:
             self._up = True
-            self._rest.reset()
+            self._backoff.reset()
             self._metrics.set_up(self.member.kind, True)
             logger.warning("draft source %s is up again", self.member.kind)
         return drafts
 
     def close(self, slots: Int64Array) -> None:
-        """Passes finished requests on, also while resting: what the source holds must not leak."""
+        """Passes on finished requests, even while the source is off, to free their memory."""
         self.call(lambda: self.member.source.close(slots))
 
     def call(self, ask: Callable[[], T]) -> T | None:
-        """What a call to the source returns; None, and the source rests, where it raises."""
+        """Result of a call to the source; None, and the source is switched off, if it raises."""
         try:
             return ask()
         except Exception as error:
@@ -115,7 +115,7 @@ class GuardedSource:
 
     def _switch_off(self, error: Exception) -> None:
         self._metrics.count_error(self.member.kind)
-        self._rest.fail(self._clock())
+        self._backoff.fail(self._clock())
         reason = f"{type(error).__name__}: {shorten(str(error), 200)}"
         self._metrics.set_up(self.member.kind, False, reason)
         if self._up:
@@ -126,10 +126,10 @@ class GuardedSource:
 
 
 def _checked(drafts: Drafts, num_rows: int) -> Drafts:
-    """The drafts as kernels take them.
+    """The drafts as arrays that kernels take.
 
     Raises:
-        ValueError: they are not a batch's drafts.
+        ValueError: wrong type or shapes.
     """
     if not isinstance(drafts, Drafts) or any(len(each) != num_rows for each in drafts):
         raise ValueError(f"wanted {num_rows} drafts, got {shorten(drafts)}")
@@ -149,12 +149,12 @@ def _checked(drafts: Drafts, num_rows: int) -> Drafts:
 
 @kernel
 def _take(offers, slots, limits, drafts, bounds):  # type: ignore[no-untyped-def]
-    """Cuts drafts to their limits, drops what holds anything but tokens and confidence, copies.
+    """Cuts drafts to their limits, drops invalid ones and copies them into ``offers``.
 
-    A wrong token would be looked up in the target's embedding, out of its bounds.
+    An invalid token would be read outside the target's embedding.
 
     Returns:
-        (how many were dropped, how many limits were above 0).
+        (number of dropped drafts, number of limits above 0).
     """
     tokens, lengths, confidence, labels = drafts
     vocab_size, num_labels, first_label = bounds

@@ -1,4 +1,4 @@
-"""Finds a replica's drafter and watches it, in a thread beside the decoding steps."""
+"""Finds a replica's drafter and checks its health, in a thread of its own."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ from specserve.wire.messages import Card, Hello
 logger = logging.getLogger(__name__)
 
 Find = Callable[[], str | None]
-"""Url of a drafter's :class:`Endpoint`, None: there is none now. May take seconds, may start one.
-A :class:`SpecServeError` says why."""
+"""Returns the URL of a drafter's :class:`Endpoint`; None: there is no drafter. It may take seconds
+and may start a drafter. Raises :class:`SpecServeError` with the reason if that fails."""
 
 Report = Callable[[bool, str], None]
-"""Whether there is a drafter to ask; why there is none, as far as that is known."""
+"""Called with whether a drafter can be asked and, if not, the reason; empty: unknown."""
 
 GREET_UP_S, GREET_DOWN_S = 1.0, 0.2
-"""Time from one hello to the next, while the drafter is used and while it is not."""
+"""Interval of hello messages in seconds, while the drafter may be asked and while it may not."""
 
 SILENT_S = 2.0
-"""A drafter that has left a hello without an answer for so long is looked for anew."""
+"""Seconds without an answer to a hello after which the monitor calls ``find`` again."""
 
 MOST_SILENT_LOOKS = 15
-"""Times that a drafter may be found that answers no hello before the log says so."""
+"""Times ``find`` may return a drafter that answers no hello before a warning is logged."""
 
 LONGEST_REST_S = 10.0
-"""Longest pause of requests to a drafter that answers hellos in time, but no request."""
+"""Longest back-off in seconds for a drafter that answers hellos in time, but no requests."""
 
 TRIPS_TOLD = 6
-"""Trips in a row until the log says so; they take some 10 seconds."""
+"""Number of consecutive trips before a warning is logged; they take about 10 seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What a drafter has to be.
+    """Properties that a replica requires of a drafter.
 
     Attributes:
         kind: ``draft_model`` or ``mtp``.
         vocab_size: of the target.
         tokenizer: hash of the target's vocabulary; empty: unknown.
-        hidden_size: width of the target's states; 0: none are given.
-        replica: who wants it.
+        hidden_size: width of the target's hidden states; 0: none are sent.
+        replica: name of the replica.
     """
 
     kind: str
@@ -61,9 +61,9 @@ class Wanted:
     replica: str = ""
 
     def objection(self, card: Card) -> str:
-        """Why a drafter does not fit, naming both values; empty: it does.
+        """Why a drafter does not fit, with both values; empty: it fits.
 
-        Vocabularies that are known to be one may be padded to different sizes.
+        Sizes of equal vocabularies are not compared: their padding may differ.
         """
         pairs: list[tuple[str, object, object]] = [("kind", card.kind, self.kind)]
         if card.tokenizer and self.tokenizer:
@@ -80,13 +80,13 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Peer:
-    """A drafter that answers; a new object whenever it has begun to.
+    """A drafter that answers hellos; a new object each time it starts to answer.
 
     Attributes:
         endpoint: where it listens.
-        instance: the process; another one has none of the texts.
+        instance: random name of the process; a new process holds no texts.
         max_tokens: longest text that it drafts for.
-        connection: another number: it is to be connected to anew, and what was sent may be lost.
+        connection: if it changes, the client must reconnect; sent requests may be lost.
     """
 
     endpoint: Endpoint
@@ -96,15 +96,15 @@ class Peer:
 
 
 class HealthMonitor:
-    """Tells whether there is a drafter to ask: a circuit breaker with health checks.
+    """Circuit breaker: tells whether a drafter can be asked, by health checks.
 
-    Each check is a hello. :meth:`trip` stops requests until a later hello is answered, for longer
-    with each trip in a row; :meth:`reset` ends the row.
+    Each check is a hello message. :meth:`trip` stops requests until the back-off is over and a
+    later hello is answered. Consecutive trips double the back-off; :meth:`reset` resets it.
 
     Args:
-        wanted: what the drafter has to be; another one is refused with one line in the log.
-        find: where it is; called from this monitor's thread.
-        report: told the state several times a second, from this monitor's thread.
+        wanted: what the drafter must be; another one is refused with one line in the log.
+        find: finds the drafter; called from the monitor's thread.
+        report: called with the state several times a second, from the monitor's thread.
 
     Attributes:
         peer: the drafter that may be asked now; None: there is none.
@@ -113,105 +113,105 @@ class HealthMonitor:
     def __init__(self, wanted: Wanted, find: Find, report: Report) -> None:
         self._wanted, self._find, self._report = wanted, find, report
         self.peer: Peer | None = None
-        self._reason = ""  # why there is none
-        self._lock = threading.Lock()  # between trips and what is heard of the peer
-        self._rest = Backoff(GREET_DOWN_S, LONGEST_REST_S)
+        self._reason = ""  # why peer is None
+        self._lock = threading.Lock()  # trip() and the thread both change the peer
+        self._backoff = Backoff(GREET_DOWN_S, LONGEST_REST_S)
         self._num_trips = self._connection = 0
-        self._number = self._counts_from = 0  # of hellos; answers to earlier ones do not count
+        self._number = self._first_valid = 0  # of hellos; answers to earlier ones are ignored
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
         self._endpoint: Endpoint | None = None
-        self._said_at = 0.0
-        self._unheard_since: float | None = None
-        self._num_silent_looks = 0
+        self._hello_sent_at = 0.0
+        self._unanswered_since: float | None = None
+        self._num_silent_finds = 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="drafter-health", daemon=True)
         self._thread.start()
 
     def trip(self, reason: str) -> None:
-        """A request was not answered in time: none is sent before a new hello is answered."""
+        """Stops requests after one failed or timed out, until a new hello is answered."""
         with self._lock:
             self.peer, self._reason = None, reason
-            self._connection += self._num_trips > 0  # it may be the connection that is broken
-            self._counts_from = self._number + 1
-            self._rest.fail(time.monotonic())
+            self._connection += self._num_trips > 0  # the connection may be broken
+            self._first_valid = self._number + 1
+            self._backoff.fail(time.monotonic())
             self._num_trips += 1
         if self._num_trips == TRIPS_TOLD:
             self._warn()
 
     def reset(self) -> None:
-        """A request was answered in time: the next trip is the first again."""
+        """Resets the back-off after a request was answered in time."""
         self._num_trips = 0
-        self._rest.reset()
+        self._backoff.reset()
 
     def close(self) -> None:
-        """Ends the thread; waits for a ``find`` that runs."""
+        """Ends the thread; waits for a running ``find``."""
         self._closing.set()
         self._thread.join()
 
     def _run(self) -> None:
         while not self._closing.is_set():
             try:
-                since = self._unheard_since
+                since = self._unanswered_since
                 is_silent = since is not None and time.monotonic() - since > SILENT_S
                 if self._socket is None or is_silent:
-                    self._look()
-                self._greet()
-                self._listen()
+                    self._reconnect()
+                self._send_hello()
+                self._read_reply()
             except SpecServeError as error:
                 self._refuse(str(error))
                 self._closing.wait(GREET_UP_S)
-            except Exception:  # the thread must outlive every failure
-                logger.exception("Looking for the %s drafter failed; it goes on", self._wanted.kind)
+            except Exception:  # no failure may end the thread
+                logger.exception("Looking for the %s drafter failed; retrying", self._wanted.kind)
                 self._closing.wait(SILENT_S)
-            self._tell()
-        self._hang_up()
+            self._report_state()
+        self._disconnect()
         self._context.term()
 
-    def _tell(self) -> None:
+    def _report_state(self) -> None:
         is_up = self.peer is not None
         self._report(is_up, "" if is_up else self._reason)
 
-    def _look(self) -> None:
-        """Asks where the drafter is, and connects anew, also where it is still there."""
+    def _reconnect(self) -> None:
+        """Calls ``find`` and opens a new connection, even if the address is the same."""
         with self._lock:
             self.peer = None
             self._connection += 1
-        self._tell()  # finding it may take seconds
+        self._report_state()  # find may take seconds
         if (found := self._find()) is not None:
             self._endpoint = Endpoint.parse(found)
-        self._hang_up()
+        self._disconnect()
         if self._endpoint is None:
             self._closing.wait(GREET_UP_S)
             return
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._endpoint.connect(self._socket)
-        self._said_at, self._unheard_since = 0.0, None
-        self._num_silent_looks += found is not None
-        if found is not None and self._num_silent_looks > MOST_SILENT_LOOKS:
+        self._hello_sent_at, self._unanswered_since = 0.0, None
+        self._num_silent_finds += found is not None
+        if found is not None and self._num_silent_finds > MOST_SILENT_LOOKS:
             self._refuse(f"{self._endpoint.place} does not answer; is the way to its port open?")
 
-    def _greet(self) -> None:
+    def _send_hello(self) -> None:
         now = time.monotonic()
         pause_s = GREET_DOWN_S if self.peer is None else GREET_UP_S
-        if self._socket is None or now - self._said_at < pause_s:
+        if self._socket is None or now - self._hello_sent_at < pause_s:
             return
-        self._said_at = now
+        self._hello_sent_at = now
         self._number += 1
-        if self._unheard_since is None:
-            self._unheard_since = now
-        with suppress(zmq.Again):  # ZeroMQ has given up a connection that was refused
+        if self._unanswered_since is None:
+            self._unanswered_since = now
+        with suppress(zmq.Again):  # ZeroMQ has dropped a refused connection
             hello = Hello(self._number, replica=self._wanted.replica)
             self._socket.send_multipart(encode(hello), zmq.NOBLOCK)
 
-    def _listen(self) -> None:
+    def _read_reply(self) -> None:
         if self._socket is None or not self._socket.poll(int(GREET_DOWN_S * 1000)):
             return
         reply = decode_reply(self._socket.recv_multipart())
         if isinstance(reply, Card):
             assert self._endpoint is not None
-            self._unheard_since, self._num_silent_looks = None, 0
+            self._unanswered_since, self._num_silent_finds = None, 0
             if objection := self._wanted.objection(reply):
                 self._refuse(f"{reply.model} at {self._endpoint.place} has {objection}")
             else:
@@ -219,7 +219,7 @@ class HealthMonitor:
 
     def _accept(self, card: Card, endpoint: Endpoint) -> None:
         with self._lock:
-            if card.number < self._counts_from or not self._rest.is_due(time.monotonic()):
+            if card.number < self._first_valid or not self._backoff.is_due(time.monotonic()):
                 return
             if self.peer is None or self.peer.instance != card.instance:
                 self.peer = Peer(endpoint, card.instance, card.max_tokens, self._connection)
@@ -235,7 +235,7 @@ class HealthMonitor:
     def _warn(self) -> None:
         logger.warning("No drafts from the %s drafter: %s", self._wanted.kind, self._reason)
 
-    def _hang_up(self) -> None:
+    def _disconnect(self) -> None:
         if self._socket is not None:
             self._socket.close()
             self._socket = None

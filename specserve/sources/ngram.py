@@ -1,15 +1,13 @@
-"""Prompt lookup: what followed the last time that the request's text stood where it stands now.
+"""Prompt lookup: drafts the tokens that followed an earlier occurrence of the last few tokens.
 
-LLMA ("Inference with Reference", arXiv 2304.04487), prompt lookup decoding, TensorRT-LLM's NGram:
-the last few tokens are searched in the request's own prompt and output, and what followed them
-there is the draft.
+The last tokens are searched in the request's own prompt and output, as in LLMA ("Inference with
+Reference", arXiv 2304.04487), prompt lookup decoding and TensorRT-LLM's NGram.
 
-The index of a growing text says for the last 1 .. 16 tokens where they stood before: Numba kernels
-over flat arrays, without the interpreter lock. One table a request and n-gram size; an entry packs
-the n-gram's hash (upper 32 bits) and the position after it (lower 32 bits), 0 is a free slot.
-Tables are open-addressed with linear probing and at most half full. Different n-grams of one hash
-share an entry (once in 2**32): a lookup compares the tokens themselves, so that such a pair may
-hide a match but never makes a wrong one.
+Each request has one hash table per configured n-gram size. An entry packs the n-gram's hash (upper
+32 bits) and the position after it (lower 32 bits); 0 is a free slot. The tables use open addressing
+with linear probing and are at most half full. n-grams with equal hashes (1 pair in 2**32) share an
+entry. A lookup compares the tokens, so a collision can hide a match but never gives a wrong one.
+The kernels are compiled by Numba and run without the interpreter lock.
 """
 
 from __future__ import annotations
@@ -36,42 +34,41 @@ from specserve.trie.contexts import MULTIPLIER, ONE, mix, prefetch
 UInt64Array = npt.NDArray[np.uint64]
 
 INGEST_TOKENS_PER_STEP = 8192
-"""Tokens of long new texts that are indexed in one step over all requests, 1 to 2 ms of work:
-longer prompts take several steps, and meanwhile drafts come from the part that is indexed."""
+"""Most tokens of long new texts indexed in one step, over all requests: 1 to 2 ms. A longer prompt
+takes several steps. Until then drafts come from the indexed part."""
 
 _SMALL_INGEST_TOKENS = 256
-"""What a step or a short prompt adds: no other request's long prompt makes it wait."""
+"""A text with at most so many new tokens is always indexed at once, outside that budget."""
 
 _FIRST_CAPACITY = 256
 _CHUNK = 64
-"""Entries that are fetched before they are written: the processor waits for all of them at once."""
+"""Entries that are prefetched together before they are written, so that cache misses overlap."""
 
 _GROUP = 16
-"""Requests whose entries are fetched before they are read."""
+"""Requests whose entries are prefetched together before they are read."""
 
 _DOUBT = 8.0
-"""A match of ``m`` tokens is right with a confidence of ``m^2 / (m^2 + 8)``, as in
-:mod:`specserve.trie.branch`; each token that is right makes the match longer."""
+"""The confidence after a match of ``m`` tokens is ``m^2 / (m^2 + 8)``. Each draft token makes the
+match one token longer."""
 
 _POSITION_MASK = np.uint64(0xFFFFFFFF)
 _S32 = np.uint64(32)
 
 _ADDRESS, _CAPACITY, _INDEXED, _TARGET, _NUM_COLUMNS = range(5)
-"""Columns of a request: where its tables are, slots of each, positions indexed so far, and up to
-where in this step. The last position stays out: nothing follows it yet, and it is looked up."""
+"""Columns of a request: address of its tables, slots of each table, positions indexed before
+and after this step. The last position is not indexed, as nothing follows it yet."""
 
 
 class NgramSource:
     """Drafts by copying from the request's own prompt and output.
 
     The longest suffix of ``min_matching_ngram_size`` .. ``max_matching_ngram_size`` tokens that
-    occurred before is taken, at its newest (or oldest) place. The index of a request grows by the
-    tokens of each step, so that a step's cost does not depend on the context's length. Memory a
-    request: 16 to 32 bytes a token and n-gram size, until :meth:`close`.
+    occurred before wins, at its newest (or oldest) place. Each step indexes only new tokens, so its
+    cost does not depend on the context's length. Memory per request: 16 to 32 bytes a token and
+    n-gram size, until :meth:`close`.
 
-    A draft that reaches the text's end goes on with its own tokens: a match ``d`` tokens before
-    the end says that the text repeats itself with period ``d``, and the period is then the best
-    guess. Cut at the end instead, a run of one token would get drafts of one token.
+    A draft that reaches the text's end continues with its own tokens. A match ``d`` tokens before
+    the end means that the text repeats with period ``d``, so the draft repeats that period.
     """
 
     def __init__(self, config: NgramConfig, context: SourceContext) -> None:
@@ -95,13 +92,13 @@ class NgramSource:
         return sum(table.nbytes for table in self._tables if table is not None)
 
     def open(self, slot: int, controls: RequestControls) -> None:
-        """Nothing to do: the index begins with the first tokens."""
+        """Does nothing; :meth:`propose` makes the index."""
 
     def propose(self, batch: DraftBatch, limits: Int32Array) -> Drafts:
-        """Searches each request's text for its own last tokens; indexes what is new in it.
+        """Indexes each request's new tokens and searches its text for the last tokens.
 
-        A request in prefill may be in the batch with a limit of 0, so that its prompt is indexed by
-        the time it decodes.
+        A request in prefill may be in the batch with a limit of 0. Its prompt is then indexed
+        before it decodes.
         """
         drafts = self._drafts.rows(len(limits))
         of_step = batch[:3], limits, self._requests, self._options, self._scratch, drafts
@@ -118,9 +115,9 @@ class NgramSource:
         self._requests[slots] = 0
 
     def _make_room(self, slot: int, num_tokens: int) -> None:
-        """Enlarges a request's tables; a text that became shorter is another one, and begins anew.
+        """Allocates larger tables for a request, with room for all of its tokens.
 
-        A new request's are made for its whole prompt and a good part of its output.
+        If the text became shorter, it is a different one: its index is dropped first.
         """
         request = self._requests[slot]
         if num_tokens <= request[_INDEXED]:
@@ -138,7 +135,7 @@ class NgramSource:
 
 @intrinsic
 def array_at(typing_context, address, size):  # type: ignore[no-untyped-def]
-    """uint64 ``[size]`` at an address: the way to hand many arrays to one compiled call."""
+    """uint64 ``[size]`` at an address; one compiled call can so take any number of arrays."""
     array = types.Array(types.uint64, 1, "C")
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
@@ -159,13 +156,13 @@ def array_at(typing_context, address, size):  # type: ignore[no-untyped-def]
 
 @inner
 def _extend(state: np.uint64, token: np.int32) -> np.uint64:
-    """The hash state of an n-gram that reaches one token further back."""
+    """Hash state of the n-gram extended by the token before it."""
     return (state ^ (np.uint64(token) + ONE)) * MULTIPLIER
 
 
 @inner
 def _put(table, start, mask, tag, position, keep_oldest):  # type: ignore[no-untyped-def]
-    """Notes ``position`` for ``tag``; an earlier one stays where ``keep_oldest``."""
+    """Stores ``position`` under ``tag``; with ``keep_oldest`` an existing entry stays."""
     slot = tag & mask
     while True:
         entry = table[start + slot]
@@ -181,7 +178,7 @@ def _put(table, start, mask, tag, position, keep_oldest):  # type: ignore[no-unt
 
 @inner
 def _get(table, start, mask, tag):  # type: ignore[no-untyped-def]
-    """The position noted for ``tag``; 0: none."""
+    """The position stored under ``tag``; 0: none."""
     slot = tag & mask
     while True:
         entry = table[start + slot]
@@ -223,7 +220,7 @@ def _put_all(table, mask, tags, positions, count, keep_oldest):  # type: ignore[
 
 @inner
 def _tags(table, capacity, text, length, sizes, tags):  # type: ignore[no-untyped-def]
-    """Tags of the suffixes of ``text[:length]``, by their size; has their entries fetched."""
+    """Writes the tags of the suffixes of ``text[:length]`` by size; prefetches their entries."""
     low, high = sizes
     state = np.uint64(0)
     for size in range(1, min(high, length) + 1):
@@ -236,10 +233,10 @@ def _tags(table, capacity, text, length, sizes, tags):  # type: ignore[no-untype
 
 @inner
 def _find(table, capacity, text, length, sizes, tags):  # type: ignore[no-untyped-def]
-    """The noted earlier place of the longest indexed suffix of ``text[:length]``.
+    """Finds the stored place of the longest suffix of ``text[:length]`` that occurred before.
 
     Returns:
-        (the position after the match, its size); (0, 0): none.
+        (the position after the match, its size in tokens); (0, 0): none.
     """
     (low, high), mask = sizes, np.uint64(capacity - 1)
     for size in range(min(high, length), low - 1, -1):
@@ -257,9 +254,9 @@ def _find(table, capacity, text, length, sizes, tags):  # type: ignore[no-untype
 
 @inner
 def copy_from(text, length, position, size, draft, confidence):  # type: ignore[no-untyped-def]
-    """Fills ``draft`` with what stands from ``position`` on, behind a match of ``size`` tokens.
+    """Fills ``draft`` with the tokens from ``position`` on, after a match of ``size`` tokens.
 
-    Past the text's end it reads what it wrote.
+    After the text's end it continues with the draft's own tokens.
     """
     for j in range(draft.shape[0]):
         source = position + j
@@ -270,7 +267,7 @@ def copy_from(text, length, position, size, draft, confidence):  # type: ignore[
 
 @inner
 def _plan_ingest(num_tokens, slots, requests, budget):  # type: ignore[no-untyped-def]
-    """Up to where each text is indexed; the first row whose tables are not fit for that, or -1."""
+    """Plans up to where to index each text; returns the first row without room for that, or -1."""
     for row in range(slots.shape[0]):
         request = requests[slots[row]]
         end = max(num_tokens[row] - 1, 0)
@@ -286,19 +283,19 @@ def _plan_ingest(num_tokens, slots, requests, budget):  # type: ignore[no-untype
 
 @kernel
 def step_batch(batch, limits, requests, options, scratch, drafts):  # type: ignore[no-untyped-def]
-    """One decoding step of the batch: index what is new, look up, copy.
+    """One decoding step of the batch: indexes new tokens, looks up the last ones, copies drafts.
 
     Args:
         batch: the first three arrays of a :class:`specserve.core.types.DraftBatch`.
         limits: int32 ``[n]``, longest draft.
         requests: int64 ``[slots, _NUM_COLUMNS]``; updated.
-        options: sizes of the shortest and of the longest n-gram; whether the oldest place is kept
-            of equal n-grams, not the newest; tokens of long new texts to index.
+        options: sizes of the shortest and of the longest n-gram; whether the oldest place of an
+            n-gram is kept; most tokens of long new texts to index.
         scratch: uint64 ``[2, _CHUNK]`` and ``[_GROUP, >= longest]``.
-        drafts: of n requests, written but for their labels.
+        drafts: of n requests; all but the labels is written.
 
     Returns:
-        The row of a request whose tables have to be made first, and nothing was done; else -1.
+        -1, or the row of a request that needs larger tables; then no draft was made.
     """
     slots, token_ids, num_tokens = batch
     sizes, keep_oldest, budget = options
@@ -332,7 +329,7 @@ def step_batch(batch, limits, requests, options, scratch, drafts):  # type: igno
 
 @kernel
 def rehash(old, old_capacity, new, new_capacity, num_sizes):  # type: ignore[no-untyped-def]
-    """Moves all entries into larger tables."""
+    """Copies all entries into larger tables."""
     mask = np.uint64(new_capacity - 1)
     for index in range(num_sizes):
         start = np.uint64(index * new_capacity)

@@ -1,4 +1,4 @@
-"""The target's hidden states that a drafter has not confirmed yet."""
+"""Keeps the target's hidden states until the drafter confirms them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import numpy as np
 from specserve.core.types import HiddenStates, Int32Array, Int64Array, UInt16Array
 
 LARGE_TOKENS = 64
-"""More states of one text than this come to the host by themselves: they are never copied again."""
+"""More states than this of one text in a step come to the host in a copy of their own. Others are
+copied together, and once more in the next step so that the shared array can be freed."""
 
 
 @dataclass(slots=True, eq=False)
 class _Piece:
-    """States of positions ``start .. end - 1``: those from ``offset`` on in what came together."""
+    """States of positions ``start .. end - 1``; they begin at ``offset`` in the copy's result."""
 
     start: int
     end: int
@@ -25,29 +26,29 @@ class _Piece:
     offset: int
 
     def states(self) -> UInt16Array:
-        """Waits until they are there."""
+        """uint16 ``[end - start, hidden_size]``; waits for the copy."""
         return self.copy()[self.offset : self.offset + self.end - self.start]
 
-    def settle(self) -> None:
-        """Keeps them without those that came with them."""
+    def detach(self) -> None:
+        """Copies the states out of the shared array, so that it can be freed."""
         states = self.states().copy()
         self.copy, self.offset = lambda: states, 0
 
 
 class PendingStates:
-    """Keeps states by slot until they are confirmed; of each text a run without gaps.
+    """Keeps the states of each slot's text until they are confirmed, as one range without gaps.
 
-    A step's states are on their way to the host when they are added. They are waited for when they
-    are read, or in the next step, when they have long come.
+    :meth:`add` starts the copy to the host without waiting for it. The wait is in :meth:`between`
+    or in the next step's :meth:`add`, when the copy has usually finished.
 
     Args:
-        num_slots: texts at a time.
-        max_tokens: how many states of earlier steps are kept, of all texts together.
+        num_slots: most texts at a time.
+        max_tokens: most states that are kept from earlier steps, of all texts together.
 
     Attributes:
-        starts: int64 ``[num_slots]``, position of the first state kept of each text.
-        ends: int64 ``[num_slots]``, position after its last state.
-        num_tokens: states kept, of all texts.
+        starts: int64 ``[num_slots]``, position of each text's first kept state.
+        ends: int64 ``[num_slots]``, position after its last kept state.
+        num_tokens: number of kept states, of all texts together.
     """
 
     def __init__(self, num_slots: int, max_tokens: int) -> None:
@@ -56,29 +57,30 @@ class PendingStates:
         self.num_tokens = 0
         self._max_tokens = max_tokens
         self._pieces: defaultdict[int, deque[_Piece]] = defaultdict(deque)
-        self._unsettled: list[tuple[int, _Piece]] = []
+        self._shared: list[tuple[int, _Piece]] = []
 
     def first(self, slots: Int64Array, hidden: HiddenStates) -> Int64Array:
-        """Where the run of some texts, all of a step in their order, begins with its states.
+        """Where each text's kept range will begin once this step's states are added.
 
-        Behind a gap it begins anew. States that had come before change nothing.
+        After a gap the range begins at the new states, otherwise where it begins now. ``slots`` are
+        those of all requests of the step, in their order.
         """
         return np.where(hidden.starts > self.ends[slots], hidden.starts, self.starts[slots])
 
     def add(
         self, slots: Int64Array, num_tokens: Int32Array, hidden: HiddenStates, rows: Int64Array
     ) -> None:
-        """Starts to copy what is new of a step's states; loses earlier ones if there are too many.
+        """Starts to copy a step's new states; first drops kept ones above ``max_tokens``.
 
         Args:
             slots: int64 ``[r]``, of the rows.
-            num_tokens: int32 ``[r]``, tokens of their texts: the last one has no state yet, and
-                those behind it are of refused drafts.
-            hidden: the step's.
-            rows: int64 ``[r]``, rows of the step, whose states are wanted.
+            num_tokens: int32 ``[r]``, length of their texts. The last token has no state yet, and
+                states after it belong to rejected draft tokens.
+            hidden: the step's states.
+            rows: int64 ``[r]``, rows of the step whose states are kept.
         """
-        self._settle()
-        while self.num_tokens > self._max_tokens:  # the first ones of the text that has most
+        self._detach_shared()
+        while self.num_tokens > self._max_tokens:  # the first piece of the text that has most
             slot = int((self.ends - self.starts).argmax())
             self.confirm(slot, self._pieces[slot][0].end)
         starts, sizes = hidden.starts[rows], hidden.num_tokens[rows]
@@ -92,7 +94,7 @@ class PendingStates:
                 self._copy([each], hidden)
 
     def between(self, slot: int, start: int, end: int) -> UInt16Array:
-        """States of positions ``start .. end - 1``, which are kept; waits for their copies."""
+        """States of positions ``start .. end - 1``, all of them kept; waits for their copies."""
         parts = [
             piece.states()[max(start - piece.start, 0) : end - piece.start]
             for piece in self._pieces[slot]
@@ -101,7 +103,7 @@ class PendingStates:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def confirm(self, slot: int, end: int) -> None:
-        """States before ``end`` are not needed any more: whole pieces of them go."""
+        """Drops the pieces whose states are all before position ``end``."""
         pieces = self._pieces[slot]
         while pieces and pieces[0].end <= end:
             piece = pieces.popleft()
@@ -109,23 +111,23 @@ class PendingStates:
         self.starts[slot] = pieces[0].start if pieces else self.ends[slot]
 
     def drop(self, slot: int) -> None:
-        """None of a text's states are needed any more."""
+        """Drops all kept states of a text."""
         self.confirm(slot, int(self.ends[slot]))
 
     def close(self, slot: int) -> None:
-        """The text has ended; the slot's next one begins at position 0."""
+        """Drops the states of a text that has ended; the slot's next text begins at position 0."""
         self.drop(slot)
         self.starts[slot] = self.ends[slot] = 0
 
     def _copy(self, new: Sequence[tuple[int, int, int, int, int]], hidden: HiddenStates) -> None:
-        """Starts the copy of some rows' states: (row, slot, start, end, states of the row)."""
+        """Starts one copy for several rows: (row, slot, start, end, number of its states)."""
         if not new:
             return
         copy, offset = cache(hidden.to_host(np.array([row for row, *_ in new]))), 0
         for _, slot, start, end, size in new:
             known = int(self.ends[slot])
             if start > known:
-                self.drop(slot)  # nothing goes on from them
+                self.drop(slot)  # states before a gap are of no use
                 known = self.starts[slot] = start
             piece = _Piece(known, end, copy, offset + known - start)
             self._pieces[slot].append(piece)
@@ -133,11 +135,11 @@ class PendingStates:
             self.num_tokens += end - known
             offset += size
             if len(new) > 1:
-                self._unsettled.append((slot, piece))
+                self._shared.append((slot, piece))
 
-    def _settle(self) -> None:
-        for slot, piece in self._unsettled:
+    def _detach_shared(self) -> None:
+        for slot, piece in self._shared:
             pieces = self._pieces[slot]
             if pieces and pieces[-1] is piece:
-                piece.settle()
-        self._unsettled.clear()
+                piece.detach()
+        self._shared.clear()

@@ -1,12 +1,12 @@
 """Drafts from a text that the client expects as the answer: OpenAI's predicted outputs.
 
-The prediction is followed from its beginning. Where the answer departs from it, each new token is
-looked up in the prediction together with those before it, as in prompt lookup
-(:mod:`specserve.sources.ngram`), and followed from there. Of several places the nearest one after
-the last place where the answer was known to be is taken, as an alignment of the two texts would.
+The answer is followed along the prediction from its beginning. After a deviation, the answer's last
+tokens are searched in the prediction, as in prompt lookup (:mod:`specserve.sources.ngram`), and
+drafts continue from the match. Among equally long matches the nearest one after the last certain
+place wins, as in an alignment of the two texts.
 
-Nothing is indexed. A request that has departed from its prediction costs a scan of it each time
-that the source is asked: a nanosecond a token, 4 us for a prediction of 4,096.
+There is no index. After a deviation each call scans the prediction: about 1 ns a token, 4 us for
+4,096 tokens.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from specserve.sources.controls import wants_drafts
 from specserve.sources.ngram import UInt64Array, array_at, copy_from
 
 ENOUGH_TOKENS = 4
-"""A match of so many tokens is as good as a longer one: of such matches the nearest is taken, and
-the answer is known to be there."""
+"""Most tokens of a match that count. A match of this length makes its place certain; of several the
+nearest one wins."""
 
 NEARBY_TOKENS = 64
-"""So far ahead a single token is match enough: an edit is seldom longer, and a token seldom far."""
+"""A match of one token is enough within so many tokens after the last certain place."""
 
 _ADDRESS, _SIZE, _SEEN, _PLACE, _MATCHED, _ALIGNED, _NUM_COLUMNS = range(7)
-"""Columns of a request: where its prediction is, and its tokens, 0: it has none; output tokens that
-were followed; position in the prediction of what comes next, -1: unknown; tokens that matched
-before it; where the answer surely was last."""
+"""Columns of a request: address of its prediction; number of its tokens, 0: no prediction; output
+tokens processed; position in the prediction of the next token, -1: unknown; tokens that
+matched before it; last certain place in the prediction."""
 
-_BEGINNING = (0, 0, ENOUGH_TOKENS, 0)
+_INITIAL_STATE = (0, 0, ENOUGH_TOKENS, 0)
 """The columns from ``_SEEN`` on, before the answer's first token."""
 
 
 class PredictionSource:
     """Drafts by copying from the text that a request predicts.
 
-    Several predictions are one text, one after the other: the first one is followed first, and any
-    place of any of them may be joined. Memory a request: 8 bytes a token, until :meth:`close`.
+    Several predictions of a request are concatenated, so that a match may be in any of them. Memory
+    per request: 8 bytes a token, until :meth:`close`.
     """
 
     def __init__(self, config: PredictionConfig, context: SourceContext) -> None:
@@ -66,14 +66,14 @@ class PredictionSource:
         return sum(text.nbytes for text in self._texts if text is not None)
 
     def open(self, slot: int, controls: RequestControls) -> None:
-        """Takes the request's prediction, if there is one that it wants drafts of."""
+        """Keeps the request's prediction, if it has one and takes drafts of this source."""
         if controls.prediction and wants_drafts(controls, "prediction"):
             text = np.frombuffer(controls.prediction, np.int32).astype(np.uint64)
             self._texts[slot] = text
-            self._requests[slot] = (text.ctypes.data, len(text), *_BEGINNING)
+            self._requests[slot] = (text.ctypes.data, len(text), *_INITIAL_STATE)
 
     def propose(self, batch: DraftBatch, limits: Int32Array) -> Drafts:
-        """Follows what is new of each answer, and copies what its prediction says comes next."""
+        """Follows each answer's new tokens in its prediction, and copies the tokens after them."""
         drafts = self._drafts.rows(len(limits))
         self._step(batch[:4], limits, self._requests, drafts)
         return drafts
@@ -86,15 +86,15 @@ class PredictionSource:
 
 
 def num_foretold(prediction: Int32Array, answer: Sequence[int]) -> int:
-    """How many tokens of an answer its prediction, int32 ``[m]``, foretold, each in its place."""
-    request = np.array((0, 0, *_BEGINNING), np.int64)
+    """Number of an answer's tokens that its prediction, int32 ``[m]``, predicted correctly."""
+    request = np.array((0, 0, *_INITIAL_STATE), np.int64)
     text = np.array(answer, np.int32)
     return int(follow_each(prediction.astype(np.uint64), text, request))
 
 
 @inner
 def _matched(prediction, place, output, length):  # type: ignore[no-untyped-def]
-    """Tokens before ``place`` that also end ``output[:length]``, of those that count."""
+    """Length of the match before ``place`` and at the output's end, at most ``ENOUGH_TOKENS``."""
     longest = min(place, length, ENOUGH_TOKENS)
     size = 0
     while size < longest and prediction[place - size - 1] == np.uint64(output[length - size - 1]):
@@ -103,11 +103,11 @@ def _matched(prediction, place, output, length):  # type: ignore[no-untyped-def]
 
 
 @inner
-def _join(prediction, output, length, request):  # type: ignore[no-untyped-def]
-    """Finds the place in the prediction that the output is at, and notes it in ``request``.
+def _align(prediction, output, length, request):  # type: ignore[no-untyped-def]
+    """Finds the place in the prediction that the output is at, and writes it to ``request``.
 
-    The longest suffix of ``output[:length]`` is searched; its nearest place after the one where the
-    output was last known to be, and from the beginning after the prediction's end.
+    Searches the longest suffix of ``output[:length]``, from the last certain place to the
+    prediction's end and then from its beginning. The first of equally long matches wins.
     """
     last, aligned = np.uint64(output[length - 1]), request[_ALIGNED]
     request[_PLACE], request[_MATCHED] = -1, 0
@@ -125,7 +125,7 @@ def _join(prediction, output, length, request):  # type: ignore[no-untyped-def]
 
 @inner
 def _follow(prediction, output, length, request):  # type: ignore[no-untyped-def]
-    """Follows ``output[:length]`` from where it was left; where it is lost, its end is looked up.
+    """Processes the new tokens of ``output[:length]``; after a deviation searches its last tokens.
 
     Args:
         prediction: uint64 ``[m]``.
@@ -134,7 +134,7 @@ def _follow(prediction, output, length, request):  # type: ignore[no-untyped-def
         request: int64 ``[_NUM_COLUMNS]``, updated.
 
     Returns:
-        How many of the new tokens the prediction foretold.
+        Number of new tokens that the prediction predicted correctly.
     """
     num_foretold, seen = 0, request[_SEEN]
     for position in range(seen, length):
@@ -149,14 +149,14 @@ def _follow(prediction, output, length, request):  # type: ignore[no-untyped-def
         else:
             request[_PLACE] = -1
     if request[_PLACE] < 0 and seen < length:
-        _join(prediction, output, length, request)
+        _align(prediction, output, length, request)
     request[_SEEN] = max(seen, length)
     return num_foretold
 
 
 @kernel
 def follow_each(prediction, output, request):  # type: ignore[no-untyped-def]
-    """Follows an output token by token; returns how many of them the prediction foretold."""
+    """Follows an output one token a step; returns how many tokens were predicted correctly."""
     num_foretold = 0
     for position in range(output.shape[0]):
         num_foretold += _follow(prediction, output, position + 1, request)
@@ -165,13 +165,13 @@ def follow_each(prediction, output, request):  # type: ignore[no-untyped-def]
 
 @kernel
 def draft_step(batch, limits, requests, drafts):  # type: ignore[no-untyped-def]
-    """One decoding step of the batch: follow what is new, and copy what comes next.
+    """One decoding step of the batch: follows the new tokens and copies the drafts.
 
     Args:
-        batch: the arrays of a :class:`specserve.core.types.DraftBatch`.
+        batch: the first four arrays of a :class:`specserve.core.types.DraftBatch`.
         limits: int32 ``[n]``, longest draft.
         requests: int64 ``[slots, _NUM_COLUMNS]``; updated.
-        drafts: of n requests, written but for their labels.
+        drafts: of n requests; all but the labels is written.
     """
     slots, token_ids, num_tokens, num_prompt_tokens = batch
     for i in range(slots.shape[0]):

@@ -1,7 +1,7 @@
-"""Drafts of a model in another process: the draft model, or the MTP module.
+"""Drafts from a model in another process: the draft model or the MTP module.
 
-A step sends what is new of each text and waits for the drafts, for at most ``timeout_s``. A drafter
-that is late once is not waited for again before it has answered the health monitor.
+A step sends the new tokens of its texts and waits at most ``timeout_s`` for the drafts. After a
+timeout the drafter gets no requests until it answers a health check.
 """
 
 from __future__ import annotations
@@ -47,35 +47,35 @@ from specserve.wire.messages import (
 )
 
 NEAR_TOKENS = 64
-"""Positions that a draft may wait for: some steps' tokens, or a short prompt. A text that lacks
-more is read first, and nobody waits for that."""
+"""Most missing positions that the drafter computes while a step waits for the draft. A text that
+lacks more is sent in a request of its own, and no step waits for the answer."""
 
 FEED_TOKENS = 4096
-"""Positions of a text that are read by one request."""
+"""Most positions of a long text that one request sends."""
 
 FEED_BUDGET_S = 60.0
-"""How long such a request may wait for its turns, in seconds."""
+"""Budget of such a request, in seconds: the drafter computes it between other requests."""
 
 MAX_SENT = 128
-"""Requests on their way that a further text is sent with; the drafter refuses more than 256."""
+"""Long texts are sent only up to so many unanswered requests; the drafter refuses more than 256."""
 
 PENDING_STATES = 32_768
-"""Hidden states that wait to be confirmed, of all requests: some steps that read prompts. 448 MiB
-where they have 7168 values."""
+"""Most hidden states kept until the drafter confirms them, of all requests together: those of a
+few prefill steps. 448 MiB at a hidden size of 7168."""
 
 REST_S = 1.0
-"""A text that the drafter has no room for, or cannot read, is sent again after so long."""
+"""Seconds until a text is sent again that the drafter had no room for or failed to compute."""
 
 _READING_RATE = 0.1
-"""Weight of a new measurement of what reading takes."""
+"""Weight of a new measurement in the mean time per position."""
 
 
 class DrafterClient:
-    """Asks a drafter for drafts, and keeps it up to date: a remote source.
+    """Remote source: sends texts to a drafter and receives its drafts.
 
-    A text that lacks much is read first: where states are continued, from its next step on, so that
-    no step waits for the copy of a prompt's states. A text of which states are missing is drafted
-    for from behind the gap.
+    A text of which the drafter lacks more than ``NEAR_TOKENS`` positions gets no draft before these
+    are sent. With hidden states they are sent from the text's next step on, so that no step waits
+    for the copy of a prompt's states. If states are missing, the drafter starts after the gap.
     """
 
     def __init__(self, config: DraftModelConfig | MtpConfig, context: SourceContext) -> None:
@@ -95,18 +95,18 @@ class DrafterClient:
             partial(context.metrics.set_reachable, config.kind),
         )
         self._link = DrafterLink(partial(context.metrics.count_error, config.kind))
-        self._peer: Peer | None = None  # the last one that was met
-        self._has_failed = False  # at the last request for drafts
+        self._peer: Peer | None = None  # the last one connected to
+        self._has_failed = False  # whether the last request for drafts failed
         self._has_own_gpu = config.num_gpus > 0 and config.placement == "actor"
-        self._position_s = 0.0  # what reading a position takes; 0 before it was measured
+        self._position_s = 0.0  # seconds to compute one position; 0: not measured yet
         num_slots = context.num_slots
         self._states = PendingStates(num_slots, PENDING_STATES) if config.NEEDS_STATES else None
         self._followed = FollowedTexts(num_slots, always=not config.dynamic)
         self._ended: deque[int] = deque(maxlen=MAX_ROWS)
         self._drafts = DraftBuffer(num_slots, config.max_draft_len)
         self._texts = DrafterTexts(num_slots)
-        self._is_behind = np.zeros(num_slots, np.bool_)  # by slot: to be read in this step
-        self._are_behind = False  # some of them
+        self._is_behind = np.zeros(num_slots, np.bool_)  # by slot: lacks more than NEAR_TOKENS
+        self._are_behind = False  # whether any text is
         context.exits.append(self.end)
 
     def open(self, slot: int, controls: RequestControls) -> None:
@@ -117,12 +117,12 @@ class DrafterClient:
             self._followed.open(slot)
 
     def propose(self, batch: DraftBatch, limits: Int32Array) -> Drafts:
-        """Sends what is new of texts, and waits for the drafts that are asked for."""
+        """Sends the new tokens of the texts and waits for the drafts with a limit above 0."""
         drafts = self._drafts.rows(len(limits))
         drafts.lengths[:] = 0
         if self._link.sent:
-            self._read_replies()  # before a new connection would lose them
-        peer, is_sent, slots = self._meet(), limits > 0, batch.slots
+            self._read_replies()  # a new connection would lose them
+        peer, is_sent, slots = self._connect(), limits > 0, batch.slots
         if self._states is not None:
             self._followed.note(slots[is_sent], is_there=peer is not None)
         if self._are_behind:
@@ -131,31 +131,31 @@ class DrafterClient:
             is_sent[:] = True
         if peer is None or not np.count_nonzero(is_sent):
             self._keep_states(batch)
-            return drafts  # nothing is to be sent
+            return drafts
         is_sent &= self._texts.may_be_sent(slots)
         is_sent &= batch.num_tokens <= min(peer.max_tokens, MAX_TOKENS)
         (rows,) = is_sent.nonzero()
-        # What is only read is sent up to the last step's states: this one's are not there yet.
-        read, rows = self._read(batch, rows)
+        # Before this step's states are added: their copy to the host has not finished yet.
+        read, rows = self._rows_to_read(batch, rows)
         self._keep_states(batch)
         number, rows = self._ask(batch, rows, limits)
-        for slot, row in read:  # each for itself: a short one is not answered with the longest
+        for slot, row in read:  # one request each: a short text does not wait for a long one
             self._send(slot, [row], FEED_BUDGET_S, row.num_computed)
-        if number and (answer := self._await(number)) is not None:
+        if number and (answer := self._wait_for(number)) is not None:
             self._fill(drafts, rows, answer, limits)
             if np.count_nonzero(drafts.lengths):
                 self._followed.answered()
         return drafts
 
     def reading_s(self, batch: DraftBatch) -> Float64Array:
-        """How long the drafter would compute what it lacks of each text before it can draft.
+        """Seconds that the drafter needs for the missing positions of each text before a draft.
 
-        A drafter with a GPU of its own takes no time of the target's. Nothing is put off where
-        states would be lost meanwhile.
+        Counts as 0 if the drafter has its own GPU, as it does not slow the target down. Also
+        counts as 0 if waiting would lose hidden states.
 
         Returns:
-            float64 ``[n]``, seconds; 0 where it lacks little, infinite where it is reading the text
-            now, NaN where it has no room for it, and of all while there is no drafter.
+            float64 ``[n]``; 0: at most ``NEAR_TOKENS`` positions are missing; infinite: the text is
+            in an unanswered request; NaN: the text cannot be sent now, or there is no drafter.
         """
         slots, num_tokens = batch.slots, batch.num_tokens
         seconds = np.zeros(len(slots))
@@ -176,9 +176,9 @@ class DrafterClient:
         return seconds
 
     def must_see(self, slots: Int64Array) -> BoolArray:
-        """bool ``[n]``: texts that are followed: states of a step without this source are lost.
+        """bool ``[n]``: texts that are followed, see :class:`FollowedTexts`.
 
-        A text of which states were lost is begun anew behind the gap.
+        If the source has no turn in a step, it loses the step's hidden states of these texts.
         """
         if self._states is None:
             return np.zeros(len(slots), np.bool_)
@@ -190,7 +190,7 @@ class DrafterClient:
         return self._states is not None
 
     def close(self, slots: Int64Array) -> None:
-        """Tells the drafter with the next request, or at once where none is to be expected."""
+        """Reports the ended texts with the next request; at once if the drafter knows no others."""
         self._ended.extend(self._texts.close(slots))
         if self._states is not None:
             self._followed.close(slots)
@@ -207,19 +207,19 @@ class DrafterClient:
 
     @property
     def _is_full(self) -> bool:
-        """Whether states may soon be lost."""
+        """Whether so many hidden states are pending that some may soon be dropped."""
         return self._states is not None and self._states.num_tokens > PENDING_STATES // 2
 
     def _salt_of(self, controls: RequestControls) -> int:
-        """Equal for those that may find out that others have sent the same text before."""
+        """64 bits: requests with equal salts may share the cache of a common prefix."""
         if not controls.learn:
             return randbits(64)
         name = namespace(self._identity, controls.adapter, controls.tenant)
         salted = f"{name}\0{controls.cache_salt}"
         return int.from_bytes(blake2b(salted.encode(), digest_size=8).digest(), "little")
 
-    def _meet(self) -> Peer | None:
-        """The drafter to ask in this step, connected to; None: there is none."""
+    def _connect(self) -> Peer | None:
+        """Connects to the drafter of this step if it is new, and returns it; None: no drafter."""
         peer, known = self._monitor.peer, self._peer
         if peer is None or peer is known:
             return peer
@@ -228,13 +228,13 @@ class DrafterClient:
             self._link.connect(peer.endpoint)
             self._give_up(math.inf)
         if is_other:
-            self._position_s = 0.0  # it may take another time
+            self._position_s = 0.0  # its speed may differ
             self._texts.begin_anew()
         self._peer = peer
         return peer
 
     def _keep_states(self, batch: DraftBatch) -> None:
-        """Starts to copy the step's states of the texts that are followed."""
+        """Starts to copy this step's hidden states of the texts that are followed."""
         slots, hidden = batch.slots, batch.hidden_states
         if self._states is None or hidden is None:
             return
@@ -247,10 +247,10 @@ class DrafterClient:
             self._states.add(slots[rows], batch.num_tokens[rows], hidden, rows)
 
     def _lacking(self, batch: DraftBatch, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """int64 ``[r]``, ``[r]``: the first position that the drafter will compute of each text,
-        and the end of what can be sent.
+        """First position that the drafter will compute of each text, and the end of the tokens
+        that can be sent: int64 ``[r]``, ``[r]``.
 
-        With states, position i is computed of the state of i and the token at i + 1.
+        With hidden states, the input of position i is the state at i and the token at i + 1.
         """
         slots, begins = batch.slots[rows], self._texts.held[batch.slots[rows]]
         ends = batch.num_tokens[rows].astype(np.int64)
@@ -259,10 +259,10 @@ class DrafterClient:
         ends = np.minimum(self._states.ends[slots] + 1, ends)
         return np.maximum(begins, self._states.starts[slots]), ends
 
-    def _read(
+    def _rows_to_read(
         self, batch: DraftBatch, rows: Int64Array
     ) -> tuple[list[tuple[Int64Array, TextRow]], Int64Array]:
-        """What is sent of texts that lack much, each with its slot; the other ones of ``rows``."""
+        """(Slot, row to send) of texts that lack more than ``NEAR_TOKENS``; the other ``rows``."""
         if self._states is not None and not self._are_behind:
             return [], rows
         begins, ends = self._lacking(batch, rows)
@@ -280,10 +280,10 @@ class DrafterClient:
     def _ask(
         self, batch: DraftBatch, rows: Int64Array, limits: Int32Array
     ) -> tuple[int, Int64Array]:
-        """Asks for drafts of those of these rows that lack little.
+        """Requests drafts for the rows that lack at most ``NEAR_TOKENS`` positions.
 
         Returns:
-            (the request's number, 0: there is none; its rows).
+            (the request's number, 0: none was sent; its rows).
         """
         begins, ends = self._lacking(batch, rows)
         is_near = ends - begins <= NEAR_TOKENS
@@ -305,16 +305,16 @@ class DrafterClient:
     def _send(
         self, slots: Int64Array, rows: Sequence[TextRow], budget_s: float, num_read: int = 0
     ) -> int:
-        """Sends a request, and which texts have ended; returns its number."""
+        """Sends a request together with the ended texts; returns its number."""
         number = self._link.send(slots, rows, self._ended, budget_s, num_read)
         self._ended.clear()
         self._texts.send(slots, number)
         return number
 
-    def _await(self, number: int) -> DraftAnswer | None:
-        """The answer to a request, if it comes in time."""
+    def _wait_for(self, number: int) -> DraftAnswer | None:
+        """The answer to a request; None: refused, or none came within ``timeout_s``."""
         for sent, reply in self._link.replies(time.monotonic() + self._config.timeout_s):
-            if self._take(sent, reply) and reply.number == number:
+            if self._apply(sent, reply) and reply.number == number:
                 if isinstance(reply, DraftAnswer):
                     self._has_failed = False
                     self._monitor.reset()
@@ -329,17 +329,17 @@ class DrafterClient:
         return None
 
     def _read_replies(self) -> None:
-        """Takes what has come, and gives up what will not come any more."""
+        """Reads the replies that have arrived and drops requests whose budget is long over."""
         for sent, reply in self._link.replies():
-            self._take(sent, reply)
+            self._apply(sent, reply)
         self._give_up(time.monotonic() - LOST_S)
 
     def _give_up(self, latest: float) -> None:
         for sent in self._link.give_up(latest):
             self._texts.settle(sent.slots, sent.number)
 
-    def _take(self, sent: Sent, reply: DraftAnswer | Refusal) -> bool:
-        """Notes what is held now; false: the reply is none to what was sent."""
+    def _apply(self, sent: Sent, reply: DraftAnswer | Refusal) -> bool:
+        """Records what the drafter holds now; false: the reply does not match the request."""
         is_own = self._texts.settle(sent.slots, sent.number)
         slots = sent.slots[is_own]
         if isinstance(reply, Refusal):
@@ -353,23 +353,23 @@ class DrafterClient:
             return False
         rows = list(compress(reply.rows, is_own))
         held = np.array([row.held for row in rows], np.int64)
-        if sent.num_read and (held > self._texts.held[slots]).any():  # else it was not read
+        if sent.num_read and (held > self._texts.held[slots]).any():  # else nothing was computed
             weight = _READING_RATE if self._position_s else 1.0
             self._position_s += weight * (reply.compute_s / sent.num_read - self._position_s)
         for slot, row in zip(slots.tolist(), rows, strict=True):
             if row.problem or row.begin or not row.held:
-                self._note_trouble(slot, row)
+                self._note_problem(slot, row)
             if self._states is not None:
                 self._states.confirm(slot, row.held)
         self._texts.held[slots] = held
         return True
 
-    def _note_trouble(self, slot: int, row: RowAnswer) -> None:
-        """A text was not taken, or not whole."""
+    def _note_problem(self, slot: int, row: RowAnswer) -> None:
+        """Records that the drafter holds only a part of a text, or nothing."""
         is_refused = self._texts.is_refused(slot, row)
         if self._texts.begins_partial(slot, row):
             self._metrics.count_partial_text(self._kind)
-        if is_refused:  # its states would push out those of the others
+        if is_refused:  # its pending states would take the room of other texts
             self._texts.has_room[slot] = False
             if self._states is not None:
                 self._states.drop(slot)
@@ -380,7 +380,7 @@ class DrafterClient:
     def _fill(
         self, drafts: Drafts, rows: Int64Array, answer: DraftAnswer, limits: Int32Array
     ) -> None:
-        """Takes over the drafts of an answer to some rows of the batch."""
+        """Writes the answer's drafts into the given rows of ``drafts``."""
         tokens: list[tuple[int, ...]] = []
         chances: list[bytes] = []
         for limit, row in zip(limits[rows].tolist(), answer.rows, strict=True):

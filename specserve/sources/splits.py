@@ -1,13 +1,13 @@
-"""How a model splits texts into tokens that are given to it: as it has written them before.
+"""Predicts how a model splits a forced text into tokens.
 
-A forced text has one spelling and many splits: ``name`` may be one token, or four. The model
-decides. What it wrote before in the same place is the best guess, and its tokenizer's split the
-next best. A place is the token before it and the text's next bytes, as in an n-gram model that
-backs off (Katz, Estimation of Probabilities from Sparse Data, 1987).
+The grammar fixes the text, but not its tokens: ``name`` may be one token or four. The best guess is
+the token that the model wrote in the same place before; the next best is the tokenizer's split. A
+place is the previous token and the next bytes of the text. The lookup backs off from 8 bytes to 4,
+as an n-gram model does (Katz, Estimation of Probabilities from Sparse Data, 1987).
 
-Kept is a table from a place's hash to the token that was written there last. Where it is full, the
-place written longest ago goes. It holds no text. Whose place it is belongs to the hash: nobody's
-drafts are others' splits.
+A table maps the hash of a place to the token that was last written there. A full table evicts the
+place that was written longest ago. The hash includes the owner, so that owners never share an
+entry, and the table holds no text.
 """
 
 from __future__ import annotations
@@ -18,27 +18,25 @@ from collections.abc import Callable, Hashable
 from specserve.core.token_texts import TokenTexts
 
 WRITTEN = ((8, 0.95), (4, 0.8))
-"""Next bytes that make a place, and the confidence in the token that was written there."""
+"""Number of next bytes that identify a place, and the confidence in the token written there."""
 
 ONLY_ONE, USUAL, LAST, UNUSUAL = 1.0, 0.9, 0.5, 0.3
-"""Confidence in a token that was not written there yet: no other one begins the text; the tokenizer
-has it there; it ends the text, so that the model may write the beginning of a longer one; it is the
-longest one where the tokenizer's split has been left."""
+"""Confidence in a token that was not written there before: no other token begins the text; it is in
+the tokenizer's split; upper bound if it ends the text, since the model may write a longer one; it
+is the longest token and no token of the tokenizer's split begins here."""
 
 MOST_PLACES = 1 << 16
+"""Most entries of the table."""
 
 
 class Splits:
-    """What was written where. Memory: at most 11 MB."""
+    """Learns splits and predicts them. Memory: at most 11 MB."""
 
     def __init__(self) -> None:
         self._written: OrderedDict[int, int] = OrderedDict()
 
     def note(self, owner: Hashable, before: int, text: bytes, token: int) -> None:
-        """The model has written ``token`` behind ``before``, where the rest to write was ``text``.
-
-        Nobody but the ``owner`` of the text drafts by that.
-        """
+        """Records that the model wrote ``token`` after ``before``, as the beginning of ``text``."""
         for size, _ in WRITTEN:
             place = _place(owner, before, text[:size])
             self._written[place] = token
@@ -55,14 +53,14 @@ class Splits:
         usual: Callable[[], list[int]],
         limit: int,
     ) -> list[tuple[int, float]]:
-        """The first tokens of a text, and how sure each is.
+        """The predicted first tokens of a text, each with its confidence.
 
         Args:
-            owner: whose text it is.
-            before: the token before it.
-            text: what is to be written.
+            owner: only its own recorded tokens are used.
+            before: the token before the text.
+            text: the forced text.
             texts: of the vocabulary.
-            usual: makes the tokenizer's split; called where something was not written before.
+            usual: makes the tokenizer's split; called at most once, if a place is unknown.
             limit: most tokens.
         """
         found: list[tuple[int, float]] = []
@@ -97,7 +95,7 @@ def _place(owner: Hashable, before: int, text: bytes) -> int:
 
 
 def _starts(tokens: list[int], text: bytes, texts: TokenTexts) -> dict[int, int]:
-    """The tokens of a split by where they begin, as far as they are the text's."""
+    """The tokens of a split by their start in the text; tokens that do not match are left out."""
     starts, at = {}, 0
     for token in tokens:
         if size := texts.size(token, text[at:]):
@@ -107,7 +105,7 @@ def _starts(tokens: list[int], text: bytes, texts: TokenTexts) -> dict[int, int]
 
 
 def _guess(text: bytes, usual: int | None, texts: TokenTexts) -> tuple[int, float] | None:
-    """The text's first token: the usual one if it is one, else the longest."""
+    """A first token of the text and its confidence: the tokenizer's, else the longest; or None."""
     beginnings = texts.beginnings(text)
     if not beginnings:
         return None

@@ -1,7 +1,7 @@
-"""Memory decoding: what followed the last times that a text stood where the request's stands now.
+"""Memory decoding: drafts the tokens that followed the request's last tokens in any earlier text.
 
-See :mod:`specserve.trie.token_trie` for where it comes from. The source learns from every request
-while it is written: what one wrote in this step, all can draft in the next one.
+:mod:`specserve.trie.token_trie` names the papers. The source learns from requests while they run:
+tokens written in one step can be drafted for all requests of the namespace in the next one.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from specserve.trie.unsent import UnsentTexts
 logger = logging.getLogger(__name__)
 
 LEARN_TOKENS_PER_STEP = 4096
-"""Tokens of long prompts that are learned in one step over all requests, 1 to 2 ms of work."""
+"""Most tokens of long prompts learned in one step, over all requests: 1 to 2 ms."""
 
 TOLD_S = 600.0
-"""How long it is told that a namespace has no trie, unless a request of it finds one before."""
+"""Seconds for which ``reason`` says that a namespace has no trie; less, if a request finds one."""
 
 _NO_TRIE = -1
 
 
 class TrieSource:
-    """Drafts from a replica's memory, and fills it.
+    """Drafts from a replica's memory of texts, and adds the texts of its requests.
 
-    A request that must not be learned from (``learn`` 0) drafts from the memory too, and its own
-    text is in it for itself alone until it ends.
+    A request with ``learn`` 0 drafts from the memory too. Its own text is private to it and is
+    removed when it ends.
 
     Args:
         config: the source's configuration.
-        memory: what is drafted from.
+        memory: the memory that is drafted from.
         context: the replica.
-        shared: the way to the other replicas; None: there is none.
+        shared: sends texts to the other replicas; None: the memory is not shared.
     """
 
     def __init__(
@@ -79,13 +79,13 @@ class TrieSource:
         self._num_learned = np.zeros(size, np.int64)
         self._rows = np.arange(size)
         self._begins, self._ends = np.zeros(size, np.int64), np.zeros(size, np.int64)
-        self._apart: set[int] = set()  # slots of requests without the first trie
+        self._not_in_first: set[int] = set()  # slots of requests that do not use the first trie
         self._drafts = DraftBuffer(size, config.max_draft_len)
         context.metrics.watch_trie(self.snapshot)
 
     @classmethod
     def build(cls, config: TrieConfig, context: SourceContext) -> Self:
-        """With its own memory, joined to the cluster's where it is shared."""
+        """Makes the source with a new memory, connected to the cluster's if it is shared."""
         identity = context.model_identity
         tenants = ("",) if config.share_tenants else context.tenants or ("",)
         memory = TrieMemory(
@@ -103,7 +103,7 @@ class TrieSource:
         """See :class:`specserve.sources.base.Source`."""
         self._sequences[slot], self._num_learned[slot] = NO_SEQUENCE, 0
         self._trie_of[slot] = _NO_TRIE
-        self._apart.add(slot)
+        self._not_in_first.add(slot)
         if not (controls.learn or wants_drafts(controls, "trie")):
             return
         tenant = "" if self._config.share_tenants else controls.tenant
@@ -115,25 +115,25 @@ class TrieSource:
         sequence = trie.open(private=not controls.learn)
         if sequence == NO_SEQUENCE:
             self._memory.release(of)
-            reason = "a text found no room: more are open than max_bytes has pages for"
+            reason = "a text found no room: more texts are open than max_bytes has pages for"
             self._misses.note(of, reason)
             return
         self._misses.note(of, "")
         self._namespaces[slot], self._sequences[slot] = of, sequence
         self._trie_of[slot] = index = self._index_of(trie)
         if index == 0:
-            self._apart.discard(slot)
+            self._not_in_first.discard(slot)
         if self._unsent is not None and controls.learn:
-            # A client may choose its request's id, and so another one's: the name is our own.
+            # Not the request's id: clients may choose it, and two may choose the same.
             self._unsent.open(slot, of, f"{self._text_prefix}-{self._num_opened:x}")
             self._num_opened += 1
 
     def propose(self, batch: DraftBatch, limits: Int32Array) -> Drafts:
-        """See :class:`specserve.sources.base.Source`; looks up after all rows were learned."""
+        """See :class:`specserve.sources.base.Source`; learns from all rows, then looks up."""
         slots, size = batch.slots, len(limits)
         arrays, drafts = batch[:4], self._drafts.rows(size)
         begins, ends, budget = self._begins[:size], self._ends[:size], LEARN_TOKENS_PER_STEP
-        if self._apart:
+        if self._not_in_first:
             drafts.lengths[:] = 0
         for trie, rows in self._rows_by_trie(slots):
             budget = trie.step(
@@ -154,9 +154,9 @@ class TrieSource:
         return drafts
 
     def close(self, slots: Int64Array) -> None:
-        """See :class:`specserve.sources.base.Source`; what was learned of the requests stays."""
+        """See :class:`specserve.sources.base.Source`; learned text stays in the memory."""
         for slot in slots.tolist():
-            self._apart.discard(slot)
+            self._not_in_first.discard(slot)
             if self._trie_of[slot] == _NO_TRIE:
                 continue
             self._tries[self._trie_of[slot]].finish(int(self._sequences[slot]))
@@ -166,7 +166,7 @@ class TrieSource:
                 self._unsent.close(slot)
 
     def snapshot(self) -> TrieSnapshot:
-        """What is in the memory now; for any thread."""
+        """State of the memory now; for any thread."""
         link = None if self._shared is None else self._shared.link()
         namespaces = (
             replace(each, namespace=label(each.namespace, self._label_key))
@@ -175,8 +175,8 @@ class TrieSource:
         return TrieSnapshot(tuple(namespaces), link)
 
     def _rows_by_trie(self, slots: Int64Array) -> Iterator[tuple[TokenTrie, Int64Array]]:
-        """The batch's rows, together where they share a trie."""
-        if self._tries and not self._apart:  # as it mostly is
+        """The batch's rows, grouped by trie."""
+        if self._tries and not self._not_in_first:  # the usual case
             yield self._tries[0], self._rows[: len(slots)]
             return
         of = self._trie_of[slots]
@@ -184,7 +184,7 @@ class TrieSource:
             yield self._tries[index], np.flatnonzero(of == index)
 
     def _index_of(self, trie: TokenTrie) -> int:
-        """The trie's index, a new one if need be in the place of a trie that no request uses."""
+        """The trie's index in ``_tries``; a new one takes the index of an unused trie, if any."""
         for index, known in enumerate(self._tries):
             if known is trie:
                 return index
@@ -196,7 +196,7 @@ class TrieSource:
         return len(self._tries) - 1
 
     def _why_none(self, of: str, controls: RequestControls) -> str:
-        """Why a request finds no trie; names neither tenant nor adapter, since all may read it."""
+        """Why a request has no trie; without tenant and adapter names, as all tenants see it."""
         if controls.tenant == NO_TENANT or not self._memory.has_tenant(of):
             return "a request's tenant is not configured"
         return (
@@ -206,7 +206,7 @@ class TrieSource:
 
 
 class TrieMisses:
-    """Keeps the source's ``reason`` true, and logs a warning for each namespace that has no trie.
+    """Updates the source's ``reason``, and warns in the log of each namespace without a trie.
 
     Args:
         metrics: where the reason is shown.
@@ -221,13 +221,13 @@ class TrieMisses:
         self._misses: dict[str, tuple[float, str]] = {}
 
     def note(self, namespace: str, reason: str) -> None:
-        """A request has begun.
+        """Records whether a new request has a trie.
 
         Args:
-            namespace: whose it is.
-            reason: why there is no trie for it; empty: there is one.
+            namespace: of the request.
+            reason: why it has no trie; empty: it has one.
         """
-        if not (reason or self._misses):  # as it mostly is
+        if not (reason or self._misses):  # the usual case
             return
         now = self._clock()
         known = self._misses.pop(namespace, None)
