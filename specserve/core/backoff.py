@@ -1,4 +1,4 @@
-"""How long to leave alone what failed, or brought nothing: longer with each time."""
+"""Back-off: a pause after each failure, longer each time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 class Backoff:
     """Doubles the pause with each failure, from ``first`` to ``most``.
 
-    Times are the caller's own: seconds of a clock, or numbers of steps.
+    Times are in the caller's unit: seconds of a clock, or steps.
     """
 
     __slots__ = ("_first", "_most", "_pause", "_until")
@@ -17,12 +17,12 @@ class Backoff:
         self._until = float("-inf")
 
     def fail(self, now: float) -> None:
-        """Once more; the next try is after a pause."""
+        """Counts a failure: the next try is due after the pause."""
         self._until = now + self._pause
         self._pause = min(2 * self._pause, self._most)
 
     def reset(self) -> None:
-        """It went well: try at once, and pause briefly after the next failure."""
+        """Counts a success: a try is due at once, and the next pause is ``first`` again."""
         self._pause, self._until = self._first, float("-inf")
 
     def is_due(self, now: float) -> bool:

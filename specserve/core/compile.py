@@ -1,4 +1,4 @@
-"""Compiled kernels: numba without the interpreter lock, kept on disk where that is possible."""
+"""Compiled kernels: numba without the interpreter lock, cached on disk if possible."""
 
 from __future__ import annotations
 
@@ -20,37 +20,36 @@ from numba.extending import is_jitted
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compiles ``function`` at its first call; other threads run meanwhile and during each call.
 
-    It allocates nothing, as :func:`inner`, and is compiled anew, for a second and more, for
-    arguments of other types. Arrays that come from elsewhere go through :func:`kernel_array` first.
+    It must not allocate, like :func:`inner`. Each new combination of argument types is compiled,
+    for a second or more; :func:`kernel_array` converts arrays from elsewhere to the usual types.
 
-    The machine code is cached beside the source or in numba's user folder, until a file changes
-    that holds the function or a compiled one that it calls, or a constant in one of them.
+    The machine code is cached beside the source or in numba's user folder. It is compiled anew if
+    the source file or a constant of the function, or of a compiled one that it calls, changes.
     """
     compiled = njit(nogil=True, _nrt=False)(function)
-    with suppress(RuntimeError):  # a read-only installation without a home folder has no place
+    with suppress(RuntimeError):  # a read-only installation without a home folder has no cache
         compiled._cache = _Cache(function)
     return compiled  # type: ignore[no-any-return]
 
 
 def inner(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiles a function into the kernels that call it. It allocates nothing, and counts no
-    references.
+    """Compiles a function into the kernels that call it. It must not allocate, and counts no
+    references, so the caller must keep the arrays alive.
 
-    Numba counts them wherever an array of a tuple is used, and each time is an atomic operation:
-    a lookup in the draft memory takes five times as long with them. The caller keeps the arrays.
-    A call of its own would copy all that the tuples hold.
+    Numba counts a reference at each use of an array in a tuple, by an atomic operation: a lookup in
+    the draft memory takes five times as long. Without inlining, each call would copy the tuples.
     """
     compiled: Callable[..., Any] = njit(nogil=True, _nrt=False, forceinline=True)(function)
     return compiled
 
 
 def direct(function: Callable[..., Any], *arguments: object) -> Callable[..., Any]:
-    """A kernel's machine code for arguments of these types, compiled or loaded now: where it is
-    made at the start, no request waits for that.
+    """A kernel's machine code for arguments of these types, compiled or loaded now. Call it at the
+    start, so that no request waits for the compilation.
 
-    A kernel looks at the types of all that it is given, each time: of 23 arrays in three tuples
-    that takes 2.6 us, and the call itself 0.2 us. Here nothing does. With arrays of other types or
-    layouts than these the code would read and write where it must not.
+    A kernel checks the types of all arguments at each call: for 23 arrays in three tuples that
+    takes 2.6 us, and the call itself 0.2 us. The machine code checks nothing: with arrays of other
+    types or layouts it accesses wrong memory.
     """
     types = tuple(map(function.typeof_pyval, arguments))  # type: ignore[attr-defined]
     code: Callable[..., Any] = function.compile(types)  # type: ignore[attr-defined]
@@ -58,19 +57,19 @@ def direct(function: Callable[..., Any], *arguments: object) -> Callable[..., An
 
 
 def kernel_array(array: npt.NDArray[Any], dtype: type[np.generic]) -> npt.NDArray[Any]:
-    """``array`` as kernels take it, copied only where it is otherwise.
+    """``array`` in the form that kernels take, copied only if it differs from that.
 
-    Numba has types of their own for arrays that are read-only, as those over ``bytes`` are,
+    Numba has separate types for arrays that are read-only (such as those over ``bytes``),
     unaligned, or not contiguous.
     """
-    flags = array.flags  # `np.require` alone would take a good part of a small step's time
+    flags = array.flags  # checked first, because `np.require` is slow for a small step
     if array.dtype == dtype and flags.carray:
         return array
     return np.require(array, dtype, ("C", "A", "W"))
 
 
 class _Cache(FunctionCache):  # type: ignore[misc]  # numba has no types
-    """Numba's own looks at the time of the function's file, and at nothing else."""
+    """A cache keyed by all sources; numba's own checks only the time of the function's file."""
 
     def __init__(self, function: Any) -> None:
         super().__init__(function)
@@ -79,13 +78,13 @@ class _Cache(FunctionCache):  # type: ignore[misc]  # numba has no types
 
 
 def _sources(function: Any) -> list[tuple[object, ...]]:
-    """What a function's machine code is made of: contents of files, and constants.
+    """All that determines a function's machine code: contents of files, and constants.
 
-    Not the files' times: an image's layer does not keep them.
+    The files' times are left out, because image layers do not keep them.
     """
     sources: list[tuple[object, ...]] = []
     functions = [function]
-    for each in functions:  # which grows
+    for each in functions:  # grows during the loop
         file = Path(each.__code__.co_filename)
         sources.append((str(file), blake2b(file.read_bytes()).digest()))
         for name in each.__code__.co_names:

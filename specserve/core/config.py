@@ -1,8 +1,7 @@
 """The application's configuration: ``args`` of the Serve application ``specserve.app:build``.
 
-Closed and frozen: an unknown key is an error, and nothing changes after validation. No file is
-read here; whether a model path exists or a cluster can hold the shards is checked where that is
-needed.
+Closed and frozen: an unknown key is an error, and nothing changes after validation. Validation
+reads no file; whether a model path exists or the cluster can hold the shards is checked later.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ class ModelConfig(Section):
     path: Checkpoint = Field(min_length=1)
     """Folder of a Hugging Face checkpoint, or its id on the hub."""
     served_name: str | tuple[str, ...] = ""
-    """Name in the OpenAI API, or a list of names, the first of them the one in metrics and on the
-    page; empty: ``path`` as given."""
+    """Name in the OpenAI API, or a list of names. Metrics and the page show the first one. Empty:
+    ``path`` as given."""
     revision: str = ""
     """Branch, tag or commit on the hub; empty: the default one."""
     tokenizer: Checkpoint = ""
@@ -40,7 +39,7 @@ class ModelConfig(Section):
 
     @field_validator("served_name", mode="before")
     @classmethod
-    def _names_are_names(cls, value: object) -> object:
+    def _check_names(cls, value: object) -> object:
         if value == "":
             return value
         names = value if isinstance(value, list | tuple) else [value]
@@ -80,9 +79,9 @@ class EngineConfig(Section):
     max_num_batched_tokens: int = Field(default=2048, ge=1)
     """Tokens computed in one step, prefill included."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0.0, le=1.0)
-    """Share of a GPU's memory for weights and KV cache; on CPU ``kv_cache_memory_bytes`` rules."""
+    """Share of a GPU's memory for weights and KV cache; on CPU set ``kv_cache_memory_bytes``."""
     kv_cache_memory_bytes: int = Field(default=0, ge=0)
-    """KV cache in bytes a shard; 0: from ``gpu_memory_utilization`` (1 GiB on CPU)."""
+    """Bytes of KV cache per shard; 0: from ``gpu_memory_utilization`` (1 GiB on CPU)."""
     enforce_eager: bool = False
     """Run the model without compilation and CUDA graphs."""
     seed: int = Field(default=0, ge=0)
@@ -113,15 +112,15 @@ class PlacementConfig(Section):
 
 
 class ApiKeyConfig(Section):
-    """An API key and whose it is. The key itself never stands in a file."""
+    """An API key and its tenant. The file names only the variable that holds the key."""
 
     env: str
     """Environment variable that holds the key where the application is built."""
     tenant: str
-    """Whose key it is; a tenant may have several."""
+    """The key's tenant; a tenant may have several keys."""
 
     @model_validator(mode="after")
-    def _names_are_names(self) -> Self:
+    def _check_names(self) -> Self:
         if not _VARIABLE.fullmatch(self.env):
             raise ConfigError("env", self.env, "a variable's name: letters, digits and _")
         check_tenant(self.tenant, "tenant")
@@ -129,40 +128,40 @@ class ApiKeyConfig(Section):
 
 
 def check_tenant(name: str, field: str) -> None:
-    """Raises ConfigError where ``name`` is not a tenant's name; ``field`` says where it stood."""
+    """Raises ConfigError if ``name`` is not a valid tenant name; the error names ``field``."""
     if not _TENANT.fullmatch(name):
         allowed = "1 .. 64 letters, digits, '.', '_' or '-', the first a letter or digit"
         raise ConfigError(field, name, allowed)
 
 
 def _check_each_once(values: Sequence[str], field: str, allowed: str) -> None:
-    """Raises ConfigError for a value that stands there twice; its index comes into ``field``."""
+    """Raises ConfigError for a value that occurs twice; ``field`` is formatted with its index."""
     for index, value in enumerate(values):
         if values.count(value) > 1:
             raise ConfigError(field.format(index), value, allowed)
 
 
 class HttpConfig(Section):
-    """The HTTP side of a replica."""
+    """A replica's HTTP server."""
 
     max_queued_requests: int = Field(default=128, ge=0)
     """Requests that may wait beyond the ``max_num_seqs`` being decoded; more are answered 503."""
     retry_after_s: int = Field(default=1, ge=1)
-    """``Retry-After`` of that answer, in seconds."""
+    """``Retry-After`` of these answers, in seconds."""
     drain_timeout_s: float = Field(default=30.0, ge=0)
     """How long running requests may take to finish at shutdown, in seconds."""
     api_keys: tuple[ApiKeyConfig, ...] = Field(default=(), strict=False)
-    """Keys that requests may come with, each with its tenant; empty: no key is asked for."""
+    """API keys that requests may use, each with its tenant; empty: no key is required."""
     generation_api: bool = True
     """Answer ``/generate``, ``/generate_stream``, ``/`` and ``/info`` as Text Generation Inference
     does."""
     speculation_page: bool = True
-    """Answer ``/speculation``, a page that shows live what is drafted and accepted."""
+    """Answer ``/speculation``, a page that shows live which tokens are drafted and accepted."""
     memory_api: Literal["with_api_keys", "always", "never"] = "with_api_keys"
-    """Answer ``/v1/speculation/memory``, by which clients fill and clear the draft memory; without
-    API keys everyone's."""
+    """Answer ``/v1/speculation/memory``, by which clients fill and clear the draft memory. With
+    ``always`` and no API keys, every client may do so."""
     show_text: bool = False
-    """Show the texts of recent requests on that page; otherwise lengths and sources alone."""
+    """Show the texts of recent requests on ``/speculation``; otherwise only lengths and sources."""
 
     @model_validator(mode="after")
     def _each_variable_once(self) -> Self:
@@ -230,23 +229,23 @@ class AppConfig(Section):
 
     @property
     def beside_rank_0(self) -> dict[int, DraftModelConfig | MtpConfig]:
-        """The sources that draft in rank 0's place, by their index."""
+        """The sources placed beside rank 0, by their index."""
         return self.placed("beside_rank_0")
 
     @property
     def drafts_in_engine(self) -> bool:
-        """Whether vLLM drafts by a method of its own instead of our sources."""
+        """Whether vLLM drafts by one of its own methods instead of our sources."""
         return bool(self.placed("in_engine"))
 
     @property
     def pretrained_options(self) -> dict[str, Any]:
-        """How transformers' ``from_pretrained`` loads what belongs to the model."""
+        """Keyword arguments of transformers' ``from_pretrained`` for the model's files."""
         trusts = self.engine.vllm.get("trust_remote_code") is True
         return {"revision": self.model.revision or "main", "trust_remote_code": trusts}
 
     @property
     def has_sources(self) -> bool:
-        """Whether sources of ours draft."""
+        """Whether any of our sources drafts."""
         return bool(self.speculation) and not self.drafts_in_engine
 
     @property
@@ -260,7 +259,7 @@ class AppConfig(Section):
         return max((source.max_draft_len for source in self.speculation), default=0)
 
     def placed(self, *placements: str) -> dict[int, DraftModelConfig | MtpConfig]:
-        """The sources that are models and draft in one of these places, by their index."""
+        """The model-based sources with one of these placements, by their index."""
         return {
             index: source
             for index, source in enumerate(self.speculation)
@@ -271,10 +270,10 @@ class AppConfig(Section):
 def parse(args: object, prefix: str = "") -> AppConfig:
     """Validates an application's ``args``, as read from the Serve YAML file.
 
-    In errors ``prefix`` stands before the fields: the dotted path of ``args`` in that file.
+    ``prefix`` is the dotted path of ``args`` in that file; errors put it before their fields.
 
     Raises:
-        ConfigError: with field, value and what is allowed; `further` has what else is wrong.
+        ConfigError: names field, value and what is allowed; ``further`` has the other errors.
     """
     try:
         return AppConfig.model_validate(args)

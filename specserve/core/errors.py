@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 
 class SpecServeError(Exception):
-    """Base of all errors raised on purpose; ``str(error)`` is for the user: one line a mistake."""
+    """Base of all errors raised on purpose; ``str(error)`` is for users: a line per mistake."""
 
 
 MISSING = "(missing)"
@@ -74,15 +74,15 @@ class EngineError(SpecServeError, RuntimeError):
 
 
 class SnapshotError(SpecServeError, RuntimeError):
-    """The draft memory's snapshot could not be written, or a refused one not be moved aside."""
+    """The draft memory's snapshot cannot be written, or a refused one cannot be moved aside."""
 
 
 class StoreError(SpecServeError, RuntimeError):
-    """The cluster's draft memory did not answer in time, or is not there; asking again may help."""
+    """The cluster's draft memory is missing or did not answer in time; asking again may help."""
 
 
 class WireError(SpecServeError, ValueError):
-    """What came over the wire is no message, or a larger one than is allowed; it was not used."""
+    """A received message is malformed or too large; it was not used."""
 
 
 GenerationErrorKind = Literal["validation", "generation", "overloaded", "incomplete_generation"]
@@ -90,7 +90,7 @@ GenerationErrorKind = Literal["validation", "generation", "overloaded", "incompl
 
 
 class GenerationError(SpecServeError, RuntimeError):
-    """A request of the generation API was refused, or not answered to its end."""
+    """A request of the generation API was refused, or its answer is incomplete."""
 
     def __init__(self, kind: GenerationErrorKind, message: str) -> None:
         super().__init__(message)
@@ -98,7 +98,7 @@ class GenerationError(SpecServeError, RuntimeError):
 
     @classmethod
     def invalid(cls, reason: str) -> GenerationError:
-        """A request that breaks a rule, in the sentence of Text Generation Inference."""
+        """A request that breaks a rule, in Text Generation Inference's wording."""
         return cls("validation", f"Input validation error: {reason}")
 
     @classmethod

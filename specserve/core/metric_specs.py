@@ -18,10 +18,10 @@ LENGTH_BUCKETS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0
 
 @dataclass(frozen=True, slots=True)
 class MetricSpec:
-    """One metric as the outside sees it.
+    """One exported metric.
 
     Attributes:
-        name: full name, counters with their ``_total``.
+        name: full name, for counters with ``_total``.
         description: one sentence, shown as the metric's help.
         labels: names of the labels besides the exporter's own (``model``).
         buckets: upper bounds of a histogram's buckets, without the open one.
@@ -34,7 +34,7 @@ class MetricSpec:
 
     @property
     def kind(self) -> Literal["counter", "gauge", "histogram"]:
-        """Prometheus' type, which the name and the buckets tell."""
+        """Prometheus' type, which follows from the name and the buckets."""
         if self.buckets:
             return "histogram"
         return "counter" if self.name.endswith("_total") else "gauge"
@@ -68,7 +68,7 @@ DRAFT_LATENCY = _of_source(
 )
 DRAFTER_UP = _of_source(
     "specserve_drafter_up",
-    "1 while the source can be asked for drafts, 0 while it is switched off or away.",
+    "1 while the source can be asked for drafts, 0 while it is switched off or unreachable.",
 )
 DRAFTER_TIMEOUTS = _of_source(
     "specserve_drafter_timeouts_total", "Calls to a source that missed their deadline."
@@ -79,37 +79,37 @@ DRAFTER_ERRORS = _of_source(
 )
 DRAFTER_PARTIAL_TEXTS = _of_source(
     "specserve_drafter_partial_texts_total",
-    "Requests whose drafter lacks the beginning of the text and drafts from the rest:"
-    " mostly since the model took it from its prefix cache.",
+    "Requests whose drafter lacks the beginning of the text and drafts from the rest,"
+    " mostly because the model took the beginning from its prefix cache.",
 )
 
 TRIE_TOKENS = _of_namespace("specserve_trie_tokens", "Tokens that a replica's draft memory holds.")
-TRIE_BYTES = _of_namespace("specserve_trie_bytes", "Memory set apart for a namespace, used or not.")
+TRIE_BYTES = _of_namespace("specserve_trie_bytes", "Bytes reserved for a namespace, used or not.")
 TRIE_INGESTED = _of_namespace(
     "specserve_trie_ingested_tokens_total", "Tokens that a replica's draft memory has learned."
 )
-TRIE_EVICTED = _of_namespace("specserve_trie_evicted_total", "Tokens forgotten for want of memory.")
+TRIE_EVICTED = _of_namespace("specserve_trie_evicted_total", "Tokens evicted for lack of memory.")
 TRIE_STORE_UP = MetricSpec(
     "specserve_trie_store_up", "1 while the cluster's draft memory answers this replica."
 )
 TRIE_LAG = MetricSpec(
     "specserve_trie_replication_lag_seconds",
-    "Age of the oldest token on its way from or to this replica.",
+    "Age of the oldest token in transit from or to this replica.",
 )
 TRIE_RECEIVED = MetricSpec(
-    "specserve_trie_received_tokens_total", "Tokens that other replicas taught this one."
+    "specserve_trie_received_tokens_total", "Tokens that this replica received from others."
 )
 TRIE_DROPPED = MetricSpec(
     "specserve_trie_dropped_tokens_total",
-    "Own tokens that no other replica will see: the store was away for too long.",
+    "Own tokens that no other replica receives, because the store was unreachable for too long.",
 )
 
 DRAFTER_ROWS = _of_drafter(
     "specserve_drafter_rows_total",
-    "Texts that a drafter was told of or asked about, one a request and step.",
+    "Texts that a drafter received to remember or to draft for, one per request and step.",
 )
 DRAFTER_COMPUTE = _of_drafter(
-    "specserve_drafter_compute_seconds_total", "Time in which a drafter's model has computed."
+    "specserve_drafter_compute_seconds_total", "Time that a drafter's model computed."
 )
 DRAFTER_REFUSED = MetricSpec(
     "specserve_drafter_refused_total",
@@ -139,7 +139,7 @@ ALL: tuple[MetricSpec, ...] = (
     TRIE_RECEIVED,
     TRIE_DROPPED,
 )
-"""What a replica exports, at its ``/metrics`` and through Ray."""
+"""Metrics that a replica exports, at its ``/metrics`` and through Ray."""
 
 OF_DRAFTERS = (DRAFTER_ROWS, DRAFTER_COMPUTE, DRAFTER_REFUSED)
-"""What a drafter itself exports, through Ray alone, and without its replicas' label ``model``."""
+"""Metrics that a drafter itself exports, only through Ray and without the label ``model``."""

@@ -1,4 +1,4 @@
-"""The counters of speculation: counted in the decoding loop, exported from snapshots.
+"""The counters of speculation, updated in the decoding loop and exported as snapshots.
 
 The decoding loop only adds to integers. A :class:`SpeculationSnapshot` travels from rank 0 to the
 replica, where exporters turn it into series (:mod:`specserve.core.samples`).
@@ -24,10 +24,10 @@ class AcceptanceSnapshot(msgspec.Struct, frozen=True):
     """Verified drafts of one source, since the start.
 
     Attributes:
-        source: who drafted.
+        source: label of the drafts.
         drafted: ``drafted[k]`` drafts had k tokens; up to the longest draft seen.
-        accepted: ``accepted[k]`` drafts had their first k tokens accepted, and no more; as long
-            as ``drafted``.
+        accepted: ``accepted[k]`` drafts had exactly their first k tokens accepted; as long as
+            ``drafted``.
     """
 
     source: str
@@ -60,7 +60,7 @@ class AcceptanceSnapshot(msgspec.Struct, frozen=True):
         return _at_least(self.accepted)
 
     def since(self, before: AcceptanceSnapshot | None) -> AcceptanceSnapshot:
-        """What was counted after an earlier snapshot of the same source; None: all of it."""
+        """The difference to an earlier snapshot of the same source; None: all counts."""
         if before is None:
             return self
         return AcceptanceSnapshot(
@@ -74,12 +74,12 @@ class HealthSnapshot(msgspec.Struct, frozen=True):
     """Calls to one kind of source, since the start.
 
     Attributes:
-        up: whether it is being asked, and what it asks itself is there.
+        up: whether it is asked for drafts, and able to draft.
         num_errors: calls that raised and drafts that were malformed.
-        num_partial_texts: requests of whose text its drafter lacks the beginning.
-        latency: calls by duration, one count a bucket of ``LATENCY_BUCKETS_S`` and an open one.
+        num_partial_texts: requests whose drafter lacks the beginning of the text.
+        latency: calls by duration, one count per bucket of ``LATENCY_BUCKETS_S`` plus an open one.
         latency_sum_s: duration of all calls, in seconds.
-        reason: why it is not up, or why it drafts for some requests only, as far as that is known.
+        reason: why it is not up, or why it drafts only for some requests; empty if unknown.
     """
 
     source: str
@@ -93,9 +93,9 @@ class HealthSnapshot(msgspec.Struct, frozen=True):
 
 
 class NamespaceSnapshot(msgspec.Struct, frozen=True):
-    """One namespace's part of a replica's draft memory: what it holds now, and has since the start.
+    """One namespace of a replica's draft memory: current sizes, and totals since the start.
 
-    ``namespace`` is its label, see :func:`specserve.trie.namespaces.label`. Of ``num_bytes`` a part
+    ``namespace`` is its label, see :func:`specserve.trie.namespaces.label`. A part of ``num_bytes``
     may be unused.
     """
 
@@ -109,8 +109,8 @@ class NamespaceSnapshot(msgspec.Struct, frozen=True):
 class LinkSnapshot(msgspec.Struct, frozen=True):
     """A replica's link to the cluster's draft memory: ``up`` while the store answers.
 
-    ``lag_s`` is the age of the oldest token on its way, in seconds. Tokens that came from other
-    replicas and own ones that could not be sent are counted since the start.
+    ``lag_s`` is the age in seconds of the oldest token in transit. Since the start,
+    ``received_tokens`` came from other replicas and ``dropped_tokens`` could not be sent.
     """
 
     up: bool
@@ -127,7 +127,7 @@ class TrieSnapshot(msgspec.Struct, frozen=True):
 
 
 class SpeculationSnapshot(msgspec.Struct, frozen=True):
-    """State of all counters at one moment; small, and serialisable by msgspec."""
+    """All counters at one moment; small, and serialisable by msgspec."""
 
     acceptance: tuple[AcceptanceSnapshot, ...] = ()
     health: tuple[HealthSnapshot, ...] = ()
@@ -137,64 +137,64 @@ class SpeculationSnapshot(msgspec.Struct, frozen=True):
 class SpeculationMetrics:
     """The counters of one process. Updates are a few integer additions, from one thread.
 
-    Sources of the ``kinds`` are shown before they are first asked.
+    Snapshots contain the sources of ``kinds`` even before their first call.
     """
 
     def __init__(self, kinds: tuple[str, ...] = ()) -> None:
         self._drafts: dict[str, Int64Array] = {}  # by label, see `draft_counts`
         self._health = defaultdict(_Health, {kind: _Health() for kind in kinds})
-        self._look_at_trie: Callable[[], TrieSnapshot] | None = None
+        self._get_trie: Callable[[], TrieSnapshot] | None = None
 
     def watch_trie(self, look: Callable[[], TrieSnapshot]) -> None:
-        """Has the draft memory's state in every snapshot; ``look`` is called from any thread."""
-        self._look_at_trie = look
+        """Adds the draft memory to every snapshot; ``look`` is called from any thread."""
+        self._get_trie = look
 
     def draft_counts(self, labels: Sequence[str]) -> Int64Array:
-        """Where verified drafts with these labels are counted, by whoever asks for it.
+        """The counters of drafts with these labels, which the caller updates.
 
         Returns:
-            int64 ``[len(labels), 2, MAX_DRAFT_TOKENS + 1]``: drafts by number of tokens, and by
-            number of accepted ones.
+            int64 ``[len(labels), 2, MAX_DRAFT_TOKENS + 1]``: verified drafts by number of tokens,
+            and by number of accepted tokens.
         """
         counts = np.zeros((len(labels), 2, MAX_DRAFT_TOKENS + 1), np.int64)
         self._drafts |= dict(zip(labels, counts, strict=True))
         return counts
 
     def count_call(self, kind: str, seconds: float) -> None:
-        """A source answered for one batch."""
+        """Counts a source's answer for one batch."""
         health = self._health[kind]
         health.latency[bisect_left(LATENCY_BUCKETS_S, seconds)] += 1
         health.latency_sum_s += seconds
 
     def count_error(self, kind: str) -> None:
-        """A source raised, or one of its drafts was malformed."""
+        """Counts a source's exception or malformed draft."""
         self._health[kind].num_errors += 1
 
     def count_timeout(self, kind: str) -> None:
-        """A call to a source missed its deadline."""
+        """Counts a call to a source that missed its deadline."""
         self._health[kind].num_timeouts += 1
 
     def count_partial_text(self, kind: str) -> None:
-        """A source's drafter lacks the beginning of one more request's text."""
+        """Counts a request whose drafter lacks the beginning of the text."""
         self._health[kind].num_partial_texts += 1
 
     def set_up(self, kind: str, up: bool, reason: str = "") -> None:
-        """A source is being asked from now on, or is switched off."""
+        """Notes whether a source is asked for drafts from now on, and why not."""
         health = self._health[kind]
         health.up, health.why_off = up, reason
 
     def set_reachable(self, kind: str, reachable: bool, reason: str = "") -> None:
-        """Whether a source can draft at all from now on, and why not, for some requests or for all.
+        """Notes whether a source can draft from now on, and why not for some or all requests.
 
-        For any one thread.
+        Call it from one thread only, which may be any.
         """
         health = self._health[kind]
         health.reachable, health.why_away = reachable, reason
 
     def snapshot(self) -> SpeculationSnapshot:
-        """The state now; costs some microseconds, meant for once a second or on request.
+        """The current counters; takes some microseconds, for a call per second or on request.
 
-        May be called from another thread: what is counted meanwhile may be missing.
+        May be called from another thread; counts added meanwhile may be missing.
         """
         return SpeculationSnapshot(
             tuple(self._acceptance()),
@@ -211,11 +211,11 @@ class SpeculationMetrics:
                 )
                 for kind, health in list(self._health.items())
             ),
-            None if self._look_at_trie is None else self._look_at_trie(),
+            None if self._get_trie is None else self._get_trie(),
         )
 
     def _acceptance(self) -> Iterator[AcceptanceSnapshot]:
-        """Of the labels seen, each up to its longest draft."""
+        """The counts of each label with drafts, up to its longest draft."""
         for label, counts in list(self._drafts.items()):
             if end := len(np.trim_zeros(counts[0], "b")):
                 drafted, accepted = counts[:, :end].tolist()

@@ -1,4 +1,4 @@
-"""A folder that a command writes: all of it is there in the end, or nothing."""
+"""Writes a folder atomically: it appears complete, or not at all."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from specserve.core.errors import ConfigError, SpecServeError
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder beside ``out``, which takes its place when the block has ended well.
+    """A temporary folder beside ``out``, renamed to ``out`` when the block succeeds.
 
-    ``out`` is a new folder, or an empty one; its parents are made.
+    ``out`` is a new folder, or an empty one; its parents are created.
 
     Raises:
-        ConfigError: ``out`` holds something.
+        ConfigError: ``out`` is not empty.
         SpecServeError: a file cannot be read or written, here or in the block.
     """
     check_out(out)
@@ -27,12 +27,12 @@ def new_folder(out: Path) -> Iterator[Path]:
             aside = Path(name)
             yield aside
             aside.chmod(0o755)
-            aside.rename(out)  # and nothing is left to be removed
+            aside.rename(out)  # then the clean-up finds nothing to remove
     except OSError as error:
         raise SpecServeError(f"{error.filename or out}: {error.strerror}") from None
 
 
 def check_out(out: Path) -> None:
-    """Raises ConfigError where ``out`` is anything but an empty folder or nothing."""
+    """Raises ConfigError unless ``out`` is an empty folder or does not exist."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ConfigError("OUT", str(out), "a folder that does not exist yet, or is empty")

@@ -1,4 +1,4 @@
-"""The environment in which vLLM's CPU kernels run at their speed."""
+"""Environment variables for fast CPU kernels of vLLM and torch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 def openmp_environment(num_threads: int) -> dict[str, str]:
     """Variables for a process that computes on CPU with ``num_threads`` threads.
 
-    Intel's OpenMP, under which vLLM is made to run, is loaded ahead of torch's where it is
-    installed; without it the kernels lose much of their speed.
+    Intel's OpenMP is loaded before torch's if it is installed. vLLM expects it: its kernels are
+    much slower without it.
     """
     variables = {
         "OMP_NUM_THREADS": str(num_threads),

@@ -1,4 +1,4 @@
-"""The metrics of a snapshot for ``prometheus_client``: one collector, no state of its own."""
+"""Exports a snapshot's metrics through ``prometheus_client``, by a stateless collector."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _FAMILIES: dict[str, type[_Family]] = {
 
 
 class PrometheusCollector(Collector):
-    """Shows a snapshot as Prometheus series; register it with a ``CollectorRegistry``.
+    """Exports a snapshot as Prometheus series; register it with a ``CollectorRegistry``.
 
-    ``get_snapshot`` is called at each scrape, from the scraping thread. All series have ``labels``
-    besides their own, such as the model's name.
+    ``get_snapshot`` is called at each scrape, from the scraping thread. ``labels``, such as the
+    model's name, are added to all series.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class PrometheusCollector(Collector):
         return self._families().values()
 
     def collect(self) -> Iterable[Metric]:
-        """All families with the samples of now."""
+        """All families with their current samples."""
         families = self._families()
         for sample in samples(self._get_snapshot()):
             family, labels = families[sample.spec.name], [*self._labels.values(), *sample.labels]
@@ -65,7 +65,7 @@ class PrometheusCollector(Collector):
 
 
 def _buckets(sample: Sample) -> list[tuple[str, float]]:
-    """Cumulative counts by upper bound, as Prometheus has them."""
+    """Cumulative counts by upper bound, in Prometheus' format."""
     bounds = sample.spec.buckets
     counts = [0.0] * (len(bounds) + 1)
     for value, count in sample.bins:

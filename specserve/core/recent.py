@@ -1,7 +1,7 @@
-"""The last steps of each request, for people who watch: what was drafted, and what became of it.
+"""The last steps of each request for the page ``/speculation``: drafts and accepted tokens.
 
-The decoding loop hands over each step's arrays as they are; they are sorted by request only when
-someone looks. What is shown travels from rank 0 to the replica as :class:`RecentRequest`.
+The decoding loop passes each step's arrays unchanged. They are sorted by request only when the page
+asks for them. Rank 0 sends them to the replica as :class:`RecentRequest`.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import msgspec
 from specserve.core.types import Int32Array, RequestControls
 
 MAX_OUTCOMES = 4096
-"""Requests' steps kept, of all requests together: some megabytes."""
+"""Most steps kept, counted per request, of all requests together: some megabytes."""
 
 MAX_REQUESTS = 8
 MAX_STEPS = 48
-"""What is shown at most: of so many requests, so many steps of each."""
+"""Most requests that the page shows, and most steps of each."""
 
 
 class StepCounts(msgspec.Struct, frozen=True):
-    """What one step brought a request, without texts.
+    """Counts of one request in one step.
 
     Attributes:
-        source: who drafted; empty: nobody did.
+        source: label of the draft; empty: none was verified.
         num_drafted: draft tokens that were verified.
-        num_accepted: how many of them the target accepted.
-        num_new: tokens that the step emitted: those and the target's own.
+        num_accepted: draft tokens that the target accepted.
+        num_new: tokens that the step emitted: the accepted ones and the target's own.
     """
 
     source: str
@@ -40,9 +40,9 @@ class StepCounts(msgspec.Struct, frozen=True):
 
 
 class RecentStep(StepCounts, frozen=True):
-    """The same with the tokens that were emitted, and the draft's that were not accepted.
+    """Counts of a step, with the emitted tokens and the draft tokens that were not accepted.
 
-    Both are empty where texts are not shown.
+    Both are empty if texts are not shown.
     """
 
     new: tuple[int, ...] = ()
@@ -52,7 +52,7 @@ class RecentStep(StepCounts, frozen=True):
 class RecentRequest(msgspec.Struct, frozen=True):
     """One request's last steps, in their order.
 
-    It is named by a digest of its id, which the client may have chosen.
+    ``request`` is a digest of the request's id, because the client may have chosen the id.
     """
 
     request: str
@@ -63,14 +63,14 @@ class Step(NamedTuple):
     """One step of n requests, as :class:`RecentSteps` keeps it.
 
     Attributes:
-        request_ids: n.
-        sources: names of drafts.
-        which: int32 ``[n]``, index of each draft's name; -1: none was verified.
+        request_ids: n ids.
+        sources: labels of drafts.
+        which: int32 ``[n]``, index of each draft's label; -1: none was verified.
         num_drafted: int32 ``[n]``, verified draft tokens.
         num_accepted: int32 ``[n]``.
-        num_new: int32 ``[n]``, tokens that the step emitted; a request without any had no turn.
-        new: n, those tokens; None where texts are not shown.
-        drafted: int32 ``[n, k]``, draft tokens; None where texts are not shown, or nothing was
+        num_new: int32 ``[n]``, tokens that the step emitted; 0: the request was not decoded.
+        new: the emitted tokens of n requests; None: texts are not shown.
+        drafted: int32 ``[n, k]``, draft tokens; None: texts are not shown, or nothing was
             drafted.
     """
 
@@ -84,7 +84,7 @@ class Step(NamedTuple):
     drafted: Int32Array | None = None
 
     def of_row(self, row: int) -> RecentStep:
-        """What the step brought one request."""
+        """The step of one request."""
         source = self.sources[self.which[row]] if self.which[row] >= 0 else ""
         num_drafted, num_accepted = int(self.num_drafted[row]), int(self.num_accepted[row])
         new = tuple(self.new[row]) if self.new is not None else ()
@@ -95,7 +95,7 @@ class Step(NamedTuple):
 
 
 class RecentSteps:
-    """Keeps the last steps, ``max_outcomes`` counted by request. Calls come from one thread."""
+    """Keeps the last steps, at most ``max_outcomes`` counted per request. Not thread-safe."""
 
     def __init__(self, max_outcomes: int = MAX_OUTCOMES, *, with_tokens: bool = False) -> None:
         self.with_tokens = with_tokens
@@ -106,16 +106,16 @@ class RecentSteps:
         self._private: set[str] = set()
 
     def began(self, request_id: str, controls: RequestControls) -> None:
-        """A request's first step: whose it is, and whether it may be remembered."""
+        """Notes a new request's tenant, and whether its steps may be kept."""
         if not controls.learn:
             self._private.add(request_id)
         elif controls.tenant:
             self._tenants[request_id] = controls.tenant
-            if len(self._tenants) > self._max_outcomes:  # then its steps are likely gone as well
+            if len(self._tenants) > self._max_outcomes:  # the oldest one's steps are likely gone
                 del self._tenants[next(iter(self._tenants))]
 
     def note(self, step: Step) -> None:
-        """One step, kept as it is; of the decoding loop, so it costs next to nothing.
+        """Keeps one step unchanged; cheap, because the decoding loop calls it.
 
         Requests that may not be remembered are left out.
         """
@@ -128,11 +128,11 @@ class RecentSteps:
             self._num_outcomes -= len(self._steps.popleft().request_ids)
 
     def forget(self, request_ids: Collection[str]) -> None:
-        """These requests have finished; what was noted of them stays for a while."""
+        """Marks requests as finished; their steps stay until newer ones replace them."""
         self._private.difference_update(request_ids)
 
     def requests(self, tenant: str = "") -> tuple[RecentRequest, ...]:
-        """The last requests of ``tenant``, newest first; without API keys all are of ``""``."""
+        """The last requests of ``tenant``, newest first; without API keys the tenant is ``""``."""
         found: dict[str, list[RecentStep]] = {}
         for step in reversed(self._steps):
             for row, request_id in enumerate(step.request_ids):

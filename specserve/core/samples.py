@@ -1,4 +1,4 @@
-"""A snapshot as series: what both exporters show, each in its own client's form."""
+"""Converts a snapshot to series, which both exporters pass to their metrics client."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Sample:
     """One series' value.
 
     Attributes:
-        spec: which metric.
+        spec: the metric.
         labels: values of ``spec.labels``, in their order.
         value: of a counter or gauge; the sum of all observations of a histogram.
-        bins: of a histogram, (typical value, observations) for each non-empty bin. Within a
-            bucket of latencies the typical value is its upper bound.
+        bins: of a histogram, (typical value, observations) for each non-empty bin. The typical
+            value of a latency bucket is its upper bound.
     """
 
     spec: MetricSpec

@@ -1,4 +1,4 @@
-"""What the configuration's sections have in common."""
+"""Base class and shared field types of the configuration's sections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where vLLM's Unix domain sockets lie, and how long their paths may be."""
+"""The folder of vLLM's Unix domain sockets, and the limit of their paths."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ RPC_BASE_PATH = "VLLM_RPC_BASE_PATH"
 """vLLM's variable for the folder of its sockets."""
 
 _MAX_PATH = 103 if sys.platform == "darwin" else 107
-"""Bytes; ``sun_path`` of sys/un.h without its last zero."""
+"""Longest path of a socket in bytes: ``sun_path`` of sys/un.h without its final zero."""
 _NAME = len("/") + 36
-"""Bytes of a UUID's digits and dashes, behind a folder."""
+"""Bytes of a socket's name behind its folder: a slash and a UUID."""
 
 
 def takes_sockets(folder: Path) -> bool:
-    """Whether sockets can be made in a folder under names as vLLM gives them, which are UUIDs."""
+    """Whether the paths of vLLM's sockets, which are named by UUIDs, fit in this folder."""
     return len(os.fsencode(folder)) + _NAME <= _MAX_PATH

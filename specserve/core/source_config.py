@@ -15,18 +15,18 @@ MAX_DRAFT_TOKENS = 128
 DraftLength = Annotated[int, Field(ge=1, le=MAX_DRAFT_TOKENS)]
 
 _OF_DRAFTERS = ("dynamic", "dtype", "num_cpus", "num_gpus", "max_texts", "timeout_s")
-_NOT_WHERE = {
+_WITHOUT_EFFECT = {
     "actor": (),
     "beside_rank_0": ("num_actors", "resources"),
     "in_engine": ("num_actors", "resources", *_OF_DRAFTERS),
 }
-"""Options of drafters that mean nothing in a place."""
+"""Options of drafters that must keep their defaults with a placement, as they have no effect."""
 
 
 class Label(NamedTuple):
-    """What metrics and the page call a source's drafts, in letters, digits and ``_``.
+    """The name of a source's drafts in metrics and on the page: letters, digits and ``_``.
 
-    Their colours on the page are ``#rrggbb``, for a light background and for a dark one.
+    The colours on the page are ``#rrggbb``, for a light and for a dark background.
     """
 
     name: str
@@ -35,15 +35,15 @@ class Label(NamedTuple):
 
 
 class SourceSection(Section):
-    """Base of the entries of ``speculation``, with what the project has to know of each source.
+    """Base of the entries of ``speculation``, with the properties of each kind of source.
 
     Attributes:
-        SOURCE: ``module:class`` of what drafts, imported only where it is configured, and called
-            with this configuration and the replica's context.
-        LABELS: of its drafts; the source itself has the first one's colour.
-        LEARNS: whether it learns from one request for others: it has to see texts to their ends.
-        NEEDS: the field of ``RequestControls`` without which it has nothing to draft from: it is
-            not asked while no request has it; empty: it drafts for all.
+        SOURCE: ``module:class`` of the implementation, imported only if the source is configured,
+            and called with this configuration and the replica's context.
+        LABELS: labels of its drafts; the source itself has the first label's colour.
+        LEARNS: whether it learns from one request for others, and so must see texts to their ends.
+        NEEDS: the field of ``RequestControls`` that it drafts from; it is not asked while no
+            request has this field. Empty: it drafts for all requests.
     """
 
     SOURCE: ClassVar[str]
@@ -56,7 +56,7 @@ class SourceSection(Section):
     max_draft_len: DraftLength
     """Longest draft in tokens."""
     dynamic: bool = True
-    """Shorten or skip drafts that do not pay, by recent acceptance and the cost of verifying."""
+    """Shorten or skip drafts that do not save time, by recent acceptance and verification cost."""
 
 
 class NgramConfig(SourceSection):
@@ -72,7 +72,7 @@ class NgramConfig(SourceSection):
     min_matching_ngram_size: int = Field(default=2, ge=1, le=16)
     """Shortest suffix that is looked up."""
     use_oldest: bool = False
-    """Of several matches of one length take the oldest instead of the newest."""
+    """If a suffix occurs several times, use the oldest match instead of the newest."""
 
     @model_validator(mode="after")
     def _sizes_are_ordered(self) -> Self:
@@ -108,7 +108,7 @@ class GrammarConfig(SourceSection):
 
 
 class TrieConfig(SourceSection):
-    """Memory decoding: drafts of what followed before, in any request's text."""
+    """Memory decoding: drafts are what followed the same context in any request's text."""
 
     SOURCE = "specserve.sources.trie:TrieSource.build"
     LABELS = (
@@ -123,22 +123,22 @@ class TrieConfig(SourceSection):
     )
     """Longest draft in tokens. ``decoding_length``, MindIE's name, is accepted too."""
     min_match_len: int = Field(default=2, ge=2, le=16)
-    """Shortest context, in tokens, that has to have stood before."""
+    """Shortest context in tokens that must have occurred before."""
     max_bytes: int = Field(default=256 << 20, ge=1 << 20)
-    """Memory of a replica's trie, about 61 bytes a token; each namespace has an equal part."""
+    """Bytes of a replica's trie, about 61 per token; each namespace has an equal part."""
     share: Literal["cluster", "replica"] = "cluster"
-    """Who learns from a replica's traffic: all replicas, or itself alone."""
+    """Which replicas learn from a replica's requests: all replicas, or only itself."""
     share_tenants: bool = False
-    """One memory for all tenants. Then a request's speed tells what others asked before."""
+    """Use one memory for all tenants. A request's speed then reveals what others asked before."""
     learn_prompts: bool = True
-    """Learn from prompts too, not only from what the model wrote."""
+    """Learn from prompts too, not only from the model's outputs."""
     num_store_shards: int = Field(default=1, ge=1, le=64)
-    """Actors that hold the cluster's memory, each with namespaces of its own."""
+    """Actors that hold the cluster's memory; each holds different namespaces."""
     store_resources: Resources = Field(default_factory=dict)
-    """Ray resources that each of these reserves, by name; amounts greater than 0."""
+    """Ray resources that each of these actors reserves, by name; amounts greater than 0."""
 
     snapshot_url: str = ""
-    """Folder or fsspec URL where the cluster's memory survives restarts; empty: nowhere."""
+    """Folder or fsspec URL for snapshots of the cluster's memory; empty: restarts lose it."""
     snapshot_interval_s: float = Field(default=60.0, ge=1.0)
     """Seconds between two snapshots."""
 
@@ -163,19 +163,19 @@ class TrieConfig(SourceSection):
 
 
 class DrafterConfig(SourceSection):
-    """What the models that draft have in common: actors of their own, shared by the replicas."""
+    """Options common to all models that draft."""
 
     SOURCE = "specserve.sources.remote:DrafterClient"
     NEEDS_STATES: ClassVar[bool] = False
-    """Whether it continues the target's hidden states, and misses those that it is not sent."""
+    """Whether it drafts from the target's hidden states, which must be sent to it."""
 
     placement: Literal["actor", "beside_rank_0", "in_engine"] = "actor"
-    """Where it runs: in actors of its own; in one of each replica's own, in the place of the first
-    shard and with a part of its GPU; or in vLLM's engine by vLLM's own method, which drafts alone
-    and knows neither ``dynamic`` nor requests' controls."""
+    """Where it runs. ``actor``: in actors that replicas share. ``beside_rank_0``: in one actor per
+    replica, beside the first shard, with a part of its GPU. ``in_engine``: in vLLM, as the only
+    source, without ``dynamic`` and without requests' controls."""
     max_draft_len: DraftLength = 3
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Type to compute in; auto: float32 on CPU, bfloat16 on a GPU."""
+    """Type of the computation; auto: float32 on CPU, bfloat16 on a GPU."""
     num_actors: int = Field(default=1, ge=1, le=1024)
     """Drafters that the replicas share; each replica talks to one of them."""
     num_cpus: float = Field(default=1.0, ge=0)
@@ -185,13 +185,13 @@ class DrafterConfig(SourceSection):
     resources: Resources = Field(default_factory=dict)
     """Further Ray resources that a drafter reserves, by name; amounts greater than 0."""
     max_texts: int = Field(default=64, ge=1)
-    """Texts that a drafter remembers, of all replicas together; the KV cache has room for these."""
+    """Texts that a drafter's KV cache holds, of all its replicas together."""
     timeout_s: float = Field(default=0.25, gt=0, le=60)
-    """How long a decoding step waits for a draft, in seconds; then it goes on without."""
+    """Longest wait of a decoding step for a draft, in seconds; then it continues without one."""
 
     @model_validator(mode="after")
     def _its_place_has_its_options(self) -> Self:
-        for name in _NOT_WHERE[self.placement]:
+        for name in _WITHOUT_EFFECT[self.placement]:
             usual = type(self).model_fields[name].get_default(call_default_factory=True)
             if (value := getattr(self, name)) != usual:
                 allowed = f"{usual or 'empty'}, where placement is {self.placement}"
@@ -217,10 +217,10 @@ class MtpConfig(DrafterConfig):
 
     kind: Literal["mtp"]
     model: Checkpoint = ""
-    """Folder of its weights as ``specserve split-mtp`` writes them, or a checkpoint's, or the id of
-    one on the hub; empty: the target's own, as it must be ``in_engine``."""
+    """Folder that ``specserve split-mtp`` wrote, or a checkpoint's folder or id on the hub. Empty:
+    the target's own module; with ``in_engine`` it must be empty."""
     max_draft_len: DraftLength = 1
-    """Longest draft in tokens; from the second one on it is fed its own hidden states."""
+    """Longest draft in tokens. From the second token on, the module uses its own hidden states."""
 
     @model_validator(mode="after")
     def _in_engine_it_is_the_targets_own(self) -> Self:
@@ -233,7 +233,7 @@ SourceConfig = Annotated[
     NgramConfig | PredictionConfig | GrammarConfig | TrieConfig | DraftModelConfig | MtpConfig,
     Field(discriminator="kind"),
 ]
-"""One entry of ``speculation``; ``kind`` tells which. A source is registered by its place here."""
+"""One entry of ``speculation``, selected by ``kind``. Adding a class here registers a source."""
 
 
 def source_sections() -> dict[str, type[SourceSection]]:

@@ -6,21 +6,21 @@ from collections.abc import Collection, Sequence
 
 
 class TokenTexts:
-    """Which tokens a text may begin with, of each token id's text.
+    """Finds the tokens that a text begins with, given the text of each token id.
 
-    The ``special`` ones stand for no text.
+    ``special`` tokens have no text.
     """
 
     def __init__(self, texts: Sequence[bytes], special: Collection[int] = ()) -> None:
         self._texts = list(texts)
         for token in special:
             self._texts[token] = b""
-        # Of several tokens with one text the last one is written: the first ones stand for bytes.
+        # If several tokens have one text, the last one wins: the first ones are byte tokens.
         self._tokens = {text: token for token, text in enumerate(self._texts) if text}
         self._longest = max(map(len, self._tokens), default=0)
 
     def size(self, token: int, text: bytes) -> int:
-        """Bytes of the text that the token stands for; 0: the text does not begin with it."""
+        """Bytes of the token at the start of the text; 0: the text does not begin with it."""
         piece = self._texts[token]
         return len(piece) if text.startswith(piece) else 0
 

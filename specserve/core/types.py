@@ -1,4 +1,4 @@
-"""What draft sources are asked and what they answer: arrays of a batch, no object a request."""
+"""Input and output of draft sources: arrays of a whole batch, without an object per request."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ Float64Array = npt.NDArray[np.float64]
 
 
 class Grammar(Protocol):
-    """The grammar that a request's answer keeps, as the engine follows it for the request alone."""
+    """The grammar of one request's answer; the engine keeps its state for this request only."""
 
     @property
     def texts(self) -> TokenTexts:
-        """Of the vocabulary; known where anything is forced."""
+        """Texts of the vocabulary's tokens; available when a text is forced."""
         ...
 
     def forced(self, answer: Int32Array) -> str:
-        """Follows the answer up to its end.
+        """Follows the answer to its end, and returns the text that must come next.
 
         Args:
-            answer: int32 ``[m]``, the output tokens so far; those of the last call and more.
+            answer: int32 ``[m]``, the output tokens so far; extends the answer of the last call.
 
         Returns:
-            The text that certainly comes next; empty: nothing is forced, as while the grammar is
+            The forced text; empty: nothing is forced. That includes the time while the grammar is
             being compiled, while the model reasons, and after the grammar's end.
 
         Raises:
@@ -44,25 +44,25 @@ class Grammar(Protocol):
         ...
 
     def usual(self, answer: Int32Array, text: str) -> list[int]:
-        """The tokens of ``text`` as the tokenizer has them after the answer so far."""
+        """The tokens into which the tokenizer splits ``text`` after the answer so far."""
         ...
 
 
 class RequestControls(msgspec.Struct, frozen=True):
-    """What one request asked of speculation, through ``vllm_xargs``, and for whom.
+    """One request's options for speculation, from ``vllm_xargs``, and its tenant.
 
     Attributes:
         speculation: ``auto`` (all configured sources), ``off``, or the kind of one source.
         max_draft_tokens: upper bound of a draft's length in tokens; -1 leaves it to the sources.
-        learn: whether the request's text may be remembered beyond the request.
+        learn: whether the request's text may be kept after the request.
         adapter: name of the request's LoRA adapter; empty: none.
-        tenant: whose request it is, told by the server and never by the client; empty without
+        tenant: the request's tenant, set by the server and never by the client; empty without
             API keys.
-        cache_salt: the client's own; only requests of the same one may see by their speed what
-            others have sent.
+        cache_salt: set by the client; empty without API keys. Drafters and the grammar source share
+            nothing between requests with different salts.
         prediction: token ids of the text that the client expects as the answer, int32; empty: none.
-        report: whether the answer is to tell what speculation did.
-        grammar: what the answer keeps to; None: nothing, or no source drafts from that.
+        report: whether the answer must contain a report of speculation.
+        grammar: the answer's grammar; None: it has none, or no source drafts from grammars.
     """
 
     speculation: str = "auto"
@@ -79,15 +79,15 @@ class RequestControls(msgspec.Struct, frozen=True):
 class HiddenStates(NamedTuple):
     """The target's last hidden states of the step that has just run, after the final norm.
 
-    The last states of a request may be of draft tokens that were refused: of a request with m
-    tokens now, the states of positions up to m - 2 count.
+    The last states of a request may belong to rejected draft tokens: for a request with m tokens,
+    only the states of positions up to m - 2 are valid.
 
     Attributes:
-        to_host: starts to copy the states of some rows of the batch, int64 ``[r]``; to be called
-            within the step. What it returns waits for the copy: uint16
-            ``[sum(num_tokens[rows]), hidden_size]``, bits of bfloat16, the rows one after another.
-        num_tokens: int32 ``[n]``, states of each request.
-        starts: int32 ``[n]``, position in the request's text of the first of its states.
+        to_host: starts to copy the states of the given batch rows, int64 ``[r]``; call it within
+            the step. The function that it returns waits for the copy: uint16
+            ``[sum(num_tokens[rows]), hidden_size]``, bfloat16 bits, row after row.
+        num_tokens: int32 ``[n]``, number of states of each request.
+        starts: int32 ``[n]``, position in the request's text of its first state.
     """
 
     to_host: Callable[[Int64Array], Callable[[], UInt16Array]]
@@ -96,20 +96,20 @@ class HiddenStates(NamedTuple):
 
 
 class DraftBatch(NamedTuple):
-    """One decoding step's question: what comes next for each of these n requests?
+    """The n requests of one decoding step, for which a source drafts.
 
     The arrays may be views into the engine's buffers, valid only during the call. They are
-    contiguous and writable, as kernels take them without being compiled anew.
+    contiguous and writable, so that kernels take them without another compilation.
 
     Attributes:
-        slots: int64 ``[n]``. A request has its slot from its first step to its last, whichever row
-            it has in a step. Slots are below ``SourceContext.num_slots``.
+        slots: int64 ``[n]``. A request keeps its slot from its first step to its last; its row may
+            change. Slots are below ``SourceContext.num_slots``.
         token_ids: int32 ``[n, >= max(num_tokens)]``; ``token_ids[i, :num_tokens[i]]`` is the
             prompt followed by the output so far.
         num_tokens: int32 ``[n]``, prompt and output tokens known.
         num_prompt_tokens: int32 ``[n]``.
-        hidden_states: what drafters that continue the target's own states need; None where the
-            engine gives none.
+        hidden_states: the target's states, for drafters that need them; None: the engine provides
+            none.
     """
 
     slots: Int64Array
@@ -120,19 +120,19 @@ class DraftBatch(NamedTuple):
 
     @classmethod
     def empty(cls) -> DraftBatch:
-        """Of no request."""
+        """A batch without requests."""
         rows = np.zeros(0, np.int32)
         return cls(np.zeros(0, np.int64), np.zeros((0, 1), np.int32), rows, rows)
 
 
 class Drafts(NamedTuple):
-    """A source's guesses at the next tokens of n requests.
+    """A source's drafts for n requests.
 
     Attributes:
         tokens: int32 ``[n, k]``; ``tokens[i, :lengths[i]]`` is request i's draft.
-        lengths: int32 ``[n]``; 0: no guess.
-        confidence: float32 ``[n, k]``, how sure the source is of each token, those before it given,
-            0 .. 1. It need not be right: the policy learns what each level of it is worth.
+        lengths: int32 ``[n]``; 0: no draft.
+        confidence: float32 ``[n, k]``, 0 .. 1, the source's confidence in each token, given those
+            before it. It need not be calibrated: the policy learns the acceptance per level.
         labels: uint8 ``[n]``, index of each draft's label in the source's ``LABELS``.
     """
 
@@ -143,7 +143,7 @@ class Drafts(NamedTuple):
 
     @classmethod
     def empty(cls, num_rows: int, max_len: int) -> Drafts:
-        """No guess for any of ``num_rows`` requests, with room for drafts of ``max_len`` tokens."""
+        """Empty drafts of ``num_rows`` requests, with room for ``max_len`` tokens each."""
         return cls(
             np.zeros((num_rows, max_len), np.int32),
             np.zeros(num_rows, np.int32),
@@ -153,15 +153,15 @@ class Drafts(NamedTuple):
 
 
 class DraftBuffer:
-    """Where a source writes its drafts, anew in each step: of at most ``num_slots`` requests."""
+    """A buffer for a source's drafts, reused in each step: of at most ``num_slots`` requests."""
 
     def __init__(self, num_slots: int, max_draft_len: int) -> None:
         self._all = self._rows = Drafts.empty(num_slots, max_draft_len)
 
     def rows(self, num_rows: int) -> Drafts:
-        """Room for the drafts of so many requests, with what was written there before.
+        """Room for the drafts of ``num_rows`` requests, with the contents of earlier steps.
 
-        The same object as long as the number stays: its arrays need not be checked again.
+        Returns the same object while ``num_rows`` stays the same, so arrays need no new check.
         """
         if len(self._rows.lengths) != num_rows:
             self._rows = Drafts._make(column[:num_rows] for column in self._all)

@@ -1,4 +1,4 @@
-"""A pydantic ``ValidationError`` in the words of the house: field, value, what is allowed."""
+"""Converts a pydantic ``ValidationError`` to a ``ConfigError``: field, value, what is allowed."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 def from_validation_error(
     error: ValidationError, model: type[BaseModel], prefix: str = ""
 ) -> ConfigError:
-    """What ``model``'s validation found, as a :class:`ConfigError` with the further ones.
+    """The errors of ``model``'s validation, as one :class:`ConfigError` with further ones.
 
-    Unknown keys come before missing ones: a misspelt key is often both. A ``ConfigError`` raised
-    inside a validator keeps its own words. ``prefix`` is the dotted path of the validated value in
-    the user's file; empty: fields are told from below it, and the value itself as ``args``.
+    Unknown keys come before missing ones: a misspelt key often causes both. A ``ConfigError`` from
+    a validator keeps its text. ``prefix`` is the dotted path of the validated value in the user's
+    file; empty: errors name fields relative to that value, and the value itself ``args``.
     """
     problems = error.errors(include_url=False)
     problems.sort(key=lambda problem: problem["type"] == "missing")
     found: dict[str, ConfigError] = {}
     for problem in problems:
-        told = _told(problem, model, prefix)
-        found.setdefault(told.field, told)
-    # Of a union's members, the one that was followed farthest into the value tells most.
+        each = _config_error(problem, model, prefix)
+        found.setdefault(each.field, each)
+    # For a union, keep the error deepest in the value: that member fits best.
     return ConfigError.first_of(
-        [told for field, told in found.items() if not any(f.startswith(f"{field}.") for f in found)]
+        [each for field, each in found.items() if not any(f.startswith(f"{field}.") for f in found)]
     )
 
 
-def _told(problem: ErrorDetails, model: type[BaseModel], prefix: str) -> ConfigError:
+def _config_error(problem: ErrorDetails, model: type[BaseModel], prefix: str) -> ConfigError:
     kind, loc = problem["type"], problem["loc"]
-    if kind == "invalid_key":  # YAML reads `on` as true, which is no field's name either
+    if kind == "invalid_key":  # e.g. YAML reads the key `on` as true
         kind, loc = "extra_forbidden", (*loc[:-1], str(problem["input"]))
     place = _locate(model, loc)
     path = [prefix, *place.path] if prefix else place.path
@@ -84,7 +84,7 @@ class _Place(NamedTuple):
     Attributes:
         path: keys and indices as the user wrote them.
         field: declaration of the last key.
-        annotation: what is expected at the place; of an unknown key the model that lacks it.
+        annotation: type expected at the place; for an unknown key, the model without that key.
     """
 
     path: list[str]
@@ -93,7 +93,7 @@ class _Place(NamedTuple):
 
 
 def _locate(model: type[BaseModel], loc: Sequence[int | str]) -> _Place:
-    """Follows pydantic's location, leaving out the union tags that it puts between the keys."""
+    """Follows pydantic's location, without the union tags that it puts between the keys."""
     place = _Place([], None, model)
     for part in loc:
         path = [*place.path, str(part)]
@@ -109,25 +109,25 @@ def _locate(model: type[BaseModel], loc: Sequence[int | str]) -> _Place:
             place = _Place(path, field, field.annotation if field else owner)
         elif mappings:
             place = _Place(path, None, get_args(mappings[0])[1])
-        # else: the name of a union's member, which the user never wrote
+        # else: the name of a union's member, which is not in the user's file
     return place
 
 
 def _names(name: str, field: FieldInfo) -> list[str]:
-    """What a field may be called in the user's file: its name first, then its aliases."""
+    """Names of a field in the user's file: its own name, then its aliases."""
     alias = field.validation_alias
     others = alias.choices if isinstance(alias, AliasChoices) else []
     return [name, *(str(other) for other in others if other != name)]
 
 
 def _field(model: type[BaseModel], key: str) -> FieldInfo | None:
-    """The field that a key of the user's file stands for."""
+    """The field that a key of the user's file names; None: no such field."""
     fields = model.model_fields.items()
     return next((field for name, field in fields if key in _names(name, field)), None)
 
 
 def _keys(model: type[BaseModel]) -> str:
-    """Every key that a section takes, a field's other names in brackets behind it."""
+    """All keys of a section; a field's aliases follow in brackets."""
     keys = []
     for field_name, field in model.model_fields.items():
         name, *others = _names(field_name, field)
@@ -136,7 +136,7 @@ def _keys(model: type[BaseModel]) -> str:
 
 
 def _members(annotation: Any) -> list[Any]:
-    """The alternatives of a union; anything else is its own only one."""
+    """The alternatives of a union; any other type is its own single alternative."""
     if get_origin(annotation) is Annotated:
         return _members(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):

@@ -1,6 +1,6 @@
-"""Drafters as Ray actors of the whole cluster, and how a replica finds its own.
+"""Drafters as Ray actors that the cluster's replicas share, and how a replica finds one.
 
-An actor tells its address with the secret of its port: who may ask Ray may ask the drafter.
+An actor returns its address with its secret: every process of the Ray cluster may use the drafter.
 """
 
 from __future__ import annotations
@@ -30,32 +30,29 @@ from specserve.trie.store_actor import NAMESPACE, await_drain
 logger = logging.getLogger(__name__)
 
 IDLE_S = 60.0
-"""A drafter with nothing to do for so long ends itself: a replica says hello several times a
-second."""
+"""Idle seconds after which a shared drafter ends; replicas say hello several times a second."""
 
 FIND_S = 5.0
-"""How long a drafter may take to say where it listens; then it is asked again."""
+"""Longest wait for a drafter's address in one attempt, in seconds; further attempts follow."""
 
 PENDING_S = 30.0
-"""A drafter that has not answered for so long is told of, with what it asks for."""
+"""Seconds without an answer before an error names the resources that the drafter reserves."""
 
 SILENT_S = 120.0
-"""After so long without an answer the next one is asked: time to load a model."""
+"""Seconds without an answer before the next drafter is asked; enough to load a model."""
 
 
 class Seat(NamedTuple):
-    """A replica's place at a drafter: where to connect to, with the secret that lets in, and how
-    many replicas have used the drafter for longer.
-    """
+    """A replica's seat at a drafter: address with secret, and how many replicas came earlier."""
 
     address: str
     num_before: int
 
 
 class _DrafterActor:
-    """A drafter's server in a process of its own, started again by Ray when that ends.
+    """A drafter's server in its own process, which Ray restarts when it ends.
 
-    A shared one, which belongs to no replica, ends by itself and leaves a node that is drained.
+    A shared drafter belongs to no single replica. It ends when idle, and leaves a draining node.
     """
 
     def __init__(self, options: DrafterOptions, *, is_shared: bool) -> None:
@@ -69,11 +66,11 @@ class _DrafterActor:
                 threading.Thread(target=end, daemon=True).start()
 
     def seat(self, replica: str) -> Seat:
-        """Lets a replica in."""
+        """Assigns or keeps the replica's seat."""
         return Seat(self._server.address, self._server.seat(replica))
 
     def leave(self, replica: str) -> None:
-        """A replica has found a better seat."""
+        """Frees the seat of a replica that uses another drafter."""
         self._server.leave(replica)
 
     def _end_when_idle(self) -> None:
@@ -103,12 +100,12 @@ _ACTORS: dict[str, Any] = {
 
 
 def start_beside(actor: Any, options: DrafterOptions) -> Any:
-    """Handle of a new actor in the bundle of rank 0, which calls this; it ends with rank 0."""
+    """Starts a drafter in the bundle of rank 0, the caller, and returns its handle."""
     group = get_current_placement_group()
     assert group is not None, "shards are placed by a placement group"
     here = ray.get_runtime_context().get_node_id()
     nodes = placement_group_table(group)["bundles_to_node_id"]
-    # vLLM gives a node's bundles to its ranks in their order.
+    # vLLM assigns a node's bundles to its ranks in order, so rank 0 has the first one.
     own = min(bundle for bundle, node in nodes.items() if node == here)
     placed = actor.options(
         scheduling_strategy=PlacementGroupSchedulingStrategy(group, own), **_reservation(options)
@@ -117,10 +114,10 @@ def start_beside(actor: Any, options: DrafterOptions) -> Any:
 
 
 def _reservation(options: DrafterOptions) -> dict[str, Any]:
-    """What Ray gives a drafter."""
+    """Ray options with a drafter's resources and environment variables."""
     environment = openmp_environment(options.num_threads)
     if options.num_gpus:
-        # vLLM has Ray show a shard all GPUs of its node, and what a shard starts inherits that.
+        # vLLM makes all GPUs of a node visible to its shards; a shard's actors would inherit that.
         environment = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0"}
     return {
         "num_cpus": options.num_cpus,
@@ -131,7 +128,7 @@ def _reservation(options: DrafterOptions) -> dict[str, Any]:
 
 
 class SharedDrafters:
-    """The cluster's drafters of one kind, as a replica of this name asks them for its seat."""
+    """Asks the cluster's drafters of one kind for seats, on behalf of one replica."""
 
     def __init__(self, options: DrafterOptions, replica: str) -> None:
         self.options = options
@@ -139,14 +136,14 @@ class SharedDrafters:
         self._index, self._unanswered = -1, None  # the drafter that was asked last, and the call
 
     def ask(self, index: int) -> Seat:
-        """The replica's seat at the drafter of this number, which is started where there is none.
+        """The replica's seat at drafter ``index``, which is started if it does not exist.
 
-        One call at a time: Ray keeps those that wait.
+        At most one call is pending, because Ray would queue further ones.
 
         Raises:
-            GetTimeoutError: it did not tell within ``FIND_S`` seconds.
-            RayError: there is none, or it has died; ActorDiedError: while it was loaded.
-            ValueError: Ray does not take what it asks for.
+            GetTimeoutError: no answer came within ``FIND_S`` seconds.
+            RayError: the drafter is not there or has died; ActorDiedError: it could not be loaded.
+            ValueError: Ray refuses the resources.
         """
         call = self._unanswered if index == self._index else None
         if call is None:
@@ -160,12 +157,12 @@ class SharedDrafters:
         return seat
 
     def leave(self, index: int) -> None:
-        """Gives a seat back, where the drafter is still there; it would expire, too."""
+        """Frees the seat if the drafter still exists; otherwise the seat expires later."""
         with suppress(ValueError, RayError):
             ray.get_actor(self.options.name(index), NAMESPACE).leave.remote(self.replica)
 
     def _start(self, index: int) -> Any:
-        """Handle of a drafter's actor, which outlives the caller."""
+        """Finds or starts a drafter's actor, which outlives the caller; returns its handle."""
         actor = _ACTORS[self.options.kind].options(
             name=self.options.name(index),
             namespace=NAMESPACE,
@@ -177,19 +174,19 @@ class SharedDrafters:
 
 
 class OwnDrafter(SharedDrafters):
-    """A drafter of the replica's own in rank 0's place, also when Ray starts it again.
+    """A replica's own drafter in rank 0's bundle, where Ray also restarts it.
 
-    For rank 0's process.
+    Use it only from rank 0's process.
     """
 
     _actor: Any = None
 
     def ask(self, index: int) -> Seat:
-        """The only seat."""
+        """The only seat; see :meth:`SharedDrafters.ask`."""
         try:
             return super().ask(index)
         except ActorDiedError:
-            self._actor = None  # it could not load its model: Ray does not start it again
+            self._actor = None  # it could not load its model, so Ray does not restart it
             raise
 
     def _start(self, index: int) -> Any:
@@ -199,15 +196,15 @@ class OwnDrafter(SharedDrafters):
 
 
 class DrafterFinder:
-    """Asks Ray for a replica's drafter; for processes that are connected to Ray, and one thread.
+    """Finds a replica's drafter through Ray; for one thread of a process connected to Ray.
 
-    A replica takes the drafter where fewest others came before it. It begins with one that its name
-    tells, so that not all begin with the same, and where it is the first it looks no further. It
-    waits while a drafter loads its model: else all would end up with the one that is ready first.
+    It takes the drafter with the fewest earlier replicas, and stops at the first that has none. The
+    search starts at a hash of the replica's name, so replicas start at different drafters. It waits
+    for a drafter that loads its model; otherwise all would take the one that is ready first.
 
     Args:
-        drafters: the replica's way to them.
-        num_actors: how many there are.
+        drafters: asks them on behalf of the replica.
+        num_actors: number of drafters.
         clock: monotonic seconds.
     """
 
@@ -224,14 +221,14 @@ class DrafterFinder:
         self._clock = clock
         self._rest_until = 0.0
         self._silent_since: float | None = None
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def __call__(self) -> str | None:
-        """The drafter's address; None: it has not told it yet.
+        """The drafter's address; None: not known yet.
 
         Raises:
-            EngineError: why there is none; each reason once, as long as there is no address. It is
-                looked for further.
+            EngineError: why no address is known; raised once per reason until one is. The next
+                call continues the search.
         """
         while (began := self._clock()) >= self._rest_until:
             try:
@@ -239,7 +236,7 @@ class DrafterFinder:
             except (RayError, ValueError) as error:
                 self._note_failure(error, began)
                 break
-            self._told.clear()
+            self._reported.clear()
             self._seats[self._index] = seat
             if not seat.num_before or len(self._seats) == self._num_actors:
                 return self._best()
@@ -252,12 +249,12 @@ class DrafterFinder:
             self._give_up()
         else:
             self._wait(began)
-        # Without an answer in time it is being started, waits for its resources, or hangs.
+        # A time-out alone is no error: the drafter may be starting. `_wait` reports a long silence.
         if not isinstance(error, GetTimeoutError):
-            self._tell(last_line_of(error)[:300])
+            self._report(last_line_of(error)[:300])
 
     def _best(self) -> str:
-        """Where the seat is that was the best of all."""
+        """Address of the best seat; frees the other seats."""
         seats = {index: seat for index, seat in self._seats.items() if seat is not None}
         self._index = min(seats, key=lambda index: seats[index].num_before)
         self._silent_since = None
@@ -268,7 +265,7 @@ class DrafterFinder:
         return best.address
 
     def _wait(self, began: float) -> None:
-        """Notes that a drafter asked at ``began`` has not told its address."""
+        """Handles a missing answer since ``began``: reports a long silence, then gives up."""
         if self._silent_since is None:
             self._silent_since = began
         silent_s = self._clock() - self._silent_since
@@ -276,14 +273,14 @@ class DrafterFinder:
             self._give_up()
         elif silent_s >= PENDING_S:
             options = self._drafters.options
-            self._tell(
+            self._report(
                 f"it has not answered for {PENDING_S:g} s; it loads its model, or no node has free "
                 f"what it asks for: num_cpus {options.num_cpus:g}, num_gpus {options.num_gpus:g}, "
                 f"resources {options.resources}"
             )
 
     def _give_up(self) -> None:
-        """Looks for another one than the drafter that was asked last."""
+        """Marks the drafter that was asked last as unavailable, and moves on to the next."""
         self._seats[self._index] = None
         if len(self._seats) == self._num_actors and not any(self._seats.values()):
             self._seats.clear()
@@ -293,7 +290,7 @@ class DrafterFinder:
         self._index = (self._index + 1) % self._num_actors
         self._silent_since = None
 
-    def _tell(self, reason: str) -> None:
-        if reason not in self._told:
-            self._told.add(reason)
+    def _report(self, reason: str) -> None:
+        if reason not in self._reported:
+            self._reported.add(reason)
             raise EngineError(reason)

@@ -1,8 +1,8 @@
 """Attention of new tokens of many texts at once, each over its own text in the KV cache.
 
-The new tokens of all texts stand one after the other in a batch of one row, so that no padding is
-computed outside of attention. transformers calls :func:`attend` in place of its own attention
-(its ``AttentionInterface``); what it needs to know comes as the model's keyword ``step``.
+The new tokens of all texts are concatenated into a batch of one row, so nothing outside attention
+computes padding. transformers calls :func:`attend` through its ``AttentionInterface``. Cache and
+positions reach it as the model's keyword argument ``step``.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from transformers import AttentionInterface
 from specserve.drafters.kv_cache import KVCache, Packed, Span
 
 NAME = "specserve_slots"
-"""Of this attention among transformers' implementations."""
+"""Name of this attention among transformers' implementations."""
 
 _REFUSED_OPTIONS = ("sliding_window", "softcap", "s_aux", "position_bias")
-"""What a model may ask of attention beyond the plain one, by transformers' names."""
+"""Options of transformers' attention that are not supported here."""
 
 
 class UnsupportedAttention(ValueError):
-    """A model asks for attention other than the plain causal one; the message names what."""
+    """A model needs more than plain causal attention; the message names what."""
 
 
 Step = Callable[[int, Tensor, Tensor, Tensor, float | None], Tensor]
 """One forward's attention in one layer.
 
 Takes the layer's index, ``[query_heads, n, key_dim]`` queries of the n new tokens,
-``[heads, n, key_dim]`` keys with positions already turned in, ``[heads, n, value_dim]`` values, and
+``[heads, n, key_dim]`` keys with rotary positions applied, ``[heads, n, value_dim]`` values, and
 the scale of the scores, None: ``key_dim ** -0.5``. Returns ``[n, query_heads, value_dim]``.
 """
 
@@ -52,8 +52,8 @@ def attend(
     """Attention as transformers calls it; tensors are ``[1, heads, n, dim]``.
 
     Raises:
-        UnsupportedAttention: the model wants more than plain causal attention, or keeps its
-            keywords to itself.
+        UnsupportedAttention: the model needs more than plain causal attention, or does not pass
+            ``step`` on.
     """
     if step is None:
         raise UnsupportedAttention("layers that pass no keywords on to their attention")
@@ -67,7 +67,7 @@ AttentionInterface.register(NAME, attend)
 
 
 def cached_step(cache: KVCache, packed: Packed) -> Step:
-    """A forward's attention that writes its entries into the cache and reads those before them."""
+    """One forward's attention: writes the new entries into the cache, attends to all up to them."""
     places = packed.slots * cache.max_tokens + packed.positions
     reader = RowByRow if places.device.type == "cpu" else Padded
     read = reader(cache, packed.spans).attend
@@ -80,7 +80,7 @@ def cached_step(cache: KVCache, packed: Packed) -> Step:
 
 
 class RowByRow:
-    """Reads the cache where it stands, text by text: on a CPU copies cost more than calls."""
+    """Reads the cache in place, text by text: on a CPU, copies cost more than calls."""
 
     def __init__(self, cache: KVCache, spans: Sequence[Span]) -> None:
         self._cache = cache
@@ -100,9 +100,9 @@ class RowByRow:
 
 
 class Padded:
-    """Gathers all texts into one batch: on an accelerator calls cost more than copies.
+    """Gathers all texts into one batch: on an accelerator, calls cost more than copies.
 
-    Shorter texts repeat their last position, so that nothing unwritten is read.
+    Shorter texts are padded by repeating their last position, so no unwritten entry is read.
     """
 
     def __init__(self, cache: KVCache, spans: Sequence[Span]) -> None:
@@ -112,12 +112,12 @@ class Padded:
         counts = ends - begins
         positions = np.minimum(np.arange(ends.max()), ends - 1)
         steps = np.minimum(np.arange(counts.max()), counts - 1)
-        sees = np.arange(ends.max()) <= (begins + steps)[..., None]
+        visible = np.arange(ends.max()) <= (begins + steps)[..., None]
         firsts = np.cumsum(counts)[:, None] - counts
         self._read = torch.as_tensor(slots * cache.max_tokens + positions, device=device)
         self._queries = torch.as_tensor(firsts + steps, device=device)
-        self._mask = torch.as_tensor(sees, device=device)[:, None]
-        # Places, not a mask: counting what a mask lets through would wait for the device.
+        self._mask = torch.as_tensor(visible, device=device)[:, None]
+        # Indices, not a mask: counting the elements of a mask would wait for the device.
         real = np.flatnonzero(np.arange(counts.max()) < counts)
         self._real = torch.as_tensor(real, device=device)
 
@@ -131,7 +131,7 @@ class Padded:
 
 
 def _causal_mask(span: Span, dtype: torch.dtype) -> Tensor | None:
-    """``[1, 1, m, end]``, -inf where a new token does not see; None: the only one sees all."""
+    """``[1, 1, m, end]``, -inf where a token may not attend; None: one token attends to all."""
     num_new = span.end - span.start
     if num_new == 1:
         return None
@@ -141,16 +141,16 @@ def _causal_mask(span: Span, dtype: torch.dtype) -> Tensor | None:
 def _grouped(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None
 ) -> Tensor:
-    """Attention of query heads that share heads of keys, without repeating any key.
+    """Grouped-query attention without repeating keys.
 
-    The query heads of a group stand as further queries of their head of keys.
+    The query heads of a group become further queries of their shared key head.
 
     Args:
         query: ``[b, query_heads, m, key_dim]``.
         keys: ``[b, heads, t, key_dim]``.
         values: ``[b, heads, t, value_dim]``.
-        mask: ``[b, 1, m, t]``, bool or added to the scores; None: all is seen.
-        scale: of the scores.
+        mask: ``[b, 1, m, t]``, bool or added to the scores; None: no mask.
+        scale: factor of the scores; None: ``key_dim ** -0.5``.
 
     Returns:
         ``[b, query_heads, m, value_dim]``.

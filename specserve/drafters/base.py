@@ -1,8 +1,8 @@
-"""What a drafter's server asks of a model, and what it answers: rows of text, drafts back.
+"""The interface between a drafter's server and its model: rows of text in, drafts out.
 
-A row always says from which position on its text counts. So sending it twice does no harm, rolling
-refused drafts back needs no message, and a drafter that has forgotten a text says how much of it
-it holds, and is sent the rest.
+Every row says at which position its tokens start. So a row may be sent twice, and rejected drafts
+are rolled back without a message. A drafter that has forgotten a part of a text answers how much
+it holds, and is then sent the rest.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Protocol
 from specserve.wire.messages import Problem, TextUpdate
 
 ALL_TOKENS = 1 << 31
-"""More than any text has."""
+"""More tokens than any text has."""
 
 Key = tuple[bytes, int]
-"""A text's name: the client's, and the client's own number for it."""
+"""Identifies a text: the client's name, and the client's number for the text."""
 
 
 class Row(TextUpdate, frozen=True, kw_only=True):
     """One text of a call.
 
     Attributes:
-        key: whose text it is.
-        max_feed_tokens: most positions that this call may compute before the draft. With fewer
-            than the text lacks the answer says how far it came, and nothing is drafted.
+        key: identifies the text.
+        max_feed_tokens: most positions that this call may compute before the draft. If the text
+            needs more, nothing is drafted, and the answer says how far the call came.
     """
 
     key: Key
@@ -40,18 +40,18 @@ class Row(TextUpdate, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What became of a row.
+    """The result of a row.
 
     Attributes:
-        held: how many positions, from the first one on, need not be sent again; the next row of
-            this text starts there or before. Less than ``row.start``: the text was forgotten, and
-            nothing was drafted.
+        held: number of leading positions that need not be sent again; the text's next row starts
+            there or earlier. Less than ``row.start``: the text was forgotten, and nothing was
+            drafted.
         tokens: the draft; empty: none.
-        chances: the model's own probability of each of its tokens. They are not compared: a last
-            bit depends on what a row was batched with.
-        begin: first position that it drafts from; later than 0 where it lacks those before and was
-            not sent what it needs of them.
-        problem: why nothing came of the row; a server's to say, not a model's.
+        chances: the model's probability of each draft token. Equality ignores them, because their
+            last bits depend on the other rows of the batch.
+        begin: first position that the draft is based on; above 0 if the drafter was not sent what
+            it needs of earlier positions.
+        problem: why the row brought nothing; set by the server, never by the model.
     """
 
     held: int
@@ -63,15 +63,15 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """What a drafter tells of itself, for a client to see whether it fits its target.
+    """Describes a drafter, so that a client can check whether it fits the target.
 
     Attributes:
         kind: ``draft_model`` or ``mtp``.
-        model: the checkpoint's path, for messages.
-        vocab_size: drafted tokens are 0 .. ``vocab_size - 1``.
+        model: the checkpoint's path or hub id, for messages.
+        vocab_size: draft tokens are 0 .. ``vocab_size - 1``.
         tokenizer: hash of the vocabulary, :func:`specserve.drafters.vocabulary.fingerprint`; empty:
             unknown.
-        hidden_size: width of the hidden states it wants; 0: none.
+        hidden_size: width of the hidden states that it needs; 0: none.
         max_tokens: longest text in tokens.
     """
 
@@ -88,24 +88,24 @@ class Drafter(Protocol):
 
     @property
     def card(self) -> Card:
-        """What it is."""
+        """Describes this drafter."""
         ...
 
     def draft(self, rows: Sequence[Row]) -> list[Answer]:
-        """Brings every row's text up to date in one forward, and drafts for the rows that want it.
+        """Computes all new tokens in one forward pass, then drafts for the rows that want it.
 
-        Drafts are greedy, so that the same text gives the same draft whatever it is batched with.
+        Drafts are greedy: the same text gives the same draft in any batch.
 
         Args:
-            rows: n, each of another key; tokens and states are as the card says, which the caller
-                has checked.
+            rows: n rows with different keys. The caller has checked tokens and states against the
+                card.
 
         Returns:
-            n answers. A row that cannot be served (its text too long, no place for it) is
-            answered with what is held of it and no draft; it raises nothing.
+            n answers. A row that cannot be served (text too long, no free slot) raises nothing: its
+            answer has no draft and says what is held.
         """
         ...
 
     def forget(self, keys: Sequence[Key]) -> None:
-        """These texts have ended; unknown keys are fine."""
+        """Forgets texts that have ended; ignores unknown keys."""
         ...

@@ -1,4 +1,4 @@
-"""The draft model: a smaller model with the target's vocabulary writes on, greedily."""
+"""The draft model: a smaller model with the target's vocabulary that drafts greedily."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from specserve.drafters.vocabulary import fingerprint
 
 
 class CausalDrafter(SlotDrafter):
-    """Drafts with a causal language model; keeps the keys and values of the texts.
+    """Drafts with a causal language model, and caches the keys and values of the texts.
 
-    An entry is a token's, so that ``Answer.held`` counts whole texts.
+    Each cache entry belongs to one token, so ``Answer.held`` counts tokens.
 
     Args:
         model: the draft model.
-        card: what to tell of it.
-        max_texts: texts to remember.
+        card: describes the drafter.
+        max_texts: texts that the KV cache holds.
 
     Raises:
-        ConfigError: so many texts do not fit into memory.
+        ConfigError: the KV cache does not fit into memory.
     """
 
     def __init__(self, model: CausalModel, card: Card, max_texts: int) -> None:
@@ -72,7 +72,7 @@ class CausalDrafter(SlotDrafter):
         num_drafts = min(row.max_draft_tokens, room)
         tokens = row.tokens[slot.length - row.start :]
         if num_drafts and not len(tokens) and slot.length:
-            # A draft needs the last token's logits, which are not kept.
+            # A draft needs the last token's logits. They were not kept, so it is computed again.
             slot.length -= 1
             tokens = self._slots.tokens[slot.index, slot.length : slot.length + 1].copy()
         if len(tokens) > row.max_feed_tokens:
@@ -82,14 +82,14 @@ class CausalDrafter(SlotDrafter):
         return Turn(slot, tokens, num_drafts)
 
     def _place(self, row: Row) -> Slot | None:
-        """The slot of a row's text, which it holds up to the row's start or further; None: none."""
+        """The slot of a row's text, its length set to what it holds of the row; None: no slot."""
         slot = self._slots.get(row.key)
         if row.start == 0 and row.num_tokens <= self.card.max_tokens:
             slot = slot or self._slots.open(row.key, row.salt)
             if slot is not None:
                 self._slots.restart(slot, row.tokens)
         elif slot is not None and row.start <= slot.length:
-            # What stands there already may be more than was asked for: its answer was lost.
+            # The slot may hold some of these tokens: an earlier answer may have been lost.
             slot.length = row.start + self._slots.num_held(slot, row.tokens, row.start)
         return slot
 

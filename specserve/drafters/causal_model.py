@@ -18,18 +18,18 @@ from specserve.drafters.ops import laid_out
 _PROBE_TOKENS = 24
 
 _UNREADABLE = (OSError, ValueError, TypeError, SafetensorError, StrictDataclassError)
-"""What transformers raises where a checkpoint's files are missing or wrong. The last two are only
-Exceptions: a damaged file of weights, and a field of config.json with a value of the wrong type."""
+"""What transformers raises if a checkpoint's files are missing or wrong. The last two derive only
+from Exception: a damaged weights file, and a config.json field with a value of the wrong type."""
 
 
 class CausalModel:
     """Any causal model whose attention goes through transformers' ``AttentionInterface``.
 
     Attributes:
-        dtype: of weights and cache.
-        layers: what a position takes in the cache, a shape a layer.
-        vocab_size: logits a token.
-        max_positions: longest text that it was made for, in tokens.
+        dtype: type of the weights and the cache.
+        layers: shape of a position in the cache, one per layer.
+        vocab_size: number of logits per token.
+        max_positions: longest text that the model supports, in tokens.
     """
 
     def __init__(self, model: Any, layers: list[LayerShape]) -> None:
@@ -43,8 +43,8 @@ class CausalModel:
 
     @classmethod
     def load(cls, path: str, dtype: torch.dtype, device: torch.device, revision: str = "") -> Self:
-        """Loads a checkpoint, by its folder or its id on the hub, and checks that what it computes
-        over slots is right.
+        """Loads a checkpoint from a folder or from the hub, and checks its results with attention
+        over slots.
 
         Raises:
             ConfigError: no such checkpoint, or the model is not one of plain causal attention.
@@ -70,10 +70,10 @@ class CausalModel:
     @classmethod
     @torch.inference_mode()
     def attach(cls, model: Any) -> Self:
-        """Gives a loaded model attention over slots.
+        """Replaces a loaded model's attention by attention over slots.
 
         Raises:
-            UnsupportedAttention: it does not compute the same with it as with its own.
+            UnsupportedAttention: the model's results change, or its config rules it out.
         """
         _check_config(model.config.get_text_config())
         ids = torch.arange(_PROBE_TOKENS, device=model.device) * 7919 % model.config.vocab_size
@@ -92,24 +92,24 @@ class CausalModel:
             raise UnsupportedAttention("layers without transformers' attention interface")
         attached = cls(model, [shapes[layer] for layer in range(num_layers)])
         found = attached._in_pieces(ids)
-        # Rounding in bfloat16 is some percent of the largest logit; another function is not near,
-        # and no number is not near anything.
+        # bfloat16 rounds by a few percent of the largest logit; a wrong result differs by more.
+        # `not ... <=` also refuses NaN.
         limit = 0.1 * wanted.abs().max()
         if found.shape != wanted.shape or not (found - wanted).abs().max() <= limit:
             raise UnsupportedAttention("other state than keys and values, or positions of its own")
         return attached
 
     def forward(self, ids: Tensor, cache: KVCache, packed: Packed, num_wanted: int) -> Tensor:
-        """Computes new tokens of any texts, and writes their entries.
+        """Computes new tokens of several texts, and writes their keys and values into the cache.
 
         Args:
             ids: int64 ``[n]``.
-            cache: holds for each span all entries before it.
-            packed: where the tokens stand.
-            num_wanted: of how many spans, the first ones, the last token's logits are wanted.
+            cache: holds all entries before each span.
+            packed: the tokens' places in the cache.
+            num_wanted: number of leading spans whose last token's logits are wanted.
 
         Returns:
-            ``[num_wanted, vocab_size]``.
+            logits ``[num_wanted, vocab_size]``.
         """
         step = cached_step(cache, packed)
         return _forward(self._model, ids, packed.positions, step, packed.lasts[:num_wanted])
@@ -136,7 +136,7 @@ def _forward(model: Any, ids: Tensor, positions: Tensor, step: Step, wanted: Ten
 
 
 def _check_config(config: Any) -> None:
-    """Refuses what shows only in long texts, longer than a probe's."""
+    """Refuses models whose results differ only in texts longer than the probe."""
     for kind in getattr(config, "layer_types", None) or ():
         if kind != "full_attention":
             raise UnsupportedAttention(f"layers of {kind}")

@@ -1,4 +1,4 @@
-"""What a drafter counts."""
+"""A drafter's counters."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from specserve.core.metric_specs import DRAFTER_COMPUTE, DRAFTER_REFUSED, DRAFTE
 from specserve.core.samples import Sample
 
 Refused = Literal["malformed", "unauthorized", "unfit", "failed", "expired", "crowded"]
-"""What is dropped: a message that is none, a connection with a wrong secret or without one, a row
-with a token or a state that is not the model's, a row for which the model raised, a request whose
-time was over, one of a client that has too much waiting."""
+"""Why something is dropped. The first two concern a message and a connection without the right
+secret, the next two a row: it does not fit the model, or the model raised. The last two concern a
+request: its time budget is over, or its client has too much waiting."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ServerCounters:
-    """What has happened since the start; may be read from any thread.
+    """Totals since the start; may be read from any thread.
 
     Attributes:
-        num_requests: requests for drafts that arrived whole.
-        num_rows: their rows.
+        num_requests: valid requests for drafts.
+        num_rows: rows of these requests.
         num_refused: what was dropped, by reason.
-        compute_s: time in the model, in seconds.
+        compute_s: duration of all model calls that succeeded, in seconds.
     """
 
     num_requests: int = 0
@@ -34,7 +34,7 @@ class ServerCounters:
     compute_s: float = 0.0
 
     def samples(self, source: str, drafter: str) -> Iterator[Sample]:
-        """All series, of a drafter of this kind and name."""
+        """All series, labelled with the drafter's kind and name."""
         own = source, drafter
         yield Sample(DRAFTER_ROWS, own, self.num_rows)
         yield Sample(DRAFTER_COMPUTE, own, self.compute_s)

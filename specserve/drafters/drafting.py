@@ -1,4 +1,4 @@
-"""What both drafting models do for a call: all that is new in one forward, then the drafts."""
+"""What both drafting models share: one forward pass for all new tokens, then the draft steps."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from specserve.drafters.ops import likeliest
 from specserve.drafters.slots import Slot, SlotTable
 
 Guess = tuple[tuple[int, ...], tuple[float, ...]]
-"""A draft's tokens, and the model's probability of each, those before it given."""
+"""A draft's tokens, and the model's probability of each, given the tokens before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What is to be computed for a row.
+    """What one call computes for a row.
 
     Attributes:
-        slot: its text's, up to before the new entries.
-        tokens: int32 ``[m]``, of the new entries, at least one.
+        slot: the text's slot; its length ends before the new entries.
+        tokens: int32 ``[m]``, tokens of the new entries, at least one.
         num_drafts: tokens to draft after them.
-        states: ``[m, hidden_size]``, the target's; None: the model takes none.
+        states: ``[m, hidden_size]``, the target's hidden states; None: the model takes none.
     """
 
     slot: Slot
@@ -40,7 +40,7 @@ class Turn:
 
     @property
     def span(self) -> Span:
-        """Where the new entries belong, until the slot is extended by them."""
+        """Cache positions of the new entries; valid until the slot is extended by them."""
         slot = self.slot
         return Span(slot.index, slot.length, slot.length + len(self.tokens), slot.begin)
 
@@ -48,12 +48,12 @@ class Turn:
 class SlotDrafter(ABC):
     """A :class:`~specserve.drafters.base.Drafter` that keeps its texts in slots.
 
-    Drafted entries stand behind the text and do not count: the text's next row overwrites them.
+    The slot's length excludes the entries of draft tokens: the text's next row overwrites them.
 
     Args:
-        card: what it tells of itself; texts are ``card.max_tokens`` long at most.
-        slots: its texts.
-        device: of its model.
+        card: describes the drafter; ``card.max_tokens`` limits each text.
+        slots: the texts' slots.
+        device: the model's device.
     """
 
     def __init__(self, card: Card, slots: SlotTable, device: torch.device) -> None:
@@ -65,7 +65,7 @@ class SlotDrafter(ABC):
     def draft(self, rows: Sequence[Row]) -> list[Answer]:
         """See :meth:`specserve.drafters.base.Drafter.draft`."""
         turns = [turn for row in rows if (turn := self._prepare(row)) is not None]
-        # Longest drafts first: those that go on are always the first ones.
+        # Longest drafts first, so that each draft step continues the first rows of the batch.
         turns.sort(key=lambda turn: turn.num_drafts, reverse=True)
         drafts = self._compute(turns) if turns else {}
         answers = []
@@ -84,7 +84,7 @@ class SlotDrafter(ABC):
 
     @abstractmethod
     def _prepare(self, row: Row) -> Turn | None:
-        """Brings a row's slot to where the row goes on; None: there is nothing to compute."""
+        """Sets the row's slot to where its new entries start; None: there is nothing to compute."""
 
     @abstractmethod
     def _forward(
@@ -93,18 +93,18 @@ class SlotDrafter(ABC):
         """Computes new entries and writes them into the cache.
 
         Args:
-            tokens: int64 ``[total]``, theirs.
-            states: ``[total, width]``, the target's, or this method's own results for the entries
-                before; None: the turns have none.
-            packed: where they belong.
-            num_wanted: of how many spans, the first ones, the last entry's result is wanted.
+            tokens: int64 ``[total]``, tokens of the entries.
+            states: ``[total, width]``, the target's hidden states or this method's results for the
+                previous entries; None: the turns have none.
+            packed: the entries' places in the cache.
+            num_wanted: number of leading spans whose last entry's result is wanted.
 
         Returns:
             results ``[num_wanted, width]``, and their logits ``[num_wanted, vocab_size]``.
         """
 
     def _compute(self, turns: Sequence[Turn]) -> dict[int, Guess]:
-        """The drafts of all texts, those with the longest first, by their slots' indices."""
+        """Drafts by slot index; ``turns`` are sorted by draft length, the longest first."""
         spans = [turn.span for turn in turns]
         tokens = np.concatenate([turn.tokens for turn in turns], dtype=np.int64)
         num_left = sum(turn.num_drafts > 0 for turn in turns)
@@ -114,7 +114,7 @@ class SlotDrafter(ABC):
             Packed.of(spans, self._device),
             num_left,
         )
-        for turn in turns:  # not sooner: no other text may share what was not computed
+        for turn in turns:  # only now: other texts may share only computed entries
             self._slots.extend(turn.slot, turn.tokens)
         steps: list[tuple[Tensor, Tensor]] = []
         for step in range(turns[0].num_drafts):
@@ -135,7 +135,7 @@ class SlotDrafter(ABC):
         }
 
     def _states(self, turns: Sequence[Turn]) -> Tensor | None:
-        """The target's states of all new entries, ``[total, hidden_size]``; None: none."""
+        """The target's hidden states of all new entries, ``[total, hidden_size]``; None: none."""
         given = [turn.states for turn in turns if turn.states is not None]
         if not given:
             return None

@@ -13,7 +13,7 @@ from specserve.drafters.ops import laid_out
 
 
 class MixtureOfExperts:
-    """Shared experts for every token, and a few routed ones for each.
+    """Shared experts for every token, and ``num_experts_per_tok`` routed ones for each.
 
     ``config`` is transformers' DeepseekV3Config.
     """
@@ -25,11 +25,11 @@ class MixtureOfExperts:
         self._num_groups, self._top_groups = config.n_group or 1, config.topk_group or 1
         self._normalized = config.norm_topk_prob
         self._scale = config.routed_scaling_factor
-        # The choice turns on small differences, so it is made in float32, whatever the model's.
+        # Routing depends on small differences, so it is float32 whatever the model's type.
         self._gate = weights.get("gate.weight", count, width, dtype=torch.float32)
         self._bias = weights.get("gate.e_score_correction_bias", count, dtype=torch.float32)
         self._shared = _Expert(weights, "shared_experts", width, inner * config.n_shared_experts)
-        # Filled one by one: of a large model they take most of the memory.
+        # Filled one by one, without a second copy: they are most of a large model.
         self._gate_up = self._shared.down.new_empty(count, width, 2 * inner)
         self._down = self._shared.down.new_empty(count, inner, width)
         for index in range(count):
@@ -53,10 +53,10 @@ class MixtureOfExperts:
         return torch.baddbmm(out.unsqueeze(1), weights.unsqueeze(1), mixed).squeeze(1)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Which experts each token goes to.
+        """Chooses the experts of each token.
 
-        A bias that balances the experts' load steers the choice but not the weights. Experts stand
-        in groups; only those of the best groups, by the sum of their two best, can be chosen.
+        A load-balancing bias changes the choice but not the weights. Only experts of the best
+        groups can be chosen; a group's score is the sum of its two best experts.
 
         Returns:
             weights, in ``x``'s type, and experts, int64; both ``[tokens, num_experts_per_tok]``.
@@ -66,8 +66,8 @@ class MixtureOfExperts:
         if self._num_groups > 1:
             groups = choice.view(len(x), self._num_groups, -1)
             best = groups.topk(2, -1).values.sum(-1).topk(self._top_groups, -1).indices
-            barred = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, False)
-            choice = groups.masked_fill(barred.unsqueeze(-1), -torch.inf).flatten(1)
+            masked = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, False)
+            choice = groups.masked_fill(masked.unsqueeze(-1), -torch.inf).flatten(1)
         experts = choice.topk(self._top_k, -1).indices
         weights = scores.gather(1, experts)
         if self._normalized:

@@ -1,9 +1,9 @@
-"""A drafter in a child process, for an engine on its own that has no Ray cluster.
+"""A drafter in a child process, for an engine without a Ray cluster.
 
     python -m specserve.drafters.host '{"kind": "mtp", ...}'
 
-prints the address, with the secret of its port, on standard output, or one line that says why there
-is none. It ends when standard input does: with its parent.
+prints one line on standard output: the address with its secret, or why the drafter did not start.
+It ends when standard input is closed, as when its parent ends.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from specserve.drafters.options import FAILED_REST_S, DrafterOptions, serve
 
 
 class HostedDrafter:
-    """Finds a drafter of the caller's own, which it starts, and starts again when it has ended."""
+    """Starts a drafter in a child process, and restarts it after it has ended."""
 
     def __init__(self, options: DrafterOptions) -> None:
         self._options = options
@@ -30,11 +30,11 @@ class HostedDrafter:
         self._failure, self._rest_until = "", 0.0
 
     def __call__(self) -> str:
-        """The drafter's address, when it has loaded its model.
+        """The drafter's address; waits until its model is loaded.
 
         Raises:
-            EngineError: it could not. Where it never could it is not tried again, as it would end
-                alike; else not before ``FAILED_REST_S``.
+            EngineError: it did not start. If it has never started, it is not tried again.
+                Otherwise the next try is after ``FAILED_REST_S`` seconds.
         """
         if self._failure and (not self._address or time.monotonic() < self._rest_until):
             raise EngineError(self._failure)
@@ -43,7 +43,7 @@ class HostedDrafter:
         return self._address
 
     def close(self) -> None:
-        """Ends the drafter, also while it loads its model."""
+        """Kills the drafter, even while it loads its model."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -57,11 +57,11 @@ class HostedDrafter:
             text=True,
         )
         assert self._process.stdout is not None
-        said = self._process.stdout.readline().strip()
-        if said.startswith("tcp://"):
-            self._address, self._failure = said, ""
+        line = self._process.stdout.readline().strip()
+        if line.startswith("tcp://"):
+            self._address, self._failure = line, ""
         else:
-            reason = said or f"it ended with exit code {self._process.wait()}"
+            reason = line or f"it ended with exit code {self._process.wait()}"
             self.close()
             self._failure = f"the drafter did not start: {reason}"
             self._rest_until = time.monotonic() + FAILED_REST_S
@@ -69,9 +69,9 @@ class HostedDrafter:
 
 
 def main() -> None:
-    """The child."""
+    """Runs the child process."""
     options = DrafterOptions(**json.loads(sys.argv[1]))
-    # What libraries print must not be taken for the address.
+    # Output of libraries goes to stderr: the parent reads the first line of stdout as the address.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     try:

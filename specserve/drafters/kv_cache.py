@@ -1,4 +1,4 @@
-"""The keys and values of many texts: a row of each layer's tensors for each text."""
+"""A KV cache for many texts: each layer's tensors have one row per text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specserve.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one position of one layer takes: heads, and elements of a head's key and value."""
+    """Shape of one position in one layer: heads, and elements of a head's key and value."""
 
     num_heads: int
     key_dim: int
@@ -25,13 +25,13 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Neighbouring entries of one text, all new.
+    """A run of new cache entries of one text.
 
     Attributes:
         slot: row of the cache.
         start: position of the first of them.
         end: position after the last of them.
-        first: the first entry that they may see.
+        first: the first entry that they may attend to.
     """
 
     slot: int
@@ -40,20 +40,20 @@ class Span:
     first: int = 0
 
     def drafted(self, number: int) -> Span:
-        """The entry of the draft token of this number, from 1 on, behind the last entry."""
+        """The entry of draft token ``number``, counted from 1, behind this span."""
         end = self.end + number
         return Span(self.slot, end - 1, end, self.first)
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """New entries of several texts, one after the other without padding.
+    """New entries of several texts, concatenated without padding.
 
     Attributes:
-        spans: whose they are, in this order; each of another slot, none empty.
+        spans: the texts' spans, in order; each in another slot, none empty.
         slots: int64 ``[total]``, each entry's row of the cache.
-        positions: int64 ``[total]``, each entry's place in it.
-        lasts: int64 ``[len(spans)]``, which of the entries are their spans' last ones.
+        positions: int64 ``[total]``, each entry's position in its row.
+        lasts: int64 ``[len(spans)]``, index of each span's last entry.
     """
 
     spans: tuple[Span, ...]
@@ -63,7 +63,7 @@ class Packed:
 
     @classmethod
     def of(cls, spans: Sequence[Span], device: torch.device) -> Self:
-        """Packs them."""
+        """Packs these spans."""
         sizes = [span.end - span.start for span in spans]
         slots = np.repeat([span.slot for span in spans], sizes)
         positions = np.concatenate([np.arange(span.start, span.end) for span in spans])
@@ -74,15 +74,15 @@ class Packed:
 class KVCache:
     """Keys ``[num_slots, max_tokens, heads, key_dim]`` of each layer, and values alike.
 
-    Positions stand before heads so that the entries of any texts are written by one call, and a
-    beginning is copied as one piece. What was never written holds anything, and must not be read.
+    Positions come before heads, so that one call writes the entries of several texts, and a prefix
+    is copied as one block. Unwritten entries are uninitialised and must not be read.
 
     Args:
-        layers: one shape a layer.
-        num_slots: texts.
-        max_tokens: positions of each.
-        dtype: of all entries.
-        device: where they stand.
+        layers: one shape per layer.
+        num_slots: texts that it holds.
+        max_tokens: positions of each text.
+        dtype: type of all entries.
+        device: the cache's device.
 
     Raises:
         ConfigError: the device's memory is too small; says how many bytes are needed.
@@ -109,10 +109,10 @@ class KVCache:
         self.values = [entries(layer.num_heads, layer.value_dim) for layer in layers]
 
     def write(self, layer: int, places: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Writes entries of any slots.
+        """Writes new entries of any slots.
 
         Args:
-            layer: its index.
+            layer: the layer's index.
             places: int64 ``[n]``, ``slot * max_tokens + position``.
             keys: ``[n, heads, key_dim]``.
             values: ``[n, heads, value_dim]``.
@@ -139,7 +139,7 @@ def check_room(num_slots: int, max_tokens: int, num_bytes: int, device: torch.de
 
 
 def _memory_bytes(device: torch.device) -> int:
-    """The machine's memory, or what is free of the accelerator's, of this process's part of it."""
+    """The machine's memory, or what is free of this process's share of the GPU's memory."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         part = int(torch.cuda.get_per_process_memory_fraction(device) * total)

@@ -1,9 +1,9 @@
-"""Multi-head latent attention over a cache of latents, with its matrices absorbed.
+"""Multi-head latent attention over a cache of latents, with absorbed matrices.
 
-DeepSeek-V2 (arXiv 2405.04434, section 2.1 and appendix C): a cache entry is what all heads' keys
-and values are made of, ``kv_lora_rank`` numbers, and one rotated key that all heads share. Queries
-are taken into the latents' space and results out of it, so that the cache is never expanded: a new
-token costs little more than reading it once.
+DeepSeek-V2 (arXiv 2405.04434, section 2.1 and appendix C): a cache entry has ``kv_lora_rank``
+numbers, from which all heads' keys and values follow, and one rotated key that all heads share.
+Queries are projected into the latent space and results out of it. So the cache is never expanded,
+and a new token costs little more than reading the cache once.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ class Weights(Protocol):
     """Where a layer gets its weights from."""
 
     def get(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """The tensor ``name`` of the layer, which must have this shape; dtype None: the model's."""
+        """The layer's tensor ``name``, which must have this shape; dtype None: the model's."""
         ...
 
 
 class LatentAttention:
-    """The attention of one layer, and its cache.
+    """The attention of one layer, with its cache.
 
     Args:
         config: transformers' DeepseekV3Config.
-        weights: of ``self_attn``.
+        weights: weights of ``self_attn``.
         num_slots: texts that the cache holds.
-        max_entries: entries of each.
+        max_entries: entries of each text.
 
     Raises:
         ConfigError: the cache does not fit into the device's memory.
@@ -69,13 +69,13 @@ class LatentAttention:
         self._value_up = value_up.transpose(1, 2).contiguous()
         self._out = laid_out(weights.get("o_proj.weight", width, heads * self._value))
         self._scale = yarn_apply_mscale(config.rope_parameters, (self._nope + self._rope) ** -0.5)
-        # Each ``[max_entries, qk_rope_head_dim / 2]``; transformers has them twice side by side.
+        # Each ``[max_entries, qk_rope_head_dim / 2]``; transformers repeats these columns once.
         places = torch.arange(max_entries, device=kv_up.device)[None]
         tables = DeepseekV3RotaryEmbedding(config)(kv_up, places)
         self._cos, self._sin = (table[0, :, : self._rope // 2] for table in tables)
         num_bytes = num_slots * max_entries * entry * kv_up.itemsize
         check_room(num_slots, max_entries, num_bytes, kv_up.device)
-        # Not zeroed: memory is taken only as texts grow into it.
+        # Not zeroed: on a CPU, only entries that have been written take memory.
         self.cache = kv_up.new_empty(num_slots, max_entries, entry)
         """``[num_slots, max_entries, kv_lora_rank + qk_rope_head_dim]``."""
 
@@ -84,7 +84,7 @@ class LatentAttention:
 
         Args:
             x: ``[total, hidden_size]``, normed.
-            packed: where they belong.
+            packed: the entries' places in the cache.
         """
         latent, key = torch.split(F.linear(x, self._kv_down), [self._latent, self._rope], 1)
         latent = F.rms_norm(latent, (self._latent,), self._kv_norm, self._eps)
@@ -96,12 +96,12 @@ class LatentAttention:
         self.cache[target, :length] = self.cache[source, :length]
 
     def read(self, x: Tensor, spans: Sequence[Span], positions: Tensor) -> Tensor:
-        """What the last entries of n spans, which are written, see: all up to each of them.
+        """Attention output of the last entry of n spans, over all written entries up to it.
 
         Args:
-            x: ``[n, hidden_size]``, normed, of the last entry of each span.
-            spans: n.
-            positions: int64 ``[n]``, of these entries.
+            x: ``[n, hidden_size]``, normed, of each span's last entry.
+            spans: n spans.
+            positions: int64 ``[n]``, positions of these entries.
 
         Returns:
             ``[n, hidden_size]``.
@@ -111,15 +111,15 @@ class LatentAttention:
             query = F.linear(query, self._query_down)
             query = F.rms_norm(query, self._query_norm.shape, self._query_norm, self._eps)
         query = F.linear(query, self._query_up).view(len(x), self._heads, -1)
-        plain, turned = torch.split(query, [self._nope, self._rope], 2)
-        plain = torch.bmm(plain.transpose(0, 1), self._key_up).transpose(0, 1)
+        nope, rope = torch.split(query, [self._nope, self._rope], 2)
+        nope = torch.bmm(nope.transpose(0, 1), self._key_up).transpose(0, 1)
         cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
-        out = self._attend(torch.cat([plain, rotate(turned, cos, sin)], 2), spans)
+        out = self._attend(torch.cat([nope, rotate(rope, cos, sin)], 2), spans)
         out = torch.bmm(out.transpose(0, 1), self._value_up).transpose(0, 1)
         return F.linear(out.reshape(len(x), -1), self._out)
 
     def _attend(self, queries: Tensor, spans: Sequence[Span]) -> Tensor:
-        """Each text's heads over its own entries, which are read in place.
+        """Attention of each text's heads over its own entries, read in place.
 
         ``queries`` is ``[n, heads, kv_lora_rank + qk_rope_head_dim]``, the result
         ``[n, heads, kv_lora_rank]``.
@@ -133,19 +133,19 @@ class LatentAttention:
 def attend_on_cpu(query: Tensor, entries: Tensor, latent: int, scale: float) -> Tensor:
     """Attention of all heads of one position over a text's entries.
 
-    An entry's value is its beginning. Its end is taken for more of it and then left out: where
-    keys and values are of one width torch's flash attention takes them, several times faster.
+    An entry's first ``latent`` numbers are its value. The whole entry is passed as the value, and
+    the surplus is cut off: torch's flash attention, several times faster, needs equal widths.
 
     Args:
         query: ``[heads, width]``.
         entries: ``[seen, width]``.
-        latent: how many numbers of an entry are its value.
-        scale: of the scores.
+        latent: width of the value.
+        scale: factor of the scores.
 
     Returns:
         ``[heads, latent]``.
     """
-    # Each thread takes heads of its own; those of one thread share their reading of the entries.
+    # One group of heads per thread; the heads of a group read the entries together.
     groups = math.gcd(len(query), torch.get_num_threads())
     seen = entries.expand(1, groups, -1, -1)
     queries = query.view(1, groups, -1, query.shape[1])
@@ -154,7 +154,7 @@ def attend_on_cpu(query: Tensor, entries: Tensor, latent: int, scale: float) -> 
 
 
 def attend_by_products(query: Tensor, entries: Tensor, latent: int, scale: float) -> Tensor:
-    """The same for devices whose flash attention does not take entries as wide as these."""
+    """Like :func:`attend_on_cpu`, for devices whose flash attention refuses entries this wide."""
     scores = (query * scale) @ entries.T
     return scores.softmax(1, dtype=torch.float32).to(entries.dtype) @ entries[:, :latent]
 
@@ -162,8 +162,8 @@ def attend_by_products(query: Tensor, entries: Tensor, latent: int, scale: float
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of the pairs (0, 1), (2, 3), ... of the last dimension.
 
-    The result has the pairs' first members in front of the second: queries and keys meet in dot
-    products alone, which do not see the order.
+    The result has all first members before all second ones. Queries and keys are used only in dot
+    products, which do not depend on this order.
     """
     first, second = x[..., 0::2], x[..., 1::2]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)

@@ -1,4 +1,4 @@
-"""The target's multi-token prediction module as a drafter of its own."""
+"""A drafter that runs the target's multi-token prediction module."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ _CONFIG = {
     "attention_bias": False,
     "rope_interleave": True,
 }
-"""What of config.json the module's arithmetic rests on, and cannot be seen from its tensors."""
+"""Values of config.json that the implementation requires and that the tensors do not show."""
 
 _EXPERT_STEP = 8
-"""Rows of experts' weights have to begin at multiples of 16 bytes: 8 of the smallest numbers."""
+"""Experts' widths are multiples of this: rows start at multiples of 16 bytes, 8 bfloat16 values."""
 
 
 class MtpDrafter(SlotDrafter):
-    """Continues the target's own hidden states.
+    """Drafts from the target's own hidden states.
 
-    A text of n tokens is held as n - 1 entries: entry i needs the target's state of position i and
-    the token at i + 1. ``Answer.held`` counts entries. Where states never came, the text's entries
-    begin behind the gap; its drafts are guessed from what there is.
+    A text of n tokens has n - 1 cache entries: entry i needs the target's hidden state of position
+    i and token i + 1. ``Answer.held`` counts entries. If hidden states are missing, the entries
+    begin after the gap, and drafts are based on these entries alone.
 
     Args:
         module: the model, with ``max_texts`` slots.
-        card: what it tells of itself.
-        max_texts: texts that are remembered.
+        card: describes the drafter.
+        max_texts: texts that the cache holds.
     """
 
     def __init__(self, module: MtpModule, card: Card, max_texts: int) -> None:
@@ -67,7 +67,7 @@ class MtpDrafter(SlotDrafter):
         The arguments are as in :class:`~specserve.drafters.options.DrafterOptions`.
 
         Raises:
-            ConfigError: the model is not there, has no MTP module or one that is not as
+            ConfigError: the model is missing, its MTP module is missing or differs from
                 DeepSeek-V3's, or the cache does not fit into memory.
         """
         folder = model if Path(model).is_dir() else fetch_mtp(model, revision)
@@ -95,12 +95,12 @@ class MtpDrafter(SlotDrafter):
         states_end = row.states_start + len(row.states)
         end = min(num_entries, states_end, begin + row.max_feed_tokens)
         if row.states_start >= end:
-            return None  # nothing that it brings can be used
+            return None  # all these states lie behind the entries that can be computed
         num_drafts = 0
         if end == num_entries:
             num_drafts = min(row.max_draft_tokens, self.card.max_tokens - row.num_tokens)
         if num_drafts > 0:
-            # A text that is held whole: its last result was not kept, and makes the first draft.
+            # The first draft token needs the last entry's result. If held, it is computed again.
             self._truncate(slot, end - 1)
         if row.states_start > slot.length:
             slot.begin = slot.length = row.states_start
@@ -112,9 +112,9 @@ class MtpDrafter(SlotDrafter):
         return Turn(slot, tokens, num_drafts, states)
 
     def _place(self, row: Row) -> Slot | None:
-        """A slot for a text that is told from its beginning, with what another slot has of it."""
+        """A slot for a text sent from its beginning, with the prefix that any slot holds of it."""
         self._slots.close(row.key)
-        # Entry i holds token i + 1, so the table never sees token 0: it goes into the salt.
+        # Entry i holds token i + 1, so the table never sees token 0. It goes into the salt.
         salt = row.salt * 2**31 + int(row.tokens[0])
         slot = self._slots.open(row.key, salt)
         if slot is not None:
@@ -122,12 +122,12 @@ class MtpDrafter(SlotDrafter):
         return slot
 
     def _resume(self, row: Row) -> Slot | None:
-        """The slot of a text that goes on from ``start``."""
+        """The slot of a text that continues at ``row.start``; None: it holds less."""
         slot = self._slots.get(row.key)
         if slot is None or row.start > slot.length:
             return None
         kept = row.start
-        # The last entry before start has the token at start in it, which may be another one now.
+        # Entry start - 1 contains the token at start, which may have changed.
         last = self._slots.tokens[slot.index, kept - 1]
         if kept > slot.begin and (not len(row.tokens) or last != row.tokens[0]):
             kept -= 1
@@ -147,7 +147,7 @@ class MtpDrafter(SlotDrafter):
 
 
 def _read_config(folder: str, raw: dict[str, Any]) -> Any:
-    """The checkpoint's config by transformers, which knows its older forms."""
+    """The checkpoint's config, read by transformers, which converts older forms."""
     for name, allowed in _CONFIG.items():
         if raw.get(name, allowed) != allowed:
             raise ConfigError(f"model: {name}", raw[name], str(allowed))

@@ -1,10 +1,10 @@
 """The files of a checkpoint's MTP module: finds them, fetches them, splits them off.
 
-Finding reads headers alone, and only of the files that the module is in: of a checkpoint of many
-shards no others need to be there. Splitting copies bytes as they lie in the files, so that
-block-FP8 stays what it is, and through a buffer of fixed size, so that memory does not depend on
-the checkpoint's. Headers are read and written here, since the safetensors library neither tells
-where a tensor's bytes are nor copies them without loading. Imports no torch.
+Finding reads only the headers of the files that contain the module; other shards may be missing.
+Splitting copies the stored bytes, so block-FP8 weights stay unchanged. It uses a buffer of fixed
+size, so memory does not grow with the checkpoint. Headers are read and written here, because the
+safetensors library neither tells where a tensor's bytes are nor copies them without loading.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 OWN_EMBEDDING, OWN_HEAD = "embed_tokens.weight", "shared_head.head.weight"
 
 _MAX_HEADER_BYTES = 100_000_000
-"""What the safetensors library itself accepts."""
+"""The limit of the safetensors library itself."""
 
 BUFFER_BYTES = 16 << 20
 
@@ -40,7 +40,7 @@ _SMALL_FILES = (
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor as it lies in a safetensors file: bytes ``begin .. end - 1``.
+    """A tensor stored in a safetensors file: bytes ``begin .. end - 1``.
 
     ``dtype`` is safetensors' name: ``BF16``, ``F8_E4M3``, ...
     """
@@ -53,7 +53,7 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Its size."""
+        """The tensor's size in bytes."""
         return self.end - self.begin
 
 
@@ -62,11 +62,11 @@ class MtpFiles:
     """The MTP module's part of a checkpoint, whole or split off.
 
     Attributes:
-        folder: of the checkpoint.
-        config: its config.json.
-        layer: what the names of the module's own tensors begin with: ``model.layers.61.``.
-        tensors: by their full names; the target's embedding and head are among them where the
-            module has no copies of its own.
+        folder: folder of the checkpoint.
+        config: content of its config.json.
+        layer: prefix of the names of the module's own tensors: ``model.layers.61.``.
+        tensors: tensors by full name. They include the target's embedding and head if the module
+            has no copies of its own.
     """
 
     folder: Path
@@ -81,17 +81,17 @@ class MtpFiles:
 
     @property
     def head(self) -> str:
-        """Name of the head's tensor; the embedding's where they are one."""
+        """Name of the head's tensor; the embedding's if they are tied."""
         names = (self.layer + OWN_HEAD, HEAD, self.embedding)
         return next(name for name in names if name in self.tensors)
 
 
 def find_mtp(folder: str, field: str) -> MtpFiles:
-    """Finds the module in a checkpoint's folder, which errors name by ``field``.
+    """Finds the module in a checkpoint's folder; errors name the folder's option, ``field``.
 
     Raises:
         ConfigError: it is no checkpoint of DeepSeek-V3's architecture, has no MTP layer or more
-            than one, or a file that the module is in is missing or damaged.
+            than one, or a file that contains the module is missing or damaged.
     """
     path = Path(folder)
     if not path.is_dir():
@@ -103,15 +103,15 @@ def find_mtp(folder: str, field: str) -> MtpFiles:
 
 
 def fetch_mtp(model: str, revision: str) -> str:
-    """Fetches the files that the module of a model on the hub is in, and no others.
+    """Fetches from the hub only those files of a model that contain its MTP module.
 
     Returns:
-        folder in the hub's cache of this machine.
+        folder in this machine's cache of the hub.
 
     Raises:
         ConfigError: there is no such model, it cannot be fetched, or it has no MTP module.
     """
-    # Comes with the engine; a checkpoint that is there is found and split without it.
+    # Installed with the engine; a local checkpoint is found and split without it.
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
@@ -135,7 +135,7 @@ def fetch_mtp(model: str, revision: str) -> str:
 
 
 class _Unfit(Exception):
-    """What would have been accepted, in words."""
+    """Says in words what would have been accepted."""
 
 
 def _find(folder: Path) -> MtpFiles:
@@ -176,7 +176,7 @@ def _look_up(folder: Path) -> tuple[dict[str, Any], str, dict[str, Path]]:
 
 
 def _places(folder: Path) -> dict[str, Path]:
-    """Every tensor's file."""
+    """The file of every tensor of the checkpoint."""
     if not (folder / INDEX).exists():
         return dict.fromkeys(read_header(folder / SINGLE), folder / SINGLE)
     files = _read_json(folder / INDEX).get("weight_map")
@@ -236,15 +236,15 @@ def split_mtp(
 ) -> None:
     """Writes the module as a checkpoint of one safetensors file.
 
-    Nothing stands at ``out`` before all of it is written.
+    ``out`` appears only when it is complete.
 
     Args:
-        files: the module's.
+        files: the module's files.
         out: new folder, or an empty one.
-        advance: told how many bytes have been written since it was last called.
+        advance: called with the number of bytes written since its last call.
 
     Raises:
-        ConfigError: ``out`` holds something.
+        ConfigError: ``out`` is not empty.
         SpecServeError: a file cannot be read or written.
     """
     with new_folder(out) as folder:
@@ -257,7 +257,7 @@ def split_mtp(
 def _write(
     path: Path, tensors: Mapping[str, StoredTensor], advance: Callable[[int], object]
 ) -> None:
-    """A safetensors file: the header's length, the header as JSON, the tensors' bytes."""
+    """Writes a safetensors file: the header's length, the header as JSON, the tensors' bytes."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, tensor in tensors.items():
@@ -269,7 +269,7 @@ def _write(
         }
         offset = offsets[1]
     encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)  # the data begins aligned
+    encoded += b" " * (-len(encoded) % 8)  # aligns the data
     with path.open("wb") as stream:
         stream.write(len(encoded).to_bytes(8, "little") + encoded)
         for tensor in tensors.values():

@@ -18,14 +18,14 @@ from specserve.drafters.ops import laid_out
 class MtpModule:
     """Predicts the token after next from the target's hidden state and the next token.
 
-    Entry i of its cache is position i: the hidden state of token i with token i + 1. From the
-    second draft token on the hidden state is the module's own last result.
+    Entry i of its cache combines the hidden state of position i with token i + 1. From the second
+    draft token on, the hidden state is the module's own previous result.
 
     Args:
         config: transformers' DeepseekV3Config.
-        weights: of the module.
+        weights: weights of the module.
         num_slots: texts that the cache holds.
-        max_entries: entries of each.
+        max_entries: entries of each text.
     """
 
     def __init__(self, config: Any, weights: MtpWeights, num_slots: int, max_entries: int) -> None:
@@ -41,7 +41,7 @@ class MtpModule:
         self._experts = MixtureOfExperts(config, weights.part("mlp"))
         self._norm = weights.get("shared_head.norm.weight", width)
         self._head = laid_out(weights.head(vocab, width))
-        # Last: whether its cache fits is checked against the memory that is left.
+        # Last, because it checks its cache against the memory that is left.
         self.attention = LatentAttention(config, weights.part("self_attn"), num_slots, max_entries)
 
     def forward(
@@ -49,15 +49,15 @@ class MtpModule:
     ) -> Tensor:
         """Computes new entries and writes them into the cache.
 
-        Of one layer, entries see of one another only what is in the cache. So all that follows
-        is computed for those alone whose results are wanted.
+        The module has one layer, so entries depend on others only through the cache. All that
+        follows the write is computed only for the wanted results.
 
         Args:
             states: ``[total, hidden_size]``, hidden states after the final norm: the target's, or
                 this method's own result for the position before.
-            next_tokens: int64 ``[total]``, the tokens behind those.
-            packed: where the entries belong.
-            num_wanted: of how many spans, the first ones, the last entry's result is wanted.
+            next_tokens: int64 ``[total]``, the tokens at the next positions.
+            packed: the entries' places in the cache.
+            num_wanted: number of leading spans whose last entry's result is wanted.
 
         Returns:
             ``[num_wanted, hidden_size]``, after the final norm.
@@ -78,7 +78,7 @@ class MtpModule:
         return self._rms(x, self._norm)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """``[n, vocab_size]``, of n of :meth:`forward`'s rows."""
+        """``[n, vocab_size]``, the logits of n rows of :meth:`forward`'s result."""
         return F.linear(hidden, self._head)
 
     def _rms(self, x: Tensor, weight: Tensor) -> Tensor:

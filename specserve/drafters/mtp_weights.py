@@ -1,4 +1,4 @@
-"""Reads the MTP module's tensors, one at a time, in the type that it computes in."""
+"""Reads the MTP module's tensors one at a time, and converts them to the type it computes in."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specserve.core.errors import ConfigError
 from specserve.drafters.mtp_files import MtpFiles
 
 _FACTORS = "_scale_inv"
-"""Behind the name of a block-FP8 weight: the name of its blocks' factors."""
+"""Suffix that turns a block-FP8 weight's name into that of its blocks' scale factors."""
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -23,7 +23,7 @@ class MtpWeights:
 
     Attributes:
         dtype: what they are converted to.
-        prefix: what :meth:`get` puts between the layer's name and a tensor's.
+        prefix: path of the part, between the layer's name and a tensor's.
     """
 
     files: MtpFiles
@@ -39,7 +39,7 @@ class MtpWeights:
         """The layer's tensor ``name``; dtype None: :attr:`dtype`.
 
         Raises:
-            ConfigError: it is missing, or of another shape or type than can be read.
+            ConfigError: it is missing, or its shape or type is not supported.
         """
         return self._read(f"{self.files.layer}{self.prefix}{name}", shape, dtype or self.dtype)
 
@@ -85,9 +85,9 @@ def dequantize(weight: Tensor, factors: Tensor, block: tuple[int, int]) -> Tenso
 
     Args:
         weight: float8_e4m3fn ``[rows, columns]``.
-        factors: one a block; blocks at the lower and the right edge may be smaller.
-        block: rows and columns of one.
+        factors: one per block; blocks at the lower and the right edge may be smaller.
+        block: rows and columns of a block.
     """
     rows, columns = weight.shape
-    spread = factors.float().repeat_interleave(block[0], 0)[:rows]
-    return weight.float() * spread.repeat_interleave(block[1], 1)[:, :columns]
+    scales = factors.float().repeat_interleave(block[0], 0)[:rows]
+    return weight.float() * scales.repeat_interleave(block[1], 1)[:, :columns]

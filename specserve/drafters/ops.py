@@ -7,10 +7,9 @@ from torch import Tensor
 
 
 def laid_out(weight: Tensor) -> Tensor:
-    """The same matrix ``[out, in]``, as ``F.linear`` multiplies fastest by it.
+    """The same matrix ``[out, in]`` in the memory layout that is fastest for ``F.linear``.
 
-    In float32 on a CPU that is with its columns one after the other: up to twice as fast for the
-    few rows that are drafted for.
+    For float32 on a CPU that is column-major: up to twice as fast for the few rows of a draft step.
     """
     if weight.device.type == "cpu" and weight.dtype == torch.float32:
         return weight.t().contiguous().t()
@@ -21,7 +20,7 @@ def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
     """The likeliest tokens, int64 ``[n]``, and their probabilities, float32 ``[n]``.
 
     Args:
-        logits: ``[n, vocab_size]``; where they are no numbers the probability is 0.
+        logits: ``[n, vocab_size]``; the probability of NaN logits is 0.
     """
     logits = logits.float()
     best, tokens = logits.max(-1, keepdim=True)

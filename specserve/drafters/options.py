@@ -1,4 +1,4 @@
-"""What a drafter is made with, and the making."""
+"""A drafter's options, and how it is loaded from them."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ logger = logging.getLogger(__name__)
 NAME_PREFIX = "specserve-drafter-"
 
 FAILED_REST_S = 30.0
-"""Before a drafter is started again that could not load its model."""
+"""Seconds before a drafter that could not load its model is started again."""
 
 LONGEST_WARM_UP_S = 300
-"""A first call that takes longer hangs, and ends the process; whoever started it starts another.
-The time in which the process is stopped counts, too."""
+"""Limit of the first model call in seconds. A process that hangs longer ends; its parent or Ray
+restarts it. Time in which the process is suspended counts too."""
 
 _DRAFTERS = {
     "draft_model": "specserve.drafters.causal:CausalDrafter",
     "mtp": "specserve.drafters.mtp:MtpDrafter",
 }
-"""Kind to ``module:class``; they import torch, and so only the actors import them."""
+"""Kind to ``module:class``; they import torch, so only a drafter's process imports them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterOptions:
-    """What a drafter is made with. Replicas with equal ones share it.
+    """Options of a drafter. Replicas with equal options share it.
 
-    What is not listed is as in its source's section.
+    Options not described here are as in the source's configuration.
 
     Attributes:
-        model: folder or hub id of what it loads.
-        revision: on the hub: branch, tag or commit; empty: the default one.
-        max_tokens: longest text, the target's context length.
-        num_gpus: it computes on a GPU where that is not 0, and keeps to its part of the memory
-            where that is below 1.
-        content: tells what the model's folder holds; empty: unknown.
+        model: folder or hub id of the model.
+        revision: branch, tag or commit on the hub; empty: the default one.
+        max_tokens: longest text in tokens, the target's context length.
+        num_gpus: above 0, it computes on a GPU; below 1, it is also limited to this share of the
+            GPU's memory.
+        content: identifies what the model's folder holds; empty: unknown.
     """
 
     kind: str
@@ -65,13 +65,13 @@ class DrafterOptions:
 
     @property
     def num_threads(self) -> int:
-        """Of a drafter on CPU."""
+        """Threads that a drafter on CPU computes with."""
         return max(1, int(self.num_cpus))
 
     def name(self, index: int) -> str:
-        """Name in the cluster of the actor of this number, and of no other model or protocol."""
-        made_with = json.dumps([PROTOCOL, asdict(self)], sort_keys=True).encode()
-        digest = blake2b(made_with, digest_size=6).hexdigest()
+        """Name of actor ``index``; other options or another protocol give another name."""
+        contents = json.dumps([PROTOCOL, asdict(self)], sort_keys=True).encode()
+        digest = blake2b(contents, digest_size=6).hexdigest()
         return f"{NAME_PREFIX}{self.kind}-{digest}-{index}"
 
 
@@ -82,7 +82,7 @@ def drafter_options(
     revision: str = "",
     content: str = "",
 ) -> DrafterOptions:
-    """The drafter that a source's configuration describes; ``model`` as all nodes find it."""
+    """Options of the drafter that a source configures; ``model`` must be valid on all nodes."""
     shared = {"kind", "max_texts", "dtype", "num_cpus", "num_gpus", "resources"}
     return DrafterOptions(
         model=model,
@@ -94,10 +94,10 @@ def drafter_options(
 
 
 def serve(options: DrafterOptions, bind: str) -> DrafterServer:
-    """Loads a drafter and serves it; ends this process when the model fails again and again.
+    """Loads a drafter and serves it; ends this process after repeated failures of the model.
 
     Raises:
-        ValueError: it is no model that can draft.
+        ValueError: the model cannot draft.
     """
     return DrafterServer(load(options), bind, on_broken=_end)
 
@@ -108,26 +108,26 @@ def _end() -> None:
 
 
 def load(options: DrafterOptions) -> Drafter:
-    """Loads a drafter's model, and has it compute once.
+    """Loads a drafter's model, and runs it once.
 
     Raises:
-        ValueError: it is no model that can draft.
+        ValueError: the model cannot draft.
     """
     torch = import_module("torch")
     module, name = _DRAFTERS[options.kind].split(":")
     on_gpu = options.num_gpus > 0
     if 0 < options.num_gpus < 1:
-        # Whoever has the rest of the GPU finds it free: out of memory is the drafter alone.
+        # Only the drafter runs out of memory, not the process that has the rest of the GPU.
         torch.cuda.set_per_process_memory_fraction(options.num_gpus)
     if not on_gpu:
         torch.set_num_threads(options.num_threads)
-    usual = "bfloat16" if on_gpu else "float32"
+    default = "bfloat16" if on_gpu else "float32"
     drafter: Drafter = getattr(import_module(module), name).load(
         options.model,
         revision=options.revision,
         max_texts=options.max_texts,
         max_tokens=options.max_tokens,
-        dtype=getattr(torch, usual if options.dtype == "auto" else options.dtype),
+        dtype=getattr(torch, default if options.dtype == "auto" else options.dtype),
         device="cuda" if on_gpu else "cpu",
     )
     faulthandler.dump_traceback_later(LONGEST_WARM_UP_S, exit=True)
@@ -139,7 +139,7 @@ def load(options: DrafterOptions) -> Drafter:
 
 
 def _warm_up(drafter: Drafter) -> None:
-    """The first call of all takes longer, and shows whether there is memory for one."""
+    """Runs the first model call, which takes longer and shows whether the memory suffices."""
     width = drafter.card.hidden_size
     num_tokens = max(1, min(FEED_TOKENS, drafter.card.max_tokens - 1))
     row = Row(

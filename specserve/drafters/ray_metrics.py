@@ -1,4 +1,4 @@
-"""Exports a process's metrics through Ray, which adds the prefix ``ray_`` and scrapes the nodes."""
+"""Exports a process's metrics through Ray, which adds the prefix ``ray_`` to their names."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ EXPORT_INTERVAL_S = 1.0
 
 
 class RayExporter:
-    """Feeds Ray's metrics, once a second, in a thread of its own.
+    """Exports to Ray's metrics once a second, in its own thread.
 
-    Prometheus takes totals, Ray's counters and histograms take increments: those since the last
-    export.
+    Ray's counters and histograms take increments, so each export adds the difference to the
+    previous one.
 
     Args:
-        specs: all metrics that ``read`` may tell.
-        read: the totals of now; called from the thread.
-        labels: labels of all series, besides those that the samples tell.
+        specs: all metrics that ``read`` may return.
+        read: returns the current totals; called from the thread.
+        labels: labels that all series get besides those of the samples.
     """
 
     def __init__(
@@ -41,19 +41,19 @@ class RayExporter:
         self._exported: dict[tuple[str, tuple[str, ...]], Sample] = {}
 
     def start(self) -> None:
-        """Begins to export, until the process ends."""
+        """Starts the thread, which exports until the process ends."""
         threading.Thread(target=self._run, name="specserve-metrics", daemon=True).start()
 
     def export(self) -> None:
         """Exports what was counted since the last call."""
         now = {(sample.spec.name, sample.labels): sample for sample in self._read()}
-        # First: what fails now is lost, and nothing is counted twice.
+        # Stored first: an error below loses increments, but counts none twice.
         before, self._exported = self._exported, now
         for key, sample in now.items():
             self._record(sample, before.get(key))
         for key in before.keys() - now.keys():
             gone = before[key]
-            if gone.spec.kind == "gauge":  # which would keep its value
+            if gone.spec.kind == "gauge":  # Ray would keep its last value
                 self._series[gone.spec.name].set(0.0, tags=self._tags(gone))
 
     def _run(self) -> None:
@@ -70,7 +70,7 @@ class RayExporter:
             series.set(sample.value, tags=tags)
         elif isinstance(series, Counter):
             earlier = before.value if before else 0.0
-            # Below its earlier value it was begun anew.
+            # A value below the earlier one means that the counter restarted from 0.
             increment = sample.value - (earlier if earlier <= sample.value else 0.0)
             if increment:
                 series.inc(increment, tags=tags)
@@ -90,6 +90,6 @@ def _series(spec: MetricSpec, labels: Mapping[str, str]) -> Metric:
         return Counter(spec.name, spec.description, tag_keys=keys)
     if spec.kind == "gauge":
         return Gauge(spec.name, spec.description, tag_keys=keys)
-    # Ray refuses a bucket that ends at 0; with none, 0 lies in the first one.
+    # Ray refuses the bound 0; without it, the first bucket also counts 0.
     boundaries = [bound for bound in spec.buckets if bound > 0]
     return Histogram(spec.name, spec.description, boundaries=boundaries, tag_keys=keys)

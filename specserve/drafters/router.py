@@ -1,4 +1,4 @@
-"""The drafter's end of the wire."""
+"""A drafter's ZeroMQ socket: authenticates clients, reads their messages, sends answers."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from specserve.wire.frames import MAX_FRAME_BYTES, decode_question, encode
 from specserve.wire.messages import Question, Reply
 
 _MOST_AT_ONCE = 1024
-"""Messages that are read before what has come is worked on: a client that floods must not keep the
-others from their answers."""
+"""Most messages that are read before work continues, so that a client that floods the socket does
+not delay the others' answers."""
 
 _QUESTION_BYTES = 1024
-"""Memory of a question beside its frames, and more than that."""
+"""Generous estimate of a message's memory besides its frames, in bytes."""
 
 _REFUSALS = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL  # also: the other side was the first to hang up
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL  # also if the client disconnects first
 )
 
 _silent = logging.Logger("pyzmq's authenticator")
-_silent.disabled = True  # at the level DEBUG it tells the secret
+_silent.disabled = True  # at level DEBUG it would log the secret
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A question that came in; when it was read, in monotonic seconds, and the bytes it takes."""
+    """A client's message, the monotonic time in seconds when it was read, and its size in bytes."""
 
     client: bytes
     question: Question
@@ -45,22 +45,21 @@ class Arrival:
 
 
 class Router:
-    """Reads questions of those who know its secret, and sends answers.
+    """Reads messages of clients that know its secret, and sends answers.
 
-    A connection begins with the secret (ZeroMQ's PLAIN mechanism), and no message is taken from it
-    before that has been found right, by a thread of its own: so while the model computes, too.
-    Messages cost nothing more by it; neither they nor the secret are encrypted.
+    A client first sends the secret (ZeroMQ's PLAIN mechanism). A separate thread checks it, even
+    while the model computes. Later messages need no check. Nothing is encrypted.
 
-    All is for one thread, that which computes: a message that another one had to hand on would take
-    longer. What comes meanwhile waits in ZeroMQ's queues, which hold so many messages and no more.
+    Call it only from the thread that computes: handing messages between threads would take longer.
+    Messages that arrive during a model call wait in ZeroMQ's queues, which are limited in length.
 
     Args:
         bind: ZeroMQ address, port 0 for any free one.
-        on_malformed: told of what came that was no question.
-        on_refused: told of connections without the right secret.
+        on_malformed: called for each message that cannot be decoded.
+        on_refused: called for each connection without the right secret.
 
     Attributes:
-        address: where clients connect to, and with which secret: the url of an
+        address: where clients connect, and their secret: the url of an
             :class:`~specserve.wire.endpoint.Endpoint`.
     """
 
@@ -75,7 +74,7 @@ class Router:
         self._socket = self._context.socket(zmq.ROUTER)
         # ZeroMQ closes the connection of a client that sends more.
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        # A client that lost its connection comes back by its name.
+        # A client that reconnects keeps its name.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.LINGER, 0)
         secret = token_urlsafe(32)
@@ -91,10 +90,10 @@ class Router:
         self._poller.register(self._refusals, zmq.POLLIN)
 
     def get(self, timeout_s: float) -> list[Arrival]:
-        """The questions that have come; waits for the first.
+        """Reads the messages that have arrived; waits up to ``timeout_s`` seconds for the first.
 
         Returns:
-            none if none came in time, or if what came was no question.
+            the messages; empty if no valid one came.
         """
         ready = dict(self._poller.poll(round(timeout_s * 1000)))
         if self._refusals in ready:
@@ -106,7 +105,7 @@ class Router:
         return self._questions() if self._socket in ready else []
 
     def reply(self, client: bytes, reply: Reply) -> None:
-        """Sends an answer; never waits."""
+        """Sends an answer without waiting."""
         with suppress(zmq.Again):  # a client that does not read loses its answers
             self._socket.send_multipart([client, *encode(reply)], zmq.NOBLOCK)
 

@@ -1,4 +1,4 @@
-"""What a drafter does next: drafts first, long texts piece by piece between them."""
+"""The order of a drafter's work: drafts first, and between them pieces of long texts."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from msgspec.structs import replace
 from specserve.drafters.base import Answer, Key, Row
 
 FEED_TOKENS = 256
-"""Positions of long texts that are computed at a time; a draft waits for no more than that."""
+"""Most positions of long texts computed in one model call, and so between two drafts."""
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A client's request while it is worked on.
+    """A client's request in progress.
 
     Attributes:
         number: the client's number for it.
-        expires_at: monotonic time after which nobody waits for it.
-        num_bytes: what it takes of memory.
-        answers: one for each row, as far as they are there.
-        compute_s: time spent so far on calls that its rows were part of, in seconds.
+        expires_at: monotonic time in seconds after which nobody waits for the answer.
+        num_bytes: memory that it takes, in bytes.
+        answers: one for each row; None: not computed yet.
+        compute_s: duration so far of the model calls with rows of this request, in seconds.
         num_failed: rows for which the model raised.
     """
 
@@ -37,7 +37,7 @@ class Call:
 
     @property
     def has_failed(self) -> bool:
-        """Whether nothing came of any row."""
+        """Whether the model raised for every row."""
         return 0 < self.num_failed == len(self.answers)
 
     @property
@@ -47,17 +47,17 @@ class Call:
 
 
 class Task:
-    """A row of a call, and how far it has been brought.
+    """A row of a call, and how far it has been computed.
 
     Args:
-        call: whose.
-        index: of the row in the call.
-        row: all of it.
+        call: the call of the row.
+        index: the row's index in the call.
+        row: the whole row.
 
     Attributes:
-        begin: first position of the next piece that takes time; where states are missing none does.
+        begin: first position to compute next; positions without hidden states are skipped.
         end: end of the next piece.
-        is_last: whether the next piece is all that is left.
+        is_last: whether the next piece is the last one.
         wants_draft: whether a draft follows the next piece.
     """
 
@@ -67,10 +67,10 @@ class Task:
         self.call = call
         self.index = index
         self.row = row
-        self._bring_to(row.start)
+        self._set_done(row.start)
 
-    def _bring_to(self, done: int) -> None:
-        """The drafter holds the text up to here."""
+    def _set_done(self, done: int) -> None:
+        """Notes that the drafter holds the text up to ``done``, and sets the next piece."""
         row = self.row
         self.done = done
         self.begin = done if row.states is None else max(done, row.states_start)
@@ -79,7 +79,7 @@ class Task:
         self.wants_draft = self.is_last and row.max_draft_tokens > 0
 
     def piece(self) -> Row:
-        """What the drafter is told next: all that is left, of which it computes one piece."""
+        """The row for the next model call: the rest of the text, of which it computes one piece."""
         row = self.row
         if self.is_last and self.done == row.start:
             return row
@@ -87,20 +87,20 @@ class Task:
         return replace(row, start=self.done, tokens=tokens, max_feed_tokens=FEED_TOKENS)
 
     def advance(self, answer: Answer) -> bool:
-        """Takes the answer to the piece; false: that was the last one.
+        """Takes the answer to a piece; returns whether another piece follows.
 
-        So it is too where the drafter has forgotten the text, or has no place for more of it.
+        None follows if the drafter has forgotten the text, or has no room for more of it.
         """
         is_done = self.is_last or bool(answer.tokens)
         if not is_done and self.done < answer.held <= self.row.num_tokens:
-            self._bring_to(answer.held)
+            self._set_done(answer.held)
             return True
         self.call.answers[self.index] = answer
         return False
 
 
 class Schedule:
-    """Tasks that wait: the texts take turns, a text's own tasks go one after the other."""
+    """Tasks that wait: texts take turns, and the tasks of one text run in order."""
 
     def __init__(self) -> None:
         self._queues: dict[Key, deque[Task]] = {}
@@ -109,15 +109,15 @@ class Schedule:
         return len(self._queues)
 
     def add(self, task: Task) -> None:
-        """Comes after all that wait."""
+        """Appends a task to its text's queue; a new text comes last."""
         self._queues.setdefault(task.row.key, deque()).append(task)
 
     def drafts(self) -> list[Task]:
-        """All tasks that a draft follows now, one for a text."""
+        """The first task of each text, if a draft follows its next piece."""
         return [queue[0] for queue in self._queues.values() if queue[0].wants_draft]
 
     def feed(self) -> list[Task]:
-        """The next other tasks, as many as make up a piece, one for a text."""
+        """Other first tasks, one per text; their pieces have at most ``FEED_TOKENS`` positions."""
         taken: list[Task] = []
         num_positions = 0
         for queue in self._queues.values():
@@ -131,7 +131,7 @@ class Schedule:
         return taken
 
     def rest(self, task: Task) -> None:
-        """The other texts have their turns first."""
+        """Moves the task's text behind the other texts."""
         self._queues[task.row.key] = self._queues.pop(task.row.key)
 
     def drop(self, calls: Collection[Call]) -> None:
@@ -151,12 +151,12 @@ class Schedule:
             del self._queues[task.row.key]
 
     def fail(self, task: Task) -> None:
-        """Nothing comes of a text's first task; what is held of the text stays."""
+        """Answers a text's first task as failed; the drafter still holds what it held before."""
         self.finish(task)
         task.call.answers[task.index] = Answer(task.row.start, problem="failed")
         task.call.num_failed += 1
 
     def end_text(self, key: Key) -> None:
-        """The text has ended: nothing of it will be held."""
+        """Answers all tasks of a text that has ended: the drafter holds nothing of it."""
         for task in self._queues.pop(key, ()):
             task.call.answers[task.index] = Answer(0)

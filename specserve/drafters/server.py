@@ -1,7 +1,7 @@
-"""A drafter that serves replicas: whatever waits when the model is free goes through it together.
+"""A drafter's server: computes the drafts of all waiting requests in one batch.
 
-One thread reads, computes and answers. So a request's time begins when it is read, which may be one
-call of the model after it came.
+One thread reads, computes and answers. A request is read between two model calls, and its time
+budget starts when it is read.
 """
 
 from __future__ import annotations
@@ -36,42 +36,42 @@ from specserve.wire.messages import (
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
-"""How long a question is waited for, until a server that is to be closed sees that."""
+"""Longest wait for a message in seconds; an idle server notices within this time that it closes."""
 
 LONGEST_TURN_S = 300
-"""A turn that takes longer hangs, and ends the process, which whoever started it starts again: no
-machine is slow enough for a forward of that length. Time in which the process is stopped counts."""
+"""Limit of one turn in seconds. A process that hangs longer ends; its parent or Ray restarts it. No
+forward pass takes that long. Time in which the process is suspended counts too."""
 
 _ARM_S = 1.0
-"""Time from one start of that time-out to the next one."""
+"""Shortest interval between two starts of that time-out, in seconds."""
 
 REPLICA_SILENT_S = 10.0
-"""A replica that has not said hello for so long has no seat any more."""
+"""Seconds without a hello after which a replica loses its seat."""
 
 MOST_FAILURES = 8
-"""Turns in a row in which the model may fail for all: after some errors of a GPU it always does."""
+"""Batches in a row that may fail entirely before ``on_broken``: some GPU errors are permanent."""
 
 MAX_WAITING = 256
-"""Questions of one client that wait; it has one for its drafts, and one for each long text."""
+"""Most waiting requests of one client, which sends one for its drafts and one per long text."""
 
 MAX_WAITING_BYTES = 256 << 20
-"""Of one client's requests that wait."""
+"""Most bytes that the waiting requests of one client may take."""
 
 
 class DrafterServer:
     """Answers replicas' requests with one drafter.
 
-    Texts that want a draft go first, all together. Long texts are brought up to date between
-    them, a piece at a time. What a client does wrong is counted and costs the others nothing.
+    All texts that want a draft are computed first, in one batch. Long texts are computed between
+    drafts, a piece at a time. A client's errors are counted and do not affect other clients.
 
     Args:
-        drafter: called from one thread, of this server.
+        drafter: called only from this server's thread.
         bind: ZeroMQ address, port 0 for any free one.
-        on_broken: called where the model has failed for all in ``MOST_FAILURES`` turns in a row.
+        on_broken: called after ``MOST_FAILURES`` batches in a row have failed entirely.
 
     Attributes:
-        address: where clients connect to, with the secret that lets them in.
-        counters: what has happened so far.
+        address: where clients connect, with this server's secret.
+        counters: totals since the start.
     """
 
     def __init__(
@@ -99,13 +99,13 @@ class DrafterServer:
 
     @property
     def idle_s(self) -> float:
-        """Seconds since anybody asked for anything, or a call of the model began or ended."""
+        """Seconds since the last message or seat request, or since a model call began or ended."""
         return time.monotonic() - self._active_at
 
     def seat(self, replica: str) -> int:
-        """How many other replicas have used this drafter for longer; this one's seat is kept.
+        """Assigns or keeps the replica's seat; returns how many replicas took theirs earlier.
 
-        For any thread.
+        May be called from any thread.
         """
         now = self._active_at = time.monotonic()
         for name, heard_at in list(self._seats.items()):
@@ -115,11 +115,11 @@ class DrafterServer:
         return list(self._seats).index(replica)
 
     def leave(self, replica: str) -> None:
-        """A replica's seat is free; for any thread."""
+        """Frees a replica's seat; may be called from any thread."""
         self._seats.pop(replica, None)
 
     def close(self) -> None:
-        """Ends the thread after the call of the model that runs; what waits is dropped."""
+        """Stops the thread after the turn in progress; requests that wait are dropped."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -130,7 +130,7 @@ class DrafterServer:
         while not self._closing.is_set():
             if time.monotonic() - armed_at > _ARM_S:
                 armed_at = time.monotonic()
-                # To file 2: what stands for sys.stderr need not be a file.
+                # File descriptor 2: sys.stderr may be replaced by an object without one.
                 faulthandler.dump_traceback_later(LONGEST_TURN_S, exit=True, file=2)
             try:
                 self._take_turn()
@@ -150,7 +150,7 @@ class DrafterServer:
         self._answer_done()
 
     def _take_arrivals(self) -> None:
-        """Takes what has come; waits for something where there is nothing to do."""
+        """Handles the messages that have arrived; waits for one only if there is no work."""
         is_busy = bool(self._schedule or self._arrivals)
         self._arrivals.extend(self._router.get(0.0 if is_busy else POLL_S))
         while self._arrivals:
@@ -176,7 +176,7 @@ class DrafterServer:
                 self._refuse(name, question.number, "crowded")
 
     def _unfit(self, rows: Sequence[TextRow]) -> set[int]:
-        """Rows that the model cannot be given: a wrong token is beyond its embedding's end."""
+        """Indices of rows with a token id beyond the vocabulary, or states of a wrong width."""
         width, vocab_size = self._card.hidden_size, self._card.vocab_size
         unfit = {
             index
@@ -207,7 +207,7 @@ class DrafterServer:
                 self._schedule.add(Task(call, index, _row(arrival.client, row)))
 
     def _run(self, tasks: list[Task]) -> None:
-        """Has the drafter work on the next pieces of these tasks."""
+        """Computes these tasks' next pieces; calls ``on_broken`` after repeated failures."""
         if not tasks:
             return
         if self._has_run(tasks):
@@ -218,10 +218,10 @@ class DrafterServer:
             self._on_broken()
 
     def _has_run(self, tasks: list[Task]) -> bool:
-        """Whether any of these tasks went through the model.
+        """Computes these tasks' next pieces; returns whether any succeeded.
 
-        Where it raises, they are tried in halves: all together may be too much for its memory, or
-        one of them the cause.
+        If the model raises, each half is tried alone: the batch may be too large for the memory,
+        or one task may be the cause.
         """
         calls = {task.call for task in tasks}
         began = self._active_at = time.monotonic()
@@ -232,7 +232,7 @@ class DrafterServer:
             self._log_once(type(error).__name__, str(error), error)
         finally:
             self._active_at = time.monotonic()
-        if answers is None:  # behind the handler: the error holds what the model had allocated
+        if answers is None:  # outside the handler: the error keeps the model's tensors alive
             if len(tasks) == 1 or all(call.expires_at < self._active_at for call in calls):
                 for task in tasks:
                     self._schedule.fail(task)
@@ -258,7 +258,7 @@ class DrafterServer:
             if call.has_failed:
                 self._refuse(call.client, call.number, "failed")
                 continue
-            rows = tuple(_told(answer) for answer in call.answers if answer)
+            rows = tuple(_row_answer(answer) for answer in call.answers if answer)
             self._router.reply(call.client, DraftAnswer(call.number, rows, call.compute_s))
 
     def _drop(self, calls: list[Call], reason: Reason) -> None:
@@ -270,14 +270,14 @@ class DrafterServer:
             self._refuse(call.client, call.number, reason)
 
     def _forget(self, client: bytes, texts: tuple[int, ...]) -> None:
-        """These texts of a client have ended."""
+        """Forgets these ended texts of a client, and answers the tasks that still wait for them."""
         keys = [(client, text) for text in texts]
         for key in keys:
             self._schedule.end_text(key)
         self._drafter.forget(keys)
 
     def _refuse(self, client: bytes, number: int, reason: Reason) -> None:
-        if reason != "failed":  # whose rows are counted
+        if reason != "failed":  # failed rows are counted one by one
             self.counters.num_refused[reason] += 1
         self._router.reply(client, Refusal(number, reason))
 
@@ -290,7 +290,7 @@ class DrafterServer:
         self._log_once("refused connection", "it came without this drafter's secret")
 
     def _log_once(self, kind: str, text: str, error: Exception | None = None) -> None:
-        """Says what went wrong, the first time that this kind of thing did; it is counted too."""
+        """Logs a problem if it is the first of its kind."""
         if kind not in self._logged:
             self._logged.add(kind)
             logger.warning(
@@ -298,7 +298,7 @@ class DrafterServer:
             )
 
 
-def _told(answer: Answer) -> RowAnswer:
+def _row_answer(answer: Answer) -> RowAnswer:
     chances = bytes([round(255 * chance) for chance in answer.chances])
     return RowAnswer(answer.held, answer.tokens, chances, answer.begin, answer.problem)
 

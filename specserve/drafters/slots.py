@@ -1,8 +1,8 @@
-"""Which text stands in which slot of a drafter's KV cache, and what of it counts.
+"""Assigns texts to the slots of a drafter's KV cache, and tracks which entries are valid.
 
-A slot is a row of the cache with a text of its own. Rolling back is moving a length. A text that
-has ended stays in its slot until another needs it: a new text that begins like it takes over what
-they share.
+A slot is a row of the cache and holds one text. Rolling back only shortens a length. A text that
+has ended stays in its slot until another text needs the slot. A new text with the same prefix
+reuses the entries of that prefix.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from specserve.drafters.base import Key
 logger = logging.getLogger(__name__)
 
 KEEP_S = 30.0
-"""A text that was used so short a time ago keeps its slot. Were it dropped for a new one, more
-texts than there are slots would drop one another at each step, and all would be read again and
-again. Those that are being read take turns, and may be unused for a while."""
+"""Seconds after its last use during which a text keeps its slot. Without it, more texts than slots
+would evict one another at each step and be computed again and again. It is this long because texts
+in prefill take turns, and may be unused for a while."""
 
 
 @dataclass(slots=True)
@@ -32,11 +32,11 @@ class Slot:
 
     Attributes:
         index: row of the KV cache.
-        key: whose text it is; None: nobody's any more, or none yet.
-        salt: only texts of the same salt may share it.
-        length: entries of the cache that count are ``begin .. length - 1``.
-        begin: first entry that was ever computed; later than 0 where the beginning was missing.
-        used_at: monotonic time of the last call that was about its text.
+        key: identifies the text; None: the text has ended, or there is none yet.
+        salt: only texts with the same salt may share entries.
+        length: end of the valid entries, ``begin .. length - 1``.
+        begin: first entry that was computed; above 0 if the text's beginning was missing.
+        used_at: monotonic time in seconds of the text's last use.
     """
 
     index: int
@@ -48,16 +48,16 @@ class Slot:
 
 
 _HEAD_TOKENS = 16
-"""A beginning of fewer tokens is read as soon as it is copied from another text."""
+"""Shortest prefix worth copying from another text; a shorter one is computed as quickly."""
 
 
 class SlotTable:
-    """Places for texts; the one that was used longest ago goes first.
+    """Assigns slots to texts; the least recently used text is evicted first.
 
     Args:
         num_slots: rows of the KV cache.
-        max_tokens: length of each, in tokens.
-        copy: called with two rows and a length: copies so many first entries from one to the other.
+        max_tokens: length of each row, in tokens.
+        copy: ``copy(source, target, length)`` copies a row's first ``length`` entries to another.
         clock: monotonic seconds.
     """
 
@@ -69,7 +69,7 @@ class SlotTable:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tokens = np.zeros((num_slots, max_tokens), np.int32)
-        """int32 ``[num_slots, max_tokens]``, the texts; of each slot the first ``length`` count."""
+        """int32 ``[num_slots, max_tokens]``, the texts; each slot's first ``length`` are valid."""
         self._slots = [Slot(index) for index in range(num_slots)]
         self._by_key: dict[Key, Slot] = {}
         self._copy = copy
@@ -77,22 +77,22 @@ class SlotTable:
         self._was_full = False
 
     def get(self, key: Key) -> Slot | None:
-        """A text's slot, now the youngest; None: it has none."""
+        """A text's slot, marked as just used; None: it has none."""
         slot = self._by_key.get(key)
         if slot is not None:
             slot.used_at = self._clock()
         return slot
 
     def open(self, key: Key, salt: int) -> Slot | None:
-        """A slot for a new text: the oldest one that is nobody's or, if there is none, anybody's
-        that was not used for ``KEEP_S`` seconds.
+        """Assigns the least recently used free slot to a new text. If none is free, it evicts the
+        least recently used text, provided that it was unused for ``KEEP_S`` seconds.
 
         Args:
-            key: the text's name; it has no slot.
-            salt: of the text.
+            key: identifies the text, which must not have a slot.
+            salt: the text's salt.
 
         Returns:
-            None: all slots are kept.
+            None: no slot is available.
         """
         assert key not in self._by_key
         now = self._clock()
@@ -110,23 +110,23 @@ class SlotTable:
         slot = min(free, key=lambda slot: slot.used_at)
         if slot.key is not None:
             del self._by_key[slot.key]
-        if slot.salt != salt or slot.begin:  # nothing there is a beginning of this salt's texts
+        if slot.salt != salt or slot.begin:  # its entries cannot be shared
             slot.length = slot.begin = 0
         slot.key, slot.salt, slot.used_at = key, salt, now
         self._by_key[key] = slot
         return slot
 
     def restart(self, slot: Slot, text: Int32Array) -> None:
-        """Empties a slot for a text, but for the longest beginning that some slot holds of it.
+        """Sets a slot to a text, keeping or copying the longest prefix that any slot holds of it.
 
         Args:
-            slot: of a text that begins at 0.
-            text: int32 ``[n]``, from the text's first token on.
+            slot: the text's slot; ``begin`` is 0.
+            text: int32 ``[n]``, tokens of the entries from 0 on.
         """
         head = text[:_HEAD_TOKENS]
         alike = np.flatnonzero((self.tokens[:, : len(head)] == head).all(axis=1))
         others = [self._slots[index] for index in alike]
-        # Itself first: where others hold no more, nothing is to be copied.
+        # The slot itself comes first: nothing is copied unless another one holds more.
         candidates = [slot, *(o for o in others if o.salt == slot.salt and not o.begin)]
         lengths = [self.num_held(each, text) for each in candidates]
         length = max(lengths)
@@ -137,19 +137,19 @@ class SlotTable:
         slot.length = length
 
     def extend(self, slot: Slot, tokens: Int32Array) -> None:
-        """Says that the entries of these next tokens have been computed."""
+        """Extends a slot by tokens whose entries have been computed."""
         end = slot.length + len(tokens)
         self.tokens[slot.index, slot.length : end] = tokens
         slot.length = end
 
     def close(self, key: Key) -> None:
-        """A text has ended: its slot may be taken, and until then be shared from."""
+        """Frees an ended text's slot; until it is reassigned, new texts may share its entries."""
         slot = self._by_key.pop(key, None)
         if slot is not None:
             slot.key = None
 
     def num_held(self, slot: Slot, tokens: Int32Array, start: int = 0) -> int:
-        """How many of these tokens, the first of which is at ``start``, a slot holds there."""
+        """How many leading ``tokens`` equal those that the slot holds from ``start`` on."""
         held = self.tokens[slot.index, start : slot.length][: len(tokens)]
         differs = held != tokens[: len(held)]
         return int(differs.argmax()) if differs.any() else len(held)

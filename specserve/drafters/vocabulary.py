@@ -1,4 +1,4 @@
-"""A hash of a tokenizer's vocabulary: a draft of another vocabulary's tokens would be noise."""
+"""A hash of a tokenizer's vocabulary, to check that a drafter has the target's tokens."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ logger = logging.getLogger(__name__)
 
 
 def fingerprint(path: str, revision: str = "") -> str:
-    """Hash of which number each token has, added tokens among them.
+    """Hash of all tokens with their ids, added tokens included.
 
-    Two tokenizers of one vocabulary have one fingerprint, however their files are written.
+    Tokenizers with the same vocabulary have the same fingerprint, however their files are written.
 
     ``path`` is a Hugging Face checkpoint's folder or, with its ``revision``, its id on the hub.
 
     Returns:
-        64 hexadecimal digits; empty, after a warning: there is no tokenizer that can be read.
+        64 hexadecimal digits; empty, after a warning, if the tokenizer cannot be read.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision or None)

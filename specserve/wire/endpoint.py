@@ -1,4 +1,4 @@
-"""Where a drafter listens, and the secret without which it lets nobody in."""
+"""A drafter's address, and the secret that its clients must know."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Self
 import zmq
 
 USER = "replica"
-"""ZeroMQ wants a name beside the secret."""
+"""User name that ZeroMQ's PLAIN mechanism requires besides the secret."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A drafter's port, and what opens it.
+    """A drafter's port and secret.
 
-    Processes tell each other the ``url``, ``tcp://SECRET@HOST:PORT``. Whoever has it may talk to
-    the drafter: logs and answers show the ``place`` alone.
+    Processes exchange the ``url``, ``tcp://SECRET@HOST:PORT``. Everyone who has it may use the
+    drafter, so logs and answers show only the ``place``.
 
     Attributes:
         place: ``tcp://HOST:PORT``.
-        secret: of the drafter's process; empty: the port is open.
+        secret: the secret of the drafter's process; empty: the port is open.
     """
 
     place: str
@@ -28,18 +28,18 @@ class Endpoint:
 
     @classmethod
     def parse(cls, url: str) -> Self:
-        """The endpoint whose :attr:`url` this is."""
+        """The endpoint of a :attr:`url`."""
         scheme, _, rest = url.partition("://")
         secret, _, place = rest.rpartition("@")
         return cls(f"{scheme}://{place}", secret)
 
     @property
     def url(self) -> str:
-        """Both in one."""
+        """``place`` and ``secret`` in one string."""
         return self.place.replace("://", f"://{self.secret}@", 1)
 
     def connect(self, socket: zmq.Socket[bytes]) -> None:
-        """Connects a socket; with another secret than the drafter's it never hears anything."""
+        """Connects a socket; with a wrong secret it never receives anything."""
         if self.secret:
             socket.setsockopt(zmq.PLAIN_USERNAME, USER.encode())
             socket.setsockopt(zmq.PLAIN_PASSWORD, self.secret.encode())

@@ -1,9 +1,9 @@
 """Messages as lists of frames: a header in MessagePack, and raw tensors.
 
-A request for drafts has three frames: its header, where an array stands as its length, all rows'
-tokens as int32, and all rows' hidden states as the bits of bfloat16, each without gaps and in the
-rows' order. Everything else is one frame. Numbers are little-endian. Nothing that comes in is
-executed, and nothing is taken from it before the sizes agree.
+A request for drafts has three frames: its header with arrays replaced by their lengths, all rows'
+tokens as int32, and all rows' hidden states as bfloat16 bits. Both arrays are without gaps and in
+the rows' order. Other messages have one frame. Numbers are little-endian. Decoding executes
+nothing, and reads arrays only after all sizes have been checked.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from specserve.wire.messages import (
 )
 
 MAX_HEADER_BYTES = 1 << 20
-"""A header with ``MAX_ROWS`` rows, or an answer to it with drafts of usual length, is smaller."""
+"""Limit of a header; ``MAX_ROWS`` rows, or their answer with usual draft lengths, take less."""
 
 MAX_FRAME_BYTES = max(MAX_HEADER_BYTES, 4 * MAX_TOKENS, MAX_STATE_BYTES)
-"""What a socket needs to let in."""
+"""Largest frame that a socket must accept."""
 
 Frame = bytes | memoryview
 T = TypeVar("T")
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=len)  # of arrays
+_encoder = msgspec.msgpack.Encoder(enc_hook=len)  # arrays become their lengths
 _question: msgspec.msgpack.Decoder[Hello | RequestHead]
 _question = msgspec.msgpack.Decoder(Hello | RequestHead)
 _reply: msgspec.msgpack.Decoder[Reply]
@@ -47,7 +47,7 @@ _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 def encode(message: Question | Reply) -> list[Frame]:
-    """The frames of a message; that of the states may be a view of a single row's."""
+    """The frames of a message; the frame of states may be a view of a single row's array."""
     header = _encoder.encode(message)
     if not isinstance(message, DraftRequest):
         return [header]
@@ -62,10 +62,10 @@ def encode(message: Question | Reply) -> list[Frame]:
 
 
 def decode_question(frames: Sequence[Frame]) -> Question:
-    """What a drafter was sent; the arrays of its rows are views of the frames.
+    """Decodes a message to a drafter; the rows' arrays are views of the frames.
 
     Raises:
-        WireError: it is malformed, or larger than is allowed.
+        WireError: it is malformed or too large.
     """
     head = _decoded(_question, frames, "question")
     if isinstance(head, RequestHead):
@@ -75,17 +75,17 @@ def decode_question(frames: Sequence[Frame]) -> Question:
 
 
 def decode_reply(frames: Sequence[Frame]) -> Reply:
-    """What a replica was sent.
+    """Decodes a message to a replica.
 
     Raises:
-        WireError: it is malformed, or larger than is allowed.
+        WireError: it is malformed or too large.
     """
     _expect(len(frames) == 1, f"{len(frames)} frames instead of 1")
     return _decoded(_reply, frames, "reply")
 
 
 def _joined(arrays: Sequence[npt.NDArray[Any]], dtype: str) -> npt.NDArray[Any]:
-    """All in one, in the type that is sent; one that is alone, perhaps large, is not copied."""
+    """Concatenates arrays in the type that is sent; a lone array, perhaps large, is not copied."""
     if not arrays:
         return np.empty(0, dtype)
     joined = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
@@ -93,7 +93,7 @@ def _joined(arrays: Sequence[npt.NDArray[Any]], dtype: str) -> npt.NDArray[Any]:
 
 
 def _bytes_of(array: npt.NDArray[Any]) -> Frame:
-    """What an array holds, not copied where it is in one piece."""
+    """The array's bytes, copied only if it is not contiguous."""
     return np.ascontiguousarray(array).data.cast("B") if array.size else b""
 
 

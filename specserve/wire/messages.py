@@ -1,7 +1,7 @@
-"""What a replica and a drafter tell each other.
+"""The messages between a replica and a drafter.
 
-A replica asks; every question has a number of the asker's own, which its answer repeats. Texts
-have numbers too, again the asker's own: who asks is told by the connection.
+The replica numbers its messages, and each answer repeats the number. It numbers its texts as well.
+The connection identifies the replica.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from specserve.core.source_config import MAX_DRAFT_TOKENS
 from specserve.core.types import Int32Array
 
 PROTOCOL = 5
-"""Raised with every change that another side would misread; a part of the drafters' names."""
+"""Raised with every incompatible change; a part of the drafters' actor names."""
 
 MAX_ROWS = 4096
-"""Rows, or texts to forget, of a request; an engine decodes fewer requests in a step."""
+"""Most rows, or texts to forget, of a request; an engine decodes fewer requests in a step."""
 
 MAX_TOKENS = 1 << 20
-"""Tokens of a request, of all rows together: one text as long as contexts get, or many short."""
+"""Most tokens of a request, all rows together: one text of the longest context, or many short."""
 
 MAX_STATE_BYTES = 128 << 20
-"""Hidden states of a request: 4096 of 16384 values."""
+"""Most bytes of a request's hidden states: 4096 states of 16384 values."""
 
 LAST = (1 << 31) - 1
-"""Positions in a text, and token ids, are at most this."""
+"""Largest position in a text, and largest token id."""
 
 Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Position = Annotated[int, msgspec.Meta(ge=0, le=LAST)]
@@ -37,12 +37,12 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """Who are you, and are you there? Answered by a :class:`Card`.
+    """Asks whether the drafter is alive, and what it is; answered by a :class:`Card`.
 
-    The answer comes behind what was being computed, so that it is late where drafts would be.
+    The drafter answers between model calls, so the answer is late when drafts would be late.
 
     Attributes:
-        replica: for whom is asked; empty: nobody's.
+        replica: the replica that asks; empty: none, so no seat is kept.
     """
 
     number: Number
@@ -50,10 +50,10 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
 
 
 class Card(msgspec.Struct, frozen=True, array_like=True, tag="card"):
-    """What a drafter is; :class:`specserve.drafters.base.Card` says more of the last six.
+    """Describes a drafter; :class:`specserve.drafters.base.Card` explains the last six fields.
 
     Attributes:
-        instance: the process's random name; another one means that all texts are forgotten.
+        instance: random name of the process; if it changes, all texts have been forgotten.
     """
 
     number: Number
@@ -67,7 +67,7 @@ class Card(msgspec.Struct, frozen=True, array_like=True, tag="card"):
 
 
 class RowHead(msgspec.Struct, frozen=True, array_like=True):
-    """A :class:`TextRow` as its header tells it: an array by its length."""
+    """A :class:`TextRow` in a header, with arrays replaced by their lengths."""
 
     salt: Annotated[int, msgspec.Meta(ge=0)]
     start: Position
@@ -79,7 +79,7 @@ class RowHead(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestHead(msgspec.Struct, frozen=True, array_like=True, tag="draft"):
-    """A :class:`DraftRequest` as its header tells it."""
+    """The header of a :class:`DraftRequest`."""
 
     number: Number
     budget_s: Seconds
@@ -88,17 +88,17 @@ class RequestHead(msgspec.Struct, frozen=True, array_like=True, tag="draft"):
 
 
 class TextUpdate(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What is new of a text, and how long a draft of it is wanted.
+    """The new part of a text, and the longest draft that is wanted.
 
     Attributes:
-        salt: 0 .. 2**64 - 1; texts of different salts share nothing, not even a common beginning.
-        start: position of the first of ``tokens``; what was held from there on is dropped.
+        salt: 0 .. 2**64 - 1; texts with different salts share nothing, not even a common prefix.
+        start: position of the first of ``tokens``; entries held from there on are dropped.
         tokens: int32 ``[m]``, the text from ``start`` to its end.
         states_start: position of the first of ``states``.
         states: ``[s, hidden_size]``, the target's last hidden states after the final norm, of
-            positions ``states_start ..``; uint16 holds the bits of bfloat16, and nothing else is
-            sent; of one type in all rows of a call; None: none.
-        max_draft_tokens: longest draft; 0: the text is only to be remembered.
+            positions ``states_start ..``; None: none. uint16 holds bfloat16 bits, the only type
+            that is sent. All rows of a call have the same type.
+        max_draft_tokens: longest draft; 0: the text is only remembered.
     """
 
     salt: int
@@ -110,23 +110,23 @@ class TextUpdate(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class TextRow(TextUpdate, frozen=True, kw_only=True, array_like=True):
-    """One text of a request, by the asker's number for it."""
+    """One text of a request, with the replica's number for it."""
 
     text: int
 
     @property
     def num_computed(self) -> int:
-        """Positions that a drafter computes which holds what is before; gaps of states are none."""
+        """Positions to compute if all before ``start`` is held; gaps without states are skipped."""
         return self.start + len(self.tokens) - max(self.start, self.states_start)
 
 
 class DraftRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="draft"):
-    """Bring these texts up to date, draft for those that want it.
+    """Asks to update these texts, and to draft for those that want it.
 
     Attributes:
-        budget_s: how long the answer is of use, in seconds from when the drafter reads the request:
-            after the call of its model that runs when it comes.
-        rows: each of another text; their states are of one width.
+        budget_s: seconds after which the answer is of no use. They start when the drafter reads the
+            request, which is after its current model call.
+        rows: one per text; all states have the same width.
         forget: texts that have ended.
     """
 
@@ -137,12 +137,12 @@ class DraftRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, t
 
 
 Problem = Literal["", "failed", "unfit"]
-"""Why nothing came of a row. Failed: the model raised; unfit: a token of the text is beyond its
-vocabulary, or a state is not the model's."""
+"""Why a row brought nothing. Failed: the model raised; unfit: a token is beyond the vocabulary, or
+the states have a wrong width."""
 
 
 class RowAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """What became of a row; see :class:`specserve.drafters.base.Answer`. Chances in 255ths."""
+    """The result of a row; see :class:`specserve.drafters.base.Answer`. Chances in 255ths."""
 
     held: Position
     tokens: Annotated[tuple[Position, ...], msgspec.Meta(max_length=MAX_DRAFT_TOKENS)] = ()
@@ -155,7 +155,7 @@ class DraftAnswer(msgspec.Struct, frozen=True, array_like=True, tag="drafts"):
     """A request's answers, one for each row, in the request's order.
 
     Attributes:
-        compute_s: how long it was computed, in seconds, together with what else was waiting.
+        compute_s: duration in seconds of the model calls it took part in, with other requests.
     """
 
     number: Number
@@ -164,12 +164,12 @@ class DraftAnswer(msgspec.Struct, frozen=True, array_like=True, tag="drafts"):
 
 
 Reason = Literal["expired", "failed", "crowded"]
-"""Why there is no answer: its time was over, the model raised, or the client has too much waiting
-already."""
+"""Why a request was dropped: its time budget was over, the model raised, or the client has too
+much waiting."""
 
 
 class Refusal(msgspec.Struct, frozen=True, array_like=True, tag="refusal"):
-    """A request was dropped; what is held of its texts is not known."""
+    """A request was dropped; how much the drafter holds of its texts is unknown."""
 
     number: Number
     reason: Reason
