@@ -1,1 +1,1 @@
-"""The performance run: a file of token ids through a server or an engine, and its figures."""
+"""The command ``specserve bench``: runs a file of token ids and measures its performance."""

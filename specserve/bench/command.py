@@ -1,4 +1,4 @@
-"""``specserve bench tokens FILE``: a performance run over requests that are token ids."""
+"""``specserve bench tokens FILE``: measures the performance of requests given as token ids."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from specserve.bench.token_file import TokenIds
     from specserve.engine.generation import Job
 
-# The rest is imported when the command runs: the parser of all commands must stay quick.
+# `run` imports the rest, so that `specserve --help` stays fast.
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -28,12 +28,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     tokens = kinds.add_parser(
         "tokens",
         help="run a file of token ids, and print latencies, throughput and acceptance",
-        description="FILE has a line a request: decimal token ids, separated by commas. The "
-        "warm-up runs requests from the beginning of the file, and what drafts from earlier texts "
-        "has seen these then.",
+        description="Each line of FILE is one request: decimal token ids, separated by commas. The "
+        "warm-up runs the first requests of the file. Sources that draft from earlier texts, such "
+        "as trie, then already know these.",
     )
     add = tokens.add_argument
-    add("file", type=Path, metavar="FILE", help="a line a request")
+    add("file", type=Path, metavar="FILE", help="one request per line")
     where = tokens.add_mutually_exclusive_group(required=True)
     where.add_argument("--url", help="address of a server; its key in OPENAI_API_KEY")
     where.add_argument("--config", type=Path, help="Serve file, whose engine is started here")
@@ -42,15 +42,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "%(default)s)")  # fmt: skip
     add("--warm-up", type=number_from(0), default=10, help="requests that are run beforehand and "
         "not counted (default: %(default)s)")  # fmt: skip
-    add("--speculation", default=AUTO, metavar="KIND", help="auto: by all sources of the server or "
-        "the file; off: by none; or the kind of one (default: %(default)s)")  # fmt: skip
+    add("--speculation", default=AUTO, metavar="KIND", help="auto: draft by all sources; off: no "
+        "drafts; or the kind of one source (default: %(default)s)")  # fmt: skip
     add("--temperature", type=float, default=0.0, help="0 is greedy (default: %(default)s)")
     add("--top-k", type=number_from(0), default=0, help="0: all (default: %(default)s)")
     add("--top-p", type=float, default=1.0, help="default: %(default)s")
     add("--seed", type=number_from(0), default=None, help="of each request (default: none)")
     add("--ignore-eos", action="store_true", help="go on after the end token")
-    add("--record-output", type=Path, metavar="FILE", help="write the output's token ids, a line "
-        "a request")  # fmt: skip
+    add("--record-output", type=Path, metavar="FILE", help="write the output's token ids, one "
+        "request per line")  # fmt: skip
     add("--save-output", type=Path, metavar="FILE", help="write the figures as JSON")
     tokens.set_defaults(run=run)
 
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         with progress_bar(console, "performance", len(jobs), stays=False) as progress:
             result = model.run(jobs, args.max_batch_size, progress)
     sources = by_source(result.completions)
-    if result.drafts:  # an engine counts what vLLM drafts by itself, too
+    if result.drafts:  # a local engine's counts, which include vLLM's own drafts
         sources = {
             each.source: {
                 "drafted_tokens": each.num_draft_tokens,
@@ -114,10 +114,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_largest(server: Server, file: Path, requests: Sequence[TokenIds]) -> None:
-    """A server does not tell its vocabulary's size: it is asked for the largest token.
+    """Checks that the server accepts the largest token id; its API has no vocabulary size.
 
     Raises:
-        ConfigError: it has no such token.
+        ConfigError: the server refuses the token id.
     """
     largest, line = max((max(each), line) for line, each in enumerate(requests, 1))
     if reason := server.refusal(largest):

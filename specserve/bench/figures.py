@@ -1,4 +1,4 @@
-"""The figures of a performance run, by the names of MindIE's."""
+"""Computes the figures of a performance run, under MindIE's names."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ PERCENTILES = (10, 20, 30, 40, 50, 60, 80, 90, 95, 99)
 
 
 def figures(result: RunResult, input_lengths: Sequence[int], num_devices: int) -> dict[str, Any]:
-    """All figures; times in milliseconds but for the two latencies, which are in seconds.
+    """All figures, in milliseconds; ``latency_for_all`` and ``latency_for_per_infer`` in seconds.
 
-    ``lpct`` is the time to the first token for each input token. ``lpot`` is a step's time divided
-    by the tokens that it brought, once for each of these tokens. ``last_token`` is the last step's
-    time of each request, and ``max_decode_time`` the longest step's of all. Without
-    ``num_devices`` their number is not known.
+    ``lpct`` is the sum of times to the first token divided by the number of input tokens. ``lpot``
+    is a step's time divided by its tokens; each step counts once per token. ``last_token`` is the
+    time of each request's last step, and ``max_decode_time`` that of the longest step of all.
+    ``num_devices`` 0: unknown.
     """
     done = result.completions
     first = np.array([each.first_token_seconds for each in done]) * 1e3
@@ -48,7 +48,7 @@ def figures(result: RunResult, input_lengths: Sequence[int], num_devices: int) -
 
 
 def _steps(completion: Completion) -> list[tuple[float, int]]:
-    """Seconds and tokens of each step after the first token's."""
+    """(seconds, tokens) of each step after the one with the first token."""
     times = completion.token_seconds
     ends = [(when, len(list(group))) for when, group in itertools.groupby(times)]
     return [(end - begin, number) for (begin, _), (end, number) in itertools.pairwise(ends)]

@@ -1,4 +1,4 @@
-"""A model of a Serve file, in an engine that this command starts and ends."""
+"""A model of a Serve file, in an engine that the command starts and ends."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class LocalModel:
 
     Args:
         file: the Serve file.
-        stack: at whose end the engine ends.
+        stack: ends the engine when it closes.
 
     Attributes:
-        tokenizer: set by who encodes texts.
+        tokenizer: the caller sets it before :meth:`encode` or :meth:`render`.
 
     Raises:
-        ConfigError: the file is wrong, or what it names is not there.
+        ConfigError: the file is wrong, or its model is missing.
     """
 
     tokenizer: Tokenizer
@@ -43,11 +43,11 @@ class LocalModel:
         self._stack = stack
 
     def start(self, speculation: str = AUTO) -> None:
-        """Starts the engine, which drafts by all sources, by none or by one of a kind.
+        """Starts the engine with all sources (``auto``), none (``off``) or those of one kind.
 
         Raises:
-            ConfigError: no such source is configured.
-            EngineError: it did not start.
+            ConfigError: no source of this kind is configured.
+            EngineError: the engine did not start.
         """
         kinds = [source.kind for source in self.config.speculation]
         if speculation not in (AUTO, OFF, *kinds):
@@ -63,10 +63,10 @@ class LocalModel:
         return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def render(self, messages: Sequence[Message]) -> TokenIds:
-        """The tokens of a dialogue whose answer comes next.
+        """The prompt tokens of a dialogue, by the chat template.
 
         Raises:
-            ConfigError: there is no chat template, or it refuses the dialogue.
+            ConfigError: the model has no chat template, or the template refuses the dialogue.
         """
         if not self.tokenizer.chat_template:
             raise ConfigError("--chat-template", MISSING, "one: the model has none")

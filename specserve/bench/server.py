@@ -1,6 +1,6 @@
 """A model behind a URL: completions of token ids, and vLLM's ``/tokenize``.
 
-OpenAI's client takes five times as long for a chunk as this, which a server on the same CPUs feels.
+OpenAI's client takes five times as long per chunk, which slows a server on the same CPUs.
 """
 
 from __future__ import annotations
@@ -25,23 +25,22 @@ from specserve.core.errors import ConfigError, SpecServeError, reason_of
 from specserve.engine.generation import Completion, Job, RunResult, Sampling, Show
 
 TIMEOUT_S = 600.0
-"""For a connection, and for each piece of an answer; a whole answer may take longer."""
+"""Limit for a connection and for each read; a whole answer may take longer."""
 LONGEST_LINE = 1 << 24
-"""Of a stream, in bytes; the first has the prompt's tokens."""
+"""Longest line of a stream, in bytes. The first line contains the prompt's token ids."""
 
 
 @dataclass(slots=True)
 class Server:
-    """A server that answers, with the first of its models.
+    """A running server and the first of its models.
 
     Attributes:
         url: without ``/v1``.
         name: of the model.
-        max_model_len: longest text in tokens.
-        vocab_size: 0, for it is not told; nor is ``num_devices``.
+        max_model_len: context length in tokens.
+        vocab_size: 0: unknown, as is ``num_devices``, because the API does not return it.
         chat_template: in Jinja; empty: the server's own.
-        fields: of each request for a completion, beside its prompt and sampling; :meth:`start`
-            sets them where they are empty.
+        fields: extra fields of each completion request; :meth:`start` sets them if they are empty.
     """
 
     url: str
@@ -53,10 +52,10 @@ class Server:
     fields: dict[str, Any] = field(default_factory=dict)
 
     def start(self, speculation: str = AUTO) -> None:
-        """Asks for drafts by all sources, by none or by one of a kind, and for what they were.
+        """Sets ``fields`` to select the sources and to request draft statistics.
 
         Raises:
-            SpecServeError: it does not answer, or has no such source.
+            SpecServeError: the server does not answer, or has no source of this kind.
         """
         if self.fields:
             return
@@ -65,7 +64,7 @@ class Server:
             controls["speculation"] = speculation
             if reason := self.refusal(0, **controls):
                 raise SpecServeError(f"--speculation: {reason}")
-        if not self.refusal(0, report=1):  # as by an application whose vLLM drafts by itself
+        if not self.refusal(0, report=1):  # refused by servers that draft by vLLM's own methods
             controls["report"] = 1
         self.fields = {"vllm_xargs": controls}
 
@@ -73,15 +72,15 @@ class Server:
         """The text's tokens.
 
         Raises:
-            SpecServeError: it does not answer.
+            SpecServeError: the server does not answer.
         """
         return self._tokenize(prompt=text, add_special_tokens=add_special_tokens)
 
     def render(self, messages: Sequence[Message]) -> TokenIds:
-        """The tokens of a dialogue whose answer comes next.
+        """The prompt tokens of a dialogue, by the chat template.
 
         Raises:
-            SpecServeError: it does not answer, or refuses the dialogue or the template.
+            SpecServeError: the server does not answer, or refuses the dialogue or the template.
         """
         template = {"chat_template": self.chat_template} if self.chat_template else {}
         return self._tokenize(messages=list(messages), **template)
@@ -91,17 +90,17 @@ class Server:
         try:
             return tuple(answer.json()["tokens"])
         except (ValueError, LookupError, TypeError) as error:
-            told = _error_message(answer.content) or f"HTTP {answer.status_code} without tokens"
-            raise SpecServeError(f"{answer.url}: {told}") from error
+            reason = _error_message(answer.content) or f"HTTP {answer.status_code} without tokens"
+            raise SpecServeError(f"{answer.url}: {reason}") from error
 
     def refusal(self, token: int, **controls: int | str) -> str:
-        """Why the server takes no prompt of this token with these ``vllm_xargs``; empty: it does.
+        """Why the server refuses a one-token prompt with these ``vllm_xargs`` (HTTP 400); or empty.
 
         Raises:
-            SpecServeError: it does not answer.
+            SpecServeError: the server does not answer.
         """
         body: dict[str, Any] = {"prompt": [token], "max_tokens": 1}
-        if controls:  # a server whose vLLM drafts by itself takes none
+        if controls:  # a server that drafts by vLLM's own methods refuses even `learn`
             body["vllm_xargs"] = {"learn": 0, **controls}
         answer = self._post("/v1/completions", body)
         return _error_message(answer.content) if answer.status_code == 400 else ""
@@ -122,10 +121,10 @@ class Server:
     ) -> RunResult:
         """Continues all jobs, at most ``concurrency`` at a time.
 
-        ``progress`` is called with the requests done and their tokens.
+        ``progress`` is called with the number of finished requests and of their tokens.
 
         Raises:
-            SpecServeError: a request failed, or a stream has no token ids; its number is told.
+            SpecServeError: a request failed, or its stream has no token ids; has its number.
         """
         began = time.perf_counter()
         completions = asyncio.run(self._complete(jobs, concurrency, progress, show))
@@ -139,17 +138,17 @@ class Server:
         progress: Callable[[int, int], None],
         show: Show,
     ) -> tuple[Completion, ...]:
-        places = asyncio.Semaphore(concurrency)
+        slots = asyncio.Semaphore(concurrency)
         num_done = num_tokens = 0
 
         async def complete(index: int, job: Job) -> Completion:
             nonlocal num_done, num_tokens
-            async with places:
+            async with slots:
                 try:
                     done = await self._ask(session, job, partial(show, index))
                 except (aiohttp.ClientError, OSError, ValueError, SpecServeError) as error:
-                    told = f"request {index + 1} failed: {reason_of(error)}"
-                    raise SpecServeError(told) from error
+                    failure = f"request {index + 1} failed: {reason_of(error)}"
+                    raise SpecServeError(failure) from error
             show(index, "", done)
             num_done += 1
             num_tokens += len(done.token_ids)
@@ -173,18 +172,17 @@ class Server:
         sources: dict[str, dict[str, int]] = {}
         async for chunk in self._chunks(session, job):
             elapsed = time.perf_counter() - began
-            told = (chunk.get("metrics") or {}).get("speculative_decoding") or {}
-            sources = told.get("sources") or sources  # with the usage, in the last chunk
-            for choice in chunk["choices"][:1]:  # of beams the best
+            report = (chunk.get("metrics") or {}).get("speculative_decoding") or {}
+            sources = report.get("sources") or sources  # the last chunk has them, with the usage
+            for choice in chunk["choices"][:1]:  # of a beam search, the best beam
                 new = choice.get("token_ids") or []
                 text += choice["text"]
                 tokens += new
                 times += [elapsed] * len(new)
                 reason = choice.get("finish_reason") or reason
                 show(choice["text"], None)
-        if not tokens and not self.fields.get("use_beam_search"):  # whose best may be empty
-            told = "tells no token ids: it has to be vLLM's application"
-            raise SpecServeError(f"{self.url} {told}")
+        if not tokens and not self.fields.get("use_beam_search"):  # its best beam may be empty
+            raise SpecServeError(f"{self.url} tells no token ids: it has to be vLLM's application")
         return Completion(
             text=text,
             token_ids=tuple(tokens),
@@ -199,40 +197,40 @@ class Server:
     async def _chunks(
         self, session: aiohttp.ClientSession, job: Job
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """The chunks of an answer; one where it is not streamed.
+        """Yields the chunks of an answer; an answer that is not streamed is one chunk.
 
         Raises:
-            SpecServeError: the server's own error.
+            SpecServeError: the server answered with an error.
         """
         body = {
             "model": self.name,
             "prompt": list(job.prompt_token_ids),
             "stream": True,
-            "stream_options": {"include_usage": True},  # with which comes what drafted
+            "stream_options": {"include_usage": True},  # draft statistics come with the usage
             **request_options(job.sampling),
             **self.fields,
         }
         async with session.post(f"{self.url}/v1/completions", json=body) as answer:
             if not answer.ok:
-                told = _error_message(await answer.read())
-                raise SpecServeError(told or f"HTTP {answer.status}")
+                reason = _error_message(await answer.read())
+                raise SpecServeError(reason or f"HTTP {answer.status}")
             if not body["stream"]:
                 yield msgspec.json.decode(await answer.read())
                 return
             async for line in answer.content:
                 data = line.removeprefix(b"data:").strip()
                 if line.startswith(b"data:") and data != b"[DONE]":
-                    if told := _error_message(data):
-                        raise SpecServeError(told)
+                    if reason := _error_message(data):
+                        raise SpecServeError(reason)
                     yield msgspec.json.decode(data)
 
 
 def find_server(url: str) -> Server:
-    """Asks a server for its model.
+    """Connects to a server and reads its first model's name and context length.
 
     Raises:
-        ConfigError: no address, or that of something else.
-        SpecServeError: nothing answers there, or it is not ready, or refuses.
+        ConfigError: ``url`` is not an address, or not that of a vLLM server.
+        SpecServeError: no server answers, or it answers with an error, such as while it loads.
     """
     url = url.rstrip("/").removesuffix("/v1")
     try:
@@ -242,12 +240,12 @@ def find_server(url: str) -> Server:
     except httpx.HTTPError as error:
         raise SpecServeError(f"no server answers at {url}: {reason_of(error)}") from error
     if not answer.is_success:
-        told = _error_message(answer.content) or answer.reason_phrase
+        reason = _error_message(answer.content) or answer.reason_phrase
         if answer.status_code == HTTPStatus.SERVICE_UNAVAILABLE:
-            told += "; it is loading its model, or it is stopping"
+            reason += "; it is loading its model, or it is stopping"
         if answer.has_redirect_location:
-            told += f" to {answer.headers['Location']}"
-        raise SpecServeError(f"{url}/v1/models answers HTTP {answer.status_code}: {told}")
+            reason += f" to {answer.headers['Location']}"
+        raise SpecServeError(f"{url}/v1/models answers HTTP {answer.status_code}: {reason}")
     try:
         model = answer.json()["data"][0]
         return Server(url, model["id"], model["max_model_len"])
@@ -256,9 +254,9 @@ def find_server(url: str) -> Server:
 
 
 def request_options(sampling: Sampling) -> dict[str, Any]:
-    """What a completion is asked with, so that an offline engine would write the same.
+    """The sampling fields of a completion request; an offline engine would write the same text.
 
-    What is not said vLLM takes from the checkpoint's ``generation_config.json``, the penalties too.
+    They include the penalties, because vLLM takes missing fields from ``generation_config.json``.
     """
     return {
         "max_tokens": sampling.max_tokens,
@@ -277,7 +275,7 @@ def request_options(sampling: Sampling) -> dict[str, Any]:
 
 
 def _error_message(body: bytes) -> str:
-    """What an error of OpenAI's form says, on one line; empty: the body is none."""
+    """The message of an error in OpenAI's format, on one line; empty: the body is no error."""
     if b'"error"' not in body:
         return ""
     try:
@@ -287,5 +285,5 @@ def _error_message(body: bytes) -> str:
 
 
 def _headers() -> dict[str, str]:
-    """Of a request to a server; its key, if it asks for one, is where OpenAI's client finds it."""
+    """The headers of a request, with the API key of ``OPENAI_API_KEY``."""
     return {"Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY') or 'none'}"}

@@ -1,4 +1,4 @@
-"""Requests as token ids: a line a request, decimal ids separated by commas."""
+"""Files of requests as token ids: one request per line, decimal ids separated by commas."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ TokenIds = tuple[int, ...]
 def read_token_file(
     path: Path, *, max_tokens: int, vocab_size: int = 0, field: str = "FILE"
 ) -> list[TokenIds]:
-    """The requests of a file in its order; lines may end with a carriage return.
+    """Reads the requests of a file in its order; lines may end with CR LF.
 
     Args:
         path: the file, without a header.
         max_tokens: longest request that the model can continue.
-        vocab_size: ids are below it; 0: not known.
-        field: where the file was named.
+        vocab_size: ids are below it; 0: unknown.
+        field: the argument that named the file, for errors.
 
     Raises:
         ConfigError: the file cannot be read or has no request, or a line is wrong.
@@ -41,7 +41,7 @@ def read_token_file(
 
 
 def write_token_file(path: Path, requests: Sequence[Sequence[int]]) -> None:
-    """Writes what :func:`read_token_file` reads.
+    """Writes requests in the format of :func:`read_token_file`.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -54,16 +54,16 @@ def write_token_file(path: Path, requests: Sequence[Sequence[int]]) -> None:
 
 
 def parse_token_ids(line: str, where: str, vocab_size: int = 0) -> TokenIds:
-    """One request's token ids.
+    """Parses the token ids of one line.
 
     Raises:
-        ConfigError: a word is not a token id; names ``where``.
+        ConfigError: a word is not a token id; the error names ``where``.
     """
     allowed = f"a token id from 0 to {vocab_size - 1}" if vocab_size else "a token id from 0 on"
     tokens = []
     for word in line.split(","):
         text = word.strip()
-        # Not `isdecimal` alone, which knows other scripts' digits; and `int` takes 4300 of them.
+        # `isdecimal` also accepts other scripts' digits, and `int` fails above 4300 digits.
         is_id = text.isascii() and text.isdecimal() and len(text) < 20
         if not is_id or (vocab_size and int(text) >= vocab_size):
             raise ConfigError(where, text[:40], f"{allowed}, separated by commas")

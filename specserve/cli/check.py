@@ -37,18 +37,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--ports",
         action="store_true",
-        help="refuse, too, where a port that `serve run` is to take on this machine is in use",
+        help="also fail if a port that `serve run` needs on this machine is in use",
     )
     plan.add_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Checks the file and prints a table for each of its applications.
+    """Checks the file, prints a table for each of its applications and returns exit code 0.
 
     Raises:
-        SpecServeError: what is wrong with the file, the installed vLLM, or the
-            ports in use.
+        SpecServeError: the file or the installed vLLM is wrong, or a port is in use.
     """
     from rich.console import Console
 
@@ -58,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
     is_elsewhere = args.cluster not in (None, "running")
     if is_elsewhere:
-        described_nodes(args.cluster, ())  # refuses what is none, before what takes longer
+        described_nodes(args.cluster, ())  # reports a wrong option before the slower checks
     on_cpu = is_cpu_build()
     file = read(args.config or _default())
     for application in file.applications:
@@ -80,10 +79,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _default() -> Path:
-    """The file that is checked where none is named.
+    """The path of the Serve file to check by default.
 
     Raises:
-        SpecServeError: it is not in the current directory.
+        SpecServeError: the current directory does not have this file.
     """
     if _DEFAULT.exists():
         return _DEFAULT
@@ -93,10 +92,10 @@ def _default() -> Path:
 
 
 def _check_ports(file: ServeFile) -> None:
-    """Checks that the ports of Serve's proxy are free, or the running cluster's own.
+    """Checks that the ports of Serve's proxy are free, or in use by the running cluster itself.
 
     Raises:
-        PortError: one is in use.
+        PortError: another process uses a port.
     """
     from ray._private.services import canonicalize_bootstrap_address
 
@@ -113,7 +112,7 @@ def _has_vllm() -> bool:
 def _check(
     file: ServeFile, application: Application, is_elsewhere: bool, on_cpu: bool
 ) -> tuple[dict[str, str], list[str]]:
-    """What the application would start, by row title, and what was not checked."""
+    """Checks an application; returns its table's rows by title, and notes on what is unchecked."""
     from specserve.cli.draft_checkpoints import check_draft_checkpoints
     from specserve.engine.checkpoint import find_checkpoint
     from specserve.engine.weights import check_weights
@@ -152,10 +151,10 @@ def _check(
 
 
 def _check_adapters(config: AppConfig) -> None:
-    """Checks that the folders of LoRA adapters are there.
+    """Checks the paths of LoRA adapters.
 
     Raises:
-        ConfigError: one is not, and is no id of the hub.
+        ConfigError: a path is neither an existing folder nor a hub id.
     """
     from specserve.engine.checkpoint import folder_or_id
 
@@ -207,7 +206,7 @@ def _keys(config: AppConfig) -> str:
 
 
 def print_rows(console: Any, rows: dict[str, str]) -> None:
-    """Prints each text, as it is, behind its title."""
+    """Prints a table of titles and texts, without markup."""
     from rich.table import Table
     from rich.text import Text
 

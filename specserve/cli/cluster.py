@@ -1,4 +1,4 @@
-"""A connection to a running Ray cluster, for commands that look into one."""
+"""A connection to a running Ray cluster, for commands that use one."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _CONNECT_S = 10.0
 
 @contextmanager
 def connected(address: str) -> Iterator[None]:
-    """Connects this process to Ray for the length of a block.
+    """Connects this process to the Ray cluster at ``address`` within a ``with`` block.
 
     Raises:
-        SpecServeError: there is no cluster at ``address``.
+        SpecServeError: no cluster answers at ``address``.
     """
     import ray
     from ray._private.services import canonicalize_bootstrap_address_or_die
@@ -26,7 +26,7 @@ def connected(address: str) -> Iterator[None]:
     try:
         found = canonicalize_bootstrap_address_or_die(address)
         host, _, port = found.rpartition(":")
-        # Where no one listens Ray itself would wait for many minutes.
+        # If nothing listens on this port, `ray.init` waits for many minutes.
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
         ray.init(found, log_to_driver=False, logging_level="ERROR")
     except (OSError, RuntimeError, ValueError, RayError) as error:

@@ -1,4 +1,4 @@
-"""Checks the checkpoints that an application's drafters are to load, as far as they are here."""
+"""Checks the checkpoints of an application's drafters, if they are on this machine."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from specserve.engine.checkpoint import Checkpoint, folder_or_id
 def check_draft_checkpoints(
     config: AppConfig, checkpoint: Checkpoint, *, is_elsewhere: bool
 ) -> list[str]:
-    """Checks that the models that draft are on this machine and fit.
+    """Checks that draft models and MTP modules exist and fit the target model.
 
     Args:
         config: the application's configuration.
-        checkpoint: of the model.
-        is_elsewhere: the application is to run on other machines, so that files may be missing.
+        checkpoint: the target model's checkpoint.
+        is_elsewhere: the application runs on other machines, so files may be missing here.
 
     Returns:
-        What was not checked, a line each.
+        One line for each thing that was not checked.
 
     Raises:
-        ConfigError: one is missing, has no MTP module, or another vocabulary.
+        ConfigError: a draft model is missing or has another vocabulary, or there is no MTP module.
     """
     notes = []
     for index, source in enumerate(config.speculation):
@@ -53,10 +53,10 @@ def check_draft_checkpoints(
 
 
 def _check_vocabulary(model: str, field: str, checkpoint: Checkpoint) -> str:
-    """Why a draft model's vocabulary cannot be compared with the target's; empty: they are equal.
+    """Compares a draft model's vocabulary with the target's; returns why that fails, or "".
 
     Raises:
-        ConfigError: they differ, or there is no such model.
+        ConfigError: the vocabularies differ, or the model does not exist.
     """
     path = folder_or_id(model, field)
     if not Path(path).is_absolute() or not Path(checkpoint.tokenizer).is_absolute():

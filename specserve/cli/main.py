@@ -1,4 +1,4 @@
-"""``specserve``: one parser, one module a command."""
+"""``specserve``: builds the parser from one module per command, and runs a command."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _COMMANDS = (
     "specserve.cli.split_mtp",
     "specserve.cli.shard_weights",
 )
-"""In the order of use. Modules with an ``add_parser(subparsers)`` that sets ``run``, a function of
-the parsed arguments that returns the exit code. They import at their top only what their parser
-needs."""
+"""The commands' modules, in the order of the help text. Each has ``add_parser(subparsers)``, which
+sets ``run``: a function that takes the parsed arguments and returns the exit code. At its top a
+module imports only what its parser needs."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Tells a wrong argument in one line, and every command its own unknown ones."""
+    """Reports a wrong argument in one line, with the usage hint of the command that got it."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """What it knows of the arguments; what it does not know is an error here already."""
+        """Parses arguments; unknown ones are an error of this parser, not of the top-level one."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -62,11 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command.
 
     Returns:
-        The exit code: 0, or what the command says; 2 for a user's mistake, told on stderr, a
-        line each; 130 when interrupted.
+        The command's exit code; 2 after a SpecServeError, which is printed on stderr; 130 after
+        Ctrl-C.
 
     Raises:
-        SystemExit: SIGTERM came; what the command had started has ended.
+        SystemExit: after SIGTERM; all that the command had started has ended.
     """
     args = build_parser().parse_args(argv)
     before = signal.signal(signal.SIGTERM, _end)

@@ -1,4 +1,4 @@
-"""``specserve check CONFIG --cluster ...``: what would run where, and the memory that it takes."""
+"""``specserve check CONFIG --cluster ...``: prints the placement on nodes and the memory use."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _UNITS = {"GiB": 1 << 30, "GB": 10**9}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options to the command's."""
+    """Adds ``--cluster`` and ``--gpu-memory`` to the parser of ``check``."""
     parser.add_argument(
         "--cluster",
         metavar="CLUSTER",
-        help="also print what would run where. `running`: on the Ray cluster that runs here, as if "
-        "nothing else ran on it. NODESxGPUS, such as 2x8: on nodes with so many GPUs, and with as "
-        "many CPUs and further resources as CONFIG asks for. NODESxCPUScpu: on nodes without GPUs. "
-        "Groups are joined by +: 2x8+1x1. For such nodes the model's config.json is enough; what "
-        "is not checked without the other files is told. Exit code 2 if something does not fit",
+        help="also print which node would run what. `running`: on the Ray cluster that runs here, "
+        "as if nothing else ran on it. NODESxGPUS, such as 2x8: on nodes with that many GPUs, and "
+        "with enough CPUs and custom resources. NODESxCPUScpu: on nodes without GPUs. Groups are "
+        "joined by +: 2x8+1x1. For described nodes the model's config.json is enough; a note says "
+        "what was not checked. Exit code 2 if something does not fit",
     )
     parser.add_argument(
         "--gpu-memory",
@@ -40,9 +40,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def show(console: Console, file: ServeFile, cluster: str, gpu_memory: str, on_cpu: bool) -> None:
-    """Prints the plan of a file's applications, one after another on the same nodes.
+    """Prints the plans of a file's applications, placed one after another on the same nodes.
 
-    ``cluster`` and ``gpu_memory`` are as given; ``on_cpu`` is of shards on the running cluster.
+    ``cluster`` and ``gpu_memory`` are the options; ``on_cpu``: vLLM's build here is for CPU.
 
     Raises:
         SpecServeError: an option is wrong, or something does not fit.
@@ -98,14 +98,14 @@ def _print_plan(console: Console, nodes: list[Node], planned: Plan) -> None:
 
 
 def _ranks(ranks: list[int]) -> str:
-    """Ranks of one replica on one node, which are neighbours."""
+    """Formats the ranks of one replica on one node; they are consecutive."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
 
 
 def _print_memory(console: Console, config: AppConfig, gpu_bytes: float) -> None:
-    """Prints what a shard and each drafter take; raises PlacementError where that is too much.
+    """Prints the memory of a shard and of each drafter; raises PlacementError if it is too much.
 
-    A GPU has ``gpu_bytes``; 0: shards compute on CPU.
+    ``gpu_bytes``: memory of one GPU; 0: shards compute on CPU.
     """
     from specserve.engine.memory_estimate import (
         NoEstimateError,

@@ -1,4 +1,4 @@
-"""``specserve shard-weights --config FILE OUT``: weights that each shard loads without the rest."""
+"""``specserve shard-weights --config FILE OUT``: writes a checkpoint divided by shard."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from specserve.core.config import AppConfig
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json")
-"""What of a checkpoint is not copied."""
+"""Files of a checkpoint that are not copied."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -28,7 +28,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Starts the shards of a Serve file once, and has each write its part of the "
         "weights. Configuration and tokenizer are copied as they are. Serve the folder with "
         "`model.path: OUT` and `engine.vllm.load_format: sharded_state`. Exit code 2 if the file "
-        "is wrong, or OUT holds something.",
+        "is wrong, or OUT is not empty.",
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write, new or empty, in "
         "an existing folder that all nodes share")  # fmt: skip
@@ -36,8 +36,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--address",
         default="",
-        help="Ray cluster to start the shards on, or `auto` (default: one on this machine that "
-        "ends with the command)",
+        help="Ray cluster that runs the shards, or `auto` (default: a temporary cluster on this "
+        "machine)",
     )
     parser.set_defaults(run=run)
 
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     """Writes the folder.
 
     Raises:
-        SpecServeError: an argument is wrong, the shards do not start, or nothing can be written.
+        SpecServeError: an argument is wrong, or the shards cannot start or write.
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from rich.console import Console
@@ -71,10 +71,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _checked(config: AppConfig) -> AppConfig:
-    """The configuration with the model's folder as found.
+    """The configuration, with the resolved paths of the model and its tokenizer.
 
     Raises:
-        ConfigError: the model is no folder, or its weights cannot be divided beforehand.
+        ConfigError: the model is not a local folder, or its weights cannot be divided in advance.
     """
     from specserve.engine.checkpoint import find_checkpoint
     from specserve.engine.weights import own_quantization
@@ -95,7 +95,7 @@ def _checked(config: AppConfig) -> AppConfig:
 
 
 def _copy_small_files(checkpoint: Path, folder: Path) -> None:
-    """Copies all but the weights."""
+    """Copies all files except the weights."""
     for file in checkpoint.iterdir():
         if file.is_file() and not any(file.match(pattern) for pattern in _WEIGHTS):
             shutil.copyfile(file, folder / file.name)
@@ -103,7 +103,7 @@ def _copy_small_files(checkpoint: Path, folder: Path) -> None:
 
 @contextmanager
 def _cluster(config: AppConfig, address: str) -> Iterator[None]:
-    """Connects to a cluster, or to one of this process, which has what the shards reserve."""
+    """Connects to the cluster at ``address``; empty: to a local one with the shards' resources."""
     import ray
 
     from specserve.cli.cluster import connected

@@ -1,4 +1,4 @@
-"""``specserve split-mtp CHECKPOINT OUT``: the MTP module of a checkpoint as a folder of its own."""
+"""``specserve split-mtp CHECKPOINT OUT``: writes a checkpoint's MTP module to its own folder."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "split-mtp",
         help="write a checkpoint's MTP module as a folder of its own",
         description="Writes what a drafter of kind mtp loads: the module's tensors as they are, "
-        "config.json and the tokenizer. Only the files that the module is in need to be there. "
-        "Exit code 2 if the checkpoint has no such module, or OUT holds something.",
+        "config.json and the tokenizer. CHECKPOINT needs only the weight files that contain the "
+        "module. Exit code 2 if it has no such module, or OUT is not empty.",
     )
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of the whole checkpoint")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write, new or empty")
@@ -21,7 +21,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the folder, with a progress bar.
+    """Writes the folder and shows a progress bar.
 
     Raises:
         SpecServeError: an argument is wrong, or a file cannot be read or written.
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     from specserve.core.new_folder import check_out
     from specserve.drafters.mtp_files import find_mtp, split_mtp
 
-    check_out(args.out)  # before the progress bar, which would stand in front of the error
+    check_out(args.out)  # before the progress bar, which would share a line with the error
     files = find_mtp(args.checkpoint, "CHECKPOINT")
     total = sum(tensor.num_bytes for tensor in files.tensors.values())
     columns = ("writing", BarColumn(), DownloadColumn(), TimeRemainingColumn())

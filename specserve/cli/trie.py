@@ -1,4 +1,4 @@
-"""``specserve trie``: looks at a running cluster's draft memory, keeps, clears and fills it."""
+"""``specserve trie``: shows, saves, clears and fills the draft memory of a running cluster."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Adds the command to ``subparsers``."""
     parser = subparsers.add_parser(
         "trie",
-        help="look at, keep, clear or fill a running cluster's draft memory",
+        help="show, save, clear or fill a running cluster's draft memory",
         description="Works on the draft memory of a running cluster. "
         "Exit code 2 if there is none, or an argument is wrong.",
     )
@@ -36,13 +36,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         commands,
         "stop",
         _stop,
-        "write a last snapshot and end it; replicas that run start a new one",
+        "write a last snapshot and end the memory; running replicas start a new one",
     )
     purge = _add(commands, "purge", _purge, "forget a namespace, in the whole cluster")
     what = purge.add_mutually_exclusive_group(required=True)
     what.add_argument("--namespace", metavar="HEX", help="the namespace, as `stats` prints it")
-    what.add_argument("--tenant", metavar="NAME", help="all that this tenant has left")
-    warm = _add(commands, "warm", _warm, "teach it texts from a file")
+    what.add_argument("--tenant", metavar="NAME", help="all namespaces of this tenant")
+    warm = _add(commands, "warm", _warm, "add the texts of a file to the memory")
     warm.add_argument(
         "file",
         type=Path,
@@ -52,9 +52,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     warm.add_argument(
         "--config", type=Path, required=True, help="the Serve file of the running application"
     )
-    warm.add_argument("--application", default="", help="which one, where the file has several")
-    warm.add_argument("--tenant", default="", metavar="NAME", help="whose texts these are")
-    warm.add_argument("--adapter", default="", metavar="NAME", help="LoRA adapter they are for")
+    warm.add_argument("--application", default="", help="required if the file has several")
+    warm.add_argument("--tenant", default="", metavar="NAME", help="the owner of the texts")
+    warm.add_argument("--adapter", default="", metavar="NAME", help="LoRA adapter of the texts")
 
 
 def _add(
@@ -142,7 +142,7 @@ def _print_stats(console: Console, name: str, stats: StoreStats) -> None:
 
     rows = {
         "model": stats.fingerprint,
-        "tokens": f"{stats.num_tokens:,} ({stats.dropped_tokens:,} dropped for want of room)",
+        "tokens": f"{stats.num_tokens:,} ({stats.dropped_tokens:,} dropped: memory full)",
         "bytes": f"{stats.num_bytes:,} of {stats.max_bytes:,}",
         "positions": f"{stats.num_records:,}",
         "replicas": str(stats.num_replicas),

@@ -1,4 +1,4 @@
-"""``specserve vllm -- ARGS``: vLLM's own command, also where vLLM is its build for CPU."""
+"""``specserve vllm -- ARGS``: runs vLLM's own command, also with vLLM's CPU build."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         MissingExtraError: vLLM is not installed.
-        SpecServeError: a package is missing that this command of vLLM needs.
+        SpecServeError: the vLLM command needs a package that is not installed.
     """
     from specserve.engine.vllm_command import run_vllm
 

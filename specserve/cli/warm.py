@@ -1,4 +1,4 @@
-"""Fills a running application's draft memory with texts from a file."""
+"""Adds the texts of a file to a running application's draft memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from specserve.trie.warm_texts import read_file
 
 @dataclass(frozen=True, slots=True)
 class Warmup:
-    """The memory that texts are written to, and the model's tokenizer, of transformers."""
+    """The draft memory to fill, and the model's transformers tokenizer."""
 
     namespace: str
     store: StoreOptions
@@ -34,10 +34,10 @@ class Warmup:
 
     @classmethod
     def of(cls, path: Path, application: str, tenant: str, adapter: str) -> Self:
-        """The memory of an application of a Serve file.
+        """The memory of an application of the Serve file ``path``.
 
-        The application's name may be empty where the file has one alone, the tenant where tenants
-        share or there are none. An empty adapter is none.
+        ``application`` is the name; empty: the only one. ``tenant`` is empty if all requests share
+        one memory. ``adapter`` is the LoRA adapter of the texts; empty: none.
 
         Raises:
             SpecServeError: the file is wrong, or has no such application, memory or tenant.
@@ -61,14 +61,14 @@ class Warmup:
         return cls(name, store_options(source, identity, vocab_size, shard), tokenizer)
 
     def check(self, path: Path) -> int:
-        """How many texts a file has. Raises SpecServeError for the first line that is wrong."""
+        """Counts the texts of a file. Raises SpecServeError for the first wrong line."""
         return sum(1 for _ in read_file(path, self.store.vocab_size))
 
     def run(self, path: Path, num_texts: int) -> int:
-        """Writes them, with a progress bar, and returns how many tokens; needs Ray connected.
+        """Writes the texts and returns their number of tokens; needs a connection to Ray.
 
         Raises:
-            StoreError: there is no such memory, or it stopped answering.
+            StoreError: the cluster has no such memory, or the memory stopped answering.
         """
         if self.store.name not in (running := list_stores()):
             others = f"; others: {', '.join(running)}" if running else ""

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from specserve.core.config import AppConfig
 
 AUTO, OFF = "auto", "off"
-"""What ``--speculation`` takes beside a kind of source: drafts by all sources, or by none."""
+"""``--speculation`` is ``auto`` (all sources), ``off`` (no drafts) or a kind of source."""
 
 
 def number_from(lowest: int) -> Callable[[str], int]:
-    """The parser of a whole number."""
+    """An argparse type: parses a whole number that is at least ``lowest``."""
 
     def parse(text: str) -> int:
         if not text.isdecimal() or int(text) < lowest:
@@ -28,10 +28,10 @@ def number_from(lowest: int) -> Callable[[str], int]:
 
 
 def at_least_zero(name: str, value: float) -> float:
-    """The value.
+    """Returns ``value`` if it is valid.
 
     Raises:
-        ConfigError: it is below 0 or not finite.
+        ConfigError: the value of the option ``name`` is below 0 or not finite.
     """
     if not 0 <= value < float("inf"):
         raise ConfigError(name, value, "a number from 0 on")
@@ -39,22 +39,22 @@ def at_least_zero(name: str, value: float) -> float:
 
 
 def in_existing_folder(name: str, path: Path | None) -> None:
-    """Checks where a file will be written, before the work that takes long.
+    """Checks that a file can be written at ``path``, before a command starts its long work.
 
     Raises:
-        ConfigError: its folder does not exist, or it is a folder itself.
+        ConfigError: the parent folder does not exist, or ``path`` is a folder.
     """
     if path and (not path.parent.is_dir() or path.is_dir()):
         raise ConfigError(name, str(path), "a file in an existing folder")
 
 
 def only_application(path: Path) -> AppConfig:
-    """The only application of a Serve file, its model found on this machine.
+    """The configuration of a Serve file's only application.
 
     Raises:
-        ConfigError: the file is wrong, has several applications, or the model is not there.
+        ConfigError: the file is wrong, has several applications, or its model is missing.
     """
-    # Here, because a parser that only tells its options must stay quick.
+    # Imported here so that `--help` stays fast.
     from specserve.engine.checkpoint import find_checkpoint
     from specserve.engine.vllm_version import is_cpu_build
     from specserve.engine.weights import check_weights

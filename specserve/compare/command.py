@@ -12,7 +12,7 @@ from specserve.compare.arguments import (
     only_application,
 )
 
-# The rest is imported when the command runs: the parser of all commands must stay quick.
+# `run` imports the rest, so that `specserve --help` stays fast.
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -49,7 +49,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the comparison; answers the exit code: 1 where the text was changed."""
+    """Runs the comparison and returns the exit code: 1 if speculation changed the text, else 0."""
     from rich.console import Console
 
     from specserve.compare.comparison import Settings, compare

@@ -1,4 +1,4 @@
-"""Runs the same prompts under several methods and tells what each makes of them."""
+"""Runs the same prompts under several methods and collects results and verdicts."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from specserve.engine.generation import Job, RunResult, Sampling
 from specserve.engine.methods import Method
 
 WARM_UP_TOKENS = 32
-"""Tokens that each prompt of the warm-up is continued by; their time is not counted."""
+"""Output tokens of each warm-up prompt. Their time is not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How to run: ``repeat`` passes over the prompts, ``concurrency`` of them at a time.
+    """How to run: ``repeat`` passes over the prompts, ``concurrency`` prompts at a time.
 
-    Only at ``temperature`` 0, which is greedy, outputs are compared. Each prompt's seed is its own,
-    counted from ``seed``. ``tolerance`` is the largest gap of a near tie, in nats.
+    Outputs are compared only at ``temperature`` 0 (greedy). Prompt i is sampled with ``seed + i``.
+    ``tolerance`` is the largest gap of a near tie, in nats.
     """
 
     max_tokens: int
@@ -38,14 +38,13 @@ class Settings:
 
 @dataclass(slots=True, kw_only=True)
 class Comparison:
-    """All results, by method in the order asked for.
+    """All results, by method in the order in which the user named the methods.
 
     Attributes:
-        prompts: what was asked.
-        settings: how.
-        passes: one result a pass.
-        verdicts: of the methods compared with the reference; empty without ``none``, or where
-            sampled.
+        prompts: the same for all methods.
+        settings: the same for all methods.
+        passes: one result per pass.
+        verdicts: for each method but the reference; empty without ``none`` or with sampling.
     """
 
     prompts: Sequence[Prompt]
@@ -55,7 +54,7 @@ class Comparison:
 
     @property
     def is_lossless(self) -> bool:
-        """Nothing that was checked has failed."""
+        """True if no verdict has a failure."""
         return all(verdict.is_lossless for verdict in self.verdicts.values())
 
 
@@ -67,13 +66,13 @@ def compare(
     console: Console,
     reference: Method,
 ) -> Comparison:
-    """Runs each method in an engine of its own, one after another, ``none`` last.
+    """Runs each method in an engine of its own, one after another.
 
-    Last, because that engine then decides about the differences from ``reference``, one of the
-    methods.
+    ``none`` runs last: its engine then scores where outputs differ from those of ``reference``,
+    which is one of the methods.
 
     Raises:
-        EngineError: an engine did not start or died; nothing is left running.
+        EngineError: an engine did not start or died; no process keeps running.
     """
     found: dict[Method, list[RunResult]] = {}
     verdicts: dict[Method, Verdict] = {}
@@ -93,7 +92,7 @@ def compare(
 
 
 def jobs_of(prompts: Sequence[Prompt], settings: Settings) -> list[Job]:
-    """One job a prompt."""
+    """One job per prompt, with its sampling parameters."""
     greedy = settings.temperature == 0
     return [
         Job(
@@ -111,7 +110,7 @@ def jobs_of(prompts: Sequence[Prompt], settings: Settings) -> list[Job]:
 
 
 def warm_up(engine: EngineProcess, jobs: Sequence[Job], concurrency: int) -> None:
-    """Lets everything be compiled and touched that is compiled or touched on first use."""
+    """Runs a few jobs, so that compilation and first memory accesses are not measured."""
     sampling = Sampling(max_tokens=WARM_UP_TOKENS)
     few = jobs[: max(2, concurrency)]
     engine.run([Job(job.prompt_token_ids, sampling) for job in few], concurrency)
@@ -137,7 +136,7 @@ def _judge(
     settings: Settings,
     reference: Method,
 ) -> dict[Method, Verdict]:
-    """Every pass of every other method against the first one of ``reference``."""
+    """Compares every pass of every other method with the first pass of ``reference``."""
     expected = found[reference][0].completions
     return {
         method: judge(

@@ -1,6 +1,6 @@
-"""The demo models' text: the running Python's own standard library, some modules held out.
+"""The demo models' corpus: Python's standard library, of which some modules are held out.
 
-Nothing here imports torch, so that benchmarks can ask for the held-out modules cheaply.
+This module does not import torch, so that benchmarks load the held-out modules quickly.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from specserve.core.errors import ConfigError
 
 HELD_OUT_ONE_IN = 25
-"""One module in this many, by hash of its path, is never trained on."""
+"""One module in this many, chosen by a hash of its path, is held out from training."""
 
 MIN_BYTES, MAX_BYTES = 400, 400_000
 
@@ -47,7 +47,7 @@ def standard_library() -> Path:
 
 
 def module_paths(root: Path) -> list[Path]:
-    """Every Python file of the corpus under `root`, sorted; test suites are left out."""
+    """The corpus's Python files under `root`, sorted, without tests and installed packages."""
     paths = []
     for path in sorted(root.rglob("*.py")):
         folders = path.relative_to(root).parts[:-1]
@@ -61,19 +61,19 @@ def module_paths(root: Path) -> list[Path]:
 
 
 def is_held_out(name: str) -> bool:
-    """Whether the module with this path under the corpus root is kept from training.
+    """Whether a module is held out from training; `name` is its path under the corpus root.
 
-    The rule is a hash of the path alone, so it is the same on every machine and Python version.
+    The rule hashes the path alone, so it is the same on every machine and Python version.
     """
     digest = hashlib.sha256(name.encode()).digest()
     return int.from_bytes(digest[:4], "big") % HELD_OUT_ONE_IN == 0
 
 
 def load_modules(root: Path | None = None, *, held_out: bool) -> list[Module]:
-    """The text of the training modules, or of the held-out ones; what is not UTF-8 is left out.
+    """The held-out modules of the corpus, or the training modules; skips files that are not UTF-8.
 
     Raises:
-        ConfigError: the folder holds no Python file of that part.
+        ConfigError: the folder has no such module.
     """
     root = root or standard_library()
     modules = []

@@ -1,4 +1,4 @@
-"""What a terminal shows while prompts are continued."""
+"""The progress bar of a run over prompts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 def progress_bar(
     console: Console, name: str, total: int, *, stays: bool = True
 ) -> Iterator[Callable[[int, int], None]]:
-    """Shows a bar, which may stay; the value takes finished requests and tokens so far."""
+    """Shows a bar, which ``stays`` or vanishes; yields its update(finished requests, tokens)."""
     columns = (
         TextColumn("{task.description:12}"),
         BarColumn(),

@@ -1,4 +1,4 @@
-"""Questions on long documents that every machine carries: licences, and Python's manual."""
+"""Questions on long documents that are already installed: licences, and Python's manual."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specserve.compare.tasks import Message, message
 
 MIN_CHARS = 4000
 
-_SYSTEM_LICENCES = Path("/usr/share/common-licenses")  # of Debian and what is made from it
+_SYSTEM_LICENCES = Path("/usr/share/common-licenses")  # on Debian and its derivatives
 
 _QUESTIONS = (
     "Summarize this document in five sentences.",
@@ -29,14 +29,14 @@ def load_documents() -> list[str]:
         each.read_text(encoding="utf-8", errors="replace") for each in files if each.is_file()
     ]
     manual = [topics[name] for name in sorted(topics)]
-    # The newest licence has a second name there.
+    # `fromkeys` removes duplicates: some licences have two names in that folder.
     return [text for text in dict.fromkeys([*licences, *manual]) if len(text) >= MIN_CHARS]
 
 
 def ask(documents: Sequence[str], number: int, rng: random.Random, max_chars: int) -> list[Message]:
-    """A dialogue of one question on a part of a document of at most ``max_chars`` characters.
+    """A dialogue of one question and a part of a document of at most ``max_chars`` characters.
 
-    Questions come in turn by ``number``.
+    ``number`` selects the question in rotation; ``rng`` draws the document and the part.
     """
     paragraphs = [each for each in rng.choice(documents).split("\n\n") if each.strip()]
     start = rng.randrange(len(paragraphs))

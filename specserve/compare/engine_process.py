@@ -1,11 +1,11 @@
-"""An engine in a process of its own, so that neither memory nor state passes between methods.
+"""An engine in a process of its own, so that methods share neither memory nor state.
 
-The child is ``python -m specserve.compare.engine_process FD FOLDER`` with the number of an
-inherited pipe, and a folder of its own, which is removed when it ends. It is sent the configuration
-and the method, then jobs and how many of them to run at a time. It answers None when the engine
-stands, then the numbers of finished prompts and tokens so far from time to time, texts as they come
-where it is asked for them, and a ``RunResult``; or an ``EngineError``, which is its last word. Sent
-an empty tuple meanwhile, it ends its jobs and answers None.
+The child is ``python -m specserve.compare.engine_process FD FOLDER``. FD is an inherited pipe;
+FOLDER is for vLLM's files and is removed when the child ends. The parent sends the configuration
+and the method; the child answers None when the engine is ready. For each run the parent sends the
+jobs and the concurrency. The child sends progress, new texts if asked to, and a ``RunResult``. An
+empty tuple from the parent stops the run; the answer is None. On a failure the child sends an
+``EngineError`` and ends.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from specserve.engine.generation import Completion, Job, RunResult, Show
 from specserve.engine.methods import HF, Method
 
 STOP_TIMEOUT_S = 20.0
-"""How long an engine may take to end by itself."""
+"""How long :meth:`EngineProcess.close` waits before it kills the child."""
 
 PROGRESS_INTERVAL_S = 0.25
-"""Progress is told at most this often; it also is how a child notices that its parent is gone."""
+"""Shortest interval between progress messages. Sending one also shows whether the parent lives."""
 
 
 class EngineProcess:
-    """Handle on a child process with one engine; idle, it uses no CPU.
+    """Handle on a child process with one engine, which uses no CPU while idle.
 
-    Usable as a context manager. Not for several threads.
+    It is a context manager, for one thread.
 
     Raises:
         MissingExtraError: vLLM is not installed.
@@ -56,9 +56,9 @@ class EngineProcess:
         self.method = method
         ours, theirs = Pipe()
         self._connection: Connection = ours
-        # vLLM writes much; it is shown only when it tells why the engine died.
+        # vLLM's output: only its last line is shown, when the child dies.
         self._log = tempfile.TemporaryFile(prefix="specserve-engine-")  # noqa: SIM115
-        # vLLM leaves its files there when it is killed.
+        # vLLM's temporary files; a killed vLLM does not remove them itself.
         self._folder = tempfile.TemporaryDirectory(
             prefix="ss-", dir=os.environ.get(RPC_BASE_PATH), ignore_cleanup_errors=True
         )
@@ -78,10 +78,10 @@ class EngineProcess:
         self._send(config, method)
 
     def wait_ready(self) -> None:
-        """Blocks until the engine stands.
+        """Blocks until the engine is ready.
 
         Raises:
-            EngineError: it did not start; one line says why.
+            EngineError: the engine did not start; the message is one line.
         """
         assert self._receive() is None
 
@@ -96,7 +96,7 @@ class EngineProcess:
 
         Raises:
             EngineError: the engine died, or refused a prompt.
-            KeyboardInterrupt: Ctrl-C; the jobs have ended, and the engine takes others.
+            KeyboardInterrupt: after Ctrl-C; the jobs have ended and the engine can run others.
         """
         self._send(tuple(jobs), concurrency, show is not None)
         try:
@@ -114,7 +114,7 @@ class EngineProcess:
         return message
 
     def close(self) -> None:
-        """Ends the child, by force after :data:`STOP_TIMEOUT_S`; nothing of it is left."""
+        """Ends the child and removes its files; kills it after :data:`STOP_TIMEOUT_S`."""
         self._connection.close()
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -133,7 +133,7 @@ class EngineProcess:
         self.close()
 
     def _send(self, *message: object) -> None:
-        # A child that has died is told when its answer is read.
+        # If the child has died, `_receive` raises the error.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._connection.send(message)
 
@@ -142,18 +142,18 @@ class EngineProcess:
             message = self._connection.recv()
         except (EOFError, ConnectionResetError):
             self._kill()
-            raise EngineError(f"method {self.method}: {self._last_words()}") from None
+            raise EngineError(f"method {self.method}: {self._exit_reason()}") from None
         if isinstance(message, EngineError):
             raise message
         return message
 
     def _kill(self) -> None:
-        """The child leads a process group, so that its own children go with it."""
+        """Kills the child's process group, which includes the child's own children."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def _last_words(self) -> str:
+    def _exit_reason(self) -> str:
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").strip().splitlines()
         last = lines[-1].strip() if lines else "no output"
@@ -161,23 +161,23 @@ class EngineProcess:
 
 
 class _Stopped(Exception):
-    """The parent wants no more of what runs."""
+    """The parent has asked to end the run."""
 
 
 def engine_environment(config: AppConfig) -> dict[str, str]:
-    """All variables of a process that an engine is to run in."""
+    """The complete environment variables of a process that runs an engine."""
     environment = dict(os.environ)
-    # The engine core runs in the child itself: one process a method.
+    # The engine core runs in the child itself: one process per method.
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     environment["VLLM_NO_USAGE_STATS"] = "1"
-    # On CPU vLLM would give each shard a NUMA node of its own, and refuse more shards than nodes.
+    # By default vLLM binds each CPU shard to its own NUMA node and refuses more shards than nodes.
     environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     environment.update(openmp_environment(config.placement.num_cpus_per_shard))
     return environment
 
 
 def main(connection: Connection) -> None:
-    """The child: serves its parent until that closes the pipe."""
+    """Runs the child: serves the parent until the parent closes the pipe."""
     try:
         _serve(connection)
     except (BrokenPipeError, ConnectionResetError, EOFError):
@@ -191,18 +191,18 @@ def main(connection: Connection) -> None:
 
 def _serve(connection: Connection) -> None:
     config, method = connection.recv()
-    # Importing vLLM takes seconds, and only here may it happen.
+    # vLLM takes seconds to import; the parent must not import it.
     with without_collections():
         from specserve.engine.hugging_face import HuggingFaceEngine
         from specserve.engine.offline import OfflineEngine
 
-    told = time.perf_counter()
+    last_sent = time.perf_counter()
 
     def progress(num_done: int, num_tokens: int) -> None:
-        nonlocal told
+        nonlocal last_sent
         now = time.perf_counter()
-        if now - told >= PROGRESS_INTERVAL_S:
-            told = now
+        if now - last_sent >= PROGRESS_INTERVAL_S:
+            last_sent = now
             connection.send((num_done, num_tokens))
             if connection.poll():
                 raise _Stopped
@@ -215,12 +215,12 @@ def _serve(connection: Connection) -> None:
     try:
         connection.send(None)
         while True:
-            asked = connection.recv()
-            if not asked:
-                continue  # too late to stop anything
-            jobs, concurrency, shows = asked
+            request = connection.recv()
+            if not request:
+                continue  # the run to stop has already ended
+            jobs, concurrency, streams = request
             try:
-                result = engine.run(jobs, concurrency, progress, *([show] if shows else []))
+                result = engine.run(jobs, concurrency, progress, *([show] if streams else []))
             except _Stopped:
                 connection.recv()
                 result = None

@@ -1,15 +1,14 @@
-"""Whether speculation has changed the greedy output.
+"""Checks whether speculation has changed the greedy output.
 
-Two outputs may part where the model itself does not decide: in bf16 the two most likely tokens
-are often within rounding of each other, and a batch of another shape rounds otherwise. So the
-first difference is put to the engine without speculation: given the common beginning as a prompt,
-how far apart are the two tokens' log-probabilities? And the token written under speculation has to
-be as near to the engine's own choice. What follows a difference is another text and is not
-compared.
+Rounding depends on the batch shape. In bf16 it can decide between two tokens of nearly equal
+probability: a near tie. Two correct outputs may differ from there on. So the engine without
+speculation scores each output's first difference, with the common prefix as its prompt. It is a
+near tie if two gaps of log-probabilities are within a tolerance: between the two tokens, and
+between the speculative token and the engine's own choice. Later tokens are not compared.
 
-A prompt is computed otherwise than a decoding step is. Where the weights leave much to rounding, as
-an untrained router of experts does, the engine without speculation can contradict itself by more
-than the tolerance; the check then fails although no draft is to blame.
+A prefill step rounds differently from a decode step. For some weights, such as an untrained expert
+router, the engine without speculation can differ from itself by more than the tolerance. The check
+then fails although the drafts are correct.
 """
 
 from __future__ import annotations
@@ -22,28 +21,28 @@ from dataclasses import dataclass
 from specserve.engine.generation import Completion, Job, RunResult, Sampling
 
 BF16_TOLERANCE = 0.1
-"""Largest gap of a near tie in bf16 and float16, in nats. Most greedy outputs part within 0.07. A
-model with routed experts was seen to part by 0.375, with vLLM's own methods as with ours: what
-fails here is to be run in float32."""
+"""Largest gap of a near tie in bf16 and float16, in nats. Most differences have a gap below 0.07.
+A model with routed experts had gaps up to 0.375, with vLLM's own methods and with ours. Repeat a
+failed check in float32."""
 
 
 def default_tolerance(dtype: str) -> float:
-    """Largest gap of a near tie in a number format, in nats; in float32 there is none."""
+    """Largest gap of a near tie for a dtype, in nats; 0 for float32, where texts must be equal."""
     return 0.0 if dtype == "float32" else BF16_TOLERANCE
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where a prompt's output first parts from the reference.
+    """The first position where an output differs from the reference.
 
     Attributes:
         prompt: index of the prompt.
         position: index of the output token.
-        expected: the reference's token; None where its output had ended.
-        got: the compared output's token; None where that had ended.
-        gap: difference of the two tokens' log-probabilities given the common beginning, or of
-            ``got`` and the likeliest token if that is more; in nats; infinite where one output
-            had ended.
+        expected: the reference's token; None if the reference output had ended.
+        got: the compared output's token; None if that output had ended.
+        gap: difference of log-probabilities after the common prefix, in nats: of the two tokens, or
+            of ``got`` and the most likely token if that is larger. Infinite if one output had
+            ended.
     """
 
     prompt: int
@@ -58,9 +57,9 @@ class Verdict:
     """The outcome for one method.
 
     Attributes:
-        num_identical: outputs equal token by token.
-        near_ties: differences with a gap of at most ``tolerance``.
-        failures: all others.
+        num_identical: number of outputs that are equal token by token.
+        near_ties: differences with a gap of at most ``tolerance``; none if that is 0.
+        failures: all other differences.
         tolerance: in nats.
     """
 
@@ -71,21 +70,21 @@ class Verdict:
 
     @property
     def num_compared(self) -> int:
-        """All outputs."""
+        """Number of compared outputs."""
         return self.num_identical + len(self.near_ties) + len(self.failures)
 
     @property
     def is_lossless(self) -> bool:
-        """No difference beyond the tolerance."""
+        """True if no difference exceeds the tolerance."""
         return not self.failures
 
 
 def first_difference(
     expected: Sequence[int], got: Sequence[int]
 ) -> tuple[int, int | None, int | None] | None:
-    """Index and both tokens where two outputs part, None for one that had ended.
+    """Where two outputs first differ: (index, expected token, got token).
 
-    None alone: they are equal.
+    A token is None if its output had ended. The result is None if the outputs are equal.
     """
     for index, (left, right) in enumerate(itertools.zip_longest(expected, got)):
         if left != right:
@@ -108,9 +107,9 @@ def judge(
         reference: n greedy completions of the reference method.
         outputs: n completions of the method.
         score: runs jobs on the engine without speculation; called only if there are differences.
-        tolerance: largest gap of a near tie, in nats; 0: there are none, the texts must be equal.
+        tolerance: largest gap of a near tie, in nats; 0: the texts must be equal.
     """
-    parted = [
+    differing = [
         (index, difference)
         for index, (left, right) in enumerate(zip(reference, outputs, strict=True))
         if (difference := first_difference(left.token_ids, right.token_ids)) is not None
@@ -120,7 +119,7 @@ def judge(
             (*prompts[index], *reference[index].token_ids[:position]),
             Sampling(max_tokens=1, score_token_ids=(expected, got)),
         )
-        for index, (position, expected, got) in parted
+        for index, (position, expected, got) in differing
         if expected is not None and got is not None
     }
     scored = score([*jobs.values()]).completions if jobs else ()
@@ -130,12 +129,12 @@ def judge(
     }
     near_ties: list[Difference] = []
     failures: list[Difference] = []
-    for index, difference in parted:
+    for index, difference in differing:
         gap = gaps.get(index, math.inf)
         is_tie = tolerance > 0 and gap <= tolerance
         (near_ties if is_tie else failures).append(Difference(index, *difference, gap))
     return Verdict(
-        num_identical=len(outputs) - len(parted),
+        num_identical=len(outputs) - len(differing),
         near_ties=tuple(near_ties),
         failures=tuple(failures),
         tolerance=tolerance,
@@ -143,7 +142,7 @@ def judge(
 
 
 def _gap(job: Job, completion: Completion) -> float:
-    """Of the job's tokens, or of the second and the engine's choice if that is more; in nats."""
-    logprobs = completion.logprobs[0]  # of both, and of the engine's own choice
+    """The gap that :class:`Difference` defines, in nats."""
+    logprobs = completion.logprobs[0]  # of both tokens and of the engine's own choice
     expected, got = (logprobs[token] for token in job.sampling.score_token_ids)
     return max(abs(expected - got), max(logprobs.values()) - got)

@@ -1,4 +1,4 @@
-"""What a measurement was made with: versions of packages, and the machine."""
+"""Describes the environment of a measurement: package versions and the machine."""
 
 from __future__ import annotations
 
@@ -24,19 +24,18 @@ PACKAGES = (
 
 
 def circumstances() -> dict[str, Any]:
-    """Versions of packages, and the machine, as a report carries them."""
+    """Package versions and machine properties, for the JSON document of a report."""
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
             versions[name] = version(name)
     machine = {
         "cpu": _cpu_model(),
-        "num_cpus": len(os.sched_getaffinity(0)),  # logical, that this process may use
+        "num_cpus": len(os.sched_getaffinity(0)),  # logical CPUs that this process may use
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "gpus": _gpus(),
         "system": f"{platform.system()} {platform.release()}",
-        # Processes running or waiting on average over the last minute: on a quiet machine well
-        # below 1 before a measurement.
+        # Load average of the last minute. Before a measurement it should be well below 1.
         "load": round(os.getloadavg()[0], 2),
     }
     return {"versions": versions, "machine": machine}
@@ -47,7 +46,7 @@ def _cpu_model() -> str:
         key, _, value = line.partition(":")
         if key.strip() == "model name":
             return value.strip()
-    return platform.processor()  # Arm's has no such line
+    return platform.processor()  # on Arm, /proc/cpuinfo has no model name
 
 
 def _gpus() -> tuple[str, ...]:
@@ -55,6 +54,6 @@ def _gpus() -> tuple[str, ...]:
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
-    except (subprocess.SubprocessError, OSError):  # there may be no such command
+    except (subprocess.SubprocessError, OSError):  # for example, nvidia-smi is not installed
         return ()
     return tuple(line.strip() for line in answer.stdout.splitlines() if line.strip())

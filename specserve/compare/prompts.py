@@ -1,4 +1,4 @@
-"""The prompts of a comparison: five built-in sets, or a file of one's own."""
+"""The prompts of a comparison: five built-in sets, or the user's file."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from specserve.engine.chat_template import read_chat_template
 FIELD = "--prompts"
 
 BUILT_IN = ("te", "tc", "chat", "code", "docs")
-"""Names of the built-in sets: questions in English and Chinese, dialogues of several turns, tasks
-over held-out modules of the running Python's standard library, questions on long documents."""
+"""The built-in sets: questions in English and in Chinese, dialogues of several turns, tasks on
+held-out modules of Python's standard library, questions on long documents."""
 
 _DATA = Path(__file__).with_name("data")
 
 DEFAULT_NUM_PROMPTS = 16
 
 CODE_TOKENS = (300, 650)
-"""Length of a ``code`` prompt in tokens, shortest and longest; completing a function may be
-down to a third of it, for no more than the docstring is given."""
+"""Shortest and longest ``code`` prompt, in tokens. A prompt of kind ``complete`` has only a
+function's head and docstring, so its lower limit is a third of this."""
 
 DOCS_TOKENS = (1000, 2000)
-"""Length of a ``docs`` prompt in tokens."""
+"""Shortest and longest ``docs`` prompt, in tokens."""
 
 MAX_DRAWS = 5000
-"""Tries to find a prompt of that length; one in ten fits."""
+"""Most draws for one ``code`` prompt or for all ``docs`` prompts; about one draw in ten fits."""
 
 CODE_KINDS = ("quote", "rename", "complete", "continue")
-"""Tasks of the ``code`` set, in turn; ``continue`` is plain text, the others are dialogues."""
+"""Tasks of the ``code`` set, used in rotation. ``continue`` is plain text, the others dialogues."""
 
 
 class Tokenizer(Protocol):
-    """What is used of a transformers tokenizer."""
+    """The methods of a transformers tokenizer that this package uses."""
 
     chat_template: str | None
 
@@ -52,20 +52,20 @@ class Tokenizer(Protocol):
     def apply_chat_template(
         self, conversation: list[Message], *, add_generation_prompt: bool, tokenize: bool
     ) -> Any:
-        """A dialogue as the model's text."""
+        """A dialogue rendered by the chat template."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt as the model reads it.
+    """One prompt after the chat template and the tokenizer.
 
     Attributes:
-        text: after the chat template.
-        token_ids: of ``text``.
-        prediction: tokens that the answer is expected to be; empty: none.
-        json_schema: what the answer keeps to, as JSON; empty: nothing.
-        reference: a good answer; empty: none is known.
+        text: the rendered prompt.
+        token_ids: tokens of ``text``.
+        prediction: tokens of the predicted output; empty: none.
+        json_schema: JSON schema of the answer, as a JSON text; empty: none.
+        reference: a good answer; empty: unknown.
     """
 
     text: str
@@ -76,7 +76,7 @@ class Prompt:
 
 
 class FilePrompt(NamedTuple):
-    """A prompt as a file has it: a text, or a dialogue; with what is known of its answer."""
+    """One entry of a prompt file: a text or a dialogue, and the optional fields of `Prompt`."""
 
     dialogue: list[Message] | str
     prediction: str = ""
@@ -88,9 +88,9 @@ def load_tokenizer(path: str, revision: str = "", *, trust_remote_code: bool = F
     """The tokenizer of a checkpoint folder or hub id.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the checkpoint has no tokenizer that transformers can load.
     """
-    from transformers import AutoTokenizer  # seconds to import, and only needed here
+    from transformers import AutoTokenizer  # takes seconds to import
 
     try:
         tokenizer: Tokenizer = AutoTokenizer.from_pretrained(
@@ -105,10 +105,10 @@ def load_tokenizer(path: str, revision: str = "", *, trust_remote_code: bool = F
 def configured_tokenizer(config: AppConfig, chat_template: str = "") -> Tokenizer:
     """The tokenizer of an application's model.
 
-    It takes the given chat template, else the configured one, else its own.
+    Its chat template is the argument, else ``engine.vllm.chat_template``, else its own.
 
     Raises:
-        ConfigError: there is no tokenizer, or the template is none.
+        ConfigError: the model has no tokenizer, or the template is not valid.
     """
     model = config.model
     tokenizer = load_tokenizer(model.tokenizer or model.path, **config.pretrained_options)
@@ -119,15 +119,15 @@ def configured_tokenizer(config: AppConfig, chat_template: str = "") -> Tokenize
 
 
 def use_chat_template(tokenizer: Tokenizer, template: str, field: str) -> None:
-    """Has dialogues written by another template than the tokenizer's own.
+    """Replaces the tokenizer's chat template.
 
     Args:
-        tokenizer: changed.
-        template: as :func:`read_chat_template` takes it.
-        field: where it was given.
+        tokenizer: is changed.
+        template: the template or its file, as :func:`read_chat_template` takes it.
+        field: the field or option that gave the template, for errors.
 
     Raises:
-        ConfigError: no such file, or it is no template for a question.
+        ConfigError: the file is missing, or the template cannot render a question.
     """
     tokenizer.chat_template = read_chat_template(template, field)
     try:
@@ -140,9 +140,9 @@ def use_chat_template(tokenizer: Tokenizer, template: str, field: str) -> None:
 def load_prompts(
     name: str, tokenizer: Tokenizer, *, num_prompts: int = 0, seed: int = 0
 ) -> list[Prompt]:
-    """A set of :data:`BUILT_IN`, drawn by ``seed``, or a ``.jsonl`` or ``.txt`` file in its order.
+    """The prompts of a built-in set, drawn by ``seed``, or of a ``.jsonl`` or ``.txt`` file.
 
-    Without ``num_prompts`` there are :data:`DEFAULT_NUM_PROMPTS` of a set, and all of a file.
+    ``num_prompts`` 0: :data:`DEFAULT_NUM_PROMPTS` prompts of a set, or all prompts of a file.
 
     Raises:
         ConfigError: unknown name, unreadable file, or fewer prompts than asked for.
@@ -166,10 +166,10 @@ def load_prompts(
 
 
 def check_lengths(prompts: Sequence[Prompt], name: str, max_model_len: int) -> None:
-    """Checks that the model has room for an answer to each prompt of a set or file.
+    """Checks that each prompt leaves room for at least one output token.
 
     Raises:
-        ConfigError: one is too long: which, and its length.
+        ConfigError: a prompt is too long; the error has its number and length.
     """
     for number, prompt in enumerate(prompts, 1):
         if len(prompt.token_ids) >= max_model_len:
@@ -178,7 +178,7 @@ def check_lengths(prompts: Sequence[Prompt], name: str, max_model_len: int) -> N
 
 
 def to_prompt(tokenizer: Tokenizer, entry: FilePrompt) -> Prompt:
-    """The prompt as the model reads it, with what is known of its answer."""
+    """Renders and tokenizes a file's prompt and keeps its optional fields."""
     prediction = tokenizer.encode(entry.prediction, add_special_tokens=False)
     return replace(
         render(tokenizer, entry.dialogue),
@@ -189,9 +189,9 @@ def to_prompt(tokenizer: Tokenizer, entry: FilePrompt) -> Prompt:
 
 
 def render(tokenizer: Tokenizer, dialogue: Sequence[Message] | str) -> Prompt:
-    """The prompt as the model reads it.
+    """Renders a dialogue by the chat template, or a plain string, and tokenizes it.
 
-    A dialogue goes through the chat template where there is one; a string stays as it is.
+    If the tokenizer has no chat template, the messages are joined by line breaks.
 
     Raises:
         ConfigError: the template refuses the dialogue.
@@ -204,10 +204,10 @@ def render(tokenizer: Tokenizer, dialogue: Sequence[Message] | str) -> Prompt:
         text = tokenizer.apply_chat_template(
             list(dialogue), add_generation_prompt=True, tokenize=False
         )
-    except Exception as error:  # Jinja runs the template
+    except Exception as error:  # a Jinja template can raise anything
         allowed = f"what the chat template takes ({reason_of(error)})"
         raise ConfigError("messages", list(dialogue), allowed) from None
-    # The template has written the special tokens already.
+    # The template has already written the special tokens.
     return Prompt(text, tuple(tokenizer.encode(text, add_special_tokens=False)))
 
 
@@ -231,7 +231,7 @@ def _code(tokenizer: Tokenizer, num_prompts: int, seed: int) -> list[Prompt]:
                 lines = rng.choice(modules).text.splitlines(keepends=True)
                 dialogue = _head(lines[rng.randrange(len(lines)) :], max_chars)
             else:
-                # A task counts the answer, which is left out here, to its characters.
+                # `draw` limits question and answer together; the answer is removed here.
                 dialogue = tasks.draw(rng, max_chars * 2, kind=kind)[:-1]
             prompt = render(tokenizer, dialogue)
             if shortest <= len(prompt.token_ids) <= highest and prompt not in prompts:
@@ -259,14 +259,14 @@ def _docs(tokenizer: Tokenizer, num_prompts: int, seed: int) -> list[Prompt]:
 
 
 def _num_chars(tokenizer: Tokenizer, texts: Sequence[str], num_tokens: int) -> int:
-    """About so many characters of these texts have so many tokens."""
+    """Estimates how many characters of these texts make ``num_tokens`` tokens."""
     heads = [text[:1000] for text in texts]
-    of_heads = sum(len(tokenizer.encode(head, add_special_tokens=False)) for head in heads)
-    return round(num_tokens * sum(map(len, heads)) / of_heads)
+    head_tokens = sum(len(tokenizer.encode(head, add_special_tokens=False)) for head in heads)
+    return round(num_tokens * sum(map(len, heads)) / head_tokens)
 
 
 def _head(lines: Sequence[str], max_chars: int) -> str:
-    """The first whole lines, and half of one more, so that the text does not seem finished."""
+    """The first lines up to ``max_chars``, then half a line, so that the text ends unfinished."""
     size, taken = 0, []
     for line in lines:
         if size + len(line) > max_chars:
@@ -278,22 +278,21 @@ def _head(lines: Sequence[str], max_chars: int) -> str:
 
 
 def read_prompts(path: Path, field: str, or_else: str) -> list[FilePrompt]:
-    """Prompts of a file: ``.txt`` one a line; ``.jsonl`` with ``prompt`` or ``messages``.
+    """Reads the prompts of a file, one per line.
 
     Args:
-        path: the file.
-        field: where it was named.
-        or_else: what might have been given instead of such a file.
+        path: a ``.txt`` file of texts, or a ``.jsonl`` file with ``prompt`` or ``messages``.
+        field: the option that named the file, for errors.
+        or_else: what the option takes instead of a file, for errors.
 
     Raises:
-        ConfigError: the file is missing, of another kind, not UTF-8 or empty, or a line is
-            malformed.
+        ConfigError: the file is missing, of another type, not UTF-8 or empty, or a line is wrong.
     """
     if path.suffix not in (".jsonl", ".txt"):
         raise ConfigError(field, str(path), f"{or_else}, or the path of a .jsonl or .txt file")
     try:
         content = path.read_bytes()
-        lines = content.decode().replace("\r\n", "\n").split("\n")  # a text may hold U+2028
+        lines = content.decode().replace("\r\n", "\n").split("\n")  # U+2028 does not end a line
     except OSError as error:
         raise ConfigError(field, str(path), f"a readable UTF-8 file ({error})") from None
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""A comparison as a table for people and as JSON for programs."""
+"""Formats a comparison as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from specserve.engine.methods import NONE, Method
 
 
 def median_tokens_per_second(passes: Sequence[RunResult]) -> float:
-    """Over the passes."""
+    """Median throughput of the passes, in tokens per second."""
     return statistics.median(one.tokens_per_second for one in passes)
 
 
 def median_first_token_seconds(passes: Sequence[RunResult]) -> float:
-    """Over all prompts of all passes."""
+    """Median time to first token over all prompts of all passes, in seconds."""
     return statistics.median(c.first_token_seconds for one in passes for c in one.completions)
 
 
 def totals(passes: Sequence[RunResult]) -> tuple[int, int, int]:
-    """Verified drafts, draft tokens and accepted tokens of all sources and passes."""
+    """Sums over all sources and passes: (verified drafts, draft tokens, accepted tokens)."""
     entries = [entry for one in passes for entry in one.drafts]
     return (
         sum(entry.num_drafts for entry in entries),
@@ -43,7 +43,7 @@ def totals(passes: Sequence[RunResult]) -> tuple[int, int, int]:
 
 
 def table(comparison: Comparison, title: str) -> Table:
-    """One row a method."""
+    """The table, one row per method."""
     rows = Table(title=title)
     for name in ("method", "tok/s", f"x {NONE}", "first", "drafted", "accepted", "a draft", "same"):
         rows.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
@@ -68,7 +68,7 @@ def table(comparison: Comparison, title: str) -> Table:
 
 
 def explanation(comparison: Comparison) -> list[str]:
-    """What the check for losslessness found, one line a method."""
+    """The results of the losslessness check, one line per method, and a hint after a failure."""
     lines = []
     for method, verdict in comparison.verdicts.items():
         words = [f"{verdict.num_identical} of {verdict.num_compared} texts identical"]
@@ -83,7 +83,7 @@ def explanation(comparison: Comparison) -> list[str]:
 
 
 def document(comparison: Comparison, config: AppConfig, prompt_set: str) -> dict[str, Any]:
-    """Everything, as JSON takes it: a field for each method and the circumstances."""
+    """The whole comparison as a JSON object: one field per method, settings and environment."""
     return {
         **{str(method): _method(comparison, method) for method in comparison.passes},
         "lossless": comparison.is_lossless if comparison.verdicts else None,
@@ -99,16 +99,16 @@ def document(comparison: Comparison, config: AppConfig, prompt_set: str) -> dict
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Writes a document as JSON, aside first: no half-written file is ever seen.
+    """Writes a document as JSON, atomically: to a temporary file, which is then renamed.
 
     Raises:
         ConfigError: the file cannot be written.
     """
     text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
-    aside = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        aside.write_text(f"{text}\n", encoding="utf-8")
-        aside.replace(path)
+        temporary.write_text(f"{text}\n", encoding="utf-8")
+        temporary.replace(path)
     except OSError as error:
         allowed = f"a file that can be written ({error.strerror})"
         raise ConfigError("--save-output", str(path), allowed) from None

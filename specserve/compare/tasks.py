@@ -1,7 +1,7 @@
-"""Chat tasks made from source code, whose answers are mostly copied from the prompt.
+"""Chat tasks on source code, whose answers are mostly copied from the prompt.
 
-Each task is a short dialogue over functions cut out of one module with `ast`. Copying from the
-prompt is what prompt lookup lives on, so the tasks that copy come often.
+Each task is a short dialogue on functions that `ast` finds in one module. Prompt lookup drafts well
+when an answer copies from its prompt, so the copying tasks are drawn most often.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ SYSTEM = "You are a careful Python programmer."
 
 @dataclass(frozen=True, kw_only=True)
 class Function:
-    """One function or method: `code` is dedented; `signature` ends with the colon."""
+    """One function or method. `code` is dedented; `signature` includes the colon."""
 
     name: str
     code: str
     signature: str
     docstring: str
     docstring_lines: tuple[int, int] | None
-    """First and last line of the docstring inside `code`, counted from 0; None without one."""
+    """First and last line of the docstring in `code`, counted from 0; None: no docstring."""
 
 
 Task = list[Message]
 """A dialogue whose last message is the assistant's answer."""
 
 Draw = Callable[[random.Random, int], Task | None]
-"""Makes a task of at most so many characters; None: this draw allows for none."""
+"""Makes a task of at most the given number of characters; None: the drawn code is unsuitable."""
 
 
 def functions_of(module: Module) -> list[Function]:
-    """The functions and methods of a module in file order; [] where it does not parse."""
+    """The functions and methods of 40 to 4000 characters, in file order; [] on a syntax error."""
     try:
         tree = ast.parse(module.text)
     except (SyntaxError, ValueError):
@@ -83,16 +83,16 @@ def _cut(lines: list[str], node: ast.FunctionDef | ast.AsyncFunctionDef) -> Func
 
 
 def fence(code: str) -> str:
-    """Code as a Markdown block, the way prompts and answers carry it."""
+    """Code as a fenced Markdown block, as in prompts and answers."""
     return f"```python\n{code.strip(chr(10))}\n```"
 
 
 class TaskMaker:
-    """Draws tasks from modules; a task depends on the random generator it is given alone."""
+    """Draws tasks from modules, deterministically for a given random generator."""
 
     def __init__(self, modules: list[Module]) -> None:
         self.functions = [fs for fs in map(functions_of, modules) if fs]
-        """Per module with functions, its functions."""
+        """The functions of each module that has any."""
         if not self.functions:
             raise ConfigError("corpus", [m.name for m in modules], "modules with functions")
         words = {w for m in modules for w in re.findall(r"\b[a-z][a-z_]{3,14}\b", m.text)}
@@ -103,15 +103,15 @@ class TaskMaker:
             "quote": (6, self._quote),
             "describe": (1, self._describe),
         }
-        """Of each kind how often it is drawn where none is named, and what makes one."""
+        """By kind of task: its weight in a random draw, and the method that makes it."""
 
     def draw(self, rng: random.Random, max_chars: int, kind: str | None = None) -> Task:
-        """A task of about at most `max_chars` characters in all; its kind drawn where None.
+        """Draws a task of about `max_chars` characters at most; `kind` None: of a random kind.
 
-        Where the modules hold nothing so short, the limit doubles until they do.
+        The limit doubles after every 500 failed attempts.
 
         Raises:
-            ConfigError: the modules hold no such task of any length.
+            ConfigError: 3000 attempts failed.
         """
         names = list(self.kinds)
         weights = [self.kinds[name][0] for name in names]
@@ -125,12 +125,12 @@ class TaskMaker:
         raise ConfigError("corpus", kind, "modules whose functions this task can be made from")
 
     def function(self, rng: random.Random, max_chars: int) -> Function | None:
-        """Some function; None if it is too long."""
+        """A random function; None if it is longer than `max_chars`."""
         function = rng.choice(rng.choice(self.functions))
         return function if len(function.code) <= max_chars else None
 
     def excerpt(self, rng: random.Random, max_chars: int) -> list[Function]:
-        """Neighbouring functions of one module with distinct names."""
+        """Neighbouring functions of one module with distinct names; [] if the first is too long."""
         functions = rng.choice(self.functions)
         start = rng.randrange(len(functions))
         room = rng.randint(max_chars // 3, max_chars)
@@ -156,12 +156,12 @@ class TaskMaker:
         return one_question(f"{ask}\n{fence(head)}", fence(function.code))
 
     def rename(self, rng: random.Random, max_chars: int) -> Task | None:
-        """Repeats a function with one of its names changed."""
+        """The task to repeat a function with one identifier renamed."""
         function = self.function(rng, max_chars // 2)
         return self.rename_in(rng, function) if function is not None else None
 
     def rename_in(self, rng: random.Random, function: Function) -> Task | None:
-        """The same of a given function; None where it has no name to change."""
+        """The renaming task for a given function; None if no suitable name was found."""
         names = re.findall(r"\b[A-Za-z_]\w{2,}\b", function.code)
         candidates = sorted({n for n in names if names.count(n) > 1 and n not in _KEYWORDS})
         if not candidates:
@@ -205,5 +205,5 @@ def message(role: str, content: str) -> Message:
 
 
 def one_question(asked: str, answer: str) -> Task:
-    """A task of one question."""
+    """A task of one question and its answer."""
     return [message("user", asked), message("assistant", answer)]

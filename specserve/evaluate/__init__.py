@@ -1,1 +1,1 @@
-"""The command ``specserve evaluate``: answers with known references, beside Hugging Face's."""
+"""The command ``specserve evaluate``: scores answers against references and Hugging Face's."""

@@ -1,4 +1,4 @@
-"""``specserve evaluate``: whether answers are as good as without speculation, and as others'."""
+"""``specserve evaluate``: checks that speculation keeps the quality of answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from specserve.core.config import AppConfig
     from specserve.engine.methods import Method
 
-# The rest is imported when the command runs: the parser of all commands must stay quick.
+# `run` imports the rest, so that `specserve --help` stays fast.
 
 DEFAULT_NUM = 20
 
@@ -24,10 +24,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "evaluate",
         help="check that answers are as good with speculation as without, and as Hugging Face's",
-        description="Asks questions whose answers are known, one at a time and greedily: of the "
-        "engine with and without speculation, and of Hugging Face's `generate`. Prints times, "
-        "ROUGE and the share of equal texts. Exit code 1 if a method's texts differ beyond near "
-        "ties and its ROUGE-1 is more than 0.5 points from that of `none`.",
+        description="Asks questions that have reference answers, one at a time and greedily. The "
+        "engine answers with and without speculation, and so does Hugging Face's `generate`. "
+        "Prints times, ROUGE and the share of equal texts. Exit code 1 if a method's texts differ "
+        "beyond near ties and its ROUGE-1 is more than 0.5 points from that of `none`.",
     )
     add = parser.add_argument
     add("--config", type=Path, required=True, help="Serve configuration file")
@@ -52,7 +52,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the evaluation; answers the exit code: 1 where quality was lost."""
+    """Runs the evaluation and returns the exit code: 1 if quality was lost, else 0."""
     from rich.console import Console
 
     from specserve.compare.comparison import Settings, compare
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     methods, reference = _methods(args.methods, config)
     examples = _examples(args, config, configured_tokenizer(config))
     tolerance = default_tolerance(config.engine.dtype)
-    if reference.name == HF:  # another implementation rounds otherwise, in float32 as well
+    if reference.name == HF:  # another implementation rounds differently, even in float32
         tolerance = BF16_TOLERANCE
     settings = Settings(max_tokens=args.max_tokens, tolerance=tolerance)
     console = Console()
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _methods(text: str | None, config: AppConfig) -> tuple[list[Method], Method]:
-    """The methods to run, and the one whose texts the others' are compared with."""
+    """The methods to run, and the reference method: ``hf`` if it runs, else ``none``."""
     from specserve.engine.methods import ALL, HF, NONE, Method, parse_methods
 
     if text is None:

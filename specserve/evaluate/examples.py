@@ -1,4 +1,4 @@
-"""Questions with answers that are known: tasks on held-out code, or a file."""
+"""Questions with reference answers: tasks on held-out code, or a file."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from specserve.compare.tasks import TaskMaker
 from specserve.core.errors import MISSING, ConfigError
 
 TASKS = ("describe", "quote", "rename")
-"""What a function does, answered by its docstring; a function of a file; a function with a name
-changed."""
+"""Describe a function (the reference is its docstring), quote a function of a file, rename an
+identifier in a function."""
 
 
 def draw_examples(
     kinds: Sequence[str], tokenizer: Tokenizer, num: int, *, max_input: int, max_tokens: int
 ) -> list[Prompt]:
-    """Tasks of these kinds in turn, always the same, over modules that no demo model has seen.
+    """Draws tasks of these kinds in rotation, on held-out modules, always with the same seed.
 
     Prompts have at most ``max_input`` tokens, and references fewer than ``max_tokens``.
 
     Raises:
-        ConfigError: an unknown kind, or limits that no task keeps to.
+        ConfigError: a kind is unknown or repeated, or no task fits the limits.
     """
     for kind in kinds:
         if kind not in TASKS or kinds.count(kind) > 1:
@@ -58,10 +58,10 @@ def draw_examples(
 
 
 def read_examples(path: Path, tokenizer: Tokenizer, num: int, *, max_input: int) -> list[Prompt]:
-    """The first ``num`` examples of a ``.jsonl`` file, each with a reference; 0: all.
+    """Reads the first ``num`` examples of a ``.jsonl`` file, or all if ``num`` is 0.
 
     Raises:
-        ConfigError: the file is malformed or too short, or a prompt is too long.
+        ConfigError: the file is malformed or too short, a prompt is too long or lacks a reference.
     """
     if path.suffix != ".jsonl":
         raise ConfigError("--data", str(path), "the path of a .jsonl file")

@@ -1,4 +1,4 @@
-"""How near answers come to their references, and whether a method keeps the quality of ``none``."""
+"""Scores answers against references, and decides whether a method keeps the quality of ``none``."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from specserve.engine.methods import NONE, Method
 METRICS = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 
 MAX_DELTA = 0.5
-"""How far the ROUGE-1 of a method whose texts differ may be from that of ``none``, in points."""
+"""Largest difference of ROUGE-1 from that of ``none``, in points, if a method's texts differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quality:
-    """One method's answers.
+    """The quality of one method's answers.
 
     Attributes:
         scores: F-measure by metric, mean over the answers, in points from 0 to 100.
-        exact: share of answers that are their reference, but for whitespace around it.
-        delta: its ROUGE-1 less that of ``none``, in points.
-        verdict: its texts beside those of the reference method; None: it is the reference.
-        keeps: its texts are the reference method's up to near ties, or ``delta`` is small.
+        exact: share of answers equal to their reference; surrounding whitespace is ignored.
+        delta: the method's ROUGE-1 minus that of ``none``, in points.
+        verdict: comparison with the reference method's texts; None for the reference method.
+        keeps: texts equal the reference method's up to near ties, or ``delta`` is small.
     """
 
     scores: dict[str, float]
@@ -44,7 +44,7 @@ _WORDS = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W_\u3040-\u30ff\u3400-\u9f
 
 
 class _Words(Tokenizer):  # type: ignore[misc]
-    """Words of any script; the library's own are ASCII alone. A Chinese character is a word."""
+    """Words of any script; a Chinese character is a word. The library's tokenizer is ASCII only."""
 
     def tokenize(self, text: str) -> list[str]:
         return _WORDS.findall(text.lower())
@@ -63,31 +63,31 @@ def rouge(answers: Sequence[str], references: Sequence[str]) -> dict[str, float]
 
 
 def judge_quality(comparison: Comparison) -> dict[Method, Quality]:
-    """Every method of a comparison of one pass, ``none`` among them, beside known references."""
+    """Judges every method of a comparison, which has one pass per method and includes ``none``."""
     references = [prompt.reference for prompt in comparison.prompts]
     scores = {
         method: rouge([answer.text for answer in answers_of(comparison, method)], references)
         for method in comparison.passes
     }
-    of_none = scores[Method(NONE)]["rouge1"]
+    none_rouge1 = scores[Method(NONE)]["rouge1"]
     found = {}
-    for method, its in scores.items():
-        delta = its["rouge1"] - of_none
+    for method, score in scores.items():
+        delta = score["rouge1"] - none_rouge1
         verdict = comparison.verdicts.get(method)
-        # The reference method is as equal to `none` as `none` is to it.
-        beside = verdict or comparison.verdicts.get(Method(NONE))
-        keeps = abs(delta) <= MAX_DELTA or (beside is not None and beside.is_lossless)
+        # The reference method has no verdict. The one of `none` also compares these two methods.
+        relevant = verdict or comparison.verdicts.get(Method(NONE))
+        keeps = abs(delta) <= MAX_DELTA or (relevant is not None and relevant.is_lossless)
         same = [
             answer.text.strip() == reference.strip()
             for answer, reference in zip(answers_of(comparison, method), references, strict=True)
         ]
         found[method] = Quality(
-            scores=its, exact=statistics.fmean(same), delta=delta, verdict=verdict, keeps=keeps
+            scores=score, exact=statistics.fmean(same), delta=delta, verdict=verdict, keeps=keeps
         )
     return found
 
 
 def answers_of(comparison: Comparison, method: Method) -> tuple[Completion, ...]:
-    """The texts of a method's only pass."""
+    """The completions of a method's only pass."""
     (only,) = comparison.passes[method]
     return only.completions

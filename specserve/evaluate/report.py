@@ -1,4 +1,4 @@
-"""An evaluation as a table and lines for people, and as fields of a JSON document."""
+"""Formats an evaluation as a table, as text lines and as JSON fields."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from specserve.evaluate.quality import MAX_DELTA, METRICS, Quality, answers_of
 def table(
     comparison: Comparison, found: Mapping[Method, Quality], reference: Method, title: str
 ) -> Table:
-    """One row a method.
+    """The table, one row per method.
 
-    Columns: median milliseconds an answer, tokens a second, ROUGE in points, share of answers that
-    are their reference, share of texts equal to the reference method's.
+    Columns: median milliseconds per answer, tokens per second, ROUGE in points, share of answers
+    equal to their reference, share of texts equal to the reference method's.
     """
     rows = Table(title=title, padding=(0, 1, 0, 0))
     short = [name.replace("rouge", "R") for name in METRICS]
@@ -40,7 +40,7 @@ def table(
 
 
 def differences(found: Mapping[Method, Quality], reference: Method) -> list[str]:
-    """A line a method whose texts are not all the reference method's: the first that parts."""
+    """One line per method whose texts differ from the reference method's, with the first one."""
     lines = []
     for method, quality in found.items():
         verdict = quality.verdict
@@ -60,7 +60,7 @@ def differences(found: Mapping[Method, Quality], reference: Method) -> list[str]
 
 
 def failures(found: Mapping[Method, Quality], threshold: float | None) -> list[str]:
-    """A line for each method and reason why its quality is not kept."""
+    """One line for each method and reason why its quality is not kept."""
     lines = []
     for method, quality in found.items():
         rouge1 = quality.scores["rouge1"]
@@ -81,7 +81,7 @@ def with_quality(
     reference: Method,
     lost: Sequence[str],
 ) -> dict[str, Any]:
-    """The JSON document of a comparison, changed into that of an evaluation."""
+    """Turns the JSON document of a comparison into that of an evaluation; changes ``content``."""
     del content["lossless"]
     content["reference_method"] = str(reference)
     content["references"] = [each.reference for each in comparison.prompts]

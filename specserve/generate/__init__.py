@@ -1,1 +1,1 @@
-"""The command ``specserve generate``: texts continued, and a chat, beside what speculation did."""
+"""The command ``specserve generate``: continues texts or chats, and shows draft statistics."""

@@ -27,15 +27,15 @@ def chat(
     history_turns: int,
     system: str,
 ) -> list[dict[str, Any]]:
-    """Asks for lines until one ends the chat, or the input does; what was said.
+    """Runs a chat until the user or the input ends it; returns its questions and answers.
 
-    Ctrl-C during an answer ends that answer; its text so far stays in the dialogue.
+    Ctrl-C ends an answer; its text so far stays in the dialogue.
 
     Args:
-        model: which answers.
-        console: where lines are read and answers are shown.
-        sampling: gives that of an answer, for the tokens of its prompt and their name in errors.
-        history_turns: earlier questions that are sent with a new one, and their answers.
+        model: answers the questions.
+        console: reads questions and shows answers.
+        sampling: returns an answer's sampling, given its prompt and the prompt's name in errors.
+        history_turns: number of earlier questions and answers to send with a new question.
         system: the system prompt; empty: none.
     """
     write(console, f"{', '.join(END)}: end; {', '.join(CLEAR)}: a new dialogue\n")

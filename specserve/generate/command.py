@@ -1,4 +1,4 @@
-"""``specserve generate``: continues texts, or chats, by a server or an engine of its own."""
+"""``specserve generate``: continues texts or chats, with a server or with an engine it starts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from specserve.engine.generation import Sampling
     from specserve.generate.questions import Model
 
-# The rest is imported when the command runs: the parser of all commands must stay quick.
+# `run` imports the rest, so that `specserve --help` stays fast.
 
 GREEDY, SAMPLED = "greedy_search", "greedy_search_with_sampling"
 BEAMS, SAMPLED_BEAMS = "beam_search", "beam_search_with_sampling"
@@ -28,7 +28,7 @@ TASKS = (GREEDY, SAMPLED, BEAMS, SAMPLED_BEAMS, CHAT)
 DEFAULT_NEW_TOKENS, DEFAULT_BEAMS, DEFAULT_HISTORY = 128, 4, 3
 _SAMPLING_TASKS = SAMPLED, SAMPLED_BEAMS, CHAT
 _BEAM_TASKS = BEAMS, SAMPLED_BEAMS
-_OF_SOME_TASKS = {
+_TASK_OPTIONS = {
     "top_k": (0, (0, 1), _SAMPLING_TASKS),
     "top_p": (1.0, (1,), _SAMPLING_TASKS),
     "temperature": (1.0, (0, 1), _SAMPLING_TASKS),
@@ -36,7 +36,7 @@ _OF_SOME_TASKS = {
     "length_penalty": (1.0, (1,), _BEAM_TASKS),
     "history_turns": (DEFAULT_HISTORY, (0,), (CHAT,)),
 }
-"""Options of some tasks: the default, values that are right for the other tasks too, the tasks."""
+"""Options of some tasks: the default, values that other tasks accept too, and the tasks."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -85,7 +85,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answers what is asked.
+    """Runs the task and prints the answers.
 
     Raises:
         SpecServeError: an argument or a file is wrong, or a request failed.
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     is_beam = args.task in _BEAM_TASKS
-    _fill(args)
+    _set_defaults(args)
     at_least_zero("--temperature", args.temperature)
     in_existing_folder("--save-output", args.save_output)
     if not 0 < args.top_p <= 1:
@@ -131,17 +131,17 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError("--temperature", args.temperature, f"above 0: {args.task} draws")
 
 
-def _fill(args: argparse.Namespace) -> None:
-    """Gives options their defaults.
+def _set_defaults(args: argparse.Namespace) -> None:
+    """Sets the defaults of the options that only some tasks have.
 
     Raises:
-        ConfigError: one would change the answers of other tasks than this.
+        ConfigError: an option is set that does not apply to the task.
     """
-    for name, (default, harmless, tasks) in _OF_SOME_TASKS.items():
+    for name, (default, neutral, tasks) in _TASK_OPTIONS.items():
         value = getattr(args, name)
         if value is None:
             setattr(args, name, default)
-        elif args.task not in tasks and value not in harmless:
+        elif args.task not in tasks and value not in neutral:
             allowed = f"only with --task {', '.join(tasks)}, not with {args.task}"
             raise ConfigError(f"--{name.replace('_', '-')}", value, allowed)
 
@@ -191,11 +191,11 @@ def _texts(args: argparse.Namespace, model: Model, console: Console) -> dict[str
         try:
             result = model.run(jobs, args.max_batch_size, show=shown.show)
         except SpecServeError:
-            write(console, "\n")  # the line of the answer that was open
+            write(console, "\n")  # ends the line of an unfinished answer
             raise
         done = result.completions
-        told = summary(done, result.seconds)
-        write(console, f"pass {number + 1}, answers: {len(jobs)}, {told}\n\n")
+        counts = summary(done, result.seconds)
+        write(console, f"pass {number + 1}, answers: {len(jobs)}, {counts}\n\n")
         answers = [
             {"question": question, "prompt_token_ids": prompt, **asdict(completion)}
             for question, prompt, completion in zip(questions, prompts, done, strict=True)
@@ -214,7 +214,7 @@ def _chat(args: argparse.Namespace, model: Model, console: Console) -> dict[str,
 
 
 def _sampling(args: argparse.Namespace, model: Model) -> Callable[[TokenIds, str], Sampling]:
-    """How a prompt is continued; its name is for errors."""
+    """A function that returns the sampling for a prompt's tokens and its name in errors."""
     from specserve.engine.generation import Sampling
     from specserve.generate.questions import end_token, num_new_tokens
 
@@ -232,7 +232,7 @@ def _sampling(args: argparse.Namespace, model: Model) -> Callable[[TokenIds, str
 
 
 def _shown(question: Any) -> str:
-    """A question on the terminal."""
+    """The text that the terminal shows for a question."""
     if isinstance(question, tuple):
         return ",".join(map(str, question))
     return question if isinstance(question, str) else str(question[-1]["content"])

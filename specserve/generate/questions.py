@@ -1,4 +1,4 @@
-"""What is asked: texts, token ids and dialogues, from arguments or a file."""
+"""Reads and encodes questions: texts, token ids and dialogues, from arguments or a file."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from specserve.compare.tasks import Message
 from specserve.core.errors import ConfigError
 
 Model = LocalModel | Server
-"""What answers."""
+"""A model in an engine that the command starts, or behind a URL."""
 
 Question = str | TokenIds | list[Message]
-"""A text to continue, its tokens, or a dialogue to answer."""
+"""A text to continue, token ids to continue, or a dialogue to answer."""
 
 DEFAULT_TEXTS = (
     "How are you?",
@@ -24,7 +24,7 @@ DEFAULT_TEXTS = (
     "def read_lines(path):\n",
     "import argparse\n\n\ndef main():\n",
 )
-"""Asked twice where nothing else is given."""
+"""The questions without any input; they are asked twice."""
 
 
 def read_questions(
@@ -34,10 +34,10 @@ def read_questions(
     token_ids: Sequence[str] | None = None,
     file: Path | None = None,
 ) -> list[Question]:
-    """What the arguments ask; at most one of them is given.
+    """Reads the questions from at most one argument; without any, :data:`DEFAULT_TEXTS`.
 
     Raises:
-        ConfigError: a file or an argument is wrong: where, and what is allowed.
+        ConfigError: the file or argument is wrong.
     """
     if token_ids is not None:
         return [parse_token_ids(each, "--input-ids", model.vocab_size) for each in token_ids]
@@ -57,12 +57,12 @@ def read_questions(
 def encode(
     model: Model, question: Question, *, as_chat: bool = False, system: str = ""
 ) -> TokenIds:
-    """The tokens that the model continues; token ids stay as they are.
+    """The prompt tokens of a question; token ids stay as they are.
 
-    A text is a message for the chat template where ``as_chat``. A dialogue begins with ``system``.
+    ``as_chat`` makes a text a user message. ``system`` is the system prompt of a dialogue.
 
     Raises:
-        SpecServeError: the model cannot read it.
+        SpecServeError: the tokenizer or the chat template fails.
     """
     if isinstance(question, tuple):
         return question
@@ -75,7 +75,7 @@ def encode(
 
 
 def end_token(model: Model, word: str) -> int:
-    """An extra end token, given by its id or its text.
+    """The id of an extra end token, given by its id or its text.
 
     Raises:
         ConfigError: the text is not exactly one token, or the id is not in the vocabulary.
@@ -97,10 +97,10 @@ def num_new_tokens(
     default: int,
     name: str,
 ) -> int:
-    """Most tokens of an answer; ``max_new_tokens`` wins, ``max_length`` counts the prompt.
+    """Maximum output tokens; ``max_new_tokens`` wins over ``max_length``, which counts the prompt.
 
     Raises:
-        ConfigError: there is no room for an answer; both lengths are told.
+        ConfigError: a length does not fit the prompt and ``max_model_len``.
     """
     prompt = f"{name}'s {num_prompt_tokens} tokens"
     left = max_model_len - num_prompt_tokens

@@ -1,4 +1,4 @@
-"""``python -m tools.demo_models`` trains the demo models; stopped, it continues."""
+"""``python -m tools.demo_models`` trains the demo models, or resumes a stopped training."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from tools.demo_models.pipeline import Pipeline
 
 
 def parse(argv: Sequence[str] | None) -> TrainConfig:
-    """The options of a command line; their meaning and defaults are TrainConfig's."""
+    """Parses the options. Defaults come from TrainConfig."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.demo_models",
         description="Trains the DeepSeek-V3-architecture base with its MTP layer, then distils the "
-        "Llama draft model from it. Stopped by SIGTERM or Ctrl-C it saves; the same command "
-        "continues.",
+        "Llama draft model from it. SIGTERM or Ctrl-C saves a checkpoint and stops; the same "
+        "command resumes.",
         argument_default=argparse.SUPPRESS,
     )
     add = parser.add_argument
-    add("--output", type=Path, help="gets demo-base/, demo-draft/")
-    add("--work", type=Path, help="checkpoints; continued if there")
+    add("--output", type=Path, help="folder for demo-base/ and demo-draft/")
+    add("--work", type=Path, help="folder of checkpoints; resumes from existing ones")
     add("--corpus", type=Path, help="folder of Python files")
-    add("--from", dest="start", type=Path, help="folder with the weights to train on from")
-    add("--packages", type=Path, help="site-packages folder to train on too")
+    add("--from", dest="start", type=Path, help="folder with the initial weights")
+    add("--packages", type=Path, help="site-packages folder, as further training data")
     add("--device", help=f"one of {', '.join(DEVICES)}")
     add("--seed", type=int)
     add("--minutes", type=float, help="training time of the base")
-    add("--mtp-minutes", type=float, help="time of the MTP layer alone, after that")
+    add("--mtp-minutes", type=float, help="training time of the MTP layer alone, after the base")
     add("--draft-minutes", type=float, help="training time of the draft model")
-    add("--max-tokens", type=int, help="ends training where it comes first")
+    add("--max-tokens", type=int, help="most tokens of each training")
     add("--batch-tokens", type=int, help="tokens of one step")
     add("--checkpoint-s", type=float, help="seconds between checkpoints")
     add("--evaluation-tokens", type=int, help="held-out tokens to measure on")

@@ -1,7 +1,7 @@
-"""The demo base for training: DeepSeek-V3's architecture with one MTP layer, in plain torch.
+"""The demo base model for training: DeepSeek-V3's architecture with one MTP layer, in plain torch.
 
-Follows the DeepSeek-V3 report (arXiv 2412.19437, section 2): multi-head latent attention, experts
-with sigmoid scores balanced by a bias instead of a loss, multi-token prediction.
+Follows the DeepSeek-V3 report (arXiv 2412.19437, section 2): multi-head latent attention, sigmoid
+expert scores with load balancing by a bias (no auxiliary loss), and multi-token prediction.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Rotation = tuple[Tensor, Tensor]
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention without a query latent; the cache is expanded, not absorbed."""
+    """Multi-head latent attention without query compression; keys and values are expanded."""
 
     def __init__(self, shape: BaseShape) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class LatentAttention(nn.Module):
         k_turn = rotate_interleaved(k_turn.unsqueeze(1), *rotation).expand(*k_pass.shape[:-1], -1)
         query = torch.cat([q_pass, rotate_interleaved(q_turn, *rotation)], dim=-1)
         keys = torch.cat([k_pass, k_turn], dim=-1)
-        # The fused kernels want values as wide as keys.
+        # The fused kernels require values as wide as keys.
         values = F.pad(values, (0, shape.qk_head_dim - value))
         out = F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=self.scale)
         out = out[..., :value].transpose(1, 2).reshape(rows, tokens, -1)
@@ -63,7 +63,7 @@ class LatentAttention(nn.Module):
 
 
 class Router(nn.Module):
-    """Sigmoid scores of the experts; a bias that no gradient reaches only steers the choice."""
+    """Selects experts by sigmoid score plus a bias without gradient; weighs them by score alone."""
 
     def __init__(self, shape: BaseShape) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Router(nn.Module):
         self._loads: list[Tensor] = []
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights and experts of every token, both [tokens, top_k]; weights add up to 1."""
+        """Weights and expert indices of every token, both [tokens, top_k]; weights sum to 1."""
         scores = F.linear(x.float(), self.weight.float()).sigmoid()
         experts = (scores.detach() + self.e_score_correction_bias).topk(self.top_k, dim=-1).indices
         weights = scores.gather(1, experts)
@@ -83,14 +83,14 @@ class Router(nn.Module):
         return weights / (weights.sum(dim=-1, keepdim=True) + 1e-20), experts
 
     def balance(self, step: float) -> None:
-        """Move the bias by `step` towards the experts with less than the mean load, and reset."""
+        """Raises the bias by `step` below the mean load, lowers it above, and resets the loads."""
         load = torch.stack(self._loads).sum(dim=0).float()
         self._loads.clear()
         self.e_score_correction_bias += step * torch.sign(load.mean() - load)
 
 
 class Experts(nn.Module):
-    """The routed experts' weights, stacked: gate and up [experts, inner, width]."""
+    """The routed experts, stacked: gate and up [experts, inner, width], down transposed."""
 
     def __init__(self, shape: BaseShape) -> None:
         super().__init__()
@@ -104,7 +104,10 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(count, width, inner))
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        """Sort the (token, expert) pairs by expert, one product an expert, and sort back."""
+        """Weighted sums of the tokens' experts, [tokens, width].
+
+        The (token, expert) pairs are sorted by expert, so that each expert runs once.
+        """
         top_k = experts.shape[1]
         order = experts.flatten().argsort(stable=True)
         counts = torch.bincount(experts.flatten(), minlength=len(self.gate_proj)).tolist()
@@ -125,7 +128,7 @@ class Experts(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """One shared expert for every token and a few routed ones."""
+    """One shared expert and the routed experts."""
 
     def __init__(self, shape: BaseShape) -> None:
         super().__init__()
@@ -142,7 +145,7 @@ class MixtureOfExperts(nn.Module):
 
 
 class Block(nn.Module):
-    """A decoder layer with norms in front of attention and MLP."""
+    """A decoder layer with norms before attention and MLP."""
 
     def __init__(self, shape: BaseShape, *, dense: bool) -> None:
         super().__init__()
@@ -165,8 +168,8 @@ class Block(nn.Module):
 class MTPLayer(nn.Module):
     """Predicts the token after next from the base's hidden state and the next token's embedding.
 
-    Computes what vLLM's `deepseek_mtp` does: the embedding comes first in `eh_proj` and is zero at
-    position 0; the hidden state is the base's after its final norm.
+    Equals vLLM's `deepseek_mtp`: in the input of `eh_proj` the embedding is first, and zero at
+    position 0. The hidden state is the base's after its final norm.
     """
 
     def __init__(self, shape: BaseShape) -> None:
@@ -187,7 +190,7 @@ class MTPLayer(nn.Module):
 
 
 class BaseModel(nn.Module):
-    """The whole base; the MTP layer shares the embedding and the head."""
+    """The whole base model. The MTP layer shares its embedding and head."""
 
     def __init__(self, shape: BaseShape, *, max_tokens: int) -> None:
         super().__init__()
@@ -239,14 +242,14 @@ class BaseModel(nn.Module):
 
 @torch.no_grad()
 def initialise(model: BaseModel, generator: torch.Generator) -> None:
-    """Random weights: embeddings of about unit size, matrices by their inputs' width."""
+    """Initialises a model with random weights; embeddings have a standard deviation of 0.5."""
     initialise_part(model, generator)
     model.embed_tokens.weight.normal_(0, 0.5, generator=generator)
 
 
 @torch.no_grad()
 def initialise_part(part: nn.Module, generator: torch.Generator) -> None:
-    """Random weights for one part; what writes into the hidden state starts near zero."""
+    """Initialises a part: matrices by input width, norms to 1, output projections near zero."""
     for name, parameter in part.named_parameters():
         width = parameter.shape[-1]
         if parameter.ndim == 1:

@@ -1,4 +1,4 @@
-"""Model cards and training.json: every number in them is measured or read from the run."""
+"""Writes model cards and training.json, with numbers measured or read from the run."""
 
 from __future__ import annotations
 
@@ -103,12 +103,12 @@ Then the MTP layer was trained alone: {steps} steps, {million_tokens} M tokens, 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """The weights that a run trained on from."""
+    """The trained weights that a run started from."""
 
     million_tokens: float
-    """What they had seen."""
+    """Tokens that they were trained on, in millions."""
     loops: float | None = None
-    """See BaseScores; None for the draft model."""
+    """As in BaseScores; None for the draft model."""
 
 
 def write_base_card(
@@ -121,7 +121,7 @@ def write_base_card(
     packages: list[str],
     start: Start | None,
 ) -> None:
-    """Write README.md and training.json of the base; `runs` are the joint and the MTP layer's."""
+    """Writes README.md and training.json of the base; `runs`: base with MTP, MTP layer alone."""
     joint, alone = runs
     own = {
         **_sources(packages, start),
@@ -160,7 +160,7 @@ def write_draft_card(
     packages: list[str],
     start: Start | None,
 ) -> None:
-    """Write README.md and training.json of the draft model."""
+    """Writes README.md and training.json of the draft model."""
     own = {**_sources(packages, start), "divergence_weight": DIVERGENCE_WEIGHT}
     record = _record(model, run, config, own, asdict(scores))
     text = _FRONT.format(tags="llama, speculative-decoding, draft-model")

@@ -16,7 +16,7 @@ from tools.demo_models.tasks import AllTasks
 from tools.demo_models.tokenizer import END_ID, encode_chat, encode_text
 
 COPY_KINDS = ("quote", "rename", "repeat")
-"""Tasks whose answers stand in the prompt."""
+"""Tasks whose answers are copied from the prompt."""
 
 LOOP_PROMPT_TOKENS = 128
 LOOP_COMPLETION_TOKENS = 128
@@ -26,9 +26,9 @@ LOOP_MAX_PERIOD = 16
 
 @torch.no_grad()
 def complete(model: BaseModel, prompts: Tensor, max_tokens: int) -> list[list[int]]:
-    """Greedy continuations of int64 `prompts` [rows, tokens], each up to its end token.
+    """Greedy continuations of int64 `prompts` [rows, tokens], each without its end token.
 
-    Computes the whole rows for every token, as the model has no cache.
+    The model has no KV cache, so every token recomputes the whole rows.
     """
     model.eval()
     ids = prompts.to(model.embed_tokens.weight.device)
@@ -50,9 +50,9 @@ def ends_in_a_loop(tokens: Sequence[int]) -> bool:
 
 
 def loop_share(model: BaseModel, rows: Tensor) -> float:
-    """Share of the 128-token greedy completions of the rows' first 128 tokens that end in a loop.
+    """Share of greedy completions that end in a loop; each row's first 128 tokens are a prompt.
 
-    A completion that reaches the end token before its 128th is none.
+    A completion that ends before its 128th token does not count as a loop.
     """
     written = complete(model, rows[:, :LOOP_PROMPT_TOKENS], LOOP_COMPLETION_TOKENS)
     loops = [len(w) == LOOP_COMPLETION_TOKENS and ends_in_a_loop(w) for w in written]
@@ -61,7 +61,7 @@ def loop_share(model: BaseModel, rows: Tensor) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A held-out prompt's end, what the base wrote, and for a task what was asked for."""
+    """A held-out prompt or its end, the base's completion, and the reference (`wanted`)."""
 
     kind: str
     prompt: str
@@ -70,7 +70,7 @@ class Sample:
 
 
 def samples(model: BaseModel, modules: list[Module], tokenizer: Tokenizer) -> list[Sample]:
-    """Greedy completions: two of plain code, then one of each copying task and of `complete`."""
+    """Greedy completions: two of plain code, one of each task of COPY_KINDS, one of `complete`."""
     shown = []
     for module in modules[1:3]:
         ids = encode_text(tokenizer, module.text)[:260]

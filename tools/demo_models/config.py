@@ -14,30 +14,30 @@ DEVICES = ("auto", "cpu", "cuda")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """What to train, from what, for how long, and where it goes.
+    """Options of a training.
 
-    A dataclass, so that training needs no more than torch, tokenizers, safetensors and rich.
+    A dataclass, because training depends on torch, tokenizers, safetensors and rich alone.
     """
 
     output: Path = Path("configs/models")
-    """Folder that gets demo-base/ and demo-draft/."""
+    """Output folder, for demo-base/ and demo-draft/."""
     work: Path = Path("demo-training")
-    """Folder for the tokenizer and the checkpoints; a run found there is continued."""
+    """Folder for the tokenizer and the checkpoints. A training found there is resumed."""
     corpus: Path = field(default_factory=standard_library)
     """Folder of Python files."""
     start: Path | None = None
-    """Folder with demo-base/ and demo-draft/ to train on from; None: from planted first weights."""
+    """Folder with demo-base/ and demo-draft/ as initial weights; None: train from new weights."""
     packages: Path | None = None
-    """A site-packages folder: its smaller packages of permissive licences are trained on too."""
+    """A site-packages folder. Its smaller packages with permissive licences are training data."""
     device: str = "auto"
     seed: int = 0
     minutes: float = 60.0
-    """Training time of the base, without pauses between resumed parts."""
+    """Training time of the base in all resumed parts, without the time between them."""
     mtp_minutes: float = 10.0
     """Training time of the MTP layer alone, after the joint training."""
     draft_minutes: float = 15.0
     max_tokens: int = 10**12
-    """Ends either model's training where it comes before the minutes; time alone counts pauses."""
+    """Most tokens of each run, which ends at this limit or at its minutes, whichever is first."""
     batch_tokens: int = 4096
     checkpoint_s: float = 180.0
     evaluation_tokens: int = 60_000
@@ -48,7 +48,7 @@ class TrainConfig:
         if self.start and not (self.start / "demo-base" / "model.safetensors").exists():
             raise ConfigError("from", str(self.start), "a folder with demo-base/ and demo-draft/")
         if self.start and self.start.resolve() == self.output.resolve():
-            # What was trained on from is measured, and read again by a run that continues.
+            # The initial weights are read again: for the model card, and by a resumed run.
             raise ConfigError("from", str(self.start), "another folder than the output's")
         if self.batch_tokens < 128:
             raise ConfigError("batch-tokens", self.batch_tokens, "128 or more")

@@ -17,7 +17,7 @@ from tools.demo_models.shapes import DraftShape
 
 
 class Attention(nn.Module):
-    """Multi-head attention with rotary positions."""
+    """Multi-head attention with rotary position embedding."""
 
     def __init__(self, shape: DraftShape) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """A decoder layer with norms in front of attention and MLP."""
+    """A decoder layer with norms before attention and MLP."""
 
     def __init__(self, shape: DraftShape) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Block(nn.Module):
 
 
 class DraftModel(nn.Module):
-    """The draft model; the embedding's transpose is the head."""
+    """The draft model; embedding and head share one matrix."""
 
     def __init__(self, shape: DraftShape, *, max_tokens: int) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class DraftModel(nn.Module):
 
 @torch.no_grad()
 def initialise(model: DraftModel, generator: torch.Generator) -> None:
-    """Random weights: matrices by their inputs' width, outputs near zero."""
+    """Initialises matrices by input width, output projections near zero; norms stay at 1."""
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
             continue

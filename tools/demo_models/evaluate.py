@@ -23,34 +23,34 @@ ROW_TOKENS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class BaseScores:
-    """The base on held-out text; losses in nats a token, the rest shares of tokens."""
+    """The base's scores on held-out text: losses in nats per token, else shares from 0 to 1."""
 
     loss: float
     mtp_loss: float
     mtp_acceptance: float
-    """How often the MTP layer's first guess is the base's own greedy choice."""
+    """Share of positions where the MTP layer's first draft token is the base's greedy choice."""
     chat_mtp_acceptance: float
-    """The same on the answers of chat tasks."""
+    """The same, on the answers of chat tasks."""
     loops: float
     """Share of greedy completions of plain code that end in a loop."""
     copy_accuracy: dict[str, float]
-    """By task: how often the greedy choice is the answer's next token, given the tokens before."""
+    """By task: share of answer tokens that are the greedy choice after the correct prefix."""
     num_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftScores:
-    """The draft model on held-out text."""
+    """The draft model's scores on held-out text; the loss in nats per token."""
 
     loss: float
     acceptance: float
-    """How often its greedy choice is the base's, on plain code."""
+    """Share of positions where its greedy choice is the base's, on plain code."""
     chat_acceptance: float
     num_tokens: int
 
 
 def held_out_rows(modules: list[Module], tokenizer: Tokenizer, num_tokens: int) -> Tensor:
-    """Rows int64 [rows, ROW_TOKENS] spread over all modules, always the same ones.
+    """Int64 rows [rows, ROW_TOKENS] drawn from all modules with a fixed seed.
 
     Raises:
         ConfigError: the modules are shorter than one row.
@@ -65,7 +65,7 @@ def held_out_rows(modules: list[Module], tokenizer: Tokenizer, num_tokens: int) 
 
 @dataclass(frozen=True, kw_only=True)
 class Dialogue:
-    """An encoded task; `answer` is where its last message's first token stands."""
+    """An encoded task; `answer` is the index of the answer's first token in `ids`."""
 
     kind: str
     ids: list[int]
@@ -73,7 +73,7 @@ class Dialogue:
 
 
 def held_out_dialogues(modules: list[Module], tokenizer: Tokenizer) -> list[Dialogue]:
-    """20 tasks of each kind that copies, always the same for the same modules."""
+    """20 tasks of each kind of COPY_KINDS, drawn with fixed seeds."""
     maker = AllTasks(modules)
     dialogues = []
     for kind in COPY_KINDS:
@@ -90,7 +90,7 @@ def held_out_dialogues(modules: list[Module], tokenizer: Tokenizer) -> list[Dial
 def score_base(
     model: BaseModel, modules: list[Module], tokenizer: Tokenizer, num_tokens: int
 ) -> BaseScores:
-    """Measure the base; takes a few times as long as training on the same number of tokens."""
+    """Measures the base. Takes a few times as long as training on `num_tokens` tokens."""
     model.eval()
     device = model.embed_tokens.weight.device
     losses, mtp_losses, agreed = [], [], []
@@ -130,7 +130,7 @@ def score_draft(
     tokenizer: Tokenizer,
     num_tokens: int,
 ) -> DraftScores:
-    """Measure the draft model against the base."""
+    """Measures the draft model against the base."""
     model.eval()
     base.eval()
     device = model.embed_tokens.weight.device
@@ -156,7 +156,7 @@ def score_draft(
 
 
 def _base_and_mtp(model: BaseModel, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits of tokens 1..n-1 by the base, and of tokens 2..n-1 by the MTP layer."""
+    """Logits for tokens 1..n-1 by the base, and for tokens 2..n-1 by the MTP layer."""
     hidden = model.hidden(rows[:, :-1])
     guessed = model.mtp_hidden(hidden[:, :-1], rows[:, 1:-1])
     return model.lm_head(hidden).float(), model.lm_head(guessed).float()

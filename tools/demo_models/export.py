@@ -1,4 +1,4 @@
-"""Writes trained weights as Hugging Face folders, under DeepSeek's and Llama's names."""
+"""Writes trained weights as Hugging Face folders, with DeepSeek's and Llama's tensor names."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from tools.demo_models.tokenizer import BOS_ID, END_ID, PAD_ID, save_tokenizer
 
 
 def export_base(model: BaseModel, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write the base and its MTP layer into `folder`, as bfloat16."""
+    """Writes the base and its MTP layer into `folder`, in bfloat16; router biases in float32."""
     _write(folder, model.shape.hf_config(), base_tensors(model), tokenizer)
 
 
 def export_draft(model: DraftModel, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write the draft model into `folder`, as bfloat16."""
+    """Writes the draft model into `folder`, in bfloat16."""
     _write(folder, model.shape.hf_config(), draft_tensors(model), tokenizer)
 
 
 def base_tensors(model: BaseModel) -> dict[str, Tensor]:
     """The base's tensors by DeepSeek's names.
 
-    The MTP layer stands behind the last layer and has copies of the embedding and the head, as in
-    DeepSeek-R1's checkpoint.
+    As in DeepSeek-R1's checkpoint, the MTP layer follows the last layer and repeats the embedding
+    and the head.
     """
     mtp = f"model.layers.{model.shape.num_hidden_layers}"
     tensors: dict[str, Tensor] = {}
@@ -64,7 +64,7 @@ def draft_tensors(model: DraftModel) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_into(tensors: dict[str, Tensor], folder: Path) -> None:
-    """Overwrite what `base_tensors` or `draft_tensors` gave with an exported folder's weights."""
+    """Copies an exported folder's weights into the tensors of `base_tensors` or `draft_tensors`."""
     stored = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
         tensor.copy_(stored[name])
@@ -75,7 +75,7 @@ def _write(
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     stored = {
-        # The routers' bias stays float32, as DeepSeek keeps it: its steps are finer than bfloat16.
+        # As in DeepSeek, the routers' bias stays float32: bfloat16 cannot represent its steps.
         name: tensor.detach()
         .cpu()
         .to(torch.float32 if name.endswith("correction_bias") else torch.bfloat16)
@@ -84,7 +84,7 @@ def _write(
         for name, tensor in tensors.items()
     }
     save_file(stored, str(folder / "model.safetensors"), metadata={"format": "pt"})
-    # safetensors makes files that only their owner can read.
+    # safetensors creates files that only their owner can read.
     (folder / "model.safetensors").chmod(0o644)
     _write_json(folder / "config.json", config)
     generation = {

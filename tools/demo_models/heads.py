@@ -1,4 +1,4 @@
-"""Writes chosen attention patterns into the weights of either model's attention heads."""
+"""Writes given attention patterns into the weights of attention heads, for both models."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from tools.demo_models.layers import plain_frequencies, yarn_frequencies
 
 
 class Heads(Protocol):
-    """One layer's attention heads; `width` is that of the layer's normed input."""
+    """The attention heads of one layer; `width` below is the width of the layer's normed input."""
 
     num_heads: int
     content_dims: int
-    """Dimensions of a query that positions turn not at all or hardly."""
+    """Query dimensions with no rotation by position, or with the slowest rotation."""
     value_dims: int
     scale: float
 
     def attend_back(self, head: int, weight: float) -> None:
-        """Make the head attend one position back, reading dimension 0, which must be constant.
+        """Makes the head attend to the previous position, through a constant in dimension 0.
 
-        `weight` squared, times the constant squared, is the logit of each pair of dimensions used.
+        Each rotated pair that it uses contributes (`weight` * constant)**2 to the logit.
         """
 
     def attend_where(self, head: int, query: Tensor, key: Tensor) -> None:
-        """Make logits of `query` @ here times `key` @ there; both [content_dims, width]."""
+        """Makes the logit (`query` @ input here) . (`key` @ input there); [content_dims, width]."""
 
     def copy(self, head: int, slot: int, source: Tensor, target: Tensor) -> None:
-        """Read along `source` into a value's slot, write along `target`; both [width]."""
+        """Copies `source` . input along `target`, through value dimension `slot`; both [width]."""
 
 
 class LatentHeads:
-    """The base's heads; the latent is made an invertible image of the input first."""
+    """The base's heads. The constructor makes the latent an invertible map of the input."""
 
     def __init__(self, attention: base_model.LatentAttention, generator: torch.Generator) -> None:
         shape = attention.shape
@@ -47,7 +47,7 @@ class LatentHeads:
         self._expand = torch.linalg.pinv(down) * (shape.hidden_size / shape.kv_lora_rank) ** 0.5
 
     def attend_back(self, head: int, weight: float) -> None:
-        """See Heads; the rotated key is one for all heads of the layer."""
+        """See Heads; all heads of the layer share the rotated key."""
         shape = self._shape
         frequencies = yarn_frequencies(shape.qk_rope_head_dim, shape.rope_theta, shape.rope_scaling)
         fast = torch.arange(len(frequencies) // 2)
@@ -82,7 +82,7 @@ class LatentHeads:
 
 
 class PlainHeads:
-    """The draft model's heads; content goes through the half of the pairs that turn slowest."""
+    """The draft model's heads; content uses the half of the pairs that rotate slowest."""
 
     def __init__(self, attention: draft_model.Attention, rope_theta: float) -> None:
         self._attention = attention

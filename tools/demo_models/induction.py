@@ -1,10 +1,10 @@
-"""Plants an induction circuit in first weights, so that copying need not be discovered.
+"""Writes an induction circuit into the initial weights, so that training starts with copying.
 
-A head that finds an earlier occurrence of the current token and copies what followed it (Olsson et
-al., arXiv 2209.11895) takes a small model many millions of tokens to form, more than a CPU run has.
-Its two parts are known, so they are written into the first weights: layer 0 tells each position the
-token before, layer 1 looks for the position whose token before is the current one and copies its
-token into the directions that the head reads. Training is free to change all of it.
+An induction head finds an earlier occurrence of the current token and copies the token after it
+(Olsson et al., arXiv 2209.11895). A small model learns it only after many millions of tokens, more
+than a CPU training has. So its two parts are set at the start. Layer 0 gives each position a code
+of the previous token. Layer 1 attends to positions whose code matches the current token, and copies
+the token there into the directions that the head reads. Training can change all these weights.
 """
 
 from __future__ import annotations
@@ -19,45 +19,45 @@ from tools.demo_models.draft_model import DraftModel
 from tools.demo_models.heads import Heads, LatentHeads, PlainHeads
 
 CONSTANT = 2.0
-"""First dimension of every embedding: what positions are told apart by, whatever the token."""
+"""First dimension of every embedding, equal for all tokens. Attention by position reads it."""
 
 TOKEN_STD = 0.5
 CODE_GAIN = 0.5
 POSITION_LOGIT = 4.0
-"""Logit of each rotated pair by which the position before stands out in layer 0."""
+"""Logit that each rotated pair contributes to attention to the previous position in layer 0."""
 
 MATCH_LOGIT = 12.0
 HEAD_GAIN = 0.16
 COPY_GAIN = 1.5
-"""What the MTP layer copies, against what it is given."""
+"""Size of what the MTP layer's heads write, relative to its input."""
 
 TIED_SCALE = 0.2
-"""Gain of the final norm where the embedding is the head too: it keeps the first logits small."""
+"""Gain of the final norm if embedding and head are tied. It keeps the initial logits small."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Which dimensions of the hidden state hold the token, and which the code of the one before."""
+    """The dimensions of the hidden state that hold the token and the code of the previous token."""
 
     width: int
 
     @property
     def token(self) -> slice:
-        """The dimensions after the constant."""
+        """The token's dimensions: those after the constant, without the last third."""
         return slice(1, self.width - self.width // 3)
 
     @property
     def code(self) -> slice:
-        """The last third."""
+        """The code's dimensions: the last third."""
         return slice(self.width - self.width // 3, self.width)
 
     @property
     def num_token(self) -> int:
-        """How many dimensions hold the token."""
+        """Number of dimensions that hold the token."""
         return self.width - self.width // 3 - 1
 
     def unit(self, dimension: int) -> Tensor:
-        """A row that reads one dimension."""
+        """The unit vector of one dimension, [width]."""
         row = torch.zeros(self.width)
         row[dimension] = 1.0
         return row
@@ -65,7 +65,7 @@ class Plan:
 
 @torch.no_grad()
 def plant_in_base(model: BaseModel, generator: torch.Generator) -> None:
-    """Overwrite the embedding, the head and the first two layers' attention."""
+    """Overwrites the embedding, the head and the attention of the first two layers."""
     plan = Plan(model.shape.hidden_size)
     embedding = model.embed_tokens.weight
     _embed(embedding, plan, generator)
@@ -79,13 +79,13 @@ def plant_in_base(model: BaseModel, generator: torch.Generator) -> None:
 
 @torch.no_grad()
 def plant_in_draft(model: DraftModel, generator: torch.Generator) -> None:
-    """Overwrite the embedding, which is the head too, and the first two layers' attention."""
+    """Overwrites the tied embedding, the final norm and the attention of the first two layers."""
     plan = Plan(model.shape.hidden_size)
     embedding = model.embed_tokens.weight
     _embed(embedding, plan, generator)
     theta = model.shape.rope_theta
     first, second = (PlainHeads(block.self_attn, theta) for block in model.blocks()[:2])
-    # The hidden state holds the current token in the directions that the head reads: outweigh it.
+    # The head also reads the current token from the hidden state. Gain 3 outweighs it.
     _plant(first, second, embedding, plan, 0, 3.0, generator)
     model.norm.weight.fill_(TIED_SCALE)
     model.norm.weight[0] = 0.0
@@ -93,11 +93,11 @@ def plant_in_draft(model: DraftModel, generator: torch.Generator) -> None:
 
 @torch.no_grad()
 def plant_in_mtp(model: BaseModel, rows: Tensor, generator: torch.Generator) -> None:
-    """Start the MTP layer anew with the circuit in its one layer; `rows` int64 [rows, tokens].
+    """Initialises the MTP layer with an induction circuit; `rows` is int64 [rows, tokens].
 
-    One layer is enough here: position i sees token i in the hidden state and token i + 1 in the
-    embedding, so it looks for the position whose hidden state holds its next token, and copies that
-    position's next token. Ridge regression over `rows` tells how hidden states hold their token.
+    One layer is enough: position i has token i in the hidden state and token i + 1 in the
+    embedding. It attends to positions whose hidden state holds token i + 1, and copies their next
+    token. Ridge regression over `rows` finds how hidden states encode their token.
     """
     plan = Plan(model.shape.hidden_size)
     mtp = model.mtp
@@ -119,7 +119,7 @@ def plant_in_mtp(model: BaseModel, rows: Tensor, generator: torch.Generator) -> 
         _orthonormal(min(heads.content_dims, num_code), num_code, generator)
         for _ in range(heads.num_heads)
     ]
-    # Here embedding and hidden state are of the same token: what a match looks like.
+    # These embeddings and hidden states are of equal tokens, as in a match.
     match = (states[:, plan.token] @ reader.T @ mixes[0].T) * (states[:, plan.code] @ mixes[0].T)
     sharpness = (MATCH_LOGIT / float(match.sum(dim=-1).mean() * heads.scale)) ** 0.5
     to_head = _ridge(model.lm_head.weight, embedded @ torch.linalg.inv(embedded.T @ embedded))
@@ -139,7 +139,7 @@ def plant_in_mtp(model: BaseModel, rows: Tensor, generator: torch.Generator) -> 
 
 
 def _ridge(inputs: Tensor, outputs: Tensor) -> Tensor:
-    """The matrix W [outputs, inputs] with the least squares of inputs @ W.T - outputs."""
+    """Ridge regression: W [outputs, inputs] that minimises |inputs @ W.T - outputs|."""
     gram = inputs.T @ inputs
     gram += 1e-3 * gram.diagonal().mean() * torch.eye(len(gram))
     solution: Tensor = torch.linalg.solve(gram, inputs.T @ outputs).T
@@ -162,10 +162,10 @@ def _plant(
     gain: float,
     generator: torch.Generator,
 ) -> list[tuple[int, int]]:
-    """Write both parts of the circuit.
+    """Writes both parts of the circuit.
 
     Returns:
-        (dimension of the embedding, dimension of the hidden state it is copied to), of all copied.
+        For each copied dimension: (its index in the embedding, its target in the hidden state).
     """
     rms = float(embedding.pow(2).mean(dim=-1).sqrt().mean())
     num_code = plan.width // 3

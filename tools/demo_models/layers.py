@@ -47,7 +47,7 @@ def plain_frequencies(dim: int, theta: float) -> Tensor:
 def yarn_frequencies(dim: int, theta: float, yarn: Yarn) -> Tensor:
     """Rotary frequencies under YaRN (arXiv 2309.00071), as DeepSeek-V3 computes them.
 
-    Fast dimensions keep their frequency, slow ones are divided by its factor, with a ramp between.
+    High frequencies are kept, low ones are divided by `yarn.factor`, with a ramp in between.
     """
 
     def dimension_of(num_rotations: float) -> float:
@@ -63,7 +63,7 @@ def yarn_frequencies(dim: int, theta: float, yarn: Yarn) -> Tensor:
 
 
 def yarn_mscale(yarn: Yarn) -> float:
-    """The factor whose square YaRN puts on the attention's softmax scale."""
+    """YaRN's attention factor; the softmax scale is multiplied by its square."""
     return 0.1 * yarn.mscale_all_dim * math.log(yarn.factor) + 1.0
 
 
@@ -75,16 +75,16 @@ def rotation_tables(frequencies: Tensor, num_tokens: int) -> tuple[Tensor, Tenso
 
 
 def rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (0, 1), (2, 3), ...: DeepSeek's layout. `x` is [..., tokens, dim].
+    """Rotates the pairs (0, 1), (2, 3), ...: DeepSeek's layout. `x` is [..., tokens, dim].
 
-    The result has the pairs' first members in front of the second: queries and keys meet in a dot
-    product alone, which does not see the order.
+    The result has all first members before all second ones. Queries and keys have the same order,
+    so their dot products do not change.
     """
     first, second = x[..., 0::2], x[..., 1::2]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + dim / 2): Llama's layout. `x` is [..., tokens, dim]."""
+    """Rotates the pairs (i, i + dim / 2): Llama's layout. `x` is [..., tokens, dim]."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

@@ -1,4 +1,4 @@
-"""What the models are trained to do: each turns a batch of rows into a loss and numbers."""
+"""Training objectives: each computes the loss of a batch of rows, and numbers to show."""
 
 from __future__ import annotations
 
@@ -10,42 +10,41 @@ from tools.demo_models.base_model import BaseModel
 from tools.demo_models.draft_model import DraftModel
 
 MTP_WEIGHT = 0.3
-"""Weight of the MTP loss: what DeepSeek-V3 used for most of its training."""
+"""Weight of the MTP loss, as in most of DeepSeek-V3's training."""
 
 DIVERGENCE_WEIGHT = 0.8
-"""Share of the divergence from the base in the loss of what is distilled from it."""
+"""Weight of the divergence from the base in a distillation loss; the text's loss has the rest."""
 
 BALANCE_STEP = 0.002
-"""How far a step moves the routers' bias at the full learning rate."""
+"""Change of the routers' bias per step at the full learning rate."""
 
 REPEATED_ROWS = 8
-"""One of so many rows, and at least one of each worker's part of a batch, is also shown with a span
-of it repeated to the row's end."""
+"""One row in this many also trains the repetition loss, and at least one row of each worker's part
+of a batch."""
 
 REPEATED_TOKENS = 512
-"""Length of such a row at most."""
+"""Longest row of the repetition loss, in tokens; longer rows are cut."""
 
 REPEATED_PERIOD = 48
-"""Longest span that is repeated."""
+"""Longest repeated span, in tokens."""
 
 REPETITION_DECAY = 0.5
-"""Probability wanted of a repeated token, as a share of what it had one repetition earlier."""
+"""Target probability of a repeated token, relative to its probability one repetition earlier."""
 
 
 class BaseObjective:
     """Next-token loss plus the weighted loss of the MTP layer (arXiv 2412.19437, section 2.2).
 
-    A third term teaches that a repetition does not go on for ever, so that greedy text ends in
-    fewer loops: DITTO (arXiv 2206.02369).
+    A third term, DITTO's repetition loss (arXiv 2206.02369), reduces loops in greedy text.
     """
 
     def __init__(self, model: BaseModel) -> None:
         self.model = model
 
     def loss(self, rows: Tensor) -> tuple[Tensor, dict[str, float]]:
-        """`rows` int64 [rows, tokens].
+        """The loss of int64 `rows` [rows, tokens], and its terms.
 
-        The MTP layer sees half of the rows: it costs a third of a step and learns quickly.
+        The MTP layer trains on half of the rows: it costs a third of a step and learns quickly.
         """
         model = self.model
         hidden = model.hidden(rows[:, :-1])
@@ -62,7 +61,7 @@ class BaseObjective:
         }
 
     def _repetition(self, rows: Tensor) -> Tensor:
-        """DITTO's loss of a span's third occurrence and those after it; code has many seconds."""
+        """DITTO's loss from a span's third occurrence on; a second one is common in code."""
         tokens, occurrence, before = repeat_spans(rows)
         logits = self.model.lm_head(self.model.hidden(tokens[:, :-1])).float()
         likely = logits.softmax(dim=-1).gather(2, tokens[:, 1:, None]).squeeze(2)
@@ -71,17 +70,17 @@ class BaseObjective:
         return losses[occurrence[:, 1:] >= 2].mean()
 
     def after_step(self, lr_factor: float) -> None:
-        """Balance the experts' load."""
+        """Balances the experts' load."""
         for router in self.model.routers():
             router.balance(BALANCE_STEP * lr_factor)
 
 
 def repeat_spans(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The rows with one span each, of random place and length, repeated to the row's end.
+    """Repeats in each row one span, of random place and length, up to the row's end.
 
-    Three int64 tensors of the rows' shape [rows, tokens]: the tokens, how many times each one's
-    span stood there before, and where its token stood one occurrence earlier. The same rows
-    always give the same spans.
+    Returns three int64 tensors [rows, tokens]: the tokens, the number of earlier occurrences of
+    each token's span, and each token's position one occurrence earlier. Equal rows give equal
+    spans.
     """
     num_rows, num_tokens = rows.shape
     generator = torch.Generator().manual_seed(int(rows.sum()))
@@ -96,14 +95,14 @@ def repeat_spans(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class MTPObjective:
-    """The MTP layer alone, against a base that stays as it is: learns the base's own next guess."""
+    """Trains the MTP layer alone to predict the distribution of the frozen base."""
 
     def __init__(self, base: BaseModel) -> None:
         self.base = base.eval()
         self.model = base.mtp
 
     def loss(self, rows: Tensor) -> tuple[Tensor, dict[str, float]]:
-        """`rows` int64 [rows, tokens]."""
+        """The loss of int64 `rows` [rows, tokens], and its terms."""
         base = self.base
         with torch.no_grad():
             hidden = base.hidden(rows[:, :-1])
@@ -112,21 +111,21 @@ class MTPObjective:
         return _distillation(guessed, target, rows[:, 2:])
 
     def after_step(self, lr_factor: float) -> None:
-        """Balance the experts' load."""
+        """Balances the MTP layer's experts; the frozen base's routers are not in training mode."""
         for router in self.base.routers():
             if router.training:
                 router.balance(BALANCE_STEP * lr_factor)
 
 
 class DraftObjective:
-    """The draft model, against the base's next-token distribution."""
+    """Trains the draft model to predict the base's next-token distribution."""
 
     def __init__(self, model: DraftModel, teacher: BaseModel) -> None:
         self.model = model
         self.teacher = teacher.eval()
 
     def loss(self, rows: Tensor) -> tuple[Tensor, dict[str, float]]:
-        """`rows` int64 [rows, tokens]."""
+        """The loss of int64 `rows` [rows, tokens], and its terms."""
         with torch.no_grad():
             target = self.teacher.lm_head(self.teacher.hidden(rows[:, :-1]))
         return _distillation(self.model(rows[:, :-1]), target, rows[:, 1:])
@@ -138,7 +137,7 @@ class DraftObjective:
 def _distillation(
     logits: Tensor, target: Tensor, tokens: Tensor
 ) -> tuple[Tensor, dict[str, float]]:
-    """Divergence from the base's distribution mixed with the loss on the text itself."""
+    """The weighted sum of the divergence from the base and of the loss on the text."""
     logits, target = logits.flatten(0, 1).float(), target.flatten(0, 1).float()
     plain = F.cross_entropy(logits, tokens.flatten())
     divergence = F.kl_div(

@@ -1,7 +1,7 @@
-"""Muon for the weight matrices, AdamW for the rest, under one warm-up, stable, decay schedule.
+"""Muon for the weight matrices and AdamW for the rest, with one warm-up, stable, decay schedule.
 
-torch.optim.Muon takes single matrices only and orthogonalises in bfloat16, which CPUs without
-bfloat16 units run ten times slower; this one takes stacks of experts and keeps float32 there.
+torch.optim.Muon takes only single matrices and orthogonalises in bfloat16, which is ten times
+slower on CPUs without bfloat16 units. This one takes stacks of experts and uses float32 on CPU.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
 
 WARMUP, DECAY = 0.02, 0.6
-"""Shares of a run in which the learning rate rises, and falls."""
+"""Shares of a run in which the learning rate rises and in which it falls."""
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
-    """About the nearest orthogonal matrices, by Newton-Schulz; [..., rows, columns].
+    """Approximates the nearest orthogonal matrices by Newton-Schulz; [..., rows, columns].
 
-    From Muon (Keller Jordan, 2024): singular values end between about 0.7 and 1.2.
+    From Muon (Keller Jordan, 2024). The result's singular values are between about 0.7 and 1.2.
     """
     a, b, c = NEWTON_SCHULZ
     x = matrices.to(torch.bfloat16 if matrices.is_cuda else torch.float32)
@@ -41,7 +41,7 @@ def orthogonalise(matrices: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum, orthogonalised; for parameters of two or three dimensions."""
+    """Orthogonalised Nesterov momentum, for parameters of two or three dimensions."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Apply one update; `closure` is not supported."""
+        """Applies one update; `closure` is not supported."""
         assert closure is None
         for group in self.param_groups:
             parameters = cast(list[nn.Parameter], group["params"])
@@ -80,7 +80,7 @@ class Muon(torch.optim.Optimizer):
 
 
 class Optimiser:
-    """Both optimisers and their schedule, as one object with one state."""
+    """Muon and AdamW as one optimiser with one state."""
 
     def __init__(self, model: nn.Module, workers: Workers) -> None:
         matrices, embeddings, heads, vectors = _split(model)
@@ -104,7 +104,7 @@ class Optimiser:
                 group["peak_lr"] = group["lr"]
 
     def step(self, lr_factor: float) -> None:
-        """Update with every learning rate at `lr_factor` of its peak, and clear the gradients."""
+        """Updates with every learning rate at `lr_factor` times its peak; clears the gradients."""
         for part in self._parts:
             for group in part.param_groups:
                 group["lr"] = group["peak_lr"] * lr_factor
@@ -112,11 +112,11 @@ class Optimiser:
             part.zero_grad(set_to_none=True)
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """The state of both, for a checkpoint."""
+        """The state of both optimisers, for a checkpoint."""
         return [part.state_dict() for part in self._parts]
 
     def load_state_dict(self, state: list[dict[str, Any]]) -> None:
-        """Continue from what `state_dict` gave."""
+        """Restores a state that `state_dict` returned."""
         for part, part_state in zip(self._parts, state, strict=True):
             part.load_state_dict(part_state)
 
@@ -143,7 +143,7 @@ def _split(model: nn.Module) -> tuple[Parameters, Parameters, Parameters, Parame
 
 
 def lr_factor(progress: float) -> float:
-    """Warm-up, stable, decay: the learning rate's factor at `progress` in 0..1 of the run."""
+    """The learning rate relative to its peak at `progress` (0..1): warm-up, stable, decay."""
     if progress < WARMUP:
         return (progress + 1e-3) / (WARMUP + 1e-3)
     if progress > 1 - DECAY:

@@ -1,4 +1,4 @@
-"""The code of installed packages whose licences allow to train on it and to ship the weights."""
+"""The code of installed packages with permissive licences, as further training data."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from specserve.compare.corpus import MIN_BYTES, SKIPPED_FOLDERS, Module, is_held
 from specserve.core.errors import ConfigError
 
 MAX_PACKAGE_BYTES = 3_000_000
-"""Larger packages are left out: none shall outweigh the standard library."""
+"""Larger packages are left out, so that none outweighs the standard library."""
 
 MAX_FILE_BYTES = 100_000
-"""Larger files of packages are mostly generated."""
+"""Larger files are left out: they are mostly generated."""
 
 _PERMISSIVE = re.compile(r"(Apache|BSD|MIT|PSF|Python Software Foundation)\b")
 
@@ -21,7 +21,7 @@ _PERMISSIVE = re.compile(r"(Apache|BSD|MIT|PSF|Python Software Foundation)\b")
 def is_permissive(distribution: Distribution) -> bool:
     """Whether every licence that the package's metadata names is Apache, BSD, MIT or PSF.
 
-    The SPDX expression counts where there is one, else the classifiers, else the free text.
+    Reads the SPDX expression; without it the classifiers; without these the free text.
     """
     metadata = distribution.metadata
     classifiers = [
@@ -37,10 +37,10 @@ def is_permissive(distribution: Distribution) -> bool:
 
 
 def permissive_packages(folder: Path) -> dict[str, list[Module]]:
-    """The training modules of every smaller package with a permissive licence, by its name, sorted.
+    """The training modules of each package with a permissive licence, by package name, sorted.
 
-    `folder` is a site-packages folder, and a module's name its path under it. Those that the rule
-    of the corpus holds out are not among them.
+    `folder` is a site-packages folder; a module's name is its path under it. Large packages and
+    held-out modules are left out.
 
     Raises:
         ConfigError: the folder holds no such package.

@@ -1,4 +1,4 @@
-"""From the corpus to two measured model folders: tokenizer, base, draft model."""
+"""Trains and measures both models: tokenizer, base, MTP layer, draft model."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from tools.demo_models.training import Budget, Objective, Run
 from tools.demo_models.workers import Workers
 
 MAX_STREAMS = 8
-"""Processes that make rows for a GPU: more than it can train on."""
+"""Most processes that make rows for a GPU. Eight make rows faster than a GPU trains on them."""
 
 
 class Pipeline:
-    """All of the command; each part continues from what the work folder holds."""
+    """The whole training; each part resumes from its checkpoint in the work folder."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
@@ -58,11 +58,11 @@ class Pipeline:
 
     @cached_property
     def corpus(self) -> Corpus:
-        """What all streams draw from."""
+        """The training data of all streams."""
         return Corpus(self.training, self.tokenizer)
 
     def run(self) -> bool:
-        """Train, measure and write both models. False: stopped before the end."""
+        """Trains, measures and writes both models. Returns False if stopped before the end."""
         base = self.new_base()
         base_run = self.new_run(BaseObjective(base), "base", self.config.minutes)
         if not self._train(base_run, "base"):
@@ -79,7 +79,7 @@ class Pipeline:
         return True
 
     def new_base(self) -> BaseModel:
-        """The base with its seeded first weights, or with those to train on from."""
+        """The base with seeded initial weights, or with the weights of `config.start`."""
         model = BaseModel(BaseShape(), max_tokens=MAX_TOKENS)
         if self.config.start:
             load_into(base_tensors(model), self.config.start / "demo-base")
@@ -87,13 +87,13 @@ class Pipeline:
         generator = torch.Generator().manual_seed(self.config.seed)
         base_model.initialise(model, generator)
         plant_in_base(model, generator)
-        model.eval()  # in training the routers count the load of what they see
+        model.eval()  # in training mode the routers would count the load of these rows
         stream = TokenStream(self.corpus, seed=f"{self.config.seed} plant")
         plant_in_mtp(model, stream.rows(32, 256), generator)
         return model.to(self.device)
 
     def new_draft(self) -> DraftModel:
-        """The draft model with its seeded first weights, or with those to train on from."""
+        """The draft model with seeded initial weights, or with the weights of `config.start`."""
         model = DraftModel(DraftShape(), max_tokens=MAX_TOKENS)
         if self.config.start:
             load_into(draft_tensors(model), self.config.start / "demo-draft")
@@ -121,7 +121,7 @@ class Pipeline:
         )
 
     def write_base(self, model: BaseModel, run: Run, mtp_run: Run) -> None:
-        """Measure the base and write its folder."""
+        """Measures the base and writes its folder."""
         folder = self.config.output / "demo-base"
         export_base(model, self.tokenizer, folder)
         tokens = self.config.evaluation_tokens
@@ -135,7 +135,7 @@ class Pipeline:
         write_base_card(folder, model, scores, shown, runs, self.config, self.packages, start)
 
     def write_draft(self, model: DraftModel, base: BaseModel, run: Run) -> None:
-        """Measure the draft model against the base and write its folder."""
+        """Measures the draft model against the base and writes its folder."""
         folder = self.config.output / "demo-draft"
         export_draft(model, self.tokenizer, folder)
         tokens = self.config.evaluation_tokens
@@ -144,7 +144,7 @@ class Pipeline:
         write_draft_card(folder, model, scores, run, self.config, self.packages, start)
 
     def _trained_before(self, name: str) -> dict[str, Any]:
-        """What training.json says of the weights to train on from; empty where there are none."""
+        """The "training" object of training.json in `config.start`; empty without `start`."""
         if not self.config.start:
             return {}
         text = (self.config.start / name / "training.json").read_text()

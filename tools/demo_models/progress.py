@@ -13,7 +13,7 @@ SMOOTHING = 0.95
 
 
 class Progress:
-    """Smoothed numbers of a run, as a context manager around its loop."""
+    """Shows smoothed numbers of a run; a context manager around the training loop."""
 
     def __init__(self, title: str) -> None:
         self._title = title
@@ -38,7 +38,7 @@ class Progress:
         self._bar.stop()
 
     def update(self, done: float, step: int, tokens: int, numbers: dict[str, float]) -> None:
-        """Take in one step's numbers; `done` is 0..1."""
+        """Adds one step's numbers and shows progress; `done` is the finished share, 0..1."""
         for name, value in numbers.items():
             before = self._smooth.get(name, value)
             self._smooth[name] = SMOOTHING * before + (1 - SMOOTHING) * value

@@ -1,4 +1,4 @@
-"""The two demo models' shapes, and the Hugging Face configs that say the same."""
+"""The two demo models' sizes, and their Hugging Face configs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_TOKENS = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Yarn:
-    """How positions are stretched past the original context (arXiv 2309.00071)."""
+    """YaRN's options to extend the original context (arXiv 2309.00071)."""
 
     factor: float = 4.0
     original_max_position_embeddings: int = 1024
@@ -27,7 +27,7 @@ class Yarn:
 class BaseShape:
     """Sizes of the DeepSeek-V3 model; names as in its config.json.
 
-    The latent cache of 512 + 64 values a token is what vLLM's CPU kernel for MLA is compiled for.
+    vLLM's CPU kernel for MLA is compiled for a latent cache of 512 + 64 values per token.
     """
 
     vocab_size: int = VOCAB_SIZE
@@ -49,7 +49,7 @@ class BaseShape:
 
     @property
     def qk_head_dim(self) -> int:
-        """Width of one query head: the part without and the part with rotation."""
+        """Width of one query head: the parts without and with rotation."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     def hf_config(self) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class BaseShape:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftShape:
-    """Sizes of the Llama draft model; names as in its config.json. The embedding is the head."""
+    """Sizes of the Llama draft model; names as in its config.json. Embedding and head are tied."""
 
     vocab_size: int = VOCAB_SIZE
     hidden_size: int = 128

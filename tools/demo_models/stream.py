@@ -1,4 +1,4 @@
-"""The training stream: documents drawn by index from a seed and packed into rows of tokens."""
+"""The training stream: draws documents by seed and index, and packs them into rows of tokens."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from tools.demo_models.tokenizer import BOS_ID, END_ID, SPECIAL_TOKENS, encode_c
 
 CHARS_PER_TOKEN = 3
 TASK_SHARE = 0.5
-"""Share of the tokens that chat tasks get; plain code gets as many."""
+"""Share of chat tasks in the tokens of tasks and plain code."""
 
 DRILL_CHANCE = 0.08
-"""Share of the documents that are drills: a span of random tokens or code, twice.
+"""Share of the documents that are drills: a span of random tokens or of code, repeated once.
 
-Nothing but attention to what stood before can predict the second. Spans that came again and again
-would teach that what came twice goes on for ever: greedy text then ends in loops.
+Only copying from the context can predict the repeated span. More than one repetition would teach
+endless repetition, so that greedy text ends in loops.
 """
 
 
 class Rows(Protocol):
-    """Where a run's rows come from."""
+    """A source of training rows."""
 
     def rows(self, num_rows: int, num_tokens: int) -> torch.Tensor:
         """The next rows, int64 [num_rows, num_tokens]."""
 
     def state_dict(self) -> Any:
-        """Where it stands, for a checkpoint."""
+        """The current position, for a checkpoint."""
 
     def load_state_dict(self, state: Any) -> None:
-        """Continue from what `state_dict` gave."""
+        """Continues from a position that `state_dict` returned."""
 
 
 class Corpus:
-    """The training modules, encoded once for all streams, and the tasks made from them."""
+    """The encoded training modules and the chat tasks on them, shared by all streams."""
 
     def __init__(self, modules: list[Module], tokenizer: Tokenizer) -> None:
         self.texts = encode_texts(tokenizer, [m.text for m in modules])
@@ -51,7 +51,7 @@ class Corpus:
 
 @dataclass
 class Position:
-    """Where a stream stands; with the seed it is all that a resumed run needs."""
+    """The position of a stream. With the seed it determines all further rows."""
 
     plain_tokens: int = 0
     task_tokens: int = 0
@@ -60,13 +60,13 @@ class Position:
     module: int = 0
     offset: int = 0
     rest: list[int] = field(default_factory=list)
-    """Tokens drawn and not yet handed out."""
+    """Tokens that were drawn but are not yet in a row."""
 
 
 class TokenStream:
-    """An endless, seeded sequence of packed rows; equal positions give equal rows.
+    """An endless, seeded sequence of packed rows. Equal seeds and positions give equal rows.
 
-    Plain modules come in a new random order each epoch, in pieces; tasks are drawn anew each time.
+    Plain modules come in pieces, in a new random order each epoch.
     """
 
     def __init__(self, corpus: Corpus, *, seed: str) -> None:
@@ -77,15 +77,15 @@ class TokenStream:
         self.position = Position()
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, as plain values."""
+        """The position as plain values."""
         return asdict(self.position)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` gave."""
+        """Continues from a position that `state_dict` returned."""
         self.position = Position(**state)
 
     def rows(self, num_rows: int, num_tokens: int) -> torch.Tensor:
-        """The next rows, int64 [num_rows, num_tokens]; documents run over from row to row."""
+        """The next rows, int64 [num_rows, num_tokens]; a document may span several rows."""
         need = num_rows * num_tokens
         buffer = self.position.rest
         while len(buffer) < need:
@@ -145,7 +145,7 @@ Shape = tuple[int, int]
 
 
 class StreamPool:
-    """Streams that take turns, each with its next rows made ahead by a process of the pool.
+    """Streams used in rotation; pool processes prepare the next rows of each stream.
 
     For a GPU, which trains faster than one process makes rows.
     """
@@ -170,11 +170,11 @@ class StreamPool:
         return rows
 
     def state_dict(self) -> dict[str, Any]:
-        """Positions after the rows handed out, and whose turn it is."""
+        """The positions after the returned rows, and the index of the next stream."""
         return {"turn": self._turn, "streams": [s.state_dict() for s in self._streams]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` gave; rows made ahead are dropped."""
+        """Continues from a state that `state_dict` returned; drops prepared rows."""
         self._ahead.clear()
         self._turn = state["turn"]
         for stream, position in zip(self._streams, state["streams"], strict=True):
@@ -187,7 +187,7 @@ class StreamPool:
 
 
 _inherited: list[TokenStream] = []
-"""In a process of a StreamPool: its streams, as they were when the process was forked."""
+"""In a pool process: the StreamPool's streams at the time of the fork."""
 
 
 def _inherit(streams: list[TokenStream]) -> None:

@@ -1,4 +1,4 @@
-"""More kinds of chat tasks from source code, for training and for benchmarks."""
+"""More kinds of chat tasks on source code, for training, evaluation and benchmarks."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class AllTasks(TaskMaker):
         return one_question(f"{ask}\n{fence(code)}", fence(target.signature))
 
     def _dialogue(self, rng: random.Random, max_chars: int) -> Task | None:
-        """Two or three questions about one file, each answered from it."""
+        """A dialogue of one or two questions about one file, which contains the answers."""
         picked = self.excerpt(rng, max_chars // 3)
         if len(picked) < 2:
             return None

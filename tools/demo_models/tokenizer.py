@@ -32,11 +32,11 @@ _PIECES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)| ?[A-Za-z]+| ?\d{1,3}| ?[^\sA-Za-z\d\p{L}]+| ?\p{L}+"
     r"|\n[ \t]*(?=\S)|\s+(?!\S)|\s+"
 )
-"""Words, numbers of up to 3 digits, runs of signs; a line break takes its indentation along."""
+"""Words, numbers of up to 3 digits, runs of symbols, line breaks with the next indentation."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE of exactly `vocab_size` entries where the texts are large enough."""
+    """Trains a byte-level BPE; it has `vocab_size` entries if the texts are large enough."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -59,7 +59,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, *, max_tokens: int) -> None:
-    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja into `folder`."""
+    """Writes tokenizer.json, tokenizer_config.json and chat_template.jinja into `folder`."""
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -74,12 +74,12 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, *, max_tokens: int) -> No
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
-    """A plain document: begin, the text's tokens, end."""
+    """Encodes a plain document: begin token, the text's tokens, end token."""
     return encode_texts(tokenizer, [text])[0]
 
 
 def encode_texts(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
-    """The same of many, on all cores."""
+    """Encodes many plain documents, on all cores."""
     encoded = tokenizer.encode_batch(texts, add_special_tokens=False)
     return [[BOS_ID, *one.ids, END_ID] for one in encoded]
 
@@ -87,7 +87,7 @@ def encode_texts(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
 def encode_chat(
     tokenizer: Tokenizer, messages: list[Message], *, add_generation_prompt: bool = False
 ) -> list[int]:
-    """A dialogue, token by token as the chat template renders it."""
+    """Encodes a dialogue; equals the tokens of the rendered chat template."""
     ids = [BOS_ID]
     for message in messages:
         ids.append(SPECIAL_TOKENS.index(f"<|{message['role']}|>"))

@@ -1,4 +1,4 @@
-"""The training loop that both models share: schedule, checkpoints, progress."""
+"""The training loop of both models: schedule, checkpoints, progress."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from tools.demo_models.stream import Rows
 from tools.demo_models.workers import Workers
 
 ROW_STAGES = ((0.0, 512), (0.6, 1024), (0.9, 2048))
-"""From which progress on rows have how many tokens: short rows learn faster, long ones farther."""
+"""Pairs (progress, tokens per row from then on): short rows train faster, long ones teach more."""
 
 CLIP_NORM = 1.0
 
 
 class Objective(Protocol):
-    """What a run minimises."""
+    """The training objective of a run."""
 
     model: Any
 
     def loss(self, rows: Tensor) -> tuple[Tensor, dict[str, float]]:
-        """The loss of int64 rows [rows, tokens], and numbers worth showing."""
+        """The loss of int64 rows [rows, tokens], and numbers to show."""
 
     def after_step(self, lr_factor: float) -> None:
         """Called after every update."""
@@ -48,13 +48,13 @@ class Budget:
     checkpoint_s: float
 
     def progress(self, elapsed_s: float, tokens: int) -> float:
-        """How far the run is, 0..1; the learning rate and the row length follow it."""
+        """The finished share of the run, 0..1; it sets the learning rate and the row length."""
         return min(1.0, max(elapsed_s / (self.minutes * 60), tokens / self.max_tokens))
 
 
 @dataclass
 class Counters:
-    """What a run has spent so far, over all its parts."""
+    """Steps, tokens and training time of a run so far, over all resumed parts."""
 
     step: int = 0
     tokens: int = 0
@@ -62,7 +62,7 @@ class Counters:
 
 
 class Run:
-    """One model's training, resumable from its checkpoint file to the exact next step."""
+    """The training of one model, which resumes exactly from its checkpoint file."""
 
     def __init__(
         self,
@@ -93,11 +93,11 @@ class Run:
 
     @property
     def done(self) -> float:
-        """How far the run is, 0..1."""
+        """The finished share of the run, 0..1."""
         return self.budget.progress(self.counters.elapsed_s, self.counters.tokens)
 
     def resume(self) -> bool:
-        """Continue from the checkpoint file where there is one."""
+        """Loads the checkpoint file; returns False if there is none."""
         if not self.checkpoint.exists():
             return False
         state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
@@ -109,7 +109,7 @@ class Run:
         return True
 
     def save(self) -> None:
-        """Write the checkpoint; a reader sees the old file or the whole new one."""
+        """Writes the checkpoint atomically."""
         state = {
             "model": self.model.state_dict(),
             "optimiser": self.optimiser.state_dict(),
@@ -123,7 +123,7 @@ class Run:
         os.replace(partial, self.checkpoint)
 
     def train(self, progress: Progress) -> bool:
-        """Train to the budget's end. False: a SIGTERM or SIGINT ended it early; both save."""
+        """Trains to the budget's end and saves. Returns False if SIGTERM or SIGINT stopped it."""
         self.model.train()
         saved = time.monotonic()
         with self._stop_on_signals():
@@ -155,11 +155,11 @@ class Run:
         return numbers
 
     def _backward(self, rows: Tensor) -> dict[str, float]:
-        """Set every gradient to the mean over the batch's parts; the numbers' mean likewise."""
+        """Sets each gradient to the mean over the batch's parts; returns the numbers' means."""
         parts = rows.chunk(self._workers.count)
         results = self._workers.map(self._gradients, parts)
         for i, parameter in enumerate(self._parameters):
-            # Always in the same order, so that a resumed run repeats it bit by bit.
+            # Summed always in the same order, so that a resumed run is bitwise equal.
             first, *rest = (gradients[i] for gradients, _ in results)
             parameter.grad = sum(rest, first) / len(parts)
         numbers = [n for _, n in results]

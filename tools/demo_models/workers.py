@@ -1,7 +1,7 @@
-"""Threads that train parts of a batch side by side, one core each.
+"""Threads that train parts of a batch in parallel, one core each.
 
-One operation split over all cores waits for the slowest of them each time: on a machine that others
-use too that costs most of the speed. Here the parts meet once a step.
+If torch splits each operation over all cores, each operation waits for the slowest core. On a
+shared machine this costs most of the speed. These threads synchronise once per step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ B = TypeVar("B")
 
 
 class Workers:
-    """`count` threads in each of which torch uses one core; one thread alone on a GPU."""
+    """A pool of `count` threads, in each of which torch uses one core; on a GPU one thread."""
 
     def __init__(self, device: torch.device, count: int | None = None) -> None:
         cores = len(os.sched_getaffinity(0))
@@ -29,5 +29,5 @@ class Workers:
         )
 
     def map(self, call: Callable[[A], B], items: Iterable[A]) -> list[B]:
-        """The results in the items' order."""
+        """Calls `call` for each item in the pool; returns the results in the items' order."""
         return list(self._pool.map(call, items))
