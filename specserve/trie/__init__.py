@@ -1,1 +1,1 @@
-"""The draft memory: what was read and written before, by every request on every replica."""
+"""The draft memory: prompts and outputs of earlier requests on all replicas."""

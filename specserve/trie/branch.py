@@ -1,9 +1,8 @@
-"""What followed a text: the trie's branch below its context, built when it is asked for.
+"""Drafts the continuation of a text: builds the trie's branch below its context.
 
-A lookup takes the longest context that has places, and walks on from all of them at once. A hash
-is never trusted: tokens are compared, so that a place that was evicted or overwritten since is seen
-for what it is. Requests are looked up in groups, a place of each in turn: while the memory of one
-is fetched, the others go on.
+A lookup takes the longest context that has places, and follows all of them at once. It compares
+tokens, because a hash may collide and a page may have been evicted or overwritten. Requests are
+looked up in groups, one place of each in turn: while memory for one is fetched, the others go on.
 """
 
 from __future__ import annotations
@@ -44,44 +43,43 @@ from specserve.trie.layout import (
 from specserve.trie.pages import open_slot
 
 GROUP = 32
-"""Requests that are looked up by turns."""
+"""Requests of a group: their lookups take turns."""
 
-_MOST_PLACES = 16
-"""Places of one context that a lookup weighs."""
+_MOST_PLACES, _MOST_HOPS = 16, 32
+"""Places of one context that a lookup weighs, and that it visits, at most."""
 
-_MOST_HOPS = 32
-_DOUBT = 4.0
-"""Where ``n`` places agree that match in ``m`` tokens of context, and no other place is known, the
-token is right with a chance of ``r / (r + 4)``, ``r = sqrt(m^3 n)``. Seen on Python code: 0.4 after
-2 tokens in one place, 0.8 after 6, 0.98 after 32."""
+_HALF_EVIDENCE = 4.0
+"""Evidence at which a token is right with probability 0.5. Evidence is ``r = sqrt(m^3 n)``, where
+``n`` places match ``m`` tokens of context. If all places agree, the probability is ``r / (r + 4)``.
+Seen on Python code: 0.4 after 2 tokens in one place, 0.8 after 6, 0.98 after 32."""
 _LONGEST_MATCH = 32
 _OWN_WEIGHT, _PROMPT_WEIGHT = 16.0, 0.5
-"""Of what stood in the request's own text, and in another one's prompt; 1 is that of an output."""
+"""Factors for the request's own text and for other requests' prompts; other outputs have 1."""
 
 _HALVINGS_PER_PAGE = PAGE / 1e6
-"""A text's weight halves with each million tokens that are learned after it."""
+"""The weight of a text halves with every million tokens learned after it."""
 
 _MOST_HALVINGS = 64.0
 LOCAL, CLUSTER = 0, 1
-"""Labels of drafts: who taught most of it, this replica or others."""
+"""Labels of drafts: most of the first token's weight is from this replica's text, or others'."""
 
 
 class Group(NamedTuple):
-    """Where the lookups of a group are; ``[GROUP]`` and, of its places, ``[GROUP, 16]``.
+    """State of a group's lookups: arrays ``[GROUP]``, and ``[GROUP, 16]`` for places.
 
     Attributes:
-        levels: the length of context that is tried, an index of ``LEVELS``.
-        hops: places seen of it.
-        positions: the next one.
-        counts: places that are good.
-        owners: slot of the request's own sequence; -1: none.
-        active: the requests that are not done.
-        newest: int64 ``[GROUP, levels]``, hash of each context, then its newest place; -1.
+        levels: index in ``LEVELS`` of the context length in use.
+        hops: places visited at this level.
+        positions: place to visit next.
+        counts: number of valid places.
+        owners: slot of the request's own sequence; -1 for none.
+        active: indices of the requests that still search.
+        newest: int64 ``[GROUP, levels]``, hash of each context, later its newest place or -1.
         places: position of the token that follows.
         ends: end of the tokens in that position's page.
-        matches: tokens of context that each place matches.
+        matches: number of context tokens that match.
         tokens: scratch.
-        weights: of each place.
+        weights: weight of each place.
     """
 
     levels: Int64Array
@@ -99,7 +97,7 @@ class Group(NamedTuple):
 
     @classmethod
     def empty(cls) -> Self:
-        """Of no request."""
+        """Arrays of zeros."""
         return cls._make(
             [
                 *np.zeros((6, GROUP), np.int64),
@@ -112,7 +110,7 @@ class Group(NamedTuple):
 
 @inner
 def _following(a, position):  # type: ignore[no-untyped-def]
-    """The position after this one in the text; -1 at its end and before a gap."""
+    """Position of the next token of the text; -1 at its end and before a gap."""
     page = position // PAGE
     if position % PAGE + 1 < a.pages[page, LENGTH]:
         return position + 1
@@ -144,7 +142,7 @@ def _match_len(a, position, token_ids, row, length):  # type: ignore[no-untyped-
 
 @inner
 def _go_to(a, group, i, position):  # type: ignore[no-untyped-def]
-    """The place that request i looks at next, and all that is read of it."""
+    """Sets the place that request ``i`` visits next, and prefetches what the visit reads."""
     group.positions[i] = position
     prefetch(a.tokens, position)
     prefetch(a.tokens, max(position - LONGEST, 0))
@@ -154,7 +152,7 @@ def _go_to(a, group, i, position):  # type: ignore[no-untyped-def]
 
 @inner
 def _descend(a, group, i, lowest):  # type: ignore[no-untyped-def]
-    """Goes on with the next shorter context that has a place; False if there is none."""
+    """Moves request ``i`` to its next shorter context that has a place; False if there is none."""
     for level in range(group.levels[i] - 1, lowest - 1, -1):
         if group.newest[i, level] >= 0:
             group.levels[i], group.hops[i] = level, 0
@@ -165,20 +163,20 @@ def _descend(a, group, i, lowest):  # type: ignore[no-untyped-def]
 
 @inner
 def _hop(a, group, i, token_ids, row, length, lowest, min_match_len):  # type: ignore[no-untyped-def]
-    """Looks at one place; False where the request has all it needs, or nothing is left."""
+    """Visits one place of request ``i``; False if it has enough places, or none is left."""
     position, level, count = group.positions[i], group.levels[i], group.counts[i]
     page = position // PAGE
     match = _match_len(a, position, token_ids, row, length)
-    is_valid = match >= LENGTHS[level]  # or it was overwritten since
+    is_valid = match >= LENGTHS[level]  # else the page was overwritten
     after = _following(a, position) if is_valid else -1
     if after >= 0:
         for j in range(count):
             if group.places[i, j] == after:
-                is_valid = False  # overwritten since, and led back to here
+                is_valid = False  # a page was overwritten, so that the chain came back here
         is_own = a.pages[page, OWNER] == group.owners[i]
         is_seen = is_own or not a.pages[page, FLAGS] & PRIVATE
         if is_valid and match >= min_match_len and is_seen:
-            # The stamp counts pages modulo 2^32. However old a place is, it has some weight.
+            # The stamp counts pages modulo 2^32. The cap keeps the weight of old places above 0.
             num_pages = (a.scalars[CLOCK] // PAGE - np.int64(a.pages[page, STAMP])) & 0xFFFFFFFF
             weight = match * np.exp2(-min(_HALVINGS_PER_PAGE * num_pages, _MOST_HALVINGS))
             if is_own:
@@ -202,11 +200,11 @@ def _hop(a, group, i, token_ids, row, length, lowest, min_match_len):  # type: i
 
 @inner
 def _gather(a, group, rows, texts, limits, sequences, min_match_len):  # type: ignore[no-untyped-def]
-    """Finds the places of each request's longest context that has any."""
+    """For each request, finds the places of its longest context that has any."""
     slots, token_ids, num_tokens = texts
     lowest = 0
     while lowest + 1 < NUM_LEVELS and LENGTHS[lowest + 1] <= min_match_len:
-        lowest += 1  # whatever a shorter context finds matches less
+        lowest += 1  # a match of min_match_len tokens has a place at the next level too
     active, num_active = group.active, 0
     for i in range(rows.shape[0]):
         row = rows[i]
@@ -250,7 +248,7 @@ def _gather(a, group, rows, texts, limits, sequences, min_match_len):  # type: i
 
 @inner
 def _heaviest(tokens, weights, count):  # type: ignore[no-untyped-def]
-    """The token of the greatest weight: (token, its weight, weight of all, places that have it)."""
+    """The token with the most weight: (token, its weight, total weight, number of its places)."""
     total = 0.0
     is_one = True
     for i in range(count):
@@ -272,7 +270,7 @@ def _heaviest(tokens, weights, count):  # type: ignore[no-untyped-def]
 
 @inner
 def _draft(a, group, i, limit, floor, draft, confidence):  # type: ignore[no-untyped-def]
-    """Walks on from request i's places; returns (tokens in the draft, its label)."""
+    """Writes request ``i``'s draft by following its places; returns (draft length, label)."""
     places, ends, weights = group.places[i], group.ends[i], group.weights[i]
     tokens = group.tokens[i]
     count, label = group.counts[i], LOCAL
@@ -286,14 +284,14 @@ def _draft(a, group, i, limit, floor, draft, confidence):  # type: ignore[no-unt
         for j in range(count):
             tokens[j] = a.tokens[places[j]]
         token, weight, total, num_places = _heaviest(tokens, weights, count)
-        reason = np.sqrt(float(longest + index) ** 3 * num_places)
-        chance = weight / total * reason / (reason + _DOUBT)
+        evidence = np.sqrt(float(longest + index) ** 3 * num_places)
+        chance = weight / total * evidence / (evidence + _HALF_EVIDENCE)
         probability *= chance
         if probability < floor:
             return index, label
         draft[index] = token
         confidence[index] = chance
-        kept, taught = 0, 0.0
+        kept, cluster_weight = 0, 0.0
         for j in range(count):
             if tokens[j] != token:
                 continue
@@ -302,7 +300,7 @@ def _draft(a, group, i, limit, floor, draft, confidence):  # type: ignore[no-unt
                 page = places[j] // PAGE
                 a.page_use[page] = min(a.page_use[page] + 1, MOST_USE)
                 if a.pages[page, FLAGS] & FROM_CLUSTER:
-                    taught += weights[j]
+                    cluster_weight += weights[j]
             if place == end:
                 place = _following(a, place - 1)
                 if place < 0:
@@ -310,7 +308,7 @@ def _draft(a, group, i, limit, floor, draft, confidence):  # type: ignore[no-unt
                 end = place // PAGE * PAGE + a.pages[place // PAGE, LENGTH]
             places[kept], ends[kept], weights[kept] = place, end, weights[j]
             kept += 1
-        if index == 0 and 2.0 * taught > weight:
+        if index == 0 and 2.0 * cluster_weight > weight:
             label = CLUSTER
         count = kept
     return limit, label
@@ -320,11 +318,11 @@ def _draft(a, group, i, limit, floor, draft, confidence):  # type: ignore[no-unt
 def lookup(  # type: ignore[no-untyped-def]
     a, group, rows, texts, limits, sequences, min_match_len, floor, drafts
 ):
-    """Drafts for a batch; counts the use of the pages that they are taken from.
+    """Writes drafts for a batch, and counts a use of each page that a draft starts in.
 
     Args:
         group: scratch.
-        texts: (slots, token_ids, num_tokens); all others as of
+        texts: (slots, token_ids, num_tokens). The other arguments are those of
             :meth:`specserve.trie.token_trie.TokenTrie.step`.
     """
     for begin in range(0, rows.shape[0], GROUP):

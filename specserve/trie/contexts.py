@@ -1,7 +1,6 @@
-"""Contexts by their hashes: the tables that lead from the last tokens to where they stood.
+"""Hash tables from contexts, the last tokens of a text, to the places where they stood.
 
-A table's entry is the newest place of a context, and its tag: half of the context's hash. Compiled
-into the kernels that use it.
+A table's entry holds the newest place of a context, and a tag: half of the context's hash.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ LONGEST = LEVELS[-1]
 NUM_LEVELS = len(LEVELS)
 
 MULTIPLIER, ONE = np.uint64(0x9E3779B97F4A7C15), np.uint64(1)
-"""Of the rolling hash: a token ``t`` more makes ``hash * MULTIPLIER + t + ONE`` of it."""
+"""Of the rolling hash: with a token ``t`` it becomes ``hash * MULTIPLIER + t + ONE``."""
 
 _FINALIZER = np.uint64(0xD6E8FEB86659FD93)
 _LOW = np.uint64(0xFFFFFFFF)
@@ -30,15 +29,15 @@ _S29, _S32 = np.uint64(29), np.uint64(32)
 _NUM_BUCKET = np.uint64(BUCKET)
 
 _OUTGOING = np.array([pow(int(MULTIPLIER), length, 1 << 64) for length in LEVELS], np.uint64)
-"""The multiplier's powers by which a token leaves each level's rolling hash."""
+"""Powers of the multiplier, by level; they take the tokens before a context out of its hash."""
 
 
 @intrinsic
 def prefetch(typing_context, array, index):  # type: ignore[no-untyped-def]
-    """Has the processor fetch the cache line of ``array.flat[index]``; the array is contiguous.
+    """Prefetches the cache line of ``array.flat[index]``; the array is contiguous.
 
-    A memory of this size is in no cache. The kernels say of many rows what they will read, and
-    then read it, so that the processor waits for all of it at once.
+    The arrays are larger than the caches. Kernels prefetch for many rows before they read, so that
+    the waits for memory overlap.
     """
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
@@ -59,8 +58,8 @@ def prefetch(typing_context, array, index):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def _equal(typing_context, table, index, bits, value):  # type: ignore[no-untyped-def]
-    """Which entries of the bucket at ``table.flat[index]`` have ``value`` in these bits: a bit of
-    each. The processor compares all at once, and has no branch to guess."""
+    """Bit mask of the entries ``e`` in the bucket at ``table.flat[index]`` with
+    ``e & bits == value``. One vector comparison, without branches."""
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         made = context.make_array(signature.args[0])(context, builder, arguments[0])
@@ -68,13 +67,13 @@ def _equal(typing_context, table, index, bits, value):  # type: ignore[no-untype
         address = builder.bitcast(builder.gep(made.data, [arguments[1]]), vector.as_pointer())
         first = ir.Constant(ir.VectorType(ir.IntType(32), BUCKET), [0] * BUCKET)
 
-        def everywhere(number: ir.Value) -> ir.Value:
+        def broadcast(number: ir.Value) -> ir.Value:
             undefined = ir.Constant(vector, ir.Undefined)
             one = builder.insert_element(undefined, number, ir.Constant(ir.IntType(32), 0))
             return builder.shuffle_vector(one, undefined, first)
 
-        entries = builder.and_(builder.load(address, align=8), everywhere(arguments[2]))
-        equal = builder.icmp_unsigned("==", entries, everywhere(arguments[3]))
+        entries = builder.and_(builder.load(address, align=8), broadcast(arguments[2]))
+        equal = builder.icmp_unsigned("==", entries, broadcast(arguments[3]))
         return builder.zext(builder.bitcast(equal, ir.IntType(BUCKET)), ir.IntType(64))
 
     return types.int64(table, types.int64, types.uint64, types.uint64), codegen
@@ -82,42 +81,42 @@ def _equal(typing_context, table, index, bits, value):  # type: ignore[no-untype
 
 @inner
 def mix(state):  # type: ignore[no-untyped-def]
-    """A rolling hash made fit for the tables."""
+    """The rolling hash with mixed bits: the upper half selects the bucket, the lower is the tag."""
     mixed = (state ^ (state >> _S29)) * _FINALIZER
     return mixed ^ (mixed >> _S32)
 
 
 @inner
 def _bucket(table, mixed):  # type: ignore[no-untyped-def]
-    """First entry of the bucket of a hash."""
+    """Index of the first entry in the bucket of a mixed hash."""
     num_buckets = np.uint64(table.shape[1] // BUCKET)
     return np.int64((((mixed >> _S32) * num_buckets) >> _S32) * _NUM_BUCKET)
 
 
 @inner
 def prefetch_context(table, level, mixed):  # type: ignore[no-untyped-def]
-    """Says that a context will be looked for."""
+    """Prefetches the bucket of a context."""
     prefetch(table, level * table.shape[1] + _bucket(table, mixed))
 
 
 @inner
 def hash_page_contexts(a, page, begin, end, hashes, prefix):  # type: ignore[no-untyped-def]
-    """Mixed hash of each level's context that ends at offsets ``begin .. end - 1`` of a page.
+    """Computes the mixed hashes of the contexts that end at offsets ``begin .. end - 1`` of a page.
 
     Args:
-        page: whose tokens are written up to ``end``.
-        hashes: uint64 ``[>= end - begin, >= levels]``, written.
+        page: its tokens are written up to ``end``.
+        hashes: uint64 ``[>= end - begin, >= levels]``, output.
         prefix: uint64 ``[1 + LONGEST + PAGE]``, scratch.
 
     Returns:
-        How many tokens stand before ``begin``, at most the longest context.
+        Number of known tokens before ``begin``, at most the longest context.
     """
     known = min(begin, LONGEST)
     first = page * PAGE + begin - known
     before = 0
     prev = np.int64(a.pages[page, PREV])
     if known < LONGEST and not a.pages[page, FLAGS] & CUT and prev >= 0:
-        before = LONGEST - known  # the page before it is full
+        before = LONGEST - known  # the previous page is full
     prefix[0] = state = _ZERO
     for j in range(before):
         state = state * MULTIPLIER + np.uint64(a.tokens[prev * PAGE + PAGE - before + j]) + ONE
@@ -135,9 +134,9 @@ def hash_page_contexts(a, page, begin, end, hashes, prefix):  # type: ignore[no-
 
 @inner
 def put_place(a, level, mixed, position):  # type: ignore[no-untyped-def]
-    """Notes a context's newest place; returns the one noted before, or -1.
+    """Stores a context's newest place; returns its previous one, or -1.
 
-    In a full bucket the context goes whose page is used least.
+    In a full bucket it replaces the context whose page is used least.
     """
     start = _bucket(a.table, mixed)
     index = level * a.table.shape[1] + start
@@ -177,7 +176,7 @@ def newest_place(table, level, mixed):  # type: ignore[no-untyped-def]
 
 @inner
 def replace_place(table, level, mixed, position, older):  # type: ignore[no-untyped-def]
-    """Where ``position`` is a context's newest place, puts the older one there, or nothing."""
+    """If ``position`` is a context's newest place, stores ``older`` instead; -1 frees the entry."""
     start = _bucket(table, mixed)
     index = level * table.shape[1] + start
     same = _equal(table, index, _ALL, (mixed << _S32) | np.uint64(position + 1))
@@ -186,7 +185,7 @@ def replace_place(table, level, mixed, position, older):  # type: ignore[no-unty
         if older >= 0:
             table[level, slot] = (mixed << _S32) | np.uint64(older + 1)
             return
-        # The bucket stays without gaps.
+        # The last entry fills the gap.
         last = start + trailing_zeros(_equal(table, index, _ALL, _ZERO) | (1 << BUCKET)) - 1
         table[level, slot] = table[level, last]
         table[level, last] = _ZERO

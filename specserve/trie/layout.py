@@ -13,7 +13,7 @@ LEVELS = (2, 4, 8, 16)
 """Context lengths, in tokens, by which a place in the text can be found."""
 
 PAGE = 64
-"""Tokens of one page, the unit that is evicted."""
+"""Tokens of a page, the unit of eviction."""
 
 BUCKET = 8
 """Entries of a hash bucket: one cache line."""
@@ -21,11 +21,11 @@ BUCKET = 8
 _ENTRIES_PER_TOKEN = 1.25
 
 FROM_CLUSTER, PRIVATE, CUT = 1, 2, 4
-"""Flags of a page: taught by another replica; only for its own request; it does not go on where the
-page before it ends. Those of a sequence are for its next page."""
+"""Flags of a page: text of another replica; used for its own request only; does not continue the
+page before it. A slot's flags are for its next page."""
 
 MOST_USE = 3
-"""Up to where the use of a page is counted."""
+"""Largest value of ``Arrays.page_use``."""
 
 NEXT, PREV, LENGTH, OUTPUT, OWNER, STAMP, FLAGS = range(7)
 """Columns of ``Arrays.pages``."""
@@ -34,31 +34,30 @@ HEAD, TAIL, IS_OPEN, NEXT_FLAGS, GENERATION = range(5)
 """Columns of ``Arrays.slots``."""
 
 NUM_FREE_PAGES, HAND, CLOCK, NUM_FREE_SLOTS, NUM_TOKENS, NUM_EVICTED, NUM_SCALARS = range(7)
-"""Indices of ``Arrays.scalars``. The clock counts the tokens ever taken."""
+"""Indices of ``Arrays.scalars``. The clock counts all tokens learned so far."""
 
 COLUMNS = 8
-"""Of pages and of slots: half a cache line."""
+"""Columns of ``Arrays.pages`` and ``Arrays.slots``: a row is half a cache line."""
 _LINE = 64
 
 
 class Arrays(NamedTuple):
-    """All of a trie's memory, for P pages and as many sequences, each in a slot.
+    """All of a trie's memory: P pages, and a slot for each of at most P sequences.
 
-    A *position* is ``page * PAGE + offset``. A page belongs to one sequence, the text of one
-    request; its pages form a list in the order of the text.
+    A sequence is the text of one request, a list of pages. A *position* is
+    ``page * PAGE + offset``. The *places* of a context are the positions of its last token.
 
     Attributes:
         tokens: int32 ``[P * PAGE]``.
-        older: int32 ``[P * PAGE, levels]``, the place before this one with the same context; -1.
-        table: uint64 ``[levels, buckets * BUCKET]``, newest place of each context: the context's
-            hash in the upper half, position + 1 in the lower; 0 is free.
-        pages: int32 ``[P, 8]``. Pages after and before this one in its sequence, -1 for none;
-            tokens in it, 0 where it is free; offset of the first token that was output and not
-            prompt; slot of its sequence; the clock when it was begun, in units of ``PAGE`` tokens;
-            flags.
-        page_use: uint8 ``[P]``, recent use, counted down by the eviction's hand.
-        slots: int32 ``[P, 8]``. First and last page of the sequence, -1 for none; 1 while it still
-            grows; flags for its next page; number of sequences that had the slot so far.
+        older: int32 ``[P * PAGE, levels]``, the context's previous place; -1 for none.
+        table: uint64 ``[levels, buckets * BUCKET]``, newest place of each context: half of the
+            context's hash in the upper 32 bits, position + 1 in the lower; 0 is free.
+        pages: int32 ``[P, 8]``. Next and previous page of the sequence, -1 for none; number of
+            tokens, 0 for a free page; offset of the first output token; slot of the sequence; the
+            clock when the page was begun, in units of ``PAGE`` tokens; flags.
+        page_use: uint8 ``[P]``, recent uses; the eviction scan counts them down.
+        slots: int32 ``[P, 8]``. First and last page of the sequence, -1 for none; 1 while it is
+            open; flags for its next page; number of sequences that have had the slot.
         free_pages: int32 ``[P]``, a stack.
         free_slots: int32 ``[P]``, a stack.
         scalars: int64 ``[NUM_SCALARS]``.
@@ -76,13 +75,13 @@ class Arrays(NamedTuple):
 
 
 def allocate(num_pages: int) -> Arrays:
-    """Empty arrays, in one piece of memory: buckets are cache lines, and pages of the system large
-    where it has them, since a text touches the memory everywhere."""
+    """Allocates empty arrays in one memory mapping, with buckets aligned to cache lines.
+    Huge pages are used where the system has them, because a text accesses memory at random."""
     sizes = _sizes(num_pages)
     memory = mmap.mmap(-1, _num_bytes(num_pages), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
-    # Written now, all of it: a step would wait while the system clears memory.
+    # Writes to every page now: otherwise a step waits while the system clears memory.
     np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE] = 0
     arrays, offset = {}, 0
     for name, (shape, dtype) in sizes.items():
@@ -95,7 +94,7 @@ def allocate(num_pages: int) -> Arrays:
 
 
 def reset(arrays: Arrays) -> None:
-    """Empties the arrays; clock, evictions and generations go on."""
+    """Empties the arrays, but keeps the clock, the eviction count and the generations."""
     num_pages = len(arrays.pages)
     counters = arrays.scalars[[CLOCK, NUM_EVICTED]]
     arrays.table[:] = 0
@@ -110,7 +109,7 @@ def reset(arrays: Arrays) -> None:
 
 
 def pages_in(max_bytes: int) -> int:
-    """How many pages fit, with everything that they need."""
+    """How many pages fit in ``max_bytes``, with their tables and slots."""
     page = (_num_bytes(2 * _LINE) - _num_bytes(_LINE)) // _LINE
     return min((max_bytes - 4096) // page, (2**31 - 1) // PAGE - 1)
 

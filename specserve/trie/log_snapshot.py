@@ -1,7 +1,7 @@
-"""Snapshots of a token log: one file, whole or not there.
+"""Writes and reads snapshots of a token log.
 
-A gzip file of JSON lines: a :class:`SnapshotHeader`, then a record a line. Gzip's checksum tells
-damage, and its end what is cut off.
+A snapshot is a gzip file of JSON lines: a :class:`SnapshotHeader`, then one record a line. Gzip
+detects a damaged or truncated file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class SnapshotHeader(msgspec.Struct, frozen=True):
-    """The first line: what a snapshot says of itself, and all of a log but its records."""
+    """The first line: version, model identity, and the log's state without its text records."""
 
     version: int
     fingerprint: str
@@ -40,14 +40,13 @@ class SnapshotHeader(msgspec.Struct, frozen=True):
 
 
 class SnapshotFile:
-    """One snapshot at a URL.
+    """The snapshot at one URL.
 
-    Any failure of the file system, a full disk among them, is a ``SnapshotError``.
+    Every error of the file system is raised as a ``SnapshotError``.
 
     Args:
-        url: a path, whose folder is made where it is missing, or a URL of any file system that
-            fsspec knows.
-        fingerprint: identity of the model and tokenizer whose tokens are kept.
+        url: a path, whose missing folders are created, or a URL that fsspec supports.
+        fingerprint: identity of the model and tokenizer that the tokens belong to.
 
     Raises:
         ConfigError: fsspec does not know the URL's scheme, or lacks a package for it.
@@ -66,13 +65,13 @@ class SnapshotFile:
         self._is_local = isinstance(self._fs, LocalFileSystem)
 
     def save(self, state: LogState) -> int:
-        """Writes the snapshot aside, then puts it in the place of the one that was there.
+        """Writes the snapshot to ``<name>.new``, then renames it over the previous one.
 
         Returns:
             The file's size in bytes.
 
         Raises:
-            SnapshotError: it could not be written; the one that was there is as it was.
+            SnapshotError: it could not be written; the previous one is unchanged.
         """
         aside = f"{self._path}.new"
         try:
@@ -87,15 +86,15 @@ class SnapshotFile:
         return size
 
     def load_or_set_aside(self) -> LogState | None:
-        """Reads the snapshot.
+        """Reads the snapshot; renames it to ``<name>.refused-<number>`` if it cannot be used.
 
-        One that cannot be used is renamed to ``<name>.refused-<number>``, and the log says why.
+        A warning gives the reason.
 
         Returns:
-            What the log held; None: there is none to be used.
+            The content of the log; None if there is no usable snapshot.
 
         Raises:
-            SnapshotError: it cannot be used and could not be renamed either.
+            SnapshotError: the snapshot can neither be used nor renamed.
         """
         try:
             with self._fs.open(self._path, "rb") as file:
@@ -127,7 +126,7 @@ class SnapshotFile:
         header = SnapshotHeader(VERSION, self._fingerprint, state.held, state.tombstones)
         with self._open_new(path) as file:
             with gzip.GzipFile(fileobj=file, mode="wb", compresslevel=1) as lines:
-                for each in (header, *state.records):  # one by one: others get their turns
+                for each in (header, *state.records):  # one by one, so that other threads run
                     lines.write(_encode(each) + b"\n")
             size: int = file.tell()
             if self._is_local:
@@ -136,7 +135,7 @@ class SnapshotFile:
         return size
 
     def _open_new(self, path: str) -> Any:
-        if self._is_local:  # it holds users' text: nobody else may read it
+        if self._is_local:  # readable for the owner only, because it holds users' text
             return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")
         return self._fs.open(path, "wb")
 

@@ -1,4 +1,4 @@
-"""One replica's draft memory: a trie for each namespace, each with its own part of the bytes."""
+"""One replica's draft memory: a trie for each namespace, all of the same size."""
 
 from __future__ import annotations
 
@@ -15,31 +15,32 @@ from specserve.trie.records import TextPiece
 from specserve.trie.token_trie import TokenTrie
 
 KEPT_S = 600.0
-"""How long after its last request an adapter keeps its trie while another adapter asks for one."""
+"""Seconds that an adapter keeps its trie after its last request; then another one may take it."""
 
 
 class SharedMemory(Protocol):
-    """The way to the memories of the other replicas. No call blocks."""
+    """Shares text with the other replicas. No call blocks."""
 
     def publish(self, piece: TextPiece) -> None:
-        """Tells the others what follows in a text; the tokens are copied.
+        """Queues the next piece of a text for the other replicas; the tokens are copied.
 
-        They are dropped, and counted, where others wait in too great number.
+        If the queue is full, the piece is dropped and its tokens are counted.
         """
         ...
 
     def link(self) -> LinkSnapshot:
-        """How the way is now; for any thread."""
+        """State of the connection to the other replicas; for any thread."""
         ...
 
 
 @dataclass(slots=True)
-class _Place:
-    """A namespace's trie.
+class _Entry:
+    """A namespace's trie and its use.
 
     Attributes:
         num_requests: requests of this replica that use it now.
-        last_request: when the last one began or ended, in monotonic seconds; -inf: there was none.
+        last_request: when a request last began or ended, in monotonic seconds; -inf for never. A
+            configured adapter begins with the time of the start.
     """
 
     trie: TokenTrie
@@ -48,25 +49,24 @@ class _Place:
 
 
 class TrieMemory:
-    """Tries that never see one another. Calls may come from several threads.
+    """The separate tries of a replica's namespaces. Calls may come from several threads.
 
-    Each configured tenant has a trie for the model alone, from the first, and as many more as
-    adapters may be loaded. Nobody else gets one: the cluster's log outlives configurations, and has
-    texts of tenants and of applications that are not this replica's.
+    Each configured tenant has one trie for the base model and ``num_adapters`` tries for LoRA
+    adapters. All have the same size and are allocated at start, so that no namespace evicts
+    another's text. Other tenants get none: the cluster's log may hold text of former tenants and of
+    other applications.
 
-    The adapters that the configuration names have theirs from the first too. Others may be loaded
-    at run time, and are known from requests alone. Text of such an adapter from other replicas may
-    use one of its tenant's tries that is free. A request of this replica may also take one that no
-    request of this replica has used, or none for ``KEPT_S`` seconds: what was in it is forgotten
-    here. So the log alone takes no trie from anybody.
-
-    Each trie has the same number of bytes from the first: what one learns makes no other forget.
+    Configured adapters have a trie from the start. Another adapter gets a free trie of its tenant
+    with its first request, or with its first text from another replica. If none is free, a request
+    takes the trie of an adapter that no request of this replica used in the last ``KEPT_S``
+    seconds. Text of that adapter is then forgotten here. Text from other replicas takes only free
+    tries.
 
     Args:
-        max_bytes: of all together.
-        namespaces: of the model alone, one for each configured tenant.
-        num_adapters: how many adapters may be loaded at a time.
-        adapters: namespaces of the adapters that the configuration names, the first ones first.
+        max_bytes: bytes of all tries together.
+        namespaces: of the base model, one for each configured tenant.
+        num_adapters: adapters that may be loaded at a time.
+        adapters: namespaces of the configured adapters; the first ones get tries first.
         clock: monotonic seconds.
     """
 
@@ -79,55 +79,55 @@ class TrieMemory:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_adapters = num_adapters
-        """Tries of each tenant for adapters."""
+        """Adapter tries of each tenant."""
         self._trie_bytes = max_bytes // (len(namespaces) * (1 + num_adapters))
         self._clock = clock
-        # All are made now: no request waits for the memory.
-        self._own = {name: _Place(TokenTrie(self._trie_bytes)) for name in namespaces}
-        self._adapters: dict[str, _Place] = {}
+        # Allocated now, so that no request waits for it.
+        self._own = {name: _Entry(TokenTrie(self._trie_bytes)) for name in namespaces}
+        self._adapters: dict[str, _Entry] = {}
         self._free = {
             half_of(name): [TokenTrie(self._trie_bytes) for _ in range(num_adapters)]
             for name in namespaces
         }
         self._lock = threading.Lock()
         for name in adapters:
-            if (place := self._find(name)) is not None:
-                place.last_request = clock()
+            if (entry := self._find(name)) is not None:
+                entry.last_request = clock()
 
     def has_tenant(self, namespace: str) -> bool:
-        """Whether the namespace is a configured tenant's."""
+        """Whether the namespace belongs to a configured tenant."""
         return half_of(namespace) in self._free
 
     def for_record(self, namespace: str) -> TokenTrie | None:
-        """The trie for text of another replica; None: it is not to be learned here."""
+        """The trie for text of another replica; None if this replica must not learn it."""
         with self._lock:
-            place = self._find(namespace)
-            return None if place is None else place.trie
+            entry = self._find(namespace)
+            return None if entry is None else entry.trie
 
     def for_request(self, namespace: str) -> TokenTrie | None:
-        """The trie for a request of this replica; None: there is none for it.
+        """The trie for a request of this replica; None if none is available.
 
-        Where there is one, it is kept until :meth:`release`. An adapter that takes the trie of
-        another one waits until a new one is allocated.
+        It stays the namespace's trie at least until :meth:`release`. The call allocates memory if
+        an adapter takes another adapter's trie.
         """
         with self._lock:
-            place = self._find(namespace) or self._taken_over(namespace)
-            if place is None:
+            entry = self._find(namespace) or self._take_unused(namespace)
+            if entry is None:
                 return None
-            place.num_requests += 1
-            place.last_request = self._clock()
-            return place.trie
+            entry.num_requests += 1
+            entry.last_request = self._clock()
+            return entry.trie
 
     def release(self, namespace: str) -> None:
-        """A request that got a trie has ended."""
+        """Ends a request's use of the trie that :meth:`for_request` returned."""
         with self._lock:
-            place = self._find(namespace)
-            assert place is not None
-            place.num_requests -= 1
-            place.last_request = self._clock()
+            entry = self._find(namespace)
+            assert entry is not None
+            entry.num_requests -= 1
+            entry.last_request = self._clock()
 
     def snapshot(self) -> tuple[NamespaceSnapshot, ...]:
-        """What each namespace holds now."""
+        """Token counts and size of each namespace's trie."""
         return tuple(
             NamespaceSnapshot(
                 name,
@@ -145,20 +145,20 @@ class TrieMemory:
             return {name: each.trie for name, each in (self._own | self._adapters).items()}
 
     def clear(self, purged: str) -> None:
-        """Forgets all that a namespace, or a tenant by its half of the name, was taught."""
+        """Clears the trie of a namespace, or all tries of a tenant by its half of the name."""
         for name, trie in self.tries().items():
             if is_part_of(name, purged):
                 trie.clear()
 
-    def _find(self, namespace: str) -> _Place | None:
-        """The namespace's place, if need be a free one."""
-        place = self._own.get(namespace) or self._adapters.get(namespace)
-        if place is None and (free := self._free.get(half_of(namespace))):
-            place = self._adapters[namespace] = _Place(free.pop())
-        return place
+    def _find(self, namespace: str) -> _Entry | None:
+        """The namespace's entry; a new adapter gets a free trie of its tenant, if there is one."""
+        entry = self._own.get(namespace) or self._adapters.get(namespace)
+        if entry is None and (free := self._free.get(half_of(namespace))):
+            entry = self._adapters[namespace] = _Entry(free.pop())
+        return entry
 
-    def _taken_over(self, namespace: str) -> _Place | None:
-        """A place of another adapter of the same tenant, of the one longest without a request."""
+    def _take_unused(self, namespace: str) -> _Entry | None:
+        """Replaces the tenant's adapter unused longest, at least ``KEPT_S``; None without such."""
         until = self._clock() - KEPT_S
         unused = {
             name: each.last_request
@@ -170,6 +170,6 @@ class TrieMemory:
         if not unused:
             return None
         del self._adapters[min(unused, key=unused.__getitem__)]
-        # A new trie: the old one may just be learning a record of its namespace.
-        place = self._adapters[namespace] = _Place(TokenTrie(self._trie_bytes))
-        return place
+        # A new trie, because another thread may still write a record to the old one.
+        entry = self._adapters[namespace] = _Entry(TokenTrie(self._trie_bytes))
+        return entry

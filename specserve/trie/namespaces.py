@@ -1,7 +1,7 @@
-"""Namespaces: who shares a memory with whom.
+"""Namespaces: names for groups of requests that share a draft memory.
 
-A name has two halves: what the tokens mean (model, tokenizer, adapter) and whose they are. So all
-that a tenant has left, under whichever model, is found by the second half alone.
+A name has two halves: one for the model, tokenizer and adapter, one for the tenant. All text of a
+tenant, under any model, is found by the second half alone.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ _DIGEST_BYTES = 8
 
 
 def namespace(model_identity: str, adapter: str = "", tenant: str = "") -> str:
-    """The namespace of a request's tokens: 32 hexadecimal digits that tell no names.
+    """The namespace of a request's tokens: 32 hexadecimal digits, hashes of the names.
 
     Args:
         model_identity: see :func:`specserve.engine.checkpoint.model_identity`.
-        adapter: name of the request's LoRA adapter; empty: none.
-        tenant: empty: where tenants share, or there are none.
+        adapter: name of the request's LoRA adapter; empty for none.
+        tenant: name of the tenant; empty if tenants share a memory, or if there are none.
     """
     return _digest(model_identity, adapter) + _digest(tenant)
 
 
 def tenant_half(tenant: str) -> str:
-    """The half that all namespaces of a tenant have in common, under any model and adapter."""
+    """The half of the name that all namespaces of a tenant share, under any model and adapter."""
     return _digest(tenant)
 
 
@@ -38,18 +38,18 @@ def is_part_of(name: str, purged: str) -> bool:
 
 
 def shard_of(name: str, num_shards: int) -> int:
-    """Which of the stores 0 .. ``num_shards - 1`` holds the namespace ``name``."""
+    """Index of the store, 0 .. ``num_shards - 1``, that holds the namespace ``name``."""
     return int(_digest(name), 16) % num_shards
 
 
 def label(name: str, key: bytes) -> str:
-    """What metrics show for the namespace ``name``.
+    """The label of a namespace in metrics.
 
-    A namespace can be computed by who guesses the tenant's name; its label cannot.
+    Anyone who guesses a tenant's name can compute its namespace, but not its label.
 
     Args:
         name: a namespace.
-        key: a secret of at most 64 bytes that the replicas share; empty: the name is shown.
+        key: a secret of at most 64 bytes that the replicas share; if empty, the label is the name.
     """
     if not key:
         return name

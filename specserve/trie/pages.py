@@ -1,7 +1,7 @@
-"""What a trie learns and forgets: text is appended to pages, and pages are freed.
+"""Appends text to a trie's pages, and evicts pages.
 
-The text is a log of pages. For each token the hashes of the last 2, 4, 8 and 16 tokens lead to the
-newest place where they stood, and from place to place to the older ones.
+For each token, the hashes of the last 2, 4, 8 and 16 tokens lead to the newest place of that
+context. Each place leads to the context's previous one.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ from specserve.trie.layout import (
 _SCAN_PAGES = 32
 
 _POSITION, _NUM_LEVELS = NUM_LEVELS, NUM_LEVELS + 1
-"""Columns of ``Scratch.waiting`` behind the hashes: the context's place, how many there are."""
+"""Columns of ``Scratch.waiting`` after the hashes: the token's position, its number of contexts."""
 
 
 class Scratch(NamedTuple):
-    """What learning and forgetting write on.
+    """Work arrays of the kernels that append and free pages.
 
     Attributes:
-        waiting: uint64 ``[PAGE, levels + 2]``, contexts that are to be put into the tables. Their
-            buckets are fetched before the first of them is put in.
+        waiting: uint64 ``[PAGE, levels + 2]``, contexts that are not in the tables yet. All their
+            buckets are prefetched before the first context is inserted.
         prefix: uint64 ``[1 + LONGEST + PAGE]``, rolling hashes.
     """
 
@@ -64,7 +64,7 @@ class Scratch(NamedTuple):
 
     @classmethod
     def empty(cls) -> Self:
-        """Room for :func:`append`."""
+        """Arrays of zeros."""
         return cls(
             np.zeros((PAGE, NUM_LEVELS + 2), np.uint64), np.zeros(1 + LONGEST + PAGE, np.uint64)
         )
@@ -72,7 +72,7 @@ class Scratch(NamedTuple):
 
 @inner
 def open_slot(a, sequence):  # type: ignore[no-untyped-def]
-    """The slot of a sequence by its number; -1: it was closed or cleared since."""
+    """Slot of the open sequence with this number; -1 if it was closed or cleared."""
     slot = sequence & 0xFFFFFFFF
     if sequence < 0 or a.slots[slot, GENERATION] != sequence >> 32 or not a.slots[slot, IS_OPEN]:
         return -1
@@ -87,7 +87,7 @@ def _free_slot(a, slot):  # type: ignore[no-untyped-def]
 
 @inner
 def _free_page(a, page, scratch):  # type: ignore[no-untyped-def]
-    """Takes a page's contexts out of the tables and the page out of its sequence."""
+    """Removes a page's contexts from the tables, and the page from its sequence."""
     length = np.int64(a.pages[page, LENGTH])
     hashes = scratch.waiting
     known = hash_page_contexts(a, page, 0, length, hashes, scratch.prefix)
@@ -119,7 +119,10 @@ def _free_page(a, page, scratch):  # type: ignore[no-untyped-def]
 
 @inner
 def _evict(a, scratch):  # type: ignore[no-untyped-def]
-    """Frees the least used of the next pages; at most ``_SCAN_PAGES`` are looked at."""
+    """Evicts the first unused page of the next ``_SCAN_PAGES``, or a little used one.
+
+    Counts down the use of the pages that it scans. The last page of an open sequence stays.
+    """
     victim = -1
     for _ in range(_SCAN_PAGES):
         page = a.scalars[HAND]
@@ -140,7 +143,7 @@ def _evict(a, scratch):  # type: ignore[no-untyped-def]
 
 @kernel
 def free_a_slot(a, scratch):  # type: ignore[no-untyped-def]
-    """Where no slot is free, evicts pages until a sequence has none left; looks at some only."""
+    """If no slot is free, evicts at most ``_SCAN_PAGES`` pages until a sequence has none left."""
     for _ in range(_SCAN_PAGES):
         if a.scalars[NUM_FREE_SLOTS]:
             return
@@ -149,7 +152,7 @@ def free_a_slot(a, scratch):  # type: ignore[no-untyped-def]
 
 @inner
 def _add_page(a, slot, scratch):  # type: ignore[no-untyped-def]
-    """A new last page for a sequence; -1: nothing can be evicted for it."""
+    """Adds a last page to a sequence and returns it; -1 if no page is free or can be evicted."""
     if a.scalars[NUM_FREE_PAGES] == 0:
         _evict(a, scratch)
         if a.scalars[NUM_FREE_PAGES] == 0:
@@ -176,7 +179,7 @@ def _add_page(a, slot, scratch):  # type: ignore[no-untyped-def]
 
 @inner
 def put_waiting(a, scratch, count):  # type: ignore[no-untyped-def]
-    """Puts ``count`` tokens' contexts into the tables."""
+    """Inserts the waiting contexts of ``count`` tokens into the tables."""
     for k in range(count):
         context = scratch.waiting[k]
         position = np.int64(context[_POSITION])
@@ -189,22 +192,22 @@ def put_waiting(a, scratch, count):  # type: ignore[no-untyped-def]
 
 @inner
 def append(a, scratch, waiting, slot, text, begin, end, num_prompt_tokens):  # type: ignore[no-untyped-def]
-    """Adds text to a sequence, as far as there is room; :func:`put_waiting` makes it known.
+    """Appends text to a sequence while there is room; :func:`put_waiting` inserts its contexts.
 
     Args:
-        waiting: tokens whose contexts are in the scratch.
-        slot: of an open sequence.
-        text: int32 ``[>= end]``; new is ``text[begin:end]``.
-        num_prompt_tokens: tokens before this one are prompt.
+        waiting: number of tokens whose contexts wait in the scratch.
+        slot: slot of an open sequence.
+        text: int32 ``[>= end]``; ``text[begin:end]`` is new.
+        num_prompt_tokens: index in ``text`` of the first output token.
 
     Returns:
-        How many tokens' contexts wait now.
+        Number of tokens whose contexts wait now.
     """
     column = begin
     while column < end:
         page = np.int64(a.slots[slot, TAIL])
         if page < 0 or a.pages[page, LENGTH] == PAGE or a.slots[slot, NEXT_FLAGS] & CUT:
-            put_waiting(a, scratch, waiting)  # one of them may be evicted now
+            put_waiting(a, scratch, waiting)  # before _add_page evicts one of their pages
             waiting = 0
             page = _add_page(a, slot, scratch)
             if page < 0:
@@ -239,7 +242,7 @@ def append(a, scratch, waiting, slot, text, begin, end, num_prompt_tokens):  # t
 
 @kernel
 def append_one(a, scratch, sequence, tokens, num_prompt_tokens):  # type: ignore[no-untyped-def]
-    """Adds int32 ``[k]`` tokens to a sequence."""
+    """Appends tokens, int32 ``[k]``, to a sequence; does nothing if it is not open."""
     slot = open_slot(a, sequence)
     if slot >= 0:
         waiting = append(a, scratch, 0, slot, tokens, 0, tokens.shape[0], num_prompt_tokens)
@@ -249,7 +252,7 @@ def append_one(a, scratch, sequence, tokens, num_prompt_tokens):  # type: ignore
 @kernel
 def remove(a, scratch, slot):  # type: ignore[no-untyped-def]
     """Removes a sequence with all its tokens."""
-    a.slots[slot, IS_OPEN] = 1  # so that its slot is freed once, below
+    a.slots[slot, IS_OPEN] = 1  # else _free_page frees the slot too
     while a.slots[slot, TAIL] >= 0:
         _free_page(a, np.int64(a.slots[slot, TAIL]), scratch)
     a.slots[slot, IS_OPEN] = 0

@@ -1,4 +1,4 @@
-"""What replicas and the store tell each other: records of text, in batches, and their answers."""
+"""Messages between replicas and the store: batches of records, and the store's replies."""
 
 from __future__ import annotations
 
@@ -13,39 +13,38 @@ import numpy as np
 from specserve.core.types import Int32Array
 
 MAX_RECORD_TOKENS = 4096
-"""Longer text travels as several records."""
+"""Limit of tokens in a record; longer text is split into several records."""
 
 MAX_NAME_CHARS = 128
 """Longest origin or namespace, in ASCII characters."""
 
 RECORD_OVERHEAD_BYTES = 288
-"""Memory of a record beside its tokens and its sequence's characters: the objects, its numbers and
-its place in a log. A test holds it against what Python allocates."""
+"""Memory of a record besides its tokens and its sequence name: Python objects, numbers and its slot
+in a log. A test compares it with what Python allocates."""
 
 MAX_AHEAD_S = 3600.0
-"""A stamp further in the future is a broken clock."""
+"""Seconds that a text's stamp may be in the future; beyond it, the writer's clock is wrong."""
 
 Kind = Literal["text", "purge"]
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A piece of one request's text, or a tombstone, which says what to forget.
+    """A piece of one request's text, or a tombstone, which purges text.
 
     Attributes:
-        origin: who wrote it; unique for each start of a process.
-        number: 1, 2, 3 ... for each origin: with it, the record's identity in the cluster.
-        stamp: when its first token was written, in seconds since 1970 by the writer's clock.
-        namespace: whose text it is. Text of one namespace is never shown to another. A ``purge``
-            may name a tenant's half, and so all namespaces of the tenant.
-        kind: ``text``; ``purge`` forgets the namespace, as far as it was written up to ``stamp``.
-            So nodes' clocks have to agree, within the time that may pass between a purge and the
-            next text that counts.
-        sequence: the request whose text this is; unique in the cluster. Of a purge empty.
-        start: position of the first token in the request's text. The pieces of a text may come
-            with gaps between them, since memory is bounded everywhere.
+        origin: the process that wrote it, with another name at each start.
+        number: 1, 2, 3 ... for each origin. Origin and number identify a record in the cluster.
+        stamp: time of its first token by the writer's clock, in seconds since 1970.
+        namespace: namespace of the text, which is never shown to another namespace. A ``purge`` may
+            name a tenant's half instead, which covers all namespaces of the tenant.
+        kind: ``text``, or ``purge``: forgets the namespace's text with stamps up to ``stamp``.
+            Clocks of nodes must differ by less than the time from a purge to the next text.
+        sequence: the request that the text belongs to, unique in the cluster; empty for a purge.
+        start: position of the first token in the request's text. There may be gaps between the
+            pieces of a text, because full memories drop records.
         tokens: token ids, int32, little-endian.
-        num_prompt_tokens: how many of the first tokens belong to the prompt; the others are output.
-        final: the text ends here.
+        num_prompt_tokens: how many of the first tokens are prompt; the others are output.
+        final: whether this piece ends the text.
     """
 
     origin: str
@@ -66,7 +65,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes in a log, in bytes."""
+        """Memory of the record in a log, in bytes."""
         return RECORD_OVERHEAD_BYTES + len(self.sequence) + len(self.tokens)
 
     def token_array(self) -> Int32Array:
@@ -74,7 +73,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return np.frombuffer(self.tokens, dtype="<i4")
 
     def with_shared_names(self) -> Record:
-        """The same record, its names shared with all records that have the same ones."""
+        """The same record with interned strings: records with equal names share them."""
         return msgspec.structs.replace(
             self,
             origin=sys.intern(self.origin),
@@ -84,14 +83,14 @@ class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 def problem_of(record: Record, vocab_size: int) -> str:
-    """Why the record must not be taken, in words; empty: it is well formed.
+    """Why the record is invalid; empty if it is valid.
 
-    A token outside the vocabulary would be looked up outside of the target's embedding.
+    A token outside the vocabulary would index past the target's embedding.
     """
     for name in (record.origin, record.namespace):
         if not 0 < len(name) <= MAX_NAME_CHARS or not name.isascii():
             return f"origin and namespace need 1 .. {MAX_NAME_CHARS} ASCII characters"
-    # A purge is as new as the newest text that it is about, whose clock may have been fast.
+    # A purge has at least the stamp of the newest text it covers, whose writer's clock may be fast.
     is_ahead = record.kind == "text" and record.stamp > time.time() + MAX_AHEAD_S
     if not isfinite(record.stamp) or is_ahead:
         return "its stamp is no time, or in the future: compare the nodes' clocks"
@@ -105,11 +104,11 @@ def problem_of(record: Record, vocab_size: int) -> str:
 
 
 class TextPiece(NamedTuple):
-    """What follows in a text, as it is published; the fields are those of a :class:`Record`.
+    """The next piece of a text to publish; the fields are those of a :class:`Record`.
 
     Attributes:
         tokens: int32 ``[n]``, of any length.
-        stamp: 0: now.
+        stamp: 0 means now.
     """
 
     namespace: str
@@ -122,7 +121,7 @@ class TextPiece(NamedTuple):
 
 
 def records_of(origin: str, first_number: int, piece: TextPiece) -> list[Record]:
-    """A piece of a text as records, numbered from ``first_number`` on; the tokens are copied."""
+    """Splits a piece of a text into records, numbered from ``first_number``; copies the tokens."""
     records: list[Record] = []
     stamp, num_tokens = piece.stamp or time.time(), len(piece.tokens)
     for begin in range(0, max(1, num_tokens), MAX_RECORD_TOKENS):
@@ -145,19 +144,19 @@ def records_of(origin: str, first_number: int, piece: TextPiece) -> list[Record]
 
 
 Ranges = dict[str, list[tuple[int, int]]]
-"""Numbers of records by origin, as ranges from first to last."""
+"""Record numbers by origin, as inclusive ranges (first, last)."""
 
 
 class ExchangeRequest(msgspec.Struct, frozen=True, array_like=True):
-    """What a replica tells the store.
+    """A replica's call: sends records to the store, and reads on in its log.
 
     Attributes:
-        fingerprint: identity of the model and tokenizer whose tokens these are.
-        origin: the replica; it is not told its own records.
-        epoch: the store's epoch as far as the replica knows; empty: none yet.
-        position: where in that epoch's log the replica goes on reading.
-        records: what the store may not have.
-        max_bytes: how much the answer may carry.
+        fingerprint: identity of the replica's model and tokenizer.
+        origin: the replica; the reply leaves out its own records.
+        epoch: the store's epoch that the replica knows; empty before the first reply.
+        position: position in that epoch's log to read from.
+        records: records that the store may lack.
+        max_bytes: bytes of records in the reply, which may exceed it by one record.
     """
 
     fingerprint: str
@@ -169,18 +168,18 @@ class ExchangeRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ExchangeReply(msgspec.Struct, frozen=True, array_like=True):
-    """What the store answers; all records of the request have been dealt with.
+    """The store's reply, after it has processed all records of the request.
 
     Attributes:
-        epoch: identity of this start of the store.
-        position: where to go on reading.
-        records: others' records, in the log's order.
+        epoch: identity of the store, new at each start.
+        position: position to read from next.
+        records: other replicas' records, in log order.
         behind: how many positions of the log are left to read.
-        held: the store's records by number, those of the request included. Only for a caller that
-            did not know the epoch: what it has beyond these, the store has lost.
-        refused: why the store will have nothing to do with the caller; empty: it is welcome.
-        log_bytes: what the store's log may hold, in bytes: the application that started it decides.
-        is_alone: whether nobody but the caller has asked for some seconds.
+        held: numbers of the store's records, with those of the request. Sent only to a caller that
+            did not know the epoch: the store lacks all other records.
+        refused: why the store refuses the caller; empty if it does not.
+        log_bytes: limit of the store's log in bytes, set by the application that started the store.
+        is_alone: whether nobody else has called for some seconds.
     """
 
     epoch: str
@@ -194,10 +193,10 @@ class ExchangeReply(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StoreClient(Protocol):
-    """A replica's way to the store."""
+    """A replica's connection to the store."""
 
     def exchange(self, request: ExchangeRequest, timeout_s: float) -> ExchangeReply:
-        """Hands over records and gets others'. Asking twice does no harm.
+        """Sends records and returns those of others. It is safe to repeat a call.
 
         Raises:
             StoreError: no answer within ``timeout_s`` seconds, or no store.

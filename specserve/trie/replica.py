@@ -26,36 +26,35 @@ from specserve.trie.records import (
 logger = logging.getLogger(__name__)
 
 BATCH_BYTES = 256 << 10
-"""Records that one call carries, each way."""
+"""Bytes of records in one call, in each direction."""
 
 ALONE_FACTOR = 5.0
-"""By which a replica calls more seldom while there is no other one: nobody waits for its text."""
+"""Factor on the call interval while no other replica is there to read this one's text."""
 
 LONGEST_REST_S = 1.0
-"""Between two calls while the store does not answer."""
+"""Longest back-off between calls while the store does not answer, in seconds."""
 
 REFUSED_REST_S = 30.0
-"""Between two calls after the store has refused this replica."""
+"""Time between calls after the store has refused this replica, in seconds."""
 
 MAX_QUEUED = 1 << 12
-"""Records that wait for the thread, of at most 16 KiB each; more are dropped."""
+"""Records that may wait for the thread, at most 16 KiB each; more text is dropped."""
 
 STARTING_CALLS = 2
-"""Calls that may fail before anything is said of it: a store that is just being started takes some
-seconds."""
+"""Failed calls before the first warning: a store takes some seconds to start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaOptions:
-    """How a replica shares what it learns.
+    """How a replica exchanges records with the store.
 
     Attributes:
-        max_bytes: memory for recent records of all replicas, in bytes. They are what a store that
-            has lost its memory gets back from this replica.
-        interval_s: time from the start of one call to the next, in seconds, while the replica
-            keeps up; :data:`ALONE_FACTOR` times as much while it is alone.
-        deadline_s: how long a call may take, in seconds.
-        reads: whether it wants what others write.
+        max_bytes: memory for recent records of all replicas, in bytes. A store that has lost its
+            memory gets them back from this replica.
+        interval_s: time from the start of one call to the next while no records wait, in seconds;
+            :data:`ALONE_FACTOR` times as long while no other replica runs.
+        deadline_s: timeout of a call, in seconds.
+        reads: whether it receives the records of other replicas.
     """
 
     fingerprint: str
@@ -66,24 +65,23 @@ class ReplicaOptions:
 
 
 class TrieReplica:
-    """Publishes this replica's text to the store and applies what others publish.
+    """Publishes this replica's text to the store and applies the records of other replicas.
 
-    What it tells of itself is for any thread; totals count from its start.
+    Any thread may read the attributes. Totals count from the start.
 
     Args:
-        client: the way to the store.
-        apply: told of each record of another replica, once, on the link's own thread; a
-            tombstone (see ``record.kind``) is one of them.
+        apply: called once for each record of another replica, tombstones included, on the
+            link's thread.
 
     Attributes:
-        origin: of its records.
+        origin: origin of this replica's records.
         up: whether the store answered the last call.
-        refused: why the store refuses this replica; empty: it does not.
-        epoch: identity of the store's start; empty before the first answer.
+        refused: why the store refuses this replica; empty if it does not.
+        epoch: identity of the store, new at each start; empty before the first reply.
         received_tokens: tokens of other replicas' records.
-        receive_lag_s: age of the oldest token of the last batch received, in seconds, by the
-            writers' clocks. Counts what was written since this replica had read all there was.
-        apply_errors: records that the index did not take.
+        receive_lag_s: age of the oldest token in the last batch, in seconds by the writers' clocks.
+            Tokens written before this replica first reached the end of the log do not count.
+        apply_errors: records for which ``apply`` raised an error.
     """
 
     def __init__(
@@ -98,15 +96,15 @@ class TrieReplica:
         self._apply = apply
         self._options = options
         self._queue: deque[Record] = deque()
-        # Each of these is written by one of the two threads alone.
+        # Each field from here on is written by only one of the two threads.
         self._num_dropped = self._num_records = 0
         self._outbox = Outbox(self.origin, options.max_bytes)
         self._position = self._failures_in_a_row = 0
-        self._is_missed = False
+        self._outage_logged = False
         self._oldest_unsent = self._caught_up_at = inf
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="trie-replica", daemon=True)
-        self._last_call_at = inf  # once stopping, none begins later
+        self._last_call_at = inf  # stop() sets it; no call begins later
 
     def start(self) -> None:
         """Starts the thread; returns at once."""
@@ -115,7 +113,7 @@ class TrieReplica:
     def publish(self, piece: TextPiece) -> None:
         """See :meth:`specserve.trie.memory.SharedMemory.publish`; takes microseconds.
 
-        For one thread at a time. Pieces of one request follow each other.
+        For one thread at a time. The pieces of a request have to come in order.
         """
         if len(self._queue) >= MAX_QUEUED:
             self._num_dropped += len(piece.tokens)
@@ -125,7 +123,7 @@ class TrieReplica:
         self._queue.extend(records)
 
     def stop(self, timeout_s: float = 3.0) -> bool:
-        """Sends what is left, then ends the thread.
+        """Sends the remaining records, then ends the thread.
 
         Returns:
             Whether the store has confirmed everything within ``timeout_s`` seconds.
@@ -138,13 +136,12 @@ class TrieReplica:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether the store lacks anything of what was published; for the thread's own use."""
+        """Whether published records are still unsent; only for the thread that takes the turns."""
         return bool(self._queue) or not self._outbox.is_empty
 
     @property
     def dropped_tokens(self) -> int:
-        """Own tokens that no other replica will see: the store was away for longer than memory
-        lasted, or the thread was."""
+        """Own tokens that no other replica gets: the queue or the outbox was full."""
         return self._num_dropped + self._outbox.dropped_tokens
 
     @property
@@ -153,7 +150,7 @@ class TrieReplica:
         return max(0.0, time.time() - self._oldest_unsent)
 
     def take_turn(self) -> float:
-        """Writes, sends and receives once. The thread's work; to be called where none was started.
+        """Makes one call to the store. The thread does this; without a thread, the caller does.
 
         Returns:
             Time from the start of this turn to the next, in seconds.
@@ -164,7 +161,7 @@ class TrieReplica:
             rest_s = self._exchange()
             oldest_queued = self._queue[0].stamp if self._queue else inf
             self._oldest_unsent = min(self._outbox.oldest_unsent_stamp, oldest_queued)
-        except Exception:  # the link must outlive whatever it meets
+        except Exception:  # no error may end the thread
             logger.exception("The link to the draft memory failed; it goes on")
             self.up = False
             rest_s = LONGEST_REST_S
@@ -194,14 +191,14 @@ class TrieReplica:
         try:
             reply = self._client.exchange(request, max(0.0, deadline_s))
         except StoreError as error:
-            return self._go_without(error)
+            return self._note_failure(error)
         if reply.refused:
-            return self._accept_refusal(reply.refused)
+            return self._note_refusal(reply.refused)
         self._note_answer()
         self._outbox.confirm(records)
         if reply.epoch != self.epoch:
             if self.epoch:
-                logger.warning("The draft memory has started again; it is sent what it has lost")
+                logger.warning("The draft memory has restarted; lost records are sent again")
             self.epoch = reply.epoch
             self._outbox.start_over(reply.held)
         for record in reply.records:
@@ -217,7 +214,7 @@ class TrieReplica:
         self.received_tokens += record.num_tokens
         try:
             self._apply(record)
-        except Exception:  # one record is no reason to go without all others
+        except Exception:  # an error in one record must not stop the others
             self.apply_errors += 1
             if self.apply_errors == 1:
                 logger.exception("A record was not applied. Further ones are only counted")
@@ -231,20 +228,20 @@ class TrieReplica:
             self._caught_up_at = min(self._caught_up_at, now)
 
     def _note_answer(self) -> None:
-        if self._is_missed:
+        if self._outage_logged:
             logger.warning("The draft memory answers again")
-        self.up, self._is_missed, self.refused, self._failures_in_a_row = True, False, "", 0
+        self.up, self._outage_logged, self.refused, self._failures_in_a_row = True, False, "", 0
 
-    def _go_without(self, error: StoreError) -> float:
+    def _note_failure(self, error: StoreError) -> float:
         self.up = False
         self._failures_in_a_row += 1
-        if not self._is_missed and (self.epoch or self._failures_in_a_row > STARTING_CALLS):
-            self._is_missed = True
+        if not self._outage_logged and (self.epoch or self._failures_in_a_row > STARTING_CALLS):
+            self._outage_logged = True
             logger.warning("The draft memory does not answer, drafts go on without it: %s", error)
         longest_s = min(LONGEST_REST_S, 0.1 * 2.0 ** min(self._failures_in_a_row, 10))
         return random.uniform(0.5, 1.0) * longest_s
 
-    def _accept_refusal(self, reason: str) -> float:
+    def _note_refusal(self, reason: str) -> float:
         if not self.refused:
             logger.error("Drafts go on without the cluster's memory: %s", reason)
         self.up, self.refused = False, reason

@@ -1,4 +1,4 @@
-"""Which records of each origin were taken, so that taking one again changes nothing."""
+"""Sets of record numbers by origin, by which a log recognizes duplicates."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from operator import itemgetter
 from specserve.trie.records import Ranges
 
 MAX_RANGES = 64
-"""Ranges kept for one origin. With more gaps than that between them the oldest gap is closed: what
-would have filled it counts as taken."""
+"""Limit of ranges for one origin. Beyond it, the gap between the two lowest ranges is closed: its
+missing records then count as taken."""
 
 MAX_ORIGINS = 4096
-"""Of more than that the one that was silent longest is forgotten."""
+"""Limit of origins. Beyond it, the one whose last record was added longest ago is dropped."""
 
 
 class SeenRecords:
-    """Sets of record numbers by origin, kept as ranges.
+    """Sets of record numbers by origin, stored as ranges.
 
-    Records of one origin may come in any order: after the store has lost its memory several
-    replicas send the same records again, each those that it still has.
+    Records of one origin may come in any order: if the store loses its memory, several replicas
+    send again the records that they still have.
     """
 
     def __init__(self, ranges: Mapping[str, Sequence[tuple[int, int]]] | None = None) -> None:
-        # In the order of their last additions.
+        # Ordered by last addition, the oldest first.
         self._ranges: dict[str, list[list[int]]] = {
             origin: [list(pair) for pair in pairs] for origin, pairs in (ranges or {}).items()
         }
@@ -46,7 +46,7 @@ class SeenRecords:
         return _insert(ranges, number)
 
     def ranges(self) -> Ranges:
-        """All numbers, as ranges from first to last."""
+        """All record numbers, as inclusive ranges."""
         return {
             origin: [(first, last) for first, last in pairs]
             for origin, pairs in self._ranges.items()

@@ -1,4 +1,4 @@
-"""Reads the store's snapshot at start and writes one on a schedule."""
+"""Reads the store's snapshot at start, and writes it at a fixed interval."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from specserve.trie.token_log import LogState
 logger = logging.getLogger(__name__)
 
 MOST_ASKING = 4
-"""Calls that may wait for a snapshot, of the eight that a store answers at a time: where the file
-system hangs, the others are left for the replicas."""
+"""Calls that may wait for a snapshot. A store runs eight calls at a time: if the file system hangs,
+four remain for the replicas."""
 
 
 class SnapshotStats(msgspec.Struct, kw_only=True):
-    """A keeper at one moment; totals count from its start.
+    """State of the snapshots; totals count from the start of the store.
 
     Attributes:
-        num_errors: snapshots that could not be written, or not be read.
-        last_error: the last of these; empty once one was written again.
-        age_s: time since the last one was written, in seconds; -1: none was.
-        num_bytes: its size.
+        num_errors: failed writes and reads.
+        last_error: the last failure; empty after the next successful write.
+        age_s: time since the last write, in seconds; -1 before the first.
+        num_bytes: size of the last snapshot written, in bytes.
     """
 
     url: str
@@ -40,14 +40,14 @@ class SnapshotStats(msgspec.Struct, kw_only=True):
 
 
 class SnapshotKeeper:
-    """Keeps one snapshot file up to date; safe for threads.
+    """Keeps one snapshot file up to date; thread-safe.
 
-    A snapshot that can neither be read nor moved aside, since a file system is away, is tried again
-    at each interval, and none is written in its place until then.
+    If the file system fails at start, each interval tries again to read the snapshot. Until that
+    succeeds, nothing is written over it.
 
     Args:
-        state: tells what is to be kept.
-        take_over: given what the snapshot holds.
+        state: returns the content to save.
+        take_over: called with the content of the snapshot that was read.
     """
 
     def __init__(
@@ -71,20 +71,20 @@ class SnapshotKeeper:
         self._thread = threading.Thread(target=self._run, name="snapshots", daemon=True)
 
     def start(self) -> None:
-        """Takes over the snapshot, if there is one, then starts the schedule."""
+        """Loads the snapshot, if there is one, then starts the schedule."""
         self._try()
         self._thread.start()
 
     def save_now(self) -> int:
-        """Writes a snapshot; its size in bytes.
+        """Writes a snapshot and returns its size in bytes.
 
         Raises:
-            SnapshotError: it could not be written; the one before is still whole. Or too many
+            SnapshotError: it could not be written, and the previous one is unchanged; or too many
                 calls wait for one.
         """
         if not self._asking.acquire(blocking=False):
-            told = f"{MOST_ASKING} calls wait for a snapshot already"
-            raise SnapshotError(f"{self._file.url}: {told}; ask again when it is written")
+            reason = f"{MOST_ASKING} calls wait for a snapshot already"
+            raise SnapshotError(f"{self._file.url}: {reason}; ask again when it is written")
         try:
             with self._lock:
                 return self._save()
@@ -101,7 +101,7 @@ class SnapshotKeeper:
         self._try()
 
     def stats(self) -> SnapshotStats:
-        """The keeper at this moment."""
+        """Current state of the snapshots."""
         age_s = time.monotonic() - self._saved_at if self._stats.num_saved else -1.0
         return msgspec.structs.replace(self._stats, age_s=age_s)
 
@@ -113,7 +113,7 @@ class SnapshotKeeper:
         with self._lock:
             try:
                 if self._was_read:
-                    self._save(only_news=True)
+                    self._save(only_changes=True)
                 else:
                     self._read()
             except SnapshotError as error:
@@ -126,11 +126,11 @@ class SnapshotKeeper:
         if loaded is not None:
             self._take_over(loaded)
 
-    def _save(self, only_news: bool = False) -> int:
+    def _save(self, only_changes: bool = False) -> int:
         if not self._was_read:
             self._read()
         state = self._state()
-        if only_news and state.held == self._saved:
+        if only_changes and state.held == self._saved:
             return self._stats.num_bytes
         self._stats.num_bytes = self._file.save(state)
         self._saved, self._saved_at = state.held, time.monotonic()

@@ -1,4 +1,4 @@
-"""One decoding step of a trie: what is new of each text is learned, then all are looked up."""
+"""One decoding step of a trie: learns the new tokens of all texts, then looks up drafts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from specserve.trie.branch import lookup
 from specserve.trie.pages import append, open_slot, put_waiting
 
 SMALL_TOKENS = 256
-"""What a step or a short prompt adds: no other request's long prompt makes it wait."""
+"""A step learns up to this many new tokens of a text at once; the budget limits longer pieces."""
 
 
 @kernel
@@ -28,7 +28,7 @@ def step(  # type: ignore[no-untyped-def]
     min_match_len,
     floor,
 ):
-    """:meth:`specserve.trie.token_trie.TokenTrie.step`, with the trie's arrays and scratch."""
+    """Implements :meth:`specserve.trie.token_trie.TokenTrie.step` on the trie's arrays."""
     slots, token_ids, num_tokens, num_prompt_tokens = batch
     num_waiting = 0
     for row in range(slots.shape[0]):

@@ -28,18 +28,18 @@ logger = logging.getLogger(__name__)
 NAME_PREFIX = "specserve-trie-"
 
 SEEN_S = 10.0
-"""A replica that has not asked for this long counts as gone."""
+"""Seconds without a call after which a replica counts as gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreOptions:
-    """What a store is made with.
+    """Options of a store.
 
     Attributes:
-        fingerprint: identity of the model and tokenizer; replicas of another one are refused.
-        shard: which of several stores this is, each with namespaces of its own.
+        fingerprint: identity of the model and tokenizer; replicas with another one are refused.
+        shard: index of the store; each store of a model holds other namespaces.
         max_bytes: memory of the log, in bytes.
-        snapshot_url: folder of the snapshot, a path or a URL; empty: none is kept.
+        snapshot_url: folder of the snapshot, a path or a URL; empty for no snapshot.
         snapshot_interval_s: time between two snapshots, in seconds.
         resources: Ray resources that its actor reserves.
     """
@@ -54,28 +54,29 @@ class StoreOptions:
 
     @property
     def name(self) -> str:
-        """Name of the store in the cluster, another one for each fingerprint and shard."""
+        """Name of the store in the cluster, unique for each fingerprint and shard."""
         digest = hashlib.blake2b(self.fingerprint.encode(), digest_size=6)
         return f"{NAME_PREFIX}{digest.hexdigest()}-{self.shard}"
 
     @property
     def snapshot_file(self) -> str:
-        """URL of the snapshot; empty: none is kept."""
+        """URL of the snapshot; empty for no snapshot."""
         return self.snapshot_url and f"{self.snapshot_url.rstrip('/')}/{self.name}.snapshot"
 
 
 class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A store at one moment; totals count from its start.
+    """State of a store; totals count from its start.
 
     Attributes:
-        up_s: time since then, in seconds.
-        num_replicas: replicas that asked within the last ``SEEN_S`` seconds.
-        num_records: records held, as are the tokens.
+        up_s: time since its start, in seconds.
+        num_replicas: replicas and text writers that called within the last ``SEEN_S`` seconds.
+        num_records: records in the log.
+        num_tokens: tokens in the log.
         num_bytes: memory of the log in use.
-        max_bytes: its limit.
-        restored_tokens: tokens that came from the snapshot at start.
-        dropped_tokens: tokens dropped for want of room, oldest first.
-        snapshot: how the snapshots are doing; None: none are kept.
+        max_bytes: limit of ``num_bytes``.
+        restored_tokens: tokens loaded from the snapshot at start.
+        dropped_tokens: tokens dropped because the log was full, oldest first.
+        snapshot: state of the snapshots; None if none are kept.
     """
 
     fingerprint: str
@@ -92,10 +93,10 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrieStore:
-    """Takes records from replicas and hands them to the others; safe for threads.
+    """Takes records from replicas and gives them to the other replicas; thread-safe.
 
-    Its memory is the log alone: what a draft is looked up in is built by each replica. At start it
-    takes over the snapshot, if there is one.
+    It holds the log only; each replica builds its own tries. At start it loads the snapshot, if
+    there is one.
 
     Raises:
         ConfigError: fsspec cannot use the snapshot's URL.
@@ -105,12 +106,12 @@ class TrieStore:
         self.epoch = uuid.uuid4().hex
         self._options = options
         self._log = TokenLog(options.max_bytes)
-        self._lock = threading.Lock()  # of the log and the fields below
+        self._lock = threading.Lock()  # guards the log and the fields below
         self._began = time.monotonic()
         self._last_seen: dict[str, float] = {}
         self._num_tombstones = 0
         self._restored_tokens = 0
-        self._was_told = False
+        self._has_warned = False
 
         self._keeper: SnapshotKeeper | None = None
         if options.snapshot_url:
@@ -123,12 +124,12 @@ class TrieStore:
             self._keeper.start()
 
     def exchange(self, request: ExchangeRequest) -> ExchangeReply:
-        """Takes a replica's records and answers with others' (:class:`ExchangeReply`)."""
+        """Stores a replica's records and replies with the records of other replicas."""
         with self._lock:
             if request.fingerprint != self._options.fingerprint:
                 return self._refuse(request)
             is_new = request.epoch != self.epoch
-            self._forget_the_unseen()
+            self._forget_silent_callers()
             self._last_seen[request.origin] = time.monotonic()
             for record in request.records:
                 self._take(record)
@@ -148,18 +149,17 @@ class TrieStore:
             )
 
     def purge(self, namespace: str) -> int:
-        """Forgets a namespace, here and in the snapshot before this returns, then on all replicas.
+        """Forgets a namespace, or with a tenant's half of the name all namespaces of the tenant.
 
-        Replicas may hold text that the log has dropped. A tenant's half of the name is about all
-        namespaces of the tenant, whether the log has records of them or not.
-
-        Snapshots that were set aside are the operator's.
+        The log and the snapshot are purged when this returns. Replicas follow when they read the
+        log, even if the log holds no text of the namespace any more. Snapshots that were set aside
+        stay; the operator deletes them.
 
         Returns:
             How many tokens the store has forgotten.
 
         Raises:
-            ConfigError: that is no namespace.
+            ConfigError: ``namespace`` cannot be the name of a namespace.
             SnapshotError: forgotten, but the snapshot could not be written and still has the text.
         """
         with self._lock:
@@ -168,7 +168,7 @@ class TrieStore:
             tombstone = Record(
                 origin=self.epoch,
                 number=self._num_tombstones,
-                # Also what a replica wrote whose clock is fast.
+                # Covers also the text of a replica whose clock is fast.
                 stamp=max(time.time(), self._log.newest_stamp(namespace)),
                 namespace=namespace,
                 kind="purge",
@@ -182,10 +182,10 @@ class TrieStore:
         return forgotten
 
     def snapshot_now(self) -> int:
-        """Writes the snapshot; its size in bytes, 0 where none is kept.
+        """Writes the snapshot and returns its size in bytes, 0 if none is kept.
 
         Raises:
-            SnapshotError: it could not be written; the one before is still whole.
+            SnapshotError: it could not be written; the previous one is unchanged.
         """
         return self._keeper.save_now() if self._keeper is not None else 0
 
@@ -195,11 +195,11 @@ class TrieStore:
             self._keeper.stop()
 
     def stats(self) -> StoreStats:
-        """The store at this moment."""
+        """Current state of the store."""
         now = time.monotonic()
         with self._lock:
             log = self._log
-            self._forget_the_unseen()
+            self._forget_silent_callers()
             return StoreStats(
                 fingerprint=self._options.fingerprint,
                 up_s=now - self._began,
@@ -218,11 +218,11 @@ class TrieStore:
         problem = problem_of(record, self._options.vocab_size)
         if not problem:
             self._log.append(record)
-        elif not self._was_told:
-            self._was_told = True
-            logger.warning("A record is dropped: %s. Of further ones nothing is said", problem)
+        elif not self._has_warned:
+            self._has_warned = True
+            logger.warning("A record is dropped: %s. Further ones are not logged", problem)
 
-    def _forget_the_unseen(self) -> None:
+    def _forget_silent_callers(self) -> None:
         since = time.monotonic() - SEEN_S
         self._last_seen = {origin: at for origin, at in self._last_seen.items() if at > since}
 

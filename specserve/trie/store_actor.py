@@ -1,4 +1,4 @@
-"""The store as a Ray actor of the whole cluster, and the ways to it."""
+"""The store as a detached Ray actor, and the clients that call it."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from specserve.trie.store import NAME_PREFIX, StoreOptions, StoreStats, TrieStor
 logger = logging.getLogger(__name__)
 
 NAMESPACE = "specserve"
-"""Ray's namespace of the actors."""
+"""Ray namespace of the actors."""
 
 NUM_THREADS = 8
-"""Calls that an actor works on at a time: none has to wait for a snapshot to be written."""
+"""Calls that an actor runs at a time, so that none waits while a snapshot is written."""
 
 DRAIN_CHECK_S = 1.0
-"""How often an actor asks whether its node is about to go."""
+"""Time between two checks whether the actor's node is drained, in seconds."""
 
 CONTROL_TIMEOUT_S = 60.0
-"""For what an operator asks; a large snapshot takes a while to write."""
+"""Timeout of an operator's call, in seconds; a large snapshot takes a while to write."""
 
 T = TypeVar("T")
 
@@ -41,18 +41,18 @@ _decode_request = msgspec.msgpack.Decoder(ExchangeRequest).decode
 
 
 class TrieStoreActor(TrieStore):
-    """A store in a process of its own, started again by Ray when that ends."""
+    """A store in its own process, which Ray restarts when it ends."""
 
     def __init__(self, options: StoreOptions) -> None:
         super().__init__(options)
         threading.Thread(target=self._leave_with_the_node, daemon=True).start()
 
     def exchange_encoded(self, request: bytes) -> bytes:
-        """:meth:`exchange`, of messages as bytes."""
+        """:meth:`exchange` with messages encoded as MessagePack."""
         try:
             decoded = _decode_request(request)
         except msgspec.MsgspecError as error:
-            reason = f"this draft memory cannot read the replica's call, is it as new? {error}"
+            reason = f"cannot read the replica's call; its version may be another one: {error}"
             return _encode(ExchangeReply(epoch="", refused=reason))
         return _encode(self.exchange(decoded))
 
@@ -60,7 +60,7 @@ class TrieStoreActor(TrieStore):
         self.close()
 
     def _leave_with_the_node(self) -> None:
-        """Ends the process, after a last snapshot, when its node is drained."""
+        """Writes a last snapshot and ends the process when its node is drained."""
         await_drain()
         logger.warning("This node is drained: the draft memory leaves it")
         self.close()
@@ -68,16 +68,16 @@ class TrieStoreActor(TrieStore):
 
 
 def await_drain() -> None:
-    """Returns when this actor's node is drained: the actor has to leave it then.
+    """Returns when this actor's node is drained, so that the actor can end its process.
 
-    Ray asks no actor to leave: a node that is stopped waits for them for half a minute, then
-    kills them. On another node, if there is one, Ray starts the actor again.
+    Ray does not tell actors about a drain. A node that stops waits half a minute for its actors and
+    kills them. Ray restarts an actor that has ended on another node, if there is one.
     """
     context = ray.get_runtime_context()
     cluster = GcsClient(address=context.gcs_address)
     node = context.get_node_id()
     while True:
-        with suppress(Exception):  # the cluster's head is away; it may come back
+        with suppress(Exception):  # the head node may be down and come back
             if node in cluster.get_draining_nodes(timeout=CONTROL_TIMEOUT_S):
                 return
         time.sleep(DRAIN_CHECK_S)
@@ -89,7 +89,7 @@ _ACTOR: Any = ray.remote(
 
 
 def get_or_start(options: StoreOptions) -> Any:
-    """Handle of the store's actor, which is started where there is none; it outlives the caller."""
+    """Handle of the store's actor; starts one if none runs. The actor outlives the caller."""
     actor = _ACTOR.options(
         name=options.name,
         namespace=NAMESPACE,
@@ -101,12 +101,12 @@ def get_or_start(options: StoreOptions) -> Any:
 
 
 class RayStoreClient:
-    """A replica's way to the store, which it starts where there is none; for one thread.
+    """A replica's connection to the store, which it starts if none runs; for one thread.
 
-    Needs a process that is connected to Ray.
+    The process must be connected to Ray.
 
     Args:
-        options: of the store. The one that starts it decides.
+        options: options of a store that it starts; a running store keeps its own.
 
     Raises:
         ConfigError: fsspec cannot use the snapshot's URL.
@@ -114,7 +114,7 @@ class RayStoreClient:
 
     def __init__(self, options: StoreOptions) -> None:
         if options.snapshot_url:
-            # So that the user is told, and not the actor's log.
+            # Raises an error here, where the user sees it, and not in the actor's log.
             SnapshotFile(options.snapshot_file, options.fingerprint)
         self._options = options
         self._actor: Any = None
@@ -124,21 +124,21 @@ class RayStoreClient:
         """See :class:`StoreClient`."""
         deadline = time.monotonic() + timeout_s
         try:
-            if self._unanswered is not None:  # a store that hangs is not given more to do
+            if self._unanswered is not None:  # no second call while the store hangs
                 ray.get(self._unanswered, timeout=timeout_s)
             self._unanswered = self._store().exchange_encoded.remote(_encode(request))
             left_s = max(0.0, deadline - time.monotonic())
             content = ray.get(self._unanswered, timeout=left_s)
         except GetTimeoutError:
             raise StoreError(f"no answer within {timeout_s:g} s") from None
-        except Exception as error:  # Ray has many; after each the actor is looked up again
+        except Exception as error:  # of many types in Ray; the next call looks the actor up again
             self._actor = self._unanswered = None
             raise StoreError(_say(error)) from error
         self._unanswered = None
         return _decode_reply(content)
 
     def _store(self) -> Any:
-        if not ray.is_initialized():  # or Ray would start a cluster of its own
+        if not ray.is_initialized():  # otherwise Ray starts a new cluster
             raise StoreError("this process is not connected to Ray")
         if self._actor is None:
             self._actor = get_or_start(self._options)
@@ -146,14 +146,13 @@ class RayStoreClient:
 
 
 class RemoteStore:
-    """An operator's way to a store that runs.
+    """An operator's connection to a running store.
 
-    Each call raises ``StoreError`` where the store does not answer, and what the store itself
-    raises.
+    Each call raises ``StoreError`` if the store does not answer, and the errors of the store.
 
     Args:
         name: one of :func:`list_stores`.
-        timeout_s: how long the store may take to answer, in seconds.
+        timeout_s: timeout of a call, in seconds.
     """
 
     def __init__(self, name: str, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
@@ -177,13 +176,13 @@ class RemoteStore:
         return _result(self._actor.snapshot_now.remote(), int, self._timeout_s)
 
     def stop(self) -> None:
-        """Has a last snapshot written, and ends the store for good."""
+        """Writes a last snapshot and ends the store; Ray does not restart it."""
         _result(self._actor.close.remote(), type(None), self._timeout_s)
         ray.kill(self._actor, no_restart=True)
 
 
 def list_stores() -> list[str]:
-    """Names of the stores that run in the cluster."""
+    """Names of the stores that run in the cluster, sorted."""
     actors = ray.util.list_named_actors(all_namespaces=True)
     return sorted(
         actor["name"]

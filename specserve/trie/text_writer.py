@@ -1,4 +1,4 @@
-"""Writes texts that no request has written into the cluster's draft memory."""
+"""Writes given texts, without requests, into the cluster's draft memory."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from specserve.trie.replica import ReplicaOptions, TrieReplica
 from specserve.trie.store import StoreOptions
 
 _END = 1 << 62
-"""A position behind what any log holds."""
+"""A position after the end of any log."""
 
 _CALL_S, _PATIENCE_S = 10.0, 60.0
 _TEXTS_AT_ONCE, _TOKENS_AT_ONCE = 256, 1 << 20
 _LOG_SHARE = 4
-"""Texts of one call take at most a quarter of the log, which drops the oldest for them."""
+"""Texts of one call take at most a quarter of the log, which drops its oldest records for them."""
 
 
 def write_texts(
@@ -35,13 +35,13 @@ def write_texts(
     namespace: str,
     texts: Iterable[tuple[Int32Array, int]],
 ) -> int:
-    """Writes texts as a replica does that reads nothing; how many tokens the store has taken.
+    """Writes texts to the store in several calls; returns how many tokens the store has taken.
 
     Args:
         texts: tokens, int32 ``[n]``, and how many of the first ones are prompt.
 
     Raises:
-        StoreError: the store refuses, or has not answered for a minute.
+        StoreError: the store refuses, has not answered for a minute, or texts were dropped.
     """
     replica = TrieReplica(
         client,
@@ -63,12 +63,12 @@ def write_texts(
             num_unsent = 0
     _send(replica)
     if dropped := replica.dropped_tokens:
-        raise StoreError(f"{dropped} of {num_tokens} tokens found no room before they were sent")
+        raise StoreError(f"{dropped} of {num_tokens} tokens were dropped before they were sent")
     return num_tokens
 
 
 def _send(replica: TrieReplica) -> None:
-    """Sends all that waits."""
+    """Calls the store until no record waits."""
     answered_at = time.monotonic()
     while replica.has_unsent:
         rest_s = replica.take_turn()
@@ -82,7 +82,7 @@ def _send(replica: TrieReplica) -> None:
 
 
 class TextWriter:
-    """Writes texts in one call to the store, which takes all of them or none; safe for threads."""
+    """Writes texts in one call to the store, which takes all of them or none; thread-safe."""
 
     def __init__(self, client: StoreClient, options: StoreOptions) -> None:
         self._client = client
@@ -96,8 +96,8 @@ class TextWriter:
 
         Raises:
             ConfigError: they are too large for the log; none was written.
-            StoreError: the store does not answer, or refuses. None was written, or, where the
-                message says so, all may have been.
+            StoreError: the store does not answer, or refuses. None was written. If the message says
+                so, all may have been written.
         """
         with self._lock:
             records: list[Record] = []
@@ -106,7 +106,7 @@ class TextWriter:
                 name = f"{self._origin}-{number}"
                 piece = TextPiece(namespace, name, 0, tokens, num_prompt_tokens, final=True)
                 records += records_of(self._origin, number, piece)
-            # Nothing at first: a store that hangs would take later what it is given.
+            # The first call has no texts: a store that hangs would still take them later.
             most = self._exchange([]).log_bytes // _LOG_SHARE
             if (size := sum(each.num_bytes for each in records)) > most:
                 allowed = f"at most {most}, a quarter of the memory's log"

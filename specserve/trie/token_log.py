@@ -1,4 +1,4 @@
-"""A bounded log of records in memory: the store's whole state, and a replica's recent past."""
+"""A bounded log of records in memory, for the store and for the outbox of each replica."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ MIN_BYTES = 1 << 16
 """Smallest log: a few of the longest records."""
 
 SLOT_BYTES = 8
-"""What a forgotten record still takes until the log has moved past its position."""
+"""Memory of a purged record's slot, which stays until the log drops its position."""
 
 SCANNED = 20_000
-"""Positions that one read looks at, so that it holds nobody up for long."""
+"""Limit of positions that one read scans, so that other callers wait only briefly."""
 
 
 class LogState(msgspec.Struct, frozen=True):
-    """All that a log holds, for a snapshot.
+    """The content of a log, for a snapshot.
 
     Attributes:
         held: numbers of all records ever taken.
-        tombstones: those in force.
-        records: the texts' records, in order.
+        tombstones: tombstones in force.
+        records: text records, in log order.
     """
 
     held: Ranges
@@ -37,14 +37,14 @@ class LogState(msgspec.Struct, frozen=True):
 
 
 class TokenLog:
-    """Records by position, the oldest dropped first; each record is taken once.
+    """Records by position. A full log drops the oldest; each record is taken once.
 
-    Not safe for threads.
+    Not thread-safe.
 
     Args:
-        max_bytes: memory of the records, never exceeded, in bytes, at least ``MIN_BYTES``. What is
-            known of origins and tombstones comes on top, at most some MB.
-        on_drop: told of each record that is dropped for want of room.
+        max_bytes: limit of the records' memory in bytes, at least ``MIN_BYTES``. Record numbers of
+            origins and tombstones take some MB more.
+        on_drop: called with each record that the full log drops.
     """
 
     def __init__(self, max_bytes: int, on_drop: Callable[[Record], None] | None = None) -> None:
@@ -54,14 +54,14 @@ class TokenLog:
         self.end = 0
         """Position after the newest record."""
         self.num_tokens = self.num_records = self.num_bytes = 0
-        """Those held."""
+        """Of the records that the log holds."""
         self.tokens_by_namespace: Counter[str] = Counter()
         self.dropped_tokens = 0
-        """Tokens of records dropped for want of room."""
+        """Tokens of records that the full log dropped."""
         self._max_bytes = max_bytes
         self._on_drop = on_drop
         self._slots: list[Record | None] = []
-        self._head = 0  # slots before it are used up
+        self._head = 0  # index of the slot at ``start``
 
     @property
     def start(self) -> int:
@@ -69,9 +69,9 @@ class TokenLog:
         return self.end - (len(self._slots) - self._head)
 
     def append(self, record: Record) -> bool:
-        """Takes a record, unless it was taken before or is to be forgotten.
+        """Takes a record; False if it was taken before or a tombstone covers it.
 
-        A tombstone is carried out at once, and kept so that readers do the same.
+        A tombstone is applied at once. It stays in the log for the readers.
         """
         if not self.held.add(record.origin, record.number):
             return False
@@ -79,25 +79,25 @@ class TokenLog:
             return False
         record = record.with_shared_names()
         if record.kind != "text":
-            self._carry_out(record)
+            self._purge(record)
         self._put(record)
         return True
 
     def since(
         self, position: int, max_bytes: int, wanted: Callable[[Record], bool] = lambda _: True
     ) -> tuple[list[Record], int, int]:
-        """Reads on from a position.
+        """Reads records from a position.
 
-        A reader for whom records were dropped is given all tombstones in force, since it may have
-        missed some.
+        If the log has dropped records after that position, the batch begins with all tombstones in
+        force, because the reader may have missed some.
 
         Args:
-            position: as an earlier batch told; 0 begins with the oldest record.
-            max_bytes: bounds the batch, which may exceed it by one record.
-            wanted: which records the reader wants.
+            position: returned by an earlier read; 0 begins with the oldest record.
+            max_bytes: bytes of records to read; the last record may exceed it.
+            wanted: whether the reader wants a record.
 
         Returns:
-            (records in the log's order, where to go on reading, positions left to read from there).
+            (records in log order, position to read from next, positions left to read).
         """
         start = self.start
         missed = self.tombstones.in_force() if position < start else []
@@ -115,17 +115,17 @@ class TokenLog:
         return records, position, self.end - position
 
     def newest_stamp(self, purged: str) -> float:
-        """Stamp of the newest record that a purge of ``purged`` is about; 0 if there is none."""
+        """Stamp of the newest record that a purge of ``purged`` covers; 0 if there is none."""
         stamps = (each.stamp for each in self.records() if is_part_of(each.namespace, purged))
         return max(stamps, default=0.0)
 
     def state(self) -> LogState:
-        """All of it; the log may change afterwards."""
+        """Copy of the log's content."""
         texts = [record for record in self.records() if record.kind == "text"]
         return LogState(self.held.ranges(), self.tombstones.in_force(), texts)
 
     def restore(self, state: LogState) -> None:
-        """Takes what another log held, behind what this one has."""
+        """Appends the content of another log."""
         is_new = not self.end
         for record in (*state.tombstones, *state.records):
             self.append(record)
@@ -163,7 +163,7 @@ class TokenLog:
             self._head = 0
 
     def _count(self, record: Record, sign: int) -> None:
-        """A record more, or with the sign -1 one less."""
+        """Adds a record to the totals, or subtracts it if ``sign`` is -1."""
         self.num_records += sign
         self.num_bytes += sign * record.num_bytes
         self.num_tokens += sign * record.num_tokens
@@ -171,7 +171,7 @@ class TokenLog:
         if not self.tokens_by_namespace[record.namespace]:
             del self.tokens_by_namespace[record.namespace]
 
-    def _carry_out(self, tombstone: Record) -> None:
+    def _purge(self, tombstone: Record) -> None:
         for index in range(self._head, len(self._slots)):
             record = self._slots[index]
             if record is not None and (

@@ -1,10 +1,9 @@
-"""One namespace's draft memory: learns token sequences, and drafts what followed before.
+"""One namespace's draft memory: learns token sequences and drafts their continuations.
 
-Of one family with REST (arXiv 2311.08252), Lookahead's trie (arXiv 2312.12728) and SuffixDecoding
-(arXiv 2411.04975): drafts are paths of a trie of earlier texts, taken by the weights of its
-branches. Here the trie is never stored. A log of the texts with hashed contexts is, in flat arrays
-of a fixed size; the branch below a context is put together when it is looked up, from the newest
-places where the context stood.
+Like REST (arXiv 2311.08252), Lookahead (arXiv 2312.12728) and SuffixDecoding (arXiv 2411.04975), it
+drafts paths of a trie of earlier texts, chosen by branch weight. Here the trie is implicit. Flat
+arrays of a fixed size hold the texts and the hashes of their contexts. A lookup builds the branch
+below a context from the newest places of the context.
 """
 
 from __future__ import annotations
@@ -35,25 +34,24 @@ from specserve.trie.layout import (
 from specserve.trie.step import step
 
 LEAST_PAGES = 16
-"""Below this a trie forgets a text while it is being learned."""
+"""Pages of the smallest trie; a smaller one would evict a text while it is being learned."""
 
 NO_SEQUENCE = -1
-"""Number of no sequence."""
+"""Sequence number that stands for none."""
 
 BatchArrays = tuple[Int64Array, Int32Array, Int32Array, Int32Array]
 """Slots, token ids, numbers of tokens and of prompt tokens, as in
-:class:`specserve.core.types.DraftBatch`, fit for kernels."""
+:class:`specserve.core.types.DraftBatch`."""
 
 
 class TokenTrie:
-    """Learns from many requests' texts. Calls may come from several threads.
+    """Learns the texts of many requests and drafts from them; thread-safe.
 
-    The least used text is forgotten first, 64 tokens at a time, when the memory is full. An open
-    sequence has a number. What is asked of a number whose sequence was finished or cleared
-    meanwhile is passed over.
+    When the memory is full, little used pages of 64 tokens are evicted. Each open sequence has a
+    number. Calls with the number of a finished or cleared sequence have no effect.
 
     Args:
-        max_bytes: memory that is never exceeded, about 61 bytes a token.
+        max_bytes: limit of the memory, about 61 bytes a token.
 
     Raises:
         ValueError: ``max_bytes`` is too small.
@@ -77,12 +75,12 @@ class TokenTrie:
 
     @property
     def num_pages(self) -> int:
-        """Room, in pages of 64 tokens, each of one text."""
+        """Capacity in pages of 64 tokens; a page holds tokens of one text."""
         return len(self._arrays.pages)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens remembered now."""
+        """Tokens held now."""
         return int(self._arrays.scalars[NUM_TOKENS])
 
     @property
@@ -92,7 +90,7 @@ class TokenTrie:
 
     @property
     def num_evicted_tokens(self) -> int:
-        """Tokens forgotten for want of memory so far."""
+        """Tokens evicted so far."""
         return int(self._arrays.scalars[NUM_EVICTED])
 
     @property
@@ -101,11 +99,11 @@ class TokenTrie:
         return sum(array.nbytes for array in self._arrays)
 
     def open(self, *, from_cluster: bool = False, private: bool = False) -> int:
-        """Makes ready for a sequence's tokens.
+        """Opens a sequence, to which one text's tokens can be appended.
 
         Args:
-            from_cluster: it is of another replica's request.
-            private: it is drafted from for its own request alone, and forgotten when finished.
+            from_cluster: the text comes from another replica.
+            private: only its own request gets drafts from it; :meth:`finish` removes it.
 
         Returns:
             The sequence's number; ``NO_SEQUENCE`` if there is no room for one more.
@@ -125,16 +123,16 @@ class TokenTrie:
             return int(of_slot[GENERATION]) << 32 | slot
 
     def is_open(self, sequence: int) -> bool:
-        """Whether a sequence was neither finished nor cleared."""
+        """Whether a sequence is neither finished nor cleared."""
         with self._lock:
             return self._open_slot(sequence) >= 0
 
     def append(self, sequence: int, tokens: Int32Array, *, num_prompt_tokens: int = 0) -> None:
-        """Adds tokens to the end of a sequence; where some find no room, no draft runs over them.
+        """Appends tokens to a sequence; without room, the rest is lost and drafts stop at the gap.
 
         Args:
             tokens: int32 ``[k]``.
-            num_prompt_tokens: how many of them, from the first one, are prompt.
+            num_prompt_tokens: how many of the first tokens are prompt.
         """
         tokens = kernel_array(tokens, np.int32)
         with self._lock:
@@ -156,24 +154,24 @@ class TokenTrie:
         min_match_len: int = 2,
         floor: float = 0.1,
     ) -> int:
-        """Learns what is new of each text, and drafts what follows it, in one call.
+        """Learns the new tokens of each text and drafts its continuation, in one call.
 
         Args:
-            rows: int64 ``[m]``, the rows to deal with.
-            batch: n requests.
-            limits: int32 ``[n]``, longest drafts; 0: none.
-            sequences: int64 ``[slots]``, numbers of the requests' sequences, by their slots.
-            num_learned: int64 ``[slots]``, tokens learned of each; updated.
-            begins: int64 ``[n]``, written: what was learned of each row, nothing of other rows.
-            ends: int64 ``[n]``, written.
-            drafts: of n rows at least, written; labels as in ``branch``.
-            skips_prompts: learn outputs alone.
-            budget: how many tokens to learn of texts of which more than ``SMALL_TOKENS`` are new.
+            rows: int64 ``[m]``, the rows to process.
+            batch: arrays of n requests.
+            limits: int32 ``[n]``, draft length limits; 0 for no draft.
+            sequences: int64 ``[slots]``, sequence number of each slot.
+            num_learned: int64 ``[slots]``, tokens learned of each text; updated.
+            begins: int64 ``[n]``, output: first learned token of each row; 0 for other rows.
+            ends: int64 ``[n]``, output: end of the learned tokens; 0 for other rows.
+            drafts: output, at least n rows; labels as in ``branch``.
+            skips_prompts: whether to learn outputs only.
+            budget: tokens to learn from texts that have more than ``SMALL_TOKENS`` new ones.
             min_match_len: shortest match, in tokens, at least 2.
             floor: a draft ends before its path's probability falls below this.
 
         Returns:
-            What is left of the budget.
+            The rest of the budget.
         """
         with self._lock:
             return int(
@@ -195,7 +193,7 @@ class TokenTrie:
             )
 
     def finish(self, sequence: int) -> None:
-        """Closes a sequence: it may be forgotten now; a private one is, at once."""
+        """Closes a sequence; a private one is forgotten at once."""
         with self._lock:
             slot = self._open_slot(sequence)
             if slot < 0:
@@ -206,14 +204,14 @@ class TokenTrie:
             of_slot[IS_OPEN] = 0
 
     def clear(self) -> None:
-        """Forgets everything; sequences that still grow are not learned any further."""
+        """Forgets everything and closes all sequences."""
         with self._lock:
-            # A step would wait while the arrays are written.
+            # Not if it is empty: a step waits while the arrays are written.
             if self._arrays.scalars[NUM_FREE_SLOTS] < self.num_pages:
                 reset(self._arrays)
 
     def _open_slot(self, sequence: int) -> int:
-        """A sequence's slot by its number; -1 where it is not open any more."""
+        """Slot of the open sequence with this number; -1 if it is not open."""
         slot = sequence & 0xFFFFFFFF
         if sequence == NO_SEQUENCE:
             return -1

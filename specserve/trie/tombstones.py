@@ -1,4 +1,4 @@
-"""Tombstones: records that say what to forget, kept against text that arrives after them."""
+"""Tombstones: purge records, kept so that purged text is not taken if it arrives again."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from specserve.trie.namespaces import half_of, is_part_of
 from specserve.trie.records import Record
 
 MAX_TOMBSTONES = 4096
-"""Tombstones that stay in force, some 300 bytes each; the oldest are let go."""
+"""Limit of tombstones in force, some 300 bytes each; beyond it, the oldest is dropped."""
 
 
 class Tombstones:
-    """The tombstones that a log has seen.
+    """The tombstones in force in a log.
 
-    Text may come again, from a replica that has not heard of the tombstone: it must not be taken.
+    A replica that has not read a tombstone yet may send purged text again.
     """
 
     def __init__(self) -> None:
         self._tombstones: dict[str, Record] = {}
 
     def keep(self, tombstone: Record) -> None:
-        """Puts a tombstone in force, in the place of an older one about the same."""
+        """Puts a tombstone in force; of two for one namespace, the newer one stays."""
         older = self._tombstones.pop(tombstone.namespace, None)
         if older is not None:
             tombstone = max(older, tombstone, key=lambda each: each.stamp)
@@ -28,22 +28,22 @@ class Tombstones:
             del self._tombstones[next(iter(self._tombstones))]
 
     def cover(self, text: Record) -> bool:
-        """Whether one of them is about this text."""
+        """Whether a tombstone in force covers this text."""
         purges = map(self._tombstones.get, (half_of(text.namespace), text.namespace))
         return any(purge is not None and is_meant(purge, text) for purge in purges)
 
     def in_force(self) -> list[Record]:
-        """All of them, the oldest first."""
+        """All tombstones in force, the oldest first."""
         return list(self._tombstones.values())
 
 
 def is_meant(tombstone: Record, text: Record) -> bool:
-    """Whether a tombstone is about this text."""
+    """Whether a tombstone covers this text."""
     is_older = text.kind == "text" and text.stamp <= tombstone.stamp
     return is_older and is_part_of(text.namespace, tombstone.namespace)
 
 
 def is_replaced(tombstone: Record, older: Record) -> bool:
-    """Whether a tombstone says all that an older one does: readers need not carry out both."""
+    """Whether a tombstone makes an older one redundant: same namespace, and no older stamp."""
     is_about = older.kind == "purge" and older.namespace == tombstone.namespace
     return is_about and older.stamp <= tombstone.stamp

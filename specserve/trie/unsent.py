@@ -1,4 +1,4 @@
-"""What each open text has got since it was last told to the other replicas."""
+"""Collects tokens of open texts that are not published to the other replicas yet."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from specserve.trie.records import TextPiece
 from specserve.trie.token_trie import BatchArrays
 
 FULL_TOKENS = 128
-"""A text is passed on once this much of it has come; less waits a while for more, since a record
-costs more memory than its tokens."""
+"""Unsent tokens with which a text is published at once. Fewer tokens wait for more, because each
+record takes memory besides its tokens."""
 
 MAX_DELAY_S = 0.4
-"""How long less waits for more, in seconds."""
+"""How long fewer tokens wait for more, in seconds."""
 
 CHECK_S = 0.05
-"""How often it is looked for what has waited long enough."""
+"""Time between two checks for texts that have waited long enough, in seconds."""
 
 MOST_AT_ONCE = 32
-"""Texts that are passed on after one such look, those that wait longest first: some 0.1 ms."""
+"""Texts published after one check, those that waited longest first: about 0.1 ms."""
 
 
 class Tails(NamedTuple):
-    """The unsent end of each slot's text.
+    """The unsent tail of each slot's text.
 
     Attributes:
         tokens: int32 ``[slots, FULL_TOKENS]``.
-        starts: int64 ``[slots]``, position of its first token in the text.
+        starts: int64 ``[slots]``, position of the tail's first token in the text.
         lengths: int64 ``[slots]``, fewer than ``FULL_TOKENS``.
         num_prompt_tokens: int64 ``[slots]``, of the whole text.
-        since: float64 ``[slots]``, when the first token came, in seconds since 1970.
+        since: float64 ``[slots]``, time of the tail's first token, in seconds since 1970.
     """
 
     tokens: Int32Array
@@ -47,7 +47,7 @@ class Tails(NamedTuple):
 
 
 class UnsentTexts:
-    """Collects what is learned of each request, and publishes it in pieces worth a record.
+    """Collects the learned tokens of each request, and publishes them in pieces.
 
     Calls come from one thread.
 
@@ -82,13 +82,13 @@ class UnsentTexts:
         )
 
     def open(self, slot: int, namespace: str, name: str) -> None:
-        """A text begins that others may learn from."""
+        """Starts a text that is shared with other replicas."""
         self._names[slot] = namespace, name
         self._is_shared[slot] = True
         self._tails.lengths[slot] = self._tails.starts[slot] = 0
 
     def add(self, batch: BatchArrays, begins: Int64Array, ends: Int64Array) -> None:
-        """Takes ``token_ids[i, begins[i]:ends[i]]`` of each row whose text is shared."""
+        """Adds ``token_ids[i, begins[i]:ends[i]]`` of each shared row; publishes what is due."""
         now = self._wall_clock()
         tails = self._tails
         num_full = self._collect(tails, self._is_shared, batch, begins, ends, now, self._full)
@@ -104,7 +104,7 @@ class UnsentTexts:
                 self._publish_tail(slot)
 
     def close(self, slot: int) -> None:
-        """The text of a slot ends; does nothing where it is not shared."""
+        """Publishes the end of a slot's text; does nothing if the text is not shared."""
         if self._is_shared[slot]:
             self._publish_tail(slot, final=True)
             self._is_shared[slot] = False
@@ -124,14 +124,14 @@ class UnsentTexts:
 
 @kernel
 def collect(tails, is_shared, batch, begins, ends, now, full):  # type: ignore[no-untyped-def]
-    """Copies new tokens to the tails; returns how many rows have enough, written to ``full``."""
+    """Copies new tokens to the tails; writes to ``full`` the rows to publish, returns how many."""
     slots, token_ids, _, num_prompt_tokens = batch
     num_full = 0
     for row in range(slots.shape[0]):
         slot, begin, end = slots[row], begins[row], ends[row]
         if begin == end or not is_shared[slot]:
             continue
-        # A step that failed has learned what is not told: the tail ends before it.
+        # After a failed step the tail lacks learned tokens: it starts again at ``begin``.
         if not tails.lengths[slot] or tails.starts[slot] + tails.lengths[slot] != begin:
             tails.starts[slot], tails.since[slot] = begin, now
             tails.num_prompt_tokens[slot] = num_prompt_tokens[row]

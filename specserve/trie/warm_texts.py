@@ -1,4 +1,4 @@
-"""Texts for the draft memory, from lines of JSON."""
+"""Reads texts for the draft memory from JSON Lines."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ _ALLOWED = "a mapping with either text, or prompt and completion, or token_ids"
 
 @dataclass(frozen=True, slots=True)
 class WarmText:
-    """One line: a prompt, which may be empty, and what followed it; or the tokens of a text."""
+    """One line: a completion with its prompt, which may be empty; or the tokens of a text."""
 
     prompt: str = ""
     completion: str = ""
     token_ids: tuple[int, ...] = ()
 
     def tokens(self, tokenizer: Any) -> tuple[Int32Array, int]:
-        """The text's tokens as requests would have them, and how many of them are prompt.
+        """The text's tokens, int32 ``[n]``, and the number of its prompt tokens.
 
-        Only a prompt begins with what the tokenizer, of transformers, puts before it; an answer is
-        generated as its own tokens.
+        As in a request, the tokenizer (of transformers) adds special tokens to the prompt only.
         """
         if self.token_ids:
             return np.array(self.token_ids, np.int32), 0
@@ -43,7 +42,7 @@ def read_file(path: Path, vocab_size: int) -> Iterator[WarmText]:
     """Reads a file as :func:`read_texts` does.
 
     Raises:
-        SpecServeError: the file cannot be read, or a line is wrong; says which, and why.
+        SpecServeError: the file cannot be read, or a line is wrong.
     """
     try:
         with path.open("rb") as file:
@@ -58,17 +57,17 @@ def read_file(path: Path, vocab_size: int) -> Iterator[WarmText]:
 def read_texts(lines: Iterable[bytes], vocab_size: int) -> Iterator[tuple[int, WarmText]]:
     """Reads ``{"text": ...}``, ``{"prompt": ..., "completion": ...}`` or ``{"token_ids": [...]}``.
 
-    Other keys of a line, and blank lines, are passed over.
+    Other keys and blank lines are ignored.
 
     Args:
         lines: JSON in UTF-8.
-        vocab_size: token ids are below it.
+        vocab_size: limit of the token ids, exclusive.
 
     Yields:
-        The number of the line, from 1 on, and its text.
+        The number of the line, from 1, and its text.
 
     Raises:
-        ConfigError: a line is none of these; its field tells the line's number too.
+        ConfigError: a line has none of these forms; the error's field names the line.
     """
     for number, line in enumerate(lines, 1):
         if not line.strip():

@@ -192,5 +192,5 @@ def test_what_was_dropped_before_it_was_sent_is_no_success(
     line: Line, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(text_writer, "ReplicaOptions", partial(ReplicaOptions, max_bytes=1 << 16))
-    with pytest.raises(StoreError, match=r"\d+ of 60000 tokens found no room"):
+    with pytest.raises(StoreError, match=r"\d+ of 60000 tokens were dropped"):
         write_texts(line, OPTIONS, NAME, of(30_000, 30_000))
