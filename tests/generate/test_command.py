@@ -22,7 +22,7 @@ BEAMS = ["--task", "beam_search"]
         (["--url", "x", *BEAMS, "--top-k", "4"], "--top-k: 4 is not allowed"),
         (["--url", "x", "--num-beams", "4"], "--num-beams: 4 is not allowed; allowed: only with"),
         (["--url", "x", "--temperature", "0.7"], "--temperature: 0.7 is not allowed"),
-        (["--url", "x", "--history-turns", "2"], "--history-turns: 2 is not allowed; allowed: only"),
+        (["--url", "x", "--history-turns", "2"], "--history-turns: 2 is not allowed"),
         (["--config", "x", "--task", "beam_search"], "--config: 'x' is not allowed"),
         (["--url", "x", "--task", "beam_search", "--stream"], "--stream: True is not"),
         (["--url", "x", "--task", "beam_search", "--add-eos-token", "5"], "--add-eos-token: ['5']"),

@@ -119,7 +119,9 @@ def test_a_draft_is_cut_to_the_engines_and_to_the_requests_limit() -> None:
     assert source.limits == [[2, 3, 0]]
 
 
-@pytest.mark.parametrize(("most_output", "least_output", "limit"), [(9, 3, 2), (2, 9, 1), (9, 0, 8)])
+@pytest.mark.parametrize(
+    ("most_output", "least_output", "limit"), [(9, 3, 2), (2, 9, 1), (9, 0, 8)]
+)
 def test_no_draft_reaches_a_token_that_may_stop_while_its_first_one_may_not(
     most_output: int, least_output: int, limit: int
 ) -> None:
