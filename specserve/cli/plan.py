@@ -50,7 +50,7 @@ def show(console: Console, file: ServeFile, cluster: str, gpu_memory: str, on_cp
     from specserve.serve.plan import plan
 
     size = _SIZE.fullmatch(gpu_memory)
-    if size is None:
+    if size is None or not float(size[1]):
         raise ConfigError("--gpu-memory", gpu_memory, "a size such as 80GiB or 80GB")
     configs = [application.config for application in file.applications]
     nodes, on_gpu = _nodes(cluster, configs, on_cpu)

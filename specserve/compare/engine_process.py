@@ -83,7 +83,8 @@ class EngineProcess:
         Raises:
             EngineError: the engine did not start; the message is one line.
         """
-        assert self._receive() is None
+        received = self._receive()
+        assert received is None, received
 
     def run(
         self,

@@ -254,7 +254,8 @@ def _docs(tokenizer: Tokenizer, num_prompts: int, seed: int) -> list[Prompt]:
         prompt = render(tokenizer, ask(documents, len(prompts), rng, max_chars))
         if DOCS_TOKENS[0] <= len(prompt.token_ids) <= DOCS_TOKENS[1] and prompt not in prompts:
             prompts.append(prompt)
-    allowed = f"at most {len(prompts)}, the prompts of docs of {DOCS_TOKENS} tokens"
+    lowest, highest = DOCS_TOKENS
+    allowed = f"at most {len(prompts)}, the prompts of docs of {lowest} to {highest} tokens"
     raise ConfigError("--num-prompts", num_prompts, allowed)
 
 

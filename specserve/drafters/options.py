@@ -130,7 +130,8 @@ def load(options: DrafterOptions) -> Drafter:
         dtype=getattr(torch, default if options.dtype == "auto" else options.dtype),
         device="cuda" if on_gpu else "cpu",
     )
-    faulthandler.dump_traceback_later(LONGEST_WARM_UP_S, exit=True)
+    # To file descriptor 2: sys.stderr need not be a file.
+    faulthandler.dump_traceback_later(LONGEST_WARM_UP_S, exit=True, file=2)
     try:
         _warm_up(drafter)
     finally:

@@ -285,6 +285,7 @@ def test_a_description_of_no_cluster_is_told_before_the_file_is_read(
         (["--cluster", ""], "--cluster: '' is not allowed; allowed: running, or groups "),
         (["--cluster", "2by8"], "--cluster: '2by8' is not allowed; allowed: running, or groups "),
         (["--cluster", "2x8", "--gpu-memory", "80"], "--gpu-memory: '80' is not allowed; allow"),
+        (["--cluster", "2x8", "--gpu-memory", "0GB"], "--gpu-memory: '0GB' is not allowed; allow"),
     ],
 )
 def test_what_does_not_fit_is_told_in_one_line(

@@ -47,8 +47,9 @@ def test_a_loaded_drafter_has_computed_and_holds_nothing(
 
 def test_a_first_call_that_hangs_ends_the_process() -> None:
     program = f"""
-import time
+import io, sys, time
 from specserve.drafters import options
+sys.stderr = io.StringIO()
 options.LONGEST_WARM_UP_S = 1
 options._warm_up = lambda drafter: time.sleep(60)
 options.load(options.{options_of("draft_model", "demo-draft", 64)!r})

@@ -33,7 +33,7 @@ def is_permissive(distribution: Distribution) -> bool:
     names = [name for text in expressions for name in re.split(r" AND | OR ", text)]
     if classifiers and not metadata.get_all("License-Expression"):
         names = classifiers
-    return all(_PERMISSIVE.search(name) is not None for name in names)
+    return all(_PERMISSIVE.search(name) and "GPL" not in name for name in names)
 
 
 def permissive_packages(folder: Path) -> dict[str, list[Module]]:

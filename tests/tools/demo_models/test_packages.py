@@ -34,6 +34,7 @@ def _package(folder: Path, metadata: str, files: dict[str, str]) -> Distribution
         ("License: Copyright\nClassifier: License :: OSI Approved :: BSD License", True),
         ("Classifier: License :: OSI Approved :: Python Software Foundation License", True),
         ("License: GPLv2", False),
+        ("License: GPLv2, parts are MIT", False),
         ("License: MIT\nClassifier: License :: OSI Approved :: GNU GPL", False),
         ("Summary: says nothing of its licence", False),
     ],
