@@ -1,4 +1,4 @@
-"""From the application's configuration to vLLM's arguments."""
+"""Converts the application's configuration into vLLM's arguments."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from specserve.engine.executor import CpuRayExecutor, InProcessExecutor, RayExec
 from specserve.engine.refused_options import ELSEWHERE, check_option
 
 CPU_KV_CACHE_BYTES = 1 << 30
-"""KV cache of a shard on CPU where the configuration names none."""
+"""Default size of a shard's KV cache on CPU."""
 
 _PARSERS = (
     ("tool_call_parser", "tool_parser_plugin", ToolParserManager),
     ("reasoning_parser", "reasoning_parser_plugin", ReasoningParserManager),
 )
-"""Options that name a parser, the option that loads further ones, and who knows all."""
+"""Option that names a parser, option that loads more parsers, and the registry of parsers."""
 
 _FIELDS = {field.name: field for field in dataclasses.fields(AsyncEngineArgs)}
 _FRONTEND_FIELDS = {field.name: field for field in dataclasses.fields(FrontendArgs)}
@@ -41,8 +41,8 @@ def check_engine_options(config: AppConfig) -> None:
     """Checks the keys and the types of ``engine.vllm`` against vLLM's own arguments.
 
     Raises:
-        ConfigError: a key that vLLM does not have, or that has a place of its own in our
-            configuration; a value of the wrong type, or one that cannot work here.
+        ConfigError: vLLM has no such key, or another field sets it; or the value has the wrong
+            type or is refused here.
     """
     options = _vllm_options(config)
     if template := options.get("chat_template"):
@@ -58,7 +58,7 @@ def check_engine_options(config: AppConfig) -> None:
 
 
 def _vllm_options(config: AppConfig) -> dict[str, Any]:
-    """``engine.vllm`` with each value in the type that vLLM declares, sections as its classes."""
+    """Returns ``engine.vllm`` with values converted to the types that vLLM declares."""
     options = {}
     for key, value in config.engine.vllm.items():
         field = f"engine.vllm.{key}"
@@ -88,7 +88,7 @@ def _typed(field: str, value: Any, annotation: Any) -> Any:
         return adapter.validate_python(value)
     except ValidationError as error:
         first = error.errors()[0]
-        for part in first["loc"]:  # pydantic names a union's types there too
+        for part in first["loc"]:  # may also contain names of a union's types
             try:
                 field, value = f"{field}.{part}", value[part]
             except (KeyError, IndexError, TypeError):
@@ -97,7 +97,7 @@ def _typed(field: str, value: Any, annotation: Any) -> Any:
 
 
 def serve_namespace(config: AppConfig) -> Namespace:
-    """The arguments as ``vllm serve`` would have parsed them, for vLLM's own HTTP application."""
+    """Returns arguments for vLLM's HTTP application, as ``vllm serve`` would parse them."""
     options = _model_options(config) | _vllm_options(config)
     namespace: Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args([])
     for name, value in options.items():
@@ -107,7 +107,7 @@ def serve_namespace(config: AppConfig) -> Namespace:
 
 
 def engine_args(config: AppConfig, speculative_config: dict[str, Any] | None) -> AsyncEngineArgs:
-    """vLLM's engine arguments, without executor or worker class.
+    """Returns vLLM's engine arguments, without executor or worker class.
 
     Raises:
         ConfigError: an option that vLLM refuses.
@@ -123,12 +123,12 @@ def engine_args(config: AppConfig, speculative_config: dict[str, Any] | None) ->
 def served_engine_args(
     config: AppConfig, label_key: bytes = b"", *, in_process: bool = False
 ) -> AsyncEngineArgs:
-    """Engine arguments for shards that draft from the configured sources.
+    """Returns engine arguments for shards that draft from the configured sources.
 
     Args:
         config: the application's configuration.
         label_key: see :func:`specserve.trie.namespaces.label`.
-        in_process: the only shard runs in the engine core's process; else they are Ray actors.
+        in_process: whether the only shard runs in the engine core's process, or as a Ray actor.
     """
     if config.has_sources:
         arguments = engine_args(
@@ -156,7 +156,7 @@ def served_engine_args(
 
 
 def _vllm_speculation(config: AppConfig) -> dict[str, Any] | None:
-    """``speculative_config`` of vLLM's own method that the configuration asks for, if it does."""
+    """``speculative_config`` of a configured source that vLLM drafts itself; None: no source."""
     for source in config.speculation:
         options: dict[str, Any] = {
             "method": source.kind,
@@ -169,7 +169,7 @@ def _vllm_speculation(config: AppConfig) -> dict[str, Any] | None:
 
 
 def worker_cls(*, drafts: bool, in_engine: bool = False) -> str:
-    """The worker class by platform: with our kernels on CPU, with our sources or vLLM's drafts."""
+    """Name of the worker class, by platform and by who drafts: specserve, vLLM or nobody."""
     role = "Speculation" if drafts else "InEngine" if in_engine else ""
     if current_platform.is_cpu():
         return f"specserve.engine.cpu.worker.Cpu{role}Worker"

@@ -1,11 +1,11 @@
-"""Beam search: the best text is learned, and ``vllm_xargs: {"beam_sample": 1}`` draws the beams.
+"""Extends vLLM's beam search: sources learn the best text, and beams can be sampled.
 
-The search is transformers' with ``do_sample``: of all beams' candidates twice the width is drawn
-without replacement, by the softmax of their cumulative log-probabilities, and the best of those
-drawn go on. vLLM's beam search takes the best candidates without drawing.
+``vllm_xargs: {"beam_sample": 1}`` samples beams as transformers does with ``do_sample``. Each step
+draws twice the beam width from the candidates of all beams, without replacement. The softmax of the
+cumulative log-probabilities weights them. The best of the drawn candidates continue.
 
-A beam's candidates are its most likely tokens after temperature, ``top_k`` and ``top_p``: as many
-as vLLM tells log-probabilities of, 20 unless ``max_logprobs`` says otherwise.
+A beam's candidates are its most likely tokens after temperature, ``top_k`` and ``top_p``. vLLM's
+``max_logprobs`` limits their number; its default is 20.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from specserve.core.types import Float64Array
 from specserve.sources.controls import samples_beams
 
 Learn = Callable[[list[int], int, str], Awaitable[None]]
-"""Learns a text: its tokens, how many of the first ones are prompt, and the adapter's name."""
+"""Teaches a text to the sources: token ids, number of prompt tokens, name of the adapter."""
 
 
 def extend_beam_search(max_logprobs: int, learn: Learn) -> None:
-    """Has vLLM's completions and chat completions draw the beams of requests that ask for it.
+    """Adds beam sampling and learning to vLLM's completions and chat completions.
 
     Args:
-        max_logprobs: the engine's: most candidates of a beam; -1: the vocabulary.
-        learn: learns the best text of each search, before it is answered.
+        max_logprobs: the engine's limit, the most candidates of a beam; -1: the vocabulary.
+        learn: called with the best text of each search, before the answer is sent.
     """
     for request_class in (CompletionRequest, ChatCompletionRequest):
         theirs = request_class.to_beam_search_params
@@ -57,7 +57,7 @@ def extend_beam_search(max_logprobs: int, learn: Learn) -> None:
         lora_request: Any = None,
         **options: Any,
     ) -> AsyncIterator[RequestOutput]:
-        is_drawn = hasattr(params, "drawing") and prompt["type"] != "embeds"  # which has no beams
+        is_drawn = hasattr(params, "drawing") and prompt["type"] != "embeds"  # refused by vLLM
         search = sampled_beam_search if is_drawn else plain
         adapter = lora_request.lora_name if lora_request is not None else ""
         async for output in search(self, prompt, request_id, params, lora_request, **options):
@@ -75,22 +75,22 @@ def _with_sampling(theirs: Any, max_logprobs: int) -> Any:
         self: Any, max_tokens: int, defaults: dict[str, Any] | None = None
     ) -> BeamSearchParams:
         params = theirs(self, max_tokens, defaults)
-        penalty, most = params.length_penalty, _MOST_LENGTH_PENALTY
-        if not abs(penalty) <= most:  # NaN is refused, too
+        penalty, most = params.length_penalty, _MAX_LENGTH_PENALTY
+        if not abs(penalty) <= most:  # also true for NaN
             message = f"{penalty} is not allowed; allowed: from -{most} to {most}"
             raise VLLMValidationError(message, parameter="length_penalty", value=penalty)
         if samples_beams(self.vllm_xargs):
-            if params.temperature < _LEAST_TEMPERATURE:
-                raise _refusal("temperature", params.temperature, f"from {_LEAST_TEMPERATURE}")
+            if params.temperature < _MIN_TEMPERATURE:
+                raise _refusal("temperature", params.temperature, f"from {_MIN_TEMPERATURE}")
             sampling = self.to_sampling_params(max_tokens, defaults or {})
             top_k = sampling.top_k if sampling.top_k > 0 else max_logprobs
             if 0 <= max_logprobs < top_k:
                 if self.top_k is not None:
                     raise _refusal("top_k", top_k, f"at most {max_logprobs}")
-                top_k = max_logprobs  # the checkpoint's default is nobody's wish
+                top_k = max_logprobs  # only the checkpoint's default exceeds the limit
             params.drawing = Drawing(sampling.temperature, top_k, sampling.top_p, sampling.seed)
         elif 0 <= max_logprobs < 2 * params.beam_width:
-            # vLLM takes twice as many candidates of a beam; it would tell of log-probabilities.
+            # vLLM asks for 2 * width log-probabilities; its own error would name only those.
             width = params.beam_width
             allowed = f"at most {max_logprobs // 2}, half of engine.vllm.max_logprobs"
             message = f"n: {width} beams are not allowed; allowed: {allowed}"
@@ -100,9 +100,9 @@ def _with_sampling(theirs: Any, max_logprobs: int) -> Any:
     return to_beam_search_params
 
 
-_LEAST_TEMPERATURE = 0.01
-_MOST_LENGTH_PENALTY = 32
-"""Scores are divided by the length to this power: of a million tokens far from 0 and infinity."""
+_MIN_TEMPERATURE = 0.01
+_MAX_LENGTH_PENALTY = 32
+"""Scores are divided by length ** penalty. 32 stays within float64 for a million tokens."""
 
 
 def _refusal(field: str, value: float, allowed: str) -> VLLMValidationError:
@@ -111,7 +111,7 @@ def _refusal(field: str, value: float, allowed: str) -> VLLMValidationError:
 
 
 class Drawing(NamedTuple):
-    """How candidates are drawn; ``top_k`` -1: of all tokens, ``seed`` None: anew each time."""
+    """Sampling settings of a search; ``top_k`` -1: all tokens, ``seed`` None: a new seed."""
 
     temperature: float
     top_k: int
@@ -120,13 +120,13 @@ class Drawing(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A beam, one token more, and the cumulative log-probability of both."""
+    """A beam and a next token, with their cumulative log-probability as ``score``."""
 
     beam: BeamSearchSequence
     token: int
     score: float
     logprobs: Mapping[int, Logprob]
-    """Of the step, by token id, as vLLM has told them."""
+    """vLLM's log-probabilities of the step, by token id."""
 
 
 async def sampled_beam_search(
@@ -137,9 +137,9 @@ async def sampled_beam_search(
     lora_request: Any,
     **options: Any,
 ) -> AsyncIterator[RequestOutput]:
-    """As vLLM's ``beam_search``; ``params.drawing`` tells how candidates are drawn.
+    """Replaces vLLM's ``beam_search`` for requests that sample their beams.
 
-    ``options`` are those of the engine's ``generate``.
+    ``params.drawing`` has the sampling settings. ``options`` go to the engine's ``generate``.
     """
     drawing: Drawing = params.drawing
     generator = np.random.default_rng(drawing.seed)
@@ -166,7 +166,7 @@ async def sampled_beam_search(
         beams = []
         for each in drawn:
             is_end = each.token == tokenizer.eos_token_id and not params.ignore_eos
-            (ended if is_end else beams).append(_longer(each, is_end=is_end))
+            (ended if is_end else beams).append(_extended(each, is_end=is_end))
         beams = beams[: params.beam_width]
         if not beams:
             break
@@ -183,7 +183,7 @@ async def _next_tokens(
     step: SamplingParams,
     options: Mapping[str, Any],
 ) -> list[CompletionOutput]:
-    """One token more of each beam. The requests' ids are vLLM's, by which they are known."""
+    """Generates one token for each beam. The request ids have the form of vLLM's beam search."""
     name = f"{request_id}-{random_uuid()}"
     streams = [
         engine.generate(
@@ -200,11 +200,11 @@ async def _next_tokens(
 
 
 def warped(logprobs: Mapping[int, Logprob], drawing: Drawing) -> list[tuple[int, float]]:
-    """The candidates of a step and their log-probabilities among themselves.
+    """A beam's candidate tokens, with log-probabilities normalized over the candidates.
 
     Args:
-        logprobs: by token id; more than ``top_k`` where vLLM's own choice is a further one.
-        drawing: its ``temperature``, ``top_k`` and ``top_p`` are applied, in this order.
+        logprobs: by token id. There is one more than ``top_k`` where vLLM sampled another token.
+        drawing: applied in the order ``top_k``, ``temperature``, ``top_p``.
     """
     best = sorted(logprobs.items(), key=lambda each: -each[1].logprob)
     if drawing.top_k > 0:
@@ -218,19 +218,20 @@ def warped(logprobs: Mapping[int, Logprob], drawing: Drawing) -> list[tuple[int,
 
 
 def draw(scores: Float64Array, number: int, generator: np.random.Generator) -> list[int]:
-    """Indices drawn without replacement by the softmax of scores, by the Gumbel-top-k trick
-    (Vieira, 2014; Kool et al., arXiv 1903.06059).
+    """Draws indices without replacement by the softmax of the scores.
+
+    Uses the Gumbel-top-k trick (Vieira, 2014; Kool et al., arXiv 1903.06059).
 
     Args:
         scores: log-probabilities up to a constant, float64 ``[n]``.
-        number: how many; all where there are no more.
-        generator: of the noise.
+        number: how many to draw; all ``n`` if there are fewer.
+        generator: source of the noise.
     """
     order: list[int] = np.argsort(-(scores + generator.gumbel(size=len(scores)))).tolist()
     return order[:number]
 
 
-def _longer(candidate: Candidate, *, is_end: bool) -> BeamSearchSequence:
+def _extended(candidate: Candidate, *, is_end: bool) -> BeamSearchSequence:
     beam = candidate.beam
     return replace(
         beam,

@@ -1,4 +1,4 @@
-"""Chat templates that a user gives: whether they are any, before anybody's chat is."""
+"""Reads and checks a user's chat template before the engine starts."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from specserve.core.errors import ConfigError, reason_of
 
 
 def read_chat_template(template: str, field: str) -> str:
-    """The text of a chat template.
+    """Returns the text of a chat template.
 
     Args:
-        template: in Jinja, or the path of a file that holds it, as vLLM takes it.
-        field: where it was given.
+        template: a Jinja template or the path of its file, as vLLM's option takes it.
+        field: the configuration field, for errors.
 
     Raises:
-        ConfigError: there is no such file, or it does not parse.
+        ConfigError: the file cannot be read, or the template does not parse.
     """
     from transformers.utils import chat_template_utils  # seconds to import
 

@@ -1,6 +1,6 @@
-"""Where a configured model is: a folder of this machine or an id on the hub.
+"""Finds a configured model, a local folder or a hub id, and computes its identity.
 
-Imports nothing of vLLM, so that a file can be checked on a machine without it.
+Imports no vLLM, so a configuration can be checked on a machine without it.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json"),
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
 )
-"""What says which token an id stands for, as far as a checkpoint has it."""
+"""Files that define the vocabulary. A checkpoint has some of them."""
 
 _PART_BYTES = 1 << 16
-"""Read of each file of weights to tell it from another one; what is trained differs everywhere."""
+"""Bytes hashed of each weight file. Training changes weights everywhere, so a part is enough."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model as found.
+    """A model and its tokenizer.
 
     Attributes:
-        path: absolute path of the folder, or the hub id.
-        tokenizer: the same for the tokenizer.
-        architecture: the model class that its config.json names; empty for a hub id.
+        path: absolute path of the model's folder, or its hub id.
+        tokenizer: absolute path of the tokenizer's folder, or its hub id.
+        architecture: the model class that config.json names; empty for a hub id.
     """
 
     path: str
@@ -45,18 +45,17 @@ class Checkpoint:
 
     @property
     def is_local(self) -> bool:
-        """Whether the model is a folder of this machine."""
+        """Whether the model is a folder on this machine."""
         return bool(self.architecture)
 
 
 def find_checkpoint(model: ModelConfig, prefix: str = "model") -> Checkpoint:
-    """Finds the model's and the tokenizer's folder; hub ids are not looked up.
+    """Finds the folders of the model and its tokenizer. Hub ids are not looked up.
 
-    Relative folders start from the current directory.
+    Relative paths start from the current directory. Errors name the section ``prefix``.
 
     Raises:
-        ConfigError: no such folder, or its config.json is missing or not a model's; the section
-            is called ``prefix``.
+        ConfigError: no such folder, or its config.json is missing or names no architecture.
     """
     path = folder_or_id(model.path, f"{prefix}.path")
     tokenizer = folder_or_id(model.tokenizer or model.path, f"{prefix}.tokenizer")
@@ -67,12 +66,12 @@ def find_checkpoint(model: ModelConfig, prefix: str = "model") -> Checkpoint:
 
 
 def model_identity(model: ModelConfig) -> str:
-    """Tells models apart whose tokens must not be mixed in one memory: 32 hexadecimal digits.
+    """Returns the model's identity, 32 hexadecimal digits. Models with one identity share a memory.
 
-    Made of the revision, the contents of config.json and of the tokenizer's files, and for what
-    is on the hub of its id. Equal on all nodes that hold the same files, wherever they lie. Weights
-    are not read: what was retrained under the same config.json needs another ``model.revision``,
-    and for a hub id without one the hub's default is taken for the same at all times.
+    The identity hashes the revision, config.json and the tokenizer's files, or the hub id. It does
+    not depend on the node or the folder. Weights are not read, so a retrained model with the same
+    config.json needs another ``model.revision``. A hub id without revision always counts as the
+    same model.
 
     Raises:
         ConfigError: the model's or the tokenizer's folder is missing or cannot be read.
@@ -90,10 +89,10 @@ def model_identity(model: ModelConfig) -> str:
 
 
 def text_config(config: AppConfig) -> Any:
-    """The configuration of the model, or of its part that writes text, as transformers reads it.
+    """The transformers configuration of the model, or of its text part.
 
     Raises:
-        ConfigError: the model has none that transformers reads.
+        ConfigError: transformers cannot read the model's configuration.
     """
     from transformers import AutoConfig  # seconds to import
 
@@ -106,15 +105,15 @@ def text_config(config: AppConfig) -> Any:
 
 
 def text_sizes(config: AppConfig) -> tuple[int, int]:
-    """Longest text in tokens and size of the vocabulary; errors as of :func:`text_config`."""
+    """Context length in tokens and vocabulary size. Raises like :func:`text_config`."""
     text = text_config(config)
     return config.engine.max_model_len or text.max_position_embeddings, text.vocab_size
 
 
 def fingerprint(model: ModelConfig) -> str:
-    """Tells checkpoints apart without reading them whole: 32 hexadecimal digits.
+    """Returns a checkpoint's fingerprint, 32 hexadecimal digits, without reading all weights.
 
-    Made of :func:`model_identity`, and of the name, the size and a part of each file of weights.
+    It hashes :func:`model_identity` and the name, the size and a part of each weight file.
 
     Raises:
         ConfigError: the model's or the tokenizer's folder is missing or cannot be read.
@@ -135,7 +134,7 @@ def fingerprint(model: ModelConfig) -> str:
 
 
 def _contents(place: str, names: Sequence[str], value: str, field: str) -> list[bytes]:
-    """Names and contents of those files that a folder has; a hub id is its own content."""
+    """Names and contents of the files that exist in a folder; for a hub id, the id."""
     folder = Path(place)
     if not folder.is_absolute():
         return [place.encode()]
@@ -152,15 +151,15 @@ def _contents(place: str, names: Sequence[str], value: str, field: str) -> list[
 
 
 def folder_or_id(value: str, field: str) -> str:
-    """Absolute path of the folder ``value``, or itself where it is a hub id.
+    """Returns the absolute path of the folder ``value``, or ``value`` if it is a hub id.
 
     Raises:
-        ConfigError: it is neither; names ``field``.
+        ConfigError: it is neither; the error names ``field``.
     """
     folder = Path(value)
     if folder.is_dir():
         return str(folder.resolve())
-    # "configs/modelz" has the form of a hub id, but whoever has a folder "configs" meant a path.
+    # "configs/modelz" also has the form of a hub id. If a folder "configs" exists, it is a path.
     if _HUB_ID.fullmatch(value) and not folder.parent.is_dir():
         return value
     where = "" if folder.is_absolute() else f"; looked for in {Path.cwd()}"

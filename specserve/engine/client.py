@@ -1,4 +1,4 @@
-"""vLLM's engine client, as the routes use it."""
+"""vLLM's engine client with specserve's counts and errors, for the HTTP routes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from specserve.engine.tenants import CURRENT_CONTROLS
 from specserve.sources.controls import wants_report
 
 CLIENTS_MISTAKES = (ValueError, TypeError, OverflowError, RecursionError)
-"""What a request can meet in vLLM that has no error of its own for it."""
+"""Exceptions that a wrong request can raise where vLLM has no error class of its own."""
 
 
 class ServedLLM(AsyncLLM):
-    """vLLM's engine client."""
+    """vLLM's engine client with draft counts in answers and errors for wrong requests."""
 
     @cached_property
     def _reports(self) -> Reports:
@@ -33,9 +33,7 @@ class ServedLLM(AsyncLLM):
     def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As vLLM's; counts the answers of a call that predicts them, and tells what speculation
-        did where that is asked for.
-        """
+        """vLLM's method. Adds requested draft counts, and compares answers with a prediction."""
         outputs: AsyncGenerator[RequestOutput, None] = super().generate(
             prompt, sampling_params, request_id, **options
         )
@@ -50,24 +48,24 @@ class ServedLLM(AsyncLLM):
     async def add_request(
         self, request_id: str, prompt: Any, params: Any, **options: Any
     ) -> RequestOutputCollector:
-        """As vLLM's; a request that cannot be taken is its client's mistake.
+        """vLLM's method. A request that cannot be processed gets a client error.
 
-        vLLM's routes would answer 500 without a word: its ``generate`` hides what has no class
-        of vLLM's own, as a number that the message to the engine core cannot hold.
+        vLLM's routes would answer 500 without a reason, because its ``generate`` hides exceptions
+        of other classes. An example is a number too large for the message to the engine core.
 
         Raises:
-            VLLMValidationError: the request cannot be taken.
+            VLLMValidationError: the request cannot be processed.
         """
         try:
             return await super().add_request(request_id, prompt, params, **options)
         except CLIENTS_MISTAKES as error:
-            message = f"The request cannot be taken: {reason_of(error)}"
+            message = f"The request cannot be processed: {reason_of(error)}"
             raise VLLMValidationError(message) from error
 
     async def _add_request(self, request: EngineCoreRequest, *args: Any) -> None:
-        """As vLLM's; a request that does not reach the engine core is forgotten.
+        """vLLM's method. Aborts a request that does not reach the engine core.
 
-        vLLM would count it as waiting for as long as the process lives.
+        vLLM would count it as waiting until the process ends.
         """
         try:
             await super()._add_request(request, *args)

@@ -1,4 +1,4 @@
-"""Joins a replica's draft memory to the cluster's; for processes that are connected to Ray."""
+"""Synchronizes a replica's draft memory with the cluster's. Needs a connection to Ray."""
 
 from __future__ import annotations
 
@@ -21,22 +21,24 @@ from specserve.trie.store_actor import RayStoreClient
 logger = logging.getLogger(__name__)
 
 LAST_WORDS_S = 1.0
-"""How long a replica that ends may take to send what it has learned last."""
+"""Longest time in seconds for a replica that ends to send its last texts."""
 
 _LOG_SHARE = 8
-"""A log takes 4 bytes a token and some 300 a record of 16 to 4096 tokens, a trie takes 61 a token:
-so the log holds about what the trie does."""
+"""Ratio of a trie's memory to a store's log; with it both hold about as many tokens. A trie takes
+61 bytes a token. A log takes 4, plus about 300 for each record of 16 to 4096 tokens."""
 
-_LEAST_LOG_BYTES = 1 << 20
+_MIN_LOG_BYTES = 1 << 20
 
 
 class ClusterMemory:
-    """What a replica learns goes to all others, and what they learn comes to it.
+    """Sends the texts that a replica learns to all other replicas, and receives theirs.
 
     Args:
-        memory: the replica's, which is taught.
-        model_identity: replicas of one identity share.
-        connect: the way to a store.
+        config: the trie source's settings.
+        memory: the replica's memory, which receives texts.
+        model_identity: replicas with the same identity share texts.
+        vocab_size: of the model.
+        connect: opens a client of a store.
     """
 
     def __init__(
@@ -57,11 +59,11 @@ class ClusterMemory:
             link.start()
 
     def publish(self, piece: TextPiece) -> None:
-        """See :meth:`TrieReplica.publish`; the namespace tells the store."""
+        """Calls :meth:`TrieReplica.publish` for the store of the piece's namespace."""
         self._links[shard_of(piece.namespace, len(self._links))].publish(piece)
 
     def link(self) -> LinkSnapshot:
-        """How the way to the other replicas is now; of several stores the worst."""
+        """State of the connection to the stores: worst lag and total token counts."""
         return LinkSnapshot(
             up=all(link.up for link in self._links),
             lag_s=max(max(link.unsent_s, link.receive_lag_s) for link in self._links),
@@ -70,18 +72,18 @@ class ClusterMemory:
         )
 
     def close(self) -> None:
-        """Sends what is left, for at most ``LAST_WORDS_S`` seconds, and ends the links."""
-        with ThreadPoolExecutor(len(self._links)) as pool:  # one that hangs takes no other's time
+        """Sends pending texts, for at most ``LAST_WORDS_S`` seconds, and stops the links."""
+        with ThreadPoolExecutor(len(self._links)) as pool:  # a link that hangs delays no other
             sent = list(pool.map(lambda link: link.stop(LAST_WORDS_S), self._links))
         if not all(sent):
             logger.warning("The draft memory did not take all that this replica learned last")
 
 
 def shared_trie(config: AppConfig) -> TrieConfig:
-    """The source whose memory is the cluster's.
+    """Returns the trie source that shares its memory with the cluster.
 
     Raises:
-        ConfigError: there is none; names the field that makes one.
+        ConfigError: there is none; the error names the field to change.
     """
     for index, source in enumerate(config.speculation):
         if isinstance(source, TrieConfig):
@@ -95,13 +97,13 @@ def shared_trie(config: AppConfig) -> TrieConfig:
 def store_options(
     config: TrieConfig, model_identity: str, vocab_size: int, shard: int = 0
 ) -> StoreOptions:
-    """One of the stores that a configuration describes."""
+    """Options of one store shard, by the configuration."""
     log_bytes = config.max_bytes // _LOG_SHARE // config.num_store_shards
     return StoreOptions(
         fingerprint=model_identity,
         vocab_size=vocab_size,
         shard=shard,
-        max_bytes=max(log_bytes, _LEAST_LOG_BYTES),
+        max_bytes=max(log_bytes, _MIN_LOG_BYTES),
         snapshot_url=config.snapshot_url,
         snapshot_interval_s=config.snapshot_interval_s,
         resources=config.store_resources,

@@ -1,13 +1,13 @@
 """CUDA graphs for steps without drafts.
 
-vLLM 0.32 expects every step under speculation to have the longest draft in each request: it rounds
-all sizes of graphs to multiples of 1 + that length, and its full graphs are for such steps alone.
-Our drafts have any length, and many steps have none; with drafts of up to 16 tokens vLLM computes a
-step of one token as one of 17. Here sizes stay as they are, and the full graphs are those of steps
-with one token a request. A step with drafts replays the piecewise graph of the next size.
+Under speculation vLLM 0.32 expects the longest draft for every request in every step. It rounds all
+graph sizes to multiples of 1 + that length and captures full graphs only for such steps. With
+drafts of up to 16 tokens it computes a step of one token as one of 17. specserve's drafts have any
+length, and many steps have none. So graph sizes are not rounded here, and full graphs are captured
+for steps with one token a request. A step with drafts replays the next larger piecewise graph.
 
-With drafts of one token vLLM's own choice stays: rounding to even sizes costs next to nothing, and
-steps in which each request has a draft are frequent.
+If the longest draft has one token, vLLM's graphs are kept. Rounding to even sizes costs almost
+nothing, and steps with a draft for every request are frequent.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _LARGEST = 512
 
 
 def graph_sizes(config: AppConfig) -> list[int]:
-    """Tokens of the steps that get a graph, ascending: vLLM's steps, and the largest batches.
+    """Graph sizes in tokens, ascending: vLLM's own sizes and those of full batches.
 
-    The largest are a full batch without drafts and a full batch with the longest ones.
+    Full batches are ``max_num_seqs`` requests without drafts, and with the longest drafts.
     """
     engine = config.engine
     longest = engine.max_num_seqs * (1 + config.num_speculative_tokens)
@@ -36,7 +36,7 @@ def graph_sizes(config: AppConfig) -> list[int]:
 
 
 def set_graph_sizes(arguments: AsyncEngineArgs, config: AppConfig) -> None:
-    """Sets the sizes, unless the user has chosen some by any of vLLM's options for it."""
+    """Sets the graph sizes, unless the user has set any of vLLM's options for them."""
     compilation = arguments.compilation_config
     chosen = (
         arguments.cudagraph_capture_sizes,
@@ -49,10 +49,10 @@ def set_graph_sizes(arguments: AsyncEngineArgs, config: AppConfig) -> None:
 
 
 def capture_plain_steps(runner: Any) -> None:
-    """Has a model runner keep the sizes, and capture full graphs of steps without drafts.
+    """Makes a model runner capture full graphs for steps without drafts, at unrounded sizes.
 
-    Before vLLM chooses attention and with it the graphs; after that it is too late. Not where
-    layers are recurrent: their steps are never taken as without speculation.
+    Call it before vLLM chooses attention backends and graphs. It skips models with recurrent
+    layers, whose steps never run without speculation.
     """
     if runner.num_spec_tokens > 1 and may_step_plainly(runner):
         runner.uniform_decode_query_len = 1

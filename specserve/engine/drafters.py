@@ -1,4 +1,4 @@
-"""Drafters as an application's configuration describes them, in the cluster or without one."""
+"""Finds the drafter of a configured source, with or without a cluster."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ def drafter_finder(
     is_warm: threading.Event,
     config: DraftModelConfig | MtpConfig,
 ) -> Find:
-    """Finds the drafter of a source: one of the cluster's, or without a cluster one of its own.
+    """Returns a function that finds a source's drafter; without a cluster, a local drafter.
 
     Args:
-        target: the model that is drafted for.
-        replica: its name in the cluster.
-        max_tokens: its context length.
-        exits: gets what ends a drafter of one's own.
-        is_warm: set when the engine has taken its part of the GPU's memory.
-        config: the source's.
+        target: the target model.
+        replica: the replica's name in the cluster.
+        max_tokens: the target's context length.
+        exits: list to which the function that stops a local drafter is added.
+        is_warm: set when the engine has taken its share of GPU memory.
+        config: the source's settings.
 
     Raises:
-        ConfigError: there is no such model.
+        ConfigError: the draft model does not exist.
     """
     if config.model:
         model, revision = folder_or_id(config.model, f"speculation.{config.kind}.model"), ""
     else:
         model, revision = find_checkpoint(target).path, target.revision
     content = ""
-    with suppress(ConfigError):  # a drafter says itself what is wrong with its model
+    with suppress(ConfigError):  # the drafter reports errors of its model itself
         content = fingerprint(ModelConfig(path=model, revision=revision))
     options = drafter_options(config, model, max_tokens, revision, content)
     if not ray.is_initialized():
@@ -53,6 +53,6 @@ def drafter_finder(
         return hosted
     if config.placement == "beside_rank_0":
         find = DrafterFinder(OwnDrafter(options, replica), config.num_actors)
-        # vLLM counts all that is taken on its GPU while it measures as its own.
+        # While vLLM measures memory at start, it counts all use of its GPU as its own.
         return lambda: find() if is_warm.is_set() else None
     return DrafterFinder(SharedDrafters(options, replica), config.num_actors)

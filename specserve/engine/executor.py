@@ -1,10 +1,9 @@
 """Runs the tensor-parallel shards: one in the engine core's process, or all as Ray actors.
 
-A single shard on CPU, placed on the replica's own node, needs no hand-over between processes. All
-others are Ray actors. vLLM's own Ray executor waits for ever for a shard that has died on another
-node. It also refuses CPUs, because the CPU platform names no Ray resource for a device; everything
-else in it works. The subclass for CPU counts CPUs as devices, and answers the one question that has
-no answer there: which GPUs a shard was given.
+A single CPU shard on the replica's own node runs in process, without messages between processes.
+All other shards are Ray actors. The subclasses here fix two defects of vLLM's Ray executor. It
+waits for ever for a shard that has died on another node. It also refuses CPUs, because the CPU
+platform names no Ray resource. The CPU subclass counts CPUs as devices and reports no GPU ids.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ if TYPE_CHECKING:
 else:
     _Executor = object
 
-_LOOK_S = 1.0
-"""How often a reader of another node's queue looks whether it is to end."""
+_SHUTDOWN_CHECK_S = 1.0
+"""Interval in seconds at which a reader of another node's queue checks for its shutdown."""
 _POLLING_S = 1e-3
-"""How long a queue is polled after each message: a hand-over within a step takes less."""
-_LONGEST_WAIT_MS = 1
+"""Seconds of polling after each message. A message within a step arrives sooner."""
+_MAX_WAIT_MS = 1
 _IN_USE_S = 1.0
-"""After a message a queue is taken to be in use for so long, as by vLLM."""
+"""Seconds after a message in which a queue counts as in use. The value is vLLM's."""
 
 _NOT_ATTACHED: Any = object()
 
@@ -50,41 +49,41 @@ _NOT_ATTACHED: Any = object()
 def attach_drafts(
     output: ModelRunnerOutput, drafts: DraftTokenIds | None, outcomes: Mapping[str, Outcome]
 ) -> None:
-    """Gives a step's output the next step's drafts, and what became of the last ones to count."""
+    """Adds the next step's drafts and the last drafts' outcomes to a step's output."""
     output.specserve_drafts = drafts
     output.specserve_outcomes = outcomes
 
 
 class DraftsWithTokens(_Executor):
-    """Takes a step's drafts from the output that brings its tokens: a call to the shards less.
+    """Mixin for vLLM's executors: reads the next drafts from the step's output.
 
-    vLLM asks for them with a call of their own after each step, during which nothing is computed.
-    Mixed into vLLM's executors; the base follows it in the method resolution order.
+    This saves one call to the shards. vLLM asks for drafts in a separate call after each step, and
+    the shards compute nothing meanwhile. vLLM's executor must be the next base class.
     """
 
     _drafts: DraftTokenIds | None = _NOT_ATTACHED
 
     def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
-        """A step's tokens."""
+        """Returns the step's tokens and keeps the drafts that come with them."""
         output = super().sample_tokens(grammar_output, non_block)
         self._drafts = getattr(output, "specserve_drafts", _NOT_ATTACHED)
         return output
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """The drafts for the next step; asks the shards only if the tokens came without."""
+        """Returns the drafts for the next step. Asks the shards only if the output had none."""
         drafts, self._drafts = self._drafts, _NOT_ATTACHED
         return super().take_draft_token_ids() if drafts is _NOT_ATTACHED else drafts
 
 
 class InProcessExecutor(DraftsWithTokens, UniProcExecutor):
-    """vLLM's executor for one shard in this very process.
+    """vLLM's executor for one shard in this process.
 
-    Of a replica it is the engine core's, which joins the cluster: sources and metrics need that.
+    In a replica this is the engine core's process. It connects to Ray for sources and metrics.
     """
 
     @classmethod
     def supports_async_scheduling(cls) -> bool:
-        """No: a step is over when the call returns, so that its tokens would only come later."""
+        """False: the call returns after the step, so async scheduling would only delay tokens."""
         return False
 
     def _init_executor(self) -> None:
@@ -95,11 +94,11 @@ class InProcessExecutor(DraftsWithTokens, UniProcExecutor):
 
 
 class NodeRayWorkerProc(RayWorkerProc):
-    """A shard, whose node may have another temporary folder than the engine core's."""
+    """A shard that puts its sockets into the folder of Ray's session on its own node."""
 
     def initialize_worker(self, *args: Any, **options: Any) -> None:
         """Starts the worker."""
-        # Before vLLM sets the engine core's folder, which is of another node.
+        # Before vLLM copies the folder of the engine core, which may be on another node.
         keep_sockets_in_session()
         super().initialize_worker(*args, **options)
 
@@ -109,7 +108,7 @@ class CpuRayWorkerProc(NodeRayWorkerProc):
 
     def get_node_and_physical_gpu_ids(self) -> tuple[str, list[int]]:
         """This node's id and no GPUs."""
-        # Where a host has no default route vLLM finds 0.0.0.0; Ray knows the address that is used.
+        # On a host without default route vLLM finds 0.0.0.0; Ray knows the right address.
         os.environ.setdefault("VLLM_HOST_IP", ray.util.get_node_ip_address())
         return ray.get_runtime_context().get_node_id(), []
 
@@ -119,15 +118,15 @@ class CpuRayWorkerProc(NodeRayWorkerProc):
 
 
 class RayExecutor(DraftsWithTokens, RayExecutorV2):
-    """vLLM's Ray executor, whose engine ends also where a shard dies on another node or hangs."""
+    """vLLM's Ray executor. Its engine also ends when a shard on another node dies or hangs."""
 
     _worker_type = NodeRayWorkerProc
 
     def collective_rpc(self, *args: Any, **options: Any) -> Any:
-        """Calls the shards; when they do not answer in time the engine ends.
+        """Calls the shards, and ends the engine when they do not answer in time.
 
-        vLLM ends it where a step is late. After any other call that is late it goes on, and would
-        take the answer, when it comes, for the next call's.
+        vLLM ends the engine only after a late step. After another late call it continues, and takes
+        the late answer for the answer to the next call.
         """
         try:
             return super().collective_rpc(*args, **options)
@@ -146,18 +145,22 @@ class RayExecutor(DraftsWithTokens, RayExecutorV2):
 
 
 def _dequeue(queue: MessageQueue, timeout: float | None = None, indefinite: bool = False) -> object:
-    """Reads from a queue of another node, unless it is shut down meanwhile.
+    """Reads from another node's queue until a message, the timeout or the queue's shutdown.
 
     After a shard's death vLLM shuts the queues down, but wakes only the readers of its own node.
 
     Args:
         queue: vLLM's queue.
-        timeout: in seconds; None: none.
-        indefinite: unused, as for all of vLLM's remote readers.
+        timeout: in seconds; None: no limit.
+        indefinite: unused, as in all of vLLM's remote readers.
+
+    Raises:
+        TimeoutError: no message came in time.
+        RuntimeError: the queue was shut down.
     """
     deadline = float("inf") if timeout is None else time.monotonic() + timeout
     while True:
-        rest_s = min(deadline - time.monotonic(), _LOOK_S)
+        rest_s = min(deadline - time.monotonic(), _SHUTDOWN_CHECK_S)
         try:
             return MessageQueue.dequeue(queue, max(rest_s, 0.0), indefinite)
         except TimeoutError:
@@ -174,12 +177,12 @@ class CpuRayExecutor(RayExecutor):
 
     @staticmethod
     def _get_actor_resource_kwargs() -> dict[str, object]:
-        # The bundle has reserved the shard's CPUs; the actor only has to land in it.
+        # The bundle reserves the shard's CPUs, so the actor asks for no devices.
         return {"num_gpus": 0}
 
     def _init_executor(self) -> None:
-        # vLLM looks these names up in this process, the engine core's own. Its
-        # `initialize_ray_cluster` would refuse a bundle with more than one CPU.
+        # vLLM looks these names up in the engine core's process. Its `initialize_ray_cluster`
+        # refuses a bundle with more than one CPU.
         type(current_platform).ray_device_key = "CPU"
         shm_broadcast.SpinCondition = BriefPolling
         ray_executor_v2.initialize_ray_cluster = _connect
@@ -187,20 +190,20 @@ class CpuRayExecutor(RayExecutor):
 
 
 class BriefPolling(SpinCondition):
-    """How a reader waits for its queue's writer: it polls as long as a hand-over takes, no longer.
+    """Makes a queue's reader poll for a millisecond, then wait for the writer's notice.
 
-    vLLM's polls for a second after each message, and then waits for the writer's notice. On a GPU
-    node polling takes a spare CPU; here it takes one of those that the shards compute with.
+    vLLM polls for a second after each message. On a GPU node polling uses a spare CPU; on a CPU
+    node it takes a core from the model.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(busy_loop_s=_POLLING_S, **options)
 
     def wait(self, timeout_ms: int | None = None) -> None:
-        """As vLLM's; the caller looks again and waits on."""
+        """Waits like vLLM's method. The caller checks the queue after it and may wait again."""
         is_in_use = time.monotonic() < self.last_read + _IN_USE_S
-        # Of two messages within some ms the second's notice may be lost.
-        super().wait(timeout_ms=_LONGEST_WAIT_MS if is_in_use else timeout_ms)
+        # The notice of a message may be lost when it follows another within a few ms.
+        super().wait(timeout_ms=_MAX_WAIT_MS if is_in_use else timeout_ms)
 
 
 def _connect(parallel_config: ParallelConfig, **options: object) -> None:

@@ -1,4 +1,4 @@
-"""What an offline engine is asked and what it answers: small frozen values, no vLLM."""
+"""Jobs and results of an offline engine. Imports no vLLM."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from specserve.core.metrics import AcceptanceSnapshot
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How one prompt is continued; names and meanings are vLLM's.
+    """Sampling parameters of one prompt; names and meanings are vLLM's.
 
     Attributes:
         max_tokens: most tokens to generate.
         temperature: 0 is greedy.
         top_k: number of tokens kept; 0: all.
-        seed: the request's own random seed; None: the engine's generator.
-        ignore_eos: go on to ``max_tokens`` after the end token.
-        stop_token_ids: tokens that end the text beside the end token.
+        seed: the request's random seed; None: the engine's generator.
+        ignore_eos: whether to go on to ``max_tokens`` after the end token.
+        stop_token_ids: tokens that end the text, in addition to the end token.
         allowed_token_ids: the only tokens that may be generated; empty: all.
         num_logprobs: number of most likely tokens to report at each position; 0: none.
-        score_token_ids: tokens whose log-probabilities are reported at each position as well.
-        prediction: tokens that the answer is expected to be; empty: none.
-        json_schema: what the answer keeps to, as JSON; empty: nothing.
+        score_token_ids: further tokens whose log-probabilities are reported at each position.
+        prediction: tokens of the expected answer; empty: none.
+        json_schema: JSON schema that constrains the answer; empty: none.
     """
 
     max_tokens: int
@@ -43,7 +43,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One prompt, as token ids, and how to continue it."""
+    """One prompt, as token ids, with its sampling parameters."""
 
     prompt_token_ids: tuple[int, ...]
     sampling: Sampling
@@ -55,15 +55,15 @@ class Completion:
 
     Attributes:
         text: the generated text, without special tokens.
-        token_ids: the generated tokens, the end token included.
+        token_ids: the generated tokens, with the end token.
         finish_reason: ``stop`` or ``length``.
-        seconds: from handing the prompt to the engine to the last token.
-        token_seconds: the same, to each token; one number for all tokens of a step.
+        seconds: latency of the whole answer, from handing the prompt to the engine.
+        token_seconds: latency of each token; equal for all tokens of a step.
         num_draft_tokens: draft tokens verified for this prompt.
         num_accepted_tokens: how many of them were accepted.
-        logprobs: one a token: token id to log-probability, of the chosen token and the asked
-            ones; empty when none were asked for.
-        sources: drafted and accepted tokens by the label of our source; empty where not told.
+        logprobs: for each token, token id to log-probability, of the sampled and the requested
+            tokens; empty if none were requested.
+        sources: drafted and accepted tokens by source label; empty if not counted.
     """
 
     text: str
@@ -78,17 +78,17 @@ class Completion:
 
     @property
     def first_token_seconds(self) -> float:
-        """From handing the prompt to the engine to the first token."""
+        """Time to first token in seconds, from handing the prompt to the engine."""
         return self.token_seconds[0]
 
     @property
     def tokens_per_second(self) -> float:
-        """Generated tokens a second, the prompt's time included."""
+        """Generated tokens a second, prefill time included."""
         return len(self.token_ids) / self.seconds if self.seconds else 0.0
 
 
 Show = Callable[[int, str, Completion | None], None]
-"""Called with a job's index, its new text and, with the last of it, the whole."""
+"""Called with a job's index, its new text and, at its end, the whole completion."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,9 +96,9 @@ class RunResult:
     """One pass over all jobs.
 
     Attributes:
-        completions: one a job, in the jobs' order.
+        completions: one for each job, in the jobs' order.
         seconds: wall time of the whole pass.
-        drafts: this pass's verified drafts, by source; empty without speculation.
+        drafts: acceptance counts of this pass, by source; empty without speculation.
     """
 
     completions: tuple[Completion, ...]
@@ -107,7 +107,7 @@ class RunResult:
 
     @property
     def num_tokens(self) -> int:
-        """Generated tokens in all."""
+        """Number of generated tokens."""
         return sum(len(c.token_ids) for c in self.completions)
 
     @property
@@ -117,7 +117,7 @@ class RunResult:
 
 
 def by_source(completions: Sequence[Completion]) -> dict[str, dict[str, int]]:
-    """Drafted and accepted tokens by source, of all answers together."""
+    """Drafted and accepted tokens by source, summed over all answers."""
     total: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for completion in completions:
         for source, counts in completion.sources.items():

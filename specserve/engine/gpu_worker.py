@@ -1,4 +1,4 @@
-"""The GPU worker."""
+"""The GPU workers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from specserve.engine.worker import InEngineMixin, SpeculationMixin
 
 
 class GpuSpeculationWorker(SpeculationMixin, Worker):
-    """vLLM's GPU worker with our proposer hook."""
+    """vLLM's GPU worker with the proposer hook."""
 
 
 class GpuInEngineWorker(InEngineMixin, Worker):
-    """vLLM's GPU worker with a method of vLLM's own."""
+    """vLLM's GPU worker with one of vLLM's own draft methods."""

@@ -1,9 +1,9 @@
-"""The grammars of requests with structured outputs, where drafts are made.
+"""Grammars of requests with structured outputs, for drafting in rank 0.
 
-vLLM's scheduler has a matcher of each such request. It may be in another process, and has not been
-told of a step's tokens when the drafts for the next step are made. So rank 0 has matchers of its
-own, compiled and followed by vLLM's own manager: what a request asks for, and where a reasoning
-model begins to be constrained, is decided by the same code.
+vLLM's scheduler has a grammar matcher for each such request. It may be in another process, and it
+does not yet know a step's tokens when the next drafts are made. Rank 0 therefore has its own
+matchers. vLLM's manager compiles and advances them, so the same code decides what a request asks
+for and when a reasoning model starts to be constrained.
 """
 
 from __future__ import annotations
@@ -22,34 +22,33 @@ from specserve.core.token_texts import TokenTexts
 from specserve.core.types import Int32Array
 
 _CONTEXT_TOKENS = 4
-"""Of the answer, that a forced text is tokenized after."""
-
+"""Last answer tokens that are tokenized together with a forced text."""
 
 Given = tuple[Request, TokenTexts]
-"""What the thread makes: a request like the one that is served, given to vLLM's manager for its
-grammar alone, and the texts of the vocabulary."""
+"""Result of the compiling thread: a copy of the request, in which vLLM's manager keeps the grammar,
+and the texts of the vocabulary."""
 
 
 class Grammars:
-    """Compiles grammars, in a thread of their own: no step waits for that.
+    """Compiles grammars in a separate thread, so that no step waits.
 
-    Only xgrammar's: the other backends do not tell what is forced.
+    Supports only xgrammar; vLLM's other backends cannot return forced text.
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._manager = StructuredOutputManager(vllm_config)
-        # A copy: Rust's part of a tokenizer is changed by what other threads encode.
+        # A copy, because other threads' encoding changes state in the tokenizer's Rust part.
         self._tokenizer: Any = copy.deepcopy(self._manager.tokenizer)
         self._thread = ThreadPoolExecutor(1, "grammars")
-        self._thread.submit(int).result()  # started now: in a step a failure would end the engine
-        self._texts: TokenTexts | None = None  # the thread's, from the first grammar on
+        self._thread.submit(int).result()  # starts it now: a failure in a step ends the engine
+        self._texts: TokenTexts | None = None  # set by the thread with the first grammar
 
     def open(self, request_id: str, state: Any) -> RequestGrammar | None:
-        """The grammar of a request that begins; None: it has none that could be followed.
+        """Starts to compile a new request's grammar; None: it has no supported grammar.
 
         Args:
-            request_id: vLLM's.
-            state: the model runner's of the request.
+            request_id: vLLM's request id.
+            state: the model runner's state of the request.
         """
         params, prompt = state.sampling_params, state.prompt_token_ids
         wanted = params.structured_outputs if params is not None else None
@@ -70,13 +69,13 @@ class Grammars:
         return request, self._texts
 
     def close(self) -> None:
-        """Ends the threads; no grammar is followed afterwards."""
+        """Stops the threads; grammars must not be used afterwards."""
         self._thread.shutdown(cancel_futures=True)
         self._manager.clear_backend()
 
 
 class RequestGrammar:
-    """One request's grammar, see :class:`specserve.core.types.Grammar`."""
+    """One request's grammar; implements :class:`specserve.core.types.Grammar`."""
 
     def __init__(
         self, manager: StructuredOutputManager, given: Future[Given], tokenizer: Any
@@ -85,12 +84,15 @@ class RequestGrammar:
 
     @property
     def texts(self) -> TokenTexts:
-        """Of the vocabulary; known where anything is forced."""
+        """Texts of the vocabulary; available once :meth:`forced` has returned a text."""
         _, texts = self._given.result()
         return texts
 
     def forced(self, answer: Int32Array) -> str:
-        """The text that certainly comes after this answer; empty also while it is not known."""
+        """The text that must follow this answer; empty if there is none or while compiling.
+
+        Raises ValueError for refused tokens, or the exception of a failed compilation.
+        """
         if not self._given.done():
             return ""
         request, _ = self._given.result()
@@ -110,9 +112,9 @@ class RequestGrammar:
         return str(grammar.matcher.find_jump_forward_string())
 
     def usual(self, answer: Int32Array, text: str) -> list[int]:
-        """The tokens of ``text`` as the tokenizer has them after the answer's last ones.
+        """The tokens of ``text`` as the tokenizer splits it after the answer's last tokens.
 
-        Where it would join the two, the text alone is tokenized: the answer's tokens are written.
+        If a token would span both, ``text`` alone is tokenized, as the answer's tokens are fixed.
         """
         before = self._tokenizer.decode(answer[-_CONTEXT_TOKENS:])
         known, both = self._encode(before), self._encode(before + text)

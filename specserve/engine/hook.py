@@ -1,8 +1,8 @@
-"""Where the engine asks for drafts: the bridge between vLLM's model runner and the sources.
+"""The proposer hook: connects vLLM's model runner with the draft sources.
 
-vLLM builds a :class:`ProposerHook` in every rank (``method="custom_class"``). The worker then gives
-it the model runner (:mod:`specserve.engine.worker`), through which it learns what vLLM does not
-pass: request ids, per-request controls, what was scheduled, and the hidden states.
+vLLM builds a :class:`ProposerHook` in every rank (``method="custom_class"``). In rank 0 the worker
+(:mod:`specserve.engine.worker`) then attaches the model runner to it. The hook reads there what
+vLLM does not pass to a proposer: request ids, controls, scheduled tokens and hidden states.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from specserve.sources.controls import parse_controls, wants_drafts, with_tenant
 
 logger = logging.getLogger(__name__)
 
-_TEXT = "a text"
-"""Stands for the id of a request; vLLM's end with random digits."""
+_LEARNED_TEXT_ID = "a text"
+"""Request id of a text that is only learned. vLLM's ids end with random digits and differ."""
 _TEXT_PIECE = 2048
-"""Tokens of a text that are shown at once, fewer than a source may leave for the next step."""
+"""Tokens of a learned text shown in one call. The trie learns at most 4096 tokens in a call."""
 
 
 class ProposerHook:
-    """Asks the sources for drafts after each step of one model runner. Only rank 0's is asked."""
+    """Asks the sources for drafts after each step of rank 0's model runner."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         config = AppConfig.model_validate(vllm_config.additional_config["specserve"], strict=False)
@@ -62,30 +62,30 @@ class ProposerHook:
         self._recent = RecentSteps(
             MAX_OUTCOMES if config.http.speculation_page else 0, with_tokens=config.http.show_text
         )
-        self._chain: Chain  # of the rank that drafts, by `attach`
+        self._chain: Chain  # set by `attach`, in rank 0 only
         self._slots = RequestSlots(2 * vllm_config.scheduler_config.max_num_seqs)
         self._reports_all = reports_all(vllm_config)
-        self._reporting: set[str] = set()  # requests whose answers tell what speculation did
-        self._outcomes: dict[str, Outcome] = {}  # of these in the last step
-        self._grammars: Grammars | None = None  # where a source drafts from them, by `attach`
+        self._reporting: set[str] = set()  # requests whose answers report draft counts
+        self._outcomes: dict[str, Outcome] = {}  # the last step's outcomes of these requests
+        self._grammars: Grammars | None = None  # set by `attach` if a source drafts from grammars
         self._vllm_config = vllm_config
         self._exits: list[Callable[[], None]] = []
         self.is_warm = threading.Event()
         self._runner: Any = None
         self._last_step_end = 0.0
-        # Of the last step; other requests' are made anew.
+        # Valid while the batch holds the same requests in the same order.
         self._request_ids: list[str] = []
-        self._texts: DraftBatch  # their rows in the engine's buffers
-        self._plain_schedule: dict[str, int] = {}  # tokens of each in a step without drafts
-        self._plain_step: Step  # what comes of such a step
+        self._texts: DraftBatch  # views of these requests' rows in the model runner's buffers
+        self._plain_schedule: dict[str, int] = {}  # scheduled tokens in a step without drafts
+        self._plain_step: Step  # the record of a step without drafts
         self._may_idle = False
         self._num_idle_steps_left = self._num_idle_steps = 0
 
     def load_model(self, target_model: object) -> None:
-        """Nothing to load: the sources are made ready where they draft, by :meth:`attach`."""
+        """Does nothing; :meth:`attach` prepares the sources."""
 
     def propose(self, *args: object, **kwargs: object) -> list[list[int]]:
-        """vLLM's entry point for custom proposers; it passes too little, so it is not used."""
+        """Always fails. vLLM calls it for proposers, without request ids and hidden states."""
         raise AssertionError("the worker must attach its model runner: check worker_cls")
 
     def attach(self, runner: Any) -> None:
@@ -107,8 +107,8 @@ class ProposerHook:
         self._runner = runner
         self._may_idle = may_step_plainly(runner)
         runner.propose_draft_token_ids = self.propose_draft_token_ids
-        # vLLM stops all drafting once one request of the batch comes within a draft's length of the
-        # context limit. We keep each request's draft within its own limit instead.
+        # vLLM stops drafting for the whole batch when one request is near the context limit. The
+        # chain limits each request's draft by itself, so this raises vLLM's limit out of reach.
         runner.effective_drafter_max_model_len = self._max_model_len + self._max_draft_len
 
     def propose_draft_token_ids(
@@ -124,8 +124,8 @@ class ProposerHook:
         Args:
             scheduler_output: vLLM's ``SchedulerOutput`` of the step that has just run.
             sampled_token_ids: the step's new tokens, a list for each request of the batch; empty
-                for a request whose prompt is not finished.
-            sampling_metadata: unused, as the rest.
+                for a request whose prefill is not finished.
+            sampling_metadata: unused, as is ``rest``.
             hidden_states: float ``[>= num_scheduled_tokens, hidden_size]``, after the final norm;
                 CUDA graphs pad it.
 
@@ -169,21 +169,21 @@ class ProposerHook:
         }
 
     def take_outcomes(self) -> dict[str, Outcome]:
-        """What became of the last drafts of those requests whose answers tell it; told once."""
+        """Returns the last step's outcomes of requests that report them, and clears them."""
         outcomes, self._outcomes = self._outcomes, {}
         return outcomes
 
     def is_idle(self, scheduler_output: Any) -> bool:
-        """Whether nothing would come of :meth:`propose_draft_token_ids` after the coming step.
+        """Whether no source has work after the coming step.
 
-        Such a step decodes the same requests as the last one and none has a draft. It is to be
-        taken as without speculation, and then to be told of by :meth:`pass_over`.
+        An idle step decodes the same requests as the last step, and none has a draft. The worker
+        runs it without speculation and reports it with :meth:`pass_over`.
         """
         is_left = self._num_idle_steps_left > 0
         return is_left and scheduler_output.num_scheduled_tokens == self._plain_schedule
 
     def pass_over(self, sampled_token_ids: list[list[int]]) -> None:
-        """An idle step has run, with one new token of each request."""
+        """Records an idle step that has run, with one new token for each request."""
         self._num_idle_steps_left -= 1
         self._num_idle_steps += 1
         step = self._plain_step
@@ -193,7 +193,7 @@ class ProposerHook:
         self._last_step_end = time.perf_counter()
 
     def forget(self, request_ids: Collection[str]) -> None:
-        """Drops all state of finished or aborted requests."""
+        """Drops all state of finished or aborted requests, after the sources have learned them."""
         if not request_ids:
             return
         self._recent.forget(request_ids)
@@ -213,20 +213,20 @@ class ProposerHook:
         extra_args: Mapping[str, object],
         adapter: str = "",
     ) -> None:
-        """Shows a text that no one request wrote to the sources that learn.
+        """Teaches the sources a text that several requests produced, such as a beam search's.
 
         Args:
-            tokens: of the whole text.
-            num_prompt_tokens: how many of them, from the first one, are prompt.
-            extra_args: of the call that it answers: its controls and, with API keys, its tenant.
-            adapter: the LoRA adapter that wrote it; empty: none did.
+            tokens: the whole text.
+            num_prompt_tokens: how many of the first tokens are prompt.
+            extra_args: controls of the call that it answers and, with API keys, the tenant.
+            adapter: the LoRA adapter that wrote it; empty: none.
         """
         controls = replace(self._controls_of(extra_args), adapter=adapter)
         if not controls.learn:
             return
         token_ids = np.array([tokens], np.int32)
         num_prompt = np.array([num_prompt_tokens], np.int32)
-        slots = np.array([self._free_slot(_TEXT, self._request_ids)], np.int64)
+        slots = np.array([self._free_slot(_LEARNED_TEXT_ID, self._request_ids)], np.int64)
         try:
             self._chain.open(int(slots[0]), controls)
             for end in range(_TEXT_PIECE, len(tokens) + _TEXT_PIECE, _TEXT_PIECE):
@@ -234,15 +234,15 @@ class ProposerHook:
                 self._chain.finish(DraftBatch(slots, token_ids, num_tokens, num_prompt))
             self._chain.close(slots)
         finally:
-            self._slots.free([_TEXT])
+            self._slots.free([_LEARNED_TEXT_ID])
 
     def close(self) -> None:
-        """Ends what the sources have started; they are not asked afterwards."""
+        """Stops threads and actors that the sources started. No source is asked afterwards."""
         while self._exits:
             self._exits.pop(0)()
 
     def snapshot(self) -> bytes:
-        """The metrics so far: a :class:`SpeculationSnapshot` as JSON."""
+        """Current metrics: a :class:`SpeculationSnapshot` as JSON."""
         return msgspec.json.encode(self.metrics.snapshot())
 
     def recent_requests(self, tenant: str) -> bytes:
@@ -250,7 +250,7 @@ class ProposerHook:
         return msgspec.json.encode(self._recent.requests(tenant))
 
     def _take_slots(self, request_ids: Sequence[str]) -> None:
-        """Other requests than in the last step: those that are new are opened."""
+        """Adopts the step's requests and opens those that have no slot."""
         for request_id in self._slots.missing(request_ids):
             self._open(request_id, request_ids)
         self._request_ids, size = list(request_ids), len(request_ids)
@@ -264,11 +264,11 @@ class ProposerHook:
             buffers.num_tokens_no_spec[:size],
             buffers.num_prompt_tokens[:size],
         )
-        # Of other types and layouts the kernels would be compiled anew, within a step.
+        # Other types or layouts would make numba compile the kernels again during a step.
         assert all(each.dtype == np.int32 and each.flags.carray for each in self._texts[1:4])
 
     def _open(self, request_id: str, present: Sequence[str]) -> None:
-        """A request's first step, or its first one since its slot was given away."""
+        """Opens a request at its first step, or at the first one after it lost its slot."""
         params = self._runner.requests[request_id].sampling_params
         most, least = NO_LIMIT, 0
         if params is not None:
@@ -286,10 +286,10 @@ class ProposerHook:
         return self._slots.add(request_id)
 
     def _observe_step(self, scheduler_output: Any, num_draft_tokens: int) -> None:
-        """Tells the cost of a step that had the requests of the one before it, if it read nothing.
+        """Adds the duration of a decode-only step to the cost model.
 
-        Only then the time between the two ends is the step's own: the engine was never idle, and
-        no prompt was read.
+        The caller makes sure that the step before had the same requests, so the engine was not
+        idle. The time since that step's end is this step's duration. Prefill steps are skipped.
         """
         size = len(self._request_ids)
         if scheduler_output.total_num_scheduled_tokens == size + num_draft_tokens:
@@ -297,7 +297,7 @@ class ProposerHook:
             self._chain.cost.observe(size, num_draft_tokens, seconds)
 
     def _last_texts(self, request_ids: Collection[str]) -> DraftBatch:
-        """The texts of those of these requests that have a slot and a row in the model runner."""
+        """Texts of the given requests that have a slot and a row in the model runner."""
         buffers, by_id = self._runner.input_batch, self._slots.by_id
         held = [
             (row, by_id[each])
@@ -317,7 +317,7 @@ class ProposerHook:
         request_ids = self._runner.input_batch.req_ids
         scheduled = scheduler_output.num_scheduled_tokens
         num_tokens = np.array([scheduled[each] for each in request_ids], np.int32)
-        # Of before the step: the scheduler tells what it has computed with the next one.
+        # Values before this step: the scheduler updates them with its next output.
         starts = self._runner.input_batch.num_computed_tokens_cpu[: len(request_ids)]
         return HiddenStates(
             partial(copy_states, hidden, num_tokens), num_tokens, starts.astype(np.int32)
@@ -341,17 +341,17 @@ class ProposerHook:
     def _controls_of(self, extra_args: Mapping[str, object]) -> RequestControls:
         try:
             controls = parse_controls(extra_args, self._kinds)
-        except RequestError as error:  # the HTTP side has checked; other callers may not have
+        except RequestError as error:  # only from callers other than the checked HTTP routes
             logger.warning("%s; drafting as usual", error)
             controls = RequestControls()
         return with_tenant(controls, extra_args) if self._config.http.api_keys else controls
 
 
 def _has_unknown_tokens(request: Any) -> bool:
-    """Whether positions of the prompt were given as embeddings.
+    """Whether a part of the prompt was given as embeddings.
 
-    For these vLLM writes no token ids into a request's row, or some that stand for all of them:
-    what is there may be another request's text.
+    For these positions vLLM writes no token ids or placeholder ids into the request's row. The row
+    may still hold the text of another request.
     """
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
         return True

@@ -1,4 +1,4 @@
-"""Hugging Face's own greedy generation: what an evaluation compares the engine with."""
+"""Greedy generation by transformers, the reference of ``specserve evaluate``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specserve.engine.methods import HF
 
 
 class HuggingFaceEngine:
-    """The target in transformers, in the number format that vLLM would run it in.
+    """Runs the target model in transformers, in the dtype that vLLM would use.
 
     Raises:
         EngineError: transformers cannot load the model.
@@ -35,21 +35,21 @@ class HuggingFaceEngine:
             dtype = engine_args(config, None).create_model_config().dtype
             self._model = AutoModelForCausalLM.from_pretrained(model.path, dtype=dtype, **options)
             self._model.to(current_platform.device_type).eval()
-        except Exception as error:  # transformers leaves its libraries' errors as they are
+        except Exception as error:  # transformers passes on any exception of its libraries
             raise EngineError(f"method {HF}: {reason_of(error)}") from error
         self._end_token_ids = _end_token_ids(
             self._model.generation_config.eos_token_id, self._tokenizer.eos_token_id
         )
-        # `generate` takes from here what a call leaves open: beams, penalties, time limits.
+        # `generate` takes options that a call omits from here: beams, penalties, time limits.
         self._model.generation_config = GenerationConfig()
 
     def run(
         self, jobs: Sequence[Job], concurrency: int, progress: Callable[[int, int], None]
     ) -> RunResult:
-        """Continues all jobs greedily, one after another: of each only ``max_tokens`` counts.
+        """Continues all jobs greedily, one after another; uses only their ``max_tokens``.
 
-        ``progress`` is called after each token with the number of finished prompts and of
-        generated tokens; what it raises ends all jobs.
+        ``progress`` is called after each token with the numbers of finished prompts and of
+        generated tokens. Its exceptions end all jobs.
         """
         assert concurrency == 1
         started = time.perf_counter()
@@ -63,7 +63,7 @@ class HuggingFaceEngine:
         return RunResult(completions=tuple(completions), seconds=seconds, drafts=())
 
     def close(self) -> None:
-        """Nothing runs beside this process."""
+        """Does nothing: no other process was started."""
 
     @torch.inference_mode()
     def _complete(self, job: Job, clock: _Clock) -> Completion:
@@ -95,7 +95,7 @@ class HuggingFaceEngine:
 
 
 class _Clock(BaseStreamer):
-    """When each token came, in seconds; transformers tells of the prompt first."""
+    """Records the time of each token in seconds; transformers first passes the prompt."""
 
     def __init__(self, progress: Callable[[int], None], num_tokens_before: int) -> None:
         self.started = time.perf_counter()
@@ -114,7 +114,7 @@ class _Clock(BaseStreamer):
 
 
 def _end_token_ids(*found: int | list[int] | None) -> list[int]:
-    """As vLLM: those of the generation settings and of the tokenizer."""
+    """End tokens of the generation config and the tokenizer together, as in vLLM."""
     ids: set[int] = set()
     for each in found:
         if each is not None:

@@ -1,8 +1,7 @@
-"""Keeps apart by tenant what vLLM shares between requests and a client can name.
+"""Separates tenants where vLLM lets a client name something that all requests share.
 
-That is: the ids of requests, the media that its caches hold, and stored responses. The routes by
-which one call reaches what is nobody's own are closed. :mod:`specserve.engine.tenants` does the
-rest: the prefix cache and our own sources.
+These are request ids, cached media and stored responses. Routes that act on all tenants' requests
+are closed. :mod:`specserve.engine.tenants` separates the prefix cache and the draft sources.
 """
 
 from __future__ import annotations
@@ -35,35 +34,35 @@ TENANT_ROUTES = frozenset(
         *("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
     )
 )
-"""vLLM's routes that tell and change nothing of other requests, given what this module does.
+"""vLLM's routes that cannot read or change other tenants' requests once this module is applied.
 
-The others load adapters, abort by id, put the engine to sleep, take data from other engines' caches
-or call methods of the workers: all for every tenant.
+The other routes load adapters, abort by id, put the engine to sleep, read other engines' caches or
+call worker methods, and affect all tenants.
 """
 
 _RESPONSE_STORES = ("response_store", "msg_store", "event_store", "background_tasks")
 _MEDIA = ("image", "video", "audio")
-"""The modalities whose cache keys vLLM makes of their own options; the others' of all options."""
-_TENANT_FACTOR = "specserve_tenant"
+"""Modalities whose cache keys include only their own options; other keys include all options."""
+_TENANT_OPTION = "specserve_tenant"
 
 V = TypeVar("V")
 
 
 class TenantLLM(ServedLLM):
-    """vLLM's engine client, with request ids of their own for each tenant.
+    """vLLM's engine client, with the tenant as a part of each request id.
 
-    A client may choose its request's id, by a header or in the body, and vLLM aborts by that id:
-    all requests that have it.
+    A client may choose its request id in a header or in the body. vLLM aborts all requests with the
+    same id.
     """
 
     async def add_request(
         self, request_id: str, prompt: Any, params: Any, **options: Any
     ) -> RequestOutputCollector:
-        """As vLLM's; the id is the current tenant's."""
+        """vLLM's method, with the id made by :func:`own_id`."""
         return await super().add_request(own_id(request_id), prompt, params, **options)
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
-        """As vLLM's; of ids that clients know, those of the current tenant's requests alone."""
+        """vLLM's method. Ids that clients know abort only the current tenant's requests."""
         if not internal:
             ids = [request_id] if isinstance(request_id, str) else request_id
             request_id = [own_id(each) for each in ids]
@@ -71,17 +70,17 @@ class TenantLLM(ServedLLM):
 
 
 def own_id(request_id: str) -> str:
-    """The id under which the engine knows the current tenant's request."""
+    """The engine's id for a request of the current tenant."""
     tenant = blake2b(CURRENT_TENANT.get().encode(), digest_size=8).hexdigest()
     return f"{tenant}-{request_id}"
 
 
 def part_media(renderer: Any) -> None:
-    """Has every cache of vLLM's that holds media find for a tenant only what that tenant sent.
+    """Separates tenants in all of vLLM's media caches.
 
-    All of them, in the front end, the engine core and the workers, go by one key, which is made of
-    the media or of the ``uuid`` that the client gives it, and of the options that it was read with.
-    The tenant becomes one of these options; none is used for anything else at that point.
+    The caches in the front end, the engine core and the workers share one key. vLLM makes it from
+    the media or the client's ``uuid``, and from the options for reading the media. The tenant
+    becomes one of these options; at that point vLLM uses them for nothing else.
 
     Args:
         renderer: the ``renderer`` of a vLLM ``AsyncLLM``.
@@ -97,9 +96,9 @@ def _process_as_tenant(
     **kwargs: Any,
 ) -> V:
     given = media_io_kwargs or {}
-    factor = {_TENANT_FACTOR: scope_of(CURRENT_TENANT.get())}
-    parted = {name: {**given.get(name, {}), **factor} for name in (*given, *_MEDIA)}
-    return process(*args, media_io_kwargs=parted, **kwargs)
+    tenant = {_TENANT_OPTION: scope_of(CURRENT_TENANT.get())}
+    options = {name: {**given.get(name, {}), **tenant} for name in (*given, *_MEDIA)}
+    return process(*args, media_io_kwargs=options, **kwargs)
 
 
 class TenantDict(MutableMapping[str, V]):
@@ -125,7 +124,7 @@ class TenantDict(MutableMapping[str, V]):
 
 
 def part_responses(handler: Any) -> None:
-    """Has stored responses be found, continued, cancelled and replaced by their tenant alone.
+    """Lets only its own tenant find, continue, cancel or replace a stored response.
 
     Args:
         handler: vLLM's ``OpenAIServingResponses``; None: the model does not generate.
@@ -136,9 +135,9 @@ def part_responses(handler: Any) -> None:
 
 
 def close_routes(app: FastAPI) -> None:
-    """Takes every route out of vLLM's application that is not one of :data:`TENANT_ROUTES`.
+    """Removes from vLLM's application every route that is not in :data:`TENANT_ROUTES`.
 
-    Those of SageMaker's sessions are calls of one route, and a session is no tenant's own.
+    SageMaker's sessions belong to no tenant. If they are on, ``/invocations`` is removed too.
     """
     is_open = TENANT_ROUTES - ({"/invocations"} if _has_sessions() else set())
     closed = [each for each in app.routes if getattr(each, "path", "") not in is_open]
@@ -149,7 +148,7 @@ def close_routes(app: FastAPI) -> None:
 
 
 def _has_sessions() -> bool:
-    # Here, because the import sets the level of the root logger; vLLM does so with these routes.
+    # Imported here, because it sets the root logger's level; vLLM imports it with these routes.
     from model_hosting_container_standards.sagemaker.config import (  # type: ignore[import-untyped]
         SageMakerConfig,
     )

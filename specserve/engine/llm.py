@@ -58,25 +58,25 @@ from specserve.sources.controls import own_fields
 logger = logging.getLogger(__name__)
 
 CLOSE_S = 2.0
-"""How long the sources may take to end what they have started."""
+"""Longest time in seconds for the sources to stop the threads and actors that they started."""
 
 
 class Engine:
-    """A running engine, its shards in the bundles of a placement group."""
+    """A running engine, with its shards in the bundles of a placement group."""
 
     def __init__(self, config: AppConfig, llm: AsyncLLM) -> None:
         self._config = config
         self._llm = llm
-        self._sign: asyncio.Task[Any] | None = None  # of life: the core answers between two steps
-        self._sign_deadline = 0.0
+        self._ping: asyncio.Task[Any] | None = None  # the core answers it between two steps
+        self._ping_deadline = 0.0
 
     @classmethod
     def start(
         cls, config: AppConfig, placement_group: PlacementGroup, label_key: bytes = b""
     ) -> Engine:
-        """Starts the engine core and its shards and loads the weights. Takes its time.
+        """Starts the engine core and its shards and loads the weights; this takes long.
 
-        Must be called with an event loop running, whose engine it then is.
+        Call it inside a running event loop. The engine then belongs to that loop.
 
         Args:
             config: the application's configuration.
@@ -90,8 +90,8 @@ class Engine:
         prepare_environment(config)
         in_process = _in_process(config, placement_group)
         arguments = served_engine_args(config, label_key, in_process=in_process)
-        arguments.max_num_queued_reqs = _most_requests(config)
-        if has_processors(config) and not config.speculation:  # workers that draft have them anyway
+        arguments.max_num_queued_reqs = _max_requests(config)
+        if has_processors(config) and not config.speculation:  # else the workers build them
             arguments.logits_processors = [*(arguments.logits_processors or ()), *PROCESSORS]
         try:
             vllm_config = placed_config(config, arguments, placement_group)
@@ -99,15 +99,15 @@ class Engine:
             raise EngineError(
                 f"vLLM refuses the configuration of {config.model.path}: {last_line_of(error)}"
             ) from error
-        if in_process:  # which the engine core's process inherits
+        if in_process:  # the engine core's process inherits these variables
             os.environ.update(openmp_environment(config.placement.num_cpus_per_shard))
         return cls(config, _start_client(config, vllm_config))
 
     async def asgi_app(self) -> FastAPI:
-        """vLLM's own application with all its OpenAI routes; with API keys those for tenants."""
+        """vLLM's own HTTP application. With API keys it has only the routes safe for tenants."""
         namespace = serve_namespace(self._config)
         if self._config.http.api_keys:
-            # vLLM would ask for VLLM_API_KEY as well, where that is set. An empty key is none.
+            # An empty key switches off vLLM's own check of VLLM_API_KEY.
             namespace.api_key = [""]
         tasks = await self._llm.get_supported_tasks()
         app: FastAPI = build_app(namespace, tasks, self._llm.model_config)
@@ -118,13 +118,12 @@ class Engine:
         if self._config.http.api_keys:
             close_routes(app)
             part_responses(responses)
-        # vLLM tells its HTTP server to exit when the engine dies. Here Serve's health check does
-        # that part, so it gets something to tell.
+        # vLLM sets this attribute when the engine dies. Here Serve's health check ends the replica.
         app.state.server = SimpleNamespace(should_exit=False)
         return app
 
     def text_engine(self, app: FastAPI) -> TextEngine | None:
-        """What continues texts for the generation API; None: the model does not generate."""
+        """The engine interface of the generation API; None: the model does not generate."""
         handler = app.state.openai_serving_completion
         if handler is None:
             return None
@@ -132,12 +131,12 @@ class Engine:
             self._llm,
             handler.models,
             handler.request_logger,
-            _most_requests(self._config),
+            _max_requests(self._config),
             has_processors=has_processors(self._config),
         )
 
     async def speculation(self) -> SpeculationSnapshot | None:
-        """What rank 0 has counted so far; None without speculation of our own."""
+        """Rank 0's speculation metrics; None without draft sources of specserve."""
         if not self._config.has_sources:
             return None
         return msgspec.json.decode(
@@ -145,7 +144,7 @@ class Engine:
         )
 
     async def recent_requests(self, tenant: str) -> tuple[RecentRequest, ...]:
-        """A tenant's last requests; empty without speculation of our own."""
+        """A tenant's last requests; empty without draft sources of specserve."""
         if not self._config.has_sources:
             return ()
         return msgspec.json.decode(
@@ -153,7 +152,7 @@ class Engine:
         )
 
     async def _learn(self, tokens: list[int], num_prompt_tokens: int, adapter: str) -> None:
-        """Learns a text that answers the current call, as far as that asks for it."""
+        """Teaches the sources an answer of the current call, if its controls allow learning."""
         if not self._config.has_sources:
             return
         fields = dict(own_fields(CURRENT_CONTROLS.get()))
@@ -161,23 +160,23 @@ class Engine:
             fields |= tenant_fields(CURRENT_TENANT.get())
         try:
             await self._ask_rank_0("learn_text", tokens, num_prompt_tokens, fields, adapter)
-        except Exception as error:  # the answer is there without it
+        except Exception as error:  # the answer does not depend on it
             logger.warning("A text was not learned: %s", last_line_of(error))
 
     async def _ask_rank_0(self, method: str, *args: object) -> bytes:
-        """A worker method's answer, which may take as long as a step: none is made meanwhile."""
+        """Calls a method of rank 0's worker. It runs between two steps, so it may wait for one."""
         answers: list[bytes] = await self._llm.collective_rpc(
             method, envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS, args
         )
         return answers[0]
 
     def tenant_memory(self, app: FastAPI) -> TenantMemory:
-        """What tenants may fill of the draft memory that the configuration shares."""
+        """The tenants' interface to the draft memory that the cluster shares."""
         source, identity = shared_trie(self._config), model_identity(self._config.model)
         model = self._llm.model_config
         shards = range(source.num_store_shards)
         stores = [store_options(source, identity, model.get_vocab_size(), n) for n in shards]
-        # A copy: Rust's part of a tokenizer is changed by what others encode.
+        # A copy, because encoding changes state in the tokenizer's Rust part.
         tokenizer: Any = copy.deepcopy(self._llm.get_tokenizer())
         max_chars = model.max_model_len * tokenizer.max_chars_per_token
         adapters = app.state.openai_serving_models.lora_requests
@@ -186,32 +185,34 @@ class Engine:
         )
 
     def decoder(self) -> Callable[[Sequence[int]], str]:
-        """What turns tokens into text, special tokens included; for any one thread."""
-        # A copy: Rust's part of a tokenizer refuses to be changed, as encoding does, while another
-        # thread decodes.
+        """A function from token ids to text, special tokens included; for one thread at a time."""
+        # A copy, because encoding changes the tokenizer's Rust part. That fails during a decode.
         tokenizer = copy.deepcopy(self._llm.get_tokenizer())
         return lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=False))
 
     def predictor(self) -> Predictor | None:
-        """How to read what a call predicts; None: no source drafts from that."""
+        """The reader of a call's predicted answer; None: no source drafts from predictions."""
         if "prediction" not in {source.kind for source in self._config.speculation}:
             return None
         return Predictor(self._llm.get_tokenizer(), self._llm.model_config.max_model_len)
 
     async def check_health(self) -> None:
-        """Raises EngineError when the engine core or one of its shards has died.
+        """Checks that the engine core answers, and kills it when one step takes too long.
 
-        Kills an engine core that takes longer for a step than vLLM's bound of it, as vLLM's own
-        executor does where shards are processes of their own. Its requests end with an error.
+        The limit is ``VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS``, as in vLLM's executor for shards in
+        other processes. The requests of a killed core end with an error.
+
+        Raises:
+            EngineError: the engine core or one of its shards has died.
         """
         try:
             await self._llm.check_health()
         except EngineDeadError as error:
             raise EngineError("the engine has died; see the replica's log") from error
-        if self._sign is None or self._sign.done():
-            self._sign = asyncio.create_task(_suppressed(self._llm.is_sleeping()))
-            self._sign_deadline = time.monotonic() + envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
-        elif time.monotonic() > self._sign_deadline:
+        if self._ping is None or self._ping.done():
+            self._ping = asyncio.create_task(_suppressed(self._llm.is_sleeping()))
+            self._ping_deadline = time.monotonic() + envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
+        elif time.monotonic() > self._ping_deadline:
             logger.error("The engine core hangs in a step: it is killed")
             for process in self._llm.engine_core.resources.engine_manager.processes:
                 process.kill()
@@ -220,27 +221,27 @@ class Engine:
         """Ends the engine core process and, with it, the shards."""
         try:
             if self._config.has_sources:
-                # They end what they have started; vLLM kills the shards without a word.
+                # The sources stop what they started; vLLM kills the shards without notice.
                 closing = self._llm.collective_rpc("close_sources", timeout=CLOSE_S)
-                with suppress(Exception):  # whatever has died has nothing left to end
+                with suppress(Exception):  # a dead worker has nothing left to stop
                     await asyncio.wait_for(closing, CLOSE_S)
         finally:
             self._llm.shutdown()
 
 
 def _start_client(config: AppConfig, vllm_config: VllmConfig) -> ServedLLM:
-    """Starts vLLM's engine and its client, which with API keys keeps tenants apart."""
+    """Starts vLLM's engine and its client. With API keys the client separates tenants."""
     client = TenantLLM if config.http.api_keys else ServedLLM
     try:
-        # Named both, since Ray's takes the place of the default one, and `/metrics` needs that.
-        # The default one last: Ray's takes all of vLLM's series out of the registry first.
+        # Ray's logger replaces the default one, which `/metrics` needs, so both are named.
+        # Ray's comes first, because it removes all of vLLM's series from the registry.
         llm: ServedLLM = client.from_vllm_config(
             vllm_config, stat_loggers=[RayPrometheusStatLogger, PrometheusStatLogger]
         )
     except (RuntimeError, ValueError) as error:
         raise EngineError(f"the engine did not start: {last_line_of(error)}") from error
     if not config.drafts_in_engine:
-        # It would refuse `min_p` and `logit_bias`; see specserve.engine.sampling for why not.
+        # Else vLLM refuses `min_p` and `logit_bias`; see specserve.engine.sampling.
         llm.input_processor.speculative_config = None
     stamp_requests(llm.engine_core, with_tenants=bool(config.http.api_keys))
     if config.http.api_keys:
@@ -249,19 +250,19 @@ def _start_client(config: AppConfig, vllm_config: VllmConfig) -> ServedLLM:
 
 
 async def _suppressed(answer: Awaitable[object]) -> None:
-    with suppress(Exception):  # a core that has died is told of elsewhere
+    with suppress(Exception):  # `check_health` reports a dead core
         await answer
 
 
-def _most_requests(config: AppConfig) -> int:
-    """How many requests may be decoded or wait."""
+def _max_requests(config: AppConfig) -> int:
+    """Limit of running and waiting requests."""
     return config.engine.max_num_seqs + config.http.max_queued_requests
 
 
 def has_processors(config: AppConfig) -> bool:
     """Whether the workers have :mod:`specserve.engine.logits_processors`.
 
-    vLLM takes none beside a method of its own, and its V2 runner, of GPUs, takes others.
+    vLLM allows none beside its own draft methods. Its V2 runner on GPUs needs another interface.
     """
     return config.has_sources or (current_platform.is_cpu() and not config.drafts_in_engine)
 
@@ -272,10 +273,10 @@ def shard_bundle(config: AppConfig) -> dict[str, float]:
 
 
 def _in_process(config: AppConfig, group: PlacementGroup) -> bool:
-    """Whether the engine core's process holds the shard: one, on CPU, placed on this node.
+    """Whether the shard runs in the engine core's process: a single one, on CPU, on this node.
 
-    On GPU only an actor learns which device its bundle has. A drafter beside rank 0 looks for its
-    place in the bundle of the actor that starts it. Async scheduling wants another process.
+    On GPU only an actor learns which device its bundle has. A drafter beside rank 0 starts in the
+    bundle of the actor that starts it. Async scheduling needs another process.
     """
     is_one = config.engine.tensor_parallel_size == 1
     wants_actor = config.beside_rank_0 or config.engine.vllm.get("async_scheduling")
@@ -298,20 +299,20 @@ def placed_config(
     parallel = vllm_config.parallel_config
     parallel.placement_group = group
     if current_platform.is_cpu():
-        # Ray sets one thread for an actor that asks for few CPUs; the bundle holds more.
+        # Ray sets one thread for an actor that asks for few CPUs; the bundle has more.
         environment = openmp_environment(config.placement.num_cpus_per_shard)
         parallel.ray_runtime_env = RuntimeEnv(env_vars=environment)
     return vllm_config
 
 
 def prepare_environment(config: AppConfig) -> None:
-    """Sets in this process what the engine core's process and the shards inherit."""
-    # Without it the engine core, a process of its own, starts a second, local Ray.
+    """Sets environment variables that the engine core's process and the shards inherit."""
+    # Without the address, the engine core's process starts a second, local Ray.
     os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
     keep_sockets_in_session()
-    # Where a host has no default route vLLM finds 0.0.0.0; Ray knows the address that is used.
+    # On a host without default route vLLM finds 0.0.0.0; Ray knows the right address.
     os.environ.setdefault("VLLM_HOST_IP", ray.util.get_node_ip_address())
     if shares := [source.num_gpus for source in config.beside_rank_0.values()]:
-        # vLLM has one value for all ranks. Each bundle still holds a whole GPU, so that nobody else
-        # gets what the other ranks leave of theirs.
+        # vLLM has one value for all ranks. Each bundle still reserves a whole GPU, so no other
+        # process gets the remaining share of the other ranks' GPUs.
         os.environ["VLLM_RAY_PER_WORKER_GPUS"] = str(1 - sum(shares))

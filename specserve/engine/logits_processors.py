@@ -1,7 +1,7 @@
-"""Sampling parameters of Text Generation Inference that vLLM does not have.
+"""Logits processors for ``typical_p`` and ``watermark`` of Text Generation Inference.
 
-``typical_p`` and ``watermark`` work on the last logits of a request, so such requests are decoded
-without drafts (:mod:`specserve.engine.sampling`). The computing is transformers'.
+vLLM lacks both parameters. The processors change only a request's last row of logits, so such
+requests are decoded without drafts (:mod:`specserve.engine.sampling`). transformers computes them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _TYPICAL = f"{SERVER_PREFIX}typical"
 _WATERMARK = f"{SERVER_PREFIX}watermark"
 
 GREEN_SHARE, GREEN_BIAS, HASH_KEY = 0.5, 2.0, 15_485_863
-"""Text Generation Inference's: who looks for its watermark finds this one."""
+"""Values of Text Generation Inference, so that its watermark detectors work."""
 
 
 def extra_args(request: TextRequest) -> dict[str, Any]:
-    """What tells the processors of a request, for ``SamplingParams.extra_args``."""
+    """The processors' parameters of a request, for ``SamplingParams.extra_args``."""
     asked: dict[str, Any] = {}
     if request.typical_p is not None:
         asked[_TYPICAL] = [request.top_k, request.top_p, request.typical_p]
@@ -41,20 +41,20 @@ def extra_args(request: TextRequest) -> dict[str, Any]:
 
 
 def are_asked_for(params: SamplingParams) -> bool:
-    """Whether a request has one of these parameters."""
+    """Whether a request uses one of these processors."""
     given = params.extra_args or {}
     return _TYPICAL in given or _WATERMARK in given
 
 
 class TypicalSampling(AdapterLogitsProcessor):
-    """Keeps the most typical tokens (arXiv 2202.00666) of those that ``top_k`` and ``top_p`` keep.
+    """Applies ``top_k``, ``top_p`` and then typical sampling (arXiv 2202.00666).
 
-    vLLM would apply these two afterwards, to what is left; a request with ``typical_p`` has them
-    here instead, in the order of Text Generation Inference.
+    This is the order of Text Generation Inference. vLLM would apply ``top_k`` and ``top_p`` last. A
+    request with ``typical_p`` therefore passes them to this processor.
     """
 
     def is_argmax_invariant(self) -> bool:
-        """vLLM's method: True has it run after the temperature, and for sampled requests alone."""
+        """True: vLLM runs it after the temperature, and only for sampled requests."""
         return True
 
     def new_req_logits_processor(
@@ -80,12 +80,12 @@ class TypicalSampling(AdapterLogitsProcessor):
 
 
 class Watermark(AdapterLogitsProcessor):
-    """Favours the tokens of a list that the token before tells (arXiv 2301.10226)."""
+    """Raises the logits of a token list that depends on the token before (arXiv 2301.10226)."""
 
     _processor: WatermarkLogitsProcessor | None = None
 
     def is_argmax_invariant(self) -> bool:
-        """vLLM's method: greedy requests are marked, too."""
+        """False: vLLM runs it for greedy requests too."""
         return False
 
     def new_req_logits_processor(
@@ -98,7 +98,7 @@ class Watermark(AdapterLogitsProcessor):
         self, prompt: Sequence[int], output: Sequence[int], logits: torch.Tensor
     ) -> torch.Tensor:
         if self._processor is None:
-            # On the host, whose random numbers are the same on every machine.
+            # On the CPU, where random numbers are equal on all machines.
             self._processor = WatermarkLogitsProcessor(
                 logits.shape[-1], "cpu", GREEN_SHARE, GREEN_BIAS, HASH_KEY
             )

@@ -1,7 +1,7 @@
-"""What a shard and a drafter would keep in memory, by their config.json and before they start.
+"""Estimates the memory of a shard and of a drafter from config.json, before they start.
 
-Imports nothing of vLLM and reads no weights. What is counted is what lasts: weights and KV cache.
-Activations, CUDA graphs and NCCL's buffers come on top; in practice some GB a GPU.
+Imports nothing of vLLM and reads no weights. The estimate covers weights and KV cache. Activations,
+CUDA graphs and NCCL's buffers need some GB more on each GPU.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from specserve.engine.model_shapes import (
 )
 
 _VLLM_OPTIONS = ("kv_cache_dtype", "hf_overrides", "cpu_offload_gb")
-"""Options of ``engine.vllm`` that change how much memory is taken, in ways not worked out here."""
+"""Options of ``engine.vllm`` whose effect on memory this module does not compute."""
 
 _LINEAR_AND_EXPERTS = ("fp8_per_block", "fp8_per_tensor", "fp8_per_channel")
 _EXPERTS = ("int8_per_channel_weight_only",)
-"""What vLLM quantizes while it loads, to one byte a parameter, by its option. Factors of blocks,
-rows and columns, up to 0.1 %, are left out."""
+"""Values of ``quantization`` with which vLLM quantizes at load, to one byte a parameter. The scales
+of blocks, rows and columns take up to 0.1 % more and are not counted."""
 
 
 class NoEstimateError(Exception):
-    """What is missing for an estimate, in words."""
+    """No estimate is possible; the message says what is missing."""
 
 
 class _Card(dict[str, Any]):
-    """A model's config.json, and the folder that it is in."""
+    """A model's config.json with its folder. A missing key raises NoEstimateError."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(json.loads((folder / "config.json").read_text(encoding="utf-8")))
@@ -49,18 +49,18 @@ class _Card(dict[str, Any]):
 
     @property
     def quantization(self) -> str:
-        """The checkpoint's own; empty: none."""
+        """The checkpoint's quantization method; empty: none."""
         return str((self.get("quantization_config") or {}).get("quant_method") or "")
 
     def stored_bytes(self) -> int:
-        """Bytes of the checkpoint's tensors, by its index, and else by its files; 0: neither."""
+        """Bytes of all tensors, from the index or else from file sizes; 0: no files here."""
         with suppress(OSError, ValueError, LookupError, TypeError):
             index = (self._folder / "model.safetensors.index.json").read_text(encoding="utf-8")
             return int(json.loads(index)["metadata"]["total_size"])
         return sum(file.stat().st_size for file in self._folder.glob("*.safetensors"))
 
     def linear_bytes(self) -> float:
-        """Bytes of a quantized linear layer's parameter, with its part of a group's factor."""
+        """Bytes of one parameter of a quantized linear layer, with its share of the scales."""
         if self.quantization == "fp8":
             return 1
         section = self["quantization_config"]
@@ -74,7 +74,7 @@ class _Card(dict[str, Any]):
 
 @dataclass(frozen=True, slots=True)
 class ShardMemory:
-    """What one shard keeps for the model and for what drafts in the engine, in bytes."""
+    """Memory of one shard in bytes, for the model and for draft models in the engine."""
 
     weights_bytes: int
     kv_token_bytes: int
@@ -82,23 +82,23 @@ class ShardMemory:
 
 @dataclass(frozen=True, slots=True)
 class DrafterMemory:
-    """What a drafter keeps, in bytes."""
+    """Memory of one drafter in bytes."""
 
     weights_bytes: int
     kv_cache_bytes: int
 
 
 def shard_memory(config: AppConfig) -> ShardMemory:
-    """Estimates one of an application's shards.
+    """Estimates the memory of one shard of an application.
 
     Raises:
-        NoEstimateError: the model has no config.json on this machine or is of an architecture that
-            is not known here, or an option of ``engine.vllm`` makes something else of its weights.
+        NoEstimateError: the model has no config.json on this machine, its architecture is unknown,
+            or an option of ``engine.vllm`` changes the memory in a way that is not computed.
     """
     options = config.engine.vllm
     changed = next((name for name in _VLLM_OPTIONS if name in options), None)
     num_shards = config.engine.tensor_parallel_size
-    value_bytes = 4 if config.engine.dtype == "float32" else 2  # vLLM's auto makes 2 of 4
+    value_bytes = 4 if config.engine.dtype == "float32" else 2  # auto halves float32
     card = _card(config.model.path)
     quantization = options.get("quantization")
     can_tell = quantization in (None, card.quantization, *_LINEAR_AND_EXPERTS, *_EXPERTS)
@@ -122,9 +122,9 @@ def shard_memory(config: AppConfig) -> ShardMemory:
 
 
 def drafter_memory(config: AppConfig, source: DraftModelConfig | MtpConfig) -> DrafterMemory:
-    """Estimates one of a source's drafters.
+    """Estimates the memory of one drafter of a source.
 
-    An MTP module whose folder is not on this machine has the size that the model's own would have.
+    If an MTP module's folder is not on this machine, the target model's sizes are used.
 
     Raises:
         NoEstimateError: as :func:`shard_memory`.
@@ -143,15 +143,15 @@ def drafter_memory(config: AppConfig, source: DraftModelConfig | MtpConfig) -> D
 
 
 def check_shard(config: AppConfig, shard: ShardMemory, gpu_bytes: float) -> int:
-    """Tokens that a shard's KV cache has room for on a GPU, where only what is estimated takes any.
+    """Tokens that fit into a shard's KV cache on a GPU, by the estimate.
 
     Raises:
-        PlacementError: the weights do not fit, or leave too little for a longest request.
+        PlacementError: the weights do not fit, or the longest request does not fit beside them.
     """
     engine = config.engine
     kv_bytes = engine.kv_cache_memory_bytes
     share = engine.gpu_memory_utilization
-    if kv_bytes:  # vLLM's rule: then that is of no account
+    if kv_bytes:  # then vLLM ignores gpu_memory_utilization
         share = 1 - sum(source.num_gpus for source in config.beside_rank_0.values())
     left_bytes = share * gpu_bytes - shard.weights_bytes
     if left_bytes < kv_bytes:
@@ -170,7 +170,7 @@ def check_shard(config: AppConfig, shard: ShardMemory, gpu_bytes: float) -> int:
 
 
 def check_drafter(source: DrafterConfig, drafter: DrafterMemory, gpu_bytes: float) -> None:
-    """Raises PlacementError where a drafter does not fit into its part of a GPU."""
+    """Raises PlacementError if a drafter does not fit into its share of a GPU."""
     part_bytes = min(source.num_gpus, 1.0) * gpu_bytes
     if drafter.weights_bytes + drafter.kv_cache_bytes > part_bytes:
         raise PlacementError(
@@ -180,7 +180,7 @@ def check_drafter(source: DrafterConfig, drafter: DrafterMemory, gpu_bytes: floa
 
 
 def in_words(num_bytes: float) -> str:
-    """A number of bytes in words."""
+    """Formats a number of bytes in GiB or MiB."""
     unit, size = ("GiB", 1 << 30) if num_bytes >= 1 << 30 else ("MiB", 1 << 20)
     return f"{num_bytes / size:.1f} {unit}"
 
@@ -194,8 +194,8 @@ def _weights_bytes(
 ) -> int:
     """Bytes of a model's parameters in a shard.
 
-    ``quantization`` is vLLM's, while it loads a checkpoint that is not quantized. One that is, but
-    otherwise than in block FP8, takes what its files hold, where these are.
+    ``quantization`` is vLLM's option for a checkpoint that is not quantized. If a checkpoint is
+    quantized, but not in FP8, the size of its files is used where they exist.
     """
     if card.quantization not in ("", "fp8") and (stored_bytes := card.stored_bytes()):
         return round(stored_bytes / num_shards)

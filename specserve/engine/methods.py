@@ -1,4 +1,4 @@
-"""The names by which a comparison calls ways to draft."""
+"""Names of draft methods in comparisons."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specserve.core.errors import ConfigError
 NONE, ALL = "none", "all"
 
 HF = "hf"
-"""Hugging Face's `generate` instead of vLLM; `specserve evaluate` alone takes it."""
+"""transformers' `generate` instead of vLLM; only `specserve evaluate` accepts it."""
 
 PEERS = {
     "vllm-ngram": "vLLM's prompt lookup, with the settings of a configured `ngram`",
@@ -18,20 +18,20 @@ PEERS = {
     "vllm-mtp": "vLLM's MTP drafting; `vllm-mtp:K` drafts K tokens (1)",
     "vllm-draft": "vLLM's draft model; `vllm-draft:PATH` names the model",
 }
-"""vLLM's own methods."""
+"""vLLM's own draft methods, with descriptions."""
 
 FIELD = "--methods"
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One way to draft: ``none``, ``all``, configured sources joined by ``+``, or a peer.
+    """A draft method: ``none``, ``all``, configured sources joined by ``+``, or one of vLLM's.
 
     Attributes:
-        name: without its argument.
-        argument: what follows the colon of a peer's name; empty: its default.
-        sources: kinds of our sources in play; empty for ``none`` and for peers.
-        on_our_kernels: a peer runs on CPU with our kernels instead of vLLM's; no name says so.
+        name: the name without its argument.
+        argument: text after the colon of a peer's name; empty: the default.
+        sources: kinds of specserve's sources in use; empty for ``none`` and for peers.
+        on_our_kernels: whether a peer runs on CPU with specserve's kernels; set by code only.
     """
 
     name: str
@@ -44,12 +44,12 @@ class Method:
 
     @property
     def is_none(self) -> bool:
-        """No speculation at all."""
+        """Whether the method is plain decoding without speculation."""
         return self.name == NONE
 
     @property
     def is_peer(self) -> bool:
-        """One of vLLM's own methods."""
+        """Whether this is one of vLLM's own methods."""
         return self.name in PEERS
 
     def number(self, default: int) -> int:
@@ -65,13 +65,13 @@ class Method:
         return int(self.argument)
 
     def narrowed(self, config: AppConfig) -> AppConfig:
-        """The configuration with this method's sources alone."""
+        """The configuration with only this method's sources."""
         kept = tuple(source for source in config.speculation if source.kind in self.sources)
         return config.model_copy(update={"speculation": kept})
 
 
 def parse_method(text: str, config: AppConfig, also: tuple[str, ...] = ()) -> Method:
-    """Reads one method's name; ``also`` are others that are known.
+    """Parses one method's name; ``also`` are further allowed names.
 
     Raises:
         ConfigError: unknown name, a source that is not configured, or a missing argument.
@@ -98,10 +98,10 @@ def parse_method(text: str, config: AppConfig, also: tuple[str, ...] = ()) -> Me
 
 
 def parse_methods(text: str, config: AppConfig, also: tuple[str, ...] = ()) -> list[Method]:
-    """Reads a list of names, separated by commas.
+    """Parses a comma-separated list of method names.
 
     Raises:
-        ConfigError: as :func:`parse_method`, or a name given twice.
+        ConfigError: as :func:`parse_method`, or a name occurs twice.
     """
     methods: list[Method] = []
     for name in text.split(","):

@@ -1,7 +1,7 @@
-"""How many parameters a model has, and how large its KV cache is, by its config.json alone.
+"""Computes a model's number of parameters and its KV cache size from config.json.
 
-Knows the architectures whose models draft or have an MTP module here: DeepSeek-V3's and Llama's.
-Functions raise LookupError where ``config`` lacks a key.
+Supports the architectures of DeepSeek-V3 and Llama. Functions raise LookupError if ``config`` lacks
+a key.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 DEEPSEEK, LLAMA = "DeepseekV3ForCausalLM", "LlamaForCausalLM"
 
 Parameters: TypeAlias = NDArray[np.int64]
-"""Five numbers of parameters, by what tensor parallelism and quantization make of them: of routed
-experts, of linear layers that are divided among the shards as these are, of linear layers that
-every shard has, and of layers that a quantized checkpoint keeps as they are, divided and not."""
+"""Numbers of parameters, int64 ``[5]``: routed experts, split among shards; linear layers, split
+and copied to each shard; layers that are never quantized, split and copied."""
 
 
 def _parameters(
@@ -33,7 +32,7 @@ def shard_bytes(
     linear_bytes: float,
     plain_bytes: float,
 ) -> int:
-    """What one of the shards holds, in bytes; by the bytes of a parameter of each kind."""
+    """Bytes of one shard's parameters, from the bytes per parameter of each kind."""
     part = 1 / num_shards
     sizes = [
         part * routed_bytes,
@@ -46,12 +45,12 @@ def shard_bytes(
 
 
 def is_known(config: Mapping[str, Any]) -> bool:
-    """Whether the model is of an architecture that the functions below know."""
+    """Whether the functions below support the model's architecture."""
     return config.get("architectures") in ([DEEPSEEK], [LLAMA])
 
 
 def model_parameters(config: Mapping[str, Any]) -> Parameters:
-    """Those of the model, without an MTP module."""
+    """Parameters of the model, without an MTP module."""
     hidden: int = config["hidden_size"]
     layers: int = config["num_hidden_layers"]
     num_tables = 1 if config.get("tie_word_embeddings") else 2
@@ -65,7 +64,7 @@ def model_parameters(config: Mapping[str, Any]) -> Parameters:
 
 
 def mtp_parameters(config: Mapping[str, Any]) -> Parameters:
-    """Those of DeepSeek-V3's MTP module, with its own embedding and head."""
+    """Parameters of DeepSeek-V3's MTP module, with its own embedding and head."""
     hidden = config["hidden_size"]
     ends = _parameters(
         plain_split=2 * config["vocab_size"] * hidden, plain_whole=2 * hidden**2 + 3 * hidden
@@ -74,15 +73,15 @@ def mtp_parameters(config: Mapping[str, Any]) -> Parameters:
 
 
 def kv_values_per_token(config: Mapping[str, Any], num_shards: int) -> int:
-    """Numbers that a layer keeps of a token in the KV cache of one of the shards."""
-    if config["architectures"] == [DEEPSEEK]:  # the latent, which all heads share
+    """Values that one layer stores for a token in a shard's KV cache."""
+    if config["architectures"] == [DEEPSEEK]:  # all heads share the latent
         return int(config["kv_lora_rank"] + config["qk_rope_head_dim"])
     heads, head_dim = _llama_heads(config)
     return 2 * max(1, heads // num_shards) * head_dim
 
 
 def _llama_heads(config: Mapping[str, Any]) -> tuple[int, int]:
-    """KV heads, and a head's size."""
+    """Number of KV heads, and the head size."""
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     return config.get("num_key_value_heads") or heads, head_dim
@@ -96,7 +95,7 @@ def _llama_layer(config: Mapping[str, Any]) -> Parameters:
 
 
 def _latent_attention(config: Mapping[str, Any]) -> Parameters:
-    """A layer's MLA and its norms; the projections to the latents are not divided."""
+    """A layer's MLA and norms; every shard has a copy of the projections to the latents."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     q_rank, kv_rank = config.get("q_lora_rank") or 0, config["kv_lora_rank"]
     rope, value = config["qk_rope_head_dim"], config["v_head_dim"]

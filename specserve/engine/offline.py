@@ -1,7 +1,7 @@
-"""One engine of its own, without server or cluster, that continues prompts and counts drafts.
+"""An engine without server or cluster that continues prompts and counts drafts.
 
-It takes the Serve application's configuration, so that what is compared is what is served; vLLM's
-own draft methods can be put in the place of ours.
+It takes the Serve application's configuration, so a comparison runs the engine that is served.
+vLLM's own draft methods can replace the configured sources.
 """
 
 from __future__ import annotations
@@ -38,21 +38,20 @@ from specserve.engine.temporary_files import keep_rendezvous_with_sockets
 from specserve.sources.controls import PREDICTION_KEY
 
 Progress = Callable[[int, int], None]
-"""Called now and then with the number of finished prompts and of generated tokens."""
-
+"""Called after each step with the numbers of finished prompts and of generated tokens."""
 
 SOURCES_TIMEOUT_S = 300.0
-"""How long drafters may take to load their models."""
+"""Longest time in seconds for drafters to load their models."""
 
 
 class OfflineEngine:
     """Runs prompts through one engine in this process.
 
-    One per process, and :meth:`close` it: vLLM keeps state of its own in the process.
+    vLLM keeps global state, so use one engine a process, and :meth:`close` it.
 
     Raises:
-        EngineError: the engine did not start.
-        ConfigError: the method needs something that is not there.
+        EngineError: the engine or a drafter did not start.
+        ConfigError: the method needs a package that is not installed, or an option is refused.
     """
 
     def __init__(self, config: AppConfig, method: Method) -> None:
@@ -81,10 +80,10 @@ class OfflineEngine:
         progress: Progress,
         show: Show = lambda index, text, completion: None,
     ) -> RunResult:
-        """Continues all jobs, at most ``concurrency`` at a time, in their order.
+        """Continues all jobs in their order, at most ``concurrency`` at a time.
 
-        Remembered prompts of earlier calls are dropped first, so that passes are alike. What
-        ``progress`` or ``show`` raises ends all jobs.
+        The prefix cache is cleared first, so that all passes start equal. An exception of
+        ``progress`` or ``show`` aborts all jobs.
         """
         assert concurrency >= 1
         self._engine.reset_prefix_cache()
@@ -120,7 +119,7 @@ class OfflineEngine:
         return RunResult(completions=completions, seconds=seconds, drafts=self._drafts(before))
 
     def close(self) -> None:
-        """Frees the engine; nothing that it started is left running."""
+        """Shuts the engine down with all that it started."""
         self._engine.engine_core.shutdown()
 
     def _add(self, request_id: str, job: Job) -> None:
@@ -133,11 +132,11 @@ class OfflineEngine:
             ) from error
 
     def _await_sources(self) -> None:
-        """Drafters load their models meanwhile: what is measured is all of them."""
+        """Waits until all drafters have loaded their models, so that a run measures all sources."""
         deadline = time.monotonic() + SOURCES_TIMEOUT_S
         while down := [each for each in self._snapshot().health if not each.up]:
             reasons = [f"{each.source}: {each.reason}" for each in down if each.reason]
-            # In a cluster it is looked for further, and may come.
+            # In a cluster the search for the drafter goes on and may succeed.
             is_final = reasons and not ray.is_initialized()
             if is_final or time.monotonic() > deadline:
                 self.close()
@@ -155,7 +154,7 @@ class OfflineEngine:
         )
 
     def _snapshot(self) -> SpeculationSnapshot:
-        """Our own counters, which alone tell the sources apart."""
+        """Counters of specserve's sources; empty where it has none or vLLM drafts."""
         if not self._method.sources or self._vllm_drafts:
             return SpeculationSnapshot()
         (first, *_) = self._engine.collective_rpc("speculation_snapshot")
@@ -164,7 +163,7 @@ class OfflineEngine:
 
 @dataclass
 class _Request:
-    """One open request: what has come so far."""
+    """An open request and the output that it has produced so far."""
 
     index: int
     started: float = field(default_factory=time.perf_counter)
@@ -174,7 +173,7 @@ class _Request:
     logprobs: list[dict[int, float]] = field(default_factory=list)
 
     def take(self, output: RequestOutput) -> int:
-        """Adds a step's output; answers its number of new tokens."""
+        """Adds a step's output and returns its number of new tokens."""
         (delta,) = output.outputs
         elapsed = time.perf_counter() - self.started
         self.token_seconds.extend(elapsed for _ in delta.token_ids)
@@ -201,13 +200,13 @@ class _Request:
 
 
 class _DraftCounter(StatLoggerBase):
-    """Sums up the scheduler's own count of verified drafts."""
+    """Adds up the scheduler's counts of verified drafts."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        # Drafts of at least 0, 1, ... tokens, and 0 behind the longest ones.
+        # Number of drafts with at least 0, 1, ... tokens; the last entry is 0.
         self._drafted = self._accepted = np.zeros(1, np.int64)
 
     def record(self, scheduler_stats: Any, *_: Any, **__: Any) -> None:
@@ -257,10 +256,10 @@ def _offline_args(config: AppConfig, method: Method) -> EngineArgs:
     if served.speculative_config:
         changes["per_request_spec_decode_metrics"] = "summary"
     if config.engine.tensor_parallel_size == 1:
-        # One shard needs no cluster: the same worker in this very process.
+        # One shard needs no cluster: the same worker runs in this process.
         changes["distributed_executor_backend"] = InProcessExecutor
     elif current_platform.is_cpu():
-        # Processes of this machine: Ray's executor for CPUs needs a reserved place in a cluster.
+        # Local processes, because Ray's executor for CPUs needs a placement group.
         changes["distributed_executor_backend"] = "mp"
     return dataclasses.replace(served, **changes)
 

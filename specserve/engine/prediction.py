@@ -1,7 +1,7 @@
-"""What a call predicts its answer to be: its tokens, and what became of them.
+"""Counts accepted and rejected tokens of a call's predicted answer.
 
-The HTTP side notes the prediction of the call being answered (:data:`CURRENT_PREDICTION`). vLLM's
-handlers ask the engine's client for the answer in the same context: there its tokens are counted.
+The HTTP side sets the current call's prediction (:data:`CURRENT_PREDICTION`). vLLM's handlers call
+the engine's client in the same context. The client compares the answer with the prediction.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Prediction:
 
     Attributes:
         token_ids: int32 ``[m]``.
-        num_accepted: tokens of the answers that it foretold.
-        num_rejected: its own tokens that stand in no place of an answer.
+        num_accepted: answer tokens that it predicted, over all answers.
+        num_rejected: predicted tokens that an answer does not contain, over all answers.
     """
 
     token_ids: Int32Array
@@ -36,8 +36,8 @@ class Prediction:
     num_rejected: int = 0
 
     def count(self, answer: Sequence[int]) -> None:
-        """Counts what became of it in one answer, given as token ids."""
-        # Here, because numba takes seconds to import, and most applications take no predictions.
+        """Adds the accepted and rejected tokens of one answer, given as token ids."""
+        # Imported here: numba takes seconds to import, and most applications need no predictions.
         from specserve.sources.prediction import num_foretold
 
         foretold = num_foretold(self.token_ids, answer)
@@ -46,23 +46,23 @@ class Prediction:
 
 
 CURRENT_PREDICTION: ContextVar[Prediction | None] = ContextVar("specserve_prediction", default=None)
-"""Prediction of the HTTP call being answered; None: it has none."""
+"""Prediction of the HTTP call being answered; None: the call has none."""
 
 
 class Predictor:
-    """How a replica reads predictions.
+    """Tokenizes predictions.
 
     Args:
-        tokenizer: the model's, of transformers.
-        max_tokens: of a prediction: the context length.
+        tokenizer: the model's tokenizer (transformers).
+        max_tokens: longest prediction in tokens, the context length.
 
     Attributes:
-        max_chars: no text of more characters has so few tokens.
+        max_chars: a text with more characters certainly exceeds ``max_tokens``.
     """
 
     def __init__(self, tokenizer: Any, max_tokens: int) -> None:
-        Prediction(np.ones(1, np.int32)).count([1])  # compiles what counts: no answer waits for it
-        # A copy in a thread of its own: Rust's part of it is changed by what others encode.
+        Prediction(np.ones(1, np.int32)).count([1])  # compiles now, so that no answer waits
+        # A copy in its own thread, because encoding changes state in the tokenizer's Rust part.
         encode = copy.deepcopy(tokenizer).encode
         self._encode = partial(encode, add_special_tokens=False)
         self._thread = ThreadPoolExecutor(1, "predictions")
@@ -70,7 +70,7 @@ class Predictor:
         self.max_chars = max_tokens * tokenizer.max_chars_per_token
 
     async def tokenize(self, text: str) -> list[int]:
-        """A text's token ids, without any that mark its beginning or end."""
+        """A text's token ids, without begin and end tokens."""
         loop = asyncio.get_running_loop()
         return list(await loop.run_in_executor(self._thread, self._encode, text))
 
@@ -78,15 +78,15 @@ class Predictor:
 async def counted(
     outputs: AsyncGenerator[Any, None], prediction: Prediction, *, is_cumulative: bool
 ) -> AsyncGenerator[Any, None]:
-    """The same outputs; before the last one has been dealt with its prediction is counted.
+    """Passes outputs on; at their end, counts the prediction's tokens in each answer.
 
     Args:
-        outputs: vLLM's ``RequestOutput``s of one request, of any number of answers.
-        prediction: the call's.
-        is_cumulative: whether an output holds all tokens so far, or what is new.
+        outputs: vLLM's ``RequestOutput`` objects of one request with any number of answers.
+        prediction: the call's prediction, whose counts are updated.
+        is_cumulative: whether an output holds all tokens so far, or only the new ones.
     """
     answers: dict[int, list[int]] = {}
-    async with aclosing(outputs):  # a client that leaves closes this generator alone
+    async with aclosing(outputs):  # a disconnect closes only this generator
         async for output in outputs:
             for each in output.outputs:
                 answer = answers.setdefault(each.index, [])

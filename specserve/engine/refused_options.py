@@ -1,7 +1,7 @@
-"""Options of vLLM that ``engine.vllm`` may not hold, and why.
+"""Options of vLLM that ``engine.vllm`` may not contain, with the reasons.
 
-Four tables: what has a place of its own in our configuration, what cannot have another value than
-vLLM's default, what cannot be set beside draft sources, and what cannot be set beside API keys.
+There are four tables: options that another field sets, options fixed to vLLM's default, options
+refused with draft sources, and options refused with API keys.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ELSEWHERE = {
         "speculative_config spec_method spec_model spec_tokens",
         "this option is set by speculation",
     ),
-    **_each("worker_cls scheduler_cls", "specserve has worker and scheduler of its own"),
+    **_each("worker_cls scheduler_cls", "specserve sets its own worker and scheduler"),
     **_each("_api_process_count _api_process_rank api_server_count headless", _REPLICAS),
     **_each(
         "data_parallel_supervisor_port dp_supervisor_probe_interval_s "
@@ -52,7 +52,7 @@ ELSEWHERE = {
         if name != "vllm"
     },
 }
-"""Option: where its value comes from."""
+"""Option: which field or system sets it."""
 
 DEFAULT_ONLY = {
     **_each(
@@ -75,14 +75,14 @@ DEFAULT_ONLY = {
     ),
     **_each("skip_tokenizer_init tokens_only", _TOKENIZER),
 }
-"""Option: why it can have vLLM's default value alone."""
+"""Option: why only vLLM's default is allowed."""
 
 NOT_WITH_SOURCES = {
     "async_scheduling": "a draft is made after its step, so steps cannot overlap",
-    "logits_processors": "vLLM runs none but its own under speculation",
+    "logits_processors": "under speculation vLLM runs only its own",
     **_each("watermark_config diffusion_config enable_batch_sharded_sampling", _V2_RUNNER),
 }
-"""Option: why it cannot be on beside draft sources; off is allowed."""
+"""Option: why it is refused with draft sources; a false value is allowed."""
 
 NOT_WITH_KEYS = {
     "enable_scale_out": "a request could name other tenants' requests",
@@ -91,11 +91,11 @@ NOT_WITH_KEYS = {
         "kv_transfer_config ec_transfer_config", "a request could name blocks of other tenants"
     ),
 }
-"""Option: why it cannot be on where ``http.api_keys`` are configured."""
+"""Option: why it is refused with ``http.api_keys``; a false value is allowed."""
 
 
 def check_option(config: AppConfig, name: str, value: Any, default: Any) -> None:
-    """Raises ConfigError where ``engine.vllm`` may not hold this value, whose default is vLLM's."""
+    """Raises ConfigError if ``engine.vllm`` may not set this value; ``default`` is vLLM's."""
     field = f"engine.vllm.{name}"
     if name in DEFAULT_ONLY and value != default:
         raise ConfigError(field, value, f"{default!r}, since {DEFAULT_ONLY[name]}")

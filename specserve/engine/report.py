@@ -1,9 +1,9 @@
-"""What speculation did for a request, told in its answer: vLLM's counts, and ours by source.
+"""Reports draft and acceptance counts in a request's answer: vLLM's counts, and counts by source.
 
 vLLM counts in the engine core and sends the counts with a request's last output
-(``per_request_spec_decode_metrics``, for all requests). Here a request can ask for them, and the
-counts by source travel at the end of vLLM's histogram: the message to the replica is decoded into
-vLLM's own classes, which have no other room for each of several answers.
+(``per_request_spec_decode_metrics``, for all requests). Here a single request can ask for them. The
+counts by source are appended to vLLM's histogram, because the message to the replica is decoded
+into vLLM's own classes, which have no other field for them.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from specserve.core.config import AppConfig
 
 Outcome = tuple[str, int, int]
-"""What became of a draft: its label, draft tokens verified and accepted."""
+"""Outcome of a draft: its source's label, verified draft tokens, accepted draft tokens."""
 
 
 @dataclass
 class SourcedMetrics(RequestSpecDecodeMetrics):
-    """vLLM's counts of a request, with draft tokens by the label of their source."""
+    """vLLM's counts of a request, and drafted and accepted tokens by source label."""
 
     sources: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """As answers tell it."""
+        """The counts in the form of the answer's JSON."""
         return {**super().to_dict(), "sources": self.sources}
 
 
 class Reports(NamedTuple):
-    """How an engine counts for its requests' answers: for all, or for those that ask."""
+    """Counts drafts for answers, of all requests (``of_all``) or of those that ask for it."""
 
     labels: tuple[str, ...]
     num_spec_tokens: int
@@ -43,7 +43,7 @@ class Reports(NamedTuple):
 
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> Self:
-        """Those of an engine; without draft sources of ours there are no labels."""
+        """Creates an engine's reports; without specserve's draft sources ``labels`` is empty."""
         settings = (vllm_config.additional_config or {}).get("specserve")
         labels: tuple[str, ...] = ()
         if settings:
@@ -56,22 +56,22 @@ class Reports(NamedTuple):
         )
 
     def begin(self) -> RequestSpecDecodeMetrics:
-        """The counts of a request that begins."""
+        """New counts for a request, all 0."""
         return RequestSpecDecodeMetrics.new(self.num_spec_tokens)
 
     def make_room(self, metrics: RequestSpecDecodeMetrics) -> None:
-        """Has vLLM's counts of a request that begins end with ours: two for each label."""
+        """Appends two counts for each label to the histogram of a new request."""
         metrics.histogram.extend([0] * (2 * len(self.labels)))
 
     def add(self, metrics: RequestSpecDecodeMetrics, outcome: Outcome) -> None:
-        """Counts a draft by its source."""
+        """Adds a draft's outcome to its source's counts."""
         label, num_drafted, num_accepted = outcome
         place = len(vllms_histogram(metrics)) + 2 * self.labels.index(label)
         metrics.histogram[place] += num_drafted
         metrics.histogram[place + 1] += num_accepted
 
     def read(self, metrics: RequestSpecDecodeMetrics | None) -> SourcedMetrics:
-        """The counts as they arrived; None: nothing was drafted."""
+        """Splits received counts into vLLM's and those by source; None reads as all 0."""
         counts = metrics or self.begin()
         own = vllms_histogram(counts)
         ours = iter(counts.histogram[len(own) :] or [0] * (2 * len(self.labels)))
@@ -83,21 +83,21 @@ class Reports(NamedTuple):
 
 
 def vllms_histogram(metrics: RequestSpecDecodeMetrics) -> list[int]:
-    """Verified drafts of which 0, 1, ... tokens were accepted, without our counts behind them."""
+    """Number of verified drafts with 0, 1, ... accepted tokens, without the counts by source."""
     histogram: list[int] = metrics.histogram
     return histogram[: metrics.num_spec_tokens + 1]
 
 
 def reports_all(vllm_config: VllmConfig) -> bool:
-    """Whether every request is told of: vLLM's option for that."""
+    """Whether vLLM's option asks for counts in every answer."""
     return bool(vllm_config.observability_config.per_request_spec_decode_metrics != "none")
 
 
 async def reported(
     outputs: AsyncGenerator[RequestOutput, None], reports: Reports
 ) -> AsyncGenerator[RequestOutput, None]:
-    """The same outputs; an answer's last one has its counts as vLLM's routes tell them."""
-    async with aclosing(outputs):  # a client that leaves closes this generator alone
+    """Passes outputs on, with the counts in the last output of each answer."""
+    async with aclosing(outputs):  # a disconnect closes only this generator
         async for output in outputs:
             for each in output.outputs:
                 if each.finish_reason is not None:

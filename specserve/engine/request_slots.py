@@ -1,4 +1,4 @@
-"""A slot for each request that drafts are made for: the place of its state in all arrays."""
+"""Assigns a slot to each request, the index of its state in all arrays."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from specserve.core.types import Int64Array
 
 
 class RequestSlots:
-    """Gives each request a slot from its first step to its last.
+    """Assigns each request a slot from its first step to its last.
 
-    There must be more slots than requests in any one step. ``by_id`` has those that are given.
+    There must be more slots than requests in any step. ``by_id`` maps request ids to slots.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -24,25 +24,24 @@ class RequestSlots:
         return self._num_slots
 
     def of(self, request_ids: Sequence[str]) -> Int64Array:
-        """int64 ``[n]``, the slots of these requests, which all have one."""
+        """Slots of requests that all have one, int64 ``[n]``."""
         by_id = self.by_id
         return np.array([by_id[each] for each in request_ids], np.int64)
 
     def missing(self, request_ids: Sequence[str]) -> list[str]:
-        """Those of these requests that have no slot."""
+        """The ids among ``request_ids`` that have no slot."""
         by_id = self.by_id
         return [each for each in request_ids if each not in by_id]
 
     def find(self, request_ids: Iterable[str]) -> Int64Array:
-        """The slots of those of these requests that have one."""
+        """Slots of the requests that have one, int64; others are skipped."""
         found = (self.by_id.get(each, -1) for each in request_ids)
         return np.array([slot for slot in found if slot >= 0], np.int64)
 
     def victim(self, present: Collection[str]) -> str | None:
-        """Whose slot is to be freed before another can be given; None: there is a free one.
+        """The request that must lose its slot for a new one; None if a slot is free.
 
-        A request that is not in this step was pre-empted. The first of those is the one that began
-        earliest.
+        It is the oldest request that is not in this step, so a pre-empted one.
         """
         if self._free:
             return None
@@ -50,12 +49,12 @@ class RequestSlots:
         return next(each for each in self.by_id if each not in here)
 
     def add(self, request_id: str) -> int:
-        """A free slot for a request that has none yet."""
+        """Assigns a free slot to a request that has none."""
         slot = self.by_id[request_id] = self._free.pop()
         return slot
 
     def free(self, request_ids: Iterable[str]) -> None:
-        """These requests have ended; those without a slot are fine."""
+        """Frees the slots of ended requests; requests without a slot are ignored."""
         for request_id in request_ids:
             slot = self.by_id.pop(request_id, None)
             if slot is not None:

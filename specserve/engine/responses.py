@@ -1,4 +1,4 @@
-"""Streamed answers of the Responses API: what fails within one is told, as OpenAI tells it."""
+"""Reports errors within streams of the Responses API, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ logger = logging.getLogger(__name__)
 
 
 def end_with_errors(handler: Any) -> None:
-    """Has a stream that fails end with the event ``error``.
+    """Makes a failing stream end with the event ``error``.
 
-    vLLM closes the connection within the stream, also where the request itself is wrong: it checks
-    token ids, for instance, after the first events.
+    vLLM closes the connection within the stream, even if the request is wrong. For example, it
+    checks token ids only after the first events.
 
     Args:
         handler: vLLM's ``OpenAIServingResponses``; None: the model does not generate.
@@ -25,7 +25,7 @@ def end_with_errors(handler: Any) -> None:
         return
     stream = handler.responses_stream_generator
 
-    async def told(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+    async def ended_with_errors(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         number = 0
         try:
             async for event in stream(*args, **kwargs):
@@ -33,7 +33,7 @@ def end_with_errors(handler: Any) -> None:
                 yield event
         except Exception as error:
             found = create_error_response(error).error
-            if found.code >= 500:  # else it is the client's mistake
+            if found.code >= 500:  # else the client's request is wrong
                 logger.exception("A response was not streamed to its end")
             yield ResponseErrorEvent(
                 type="error",
@@ -43,4 +43,4 @@ def end_with_errors(handler: Any) -> None:
                 sequence_number=number,
             )
 
-    handler.responses_stream_generator = told
+    handler.responses_stream_generator = ended_with_errors

@@ -1,15 +1,15 @@
-"""vLLM's samplers, in which no request's parameters change what another request of the step gets.
+"""vLLM's samplers, changed so that no request's parameters affect other requests of the step.
 
-In vLLM 0.32 two parameters do.
+In vLLM 0.32 two parameters affect other requests.
 
-- ``logprob_token_ids``: a step reports the most likely tokens of all rows or the asked tokens of
-  some, never both. The rejection sampler wants whole rows, and fails where it gets asked tokens.
-- ``thinking_token_budget``: the row in which the end of thinking is forced is counted in draft
-  tokens. In a step without drafts that is the first row, whoever's it is. In a step with drafts a
-  request whose prompt is not read to its end counts as told to end, and is not told again.
+- ``logprob_token_ids``: a step reports the most likely tokens of all rows or the requested tokens
+  of some rows, never both. The rejection sampler fails on requested tokens.
+- ``thinking_token_budget``: vLLM counts draft tokens to find the row that must end thinking. In a
+  step without drafts this is always the first row, also if it belongs to another request. In a
+  step with drafts, a request in prefill is marked as forced and is not forced again.
 
-A request with a budget has no drafts (:mod:`specserve.engine.sampling`), so it has one row in each
-step, as without speculation. Where vLLM drafts by itself it has, and vLLM's budgets are left alone.
+A request with a budget has no drafts (:mod:`specserve.engine.sampling`), so it has one row a step,
+as without speculation. With vLLM's own draft methods it has drafts, and vLLM's code is kept.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 
 class AskedTokensSampler(Sampler):
-    """Samples one token a request; also the last token of each in a step with drafts."""
+    """Samples one token for each request; in a step with drafts, the bonus token."""
 
     _asked: dict[int, list[int]] | None = None
-    """``logprob_token_ids`` of the step at hand, by request."""
+    """``logprob_token_ids`` of the current step, by the request's index in the batch."""
     _num_requests: int
 
     def forward(
@@ -43,8 +43,8 @@ class AskedTokensSampler(Sampler):
         predict_bonus_token: bool = False,
         logprobs_mode_override: Any = None,
     ) -> SamplerOutput:
-        """vLLM's method; ``predict_bonus_token`` says that the step has drafts."""
-        if predict_bonus_token:  # the rejection sampler has begun the step
+        """vLLM's method; ``predict_bonus_token`` means that the step has drafts."""
+        if predict_bonus_token:  # the rejection sampler has called `reporting`
             return super().forward(
                 logits, sampling_metadata, predict_bonus_token, logprobs_mode_override
             )
@@ -55,7 +55,7 @@ class AskedTokensSampler(Sampler):
     def reporting(
         self, sampling_metadata: SamplingMetadata, num_requests: int
     ) -> Iterator[SamplingMetadata]:
-        """Within it the asked tokens are reported; vLLM gets the metadata without them."""
+        """Context in which requested tokens are reported. Yields the metadata without them."""
         by_request = sampling_metadata.logprob_token_ids or {}
         asked = {request: tokens for request, tokens in by_request.items() if tokens}
         number = sampling_metadata.max_num_logprobs
@@ -70,16 +70,18 @@ class AskedTokensSampler(Sampler):
     def gather_logprobs(
         self, logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor
     ) -> LogprobsTensors:
-        """vLLM's method, the rejection sampler's, too: the asked tokens of those requests that ask.
+        """Log-probabilities to report: of requested tokens, or of the most likely ones.
+
+        Replaces vLLM's method, which the rejection sampler calls too.
 
         Args:
             logprobs: ``[num_requests * width, vocab_size]``, ``width`` rows of each request.
-            num_logprobs: k, of the most likely tokens for the others.
+            num_logprobs: k, number of most likely tokens, for requests that name no tokens.
             token_ids: ``[num_requests * width]``, the sampled tokens, for column 0.
 
         Returns:
-            Tensors ``[num_requests * width, 1 + max(k, longest list)]``. A request reads as many
-            columns as it asked for.
+            Tensors ``[num_requests * width, 1 + max(k, longest list)]``. vLLM reads only as many
+            columns of a row as its request asked for.
         """
         most_likely = super().gather_logprobs(logprobs, num_logprobs, token_ids)
         if not self._asked:
@@ -101,7 +103,7 @@ class AskedTokensSampler(Sampler):
 
 
 class IndependentSampler(AskedTokensSampler):
-    """The same, with the budgets of requests that have no drafts."""
+    """Also applies thinking budgets, for requests that have no drafts."""
 
     def apply_logits_processors(
         self,
@@ -125,7 +127,7 @@ class IndependentSampler(AskedTokensSampler):
 
 
 class AskedTokensRejectionSampler(RejectionSampler):
-    """Verifies the drafts of a step. Its sampler is an :class:`AskedTokensSampler`."""
+    """vLLM's rejection sampler; its sampler is an :class:`AskedTokensSampler`."""
 
     def forward(
         self,
@@ -140,7 +142,7 @@ class AskedTokensRejectionSampler(RejectionSampler):
 
 
 class IndependentRejectionSampler(AskedTokensRejectionSampler):
-    """The same without budgets. Its sampler is an :class:`IndependentSampler`, which keeps them."""
+    """Leaves thinking budgets to its sampler, an :class:`IndependentSampler`."""
 
     def apply_logits_processors(
         self,
@@ -156,5 +158,5 @@ class IndependentRejectionSampler(AskedTokensRejectionSampler):
 
 
 def without_budgets(sampling_metadata: SamplingMetadata) -> SamplingMetadata:
-    """The same without thinking budgets."""
+    """A copy of the metadata without thinking budgets."""
     return replace(sampling_metadata, thinking_budget_state_holder=None)

@@ -1,4 +1,4 @@
-"""Sampling under speculation, where vLLM does less than it could, or more than it must."""
+"""Repairs vLLM's sampling under speculation: refused parameters, wrong ones and wasted work."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from specserve.engine.sampler import (
 
 
 def repair_sampling(runner: Any) -> None:
-    """All repairs of this module, for the model runner of every rank.
+    """Applies all repairs of this module to a model runner.
 
-    Every rank samples for itself: one that did otherwise would go on with other tokens.
+    Call it in every rank: each rank samples by itself, and all must get the same tokens.
     """
     _restore_logits_processors(runner)
     _replace_samplers(runner, IndependentSampler, IndependentRejectionSampler)
@@ -32,10 +32,10 @@ def repair_sampling(runner: Any) -> None:
 
 
 def _restore_logits_processors(runner: Any) -> None:
-    """Lets requests with ``min_p`` or ``logit_bias`` be served, and those with our parameters.
+    """Enables ``min_p``, ``logit_bias`` and specserve's parameters under speculation.
 
-    Under speculation vLLM leaves all out, and refuses such requests. They work on rows without a
-    draft, so these requests are decoded without drafts.
+    Under speculation vLLM builds the processor of ``min_tokens`` alone and refuses such requests.
+    The processors need rows without drafts, so these requests are decoded without drafts.
     """
     runner.input_batch.logitsprocs = LogitsProcessors(
         processor(runner.vllm_config, runner.device, PIN_MEMORY)
@@ -44,10 +44,10 @@ def _restore_logits_processors(runner: Any) -> None:
 
 
 def is_kept_without_drafts_only(params: SamplingParams) -> bool:
-    """Whether vLLM would break one of a request's parameters where drafts are verified.
+    """Whether a request has a parameter that is wrong in steps that verify its drafts.
 
-    It applies ``min_p``, ``logit_bias`` and what we add to the last of a row's logits alone. A
-    thought that begins or ends within a draft is miscounted against its ``thinking_token_budget``.
+    vLLM applies ``min_p``, ``logit_bias`` and specserve's parameters only to a request's last row.
+    It miscounts a ``thinking_token_budget`` when thinking begins or ends within a draft.
     """
     has_budget = params.thinking_token_budget is not None
     has_processor = bool(params.min_p or params.logit_bias)
@@ -55,9 +55,9 @@ def is_kept_without_drafts_only(params: SamplingParams) -> bool:
 
 
 def keep_asked_tokens(runner: Any) -> None:
-    """Puts samplers in place beside vLLM's own drafts: ``logprob_token_ids`` ends no engine.
+    """Lets ``logprob_token_ids`` work with vLLM's own draft methods, where it ends the engine.
 
-    vLLM's newer model runner has a sampler of its own, which this defect is not in.
+    vLLM's V2 model runner has another sampler without this defect and is not changed.
     """
     if isinstance(getattr(runner, "rejection_sampler", None), RejectionSampler):
         _replace_samplers(runner, AskedTokensSampler, AskedTokensRejectionSampler)
@@ -72,11 +72,10 @@ def _replace_samplers(
 
 
 def _sample_plainly_without_drafts(runner: Any) -> None:
-    """Takes a step in which no request has a draft as if there were no speculation.
+    """Samples steps in which no request has a draft as without speculation.
 
-    vLLM works out for every step which of its logits are whose drafts', and takes it through
-    rejection sampling, which then accepts nothing of nothing: several times the work of sampling,
-    for the same distribution.
+    vLLM computes draft indices for every step and runs rejection sampling on it, also without
+    drafts. That takes several times the work of plain sampling, for the same distribution.
     """
     prepare_inputs = runner._prepare_inputs
 
@@ -90,14 +89,14 @@ def _sample_plainly_without_drafts(runner: Any) -> None:
 
 
 def may_step_plainly(runner: Any) -> bool:
-    """Not with recurrent layers: speculation tells them where their state is."""
+    """False for models with recurrent layers, which find their state by speculation's metadata."""
     model = runner.model_config
     return not (model.has_inner_state or model.is_hybrid)
 
 
 @contextmanager
 def without_speculation(runner: Any) -> Iterator[None]:
-    """Within it the model runner does what it does where no speculation is configured."""
+    """Context in which the model runner works as if no speculation were configured."""
     config, runner.speculative_config = runner.speculative_config, None
     try:
         yield

@@ -1,8 +1,8 @@
-"""Loads a checkpoint into shards once and has each write what it holds, for ``sharded_state``.
+"""Splits a checkpoint's weights for the load format ``sharded_state``.
 
-A shard writes its weights as they are loaded, before vLLM brings them into the form of its kernels.
-vLLM's own ``save_sharded_state`` comes after that: on CPU the weights of linear layers are packed
-by then and no longer in the model, and vLLM would load the empty tensors without a word.
+Each shard loads its part and writes it before vLLM converts weights for its kernels. vLLM's own
+``save_sharded_state`` runs after the conversion. On CPU the weights of linear layers are then
+packed outside the model, and vLLM would later load the empty tensors without an error.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from specserve.engine.weights import Division, own_quantization
 
 _LOAD_FORMAT = "specserve_shard_weights"
 _PART_BYTES = 5 << 30
-"""Of one file at most, as far as a tensor is not larger."""
+"""Largest file in bytes; a larger tensor gets a file of its own."""
 
 
 class LoaderExtension:
-    """Mixed into vLLM's workers, which so import this module and with it the loader."""
+    """Worker extension without methods; it makes vLLM's workers import this module's loader."""
 
 
 @register_model_loader(_LOAD_FORMAT)
 class _WritingLoader(DefaultModelLoader):
-    """vLLM's loader, which also writes what it has loaded."""
+    """vLLM's loader, which also writes the loaded weights."""
 
     def __init__(self, load_config: LoadConfig) -> None:
         extra = dict(load_config.model_loader_extra_config)
@@ -51,16 +51,16 @@ class _WritingLoader(DefaultModelLoader):
 
 
 def write_shards(config: AppConfig, group: PlacementGroup, folder: Path) -> None:
-    """Starts the shards, without an engine, and has them write their weights.
+    """Starts the shards without an engine. Each writes its weights into ``folder``.
 
     Args:
         config: the application's configuration; its model is a folder.
         group: a bundle for each shard.
-        folder: exists, and is the same on all nodes.
+        folder: an existing folder that all nodes share.
 
     Raises:
         EngineError: vLLM refuses the checkpoint or an option, or a shard died.
-        SpecServeError: a shard's files are not there.
+        SpecServeError: a shard's files are missing.
     """
     plain = config.model_copy(update={"speculation": ()})
     prepare_environment(plain)
@@ -81,9 +81,9 @@ def write_shards(config: AppConfig, group: PlacementGroup, folder: Path) -> None
     for rank in range(num_shards):
         files = list(folder.glob(f"model-rank-{rank}-part-*.safetensors"))
         for file in files:
-            file.chmod(0o644)  # as a checkpoint's: others may serve it
+            file.chmod(0o644)  # readable for other users, like a checkpoint
         if not files:
-            told = f"shard {rank} wrote to a folder of another machine: all nodes need the same"
-            raise SpecServeError(f"{folder.parent}: {told}")
+            reason = f"shard {rank} wrote to a folder of another machine: all nodes need the same"
+            raise SpecServeError(f"{folder.parent}: {reason}")
     dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
     Division(num_shards, own_quantization(Path(config.model.path)), dtype).write(folder)

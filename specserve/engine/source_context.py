@@ -1,4 +1,4 @@
-"""What the sources of a replica get to know of it."""
+"""Builds the context that a replica's draft sources get."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ def source_context(
     exits: list[Callable[[], None]],
     is_warm: threading.Event,
 ) -> SourceContext:
-    """The context of rank 0's sources. Reads the checkpoint only where a source asks for it.
+    """Builds the context of rank 0's sources; reads the checkpoint only if a source needs it.
 
-    ``exits`` gets what ends whatever the sources start. ``is_warm`` is set when the engine has
-    taken its part of the GPU's memory.
+    Functions that stop what the sources start are added to ``exits``. ``is_warm`` is set when the
+    engine has taken its share of GPU memory.
     """
     has_drafters = any(isinstance(each, DrafterConfig) for each in config.speculation)
     has_trie = any(isinstance(each, TrieConfig) for each in config.speculation)
     model, target = config.model, vllm_config.model_config
     identity = model_identity(model) if has_drafters or has_trie else ""
     vocab_size: int = target.get_vocab_size()
-    is_in_cluster = ray.is_initialized()  # an offline engine is on its own
+    is_in_cluster = ray.is_initialized()  # False in an offline engine
     replica = _own_name() if is_in_cluster else ""
     lora = vllm_config.lora_config
     adapters = config.engine.vllm.get("lora_modules") or ()
 
     def share(trie: TrieConfig, memory: TrieMemory) -> SharedMemory:
         shared = ClusterMemory(trie, memory, identity, vocab_size)
-        exits.insert(0, shared.close)  # before any that may wait for long
+        exits.insert(0, shared.close)  # first, because others may take long
         return shared
 
     return SourceContext(
@@ -69,6 +69,6 @@ def source_context(
 
 
 def _own_name() -> str:
-    """A name that no other process of the cluster has: an actor's, or an engine core's job."""
+    """A unique name of this process in the cluster: its actor id, or else its job id."""
     context = ray.get_runtime_context()
     return str(context.get_actor_id() or context.get_job_id())

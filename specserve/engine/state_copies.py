@@ -1,4 +1,4 @@
-"""A step's hidden states on their way from the device to the drafters that ask for them."""
+"""Copies a step's hidden states from the device to the host, for drafters."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from specserve.core.types import Int32Array, Int64Array, UInt16Array
 def copy_states(
     hidden: torch.Tensor, num_tokens: Int32Array, rows: Int64Array
 ) -> Callable[[], UInt16Array]:
-    """Starts to copy some requests' states to the host; on a GPU without waiting for it.
+    """Starts to copy some requests' states to the host, on a GPU asynchronously.
 
     Args:
         hidden: ``[>= sum(num_tokens), hidden_size]``, the requests' states one after another.
-        num_tokens: int32 ``[n]``, states of each request.
-        rows: int64 ``[r]``, the requests whose states are copied.
+        num_tokens: int32 ``[n]``, number of states of each request.
+        rows: int64 ``[r]``, indices of the requests whose states are copied.
 
     Returns:
-        What waits for the copy: uint16 ``[sum(num_tokens[rows]), hidden_size]``, bits of bfloat16.
+        A function that waits for the copy and returns the bits of bfloat16 values, uint16
+        ``[sum(num_tokens[rows]), hidden_size]``.
     """
     ends = np.cumsum(num_tokens)[rows]
     spans = zip((ends - num_tokens[rows]).tolist(), ends.tolist(), strict=True)

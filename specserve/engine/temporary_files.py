@@ -1,7 +1,7 @@
-"""Where vLLM puts its sockets and rendezvous files, which stay when a process is killed.
+"""Puts vLLM's sockets and rendezvous files into the folder of Ray's session.
 
-vLLM takes the system's temporary folder, and Ray ends its actors by killing them. In the folder of
-Ray's session they lie beside Ray's own sockets and logs.
+Ray kills its actors, and a killed process leaves these files. vLLM puts them into the system's
+temporary folder. In the session's folder they are beside Ray's own sockets and logs.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from specserve.core.sockets import RPC_BASE_PATH, takes_sockets
 
 
 def socket_folder(session: Path) -> str:
-    """The folder for vLLM's sockets: in Ray's session on this node, or the temporary folder.
+    """Returns the folder for vLLM's sockets, within Ray's session folder on this node.
 
-    The latter where a socket's path would be too long in the session's folder.
+    If a socket's path would be too long there, it returns the system's temporary folder.
     """
     folder = session / "sockets"
     return str(folder) if takes_sockets(folder) else tempfile.gettempdir()
 
 
 def keep_sockets_in_session() -> None:
-    """Has vLLM in this process, and in those that it starts, take the folder of Ray's session.
+    """Makes vLLM use Ray's session folder, in this process and its child processes.
 
-    Ray must be initialized. A folder that the environment names stays.
+    Ray must be initialized. A folder that the environment already sets is kept.
     """
     context = ray.get_runtime_context()
     session = Path(context.get_temp_dir(), context.get_session_name())
@@ -38,7 +38,7 @@ def keep_sockets_in_session() -> None:
 
 
 def keep_rendezvous_with_sockets() -> None:
-    """Has the executors of this process put their rendezvous file where the sockets lie."""
+    """Makes this process's executors put their rendezvous file beside the sockets."""
     for module in (uniproc_executor, multiproc_executor):
         module.get_file_store_init_method = _rendezvous
 

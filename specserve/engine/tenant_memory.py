@@ -1,4 +1,4 @@
-"""What tenants may do with their part of the cluster's draft memory: fill, look at and clear it."""
+"""Lets a tenant fill, inspect and clear its part of the cluster's draft memory."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from specserve.trie.text_writer import TextWriter
 from specserve.trie.warm_texts import read_texts
 
 ANSWER_S = 10.0
-"""How long a store may take to answer, in seconds."""
+"""Timeout of a store's answer in seconds."""
 
 Tokens = tuple[Int32Array, int]
-"""A text's tokens, int32 ``[n]``, and how many of the first ones are prompt."""
+"""A text's token ids, int32 ``[n]``, and the number of prompt tokens at its start."""
 
 
 class TextReader(NamedTuple):
-    """How a replica reads texts.
+    """Settings for reading texts.
 
     Attributes:
-        tokenizer: the model's, of transformers; for one thread.
-        max_tokens: of a text: the context length.
-        max_chars: no text of more characters has so few tokens.
-        adapters: the LoRA adapters that are loaded now.
+        tokenizer: the model's tokenizer (transformers); for one thread at a time.
+        max_tokens: longest text in tokens, the context length.
+        max_chars: a text with more characters certainly exceeds ``max_tokens``.
+        adapters: returns the names of the LoRA adapters that are loaded now.
     """
 
     tokenizer: Any
@@ -44,15 +44,16 @@ _find_store = partial(RemoteStore, timeout_s=ANSWER_S)
 
 
 class TenantMemory:
-    """The draft memory of one model. Calls block, and may come from several threads.
+    """The draft memory of one model. Calls block and are thread-safe, except :meth:`read`.
 
-    Those that ask a store raise StoreError where it does not answer.
+    Calls to a store raise StoreError if it does not answer.
 
     Args:
         stores: options of the model's stores, by shard.
-        connect: the way to a store for texts.
-        find: the way to a store that runs, for all else.
-        running: names of the stores that run, other models' too.
+        reader: settings for reading texts.
+        connect: opens a client that writes texts to a store.
+        find: returns a running store by its name.
+        running: returns the names of all running stores, also of other models.
     """
 
     def __init__(
@@ -70,10 +71,10 @@ class TenantMemory:
         self._writers = [TextWriter(connect(each), each) for each in stores]
 
     def read(self, body: bytes) -> list[Tokens]:
-        """The texts in lines of JSON; see :func:`read_texts`. For one thread.
+        """Reads texts from JSON lines; see :func:`read_texts`. For one thread at a time.
 
         Raises:
-            ConfigError: a line is wrong or too long, or there is none.
+            ConfigError: a line is invalid or too long, or there is no line.
         """
         reader = self._reader
         allowed = f"at most {reader.max_tokens} tokens, the context length"
@@ -91,14 +92,14 @@ class TenantMemory:
         return texts
 
     def teach(self, tenant: str, adapter: str, texts: list[Tokens]) -> None:
-        """Teaches texts, all or none.
+        """Writes texts to the tenant's store, all or none.
 
         Args:
-            tenant: whose texts they are; empty: where tenants share, or there are none.
-            adapter: the LoRA adapter that they are for; empty: none.
+            tenant: the texts' owner; empty if tenants share memory or there are none.
+            adapter: the LoRA adapter that the texts are for; empty: none.
 
         Raises:
-            ConfigError: no such adapter is loaded, or the texts are too much for the memory.
+            ConfigError: the adapter is not loaded, or the texts exceed the memory.
         """
         if adapter and adapter not in (known := self._reader.adapters()):
             raise ConfigError("adapter", adapter, ", ".join(known) or "none: none is loaded")
@@ -106,7 +107,7 @@ class TenantMemory:
         self._writers[shard_of(name, len(self._stores))].write(name, texts)
 
     def held(self, tenant: str) -> list[dict[str, Any]]:
-        """The tenant's namespaces with their tokens and, where it is loaded now, their adapter."""
+        """The tenant's namespaces with token counts, and the adapter if it is loaded now."""
         known = {self._namespace(tenant, each): each for each in ("", *self._reader.adapters())}
         tokens: Counter[str] = Counter()
         for store in self._names():
@@ -118,17 +119,17 @@ class TenantMemory:
         ]
 
     def purge(self, tenant: str) -> int:
-        """Forgets all of a tenant's namespaces, here and in all replicas; how many tokens.
+        """Deletes a tenant's namespaces in all stores and replicas; returns the token count.
 
         Raises:
-            SnapshotError: forgotten, but a snapshot could not be written and still has the text.
+            SnapshotError: deleted, but a snapshot could not be written and still has the texts.
         """
-        self.held(tenant)  # all of the stores answer, or none is asked to forget
+        self.held(tenant)  # raises before anything is deleted if a store does not answer
         stores = [self._find(each) for each in self._names()]
         return sum(each.purge(tenant_half(tenant)) for each in stores)
 
     def _names(self) -> list[str]:
-        """The model's stores: the configured ones, and those of another ``num_store_shards``."""
+        """Names of the configured stores and of running ones from other ``num_store_shards``."""
         configured = [each.name for each in self._stores]
         of_model = configured[0].removesuffix(f"-{self._stores[0].shard}")
         others = {each for each in self._running() if each.rpartition("-")[0] == of_model}

@@ -1,10 +1,9 @@
-"""Tells the engine whose request it is, and what that asked of speculation.
+"""Writes the tenant and the speculation controls of an HTTP call into its engine requests.
 
-The HTTP side notes the tenant and the speculation controls of the call being answered
-(:data:`CURRENT_TENANT`, :data:`CURRENT_CONTROLS`). vLLM's handlers turn that call into requests in
-the same context, by whatever route and in whatever form the body came, and send each through one
-method of the engine's client: there both are written. So nothing in a body has to be read again or
-replaced, nothing in it can choose the tenant, and no handler can leave the controls out.
+The HTTP side sets both for the current call (:data:`CURRENT_TENANT`, :data:`CURRENT_CONTROLS`).
+vLLM's handlers create the call's requests in the same context and send all of them through one
+method of the engine's client. That method is wrapped here. A body therefore cannot choose the
+tenant, and no handler can drop the controls.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ CURRENT_TENANT: ContextVar[str] = ContextVar("specserve_tenant", default=NO_TENA
 CURRENT_CONTROLS: ContextVar[Mapping[str, object]] = ContextVar(
     "specserve_controls", default=MappingProxyType({})
 )
-"""Speculation controls of the HTTP call being answered, as its ``vllm_xargs`` has them."""
+"""Speculation controls of the HTTP call being answered, in the form of ``vllm_xargs``."""
 
 _BEAM = re.compile(r"-[0-9a-f]{16}-beam-\d+$")
-"""How vLLM's beam search ends the ids of its requests, one a beam and step."""
+"""End of a request id of vLLM's beam search, which sends one request for each beam and step."""
 
 _BEAM_CONTROLS = {"speculation": "off", "learn": 0}
-"""Each holds the whole text for one token more: drafts come too late, and most beams are given up
-before the text that is answered is known."""
+"""A beam's request generates one token, so drafts cannot help. Most beams are discarded, so their
+texts are not learned."""
 
 
 def stamp_requests(client: Any, *, with_tenants: bool) -> None:
-    """Has every request of a vLLM ``engine_core`` carry its call's controls, and its tenant."""
+    """Writes the call's controls, and the tenant, into every request of a vLLM ``engine_core``."""
     send = client.add_request_async
 
     async def stamp_and_send(request: Any) -> None:
@@ -51,7 +50,7 @@ def stamp_requests(client: Any, *, with_tenants: bool) -> None:
 def stamp_controls(request: Any, controls: Mapping[str, object]) -> None:
     """Writes a call's speculation controls into a vLLM ``EngineCoreRequest``.
 
-    Some of vLLM's handlers make sampling parameters of their own, without ``vllm_xargs``.
+    Some of vLLM's handlers create sampling parameters without ``vllm_xargs``.
     """
     params = request.sampling_params
     if params is None:
@@ -63,25 +62,25 @@ def stamp_controls(request: Any, controls: Mapping[str, object]) -> None:
 
 
 def stamp(request: Any, tenant: str) -> None:
-    """Writes ``tenant`` into a vLLM ``EngineCoreRequest``, over what the client may have sent.
+    """Writes ``tenant`` into a vLLM ``EngineCoreRequest``, over values that the client sent.
 
-    The prefix cache would tell by its speed what other tenants have asked. vLLM reuses blocks only
-    between requests of one ``cache_salt``, so tenants get different ones; a client's own salt
-    still parts the tenant's requests, there and in a drafter.
+    Cache hits are faster, so a shared prefix cache would reveal other tenants' prompts. vLLM reuses
+    blocks only between requests with equal ``cache_salt``, so each tenant gets its own. A client's
+    salt still separates requests of its tenant, in the prefix cache and in drafters.
     """
     params = request.sampling_params
     if params is not None:
-        told = tenant_fields(tenant, request.cache_salt or "")
-        params.extra_args = {**(params.extra_args or {}), **told}
+        fields = tenant_fields(tenant, request.cache_salt or "")
+        params.extra_args = {**(params.extra_args or {}), **fields}
     salt = f"{scope_of(tenant)}\0{request.cache_salt or ''}"
     request.cache_salt = blake2b(salt.encode(), digest_size=16).hexdigest()
 
 
 def tenant_fields(tenant: str, cache_salt: str = "") -> dict[str, object]:
-    """How extra arguments tell the engine whose a text is."""
+    """The extra arguments that carry the tenant and the client's salt to the engine."""
     return {TENANT_KEY: tenant, SALT_KEY: cache_salt}
 
 
 def scope_of(tenant: str) -> str:
-    """What tells a tenant's things from another's; of a call without one, a new one each time."""
+    """A tenant's cache scope: its name, or a new random string for a call without tenant."""
     return token_hex() if tenant == NO_TENANT else tenant

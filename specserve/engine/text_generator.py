@@ -1,4 +1,4 @@
-"""Continues texts for the generation API, by vLLM's renderer, engine client and detokenizer."""
+"""Continues texts for the generation API with vLLM's renderer, engine client and detokenizer."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ logger = logging.getLogger(__name__)
 
 
 class TextGenerator(GenerateBaseServing):
-    """vLLM's base of HTTP handlers, for the generation API; a ``TextEngine``.
+    """A ``TextEngine`` on vLLM's base class of HTTP handlers.
 
     Args:
         engine_client: vLLM's ``AsyncLLM``.
         models: its ``OpenAIServingModels``, with the adapters.
-        request_logger: logs requests; None: nothing does.
-        max_concurrent_requests: decoded and waiting.
+        request_logger: logs requests; None: requests are not logged.
+        max_concurrent_requests: limit of running and waiting requests.
         has_processors: whether the workers have :mod:`specserve.engine.logits_processors`.
     """
 
@@ -59,7 +59,7 @@ class TextGenerator(GenerateBaseServing):
 
     @property
     def limits(self) -> Limits:
-        """What the engine takes."""
+        """The engine's limits."""
         return self._limits
 
     async def generate(self, request: TextRequest, call: Request) -> AsyncGenerator[Output, None]:
@@ -86,7 +86,7 @@ class TextGenerator(GenerateBaseServing):
                     yield reader.read(output)
 
     def _check_processors(self, request: TextRequest) -> None:
-        rule = "is not supported by this server: its engine has no logits processors of ours"
+        rule = "is not supported by this server: its engine does not run the processor for it"
         for name, value in (("typical_p", request.typical_p), ("watermark", request.watermark)):
             if value and not self._has_processors:
                 raise GenerationError.of_field(name, rule, value)
@@ -133,7 +133,7 @@ class TextGenerator(GenerateBaseServing):
         if num_prompt_tokens >= most:
             raise _too_long(most, str(num_prompt_tokens))
         with_logprobs = request.with_tokens or request.num_sequences > 1
-        is_typical = request.typical_p is not None  # has these two in its processor
+        is_typical = request.typical_p is not None  # its processor applies top_k and top_p
         return SamplingParams(
             n=request.num_sequences,
             temperature=request.temperature,
@@ -141,7 +141,7 @@ class TextGenerator(GenerateBaseServing):
             top_p=1.0 if is_typical else request.top_p,
             repetition_penalty=request.repetition_penalty,
             frequency_penalty=request.frequency_penalty,
-            # vLLM's runner of GPUs keeps it in an int64; -1 stands for none.
+            # vLLM's GPU runner stores the seed as int64, with -1 for none.
             seed=None if request.seed is None else request.seed % 2**63,
             stop=list(request.stop),
             include_stop_str_in_output=True,
@@ -164,7 +164,7 @@ def _too_long(most: int, given: str) -> GenerationError:
 
 @contextmanager
 def _as_our_errors(request: TextRequest) -> Iterator[None]:
-    """Tells what vLLM raises in the words of Text Generation Inference."""
+    """Translates vLLM's errors into those of Text Generation Inference."""
     try:
         yield
     except GenerationError:
@@ -174,7 +174,7 @@ def _as_our_errors(request: TextRequest) -> Iterator[None]:
             raise
         raise GenerationError("overloaded", "Model is overloaded") from error
     except VLLMClientError as error:
-        # All else is checked before vLLM does.
+        # All parameters but the grammar have been checked before.
         what = "grammar is not valid: " if request.grammar else ""
         raise GenerationError.invalid(what + reason_of(error)) from error
     except Exception as error:

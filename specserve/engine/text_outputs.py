@@ -1,4 +1,4 @@
-"""vLLM's outputs in those of the generation API, token by token."""
+"""Converts vLLM's outputs into those of the generation API."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from specserve.engine.text_request import (
 )
 
 _CONTEXT_TOKENS = 16
-"""Of a prompt, before the first generated token: more than any character is made of."""
+"""Prompt tokens given to the detokenizer; no character consists of more tokens."""
 
 
 class OutputReader:
-    """Reads the outputs of one request."""
+    """Converts the outputs of one request."""
 
     def __init__(self, request: TextRequest, tokenizer: Any) -> None:
         self._request = request
@@ -35,10 +35,10 @@ class OutputReader:
         self._texts: dict[int, _TokenTexts] = {}  # by the index of a continuation
 
     def read(self, output: RequestOutput) -> Output:
-        """One output.
+        """Converts one output.
 
         Raises:
-            GenerationError: the engine has failed, or has given the request up.
+            GenerationError: the engine has failed or has aborted the request.
         """
         prompt: list[int] = output.prompt_token_ids
         return Output(
@@ -83,7 +83,7 @@ class OutputReader:
 
 
 class _TokenTexts:
-    """What each generated token adds to a text, special tokens included; by vLLM's detokenizer."""
+    """Text of each generated token, special tokens included, by vLLM's detokenizer."""
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
         self.special: frozenset[int] = frozenset(tokenizer.all_special_ids)
@@ -103,7 +103,7 @@ class _TokenTexts:
         )
 
     def next(self, token: int) -> str:
-        """The text that comes with one token more."""
+        """Returns the text that the next token adds."""
         self._detokenizer.update([token], stop_terminated=False)
         text: str = self._detokenizer.get_next_output_text(finished=False, delta=True)
         return text
@@ -112,7 +112,7 @@ class _TokenTexts:
 def _top_tokens(
     entries: dict[int, Logprob], most: int, special: frozenset[int]
 ) -> tuple[Token, ...]:
-    """The most likely tokens of a position; the chosen one may come with them and not be one."""
+    """The most likely tokens of a position. ``entries`` may also contain the sampled token."""
     likely = sorted(entries.items(), key=lambda item: item[1].rank)[:most]
     return tuple(
         Token(token, entry.decoded_token, entry.logprob, token in special)

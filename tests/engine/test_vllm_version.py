@@ -50,7 +50,7 @@ def test_another_version_is_told_with_package_and_value(
     with pytest.raises(ConfigError) as refused:
         check_vllm(config())
     assert str(refused.value) == (
-        f"{package}: '0.33.1' is not allowed; allowed: {TESTED_VLLM}, as specserve is tested: "
+        f"{package}: '0.33.1' is not allowed; allowed: {TESTED_VLLM}, the tested version: "
         f"pip install {package}=={TESTED_VLLM}"
     )
 

@@ -106,7 +106,7 @@ def test_experts_of_int8_need_experts(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_R1_UNQUANTIZED))
     check(tmp_path, INT8)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
-    with pytest.raises(ConfigError, match=r"quantization: .* quantizes experts alone"):
+    with pytest.raises(ConfigError, match=r"quantization: .* quantizes experts only"):
         check(tmp_path, INT8)
 
 

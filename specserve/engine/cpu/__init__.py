@@ -1,1 +1,1 @@
-"""Repairs of vLLM on CPU."""
+"""Repairs and faster kernels for vLLM on CPU."""

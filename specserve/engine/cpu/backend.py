@@ -1,7 +1,7 @@
-"""What depends on whether a CPU has AMX: which latent attention it runs.
+"""Chooses the backend of latent attention (MLA) on CPUs with AMX.
 
-With AMX vLLM 0.32 takes its AMX backend for every model with latent attention, also for one whose
-sizes or type its kernels refuse, which then fails at the first prompt.
+On such a CPU vLLM 0.32 takes its AMX backend for every model with MLA. A model whose sizes or dtype
+the AMX kernels refuse then fails at the first prompt.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _AMX_HEAD_SIZE, _AMX_MULTIPLE = 576, 32
 
 
 def choose_latent_attention(arguments: EngineArgs) -> None:
-    """Sets the backend to ``CPU_MLA`` where vLLM would choose one that cannot run the model.
+    """Sets the backend to ``CPU_MLA`` if vLLM's AMX backend cannot run the model.
 
-    That of vLLM's own drafter, which would be a part of the same model, too. A backend that the
-    user names is kept.
+    The same holds for vLLM's own drafter, a part of the same model. A backend that the user names
+    is kept.
     """
     is_named = arguments.attention_backend or arguments.attention_config.backend
     if has_amx() and not is_named and not fits_amx(arguments.create_model_config()):
@@ -29,7 +29,7 @@ def choose_latent_attention(arguments: EngineArgs) -> None:
 
 
 def has_amx() -> bool:
-    """Whether vLLM takes this machine for a CPU with AMX."""
+    """Whether this machine is an x86 CPU with AMX, by vLLM's test."""
     return bool(is_x86() and torch.cpu._is_amx_tile_supported())
 
 
@@ -40,10 +40,10 @@ def is_x86() -> bool:
 
 
 def fits_amx(model: ModelConfig) -> bool:
-    """Whether vLLM's AMX kernels compute the model's latent attention; true without this."""
+    """Whether vLLM's AMX kernels can run the model's latent attention; True if it has none."""
     text = model.hf_text_config
     if not model.use_mla or getattr(text, "kv_lora_rank", None) is None:
-        return True  # without the latter, DeepSeek-V4: vLLM has kernels of its own for it
+        return True  # MLA without kv_lora_rank is DeepSeek-V4, which has other kernels in vLLM
     multiples = (text.qk_nope_head_dim, text.v_head_dim)
     return (
         model.dtype == torch.bfloat16

@@ -1,7 +1,7 @@
 """Experts in float32 on CPU, which vLLM's kernel refuses.
 
-Plain torch, an expert at a time: for comparing a mixture-of-experts model with a reference to the
-last digits, not for speed. In other types vLLM's kernel runs.
+Computed in plain torch, one expert at a time. This serves exact comparisons of a mixture-of-experts
+model with a reference; it is slow. For other dtypes vLLM's kernel runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _apply = CPUUnquantizedExperts.apply
 
 
 def allow_float32_experts() -> None:
-    """Has vLLM's CPU experts take float32 too, in this process."""
+    """Lets vLLM's CPU experts run in float32 too, in this process."""
     CPUUnquantizedExperts.process_weights_after_loading = _prepare_or_leave
     CPUUnquantizedExperts.apply = _apply_in_any_type
 
@@ -37,7 +37,7 @@ def _prepare_or_leave(self: Any, layer: Any) -> None:
 
 
 def _apply_in_any_type(self: Any, *, hidden_states: torch.Tensor, **rest: Any) -> None:
-    """vLLM's method ``apply``, which is called by names."""
+    """Replaces vLLM's method ``apply``, which is called with keyword arguments."""
     is_float32 = hidden_states.dtype == torch.float32
     apply = _apply_in_float32 if is_float32 else partial(_apply, self)
     apply(hidden_states=hidden_states, **rest)
@@ -53,10 +53,10 @@ def _apply_in_float32(
     apply_router_weight_on_input: bool,
     **unused: Any,
 ) -> None:
-    """Experts with SiLU between their projections, as was checked at loading.
+    """Computes experts with SiLU between their projections; loading has checked this.
 
     Args:
-        output: ``[tokens, hidden_size]``, written.
+        output: ``[tokens, hidden_size]``, overwritten with the result.
         hidden_states: ``[tokens, hidden_size]``.
         w1: ``[experts, 2 * intermediate_size, hidden_size]``, gate and up projections.
         w2: ``[experts, hidden_size, intermediate_size]``, down projections.

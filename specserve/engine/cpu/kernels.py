@@ -1,18 +1,14 @@
-"""What is wrong on CPU in vLLM 0.32's sampling, put right.
+"""Fixes four defects of vLLM 0.32's sampling on CPU.
 
-The rejection sampler spreads each request's temperature, top_k and top_p over the request's draft
-tokens. vLLM's CPU version converts the output to int64 first and never copies it back, so that for
-any other type the values stay uninitialised memory, and sampled text is drawn from a distribution
-that nobody asked for. Greedy decoding does not use it. On GPU the kernel is right and untouched.
-
-In a step without any draft token, ``top_k`` is applied to no logits at all, and vLLM's CPU version
-takes the maximum of nothing, which ends the engine.
-
-A request whose prompt is not read to its end is sampled too, and the token thrown away. vLLM then
-sets the generator of a request with a ``seed`` back by an offset, which those on CPU do not have.
-
-The function that ranks tokens among log-probabilities is compiled at its first use, which holds all
-requests up for ten seconds.
+1. The rejection sampler copies each request's temperature, top_k and top_p to its draft tokens.
+   vLLM's CPU version converts the output to int64 and never copies it back. For any other dtype the
+   values stay uninitialised memory, and sampled text has a wrong distribution.
+2. In a step without draft tokens, ``top_k`` is applied to zero rows of logits. vLLM's CPU version
+   takes the maximum of an empty tensor, which ends the engine.
+3. A request in prefill is sampled too, and the token is discarded. vLLM then resets the offset of
+   the generator of a request with a ``seed``; a CPU generator has no offset.
+4. The function that ranks tokens by log-probability is compiled at its first use. All requests wait
+   ten seconds for that.
 """
 
 from __future__ import annotations
@@ -29,10 +25,10 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 
 def repair_kernels() -> None:
-    """Puts the replacements in place, by the names under which vLLM looks them up.
+    """Assigns the replacements to the names that vLLM looks up.
 
-    Not through vLLM's `register_kernels`, which looks into every object of every imported module
-    and stumbles over some that are not vLLM's.
+    vLLM's `register_kernels` is not used: it inspects every object of every imported module, and
+    fails on some of other packages.
     """
     rejection_sampler.apply_top_k_top_p = _apply_top_k_top_p
     sampler.batched_count_greater_than = _count_at_least
@@ -42,9 +38,9 @@ def repair_kernels() -> None:
 
 @contextmanager
 def unused_generators_aside(runner: Any) -> Iterator[None]:
-    """Within it, a step samples without the generators of requests whose token it throws away.
+    """Context for a step that removes the generators of requests whose token is discarded.
 
-    Such a row is drawn from the engine's own generator, and vLLM finds none to set back.
+    Such a row is drawn from the engine's own generator, and vLLM has no generator to reset.
     """
     generators: dict[int, torch.Generator] = runner.input_batch.generators
     unused = np.nonzero(runner.discard_request_mask.np[: runner.input_batch.num_reqs])[0]
@@ -58,12 +54,12 @@ def unused_generators_aside(runner: Any) -> Iterator[None]:
 def _apply_top_k_top_p(
     logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None
 ) -> torch.Tensor:
-    """vLLM's function of this name, for any number of rows."""
+    """vLLM's function of this name, which also accepts zero rows."""
     return apply_top_k_top_p(logits, k, p) if len(logits) else logits
 
 
 def _count_at_least(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """vLLM's `batched_count_greater_than`: how many of ``x[i]`` are at least ``values[i, 0]``."""
+    """Counts the elements of ``x[i]`` that are at least ``values[i, 0]``, for each row ``i``."""
     return (x >= values).sum(-1)
 
 
@@ -74,13 +70,13 @@ def _expand_batch_to_tokens(
     replace_from: int = 0,
     replace_to: int = 0,
 ) -> torch.Tensor:
-    """vLLM's function of this name: each ``x[i]`` once for every draft token of request ``i``.
+    """vLLM's function of this name: repeats ``x[i]`` for every draft token of request ``i``.
 
     Args:
         x: ``[batch_size]``.
         cu_num_tokens: ``[batch_size]``, cumulative number of draft tokens.
-        num_tokens: the last one of these.
-        replace_from: value of ``x`` that is answered as ``replace_to``.
+        num_tokens: last value of ``cu_num_tokens``.
+        replace_from: value of ``x`` that becomes ``replace_to`` in the result.
     """
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
     replaced = torch.where(x == replace_from, replace_to, x).to(x.dtype)

@@ -1,9 +1,9 @@
-"""Linear layers on CPU, in bfloat16 or in float32: as is faster here, by a measurement at load.
+"""Runs linear layers on CPU in bfloat16 or float32, whichever a measurement at load shows faster.
 
-Without AVX512-BF16, AMX or Arm's BF16, most matrix products are slower in bfloat16 than in float32,
-by how much depends on the shape. A layer that computes in float32 keeps its weights so, in twice
-the memory, and rounds the result once, as bfloat16 hardware does. Latent attention and a separate
-output head keep their bfloat16 weights beside them, which others read too.
+Without AVX512-BF16, AMX or Arm's BF16, most matrix products are slower in bfloat16 than in float32.
+The ratio depends on the shape. A layer that computes in float32 keeps float32 weights, in twice the
+memory, and rounds the result once, as bfloat16 hardware does. Latent attention and a separate
+output head also keep their bfloat16 weights, which other code reads.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ logger = logging.getLogger(__name__)
 _dispatch = utils.dispatch_cpu_unquantized_gemm
 
 _ROWS = (8, 128)
-"""Tokens of a step that decodes, and of one that reads a prompt."""
-_MOST_WEIGHTS = 1 << 22
-"""As many are measured at most: a run takes milliseconds, and no cache of a core holds them."""
+"""Tokens of a decode step and of a prefill step."""
+_MAX_WEIGHTS = 1 << 22
+"""Most weights that are measured. A run takes milliseconds, and no core's cache holds so many."""
 _NUM_RUNS = 5
 _MEASURED_S = 0.03
-"""Of a shape and number of rows at least so much."""
-_WORTH = 0.8
-"""Float32 takes twice the memory: it is worth that where it takes at most this part of the time."""
+"""Shortest measurement in seconds, for one shape and one number of rows."""
+_MAX_TIME_RATIO = 0.8
+"""Float32 needs twice the memory. It is used below this ratio of its time to bfloat16's time."""
 
 
 def use_fastest_linear() -> None:
-    """Has vLLM's linear layers compute in this process as is faster for their shape."""
+    """Lets vLLM's linear layers use the faster dtype for their shape, in this process."""
     utils.dispatch_cpu_unquantized_gemm = _dispatch_fastest
 
 
 def use_fastest_linear_in(model: torch.nn.Module) -> None:
-    """The same for the loaded layers that vLLM leaves to torch: those of latent attention."""
+    """Does the same for loaded layers that vLLM leaves to torch, those of latent attention."""
     for layer in model.modules():
         if getattr(layer, "_cpu_skip_gemm_dispatch", False):
             weight = getattr(layer, "weight", None)
             if (
                 isinstance(weight, torch.Tensor)
-                and _is_concerned(weight)
+                and _is_bfloat16_matrix(weight)
                 and is_float32_faster(*weight.shape, _leave_to_torch)
             ):
                 _compute_in_float32(layer, weight)
@@ -59,12 +59,12 @@ def use_fastest_linear_in(model: torch.nn.Module) -> None:
 def is_float32_faster(
     num_outputs: int, num_inputs: int, dispatch: Callable[[Any, bool], None]
 ) -> bool:
-    """Whether a layer of this shape takes clearly less time in float32; measures it once.
+    """Whether a layer of this shape is clearly faster in float32; measures it once.
 
-    Decoding and reading a prompt count the same, by the ratios of their times. ``dispatch``
-    chooses how a layer computes in bfloat16, as vLLM's function does.
+    The result is the geometric mean of the time ratios of decode and prefill. ``dispatch`` sets up
+    the bfloat16 layer, as vLLM's function does.
     """
-    num_outputs = min(num_outputs, max(1, _MOST_WEIGHTS // num_inputs))
+    num_outputs = min(num_outputs, max(1, _MAX_WEIGHTS // num_inputs))
     layer: Any = torch.nn.Linear(num_inputs, num_outputs, bias=False, dtype=torch.bfloat16)
     weight = layer.weight.detach().float()
     dispatch(layer, False)
@@ -76,21 +76,21 @@ def is_float32_faster(
             partial(layer.cpu_linear, x, layer.weight, None),
         )
         ratio *= in_float32 / in_bfloat16
-    logger.info("Linear %d to %d: float32 takes %.2f", num_inputs, num_outputs, ratio**0.5)
-    return bool(ratio**0.5 < _WORTH)
+    logger.info("Linear %d to %d: float32/bfloat16 time %.2f", num_inputs, num_outputs, ratio**0.5)
+    return bool(ratio**0.5 < _MAX_TIME_RATIO)
 
 
 def _seconds(*calls: Callable[[], object]) -> list[float]:
-    """The shortest run of each, in turns, on one thread.
+    """Shortest CPU time of each call, in seconds, measured in turns on one thread.
 
-    While the engine loads, drafters and other engines do so on the same CPUs, too. What a thread
-    computes is counted then, and not what it waits for.
+    Drafters and other engines may load on the same CPUs meanwhile. CPU time excludes the time in
+    which the thread waits for them.
     """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     timers = [Timer(call, timer=time.thread_time) for call in calls]
     try:
-        runs = [[each.timeit(1) for each in timers]]  # which warms up
+        runs = [[each.timeit(1) for each in timers]]  # warm-up
         until = time.perf_counter() + _MEASURED_S
         while len(runs) <= _NUM_RUNS or time.perf_counter() < until:
             runs.append([each.timeit(1) for each in timers])
@@ -104,9 +104,9 @@ def _leave_to_torch(layer: Any, remove_weight: bool) -> None:
 
 
 def _dispatch_fastest(layer: Any, remove_weight: bool) -> None:
-    """vLLM's function of this name: chooses how a layer computes."""
+    """Replaces vLLM's `dispatch_cpu_unquantized_gemm`: chooses how a layer computes."""
     is_lookup = isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead)
-    may_change = not is_lookup and _is_concerned(layer.weight)
+    may_change = not is_lookup and _is_bfloat16_matrix(layer.weight)
     if not (may_change and is_float32_faster(*layer.weight.shape, _dispatch)):
         _dispatch(layer, remove_weight)
         return
@@ -115,7 +115,7 @@ def _dispatch_fastest(layer: Any, remove_weight: bool) -> None:
         layer.weight = torch.nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
 
 
-def _is_concerned(weight: torch.Tensor) -> bool:
+def _is_bfloat16_matrix(weight: torch.Tensor) -> bool:
     return weight.ndim == 2 and weight.dtype == torch.bfloat16 and not weight.is_meta
 
 
@@ -126,6 +126,6 @@ def _compute_in_float32(layer: Any, weight: torch.Tensor) -> None:
 def _linear(
     weight: torch.Tensor, x: torch.Tensor, _: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """``x`` [..., in] times ``weight`` [out, in] in float32, in the type of ``x``."""
+    """Linear layer in float32: ``x`` [..., in], ``weight`` [out, in]; the dtype of ``x``."""
     in_float32 = None if bias is None else bias.float()
     return torch.nn.functional.linear(x.float(), weight, in_float32).to(x.dtype)

@@ -1,16 +1,15 @@
-"""Latent attention on CPU that verifies drafts at the price of decoding.
+"""Latent attention (MLA) on CPU that verifies a draft token at the cost of a decoded token.
 
-vLLM 0.32's CPU backend takes a request with more than one token in a step for a prefill: it expands
-its whole latent cache to keys and values again, and its rounding differs from that of plain steps.
-Here each token of a verified draft is a row of its own for the decode kernel, with as much context
-as it may see; so is each token of a prompt no longer than a draft.
+vLLM 0.32's CPU backend treats a request with more than one token in a step as a prefill. It expands
+the whole latent cache to keys and values again, and rounds differently from a decode step. Here the
+decode kernel gets each draft token as its own row, with the context that the token may see. A
+prompt that is no longer than a draft is computed in the same way.
 
-The decode kernel reads the context once for each row. In a step with longer drafts, vLLM's kernel
-that extends a cache reads it once for all rows of a request, where the CPU multiplies bfloat16: 9
-rows of 1,000 tokens of context take half the time, 17 a third.
+The decode kernel reads the context once for each row. For longer drafts vLLM's extend kernel reads
+it once for all rows of a request. It needs a CPU with bfloat16 arithmetic. With 1,000 tokens of
+context, 9 rows take half the time and 17 rows a third.
 
-Where a CPU has AMX and a model fits it, vLLM has another backend, which is untouched; see
-:mod:`specserve.engine.cpu.backend`.
+vLLM's AMX backend is not changed; see :mod:`specserve.engine.cpu.backend`.
 """
 
 from __future__ import annotations
@@ -34,30 +33,30 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from specserve.engine.cpu.backend import is_x86
 
 BLOCK_SIZE = 16
-"""Positions of a block of the cache: the only one that vLLM's backend has."""
+"""Positions in a block of the cache; vLLM's backend supports no other size."""
 
-_FEW_ROWS = 2
-"""Rows a request up to which the decode kernel takes no longer, on average of a step's requests."""
+_MAX_DECODE_ROWS = 2
+"""Mean rows a request in a step up to which the decode kernel is as fast as the extend kernel."""
 
 
 def use_verifying_backend() -> None:
-    """Has vLLM take this module's backend for its own of the same name, in this process."""
+    """Replaces vLLM's backend ``CPU_MLA`` by this module's, in this process."""
     register_backend(
         AttentionBackendEnum.CPU_MLA, f"{__name__}.{VerifyingCPUMLABackend.__qualname__}"
     )
 
 
 class Extension(NamedTuple):
-    """A step's n requests with t rows, as the kernel takes them that extends a cache; all int64.
+    """Arguments of the extend kernel for a step's n requests with t rows; all int64.
 
     Attributes:
-        slots: ``[n, positions]``, where each position of a request is in the cache.
-        requests: ``[n]``, row of ``slots``.
-        seq_lens: ``[n]``, with the new rows.
-        num_rows: ``[n]``.
+        slots: ``[n, positions]``, cache slot of each position of a request.
+        requests: ``[n]``, each request's row in ``slots``.
+        seq_lens: ``[n]``, context lengths with the new rows.
+        num_rows: ``[n]``, new rows of each request.
         starts: ``[n]``, first row of each request.
-        most_rows: of a request.
-        new_slots: ``[t]``, where the new rows are in the cache.
+        most_rows: largest of ``num_rows``.
+        new_slots: ``[t]``, cache slots of the new rows.
     """
 
     slots: torch.Tensor
@@ -71,13 +70,13 @@ class Extension(NamedTuple):
 
 @dataclass
 class VerifyingDecodeMetadata(MLACommonDecodeMetadata):
-    """vLLM's, by rows; with the same by requests where that takes less time in bfloat16."""
+    """vLLM's metadata by rows, and the extend kernel's arguments if that kernel is faster."""
 
     extension: Extension | None = None
 
 
 class VerifyingMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
-    """Lays out the batch by tokens instead of requests, as far as requests decode."""
+    """Lays out decode requests by tokens instead of requests."""
 
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.VARLEN
 
@@ -92,15 +91,15 @@ class VerifyingMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
         max_query_len: int,
         dcp_tot_seq_lens_device: torch.Tensor | None,
     ) -> MLACommonDecodeMetadata:
-        """vLLM's method; tensors of ``[requests, ...]`` become such of ``[tokens, ...]``."""
+        """vLLM's method; tensors ``[requests, ...]`` become tensors ``[tokens, ...]``."""
         starts = query_start_loc_cpu.long()
         lengths = torch.diff(starts)
         rows = torch.repeat_interleave(lengths, output_size=num_decode_tokens)
-        # Tokens of the same request that come after each.
+        # Number of later tokens of the same request.
         after = starts[1:][rows] - 1 - torch.arange(num_decode_tokens)
         seq_lens = seq_lens_device[rows] - after
         extension = None
-        if num_decode_tokens > _FEW_ROWS * len(lengths) and multiplies_bfloat16():
+        if num_decode_tokens > _MAX_DECODE_ROWS * len(lengths) and multiplies_bfloat16():
             table = block_table_tensor[:, : -(-max_seq_len // BLOCK_SIZE), None].long()
             slots = (table * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten(1)
             extension = Extension(
@@ -121,7 +120,7 @@ class VerifyingMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
 
 
 class VerifyingCPUMLAImpl(CPUMLAImpl):
-    """vLLM's attention, but for steps with drafts in bfloat16."""
+    """vLLM's attention, with the extend kernel for steps with drafts in bfloat16."""
 
     def forward_mqa(
         self,
@@ -165,12 +164,12 @@ class VerifyingCPUMLAImpl(CPUMLAImpl):
 
 @functools.cache
 def multiplies_bfloat16() -> bool:
-    """Whether the CPU has the instructions that vLLM's kernel for extensions is written for."""
+    """Whether the CPU has AVX512-BF16, which vLLM's extend kernel is written for."""
     return is_x86() and bool(torch.cpu._is_avx512_bf16_supported())
 
 
 class VerifyingCPUMLABackend(CPUMLABackend):
-    """vLLM's CPU backend, but for the layout of the batch and for drafts."""
+    """vLLM's CPU backend with this module's batch layout and attention."""
 
     @staticmethod
     def get_builder_cls() -> type[VerifyingMetadataBuilder]:

@@ -1,7 +1,7 @@
-"""Latent attention of prompts on CPU by torch's kernel, which keeps no matrix of scores.
+"""Latent attention (MLA) in prefill on CPU by torch's kernel, which stores no score matrix.
 
-vLLM 0.32 computes the scores of all pairs of tokens in float32, those that are masked too: a prompt
-of 700 tokens takes 1.7 times as long, one of 1,500 tokens 3.5 times.
+vLLM 0.32 computes the scores of all token pairs in float32, also the masked ones. With it a prompt
+of 700 tokens takes 1.7 times as long, and one of 1,500 tokens 3.5 times.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from vllm.v1.attention.backends.mla.prefill.registry import (
 
 
 def use_flash_prefill() -> None:
-    """Has vLLM take this module's backend for its own of the same name, in this process."""
+    """Replaces vLLM's MLA prefill backend ``CPU`` by this module's, in this process."""
     name = f"{__name__}.{FlashPrefillBackend.__qualname__}"
     register_mla_prefill_backend(MLAPrefillBackendEnum.CPU, name)
 
 
 class FlashPrefillBackend(CPUSDPAMLAPrefillBackend):
-    """vLLM's backend, but for attention without log-sum-exp, as it is on CPU."""
+    """vLLM's backend with torch's kernel where no log-sum-exp is asked for, as on CPU."""
 
     def _ragged_sdpa(
         self,
@@ -41,7 +41,7 @@ class FlashPrefillBackend(CPUSDPAMLAPrefillBackend):
             both = super()._ragged_sdpa(q, k, v, *bounds, causal, return_softmax_lse)
             return both
         width, found = v.shape[-1], torch.empty_like(v)
-        # The kernel wants values as wide as keys; without that, torch does as vLLM does.
+        # The kernel needs values as wide as keys; otherwise torch computes as vLLM does.
         values = functional.pad(v, (0, max(q.shape[-1] - width, 0)))
         ends = zip(*(each.tolist() for each in bounds), strict=True)
         begin, kv_begin = next(ends)

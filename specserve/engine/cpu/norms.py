@@ -1,7 +1,7 @@
 """RMS norm on CPU by vLLM's kernels.
 
-vLLM 0.32 has kernels for CPU and does not offer them to its dispatcher, which takes some eight
-operations of torch instead.
+vLLM 0.32 does not register its CPU kernels with its dispatcher, which runs about eight torch
+operations instead.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import torch
 from vllm import ir
 
 PROVIDER = "specserve_cpu"
-"""Of the kernels, among vLLM's implementations of a norm."""
+"""Name of the kernels among vLLM's implementations of a norm."""
 
 _VECTOR = 16
-"""The kernels take so many numbers of a row at a time, or half of them, by the CPU."""
+"""Row widths must be a multiple of this; the kernels process 16 or 8 numbers at a time."""
 
 
 def use_norm_kernels() -> None:
-    """Has vLLM norm by its kernels in this process, where they fit."""
+    """Lets vLLM run its CPU norm kernels in this process, for arguments that they support."""
     if PROVIDER not in ir.ops.rms_norm.impls:
         ir.ops.rms_norm.register_impl(PROVIDER, supports_args=_fits)(_rms_norm)
         ir.ops.fused_add_rms_norm.register_impl(PROVIDER, supports_args=_both_fit, inplace=True)(

@@ -1,8 +1,8 @@
-"""Weights that are quantized while they load, on an x86 CPU without AMX, which vLLM's kernels need.
+"""Emulates vLLM's quantization at load on x86 CPUs without AMX, which vLLM's kernels need.
 
-The weights take the values that vLLM's quantization gives them, and are kept and computed with in
-the model's own type. An answer is that of quantized weights; memory and speed are those of the
-unquantized base. A GPU's kernels, and AMX's for int8, round activations too: that is not done here.
+Weights are rounded to the values of vLLM's quantization, and stored and multiplied in the model's
+dtype. Answers are those of quantized weights; memory and speed are those of unquantized ones. GPU
+kernels, and AMX kernels for int8, also round activations. This module does not.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BLOCK = 128
 
 
 def round_weights_instead() -> None:
-    """Has vLLM round the weights, in this process, where it would look for kernels of AMX."""
+    """Lets vLLM round the weights, in this process, where it needs AMX kernels."""
     linear = {kFp8Static128BlockSym: RoundedFp8Linear}
     experts = {kFp8Static128BlockSym: RoundedFp8Experts, kInt8StaticChannelSym: RoundedInt8Experts}
     base._ONLINE_LINEAR_METHODS = base._ONLINE_LINEAR_METHODS | linear
@@ -42,14 +42,14 @@ class RoundedFp8Linear(OnlineLinearBase):
     activation_quant_key = None
 
     def __init__(self) -> None:
-        """Within vLLM's configuration, as its own methods."""
+        """Must run within vLLM's current configuration, like vLLM's own methods."""
         super().__init__()
         self._plain = UnquantizedLinearMethod()
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Rounds ``layer.weight`` [out, in] and has it computed with as an unquantized one.
+        """Rounds ``layer.weight`` [out, in] and then prepares it like an unquantized one.
 
-        vLLM calls it when the layer's weights are read, and again when all are.
+        vLLM calls it after reading the layer's weights, and again after reading all layers.
         """
         if getattr(layer, "_already_called_process_weights_after_loading", False):
             return
@@ -84,12 +84,12 @@ class RoundedInt8Experts(UnquantizedFusedMoEMethod):
         gate_up, down = layer.w13_weight.data, layer.w2_weight.data
         gate_up.copy_(rounded_to_int8(gate_up, weight_amax(gate_up, dim=-1)))
         largest = amax_for_moe_weight_quant(weight_amax(down, dim=-1), self.moe.tp_size)
-        down.copy_(rounded_to_int8(down, largest))  # of a row each shard has a part
+        down.copy_(rounded_to_int8(down, largest))  # shards split the rows
         super().process_weights_after_loading(layer)
 
 
 def rounded_to_fp8(weight: torch.Tensor) -> torch.Tensor:
-    """The values that ``weight`` [out, in] has as fp8 in blocks of 128 x 128; float32."""
+    """Rounds ``weight`` [out, in] to fp8 with a scale for each 128 x 128 block; float32."""
     values, scales = per_block_cast_to_fp8(weight.data, [_BLOCK, _BLOCK])
     spread = scales.repeat_interleave(_BLOCK, 0).repeat_interleave(_BLOCK, 1)
     rounded: torch.Tensor = values.float() * spread[: values.shape[0], : values.shape[1]]
@@ -97,9 +97,9 @@ def rounded_to_fp8(weight: torch.Tensor) -> torch.Tensor:
 
 
 def rounded_to_int8(weight: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-    """The values that ``weight`` [..., out, in] has as int8 with a scale a row; float32.
+    """Rounds ``weight`` [..., out, in] to int8 with a scale for each row; float32.
 
-    ``largest`` [..., out] has the largest absolute value of each row, over all shards.
+    ``largest`` [..., out] is the largest absolute value of each row, over all shards.
     """
     scales = (largest.float() / 127).clamp(min=torch.finfo(torch.float32).tiny)[..., None]
     return (weight.float() / scales).round().clamp(-127, 127) * scales

@@ -1,10 +1,10 @@
-"""Verification of drafts without probabilities, on CPU.
+"""Verifies drafts without probabilities on CPU, with one random number for each draft token.
 
-vLLM's rejection sampler (arXiv 2211.17192) accepts a draft's token with its probability, and draws
-for each token, whether it is refused or not, what would stand in its place. A draft without
-probabilities is certain of its tokens. Then this is the same: each place's token is drawn as
-without a draft, and as long as the draft has the same tokens, the next place counts too. It takes
-one random number a place instead of one for each token of the vocabulary.
+vLLM's rejection sampler (arXiv 2211.17192) accepts a draft token with its target probability. It
+also draws a replacement for every draft token, with a random number for each token of the
+vocabulary. Here every position is sampled from the target. Draft tokens are accepted up to the
+first that differs from the sampled token, which replaces it. For drafts without probabilities the
+distribution is the same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from specserve.core.types import Int64Array
 
 
 def verify_by_drawing() -> None:
-    """Has vLLM's rejection sampler verify so in this process."""
+    """Replaces the verification in vLLM's rejection sampler, in this process."""
     rejection_sampler.rejection_sample = _rejection_sample
 
 
@@ -40,16 +40,16 @@ def _rejection_sample(
 
     Args:
         draft_token_ids: int32 ``[m]``.
-        num_draft_tokens: n.
-        max_spec_len: of a request.
-        cu_num_draft_tokens: int32 ``[n]``, cumulative.
+        num_draft_tokens: n draft lengths.
+        max_spec_len: longest draft of a request.
+        cu_num_draft_tokens: int32 ``[n]``, cumulative draft lengths.
         draft_probs: unused; the hook's drafts have none.
-        target_logits: float32 ``[m, vocab_size]``, with all that was asked for applied.
-        bonus_token_ids: int64 ``[n, 1]``, the tokens behind the drafts.
-        unused: for drafts of vLLM's own.
+        target_logits: float32 ``[m, vocab_size]``, after all of the request's parameters.
+        bonus_token_ids: int64 ``[n, 1]``, sampled after each draft's last token.
+        unused: arguments for vLLM's own drafts.
 
     Returns:
-        int32 ``[n, max_spec_len + 1]``: accepted tokens and the one behind them, then -1.
+        int32 ``[n, max_spec_len + 1]``: accepted tokens and one more, then -1.
     """
     counts = np.array(num_draft_tokens)
     drawn = _draw(target_logits, counts, sampling_metadata).numpy()
@@ -58,11 +58,11 @@ def _rejection_sample(
     ends = cu_num_draft_tokens.numpy()
     starts = ends - counts
     requests = np.repeat(np.arange(len(counts)), counts)
-    (counting,) = (num_wrong[:-1] == num_wrong[starts[requests]]).nonzero()
-    rows = requests[counting]
+    (emitted,) = (num_wrong[:-1] == num_wrong[starts[requests]]).nonzero()
+    rows = requests[emitted]
     is_right = num_wrong[ends] == num_wrong[starts]
     found = np.full((len(counts), max_spec_len + 1), PLACEHOLDER_TOKEN_ID, np.int32)
-    found[rows, counting - starts[rows]] = drawn[counting]
+    found[rows, emitted - starts[rows]] = drawn[emitted]
     found[is_right, counts[is_right]] = bonus_token_ids[is_right, 0].numpy()
     return torch.from_numpy(found)
 
@@ -70,7 +70,7 @@ def _rejection_sample(
 def _draw(
     logits: torch.Tensor, counts: Int64Array, sampling_metadata: SamplingMetadata
 ) -> torch.Tensor:
-    """A token of each row, int64 ``[m]``: the likeliest one, or one drawn by its request's wish."""
+    """Samples a token for each row: int64 ``[m]``, the likeliest one for greedy requests."""
     if sampling_metadata.all_greedy:
         return logits.argmax(-1)
     temperatures = sampling_metadata.temperature

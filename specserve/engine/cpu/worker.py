@@ -1,4 +1,4 @@
-"""The CPU workers. In a module of their own: vLLM's must be imported before torch is used."""
+"""The CPU workers, in a separate module because vLLM's must be imported before torch is used."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from specserve.engine.worker import InEngineMixin, SpeculationMixin
 
 
 class CpuWorker(CPUWorker):
-    """vLLM's CPU worker with kernels that compute what they should, and in less time."""
+    """vLLM's CPU worker with corrected and faster kernels."""
 
     def init_device(self) -> None:
         """Builds the model runner."""
@@ -33,9 +33,8 @@ class CpuWorker(CPUWorker):
         if is_x86() and not has_amx():
             round_weights_instead()
         if self.model_config.enforce_eager:
-            # vLLM compiles small functions, such as those for log-probabilities, at their first use
-            # all the same. That holds every request up for seconds, and ends the engine where there
-            # is no C++ compiler.
+            # vLLM still compiles small functions at their first use, such as for log-probabilities.
+            # All requests wait seconds for that. Without a C++ compiler it ends the engine.
             torch.compiler.set_stance("force_eager")
         super().init_device()
 
@@ -45,13 +44,13 @@ class CpuWorker(CPUWorker):
         use_fastest_linear_in(self.get_model())
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """A step's tokens."""
+        """Returns the step's tokens."""
         with unused_generators_aside(self.model_runner):
             return super().sample_tokens(grammar_output)
 
 
 class CpuSpeculationWorker(SpeculationMixin, CpuWorker):
-    """With our proposer hook."""
+    """The CPU worker with the proposer hook."""
 
     def init_device(self) -> None:
         """Builds the model runner."""
@@ -60,4 +59,4 @@ class CpuSpeculationWorker(SpeculationMixin, CpuWorker):
 
 
 class CpuInEngineWorker(InEngineMixin, CpuWorker):
-    """With a method of vLLM's own."""
+    """The CPU worker with one of vLLM's own draft methods."""
