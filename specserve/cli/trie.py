@@ -81,22 +81,24 @@ def _stats(args: argparse.Namespace) -> int:
 
 
 def _snapshot(args: argparse.Namespace) -> int:
-    with connected(args.address):
-        sizes = {name: store.snapshot_now() for name, store in _stores().items()}
-    for name, size in sizes.items():
-        kept = f"{size:,} bytes written" if size else "keeps no snapshot: snapshot_url is empty"
-        print(f"{name}: {kept}")
-    if not any(sizes.values()):
+    sizes = []
+
+    def write(store: RemoteStore) -> str:
+        sizes.append(size := store.snapshot_now())
+        return f"{size:,} bytes written" if size else "keeps no snapshot: snapshot_url is empty"
+
+    _for_each(args.address, write)
+    if not any(sizes):
         raise SpecServeError("no snapshot was written")
     return 0
 
 
 def _stop(args: argparse.Namespace) -> int:
-    with connected(args.address):
-        for name, store in _stores().items():
-            store.stop()
-            print(f"{name}: stopped")
-    return 0
+    def stop(store: RemoteStore) -> str:
+        store.stop()
+        return "stopped"
+
+    return _for_each(args.address, stop)
 
 
 def _purge(args: argparse.Namespace) -> int:
@@ -110,10 +112,9 @@ def _purge(args: argparse.Namespace) -> int:
         what = purged = args.namespace
     else:
         raise ConfigError("--namespace", args.namespace, "32 hexadecimal digits")
-    with connected(args.address):
-        for name, store in _stores().items():
-            print(f"{name}: {store.purge(purged):,} tokens of {what} forgotten")
-    return 0
+    return _for_each(
+        args.address, lambda store: f"{store.purge(purged):,} tokens of {what} forgotten"
+    )
 
 
 def _warm(args: argparse.Namespace) -> int:
@@ -124,6 +125,24 @@ def _warm(args: argparse.Namespace) -> int:
     with connected(args.address):
         num_tokens = warmup.run(args.file, num_texts)
     print(f"{num_tokens:,} tokens of {num_texts:,} texts taught to {warmup.namespace}")
+    return 0
+
+
+def _for_each(address: str, run: Callable[[RemoteStore], str]) -> int:
+    """Prints what ``run`` returns for each store; goes on to the next store after an error.
+
+    Raises:
+        SpecServeError: a line for each store that failed.
+    """
+    errors = []
+    with connected(address):
+        for name, store in _stores().items():
+            try:
+                print(f"{name}: {run(store)}")
+            except SpecServeError as error:
+                errors.append(f"{name}: {error}")
+    if errors:
+        raise SpecServeError("\n".join(errors))
     return 0
 
 

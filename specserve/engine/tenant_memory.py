@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, NamedTuple
 
-from specserve.core.errors import ConfigError
+from specserve.core.errors import ConfigError, SnapshotError
 from specserve.core.types import Int32Array
 from specserve.trie.namespaces import half_of, namespace, shard_of, tenant_half
 from specserve.trie.records import StoreClient
@@ -125,8 +125,15 @@ class TenantMemory:
             SnapshotError: deleted, but a snapshot could not be written and still has the texts.
         """
         self.held(tenant)  # raises before anything is deleted if a store does not answer
-        stores = [self._find(each) for each in self._names()]
-        return sum(each.purge(tenant_half(tenant)) for each in stores)
+        num_tokens, errors = 0, []
+        for store in [self._find(each) for each in self._names()]:
+            try:
+                num_tokens += store.purge(tenant_half(tenant))
+            except SnapshotError as error:  # the other stores are purged all the same
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return num_tokens
 
     def _names(self) -> list[str]:
         """Names of the configured stores and of running ones from other ``num_store_shards``."""

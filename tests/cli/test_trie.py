@@ -14,6 +14,7 @@ from specserve.cli import trie
 from specserve.cli.main import main
 from specserve.cli.warm import Warmup
 from specserve.core.config import ModelConfig
+from specserve.core.errors import SnapshotError
 from specserve.engine.checkpoint import model_identity
 from specserve.trie.namespaces import namespace
 from specserve.trie.snapshot_keeper import SnapshotStats
@@ -63,6 +64,37 @@ class Store:
 
     def stats(self) -> StoreStats:
         return self._stats
+
+
+class FailingStore:
+    """A store whose file system is full, or the next one, which works."""
+
+    def __init__(self, fails: bool) -> None:
+        self._fails = fails
+
+    def snapshot_now(self) -> int:
+        if self._fails:
+            raise SnapshotError("disk full")
+        return 1000
+
+    def purge(self, namespace: str) -> int:
+        return self.snapshot_now()
+
+    def stop(self) -> None:
+        self.snapshot_now()
+
+
+@pytest.mark.parametrize("command", [["snapshot"], ["purge", "--tenant", "team-a"], ["stop"]])
+def test_an_error_of_one_store_does_not_stop_the_command_for_the_next(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    stores = {"first": FailingStore(fails=True), "second": FailingStore(fails=False)}
+    monkeypatch.setattr(trie, "connected", lambda address: nullcontext())
+    monkeypatch.setattr(trie, "_stores", lambda: stores)
+    assert main(["trie", *command]) == 2
+    printed = capsys.readouterr()
+    assert "first: disk full" in printed.err
+    assert printed.out.startswith("second: ")
 
 
 def test_stats_print_a_snapshots_url_as_it_is(

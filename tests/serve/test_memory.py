@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 from starlette.types import ASGIApp, Message, Scope
 
 from specserve.core.config import parse
-from specserve.core.errors import StoreError
+from specserve.core.errors import SnapshotError, StoreError
 from specserve.engine.tenant_memory import TenantMemory, TextReader
 from specserve.serve import memory
 from specserve.serve.controls import ControlsMiddleware
@@ -193,6 +193,23 @@ def test_what_stores_of_an_earlier_configuration_hold_is_forgotten_too(
     assert client.get(PATH).json()["tokens"] == 4
     assert client.delete(PATH).json()["forgotten_tokens"] == 4
     assert store.stats().tokens_by_namespace == {OWN["team-a"]: 1}
+
+
+def test_a_snapshot_that_cannot_be_written_keeps_no_other_store_from_forgetting(
+    client: TestClient, stores: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = Record("replica", 1, 0.0, OWN["team-a"], "text", "s", 0, b"\1\0\0\0", 0, True)
+
+    def purge(self: TrieStore, namespace: str) -> int:
+        forget(self, namespace)
+        raise SnapshotError("disk full")
+
+    forget = TrieStore.purge
+    monkeypatch.setattr(TrieStore, "purge", purge)
+    for store in stores.stores.values():
+        store.exchange(ExchangeRequest("model", "replica", "", 0, [record], 0))
+    assert "disk full" in error_of(client.delete(PATH), 503)["message"]
+    assert stores.tokens() == {}
 
 
 @pytest.mark.parametrize(
