@@ -1,4 +1,4 @@
-"""Copies of the demo base as other checkpoints are: sharded, in block-FP8, without some tensors."""
+"""Copies of the demo base: sharded, in block FP8, or without some tensors."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def write_copy(
     """Writes the demo base into a new folder.
 
     Args:
-        folder: where to.
-        keep: which tensors.
-        fp8: converts the layers' projections as DeepSeek's own checkpoints have them.
-        num_shards: files; more than one have an index.
-        config: what else config.json says.
+        folder: the new folder.
+        keep: selects tensors by name.
+        fp8: stores the layers' projections in block FP8, as DeepSeek's checkpoints do.
+        num_shards: number of files; more than one get an index.
+        config: values to change in config.json.
     """
     shutil.copytree(MODEL, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     tensors = {n: t for n, t in load_file(MODEL / "model.safetensors").items() if keep(n)}
@@ -68,7 +68,7 @@ def _quantized(name: str, tensor: Tensor) -> dict[str, Tensor]:
 
 
 def quantize(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """As float8_e4m3fn, and float32 factors of its blocks."""
+    """The tensor in float8_e4m3fn, and the float32 factors of its blocks."""
     rows, columns = tensor.shape
     padded = F.pad(tensor.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
     blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # type: ignore[no-untyped-call]

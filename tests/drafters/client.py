@@ -1,4 +1,4 @@
-"""A client of a drafter's server that is not the replica's own: it may ask what no replica asks."""
+"""A test client of a drafter's server. It may also send invalid requests."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Client:
         return reply.reason
 
     def ping(self, replica: str = "") -> None:
-        """Returns when the server has taken all that was sent before."""
+        """Waits until the server has read all earlier messages."""
         self.send(Hello(99, replica=replica))
         assert isinstance(self.receive(), Card)
 

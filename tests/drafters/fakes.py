@@ -1,4 +1,4 @@
-"""A drafter without a model, whose drafts follow from the whole text: one wrong token shows."""
+"""A fake drafter. Its drafts depend on the whole text, so that one wrong token is noticed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WAIT_S = 20.0
 
 
 def draft_of(text: Sequence[int], num_tokens: int) -> tuple[int, ...]:
-    """What the fake drafts after ``text``."""
+    """The fake's draft after ``text``."""
     text = list(text)
     for _ in range(num_tokens):
         text.append(crc32(np.array(text, np.int32).tobytes()) % VOCAB_SIZE)
@@ -28,27 +28,27 @@ def draft_of(text: Sequence[int], num_tokens: int) -> tuple[int, ...]:
 
 
 def states_of(text: Int32Array, hidden_size: int) -> npt.NDArray[np.uint16]:
-    """The states that belong to a text, each told by its position and token."""
+    """The hidden states of a text; each depends on its position and token."""
     values = (np.arange(len(text)) * 31 + text * 7) % 65536
     return np.repeat(values.astype(np.uint16)[:, None], hidden_size, axis=1)
 
 
 class FakeDrafter:
-    """Holds texts as the real ones do, as many as there are; with ``hidden_size`` like the MTP one.
+    """Holds texts as real drafters do; with ``hidden_size`` it checks states, as the MTP drafter.
 
     Attributes:
         calls: the rows of each call so far.
-        forgotten: all keys that it was told to forget.
-        begins: first position that a text's states were there for.
+        forgotten: all keys passed to :meth:`forget`.
+        begins: first position with a state, of texts whose first states are missing.
         entered: set whenever a call begins.
         may_go: a call waits for this event.
-        meanwhile: called by the server's thread as long as a call waits.
-        error: raised by a call, where it is set.
-        chances: that come with a draft.
-        room: how many texts it can hold.
-        most_rows: more in one call raise.
-        poison: numbers of texts that raise.
-        complaint: what was wrong with a call; its server takes that for an error of the model.
+        meanwhile: called repeatedly while a call waits.
+        error: raised by each call, if set.
+        chances: probabilities of the draft tokens.
+        room: number of texts that it can hold.
+        most_rows: a call with more rows raises.
+        poison: numbers of texts whose calls raise.
+        complaint: failed assertion of a call; the server treats it as an error of the model.
     """
 
     def __init__(self, hidden_size: int = 0, tokenizer: str = "") -> None:
@@ -85,7 +85,7 @@ class FakeDrafter:
             raise
 
     def assert_called_rightly(self) -> None:
-        """To be called when all calls are over."""
+        """Raises the failed assertion of a call; to be called after all calls."""
         assert self.complaint is None, self.complaint
 
     def _answers(self, rows: Sequence[Row]) -> list[Answer]:
@@ -98,7 +98,7 @@ class FakeDrafter:
             self.meanwhile()
         if self.error is not None:
             raise self.error
-        assert self._activations() is None, "what a failed call had allocated is still there"
+        assert self._activations() is None, "arrays of a failed call are still alive"
         activations = np.zeros(len(rows))
         self._activations = weakref.ref(activations)
         if len(activations) > self.most_rows:
@@ -114,7 +114,7 @@ class FakeDrafter:
             self._held.pop(key, None)
 
     def lose(self) -> None:
-        """Forgets all texts, as a drafter does that has no more room."""
+        """Forgets all texts, as a drafter without room does."""
         self._texts.clear()
         self._held.clear()
 

@@ -1,4 +1,4 @@
-"""Weights of a module of transformers, under the names of a checkpoint."""
+"""Random weights of a transformers module, under a checkpoint's names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import DeepseekV3Config
 
 
 class GivenWeights:
-    """At the seam where a layer gets its weights from; ``specserve`` reads them from files."""
+    """Gives a layer these tensors in place of weights from files."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self._tensors = tensors
@@ -23,7 +23,7 @@ class GivenWeights:
 
 @torch.no_grad()
 def randomise(module: nn.Module) -> None:
-    """Weights far from any symmetry that could hide a mistake."""
+    """Sets random weights, so that no symmetry hides a mistake."""
     generator = torch.Generator().manual_seed(0)
     for name, tensor in module.state_dict().items():
         tensor.normal_(0, 1.5 * tensor.shape[-1] ** -0.5, generator=generator)
@@ -32,7 +32,7 @@ def randomise(module: nn.Module) -> None:
 
 
 def small_config(**changes: Any) -> Any:
-    """A DeepSeek-V3 of small, different sizes."""
+    """A DeepSeek-V3 config of small sizes."""
     options: dict[str, Any] = {
         "hidden_size": 48,
         "num_attention_heads": 3,

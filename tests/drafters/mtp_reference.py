@@ -1,4 +1,4 @@
-"""What the MTP layer should compute: the demo base's own training code on held-out text."""
+"""Reference for the MTP layer: the demo base's training code on held-out text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHAPE = BaseShape()
 
 
 class Text:
-    """A text, the base's hidden states of it, and what its MTP layer makes of them.
+    """A text, its hidden states in the base model, and the results of the MTP layer.
 
     Attributes:
         tokens: int32 ``[NUM_TOKENS]``.
@@ -43,7 +43,7 @@ class Text:
 
     @torch.inference_mode()
     def entries(self, end: int, begin: int = 0) -> Tensor:
-        """Results of entries ``begin .. end - 1``, where those before ``begin`` never were."""
+        """Results of entries ``begin .. end - 1``, computed without those before ``begin``."""
         return self._results(self._hidden[:, begin:end], self._ids[:, begin + 1 : end + 1], begin)
 
     @torch.inference_mode()
@@ -77,7 +77,7 @@ def base_model() -> BaseModel:
     model = BaseModel(SHAPE, max_tokens=NUM_TOKENS).eval()
     stored = load_file(MODEL / "model.safetensors")
     with torch.no_grad():
-        for name, tensor in base_tensors(model).items():  # views of the model's own
+        for name, tensor in base_tensors(model).items():  # views of the model's tensors
             tensor.copy_(stored[name])
     return model
 

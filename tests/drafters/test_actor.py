@@ -1,4 +1,4 @@
-"""Which of the cluster's drafters a replica asks for, without a cluster."""
+"""How a replica chooses among the cluster's drafters, with fake actors."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ LOADING = GetTimeoutError("not ready")
 
 
 class Actors:
-    """Drafters that answer with their number or fail, and the time that passes meanwhile."""
+    """Fake drafter actors that answer with their number or fail, and a fake clock."""
 
     def __init__(self) -> None:
         self.errors: list[Exception | None] = [None] * NUM_ACTORS
         self.seats: list[list[str]] = [[] for _ in range(NUM_ACTORS)]
         self.asked: list[int] = []
-        self.told: list[str] = []
+        self.reasons: list[str] = []
         self.now = 1000.0
 
     def ask(self, index: int, replica: str) -> Seat:
@@ -64,18 +64,18 @@ class Actors:
         return DrafterFinder(Drafters(self, replica), NUM_ACTORS, lambda: self.now)
 
     def pass_time(self, find: DrafterFinder, seconds: float) -> None:
-        """Asks every second, for so long at least."""
+        """Asks every second for at least ``seconds``."""
         end = self.now + seconds
         while self.now < end:
             try:
                 assert find() is None
             except EngineError as error:
-                self.told.append(str(error))
+                self.reasons.append(str(error))
             self.now += 1.0
 
 
 class Drafters(SharedDrafters):
-    """A replica's way to such drafters."""
+    """A replica's handle to the fake actors."""
 
     def __init__(self, actors: Actors, replica: str) -> None:
         super().__init__(OPTIONS, replica)
@@ -93,11 +93,11 @@ def actors() -> Actors:
     return Actors()
 
 
-def test_replicas_begin_with_different_drafters(actors: Actors) -> None:
+def test_replicas_ask_different_drafters_first(actors: Actors) -> None:
     for number in range(20):
         actors.seats = [[] for _ in range(NUM_ACTORS)]
         actors.finder(f"replica {number}")()
-    assert len(actors.asked) == 20  # the first at a drafter looks no further
+    assert len(actors.asked) == 20  # the first replica of a drafter asks no other
     assert set(actors.asked) == set(range(NUM_ACTORS))
 
 
@@ -107,10 +107,10 @@ def test_replicas_share_the_drafters_evenly(actors: Actors, num_replicas: int) -
     found = [finder() for finder in finders]
     counts = Counter(found)
     assert max(counts.values()) - min(counts[str(index)] for index in range(NUM_ACTORS)) <= 1
-    assert [finder() for finder in finders] == found  # who has a seat keeps it
+    assert [finder() for finder in finders] == found  # each replica keeps its seat
 
 
-def test_a_seat_is_taken_where_the_other_drafters_cannot_be_had(actors: Actors) -> None:
+def test_a_second_seat_is_taken_if_other_drafters_do_not_answer(actors: Actors) -> None:
     first = actors.finder("replica 1")()
     assert first is not None
     actors.errors = [LOADING] * NUM_ACTORS
@@ -127,7 +127,7 @@ def test_a_seat_is_taken_where_the_other_drafters_cannot_be_had(actors: Actors) 
     assert address == first
 
 
-def test_a_replica_stays_with_its_drafter_while_that_loads(actors: Actors) -> None:
+def test_a_replica_waits_for_its_drafter_to_load(actors: Actors) -> None:
     find = actors.finder()
     first = find()
     assert first is not None
@@ -137,7 +137,7 @@ def test_a_replica_stays_with_its_drafter_while_that_loads(actors: Actors) -> No
     assert find() == first
 
 
-def test_the_next_drafter_is_asked_when_one_stays_silent(actors: Actors) -> None:
+def test_the_next_drafter_is_asked_if_one_stays_silent(actors: Actors) -> None:
     actors.errors = [LOADING] * NUM_ACTORS
     find = actors.finder()
     actors.pass_time(find, NUM_ACTORS * (SILENT_S + 2 * FIND_S))
@@ -145,14 +145,14 @@ def test_the_next_drafter_is_asked_when_one_stays_silent(actors: Actors) -> None
 
 
 @pytest.mark.parametrize("error", [ActorUnavailableError("gone", None), ValueError("no such type")])
-def test_an_error_that_may_pass_is_waited_out(actors: Actors, error: Exception) -> None:
+def test_a_transient_error_keeps_the_drafter(actors: Actors, error: Exception) -> None:
     actors.errors = [error] * NUM_ACTORS
     find = actors.finder()
     actors.pass_time(find, SILENT_S / 2)
     assert len(set(actors.asked)) == 1
 
 
-def test_after_a_rest_the_next_drafter_is_asked_when_one_has_died(actors: Actors) -> None:
+def test_a_dead_drafter_is_replaced_by_the_next_after_a_back_off(actors: Actors) -> None:
     find = actors.finder()
     first = find()
     assert first is not None
@@ -165,19 +165,19 @@ def test_after_a_rest_the_next_drafter_is_asked_when_one_has_died(actors: Actors
     assert find() not in (None, first)
 
 
-def test_a_drafter_that_is_not_placed_is_told_of_once_with_what_it_asks_for(actors: Actors) -> None:
+def test_an_unplaced_drafter_is_reported_once_with_its_resources(actors: Actors) -> None:
     actors.errors = [LOADING] * NUM_ACTORS
     find = actors.finder()
     actors.pass_time(find, PENDING_S - 2 * FIND_S)
-    assert not actors.told
+    assert not actors.reasons
     actors.pass_time(find, 3 * SILENT_S)
-    assert actors.told == [
+    assert actors.reasons == [
         "it has not answered for 30 s; it loads its model, or no node has free what it asks for: "
         "num_cpus 0.5, num_gpus 2, resources {'drafters': 1.0}"
     ]
 
 
-def test_a_drafter_that_does_not_answer_has_one_call_waiting(
+def test_a_silent_drafter_has_one_pending_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[str] = []
@@ -206,6 +206,6 @@ def test_a_drafter_that_does_not_answer_has_one_call_waiting(
     assert len(calls) == 2
 
 
-def test_drafters_of_other_weights_are_others() -> None:
+def test_other_weights_give_another_name() -> None:
     assert OPTIONS.name(0) == replace(OPTIONS).name(0)
     assert OPTIONS.name(0) != replace(OPTIONS, content="retrained").name(0)

@@ -1,4 +1,4 @@
-"""Attention over slots: text by text and padded give what each text alone would."""
+"""Attention over slots, row by row and padded, against plain attention."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def filled_cache() -> KVCache:
 
 
 def plain_attention(query: Tensor, cache: KVCache, spans: list[Span], scale: float) -> Tensor:
-    """By its definition, one query at a time; head h of 6 reads head h // 3 of 2."""
+    """Reference: one query at a time; query head h of 6 reads KV head h // 3 of 2."""
     rows, n = [], 0
     for span in spans:
         for position in range(span.start, span.end):
@@ -39,11 +39,11 @@ def plain_attention(query: Tensor, cache: KVCache, spans: list[Span], scale: flo
 
 @pytest.mark.parametrize("reader", [RowByRow, Padded])
 @pytest.mark.parametrize("spans", SPANS)
-def test_each_new_token_sees_its_own_text_up_to_itself(
+def test_each_token_attends_to_its_text_up_to_itself(
     reader: type[RowByRow | Padded], spans: list[Span]
 ) -> None:
     cache = filled_cache()
-    for span in spans:  # what lies behind a text may be anything
+    for span in spans:  # entries after a text may be anything
         for entries in (*cache.keys, *cache.values):
             entries[span.slot, span.end :] = torch.nan
     num_tokens = sum(span.end - span.start for span in spans)
@@ -52,7 +52,7 @@ def test_each_new_token_sees_its_own_text_up_to_itself(
     torch.testing.assert_close(found, plain_attention(query, cache, spans, 0.3))
 
 
-def test_a_beginning_is_copied_in_every_layer() -> None:
+def test_a_prefix_is_copied_in_every_layer() -> None:
     cache = filled_cache()
     cache.copy(0, 2, 4)
     for entries in (*cache.keys, *cache.values):

@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 class CountingModel(CausalModel):
-    """Counts the tokens that it computes, and fails where it is told to."""
+    """Counts the computed tokens, and fails if ``is_broken``."""
 
     num_computed = 0
     is_broken = False
@@ -86,7 +86,7 @@ def row(
 
 
 def fed(drafter: CausalDrafter, whole: Row) -> Answer:
-    """The answer to a row that is computed in pieces, as a server does it."""
+    """The answer to a row that is computed in pieces, as by a server."""
     task = Task(Call(b"client", 1, 0.0, 0, [None]), 0, whole)
     while task.advance(*drafter.draft([task.piece()])):
         pass
@@ -109,7 +109,7 @@ def test_a_draft_is_what_transformers_generates(model: CountingModel, reference:
     assert answer == [Answer(40, greedy(reference, tokens, 6))]
 
 
-def test_a_drafts_chances_are_the_models_own_probabilities(
+def test_a_drafts_chances_are_the_models_probabilities(
     model: CountingModel, reference: Any
 ) -> None:
     tokens = text(40)
@@ -123,7 +123,7 @@ def test_a_drafts_chances_are_the_models_own_probabilities(
     assert answer.chances == pytest.approx(expected, abs=1e-4)
 
 
-def test_texts_in_one_call_get_the_drafts_that_each_gets_alone(
+def test_a_batch_gets_the_same_drafts_as_each_text_alone(
     model: CountingModel, reference: Any
 ) -> None:
     lengths, draft_lens = [1, 30, 7, 100, 16], [3, 0, 6, 1, 4]
@@ -136,9 +136,7 @@ def test_texts_in_one_call_get_the_drafts_that_each_gets_alone(
         assert answer == Answer(len(tokens), wanted)
 
 
-def test_steps_over_many_texts_go_on_from_what_is_held(
-    model: CountingModel, reference: Any
-) -> None:
+def test_steps_over_many_texts_use_the_cache(model: CountingModel, reference: Any) -> None:
     drafter = drafter_of(model)
     texts = [text(20 + 9 * i, i) for i in range(3)]
     held = [0, 0, 0]
@@ -147,14 +145,12 @@ def test_steps_over_many_texts_go_on_from_what_is_held(
         for i, answer in enumerate(drafter.draft(rows)):
             assert answer.tokens == greedy(reference, texts[i], 3)
             held[i] = answer.held
-            # As many drafted tokens are accepted as the step's number, then another one follows.
+            # Step n accepts n draft tokens; then another token follows.
             accepted = np.array(answer.tokens[:step], np.int32)
             texts[i] = np.concatenate([texts[i], accepted, text(1, 100 * step + i)])
 
 
-def test_a_text_rolled_back_to_its_middle_goes_on_otherwise(
-    model: CountingModel, reference: Any
-) -> None:
+def test_a_text_can_be_rolled_back_to_its_middle(model: CountingModel, reference: Any) -> None:
     drafter = drafter_of(model)
     drafter.draft([row(0, text(50), 4)])
     other = np.concatenate([text(50)[:21], text(8, seed=1)])
@@ -163,7 +159,7 @@ def test_a_text_rolled_back_to_its_middle_goes_on_otherwise(
     assert model.num_computed == 8
 
 
-def test_a_row_sent_again_gets_the_same_answer_and_is_not_computed_again(
+def test_a_repeated_row_gets_the_same_answer_from_the_cache(
     model: CountingModel,
 ) -> None:
     drafter = drafter_of(model)
@@ -176,7 +172,7 @@ def test_a_row_sent_again_gets_the_same_answer_and_is_not_computed_again(
     assert model.num_computed == 4
 
 
-def test_a_text_in_pieces_gets_the_draft_of_the_whole(model: CountingModel, reference: Any) -> None:
+def test_a_text_in_pieces_gets_the_same_draft(model: CountingModel, reference: Any) -> None:
     drafter = drafter_of(model)
     tokens = text(90)
     for start, end in [(0, 32), (32, 70)]:
@@ -186,7 +182,7 @@ def test_a_text_in_pieces_gets_the_draft_of_the_whole(model: CountingModel, refe
     assert model.num_computed == 90 + 2
 
 
-def test_a_text_that_lost_its_slot_says_so_and_is_sent_again(
+def test_a_text_that_lost_its_slot_can_be_sent_again(
     model: CountingModel, reference: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slots, "KEEP_S", 0.0)
@@ -198,14 +194,14 @@ def test_a_text_that_lost_its_slot_says_so_and_is_sent_again(
     assert answer == [Answer(21, greedy(reference, text(21), 2))]
 
 
-def test_texts_for_which_there_is_no_slot_are_not_held(model: CountingModel) -> None:
+def test_texts_without_a_free_slot_are_not_held(model: CountingModel) -> None:
     rows = [row(number, text(20, number), 1) for number in range(3)]
     answers = drafter_of(model, max_texts=2).draft(rows)
     assert [answer.held for answer in answers] == [20, 20, 0]
     assert [len(answer.tokens) for answer in answers] == [1, 1, 0]
 
 
-def test_a_shared_beginning_is_computed_once(model: CountingModel, reference: Any) -> None:
+def test_a_shared_prefix_is_computed_once(model: CountingModel, reference: Any) -> None:
     drafter = drafter_of(model)
     drafter.draft([row(0, text(48))])
     other = np.concatenate([text(40), text(5, seed=1)])
@@ -216,7 +212,7 @@ def test_a_shared_beginning_is_computed_once(model: CountingModel, reference: An
 
 
 @pytest.mark.parametrize("max_texts", [8, 1])
-def test_a_shared_beginning_longer_than_a_piece_is_computed_once(
+def test_a_shared_prefix_longer_than_a_piece_is_computed_once(
     model: CountingModel, reference: Any, max_texts: int
 ) -> None:
     drafter = drafter_of(model, max_texts, max_tokens=1024)
@@ -228,9 +224,7 @@ def test_a_shared_beginning_longer_than_a_piece_is_computed_once(
     assert model.num_computed == 900 - 800 + 1
 
 
-def test_no_more_is_computed_than_a_call_may_and_the_draft_waits_for_the_end(
-    model: CountingModel, reference: Any
-) -> None:
+def test_a_call_computes_at_most_max_feed_tokens(model: CountingModel, reference: Any) -> None:
     drafter, whole = drafter_of(model), row(0, text(90), 2)
     assert drafter.draft([replace(whole, max_feed_tokens=40)]) == [Answer(40)]
     assert model.num_computed == 40
@@ -239,7 +233,7 @@ def test_no_more_is_computed_than_a_call_may_and_the_draft_waits_for_the_end(
     assert drafter.draft([replace(rest, max_feed_tokens=50)]) == [Answer(90, draft)]
 
 
-def test_a_text_that_is_held_to_its_end_under_another_name_is_drafted_for(
+def test_a_text_that_another_key_holds_whole_gets_a_draft(
     model: CountingModel, reference: Any
 ) -> None:
     drafter = drafter_of(model)
@@ -248,7 +242,7 @@ def test_a_text_that_is_held_to_its_end_under_another_name_is_drafted_for(
     assert model.num_computed == 48 + 2
 
 
-def test_two_new_texts_of_one_beginning_in_one_call_do_not_read_each_other(
+def test_new_texts_of_one_call_do_not_share_their_prefix(
     model: CountingModel, reference: Any
 ) -> None:
     tokens = text(40)
@@ -256,14 +250,14 @@ def test_two_new_texts_of_one_beginning_in_one_call_do_not_read_each_other(
     assert answers == [Answer(40, greedy(reference, tokens, 2))] * 2
 
 
-def test_another_salt_shares_nothing(model: CountingModel) -> None:
+def test_other_salts_share_nothing(model: CountingModel) -> None:
     drafter = drafter_of(model)
     drafter.draft([row(0, text(48), salt=1)])
     drafter.draft([row(1, text(48), salt=2)])
     assert model.num_computed == 2 * 48
 
 
-def test_an_ended_text_is_forgotten_but_its_beginning_serves_the_next(
+def test_an_ended_text_is_forgotten_but_its_prefix_is_reused(
     model: CountingModel,
 ) -> None:
     drafter = drafter_of(model, max_texts=1)
@@ -275,7 +269,7 @@ def test_an_ended_text_is_forgotten_but_its_beginning_serves_the_next(
 
 
 @pytest.mark.parametrize(("length", "draft_len"), [(60, 4), (62, 2), (63, 1), (64, 0)])
-def test_a_draft_ends_where_the_longest_text_does(
+def test_a_draft_ends_at_the_longest_text_length(
     model: CountingModel, reference: Any, length: int, draft_len: int
 ) -> None:
     answer = drafter_of(model, max_tokens=64).draft([row(0, text(length), 4)])
@@ -283,7 +277,7 @@ def test_a_draft_ends_where_the_longest_text_does(
     assert answer == [Answer(length, wanted)]
 
 
-def test_a_text_too_long_is_answered_with_what_is_held(model: CountingModel) -> None:
+def test_a_text_that_is_too_long_gets_no_draft(model: CountingModel) -> None:
     drafter = drafter_of(model, max_tokens=64)
     assert drafter.draft([row(0, text(65), 2)]) == [Answer(0)]
     drafter.draft([row(0, text(60))])
@@ -299,7 +293,7 @@ def test_a_text_too_long_is_answered_with_what_is_held(model: CountingModel) -> 
     ],
     ids=["beyond held", "unknown", "empty"],
 )
-def test_a_row_that_makes_no_sense_gets_no_draft_and_harms_no_other(
+def test_an_invalid_row_gets_no_draft_and_affects_no_other_row(
     model: CountingModel, reference: Any, garbage: Row, held: int
 ) -> None:
     drafter = drafter_of(model)
@@ -322,7 +316,7 @@ def test_a_failed_forward_leaves_the_texts_usable(model: CountingModel, referenc
     ]
 
 
-def test_a_loaded_drafter_tells_what_it_is_and_drafts_no_further_than_its_model_can() -> None:
+def test_a_loaded_drafters_card_describes_its_model() -> None:
     drafter = CausalDrafter.load(MODEL, max_texts=2, max_tokens=100_000)
     card = drafter.card
     assert (card.kind, card.vocab_size, card.hidden_size) == ("draft_model", 4096, 0)

@@ -1,4 +1,4 @@
-"""Which models of transformers can draft, and that they compute what they do by themselves."""
+"""Which transformers models can draft, and whether their results stay the same."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def build(config_class: Any, **options: Any) -> Any:
     ],
     ids=["llama", "qwen2", "qwen3", "mistral", "gpt2"],
 )
-def test_logits_over_slots_are_the_models_own(config_class: Any, options: dict[str, Any]) -> None:
+def test_logits_over_slots_equal_the_plain_ones(config_class: Any, options: dict[str, Any]) -> None:
     plain, model = (
         build(config_class, **options),
         CausalModel.attach(build(config_class, **options)),
@@ -75,14 +75,14 @@ def test_logits_over_slots_are_the_models_own(config_class: Any, options: dict[s
     ],
     ids=["sliding", "partly sliding", "recurrent", "dynamic", "no interface", "no keywords"],
 )
-def test_a_model_of_another_attention_is_refused(
+def test_a_model_with_unsupported_attention_is_refused(
     config_class: Any, options: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(UnsupportedAttention, match=reason):
         CausalModel.attach(build(config_class, **options))
 
 
-def test_a_model_that_computes_something_else_over_slots_is_refused() -> None:
+def test_a_model_with_other_results_over_slots_is_refused() -> None:
     model = build(hf.LlamaConfig, initializer_range=0.5)
     forward = model.forward
     model.forward = lambda position_ids=None, **options: forward(**options)
@@ -90,19 +90,19 @@ def test_a_model_that_computes_something_else_over_slots_is_refused() -> None:
         CausalModel.attach(model)
 
 
-def test_a_model_whose_numbers_overflow_is_refused() -> None:
+def test_a_model_with_nan_results_is_refused() -> None:
     model = build(hf.LlamaConfig)
     model.get_input_embeddings().weight.data.fill_(torch.nan)
     with pytest.raises(UnsupportedAttention):
         CausalModel.attach(model)
 
 
-def test_what_is_no_checkpoint_is_refused_by_its_path(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"model: '{tmp_path}' is not allowed.*checkpoint"):
         CausalModel.load(str(tmp_path), torch.float32, CPU)
 
 
-def test_a_checkpoint_of_another_attention_is_refused_by_its_path(tmp_path: Path) -> None:
+def test_a_checkpoint_with_unsupported_attention_is_refused_with_its_path(tmp_path: Path) -> None:
     build(hf.MistralConfig, sliding_window=128).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=rf"model: '{tmp_path}' .*sliding_window"):
         CausalModel.load(str(tmp_path), torch.float32, CPU)

@@ -1,4 +1,4 @@
-"""Our mixture of experts beside that of transformers."""
+"""Our mixture of experts against that of transformers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.drafters.given_weights import GivenWeights, randomise, small_config
 
 
 def both(config: Any, dtype: torch.dtype = torch.float32) -> tuple[MixtureOfExperts, Any]:
-    """Ours and theirs, of the same weights; ours in a type of its own."""
+    """Our layer in ``dtype`` and transformers' layer, with the same weights."""
     theirs = DeepseekV3MoE(config).eval()
     randomise(theirs)
     tensors: dict[str, Tensor] = {}
@@ -44,7 +44,7 @@ def both(config: Any, dtype: torch.dtype = torch.float32) -> tuple[MixtureOfExpe
         {"topk_group": 4, "num_experts_per_tok": 12},
     ],
 )
-def test_experts_are_chosen_weighed_and_mixed_as_transformers_does(
+def test_experts_are_chosen_weighted_and_mixed_as_in_transformers(
     changes: dict[str, Any], num_tokens: int
 ) -> None:
     ours, theirs = both(small_config(**changes))
@@ -67,7 +67,7 @@ def test_half_precision_computes_nearly_the_same(num_tokens: int, dtype: torch.d
 
 
 @torch.inference_mode()
-def test_the_bias_steers_the_choice_and_not_the_weights() -> None:
+def test_the_bias_changes_the_choice_and_not_the_weights() -> None:
     ours, theirs = both(small_config(n_group=1, topk_group=1, num_experts_per_tok=2))
     x = torch.randn(8, 48, generator=torch.Generator().manual_seed(1))
     theirs.gate.e_score_correction_bias.zero_()[5] = 10
@@ -78,7 +78,7 @@ def test_the_bias_steers_the_choice_and_not_the_weights() -> None:
 
 
 @torch.inference_mode()
-def test_weights_come_in_the_type_of_the_input() -> None:
+def test_weights_have_the_type_of_the_input() -> None:
     ours, _ = both(small_config())
     weights, _ = ours.route(torch.randn(3, 48).bfloat16())
     assert weights.dtype == torch.bfloat16

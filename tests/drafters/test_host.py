@@ -41,7 +41,7 @@ def find() -> Iterator[HostedDrafter]:
     find.close()
 
 
-def test_one_that_has_ended_is_started_again_until_it_is_there_again(
+def test_an_ended_drafter_is_started_again_after_a_back_off(
     find: HostedDrafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = find()
@@ -62,7 +62,7 @@ def test_one_that_has_ended_is_started_again_until_it_is_there_again(
     assert find() != first
 
 
-def test_a_drafter_that_cannot_load_says_why_and_is_not_started_again(tmp_path: Path) -> None:
+def test_a_drafter_that_cannot_load_is_reported_and_not_restarted(tmp_path: Path) -> None:
     find = hosted(tmp_path)
     reason = rf"^the drafter did not start: model: '{tmp_path}' is not allowed; allowed: a causal"
     with pytest.raises(EngineError, match=reason) as first:
@@ -75,7 +75,7 @@ def test_a_drafter_that_cannot_load_says_why_and_is_not_started_again(tmp_path: 
     assert find._process is tried
 
 
-def test_a_drafter_that_is_killed_while_it_loads_is_not_started_again(
+def test_a_drafter_that_is_killed_while_it_loads_is_not_restarted(
     find: HostedDrafter,
 ) -> None:
     with ThreadPoolExecutor(1) as threads:

@@ -1,4 +1,4 @@
-"""Our absorbed attention beside the expanded one of transformers."""
+"""Our absorbed attention against the expanded one of transformers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CONFIGS: list[dict[str, Any]] = [
 
 
 class Both:
-    """Ours with 3 slots of 128 entries, and theirs, of the same weights."""
+    """Our layer with 3 slots of 128 entries and transformers' layer, with the same weights."""
 
     def __init__(self, config: Any) -> None:
         config._attn_implementation = "sdpa"
@@ -48,17 +48,17 @@ class Both:
         self._rotary = DeepseekV3RotaryEmbedding(config)
         randomise(self._theirs)
         self.ours = LatentAttention(config, GivenWeights(self._theirs.state_dict()), 3, 128)
-        self.ours.cache.fill_(torch.nan)  # nothing is to be read that was not written
+        self.ours.cache.fill_(torch.nan)  # unwritten entries must not be read
 
     def expected(self, x: Tensor, begin: int = 0) -> Tensor:
-        """A whole text, ``[tokens, hidden_size]``, whose first token is at position begin."""
+        """Transformers' results for a text ``[tokens, hidden_size]`` from position ``begin`` on."""
         positions = torch.arange(begin, begin + len(x)).unsqueeze(0)
         rotary = self._rotary(x, positions)
         out: Tensor = self._theirs(x.unsqueeze(0), rotary, attention_mask=None)[0][0]
         return out
 
     def forward(self, x: Tensor, *spans: Span) -> Tensor:
-        """What the last entry of each span sees, ``[len(spans), hidden_size]``."""
+        """Our results for the last entry of each span, ``[len(spans), hidden_size]``."""
         packed = Packed.of(spans, CPU)
         self.ours.write(x, packed)
         return self.ours.read(x[packed.lasts], spans, packed.positions[packed.lasts])
@@ -84,7 +84,7 @@ def test_absorbed_attention_equals_the_expanded_one(
 
 
 @torch.inference_mode()
-def test_entries_may_come_one_by_one_and_in_pieces(inputs: Tensor) -> None:
+def test_entries_may_come_one_by_one_or_in_pieces(inputs: Tensor) -> None:
     both = Both(small_config(**CONFIGS[0]))
     bounds = [0, 1, 2, 40, 41, 99, 100]
     lasts = [
@@ -107,7 +107,7 @@ def test_texts_of_one_call_do_not_see_each_other(inputs: Tensor) -> None:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("num_threads", [1, 2, 4])
-def test_on_a_cpu_and_elsewhere_attention_is_the_same(num_threads: int) -> None:
+def test_attend_on_cpu_equals_attend_by_products(num_threads: int) -> None:
     query, entries = torch.randn(4, 28), torch.randn(50, 28)
     elsewhere = attend_by_products(query, entries, 20, 0.3)
     before = torch.get_num_threads()

@@ -34,7 +34,7 @@ def loaded() -> Iterator[MtpDrafter]:
 
 @pytest.fixture
 def drafter(loaded: MtpDrafter) -> MtpDrafter:
-    """One that has seen no text yet; what it reads unwritten would show."""
+    """A drafter without texts. A read of an unwritten entry gives NaN."""
     loaded.module.attention.cache.fill_(torch.nan)
     return MtpDrafter(loaded.module, loaded.card, NUM_SLOTS)
 
@@ -53,8 +53,8 @@ def row(
     drafts: int = 1,
     salt: int = 7,
 ) -> Row:
-    """The first ``num_tokens`` tokens of a text, from ``start`` on; all states from there on,
-    but for the last one's, unless ``states`` says which."""
+    """Tokens ``start .. num_tokens - 1`` of a text, with their states but for the last one's.
+    ``states`` gives another range of states."""
     begin, end = (start, num_tokens - 1) if states is None else states
     return Row(
         key=key(number),
@@ -67,7 +67,7 @@ def row(
     )
 
 
-def test_results_are_what_the_training_code_computes(drafter: MtpDrafter) -> None:
+def test_results_equal_those_of_the_training_code(drafter: MtpDrafter) -> None:
     text, end = texts()[0], NUM_TOKENS - 1
     each = Packed.of([Span(0, i, i + 1) for i in range(end)], torch.device("cpu"))
     with torch.inference_mode():
@@ -104,7 +104,7 @@ def test_only_wanted_results_are_computed_and_all_entries_are_written(
     assert (later - second.entries(151)[-1]).abs().max() < 2e-3
 
 
-def test_a_text_that_grows_is_continued_as_the_training_code_would(drafter: MtpDrafter) -> None:
+def test_a_growing_text_gets_the_drafts_of_the_training_code(drafter: MtpDrafter) -> None:
     text = texts()[0]
     assert drafter.draft([row(200)]) == [Answer(199, text.draft(200))]
     for num_tokens in range(202, 230, 3):
@@ -112,14 +112,14 @@ def test_a_text_that_grows_is_continued_as_the_training_code_would(drafter: MtpD
         assert drafter.draft([growing]) == [Answer(num_tokens - 1, text.draft(num_tokens))]
 
 
-def test_from_the_second_token_on_it_continues_its_own_states(drafter: MtpDrafter) -> None:
+def test_later_draft_tokens_continue_the_modules_own_states(drafter: MtpDrafter) -> None:
     for num_tokens in (150, 153, 180):
         start = 0 if num_tokens == 150 else num_tokens - 4 if num_tokens == 153 else 152
         (answer,) = drafter.draft([row(num_tokens, start=start, drafts=3)])
         assert answer == Answer(num_tokens - 1, texts()[0].draft(num_tokens, 3))
 
 
-def test_rows_of_one_call_are_answered_as_if_alone(drafter: MtpDrafter) -> None:
+def test_each_row_of_a_call_is_answered_as_if_alone(drafter: MtpDrafter) -> None:
     first = [row(30 + 90 * n, text=n, number=n, drafts=0) for n in range(3)]
     assert [answer.tokens for answer in drafter.draft(first)] == [(), (), ()]
     rows = [
@@ -148,7 +148,7 @@ def test_a_prompt_may_come_in_pieces(drafter: MtpDrafter) -> None:
     assert drafter.draft([replace(whole, key=key(1))])[0].tokens == texts()[0].draft(400)
 
 
-def test_a_text_in_pieces_takes_over_all_that_another_has_of_it(drafter: MtpDrafter) -> None:
+def test_a_text_in_pieces_reuses_the_prefix_of_another(drafter: MtpDrafter) -> None:
     drafter.draft([row(385)])
     drafter.module.attention.cache[1:].fill_(torch.nan)
     piece = replace(row(400, number=1), max_feed_tokens=8)
@@ -157,34 +157,34 @@ def test_a_text_in_pieces_takes_over_all_that_another_has_of_it(drafter: MtpDraf
     assert drafter.draft([rest]) == [Answer(399, texts()[0].draft(400))]
 
 
-def test_a_row_sent_twice_is_answered_alike(drafter: MtpDrafter) -> None:
+def test_a_repeated_row_gets_the_same_answer(drafter: MtpDrafter) -> None:
     drafter.draft([row(100)])
     again = row(103, start=99)
     first = drafter.draft([again])
     assert drafter.draft([again]) == first == [Answer(102, texts()[0].draft(103))]
 
 
-def test_a_text_that_is_held_whole_is_drafted_for_by_its_last_state(drafter: MtpDrafter) -> None:
+def test_a_text_that_is_held_whole_needs_only_its_last_states(drafter: MtpDrafter) -> None:
     drafter.draft([row(193)])
     same = row(193, states=(176, 192), number=1)  # shares all of its 192 entries
     assert drafter.draft([same]) == [Answer(192, texts()[0].draft(193))]
 
 
-def test_states_that_come_again_change_nothing(drafter: MtpDrafter) -> None:
+def test_repeated_states_change_nothing(drafter: MtpDrafter) -> None:
     drafter.draft([row(100)])
     recomputed = row(103, start=99, states=(40, 102))
     assert drafter.draft([recomputed]) == [Answer(102, texts()[0].draft(103))]
 
 
 @pytest.mark.parametrize("start", [50, 64])
-def test_a_text_that_goes_on_differently_is_rolled_back(drafter: MtpDrafter, start: int) -> None:
+def test_a_text_that_deviates_is_rolled_back(drafter: MtpDrafter, start: int) -> None:
     other, common = texts()[1], texts()[0]
     tokens = np.concatenate([common.tokens[:start], other.tokens[start:90]])
     states = np.concatenate([common.states[:start], other.states[start:89]])
     fresh = Row(key=key(1), salt=0, start=0, tokens=tokens, states=states, max_draft_tokens=3)
     expected = drafter.draft([fresh])
     drafter.draft([row(100)])
-    # Entry start - 1 has the token at start in it, so its state comes again.
+    # Entry start - 1 depends on the token at start, so its state is sent again.
     resumed = Row(
         key=key(0),
         salt=7,
@@ -207,19 +207,19 @@ def test_a_text_whose_first_states_are_missing_begins_later(drafter: MtpDrafter)
     assert drafter.draft([grown]) == [Answer(202, texts()[0].draft(203, begin=160), begin=160)]
 
 
-def test_a_gap_between_states_makes_the_text_begin_behind_it(drafter: MtpDrafter) -> None:
+def test_a_text_begins_after_a_gap_between_states(drafter: MtpDrafter) -> None:
     drafter.draft([row(100)])
     gap = row(140, start=99, states=(120, 139))
     assert drafter.draft([gap]) == [Answer(139, texts()[0].draft(140, begin=120), begin=120)]
 
 
-def test_a_partial_text_rolled_back_before_its_beginning_starts_anew(drafter: MtpDrafter) -> None:
+def test_a_partial_text_rolled_back_before_its_begin_starts_again(drafter: MtpDrafter) -> None:
     drafter.draft([row(200, states=(160, 199))])
     back = row(150, start=120, states=(120, 149), drafts=8)
     assert drafter.draft([back]) == [Answer(149, texts()[0].draft(150, 8, begin=120), begin=120)]
 
 
-def test_missing_states_are_made_up_for_by_a_text_that_began_alike(drafter: MtpDrafter) -> None:
+def test_missing_states_are_copied_from_a_text_of_the_same_prefix(drafter: MtpDrafter) -> None:
     drafter.draft([row(200)])
     hit = row(230, states=(192, 229), number=1, drafts=3)
     assert drafter.draft([hit]) == [Answer(229, texts()[0].draft(230, 3))]
@@ -228,7 +228,7 @@ def test_missing_states_are_made_up_for_by_a_text_that_began_alike(drafter: MtpD
     assert drafter.draft([again]) == [Answer(229, texts()[0].draft(230))]
 
 
-def test_what_a_text_shares_need_not_be_sent(drafter: MtpDrafter) -> None:
+def test_a_shared_prefix_need_not_be_sent(drafter: MtpDrafter) -> None:
     drafter.draft([row(193)])
     asked = row(200, number=1, states=(0, 0))
     assert drafter.draft([asked]) == [Answer(192)]
@@ -245,7 +245,7 @@ def test_texts_with_another_salt_or_first_token_share_nothing(drafter: MtpDrafte
     assert drafter.draft([replace(asked, key=key(2), tokens=tokens)]) == [Answer(0)]
 
 
-def test_a_text_that_is_not_held_so_far_is_told_so(drafter: MtpDrafter) -> None:
+def test_a_row_with_a_gap_gets_the_held_length(drafter: MtpDrafter) -> None:
     assert drafter.draft([row(103, start=99)]) == [Answer(0)]
     drafter.draft([row(100)])
     assert drafter.draft([row(120, start=110)]) == [Answer(99)]
@@ -259,7 +259,7 @@ def test_without_the_last_state_nothing_is_drafted(drafter: MtpDrafter) -> None:
     assert drafter.draft([stateless]) == [Answer(98)]
 
 
-def test_drafts_end_where_texts_must(loaded: MtpDrafter) -> None:
+def test_drafts_end_at_max_tokens(loaded: MtpDrafter) -> None:
     card = dataclasses.replace(loaded.card, max_tokens=100)
     drafter = MtpDrafter(loaded.module, card, NUM_SLOTS)
     assert drafter.draft([row(98, drafts=5)]) == [Answer(97, texts()[0].draft(98, 2))]
@@ -268,7 +268,7 @@ def test_drafts_end_where_texts_must(loaded: MtpDrafter) -> None:
     assert drafter.draft([row(101, number=1)]) == [Answer(0)]
 
 
-def test_more_texts_than_there_is_room_for_are_not_served(drafter: MtpDrafter) -> None:
+def test_a_text_without_a_free_slot_is_not_held(drafter: MtpDrafter) -> None:
     rows = [row(20 + number, number=number) for number in range(NUM_SLOTS + 1)]
     answers = drafter.draft(rows)
     assert [answer.held for answer in answers] == [19, 20, 21, 22, 0]
@@ -277,7 +277,7 @@ def test_more_texts_than_there_is_room_for_are_not_served(drafter: MtpDrafter) -
     assert drafter.draft(rows[-1:]) == [Answer(23, texts()[0].draft(24))]
 
 
-def test_an_empty_text_leaves_the_others_alone(drafter: MtpDrafter) -> None:
+def test_an_empty_text_affects_no_other_text(drafter: MtpDrafter) -> None:
     empty = replace(row(50, number=1), tokens=np.empty(0, np.int32), states=None)
     assert drafter.draft([empty, row(50)]) == [Answer(0), Answer(49, texts()[0].draft(50))]
 
@@ -323,12 +323,12 @@ def test_a_checkpoint_that_does_not_fit_is_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_a_cache_that_does_not_fit_is_refused_by_its_bytes() -> None:
+def test_a_cache_that_does_not_fit_is_refused_with_its_bytes() -> None:
     with pytest.raises(ConfigError, match=r"max_texts: 1000000 .* 9,437,184,000,000 bytes"):
         MtpDrafter.load(str(MODEL), max_texts=1_000_000, max_tokens=4096)
 
 
-def test_the_card_tells_what_a_client_must_know(loaded: MtpDrafter) -> None:
+def test_the_card_describes_the_module(loaded: MtpDrafter) -> None:
     card = loaded.card
     assert (card.kind, card.vocab_size, card.hidden_size) == ("mtp", 4096, 256)
     assert card.max_tokens == ROOM

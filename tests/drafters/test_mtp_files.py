@@ -1,4 +1,4 @@
-"""The MTP module of a checkpoint on the hub: huggingface_hub itself, and a hub on this machine."""
+"""Fetching an MTP module from a hub: the real huggingface_hub and a local server."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Hub(SimpleHTTPRequestHandler):
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         self.send_response(code)
-        # By this the hub tells a file that is missing from a model that is.
+        # The hub uses this header to mark a missing file or a missing model.
         is_file = self.path.startswith("/org/model/")
         self.send_header("X-Error-Code", "EntryNotFound" if is_file else "RepoNotFound")
         self.send_header("Content-Length", "0")
@@ -44,18 +44,18 @@ class Hub(SimpleHTTPRequestHandler):
         super().end_headers()
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing."""
+        """Logs nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A hub on this machine: the folder of its model, and what a user of it has set."""
+    """A local hub: the folder of its model, and the environment of its users."""
 
     folder: Path
     environment: dict[str, str]
 
     def fetch(self, model: str, revision: str = "") -> str:
-        """Folder with what was fetched of a model."""
+        """Fetches the MTP files of a model and returns their folder."""
         call = f"print(fetch_mtp({model!r}, {revision!r}))"
         code = f"from specserve.drafters.mtp_files import fetch_mtp; {call}"
         done = subprocess.run(
@@ -85,7 +85,7 @@ def hub(tmp_path: Path) -> Iterator[Served]:
 
 
 @pytest.mark.parametrize("revision", ["", "v2"])
-def test_only_the_files_that_the_module_is_in_are_fetched(hub: Served, revision: str) -> None:
+def test_only_the_modules_files_are_fetched(hub: Served, revision: str) -> None:
     written = find_mtp(str(write_copy(hub.folder, num_shards=6)), "model")
     folder = hub.fetch("org/model", revision)
     assert find_mtp(folder, "model").tensors.keys() == written.tensors.keys()
@@ -100,13 +100,13 @@ def test_a_checkpoint_of_one_file_is_fetched(hub: Served) -> None:
     assert fetched.tensors.keys() == written.tensors.keys()
 
 
-def test_a_model_that_the_hub_does_not_have_is_refused_by_one_line(hub: Served) -> None:
+def test_a_model_that_the_hub_does_not_have_is_refused(hub: Served) -> None:
     write_copy(hub.folder)
     with pytest.raises(RuntimeError, match=r"model: 'org/other' .* a model that the hub has"):
         hub.fetch("org/other")
 
 
-def test_a_model_without_a_module_is_refused_by_what_it_lacks(hub: Served) -> None:
+def test_a_model_without_a_module_is_refused_with_the_reason(hub: Served) -> None:
     write_copy(hub.folder, num_shards=2, architectures=["LlamaForCausalLM"])
     with pytest.raises(RuntimeError, match=r"model: 'org/model' .*; allowed: a checkpoint of Deep"):
         hub.fetch("org/model")

@@ -24,7 +24,7 @@ from tests.drafters.checkpoints import LAYER, quantize, write_copy
 from tests.drafters.mtp_reference import MODEL, texts
 
 SHARED = ("embed_tokens.weight", "shared_head.head.weight")
-"""What the layer of the demo base has copies of."""
+"""Tensors that the demo base's MTP layer has copies of."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -52,7 +52,7 @@ def test_only_the_layers_own_tensors_belong_to_the_module() -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_where_the_layer_has_no_copies_the_targets_tensors_belong_too(
+def test_without_copies_the_targets_tensors_belong_to_the_module(
     tmp_path: Path, tied: bool
 ) -> None:
     folder = write_copy(
@@ -70,7 +70,7 @@ def test_where_the_layer_has_no_copies_the_targets_tensors_belong_too(
 
 def test_block_fp8_is_multiplied_by_its_factors(tmp_path: Path) -> None:
     folder = write_copy(tmp_path / "model", fp8=True, num_shards=2)
-    name = "mlp.experts.3.down_proj.weight"  # 256 x 96: a block is cut off
+    name = "mlp.experts.3.down_proj.weight"  # 256 x 96: its blocks are cut
     stored = weights(folder).files.tensors[f"{LAYER}{name}"]
     assert stored.dtype == "F8_E4M3"
     original = load_file(MODEL / "model.safetensors")[f"{LAYER}{name}"].float()
@@ -78,7 +78,7 @@ def test_block_fp8_is_multiplied_by_its_factors(tmp_path: Path) -> None:
     assert 0 < (read - original).abs().max() < 0.07 * original.abs().max()
 
 
-def test_dequantizing_takes_each_block_by_its_own_factor() -> None:
+def test_each_block_is_dequantized_by_its_own_factor() -> None:
     weight = torch.randn(300, 200) * torch.logspace(-3, 3, 300).unsqueeze(1)
     quantized, factors = quantize(weight)
     assert factors.shape == (3, 2)
@@ -138,7 +138,7 @@ def test_a_split_module_drafts_alone(tmp_path: Path) -> None:
     assert alone.draft([row])[0].tokens == text.draft(100)
 
 
-def test_a_failure_on_the_way_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_failed_split_leaves_no_files(tmp_path: Path) -> None:
     folder = write_copy(tmp_path / "model")
     files = find_mtp(str(folder), "model")
     shard = folder / "model.safetensors"
@@ -164,7 +164,7 @@ def test_memory_does_not_depend_on_the_size_of_tensors(
     assert peak < 4 << 20
 
 
-def test_only_the_files_that_the_module_is_in_need_to_be_there(tmp_path: Path) -> None:
+def test_only_the_modules_files_are_needed(tmp_path: Path) -> None:
     folder = write_copy(tmp_path / "model", num_shards=2)
     index = folder / "model.safetensors.index.json"
     content = json.loads(index.read_text())
@@ -213,7 +213,7 @@ def lie_in_index(folder: Path) -> None:
         (lie_in_index, f"{LAYER}another is missing"),
     ],
 )
-def test_a_damaged_checkpoint_is_refused_in_one_line(
+def test_a_damaged_checkpoint_is_refused_with_a_reason(
     tmp_path: Path, damage: Any, message: str
 ) -> None:
     folder = write_copy(tmp_path / "model", num_shards=2)
@@ -245,7 +245,7 @@ def test_a_checkpoint_without_a_module_is_refused(
     assert message in str(caught.value)
 
 
-def test_tensors_that_cannot_be_read_as_numbers_are_refused(tmp_path: Path) -> None:
+def test_an_fp8_tensor_without_factors_is_refused(tmp_path: Path) -> None:
     folder = write_copy(
         tmp_path / "model", keep=lambda name: "scale" not in name, fp8=True, num_shards=2
     )

@@ -12,7 +12,7 @@ from tests.drafters.mtp_reference import MODEL
 CPU = torch.device("cpu")
 
 
-def test_a_float32_matrix_has_its_columns_one_after_the_other() -> None:
+def test_a_float32_matrix_is_stored_by_columns() -> None:
     weight = torch.randn(5, 7)
     assert torch.equal(laid_out(weight), weight)
     assert laid_out(weight).t().is_contiguous()
@@ -20,7 +20,7 @@ def test_a_float32_matrix_has_its_columns_one_after_the_other() -> None:
     assert laid_out(half) is half
 
 
-def test_a_loaded_models_layers_are_laid_out_and_its_tied_head_is_not_kept_twice() -> None:
+def test_a_loaded_model_has_laid_out_layers_and_one_copy_of_a_tied_head() -> None:
     model = CausalModel.load(str(MODEL.parent / "demo-draft"), torch.float32, CPU)._model
     assert model.model.layers[0].mlp.gate_proj.weight.t().is_contiguous()
     assert model.lm_head.weight is model.get_input_embeddings().weight
@@ -34,7 +34,7 @@ def test_the_likeliest_token_comes_with_its_probability() -> None:
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
-def test_a_model_that_computes_no_numbers_is_sure_of_nothing(wrong: float) -> None:
+def test_the_chance_is_zero_if_a_logit_is_not_finite(wrong: float) -> None:
     _, chances = likeliest(torch.tensor([[0.0, wrong], [0.0, 1.0]]))
     assert chances[0] == 0
     assert chances[1] > 0.5

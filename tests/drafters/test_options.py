@@ -29,9 +29,7 @@ def options_of(kind: str, model: str, max_tokens: int) -> DrafterOptions:
 
 @pytest.mark.parametrize("max_tokens", [2, 300])
 @pytest.mark.parametrize(("kind", "model"), [("draft_model", "demo-draft"), ("mtp", "demo-base")])
-def test_a_loaded_drafter_has_computed_and_holds_nothing(
-    kind: str, model: str, max_tokens: int
-) -> None:
+def test_the_warm_up_of_load_leaves_no_text(kind: str, model: str, max_tokens: int) -> None:
     drafter = load(options_of(kind, model, max_tokens))
     width = drafter.card.hidden_size
     row = Row(
@@ -41,11 +39,11 @@ def test_a_loaded_drafter_has_computed_and_holds_nothing(
         tokens=np.arange(2, dtype=np.int32),
         states=np.zeros((1, width), np.uint16) if width else None,
     )
-    (answer,) = drafter.draft([row])  # in the only place
+    (answer,) = drafter.draft([row])  # in the only slot
     assert answer.held == 2 - (width > 0)
 
 
-def test_a_first_call_that_hangs_ends_the_process() -> None:
+def test_a_warm_up_that_hangs_ends_the_process() -> None:
     program = f"""
 import io, sys, time
 from specserve.drafters import options

@@ -1,4 +1,4 @@
-"""Who is let in at a drafter's port, with real sockets."""
+"""Which connections a drafter's port accepts, with real sockets."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def server(drafter: FakeDrafter) -> Iterator[DrafterServer]:
 
 @contextmanager
 def connected(endpoint: Endpoint) -> Iterator[zmq.Socket[bytes]]:
-    """A client's socket, of a context of its own."""
+    """A client's socket in its own ZeroMQ context."""
     context = zmq.Context()
     client = context.socket(zmq.DEALER)
     client.setsockopt(zmq.LINGER, 0)
@@ -51,7 +51,7 @@ def connected(endpoint: Endpoint) -> Iterator[zmq.Socket[bytes]]:
 
 
 def greet(server: DrafterServer) -> None:
-    """Says hello with the right secret, and is answered."""
+    """Sends a hello with the right secret and checks that it is answered."""
     with connected(Endpoint.parse(server.address)) as client:
         client.send_multipart(encode(Hello(7)))
         assert client.poll(int(WAIT_S * 1000)), "no answer"
@@ -59,12 +59,12 @@ def greet(server: DrafterServer) -> None:
 
 
 def await_refused(server: DrafterServer, number: int) -> None:
-    """Returns when so many connections have been refused."""
+    """Waits until ``number`` connections have been refused."""
     counters = server.counters
     eventually(lambda: counters.num_refused["unauthorized"] == number, "refusals", WAIT_S, 0.001)
 
 
-def test_who_has_the_secret_is_answered(server: DrafterServer) -> None:
+def test_a_client_with_the_secret_is_answered(server: DrafterServer) -> None:
     greet(server)
     assert server.counters.num_refused["unauthorized"] == 0
 
@@ -76,7 +76,7 @@ def test_every_drafter_has_a_secret_of_its_own(server: DrafterServer) -> None:
     assert len(mine) == len(theirs) >= 32
 
 
-def test_a_connection_is_let_in_while_the_model_computes(
+def test_a_connection_is_accepted_while_the_model_computes(
     server: DrafterServer, drafter: FakeDrafter
 ) -> None:
     endpoint = Endpoint.parse(server.address)
@@ -86,16 +86,16 @@ def test_a_connection_is_let_in_while_the_model_computes(
         assert drafter.entered.wait(WAIT_S)
         late: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         late.setsockopt(zmq.LINGER, 0)
-        let_in = late.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        accepted = late.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         endpoint.connect(late)
-        is_in = let_in.poll(int(WAIT_S * 1000))
+        is_accepted = accepted.poll(int(WAIT_S * 1000))
         drafter.may_go.set()
         late.close()
-    assert is_in
+    assert is_accepted
 
 
 @pytest.mark.parametrize("secret", ["", "wrong", "another drafter's"])
-def test_who_has_not_is_not_heard_and_hears_nothing(
+def test_a_client_without_the_secret_is_refused(
     server: DrafterServer, drafter: FakeDrafter, secret: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     place = Endpoint.parse(server.address).place
@@ -118,12 +118,12 @@ def test_who_has_not_is_not_heard_and_hears_nothing(
     "garbage",
     [
         b"GET / HTTP/1.1\r\nHost: drafter\r\n\r\n",
-        b"\x01\x00\x05hello",  # a message of ZeroMQ's first protocol, which knew no secrets
+        b"\x01\x00\x05hello",  # ZeroMQ's first protocol, which has no secrets
         b"\xff" + bytes(8) + b"\x7f\x03\x00PLAIN" + bytes(47) + b"\xff" * 64,
         b"\x00" * 4096,
     ],
 )
-def test_bytes_that_are_not_even_zeromq_are_hung_up_on(
+def test_a_connection_that_is_not_zeromq_is_closed(
     server: DrafterServer, drafter: FakeDrafter, garbage: bytes
 ) -> None:
     host, port = Endpoint.parse(server.address).place.removeprefix("tcp://").split(":")
@@ -139,7 +139,7 @@ def test_bytes_that_are_not_even_zeromq_are_hung_up_on(
 
 
 def receive(stranger: socket.socket) -> bytes:
-    """What comes next; empty: the other side has hung up."""
+    """The next bytes; empty if the server has closed the connection."""
     try:
         return stranger.recv(4096)
     except ConnectionResetError:

@@ -10,7 +10,7 @@ CLIENT = b"c"
 
 
 def task(text: int, num_tokens: int, *, start: int = 0, draft: int = 0, states: int = -1) -> Task:
-    """A task of a call of its own; with ``states`` the row has them from that position on."""
+    """A task in its own call; its row has states from position ``states`` on."""
     tokens = np.arange(start, num_tokens, dtype=np.int32)
     row = Row(
         key=(CLIENT, text),
@@ -26,7 +26,7 @@ def task(text: int, num_tokens: int, *, start: int = 0, draft: int = 0, states: 
     return Task(Call(CLIENT, 1, 0.0, 0, [None]), 0, row)
 
 
-def test_a_long_text_is_computed_in_pieces_and_the_draft_follows_the_last_one() -> None:
+def test_a_long_text_is_computed_in_pieces_and_the_last_one_drafts() -> None:
     long = task(1, 3 * FEED_TOKENS + 10, draft=3)
     starts, drafts = [], []
     while True:
@@ -42,9 +42,7 @@ def test_a_long_text_is_computed_in_pieces_and_the_draft_follows_the_last_one() 
     assert long.call.is_done
 
 
-def test_the_first_piece_tells_the_whole_text_and_the_next_one_goes_on_behind_what_is_held() -> (
-    None
-):
+def test_the_first_piece_has_all_tokens_and_the_next_starts_at_held() -> None:
     long = task(1, 4000, draft=3)
     first = long.piece()
     assert first.tokens.tolist() == list(range(4000))
@@ -53,7 +51,7 @@ def test_the_first_piece_tells_the_whole_text_and_the_next_one_goes_on_behind_wh
     assert long.piece().start == 3000 + FEED_TOKENS
 
 
-def test_a_text_of_which_others_hold_nearly_all_is_done_with_the_first_piece() -> None:
+def test_a_text_that_is_nearly_held_is_done_with_the_first_piece() -> None:
     long = task(1, 4000, draft=3)
     answer = Answer(4000, (1, 2, 3))
     assert not long.advance(answer)
@@ -65,7 +63,7 @@ def test_a_row_that_is_one_piece_is_not_changed() -> None:
     assert short.piece() is short.row
 
 
-def test_positions_whose_states_are_lost_come_with_the_first_piece() -> None:
+def test_the_first_piece_includes_positions_without_states() -> None:
     long = task(1, 5000, states=4000)
     piece = long.piece()
     assert piece.states is not None
@@ -73,13 +71,13 @@ def test_positions_whose_states_are_lost_come_with_the_first_piece() -> None:
     assert (len(piece.states), piece.max_feed_tokens) == (999, FEED_TOKENS)
 
 
-def test_a_text_that_the_drafter_has_forgotten_is_done() -> None:
+def test_a_text_that_the_drafter_lost_is_done() -> None:
     long = task(1, 600, start=300)
     assert not long.advance(Answer(0))
     assert long.call.answers == [Answer(0)]
 
 
-def test_drafts_are_apart_from_what_only_brings_texts_up_to_date() -> None:
+def test_draft_tasks_and_feed_tasks_are_separate() -> None:
     schedule = Schedule()
     draft, feed, long = task(1, 5, draft=2), task(2, 5), task(3, 400, draft=2)
     for each in (draft, feed, long):
@@ -107,7 +105,7 @@ def test_short_texts_share_a_piece() -> None:
     assert schedule.feed() == short[:2]
 
 
-def test_one_texts_tasks_go_one_after_the_other() -> None:
+def test_tasks_of_one_text_run_one_by_one() -> None:
     schedule = Schedule()
     first, second = task(1, 5, draft=1), task(1, 6, start=5, draft=1)
     schedule.add(first)

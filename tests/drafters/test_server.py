@@ -65,14 +65,14 @@ Connect = Callable[[bytes], Client]
 
 
 def hold(drafter: FakeDrafter, client: Client) -> None:
-    """Has the drafter at work until ``may_go`` is set, so that what comes meanwhile waits."""
+    """Blocks the drafter until ``may_go`` is set, so that later requests wait."""
     drafter.may_go.clear()
     drafter.entered.clear()
     client.request(row(0, 3))
     assert drafter.entered.wait(WAIT_S)
 
 
-def test_a_client_is_told_who_drafts(connect: Connect) -> None:
+def test_a_hello_gets_the_card(connect: Connect) -> None:
     client = connect(b"a")
     client.send(Hello(7))
     card = client.receive()
@@ -83,7 +83,7 @@ def test_a_client_is_told_who_drafts(connect: Connect) -> None:
     assert client.receive() == msgspec.structs.replace(card, number=8)
 
 
-def test_a_replica_keeps_its_seat_while_it_says_hello(
+def test_a_replica_keeps_its_seat_while_it_sends_hellos(
     server: DrafterServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert [server.seat(name) for name in ("first", "second", "first")] == [0, 1, 0]
@@ -98,7 +98,7 @@ def test_a_replica_keeps_its_seat_while_it_says_hello(
     assert server.seat("third") == 0
 
 
-def test_a_text_that_grows_is_drafted_for_from_what_is_new(connect: Connect) -> None:
+def test_a_growing_text_gets_drafts_from_its_new_tokens(connect: Connect) -> None:
     client = connect(b"a")
     assert client.ask(row(1, 50)) == (RowAnswer(50, draft_of(TEXT[:50].tolist(), 2), b"\xff\xff"),)
     assert client.ask(row(1, 53, start=50, draft=4)) == (
@@ -106,20 +106,20 @@ def test_a_text_that_grows_is_drafted_for_from_what_is_new(connect: Connect) -> 
     )
 
 
-def test_a_text_that_is_not_held_is_answered_by_what_is(connect: Connect) -> None:
+def test_a_text_that_is_not_held_gets_held_0(connect: Connect) -> None:
     assert connect(b"a").ask(row(1, 53, start=50)) == (RowAnswer(0),)
 
 
 def arrive(server: DrafterServer, drafter: FakeDrafter, number: int) -> None:
-    """Returns when so many questions wait for the drafter to be free.
+    """Waits until ``number`` requests wait for the drafter.
 
-    ZeroMQ does not tell how many it has: they are read early, by the thread that reads them.
+    ZeroMQ does not count its waiting messages, so the server's thread reads them early.
     """
     drafter.meanwhile = lambda: server._arrivals.extend(server._router.get(0.0))
     eventually(lambda: len(server._arrivals) == number, "questions", WAIT_S, 0.001)
 
 
-def test_what_waits_of_several_clients_goes_through_the_model_together(
+def test_waiting_requests_of_several_clients_share_a_call(
     server: DrafterServer, connect: Connect, drafter: FakeDrafter
 ) -> None:
     first, second, third = connect(b"1"), connect(b"2"), connect(b"3")
@@ -137,7 +137,7 @@ def test_what_waits_of_several_clients_goes_through_the_model_together(
 
 
 def computed(drafter: FakeDrafter) -> list[list[int]]:
-    """Positions of each row of each call, as the fake holds nothing of other texts."""
+    """Number of computed positions of each row, for each call; the fake shares no prefix."""
     return [[min(len(row.tokens), row.max_feed_tokens) for row in call] for call in drafter.calls]
 
 
@@ -168,7 +168,7 @@ def test_a_long_text_that_wants_a_draft_gets_it_after_its_last_piece(
     assert computed(drafter) == [[FEED_TOKENS], [FEED_TOKENS], [600 - 2 * FEED_TOKENS]]
 
 
-def test_a_request_that_waited_too_long_is_not_computed(
+def test_an_expired_request_is_not_computed(
     server: DrafterServer, connect: Connect, drafter: FakeDrafter
 ) -> None:
     first, late, patient = connect(b"1"), connect(b"2"), connect(b"3")
@@ -183,7 +183,7 @@ def test_a_request_that_waited_too_long_is_not_computed(
     assert server.counters.num_refused["expired"] == 1
 
 
-def test_an_error_of_the_model_is_told_to_those_it_met_and_said_once(
+def test_a_model_error_is_sent_to_its_clients_and_logged_once(
     server: DrafterServer,
     connect: Connect,
     drafter: FakeDrafter,
@@ -202,13 +202,13 @@ def test_an_error_of_the_model_is_told_to_those_it_met_and_said_once(
     assert server.counters.num_refused["failed"] == 3
 
 
-def test_what_is_too_much_together_is_computed_apart(
+def test_a_failed_batch_is_computed_in_parts(
     server: DrafterServer,
     connect: Connect,
     drafter: FakeDrafter,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.CRITICAL)  # else pytest keeps the error, and it what was allocated
+    caplog.set_level(logging.CRITICAL)  # a logged error would keep its arrays alive
     held_up, *clients = [connect(b"%d" % number) for number in range(4)]
     hold(drafter, held_up)
     for client, texts in zip(clients, ([0], [1], [2, 3, 4, 5]), strict=True):
@@ -228,12 +228,12 @@ def test_what_is_too_much_together_is_computed_apart(
     assert server.counters.num_refused["failed"] == 2
 
 
-def test_a_model_that_fails_again_and_again_is_told_of(drafter: FakeDrafter) -> None:
+def test_on_broken_is_called_after_repeated_failures(drafter: FakeDrafter) -> None:
     seen: list[Exception | None] = []
-    told: list[int] = []
+    calls: list[int] = []
     errors = [MemoryError()] * (MOST_FAILURES - 1), [None], [MemoryError()] * MOST_FAILURES
     with (
-        closing(DrafterServer(drafter, on_broken=lambda: told.append(len(seen)))) as server,
+        closing(DrafterServer(drafter, on_broken=lambda: calls.append(len(seen)))) as server,
         closing(Client(server)) as client,
     ):
         for error in itertools.chain(*errors):
@@ -241,10 +241,10 @@ def test_a_model_that_fails_again_and_again_is_told_of(drafter: FakeDrafter) -> 
             drafter.error = error
             client.request(row(1, 10))
             assert isinstance(client.receive(), DraftAnswer) == (error is None)
-    assert told == [2 * MOST_FAILURES]
+    assert calls == [2 * MOST_FAILURES]
 
 
-def test_garbage_is_counted_and_costs_the_others_nothing(
+def test_garbage_is_counted_and_affects_no_other_client(
     server: DrafterServer, connect: Connect
 ) -> None:
     wild, tame = connect(b"wild"), connect(b"tame")
@@ -255,7 +255,7 @@ def test_garbage_is_counted_and_costs_the_others_nothing(
     wild.ping()
 
 
-def test_tokens_and_states_that_are_not_the_models_do_not_reach_it(
+def test_tokens_and_states_that_do_not_fit_the_model_are_refused(
     server: DrafterServer, connect: Connect, drafter: FakeDrafter
 ) -> None:
     client = connect(b"a")
@@ -302,7 +302,7 @@ def test_ended_texts_are_forgotten_with_the_next_request(
     assert client.ask(row(1, 11, start=10)) == (RowAnswer(0),)
 
 
-def test_a_text_that_ends_while_it_is_brought_up_to_date_is_left_alone(
+def test_a_text_that_ends_during_its_feed_is_computed_no_further(
     server: DrafterServer, connect: Connect, drafter: FakeDrafter
 ) -> None:
     client = connect(b"a")
@@ -318,7 +318,7 @@ def test_a_text_that_ends_while_it_is_brought_up_to_date_is_left_alone(
     assert len(drafter.calls) == 1
 
 
-def test_a_server_that_nobody_asks_becomes_idle(server: DrafterServer, connect: Connect) -> None:
+def test_a_server_without_requests_becomes_idle(server: DrafterServer, connect: Connect) -> None:
     client = connect(b"a")
     client.ask(row(1, 10))
     eventually(lambda: server.idle_s > 0.3, "idle", WAIT_S, 0.01)
@@ -326,14 +326,14 @@ def test_a_server_that_nobody_asks_becomes_idle(server: DrafterServer, connect: 
     assert server.idle_s < 0.3
 
 
-def test_a_client_that_connects_anew_under_its_name_goes_on_with_its_texts(
+def test_a_client_that_reconnects_under_its_name_keeps_its_texts(
     server: DrafterServer, connect: Connect
 ) -> None:
     connect(b"a").ask(row(1, 10))
     assert connect(b"a").ask(row(1, 12, start=10))[0].held == 12
 
 
-def test_two_requests_for_one_text_are_worked_on_one_after_the_other(
+def test_two_requests_for_one_text_are_computed_one_by_one(
     server: DrafterServer, connect: Connect, drafter: FakeDrafter
 ) -> None:
     other, client = connect(b"o"), connect(b"a")
@@ -350,7 +350,7 @@ def test_two_requests_for_one_text_are_worked_on_one_after_the_other(
     assert held == [10, 12]
 
 
-def test_closing_waits_for_the_call_that_runs_and_for_nothing_else(drafter: FakeDrafter) -> None:
+def test_close_waits_only_for_the_running_call(drafter: FakeDrafter) -> None:
     before = threading.active_count()
     server = DrafterServer(drafter)
     client = Client(server)
@@ -368,7 +368,7 @@ def test_closing_waits_for_the_call_that_runs_and_for_nothing_else(drafter: Fake
     assert len(drafter.calls) == 1
 
 
-def test_closing_waits_for_no_question(drafter: FakeDrafter) -> None:
+def test_close_waits_for_no_request(drafter: FakeDrafter) -> None:
     server = DrafterServer(drafter)
     began = time.monotonic()
     server.close()

@@ -20,7 +20,7 @@ def key(number: int) -> tuple[bytes, int]:
 
 
 class Table(SlotTable):
-    """Notes what is to be copied in the cache: from which slot, to which, how many entries."""
+    """Records the copies in the cache: (from slot, to slot, number of entries)."""
 
     def __init__(
         self, num_slots: int, max_tokens: int, now: Callable[[], float] = lambda: 0.0
@@ -54,7 +54,7 @@ def test_a_text_is_found_by_its_key_until_it_is_closed() -> None:
     assert table.get(key(1)) is None
 
 
-def test_a_free_slot_is_taken_before_anybodys_and_the_oldest_before_a_younger_one() -> None:
+def test_a_free_slot_is_taken_first_then_the_least_recently_used() -> None:
     now = 0.0
     table = Table(3, 64, lambda: now)
     slots = [write(table, number, text(8, number)) for number in range(3)]
@@ -78,7 +78,7 @@ def test_a_text_keeps_its_slot_as_long_as_it_is_used(caplog: pytest.LogCaptureFi
     assert [record.args for record in caplog.records] == [(2,)]
 
 
-def test_a_new_text_takes_over_all_that_it_shares() -> None:
+def test_a_new_text_copies_the_longest_prefix() -> None:
     table = Table(4, 128)
     write(table, 0, text(50)[:20])
     first = write(table, 1, text(50))
@@ -88,7 +88,7 @@ def test_a_new_text_takes_over_all_that_it_shares() -> None:
     assert table.tokens[slot.index, :40].tolist() == text(40).tolist()
 
 
-def test_an_ended_text_is_shared_from_also_by_the_one_that_takes_its_slot() -> None:
+def test_a_text_reuses_the_prefix_of_the_ended_text_in_its_slot() -> None:
     table = Table(1, 128)
     slot = write(table, 0, text(48))
     for number in (1, 2):
@@ -104,7 +104,7 @@ def test_texts_of_different_salts_share_nothing() -> None:
     assert restarted(table, 1, text(48), salt=2).length == 0
 
 
-def test_what_a_slot_holds_under_another_salt_is_not_shared_with_its_next_text() -> None:
+def test_a_slots_next_text_with_another_salt_shares_nothing() -> None:
     table = Table(1, 128)
     write(table, 0, text(48), salt=1)
     table.close(key(0))
@@ -112,7 +112,7 @@ def test_what_a_slot_holds_under_another_salt_is_not_shared_with_its_next_text()
 
 
 @pytest.mark.parametrize("kept", [0, 16, 33])
-def test_what_was_rolled_back_is_not_shared(kept: int) -> None:
+def test_rolled_back_tokens_are_not_shared(kept: int) -> None:
     table = Table(2, 128)
     slot = write(table, 0, text(48))
     slot.length = kept
@@ -120,7 +120,7 @@ def test_what_was_rolled_back_is_not_shared(kept: int) -> None:
     assert restarted(table, 1, text(48)).length == kept
 
 
-def test_a_text_whose_beginning_is_missing_is_not_shared() -> None:
+def test_a_text_without_its_first_entries_is_not_shared() -> None:
     table = Table(1, 128)
     slot = restarted(table, 0, text(0))
     slot.begin = slot.length = 5
@@ -130,7 +130,7 @@ def test_a_text_whose_beginning_is_missing_is_not_shared() -> None:
     assert (again.begin, again.length) == (0, 0)
 
 
-def test_what_is_held_of_a_text_is_told_from_any_position() -> None:
+def test_num_held_counts_from_any_position() -> None:
     table = Table(1, 128)
     slot = write(table, 0, text(48))
     assert table.num_held(slot, text(60)[10:], start=10) == 38

@@ -25,14 +25,14 @@ def test_models_of_one_vocabulary_have_one_fingerprint() -> None:
     assert fingerprint(str(MODELS / "demo-draft")) == fingerprint(str(MODELS / "demo-base"))
 
 
-def test_how_the_file_is_written_does_not_matter(folder: Path) -> None:
+def test_the_formatting_of_the_file_is_ignored(folder: Path) -> None:
     before = fingerprint(str(folder))
     file = folder / "tokenizer.json"
     file.write_text(json.dumps(json.loads(file.read_text()), indent=1, sort_keys=True))
     assert fingerprint(str(folder)) == before
 
 
-def test_two_tokens_that_change_places_change_it(folder: Path) -> None:
+def test_swapped_tokens_change_the_fingerprint(folder: Path) -> None:
     before = fingerprint(str(folder))
     file = folder / "tokenizer.json"
     content = json.loads(file.read_text())
@@ -43,7 +43,7 @@ def test_two_tokens_that_change_places_change_it(folder: Path) -> None:
     assert fingerprint(str(folder)) != before
 
 
-def test_an_added_token_changes_it(folder: Path) -> None:
+def test_an_added_token_changes_the_fingerprint(folder: Path) -> None:
     before = fingerprint(str(folder))
     file = str(folder / "tokenizer.json")
     tokenizer = Tokenizer.from_file(file)
@@ -52,12 +52,12 @@ def test_an_added_token_changes_it(folder: Path) -> None:
     assert fingerprint(str(folder)) != before
 
 
-def test_an_invalid_config_leaves_the_vocabulary_unknown_and_is_told(
+def test_an_invalid_config_leaves_the_vocabulary_unknown_and_is_logged(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = json.loads((MODELS / "demo-draft/config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"hidden_size": "wide"}))
-    (folder / "tokenizer_config.json").unlink()  # without a class of its own it is the model's
+    (folder / "tokenizer_config.json").unlink()  # the class then comes from config.json
     assert fingerprint(str(folder)) == ""
     assert f"The vocabulary of {folder} is unknown and so not checked: " in caplog.text
     assert "'hidden_size'" in caplog.text
@@ -68,7 +68,7 @@ def test_a_damaged_tokenizer_leaves_the_vocabulary_unknown(folder: Path) -> None
     assert fingerprint(str(folder)) == ""
 
 
-def test_a_folder_without_a_tokenizer_has_none_and_says_so(
+def test_a_folder_without_a_tokenizer_has_no_fingerprint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     shutil.copy(MODELS / "demo-draft" / "config.json", tmp_path)

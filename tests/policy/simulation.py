@@ -1,4 +1,4 @@
-"""A serving engine without the engine: acceptance by chance, time by formula, all seeded."""
+"""Simulates a serving engine: seeded random acceptance, and step times by a formula."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WRONG = 99
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of a step: all terms in units of 10 ms."""
+    """Cost of a step; all terms in units of 10 ms."""
 
     base: float
     per_request: float
@@ -32,22 +32,22 @@ class Cost:
 
 
 FLAT = Cost(1, 0, 0.02, 0.0005)
-"""A GPU at small batches: memory-bound, draft tokens ride along."""
+"""A GPU at small batches: memory-bound, so that draft tokens cost almost nothing."""
 MODERATE = Cost(1, 0.05, 0.05, 0.05)
 STEEP = Cost(1, 0.12, 0.2, 0.1)
 """A CPU: a draft token costs nearly what a request's own token costs."""
 
 ALWAYS, OFTEN, NEVER = (0.85, 0.9), (0.4, 0.7), (0.0, 0.0)
-"""Chance of the first draft token, and of each further one."""
+"""Probability that the first draft token is accepted, and that each further one is."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests of some tokens each, one after the other on ``concurrency`` rows.
+    """Requests of ``request_tokens`` tokens, one after another on ``concurrency`` rows.
 
     Attributes:
-        chances: request ``i`` accepts by ``chances[i % len(chances)]``.
-        hit_rate: how often there is a draft to offer.
+        chances: request ``i`` accepts with ``chances[i % len(chances)]``.
+        hit_rate: probability that a request gets a draft in a step.
         noise: relative deviation of measured times; one in a hundred is five times too long.
     """
 
@@ -63,7 +63,7 @@ class Workload:
 
 
 class ChanceSource:
-    """Drafts 1, 2, 3, ..; how many of a draft are right is decided when it is made."""
+    """Drafts 1, 2, 3, ... and draws the number of right tokens with each draft."""
 
     def __init__(self, draft_len: int) -> None:
         self.rng = random.Random(0)
@@ -92,7 +92,7 @@ class ChanceSource:
 
 
 class Policy:
-    """The project's own: a chain with one source."""
+    """The project's policy: a chain with one source."""
 
     def __init__(self, draft_len: int = 8, num_slots: int = 64) -> None:
         self.source = ChanceSource(draft_len)
@@ -104,13 +104,13 @@ class Policy:
         )
 
     def draft(self, batch: DraftBatch, num_new: Int32Array, num_verified: Int32Array) -> Int32Array:
-        """Lengths of what is sent."""
+        """Lengths of the sent drafts."""
         self.chain.observe(batch, num_new, num_verified)
         return np.array([len(each) for each in self.chain.step(batch)], np.int32)
 
 
 class FixedLength(Policy):
-    """The competitor: always the same length."""
+    """The baseline: drafts of one fixed length."""
 
     def __init__(self, length: int, draft_len: int = 8) -> None:
         super().__init__(draft_len)
@@ -122,7 +122,7 @@ class FixedLength(Policy):
 
 
 def speedup(workload: Workload, policy: Policy) -> float:
-    """Output tokens a second, over those without speculation."""
+    """Output tokens per second, divided by those without speculation."""
     clock = random.Random(workload.seed + 1)
     size, source, chain = workload.concurrency, policy.source, policy.chain
     source.rng, source.workload = random.Random(workload.seed), workload

@@ -29,8 +29,8 @@ def observe(a, slots, token_ids, num_tokens, num_new):  # type: ignore[no-untype
     return learn(a, slots, token_ids, num_tokens, num_new)
 
 
-class Judge:
-    """What is expected of drafts, and what the target wrote then."""
+class Learner:
+    """Offers drafts, writes the target's tokens and reads the estimates."""
 
     def __init__(self, num_sources: int = 1) -> None:
         self.acceptance = Acceptance(num_sources, NUM_SLOTS, LONGEST)
@@ -54,7 +54,7 @@ class Judge:
         return found[source, 0, : lengths[source, 0]].tolist()  # type: ignore[no-any-return]
 
     def expected(self, slot: int = 0, source: int = 0, **of: Any) -> list[float]:
-        """Of a draft that is not learned from, in a text that ends with 0."""
+        """Survival of a draft in a text that ends with 0. Nothing is learned from the draft."""
         self.acceptance.state.last[slot] = 0
         self.offer(slot, source, **of)
         found = self.survival(slot, source)
@@ -73,170 +73,170 @@ class Judge:
             self.write(*written, slot=int(of.get("slot", 0)))
 
 
-def test_what_is_accepted_becomes_likely_and_what_is_refused_unlikely() -> None:
-    judge = Judge()
-    before = judge.expected()
-    judge.teach((1, 2, 9))
-    after = judge.expected()
+def test_accepted_tokens_become_likely_and_refused_ones_unlikely() -> None:
+    learner = Learner()
+    before = learner.expected()
+    learner.teach((1, 2, 9))
+    after = learner.expected()
     assert after[0] > before[0]
     assert after[2] < before[2]
 
 
-def test_a_draft_that_was_not_sent_teaches_as_far_as_the_targets_text_is_known() -> None:
-    judge = Judge()
-    before = judge.expected(slot=5)
-    judge.teach((1,))
-    after = judge.expected(slot=5)
+def test_an_unsent_draft_teaches_up_to_the_end_of_the_targets_text() -> None:
+    learner = Learner()
+    before = learner.expected(slot=5)
+    learner.teach((1,))
+    after = learner.expected(slot=5)
     assert after[0] > before[0]
     assert after[3] / after[2] >= before[3] / before[2]
     never_offered = (1, 6, 7, 8)
-    assert judge.expected(slot=5, draft=never_offered) == after
+    assert learner.expected(slot=5, draft=never_offered) == after
 
 
 def test_tokens_after_a_refused_one_teach_nothing() -> None:
-    judge, other = Judge(), Judge()
-    judge.teach((9, 2, 3, 4))
+    learner, other = Learner(), Learner()
+    learner.teach((9, 2, 3, 4))
     other.teach((9, 8, 8, 8))
-    assert judge.expected() == other.expected()
+    assert learner.expected() == other.expected()
 
 
-def test_survival_falls_along_a_draft_and_ends_where_nothing_is_to_be_expected() -> None:
-    judge = Judge()
-    judge.teach((9,), times=200)
-    found = judge.expected()
+def test_survival_falls_along_a_draft_and_is_zero_below_the_least() -> None:
+    learner = Learner()
+    learner.teach((9,), times=200)
+    found = learner.expected()
     assert found == sorted(found, reverse=True)
     assert found[-1] == 0.0
     assert all(each == 0.0 or each >= LEAST_SURVIVAL for each in found)
 
 
-def test_a_source_is_believed_at_first_and_judged_by_tokens_of_about_the_same_confidence() -> None:
-    judge = Judge()
-    assert judge.expected(confidence=0.95)[0] > judge.expected(confidence=0.4)[0]
-    judge.teach((9,), confidence=0.95, times=60)
-    judge.teach((1, 2, 3, 4, 5), slot=1, confidence=0.4, times=60)
+def test_confidence_is_trusted_until_outcomes_at_the_same_level_disagree() -> None:
+    learner = Learner()
+    assert learner.expected(confidence=0.95)[0] > learner.expected(confidence=0.4)[0]
+    learner.teach((9,), confidence=0.95, times=60)
+    learner.teach((1, 2, 3, 4, 5), slot=1, confidence=0.4, times=60)
     fresh = 2
-    assert judge.expected(fresh, confidence=0.95)[0] < judge.expected(fresh, confidence=0.4)[0]
+    assert learner.expected(fresh, confidence=0.95)[0] < learner.expected(fresh, confidence=0.4)[0]
 
 
 @pytest.mark.parametrize("confidence", [0.0, 1.0])
-def test_a_source_may_be_as_sure_as_can_be(confidence: float) -> None:
-    judge = Judge()
-    judge.teach((1, 2, 9), confidence=confidence)
-    assert 0.0 <= judge.expected(confidence=confidence)[0] <= 1.0
+def test_confidence_may_be_zero_or_one(confidence: float) -> None:
+    learner = Learner()
+    learner.teach((1, 2, 9), confidence=confidence)
+    assert 0.0 <= learner.expected(confidence=confidence)[0] <= 1.0
 
 
-def test_a_request_that_refuses_lowers_its_own_expectations_more_than_the_others() -> None:
-    judge = Judge()
-    judge.teach((1, 2, 3, 4, 5), slot=1)
-    judge.teach((9,), slot=0)
-    assert judge.expected(slot=0)[0] < 0.7 * judge.expected(slot=1)[0]
+def test_a_refusal_lowers_the_estimates_of_its_own_request_most() -> None:
+    learner = Learner()
+    learner.teach((1, 2, 3, 4, 5), slot=1)
+    learner.teach((9,), slot=0)
+    assert learner.expected(slot=0)[0] < 0.7 * learner.expected(slot=1)[0]
 
 
-def test_another_request_in_the_slot_starts_from_what_all_have_taught() -> None:
-    judge = Judge()
-    judge.teach((1, 2, 3, 4, 5), slot=1)
-    judge.teach((9,), slot=0)
-    judge.acceptance.open(0, "")
-    assert judge.expected(slot=0) == judge.expected(slot=2)
+def test_a_slots_next_request_starts_from_the_estimates_of_all() -> None:
+    learner = Learner()
+    learner.teach((1, 2, 3, 4, 5), slot=1)
+    learner.teach((9,), slot=0)
+    learner.acceptance.open(0, "")
+    assert learner.expected(slot=0) == learner.expected(slot=2)
 
 
-def test_sources_are_told_apart() -> None:
-    judge = Judge(num_sources=2)
+def test_each_source_has_its_own_estimates() -> None:
+    learner = Learner(num_sources=2)
     other = (5, 6, 7, 8)
-    before = judge.expected(source=1, draft=other)
-    judge.teach((9,), source=0)
-    assert judge.expected(source=1, draft=other) == before
-    assert judge.expected(slot=1, source=0, draft=other)[0] < before[0]
+    before = learner.expected(source=1, draft=other)
+    learner.teach((9,), source=0)
+    assert learner.expected(source=1, draft=other) == before
+    assert learner.expected(slot=1, source=0, draft=other)[0] < before[0]
 
 
-def test_what_is_known_of_a_token_and_of_a_pair_holds_for_all_sources_and_requests() -> None:
-    judge = Judge(num_sources=2)
-    judge.teach((1, 2, 9), source=0)
-    of_new = judge.expected(slot=1, source=1, draft=(5, 6, 7, 8))
-    assert judge.expected(slot=1, source=1, draft=(1, 6, 7, 8))[0] > of_new[0]
-    assert judge.expected(slot=1, source=1, draft=(3, 6, 7, 8))[0] < of_new[0]
-    behind_2 = judge.expected(slot=1, source=1, draft=(2, 3, 7, 8))
-    behind_6 = judge.expected(slot=1, source=1, draft=(6, 3, 7, 8))
+def test_estimates_of_a_token_and_of_a_pair_hold_for_all_sources_and_requests() -> None:
+    learner = Learner(num_sources=2)
+    learner.teach((1, 2, 9), source=0)
+    of_new = learner.expected(slot=1, source=1, draft=(5, 6, 7, 8))
+    assert learner.expected(slot=1, source=1, draft=(1, 6, 7, 8))[0] > of_new[0]
+    assert learner.expected(slot=1, source=1, draft=(3, 6, 7, 8))[0] < of_new[0]
+    behind_2 = learner.expected(slot=1, source=1, draft=(2, 3, 7, 8))
+    behind_6 = learner.expected(slot=1, source=1, draft=(6, 3, 7, 8))
     assert behind_2[1] / behind_2[0] < behind_6[1] / behind_6[0]
 
 
-def test_where_sources_that_disagree_are_wrong_those_that_agree_are_believed() -> None:
-    judge = Judge(num_sources=2)
+def test_sources_that_agree_are_trusted_where_disagreeing_ones_were_wrong() -> None:
+    learner = Learner(num_sources=2)
     for _ in range(40):
-        judge.offer(draft=(1, 2, 3, 4))
-        judge.offer(source=1, draft=(5, 6, 7, 8))
-        judge.write(9)
-        judge.offer(draft=(11, 12, 13, 14))
-        judge.offer(source=1, draft=(11, 12, 13, 14))
-        judge.write(11, 12, 13, 14)
-    first, agreed = (21, 22, 23, 24), judge.acceptance.offers(1)
-    alone = judge.expected(slot=1, draft=first)[0]
-    judge.offer(slot=1, source=1, draft=first)
-    assert judge.expected(slot=1, draft=first)[0] > alone
+        learner.offer(draft=(1, 2, 3, 4))
+        learner.offer(source=1, draft=(5, 6, 7, 8))
+        learner.write(9)
+        learner.offer(draft=(11, 12, 13, 14))
+        learner.offer(source=1, draft=(11, 12, 13, 14))
+        learner.write(11, 12, 13, 14)
+    first, agreed = (21, 22, 23, 24), learner.acceptance.offers(1)
+    alone = learner.expected(slot=1, draft=first)[0]
+    learner.offer(slot=1, source=1, draft=first)
+    assert learner.expected(slot=1, draft=first)[0] > alone
     agreed.tokens[1, :4] = (31, 32, 33, 34)
-    assert judge.expected(slot=1, draft=first)[0] < alone
+    assert learner.expected(slot=1, draft=first)[0] < alone
 
 
-def test_a_tenant_learns_nothing_from_what_is_accepted_of_anothers_drafts() -> None:
-    judge = Judge()
+def test_a_tenants_estimates_ignore_the_outcomes_of_other_tenants() -> None:
+    learner = Learner()
     for slot, tenant in enumerate(("a", "b", "c", "a")):
-        judge.acceptance.open(slot, tenant)
-    before = judge.expected(slot=1)
-    judge.teach((9,), slot=0)
-    assert judge.expected(slot=1) == judge.expected(slot=2) == before
-    assert judge.expected(slot=3)[0] < before[0]
+        learner.acceptance.open(slot, tenant)
+    before = learner.expected(slot=1)
+    learner.teach((9,), slot=0)
+    assert learner.expected(slot=1) == learner.expected(slot=2) == before
+    assert learner.expected(slot=3)[0] < before[0]
 
 
-def test_what_is_not_known_of_a_confidence_is_taken_from_what_the_source_was_worth() -> None:
-    judge = Judge()
-    before = judge.expected(slot=1, confidence=0.9)
-    judge.teach((9,), confidence=0.3, times=100)
-    assert judge.expected(slot=1, confidence=0.9)[0] < before[0]
+def test_an_unseen_confidence_is_estimated_from_the_sources_other_drafts() -> None:
+    learner = Learner()
+    before = learner.expected(slot=1, confidence=0.9)
+    learner.teach((9,), confidence=0.3, times=100)
+    assert learner.expected(slot=1, confidence=0.9)[0] < before[0]
 
 
-def test_drafts_that_are_not_there_yet_are_judged_by_position() -> None:
-    judge = Judge()
-    judge.teach((1, 2, 9), times=100)
+def test_unseen_drafts_are_estimated_by_position() -> None:
+    learner = Learner()
+    learner.teach((1, 2, 9), times=100)
     survival = np.zeros((1, LONGEST))
-    unseen_survival(judge.acceptance.state, 0, np.array([1]), survival)
+    unseen_survival(learner.acceptance.state, 0, np.array([1]), survival)
     assert survival[0, 1] > 0.8
     assert survival[0, 2] < 0.1
 
 
 def test_old_observations_count_less() -> None:
-    judge = Judge()
-    judge.teach((9,), times=3000)
-    judge.teach((1, 2, 3, 4, 5), slot=1, times=1500)
-    assert judge.expected(slot=2)[0] > 0.6
+    learner = Learner()
+    learner.teach((9,), times=3000)
+    learner.teach((1, 2, 3, 4, 5), slot=1, times=1500)
+    assert learner.expected(slot=2)[0] > 0.6
 
 
-def test_a_step_without_new_tokens_teaches_nothing_and_offers_stay() -> None:
-    judge = Judge()
-    judge.offer()
-    before = judge.survival()
-    assert judge.write() == 1
-    assert judge.survival() == before
-    assert judge.write(1) == 0
-    assert judge.survival() == []
+def test_a_step_without_new_tokens_teaches_nothing_and_keeps_offers() -> None:
+    learner = Learner()
+    learner.offer()
+    before = learner.survival()
+    assert learner.write() == 1
+    assert learner.survival() == before
+    assert learner.write(1) == 0
+    assert learner.survival() == []
 
 
-def test_of_a_draft_only_what_is_of_use_is_judged() -> None:
-    judge = Judge()
-    judge.offer()
-    assert judge.survival(limit=2) == judge.survival()[:2]
-    assert judge.survival(limit=0) == []
+def test_no_token_beyond_the_limit_is_estimated() -> None:
+    learner = Learner()
+    learner.offer()
+    assert learner.survival(limit=2) == learner.survival()[:2]
+    assert learner.survival(limit=0) == []
 
 
 @pytest.mark.parametrize(("confidence", "written", "most"), [(0.1, (9,), 0.1), (1.0, (1, 9), 1.0)])
-def test_drafts_that_are_not_there_yet_are_judged_by_what_comes_now(
+def test_unseen_drafts_are_estimated_from_recent_confidences(
     confidence: float, written: Sequence[int], most: float
 ) -> None:
-    judge = Judge()
+    learner = Learner()
     for level in np.linspace(0.05, 0.99, 24):
-        judge.teach((1, 9), 300, confidence=float(level))
-        judge.teach((9,), 300, confidence=float(level))
-    judge.teach(written, 4000, confidence=confidence)
-    judge.acceptance.open(0, "")
+        learner.teach((1, 9), 300, confidence=float(level))
+        learner.teach((9,), 300, confidence=float(level))
+    learner.teach(written, 4000, confidence=confidence)
+    learner.acceptance.open(0, "")
     unseen = np.zeros((1, LONGEST))
-    unseen_survival(judge.acceptance.state, 0, np.array([0]), unseen)
+    unseen_survival(learner.acceptance.state, 0, np.array([0]), unseen)
     assert most - 0.1 <= unseen[0, 0] <= most

@@ -20,7 +20,7 @@ from specserve.policy.step import EXPLORED_SHARE, earn, spend
 from specserve.sources.base import Member
 from specserve.sources.guard import GuardedSource
 from tests.draft_batches import draft_batch
-from tests.policy.traffic import Clock, DistantSource, LocalSource
+from tests.policy.traffic import Clock, FakeLocal, FakeRemote
 
 STEP_S = 0.01
 COSTS = Costs(STEP_S, STEP_S, 1e-4)
@@ -29,20 +29,20 @@ NONE = np.zeros(1, np.int32)
 SLOTS = np.array([0])
 
 
-def guarded(kind: str, source: LocalSource) -> GuardedSource:
+def guarded(kind: str, source: FakeLocal) -> GuardedSource:
     member = Member(kind, source, (kind,), 8)
     return GuardedSource(member, SpeculationMetrics(), 100, Clock(), Drafts.empty(4, 8))
 
 
 def local() -> LocalAsk:
-    return LocalAsk(0, guarded("ngram", LocalSource(lambda slot: (), Clock())))
+    return LocalAsk(0, guarded("ngram", FakeLocal(lambda slot: (), Clock())))
 
 
-def rich() -> Float64Array:
+def full() -> Float64Array:
     return np.full(1, 1e9)
 
 
-def poor() -> Float64Array:
+def empty() -> Float64Array:
     return np.zeros(1)
 
 
@@ -59,7 +59,7 @@ def test_an_account_allows_one_percent_of_the_time_after_a_first_credit() -> Non
     assert spent_s == pytest.approx(10_000 * STEP_S * EXPLORED_SHARE, abs=5 * STEP_S)
 
 
-def test_an_account_earns_in_idle_steps_and_saves_no_more_than_four() -> None:
+def test_an_account_earns_in_idle_steps_and_holds_at_most_four_steps() -> None:
     account = new()
     earn(account, STEP_S, 100_000)
     assert spend(account, 4 * STEP_S, STEP_S)
@@ -68,7 +68,7 @@ def test_an_account_earns_in_idle_steps_and_saves_no_more_than_four() -> None:
     assert spend(account, 0.99 * STEP_S, STEP_S)
 
 
-def test_what_is_dearer_than_can_be_saved_is_tried_and_owed() -> None:
+def test_a_call_that_costs_more_than_an_account_holds_is_made_on_credit() -> None:
     account, tries = new(), 0
     for _ in range(10_000):
         earn(account, STEP_S, 1)
@@ -76,7 +76,7 @@ def test_what_is_dearer_than_can_be_saved_is_tried_and_owed() -> None:
     assert tries == pytest.approx(10_000 * EXPLORED_SHARE / 20, abs=1)
 
 
-def test_a_local_source_that_pays_is_asked_in_every_step() -> None:
+def test_a_local_source_that_pays_is_asked_in_each_step() -> None:
     ask = local()
     for _ in range(100):
         ask.observe(1e-4, 2e-4)
@@ -85,7 +85,7 @@ def test_a_local_source_that_pays_is_asked_in_every_step() -> None:
     assert ask.surplus_s == pytest.approx(1e-4)
 
 
-def test_a_local_source_that_does_not_pay_is_tried_some_times_and_then_pauses_longer() -> None:
+def test_a_local_source_that_does_not_pay_is_asked_with_back_off() -> None:
     ask, idle = local(), []
     for _ in range(12):
         ask.observe(1e-4, 0.0)
@@ -97,7 +97,7 @@ def test_a_local_source_that_does_not_pay_is_tried_some_times_and_then_pauses_lo
     assert [ask.num_idle_steps(step, SLOTS) for step in (0, 1, 7)] == [7, 6, 0]
 
 
-def test_a_local_source_that_pays_again_is_asked_in_every_step_at_once() -> None:
+def test_a_local_source_that_pays_again_leaves_back_off_at_once() -> None:
     ask = local()
     for _ in range(100):
         ask.observe(1e-4, 0.0)
@@ -105,7 +105,7 @@ def test_a_local_source_that_pays_again_is_asked_in_every_step_at_once() -> None
     assert not ask.is_slow
 
 
-def test_one_stalled_call_does_not_make_a_source_dear() -> None:
+def test_one_stalled_call_does_not_start_back_off() -> None:
     ask = local()
     for _ in range(100):
         ask.observe(1e-4, 2e-4)
@@ -113,20 +113,20 @@ def test_one_stalled_call_does_not_make_a_source_dear() -> None:
     assert not ask.is_slow
 
 
-def test_what_is_not_dynamic_is_asked_in_every_step() -> None:
-    ask = Ask(0, guarded("ngram", LocalSource(lambda slot: (), Clock())))
+def test_a_fixed_source_is_asked_in_every_step() -> None:
+    ask = Ask(0, guarded("ngram", FakeLocal(lambda slot: (), Clock())))
     assert ask.is_due(1, SLOTS)
     assert not ask.is_slow
     assert ask.num_idle_steps(1, SLOTS) == 0
 
 
 @pytest.fixture
-def source() -> DistantSource:
-    return DistantSource(lambda slot: (), Clock())
+def source() -> FakeRemote:
+    return FakeRemote(lambda slot: (), Clock())
 
 
 @pytest.fixture
-def ask(source: DistantSource) -> RemoteAsk:
+def ask(source: FakeRemote) -> RemoteAsk:
     return RemoteAsk(0, guarded("mtp", source), 4)
 
 
@@ -137,7 +137,7 @@ def situation(
     values: Sequence[float] = (0.0,),
     limits: Sequence[int] = (4,),
 ) -> Situation:
-    """A step of some requests whose drafts of the source are each as likely as told to be right."""
+    """A step in which each draft token of the source survives with probability ``unseen``."""
     size = len(values)
     batch = draft_batch({slot: [1, 2, 3] for slot in range(size)})
     survival = np.full((4, 8), unseen)
@@ -156,23 +156,23 @@ def situation(
 def probes(
     ask: RemoteAsk, num_steps: int, lengths: Int32Array, account: Float64Array | None = None
 ) -> list[int]:
-    """The steps in which a source that promises nothing is probed."""
+    """The steps in which a source without expected gain is probed."""
     found = []
     for step in range(num_steps):
-        asked = ask.limits(situation(step), rich() if account is None else account)
+        asked = ask.limits(situation(step), full() if account is None else account)
         if asked.any():
             found.append(step)
         ask.observe(asked, lengths, 0.005)
     return found
 
 
-def test_a_source_that_promises_nothing_is_probed_ever_less_often(ask: RemoteAsk) -> None:
+def test_probes_of_a_source_without_expected_gain_back_off(ask: RemoteAsk) -> None:
     pauses = np.diff(probes(ask, 1500, ONE)).tolist()
     assert pauses[:5] == [1, 2, 4, 8, 16]
     assert max(pauses) == MOST_PROBE_PAUSE
 
 
-def test_a_text_that_is_just_being_read_is_probed_until_there_is_a_draft(ask: RemoteAsk) -> None:
+def test_a_probe_is_repeated_until_it_gets_a_draft(ask: RemoteAsk) -> None:
     assert probes(ask, 6, NONE) == list(range(6))
     ask.observe(ONE, ONE, 0.005)
     assert len(probes(ask, 64, ONE)) < 10
@@ -186,23 +186,23 @@ def test_probes_are_paid_from_the_account(ask: RemoteAsk) -> None:
     assert not spend(account, 4 * STEP_S, STEP_S)
 
 
-def test_a_probe_is_for_the_request_whose_draft_is_worth_least_of_those_that_it_may_help(
-    ask: RemoteAsk, source: DistantSource
+def test_a_probe_asks_for_the_readable_text_with_the_lowest_draft_value(
+    ask: RemoteAsk, source: FakeRemote
 ) -> None:
     source.waits = {0: float("nan"), 1: float("inf")}
-    asked = ask.limits(situation(0, values=(0.0, 0.0, 1.0, 0.5), limits=(4, 4, 4, 3)), rich())
+    asked = ask.limits(situation(0, values=(0.0, 0.0, 1.0, 0.5), limits=(4, 4, 4, 3)), full())
     assert asked.tolist() == [0, 0, 0, 3]
-    assert not ask.limits(situation(0, values=(0.0, 0.0), limits=(0, 0)), rich()).any()
+    assert not ask.limits(situation(0, values=(0.0, 0.0), limits=(0, 0)), full()).any()
 
 
-def test_a_source_that_pays_is_asked_in_every_step_and_else_has_a_turn_in_every_eighth(
-    ask: RemoteAsk, source: DistantSource
+def test_a_remote_source_is_due_in_each_step_if_it_pays_else_in_each_eighth(
+    ask: RemoteAsk, source: FakeRemote
 ) -> None:
     assert [ask.is_due(step, SLOTS) for step in range(9)] == [True] + [False] * 7 + [True]
-    assert ask.limits(situation(0, unseen=0.9), poor()).tolist() == [4]
+    assert ask.limits(situation(0, unseen=0.9), empty()).tolist() == [4]
     assert ask.is_due(1, SLOTS)
     assert ask.num_idle_steps(1, SLOTS) == 0
-    ask.limits(situation(1, unseen=0.0), poor())
+    ask.limits(situation(1, unseen=0.0), empty())
     assert not ask.is_due(2, SLOTS)
     assert ask.num_idle_steps(2, SLOTS) == 5
     source.is_watching = True
@@ -211,12 +211,12 @@ def test_a_source_that_pays_is_asked_in_every_step_and_else_has_a_turn_in_every_
 
 
 def reads(ask: RemoteAsk, step: int) -> bool:
-    """Whether a source that promises much is asked in a step."""
-    return bool(ask.limits(situation(step, unseen=0.9), poor()).any())
+    """Whether a source with a high expected gain is asked in this step."""
+    return bool(ask.limits(situation(step, unseen=0.9), empty()).any())
 
 
-def test_reading_is_paid_by_what_it_would_have_saved_of_this_request_alone(
-    ask: RemoteAsk, source: DistantSource
+def test_a_text_is_read_once_its_own_missed_savings_equal_the_cost(
+    ask: RemoteAsk, source: FakeRemote
 ) -> None:
     source.waits = {0: 0.1}
     steps = [reads(ask, step) for step in range(10)]
@@ -227,58 +227,54 @@ def test_reading_is_paid_by_what_it_would_have_saved_of_this_request_alone(
     assert again.index(True) == first
 
 
-def test_what_calls_take_is_learned_and_decides(ask: RemoteAsk) -> None:
+def test_a_source_is_asked_only_while_its_calls_are_fast(ask: RemoteAsk) -> None:
     good, four = situation(0, unseen=0.5), ONE * 4
-    assert ask.limits(good, poor()).any()
+    assert ask.limits(good, empty()).any()
     for seconds, is_asked in ((0.05, False), (0.001, True)):
         for _ in range(20):
             ask.observe(four, four, seconds)
-        assert ask.limits(good, poor()).any() == is_asked
+        assert ask.limits(good, empty()).any() == is_asked
 
 
-def test_a_source_that_is_away_does_not_look_cheap(ask: RemoteAsk) -> None:
+def test_calls_that_reach_no_drafter_do_not_lower_the_cost(ask: RemoteAsk) -> None:
     good = situation(0, unseen=0.5)
-    ask.limits(good, poor())
+    ask.limits(good, empty())
     for _ in range(10):
         ask.observe(ONE, ONE, 0.05)
     for _ in range(50):
         ask.observe(ONE, NONE, 1e-5)
-    assert not ask.limits(good, poor()).any()
+    assert not ask.limits(good, empty()).any()
 
 
-def test_a_probe_is_for_a_request_that_the_source_follows(
-    ask: RemoteAsk, source: DistantSource, monkeypatch: pytest.MonkeyPatch
+def test_a_probe_asks_for_a_text_that_the_source_follows(
+    ask: RemoteAsk, source: FakeRemote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(source, "must_see", lambda slots: slots == 1)
-    asked = ask.limits(situation(0, values=(0.0, 1.0), limits=(4, 4)), rich())
+    asked = ask.limits(situation(0, values=(0.0, 1.0), limits=(4, 4)), full())
     assert asked.tolist() == [0, 4]
 
 
-def test_a_probe_waits_for_a_text_that_the_source_follows_but_not_for_ever(
-    ask: RemoteAsk, source: DistantSource
+def test_a_probe_waits_for_a_followed_text_for_a_limited_time(
+    ask: RemoteAsk, source: FakeRemote
 ) -> None:
     source.may_follow = True
     assert probes(ask, MOST_PROBE_PAUSE, ONE) == []
     assert source.num_to_follow == MOST_PROBE_PAUSE
-    asked = ask.limits(situation(MOST_PROBE_PAUSE), rich())
+    asked = ask.limits(situation(MOST_PROBE_PAUSE), full())
     assert asked.tolist() == [4]
     ask.observe(asked, ONE, 0.005)
     source.is_watching = True
-    assert ask.limits(situation(MOST_PROBE_PAUSE + 1), rich()).tolist() == [4]
+    assert ask.limits(situation(MOST_PROBE_PAUSE + 1), full()).tolist() == [4]
 
 
-def test_nothing_is_followed_before_there_is_credit_for_a_probe(
-    ask: RemoteAsk, source: DistantSource
-) -> None:
+def test_no_text_is_followed_without_credit_for_a_probe(ask: RemoteAsk, source: FakeRemote) -> None:
     source.may_follow = True
-    assert probes(ask, 100, ONE, poor()) == []
+    assert probes(ask, 100, ONE, empty()) == []
     assert source.num_to_follow == 0
 
 
-def test_a_probe_waits_anew_after_the_source_has_paid(
-    ask: RemoteAsk, source: DistantSource
-) -> None:
+def test_a_probe_waits_again_after_the_source_has_paid(ask: RemoteAsk, source: FakeRemote) -> None:
     source.may_follow = True
-    assert not ask.limits(situation(0), rich()).any()
-    assert ask.limits(situation(100, unseen=0.9), rich()).any()
-    assert not ask.limits(situation(MOST_PROBE_PAUSE), rich()).any()
+    assert not ask.limits(situation(0), full()).any()
+    assert ask.limits(situation(100, unseen=0.9), full()).any()
+    assert not ask.limits(situation(MOST_PROBE_PAUSE), full()).any()

@@ -25,7 +25,7 @@ AUTO = RequestControls()
 
 
 class RemoteAnswers(AnsweringSource):
-    """A source in another process that has read every text."""
+    """A remote source that has read every text."""
 
     waits_s = 0.0
     sees_all = False
@@ -42,20 +42,20 @@ class RemoteAnswers(AnsweringSource):
         return False
 
 
-class Driven:
-    """A chain, and an engine that takes its steps."""
+class Engine:
+    """A chain and a fake engine that runs its steps."""
 
     def __init__(
         self,
         *members: Member,
-        wishes: Sequence[RequestControls] = (AUTO,),
+        controls: Sequence[RequestControls] = (AUTO,),
         most_output: Sequence[int] = (),
     ) -> None:
         self.metrics, self.clock = SpeculationMetrics(), Clock()
         self.chain = Chain(members, self.metrics, num_slots=8, vocab_size=100, clock=self.clock)
-        for slot, controls in enumerate(wishes):
-            self.chain.open(slot, controls, most_output[slot] if most_output else NO_LIMIT)
-        self.size = len(wishes)
+        for slot, each in enumerate(controls):
+            self.chain.open(slot, each, most_output[slot] if most_output else NO_LIMIT)
+        self.size = len(controls)
         self.sent: list[list[int]] = [[]] * self.size
 
     def measure(self, plain_s: float = 0.01, slope_s: float = 1e-4, num_steps: int = 10) -> None:
@@ -64,7 +64,7 @@ class Driven:
             self.chain.cost.observe(self.size, 4, plain_s + 4 * slope_s)
 
     def step(self, *written: Sequence[int]) -> list[list[int]]:
-        """The target writes these tokens; the next drafts."""
+        """Returns the drafts that follow after the target wrote these tokens."""
         rows = written or [[7]] * self.size
         step = batch(self.size)
         for row, tokens in enumerate(rows):
@@ -87,137 +87,137 @@ def dynamic(kind: str, source: AnsweringSource, *, learns: bool = False) -> Memb
     return Member(kind, source, (kind,), 8, learns=learns)
 
 
-def test_where_one_source_has_no_guess_another_ones_is_sent() -> None:
+def test_if_one_source_has_no_draft_another_ones_is_sent() -> None:
     first = AnsweringSource(lambda batch, limits: drafts([(), (5,)]))
-    driven = Driven(fixed("ngram", first), fixed("mtp", always(6, 7)), wishes=[AUTO, AUTO])
-    assert driven.step()[0] == [6, 7]
+    engine = Engine(fixed("ngram", first), fixed("mtp", always(6, 7)), controls=[AUTO, AUTO])
+    assert engine.step()[0] == [6, 7]
 
 
-def test_of_drafts_that_promise_the_same_the_first_sources_is_sent() -> None:
-    assert Driven(fixed("ngram", always(1, 2)), fixed("trie", always(3, 4))).step() == [[1, 2]]
+def test_the_first_source_wins_among_equal_drafts() -> None:
+    assert Engine(fixed("ngram", always(1, 2)), fixed("trie", always(3, 4))).step() == [[1, 2]]
 
 
-def test_the_source_is_chosen_whose_drafts_are_accepted_also_when_they_were_not_sent() -> None:
-    driven = Driven(fixed("ngram", always(1, 2)), fixed("trie", always(3, 4)))
-    driven.step()
-    for _ in range(3):  # the target writes what the trie would have drafted
-        driven.step([3, 4, 5] if driven.sent == [[3, 4]] else [3])
-    assert driven.sent == [[3, 4]]
+def test_a_source_whose_unsent_drafts_match_the_text_is_chosen() -> None:
+    engine = Engine(fixed("ngram", always(1, 2)), fixed("trie", always(3, 4)))
+    engine.step()
+    for _ in range(3):  # the target writes what the trie drafts
+        engine.step([3, 4, 5] if engine.sent == [[3, 4]] else [3])
+    assert engine.sent == [[3, 4]]
 
 
 def test_a_request_may_switch_speculation_off_or_name_its_source() -> None:
     sources = fixed("ngram", always(5)), fixed("mtp", always(6))
-    wishes = [AUTO, *(RequestControls(each) for each in ("off", "mtp", "ngram"))]
-    assert Driven(*sources, wishes=wishes).step() == [[5], [], [6], [5]]
+    controls = [AUTO, *(RequestControls(each) for each in ("off", "mtp", "ngram"))]
+    assert Engine(*sources, controls=controls).step() == [[5], [], [6], [5]]
 
 
-def test_a_draft_is_cut_to_the_engines_and_to_the_requests_limit() -> None:
+def test_a_draft_is_cut_to_the_output_limit_and_to_the_draft_limit() -> None:
     source = always(1, 2, 3, 4)
-    wishes = [AUTO, RequestControls(max_draft_tokens=3), RequestControls(max_draft_tokens=0)]
-    driven = Driven(fixed("ngram", source), wishes=wishes, most_output=(3, 9, 9))
-    assert driven.step() == [[1, 2], [1, 2, 3], []]
+    controls = [AUTO, RequestControls(max_draft_tokens=3), RequestControls(max_draft_tokens=0)]
+    engine = Engine(fixed("ngram", source), controls=controls, most_output=(3, 9, 9))
+    assert engine.step() == [[1, 2], [1, 2, 3], []]
     assert source.limits == [[2, 3, 0]]
 
 
 @pytest.mark.parametrize(
     ("most_output", "least_output", "limit"), [(9, 3, 2), (2, 9, 1), (9, 0, 8)]
 )
-def test_no_draft_reaches_a_token_that_may_stop_while_its_first_one_may_not(
+def test_a_draft_that_starts_before_min_tokens_ends_there(
     most_output: int, least_output: int, limit: int
 ) -> None:
     source = always(*range(8))
-    driven = Driven(fixed("ngram", source), wishes=[])
-    driven.chain.open(0, AUTO, most_output, least_output)
-    driven.size, driven.sent = 1, [[]]
-    assert driven.step() == [list(range(limit))]
+    engine = Engine(fixed("ngram", source), controls=[])
+    engine.chain.open(0, AUTO, most_output, least_output)
+    engine.size, engine.sent = 1, [[]]
+    assert engine.step() == [list(range(limit))]
 
 
-def test_a_source_that_fails_rests_and_the_next_one_takes_over() -> None:
+def test_a_failed_source_backs_off_and_the_next_one_drafts() -> None:
     source = AnsweringSource(broken)
-    driven = Driven(fixed("ngram", source), fixed("mtp", always(6)))
-    assert driven.step() == driven.step() == [[6]]
-    assert len(source.limits) == driven.health("ngram").num_errors == 1
+    engine = Engine(fixed("ngram", source), fixed("mtp", always(6)))
+    assert engine.step() == engine.step() == [[6]]
+    assert len(source.limits) == engine.health("ngram").num_errors == 1
 
 
-def test_what_became_of_drafts_is_counted_and_told() -> None:
-    driven = Driven(fixed("ngram", always(1, 2, 3)), wishes=[AUTO, AUTO])
-    driven.step()
-    driven.step([1, 2, 9], [8])
-    assert driven.outcomes.tolist() == [[0, 0], [3, 3], [2, 0]]
-    (counted,) = driven.metrics.snapshot().acceptance
+def test_outcomes_of_drafts_are_counted_and_returned() -> None:
+    engine = Engine(fixed("ngram", always(1, 2, 3)), controls=[AUTO, AUTO])
+    engine.step()
+    engine.step([1, 2, 9], [8])
+    assert engine.outcomes.tolist() == [[0, 0], [3, 3], [2, 0]]
+    (counted,) = engine.metrics.snapshot().acceptance
     assert counted.accepted_at_position == (1, 1, 0)
 
 
 def test_a_request_without_new_tokens_keeps_its_draft_until_it_is_verified() -> None:
-    driven = Driven(fixed("ngram", always(1, 2, 3)))
-    sent = driven.step()
-    driven.chain.observe(batch(1), np.zeros(1, np.int32), np.zeros(1, np.int32))
-    driven.sent = sent
-    driven.step([1, 2, 3, 4])
-    assert driven.outcomes[2].tolist() == [3]
+    engine = Engine(fixed("ngram", always(1, 2, 3)))
+    sent = engine.step()
+    engine.chain.observe(batch(1), np.zeros(1, np.int32), np.zeros(1, np.int32))
+    engine.sent = sent
+    engine.step([1, 2, 3, 4])
+    assert engine.outcomes[2].tolist() == [3]
 
 
-def test_a_slot_begins_anew_with_another_request() -> None:
-    driven = Driven(fixed("ngram", always(1, 2)))
-    driven.step()
-    driven.chain.close(np.array([0]))
-    driven.chain.open(0, RequestControls("off"))
-    assert driven.step([1, 2, 3]) == [[]]
-    assert driven.outcomes[1].tolist() == [0]
+def test_a_slots_next_request_inherits_no_draft() -> None:
+    engine = Engine(fixed("ngram", always(1, 2)))
+    engine.step()
+    engine.chain.close(np.array([0]))
+    engine.chain.open(0, RequestControls("off"))
+    assert engine.step([1, 2, 3]) == [[]]
+    assert engine.outcomes[1].tolist() == [0]
 
 
-def test_what_is_never_accepted_at_a_price_is_not_sent_any_more() -> None:
-    driven = Driven(dynamic("ngram", always(1, 2, 3, 4)))
-    driven.measure(slope_s=2e-3)
+def test_costly_drafts_that_are_never_accepted_are_no_longer_sent() -> None:
+    engine = Engine(dynamic("ngram", always(1, 2, 3, 4)))
+    engine.measure(slope_s=2e-3)
     sent = []
     for _ in range(80):
-        sent.append(len(driven.step([9])[0]))
-        driven.measure(slope_s=2e-3, num_steps=1)
+        sent.append(len(engine.step([9])[0]))
+        engine.measure(slope_s=2e-3, num_steps=1)
     assert sum(sent[-40:]) <= 4
 
 
-def test_before_plain_steps_are_measured_nothing_is_sent_at_once() -> None:
-    driven = Driven(dynamic("ngram", always(1, 2)))
-    assert driven.step() == [[]]
-    driven.measure()
-    assert driven.step([1]) == [[1, 2]]
+def test_no_draft_is_sent_before_plain_steps_are_measured() -> None:
+    engine = Engine(dynamic("ngram", always(1, 2)))
+    assert engine.step() == [[]]
+    engine.measure()
+    assert engine.step([1]) == [[1, 2]]
 
 
-def test_a_source_that_brings_nothing_is_asked_seldom_and_sees_texts_when_they_end() -> None:
+def test_a_source_without_drafts_is_asked_rarely_and_sees_ended_texts() -> None:
     source = AnsweringSource(lambda batch, limits: drafts([()] * len(limits)))
-    driven = Driven(dynamic("trie", source, learns=True))
-    driven.measure()
+    engine = Engine(dynamic("trie", source, learns=True))
+    engine.measure()
 
     def slow_answer(batch: DraftBatch, limits: object) -> object:
-        driven.clock.now += 1e-4
+        engine.clock.now += 1e-4
         return drafts([()])
 
     source.answer = slow_answer  # type: ignore[assignment]
     for _ in range(80):
-        driven.step()
-    assert driven.chain.has_unseen_texts
+        engine.step()
+    assert engine.chain.has_unseen_texts
     num_asked = len(source.limits)
     for _ in range(40):
-        driven.step()
+        engine.step()
     assert len(source.limits) - num_asked == 5
-    driven.chain.finish(batch(1))
+    engine.chain.finish(batch(1))
     assert source.limits[-1] == [0]
 
 
-def test_of_two_sources_that_foresee_the_same_the_other_is_asked_seldom() -> None:
+def test_one_of_two_sources_with_equal_drafts_is_asked_rarely() -> None:
     sources = [always(1, 2, 3), always(1, 2, 3)]
-    driven = Driven(*(dynamic(kind, each) for kind, each in zip("ab", sources, strict=True)))
-    driven.measure()
-    driven.chain.cost.observe(2, 16, 0.0116)
+    engine = Engine(*(dynamic(kind, each) for kind, each in zip("ab", sources, strict=True)))
+    engine.measure()
+    engine.chain.cost.observe(2, 16, 0.0116)
 
     def answer(batch: DraftBatch, limits: object) -> object:
-        driven.clock.now += 1e-4
+        engine.clock.now += 1e-4
         return drafts([(1, 2, 3)])
 
     for each in sources:
         each.answer = answer  # type: ignore[assignment]
     for _ in range(200):
-        driven.step([1, 2, 3, 4] if driven.sent[0] else [1])
+        engine.step([1, 2, 3, 4] if engine.sent[0] else [1])
     asked = sorted(len(each.limits) for each in sources)
     assert asked[1] == 200
     assert asked[0] < 60
@@ -225,151 +225,151 @@ def test_of_two_sources_that_foresee_the_same_the_other_is_asked_seldom() -> Non
 
 def test_steps_are_idle_until_a_source_is_due() -> None:
     source = AnsweringSource(lambda batch, limits: drafts([()]))
-    driven = Driven(dynamic("ngram", source))
-    driven.measure()
+    engine = Engine(dynamic("ngram", source))
+    engine.measure()
 
     def slow_answer(batch: DraftBatch, limits: object) -> object:
-        driven.clock.now += 1e-4
+        engine.clock.now += 1e-4
         return drafts([()])
 
     source.answer = slow_answer  # type: ignore[assignment]
     for _ in range(80):
-        driven.step()
-    while driven.chain.num_idle_steps(np.arange(1)) != 7:
-        driven.step()
+        engine.step()
+    while engine.chain.num_idle_steps(np.arange(1)) != 7:
+        engine.step()
     num_asked = len(source.limits)
-    driven.chain.step(batch(1), 8)
+    engine.chain.step(batch(1), 8)
     assert len(source.limits) == num_asked + 1
 
 
-def test_no_step_is_idle_while_there_is_a_draft_to_learn_from_or_a_source_always_drafts() -> None:
-    driven = Driven(dynamic("ngram", always(1, 2)))
-    driven.step()
-    assert driven.chain.num_idle_steps(np.arange(1)) == 0
-    always_asked = Driven(fixed("ngram", AnsweringSource(lambda *_: drafts([()]))))
+def test_no_step_is_idle_with_an_offered_draft_or_a_fixed_source() -> None:
+    engine = Engine(dynamic("ngram", always(1, 2)))
+    engine.step()
+    assert engine.chain.num_idle_steps(np.arange(1)) == 0
+    always_asked = Engine(fixed("ngram", AnsweringSource(lambda *_: drafts([()]))))
     always_asked.step()
     assert always_asked.chain.num_idle_steps(np.arange(1)) == 0
 
 
-def test_a_step_without_predictions_does_not_ask_the_source_that_drafts_from_them() -> None:
+def test_the_prediction_source_is_asked_only_if_a_request_has_a_prediction() -> None:
     source = always(5)
     member = Member("prediction", source, ("prediction",), 8, needs="prediction")
     predicts = RequestControls(prediction=b"1234")
-    plain = Driven(member)
+    plain = Engine(member)
     plain.measure()
     assert plain.step() == [[]]
     assert plain.chain.num_idle_steps(np.arange(1)) > 0
     assert source.limits == []
-    for wish, sent in ((predicts, [[5], []]), (replace(predicts, speculation="off"), [[], []])):
-        driven = Driven(member, wishes=[wish, AUTO])
-        driven.measure()
-        assert driven.step() == sent
+    for first, sent in ((predicts, [[5], []]), (replace(predicts, speculation="off"), [[], []])):
+        engine = Engine(member, controls=[first, AUTO])
+        engine.measure()
+        assert engine.step() == sent
 
 
-def test_such_a_source_is_asked_until_the_last_request_with_a_prediction_ends() -> None:
+def test_the_prediction_source_is_asked_until_the_last_prediction_ends() -> None:
     source = always(5)
     member = Member("prediction", source, ("prediction",), 8, False, needs="prediction")
     predicts = RequestControls(prediction=b"1234")
-    driven = Driven(member, wishes=[predicts, AUTO, predicts])
+    engine = Engine(member, controls=[predicts, AUTO, predicts])
     for slot, sent in ((0, [[], [], [5]]), (2, [[], [], []])):
-        driven.step()
-        driven.chain.close(np.array([slot]))
-        driven.chain.open(slot, AUTO)  # the next request in its slot
-        driven.sent[slot] = []
+        engine.step()
+        engine.chain.close(np.array([slot]))
+        engine.chain.open(slot, AUTO)  # the next request in its slot
+        engine.sent[slot] = []
         num_calls = len(source.limits)
-        assert driven.step() == sent
+        assert engine.step() == sent
         assert len(source.limits) - num_calls == any(sent)
-    assert driven.chain.num_idle_steps(np.arange(3)) > 0
+    assert engine.chain.num_idle_steps(np.arange(3)) > 0
 
 
-def test_a_prediction_does_not_have_the_source_of_grammars_asked() -> None:
+def test_a_prediction_does_not_cause_a_call_of_the_grammar_source() -> None:
     of_grammars, of_predictions = always(5), always(6)
-    driven = Driven(
+    engine = Engine(
         Member("grammar", of_grammars, ("grammar",), 8, False, needs="grammar"),
         Member("prediction", of_predictions, ("prediction",), 8, False, needs="prediction"),
-        wishes=[RequestControls(prediction=b"1234")],
+        controls=[RequestControls(prediction=b"1234")],
     )
-    assert driven.step() == [[6]]
+    assert engine.step() == [[6]]
     assert of_grammars.limits == []
 
 
-def test_a_remote_source_is_asked_last_and_only_where_it_makes_a_request_better_off() -> None:
+def test_a_remote_source_is_asked_last_and_only_for_requests_that_gain() -> None:
     remote = RemoteAnswers(lambda batch, limits: drafts([(6, 7)] * len(limits)))
     local = AnsweringSource(lambda batch, limits: drafts([(1, 2, 3, 4, 5, 6, 7), ()]))
-    driven = Driven(dynamic("mtp", remote), dynamic("ngram", local), wishes=[AUTO, AUTO])
-    driven.measure()
-    driven.chain.cost.observe(2, 16, 0.0116)
+    engine = Engine(dynamic("mtp", remote), dynamic("ngram", local), controls=[AUTO, AUTO])
+    engine.measure()
+    engine.chain.cost.observe(2, 16, 0.0116)
 
     def answer(batch: DraftBatch, limits: object) -> object:
-        driven.clock.now += 1e-4
+        engine.clock.now += 1e-4
         return drafts([(6, 7), (6, 7)])
 
     remote.answer = answer  # type: ignore[assignment]
     for _ in range(60):
-        first, second = (len(draft) + 1 for draft in driven.sent)
-        driven.step([1, 2, 3, 4, 5, 6, 7, 9][:first], [6, 7, 9][:second])
-    assert driven.sent == [[1, 2, 3, 4, 5, 6, 7], [6, 7]]
+        first, second = (len(draft) + 1 for draft in engine.sent)
+        engine.step([1, 2, 3, 4, 5, 6, 7, 9][:first], [6, 7, 9][:second])
+    assert engine.sent == [[1, 2, 3, 4, 5, 6, 7], [6, 7]]
     assert remote.limits[-1][0] == 0 < remote.limits[-1][1]
 
 
-def test_a_remote_source_that_takes_longer_than_it_saves_is_left_alone_but_for_probes() -> None:
+def test_a_remote_source_that_costs_more_than_it_saves_is_only_probed() -> None:
     remote = RemoteAnswers(lambda batch, limits: drafts([(6,)] * len(limits)))
-    driven = Driven(dynamic("mtp", remote))
-    driven.measure()
+    engine = Engine(dynamic("mtp", remote))
+    engine.measure()
 
     def slow_answer(batch: DraftBatch, limits: object) -> object:
-        driven.clock.now += 0.1
+        engine.clock.now += 0.1
         return drafts([(6,)])
 
     remote.answer = slow_answer  # type: ignore[assignment]
     asked = []
     for _ in range(4000):
         before = len(remote.limits)
-        driven.step([6, 7] if driven.sent[0] else [6])
+        engine.step([6, 7] if engine.sent[0] else [6])
         asked.append(any(map(any, remote.limits[before:])))
-    # A call takes ten steps: one in a thousand is 1 % of the time.
+    # A call takes the time of ten steps: one call in a thousand steps is 1 % of the time.
     assert sum(asked[:1000]) <= 4
     assert 1 <= sum(asked[1000:]) <= 5
 
 
-def test_a_remote_source_that_would_miss_something_has_a_turn_in_each_step() -> None:
+def test_a_remote_source_that_follows_a_text_is_called_in_each_step() -> None:
     remote = RemoteAnswers(lambda batch, limits: drafts([()] * len(limits)))
     remote.sees_all = True
-    driven = Driven(dynamic("mtp", remote))
-    driven.measure()
+    engine = Engine(dynamic("mtp", remote))
+    engine.measure()
     for _ in range(20):
-        driven.step()
+        engine.step()
     assert len(remote.limits) == 20
-    assert driven.chain.num_idle_steps(np.arange(1)) == 0
+    assert engine.chain.num_idle_steps(np.arange(1)) == 0
 
 
-def test_a_remote_source_that_only_sees_a_step_is_considered_in_every_eighth() -> None:
+def test_a_remote_source_that_only_follows_is_considered_in_each_eighth_step() -> None:
     remote = RemoteAnswers(lambda batch, limits: drafts([(6,)] * len(limits)))
     remote.sees_all = True
-    driven = Driven(dynamic("mtp", remote))
-    driven.measure()
+    engine = Engine(dynamic("mtp", remote))
+    engine.measure()
     for _ in range(200):
-        driven.step()  # its draft is wrong
+        engine.step()  # its draft is wrong
     already = remote.num_considered
     for _ in range(80):
-        driven.step()
+        engine.step()
     assert remote.num_considered == already + 10
     assert len(remote.limits) == 280
 
 
-def test_a_source_that_cannot_say_what_reading_takes_rests_and_is_not_asked() -> None:
+def test_a_remote_source_whose_reading_s_fails_is_not_asked() -> None:
     class Unreadable(RemoteAnswers):
         def reading_s(self, batch: DraftBatch) -> Float64Array:
             raise OSError("lost")
 
     remote = Unreadable(lambda batch, limits: drafts([(6,)] * len(limits)))
-    driven = Driven(dynamic("mtp", remote), dynamic("ngram", always(1, 2)))
-    driven.measure()
+    engine = Engine(dynamic("mtp", remote), dynamic("ngram", always(1, 2)))
+    engine.measure()
     for _ in range(8):
-        driven.step([1, 2, 3] if driven.sent[0] else [1])
-    assert driven.sent == [[1, 2]]
+        engine.step([1, 2, 3] if engine.sent[0] else [1])
+    assert engine.sent == [[1, 2]]
     assert remote.limits == []
-    assert driven.health("mtp").num_errors == 1
+    assert engine.health("mtp").num_errors == 1
 
 
 def test_a_configured_chain_drafts_from_the_text() -> None:
@@ -383,9 +383,9 @@ def test_a_configured_chain_drafts_from_the_text() -> None:
     assert chain.step(step) == [[3, 4, 1]]
 
 
-def test_why_a_step_sends_what_it_sends_is_logged_at_debug(
+def test_the_choice_of_drafts_is_logged_at_debug(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.DEBUG):
-        Driven(fixed("ngram", always(1, 2))).step()
+        Engine(fixed("ngram", always(1, 2))).step()
     assert "drafted {'ngram': [2]}; sent [2]" in caplog.text

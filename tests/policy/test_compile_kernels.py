@@ -18,15 +18,15 @@ compiled = {
     if isinstance(value, Dispatcher)
 }
 kernels = {each for each in compiled if isinstance(each._cache, _Cache)}
-# Read from the cache, those that others call are within these.
+# A kernel read from the cache includes the kernels that it calls.
 parts = {name for each in compiled for name in each.py_func.__code__.co_names}
 left = {each.py_func.__name__ for each in kernels if not each.signatures}
 print(len(kernels), *(left - parts))
 """
-"""Prints the number of kernels, and the names of those that are not compiled."""
+"""Prints the number of kernels and the names of those that are not compiled."""
 
 
-def test_no_kernel_is_left_for_the_start_of_a_replica() -> None:
+def test_compile_kernels_compiles_every_kernel() -> None:
     done = subprocess.run(
         [sys.executable, "-c", LEFT], capture_output=True, text=True, check=True, timeout=300
     )

@@ -1,4 +1,4 @@
-"""Which code of a step is compiled: all of it before the first request, and nothing afterwards."""
+"""All kernels of a step are compiled before the first request."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from specserve.sources.base import SourceContext
 from specserve.sources.ngram import NgramSource
 from specserve.sources.prediction import PredictionSource
 from tests.draft_batches import draft_batch
-from tests.policy.traffic import Clock, DistantSource, LocalSource, Traffic
+from tests.policy.traffic import Clock, FakeLocal, FakeRemote, Traffic
 
 
 def compiled() -> dict[str, int]:
-    """How many signatures each compiled function has, by its name."""
+    """Number of signatures of each compiled function, by name."""
     return {
         f"{module.__name__}.{name}": len(value.signatures)
         for module in (acceptance, cost, planner, step, guard, ngram, prediction)
@@ -28,23 +28,23 @@ def compiled() -> dict[str, int]:
     }
 
 
-def test_no_traffic_compiles_anything_that_a_new_chain_has_not() -> None:
+def test_no_request_compiles_a_kernel_after_the_chain_is_built() -> None:
     clock, context = Clock(), SourceContext(num_slots=16)
     lookup = NgramSource(NgramConfig(kind="ngram"), context)
-    near, distant = (
-        LocalSource(lambda slot: (1, 2, 3), clock),
-        DistantSource(lambda slot: (1,), clock),
+    near, remote = (
+        FakeLocal(lambda slot: (1, 2, 3), clock),
+        FakeRemote(lambda slot: (1,), clock),
     )
     predicted = PredictionSource(PredictionConfig(kind="prediction"), context)
     local: dict[str, Any] = {"ngram": lookup, "prediction": predicted}
-    traffic = Traffic({"trie": near, "mtp": distant, **local}, clock, slots=())
+    traffic = Traffic({"trie": near, "mtp": remote, **local}, clock, slots=())
     before = compiled()
     ours = {name: count for name, count in before.items() if name.rsplit(".", 1)[-1] in KERNELS}
     assert ours == dict.fromkeys(ours, 1)
     assert len(ours) == len(KERNELS)
 
     traffic.run(2)
-    for slot in range(16):  # of tenants that arrays have no room for yet
+    for slot in range(16):  # of new tenants, for which arrays grow
         traffic.controls = RequestControls(
             tenant=str(slot % 5), prediction=np.arange(99, dtype=np.int32).tobytes()
         )

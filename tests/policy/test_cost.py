@@ -22,7 +22,7 @@ def at(learned: StepCost, num_requests: int) -> tuple[float, float, float]:
 
 
 def taught(cost: Cost, noise: float = 0.0, stalls: float = 0.0, steps: int = 400) -> StepCost:
-    """What is learned of steps of 1 to 12 requests, every other with drafts."""
+    """The costs learned from steps of 1 to 12 requests; every second step has drafts."""
     rng, learned = random.Random(0), StepCost()
     for step in range(steps):
         num_requests = rng.randint(1, 12)
@@ -52,7 +52,7 @@ def test_the_cost_of_a_step_and_of_its_drafts_is_learned(
 
 
 @pytest.mark.parametrize("num_slow", [1, 3])
-def test_first_steps_that_compile_make_nothing_dear(num_slow: int) -> None:
+def test_slow_first_steps_do_not_raise_the_costs(num_slow: int) -> None:
     learned = StepCost()
     for seconds in [30.0] * num_slow + [0.01] * 10:
         learned.observe(1, 0, seconds)
@@ -63,7 +63,7 @@ def test_first_steps_that_compile_make_nothing_dear(num_slow: int) -> None:
     assert doubt_about(learned.lines, 1, 3) < 0.01
 
 
-def test_costs_that_change_are_followed_in_some_steps() -> None:
+def test_changed_costs_are_learned_within_ten_steps() -> None:
     learned = measured(100)
     for seconds in (0.06, 0.015):
         for _ in range(10):
@@ -71,13 +71,13 @@ def test_costs_that_change_are_followed_in_some_steps() -> None:
         assert at(learned, 4)[0] == pytest.approx(seconds, rel=0.1)
 
 
-def test_one_measurement_that_is_far_off_changes_little() -> None:
+def test_one_outlier_changes_little() -> None:
     learned = measured(100)
     learned.observe(4, 0, 2.0)
     assert at(learned, 4)[0] == pytest.approx(0.02, rel=0.05)
 
 
-def test_longer_texts_make_drafts_dearer_too_also_while_none_are_measured() -> None:
+def test_slower_plain_steps_raise_the_cost_of_unmeasured_drafts() -> None:
     learned, rng = StepCost(), random.Random(0)
     for step in range(300):
         num_draft_tokens = rng.randint(1, 20) if step % 2 else 0
@@ -99,7 +99,7 @@ def test_doubt_about_drafts_grows_while_none_are_measured_and_falls_when_one_is(
     assert doubt_about(learned.lines, 4, 4) < 0.6 * stale
 
 
-def test_before_any_measurement_drafts_cost_a_little_of_a_plain_step() -> None:
+def test_unmeasured_drafts_cost_a_small_share_of_a_plain_step() -> None:
     for learned in (StepCost(), measured(10)):
         plain, base, slope = at(learned, 4)
         assert base == pytest.approx(plain)
@@ -108,7 +108,7 @@ def test_before_any_measurement_drafts_cost_a_little_of_a_plain_step() -> None:
 
 @pytest.mark.parametrize("num_requests", [0, 4])
 @pytest.mark.parametrize("seconds", [0.0, -1.0])
-def test_what_is_no_measurement_is_ignored(num_requests: int, seconds: float) -> None:
+def test_invalid_measurements_are_ignored(num_requests: int, seconds: float) -> None:
     learned = StepCost()
     for _ in range(CALIBRATION_STEPS):
         learned.observe(num_requests, 0, seconds)
@@ -116,7 +116,7 @@ def test_what_is_no_measurement_is_ignored(num_requests: int, seconds: float) ->
     assert at(learned, 0) == at(learned, 4) == at(StepCost(), 1)
 
 
-def test_a_size_that_was_measured_is_remembered_while_others_run() -> None:
+def test_a_measured_batch_size_is_remembered_while_others_run() -> None:
     learned = StepCost()
     seconds = {1: 0.012, 8: 0.02, 32: 0.05}
     for num_requests in (1, 8, 32, 1):
@@ -126,7 +126,7 @@ def test_a_size_that_was_measured_is_remembered_while_others_run() -> None:
         assert at(learned, num_requests)[0] == pytest.approx(expected)
 
 
-def test_a_size_that_was_not_measured_takes_over_its_neighbours_ratios() -> None:
+def test_an_unmeasured_batch_size_uses_its_neighbours_ratios() -> None:
     learned, rng = StepCost(), random.Random(0)
     for step in range(300):
         num_draft_tokens = rng.randint(1, 8) if step % 2 else 0
@@ -140,7 +140,7 @@ def test_a_size_that_was_not_measured_takes_over_its_neighbours_ratios() -> None
 
 
 @pytest.mark.parametrize(("measured_size", "asked"), [(1, 10**6), (10**6, 1), (32, 1), (32, 500)])
-def test_a_size_takes_the_costs_of_the_nearest_measured_one_however_far(
+def test_a_batch_size_uses_the_costs_of_the_nearest_measured_one(
     measured_size: int, asked: int
 ) -> None:
     learned = StepCost()
@@ -148,7 +148,7 @@ def test_a_size_takes_the_costs_of_the_nearest_measured_one_however_far(
     assert at(learned, asked) == at(learned, measured_size)
 
 
-def test_the_first_call_of_a_drafter_is_predicted_as_it_was_measured() -> None:
+def test_a_drafters_first_call_is_predicted_as_measured() -> None:
     cost = CallCost()
     cost.observe(2, 4, 0.03, 0.01)
     call, request, token = cost.coefficients(0.01)
@@ -156,7 +156,7 @@ def test_the_first_call_of_a_drafter_is_predicted_as_it_was_measured() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_measurements_make_a_cost_that_a_plan_cannot_be_made_with(seed: int) -> None:
+def test_costs_are_positive_and_finite_after_any_measurements(seed: int) -> None:
     rng, learned = random.Random(seed), StepCost()
     for _ in range(200):
         seconds = rng.choice([1e-6, 1e-3, 0.01, 0.01, 1.0, 1e4]) * (1 + rng.random())
@@ -168,7 +168,7 @@ def test_no_measurements_make_a_cost_that_a_plan_cannot_be_made_with(seed: int) 
             assert 0 <= doubt_about(learned.lines, num_requests, 100) < np.inf
 
 
-def test_a_filter_keeps_a_covariance_that_is_one() -> None:
+def test_the_covariance_stays_positive_definite() -> None:
     rng, cost = random.Random(0), CallCost()
     for _ in range(5000):
         rows, longest = rng.choice([1, 64]), rng.choice([1, 128])
@@ -178,7 +178,7 @@ def test_a_filter_keeps_a_covariance_that_is_one() -> None:
 
 
 @pytest.mark.parametrize("num_slow", [0, 1, 10])
-def test_what_is_always_measured_together_adds_up_without_coefficients_below_zero(
+def test_the_time_of_calls_of_one_size_is_predicted(
     num_slow: int,
 ) -> None:
     cost = CallCost()
@@ -188,7 +188,7 @@ def test_what_is_always_measured_together_adds_up_without_coefficients_below_zer
 
 
 @pytest.mark.parametrize("num_stalls", [3, 240])
-def test_drafts_that_become_dear_after_many_stalls_are_seen_to_be(num_stalls: int) -> None:
+def test_costlier_drafts_are_noticed_after_many_stalls(num_stalls: int) -> None:
     rng, learned = random.Random(0), StepCost()
 
     def run(steps: int, times: float = 1.0, slope: float = 1e-6) -> None:

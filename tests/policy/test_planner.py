@@ -25,11 +25,11 @@ CHEAP = Costs(plain=0.01, base=0.01, slope=0.0001)
 DEAR = Costs(plain=0.01, base=0.012, slope=0.004)
 
 Offers = Sequence[Sequence[Sequence[float]]]
-"""Survival of each source's draft for each request; an empty one: it has none."""
+"""Survival of each source's draft for each request; empty if it has no draft."""
 
 
 def arrays(offers: Offers, longest: int = 4) -> tuple[Float64Array, Int32Array]:
-    """With a row that belongs to nobody, as the chain's arrays have."""
+    """The offers as arrays with one unused row, as in the chain."""
     num_rows = len(offers[0]) + 1
     survival = np.full((len(offers), num_rows, longest), np.nan)
     lengths = np.full((len(offers), num_rows), 9, np.int32)
@@ -51,7 +51,7 @@ def kernel_of_probe(survival, lengths, n, found):  # type: ignore[no-untyped-def
 
 
 class Planned(NamedTuple):
-    """A plan of some requests, and what is told of it."""
+    """A plan of some requests and its figures."""
 
     source: Int32Array
     lengths: Int32Array
@@ -76,15 +76,15 @@ def planned(
     order = np.array(range(count) if rank is None else rank, np.int64)
     num_requests = len(offers[0])
     found = Plan.empty(num_requests + 1, count)
-    told = kernel_of_plan(
+    figures = kernel_of_plan(
         survival, lengths, num_requests, costs, order, is_fixed, most_tokens, found
     )
     n = num_requests
-    return Planned(found.source[:n], found.lengths[:n], found.values[:n], found.credits, *told)
+    return Planned(found.source[:n], found.lengths[:n], found.values[:n], found.credits, *figures)
 
 
 def brute_force(offers: Offers, costs: Costs) -> float:
-    """The best rate of all choices of a source and a length for each request."""
+    """The highest rate of all choices of a source and a length for each request."""
     num_requests = len(offers[0])
     choices = [
         [(0, 0.0)]
@@ -119,7 +119,7 @@ def random_case(seed: int) -> tuple[Offers, Costs]:
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_no_other_choice_of_sources_and_lengths_brings_more(seed: int) -> None:
+def test_the_plan_has_the_highest_rate_of_all_choices(seed: int) -> None:
     offers, costs = random_case(seed)
     plain_rate, found = len(offers[0]) / costs.plain, planned(offers, costs)
     best = brute_force(offers, costs)
@@ -132,7 +132,7 @@ def test_no_other_choice_of_sources_and_lengths_brings_more(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_is_told_of_a_plan_is_what_it_sends(seed: int) -> None:
+def test_a_plans_figures_agree_with_its_drafts(seed: int) -> None:
     offers, costs = random_case(seed)
     found = planned(offers, costs)
     expected = 0.0
@@ -146,7 +146,7 @@ def test_what_is_told_of_a_plan_is_what_it_sends(seed: int) -> None:
     assert found.rate == pytest.approx((len(found.lengths) + expected) / seconds)
 
 
-def test_of_equally_good_drafts_the_first_in_rank_is_taken_and_credited() -> None:
+def test_the_first_in_rank_of_equal_drafts_is_chosen_and_credited() -> None:
     same = [[[0.5, 0.3]], [[0.5, 0.3]]]
     for first, second in ((0, 1), (1, 0)):
         found = planned(same, rank=(first, second))
@@ -155,7 +155,7 @@ def test_of_equally_good_drafts_the_first_in_rank_is_taken_and_credited() -> Non
         assert found.credits[second] == 0
 
 
-def test_a_source_is_credited_with_what_it_brings_beyond_those_before_it() -> None:
+def test_a_source_is_credited_with_its_gain_over_those_before_it() -> None:
     alone, better = [[0.5], [0.5]], [[0.9], []]
     found = planned([alone, better])
     assert found.source.tolist() == [1, 0]
@@ -163,42 +163,42 @@ def test_a_source_is_credited_with_what_it_brings_beyond_those_before_it() -> No
     assert found.credits == pytest.approx([2 * (0.5 - price), 0.4])
 
 
-def test_what_any_draft_costs_is_shared_by_those_that_are_credited() -> None:
+def test_credits_share_the_fixed_cost_of_sending_drafts() -> None:
     found = planned([[[0.9, 0.8, 0.7]]], costs := Costs(0.01, 0.012, 0.0001))
     assert found.credits.sum() == pytest.approx(
         found.values.sum() - found.rate * (costs.base - costs.plain)
     )
 
 
-def test_a_draft_that_brings_less_than_noise_is_not_sent_nor_credited() -> None:
+def test_a_draft_with_a_gain_below_noise_is_not_sent_nor_credited() -> None:
     found = planned([[[0.03]]])
     assert (found.num_draft_tokens, found.gain, found.credits.tolist()) == (0, 0.0, [0.0])
     assert found.rate == pytest.approx(1 / CHEAP.plain)
 
 
-def test_a_source_that_always_drafts_is_sent_whole_at_any_price() -> None:
+def test_drafts_of_a_fixed_source_are_sent_whole_at_any_cost() -> None:
     found = planned([[[0.1, 0.01], [0.9, 0.8]]], DEAR, fixed=(0,))
     assert found.lengths.tolist() == [2, 2]
     assert found.gain < 0
 
 
 @pytest.mark.parametrize("rank", [(0, 1), (1, 0)])
-def test_where_another_draft_is_not_worth_sending_the_one_that_always_is_goes(
+def test_a_fixed_draft_is_sent_if_the_other_ones_gain_is_below_noise(
     rank: Sequence[int],
 ) -> None:
-    # The other is a little better, but neither brings as much as noise.
+    # The other draft is slightly better, but both gains are below noise.
     costs = Costs(0.01, 0.0102, 0.0003)
     found = planned([[[0.05, 0.05]], [[0.06]]], costs, rank=rank, fixed=(0,))
     assert (found.source.tolist(), found.lengths.tolist()) == ([0], [2])
 
 
-def test_a_better_draft_goes_in_place_of_the_one_that_is_always_sent() -> None:
+def test_a_better_draft_replaces_a_fixed_one() -> None:
     found = planned([[[0.1, 0.01]], [[0.9, 0.8]]], fixed=(0,))
     assert (found.source.tolist(), found.lengths.tolist()) == ([1], [2])
 
 
 @pytest.mark.parametrize("most_tokens", [0, 1, 5, 7])
-def test_no_more_tokens_are_sent_than_may_be_also_where_all_are_equally_good(
+def test_a_plan_of_equal_drafts_respects_the_token_limit(
     most_tokens: int,
 ) -> None:
     found = planned([[[0.9, 0.8, 0.7]] * 4], most_tokens=most_tokens)
@@ -206,13 +206,13 @@ def test_no_more_tokens_are_sent_than_may_be_also_where_all_are_equally_good(
     assert found.lengths.tolist() == sorted(found.lengths, reverse=True)
 
 
-def test_no_requests_and_no_drafts_are_no_plan() -> None:
+def test_a_plan_without_requests_or_drafts_is_empty() -> None:
     assert planned([[]]).rate == 0
     nothing = planned([[[], []]])
     assert (nothing.source.tolist(), nothing.lengths.tolist()) == ([-1, -1], [0, 0])
 
 
-def test_a_probe_is_the_beginning_of_drafts_that_are_likely_to_be_right() -> None:
+def test_a_probe_sends_the_first_tokens_of_likely_drafts() -> None:
     survival, lengths = arrays([[[0.9, 0.8, 0.7, 0.6], [0.4], []], [[0.95], [0.3], [0.6]]])
     found = Plan.empty(4, 2)
     num_tokens, expected = kernel_of_probe(survival, lengths, 3, found)
@@ -257,44 +257,44 @@ def called(
 GOOD = [0.9, 0.8, 0.7, 0.6]
 
 
-def test_a_call_is_made_for_those_that_it_makes_better_off() -> None:
+def test_a_call_asks_for_the_requests_that_gain() -> None:
     asked, surplus = called([GOOD, GOOD, [0.0] * 4], values=(0.0, 2.99, 0.0))
     assert asked == [4, 0, 0]
     assert surplus == pytest.approx(3.0 - 4 * RATE * CHEAP.slope - 0.1)
 
 
-def test_a_call_that_takes_more_than_it_brings_is_not_made() -> None:
+def test_a_call_that_costs_more_than_it_gains_is_not_made() -> None:
     assert called([GOOD], call=(0.04, 0.0, 0.0)) == ([0], 0.0)
     assert called([GOOD] * 2, call=(0.04, 0.0, 0.0))[0] == [4, 4]
 
 
-def test_where_only_the_call_would_draft_it_pays_for_the_dearer_step() -> None:
+def test_a_call_for_the_only_drafts_also_pays_their_fixed_cost() -> None:
     dear = Costs(0.01, 0.05, 0.0001)
     assert called([GOOD], costs=dear, is_drafting=True)[0] == [4]
     assert called([GOOD], costs=dear, is_drafting=False)[0] == [0]
 
 
 @pytest.mark.parametrize(("token_s", "length"), [(0.0, 4), (0.004, 2), (0.0085, 1)])
-def test_the_longer_drafts_take_the_shorter_they_are(token_s: float, length: int) -> None:
+def test_costlier_tokens_lead_to_shorter_drafts(token_s: float, length: int) -> None:
     unseen = [0.9, 0.8, 0.35, 0.34]
     assert called([unseen], call=(0.0, 0.0, token_s))[0] == [length]
     assert called([unseen], call=(0.0, 0.0, token_s), limit=1)[0] == [1]
 
 
-def test_reading_a_text_is_paid_when_its_drafts_would_have_saved_as_much() -> None:
+def test_a_text_is_read_once_its_drafts_would_have_saved_the_cost() -> None:
     saved_s, waits_s, num_steps = np.zeros(1), (0.1,), 0
     gain_s = (sum(GOOD) - 4 * RATE * CHEAP.slope) / RATE
     while True:
         num_steps += 1
         asked, surplus = called([GOOD], waits_s=waits_s, saved_s=saved_s)
-        assert surplus == 0.0  # there is no draft in the step that it is read in
+        assert surplus == 0.0  # the step that reads the text gets no draft
         if asked != [0]:
             break
     assert num_steps == int(0.1 / gain_s) + 1
     assert saved_s[0] == pytest.approx(num_steps * gain_s)
 
 
-def test_texts_that_are_read_do_not_pay_for_the_call_of_others() -> None:
+def test_texts_to_be_read_do_not_pay_for_calls_of_others() -> None:
     asked, surplus = called(
         [GOOD, [0.6, 0, 0, 0]],
         call=(0.01, 0.0, 0.0),
@@ -305,7 +305,7 @@ def test_texts_that_are_read_do_not_pay_for_the_call_of_others() -> None:
 
 
 @pytest.mark.parametrize("waits", [float("inf"), float("nan")])
-def test_a_text_that_is_being_read_or_cannot_be_is_left_alone(waits: float) -> None:
+def test_a_text_that_is_being_read_or_unreadable_is_skipped(waits: float) -> None:
     saved_s = np.zeros(1)
     assert called([GOOD], waits_s=(waits,), saved_s=saved_s) == ([0], 0.0)
     assert saved_s.tolist() == [0.0]

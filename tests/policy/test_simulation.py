@@ -35,7 +35,7 @@ STREAMS = [
 
 @pytest.mark.parametrize(("cost", "concurrency"), COSTS)
 @pytest.mark.parametrize("chances", STREAMS)
-def test_speculation_hardly_ever_loses_and_comes_near_the_best_fixed_length(
+def test_the_policy_loses_little_and_is_near_the_best_fixed_length(
     chances: tuple[tuple[float, float], ...], cost: Cost, concurrency: int
 ) -> None:
     workload = Workload(chances, cost, concurrency)
@@ -50,14 +50,14 @@ def test_a_cold_start_with_useless_drafts_costs_little(concurrency: int) -> None
     assert speedup(workload, Policy()) >= 0.97
 
 
-def test_among_requests_that_never_accept_those_that_do_are_still_served() -> None:
+def test_accepting_requests_get_drafts_beside_ones_that_never_accept() -> None:
     mixed = Workload((ALWAYS, NEVER), MODERATE, 8, num_steps=1000)
     assert speedup(mixed, Policy()) > 1.1 * max(
         speedup(mixed, FixedLength(length)) for length in (0, 1, 2, 4, 8)
     )
 
 
-def test_one_that_was_off_finds_out_that_drafts_pay_again() -> None:
+def test_the_policy_notices_that_drafts_pay_again() -> None:
     policy = Policy()
     before = Workload((NEVER,), MODERATE, 4, num_steps=800)
     after = replace(before, chances=(ALWAYS,))
@@ -65,20 +65,20 @@ def test_one_that_was_off_finds_out_that_drafts_pay_again() -> None:
     assert speedup(after, policy) > 0.85 * speedup(after, Policy())
 
 
-def test_it_finds_out_that_drafts_became_dear() -> None:
+def test_the_policy_notices_that_drafts_became_costly() -> None:
     policy = Policy()
     cheap = Workload((OFTEN,), FLAT, 8, num_steps=400)
     speedup(cheap, policy)
     assert speedup(replace(cheap, cost=STEEP), policy) >= 0.95
 
 
-def test_one_that_knows_single_requests_finds_out_that_drafts_lose_with_many() -> None:
+def test_a_policy_that_ran_one_request_notices_losses_with_many() -> None:
     policy = Policy()
     speedup(Workload((OFTEN,), STEEP, 1, num_steps=400), policy)
     assert speedup(Workload((OFTEN,), STEEP, 32, num_steps=60), policy) >= 0.95
 
 
-def test_first_steps_that_were_slow_do_not_keep_it_drafting_at_a_loss() -> None:
+def test_slow_first_steps_do_not_cause_lasting_losses() -> None:
     cost = Cost(0.2, 0.1, 0.4, 0.1)
     work = Workload(((0.85, 0.85),), cost, 8, num_steps=1500, draft_len=1, hit_rate=1.0)
     assert speedup(work, FixedLength(1)) < 0.9
@@ -89,8 +89,8 @@ def test_first_steps_that_were_slow_do_not_keep_it_drafting_at_a_loss() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_it_follows_texts_that_drafts_pay_for_and_others_that_they_do_not(seed: int) -> None:
-    # As a small model on a CPU: 32 texts of 430 tokens or of 80, each token read by each query.
+def test_the_policy_adapts_when_drafts_stop_and_start_to_pay(seed: int) -> None:
+    # The step times of a small model on a CPU with 32 texts of 430 or of 80 tokens.
     dear = Workload(((0.6, 0.6),), Cost(1, 0.166, 0.3, 0.13), 32, num_steps=300, seed=seed)
     cheap = Workload((ALWAYS,), Cost(1, 0.096, 0.3, 0.06), 32, num_steps=200, seed=seed)
     policy = Policy()
@@ -101,6 +101,6 @@ def test_it_follows_texts_that_drafts_pay_for_and_others_that_they_do_not(seed: 
         assert speedup(cheap, policy) >= 0.95 * best
 
 
-def test_the_same_calls_get_the_same_answers() -> None:
+def test_the_policy_is_deterministic() -> None:
     workload = Workload((ALWAYS, OFTEN, NEVER), MODERATE, 4, num_steps=300)
     assert speedup(workload, Policy()) == speedup(workload, Policy())

@@ -1,4 +1,4 @@
-"""What a chain of sources does in traffic of some hundred steps."""
+"""A chain of sources over some hundred steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specserve.core.types import (
     RequestControls,
 )
 from specserve.sources.followed_texts import FollowedTexts
-from tests.policy.traffic import WRONG, Clock, DistantSource, Guess, LocalSource, Traffic
+from tests.policy.traffic import WRONG, Clock, FakeLocal, FakeRemote, Guess, Traffic
 
 RIGHT = (1, 2, 3, 4)
 SLOW_S = 0.0003
@@ -41,23 +41,23 @@ def only(slot: int, *tokens: int) -> Guess:
 def traffic_of(
     clock: Clock, *guesses: Guess, slots: Sequence[int] = (0,), dynamic: bool = True
 ) -> Traffic:
-    """Of one source to each guess, in this order."""
+    """Traffic with one source for each guess, in this order."""
     kinds = ("ngram", "trie", "more")
-    sources = {kind: LocalSource(guess, clock) for kind, guess in zip(kinds, guesses, strict=False)}
+    sources = {kind: FakeLocal(guess, clock) for kind, guess in zip(kinds, guesses, strict=False)}
     return Traffic(sources, clock, slots=slots, dynamic=dynamic)
 
 
 def observed(
     traffic: Traffic, new: Sequence[Sequence[int]], verified: Sequence[int], *slots: int
 ) -> list[list[int]]:
-    """Labels, draft tokens and accepted ones of a step."""
+    """Labels, numbers of draft tokens and of accepted tokens of a step."""
     batch = traffic.batch(slots or (0,), new)
     num_new = np.array([len(each) for each in new], np.int32)
     outcomes = traffic.chain.observe(batch, num_new, np.array(verified, np.int32))
     return [each.tolist() for each in outcomes]
 
 
-def test_what_became_of_drafts_is_told_and_counted_by_the_source_that_made_them(
+def test_outcomes_of_drafts_are_returned_and_counted_by_source(
     clock: Clock,
 ) -> None:
     traffic = traffic_of(clock, only(0, 1, 2, 3), only(1, 4, 5), slots=(0, 1, 2), dynamic=False)
@@ -69,20 +69,20 @@ def test_what_became_of_drafts_is_told_and_counted_by_the_source_that_made_them(
     assert counted["trie_1"].accepted_at_position == (0, 0)
 
 
-def test_a_draft_that_the_scheduler_cut_counts_as_cut(clock: Clock) -> None:
+def test_a_draft_that_the_scheduler_cut_counts_as_shorter(clock: Clock) -> None:
     traffic = traffic_of(clock, always(1, 2, 3), dynamic=False)
     traffic.step()
     assert observed(traffic, [[1, 2, 9]], [2]) == [[0], [2], [2]]
 
 
-def test_a_draft_waits_for_a_request_that_had_no_turn(clock: Clock) -> None:
+def test_a_draft_is_kept_for_a_request_that_a_step_skipped(clock: Clock) -> None:
     traffic = traffic_of(clock, always(1, 2), slots=(0, 1), dynamic=False)
     traffic.step()
     traffic.step(1)
     assert observed(traffic, [[1, 2, 3]], [2]) == [[0], [2], [2]]
 
 
-def test_the_next_request_of_a_slot_has_no_part_in_the_lasts_draft(clock: Clock) -> None:
+def test_a_slots_next_request_is_not_credited_with_the_old_draft(clock: Clock) -> None:
     traffic = traffic_of(clock, always(1, 2), dynamic=False)
     traffic.step()
     traffic.close(0)
@@ -90,7 +90,7 @@ def test_the_next_request_of_a_slot_has_no_part_in_the_lasts_draft(clock: Clock)
     assert observed(traffic, [[1, 2, 3]], [2]) == [[-1], [0], [0]]
 
 
-def test_no_requests_get_no_drafts(clock: Clock) -> None:
+def test_a_step_without_requests_sends_nothing(clock: Clock) -> None:
     traffic = traffic_of(clock, always(*RIGHT), slots=(), dynamic=False)
     traffic.step()
     assert traffic.sent == [0]
@@ -99,7 +99,7 @@ def test_no_requests_get_no_drafts(clock: Clock) -> None:
     assert traffic.drafts[0] == list(RIGHT)
 
 
-def test_steps_that_can_never_be_measured_are_not_waited_for(clock: Clock) -> None:
+def test_drafts_are_sent_even_if_steps_are_never_measured(clock: Clock) -> None:
     traffic = traffic_of(clock, always(*RIGHT))
     batch = traffic.batch([0], [[1]])
     drafts = []
@@ -111,28 +111,28 @@ def test_steps_that_can_never_be_measured_are_not_waited_for(clock: Clock) -> No
 
 
 @pytest.mark.parametrize(("token_s", "least"), [(0.0075, 1), (0.0001, 0)])
-def test_where_drafts_hardly_pay_a_plain_step_is_measured_now_and_then(
+def test_a_plain_step_is_measured_at_times_if_drafts_hardly_pay(
     clock: Clock, token_s: float, least: int
 ) -> None:
-    traffic = Traffic({"ngram": LocalSource(always(1), clock)}, clock, token_s=token_s)
+    traffic = Traffic({"ngram": FakeLocal(always(1), clock)}, clock, token_s=token_s)
     traffic.run(2000)
     assert least <= traffic.sent[200:].count(0) <= 20 * least
 
 
-def finding_nothing(
+def without_drafts(
     clock: Clock, *kinds: str, num_steps: int = 1000, learns: bool = False, dynamic: bool = True
-) -> tuple[Traffic, list[LocalSource]]:
-    sources = {kind: LocalSource(always(), clock, SLOW_S) for kind in kinds}
+) -> tuple[Traffic, list[FakeLocal]]:
+    sources = {kind: FakeLocal(always(), clock, SLOW_S) for kind in kinds}
     traffic = Traffic(sources, clock, learns=learns, dynamic=dynamic)
     traffic.run(num_steps)
     return traffic, list(sources.values())
 
 
-def test_sources_that_bring_nothing_are_asked_as_often_where_idle_steps_are_not_told(
+def test_skipping_idle_steps_does_not_change_how_often_sources_are_asked(
     clock: Clock,
 ) -> None:
-    _, told = finding_nothing(clock, "ngram", "trie")
-    traffic, passed = finding_nothing(clock, "ngram", "trie", num_steps=0)
+    _, stepped = without_drafts(clock, "ngram", "trie")
+    traffic, skipping = without_drafts(clock, "ngram", "trie", num_steps=0)
     num_steps, slots = 1000, np.array([0])
     while num_steps > 0:
         num_idle = traffic.chain.num_idle_steps(slots)
@@ -141,11 +141,11 @@ def test_sources_that_bring_nothing_are_asked_as_often_where_idle_steps_are_not_
         traffic.chain.cost.observe(1, 0, 0.01)
         traffic.chain.observe(batch, np.ones(1, np.int32), np.zeros(1, np.int32))
         traffic.chain.step(batch, num_idle + 1)
-    assert [len(each.asked) for each in passed] == [len(each.asked) for each in told]
+    assert [len(each.asked) for each in skipping] == [len(each.asked) for each in stepped]
 
 
 def test_a_text_that_begins_to_repeat_gets_drafts_soon(clock: Clock) -> None:
-    traffic, (source,) = finding_nothing(clock, "ngram")
+    traffic, (source,) = without_drafts(clock, "ngram")
     source.guess = always(*RIGHT)
     traffic.run(40)
     assert traffic.sent[-10:] == [len(RIGHT)] * 10
@@ -154,10 +154,10 @@ def test_a_text_that_begins_to_repeat_gets_drafts_soon(clock: Clock) -> None:
 def num_asked_of_two(
     clock: Clock, first: Guess, second: Guess, second_s: float = SLOW_S
 ) -> tuple[int, int]:
-    """How often two sources are asked in the last 400 of 600 steps."""
+    """Numbers of calls of two sources in the last 400 of 600 steps."""
     sources = {
-        "ngram": LocalSource(first, clock, SLOW_S),
-        "trie": LocalSource(second, clock, second_s),
+        "ngram": FakeLocal(first, clock, SLOW_S),
+        "trie": FakeLocal(second, clock, second_s),
     }
     traffic = Traffic(sources, clock)
     traffic.run(200)
@@ -167,62 +167,62 @@ def num_asked_of_two(
     return len(sources["ngram"].asked), len(sources["trie"].asked)
 
 
-def test_of_two_sources_that_foresee_the_same_the_cheaper_one_is_asked(clock: Clock) -> None:
+def test_the_cheaper_of_two_sources_with_equal_drafts_is_asked(clock: Clock) -> None:
     num_ngram, num_trie = num_asked_of_two(clock, always(1, 2), always(1, 2), second_s=0.002)
     assert (num_ngram, num_trie < 100) == (400, True)
 
 
-def test_a_source_that_goes_further_than_another_is_asked_in_every_step_too(clock: Clock) -> None:
+def test_a_source_with_longer_drafts_is_asked_in_every_step_too(clock: Clock) -> None:
     turn = iter(range(10_000))
-    seldom_far = always(1, 2, 3, 4)
-    near = lambda slot: (1, 2) if next(turn) % 3 else ()  # noqa: E731  # which far has as well
-    assert num_asked_of_two(clock, near, seldom_far)[1] == 400
+    far = always(1, 2, 3, 4)
+    near = lambda slot: (1, 2) if next(turn) % 3 else ()  # noqa: E731  # the beginning of far
+    assert num_asked_of_two(clock, near, far)[1] == 400
 
 
-def test_where_all_sources_rest_nothing_is_asked_nor_sent(clock: Clock) -> None:
-    traffic = Traffic({"ngram": LocalSource(OSError("gone"), clock)}, clock)
+def test_no_draft_is_sent_if_all_sources_are_in_back_off(clock: Clock) -> None:
+    traffic = Traffic({"ngram": FakeLocal(OSError("gone"), clock)}, clock)
     traffic.run(5)
     assert traffic.sent == [0] * 5
     assert traffic.health("ngram").num_errors == 1
 
 
-def with_distant(
-    clock: Clock, distant: DistantSource, near: Guess = NOTHING, **options: object
+def with_remote(
+    clock: Clock, remote: FakeRemote, near: Guess = NOTHING, **options: object
 ) -> Traffic:
-    sources = {"mtp": distant, "ngram": LocalSource(near, clock)}
+    sources = {"mtp": remote, "ngram": FakeLocal(near, clock)}
     return Traffic(sources, clock, **options)  # type: ignore[arg-type]
 
 
-def test_a_distant_source_is_asked_for_those_requests_whose_drafts_it_makes_better(
+def test_a_remote_source_is_asked_for_the_requests_that_it_drafts_better(
     clock: Clock,
 ) -> None:
-    distant = DistantSource(always(*RIGHT), clock, 0.002)
-    traffic = with_distant(clock, distant, only(0, 1, 2, 3, 4, 5, 6, 7, 8), slots=(0, 1))
+    remote = FakeRemote(always(*RIGHT), clock, 0.002)
+    traffic = with_remote(clock, remote, only(0, 1, 2, 3, 4, 5, 6, 7, 8), slots=(0, 1))
     traffic.run(300)
-    assert [sorted(each.items()) for each in distant.asked[-3:]] == [[(0, 0), (1, 8)]] * 3
+    assert [sorted(each.items()) for each in remote.asked[-3:]] == [[(0, 0), (1, 8)]] * 3
     assert traffic.drafts == {0: list(range(1, 9)), 1: list(RIGHT)}
 
 
 @pytest.mark.parametrize(("call_s", "is_asked"), [(0.003, True), (0.05, False)])
-def test_a_distant_source_is_asked_where_its_drafts_are_worth_the_call(
+def test_a_remote_source_is_asked_if_its_drafts_are_worth_the_call(
     clock: Clock, call_s: float, is_asked: bool
 ) -> None:
-    distant = DistantSource(always(*RIGHT), clock, call_s)
-    traffic = with_distant(clock, distant)
+    remote = FakeRemote(always(*RIGHT), clock, call_s)
+    traffic = with_remote(clock, remote)
     traffic.run(500)
-    distant.asked.clear()
+    remote.asked.clear()
     traffic.run(500)
-    assert distant.num_asked > 480 if is_asked else distant.num_asked < 10
+    assert remote.num_asked > 480 if is_asked else remote.num_asked < 10
 
 
-def test_of_two_distant_sources_the_second_is_asked_only_for_what_the_first_does_not_have(
+def test_a_second_remote_source_is_asked_only_for_drafts_the_first_lacks(
     clock: Clock,
 ) -> None:
-    first, second = (DistantSource(only(slot, *RIGHT), clock, 0.001) for slot in (0, 1))
+    first, second = (FakeRemote(only(slot, *RIGHT), clock, 0.001) for slot in (0, 1))
     traffic = Traffic({"mtp": first, "draft_model": second}, clock, slots=(0, 1))
     traffic.run(400)
     assert traffic.drafts == {0: list(RIGHT), 1: list(RIGHT)}
-    same = DistantSource(always(*RIGHT), clock, 0.001)
+    same = FakeRemote(always(*RIGHT), clock, 0.001)
     traffic = Traffic({"mtp": first, "draft_model": same}, clock, slots=(0,))
     traffic.run(400)
     same.asked.clear()
@@ -230,23 +230,23 @@ def test_of_two_distant_sources_the_second_is_asked_only_for_what_the_first_does
     assert same.num_asked < 5
 
 
-def test_a_distant_source_that_is_to_draft_always_is_asked_for_all(clock: Clock) -> None:
-    distant = DistantSource(always(*RIGHT), clock, 0.05)
-    traffic = with_distant(clock, distant, slots=(0, 1), dynamic=False)
+def test_a_fixed_remote_source_is_asked_for_all_requests(clock: Clock) -> None:
+    remote = FakeRemote(always(*RIGHT), clock, 0.05)
+    traffic = with_remote(clock, remote, slots=(0, 1), dynamic=False)
     traffic.run(5)
-    assert distant.asked == [{0: 8, 1: 8}] * 5
+    assert remote.asked == [{0: 8, 1: 8}] * 5
 
 
-def test_a_distant_source_that_cannot_say_what_reading_takes_rests(
+def test_a_remote_source_whose_reading_s_fails_backs_off(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    distant = DistantSource(always(*RIGHT), clock)
+    remote = FakeRemote(always(*RIGHT), clock)
 
     def fail(batch: object) -> None:
         raise OSError("no such text")
 
-    monkeypatch.setattr(distant, "reading_s", fail)
-    traffic = with_distant(clock, distant, always(1, 2))
+    monkeypatch.setattr(remote, "reading_s", fail)
+    traffic = with_remote(clock, remote, always(1, 2))
     traffic.run(20)
     assert not traffic.health("mtp").up
     assert traffic.drafts[0] == [1, 2]
@@ -254,7 +254,7 @@ def test_a_distant_source_that_cannot_say_what_reading_takes_rests(
 
 @pytest.mark.parametrize("guess", [NOTHING, always(*RIGHT)])
 def test_a_drafter_that_was_slow_for_some_calls_is_asked_again(clock: Clock, guess: Guess) -> None:
-    drafter = DistantSource(always(*RIGHT), clock, 0.001)
+    drafter = FakeRemote(always(*RIGHT), clock, 0.001)
     traffic = Traffic({"draft_model": drafter}, clock)
     traffic.run(300)
     assert sum(traffic.sent[-100:]) >= 300
@@ -266,10 +266,10 @@ def test_a_drafter_that_was_slow_for_some_calls_is_asked_again(clock: Clock, gue
     assert sum(traffic.sent[-100:]) >= 300
 
 
-def test_a_drafter_that_came_before_any_step_was_measured_is_asked_later(clock: Clock) -> None:
-    drafter = DistantSource(always(*RIGHT), clock, 0.001)
+def test_a_drafter_that_starts_before_any_measured_step_is_used_later(clock: Clock) -> None:
+    drafter = FakeRemote(always(*RIGHT), clock, 0.001)
     traffic = Traffic({"draft_model": drafter}, clock)
-    drafter.waits = {0: float("nan")}  # there is none yet
+    drafter.waits = {0: float("nan")}  # no drafter yet
     measure, traffic.chain.cost.observe = traffic.chain.cost.observe, lambda *_: None  # type: ignore[method-assign]
     traffic.run(100)
     traffic.chain.cost.observe = measure  # type: ignore[method-assign]
@@ -278,12 +278,12 @@ def test_a_drafter_that_came_before_any_step_was_measured_is_asked_later(clock: 
     assert sum(traffic.sent[-100:]) >= 300
 
 
-class FollowingSource(DistantSource):
-    """Guesses right of texts of which it has seen each step alone.
+class FollowingSource(FakeRemote):
+    """Drafts right tokens only for texts of which it has seen each step.
 
     Attributes:
-        is_able: whether it ever guesses right.
-        ages: steps of each text, by slot.
+        is_able: whether it ever drafts right tokens.
+        ages: number of steps of each text, by slot.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -321,7 +321,7 @@ class FollowingSource(DistantSource):
         return list(RIGHT) if self.is_able and is_whole else [WRONG] * len(RIGHT)
 
 
-def test_a_source_that_needs_whole_texts_is_seldom_due_for_nothing_and_used_when_able(
+def test_a_source_that_needs_whole_texts_is_probed_rarely_and_used_once_right(
     clock: Clock,
 ) -> None:
     source = FollowingSource(clock)

@@ -1,6 +1,6 @@
-"""Requests that are decoded by formula, for tests of a chain of sources.
+"""Simulated requests for tests of a chain of sources.
 
-After every step the target's next tokens are 1, 2, 3, ...: a draft is right as far as it says so.
+After each step the target's next tokens are 1, 2, 3, ...; all other draft tokens are wrong.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ AUTO = RequestControls()
 WRONG = 9
 
 Guess = Callable[[int], Sequence[int]]
-"""By slot."""
+"""Maps a slot to draft tokens."""
 
 
 class Clock:
@@ -37,14 +37,14 @@ class Clock:
         return self.now
 
 
-class LocalSource:
-    """Guesses what it is told to, and remembers what it was asked.
+class FakeLocal:
+    """A local source that drafts by ``guess`` and records its calls.
 
     Attributes:
-        guess: what it guesses by slot; an error is raised.
-        seconds: how long a call takes in which a draft may be made.
-        asked: limits of each call by slot.
-        closed: slots.
+        guess: draft tokens by slot, or an error to raise.
+        seconds: time of a call that asks for a draft.
+        asked: draft limits of each call, by slot.
+        closed: closed slots.
     """
 
     def __init__(self, guess: Guess | Exception, clock: Clock, seconds: float = 0.0) -> None:
@@ -74,18 +74,18 @@ class LocalSource:
 
     @property
     def num_asked(self) -> int:
-        """Calls in which a draft was wanted."""
+        """Number of calls that asked for a draft."""
         return sum(any(each.values()) for each in self.asked)
 
 
-class DistantSource(LocalSource):
-    """The same in another process.
+class FakeRemote(FakeLocal):
+    """A remote source that drafts by ``guess``.
 
     Attributes:
-        waits: seconds of reading, by slot.
-        is_watching: whether it would miss something in a step without it.
-        may_follow: whether it follows a text where it is told to.
-        num_to_follow: how often it was told.
+        waits: reading time in seconds, by slot.
+        is_watching: whether it must see each step.
+        may_follow: result of :meth:`follow_next`.
+        num_to_follow: number of calls of :meth:`follow_next`.
     """
 
     def __init__(self, guess: Guess | Exception, clock: Clock, seconds: float = 0.0) -> None:
@@ -107,18 +107,18 @@ class DistantSource(LocalSource):
 
 
 class Traffic:
-    """A chain, and requests in some slots, each step of which takes seconds by a formula.
+    """A chain with requests in some slots; a formula gives the time of each step.
 
     Attributes:
         chain: the chain.
-        clock: of all.
-        drafts: what was sent last, by slot.
-        sent: draft tokens of each step.
+        clock: clock of the chain and of all sources.
+        drafts: last sent drafts, by slot.
+        sent: number of draft tokens of each step.
     """
 
     def __init__(
         self,
-        sources: Mapping[str, LocalSource],
+        sources: Mapping[str, FakeLocal],
         clock: Clock,
         *,
         slots: Sequence[int] = (0,),
@@ -139,23 +139,23 @@ class Traffic:
         self.open(*slots)
 
     def open(self, *slots: int) -> None:
-        """Requests begin."""
+        """Opens requests in these slots."""
         for slot in slots:
             self.chain.open(slot, self.controls)
             self.drafts[slot] = []
 
     def close(self, *slots: int) -> None:
-        """Requests end."""
+        """Closes the requests in these slots."""
         self.chain.close(np.array(slots, np.int64))
         for slot in slots:
             del self.drafts[slot]
 
     def batch(self, slots: Sequence[int], new: Sequence[Sequence[int]]) -> DraftBatch:
-        """The step of some requests that has brought these tokens."""
+        """A step of these requests that wrote these tokens."""
         return draft_batch({slot: [7, 7, *each] for slot, each in zip(slots, new, strict=True)})
 
     def step(self, *slots: int) -> None:
-        """A step of these requests, all of them if none are named."""
+        """Runs a step of these requests, by default of all."""
         here = slots or tuple(self.drafts)
         new = [self._written(self.drafts[slot]) for slot in here]
         verified = np.array([len(self.drafts[slot]) for slot in here], np.int32)
@@ -169,12 +169,12 @@ class Traffic:
         self.sent.append(sum(map(len, drafts)))
 
     def run(self, num_steps: int) -> None:
-        """Steps of all requests."""
+        """Runs steps of all requests."""
         for _ in range(num_steps):
             self.step()
 
     def health(self, kind: str) -> HealthSnapshot:
-        """What is counted of a source's calls."""
+        """Health of a source."""
         return next(each for each in self.metrics.snapshot().health if each.source == kind)
 
     def _written(self, draft: Sequence[int]) -> list[int]:

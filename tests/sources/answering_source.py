@@ -1,4 +1,4 @@
-"""A source that answers what it is told to, and remembers what it was asked."""
+"""A source with given answers that records its calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Answer = Callable[[DraftBatch, Int32Array], Drafts]
 
 
 class AnsweringSource:
-    """Answers by a function of (batch, limits)."""
+    """Answers with the result of a function of (batch, limits)."""
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
@@ -34,7 +34,7 @@ class AnsweringSource:
 def drafts(
     rows: Sequence[Sequence[int]], confidence: float = 0.9, labels: Sequence[int] = ()
 ) -> Drafts:
-    """These tokens, one draft a request."""
+    """Drafts of these tokens, one row per request."""
     found = Drafts.empty(len(rows), max([8, *map(len, rows)]))
     for row, tokens in enumerate(rows):
         found.tokens[row, : len(tokens)] = tokens
@@ -45,7 +45,7 @@ def drafts(
 
 
 def always(*tokens: int, confidence: float = 0.9) -> AnsweringSource:
-    """The same draft for everybody."""
+    """A source with the same draft for each request."""
     return AnsweringSource(lambda batch, limits: drafts([tokens] * len(limits), confidence))
 
 
@@ -54,7 +54,7 @@ def broken(batch: DraftBatch, limits: Int32Array) -> Drafts:
 
 
 def batch(size: int, length: int = 8) -> DraftBatch:
-    """So many requests of one text, in the slots from 0 on."""
+    """``size`` requests with equal texts, in slots 0 .. ``size - 1``."""
     count = np.full(size, length, np.int32)
     return DraftBatch(np.arange(size), np.ones((size, 64), np.int32), count, count)
 

@@ -1,4 +1,4 @@
-"""A drafter without a model, and a replica that asks it."""
+"""Fixtures: a fake drafter and a replica that uses it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def drafter() -> FakeDrafter:
 
 @pytest.fixture
 def served(stack: ExitStack, place: Place, drafter: FakeDrafter) -> Replica:
-    """A replica whose drafter is there."""
+    """A replica whose drafter is up."""
     serve(stack, place, drafter)
     made = replica(stack, place)
     made.until_up()

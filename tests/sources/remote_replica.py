@@ -1,4 +1,4 @@
-"""A source whose drafts come from a drafter, with its requests' texts."""
+"""A remote source with its requests' texts, and a place to serve its drafter."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ TEXT = np.random.default_rng(0).integers(0, VOCAB_SIZE, 20_000).astype(np.int32)
 
 
 class Replica:
-    """A source with its requests' texts; what is drafted has to follow from them.
+    """A remote source with its requests' texts. It checks each draft against its text.
 
-    A request begins when it is first proposed for, with the ``controls`` of its name.
+    A request is opened at its first step, with the ``controls`` under its name.
     """
 
     def __init__(self, find: Callable[[], str | None], kind: str = "draft_model", **options: Any):
@@ -56,7 +56,7 @@ class Replica:
         self.source = DrafterClient(config, context)
 
     def slots_of(self, *names: str) -> Int64Array:
-        """The requests' slots, opened where they are new."""
+        """The requests' slots; new requests are opened."""
         for name in names:
             if name not in self.slots:
                 slot = min(set(range(NUM_SLOTS)) - set(self.slots.values()))
@@ -65,7 +65,7 @@ class Replica:
         return np.array([self.slots[name] for name in names])
 
     def batch(self, *names: str, hidden: HiddenStates | None = None) -> DraftBatch:
-        """A step's question about these requests."""
+        """The batch of a step with these requests."""
         texts = [self.texts[name] for name in names]
         lengths = np.array([len(text) for text in texts], np.int32)
         rows = np.zeros((len(texts), lengths.max() + 8), np.int32)
@@ -76,7 +76,7 @@ class Replica:
     def propose(
         self, *names: str, limit: int = 3, hidden: HiddenStates | None = None
     ) -> list[list[int]]:
-        """A step; every draft has to follow from its text."""
+        """Runs a step and checks that each draft fits its text."""
         limits = np.full(len(names), limit, np.int32)
         drafts = self.source.propose(self.batch(*names, hidden=hidden), limits)
         self.confidence = drafts.confidence
@@ -91,33 +91,33 @@ class Replica:
         return found
 
     def reading_s(self, *names: str) -> list[float]:
-        """What the source says of these requests."""
+        """The source's ``reading_s`` of these requests."""
         return self.source.reading_s(self.batch(*names)).tolist()  # type: ignore[no-any-return]
 
     def grow(self, name: str, end: int) -> None:
-        """The request's text is so long now."""
+        """Sets the request's text to the first ``end`` tokens of ``TEXT``."""
         self.texts[name] = TEXT[:end]
 
     def close(self, *names: str) -> None:
-        """These requests end."""
+        """Closes these requests."""
         self.source.close(np.array([self.slots.pop(name) for name in names]))
 
     def health(self) -> HealthSnapshot:
-        """Of the source."""
+        """Health of the source."""
         (health,) = self.metrics.snapshot().health
         return health
 
     def until_up(self) -> None:
-        """Waits for the drafter."""
+        """Waits until the drafter is up."""
         eventually(lambda: self.source._monitor.peer, "a drafter", WAIT_S, 0.005)
 
     def until_drafts(self, *names: str) -> None:
-        """Steps until all of these requests have drafts."""
+        """Runs steps until all of these requests have drafts."""
         eventually(lambda: all(self.propose(*names)), "drafts", WAIT_S, 0.005)
 
 
 def hidden_states(values: Sequence[UInt16Array], starts: Sequence[int]) -> HiddenStates:
-    """States of a step as an engine gives them, ``values[i]`` those of row i."""
+    """Hidden states of a step as an engine passes them; ``values[i]`` are those of row i."""
     return HiddenStates(
         lambda rows: lambda: np.concatenate([values[row] for row in rows]),
         np.array([len(each) for each in values], np.int32),
@@ -126,7 +126,7 @@ def hidden_states(values: Sequence[UInt16Array], starts: Sequence[int]) -> Hidde
 
 
 class Place:
-    """Where the drafter is, for replicas to find it."""
+    """The drafter's address, for replicas to find it."""
 
     def __init__(self) -> None:
         self.address: str | None = None
@@ -145,7 +145,7 @@ def serve(stack: ExitStack, place: Place, drafter: FakeDrafter) -> DrafterServer
 
 
 def replica(stack: ExitStack, place: Place, kind: str = "draft_model", **options: Any) -> Replica:
-    """A replica that looks for its drafter at the place."""
+    """A replica that finds its drafter at the place."""
     made = Replica(place, kind, **options)
     stack.callback(made.source.end)
     return made

@@ -7,7 +7,7 @@ from pkgutil import resolve_name
 from specserve.core.source_config import source_sections
 
 
-def test_every_kind_can_be_imported() -> None:
+def test_every_source_can_be_imported() -> None:
     for section in source_sections().values():
         assert callable(resolve_name(section.SOURCE))
 

@@ -20,7 +20,7 @@ def steps(texts: FollowedTexts, count: int, *asked: int, is_there: bool = True) 
 
 @pytest.fixture
 def texts() -> FollowedTexts:
-    """Of a source that is there, and was not asked yet."""
+    """Texts of a source that is up and was not asked yet."""
     made = FollowedTexts(3, always=False)
     for slot in range(3):
         made.open(slot)
@@ -28,7 +28,7 @@ def texts() -> FollowedTexts:
     return made
 
 
-def test_the_first_text_is_followed_from_its_start_and_then_one_for_each_probe(
+def test_the_first_text_is_followed_and_then_one_text_for_each_probe(
     texts: FollowedTexts,
 ) -> None:
     texts.open(1)
@@ -44,7 +44,7 @@ def test_the_first_text_is_followed_from_its_start_and_then_one_for_each_probe(
     assert texts.which(SLOTS).tolist() == [False, False, True]
 
 
-def test_texts_that_were_asked_for_last_are_followed(texts: FollowedTexts) -> None:
+def test_the_texts_of_the_last_request_for_drafts_are_followed(texts: FollowedTexts) -> None:
     texts.open(1)
     steps(texts, 1, 0, 2)
     steps(texts, 5)
@@ -60,7 +60,7 @@ def test_all_texts_are_followed_while_the_source_is_in_use(texts: FollowedTexts)
     assert texts.which(SLOTS).tolist() == [False, True, False]
 
 
-def test_all_are_followed_over_a_short_absence_of_the_drafter(texts: FollowedTexts) -> None:
+def test_all_texts_are_followed_during_a_short_drafter_outage(texts: FollowedTexts) -> None:
     steps(texts, 20, 1)
     steps(texts, 50, 1, is_there=False)
     assert texts.are_all
@@ -68,7 +68,7 @@ def test_all_are_followed_over_a_short_absence_of_the_drafter(texts: FollowedTex
     assert not texts.are_all
 
 
-def test_of_a_source_that_is_always_asked_all_are_followed_while_it_is_there() -> None:
+def test_all_texts_of_a_fixed_source_are_followed_while_it_is_up() -> None:
     texts = FollowedTexts(3, always=True)
     for slot in range(3):
         texts.open(slot)
@@ -77,7 +77,7 @@ def test_of_a_source_that_is_always_asked_all_are_followed_while_it_is_there() -
     assert texts.which(SLOTS).all()
 
 
-def test_what_is_not_asked_for_any_more_is_followed_for_a_while_and_others_for_the_next_probe(
+def test_a_text_is_followed_for_a_limited_number_of_steps(
     texts: FollowedTexts,
 ) -> None:
     steps(texts, 1, 0)

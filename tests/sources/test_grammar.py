@@ -1,4 +1,4 @@
-"""What a grammar forces is drafted; the matchers are xgrammar's own."""
+"""Drafts of the text that a grammar forces, with real xgrammar matchers."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def tokens_of(text: str) -> list[int]:
 
 
 def letters(text: str) -> list[int]:
-    """The split that has most tokens."""
+    """The text split into one token per character."""
     return [token for each in text for token in tokens_of(each)]
 
 
-class Followed:
-    """A request's grammar as the engine has it."""
+class Grammar:
+    """A request's grammar, as the engine passes it."""
 
     def __init__(self, schema: object = SCHEMA) -> None:
         self.matcher = GrammarMatcher(compiled(json.dumps(schema)))
@@ -87,7 +87,7 @@ class Followed:
 
 
 class Asked:
-    """The source, asked for drafts of one request after another."""
+    """The source, called for one request at a time."""
 
     def __init__(self, max_draft_len: int = 16) -> None:
         self.metrics = SpeculationMetrics(("grammar",))
@@ -95,11 +95,11 @@ class Asked:
         self.source = GrammarSource(config, SourceContext(num_slots=4, metrics=self.metrics))
         self.confidence: list[float] = []
 
-    def open(self, slot: int, grammar: Followed, **controls: Any) -> None:
+    def open(self, slot: int, grammar: Grammar, **controls: Any) -> None:
         self.source.open(slot, RequestControls(grammar=grammar, **controls))
 
     def draft(self, answer: Sequence[int], *, slot: int = 0, limit: int = 128) -> list[int]:
-        """What is forced after this answer, by the source."""
+        """The source's draft after this answer."""
         batch = draft_batch({slot: [*PROMPT, *answer]}, num_prompt_tokens=len(PROMPT))
         found = self.source.propose(batch, np.array([limit], np.int32))
         length = int(found.lengths[0])
@@ -112,8 +112,8 @@ def asked() -> Asked:
     return Asked()
 
 
-def test_the_forced_text_is_drafted_up_to_where_the_answer_is_free(asked: Asked) -> None:
-    asked.open(0, Followed())
+def test_the_forced_text_is_drafted_up_to_the_first_free_token(asked: Asked) -> None:
+    asked.open(0, Grammar())
     expected = tokens_of(BEGINNING)
     assert asked.draft([]) == expected
     assert asked.draft(expected[:3]) == expected[3:]
@@ -127,8 +127,8 @@ def test_the_forced_text_is_drafted_up_to_where_the_answer_is_free(asked: Asked)
     assert tokenizer().decode(asked.draft(answer)) == 'ece"}'
 
 
-def test_asking_twice_changes_nothing_and_the_limit_cuts_a_draft(asked: Asked) -> None:
-    asked.open(0, Followed())
+def test_a_repeated_call_gets_the_same_draft_and_limits_cut_it(asked: Asked) -> None:
+    asked.open(0, Grammar())
     expected = tokens_of(BEGINNING)
     assert [asked.draft([]), asked.draft([], limit=3), asked.draft([], limit=0)] == [
         expected,
@@ -137,67 +137,65 @@ def test_asking_twice_changes_nothing_and_the_limit_cuts_a_draft(asked: Asked) -
     ]
     assert asked.draft([]) == expected
     short = Asked(max_draft_len=2)
-    short.open(0, Followed())
+    short.open(0, Grammar())
     assert short.draft([]) == expected[:2]
 
 
-def test_a_text_is_split_as_it_was_written_before_in_this_request_and_in_later_ones(
+def test_later_requests_split_a_text_as_it_was_written_before(
     asked: Asked,
 ) -> None:
-    asked.open(0, Followed())
+    asked.open(0, Grammar())
     answer: list[int] = []
     for token in (written := letters(BEGINNING)):
         asked.draft(answer)
         answer.append(token)
     asked.draft(answer)
-    asked.open(1, Followed())
+    asked.open(1, Grammar())
     assert asked.draft([], slot=1) == written[:16]
     assert min(asked.confidence) > 0.9
     asked.source.close(np.array([0, 1]))
-    asked.open(0, Followed())
+    asked.open(0, Grammar())
     assert asked.draft([]) == written[:16]
 
 
 @pytest.mark.parametrize("other", [{"tenant": "b"}, {"adapter": "b"}, {"cache_salt": "b"}])
-def test_it_is_split_as_its_owner_has_written_it_and_nobody_else(
-    asked: Asked, other: dict[str, str]
-) -> None:
+def test_a_text_is_split_as_its_owner_wrote_it(asked: Asked, other: dict[str, str]) -> None:
     written = letters(BEGINNING)
-    asked.open(0, Followed(), tenant="a")
+    asked.open(0, Grammar(), tenant="a")
     asked.draft([])
     asked.draft(written)
-    asked.open(1, Followed(), **({"tenant": "a"} | other))
+    asked.open(1, Grammar(), **({"tenant": "a"} | other))
     assert asked.draft([], slot=1) == tokens_of(BEGINNING)
-    asked.open(2, Followed(), tenant="a")
+    asked.open(2, Grammar(), tenant="a")
     assert asked.draft([], slot=2) == written[:16]
 
 
-def test_of_a_request_that_may_not_be_learned_nothing_is_known_later(asked: Asked) -> None:
-    asked.open(0, Followed(), learn=False)
+def test_no_split_is_learned_from_a_request_without_learn(asked: Asked) -> None:
+    asked.open(0, Grammar(), learn=False)
     asked.draft([])
     asked.draft(letters(BEGINNING))
-    asked.open(1, Followed())
+    asked.open(1, Grammar())
     assert asked.draft([], slot=1) == tokens_of(BEGINNING)
 
 
 def test_nothing_is_drafted_after_the_grammars_end(asked: Asked) -> None:
-    asked.open(0, Followed({"const": "yes"}))
+    asked.open(0, Grammar({"const": "yes"}))
     whole = tokens_of('"yes"')
     assert asked.draft([]) == whole
     assert asked.draft(whole) == []
     assert asked.draft([*whole, tokenizer().eos_token_id]) == []
 
 
-def test_steps_that_did_not_ask_are_followed_later(asked: Asked) -> None:
-    asked.open(0, Followed())
+def test_tokens_of_skipped_steps_are_followed_later(asked: Asked) -> None:
+    asked.open(0, Grammar())
     asked.draft([])
     answer = tokens_of('{"house_number":1,"street_name":"a","country":"Ge')
     assert tokenizer().decode(asked.draft(answer)) == 'rmany"}'
 
 
-def test_a_grammar_that_cannot_be_followed_costs_its_own_request_alone(asked: Asked) -> None:
-    asked.open(0, Followed())
-    asked.open(1, Followed())
+def test_a_grammar_that_fails_stops_drafts_of_its_request_only(asked: Asked) -> None:
+    asked.open(0, Grammar())
+    asked.open(1, Grammar())
     batch = draft_batch({0: [*PROMPT, *tokens_of("no")], 1: PROMPT}, num_prompt_tokens=len(PROMPT))
     limits = np.full(2, 16, np.int32)
     for _ in range(2):
@@ -209,21 +207,21 @@ def test_a_grammar_that_cannot_be_followed_costs_its_own_request_alone(asked: As
     assert (health.up, health.num_errors) == (True, 1)
     assert health.reason == "a request's grammar is not followed: ValueError, see the log"
     asked.source.close(np.array([0]))
-    asked.open(0, Followed())
+    asked.open(0, Grammar())
     assert asked.draft([]) == tokens_of(BEGINNING)
 
 
-def test_it_drafts_for_no_request_that_wants_none_of_its_drafts_or_has_no_grammar(
+def test_requests_without_a_grammar_or_grammar_drafts_get_none(
     asked: Asked,
 ) -> None:
-    asked.open(0, Followed(), speculation="ngram")
-    asked.open(1, Followed(), max_draft_tokens=0)
+    asked.open(0, Grammar(), speculation="ngram")
+    asked.open(1, Grammar(), max_draft_tokens=0)
     asked.source.open(2, RequestControls())
     assert [asked.draft([], slot=slot) for slot in range(3)] == [[], [], []]
 
 
-def test_nothing_is_left_of_a_request_that_has_ended(asked: Asked) -> None:
-    grammar = Followed()
+def test_an_ended_request_leaves_no_grammar(asked: Asked) -> None:
+    grammar = Grammar()
     left = weakref.ref(grammar)
     asked.open(0, grammar)
     asked.draft([])

@@ -21,7 +21,7 @@ FOUR = np.array([4, 4], np.int32)
 
 @dataclass
 class Guarded:
-    """A guarded source with what is seen of it."""
+    """A guarded source with its clock, metrics and offers."""
 
     source: AnsweringSource
     clock: Clock = field(default_factory=Clock)
@@ -64,7 +64,7 @@ def test_a_draft_is_cut_to_its_limit_and_is_among_the_offers() -> None:
         *(((1, 2), float("nan"), 0), ((1, 2), 0.5, 2)),
     ],
 )
-def test_a_draft_that_holds_anything_but_tokens_is_dropped_and_counted(
+def test_a_draft_with_invalid_values_is_dropped_and_counted(
     tokens: tuple[int, ...], confidence: float, label: int
 ) -> None:
     made = drafts([tokens, (1, 2)], labels=(label,))
@@ -75,7 +75,7 @@ def test_a_draft_that_holds_anything_but_tokens_is_dropped_and_counted(
 
 
 @pytest.mark.parametrize("length", [-1, 9])
-def test_a_length_that_no_draft_can_have_is_dropped(length: int) -> None:
+def test_a_draft_with_an_invalid_length_is_dropped(length: int) -> None:
     made = drafts([(1, 2), (1, 2)])
     made.lengths[0] = length
     assert Guarded(AnsweringSource(lambda *_: made)).propose() == [[], [1, 2]]
@@ -86,7 +86,7 @@ def test_a_length_that_no_draft_can_have_is_dropped(length: int) -> None:
     [None, 7, drafts([(1,)]), drafts([(1,)] * 3)._replace(lengths=np.zeros(1, np.int32))],
     ids=["none", "a number", "too few", "of two lengths"],
 )
-def test_an_answer_that_is_not_a_draft_for_each_request_switches_the_source_off(
+def test_an_answer_without_a_draft_for_each_request_takes_the_source_down(
     answer: Drafts,
 ) -> None:
     guarded = Guarded(AnsweringSource(lambda *_: answer))
@@ -96,7 +96,7 @@ def test_an_answer_that_is_not_a_draft_for_each_request_switches_the_source_off(
 
 
 @pytest.mark.parametrize(("tokens", "lengths"), [((2,), (2,)), ((2, 3, 1), (2,)), ((2, 3), (2, 1))])
-def test_arrays_of_other_shapes_switch_the_source_off(
+def test_arrays_of_wrong_shapes_take_the_source_down(
     tokens: tuple[int, ...], lengths: tuple[int, ...]
 ) -> None:
     answer = Drafts(
@@ -110,13 +110,13 @@ def test_arrays_of_other_shapes_switch_the_source_off(
     assert f"got ({tokens}, {lengths}" in guarded.health.reason
 
 
-def test_arrays_of_other_types_are_taken_for_what_they_hold() -> None:
+def test_arrays_of_other_types_are_converted() -> None:
     made = drafts([(1, 2), (3,)])
     wider: Any = Drafts._make(each.astype(np.float64) for each in made)
     assert Guarded(AnsweringSource(lambda *_: wider)).propose() == [[1, 2], [3]]
 
 
-def test_a_source_that_raises_rests_twice_as_long_each_time_up_to_a_minute(
+def test_the_back_off_of_a_failing_source_doubles_up_to_a_minute(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     guarded = Guarded(AnsweringSource(broken))
@@ -130,10 +130,10 @@ def test_a_source_that_raises_rests_twice_as_long_each_time_up_to_a_minute(
             rests.append(guarded.clock.now - began)
     assert rests == [1, 2, 4, 8, 16, 32, LONGEST_REST_S, LONGEST_REST_S, LONGEST_REST_S]
     assert guarded.health.reason == "OSError: 'no route to the drafter'"
-    assert [record.levelname for record in caplog.records] == ["WARNING"]  # told once
+    assert [record.levelname for record in caplog.records] == ["WARNING"]  # logged once
 
 
-def test_a_source_that_answers_a_probe_is_up_again_and_rests_briefly_the_next_time() -> None:
+def test_a_source_that_answers_a_probe_is_up_and_its_back_off_restarts() -> None:
     guarded = Guarded(AnsweringSource(broken))
     for _ in range(4):
         guarded.propose()
@@ -147,7 +147,7 @@ def test_a_source_that_answers_a_probe_is_up_again_and_rests_briefly_the_next_ti
     assert guarded.guard.ready
 
 
-def test_errors_when_requests_begin_and_end_do_not_reach_them() -> None:
+def test_errors_in_open_and_close_are_caught_and_counted() -> None:
     class Broken(AnsweringSource):
         def open(self, slot: int, controls: RequestControls) -> None:
             raise KeyError(slot)
@@ -161,7 +161,7 @@ def test_errors_when_requests_begin_and_end_do_not_reach_them() -> None:
     assert guarded.health.num_errors == 2
 
 
-def test_a_resting_source_is_still_told_who_begins_and_who_ends() -> None:
+def test_a_source_in_back_off_still_gets_open_and_close() -> None:
     guarded = Guarded(AnsweringSource(broken))
     guarded.propose()
     assert not guarded.guard.ready

@@ -1,4 +1,4 @@
-"""What a monitor tells of the drafter that it looks for."""
+"""Reports of a monitor about the drafter that it looks for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Reports = Iterator[tuple[bool, str]]
 
 @pytest.fixture
 def watch() -> Iterator[Callable[[Find], Reports]]:
-    """Starts a monitor; the reports as they come."""
+    """Starts a monitor and yields its reports."""
     with ExitStack() as stack:
 
         def watch(find: Find) -> Reports:
@@ -39,7 +39,7 @@ def watch() -> Iterator[Callable[[Find], Reports]]:
 Watch = Callable[[Find], Reports]
 
 
-def test_a_drafter_that_does_not_fit_is_reported_with_what_it_lacks(watch: Watch) -> None:
+def test_a_drafter_that_does_not_fit_is_reported_with_the_difference(watch: Watch) -> None:
     with closing(DrafterServer(FakeDrafter())) as server:
         reports = watch(lambda: server.address)
         up, refused = next(report for report in reports if report != (False, ""))
@@ -47,7 +47,7 @@ def test_a_drafter_that_does_not_fit_is_reported_with_what_it_lacks(watch: Watch
     assert refused.endswith(f" has vocab_size {VOCAB_SIZE} instead of 500")
 
 
-def test_why_there_will_be_no_drafter_is_reported_and_it_is_asked_for_again(watch: Watch) -> None:
+def test_a_failed_search_is_reported_and_repeated(watch: Watch) -> None:
     server = DrafterServer(FakeDrafter())
     answers = iter([EngineError("it did not start")])
 
@@ -58,12 +58,12 @@ def test_why_there_will_be_no_drafter_is_reported_and_it_is_asked_for_again(watc
 
     with closing(server):
         reports = watch(find)
-        told = [next(reports), next(reports)]
-        assert told == [(False, ""), (False, "it did not start")]
+        first_two = [next(reports), next(reports)]
+        assert first_two == [(False, ""), (False, "it did not start")]
         assert next(refused for _, refused in reports if "vocab_size" in refused)
 
 
-def test_a_drafter_that_is_found_and_never_answers_is_told_of(
+def test_a_drafter_that_never_answers_is_reported(
     watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(health_monitor, "SILENT_S", 0.05)
@@ -75,7 +75,7 @@ def test_a_drafter_that_is_found_and_never_answers_is_told_of(
     assert refused == f"{place} does not answer; is the way to its port open?"
 
 
-def test_that_a_drafter_is_silent_is_told_before_it_is_found_again(
+def test_a_silent_drafter_is_reported_before_find_returns(
     watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(health_monitor, "SILENT_S", 0.3)
@@ -96,15 +96,15 @@ def test_that_a_drafter_is_silent_is_told_before_it_is_found_again(
     may_find.set()
 
 
-def test_a_drafter_that_has_another_secret_by_now_is_asked_for_anew(
+def test_a_drafter_with_a_new_secret_is_searched_for_again(
     watch: Watch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with closing(DrafterServer(FakeDrafter())) as server:
         place, secret = Endpoint.parse(server.address).place, Endpoint.parse(server.address).secret
         urls = iter([Endpoint(place, "an earlier one's").url])
         reports = watch(lambda: next(urls, server.address))
-        told = next(refused for _, refused in reports if refused)
-    assert told.endswith(f"at {place} has vocab_size {VOCAB_SIZE} instead of 500")
+        reason = next(refused for _, refused in reports if refused)
+    assert reason.endswith(f"at {place} has vocab_size {VOCAB_SIZE} instead of 500")
     assert server.counters.num_refused["unauthorized"] == 1
     assert not [record for record in caplog.records if record.exc_info]
     assert secret not in caplog.text

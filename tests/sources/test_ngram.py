@@ -21,7 +21,7 @@ def config(**options: object) -> NgramConfig:
 
 
 class Lookup:
-    """The source with a slot for each name."""
+    """An n-gram source with a slot for each name."""
 
     def __init__(self, options: NgramConfig) -> None:
         self.source = NgramSource(options, SourceContext(num_slots=NUM_SLOTS))
@@ -53,12 +53,12 @@ class Lookup:
         return DraftBatch(slots, token_ids, counts, counts)
 
     def close(self, *names: str) -> None:
-        """These requests have ended."""
+        """Closes these requests."""
         self.source.close(np.array([self.slots[name] for name in names], np.int64))
 
 
 def naive(text: list[int], settings: NgramConfig, limit: int) -> tuple[list[int], int]:
-    """The definition: longest suffix first, its newest or oldest place, copied cyclically."""
+    """Reference: the longest suffix, its newest or oldest match, copied cyclically."""
     limit = min(limit, settings.max_draft_len)
     sizes = range(settings.max_matching_ngram_size, settings.min_matching_ngram_size - 1, -1)
     for size in sizes:
@@ -75,14 +75,14 @@ def naive(text: list[int], settings: NgramConfig, limit: int) -> tuple[list[int]
     return [], 0
 
 
-def test_what_followed_the_longest_match_is_the_draft() -> None:
+def test_the_draft_is_what_followed_the_longest_match() -> None:
     text = [1, 2, 3, 10, 11, 2, 3, 20, 21, 9, 1, 2, 3]
     lookup = Lookup(config(max_draft_len=2))
     assert lookup.one(text) == (10, 11)
     assert lookup.confidence == pytest.approx([9 / 17, 16 / 24])  # of 3 tokens, then of 4
 
 
-def test_of_equal_matches_the_newest_is_taken_or_the_oldest_on_request() -> None:
+def test_the_newest_of_equal_matches_wins_or_the_oldest_if_configured() -> None:
     text = [1, 2, 30, 1, 2, 40, 1, 2]
     assert Lookup(config(max_draft_len=1)).one(text) == (40,)
     oldest = Lookup(config(max_draft_len=1, use_oldest=True))
@@ -139,7 +139,7 @@ def test_every_step_agrees_with_a_plain_search(
     rng = random.Random(seed)
     known = dict.fromkeys(map(str, range(len(texts))), 0)
     while any(known[name] < len(texts[int(name)]) for name in known):
-        # Some requests are absent from this step, and the others come in any order.
+        # A step has some of the requests, in any order.
         present = rng.sample(list(known), rng.randint(1, len(known)))
         for name in present:
             known[name] = min(known[name] + rng.randint(0, 6), len(texts[int(name)]))
@@ -160,7 +160,7 @@ def test_large_texts_of_many_tokens_agree_with_a_plain_search() -> None:
         assert proposer.confidence[:1] == pytest.approx([size**2 / (size**2 + 8)] if size else [])
 
 
-def test_requests_keep_their_text_when_they_change_rows() -> None:
+def test_requests_keep_their_index_when_they_change_rows() -> None:
     proposer = Lookup(config(max_draft_len=2))
     one, two = [1, 2, 3, 4, 1, 2], [1, 2, 7, 8, 1, 2]
     proposer.propose({"one": one[:-1], "two": two[:-1]})
@@ -168,7 +168,7 @@ def test_requests_keep_their_text_when_they_change_rows() -> None:
     assert swapped == [(7, 8), (3, 4)]
 
 
-def test_a_request_that_was_pre_empted_comes_back_to_its_index() -> None:
+def test_a_preempted_request_comes_back_to_its_index() -> None:
     proposer = Lookup(config(max_draft_len=2))
     text = [1, 2, 3, 4, 5]
     proposer.propose({"away": text, "here": text})
@@ -179,19 +179,19 @@ def test_a_request_that_was_pre_empted_comes_back_to_its_index() -> None:
     assert proposer.source.num_bytes == before
 
 
-def test_an_id_that_comes_back_with_a_shorter_text_starts_anew() -> None:
+def test_a_slot_with_a_shorter_text_is_indexed_again() -> None:
     proposer = Lookup(config(max_draft_len=2))
     proposer.one([1, 2, 3, 4] * 20)
     assert proposer.one([1, 2, 8, 8, 1, 2]) == (8, 8)
 
 
-def test_other_tokens_under_a_known_id_never_make_a_wrong_match() -> None:
+def test_other_tokens_in_a_known_slot_make_no_wrong_match() -> None:
     proposer = Lookup(config(max_draft_len=2))
     proposer.one([1, 2, 3, 4, 1, 2])
     assert proposer.one([6, 7, 8, 9, 10, 1, 2]) == ()
 
 
-def test_forgotten_requests_take_no_memory() -> None:
+def test_closed_requests_take_no_memory() -> None:
     proposer = Lookup(config())
     assert proposer.source.num_bytes == 0
     names = [str(number) for number in range(200)]
@@ -227,7 +227,7 @@ def test_a_long_prompt_does_not_starve_the_other_requests(monkeypatch: pytest.Mo
     assert proposer.propose(step)[1] == (3,)
 
 
-def test_the_engines_arrays_are_left_as_they_are() -> None:
+def test_the_engines_arrays_are_not_changed() -> None:
     lookup = Lookup(config())
     step = lookup.batch({"a": [1, 2, 3, 1, 2], "b": [4, 4, 4]}, width=20)
     copies = [array.copy() for array in step[:4]]
@@ -236,7 +236,7 @@ def test_the_engines_arrays_are_left_as_they_are() -> None:
         np.testing.assert_array_equal(array, copy)
 
 
-def test_no_limit_makes_it_write_beyond_its_longest_draft() -> None:
+def test_a_draft_is_never_longer_than_max_draft_len() -> None:
     lookup = Lookup(config(max_draft_len=4))
     step = lookup.batch({"a": [1, 2, 3] * 5})
     assert lookup.source.propose(step, np.array([100], np.int32)).lengths.tolist() == [4]

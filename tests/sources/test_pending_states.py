@@ -14,7 +14,7 @@ LONG = 1 << 20
 
 
 class Part(NamedTuple):
-    """States ``start .. end - 1`` of a text that a step brings; each one is its position."""
+    """States ``start .. end - 1`` of a text in one step; each state's value is its position."""
 
     slot: int
     start: int
@@ -60,20 +60,20 @@ def test_states_are_kept_until_they_are_confirmed(pending: PendingStates) -> Non
     assert pending.num_tokens == 3
 
 
-def test_states_of_refused_tokens_and_that_of_the_last_one_are_left_out(
+def test_states_of_refused_tokens_and_of_the_last_token_are_not_kept(
     pending: PendingStates,
 ) -> None:
     add(pending, Part(0, 0, 8), lengths=[6])
     assert positions(pending, 0) == [0, 1, 2, 3, 4]
 
 
-def test_states_that_come_again_are_taken_once(pending: PendingStates) -> None:
+def test_repeated_states_are_kept_once(pending: PendingStates) -> None:
     for part in (Part(0, 0, 4), Part(0, 0, 3), Part(0, 2, 6)):
         add(pending, part)
     assert positions(pending, 0) == [0, 1, 2, 3, 4, 5]
 
 
-def test_after_a_gap_the_text_begins_anew(pending: PendingStates) -> None:
+def test_after_a_gap_only_the_new_states_are_kept(pending: PendingStates) -> None:
     add(pending, Part(0, 0, 4))
     hidden = hidden_states([Part(0, 10, 12).states], [10])
     assert pending.first(np.array([0]), hidden).tolist() == [10]
@@ -82,7 +82,7 @@ def test_after_a_gap_the_text_begins_anew(pending: PendingStates) -> None:
     assert pending.num_tokens == 2
 
 
-def test_a_slot_s_next_text_has_none_of_the_states_of_the_one_before(
+def test_a_slots_next_text_has_no_old_states(
     pending: PendingStates,
 ) -> None:
     add(pending, Part(0, 0, 4), Part(1, 0, 4))
@@ -93,7 +93,7 @@ def test_a_slot_s_next_text_has_none_of_the_states_of_the_one_before(
     assert positions(pending, 1) == [0, 1, 2, 3]
 
 
-def test_the_text_that_has_most_loses_its_oldest_once_they_may_have_been_sent() -> None:
+def test_a_full_memory_evicts_the_oldest_states_of_the_longest_text() -> None:
     pending = PendingStates(3, 8)
     add(pending, Part(0, 0, 3))
     add(pending, Part(1, 0, 4))
@@ -105,7 +105,7 @@ def test_the_text_that_has_most_loses_its_oldest_once_they_may_have_been_sent() 
     assert pending.num_tokens == 8
 
 
-def test_a_step_waits_for_no_copy_that_it_does_not_read(pending: PendingStates) -> None:
+def test_a_copy_is_waited_for_only_when_it_is_read(pending: PendingStates) -> None:
     parts = [Part(0, 0, 2), Part(1, 0, 2 * LARGE_TOKENS)]
     hidden = hidden_states([part.states for part in parts], [0, 0])
     copied: list[list[int]] = []
@@ -122,7 +122,7 @@ def test_a_step_waits_for_no_copy_that_it_does_not_read(pending: PendingStates) 
 
     rows = np.array([0, 1])
     pending.add(rows, np.full(2, LONG, np.int32), hidden._replace(to_host=to_host), rows)
-    assert copied == [[0], [1]]  # the long one by itself
+    assert copied == [[0], [1]]  # the long text has a copy of its own
     assert waited == []
     assert positions(pending, 0) == [0, 1]
     assert waited == [[0]]
@@ -132,7 +132,7 @@ def test_a_step_waits_for_no_copy_that_it_does_not_read(pending: PendingStates) 
     assert waited == [[0], [1]]
 
 
-def test_what_is_kept_does_not_keep_the_states_that_came_with_it(pending: PendingStates) -> None:
+def test_kept_states_do_not_hold_the_other_states_of_their_step(pending: PendingStates) -> None:
     for step in range(50):
         add(pending, *(Part(slot, step, step + 1) for slot in range(4)))
         for slot in range(1, 4):

@@ -24,7 +24,7 @@ def predicted(*texts: Sequence[int], **controls: object) -> RequestControls:
 
 
 class Asked:
-    """The source, asked for drafts of one request after another."""
+    """The source, called for one request at a time."""
 
     def __init__(self, max_draft_len: int = 4) -> None:
         config = PredictionConfig(kind="prediction", max_draft_len=max_draft_len)
@@ -32,7 +32,7 @@ class Asked:
         self.confidence: list[float] = []
 
     def draft(self, output: Sequence[int], *, slot: int = 0, limit: int = 128) -> list[int]:
-        """What comes next after this output, by the source."""
+        """The source's draft after this output."""
         batch = draft_batch({slot: [*PROMPT, *output]}, num_prompt_tokens=len(PROMPT))
         found = self.source.propose(batch, np.array([limit], np.int32))
         length = int(found.lengths[0])
@@ -48,14 +48,14 @@ def asked() -> Asked:
     return Asked()
 
 
-def test_it_drafts_from_the_predictions_beginning(asked: Asked) -> None:
+def test_the_draft_starts_at_the_predictions_beginning(asked: Asked) -> None:
     asked.source.open(0, predicted(FILE))
     assert asked.draft([]) == FILE[:4]
     assert asked.draft(FILE[:1]) == FILE[1:5]
     assert asked.draft(FILE[:6]) == FILE[6:10]
 
 
-def test_it_is_the_surer_the_longer_the_answer_has_followed(asked: Asked) -> None:
+def test_confidence_grows_with_the_length_of_the_match(asked: Asked) -> None:
     asked.source.open(0, predicted(FILE))
     asked.draft(FILE[:1])
     first = asked.confidence
@@ -63,7 +63,7 @@ def test_it_is_the_surer_the_longer_the_answer_has_followed(asked: Asked) -> Non
     assert 0.5 < first[0] < first[-1] < asked.confidence[0] < 1
 
 
-def test_a_draft_ends_with_the_prediction_and_with_the_limit(asked: Asked) -> None:
+def test_a_draft_ends_at_the_limit_and_at_the_predictions_end(asked: Asked) -> None:
     asked.source.open(0, predicted(FILE))
     assert asked.draft(FILE[:3], limit=2) == FILE[3:5]
     assert asked.draft(FILE[:-2]) == FILE[-2:]
@@ -79,42 +79,42 @@ def test_a_draft_ends_with_the_prediction_and_with_the_limit(asked: Asked) -> No
         ([*FILE[30:], *FILE[:2]], FILE[2:6]),  # moved
     ],
 )
-def test_after_a_divergence_it_goes_on_where_the_answer_joins_again(
+def test_after_a_deviation_drafts_continue_from_the_next_match(
     asked: Asked, written: list[int], expected: list[int]
 ) -> None:
     asked.source.open(0, predicted(FILE))
     assert asked.draft(written) == expected
 
 
-def test_where_the_answer_is_not_known_to_be_there_is_no_draft(asked: Asked) -> None:
+def test_without_a_match_there_is_no_draft(asked: Asked) -> None:
     asked.source.open(0, predicted(FILE))
     assert asked.draft([*FILE[:10], 1]) == []
     assert asked.draft([*FILE[:10], 1, 2]) == []
 
 
-def test_of_equal_places_the_nearest_after_the_last_known_one_is_taken(asked: Asked) -> None:
+def test_the_nearest_match_after_the_last_certain_place_wins(asked: Asked) -> None:
     repeated = [1, 2, 3, 4, 5]
     places = [[*repeated, 10 * number] for number in range(2, 7)]
     asked.source.open(0, predicted(*places))
     written = [*places[0], *places[1]]
     assert asked.draft([*written, 99, *repeated[:3]], limit=3) == [4, 5, 40]
-    # The first of all is nearer in tokens, and lies behind.
+    # The first place is nearer in tokens, but lies before the last certain place.
     assert asked.draft([*written, 99, *repeated], limit=1) == [40]
 
 
-def test_the_longer_context_wins_over_the_nearer_place(asked: Asked) -> None:
+def test_a_longer_match_wins_over_a_nearer_one(asked: Asked) -> None:
     asked.source.open(0, predicted([*FILE[:5], 1, 50, 51, 2, 1, 60, 61]))
     assert asked.draft([*FILE[:5], 2, 1], limit=1) == [60]
 
 
-def test_a_single_token_is_no_context_far_ahead(asked: Asked) -> None:
+def test_a_match_of_one_token_counts_only_nearby(asked: Asked) -> None:
     far = [*range(1000, 1000 + NEARBY_TOKENS)]
     asked.source.open(0, predicted([*FILE[:5], *far, 1, 2, 3]))
     assert asked.draft([*FILE[:5], 1]) == []
     assert asked.draft([*FILE[:5], 1, 2], limit=1) == [3]
 
 
-def test_several_predictions_are_followed_wherever_the_answer_is(asked: Asked) -> None:
+def test_a_match_may_be_in_any_of_several_predictions(asked: Asked) -> None:
     other = list(range(200, 220))
     asked.source.open(0, predicted(FILE, other))
     assert asked.draft(FILE[:2]) == FILE[2:6]
@@ -123,10 +123,10 @@ def test_several_predictions_are_followed_wherever_the_answer_is(asked: Asked) -
     assert asked.draft(other[:2]) == other[2:6]
     asked.close(0)
     asked.source.open(0, predicted(FILE, other))
-    assert asked.draft(FILE) == other[:4]  # one after the other
+    assert asked.draft(FILE) == other[:4]  # predictions are concatenated
 
 
-def test_it_matters_not_in_how_many_steps_an_answer_came(asked: Asked) -> None:
+def test_the_number_of_steps_does_not_change_the_draft(asked: Asked) -> None:
     answer = [*FILE[:10], 1, 2, *FILE[12:30], 3, *FILE[5:9]]
     for slot in (0, 1):
         asked.source.open(slot, predicted(FILE))
@@ -135,7 +135,7 @@ def test_it_matters_not_in_how_many_steps_an_answer_came(asked: Asked) -> None:
     assert asked.draft(answer, slot=0) == asked.draft(answer, slot=1) == FILE[9:13]
 
 
-def test_requests_of_one_step_have_each_its_own(asked: Asked) -> None:
+def test_each_request_has_its_own_prediction(asked: Asked) -> None:
     other = list(range(200, 220))
     asked.source.open(0, predicted(FILE))
     asked.source.open(1, RequestControls())
@@ -148,7 +148,7 @@ def test_requests_of_one_step_have_each_its_own(asked: Asked) -> None:
     assert found.tokens[:2, :2].tolist() == [other[1:3], FILE[1:3]]
 
 
-def test_a_request_that_ends_leaves_nothing_to_the_next_one_in_its_slot(asked: Asked) -> None:
+def test_a_slots_next_request_does_not_get_the_old_prediction(asked: Asked) -> None:
     asked.source.open(0, predicted(FILE))
     asked.draft(FILE[:5])
     assert asked.source.num_bytes
@@ -159,7 +159,7 @@ def test_a_request_that_ends_leaves_nothing_to_the_next_one_in_its_slot(asked: A
 
 
 @pytest.mark.parametrize("controls", [{"speculation": "off"}, {"max_draft_tokens": 0}])
-def test_nothing_is_kept_for_a_request_that_takes_no_drafts(
+def test_no_prediction_is_kept_for_a_request_without_drafts(
     asked: Asked, controls: dict[str, object]
 ) -> None:
     asked.source.open(0, predicted(FILE, **controls))
@@ -172,7 +172,7 @@ def test_an_empty_batch_gets_no_drafts(asked: Asked) -> None:
 
 @settings(deadline=None, max_examples=100)
 @given(st.integers(0, 2**32), st.integers(2, 8))
-def test_drafts_are_runs_of_the_prediction_whatever_is_written(seed: int, alphabet: int) -> None:
+def test_every_draft_is_a_part_of_the_prediction(seed: int, alphabet: int) -> None:
     rng = random.Random(seed)
     text, written = (rng.choices(range(1, alphabet), k=rng.randint(1, 60)) for _ in range(2))
     asked = Asked()
@@ -190,9 +190,9 @@ def test_drafts_are_runs_of_the_prediction_whatever_is_written(seed: int, alphab
         (FILE[:7], 7),
         ([1, 2, 3], 0),
         ([], 0),
-        # The token that joins again was not foretold.
+        # The first token after the deviation was not predicted.
         ([*FILE[:10], 1, *FILE[10:]], len(FILE) - 1),
     ],
 )
-def test_tokens_that_were_foretold_are_counted(answer: list[int], foretold: int) -> None:
+def test_correctly_predicted_tokens_are_counted(answer: list[int], foretold: int) -> None:
     assert num_foretold(np.array(FILE, np.int32), answer) == foretold

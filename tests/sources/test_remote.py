@@ -1,4 +1,4 @@
-"""What a replica sends to its drafter, and when."""
+"""The requests of a replica to its drafter."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.integration.cluster import eventually
 from tests.sources.remote_replica import TEXT, Place, Replica, replica, serve
 
 
-def test_texts_that_grow_are_drafted_for_step_by_step(served: Replica) -> None:
+def test_growing_texts_get_drafts_in_each_step(served: Replica) -> None:
     random = np.random.default_rng(1)
     ends = {"a": 5, "b": 60, "c": 30}
     for _ in range(30):
@@ -32,14 +32,14 @@ def test_texts_that_grow_are_drafted_for_step_by_step(served: Replica) -> None:
         ends = {name: end + int(random.integers(1, 5)) for name, end in ends.items()}
 
 
-def test_only_what_is_new_is_sent(served: Replica, drafter: FakeDrafter) -> None:
+def test_only_new_tokens_are_sent(served: Replica, drafter: FakeDrafter) -> None:
     for end in (40, 41, 44):
         served.grow("a", end)
         served.propose("a")
     assert [(row.start, len(row.tokens)) for (row,) in drafter.calls] == [(0, 40), (40, 1), (41, 3)]
 
 
-def test_a_text_that_the_drafter_has_no_room_for_is_sent_seldom(
+def test_a_text_that_the_drafter_has_no_room_for_is_sent_rarely(
     served: Replica, drafter: FakeDrafter
 ) -> None:
     drafter.room = 1
@@ -57,7 +57,7 @@ def test_a_text_that_the_drafter_has_no_room_for_is_sent_seldom(
     served.until_drafts("b")
 
 
-def test_another_drafter_may_have_room_at_once(
+def test_a_text_without_room_is_sent_to_a_new_drafter_at_once(
     stack: ExitStack, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote, "REST_S", 1000.0)
@@ -82,14 +82,16 @@ def test_another_drafter_may_have_room_at_once(
     made.until_drafts("b")
 
 
-def test_no_more_is_asked_for_than_can_be_used(served: Replica, drafter: FakeDrafter) -> None:
+def test_no_more_tokens_are_requested_than_the_limits(
+    served: Replica, drafter: FakeDrafter
+) -> None:
     served.grow("a", 10)
     assert [len(draft) for draft in served.propose("a", limit=1)] == [1]
     assert [len(draft) for draft in served.propose("a", limit=9)] == [3]
     assert [call[0].max_draft_tokens for call in drafter.calls] == [1, 3]
 
 
-def test_nobody_waits_for_a_long_prompt_and_it_is_drafted_for_when_it_is_known(
+def test_no_step_waits_for_a_long_prompt_and_it_gets_drafts_later(
     served: Replica, drafter: FakeDrafter
 ) -> None:
     served.grow("long", 2 * FEED_TOKENS + 100)
@@ -106,7 +108,7 @@ def test_nobody_waits_for_a_long_prompt_and_it_is_drafted_for_when_it_is_known(
     assert sent == sorted(set(sent))  # nothing was sent twice
 
 
-def test_long_texts_of_one_step_are_answered_each_for_itself(
+def test_long_texts_of_one_step_go_in_requests_of_their_own(
     stack: ExitStack, place: Place, drafter: FakeDrafter
 ) -> None:
     server = serve(stack, place, drafter)
@@ -120,7 +122,7 @@ def test_long_texts_of_one_step_are_answered_each_for_itself(
     made.until_drafts("longest")
 
 
-def test_a_text_that_falls_behind_is_brought_up_to_date_though_no_draft_is_wanted(
+def test_a_text_that_lags_is_sent_even_if_no_draft_is_wanted(
     served: Replica, drafter: FakeDrafter
 ) -> None:
     served.grow("a", NEAR_TOKENS)
@@ -133,9 +135,7 @@ def test_a_text_that_falls_behind_is_brought_up_to_date_though_no_draft_is_wante
     eventually(lambda: len(drafter.calls) == 2, "the text", WAIT_S, 0.001)
 
 
-def test_what_the_drafter_has_forgotten_is_sent_again(
-    served: Replica, drafter: FakeDrafter
-) -> None:
+def test_a_text_that_the_drafter_lost_is_sent_again(served: Replica, drafter: FakeDrafter) -> None:
     served.grow("a", 20)
     served.propose("a")
     drafter.lose()
@@ -145,7 +145,7 @@ def test_what_the_drafter_has_forgotten_is_sent_again(
     assert served.propose("a") != [[]]
 
 
-def test_texts_that_are_too_long_for_the_drafter_are_not_sent(
+def test_a_text_too_long_for_the_drafter_is_not_sent(
     stack: ExitStack, place: Place, drafter: FakeDrafter
 ) -> None:
     drafter.card = replace(drafter.card, max_tokens=20)
@@ -172,7 +172,7 @@ def test_several_replicas_share_a_drafter(
     assert len({row.key for call in drafter.calls for row in call}) == 2
 
 
-def test_ended_requests_are_forgotten_and_their_ids_may_come_again(
+def test_ended_requests_are_forgotten_and_their_slots_reused(
     served: Replica, drafter: FakeDrafter
 ) -> None:
     served.grow("a", 20)
@@ -184,22 +184,22 @@ def test_ended_requests_are_forgotten_and_their_ids_may_come_again(
     assert [row.key[1] for call in drafter.calls for row in call] == [0, 1]
 
 
-def test_a_drafter_is_not_bothered_with_the_end_of_texts_that_it_was_not_told_of(
+def test_the_end_of_a_text_that_was_never_sent_is_not_sent(
     stack: ExitStack, place: Place, drafter: FakeDrafter
 ) -> None:
     server = serve(stack, place, drafter)
     made = replica(stack, place, dynamic=True)
     made.until_up()
-    for name in ("untold", "told"):
+    for name in ("unsent", "sent"):
         made.grow(name, 20)
-        made.propose(name, limit=0 if name == "untold" else 3)
+        made.propose(name, limit=0 if name == "unsent" else 3)
         made.close(name)
-    eventually(lambda: drafter.forgotten, "the end of the text that was told", WAIT_S, 0.005)
+    eventually(lambda: drafter.forgotten, "the end of the sent text", WAIT_S, 0.005)
     assert [key[1] for key in drafter.forgotten] == [1]
     assert server.counters.num_requests == 2
 
 
-def test_requests_that_want_no_drafts_of_this_source_do_not_reach_it(
+def test_requests_without_drafts_of_this_source_are_not_sent(
     served: Replica, drafter: FakeDrafter
 ) -> None:
     names = ("a", "b", "c", "d")
@@ -215,7 +215,7 @@ def test_requests_that_want_no_drafts_of_this_source_do_not_reach_it(
     assert [len(call) for call in drafter.calls] == [1]
 
 
-def test_only_texts_of_one_tenant_adapter_and_salt_may_share_a_beginning(
+def test_only_texts_of_one_tenant_adapter_and_salt_share_a_prefix(
     served: Replica, drafter: FakeDrafter
 ) -> None:
     names = tuple("abcdefg")
@@ -237,7 +237,7 @@ def test_only_texts_of_one_tenant_adapter_and_salt_may_share_a_beginning(
     assert len(set(salts)) == 6
 
 
-def test_a_source_that_is_ended_leaves_no_thread(place: Place) -> None:
+def test_an_ended_source_leaves_no_thread(place: Place) -> None:
     before = threading.active_count()
     context = SourceContext(find_drafter=lambda config: place)
     DrafterClient(DraftModelConfig(kind="draft_model", model="m"), context)
@@ -247,14 +247,14 @@ def test_a_source_that_is_ended_leaves_no_thread(place: Place) -> None:
     assert threading.active_count() == before
 
 
-def test_a_draft_tells_how_sure_its_drafter_is(served: Replica, drafter: FakeDrafter) -> None:
+def test_a_draft_has_its_drafters_confidence(served: Replica, drafter: FakeDrafter) -> None:
     drafter.chances = (1.0, 0.5, 0.0)
     served.texts["a"] = TEXT[:20]
     served.propose("a", limit=2)
     assert served.confidence[0, :2].tolist() == pytest.approx([1.0, 0.5], abs=1 / 255)
 
 
-def test_a_source_that_may_not_pay_is_told_of_no_text_before_a_draft_is_wanted(
+def test_a_dynamic_source_sends_no_text_before_a_draft_is_wanted(
     stack: ExitStack, place: Place, drafter: FakeDrafter
 ) -> None:
     serve(stack, place, drafter)
@@ -264,12 +264,12 @@ def test_a_source_that_may_not_pay_is_told_of_no_text_before_a_draft_is_wanted(
     for _ in range(5):
         made.propose("new", limit=0)
     made.grow("short", 5)
-    assert made.propose("short") != [[]]  # behind whatever had been sent before
+    assert made.propose("short") != [[]]  # comes after all earlier requests
     assert len(drafter.calls) == 1
     made.until_drafts("new")
 
 
-def test_what_reading_a_text_takes_is_told_once_it_was_measured(
+def test_the_reading_time_of_a_text_is_estimated_after_a_measurement(
     stack: ExitStack, place: Place, drafter: FakeDrafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     serve(stack, place, drafter)
@@ -295,4 +295,4 @@ def test_what_reading_a_text_takes_is_told_once_it_was_measured(
     assert made.reading_s(*names) == [0.0] * 4
     drafter.may_go.clear()
     made.propose("second")
-    assert made.reading_s("second") == [math.inf]  # is being read
+    assert made.reading_s("second") == [math.inf]  # the drafter reads it now

@@ -1,4 +1,4 @@
-"""A drafter that is late, gone, wrong or another one: it costs drafts and nothing else."""
+"""A drafter that is late, down, wrong or replaced costs drafts and nothing else."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from tests.sources.remote_replica import (
 
 
 @pytest.mark.parametrize("kind", ["draft_model", "mtp"])
-def test_a_text_that_the_drafter_fails_to_read_is_sent_seldom_and_whole(
+def test_a_text_that_the_drafter_fails_to_read_is_sent_rarely_and_whole(
     stack: ExitStack, place: Place, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setattr(remote, "REST_S", 1000.0)
@@ -73,7 +73,7 @@ def test_a_text_that_the_drafter_fails_to_read_is_sent_seldom_and_whole(
     assert not drafter.begins
 
 
-def test_an_error_of_the_drafter_costs_one_draft(served: Replica, drafter: FakeDrafter) -> None:
+def test_a_drafter_error_costs_one_draft(served: Replica, drafter: FakeDrafter) -> None:
     served.grow("a", 20)
     drafter.error = MemoryError()
     assert served.propose("a") == [[]]
@@ -82,7 +82,7 @@ def test_an_error_of_the_drafter_costs_one_draft(served: Replica, drafter: FakeD
     assert (served.health().num_errors, served.health().num_timeouts) == (1, 0)
 
 
-def test_a_drafter_that_stops_is_waited_for_once_and_used_again_when_it_goes_on(
+def test_a_paused_drafter_causes_one_timeout_and_is_used_again_later(
     stack: ExitStack, place: Place, drafter: FakeDrafter
 ) -> None:
     serve(stack, place, drafter)
@@ -102,10 +102,10 @@ def test_a_drafter_that_stops_is_waited_for_once_and_used_again_when_it_goes_on(
     drafter.may_go.set()
     stopped.until_drafts("a")
     eventually(lambda: stopped.health().up, "up", WAIT_S, 0.01)
-    assert drafter.calls[-1][0].start >= 20  # its late answer told what it holds
+    assert drafter.calls[-1][0].start >= 20  # its late answer said what it holds
 
 
-def test_a_late_answer_does_not_have_long_texts_sent_twice(
+def test_after_a_late_answer_no_long_text_is_sent_twice(
     stack: ExitStack, place: Place, drafter: FakeDrafter
 ) -> None:
     serve(stack, place, drafter)
@@ -124,7 +124,7 @@ def test_a_late_answer_does_not_have_long_texts_sent_twice(
     assert starts == sorted(set(starts))
 
 
-def test_a_drafter_that_is_always_late_is_asked_less_and_less(
+def test_a_drafter_that_is_always_late_is_asked_with_back_off(
     stack: ExitStack, place: Place, drafter: FakeDrafter
 ) -> None:
     serve(stack, place, drafter)
@@ -143,19 +143,19 @@ def test_a_drafter_that_is_always_late_is_asked_less_and_less(
     assert rests_s[3] >= 4 * GREET_DOWN_S
 
 
-def test_a_drafter_that_stays_late_is_told_of_once_and_until_it_answers(
+def test_a_late_drafter_is_logged_once_and_shown_until_it_answers(
     stack: ExitStack, place: Place, drafter: FakeDrafter, caplog: pytest.LogCaptureFixture
 ) -> None:
     serve(stack, place, drafter)
     slow = replica(stack, place)
     slow.until_up()
     monitor = slow.source._monitor
+    reason = "no answer within timeout_s (0.001 s)"
     for _ in range(TRIPS_TOLD + 1):
-        monitor.trip("no answer within timeout_s (0.001 s)")
-    told = "no answer within timeout_s (0.001 s)"
-    eventually(lambda: slow.health().reason == told, "the reason", WAIT_S, 0.01)
+        monitor.trip(reason)
+    eventually(lambda: slow.health().reason == reason, "the reason", WAIT_S, 0.01)
     (record,) = caplog.records
-    assert record.getMessage() == f"No drafts from the draft_model drafter: {told}"
+    assert record.getMessage() == f"No drafts from the draft_model drafter: {reason}"
     monitor.reset()
     slow.grow("a", 20)
     slow.until_drafts("a")
@@ -163,7 +163,7 @@ def test_a_drafter_that_stays_late_is_told_of_once_and_until_it_answers(
     assert slow.health().reason == ""
 
 
-def test_a_drafter_whose_model_fails_is_asked_less_and_less(
+def test_a_drafter_whose_model_fails_is_asked_with_back_off(
     stack: ExitStack, place: Place, drafter: FakeDrafter
 ) -> None:
     serve(stack, place, drafter)
@@ -176,14 +176,14 @@ def test_a_drafter_whose_model_fails_is_asked_less_and_less(
         rests_s.append(time.monotonic() - began)
         made.grow("a", 20)
         assert made.propose("a") == [[]]
-    assert rests_s[1] < GREET_DOWN_S  # the first failure may have been the other texts'
+    assert rests_s[1] < GREET_DOWN_S  # other texts may have caused the first failure
     assert rests_s[3] >= 2 * GREET_DOWN_S
     assert rests_s[4] >= 4 * GREET_DOWN_S
     drafter.error = None
     made.until_drafts("a")
 
 
-def test_a_drafter_that_was_restarted_elsewhere_is_found_and_gets_the_texts_again(
+def test_a_drafter_that_moved_is_found_and_gets_the_texts_again(
     stack: ExitStack, place: Place
 ) -> None:
     first, second = FakeDrafter(), FakeDrafter()
@@ -201,10 +201,10 @@ def test_a_drafter_that_was_restarted_elsewhere_is_found_and_gets_the_texts_agai
     made.until_drafts("a")
     assert second.calls[0][0].start == 0
     made.grow("long", 2 * NEAR_TOKENS)
-    assert made.reading_s("long") == [0.0]  # it may take another time
+    assert made.reading_s("long") == [0.0]  # not measured for the new drafter
 
 
-def test_a_drafter_that_is_not_there_yet_is_waited_for_by_nobody(
+def test_no_step_waits_for_a_drafter_that_has_not_started(
     stack: ExitStack, place: Place, drafter: FakeDrafter
 ) -> None:
     made = replica(stack, place)
@@ -216,7 +216,7 @@ def test_a_drafter_that_is_not_there_yet_is_waited_for_by_nobody(
     assert made.health().num_timeouts == 0
 
 
-def test_a_source_that_is_switched_off_is_not_shown_as_up_because_its_drafter_is_there(
+def test_a_source_that_is_switched_off_stays_down_while_its_drafter_is_up(
     served: Replica,
 ) -> None:
     monitor = served.source._monitor
@@ -227,7 +227,7 @@ def test_a_source_that_is_switched_off_is_not_shown_as_up_because_its_drafter_is
     assert not served.health().up
 
 
-def test_a_drafter_that_does_not_fit_is_refused_with_one_line(
+def test_a_drafter_that_does_not_fit_is_refused_with_one_log_line(
     stack: ExitStack, place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
     wrong = FakeDrafter(HIDDEN_SIZE)
@@ -243,13 +243,13 @@ def test_a_drafter_that_does_not_fit_is_refused_with_one_line(
     assert wrong.calls == []
 
 
-class Babbler:
-    """Introduces itself as a drafter, and answers requests with whatever it is told to."""
+class FakeServer:
+    """Answers hellos as a drafter does, and requests with given frames."""
 
     def __init__(self, answers: Callable[[DraftRequest], Sequence[bytes]]) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # as the real one
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # as in DrafterServer
         self._socket.bind("tcp://127.0.0.1:0")
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._answers = answers
@@ -281,11 +281,11 @@ class Babbler:
                     self._socket.send_multipart([client, answer])
 
 
-def test_answers_that_are_none_are_counted_and_change_nothing(
-    stack: ExitStack, place: Place
-) -> None:
-    babbler = stack.enter_context(closing(Babbler(lambda _: [b"nonsense", b"", b"\x91\xa6drafts"])))
-    place.address = babbler.address
+def test_undecodable_answers_are_counted_and_give_no_draft(stack: ExitStack, place: Place) -> None:
+    server = stack.enter_context(
+        closing(FakeServer(lambda _: [b"nonsense", b"", b"\x91\xa6drafts"]))
+    )
+    place.address = server.address
     made = replica(stack, place, timeout_s=0.2)
     made.until_up()
     made.grow("a", 20)
@@ -309,7 +309,7 @@ DRAFT = RowAnswer(20, (1, 2, 3), b"\xff\xff\xff")
         ((RowAnswer(0, (), b"", LAST),), (), 0, 0),
     ],
 )
-def test_answers_that_do_not_fit_the_question_cost_no_more_than_drafts(
+def test_answers_that_do_not_fit_their_request_cost_only_drafts(
     rows: tuple[RowAnswer, ...],
     sent: tuple[int, ...],
     num_errors: int,
@@ -322,8 +322,8 @@ def test_answers_that_do_not_fit_the_question_cost_no_more_than_drafts(
         replies = [others, DraftAnswer(request.number, rows, 0.0)]
         return [bytes(frame) for reply in replies for frame in encode(reply)]
 
-    babbler = stack.enter_context(closing(Babbler(answers)))
-    place.address = babbler.address
+    server = stack.enter_context(closing(FakeServer(answers)))
+    place.address = server.address
     made = replica(stack, place, timeout_s=0.5 if num_timeouts else WAIT_S)
     made.until_up()
     member = Member("draft_model", made.source, ("draft_model",), 8)
@@ -339,7 +339,7 @@ def test_answers_that_do_not_fit_the_question_cost_no_more_than_drafts(
         assert made.health().num_timeouts == number * num_timeouts
 
 
-def test_a_flood_of_answers_holds_up_a_step_hardly_longer_than_none(
+def test_a_flood_of_answers_delays_a_step_by_less_than_a_second(
     stack: ExitStack, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def slowly(frames: Sequence[Frame]) -> Reply:
@@ -347,12 +347,12 @@ def test_a_flood_of_answers_holds_up_a_step_hardly_longer_than_none(
         return decode_reply(frames)
 
     other = b"".join(bytes(frame) for frame in encode(DraftAnswer(10**6, (), 0.0)))
-    babbler = stack.enter_context(closing(Babbler(lambda _: [other] * 1000)))
-    place.address = babbler.address
+    server = stack.enter_context(closing(FakeServer(lambda _: [other] * 1000)))
+    place.address = server.address
     made = replica(stack, place, timeout_s=0.1)
     monkeypatch.setattr(drafter_link, "decode_reply", slowly)
     made.grow("a", 20)
-    for _ in range(2):  # the second one finds what is left of the flood
+    for _ in range(2):  # the second step finds the rest of the flood
         made.until_up()
         began = time.monotonic()
         assert made.propose("a") == [[]]
@@ -360,7 +360,7 @@ def test_a_flood_of_answers_holds_up_a_step_hardly_longer_than_none(
     assert made.health().num_timeouts == 1
 
 
-def test_a_text_that_is_not_the_drafters_is_sent_once(
+def test_a_text_with_tokens_outside_the_vocabulary_is_sent_once(
     stack: ExitStack, place: Place, drafter: FakeDrafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote, "REST_S", 0.0)
@@ -380,21 +380,21 @@ def test_a_text_whose_answer_was_lost_is_sent_again(
 ) -> None:
     monkeypatch.setattr(remote, "FEED_BUDGET_S", 0.05)
     monkeypatch.setattr(remote, "LOST_S", 0.05)
-    babbler = stack.enter_context(closing(Babbler(lambda _: [])))
-    place.address = babbler.address
+    server = stack.enter_context(closing(FakeServer(lambda _: [])))
+    place.address = server.address
     made = replica(stack, place)
     made.until_up()
     made.grow("long", 2 * NEAR_TOKENS)
 
     def is_sent_again() -> bool:
         made.propose("long")
-        return babbler.num_requests > 1
+        return server.num_requests > 1
 
     eventually(is_sent_again, "the text again", WAIT_S, 0.005)
     assert made.health().num_timeouts == 0
 
 
-def test_a_text_whose_answer_was_late_is_forgotten_when_it_ends(
+def test_the_end_of_a_text_with_a_late_answer_is_sent(
     stack: ExitStack, place: Place, drafter: FakeDrafter
 ) -> None:
     serve(stack, place, drafter)

@@ -1,4 +1,4 @@
-"""What a replica sends to an MTP drafter: the model's hidden states."""
+"""The hidden states that a replica sends to an MTP drafter."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from tests.sources.remote_replica import (
 
 
 class Target:
-    """An engine that hands over the states of what it computes, refused draft tokens included."""
+    """A fake engine that passes the states of all computed tokens, refused ones included."""
 
     def __init__(self, made: Replica) -> None:
         self._made = made
         self.computed: dict[str, int] = {}
 
     def step(self, scheduled: dict[str, int], sampled: dict[str, int]) -> list[list[int]]:
-        """Computes so many positions of each request, then takes so many new tokens of ``TEXT``."""
+        """Computes ``scheduled`` positions per request, then appends ``sampled`` tokens."""
         values = []
         for name, size in scheduled.items():
             start = self.computed[name]
@@ -69,7 +69,7 @@ def open_text(made: Replica, target: Target, name: str, length: int, cached: int
     target.computed[name] = cached
 
 
-def test_states_go_with_their_tokens_and_those_of_refused_drafts_do_not(mtp: Mtp) -> None:
+def test_only_states_of_accepted_tokens_are_sent(mtp: Mtp) -> None:
     made, target, _ = mtp
     open_text(made, target, "a", 20)
     open_text(made, target, "b", 30)
@@ -79,10 +79,10 @@ def test_states_go_with_their_tokens_and_those_of_refused_drafts_do_not(mtp: Mtp
         assert [len(draft) for draft in drafts] == [3, 3]
 
 
-def test_a_text_for_which_the_model_fails_beside_others_keeps_its_states(
+def test_a_text_that_the_model_fails_for_keeps_its_states(
     mtp: Mtp, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.CRITICAL)  # else pytest keeps the error, and it what was allocated
+    caplog.set_level(logging.CRITICAL)  # a logged error would keep its arrays alive
     monkeypatch.setattr(remote, "REST_S", 0.05)
     made, target, drafter = mtp
     open_text(made, target, "a", 20)
@@ -95,11 +95,11 @@ def test_a_text_for_which_the_model_fails_beside_others_keeps_its_states(
     def is_drafted_for() -> bool:
         return bool(target.step({"a": 1, "b": 1}, {"a": 1, "b": 1})[1])
 
-    eventually(is_drafted_for, "a draft of the text that had failed", WAIT_S, 0.01)
+    eventually(is_drafted_for, "a draft of the failed text", WAIT_S, 0.01)
     assert drafter.begins == {}
 
 
-def test_a_long_prompt_is_brought_up_to_date_while_it_is_read(mtp: Mtp) -> None:
+def test_a_long_prompt_is_sent_during_prefill(mtp: Mtp) -> None:
     made, target, drafter = mtp
     open_text(made, target, "a", 1000)
     assert target.step({"a": 512}, {"a": 0}) == [[]]
@@ -114,7 +114,7 @@ def test_a_long_prompt_is_brought_up_to_date_while_it_is_read(mtp: Mtp) -> None:
     assert drafter.begins == {}
 
 
-def test_a_step_that_reads_much_loses_no_state_of_the_texts_beside_it(
+def test_a_large_prefill_step_loses_no_states_of_other_texts(
     mtp: Mtp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, target, drafter = mtp
@@ -134,7 +134,7 @@ def test_a_step_that_reads_much_loses_no_state_of_the_texts_beside_it(
 
 
 @pytest.mark.parametrize("length", [NEAR_TOKENS - 1, 2 * NEAR_TOKENS])
-def test_states_that_are_too_large_for_one_request_go_one_text_after_the_other(
+def test_states_too_large_for_one_request_are_sent_text_by_text(
     stack: ExitStack, place: Place, monkeypatch: pytest.MonkeyPatch, length: int
 ) -> None:
     drafter = FakeDrafter(HIDDEN_SIZE)
@@ -147,7 +147,7 @@ def test_states_that_are_too_large_for_one_request_go_one_text_after_the_other(
     for name in "ab":
         open_text(made, target, name, length)
     target.step({"a": length, "b": length}, {"a": 1, "b": 1})
-    made.propose("a", "b")  # a text that is only read is sent with the step after its states
+    made.propose("a", "b")  # a long text is sent one step after its states
     assert len(made.source._link.sent) == 1
     drafter.may_go.set()
     made.until_drafts("a")
@@ -156,7 +156,7 @@ def test_states_that_are_too_large_for_one_request_go_one_text_after_the_other(
     assert made.health().num_partial_texts == 0
 
 
-def test_a_prompt_whose_beginning_the_target_had_cached_begins_where_states_are(mtp: Mtp) -> None:
+def test_a_prompt_with_a_cached_prefix_begins_at_its_first_state(mtp: Mtp) -> None:
     made, target, drafter = mtp
     open_text(made, target, "a", 500, cached=480)
     assert target.step({"a": 20}, {"a": 1}) != [[]]
@@ -166,7 +166,7 @@ def test_a_prompt_whose_beginning_the_target_had_cached_begins_where_states_are(
     assert made.health().num_partial_texts == 1
 
 
-def test_a_drafter_that_forgot_begins_at_the_first_state_that_is_left(mtp: Mtp) -> None:
+def test_a_text_that_the_drafter_lost_begins_at_the_first_kept_state(mtp: Mtp) -> None:
     made, target, drafter = mtp
     open_text(made, target, "a", 20)
     assert target.step({"a": 20}, {"a": 1}) != [[]]
@@ -176,7 +176,7 @@ def test_a_drafter_that_forgot_begins_at_the_first_state_that_is_left(mtp: Mtp) 
     assert list(drafter.begins.values()) == [20]
 
 
-def test_a_request_that_was_preempted_goes_on(mtp: Mtp) -> None:
+def test_a_preempted_request_gets_drafts_again(mtp: Mtp) -> None:
     made, target, _ = mtp
     open_text(made, target, "a", 20)
     assert target.step({"a": 20}, {"a": 1}) != [[]]
@@ -186,7 +186,7 @@ def test_a_request_that_was_preempted_goes_on(mtp: Mtp) -> None:
 
 
 @pytest.mark.parametrize("is_full", [False, True])
-def test_texts_that_no_draft_is_wanted_of_wait_unless_their_states_would_be_lost(
+def test_a_text_without_wanted_drafts_is_sent_only_before_states_are_lost(
     is_full: bool, stack: ExitStack, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter = FakeDrafter(HIDDEN_SIZE)
@@ -196,7 +196,7 @@ def test_texts_that_no_draft_is_wanted_of_wait_unless_their_states_would_be_lost
     target = Target(made)
     open_text(made, target, "asked", 20)
     target.step({"asked": 20}, {"asked": 1})
-    for _ in range(10):  # it is in use
+    for _ in range(10):  # the source is in use now
         target.step({"asked": 1}, {"asked": 1})
     if is_full:
         monkeypatch.setattr("specserve.sources.remote.PENDING_STATES", 5 * NEAR_TOKENS)
@@ -217,9 +217,7 @@ def test_texts_that_no_draft_is_wanted_of_wait_unless_their_states_would_be_lost
         assert not read(1)
 
 
-def test_a_prompt_that_was_asked_for_once_is_read_without_waiting_for_its_states(
-    stack: ExitStack, place: Place
-) -> None:
+def test_no_step_waits_for_the_states_of_a_new_prompt(stack: ExitStack, place: Place) -> None:
     drafter = FakeDrafter(HIDDEN_SIZE)
     serve(stack, place, drafter)
     made = replica(stack, place, "mtp", dynamic=True)
@@ -230,7 +228,7 @@ def test_a_prompt_that_was_asked_for_once_is_read_without_waiting_for_its_states
 
     def to_host(rows: Int64Array) -> Callable[[], UInt16Array]:
         def wait() -> UInt16Array:
-            assert is_there, "waited for in the step itself"
+            assert is_there, "the step waited for the copy"
             return states
 
         return wait
@@ -244,7 +242,7 @@ def test_a_prompt_that_was_asked_for_once_is_read_without_waiting_for_its_states
     assert drafter.begins == {}
 
 
-def test_states_of_texts_that_nobody_asks_for_are_not_copied(
+def test_states_of_texts_without_wanted_drafts_are_not_copied(
     stack: ExitStack, place: Place
 ) -> None:
     serve(stack, place, FakeDrafter(HIDDEN_SIZE))
@@ -261,7 +259,7 @@ def test_states_of_texts_that_nobody_asks_for_are_not_copied(
         copied.extend(rows.tolist())
         return hidden.to_host(rows)
 
-    made.propose(*names, limit=0)  # has met the drafter
+    made.propose(*names, limit=0)  # the source notices the drafter
     batch = made.batch(*names, hidden=hidden._replace(to_host=to_host))
     made.source.propose(batch, np.zeros(3, np.int32))
     assert copied == []

@@ -1,4 +1,4 @@
-"""A text is split as it was written before in the same place, else as the tokenizer has it."""
+"""A text is split as it was written at this place before, else as by the tokenizer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ids(*texts: bytes) -> list[int]:
 
 
 class Model:
-    """Writes texts of its owner's."""
+    """A model that writes texts, with the learned splits."""
 
     def __init__(self) -> None:
         self.splits = Splits()
@@ -57,7 +57,7 @@ def model() -> Model:
     return Model()
 
 
-def test_a_new_text_is_split_as_the_tokenizer_has_it(model: Model) -> None:
+def test_a_new_text_is_split_as_by_the_tokenizer(model: Model) -> None:
     split = model.split(b"name_name:", (b"na", b"me", b"_", b"name", b":"))
     assert split == [
         (b"na", USUAL),
@@ -69,7 +69,7 @@ def test_a_new_text_is_split_as_the_tokenizer_has_it(model: Model) -> None:
     assert model.num_tokenized == 1
 
 
-def test_a_text_that_was_written_before_is_split_so_again_and_is_not_tokenized(
+def test_a_text_that_was_written_before_is_split_the_same_way_again(
     model: Model,
 ) -> None:
     model.writes(b"name_", b"n", b"a", b"me", b"_")
@@ -80,43 +80,43 @@ def test_a_text_that_was_written_before_is_split_so_again_and_is_not_tokenized(
     assert model.split(b"name_", limit=0) == []
 
 
-def test_the_last_time_counts(model: Model) -> None:
+def test_the_last_written_split_wins(model: Model) -> None:
     model.writes(b"name_", b"n", b"a", b"me", b"_")
     model.writes(b"name_", b"name", b"_")
     assert model.split(b"name_")[0] == (b"name", LONG)
 
 
-def test_a_place_is_known_again_by_a_few_of_the_texts_next_bytes(model: Model) -> None:
+def test_a_place_is_recognized_by_the_texts_next_four_bytes(model: Model) -> None:
     model.writes(b"namename", b"nam")
     assert model.split(b"name____", (b"name",))[0] == (b"nam", SHORT)
     assert model.split(b"nam____", (b"na",))[0] == (b"na", USUAL)
 
 
-def test_where_the_tokenizers_split_has_been_left_the_longest_token_is_taken(model: Model) -> None:
+def test_after_leaving_the_tokenizers_split_the_longest_token_is_taken(model: Model) -> None:
     model.writes(b"namename", b"n")
     split = model.split(b"namename_", (b"name", b"name", b"_"))
     assert split[:2] == [(b"n", LONG), (b"a", ONLY_ONE)]
     assert split[2:] == [(b"me", UNUSUAL), (b"name", USUAL), (b"_", LAST)]
 
 
-def test_a_text_that_no_token_goes_on_with_ends_the_split(model: Model) -> None:
+def test_a_split_ends_where_no_token_matches(model: Model) -> None:
     assert model.split(b"na?", (b"na",)) == [(b"na", USUAL)]
     assert model.split(b"<end>") == []
 
 
-def test_what_one_owner_has_written_tells_nothing_about_anothers(model: Model) -> None:
+def test_a_split_is_used_only_for_its_owner(model: Model) -> None:
     model.writes(b"name_", b"n", b"a", owner="a")
     assert model.split(b"name_", (b"name",), owner="b")[0] == (b"name", USUAL)
     assert model.split(b"name_", (b"name",), owner="a")[0] == (b"n", LONG)
 
 
-def test_of_several_tokens_with_one_text_the_last_one_is_written() -> None:
+def test_the_last_of_several_tokens_with_one_text_is_used() -> None:
     texts = TokenTexts([b"a", b"b", b"a"])
     assert texts.beginnings(b"ab") == [2]
     assert [texts.size(token, b"ab") for token in range(3)] == [1, 0, 1]
 
 
-def test_of_as_many_places_as_are_kept_each_is_remembered_and_with_one_more_the_oldest_is_not(
+def test_a_full_table_evicts_the_oldest_place(
     model: Model,
 ) -> None:
     owners = [f"{number}" for number in range(MOST_PLACES // len(WRITTEN))]

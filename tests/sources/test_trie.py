@@ -24,7 +24,7 @@ TEXT = np.random.default_rng(0).integers(0, 30_000, 6000).astype(np.int32)
 
 @dataclass
 class Published:
-    """What was told to the other replicas."""
+    """A fake link that records what is published to other replicas."""
 
     texts: dict[tuple[str, str], list[int]] = field(default_factory=dict)
     num_prompt_tokens: dict[str, int] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Draft:
 
 
 class Asker:
-    """A source whose requests have names here."""
+    """A trie source whose requests have names."""
 
     def __init__(self, source: TrieSource) -> None:
         self.source = source
@@ -72,13 +72,13 @@ class Asker:
         limit: int = 8,
         controls: tuple[RequestControls, ...] = (),
     ) -> list[Draft]:
-        """One step of these requests; the new ones among them are opened."""
+        """Runs a step of these requests; new ones are opened."""
         names = names or [f"r{row}" for row in range(len(texts))]
         for row, name in enumerate(names):
             if name not in self.slots:
                 self.slots[name] = min(set(range(64)) - set(self.slots.values()))
-                wishes = controls[row] if controls else RequestControls()
-                self.source.open(self.slots[name], wishes)
+                opened = controls[row] if controls else RequestControls()
+                self.source.open(self.slots[name], opened)
         lengths = np.array([len(text) for text in texts], np.int32)
         rows = np.zeros((len(texts), lengths.max()), np.int32)
         for row, text in zip(rows, texts, strict=True):
@@ -87,7 +87,7 @@ class Asker:
         prompts = np.full(len(texts), num_prompt_tokens, np.int32)
         batch = DraftBatch(slots, rows, lengths, prompts)
         found = self.source.propose(batch, np.full(len(texts), limit, np.int32))
-        rows[:] = -1  # as the engine's buffer may change after the call
+        rows[:] = -1  # the engine's buffer may change after the call
         return [
             Draft(tuple(tokens[:length].tolist()), TrieConfig.LABELS[label].name)
             for tokens, length, label in zip(found.tokens, found.lengths, found.labels, strict=True)
@@ -97,7 +97,7 @@ class Asker:
         self.source.close(np.array([self.slots.pop(name) for name in names], np.int64))
 
 
-def test_what_one_request_wrote_another_drafts_in_the_next_step() -> None:
+def test_a_text_of_one_request_is_drafted_for_another_in_the_next_step() -> None:
     ask = build()
     ask(TEXT[:100], names=["writes"])
     (draft,) = ask(TEXT[40:60], names=["asks"])
@@ -107,14 +107,14 @@ def test_what_one_request_wrote_another_drafts_in_the_next_step() -> None:
     assert ask(TEXT[40:60], names=["later"])[0].tokens == draft.tokens
 
 
-def test_a_text_that_grows_step_by_step_is_learned_whole() -> None:
+def test_a_growing_text_is_learned_whole() -> None:
     ask = build()
     for end in (50, 51, 53, 60, 90):
         ask(TEXT[:end], names=["writes"])
     assert ask(TEXT[45:55], names=["asks"])[0].tokens == tuple(TEXT[55:63].tolist())
 
 
-def test_a_long_prompt_is_learned_over_several_steps_while_short_ones_do_not_wait() -> None:
+def test_a_long_prompt_is_learned_over_steps_without_delaying_others() -> None:
     ask = build()
     long, short = TEXT, TEXT[:60] + 1
     ask(long, short, names=["long", "short"], num_prompt_tokens=6000)
@@ -125,7 +125,7 @@ def test_a_long_prompt_is_learned_over_several_steps_while_short_ones_do_not_wai
     assert trie.num_tokens == 6060
 
 
-def test_a_request_that_must_not_be_learned_from_drafts_from_others_and_leaves_nothing() -> None:
+def test_a_request_without_learn_gets_drafts_and_leaves_no_text() -> None:
     ask = build()
     ask(TEXT[:100], names=["writes"])
     secret = RequestControls(learn=False)
@@ -137,15 +137,15 @@ def test_a_request_that_must_not_be_learned_from_drafts_from_others_and_leaves_n
     assert ask(TEXT[205:215], names=["asks"])[0].tokens == ()
 
 
-@pytest.mark.parametrize("wish", [{"speculation": "off"}, {"max_draft_tokens": 0}])
-def test_a_text_that_nobody_would_draft_from_takes_no_room(wish: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{"speculation": "off"}, {"max_draft_tokens": 0}])
+def test_an_unlearned_text_without_drafts_takes_no_memory(options: dict[str, Any]) -> None:
     ask = build()
-    controls = RequestControls(learn=False, **wish)
+    controls = RequestControls(learn=False, **options)
     ask(TEXT[:100], names=["silent"], controls=(controls,))
     assert not any(trie.num_tokens for trie in ask.source._memory.tries().values())
 
 
-def test_prompts_are_left_out_where_the_configuration_says_so() -> None:
+def test_prompts_are_not_learned_if_learn_prompts_is_off() -> None:
     config = CONFIG.model_copy(update={"learn_prompts": False})
     ask = build(config)
     ask(TEXT[:100], names=["writes"], num_prompt_tokens=50)
@@ -154,7 +154,7 @@ def test_prompts_are_left_out_where_the_configuration_says_so() -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_tenants_never_see_one_anothers_texts_unless_they_share(shared: bool) -> None:
+def test_tenants_get_no_drafts_from_one_another_unless_they_share(shared: bool) -> None:
     ask = build(CONFIG.model_copy(update={"share_tenants": shared}), TENANTS)
     one, two = RequestControls(tenant="one"), RequestControls(tenant="two")
     ask(TEXT[:100], names=["writes"], controls=(one,))
@@ -163,7 +163,7 @@ def test_tenants_never_see_one_anothers_texts_unless_they_share(shared: bool) ->
     assert bool(drafts[1].tokens) is shared
 
 
-def test_one_tenants_flood_makes_no_other_tenant_forget() -> None:
+def test_one_tenants_flood_evicts_no_other_tenants_text() -> None:
     ask = build(tenants=TENANTS)
     one, two = RequestControls(tenant="one"), RequestControls(tenant="two")
     ask(TEXT[:100], names=["writes"], controls=(one,))
@@ -175,7 +175,7 @@ def test_one_tenants_flood_makes_no_other_tenant_forget() -> None:
     assert ask(TEXT[40:60], names=["asks"], controls=(one,))[0].tokens
 
 
-def test_an_adapters_text_is_for_that_adapter() -> None:
+def test_an_adapters_text_is_drafted_for_it_only() -> None:
     ask = Asker(TrieSource.build(CONFIG, SourceContext(num_adapters=1)))
     ask(TEXT[:100], names=["writes"], controls=(RequestControls(adapter="sql"),))
     assert ask(TEXT[40:60], names=["asks"])[0].tokens == ()
@@ -192,7 +192,7 @@ def test_an_adapters_text_is_for_that_adapter() -> None:
         pytest.param(("a",), False, ["", "x", "y"], id="two applications of one model"),
     ],
 )
-def test_a_configured_tenant_drafts_whoever_else_is_in_the_log(
+def test_a_configured_tenant_gets_drafts_despite_others_in_the_log(
     tenants: tuple[str, ...], share_tenants: bool, in_the_log: list[str]
 ) -> None:
     metrics = SpeculationMetrics(("trie",))
@@ -214,7 +214,7 @@ def test_a_configured_tenant_drafts_whoever_else_is_in_the_log(
     assert (metrics.snapshot().health[0].up, metrics.snapshot().health[0].reason) == (True, "")
 
 
-def test_a_request_that_finds_no_trie_is_told_and_served_without_drafts(
+def test_a_request_that_finds_no_trie_is_reported_and_gets_no_drafts(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     metrics = SpeculationMetrics(("trie",))
@@ -222,8 +222,8 @@ def test_a_request_that_finds_no_trie_is_told_and_served_without_drafts(
     ask = Asker(TrieSource.build(CONFIG, context))
 
     def asks(name: str, *, adapter: str = "", tenant: str = "a") -> tuple[bool, str]:
-        wishes = (RequestControls(adapter=adapter, tenant=tenant),)
-        assert ask(TEXT[40:60], names=[name], controls=wishes)[0].tokens == ()
+        controls = (RequestControls(adapter=adapter, tenant=tenant),)
+        assert ask(TEXT[40:60], names=[name], controls=controls)[0].tokens == ()
         health = metrics.snapshot().health[0]
         return health.up, health.reason
 
@@ -239,7 +239,7 @@ def test_a_request_that_finds_no_trie_is_told_and_served_without_drafts(
     ask.close("plain", "first", "second", "plain again", "unknown", "third")
 
 
-def test_the_others_are_told_everything_but_what_must_not_be_learned() -> None:
+def test_only_texts_that_may_be_learned_are_published() -> None:
     published = Published()
     memory = TrieMemory(CONFIG.max_bytes, [namespace("m")])
     ask = Asker(TrieSource(CONFIG, memory, SourceContext(model_identity="m"), published))
@@ -260,7 +260,7 @@ def test_the_others_are_told_everything_but_what_must_not_be_learned() -> None:
     assert published.finished == [name]
 
 
-def test_a_text_that_was_purged_while_it_grows_is_learned_no_further() -> None:
+def test_a_growing_text_is_not_learned_after_a_purge() -> None:
     ask = build()
     ask(TEXT[:100], names=["grows"])
     ask.source._memory.clear(namespace("m"))
@@ -271,7 +271,7 @@ def test_a_text_that_was_purged_while_it_grows_is_learned_no_further() -> None:
     assert ask(TEXT[40:60], names=["asks"])[0].tokens == tuple(TEXT[60:68].tolist())
 
 
-def test_a_request_gets_nothing_of_the_one_that_had_its_slot_before() -> None:
+def test_a_slots_next_request_is_learned_as_a_new_text() -> None:
     ask = build()
     ask(TEXT[:100], names=["first"])
     ask.close("first")
@@ -280,7 +280,7 @@ def test_a_request_gets_nothing_of_the_one_that_had_its_slot_before() -> None:
     assert trie.num_tokens == 130
 
 
-def test_a_request_without_a_tenant_where_there_are_tenants_shares_nothing() -> None:
+def test_a_request_without_a_tenant_shares_nothing_if_there_are_tenants() -> None:
     ask = build(tenants=TENANTS)
     nobody = (RequestControls(tenant=NO_TENANT),)
     ask(TEXT[:100], names=["writes"], controls=nobody)
@@ -288,7 +288,7 @@ def test_a_request_without_a_tenant_where_there_are_tenants_shares_nothing() -> 
     assert not sum(trie.num_tokens for trie in ask.source._memory.tries().values())
 
 
-def test_the_memory_is_in_the_metrics() -> None:
+def test_the_metrics_show_the_tokens_of_each_namespace() -> None:
     metrics = SpeculationMetrics()
     ask = Asker(TrieSource.build(CONFIG, SourceContext(model_identity="m", metrics=metrics)))
     before = metrics.snapshot()
@@ -305,7 +305,7 @@ def test_the_memory_is_in_the_metrics() -> None:
     assert [each.num_tokens for each in before.trie.namespaces] == [0]
 
 
-def test_the_metrics_do_not_show_the_namespaces_of_tenants() -> None:
+def test_the_metrics_show_tenants_by_keyed_labels_only() -> None:
     metrics = SpeculationMetrics()
     context = SourceContext(tenants=TENANTS, metrics=metrics, label_key=b"secret")
     TrieSource.build(CONFIG, context)
@@ -317,7 +317,7 @@ def test_the_metrics_do_not_show_the_namespaces_of_tenants() -> None:
     ]
 
 
-def test_no_draft_is_longer_than_asked_for() -> None:
+def test_no_draft_is_longer_than_its_limits() -> None:
     ask = build()
     ask(TEXT[:200], names=["writes"])
     assert len(ask(TEXT[40:60], names=["a"], limit=3)[0].tokens) == 3
@@ -325,8 +325,8 @@ def test_no_draft_is_longer_than_asked_for() -> None:
     assert ask(TEXT[40:60], names=["c"], limit=0)[0].tokens == ()
 
 
-class Line:
-    """Misses, and what the metrics tell of them."""
+class Misses:
+    """Records misses and returns the reason in the metrics."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -338,17 +338,17 @@ class Line:
         return self._metrics.snapshot().health[0].reason
 
 
-def test_a_miss_is_told_until_a_request_of_its_namespace_finds_a_trie() -> None:
-    line = Line()
-    assert line.reason_after("n", "full") == "full"
-    assert line.reason_after("other") == "full"
-    assert line.reason_after("m", "fuller") == "fuller"
-    assert line.reason_after("m") == "full"
-    assert line.reason_after("n") == ""
+def test_a_miss_is_shown_until_its_namespace_finds_a_trie() -> None:
+    misses = Misses()
+    assert misses.reason_after("n", "full") == "full"
+    assert misses.reason_after("other") == "full"
+    assert misses.reason_after("m", "fuller") == "fuller"
+    assert misses.reason_after("m") == "full"
+    assert misses.reason_after("n") == ""
 
 
-def test_a_miss_of_long_ago_is_not_told() -> None:
-    line = Line()
-    line.reason_after("n", "full")
-    line.now = TOLD_S
-    assert line.reason_after("other") == ""
+def test_an_old_miss_is_not_shown() -> None:
+    misses = Misses()
+    misses.reason_after("n", "full")
+    misses.now = TOLD_S
+    assert misses.reason_after("other") == ""

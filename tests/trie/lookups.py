@@ -19,7 +19,7 @@ def look_up(
     min_match_len: int = 2,
     floor: float = 0.0,
 ) -> Drafts:
-    """Drafts for requests whose own sequences, if any, have learned all of their contexts."""
+    """Drafts for these contexts. Own sequences must have learned their whole contexts."""
     size = len(contexts)
     lengths = np.array([len(each) for each in contexts], np.int32)
     rows = np.zeros((size, lengths.max()), np.int32)

@@ -1,4 +1,4 @@
-"""Which code is compiled: all of it before the first request, and nothing afterwards."""
+"""All kernels are compiled before the first request."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONFIG = TrieConfig(kind="trie", max_bytes=1 << 20)
 
 
 class Nowhere:
-    """The way to other replicas that nobody is at the end of."""
+    """A link without other replicas."""
 
     def publish(self, piece: TextPiece) -> None:
         pass
@@ -35,7 +35,7 @@ class Nowhere:
 
 
 def compiled() -> dict[str, int]:
-    """How many signatures each compiled function has, by its name."""
+    """Number of signatures of each compiled function, by name."""
     return {
         f"{module.__name__}.{name}": len(value.signatures)
         for module in (branch, contexts, pages, step, unsent)
@@ -72,7 +72,7 @@ def source() -> TrieSource:
     return TrieSource(CONFIG, memory, SourceContext(model_identity="m"), Nowhere())
 
 
-def test_traffic_of_no_kind_compiles_anything_anew(source: TrieSource) -> None:
+def test_no_request_or_record_compiles_a_kernel(source: TrieSource) -> None:
     before = compiled()
     kernels = ("step.step", "pages.append_one", "pages.remove", "unsent.collect")
     assert {before[each] for each in before if each.endswith(kernels)} == {1}
@@ -98,7 +98,7 @@ def test_traffic_of_no_kind_compiles_anything_anew(source: TrieSource) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["<i4", np.int64])
-def test_tokens_may_come_in_any_array(source: TrieSource, dtype: str) -> None:
+def test_tokens_may_be_any_integer_array(source: TrieSource, dtype: str) -> None:
     before = compiled()
     trie = TokenTrie(1 << 20)
     content = text(100).astype(dtype).tobytes()

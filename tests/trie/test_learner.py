@@ -35,7 +35,7 @@ def draft(memory: TrieMemory, context: Int32Array, namespace: str = "n") -> tupl
     return found.tokens[0, : found.lengths[0]].tolist(), found.labels[0] == CLUSTER
 
 
-def test_pieces_of_a_text_become_one_that_others_taught(memory: TrieMemory) -> None:
+def test_pieces_from_another_replica_become_one_text(memory: TrieMemory) -> None:
     learner = ClusterLearner(memory)
     for begin, end in ((0, 700), (700, 703), (703, 1000)):
         learner.apply(piece(begin, end, final=end == 1000))
@@ -43,7 +43,7 @@ def test_pieces_of_a_text_become_one_that_others_taught(memory: TrieMemory) -> N
         assert draft(memory, TEXT[end - 10 : end]) == (TEXT[end : end + 4].tolist(), True)
 
 
-def test_where_a_piece_is_missing_nothing_is_made_up(memory: TrieMemory) -> None:
+def test_no_draft_crosses_a_missing_piece(memory: TrieMemory) -> None:
     learner = ClusterLearner(memory)
     learner.apply(piece(0, 100))
     learner.apply(piece(200, 300))
@@ -51,7 +51,7 @@ def test_where_a_piece_is_missing_nothing_is_made_up(memory: TrieMemory) -> None
     assert draft(memory, TEXT[200:210])[0] == TEXT[210:214].tolist()
 
 
-def test_nothing_is_made_up_where_a_text_was_closed_and_goes_on_later(
+def test_no_draft_crosses_a_gap_in_a_text_that_was_closed(
     memory: TrieMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MOST_GROWING", 1)
@@ -63,7 +63,7 @@ def test_nothing_is_made_up_where_a_text_was_closed_and_goes_on_later(
     assert draft(memory, TEXT[200:210])[0] == TEXT[210:214].tolist()
 
 
-def test_a_purge_is_carried_out(memory: TrieMemory) -> None:
+def test_a_purge_clears_its_namespace(memory: TrieMemory) -> None:
     learner = ClusterLearner(memory)
     learner.apply(piece(0, 100))
     learner.apply(piece(400, 500, "other", namespace="m"))
@@ -73,7 +73,7 @@ def test_a_purge_is_carried_out(memory: TrieMemory) -> None:
     assert draft(memory, TEXT[440:450], "m")[0]
 
 
-def test_a_text_that_goes_on_after_a_purge_is_learned_from_there_on(memory: TrieMemory) -> None:
+def test_a_text_that_continues_after_a_purge_is_learned_from_there(memory: TrieMemory) -> None:
     learner = ClusterLearner(memory)
     learner.apply(piece(0, 100))
     learner.apply(Record("o", 2, 0.0, "n", "purge"))
@@ -84,7 +84,7 @@ def test_a_text_that_goes_on_after_a_purge_is_learned_from_there_on(memory: Trie
         assert draft(memory, TEXT[end - 10 : end])[0] == TEXT[end : end + 4].tolist()
 
 
-def test_text_of_who_is_not_configured_is_passed_over(memory: TrieMemory) -> None:
+def test_text_of_an_unknown_namespace_is_ignored(memory: TrieMemory) -> None:
     learner = ClusterLearner(memory)
     for name in ("of another", "n", "m"):
         learner.apply(piece(0, 100, namespace=name))
@@ -92,7 +92,7 @@ def test_text_of_who_is_not_configured_is_passed_over(memory: TrieMemory) -> Non
     assert held == {"n": 100, "m": 100}
 
 
-def test_a_purge_of_a_tenant_reaches_all_that_is_here_of_it() -> None:
+def test_a_purge_of_a_tenant_clears_all_its_namespaces() -> None:
     plain, adapter = namespace("m", tenant="a"), namespace("m", "sql", "a")
     other = namespace("m", tenant="b")
     memory = TrieMemory(8 << 20, [plain, other], 1)
@@ -104,7 +104,7 @@ def test_a_purge_of_a_tenant_reaches_all_that_is_here_of_it() -> None:
     assert held == {plain: 0, adapter: 0, other: 100}
 
 
-def test_texts_that_never_end_are_closed_when_they_are_many(
+def test_the_oldest_of_too_many_open_texts_are_closed(
     memory: TrieMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MOST_GROWING", 8)
@@ -116,7 +116,7 @@ def test_texts_that_never_end_are_closed_when_they_are_many(
     assert int(trie._arrays.slots[:, IS_OPEN].sum()) == 8
 
 
-def test_a_text_of_a_replica_that_died_is_closed_after_a_while(memory: TrieMemory) -> None:
+def test_a_text_of_a_dead_replica_is_closed_after_a_timeout(memory: TrieMemory) -> None:
     now = [0.0]
     learner = ClusterLearner(memory, lambda: now[0])
     learner.apply(piece(0, 100, "cut off"))
@@ -128,12 +128,12 @@ def test_a_text_of_a_replica_that_died_is_closed_after_a_while(memory: TrieMemor
     assert draft(memory, TEXT[90:96])[0] == TEXT[96:100].tolist()
 
 
-def test_texts_that_never_ended_leave_a_small_trie_room_for_new_ones() -> None:
+def test_texts_that_never_end_leave_room_in_a_small_trie() -> None:
     memory = TrieMemory(1 << 18, ["n"])
     trie = memory.tries().get("n")
     assert trie is not None
     learner = ClusterLearner(memory)
-    for number in range(500):  # as a new replica reads them
+    for number in range(500):  # as a new replica reads them from the log
         learner.apply(piece(number, number + 20, f"of a replica that died {number}"))
     assert int(trie._arrays.slots[:, IS_OPEN].sum()) <= trie.num_pages // 4
     for number in range(1500, 1600):

@@ -37,7 +37,7 @@ def memory() -> Iterator[fsspec.AbstractFileSystem]:
     files.rm("/", recursive=True)
 
 
-def test_what_is_saved_is_what_is_loaded(path: Path) -> None:
+def test_a_saved_state_is_loaded_again(path: Path) -> None:
     file = SnapshotFile(str(path), FINGERPRINT)
     size = file.save(some_state())
     assert path.stat().st_size == size
@@ -45,19 +45,19 @@ def test_what_is_saved_is_what_is_loaded(path: Path) -> None:
     assert os.listdir(path.parent) == [path.name]
 
 
-def test_only_the_owner_may_read_what_users_wrote(path: Path) -> None:
+def test_only_the_owner_may_read_a_snapshot(path: Path) -> None:
     SnapshotFile(str(path), FINGERPRINT).save(some_state())
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_a_missing_snapshot_is_none_and_nothing_is_said(
+def test_a_missing_snapshot_is_none_and_logs_nothing(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert SnapshotFile(str(path), FINGERPRINT).load_or_set_aside() is None
     assert not caplog.records
 
 
-def test_a_url_is_as_good_as_a_path(memory: fsspec.AbstractFileSystem) -> None:
+def test_a_snapshot_may_be_at_a_url(memory: fsspec.AbstractFileSystem) -> None:
     file = SnapshotFile("memory://bucket/trie.snapshot", FINGERPRINT)
     assert file.load_or_set_aside() is None
     file.save(some_state(3))
@@ -100,7 +100,7 @@ def test_one_wrong_byte_is_noticed(
     assert f"{path}.refused-1" in caplog.text
 
 
-def test_no_cut_off_snapshot_is_taken_for_a_whole_one(path: Path) -> None:
+def test_a_truncated_or_extended_snapshot_is_refused(path: Path) -> None:
     file = SnapshotFile(str(path), FINGERPRINT)
     file.save(some_state(5))
     content = path.read_bytes()
@@ -158,7 +158,7 @@ def test_a_full_disk_leaves_the_old_snapshot_whole(
     assert file.load_or_set_aside() == some_state()
 
 
-def test_a_folder_that_cannot_be_is_a_snapshot_error(tmp_path: Path) -> None:
+def test_an_impossible_folder_is_a_snapshot_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     file = SnapshotFile(str(tmp_path / "file" / "trie.snapshot"), FINGERPRINT)
     with pytest.raises(SnapshotError, match=r"trie\.snapshot was not written"):

@@ -1,4 +1,4 @@
-"""Who gets a trie, and whose it becomes when another one asks."""
+"""Which namespaces get a trie, and when another one takes it over."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_only_configured_tenants_have_tries() -> None:
     assert set(memory.tries()) == {A, B}
 
 
-def test_tries_are_of_one_size_and_together_within_the_limit() -> None:
+def test_tries_have_one_size_and_fit_the_limit_together() -> None:
     memory = TrieMemory(SIZE, [A, B], 1)
     tries = [memory.for_request(name) for name in (A, B, adapter("x"), adapter("x", "b"))]
     sizes = {trie.num_bytes for trie in tries if trie is not None}
@@ -45,7 +45,7 @@ def test_tries_are_of_one_size_and_together_within_the_limit() -> None:
     assert 3 * SIZE // 4 < 4 * sizes.pop() <= SIZE
 
 
-def test_an_adapter_of_another_replica_is_learned_where_a_trie_is_free() -> None:
+def test_another_replicas_adapter_is_learned_if_a_trie_is_free() -> None:
     memory = TrieMemory(SIZE, [A], 1)
     taught = memory.for_record(adapter("x"))
     assert taught is not None
@@ -53,7 +53,7 @@ def test_an_adapter_of_another_replica_is_learned_where_a_trie_is_free() -> None
     assert memory.for_request(adapter("x")) is taught
 
 
-def test_a_request_takes_the_trie_that_only_the_log_has_used() -> None:
+def test_a_request_takes_a_trie_that_only_the_log_has_used() -> None:
     memory = TrieMemory(SIZE, [A, B], 1)
     taught = [memory.for_record(adapter("old", tenant)) for tenant in ("a", "b")]
     trie = memory.for_request(adapter("new"))
@@ -64,14 +64,14 @@ def test_a_request_takes_the_trie_that_only_the_log_has_used() -> None:
     assert memory.tries().get(adapter("old", "b")) is taught[1]
 
 
-def test_an_adapter_that_the_configuration_names_is_learned_from_the_first(clock: Clock) -> None:
+def test_a_configured_adapter_is_learned_from_the_start(clock: Clock) -> None:
     memory = TrieMemory(SIZE, [A], 1, [adapter("named"), adapter("one too many")], clock)
     assert memory.for_record(adapter("other")) is None
     assert memory.for_request(adapter("other")) is None
     assert memory.for_record(adapter("named")) is not None
 
 
-def test_an_adapter_keeps_its_trie_until_its_last_request_is_long_ago(clock: Clock) -> None:
+def test_an_adapter_keeps_its_trie_until_it_was_idle_for_long(clock: Clock) -> None:
     memory = TrieMemory(SIZE, [A], 2, clock=clock)
     for name in ("first", "second"):
         assert memory.for_request(adapter(name)) is not None
@@ -88,12 +88,12 @@ def test_an_adapter_keeps_its_trie_until_its_last_request_is_long_ago(clock: Clo
     assert set(memory.tries()) == {A, adapter("first"), adapter("new")}
 
 
-def test_what_another_adapter_has_learned_is_not_in_the_trie_that_is_taken() -> None:
+def test_a_taken_trie_has_no_text_of_the_former_adapter() -> None:
     memory = TrieMemory(SIZE, [A], 1)
     before = memory.for_record(adapter("old"))
     assert before is not None
     after = memory.for_request(adapter("new"))
     assert after is not None
-    before.open()  # by the link's thread, which has got the trie before
+    before.open()  # by the link's thread, which still has the former trie
     assert not after.num_tokens
     assert after is not before

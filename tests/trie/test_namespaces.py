@@ -25,7 +25,7 @@ def test_another_model_adapter_or_tenant_is_another_namespace() -> None:
     assert all(one != other for one, other in combinations(names, 2))
 
 
-def test_what_is_a_tenants_is_known_under_every_model_and_adapter() -> None:
+def test_a_tenants_namespaces_are_found_for_each_model_and_adapter() -> None:
     for name in (namespace("m", "", "a"), namespace("n", "x", "a")):
         assert is_part_of(name, name)
         assert is_part_of(name, tenant_half("a"))
@@ -34,7 +34,7 @@ def test_what_is_a_tenants_is_known_under_every_model_and_adapter() -> None:
     assert not is_part_of(namespace("m", "", "a"), namespace("n", "", "a"))
 
 
-def test_a_label_is_known_to_who_has_the_key_alone() -> None:
+def test_a_label_depends_on_the_key() -> None:
     name = namespace("m", tenant="a")
     assert label(name, b"key") == label(name, b"key")
     assert len({name, label(name, b"key"), label(name, b"another")}) == 3
@@ -44,7 +44,7 @@ def test_a_label_is_known_to_who_has_the_key_alone() -> None:
     assert label(name, b"") == name
 
 
-def test_namespaces_are_spread_over_the_stores_each_in_one() -> None:
+def test_namespaces_are_spread_evenly_over_the_stores() -> None:
     names = [namespace("m", "", f"tenant-{number}") for number in range(400)]
     shards = [shard_of(name, 4) for name in names]
     assert shards == [shard_of(name, 4) for name in names]

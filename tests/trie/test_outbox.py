@@ -34,7 +34,7 @@ def numbers(records: list[Record]) -> list[tuple[str, int]]:
     return [(each.origin, each.number) for each in records]
 
 
-def test_what_was_written_is_pending_until_it_is_confirmed() -> None:
+def test_records_are_pending_until_they_are_confirmed() -> None:
     write = Writer()
     outbox = write.outbox
     assert outbox.is_empty
@@ -52,14 +52,14 @@ def test_what_was_written_is_pending_until_it_is_confirmed() -> None:
     assert outbox.oldest_unsent_stamp == inf
 
 
-def test_what_the_store_handed_out_is_not_sent_back() -> None:
+def test_received_records_are_not_sent_back() -> None:
     outbox = Writer().outbox
     assert outbox.receive(record(1, origin="other"))
     assert not outbox.receive(record(1, origin="other"))
     assert sent(outbox) == []
 
 
-def test_a_store_that_lost_its_memory_is_sent_own_records_and_then_others() -> None:
+def test_a_store_that_lost_its_log_gets_own_records_then_others() -> None:
     write = Writer()
     outbox = write.outbox
     outbox.receive(record(1, origin="other"))
@@ -73,7 +73,7 @@ def test_a_store_that_lost_its_memory_is_sent_own_records_and_then_others() -> N
     assert numbers(sent(outbox, 1)) == [("me", 1), ("me", 2), ("other", 1), ("other", 2)]
 
 
-def test_what_another_replica_has_sent_meanwhile_is_left_out() -> None:
+def test_records_that_another_replica_resent_are_not_sent() -> None:
     outbox = Writer().outbox
     outbox.receive(record(1, origin="other"))
     outbox.receive(record(2, origin="other"))
@@ -82,7 +82,7 @@ def test_what_another_replica_has_sent_meanwhile_is_left_out() -> None:
     assert numbers(sent(outbox)) == [("other", 2)]
 
 
-def test_a_store_that_lost_its_memory_is_sent_the_tombstones_too() -> None:
+def test_a_store_that_lost_its_log_gets_the_tombstones_too() -> None:
     write = Writer(MIN_BYTES)
     write.outbox.receive(purge(stamp=1e9, namespace="gone"))
     for _ in range(1000):
@@ -92,7 +92,7 @@ def test_a_store_that_lost_its_memory_is_sent_the_tombstones_too() -> None:
     assert ("operator", 1) in numbers(sent(write.outbox))
 
 
-def test_forgotten_text_is_not_sent() -> None:
+def test_purged_text_is_not_sent() -> None:
     write = Writer()
     write(stamp=1e9)
     write.outbox.receive(purge(stamp=1e9))
@@ -102,7 +102,7 @@ def test_forgotten_text_is_not_sent() -> None:
     assert write.outbox.dropped_tokens == 0
 
 
-def test_own_text_that_was_dropped_before_it_was_sent_is_counted() -> None:
+def test_own_text_that_is_dropped_unsent_is_counted() -> None:
     write = Writer(MIN_BYTES)
     outbox = write.outbox
     for number in range(1, 300):

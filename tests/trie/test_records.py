@@ -49,16 +49,16 @@ def test_a_well_formed_record_has_no_problem(good: Record) -> None:
         ({"namespace": "ä"}, "ASCII"),
     ],
 )
-def test_a_record_that_must_not_be_taken_is_told_why(fields: dict[str, Any], said: str) -> None:
+def test_an_invalid_record_is_refused_with_a_reason(fields: dict[str, Any], said: str) -> None:
     assert said in problem_of(record(**fields), VOCAB_SIZE)
 
 
-def test_a_part_of_a_token_is_refused() -> None:
+def test_a_partial_token_is_refused() -> None:
     bad = msgspec.structs.replace(record(), tokens=b"12345")
     assert "5 bytes" in problem_of(bad, VOCAB_SIZE)
 
 
-def test_tokens_come_back_as_they_were_written() -> None:
+def test_tokens_are_read_as_they_were_written() -> None:
     assert record(tokens=[7, 0, 999]).token_array().tolist() == [7, 0, 999]
     assert record(tokens=[7, 0, 999]).num_tokens == 3
 

@@ -20,11 +20,11 @@ WAIT_S = 30.0
 OPTIONS = ReplicaOptions(fingerprint=FINGERPRINT, interval_s=0.01)
 
 Texts = dict[tuple[str, str], dict[int, int]]
-"""Token by position, by namespace and sequence."""
+"""Tokens by position, for each namespace and sequence."""
 
 
 class Reader:
-    """What a replica was told; insists on being told each record once."""
+    """Keeps what a replica reads; fails if it reads a record twice."""
 
     def __init__(self) -> None:
         self.texts: Texts = {}
@@ -43,7 +43,7 @@ class Reader:
 
 
 class Replica:
-    """A replica with what it wrote and was told."""
+    """A replica with the texts that it wrote and read."""
 
     def __init__(self, client: DirectClient, options: ReplicaOptions = OPTIONS) -> None:
         self.read = Reader()
@@ -88,7 +88,7 @@ def start(client: DirectClient) -> Iterator[Callable[[], Replica]]:
 Start = Callable[[], Replica]
 
 
-def test_what_one_replica_writes_the_others_read(start: Start) -> None:
+def test_replicas_read_what_others_write(start: Start) -> None:
     first, second = start(), start()
     first.write("a", [1, 2, 3])
     second.write("b", [4], namespace="other")
@@ -97,17 +97,17 @@ def test_what_one_replica_writes_the_others_read(start: Start) -> None:
     eventually(lambda: first.read.texts == second.wrote, "second's text", WAIT_S, 0.01)
     third = start()
     both = first.wrote | second.wrote
-    eventually(lambda: third.read.texts == both, "all of it", WAIT_S, 0.01)
+    eventually(lambda: third.read.texts == both, "both texts", WAIT_S, 0.01)
     assert (second.link.up, second.link.received_tokens) == (True, 4)
 
 
-def test_a_replica_that_is_alone_calls_more_seldom(client: DirectClient) -> None:
+def test_a_lone_replica_calls_the_store_less_often(client: DirectClient) -> None:
     first, second = Replica(client), Replica(client)
     assert first.link.take_turn() == pytest.approx(ALONE_FACTOR * OPTIONS.interval_s)
     assert second.link.take_turn() == first.link.take_turn() == OPTIONS.interval_s
 
 
-def test_stopping_sends_what_is_left(client: DirectClient, start: Start) -> None:
+def test_stop_sends_the_unsent_text(client: DirectClient, start: Start) -> None:
     slow = Replica(
         client,
         ReplicaOptions(fingerprint=FINGERPRINT, interval_s=3600),
@@ -117,10 +117,10 @@ def test_stopping_sends_what_is_left(client: DirectClient, start: Start) -> None
     slow.write("a", [1, 2, 3])
     assert slow.link.stop()
     reader = start()
-    eventually(lambda: reader.read.texts == slow.wrote, "its last words", WAIT_S, 0.01)
+    eventually(lambda: reader.read.texts == slow.wrote, "the unsent text", WAIT_S, 0.01)
 
 
-def test_stopping_ends_though_there_is_no_store(start: Start, client: DirectClient) -> None:
+def test_stop_returns_without_a_store(start: Start, client: DirectClient) -> None:
     client.store = None
     replica = start()
     replica.write("a", [1])
@@ -129,7 +129,7 @@ def test_stopping_ends_though_there_is_no_store(start: Start, client: DirectClie
     assert time.monotonic() - began < WAIT_S
 
 
-def test_without_a_store_text_waits_and_is_sent_when_one_is_there(
+def test_text_waits_until_there_is_a_store(
     start: Start, client: DirectClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     store, client.store = client.store, None
@@ -141,11 +141,11 @@ def test_without_a_store_text_waits_and_is_sent_when_one_is_there(
     client.store = store
     eventually(lambda: reader.read.texts == writer.wrote, "the text", WAIT_S, 0.01)
     eventually(lambda: writer.link.unsent_s == 0, "nothing left", WAIT_S, 0.01)
-    eventually(lambda: caplog.text.count("answers again") == 2, "all is well", WAIT_S, 0.01)
+    eventually(lambda: caplog.text.count("answers again") == 2, "log lines", WAIT_S, 0.01)
     assert caplog.text.count("does not answer") == 2
 
 
-def test_without_a_store_memory_is_bounded_and_what_is_dropped_is_counted() -> None:
+def test_without_a_store_memory_is_bounded_and_drops_are_counted() -> None:
     options = ReplicaOptions(fingerprint=FINGERPRINT, max_bytes=1 << 16)
     client = DirectClient()
     replica = Replica(client, options)
@@ -160,7 +160,7 @@ def test_without_a_store_memory_is_bounded_and_what_is_dropped_is_counted() -> N
     assert replica.link.dropped_tokens == 100 * 500 - kept
 
 
-def test_a_thread_that_does_not_keep_up_costs_text_and_no_memory(
+def test_text_is_dropped_if_the_links_thread_is_too_slow(
     client: DirectClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_QUEUED", 1)
@@ -174,7 +174,7 @@ def test_a_thread_that_does_not_keep_up_costs_text_and_no_memory(
     assert link.dropped_tokens == 6
 
 
-def test_a_replica_of_another_model_says_so_once_and_shares_nothing(
+def test_a_replica_of_another_model_logs_once_and_shares_nothing(
     client: DirectClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     options = ReplicaOptions(fingerprint="another")
@@ -189,7 +189,7 @@ def test_a_replica_of_another_model_says_so_once_and_shares_nothing(
     assert [each.name for each in caplog.records].count("specserve.trie.replica") == 1
 
 
-def test_a_record_that_the_index_does_not_take_is_counted_and_the_next_one_comes(
+def test_a_record_that_cannot_be_applied_is_counted_and_skipped(
     client: DirectClient,
 ) -> None:
     writer = Replica(client)
@@ -220,7 +220,7 @@ def test_a_purge_reaches_every_replica(client: DirectClient, start: Start) -> No
     )
 
 
-def test_a_store_that_lost_its_memory_gets_it_back_but_not_what_was_purged(
+def test_a_store_that_lost_its_log_gets_it_back_without_purged_text(
     client: DirectClient,
 ) -> None:
     writer, reader = Replica(client), Replica(client)
@@ -230,7 +230,7 @@ def test_a_store_that_lost_its_memory_gets_it_back_but_not_what_was_purged(
     reader.link.take_turn()
     assert client.store is not None
     client.store.purge("purged")
-    writer.link.take_turn()  # the reader has not heard of it
+    writer.link.take_turn()  # the reader has not seen the purge
     client.store = new_store()
     for each in (reader, writer, reader, reader):
         while each.link.take_turn() == 0:
@@ -239,7 +239,7 @@ def test_a_store_that_lost_its_memory_gets_it_back_but_not_what_was_purged(
     assert [each.namespace for each in reader.read.tombstones] == ["purged"]
 
 
-def test_nothing_of_a_purged_tenant_comes_back_from_who_had_not_heard_of_it(
+def test_a_replica_that_missed_a_purge_brings_no_text_back(
     client: DirectClient,
 ) -> None:
     ours, adapters, others = (
@@ -252,10 +252,10 @@ def test_nothing_of_a_purged_tenant_comes_back_from_who_had_not_heard_of_it(
         writer.write("sent", [1, 2], name)
     writer.link.take_turn()
     reader.link.take_turn()
-    writer.write("not yet sent", [3, 4], adapters)  # so that the store has never heard of it
+    writer.write("not yet sent", [3, 4], adapters)  # the store does not know this namespace
     assert client.store is not None
     assert client.store.purge(tenant_half("a")) == 2
-    for store in (client.store, new_store()):  # and one that knows nothing of the order
+    for store in (client.store, new_store()):  # the second store does not know the purge
         client.store = store
         for each in (reader, writer, reader, reader):
             while each.link.take_turn() == 0:
@@ -267,7 +267,7 @@ def test_nothing_of_a_purged_tenant_comes_back_from_who_had_not_heard_of_it(
     assert client.store.stats().tokens_by_namespace == {others: 2, adapters: 2}
 
 
-def test_the_lag_of_old_text_does_not_count(client: DirectClient) -> None:
+def test_old_text_does_not_count_as_lag(client: DirectClient) -> None:
     writer = Replica(client)
     writer.write("a", [1])
     writer.link.take_turn()
@@ -283,8 +283,8 @@ def test_the_lag_of_old_text_does_not_count(client: DirectClient) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_nothing_that_a_living_replica_holds_is_ever_lost(seed: int, tmp_path: Path) -> None:
-    """Any order of writes, turns, lost answers, restarts from a snapshot or none, and deaths."""
+def test_no_text_of_a_living_replica_is_ever_lost(seed: int, tmp_path: Path) -> None:
+    """Random writes, turns, lost answers, store restarts with or without a snapshot, deaths."""
     chance = random.Random(seed)
     url = str(tmp_path)
     stores = [new_store(url)]

@@ -7,7 +7,7 @@ from specserve.trie.seen_records import MAX_ORIGINS, MAX_RANGES, SeenRecords
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 40))))
-def test_it_says_of_each_number_whether_it_was_there(added: list[tuple[str, int]]) -> None:
+def test_a_number_is_seen_once_it_was_added(added: list[tuple[str, int]]) -> None:
     held, known = SeenRecords(), set()
     for origin, number in added:
         assert held.add(origin, number) == ((origin, number) not in known)
@@ -20,14 +20,14 @@ def test_it_says_of_each_number_whether_it_was_there(added: list[tuple[str, int]
 
 
 @given(st.permutations(range(1, 30)))
-def test_numbers_without_gaps_are_one_range_in_whatever_order_they_came(order: list[int]) -> None:
+def test_numbers_without_gaps_are_one_range_in_any_order(order: list[int]) -> None:
     held = SeenRecords()
     for number in order:
         held.add("a", number)
     assert held.ranges() == {"a": [(1, 29)]}
 
 
-def test_the_oldest_gap_is_closed_when_there_are_too_many() -> None:
+def test_the_oldest_of_too_many_gaps_is_closed() -> None:
     held = SeenRecords()
     for number in range(2, 2 * (MAX_RANGES + 1) + 1, 2):
         held.add("a", number)

@@ -59,7 +59,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "folder" / "trie.snapshot"
 
 
-def test_a_snapshot_is_written_on_a_schedule_as_long_as_there_is_news(path: Path) -> None:
+def test_snapshots_are_written_at_intervals_if_the_log_changed(path: Path) -> None:
     with kept(path, interval_s=0.01) as it:
         for number in (1, 2):
             it.append(number)
@@ -68,14 +68,14 @@ def test_a_snapshot_is_written_on_a_schedule_as_long_as_there_is_news(path: Path
     assert it.keeper.stats().age_s >= 0
 
 
-def test_one_is_written_when_somebody_asks(path: Path) -> None:
+def test_save_now_writes_a_snapshot(path: Path) -> None:
     with kept(path) as it:
         it.append(1)
         assert it.keeper.save_now() == path.stat().st_size
         assert it.saved() == it.state()
 
 
-def test_the_last_one_is_written_at_the_end(path: Path) -> None:
+def test_stop_writes_a_last_snapshot(path: Path) -> None:
     with kept(path) as it:
         it.append(1)
     assert it.saved() == it.state()
@@ -83,7 +83,7 @@ def test_the_last_one_is_written_at_the_end(path: Path) -> None:
     assert it.keeper.stats().num_saved == 1
 
 
-def test_what_is_there_is_taken_over_at_the_start(path: Path) -> None:
+def test_start_loads_the_existing_snapshot(path: Path) -> None:
     with kept(path) as first:
         first.append(1)
     with kept(path) as second:
@@ -94,7 +94,7 @@ def test_a_failure_is_counted_and_the_next_attempt_succeeds(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with kept(path, interval_s=0.01) as it:
-        path.parent.touch()  # a file where the folder is to be
+        path.parent.touch()  # a file in place of the folder
         it.append(1)
         eventually(lambda: it.keeper.stats().num_errors > 1, "errors", WAIT_S, 0.01)
         assert "was not written" in it.keeper.stats().last_error
@@ -111,18 +111,18 @@ def test_a_snapshot_that_cannot_be_read_yet_is_not_overwritten(path: Path) -> No
     with kept(path) as first:
         first.append(1)
     mounted = path.parent.rename(path.parent.with_name("mounted"))
-    path.parent.touch()  # the file system is not there
+    path.parent.touch()  # the file system is not mounted
     back = path.parent.with_name("back")
     back.symlink_to(mounted)
     with kept(path, interval_s=0.01) as it:
         it.append(2)
         eventually(lambda: it.keeper.stats().num_errors > 1, "errors", WAIT_S, 0.01)
-        back.replace(path.parent)  # at once: seen with neither, it would be a first start
+        back.replace(path.parent)  # atomic: without any folder it would be a first start
         eventually(lambda: it.taken_over, "the snapshot taken over", WAIT_S, 0.01)
         assert it.taken_over == [first.state()]
 
 
-def test_while_the_file_system_hangs_few_wait_for_it(
+def test_few_calls_wait_while_the_file_system_hangs(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     goes_on = threading.Event()

@@ -35,7 +35,7 @@ def store(options: StoreOptions) -> Iterator[TrieStore]:
 
 
 def read(store: TrieStore, reply: ExchangeReply | None = None) -> tuple[list[Record], int]:
-    """All that is left for a reader, and where it has come to."""
+    """All records that a reader has not read, and its new position."""
     records: list[Record] = []
     epoch, position = (reply.epoch, reply.position) if reply is not None else ("", 0)
     while True:
@@ -46,7 +46,7 @@ def read(store: TrieStore, reply: ExchangeReply | None = None) -> tuple[list[Rec
             return records, position
 
 
-def test_a_replica_gets_what_others_wrote_and_not_its_own(store: TrieStore) -> None:
+def test_a_replica_gets_records_of_others_only(store: TrieStore) -> None:
     store.exchange(call([record(1), record(2)], origin="replica"))
     reply = store.exchange(call([record(1, origin="reader")]))
     assert reply.records == [record(1), record(2)]
@@ -56,7 +56,7 @@ def test_a_replica_gets_what_others_wrote_and_not_its_own(store: TrieStore) -> N
     assert other == [record(1), record(2)]
 
 
-def test_numbers_that_are_held_are_told_to_those_who_do_not_know_the_epoch(
+def test_a_caller_without_the_epoch_gets_the_held_numbers(
     store: TrieStore,
 ) -> None:
     first = store.exchange(call([record(1), record(2), record(4)], origin="replica"))
@@ -65,7 +65,7 @@ def test_numbers_that_are_held_are_told_to_those_who_do_not_know_the_epoch(
     assert (again.epoch, again.held) == (first.epoch, {})
 
 
-def test_a_replica_of_another_model_is_refused_and_nothing_of_it_taken(
+def test_records_of_another_model_are_refused(
     store: TrieStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     reply = store.exchange(call([record(1)], fingerprint="another"))
@@ -81,7 +81,7 @@ def test_bad_and_repeated_records_are_dropped(store: TrieStore) -> None:
     assert store.stats().num_records == 2
 
 
-def test_a_restarted_store_goes_on_from_its_snapshot(options: StoreOptions) -> None:
+def test_a_restarted_store_continues_from_its_snapshot(options: StoreOptions) -> None:
     first = TrieStore(options)
     first.exchange(call([record(1), record(2)], origin="replica"))
     first.close()
@@ -94,21 +94,21 @@ def test_a_restarted_store_goes_on_from_its_snapshot(options: StoreOptions) -> N
     second.close()
 
 
-def test_what_a_snapshot_holds_is_checked_as_what_replicas_send(options: StoreOptions) -> None:
+def test_records_of_a_snapshot_are_checked_like_received_ones(options: StoreOptions) -> None:
     first = TrieStore(options)
     first.exchange(call([record(1)], origin="replica"))
     first.close()
     file = SnapshotFile(options.snapshot_file, FINGERPRINT)
     state = file.load_or_set_aside()
     assert state is not None
-    ahead = replace(record(2), stamp=time.time() + 1e6)  # of a node whose clock was wrong
+    ahead = replace(record(2), stamp=time.time() + 1e6)  # from a node with a wrong clock
     file.save(replace(state, records=[*state.records, ahead]))
     second = TrieStore(options)
     assert read(second)[0] == [record(1)]
     second.close()
 
 
-def test_a_reader_of_an_earlier_start_begins_again_and_misses_nothing(
+def test_a_reader_of_a_former_store_starts_over_and_misses_nothing(
     options: StoreOptions,
 ) -> None:
     first = TrieStore(options)
@@ -116,7 +116,7 @@ def test_a_reader_of_an_earlier_start_begins_again_and_misses_nothing(
     first.snapshot_now()
     first.exchange(call([record(2)], origin="replica"))
     _, position = read(first)
-    second = TrieStore(options)  # the first one has ended without a word
+    second = TrieStore(options)  # the first store has crashed
     second.exchange(call([record(7)], origin="another"))
     reply = second.exchange(call(epoch=first.epoch, position=position))
     assert [each.number for each in reply.records] == [1, 7]
@@ -124,7 +124,7 @@ def test_a_reader_of_an_earlier_start_begins_again_and_misses_nothing(
     second.close()
 
 
-def test_a_store_without_a_snapshot_has_readers_begin_again(options: StoreOptions) -> None:
+def test_readers_start_over_at_a_store_without_a_snapshot(options: StoreOptions) -> None:
     old = ExchangeReply(epoch="some other", position=17)
     store = TrieStore(StoreOptions(fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE))
     store.exchange(call([record(1)], origin="replica"))
@@ -133,7 +133,7 @@ def test_a_store_without_a_snapshot_has_readers_begin_again(options: StoreOption
     store.close()
 
 
-def test_a_purge_reaches_readers_the_snapshot_and_what_comes_later(options: StoreOptions) -> None:
+def test_a_purge_applies_to_readers_the_snapshot_and_late_records(options: StoreOptions) -> None:
     store = TrieStore(options)
     now = time.time()
     store.exchange(
@@ -142,15 +142,15 @@ def test_a_purge_reaches_readers_the_snapshot_and_what_comes_later(options: Stor
     before = store.exchange(call())
     assert store.purge("tenant") == 3
     store.exchange(call([record(3, stamp=now + 60)], origin="replica"))
-    (order,) = read(store, before)[0]
-    assert (order.kind, order.namespace) == ("purge", "tenant")
+    (tombstone,) = read(store, before)[0]
+    assert (tombstone.kind, tombstone.namespace) == ("purge", "tenant")
     loaded = SnapshotFile(options.snapshot_file, FINGERPRINT).load_or_set_aside()
     assert loaded is not None
     assert [each.namespace for each in loaded.records if each.num_tokens] == ["other"]
     store.close()
 
 
-def test_a_purge_of_a_tenant_is_kept_for_namespaces_that_the_log_has_no_record_of(
+def test_a_purge_of_a_tenant_applies_to_namespaces_without_records(
     options: StoreOptions,
 ) -> None:
     store = TrieStore(options)
@@ -169,19 +169,19 @@ def test_a_purge_of_a_tenant_is_kept_for_namespaces_that_the_log_has_no_record_o
     again.close()
 
 
-def test_a_purge_that_the_snapshot_cannot_follow_says_so(options: StoreOptions) -> None:
+def test_a_purge_raises_if_its_snapshot_is_not_written(options: StoreOptions) -> None:
     store = TrieStore(options)
     store.exchange(call([record(1)], origin="replica"))
     folder = Path(options.snapshot_url)
     folder.rmdir()
-    folder.touch()  # no folder can be there any more
+    folder.touch()  # the folder cannot be created again
     with pytest.raises(SnapshotError, match="was not written"):
         store.purge("tenant")
     assert store.stats().num_tokens == 0
     store.close()
 
 
-def test_what_a_clock_that_was_fast_has_stamped_can_be_forgotten(
+def test_text_stamped_by_a_fast_clock_can_be_purged(
     store: TrieStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = time.time()
@@ -194,12 +194,12 @@ def test_what_a_clock_that_was_fast_has_stamped_can_be_forgotten(
 
 
 @pytest.mark.parametrize("namespace", ["", "n" * 200])
-def test_a_purge_of_what_is_no_namespace_is_refused(store: TrieStore, namespace: str) -> None:
+def test_a_purge_of_an_invalid_namespace_is_refused(store: TrieStore, namespace: str) -> None:
     with pytest.raises(ConfigError, match="purge"):
         store.purge(namespace)
 
 
-def test_stats_tell_what_is_held(store: TrieStore) -> None:
+def test_stats_count_the_held_tokens(store: TrieStore) -> None:
     store.exchange(call([record(1), record(2, namespace="other")], origin="replica"))
     store.exchange(call())
     stats = store.stats()
@@ -208,7 +208,7 @@ def test_stats_tell_what_is_held(store: TrieStore) -> None:
     assert 0 < stats.num_bytes < stats.max_bytes
 
 
-def test_stores_of_different_models_and_shards_have_names_and_snapshots_of_their_own() -> None:
+def test_each_model_and_shard_has_its_own_name_and_snapshot() -> None:
     kinds = [
         StoreOptions(fingerprint=fingerprint, vocab_size=9, shard=shard, snapshot_url="s3://b/f/")
         for fingerprint in ("a", "b")
@@ -218,7 +218,7 @@ def test_stores_of_different_models_and_shards_have_names_and_snapshots_of_their
     assert [each.snapshot_file for each in kinds] == [f"s3://b/f/{k.name}.snapshot" for k in kinds]
 
 
-def test_a_url_that_cannot_be_used_is_found_before_a_store_is_made() -> None:
+def test_an_unusable_url_is_refused_before_a_store_is_started() -> None:
     options = StoreOptions(fingerprint=FINGERPRINT, vocab_size=9, snapshot_url="no://where")
     with pytest.raises(ConfigError, match="snapshot_url"):
         RayStoreClient(options)

@@ -22,7 +22,7 @@ def read(log: TokenLog, position: int = 0) -> list[Record]:
             return found
 
 
-def test_a_reader_gets_all_records_in_order_and_each_once() -> None:
+def test_a_reader_gets_each_record_once_and_in_order() -> None:
     log = new_log()
     records = [record(number, [number]) for number in range(1, 50)]
     for each in records:
@@ -34,7 +34,7 @@ def test_a_reader_gets_all_records_in_order_and_each_once() -> None:
     assert read(log, position) == [record(50)]
 
 
-def test_a_batch_holds_what_it_may_and_says_how_much_is_left() -> None:
+def test_a_batch_is_limited_and_tells_how_many_are_left() -> None:
     log = new_log()
     for number in range(1, 11):
         log.append(record(number, range(100)))
@@ -43,7 +43,7 @@ def test_a_batch_holds_what_it_may_and_says_how_much_is_left() -> None:
     assert len(log.since(0, 1)[0]) == 1
 
 
-def test_a_reader_may_leave_out_records_and_still_moves_on() -> None:
+def test_a_reader_moves_past_records_that_it_filters_out() -> None:
     log = new_log(1 << 24)
     for number in range(1, SCANNED + 10):
         log.append(record(number, [], final=True))
@@ -53,14 +53,14 @@ def test_a_reader_may_leave_out_records_and_still_moves_on() -> None:
     assert (records, behind) == ([record(1, origin="other")], 0)
 
 
-def test_a_record_is_taken_once_in_whatever_order_records_come() -> None:
+def test_a_record_is_stored_once_in_any_order() -> None:
     log = new_log()
     taken = [log.append(record(number)) for number in (2, 1, 2, 4, 1, 3)]
     assert taken == [True, True, False, True, False, True]
     assert log.append(record(2, origin="other"))
 
 
-def test_memory_is_never_above_the_limit_and_the_oldest_go_first() -> None:
+def test_the_oldest_records_are_dropped_at_the_memory_limit() -> None:
     dropped: list[Record] = []
     log = TokenLog(MIN_BYTES, dropped.append)
     records = [record(number, range(number % 300)) for number in range(1, 3000)]
@@ -75,7 +75,7 @@ def test_memory_is_never_above_the_limit_and_the_oldest_go_first() -> None:
     assert log.tokens_by_namespace == {"tenant": log.num_tokens}
 
 
-def test_a_slow_reader_goes_on_with_the_oldest_record_and_is_told_what_it_lost() -> None:
+def test_a_slow_reader_continues_with_the_oldest_record() -> None:
     log = new_log(MIN_BYTES)
     log.append(record(1))
     _, position, _ = log.since(0, 1)
@@ -92,7 +92,7 @@ def test_a_position_after_the_end_reads_nothing() -> None:
     assert log.since(99, 1000) == ([], 1, 0)
 
 
-def test_a_purge_forgets_the_namespace_and_nothing_else() -> None:
+def test_a_purge_removes_its_namespace_only() -> None:
     log = new_log()
     log.append(record(1))
     log.append(record(2, namespace="other"))
@@ -105,7 +105,7 @@ def test_a_purge_forgets_the_namespace_and_nothing_else() -> None:
     assert log.tokens_by_namespace == {"other": 3}
 
 
-def test_what_was_forgotten_does_not_come_back_and_newer_text_does() -> None:
+def test_after_a_purge_only_newer_text_is_accepted() -> None:
     log = new_log()
     log.append(purge(stamp=1e9))
     assert not log.append(record(1, stamp=1e9))
@@ -114,7 +114,7 @@ def test_what_was_forgotten_does_not_come_back_and_newer_text_does() -> None:
     assert log.num_tokens == 6
 
 
-def test_a_reader_that_lost_records_is_given_the_orders_among_them() -> None:
+def test_a_reader_that_lost_records_still_gets_the_tombstones() -> None:
     log = new_log(MIN_BYTES)
     log.append(record(1, namespace="other"))
     position = log.end
@@ -125,7 +125,7 @@ def test_a_reader_that_lost_records_is_given_the_orders_among_them() -> None:
     assert purge(stamp=1e9) not in read(log, log.start)
 
 
-def test_orders_without_end_take_no_memory_without_end() -> None:
+def test_the_memory_of_tombstones_is_bounded() -> None:
     log = new_log(MIN_BYTES)
     for number in range(1, MAX_TOMBSTONES + 100):
         log.append(purge(number, namespace=f"tenant-{number}"))
@@ -136,7 +136,7 @@ def test_orders_without_end_take_no_memory_without_end() -> None:
     assert log.num_tokens >= MIN_BYTES // 4 // 4
 
 
-def test_a_restored_log_holds_what_the_other_one_held_and_takes_nothing_of_it_again() -> None:
+def test_a_restored_log_has_all_records_and_accepts_none_again() -> None:
     log = new_log(MIN_BYTES)
     for number in range(1, 1000):
         log.append(record(number, range(number % 50), namespace=f"tenant-{number % 3}"))
@@ -147,12 +147,12 @@ def test_a_restored_log_holds_what_the_other_one_held_and_takes_nothing_of_it_ag
     assert set(read(restored)) == set(read(log))
     assert restored.num_tokens == log.num_tokens
     assert restored.num_bytes <= log.num_bytes
-    assert not restored.append(record(1))  # which the other one had dropped
+    assert not restored.append(record(1))  # the first log had dropped it
     assert not restored.append(record(2000, namespace="tenant-1"))
     assert restored.append(record(2001))
 
 
-def test_what_is_restored_late_comes_behind_what_is_there() -> None:
+def test_records_restored_late_follow_existing_ones() -> None:
     log, late = new_log(), new_log()
     log.append(record(1))
     late.append(record(2))
@@ -161,7 +161,7 @@ def test_what_is_restored_late_comes_behind_what_is_there() -> None:
     assert not late.append(record(1))
 
 
-def test_the_newest_stamp_is_a_namespaces_own() -> None:
+def test_each_namespace_has_a_newest_stamp() -> None:
     log = new_log()
     now = time.time()
     log.append(record(1, stamp=now))
@@ -171,7 +171,7 @@ def test_the_newest_stamp_is_a_namespaces_own() -> None:
     assert log.newest_stamp("nobody") == 0
 
 
-def test_a_purge_that_says_all_that_an_older_one_did_takes_its_place() -> None:
+def test_a_newer_purge_replaces_older_ones_of_its_namespace() -> None:
     log = TokenLog(1 << 20)
     for number in range(1, 101):
         log.append(Record("store", number, float(number), "n", "purge"))

@@ -62,7 +62,7 @@ def trie() -> TokenTrie:
     return TokenTrie(SMALL)
 
 
-def test_what_followed_before_is_drafted_over_page_boundaries(trie: TokenTrie) -> None:
+def test_drafts_continue_over_page_boundaries(trie: TokenTrie) -> None:
     text = noise(5 * PAGE)
     learn(trie, text)
     for end in (2, 3, 17, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE + 5, 4 * PAGE):
@@ -71,7 +71,7 @@ def test_what_followed_before_is_drafted_over_page_boundaries(trie: TokenTrie) -
     assert draft(trie, text[-14:-4]) == text[-4:].tolist()
 
 
-def test_appending_in_pieces_gives_the_same_memory_as_at_once() -> None:
+def test_appending_in_pieces_gives_the_same_drafts_as_at_once() -> None:
     text = noise(1000, vocab_size=12)
     whole, pieces = TokenTrie(SMALL), TokenTrie(SMALL)
     learn(whole, text)
@@ -84,8 +84,8 @@ def test_appending_in_pieces_gives_the_same_memory_as_at_once() -> None:
         assert draft(whole, context) == draft(pieces, context)
 
 
-def test_drafts_are_always_continuations_that_were_seen(trie: TokenTrie) -> None:
-    """Against a search of all texts, token for token, while the memory overflows many times."""
+def test_every_draft_starts_with_a_seen_continuation(trie: TokenTrie) -> None:
+    """Searches all texts for each draft's first token, after many evictions."""
     rng = random.Random(1)
     texts = [noise(rng.randrange(1, 900), i, vocab_size=6) for i in range(120)]
     for text in texts:
@@ -111,13 +111,13 @@ def test_the_longest_match_wins_over_the_newest(trie: TokenTrie) -> None:
     assert found.tokens[0, : found.lengths[0]].tolist() == [70, 71]
 
 
-def test_a_match_shorter_than_asked_for_is_none(trie: TokenTrie) -> None:
+def test_a_match_below_min_match_len_is_none(trie: TokenTrie) -> None:
     learn(trie, tokens(1, 2, 3, 4, 5, 6))
     assert look(trie, tokens(9, 2, 3, 4), min_match_len=3).lengths[0] == 2
     assert look(trie, tokens(9, 2, 3, 4), min_match_len=4).lengths[0] == 0
 
 
-def test_the_more_frequent_branch_is_taken_and_the_draft_ends_where_it_gets_unlikely(
+def test_a_draft_takes_the_likelier_branch_and_ends_below_the_floor(
     trie: TokenTrie,
 ) -> None:
     for i in range(6):
@@ -129,7 +129,7 @@ def test_the_more_frequent_branch_is_taken_and_the_draft_ends_where_it_gets_unli
     assert look(trie, tokens(1, 2, 3), floor=0.01).lengths[0] == 3
 
 
-def test_a_draft_after_a_short_match_is_short_and_after_a_long_one_long(trie: TokenTrie) -> None:
+def test_a_longer_match_gives_a_longer_draft(trie: TokenTrie) -> None:
     text = noise(64)
     learn(trie, text)
     found = [look(trie, text[20 - match : 20], 16, floor=0.1) for match in (2, 20)]
@@ -162,14 +162,14 @@ def test_a_requests_own_text_weighs_most(trie: TokenTrie) -> None:
     assert draft(trie, tokens(1, 2, 3), 1) == [50]
 
 
-def test_who_taught_a_draft_is_told(trie: TokenTrie) -> None:
+def test_a_draft_is_labeled_by_origin(trie: TokenTrie) -> None:
     learn(trie, tokens(1, 2, 3))
     learn(trie, tokens(4, 5, 6), from_cluster=True)
     assert LABELS[look(trie, tokens(1, 2)).labels[0]].name == "trie_local"
     assert LABELS[look(trie, tokens(4, 5)).labels[0]].name == "trie_cluster"
 
 
-def test_a_private_text_is_drafted_for_its_own_request_alone_and_only_until_it_ends(
+def test_a_private_text_gives_drafts_only_to_its_own_open_request(
     trie: TokenTrie,
 ) -> None:
     secret = trie.open(private=True)
@@ -181,22 +181,22 @@ def test_a_private_text_is_drafted_for_its_own_request_alone_and_only_until_it_e
     assert draft(trie, tokens(1, 2, 3), own=secret) == []
 
 
-def test_a_private_text_that_has_ended_leaves_nothing_behind(trie: TokenTrie) -> None:
+def test_an_ended_private_text_leaves_nothing(trie: TokenTrie) -> None:
     text = noise(500)
     learn(trie, noise(200, 7))
     pages, slots = trie._arrays.scalars[[NUM_FREE_PAGES, NUM_FREE_SLOTS]].tolist()
     table = np.sort(trie._arrays.table, axis=None)
-    goes = trie.open(private=True)
-    trie.append(goes, text)
+    secret = trie.open(private=True)
+    trie.append(secret, text)
     assert trie.num_tokens == 700
-    trie.finish(goes)
+    trie.finish(secret)
     assert trie.num_tokens == 200
     assert trie._arrays.scalars[[NUM_FREE_PAGES, NUM_FREE_SLOTS]].tolist() == [pages, slots]
     assert np.array_equal(np.sort(trie._arrays.table, axis=None), table)
     assert not any(draft(trie, text[end - 20 : end]) for end in range(20, 500, 11))
 
 
-def test_no_draft_crosses_what_found_no_room() -> None:
+def test_no_draft_crosses_dropped_tokens() -> None:
     trie = TokenTrie(SMALL)
     text = noise(4 * PAGE)
     a = trie.open()
@@ -214,7 +214,7 @@ def test_no_draft_crosses_what_found_no_room() -> None:
     assert draft(trie, text[2 * PAGE : 2 * PAGE + 9])
 
 
-def test_a_cleared_memory_knows_nothing_and_learns_anew(trie: TokenTrie) -> None:
+def test_a_cleared_trie_is_empty_and_learns_again(trie: TokenTrie) -> None:
     text = noise(300)
     growing = trie.open()
     trie.append(growing, text)
@@ -226,7 +226,7 @@ def test_a_cleared_memory_knows_nothing_and_learns_anew(trie: TokenTrie) -> None
     assert draft(trie, text[50:60]) == text[60:68].tolist()
 
 
-def test_the_memory_never_grows_and_what_is_used_stays() -> None:
+def test_memory_never_grows_and_used_texts_stay() -> None:
     trie = TokenTrie(SMALL)
     size = trie.num_bytes
     assert size <= SMALL
@@ -242,7 +242,7 @@ def test_the_memory_never_grows_and_what_is_used_stays() -> None:
     assert draft(trie, used[80:100]) == used[100:108].tolist()
 
 
-def test_texts_that_still_grow_never_lose_their_end() -> None:
+def test_growing_texts_never_lose_their_end() -> None:
     trie = TokenTrie(SMALL)
     texts = [noise(600, i) for i in range(32)]
     sequences = [trie.open() for i in range(32)]
@@ -253,7 +253,7 @@ def test_texts_that_still_grow_never_lose_their_end() -> None:
         assert draft(trie, text[580:595]) == text[595:].tolist()
 
 
-def test_more_open_texts_than_pages_are_refused_and_not_a_fault() -> None:
+def test_more_open_texts_than_pages_are_refused() -> None:
     trie = TokenTrie(SMALL)
     opened: list[int] = []
     while (sequence := trie.open()) != NO_SEQUENCE:
@@ -271,10 +271,8 @@ def test_more_open_texts_than_pages_are_refused_and_not_a_fault() -> None:
 
 
 @pytest.mark.parametrize("how", ["finish", "clear"])
-def test_the_number_of_a_sequence_that_has_ended_is_no_other_ones(
-    trie: TokenTrie, how: str
-) -> None:
-    """Another thread may end it, and another text may get its place."""
+def test_the_number_of_an_ended_sequence_is_not_reused(trie: TokenTrie, how: str) -> None:
+    """Another thread may end a sequence, and another text may get its slot."""
     former = trie.open(private=True)
     trie.append(former, noise(100))
     if how == "finish":
@@ -293,7 +291,7 @@ def test_the_number_of_a_sequence_that_has_ended_is_no_other_ones(
     assert draft(trie, text[20:40], own=former) == text[40:48].tolist()
 
 
-def test_a_batch_is_looked_up_in_one_call_each_row_for_itself(trie: TokenTrie) -> None:
+def test_one_call_looks_up_each_row_of_a_batch(trie: TokenTrie) -> None:
     text = noise(400)
     learn(trie, text)
     contexts = [text[:50], noise(50, 5), text[100:120], text[200:250]]
@@ -303,7 +301,7 @@ def test_a_batch_is_looked_up_in_one_call_each_row_for_itself(trie: TokenTrie) -
     assert found.tokens[2, :4].tolist() == text[120:124].tolist()
 
 
-def test_learning_in_one_thread_and_looking_up_in_another_never_meet_half_a_text() -> None:
+def test_a_lookup_beside_a_learning_thread_never_sees_half_a_text() -> None:
     trie = TokenTrie(SMALL)
     text = noise(2000, vocab_size=50)
     stop = threading.Event()
@@ -333,20 +331,20 @@ def test_learning_in_one_thread_and_looking_up_in_another_never_meet_half_a_text
     assert not errors
 
 
-def test_too_little_memory_is_told_with_the_value() -> None:
+def test_too_little_memory_is_refused_with_its_value() -> None:
     with pytest.raises(ValueError, match="max_bytes: 1000"):
         TokenTrie(1000)
 
 
 @pytest.mark.parametrize("num_later_tokens", [2 * 10**9, 10**11])
-def test_what_was_learned_long_ago_is_still_drafted(trie: TokenTrie, num_later_tokens: int) -> None:
+def test_old_texts_are_still_drafted(trie: TokenTrie, num_later_tokens: int) -> None:
     text = noise(100)
     learn(trie, text)
     trie._arrays.scalars[CLOCK] += num_later_tokens
     assert draft(trie, text[:20]) == text[20:28].tolist()
 
 
-def test_a_page_is_new_also_when_more_tokens_were_learned_than_its_stamp_can_count(
+def test_newer_texts_win_even_if_the_page_stamp_overflows(
     trie: TokenTrie,
 ) -> None:
     trie._arrays.scalars[CLOCK] = PAGE << 31
@@ -357,7 +355,7 @@ def test_a_page_is_new_also_when_more_tokens_were_learned_than_its_stamp_can_cou
     assert draft(trie, context) == [2]
 
 
-def test_short_texts_make_room_for_one_another() -> None:
+def test_short_texts_evict_one_another() -> None:
     trie = TokenTrie(1 << 17)
     texts = [noise(20, seed) for seed in range(300)]
     for text in texts:

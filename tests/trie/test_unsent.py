@@ -15,7 +15,7 @@ PROMPT_TOKENS = 30
 
 @dataclass
 class Published:
-    """What was told: (name, first token, number of tokens, of them prompt, final, stamp)."""
+    """Published pieces: (name, start, num_tokens, num_prompt_tokens, final, stamp)."""
 
     pieces: list[tuple[str, int, int, int, bool, float]] = field(default_factory=list)
 
@@ -48,13 +48,13 @@ class Texts:
         self._ends = np.zeros(2, np.int64)
 
     def grow(self, *ends: int) -> list[tuple[str, int, int, int, bool, float]]:
-        """One step; returns what is told in it."""
+        """Runs a step and returns the pieces that it publishes."""
         begins, self._ends = self._ends, np.array(ends, np.int64)
         prompts, buffer = np.full(2, PROMPT_TOKENS, np.int32), TEXT.copy()
         batch = self.slots, buffer, self._ends.astype(np.int32), prompts
-        return self.told(lambda: self.unsent.add(batch, begins, self._ends))
+        return self.sent(lambda: self.unsent.add(batch, begins, self._ends))
 
-    def told(self, call: object) -> list[tuple[str, int, int, int, bool, float]]:
+    def sent(self, call: object) -> list[tuple[str, int, int, int, bool, float]]:
         self.published.pieces.clear()
         assert callable(call)
         call()
@@ -66,7 +66,7 @@ def texts() -> Texts:
     return Texts()
 
 
-def test_little_waits_for_more_and_enough_does_not(texts: Texts) -> None:
+def test_a_short_piece_waits_and_a_full_one_is_sent(texts: Texts) -> None:
     assert texts.grow(40, 50) == []
     assert texts.grow(FULL_TOKENS - 1, 55) == []
     assert texts.grow(FULL_TOKENS + 2, 60) == [
@@ -82,43 +82,43 @@ def test_little_waits_for_more_and_enough_does_not(texts: Texts) -> None:
     assert texts.grow(FULL_TOKENS + 8, 60) == []
 
 
-def test_a_long_prompt_is_told_at_once(texts: Texts) -> None:
+def test_a_long_prompt_is_sent_at_once(texts: Texts) -> None:
     assert texts.grow(4000, 5) == [("0", 0, 4000, PROMPT_TOKENS, False, 100.0)]
 
 
-def test_the_end_of_a_text_is_told_though_the_request_is_gone(texts: Texts) -> None:
+def test_the_end_of_a_text_is_sent_when_its_request_ends(texts: Texts) -> None:
     texts.grow(40, 20)
     texts.clock.now += 1.0
-    assert texts.told(lambda: texts.unsent.close(3)) == [("0", 0, 40, PROMPT_TOKENS, True, 100.0)]
-    assert texts.told(lambda: texts.unsent.close(3)) == []
-    assert texts.told(lambda: texts.unsent.close(1)) == [("1", 0, 20, 20, True, 100.0)]
+    assert texts.sent(lambda: texts.unsent.close(3)) == [("0", 0, 40, PROMPT_TOKENS, True, 100.0)]
+    assert texts.sent(lambda: texts.unsent.close(3)) == []
+    assert texts.sent(lambda: texts.unsent.close(1)) == [("1", 0, 20, 20, True, 100.0)]
 
 
-def test_a_text_whose_end_was_told_already_is_closed(texts: Texts) -> None:
+def test_a_text_without_unsent_tokens_is_closed(texts: Texts) -> None:
     texts.grow(FULL_TOKENS, 0)
-    assert texts.told(lambda: texts.unsent.close(3)) == [("0", FULL_TOKENS, 0, 0, True, 100.0)]
+    assert texts.sent(lambda: texts.unsent.close(3)) == [("0", FULL_TOKENS, 0, 0, True, 100.0)]
 
 
-def test_what_waits_of_a_request_that_is_not_in_the_batch_is_told(texts: Texts) -> None:
+def test_text_of_a_request_outside_the_batch_is_sent(texts: Texts) -> None:
     texts.grow(40, 20)
     texts.clock.now += MAX_DELAY_S
     nothing = np.zeros(0, np.int64)
     batch = nothing, TEXT[:0].copy(), nothing.astype(np.int32), nothing.astype(np.int32)
-    told = texts.told(lambda: texts.unsent.add(batch, nothing, nothing))
-    assert [each[:3] for each in told] == [("1", 0, 20), ("0", 0, 40)]
+    sent = texts.sent(lambda: texts.unsent.add(batch, nothing, nothing))
+    assert [each[:3] for each in sent] == [("1", 0, 20), ("0", 0, 40)]
 
 
-def test_a_text_that_is_not_shared_is_not_told(texts: Texts) -> None:
+def test_a_text_that_is_not_shared_is_not_sent(texts: Texts) -> None:
     texts.slots = np.array([0, 1])
     assert texts.grow(4000, 4000) == [("1", 0, 4000, PROMPT_TOKENS, False, 100.0)]
-    assert texts.told(lambda: texts.unsent.close(0)) == []
+    assert texts.sent(lambda: texts.unsent.close(0)) == []
 
 
-def test_what_was_learned_in_a_step_that_failed_leaves_a_gap_without_others_text(
+def test_a_failed_step_leaves_a_gap_without_text_of_other_requests(
     texts: Texts,
 ) -> None:
     texts.unsent._tails.tokens[:] = 7  # of a former request
     texts.grow(20, 0)
-    texts._ends = np.array([25, 0])  # learned, and not told of
+    texts._ends = np.array([25, 0])  # learned, but never added
     texts.grow(30, 0)
-    assert texts.told(lambda: texts.unsent.close(3)) == [("0", 25, 5, 5, True, 100.0)]
+    assert texts.sent(lambda: texts.unsent.close(3)) == [("0", 25, 5, 5, True, 100.0)]

@@ -12,7 +12,7 @@ GOOD = {"text": "a"}
 
 
 def write(folder: Path, *lines: object) -> Path:
-    """A file of these lines; those that are not text already as JSON."""
+    """Writes these lines to a file, as JSON if they are not bytes."""
     path = folder / "texts.jsonl"
     texts = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
     path.write_bytes(b"\n".join(texts))
@@ -57,16 +57,16 @@ def test_each_form_of_a_line_is_read(tmp_path: Path) -> None:
         ({"token_ids": [True]}, "token_ids.0: True is not allowed"),
     ],
 )
-def test_a_line_that_is_wrong_is_told_with_file_number_and_reason(
+def test_a_wrong_line_is_refused_with_file_line_and_reason(
     tmp_path: Path, line: object, problem: str
 ) -> None:
     path = write(tmp_path, GOOD, line, GOOD)
-    with pytest.raises(SpecServeError) as told:
+    with pytest.raises(SpecServeError) as caught:
         list(read_file(path, 100))
-    assert str(told.value).startswith(f"{path}: line 2: {problem}")
-    assert "\n" not in str(told.value)
+    assert str(caught.value).startswith(f"{path}: line 2: {problem}")
+    assert "\n" not in str(caught.value)
 
 
-def test_a_missing_file_is_told(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SpecServeError, match="cannot be read: No such file or directory"):
         list(read_file(tmp_path / "none.jsonl", 100))

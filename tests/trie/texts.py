@@ -1,4 +1,4 @@
-"""Records and a way to the store for tests of the replicated log."""
+"""Records and a store's client for tests of the replicated log."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def call(records: Sequence[Record] = (), **fields: Any) -> ExchangeRequest:
 
 
 class DirectClient:
-    """A way to a store in the same process; ``store`` may be taken away and replaced.
+    """A client of a store in the same process. ``store`` may be removed and replaced.
 
-    With ``loses_answers`` the store does what it is asked to, and the caller never learns of it.
+    With ``loses_answers`` a call reaches the store, but its answer is lost.
     """
 
     def __init__(self, store: TrieStore | None = None) -> None:

@@ -84,7 +84,7 @@ def requests() -> st.SearchStrategy[DraftRequest]:
 
 
 def plain(request: DraftRequest) -> Any:
-    """A request without arrays, for comparing."""
+    """The request without arrays, for comparison."""
     return (
         request.number,
         request.budget_s,
@@ -109,7 +109,7 @@ def test_a_request_arrives_as_it_was_sent(request: DraftRequest) -> None:
 
 
 @pytest.mark.parametrize("message", [Hello(1), *REPLIES])
-def test_everything_else_is_one_frame_and_arrives_as_it_was_sent(message: Any) -> None:
+def test_other_messages_are_one_frame_and_arrive_as_sent(message: Any) -> None:
     (frame,) = encode(message)
     decode: Callable[[Sequence[Frame]], object] = (
         decode_question if isinstance(message, Hello) else decode_reply
@@ -117,7 +117,7 @@ def test_everything_else_is_one_frame_and_arrives_as_it_was_sent(message: Any) -
     assert decode([frame]) == message
 
 
-def test_rows_cut_from_larger_arrays_are_sent_without_what_lies_between() -> None:
+def test_rows_of_strided_arrays_are_sent_without_skipped_values() -> None:
     tokens, states = np.arange(20, dtype=np.int32), np.arange(60, dtype=np.uint16).reshape(10, 6)
     row = TextRow(text=1, salt=0, start=0, tokens=tokens[::2], states=states[2:4, ::2])
     arrived = decode_question(encode(DraftRequest(number=1, budget_s=1.0, rows=(row,))))
@@ -136,7 +136,7 @@ def test_the_states_of_a_single_row_are_not_copied() -> None:
 
 
 @given(st.lists(st.binary(max_size=40), max_size=5))
-def test_garbage_raises_nothing_but_a_wire_error(frames: list[bytes]) -> None:
+def test_garbage_raises_a_wire_error(frames: list[bytes]) -> None:
     for decode in (decode_question, decode_reply):
         with pytest.raises(WireError):
             decode(frames)
@@ -183,13 +183,13 @@ def damaged(change: Callable[[list[bytes]], object]) -> list[bytes]:
         [],
     ],
 )
-def test_frames_that_are_not_what_the_header_says_are_refused(frames: list[bytes]) -> None:
+def test_frames_that_contradict_the_header_are_refused(frames: list[bytes]) -> None:
     with pytest.raises(WireError):
         decode_question(frames)
 
 
 def head(**changes: Any) -> bytes:
-    """A request's header of one row without tokens, written by hand."""
+    """A hand-written header of a request with one row without tokens."""
     row: dict[str, Any] = {
         "salt": 0,
         "start": 0,
@@ -241,7 +241,7 @@ def test_a_header_with_a_value_out_of_bounds_is_refused(
         decode_question([head(**changes), b"", b""])
 
 
-def test_a_text_may_have_one_row_only() -> None:
+def test_two_rows_of_one_text_are_refused() -> None:
     row = [0, 0, 0, 0, None, 1, 1]
     header = msgspec.msgpack.encode(["draft", 1, 0.1, [row, row], []])
     with pytest.raises(WireError, match="two rows"):
@@ -255,6 +255,6 @@ def test_an_answer_with_a_negative_token_is_refused() -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [2, MAX_STATE_BYTES + 2])
-def test_states_that_the_header_does_not_tell_of_are_refused(num_bytes: int) -> None:
+def test_states_that_the_header_does_not_name_are_refused(num_bytes: int) -> None:
     with pytest.raises(WireError, match=f"{num_bytes} bytes of"):
         decode_question([head(), b"", bytes(num_bytes)])
