@@ -32,24 +32,24 @@ LONG = {
     "test_vllm_gives_the_prompt_log_probabilities_of_transformers": (
         "Changes only with the lock or with the weights in configs/models."
     ),
-    "integration/served/test_bench_commands.py::test_vllms_own_client_asks_it": (
+    "integration/served/test_bench_commands.py::test_vllms_own_client_gets_text": (
         "vLLM's command starts by importing all of vLLM. `make test` runs its benchmark."
     ),
-    "integration/served/test_drafters.py::test_it_may_be_killed_in_the_midst_and_nobody_notices": (
+    "integration/served/test_drafters.py::test_a_killed_drafter_changes_no_text_and_restarts": (
         "test_drafters.py kills a drafter's actor without an engine."
     ),
     "integration/served/test_drafters.py::"
-    "test_it_may_hang_and_is_told_to_be_down_until_it_goes_on": (
+    "test_a_hanging_drafter_is_reported_down_until_it_resumes": (
         "test_drafters.py stops a drafter's actor without an engine."
     ),
     "integration/served/test_drafters.py::"
-    "test_it_may_run_out_of_memory_and_is_used_again_when_it_has_some": (
+    "test_a_drafter_out_of_memory_is_used_again_once_it_has_memory": (
         "A drafter's refusal is one error among others of tests/sources/test_remote_failures.py."
     ),
-    "integration/served/test_fuzz.py::test_nor_where_tenants_fill_a_memory_or_an_actor_drafts": (
+    "integration/served/test_fuzz.py::test_random_requests_do_no_harm_to_tenants_or_drafters": (
         "`make test` fuzzes the application without keys, on the same engine."
     ),
-    "integration/served/test_trie.py::test_the_store_may_die_in_the_midst_and_nobody_notices": (
+    "integration/served/test_trie.py::test_a_killed_store_changes_no_text_and_restarts": (
         "test_trie_store.py kills a store in the midst of traffic without an engine."
     ),
     "integration/served/test_trie.py::test_both_replicas_get_requests_whichever_node_they_are_on": (
@@ -64,75 +64,75 @@ LONG = {
         "`make test` has an engine core that hangs, which holds the shard itself."
     ),
     "integration/served/test_lifecycle.py::"
-    "test_an_engine_core_that_holds_the_shard_is_replaced_when_it_hangs_or_dies[core dies]": (
+    "test_a_replica_is_replaced_when_it_dies_or_its_engine_core_fails[core dies]": (
         "`make test` has an engine core that hangs: the replica is replaced in the same way."
     ),
     "integration/served/test_lifecycle.py::"
-    "test_an_engine_core_that_holds_the_shard_is_replaced_when_it_hangs_or_dies[replica dies]": (
+    "test_a_replica_is_replaced_when_it_dies_or_its_engine_core_fails[replica dies]": (
         "`make test` has an engine core that hangs: the replica is replaced in the same way."
     ),
     "integration/served/test_lifecycle.py::"
-    "test_ctrl_c_ends_everything_also_a_running_request_and_beside_stores_that_hang": (
+    "test_ctrl_c_ends_everything_despite_a_running_request_and_hanging_stores": (
         "`make test` ends each deployment with Ctrl-C, and looks for what is left of it."
         " test_trie_store.py has a store that hangs."
     ),
     "integration/nodes/test_lifecycle.py::"
-    "test_one_that_hangs_while_nothing_runs_is_replaced_when_it_is_asked_what_it_counted": (
+    "test_a_replica_with_an_idle_hanging_shard_is_replaced_when_its_counts_are_asked": (
         "`make test` has an engine core that hangs while a request runs."
     ),
-    "integration/test_ends.py::test_no_end_leaves_anything_twice_in_a_row": (
+    "integration/test_ends.py::test_no_signal_leaves_a_process_in_two_runs": (
         "`make test` ends one run with a signal to its group and one by killing it."
     ),
-    "integration/test_ends.py::test_a_daemon_that_is_killed_ends_it_all": (
+    "integration/test_ends.py::test_a_killed_daemon_ends_every_process": (
         "`make test` kills the process that the user started; daemons have unit tests."
     ),
-    "integration/test_ends.py::test_haproxy_ends_with_its_actor_and_comes_back_with_the_next": (
+    "integration/test_ends.py::test_haproxy_ends_with_its_actor_and_restarts_with_the_next": (
         "tests/serve/test_haproxy.py has the kernel end HAProxy with its parent."
     ),
     "integration/test_toy_source.py": (
         "A source that only the test knows, in a cluster of its own. `make test` has the page"
         " name every source's labels, and the chain any source's drafts."
     ),
-    "integration/served/test_speculation_page.py::test_it_can_be_read[390-light]": (
+    "integration/served/test_speculation_page.py::test_the_page_is_readable[390-light]": (
         "`make test` has one width and colour scheme."
     ),
-    "integration/served/test_speculation_page.py::test_it_can_be_read[390-dark]": (
+    "integration/served/test_speculation_page.py::test_the_page_is_readable[390-dark]": (
         "`make test` has one width and colour scheme."
     ),
-    "integration/served/test_speculation_page.py::test_it_can_be_read[1280-dark]": (
+    "integration/served/test_speculation_page.py::test_the_page_is_readable[1280-dark]": (
         "`make test` has one width and colour scheme."
     ),
     "integration/nodes/test_trie_store.py::"
-    "test_a_store_killed_in_mid_traffic_loses_nothing_that_a_living_replica_has[no snapshot]": (
+    "test_a_store_killed_under_load_recovers_all_text_from_living_replicas[no snapshot]": (
         "`make test` has it with a snapshot."
     ),
     "integration/nodes/test_trie_store.py::"
-    "test_what_only_dead_replicas_knew_comes_back_from_the_snapshot[SIGKILL]": (
+    "test_text_of_stopped_replicas_is_restored_from_the_snapshot[SIGKILL]": (
         "`make test` has it with SIGTERM."
     ),
-    "integration/nodes/test_trie_store.py::test_what_a_dead_replica_published_is_still_served": (
+    "integration/nodes/test_trie_store.py::test_text_of_a_killed_replica_is_still_served": (
         "A host that is killed and started again. The store's log has unit tests."
     ),
     "integration/nodes/test_trie_store.py::"
-    "test_a_damaged_snapshot_is_set_aside_and_the_memory_goes_on_empty": (
+    "test_a_damaged_snapshot_is_set_aside_and_the_memory_starts_empty": (
         "tests/trie/test_log_snapshot.py sets damaged files aside."
     ),
     "integration/nodes/test_trie_store.py::"
-    "test_a_full_disk_costs_the_new_snapshot_and_not_the_old_one": (
+    "test_a_full_disk_fails_the_new_snapshot_and_keeps_the_old_one": (
         "tests/trie/test_snapshot_keeper.py has a snapshot that cannot be written."
     ),
     "integration/nodes/test_trie_store.py::test_a_replica_of_another_model_is_refused": (
         "tests/trie/test_store.py refuses another fingerprint."
     ),
     "integration/nodes/test_trie_store.py::"
-    "test_records_out_of_order_twice_and_out_of_the_vocabulary_do_no_harm": (
+    "test_unordered_repeated_and_out_of_vocabulary_records_do_no_harm": (
         "tests/trie/test_store.py has such records."
     ),
-    "integration/nodes/test_trie_store.py::test_a_store_that_is_stopped_has_written_its_snapshot": (
+    "integration/nodes/test_trie_store.py::test_a_stopped_store_has_written_its_snapshot": (
         "`make test` stops one with `specserve trie stop`, and kills one with SIGTERM."
     ),
     "integration/nodes/test_trie_store.py::"
-    "test_a_node_that_is_stopped_lets_its_store_write_a_last_snapshot": (
+    "test_a_store_writes_a_last_snapshot_when_its_node_stops": (
         "A cluster of its own. `make test` has SIGTERM to the store itself."
     ),
     "integration/offline/test_agreement.py": (

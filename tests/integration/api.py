@@ -1,4 +1,4 @@
-"""What the tests ask of a served model, and in which form they look at the answers."""
+"""A client of a served model, for the tests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REPORT = {"report": 1}
 
 @dataclass(frozen=True)
 class Counts:
-    """Drafts of one name that were verified so far."""
+    """Counts of the verified drafts of one source."""
 
     drafts: int = 0
     draft_tokens: int = 0
@@ -31,7 +31,7 @@ class Counts:
     drafted_at_position: tuple[int, ...] = ()
 
     def since(self, earlier: Counts) -> Counts:
-        """What was counted after ``earlier``."""
+        """The difference to earlier counts."""
         before = earlier.drafted_at_position + (0,) * len(self.drafted_at_position)
         return Counts(
             self.drafts - earlier.drafts,
@@ -42,7 +42,7 @@ class Counts:
 
     @property
     def longest_draft(self) -> int:
-        """In tokens; 0 without drafts."""
+        """Length of the longest draft in tokens; 0 without drafts."""
         return sum(number > 0 for number in self.drafted_at_position)
 
 
@@ -50,7 +50,7 @@ class Api:
     """A client of one application.
 
     Args:
-        base_url: where it is, without ``/v1``.
+        base_url: URL of the application, without ``/v1``.
     """
 
     def __init__(self, base_url: str) -> None:
@@ -58,15 +58,15 @@ class Api:
         self.http = httpx.Client(base_url=base_url, timeout=TIMEOUT_S)
 
     def complete(self, **body: Any) -> dict[str, Any]:
-        """A completion; greedy unless told otherwise."""
+        """A completion; greedy by default."""
         return self.ask("/v1/completions", **body)
 
     def chat(self, **body: Any) -> dict[str, Any]:
-        """A chat completion; greedy unless told otherwise."""
+        """A chat completion; greedy by default."""
         return self.ask("/v1/chat/completions", **body)
 
     def ask(self, path: str, **body: Any) -> dict[str, Any]:
-        """The answer, which has to be a good one."""
+        """Posts a request and returns the answer. Fails unless the status is 200."""
         response = self.http.post(path, json={"model": MODEL, "temperature": 0} | body)
         assert response.status_code == 200, response.text
         answer: dict[str, Any] = response.json()
@@ -74,14 +74,14 @@ class Api:
 
     @contextmanager
     def streaming(self, **body: Any) -> Iterator[Iterator[dict[str, Any]]]:
-        """A streamed completion, while it is being generated."""
+        """The events of a streamed completion, for the length of a block."""
         body = {"model": MODEL, "temperature": 0, "stream": True} | body
         with self.http.stream("POST", "/v1/completions", json=body) as response:
             assert response.status_code == 200, response.read()
             yield _events(response)
 
     def counts(self, label: str = "ngram") -> Counts:
-        """Drafts of this name verified so far."""
+        """Counts of the verified drafts of a source so far."""
         acceptance = self.speculation()["acceptance"].get(label)
         if acceptance is None:
             return Counts()
@@ -93,12 +93,12 @@ class Api:
         )
 
     def speculation(self) -> dict[str, Any]:
-        """What ``GET /v1/speculation`` answers, as of now."""
+        """The current answer of ``GET /v1/speculation``."""
         answer: dict[str, Any] = fresh(self.http, "/v1/speculation").json()
         return answer
 
     def metric(self, name: str, **labels: str) -> float:
-        """One of the replica's metrics as of now, summed over the labels not given."""
+        """Current value of a metric of the replica, summed over the labels that are not given."""
         return sum(
             sample.value
             for family in families(fresh(self.http, "/metrics").text)
@@ -110,11 +110,11 @@ class Api:
 def fresh(
     http: httpx.Client, path: str, headers: Mapping[str, str] | None = None
 ) -> httpx.Response:
-    """An answer that says what is so now, also where answers are kept for a second."""
+    """An answer made after this call began. The server may cache answers for one second."""
     asked_at = time.time()
-    not_haproxys = {"Cache-Control": "no-cache", **(headers or {})}  # which may be a second older
+    uncached = {"Cache-Control": "no-cache", **(headers or {})}  # HAProxy caches for a second
     while True:
-        response = http.get(path, headers=not_haproxys)
+        response = http.get(path, headers=uncached)
         assert response.status_code == 200, response.text
         if float(response.headers[AS_OF]) >= asked_at:
             return response
@@ -123,7 +123,7 @@ def fresh(
 
 
 def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
-    """The events of a stream up to its end mark; a stream without one was cut off."""
+    """The events of a stream up to its end mark. Raises for a stream without one."""
     for line in response.iter_lines():
         if line == "data: [DONE]":
             return
@@ -136,4 +136,4 @@ def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
 
 
 class StreamError(Exception):
-    """A stream told an error, or broke off."""
+    """A stream reported an error or was cut off."""

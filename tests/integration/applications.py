@@ -1,4 +1,4 @@
-"""What is served in the tests: the applications that share a deployment, and how others differ."""
+"""Arguments of the applications that the tests serve, and functions that vary them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.integration.cluster import model_path
 MAX_NUM_SEQS, MAX_QUEUED = 4, 2
 
 ENGINE: dict[str, Any] = {
-    "dtype": "float32",  # in which the same greedy tokens are an equality and no matter of luck
+    "dtype": "float32",  # so that greedy tokens are always equal
     "max_model_len": 2048,
     "max_num_seqs": MAX_NUM_SEQS,
     "max_num_batched_tokens": 2048,
@@ -18,7 +18,7 @@ ENGINE: dict[str, Any] = {
     "kv_cache_memory_bytes": 256 << 20,
 }
 EVERYTHING: dict[str, Any] = {
-    # A small model left to itself may put blanks into JSON for ever.
+    # Otherwise a small model may write whitespace into JSON without end.
     "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
     "enable_auto_tool_choice": True,
     "tool_call_parser": "hermes",
@@ -26,12 +26,12 @@ EVERYTHING: dict[str, Any] = {
     "enable_scale_out": True,
     "reasoning_config": {"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"},
 }
-"""Options of vLLM with which all that it has can be asked for. The other applications have none:
-their builders need not import vLLM."""
+"""Options of vLLM that enable all of its features. The other applications have no such options,
+so their builders need not import vLLM."""
 
 TENANTS = ("team-a", "team-b", "team-c", "team-d")
 KEYS = {f"SPECSERVE_TEST_KEY_{number}": f"sk-{number}" * 8 for number in range(len(TENANTS))}
-"""API keys by the environment variables that the nodes have them in."""
+"""API keys by the nodes' environment variables that hold them."""
 
 
 def application(**sections: Mapping[str, Any]) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def application(**sections: Mapping[str, Any]) -> dict[str, Any]:
     base: dict[str, Any] = {
         "model": {"path": str(model_path("demo-draft")), "served_name": ["demo", "default"]},
         "engine": ENGINE,
-        # Every draft is sent, also the ones that do not pay.
+        # Every draft is sent, also a draft that costs more than it saves.
         "speculation": [{"kind": "ngram", "max_draft_len": 6, "dynamic": False}],
         "placement": {"num_cpus_per_shard": 1},
         "http": {"max_queued_requests": MAX_QUEUED, "retry_after_s": 3},
@@ -48,36 +48,36 @@ def application(**sections: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def drafted_by(args: dict[str, Any], **source: Any) -> dict[str, Any]:
-    """The same application with one source, whose every draft is sent."""
+    """The same application with one source; every draft of it is sent."""
     return args | {"speculation": [{**source, "dynamic": False}]}
 
 
 def predictable(args: dict[str, Any]) -> dict[str, Any]:
-    """The same application, which drafts from predictions as well, where a request has one."""
+    """The same application with the source ``prediction`` added."""
     prediction = {"kind": "prediction", "dynamic": False}
     return args | {"speculation": [*args["speculation"], prediction]}
 
 
 def structured(args: dict[str, Any]) -> dict[str, Any]:
-    """The same application, which drafts what a grammar forces as well, where a request has one."""
+    """The same application with the source ``grammar`` added."""
     grammar = {"kind": "grammar", "dynamic": False}
     return args | {"speculation": [*args["speculation"], grammar]}
 
 
 def remembering(args: dict[str, Any]) -> dict[str, Any]:
-    """The same application, which drafts from a memory as well."""
-    # Of the usual size: the applications' store has the options of the one that is there first.
+    """The same application with the source ``trie`` added."""
+    # Of the default size: applications share a store, which has the options of the first one.
     memory = {"kind": "trie", "dynamic": False}
     return args | {"speculation": [*args["speculation"], memory]}
 
 
-# The target drafts for itself: nearly all is accepted, whatever it writes.
+# The draft model is the target model, so nearly all draft tokens are accepted.
 DRAFT_MODEL = {"kind": "draft_model", "model": str(model_path("demo-draft")), "num_cpus": 0}
 
 TENANT_KEYS = [{"env": env, "tenant": name} for env, name in zip(KEYS, TENANTS, strict=True)]
 
 SHARED: dict[str, dict[str, Any]] = {
-    # With room for the streams beside what test_fuzz.py tries.
+    # With room for the streams of test_fuzz.py beside its random requests.
     "/": structured(
         predictable(
             application(
@@ -96,7 +96,7 @@ SHARED: dict[str, dict[str, Any]] = {
         kind="trie",
     ),
 }
-"""The applications that most tests use, by their prefixes; all at once."""
+"""The applications that most tests use, by route prefix. All are served at once."""
 
 TWO_SHARDS = {
     "/": application(engine={"tensor_parallel_size": 2}, placement={"strategy": "STRICT_SPREAD"}),
@@ -104,4 +104,4 @@ TWO_SHARDS = {
         engine={"tensor_parallel_size": 4}, placement={"timeout_s": 3.0, "num_cpus_per_shard": 6}
     ),
 }
-"""Two shards on two nodes, and an application that no node can hold."""
+"""An application with two shards on two nodes, and one that fits on no node."""

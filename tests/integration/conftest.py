@@ -1,9 +1,9 @@
-"""Two clusters for nearly all tests, one after the other: one node, and then two.
+"""Two clusters for nearly all tests, one after the other: one node, then two nodes.
 
-Tests that need the same deployment run one after the other, whatever their files are called, and in
-one process. Those in ``served`` need what is served on one node, or replicas on two. Those in
-``nodes`` need the other deployments on two nodes, or these nodes with nothing served. All others
-start what they need, and run file by file in the process that is free.
+Tests that need the same deployment run one after the other in one process. Tests in ``served`` need
+the applications on one node, or replicas on two nodes. Tests in ``nodes`` need another deployment
+on two nodes, or two nodes with no deployment. All other tests start what they need, and run file by
+file in a free process.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from tests.integration.stage import Stage, one_node, two_nodes
 SERVED = [{"shared"}, {"shared", "ended"}, {"replicated_on_nodes"}]
 ON_NODES = [{"two_shards"}, {"mistakes"}, {"faults"}]
 TURNS = [*SERVED, *ON_NODES]
-"""What tests use of these fixtures, in the order in which each deployment is started once."""
+"""Sets of fixtures that tests use, in an order in which each deployment is started once."""
 DEPLOYMENTS = set().union(*TURNS)
 FOLDERS = "served", "nodes"
 
 
 class ByDeployment(LoadScopeScheduling):  # type: ignore[misc]
-    """Gives a process all tests in ``served`` or in ``nodes``, or those of another file."""
+    """Gives a process all tests in ``served`` or in ``nodes``, or all tests of another file."""
 
     def _split_scope(self, nodeid: str) -> str:
-        path = Path(nodeid.partition("::")[0])  # parameters have slashes
+        path = Path(nodeid.partition("::")[0])  # parameters contain slashes
         return path.parent.name if path.parent.name in FOLDERS else path.name
 
 
@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         turn = _turn(item)
         wanted = FOLDERS[turn >= len(SERVED)]
         is_right = turn == len(TURNS) or item.path.parent.name == wanted
-        assert is_right, f"{item.nodeid} belongs into {wanted}"
+        assert is_right, f"{item.nodeid} belongs in {wanted}"
 
 
 def _turn(item: pytest.Item) -> int:
@@ -74,7 +74,7 @@ def _ended(stage: Stage) -> Iterator[Stage]:
 
 @pytest.fixture
 def shared(stage: Stage) -> Deployment:
-    """The applications that most tests use, ready."""
+    """A ready deployment of the applications that most tests use."""
     deployment = stage.serve(SHARED)
     deployment.await_ready()
     return deployment
@@ -82,14 +82,14 @@ def shared(stage: Stage) -> Deployment:
 
 @pytest.fixture
 def ended(shared: Deployment, stage: Stage) -> Iterator[Deployment]:
-    """The same, for a test that ends it: such tests come last."""
+    """The same deployment, for a test that stops it. Such tests run last."""
     yield shared
     stage.clear()
 
 
 @pytest.fixture
 def two_shards(stage: Stage, nodes: Stage) -> Deployment:
-    """An application with two shards, ready, and one that will never be."""
+    """A ready application with two shards, and one that fits on no node."""
     stage.end()
     deployment = nodes.serve(TWO_SHARDS)
     deployment.await_healthy()
@@ -98,7 +98,7 @@ def two_shards(stage: Stage, nodes: Stage) -> Deployment:
 
 @pytest.fixture
 def replicated_on_nodes(stage: Stage, nodes: Stage) -> Deployment:
-    """Two replicas with one memory, ready, wherever Serve puts them."""
+    """Two ready replicas with one draft memory, on the nodes that Serve chooses."""
     stage.end()
     deployment = nodes.serve({"/two": SHARED["/two"]})
     deployment.await_ready()
@@ -115,7 +115,7 @@ def api(shared: Deployment) -> Iterator[Api]:
 
 @pytest.fixture(scope="session")
 def faults(stage: Stage, nodes: Stage) -> Cluster:
-    """Where stores and drafters are killed, and nothing is served."""
+    """A cluster with no deployment, in which tests kill stores and drafters."""
     stage.end()
     nodes.clear()
     return nodes.cluster()

@@ -1,6 +1,6 @@
-"""A replica's source of drafts in a process of its own, connected to a cluster.
+"""A replica's source of drafts in a separate process that is connected to a cluster.
 
-`DrafterHost` starts such a process and asks it for drafts; `main` is what runs there.
+`DrafterHost` starts such a process and asks it for drafts. `main` runs there.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class DrafterHost(HostProcess):
     """A process that asks for drafts of the demo draft model.
 
     Args:
-        cluster: which one it is connected to.
+        cluster: the cluster that it connects to.
     """
 
     def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster, __name__)
 
     def propose(self, text: list[int]) -> dict[str, Any]:
-        """One step of a request: its draft, how long that took, and the source's health."""
+        """One step of a request: its draft, the time it took, and the source's health."""
         result: dict[str, Any] = self.ask(text)
         return result
 

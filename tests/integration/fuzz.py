@@ -1,4 +1,4 @@
-"""Random requests by the application's own OpenAPI, and what became of them."""
+"""Random requests from the application's OpenAPI schema, and a report of their outcomes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from schemathesis import Case, GenerationMode
 from schemathesis.core.result import Ok
 from schemathesis.schemas import APIOperation
 
-from tests.integration.fuzz_bodies import EXAMPLES, ODD_BODIES, WISHES, bounded
+from tests.integration.fuzz_bodies import EXAMPLES, ODD_BODIES, OPTIONS, bounded
 
 logger = logging.getLogger(__name__)
 
@@ -37,40 +37,40 @@ _FAILED = re.compile(
     r'"error_type":"(incomplete_)?generation"|"error":\{"type":"internal_error"'
     r'|"code":"InternalServerError"'
 )
-"""How the generation API, Anthropic's and a streamed response tell of the server's faults, also
-within a stream."""
+"""Signs of a server error in answers and streams of the generation API, of Anthropic's API and of
+the responses API."""
 
 _GRAMMARS = ("structured_outputs", "response_format", "tools", "text")
-_TAKE_TOKENS_AWAY = ("allowed_token_ids", "bad_words", "min_tokens", "logit_bias")
+_TOKEN_LIMITS = ("allowed_token_ids", "bad_words", "min_tokens", "logit_bias")
 
 _HEAVY = (
     *("messages", "tools", "input", "system", "previous_input_messages", "mm_payload"),
     *("chat_request", "completion_request"),
 )
-"""Fields whose schemas take seconds to draw from: left to the examples."""
+"""Fields whose schemas take seconds to draw from. Only the examples have values for them."""
 
 
 @dataclass
 class Report:
-    """Statuses by route, and the cases that should not have ended as they did."""
+    """Statuses by route, and the cases that failed."""
 
     statuses: dict[str, Counter[int]] = field(default_factory=lambda: defaultdict(Counter))
     failures: list[str] = field(default_factory=list)
     _lock: Lock = field(default_factory=Lock)
 
     def note(self, label: str, request: object, status: int, text: str) -> None:
-        """One case's end."""
+        """Records the outcome of one case."""
         in_stream = re.search(r'^data: \{"error".*"code": ?(\d+)', text, re.MULTILINE)
-        told = int(in_stream[1]) if in_stream else status
+        outcome = int(in_stream[1]) if in_stream else status
         if _FAILED.search(text):
-            told = 500
+            outcome = 500
         with self._lock:
-            self.statuses[label][told] += 1
-        if told >= 500 and told not in ALLOWED_5XX and not is_vllms_own(label, request, text):
-            self.failures.append(f"{label} {told}: {request!r:.1500}: {text[-600:]}")
+            self.statuses[label][outcome] += 1
+        if outcome >= 500 and outcome not in ALLOWED_5XX and not is_vllms_own(label, request, text):
+            self.failures.append(f"{label} {outcome}: {request!r:.1500}: {text[-600:]}")
 
     def table(self) -> str:
-        """A line for each route."""
+        """A table with a line for each route."""
         lines = []
         for label, counts in sorted(self.statuses.items()):
             good = sum(n for status, n in counts.items() if status < 300)
@@ -79,35 +79,35 @@ class Report:
 
 
 def is_vllms_own(label: str, request: object, text: str) -> bool:
-    """Whether vLLM answers this request 500 with speculation and without."""
+    """Whether vLLM itself answers this request with status 500, also without speculation."""
     if "/inference/v1/abort_requests" in label:
-        # The route reads its body by hand and takes it for an object.
+        # The route parses its body by hand and expects an object.
         return "object has no attribute 'get'" in text
     asked = request if isinstance(request, dict) else {}
     prompt = asked.get("prompt")
     if asked.get("echo") and isinstance(prompt, list) and "" in prompt:
-        # Before an empty text stands a token of the tokenizer's, and no text can be echoed.
+        # The tokenizer puts a token before an empty text, and there is no text to echo.
         return '"message":""' in text
     sampling = asked.get("sampling_params") or {}
     if sampling.get("trace_decode_token_ids") is not None:
-        # What vLLM finds wrong with a trace is an error without a message by the time it is told.
+        # vLLM reports a wrong trace as an error without a message.
         return '"message":""' in text
     asked = asked | sampling
-    # A grammar and another parameter that leave no token between them; or a penalty that is 0 in
-    # float32, for which what the grammar forbids is no number.
+    # A grammar and another parameter together forbid every token. Or a penalty is 0 in float32, and
+    # the logits of forbidden tokens become NaN.
     penalty = asked.get("repetition_penalty")
     return (
         "Internal server error" in text
         and any(asked.get(key) for key in _GRAMMARS)
         and (
-            any(asked.get(key) for key in _TAKE_TOKENS_AWAY)
+            any(asked.get(key) for key in _TOKEN_LIMITS)
             or (isinstance(penalty, float) and np.float32(penalty) == 0)
         )
     )
 
 
 def operations(http: httpx.Client) -> list[Operation]:
-    """The application's operations, without the schemas that take long to draw from."""
+    """The application's operations, without the schemas that are slow to draw from."""
     spec = http.get("/openapi.json", timeout=CASE_S).json()
     for each in spec["components"]["schemas"].values():
         for name in _HEAVY:
@@ -126,8 +126,8 @@ def random_cases(found: Sequence[Operation], num_cases: int, number: int) -> lis
 
     Args:
         found: the application's operations.
-        num_cases: how many, over all routes with a body.
-        number: the seed. The same cases come in the same order from the same seed.
+        num_cases: number of cases over all routes with a body.
+        number: the seed. A seed always gives the same cases in the same order.
     """
     share = num_cases // sum(each.path in EXAMPLES for each in found)
     cases = [
@@ -145,13 +145,13 @@ def send(
     odd: Sequence[tuple[str, bytes]],
     num_clients: int,
 ) -> Report:
-    """Sends cases, and then bodies that no schema describes to their paths.
+    """Sends the cases, and then the bodies that no schema describes.
 
     Args:
         http: a client of the application.
-        cases: of its operations.
-        odd: paths, and what each is sent.
-        num_clients: how many send at once: most of a case is the wait for its answer.
+        cases: cases of its operations.
+        odd: pairs of path and body.
+        num_clients: clients that send at once. A case is mostly the wait for its answer.
     """
     report = Report()
     with ThreadPoolExecutor(num_clients) as pool:
@@ -163,13 +163,13 @@ def send(
 
 
 def odd_bodies(found: Sequence[Operation]) -> list[tuple[str, bytes]]:
-    """Each path that takes a body, with each of the bodies that no schema describes."""
+    """Each path that takes a body, paired with each body that no schema describes."""
     paths = sorted({each.path for each in found if each.method == "post"})
     return [(path.replace("{response_id}", "none"), body) for path in paths for body in ODD_BODIES]
 
 
 def _drawn(operation: Operation, most: int, number: int) -> list[RandomCase]:
-    """Cases of one operation: ``most``, or as many as its schema has."""
+    """At most ``most`` cases of one operation; fewer if its schema has fewer."""
     by_schema = operation.as_strategy(generation_mode=GenerationMode.POSITIVE)
     cases = []
 
@@ -193,14 +193,14 @@ def _drawn(operation: Operation, most: int, number: int) -> list[RandomCase]:
 def _cases(
     draw: st.DrawFn, operation: Operation, by_schema: st.SearchStrategy[RandomCase]
 ) -> RandomCase:
-    """A case by the schema alone, or an example with something of the schema and some wishes."""
+    """A case from the schema alone, or an example with some fields of the schema and options."""
     example = EXAMPLES.get(operation.path)
     if example is None or draw(st.integers(0, 5)) == 0:
         case = draw(by_schema)
         case.body = bounded(case.body) if isinstance(case.body, dict) else case.body
         return case
     body = deepcopy(example)
-    if draw(st.booleans()):  # to draw from a schema takes most of the time
+    if draw(st.booleans()):  # drawing from a schema takes most of the time
         case = draw(by_schema)
         generated = case.body if isinstance(case.body, dict) else {}
         if others := sorted(generated.keys() - example.keys()):
@@ -208,8 +208,8 @@ def _cases(
             body[key] = generated[key]
     else:
         case = operation.Case()
-    for wish in draw(st.lists(st.sampled_from(WISHES.get(operation.path, [{}])), max_size=3)):
-        body |= wish
+    for option in draw(st.lists(st.sampled_from(OPTIONS.get(operation.path, [{}])), max_size=3)):
+        body |= option
     case.body = bounded(body)
     return case
 

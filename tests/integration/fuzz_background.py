@@ -1,4 +1,4 @@
-"""Clients that stream texts known beforehand, while something else is going on."""
+"""Clients that stream known texts while a test runs."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _PROMPTS = [
 
 
 def is_refused(events: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the server was busy when the stream began.
+    """Whether the server refused a stream because it was full.
 
-    vLLM looks for room twice, before it answers 200 and when it adds the request: another request
-    may have taken the room between the two.
+    vLLM checks its capacity before it answers 200, and again when it adds the request. Another
+    request may take the last place in between.
     """
     return [event.get("error", {}).get("code") for event in events] == [503]
 
 
 class Streams:
-    """Greedy streams, begun again and again, each compared with what it was when it was alone.
+    """Repeats greedy streams and compares each with the same stream on an idle server.
 
-    One client more leaves each of its streams after the first piece.
+    One more client disconnects after the first piece of each stream.
 
     Args:
         api: the application.
-        num_clients: how many stream at once.
+        num_clients: clients that stream at once.
     """
 
     def __init__(self, api: Api, num_clients: int) -> None:
@@ -50,7 +50,7 @@ class Streams:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Streams for the length of a block; each stream that has begun is let end."""
+        """Streams for the length of a block. A stream that has begun is finished."""
         threads = [threading.Thread(target=self._stream, args=[each]) for each in self._prompts]
         threads.append(threading.Thread(target=self._leave))
         for thread in threads:
@@ -87,7 +87,7 @@ class Streams:
                 self.others.append(f"who leaves: {error!r}")
 
     def _text(self, prompt: str) -> list[int] | None:
-        """The tokens of a stream; None where the server is busy."""
+        """The tokens of a stream; None if the server is busy."""
         with self._begun(prompt) as response:
             if response.status_code == 503:
                 return None
@@ -102,7 +102,7 @@ class Streams:
         return [token for event in events for token in event["choices"][0]["token_ids"]]
 
     def _begun(self, prompt: str) -> AbstractContextManager[httpx.Response]:
-        """A stream over a connection of its own."""
+        """A stream over a new connection."""
         body: dict[str, Any] = {
             "model": MODEL,
             "prompt": prompt,

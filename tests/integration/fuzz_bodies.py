@@ -1,4 +1,4 @@
-"""Bodies that bite: valid examples of each route, and what may be asked for besides."""
+"""Bodies for fuzzing: valid examples of each route, and options to add to them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.integration.cluster import model_path
 Body = dict[str, Any]
 
 LONGEST = 12
-"""Most tokens that a case may ask for."""
+"""Maximum number of tokens that a case may request."""
 MOST_SEQUENCES = 3
 
 _PROMPT = "for number in numbers:\n    total += number\n" * 3
@@ -145,7 +145,7 @@ _GENERATION: list[Body] = [
     )
 ]
 
-WISHES: dict[str, list[Body]] = {
+OPTIONS: dict[str, list[Body]] = {
     "/generate": [*_GENERATION, *_REQUEST[2:6], {"stream": True}],
     "/generate_stream": [*_GENERATION, *_REQUEST[2:6]],
     "/": [*_GENERATION, {"stream": True}],
@@ -207,11 +207,11 @@ ODD_BODIES: list[bytes] = [
     b'{"inputs": "x", "parameters": {"max_new_tokens": 2, "seed": ' + b"9" * 400 + b"}}",
     b'{"inputs": "x", "parameters": {"max_new_tokens": 2, "typical_p": NaN}}',
 ]
-"""What no schema describes."""
+"""Bodies that no schema describes."""
 
 
 def bounded(body: Body) -> Body:
-    """The body with lengths that keep a case short."""
+    """The body with limits that keep a case short."""
     body = dict(body)
     for key in ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens"):
         if isinstance(value := body.get(key), int | float):
@@ -220,7 +220,7 @@ def bounded(body: Body) -> Body:
         body["n"] = min(number, MOST_SEQUENCES)
     if isinstance(sampling := body.get("sampling_params"), dict):
         body["sampling_params"] = sampling = bounded(sampling)
-        if sampling.get("max_tokens") is None:  # as many as the context has room for
+        if sampling.get("max_tokens") is None:  # the rest of the context
             sampling["max_tokens"] = LONGEST
     if isinstance(parameters := body.get("parameters"), dict):
         longest = min(parameters.get("max_new_tokens") or LONGEST, LONGEST)

@@ -1,7 +1,7 @@
-"""A process that is connected to a cluster and answers each line of JSON with one of its own.
+"""A process that is connected to a cluster and answers each line of JSON with another line.
 
-`HostProcess` starts it and asks; `connect` and `answer` are its side. `ask_once` asks a program
-that takes one question alone.
+`HostProcess` starts the process and asks it. The process uses `connect` and `answer`. `ask_once`
+asks a program that takes one question and ends.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ ROOT = Path(__file__).parents[2]
 
 
 class HostProcess:
-    """Such a process.
+    """A handle on such a process.
 
     Args:
-        cluster: which one.
-        module: what runs there.
+        cluster: the cluster that it connects to.
+        module: the module that it runs.
     """
 
     def __init__(self, cluster: Cluster, module: str) -> None:
@@ -40,7 +40,7 @@ class HostProcess:
         )
 
     def ask(self, question: object) -> Any:
-        """What the process answers."""
+        """Asks the process, and returns its answer."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(question) + "\n")
@@ -51,12 +51,12 @@ class HostProcess:
         return json.loads(answer)
 
     def kill(self) -> None:
-        """As a node that loses power."""
+        """Kills the process, as if its node lost power."""
         self._process.kill()
         self._process.wait()
 
     def stop(self) -> None:
-        """Asks nothing more, and waits until the process has ended by itself."""
+        """Closes its input, and waits until the process has ended."""
         if self._process.poll() is None:
             assert self._process.stdin is not None
             self._process.stdin.close()
@@ -67,21 +67,21 @@ class HostProcess:
 
 
 def connect() -> TextIO:
-    """Connects this process to the cluster of its command line; returns where answers go."""
+    """Connects this process to the cluster of its command line. Returns the output for answers."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # Ray prints to the standard output too
+    os.dup2(2, 1)  # Ray prints to standard output too
     ray.init(sys.argv[1], namespace="test", log_to_driver=False, logging_level="ERROR")
     return answers
 
 
 def answer(answers: TextIO, ask: Callable[[Any], Any]) -> None:
-    """Answers until no more is asked."""
+    """Answers questions until the input ends."""
     for line in sys.stdin:
         answers.write(json.dumps(ask(json.loads(line))) + "\n")
 
 
 def ask_once(cluster: Cluster, module: str, question: object) -> Any:
-    """The answer of a program that takes one question, as JSON, and ends; fails where it fails."""
+    """The answer of a program that takes one question as JSON and ends. Fails if it fails."""
     done = subprocess.run(
         [sys.executable, "-m", module, cluster.address],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""Two hosts on this machine: network namespaces with a link, started by the scripts of deploy."""
+"""Two hosts on one machine: linked network namespaces, started by the scripts of deploy."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ ROOT = Path(__file__).parents[2]
 
 
 class NoHostsError(Exception):
-    """Namespaces and links cannot be made here; says why."""
+    """Network namespaces and links cannot be created here. The message says why."""
 
 
 class TwoHosts(Cluster):
     """A head and a worker, with 2 CPUs each, and a network between them that can be cut.
 
-    Clients reach the head over a link of its own.
+    Clients reach the head over a separate link.
 
     Raises:
-        NoHostsError: it is not permitted.
+        NoHostsError: namespaces or links are not permitted.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class TwoHosts(Cluster):
         tag = f"ss{os.getpid()}"
         self.head, self.worker = f"{tag}-head", f"{tag}-worker"
         self.address = f"{HEAD}:6379"
-        network = f"198.19.{os.getpid() % 256}"  # this one is seen by the whole machine
+        network = f"198.19.{os.getpid() % 256}"  # visible to the whole machine
         self.client_address = f"{network}.2"
         self.environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
         try:
@@ -64,7 +64,7 @@ class TwoHosts(Cluster):
         ip("link", "set", tag, "up")
 
     def start(self) -> None:
-        """Starts both; returns when they are alive."""
+        """Starts both hosts, and waits until they are alive."""
         self._start_host(
             *self.on(self.head, "deploy/head.sh", HEAD, "--temp-dir", str(self.folder)),
             *("--no-monitor", "--include-dashboard", "false"),
@@ -73,11 +73,11 @@ class TwoHosts(Cluster):
         self.start_worker()
 
     def start_worker(self, *wrapper: str) -> None:
-        """Starts the worker, by another command if one is given; returns when it is alive."""
+        """Starts the worker, inside a wrapper command if given, and waits until it is alive."""
         self._start_host(*self.on(self.worker, *wrapper, "deploy/worker.sh", HEAD))
 
     def stop_worker(self) -> None:
-        """Ends the worker."""
+        """Stops the worker."""
         self._heads[-1].terminate()
         self.await_worker_ended(60)
 
@@ -86,19 +86,19 @@ class TwoHosts(Cluster):
         self._heads[-1].wait(timeout_s)
 
     def stop(self) -> None:
-        """Ends both, and removes their network."""
+        """Stops both hosts, and removes their network."""
         try:
             super().stop()
         finally:
             self._remove_hosts()
 
     def on(self, host: str, *command: str) -> list[str]:
-        """A command to be run on a host."""
+        """The command line that runs a command on a host."""
         return ["ip", "netns", "exec", host, *command]
 
     @contextmanager
     def cut(self, seconds: float) -> Iterator[None]:
-        """The hosts do not reach one another for so long; the block may go on for longer."""
+        """Cuts the link between the hosts for some seconds. The block may last longer."""
         ip("-n", self.worker, "link", "set", "eth0", "down")
         mended = threading.Timer(seconds, ip, ("-n", self.worker, "link", "set", "eth0", "up"))
         mended.start()
@@ -108,7 +108,7 @@ class TwoHosts(Cluster):
             mended.join()
 
     def raylet_of_worker(self) -> psutil.Process:
-        """The process without which the worker is no node of Ray."""
+        """The worker's raylet process."""
         (raylet,) = (
             process
             for process in self.processes(f"--node_ip_address={WORKER}")
@@ -133,7 +133,7 @@ class TwoHosts(Cluster):
         self._await_nodes(len(self._heads))
 
     def _remove_hosts(self) -> None:
-        for host in (self.head, self.worker):  # and with them their ends of the links
+        for host in (self.head, self.worker):  # this removes their ends of the links too
             subprocess.run(["ip", "netns", "delete", host], check=False, capture_output=True)
 
 
@@ -141,8 +141,8 @@ class HostsDeployment(Deployment):
     """`serve run FILE` on the head.
 
     Args:
-        hosts: where to.
-        content: of the file.
+        hosts: the hosts that serve.
+        content: content of the file.
     """
 
     def __init__(self, hosts: TwoHosts, content: dict[str, Any]) -> None:
@@ -152,7 +152,7 @@ class HostsDeployment(Deployment):
         self._process = serve_run(hosts, content, self.log, *hosts.on(hosts.head))
 
     def base_url(self, prefix: str = "") -> str:
-        """Where clients find it."""
+        """Base URL for clients."""
         return f"http://{self._hosts.client_address}:{PORT}{prefix}"
 
 

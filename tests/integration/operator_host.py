@@ -1,4 +1,4 @@
-"""Commands of ``specserve`` in one process beside a cluster, which is spared their imports."""
+"""Runs commands of ``specserve`` in one process, so that each is spared the imports."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Said(NamedTuple):
 
 
 class Operator(HostProcess):
-    """Somebody who gives commands.
+    """Runs commands as an operator does.
 
     Args:
-        cluster: where to.
+        cluster: the cluster that the commands address.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -38,9 +38,9 @@ class Operator(HostProcess):
 
 
 def main() -> None:
-    """Runs what it is told."""
+    """Runs the commands that it reads."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # Ray prints to the standard output too
+    os.dup2(2, 1)  # Ray prints to standard output too
     for line in sys.stdin:
         with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
             code = specserve(json.loads(line))

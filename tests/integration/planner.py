@@ -1,7 +1,7 @@
-"""Reserves placement groups in a process that is connected to a cluster, and tells where they are.
+"""Reserves placement groups in a process that is connected to a cluster, and reports their nodes.
 
-``python -m tests.integration.planner ADDRESS``: applications' ``args`` come in as a JSON list; the
-node of each rank of each of them goes out, and all nodes as `specserve check` sees them.
+``python -m tests.integration.planner ADDRESS`` reads a JSON list of applications' ``args``. It
+writes the node of each rank of each application, and all nodes as `specserve check` sees them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.integration.cluster import eventually
 
 
 def main(address: str) -> None:
-    """Answers on standard output."""
+    """Writes the answers to standard output."""
     answers, sys.stdout = sys.stdout, sys.stderr  # Ray prints
     ray.init(address, log_to_driver=False)
     type(current_platform).ray_device_key = "GPU"
@@ -32,7 +32,7 @@ def main(address: str) -> None:
 
 
 def _ranks(config: AppConfig) -> list[str]:
-    """Address of the node of each rank, as vLLM's executor orders them."""
+    """Address of the node of each rank, in the order of vLLM's executor."""
     bundle = config.placement.shard_bundle(on_gpu=True)
     group = asyncio.run(reserve(config.placement, bundle, config.engine.tensor_parallel_size))
     places = [address for _, _, address in get_bundles_sorted_by_node(group)]

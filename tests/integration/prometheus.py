@@ -1,4 +1,4 @@
-"""A Prometheus of its own, with this project's configuration and rules."""
+"""A Prometheus server for the tests, with this project's configuration and rules."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ import yaml
 from tests.integration.cluster import HOST, Failed, eventually, free_ports
 
 FOLDER = Path(__file__).parents[2] / "deploy/prometheus"
-SCRAPE_INTERVAL_S = 2  # a busy machine takes nearly one to answer
+SCRAPE_INTERVAL_S = 2  # a busy machine needs nearly 1 s to answer
 
 Labels = frozenset[tuple[str, str]]
 
 
 def labels(**values: str) -> Labels:
-    """What tells a series from the others of a query's result."""
+    """The labels that identify a series in a query's result."""
     return frozenset(values.items())
 
 
 class Prometheus:
-    """A client of one.
+    """A client of a Prometheus server.
 
     Args:
-        url: where it is.
+        url: URL of the server.
     """
 
     def __init__(self, url: str) -> None:
         self._http = httpx.Client(base_url=url, timeout=30)
 
     def query(self, expr: str, time: float | None = None) -> dict[Labels, float]:
-        """An expression's value by the labels of its series, now or at a time."""
+        """Values of an expression by the labels of their series, now or at a given time."""
         at = {} if time is None else {"time": time}
         found = self._get("query", query=expr, **at)["result"]
         return {
@@ -53,7 +53,7 @@ class Prometheus:
         return [rule for group in self._get("rules")["groups"] for rule in group["rules"]]
 
     def scraped(self) -> set[str]:
-        """Addresses that are scraped with success."""
+        """Addresses that are scraped successfully."""
         targets = self._get("targets", state="active")["activeTargets"]
         return {each["labels"]["instance"] for each in targets if each["health"] == "up"}
 
@@ -75,7 +75,7 @@ class Prometheus:
 
 
 def configuration(ray_folder: Path) -> dict[str, Any]:
-    """The project's own, for a cluster whose files are elsewhere, and quicker."""
+    """The project's configuration for another Ray folder, with a shorter scrape interval."""
     config: dict[str, Any] = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
     seconds = f"{SCRAPE_INTERVAL_S}s"
     config["global"] = {"scrape_interval": seconds, "evaluation_interval": seconds}
@@ -88,7 +88,7 @@ def configuration(ray_folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def running_prometheus(ray_folder: Path) -> Iterator[Prometheus]:
-    """One that scrapes the nodes which the head of a cluster lists in its folder."""
+    """A server that scrapes the nodes listed in the folder of a cluster's head."""
     binary = shutil.which("prometheus")
     if binary is None:
         pytest.skip("prometheus is not installed")

@@ -1,4 +1,4 @@
-"""Requests that run while something happens to the server, and what becomes of it."""
+"""Requests that run while a test disturbs the server, and waits for the outcome."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ LONG: dict[str, Any] = {
     "vllm_xargs": OFF,
 }
 SEVERAL: dict[str, Any] = {"n": MAX_NUM_SEQS, "temperature": 1.0}
-"""Answers at once, so that there is time to cut them off before they are whole."""
+"""Several answers at once, so that there is time to cut them off before they are complete."""
 
 ERROR_S = 60.0
-"""A request whose server died must have its error within this time."""
+"""A request whose server died must get its error within this time."""
 
 
 def replaced(app: Deployment, before: list[psutil.Process], application: str = "") -> None:
-    """Waits until the application at the root has a new replica and nothing of the old one.
+    """Waits until an application has a new replica and no process of the old one.
 
     Args:
         app: its deployment.
-        before: the processes that the application had.
-        application: its name, where there are others.
+        before: the application's processes so far.
+        application: its name, if there are other applications.
     """
 
     def is_new() -> bool:
@@ -43,35 +43,35 @@ def replaced(app: Deployment, before: list[psutil.Process], application: str = "
         is_gone = not any(is_alive(process) for process in before)
         return is_gone and len(processes) == len(before) and is_healthy(app.base_url())
 
-    app.eventually(is_new, f"a new replica alone, {before} gone", READY_S)
+    app.eventually(is_new, f"only the new replica, {before} gone", READY_S)
 
 
 GENERATED: dict[str, Any] = {
     "inputs": LONG["prompt"],
-    # What was written once is written again, and no end token comes.
+    # The text repeats itself, and no end token comes.
     "parameters": {"max_new_tokens": LONG["max_tokens"], "repetition_penalty": 0.5},
     "vllm_xargs": OFF,
 }
-"""The same of the generation API."""
+"""The same for the generation API."""
 
 
-def answers_finished_for_a_client_that_goes_away(
+def num_answers_finished_after_a_disconnect(
     api: Api, app: Deployment, path: str, body: Mapping[str, Any]
 ) -> float:
-    """Asks for long answers, leaves as soon as they are being written, and waits for their end.
+    """Requests long answers, disconnects once they are being decoded, and waits for their end.
 
     Args:
-        api: whom.
+        api: a client of the application.
         app: its deployment.
         path: the route.
-        body: what is asked there.
+        body: the request.
 
     Returns:
-        How many of the answers the engine wrote to their whole length.
+        The number of answers that the engine decoded to their full length.
     """
     before = finished(api)
 
-    async def go_away() -> None:
+    async def disconnect() -> None:
         async with httpx.AsyncClient(base_url=api.base_url, timeout=TIMEOUT_S) as client:
             request = asyncio.create_task(client.post(path, json={"model": MODEL, **body}))
             await asyncio.to_thread(
@@ -80,20 +80,20 @@ def answers_finished_for_a_client_that_goes_away(
                 "it is generating",
                 60,
             )
-            assert request.cancel(), "the answer was there too soon"
+            assert request.cancel(), "the answer came before the disconnect"
             await asyncio.wait([request])
 
-    asyncio.run(go_away())
+    asyncio.run(disconnect())
     app.eventually(lambda: num_running(api) == 0, "nothing is running", 60)
     return finished(api) - before
 
 
 @contextmanager
 def running_stream(api: Api, **body: Any) -> Iterator[Callable[[float], Exception | None]]:
-    """A streamed request in the background, which has begun to answer.
+    """A streamed request in the background. Its answer has begun.
 
     Yields:
-        Waits so many seconds for the request's end: None if it ended well, else its error.
+        A function that waits some seconds for the end: None if it succeeded, else its error.
     """
     began = threading.Event()
     ended: queue.Queue[Exception | None] = queue.Queue()
@@ -115,10 +115,10 @@ def running_stream(api: Api, **body: Any) -> Iterator[Callable[[float], Exceptio
 
 
 def num_running(api: Api) -> float:
-    """Requests that are being decoded."""
+    """Number of requests that are being decoded."""
     return api.metric("vllm:num_requests_running")
 
 
 def finished(api: Api) -> float:
-    """Answers so far that ended at their ``max_tokens``."""
+    """Number of answers so far that ended at ``max_tokens``."""
     return api.metric("vllm:request_success_total", finished_reason="length")

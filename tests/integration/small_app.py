@@ -1,4 +1,4 @@
-"""An application of Serve without an engine, whose replica watches Ray's daemons as ours do."""
+"""A Serve application without an engine, whose replica watches Ray's daemons like ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cluster and one deployment on it at a time, both started when they are asked for."""
+"""A cluster with one deployment at a time. Both are started when a test needs them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from tests.integration.applications import KEYS
 from tests.integration.cluster import HAPROXY, Cluster, Deployment
 
 NUM_CPUS_ALONE = 6
-"""CPUs that a single node declares."""
+"""CPUs that the node of a one-node cluster declares."""
 NUM_CPUS = 2
-"""The same, of each of two nodes."""
+"""CPUs that each node of a two-node cluster declares."""
 STEP_S = 20
-"""Bound of a step, as deploy/node.env sets one; none of the small model's takes as long."""
+"""Time limit of a step, as in deploy/node.env. The small model's steps are far shorter."""
 
 
 class Stage:
-    """Keeps one deployment running, for as long as tests ask for the same one.
+    """Keeps one deployment running as long as tests need the same one.
 
     Args:
-        new_cluster: makes the cluster, not yet started.
+        new_cluster: creates the cluster, which is not started yet.
     """
 
     def __init__(self, new_cluster: Callable[[], Cluster]) -> None:
@@ -30,14 +30,14 @@ class Stage:
         self._deployment: Deployment | None = None
 
     def cluster(self) -> Cluster:
-        """The cluster, which runs."""
+        """The running cluster."""
         if self._cluster is None:
             self._cluster = self._new_cluster()
             self._cluster.start()
         return self._cluster
 
     def serve(self, applications: Mapping[str, Mapping[str, Any]]) -> Deployment:
-        """A deployment of these applications, not yet ready if it had to be started."""
+        """A deployment of these applications. If it was just started, it is not ready yet."""
         if self._deployment is None or applications != self._applications:
             self.clear()
             self._deployment = Deployment(self.cluster(), applications)
@@ -45,13 +45,13 @@ class Stage:
         return self._deployment
 
     def clear(self) -> None:
-        """Ends what is served, if anything is."""
+        """Stops the deployment, if there is one."""
         deployment, self._deployment = self._deployment, None
         if deployment is not None:
             deployment.stop()
 
     def end(self) -> None:
-        """Ends what is served, and the cluster: another one has the machine for itself."""
+        """Stops the deployment and the cluster, so that another cluster has the whole machine."""
         try:
             self.clear()
         finally:
@@ -61,7 +61,7 @@ class Stage:
 
 
 def one_node() -> Cluster:
-    """Behind HAProxy, as `make serve` serves where Ray's binary is there."""
+    """One node behind HAProxy, as with `make serve` if Ray brings HAProxy."""
     cluster = _new_cluster(NUM_CPUS_ALONE)
     if HAPROXY.exists():
         cluster.use_haproxy()
@@ -70,7 +70,7 @@ def one_node() -> Cluster:
 
 
 def two_nodes() -> Cluster:
-    """Behind Ray's own proxy: HAProxy on one node reaches no loopback address of another."""
+    """Two nodes behind Ray's own proxy. HAProxy cannot reach another node's loopback address."""
     return _new_cluster(NUM_CPUS, NUM_CPUS)
 
 

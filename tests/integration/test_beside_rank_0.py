@@ -1,4 +1,4 @@
-"""A drafter with a part of rank 0's GPU, on nodes that declare GPUs which they do not have."""
+"""A drafter on a part of rank 0's GPU. The nodes declare GPUs that they do not have."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ APPLICATIONS = [
 
 @pytest.fixture(scope="module")
 def answers() -> list[dict[str, Any]]:
-    """What became of each of the applications."""
+    """The outcome for each application."""
     with running_cluster(2, 2, num_gpus=2) as cluster:
         found: list[dict[str, Any]] = ask_once(
             cluster, "tests.integration.beside_rank_0", APPLICATIONS
@@ -46,20 +46,20 @@ def test_shards_have_a_gpu_each_and_the_drafter_shares_rank_0s(
             assert drafter["gpus"] == answer["ranks"][0]["gpus"]
 
 
-def test_the_drafter_sees_that_gpu_alone(answers: list[dict[str, Any]]) -> None:
+def test_the_drafter_sees_only_rank_0s_gpu(answers: list[dict[str, Any]]) -> None:
     for answer in answers:
         (gpu,) = answer["ranks"][0]["gpus"]
         assert [drafter["visible"] for drafter in answer["drafters"]] == [gpu, gpu]
 
 
-def test_rank_0_and_the_drafter_take_one_gpu_together_and_the_others_leave_as_much(
+def test_rank_0_and_the_drafter_fill_a_gpu_and_other_ranks_leave_the_same_share(
     answers: list[dict[str, Any]],
 ) -> None:
     for (_, num_shards), answer in zip(CASES, answers, strict=True):
         assert answer["free"] == [0.0] + [SHARE] * (num_shards - 1)
 
 
-def test_a_killed_drafter_is_started_again_in_its_place(answers: list[dict[str, Any]]) -> None:
+def test_a_killed_drafter_restarts_on_the_same_gpu(answers: list[dict[str, Any]]) -> None:
     for answer in answers:
         first, second = answer["drafters"]
         assert first["pid"] != second["pid"]

@@ -1,7 +1,7 @@
-"""The image, built by its recipe and served from, without a container daemon.
+"""Builds the image from its recipe and serves from it, without a container daemon.
 
-Debian's buildah builds and runs it in a chroot, on a base that debootstrap makes: the recipe's base
-image without its registry. Where pip finds its packages is this machine's own configuration.
+Debian's buildah builds and runs it in a chroot. Debootstrap makes the recipe's base image, so no
+registry is needed. pip finds packages by the configuration of the host.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.k8s.manifests import ROOT
 from tests.k8s.test_image import STAGES
 
 BUILD_S = 3000.0
-"""Packages come from the network, and are unpacked beside other work."""
+"""Packages are downloaded, and unpacked on a possibly busy machine."""
 IMAGE = "localhost/specserve:cpu"
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -38,14 +38,14 @@ pytestmark = pytest.mark.timeout(2 * BUILD_S)
 
 
 class Images:
-    """Buildah, with storage of its own."""
+    """Buildah with separate storage."""
 
     def __init__(self, folder: Path) -> None:
         places = ["--root", str(folder / "storage"), "--runroot", str(folder / "run")]
         self.command = ["buildah", *places, "--storage-driver", "overlay"]
 
     def do(self, *arguments: str) -> str:
-        """The last line of what buildah says."""
+        """Runs buildah, and returns the last line of its output."""
         done = subprocess.run(
             [*self.command, *arguments],
             cwd=ROOT,
@@ -60,7 +60,7 @@ class Images:
 
 
 def make_base(images: Images, folder: Path) -> None:
-    """The recipe's base image by its name: Debian with Python 3.11 and pip."""
+    """Makes the recipe's base image: Debian with Python 3.11 and pip."""
     root = folder / "debian"
     packages = "python3.11,python3-pip,ca-certificates"
     options = ["--variant=minbase", f"--include={packages}", "bookworm", str(root)]
@@ -75,7 +75,7 @@ def make_base(images: Images, folder: Path) -> None:
 
 
 def pip_mounts(folder: Path) -> list[str]:
-    """Options that give a build this machine's configuration of pip, and the folders it names."""
+    """Options that mount the host's pip configuration, and the folders that it names."""
     command = [sys.executable, "-m", "pip", "config", "list"]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     file = configparser.RawConfigParser()
@@ -86,7 +86,7 @@ def pip_mounts(folder: Path) -> list[str]:
         words = str(ast.literal_eval(value)).split()
         file.set("global", name.rpartition(".")[2], "\n".join(words))
         for path in (Path(word.removeprefix("file://")) for word in words):
-            if path.is_absolute() and path.exists():  # an index names files beside it
+            if path.is_absolute() and path.exists():  # an index refers to files beside it
                 paths.add(path.parent if path.is_dir() else path)
     with (folder / "pip.conf").open("w") as opened:
         file.write(opened)
@@ -99,7 +99,7 @@ def pip_mounts(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Images]:
-    """With the image, built for CPU."""
+    """Buildah with the image for CPU, already built."""
     for program in ("buildah", "debootstrap"):
         if shutil.which(program) is None:
             pytest.skip(f"{program} is not installed")
@@ -120,7 +120,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Images]:
 
 
 class Host:
-    """A network of its own, where all ports are free, and a link to this machine's."""
+    """A network namespace in which all ports are free, linked to the machine's network."""
 
     def __init__(self) -> None:
         self._name = f"ssi{os.getpid()}"
@@ -136,12 +136,12 @@ class Host:
         ip("link", "set", self._name, "up")
 
     def command(self, *command: str) -> list[str]:
-        """A command to be run there, with which all ends that it has started, as in a container."""
+        """A command line for this host. As in a container, its children end with the command."""
         alone = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
         return ["ip", "netns", "exec", self._name, *alone, *command]
 
     def remove(self) -> None:
-        """Removes it, and with it the link."""
+        """Removes the network namespace and its link."""
         ip("netns", "delete", self._name)
 
 
@@ -155,7 +155,7 @@ def host() -> Iterator[Host]:
 
 
 def compose_head(variables: Mapping[str, str]) -> tuple[list[str], dict[str, str], str]:
-    """The head's command, environment and stop signal, with a value for each variable."""
+    """Command, environment and stop signal of the head, with the variables replaced."""
     head = yaml.safe_load((ROOT / "deploy/compose.head.yaml").read_text())["services"]["head"]
     environment = {
         name: re.sub(r"\$\{(\w+):\?[^}]*\}", lambda found: variables[found[1]], value)
@@ -165,7 +165,7 @@ def compose_head(variables: Mapping[str, str]) -> tuple[list[str], dict[str, str
 
 
 def processes(mark: str, title: str = "") -> list[psutil.Process]:
-    """Those of the container whose command line contains ``title``."""
+    """Processes of the container whose command line contains ``title``."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -176,7 +176,7 @@ def processes(mark: str, title: str = "") -> list[psutil.Process]:
     return [each for each in found if each.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_the_head_of_the_compose_file_serves_as_its_user_streams_and_ends(
+def test_the_compose_files_head_serves_as_its_user_streams_and_stops(
     images: Images, host: Host, tmp_path: Path
 ) -> None:
     file = yaml.safe_load((ROOT / "configs/demo.yaml").read_text())
@@ -194,7 +194,7 @@ def test_the_head_of_the_compose_file_serves_as_its_user_streams_and_ends(
     )
     environment |= {MARK: str(tmp_path), "HOME": "/home/specserve"}
     variables = [f"{name}={value}" for name, value in environment.items()]
-    most = min(65536, resource.getrlimit(resource.RLIMIT_NOFILE)[1])  # 65536 in the compose files
+    most = min(65536, resource.getrlimit(resource.RLIMIT_NOFILE)[1])  # the compose files have 65536
     container = images.do("from", "--ulimit", f"nofile={most}:{most}", "--pull-never", IMAGE)
     options = ["--isolation", "chroot", "--network", "host", "-v", f"{config}:/app/demo.yaml:ro"]
     run = ["run", *options, container, "--", "env", *variables, *command]
@@ -232,7 +232,7 @@ def answers(url: str) -> bool:
 
 
 def streamed(url: str) -> list[str]:
-    """The pieces of a completion."""
+    """The pieces of a streamed completion."""
     body = {"model": "demo", "prompt": "def is_even(n):", "max_tokens": 16, "stream": True}
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as answer:
         assert answer.status_code == 200

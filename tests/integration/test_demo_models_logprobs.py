@@ -1,7 +1,7 @@
-"""vLLM computes what transformers computes, for the weights that the project ships.
+"""vLLM and transformers compute the same log-probabilities for the project's own weights.
 
-Without it speculation could be lossless and the text wrong: vLLM's rotary embedding on CPU has been
-seen to leave the reference by nats with other rope parameters.
+Otherwise speculation could be lossless and the text wrong. With other rope parameters vLLM's rotary
+embedding on CPU differs from the reference by several nats.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from specserve.compare.corpus import load_modules
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 NUM_TOKENS = 600
 LARGEST_DIFFERENCE = 0.01
-"""Nats a token."""
+"""In nats per token."""
 
 _VLLM = """
 import json, sys
@@ -49,7 +49,7 @@ if __name__ == "__main__":
 
 
 _ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
-"""One process, and a cache of 1 GiB instead of half of the machine."""
+"""One process, and a KV cache of 1 GiB instead of half of the memory."""
 
 
 def _prompts(folder: Path) -> list[list[int]]:

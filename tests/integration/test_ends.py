@@ -1,4 +1,4 @@
-"""What is left of `serve run` and the Ray cluster that it started, behind HAProxy, when it ends."""
+"""`serve run` with its own Ray cluster and HAProxy leaves no process behind when it ends."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ READY_S = 180.0
 
 
 class Run:
-    """`serve run FILE` alone, with the variables of `make serve`; ready when it is made."""
+    """`serve run FILE` with the variables of `make serve`. It is ready after construction."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -81,7 +81,7 @@ class Run:
             return False
 
     def named(self, name: str) -> psutil.Process:
-        """One of the processes that it started, by the beginning of the program's name."""
+        """A process that it started, by the beginning of its program's name."""
         return next(each for each in self.started if each.name().startswith(name))
 
     def left(self) -> list[psutil.Process]:
@@ -112,7 +112,7 @@ def running(cluster: Cluster) -> Iterator[Run]:
         run.process.wait()
 
 
-def test_what_is_killed_leaves_nothing_and_the_next_one_ends_as_well(cluster: Cluster) -> None:
+def test_a_killed_run_leaves_no_process_and_the_next_one_ends_too(cluster: Cluster) -> None:
     with running(cluster) as run:
         assert run.named("haproxy")
         run.process.kill()
@@ -123,7 +123,7 @@ def test_what_is_killed_leaves_nothing_and_the_next_one_ends_as_well(cluster: Cl
 
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_no_end_leaves_anything_twice_in_a_row(cluster: Cluster, end: signal.Signals) -> None:
+def test_no_signal_leaves_a_process_in_two_runs(cluster: Cluster, end: signal.Signals) -> None:
     for _ in range(2):
         with running(cluster) as run:
             run.process.send_signal(end)
@@ -131,13 +131,13 @@ def test_no_end_leaves_anything_twice_in_a_row(cluster: Cluster, end: signal.Sig
 
 
 @pytest.mark.parametrize("daemon", ["raylet", "gcs_server"])
-def test_a_daemon_that_is_killed_ends_it_all(cluster: Cluster, daemon: str) -> None:
+def test_a_killed_daemon_ends_every_process(cluster: Cluster, daemon: str) -> None:
     with running(cluster) as run:
         run.named(daemon).kill()
         run.await_gone()
 
 
-def test_haproxy_ends_with_its_actor_and_comes_back_with_the_next(cluster: Cluster) -> None:
+def test_haproxy_ends_with_its_actor_and_restarts_with_the_next(cluster: Cluster) -> None:
     with running(cluster) as run:
         old = run.named("haproxy")
         run.named("ray::HAProxyMan").kill()

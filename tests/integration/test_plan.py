@@ -1,4 +1,4 @@
-"""The plan beside what Ray and vLLM do, on nodes that declare GPUs which they do not have."""
+"""The plan agrees with Ray and vLLM. The nodes declare GPUs that they do not have."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ APPLICATIONS = [
 
 
 def shares(nodes_of_ranks: list[str] | list[int]) -> list[int]:
-    """How many neighbouring ranks each node has; which of equal nodes is Ray's choice."""
+    """Numbers of consecutive ranks on a node, sorted because Ray chooses among equal nodes."""
     shares: list[int] = []
     for rank, node in enumerate(nodes_of_ranks):
         if rank and node == nodes_of_ranks[rank - 1]:

@@ -1,4 +1,4 @@
-"""A real Prometheus beside a cluster that serves: every panel, every rule, and what they count."""
+"""A real Prometheus that scrapes a serving cluster: every panel, every rule, and the counts."""
 
 from __future__ import annotations
 
@@ -64,16 +64,16 @@ FOUND_S = 60
 DRAFTER_S = 120
 
 Counts = dict[Labels, float]
-"""Numbers by a series' labels and ``name``, the metric's."""
+"""Values by a series' labels and ``name``, the name of the metric."""
 
 
 def ngram() -> dict[str, Any]:
-    """``args`` whose drafts follow from the text alone, whenever and however fast it is written."""
+    """``args`` of an application whose drafts depend only on the text, not on timing."""
     return application(model={"served_name": "ngram"})
 
 
 def watched() -> dict[str, Any]:
-    """``args`` of configs/demo.yaml, whose MTP module drafts also where that does not pay."""
+    """``args`` of configs/demo.yaml with an MTP module that always drafts."""
     file = yaml.safe_load((Path(__file__).parents[2] / "configs/demo.yaml").read_text())
     args: dict[str, Any] = file["applications"][0]["args"]
     args["model"]["path"] = str(model_path("demo-base"))
@@ -84,7 +84,7 @@ def watched() -> dict[str, Any]:
 
 
 def is_up(api: Api, kind: str) -> bool:
-    """Whether a source of drafts works."""
+    """Whether a source of drafts is up."""
     return any(each["up"] for each in api.speculation()["sources"] if each["kind"] == kind)
 
 
@@ -97,13 +97,13 @@ def api_of(app: Deployment, prefix: str) -> Iterator[Api]:
 
 @dataclass(frozen=True)
 class Monitored:
-    """What was served, and what watched it.
+    """A deployment and its Prometheus.
 
     Attributes:
-        began: time when the demo and Prometheus had counted the same, in seconds since the epoch.
-        ended: time after some traffic, when they had again.
-        before: what the demo had counted when it began.
-        after: what it had counted when it ended.
+        began: a time when the counts of demo and Prometheus agreed, in seconds since the epoch.
+        ended: a time after some traffic when they agreed again.
+        before: counts of the demo at ``began``.
+        after: counts of the demo at ``ended``.
     """
 
     app: Deployment
@@ -115,16 +115,16 @@ class Monitored:
 
     @property
     def window(self) -> str:
-        """The time of the traffic, as a range of PromQL."""
+        """Duration of the traffic as a PromQL range."""
         return f"{round(1000 * (self.ended - self.began))}ms"
 
     def as_grafana(self, query: str) -> str:
-        """A panel's query with its variables replaced: all models, and rates over the traffic."""
+        """A panel's query for all models, with rates over the traffic."""
         return query.replace("$__rate_interval", self.window).replace("$model", ".*")
 
 
 def counted_by(acceptance: dict[str, Any], model: str) -> Counts:
-    """What an application or a comparison counted, as Ray's series have it: without zeros."""
+    """Counts of an application or a comparison, without zeros like Ray's series."""
     found: Counts = {}
     for source, entry in acceptance.items():
         tags = {"model": model, "source": source}
@@ -138,7 +138,7 @@ def counted_by(acceptance: dict[str, Any], model: str) -> Counts:
 
 
 def counted_in(prometheus: Prometheus, model: str) -> Counts:
-    """The same from Prometheus."""
+    """Counts of a model from Prometheus."""
     found: Counts = {}
     for name in (*COUNTED, *(f"specserve_{which}_total" for which in AT_POSITION)):
         query = f'sum by (model, source, position) (ray_{name}{{model="{model}"}})'
@@ -153,20 +153,20 @@ def gain(after: Counts, before: Counts) -> Counts:
 
 
 def await_counted(app: Deployment, prometheus: Prometheus, api: Api, model: str) -> Counts:
-    """What an application counted so far, once Prometheus has it and it is at rest."""
+    """Counts of an idle application so far. Waits until Prometheus has them."""
     own = counted_by(api.speculation()["acceptance"], model)
-    told = time.time()
-    scraped = f'min(timestamp(ray_specserve_drafter_up{{model="{model}"}})) > {told}'
+    now = time.time()
+    scraped = f'min(timestamp(ray_specserve_drafter_up{{model="{model}"}})) > {now}'
     app.eventually(
         lambda: prometheus.query(scraped) and counted_in(prometheus, model) == own,
-        lambda: f"Prometheus has {own}; it has {counted_in(prometheus, model)}",
+        lambda: f"Prometheus should have {own}; it has {counted_in(prometheus, model)}",
         EXPORTED_S,
     )
     return own
 
 
 def traffic(api: Api) -> None:
-    """Code and chats, streamed and not, several at a time, drafted for by one source and by all."""
+    """Several code and chat requests at once, streamed or not, with one or all sources."""
 
     def stream(prompt: str, **options: Any) -> None:
         with api.streaming(prompt=prompt, max_tokens=48, **options) as events:
@@ -196,16 +196,16 @@ def monitored(stage: Stage) -> Iterator[Monitored]:
     cluster.use_dashboard()
     with ExitStack() as stack:
         stack.callback(cluster.stop)
-        # First, so that it has to notice the nodes as they come.
+        # Prometheus starts first, so it has to find the nodes when they start.
         prometheus = stack.enter_context(running_prometheus(cluster.folder))
         cluster.start()
         app = stack.enter_context(serving(cluster, {"/": watched(), "/ngram": ngram()}))
         api = stack.enter_context(api_of(app, ""))
         app.eventually(lambda: is_up(api, "mtp"), "the MTP module's actor", DRAFTER_S)
-        for _ in range(2):  # so that there are series that can grow, and have grown as much before
+        for _ in range(2):  # creates the series, and makes them grow once before the window
             traffic(api)
         before, began = await_counted(app, prometheus, api, "demo"), time.time()
-        # From here on the window has a sample of before the traffic.
+        # Now the window contains a sample from before the traffic.
         app.eventually(
             lambda: prometheus.query(f"min(timestamp(ray_specserve_drafter_up)) > {began}"),
             "one more scrape",
@@ -218,7 +218,7 @@ def monitored(stage: Stage) -> Iterator[Monitored]:
 
 @pytest.fixture(scope="module")
 def refused(monitored: Monitored) -> float:
-    """A time when more was asked than may wait."""
+    """A time at which requests were refused because the queue was full."""
     prometheus, app = monitored.prometheus, monitored.app
     total = 'ray_vllm_admission_rejections_total{model_name="ngram"}'
     with api_of(app, "/ngram") as api, ThreadPoolExecutor(4 * (MAX_NUM_SEQS + MAX_QUEUED)) as pool:
@@ -228,7 +228,7 @@ def refused(monitored: Monitored) -> float:
             return api.http.post("/v1/completions", json=body).status_code
 
         def is_seen_to_grow() -> bool:
-            """Asks again each time: the first refusal makes the series, the next lets it grow."""
+            """Sends a burst. The first refusal creates the series, the next one increases it."""
             assert 503 in pool.map(ask, range(4 * (MAX_NUM_SEQS + MAX_QUEUED)))
             return bool(prometheus.query(f"increase({total}[5m]) > 0"))
 
@@ -236,7 +236,7 @@ def refused(monitored: Monitored) -> float:
     return time.time()
 
 
-def test_each_node_is_found_though_it_came_later(monitored: Monitored) -> None:
+def test_prometheus_finds_nodes_that_start_later(monitored: Monitored) -> None:
     wanted = set(monitored.app.cluster.metrics_ports)
     assert len(wanted) == 2
 
@@ -254,7 +254,7 @@ def test_a_panel_has_data(monitored: Monitored, query: str) -> None:
     assert any(math.isfinite(value) for value in found.values()), found
 
 
-def test_a_panels_acceptance_is_what_the_application_counted(monitored: Monitored) -> None:
+def test_a_panels_acceptance_rate_agrees_with_the_application(monitored: Monitored) -> None:
     (panel,) = (each for each in rows()["Acceptance"] if each.title == "Acceptance rate by source")
     (query,) = panel.queries.values()
     shown = monitored.prometheus.query(monitored.as_grafana(query), monitored.ended)
@@ -265,11 +265,11 @@ def test_a_panels_acceptance_is_what_the_application_counted(monitored: Monitore
     )
     assert {dict(key)["source"] for key in drafted} >= {"ngram", "trie_local", "mtp"}
     for key, count in drafted.items():
-        # Prometheus extrapolates to the ends of the window, of each series as far as it was not 0.
+        # Prometheus extrapolates each series to the ends of the window, but not below 0.
         assert shown[key] == pytest.approx(accepted.get(key, 0) / count, rel=0.03)
 
 
-def test_all_sources_together_drafted_what_vllm_verified(monitored: Monitored) -> None:
+def test_the_counts_of_all_sources_add_up_to_vllms(monitored: Monitored) -> None:
     fields = ("drafts", "draft_tokens", "accepted_tokens")
     names = [labels(name=f"specserve_{field}_total") for field in fields]
     drafted = [sum(n for key, n in monitored.after.items() if name <= key) for name in names]
@@ -280,12 +280,12 @@ def test_all_sources_together_drafted_what_vllm_verified(monitored: Monitored) -
 
     monitored.app.eventually(
         lambda: verified() == drafted,
-        lambda: f"vLLM counts {drafted}; it counts {verified()}",
+        lambda: f"vLLM should count {drafted}; it counts {verified()}",
         EXPORTED_S,
     )
 
 
-def test_prometheus_counts_what_a_comparison_of_the_same_prompts_does(
+def test_prometheus_and_a_comparison_of_the_same_prompts_agree(
     monitored: Monitored, tmp_path: Path
 ) -> None:
     app, prometheus = monitored.app, monitored.prometheus
@@ -306,7 +306,7 @@ def test_prometheus_counts_what_a_comparison_of_the_same_prompts_does(
 
 
 def comparison(folder: Path, prompts: list[str], max_tokens: int) -> dict[str, Any]:
-    """What `specserve compare` writes of the method ngram."""
+    """Output file of `specserve compare` with the method ngram."""
     file, lines, output = (folder / name for name in ("serve.yaml", "prompts.jsonl", "out.json"))
     application = {"import_path": "specserve.app:build", "args": ngram()}
     file.write_text(yaml.safe_dump({"applications": [application]}))
@@ -334,12 +334,12 @@ def test_a_recorded_series_has_data(monitored: Monitored, name: str) -> None:
 
 
 @pytest.mark.parametrize("alert", ALERTS)
-def test_an_alert_is_quiet_while_all_is_well(monitored: Monitored, alert: str) -> None:
+def test_no_alert_fires_while_all_is_well(monitored: Monitored, alert: str) -> None:
     assert monitored.prometheus.query(ALERTS[alert], monitored.ended) == {}
 
 
 @pytest.mark.parametrize("alert", ALERTS)
-def test_what_an_alert_looks_at_has_data(monitored: Monitored, refused: float, alert: str) -> None:
+def test_each_series_of_an_alert_has_data(monitored: Monitored, refused: float, alert: str) -> None:
     sides = re.split(r"\s+(?:[<>]|==|and)\s+", ALERTS[alert])
     series = [side for side in sides if re.search("[a-z]", side)]
     assert series

@@ -1,4 +1,4 @@
-"""A draft model in an actor beside rank 0, which ends with the replica."""
+"""A draft model in an actor beside rank 0. The actor ends with the replica."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(900)
 
 WAIT_S = 180.0
 END_S = 30.0
-"""Less than a drafter that replicas share waits for a replica."""
+"""Shorter than the time that a shared drafter waits for a replica."""
 
 
 def drafters(app: Deployment) -> list[psutil.Process]:
@@ -31,7 +31,7 @@ def await_drafts(api: Api, app: Deployment) -> None:
     app.eventually(ask, "accepted drafts of the draft model", WAIT_S)
 
 
-def test_a_drafter_beside_rank_0_drafts_is_started_again_and_ends_with_the_replica(
+def test_a_drafter_beside_rank_0_restarts_and_ends_with_the_replica(
     stage: Stage,
 ) -> None:
     args = drafted_by(application(), **DRAFT_MODEL, placement="beside_rank_0")

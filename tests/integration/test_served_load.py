@@ -1,7 +1,7 @@
-"""Decoding while others ask for metrics: what they ask for must not slow it.
+"""Requests for metrics must not slow down decoding.
 
-The client that asks has the same cores as the model. So it is h2load, which keeps a rate and takes
-a hundredth of a core, and its rounds take turns with rounds in which nobody asks.
+The client shares the cores with the model. It is h2load, which keeps a fixed rate and uses a
+hundredth of a core. Rounds with requests alternate with rounds without any.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ NUM_CONNECTIONS = 4
 NUM_ROUNDS = 60
 NUM_TOKENS = 384
 PROMPT = "for number in numbers:\n    total += number\n" * 4
-NOBODY = "nobody"
+NO_REQUESTS = "no requests"
 PROXY = "/-/healthz"
-"""HAProxy answers it by itself: what it costs is the price of the client and of HAProxy."""
+"""HAProxy answers it alone, so it measures the cost of the client and of HAProxy."""
 SHARED = ("/metrics", "/v1/speculation", "/speculation/data")
-WATCHED = (NOBODY, PROXY, *SHARED)
+WATCHED = (NO_REQUESTS, PROXY, *SHARED)
 MOST_LOST = 0.02
 LONGEST_S = 600
-"""How long h2load asks if it is not ended."""
+"""Time after which h2load ends by itself."""
 
 pytestmark = [
     pytest.mark.timeout(3600),
@@ -50,7 +50,7 @@ pytestmark = [
 
 @pytest.fixture
 def api(stage: Stage) -> Iterator[Api]:
-    """Behind HAProxy, as `make serve` serves."""
+    """A client of an application behind HAProxy, as with `make serve`."""
     deployment = stage.serve({"/": application()})
     deployment.await_ready()
     api = Api(deployment.base_url())
@@ -59,7 +59,7 @@ def api(stage: Stage) -> Iterator[Api]:
 
 
 def tokens_per_second(api: Api) -> float:
-    """Throughput of as many requests as are decoded at once."""
+    """Throughput of one full batch of requests."""
     began_s = time.perf_counter()
     with ThreadPoolExecutor(MAX_NUM_SEQS) as pool:
         answers = pool.map(
@@ -67,7 +67,7 @@ def tokens_per_second(api: Api) -> float:
                 prompt=PROMPT,
                 max_tokens=NUM_TOKENS,
                 ignore_eos=True,
-                vllm_xargs={"speculation": "off"},  # as many steps in every round
+                vllm_xargs={"speculation": "off"},  # so that every round has as many steps
             ),
             range(MAX_NUM_SEQS),
         )
@@ -77,7 +77,7 @@ def tokens_per_second(api: Api) -> float:
 
 @contextmanager
 def asking(url: str, log: Path) -> Iterator[None]:
-    """GETs at the rate for the length of a block; checks that it was kept, and each answer."""
+    """Sends GETs at the rate for the length of a block. Checks the rate and every answer."""
     command = [
         *("h2load", "--h1", "--clients", str(NUM_CONNECTIONS), "--threads", "1"),
         *("--rps", str(GETS_PER_S // NUM_CONNECTIONS), "--duration", str(LONGEST_S)),
@@ -97,28 +97,28 @@ def asking(url: str, log: Path) -> Iterator[None]:
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float]:
-    """The 95 % confidence interval of a median, by the order of its samples."""
+    """The 95 % confidence interval of a median, from order statistics."""
     outside = math.floor((len(ratios) - 1.96 * math.sqrt(len(ratios))) / 2)
     ordered = sorted(ratios)
     return ordered[max(outside - 1, 0)], ordered[-max(outside, 1)]
 
 
-def test_those_who_watch_cost_at_most_two_percent(api: Api, tmp_path: Path) -> None:
-    tokens_per_second(api)  # compiles, and learns what pays
+def test_monitoring_costs_at_most_two_percent(api: Api, tmp_path: Path) -> None:
+    tokens_per_second(api)  # warms up
     rounds: list[dict[str, float]] = []
     for _ in range(NUM_ROUNDS):
         measured = {}
         for path in random.sample(WATCHED, len(WATCHED)):
-            if path == NOBODY:
+            if path == NO_REQUESTS:
                 measured[path] = tokens_per_second(api)
                 continue
             with asking(api.base_url + path, tmp_path / "log"):
                 measured[path] = tokens_per_second(api)
         rounds.append(measured)
-    ratios = {path: [each[path] / each[NOBODY] for each in rounds] for path in WATCHED}
+    ratios = {path: [each[path] / each[NO_REQUESTS] for each in rounds] for path in WATCHED}
     for path in WATCHED:
         logger.warning(
-            "%-18s %7.1f tokens/s, %.3f of nobody's, between %.3f and %.3f",
+            "%-18s %7.1f tokens/s, %.3f of the speed without requests, between %.3f and %.3f",
             path,
             statistics.median(each[path] for each in rounds),
             statistics.median(ratios[path]),
@@ -126,5 +126,5 @@ def test_those_who_watch_cost_at_most_two_percent(api: Api, tmp_path: Path) -> N
         )
     together = [ratio for path in SHARED for ratio in ratios[path]]
     assert statistics.median(together) >= 1 - MOST_LOST
-    for path in SHARED:  # each by itself is known to a few percent only
+    for path in SHARED:  # a single path is measured to a few percent only
         assert interval(ratios[path])[1] >= 1 - MOST_LOST, path

@@ -1,4 +1,4 @@
-"""A quantized base behind HTTP: a request with drafts gets the text of one without."""
+"""A quantized base over HTTP: a request gets the same text with and without drafts."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ NUM_TOKENS = 48
 
 
 def completion(api: Api, prompt: list[int], *, num_tokens: int, **body: object) -> Completion:
-    """The text with its tokens, and their log-probabilities where they are asked for."""
+    """A completion with its tokens, and with log-probabilities if requested."""
     asked = {"prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, **body}
     answer = api.complete(**asked, return_token_ids=True, return_tokens_as_token_ids=True)
     (choice,) = answer["choices"]
     # Each token is named "token_id:ID".
-    told = [
+    logprobs = [
         {int(token.partition(":")[2]): logprob for token, logprob in each.items()}
         for each in (choice["logprobs"] or {"top_logprobs": []})["top_logprobs"]
     ]
@@ -37,12 +37,12 @@ def completion(api: Api, prompt: list[int], *, num_tokens: int, **body: object) 
         finish_reason=choice["finish_reason"],
         seconds=0.0,
         token_seconds=(),
-        logprobs=tuple(told),
+        logprobs=tuple(logprobs),
     )
 
 
 def scores(api: Api, jobs: list[Job]) -> RunResult:
-    """Log-probabilities of the tokens in question, without drafts."""
+    """Log-probabilities of the tokens to score, without drafts."""
     answers = [
         completion(
             api,

@@ -1,4 +1,4 @@
-"""A new local source: all that shows sources shows it, and nothing but its own file knows it."""
+"""A new local source needs only its own file to appear wherever sources are shown."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ARGS = drafted_by(application(), kind="toy", max_draft_len=2)
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """PYTHONPATH of processes that know the source from their start."""
+    """PYTHONPATH for processes that register the source when they start."""
     folder = tmp_path_factory.mktemp("start")
     (folder / "sitecustomize.py").write_text("import tests.integration.toy_source\n")
     return os.pathsep.join([str(folder), str(Path(__file__).parents[2])])
@@ -44,11 +44,11 @@ def api(stage: Stage, path: str) -> Iterator[Api]:
         cluster.stop()
 
 
-def test_it_drafts_and_is_told_of_and_counted(api: Api) -> None:
+def test_the_toy_source_is_reported_and_counted(api: Api) -> None:
     api.complete(prompt="a" * 40, max_tokens=32, ignore_eos=True)
-    told = api.speculation()
-    assert [each["kind"] for each in told["sources"]] == ["toy"]
-    counts = told["acceptance"]["echo"]
+    shown = api.speculation()
+    assert [each["kind"] for each in shown["sources"]] == ["toy"]
+    counts = shown["acceptance"]["echo"]
     assert counts["drafts"] > 0
     drafted = f'source="echo"}} {float(counts["draft_tokens"])}'
     metrics = fresh(api.http, "/metrics").text.splitlines()
@@ -58,7 +58,7 @@ def test_it_drafts_and_is_told_of_and_counted(api: Api) -> None:
     )
 
 
-def test_a_request_may_ask_for_it_alone(api: Api) -> None:
+def test_a_request_may_select_it_alone(api: Api) -> None:
     options = {"prompt": "a" * 40, "max_tokens": 16, "ignore_eos": True}
     plain = api.complete(**options, vllm_xargs={"speculation": "off"})
     drafted = api.complete(**options, vllm_xargs={"speculation": "toy"})
@@ -73,7 +73,7 @@ def test_the_page_has_its_label_and_its_colour(api: Api) -> None:
         assert f"[data-source=echo] {{ --c: {colour} }}" in page
 
 
-def test_check_takes_it_and_names_it_among_the_kinds(path: str, tmp_path: Path) -> None:
+def test_check_accepts_the_toy_source_and_lists_its_kind(path: str, tmp_path: Path) -> None:
     def check(kind: str) -> subprocess.CompletedProcess[str]:
         args = ARGS | {"speculation": [{"kind": kind}]}
         served = {"name": "toy", "import_path": "specserve.app:build", "args": args}

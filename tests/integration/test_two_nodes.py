@@ -1,4 +1,4 @@
-"""configs/two_nodes.yaml on two hosts, whose link is cut and whose second one dies."""
+"""configs/two_nodes.yaml on two hosts. Tests cut the link and kill the second host."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ LONG: dict[str, Any] = {
     "vllm_xargs": {"speculation": "off"},
 }
 GIVEN_UP_S = 60.0
-"""A request that the other host takes part in has its error within this time: two checks of 10 s in
-deploy/node.env, and what a busy machine adds."""
+"""A request that uses the lost host gets its error within this time. That is two checks of 10 s in
+deploy/node.env, plus a margin for a busy machine."""
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def hosts() -> Iterator[TwoHosts]:
 
 @pytest.fixture(scope="module")
 def content(hosts: TwoHosts) -> dict[str, Any]:
-    """The file, in a type in which the same greedy tokens are an equality and no matter of luck."""
+    """Content of the file, in float32 so that greedy tokens are always equal."""
     content: dict[str, Any] = yaml.safe_load((ROOT / "configs/two_nodes.yaml").read_text())
     (application,) = content["applications"]
     args = application["args"]
@@ -65,7 +65,7 @@ def content(hosts: TwoHosts) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def tokens_of_one_shard(content: dict[str, Any]) -> list[tuple[int, ...]]:
-    """What the model writes after the prompts on one node, in one shard, without drafts."""
+    """Greedy output for the prompts on one node, with one shard and without drafts."""
     args = content["applications"][0]["args"]
     config = parse({**args, "engine": {**args["engine"], "tensor_parallel_size": 1}})
     tokenizer = load_tokenizer(config.model.path)
@@ -81,7 +81,7 @@ def tokens_of_one_shard(content: dict[str, Any]) -> list[tuple[int, ...]]:
 def app(
     hosts: TwoHosts, content: dict[str, Any], tokens_of_one_shard: object
 ) -> Iterator[HostsDeployment]:
-    """Served from the head; started when the engine with one shard has made room."""
+    """A deployment on the head. It starts after the engine with one shard has ended."""
     with HostsDeployment(hosts, content).running() as deployment:
         yield deployment
 
@@ -94,7 +94,7 @@ def api(app: HostsDeployment) -> Iterator[Api]:
 
 
 def tokens(api: Api) -> list[tuple[int, ...]]:
-    """What greedy decoding makes of the prompts."""
+    """Greedy output of the served model for the prompts."""
     answers = [api.complete(prompt=prompt, **WHOLE) for prompt in PROMPTS]
     return [tuple(answer["choices"][0]["token_ids"]) for answer in answers]
 
@@ -108,21 +108,21 @@ def pids(app: HostsDeployment) -> set[int]:
 
 
 def await_rebuilt(app: HostsDeployment, old: set[int]) -> None:
-    """Waits until a new replica answers and nothing is left of the old one."""
+    """Waits until a new replica answers and no process of the old one is left."""
 
     def is_new() -> bool:
         now = pids(app)
         return len(now) == 4 and not now & old and is_healthy(app.base_url())
 
-    app.eventually(is_new, f"a new replica alone, {old} gone", READY_S)
+    app.eventually(is_new, f"only the new replica, {old} gone", READY_S)
 
 
 def await_remembered(api: Api) -> None:
-    """Waits until drafts of a replica that is new are what an earlier one learned."""
+    """Waits until a new replica has accepted drafts from the text of an earlier replica."""
 
     def accepted() -> int:
         xargs = {"speculation": "trie", "learn": 0}
-        # The first two repeat themselves: their drafts are of their own text.
+        # The first two prompts repeat themselves and would get drafts from their own text.
         api.complete(prompt=PROMPTS[2], max_tokens=NUM_TOKENS, vllm_xargs=xargs)
         return api.counts("trie_cluster").accepted_tokens
 
@@ -172,7 +172,7 @@ def test_the_heads_proxy_streams(api: Api, tokens_of_one_shard: list[tuple[int, 
     assert tuple(token for part in parts for token in part) == tokens_of_one_shard[0]
 
 
-def test_a_link_that_is_away_for_2_s_costs_only_time(
+def test_a_2_s_link_failure_only_delays_requests(
     api: Api, app: HostsDeployment, hosts: TwoHosts
 ) -> None:
     before = pids(app)
@@ -181,23 +181,23 @@ def test_a_link_that_is_away_for_2_s_costs_only_time(
     assert pids(app) == before
 
 
-def test_a_link_that_is_away_for_30_s_ends_requests_with_an_error_and_the_replica_is_rebuilt(
+def test_a_30_s_link_failure_fails_requests_and_the_replica_is_rebuilt(
     api: Api, app: HostsDeployment, hosts: TwoHosts, tokens_of_one_shard: list[tuple[int, ...]]
 ) -> None:
     before = pids(app)
     assert (
         tokens(api) == tokens_of_one_shard
-    )  # which is remembered, also where this test runs alone
+    )  # also fills the draft memory, if this test runs alone
     with running_stream(api, **LONG) as outcome, hosts.cut(30):
         assert isinstance(outcome(GIVEN_UP_S), StreamError)
-    hosts.await_worker_ended(120)  # it was told that it has been given up
+    hosts.await_worker_ended(120)  # Ray told it that it counts as dead
     hosts.start_worker()
     await_rebuilt(app, before)
     await_remembered(api)
     assert tokens(api) == tokens_of_one_shard
 
 
-def test_a_host_that_dies_ends_requests_with_an_error_and_is_told_missing_until_it_is_back(
+def test_a_dead_host_fails_requests_and_is_reported_missing_until_it_returns(
     api: Api, app: HostsDeployment, hosts: TwoHosts, tokens_of_one_shard: list[tuple[int, ...]]
 ) -> None:
     before, said = pids(app), len(app.output())
@@ -207,9 +207,9 @@ def test_a_host_that_dies_ends_requests_with_an_error_and_is_told_missing_until_
         assert isinstance(outcome(GIVEN_UP_S), StreamError)
     hosts.await_worker_ended(60)
     missing = "2 shards with 1 CPU each (STRICT_SPREAD) did not fit within 10 s; nodes: 1 x ("
-    app.eventually(lambda: missing in app.output()[said:], "the missing node is told", 180)
+    app.eventually(lambda: missing in app.output()[said:], "the missing node is reported", 180)
 
-    wait = {"x-request-timeout-seconds": "1"}  # Serve's header, instead of the file's 600
+    wait = {"x-request-timeout-seconds": "1"}  # Serve's header replaces the file's 600
     body = {"model": MODEL, "prompt": "x", "max_tokens": 1}
     assert api.http.post("/v1/completions", json=body, headers=wait).status_code == 408
 
@@ -218,7 +218,7 @@ def test_a_host_that_dies_ends_requests_with_an_error_and_is_told_missing_until_
     mounted = f'mount --bind {other} {hosts.folder}/model && exec "$@"'
     hosts.start_worker("sh", "-c", mounted, "sh")
     differs = f"error: node {WORKER} has checkpoint "
-    app.eventually(lambda: differs in app.output(), "the other checkpoint is told", 180)
+    app.eventually(lambda: differs in app.output(), "the other checkpoint is reported", 180)
     hosts.stop_worker()
 
     hosts.start_worker()

@@ -1,6 +1,6 @@
-"""A source of drafts that is not the project's: the last token, again and again.
+"""A source of drafts from outside the project. It repeats the last token.
 
-To import this module registers it, before anything has read the configuration's classes.
+Importing this module registers the source. Import it before the classes of the configuration.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from specserve.core.types import DraftBatch, Drafts, Int32Array, Int64Array, Req
 
 
 class ToyConfig(SourceSection):
-    """The last token once more."""
+    """Options of the source."""
 
     SOURCE = "tests.integration.toy_source:ToySource"
     LABELS = (Label("echo", "#123456", "#abcdef"),)
@@ -26,7 +26,7 @@ class ToyConfig(SourceSection):
 
 
 class ToySource:
-    """Guesses that the last token comes again."""
+    """Drafts the last token again and again."""
 
     def __init__(self, config: ToyConfig, context: object) -> None:
         self._max_draft_len = config.max_draft_len
@@ -35,7 +35,7 @@ class ToySource:
         """Nothing is kept."""
 
     def propose(self, batch: DraftBatch, limits: Int32Array) -> Drafts:
-        """The last token, as often as it may be."""
+        """Drafts of the last token, as long as the limits allow."""
         drafts = Drafts.empty(len(limits), self._max_draft_len)
         last = batch.token_ids[np.arange(len(limits)), batch.num_tokens - 1]
         drafts.tokens[:] = last[:, None]

@@ -1,6 +1,6 @@
-"""Replicas' links to the draft memory, in processes of their own that a test may kill.
+"""Replicas' links to the draft memory, in separate processes that a test may kill.
 
-`TrieHost` starts such a process and asks it to do things; `Links` does them there.
+`TrieHost` starts such a process and calls methods of `Links` there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.integration.host_process import HostProcess, answer, connect
 VOCAB_SIZE = 5000
 STEP_TOKENS, STEP_S = 8, 0.01
 
-TOLD = (
+LINK_ATTRIBUTES = (
     "up",
     "refused",
     "epoch",
@@ -33,35 +33,35 @@ TOLD = (
     "receive_lag_s",
     "apply_errors",
 )
-"""What a link tells of itself."""
+"""Attributes of a link that a test can read."""
 
 SENDER = "sender"
-"""Origin of records whose tokens are those of no text."""
+"""Origin of records whose tokens come from no text."""
 
 
 class TrieHost(HostProcess):
     """A process with links.
 
     Args:
-        cluster: which one it is connected to.
+        cluster: the cluster that it connects to.
     """
 
     def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster, __name__)
 
     def __call__(self, command: str, *args: Any) -> Any:
-        """Runs a method of :class:`Links` there; what it returns, or the text of what it raises."""
+        """Runs a method of :class:`Links` there. Returns its result, or its error as text."""
         return self.ask([command, *args])
 
 
 def text(sequence: str, start: int, stop: int) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """The tokens of a sequence: everybody knows what they are at each position."""
+    """The tokens of a sequence. They depend only on its name and the position."""
     seed = sum(map(ord, sequence))
     return ((np.arange(start, stop) * 2654435761 + seed) % VOCAB_SIZE).astype(np.int32)
 
 
 class Link:
-    """One replica: what it wrote, and what it was told."""
+    """One replica: the text that it wrote, and the text that it received."""
 
     def __init__(self, store: Mapping[str, Any], fingerprint: str) -> None:
 
@@ -91,7 +91,7 @@ class Link:
         self.wrote[sequence] = start + num_tokens
 
     def begin(self, sequences: Sequence[str]) -> None:
-        """Writes on and on, as requests that are being decoded."""
+        """Writes continuously, like requests that are being decoded."""
 
         def run() -> None:
             while not self._quiet.wait(STEP_S):
@@ -103,7 +103,7 @@ class Link:
         self._traffic.start()
 
     def end(self) -> dict[str, int]:
-        """Stops writing; how much was written."""
+        """Stops writing. Returns the number of tokens written, by sequence."""
         if self._traffic is not None:
             self._quiet.set()
             self._traffic.join()
@@ -111,7 +111,7 @@ class Link:
 
 
 class Links:
-    """What a host can be asked to do with links by their names."""
+    """Commands of a host. Each names its link."""
 
     def __init__(self) -> None:
         self._links: dict[str, Link] = {}
@@ -129,7 +129,7 @@ class Links:
         return self._links[name].end()
 
     def read(self, name: str) -> dict[str, int]:
-        """How many tokens of each sequence it was told, from the first one on without a gap."""
+        """Tokens received of each sequence, counted from its start to the first gap."""
         read = self._links[name].read
         return {
             sequence: next(n for n in range(len(positions) + 1) if n not in positions)
@@ -138,14 +138,14 @@ class Links:
 
     def link(self, name: str) -> dict[str, Any]:
         link = self._links[name].link
-        return {name: getattr(link, name) for name in TOLD}
+        return {name: getattr(link, name) for name in LINK_ATTRIBUTES}
 
     def stop(self, name: str) -> bool:
         self._links[name].end()
         return self._links.pop(name).link.stop()
 
     def send(self, name: str, records: list[dict[str, Any]]) -> None:
-        """Sends records as they are, past the link."""
+        """Sends records directly to the store, without the link's own checks."""
 
         link = self._links[name]
         base: dict[str, Any] = {"stamp": 1e9, "namespace": "tenant", "sequence": "raw"}
@@ -162,7 +162,7 @@ class Links:
         link.client.exchange(request, 10)
 
     def ask(self, store: str, question: str, *args: Any) -> Any:
-        """What an operator may ask a store."""
+        """Calls a store as an operator does."""
 
         return msgspec.to_builtins(getattr(RemoteStore(store), question)(*args))
 
@@ -176,7 +176,7 @@ class Links:
 
 
 def main() -> None:
-    """Does what it is told, and before it ends has the links send what they have."""
+    """Runs commands. Before it ends, the links send their unsent text."""
     answers = connect()
     links = Links()
 

@@ -1,12 +1,13 @@
-"""A model that drafts, beside vLLM's own way to run it: what both draft at the same place.
+"""Drafts of the same model at the same place: our drafter compared with vLLM's engine.
 
     python -m tests.peers agreement
 
-One request at a time, greedy, on both sides the same target and kernels. A place is a text and how
-far it was written; drafts are compared where both sides have one and wrote the same text before.
-Where one side alone has a draft, it is told how good those are: a step begins where the last one's
-draft was refused, so that places differ once a draft did, and ours are not waited for behind a long
-prompt. A draft is right so far as its own engine went on with it.
+Both sides run one greedy request at a time with the same target and kernels. A place is a prompt
+and a number of output tokens. Drafts are compared at places where both sides have a draft and the
+same text before it. Drafts that only one side has are counted in rows of their own. There are such
+drafts because a step begins where the last draft was rejected, so after one different draft the
+places differ. Our engine also does not wait for drafts after a long prompt. A draft token is right
+if its own engine wrote it next.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from tests.peers.tables import print_rows
 from tests.peers.texts import num_same
 
 PATIENCE_S = 60.0
-"""How long a draft is waited for: a late one would be none."""
+"""Time limit for a draft. A late draft would not be counted."""
 
 Tokens = tuple[int, ...]
 Place = tuple[Tokens, int]
@@ -48,34 +49,34 @@ Place = tuple[Tokens, int]
 
 @dataclass(frozen=True)
 class Side:
-    """What one engine wrote and drafted.
+    """Output and drafts of one engine.
 
     Attributes:
         texts: output tokens by prompt.
-        drafts: by place.
+        drafts: drafts by place.
     """
 
     texts: dict[Tokens, Tokens]
     drafts: dict[Place, Tokens]
 
     def within(self, prompts: set[Tokens]) -> Side:
-        """The same of these prompts alone."""
+        """The part of it for these prompts."""
         drafts = {place: draft for place, draft in self.drafts.items() if place[0] in prompts}
         return Side(self.texts, drafts)
 
     def num_right(self, place: Place) -> int:
-        """How many tokens of a draft the text went on with."""
+        """Number of draft tokens that the text continues with."""
         prompt, begin = place
         return num_same(self.drafts[place], self.texts[prompt][begin:])
 
     def known(self, place: Place) -> int:
-        """How many tokens of a draft can be right or wrong: the text ends."""
+        """Number of draft tokens that can be judged before the text ends."""
         prompt, begin = place
         return min(len(self.drafts[place]), len(self.texts[prompt]) - begin)
 
 
 def run_side(contender: Contender, jobs: Sequence[Job]) -> Side:
-    """Runs the jobs in a process of their own, one after the other."""
+    """Runs the jobs one after the other in a separate process."""
     patient = tuple(
         source.model_copy(update={"timeout_s": PATIENCE_S})
         for source in contender.config.speculation
@@ -94,12 +95,12 @@ def run_side(contender: Contender, jobs: Sequence[Job]) -> Side:
 
 
 def compare(ours: Side, theirs: Side, num_tokens: int) -> Iterator[dict[str, Any]]:
-    """A row for the places of both, and one for those of each alone: behind a prompt, and others.
+    """Yields a row for places of both sides, and two for each side alone.
 
     Args:
-        ours: of a drafter.
-        theirs: of vLLM.
-        num_tokens: positions of a draft that are told.
+        ours: the side of our drafter.
+        theirs: the side of vLLM.
+        num_tokens: number of draft positions in a row.
     """
     both = {
         (prompt, begin)
@@ -111,7 +112,7 @@ def compare(ours: Side, theirs: Side, num_tokens: int) -> Iterator[dict[str, Any
         side = one or other
         assert side is not None
         alone = side.drafts.keys() - both
-        # The first token is of the step that ends the prompt; drafts are of those behind it.
+        # The step that ends the prompt writes the first token. The first draft comes after it.
         first = {place for place in alone if place[1] == 1}
         for where, places in (("behind a prompt", first), ("elsewhere", alone - first)):
             yield {"drafts of": f"{name} alone, {where}", **_row(places, one, other, num_tokens)}
@@ -120,7 +121,7 @@ def compare(ours: Side, theirs: Side, num_tokens: int) -> Iterator[dict[str, Any
 def _row(
     places: set[Place], ours: Side | None, theirs: Side | None, num_tokens: int
 ) -> dict[str, Any]:
-    """Shares by position; empty where there is nothing to tell."""
+    """Shares by position; empty without data."""
     row: dict[str, Any] = {"places": len(places)}
     positions = range(1, num_tokens + 1)
     if ours and theirs:
@@ -149,10 +150,10 @@ def measure(
     """The rows of :func:`compare` for each set.
 
     Args:
-        ours: drafts by a drafter.
-        theirs: drafts in vLLM's engine, with the same model.
-        jobs: by the name of their set; no prompt twice.
-        num_tokens: drafted in a step.
+        ours: the contender with our drafter.
+        theirs: the contender that drafts in vLLM's engine with the same model.
+        jobs: jobs by the name of their set, without equal prompts.
+        num_tokens: draft tokens of a step.
     """
     of_all = [job for of_set in jobs.values() for job in of_set]
     assert len({job.prompt_token_ids for job in of_all}) == len(of_all)

@@ -1,25 +1,25 @@
-"""What replicas gain by one memory, and what it costs: a simulation with the real parts.
+"""Gain and cost of one draft memory for all replicas: a simulation with the real parts.
 
     python -m tests.peers cluster [--seed 0] [--requests 1024] [--plot docs/images/cluster.svg]
 
-Traffic: see traffic.py; 16 requests a second come to the whole cluster, each to a replica at
-random, and are replayed (replay.py) one after the other, with drafts of up to 16 tokens and no
-gate. Accepted tokens a step are means over the second half of the requests; at first all memories
-are empty.
+Traffic: see traffic.py. 16 requests per second arrive at the whole cluster, each at a random
+replica. They are replayed (replay.py) one after the other, with drafts of up to 16 tokens and
+without a gate. Accepted tokens per step are means over the second half of the requests. All
+memories are empty at the start.
 
-``separate``: each replica has learned from its own requests alone. Exact.
-``cluster``: each replica's memory, its learner, and the store, all real; replicas call the store
-so often that no text comes later than 1 s. Exact, up to 8 replicas.
-``late``: one memory that gets every text 1 s late, also what the replica itself wrote: no replica
-of a cluster of any size knows less. None knows more than the one replica of ``separate``.
-``vllm suffix``: the peer, separate. Left out where it is not installed.
-``cold``: a replica that starts at the end of the traffic and has called the store once, beside one
-that was there all the time: further requests, each as if it were the first.
+``separate``: each replica has learned only from its own requests. Exact.
+``cluster``: the real memory and learner of each replica, and the real store. Replicas call the
+store so often that each text arrives within 1 s. Exact, up to 8 replicas.
+``late``: one memory that gets every text 1 s late, also the replica's own. It is a lower bound for
+clusters of any size. The upper bound is the single replica of ``separate``.
+``vllm suffix``: the peer, separate. Omitted if it is not installed.
+``cold``: a replica that starts after the traffic and has called the store once, compared with one
+that ran all the time. Both get further requests of which nothing is learned.
 
-Not simulated: requests that overlap, memories that are full.
+Not simulated: overlapping requests and full memories.
 
-Costs are measured one by one and added up, see cluster_costs.py. A store is full when it needs one
-whole CPU: it is one Python process.
+Costs are measured one by one and added up (cluster_costs.py). A store is one Python process, so it
+is saturated when it needs one CPU.
 """
 
 from __future__ import annotations
@@ -69,25 +69,25 @@ LATE_REQUESTS = round(REQUESTS_PER_S * LATE_S)
 DRAFT_LEN = 16
 NUM_PROBES = 100
 REQUEST_BYTES = 68 * PAGE * -(-(PROMPT_TOKENS + OUTPUT_TOKENS) // PAGE)
-"""Of a trie, for a request: whole pages."""
+"""Bytes of a trie for one request, in whole pages."""
 TOKENS_PER_S = (100, 1000, 5000)
-"""Of each replica, prompt and output."""
+"""Prompt and output tokens per second of each replica."""
 SHARDS = (1, 4)
 PLOT = Path(__file__).parents[2] / "docs/images/cluster.svg"
 
 
 def room_for(num_requests: int) -> int:
-    """Bytes of a trie that holds so many requests."""
+    """Bytes of a trie that holds this number of requests."""
     return max(1 << 20, REQUEST_BYTES * (num_requests + 1))
 
 
 class Replica:
-    """A replica's memory with its way to the store, in the simulation's own time.
+    """A replica's memory and its link to the store, in simulated time.
 
     Args:
-        name: of the replica.
-        store: the cluster's.
-        max_bytes: of its trie.
+        name: name of the replica.
+        store: the cluster's store.
+        max_bytes: size of its trie.
     """
 
     def __init__(self, name: str, store: TrieStore, max_bytes: int) -> None:
@@ -110,7 +110,7 @@ class Replica:
         self._unsent += records
 
     def exchange(self) -> None:
-        """Sends what is new, and learns what the others have sent."""
+        """Sends new text, and learns the text of the other replicas."""
         behind = 1
         while behind:
             request = ExchangeRequest(
@@ -125,7 +125,7 @@ class Replica:
 
 
 class Count:
-    """Counts the second half of the requests."""
+    """Counts drafts of the second half of the requests."""
 
     def __init__(self, num_requests: int) -> None:
         self._half = num_requests // 2
@@ -140,7 +140,7 @@ class Count:
 
 
 def separate(texts: Sequence[Text], owners: Sequence[int], make: Callable[[int], Drafter]) -> float:
-    """Each replica for itself: one after the other, since none meets another."""
+    """Accepted tokens per step with a memory for each replica. They run one after the other."""
     count = Count(len(texts))
     for replica in sorted(set(owners)):
         drafter = make(owners.count(replica))
@@ -151,15 +151,15 @@ def separate(texts: Sequence[Text], owners: Sequence[int], make: Callable[[int],
 
 
 def with_store(texts: Sequence[Text], owners: Sequence[int]) -> tuple[float, list[Replica]]:
-    """All of it: each replica learns its own text at once, and the others' through the store.
+    """Each replica learns its own text at once, and the others' text through the store.
 
     Returns:
-        (accepted tokens a step, the replicas at the end and one that was started there).
+        (accepted tokens per step, the replicas at the end with one that was started there).
     """
     count, store, room = Count(len(texts)), TrieStore(STORE), room_for(len(texts))
     replicas = [Replica(f"replica-{number}", store, room) for number in range(max(owners) + 1)]
     for number, text in enumerate(texts):
-        if number % (LATE_REQUESTS // 2) == 0:  # a text waits for its sender, then for its reader
+        if number % (LATE_REQUESTS // 2) == 0:  # a text waits for its sender and for its reader
             for replica in replicas:
                 replica.exchange()
         replay_one(replicas[owners[number]].drafter, text, count.of(number))
@@ -172,13 +172,13 @@ def with_store(texts: Sequence[Text], owners: Sequence[int]) -> tuple[float, lis
 
 
 def first_requests(replica: Replica, texts: Sequence[Text]) -> float:
-    """Accepted tokens a step of requests of which nothing is learned."""
+    """Accepted tokens per step of requests that are not learned."""
     tally = replay(TrieDrafter(replica.memory, DRAFT_LEN, private=True), texts)
     return round(tally.accepted / tally.steps, 3)
 
 
 def late(texts: Sequence[Text]) -> float:
-    """One memory that gets each text some requests after its end."""
+    """Accepted tokens per step with one memory that gets each text some requests late."""
     count, memory = Count(len(texts)), TrieMemory(room_for(len(texts)), [NAMESPACE])
     trie = memory.tries().get(NAMESPACE)
     assert trie is not None
@@ -195,7 +195,7 @@ def late(texts: Sequence[Text]) -> float:
 def simulate(
     console: Console, texts: Sequence[Text], probes: Sequence[Text], seed: int
 ) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """(a row a number of replicas, in which what was not simulated is empty; a cold start)."""
+    """(a row for each number of replicas, empty where not simulated; a cold start)."""
     has_peer = _has_peer(console)
     rows, cold_start = [], {}
     with Progress(console=console) as bars:
@@ -231,7 +231,7 @@ def _new_trie(num_requests: int) -> TrieDrafter:
 
 
 def tabulate(costs: Costs) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """(costs by number of replicas, with how many a store is full)."""
+    """(costs by number of replicas, replicas that saturate a store)."""
     loads = [
         {
             "replicas": number,
@@ -279,7 +279,7 @@ def charts(rows: Sequence[dict[str, Any]], costs: Costs) -> list[Chart]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints four tables and, last, one line of JSON; draws the plot."""
+    """Prints four tables and, last, one line of JSON. Draws the plot."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", type=Path, default=Path("configs/models/demo-base"))
     parser.add_argument("--requests", type=int, default=1024)

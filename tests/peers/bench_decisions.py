@@ -1,16 +1,16 @@
-"""Recorded answers, drafted for again: what sources and the plan bring, free of noise.
+"""Speed of sources and draft plans on recorded answers, without timing noise.
 
     python -m tests.peers decisions [--traffic never-seen,agent] [--clients 1 8]
         [--num-requests 96] [--extra-layers 12]
 
-The engine answers the requests once. Its answers are kept, and what its steps cost by the chain's
-own model. Then each contender drafts for the same answers. A draft token is right where the answer
-has it, and a step takes what the model says. Prompts and calls of sources take no time: so the
-ratios are of decoding alone, and of contenders that cost nothing.
+The engine answers the requests once. The benchmark records its answers, and the step costs by the
+chain's own cost model. Then each contender drafts for these answers. A draft token is right if the
+answer has it, and a step takes the time of the cost model. Prompts and calls of sources take no
+time. So the ratios cover decoding only, with contenders that cost nothing.
 
-``all`` is the configuration's sources without those in other processes, ``suffix`` vLLM's suffix
-decoding with 16 tokens. ``perfect`` has the sources of ``all`` and is told the answer: it sends the
-draft that is right for longest, as far as it is right. No choice among these drafts can be better.
+``all`` has the configuration's sources without those in other processes. ``suffix`` is vLLM's
+suffix decoding with 16 tokens. ``perfect`` has the sources of ``all`` and knows the answer. It
+sends the right part of the best draft, so no choice among these drafts can be better.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from tests.peers.tables import print_rows
 from tests.peers.texts import Tally, Text, num_same
 from tests.peers.workload import TRAFFIC, Request, Workload
 
-# What loads vLLM is imported where it is used: the environment has to be set before.
+# Modules that load vLLM are imported where they are used, after the environment is set.
 
 SUFFIX_TOKENS = 16
 
 
 class StepCosts(NamedTuple):
-    """Seconds of a step without drafts, of one with drafts, and of each draft token."""
+    """Seconds of a step without drafts, of a step with drafts, and of each draft token."""
 
     plain: float
     base: float
     slope: float
 
     def seconds(self, num_draft_tokens: int) -> float:
-        """Of a step."""
+        """Seconds of a step."""
         if not num_draft_tokens:
             return self.plain
         return self.base + self.slope * num_draft_tokens
@@ -68,11 +68,11 @@ class Contender(Protocol):
         ...
 
     def draft(self, batch: DraftBatch, num_new: Int32Array) -> list[list[int]]:
-        """A draft for each row, of whose text ``num_new`` tokens are new."""
+        """A draft for each row. The last ``num_new`` tokens of its text are new."""
         ...
 
     def learn(self, num_draft_tokens: int, seconds: float) -> None:
-        """What the step took that verified these drafts."""
+        """Reports the time of the step that verified these drafts."""
         ...
 
     def close(self, batch: DraftBatch) -> None:
@@ -81,7 +81,7 @@ class Contender(Protocol):
 
 
 class Ours:
-    """A chain of the sources, as an engine's hook drives it."""
+    """A chain of the sources, driven like in an engine's hook."""
 
     def __init__(self, sources: Sequence[SourceConfig], num_rows: int) -> None:
         from specserve.policy.chain import build_chain
@@ -118,7 +118,7 @@ class Ours:
 
 
 class Perfect(Ours):
-    """The same sources, chosen from and cut by who knows the answers."""
+    """The same sources, with drafts chosen and cut by the known answers."""
 
     def __init__(self, sources: Sequence[SourceConfig], num_rows: int, costs: StepCosts) -> None:
         super().__init__(sources, num_rows)
@@ -136,7 +136,7 @@ class Perfect(Ours):
         offers = self.chain._acceptance.state
         drafts = []
         for row, length in enumerate(batch.num_tokens.tolist()):
-            rest = self._answers[row][length:-1]  # one more token comes with the draft
+            rest = self._answers[row][length:-1]  # the step adds one more token
             best: list[int] = []
             for tokens, size in zip(offers.tokens[:, row], offers.lengths[:, row], strict=True):
                 num_right = num_same(tokens[:size], rest)
@@ -173,16 +173,16 @@ class Suffix:
         )
 
     def learn(self, num_draft_tokens: int, seconds: float) -> None:
-        """Nothing: its drafts do not depend on costs."""
+        """Does nothing: its drafts do not depend on costs."""
 
     def close(self, batch: DraftBatch) -> None:
-        """Nothing: who is not in the next batch has ended."""
+        """Does nothing: a request that is not in the next batch has ended."""
 
 
 def replay(
     contender: Contender, answers: Sequence[Text], num_rows: int, costs: StepCosts
 ) -> dict[str, float]:
-    """Drafts for answers, ``num_rows`` at a time, until fewer are left.
+    """Drafts for answers, ``num_rows`` at a time, until fewer answers are left.
 
     Returns:
         ``tokens_per_second``, ``steps``, ``drafts``, ``drafted`` and ``accepted`` tokens.
@@ -201,7 +201,7 @@ def replay(
     def begin(row: int) -> None:
         text = rows[row]
         batch.token_ids[row, : len(text.tokens)] = text.tokens
-        batch.num_tokens[row] = text.num_prompt_tokens + 1  # one comes with the prompt
+        batch.num_tokens[row] = text.num_prompt_tokens + 1  # the prompt's step writes one
         batch.num_prompt_tokens[row] = text.num_prompt_tokens
         num_new[row] = 1
         contender.open(row, text)
@@ -246,7 +246,7 @@ def _rows_of(batch: DraftBatch, rows: Sequence[int]) -> DraftBatch:
 
 
 class Recorder:
-    """An engine with the local sources, whose answers and step costs are taken."""
+    """An engine with the local sources that records answers and step costs."""
 
     def __init__(self, config: AppConfig, kinds: Sequence[str]) -> None:
         from specserve.engine.methods import parse_method
@@ -255,7 +255,7 @@ class Recorder:
         self._engine = OfflineEngine(config, parse_method("+".join(kinds), config))
 
     def record(self, jobs: Sequence[Job], num_rows: int) -> tuple[list[Text], StepCosts]:
-        """The answers to jobs, ``num_rows`` at a time, and what a step of so many costs."""
+        """The answers to jobs, ``num_rows`` at a time, and the costs of a step of that size."""
         from specserve.policy.cost import costs_of
 
         run = self._engine.run(jobs, num_rows, lambda *_: None)
@@ -271,14 +271,14 @@ class Recorder:
         return answers, StepCosts(*costs_of(chain.cost.lines, num_rows))
 
     def close(self) -> None:
-        """Ends the engine."""
+        """Stops the engine."""
         self._engine.close()
 
 
 def compare(
     sources: Sequence[SourceConfig], answers: Sequence[Text], num_rows: int, costs: StepCosts
 ) -> list[dict[str, Any]]:
-    """A row for each contender, with its speed over that of suffix decoding."""
+    """A row for each contender, with its speed relative to suffix decoding."""
     contenders: dict[str, Contender] = {
         "suffix": Suffix(num_rows),
         "all": Ours(sources, num_rows),
@@ -335,7 +335,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for row in compare(sources, answers, clients, costs):
                 rows.append({"traffic": name, "clients": clients, **row, **in_ms})
         recorder.close()
-    print_rows(Console(width=160), "recorded answers, drafted for again", rows)
+    print_rows(Console(width=160), "drafts for recorded answers", rows)
     options = {key: value for key, value in vars(args).items() if key != "config"}
     print(
         json.dumps({"benchmark": "decisions", **circumstances(), "options": options, "rows": rows})

@@ -1,13 +1,13 @@
-"""One engine with a model that drafts: in a process of its own, and in vLLM's engine.
+"""One engine with a drafting model: in a separate process, and inside vLLM's engine.
 
     python -m tests.peers drafters [--rounds 2]
 
-As ``engine``. The same MTP module and the same draft model draft on both sides, always as many
-tokens: what differs is where they run and who wrote them. Acceptance at a position is the share of
-all drafts whose token there was accepted.
+It works like ``engine``. Both sides use the same MTP module and the same draft model with the same
+draft length. They differ in implementation and place. Acceptance at a position is the share of all
+drafts whose token there was accepted.
 
-On CPU vLLM cannot serve a draft model beside a target with latent attention (no block size suits
-both). So that target is a copy of the draft model itself, with noise in its weights.
+On CPU vLLM cannot serve a draft model with a target that has latent attention, as no block size
+suits both. So the draft model's target is a copy of itself with noise in the weights.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from tests.peers.tables import print_rows
 DRAFT_MODEL = Path("configs/models/demo-draft")
 
 NOISE = 0.1
-"""In the target of the draft model, as a share of each matrix's standard deviation."""
+"""Noise in the draft model's target, as a share of each matrix's standard deviation."""
 
 
 def mtp_contenders(config: AppConfig, num_tokens: int) -> list[Contender]:
-    """No speculation, and the MTP module on both sides; vLLM's also with our CPU kernels."""
+    """No speculation, and the MTP module on both sides. vLLM's also runs with our CPU kernels."""
     source = MtpConfig(kind="mtp", max_draft_len=num_tokens, dynamic=False, num_cpus=0)
     config = config.model_copy(update={"speculation": (source,)})
     return _on_both_sides(config, "mtp", f"vllm-mtp:{num_tokens}")
@@ -48,7 +48,7 @@ def mtp_contenders(config: AppConfig, num_tokens: int) -> list[Contender]:
 def draft_model_contenders(
     config: AppConfig, draft_model: Path, target: Path, num_tokens: int
 ) -> list[Contender]:
-    """The same with the draft model, for a target whose attention vLLM can serve beside it."""
+    """The same with the draft model, for a target that vLLM can serve with it."""
     source = DraftModelConfig(
         kind="draft_model",
         model=str(draft_model),
@@ -71,7 +71,7 @@ def _on_both_sides(config: AppConfig, ours: str, theirs: str) -> list[Contender]
 
 
 def blurred_copy(model: Path, out: Path, seed: int) -> None:
-    """A model that is like another one but for noise in its matrices."""
+    """Writes a copy of a model with noise in its matrices."""
     shutil.copytree(model, out)
     generator = torch.Generator().manual_seed(seed)
     weights = load_file(out / "model.safetensors")
@@ -83,7 +83,7 @@ def blurred_copy(model: Path, out: Path, seed: int) -> None:
 
 
 def acceptance(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each set and method, over all concurrencies, the acceptance at each position."""
+    """Acceptance at each position by set and method, over all concurrencies."""
     found: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
     for row in rows:
         if not row["drafts"]:
@@ -114,7 +114,7 @@ def acceptance(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints a table a concurrency, one of acceptance and, last, one line of JSON."""
+    """Prints a table per concurrency, one of acceptance and, last, one line of JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--config", type=Path, default=Path("configs/mtp.yaml"))
     parser.add_argument("--sets", default="code,chat", help="prompt sets")

@@ -1,15 +1,13 @@
-"""What drafting adds to one decoding step: ours beside vLLM's own proposers, without an engine.
+"""Cost of drafting in one decoding step: ours and vLLM's own proposers, without an engine.
 
     python -m tests.peers drafting [--batches 1 8 32] [--texts agent,random] [--rounds 2]
 
-Requests of about 1,000 tokens of Python code are decoded in a replay: a draft's tokens are accepted
-as far as they are the next ones of the text, and one token more is written. Between two steps
-nothing runs for 5 ms. All sides take turns within a step, each with texts that grow by what it has
-drafted itself. One thread.
+Requests of about 1,000 tokens of Python code are replayed. A step accepts the draft tokens that are
+next in the text, and writes one more token. Two steps are 5 ms apart. All sides take turns within a
+step. The text of each grows by its own drafts. All runs in one thread.
 
-A time is what the thread's own clock says, since other processes may interrupt a step.
-``interrupted`` is the share of steps that took 1.2 times as long by the wall clock. The line of
-JSON has both times.
+Times are CPU times of the thread, since other processes may interrupt a step. ``interrupted`` is
+the share of steps whose wall time was 1.2 times as long. The line of JSON has both times.
 """
 
 from __future__ import annotations
@@ -55,9 +53,9 @@ TEXTS = ("agent", "code", "random")
 WARM_UP_STEPS = 20
 FORWARD_S = 0.005
 EDITED_LINES = 0.1
-"""Share of an ``agent`` text's lines that differ from what was written before."""
+"""Share of lines in an ``agent`` text that differ from the earlier text."""
 INTERRUPTED = 1.2
-"""Wall time over the thread's own, from which a step counts as interrupted."""
+"""Ratio of wall time to CPU time from which a step counts as interrupted."""
 MATCH = (2, 4)
 """Shortest and longest match of prompt lookup, in tokens."""
 
@@ -66,8 +64,8 @@ class Player:
     """One side's replay of a batch.
 
     Args:
-        side: drafts.
-        requests: its own.
+        side: the competitor that drafts.
+        requests: its own requests.
     """
 
     def __init__(self, side: Side, requests: Requests) -> None:
@@ -80,7 +78,7 @@ class Player:
         """Verifies the last drafts and asks for new ones.
 
         Returns:
-            Seconds that asking took, by the thread's clock and by the wall clock.
+            Seconds that the new drafts took, in CPU time and in wall time.
         """
         requests, sampled = self._requests, []
         for row, draft in enumerate(self._drafts):
@@ -98,7 +96,7 @@ class Player:
 
 
 def sides(model: Path, batch: int, width: int) -> dict[str, Side]:
-    """All competitors, none of which has seen anything."""
+    """All competitors, which have learned nothing yet."""
     return {
         "asked": Hook(application(model, dynamic=False), 2 * width),
         "served": Hook(application(model, dynamic=True), 2 * width),
@@ -110,7 +108,7 @@ def sides(model: Path, batch: int, width: int) -> dict[str, Side]:
 
 
 def application(model: Path, *, dynamic: bool) -> AppConfig:
-    """With the sources that need no model."""
+    """A configuration with the sources that need no model."""
     each = {"max_draft_len": DRAFT_LEN, "dynamic": dynamic}
     low, high = MATCH
     ngram = {"kind": "ngram", "min_matching_ngram_size": low, "max_matching_ngram_size": high}
@@ -121,7 +119,7 @@ def application(model: Path, *, dynamic: bool) -> AppConfig:
 def texts_of(
     kind: str, tokenizer: Tokenizer, batch: int, width: int, seed: int
 ) -> tuple[Int32Array, list[Int32Array]]:
-    """(texts ``[batch, width]``, what was written before)."""
+    """(texts ``[batch, width]``, earlier texts)."""
     if kind == "random":
         rng = np.random.default_rng(seed)
         return rng.integers(0, VOCAB_SIZE, (batch, width), np.int32), []
@@ -141,15 +139,15 @@ def texts_of(
 def measure(
     model: Path, kind: str, batch: int, context: int, steps: int, seeds: Sequence[int]
 ) -> dict[str, Any]:
-    """A row: milliseconds of a step of each side.
+    """A row with the milliseconds of a step of each side.
 
     Args:
-        model: whose tokenizer is used.
-        kind: of :data:`TEXTS`.
-        batch: requests.
-        context: prompt tokens of each.
-        steps: timed, of each round.
-        seeds: of each round's texts.
+        model: folder of the tokenizer.
+        kind: one of :data:`TEXTS`.
+        batch: number of requests.
+        context: prompt tokens of a request.
+        steps: timed steps of a round.
+        seeds: seed of the texts for each round.
     """
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     width = context + (DRAFT_LEN + 1) * (WARM_UP_STEPS + steps)
@@ -188,7 +186,7 @@ def measure(
 
 
 def cells(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of the table."""
+    """Cells of a row in the table."""
     shown = {
         name: f"{value['median_ms']:.3f} ({value['p99_ms']:.2f})"
         for name, value in row.items()

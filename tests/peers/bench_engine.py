@@ -1,12 +1,11 @@
-"""One engine, without HTTP: no speculation, ours without a model that drafts, vLLM's own methods.
+"""One engine, without HTTP: no speculation, our sources without a model, vLLM's own methods.
 
     python -m tests.peers engine [--rounds 4] [--sets again,code,random]
 
-All engines live at the same time, each in a process of its own, and take turns, so that what else
-the machine does meets all of them; a ratio is taken within a turn, and its median over the turns
-is shown. Each round has prompts of its own, since a memory would know the others by heart; those of
-``again`` are about the same files. ``accepted`` is accepted tokens a draft. "Our kernels" are our
-CPU kernels in vLLM's engine.
+All engines live at the same time in separate processes. They take turns, so that other load on the
+machine affects all of them. A ratio is taken within a turn; tables have its median. Each round has
+new prompts, since a memory would know earlier ones. Prompts of ``again`` are about the same files.
+``accepted`` is accepted tokens per draft. "Our kernels" are our CPU kernels in vLLM's engine.
 
 The peer needs ``pip install --no-deps arctic-inference==0.1.1``.
 """
@@ -40,11 +39,11 @@ from specserve.core.source_config import NgramConfig
 from specserve.engine.generation import Job, RunResult, Sampling
 from specserve.engine.methods import parse_method
 from specserve.serve.config_file import read
-from tests.peers.jobs import again_jobs, asked_again, random_jobs
+from tests.peers.jobs import again_jobs, files_of_again, random_jobs
 
 CONCURRENCIES = (1, 8)
 LEAST_JOBS = 4
-"""Jobs of a set and round, where fewer run at once."""
+"""Minimum number of jobs of a set and round."""
 
 KV_CACHE_BYTES = 256 << 20
 
@@ -79,14 +78,14 @@ def contenders(config: AppConfig) -> list[Contender]:
 
 
 def measured_config(path: Path) -> AppConfig:
-    """A file's application, with a KV cache that leaves room for several engines."""
+    """The file's application, with a KV cache small enough for several engines."""
     config = read(path).applications[0].config
     engine = config.engine.model_copy(update={"kv_cache_memory_bytes": KV_CACHE_BYTES})
     return config.model_copy(update={"engine": engine})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints a table a concurrency and, last, one line of JSON."""
+    """Prints a table per concurrency and, last, one line of JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--config", type=Path, default=Path("configs/demo.yaml"))
     parser.add_argument("--sets", default="random,code,again", help="prompt sets")
@@ -98,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     config = measured_config(args.config)
     tokenizer = configured_tokenizer(config)
-    files = asked_again(args.seed)
+    files = files_of_again(args.seed)
     rounds = [
         {
             name: _jobs(name, tokenizer, files, args.num_prompts, args.max_tokens, seed)
@@ -119,14 +118,14 @@ def compare(
     rounds: Sequence[Mapping[str, list[Job]]],
     concurrencies: Sequence[int] = CONCURRENCIES,
 ) -> list[dict[str, Any]]:
-    """Measures, and prints a table a concurrency.
+    """Measures, and prints a table per concurrency.
 
     Args:
-        console: where tables and progress go.
-        entrants: what is compared; the first and the last are what the others are compared to.
-        rounds: the jobs of each set, for each round; a turn takes as many of them as run at once.
-        concurrencies: how many run at once; all jobs are run at the largest, ``LEAST_JOBS`` or as
-            many as run at once at the others.
+        console: console for tables and progress.
+        entrants: the contenders. The others are compared with the first and the last one.
+        rounds: jobs of each set, for each round. A turn runs as many jobs as run at once.
+        concurrencies: numbers of jobs that run at once. The largest one runs all jobs. The others
+            run ``LEAST_JOBS``, or as many as run at once.
 
     Returns:
         A row for each set, contender and concurrency.
@@ -141,7 +140,7 @@ Key = tuple[str, int, str]
 def report(
     console: Console, entrants: Sequence[Contender], results: Mapping[Key, Sequence[RunResult]]
 ) -> list[dict[str, Any]]:
-    """Prints a table a concurrency; a row for each set, contender and concurrency."""
+    """Prints a table per concurrency. Returns a row for each set, contender and concurrency."""
     names = dict.fromkeys(key[0] for key in results)
     rows = [row for name in names for row in summarise(entrants, name, results)]
     for concurrency in sorted({row["concurrency"] for row in rows}):
@@ -155,7 +154,7 @@ def measure(
     rounds: Sequence[Mapping[str, list[Job]]],
     concurrencies: Sequence[int],
 ) -> dict[Key, list[RunResult]]:
-    """A result a turn, of as many jobs as run at once."""
+    """A result for each turn, of as many jobs as run at once."""
     results: dict[Key, list[RunResult]] = defaultdict(list)
     with ExitStack() as stack:
         bars = stack.enter_context(Progress(console=console))
@@ -176,8 +175,8 @@ def measure(
             turns = list(zip(entrants, engines, strict=True))
             for name, jobs in sets.items():
                 for concurrency in concurrencies:
-                    # As few jobs a turn as keep the engine busy: what is compared is run within
-                    # seconds, on a machine whose speed changes within minutes.
+                    # A turn has just enough jobs to keep the engine busy. So contenders run within
+                    # seconds of each other, while the machine's speed changes within minutes.
                     num_jobs = min(max(LEAST_JOBS, concurrency), len(jobs))
                     for begin in range(0, num_jobs, concurrency):
                         few = jobs[begin : begin + concurrency]

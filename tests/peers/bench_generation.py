@@ -1,11 +1,11 @@
-"""Streaming by ``/generate_stream`` beside ``/v1/completions``: one server, the routes in turns.
+"""Streaming speed of ``/generate_stream`` and ``/v1/completions``: one server, routes in turns.
 
     python -m tests.peers generation [--clients 8] [--turns 6] [--number 32]
 
-Both are asked the same greedy requests. A stream of the first has an event for each token, with its
-text and log-probability; of the second an event for each step. ``completions+logprobs`` asks the
-second for log-probabilities, too. The first turn is not counted: from then on the draft memory has
-all texts.
+Both get the same greedy requests. A stream of the first has an event for each token, with its text
+and log-probability. A stream of the second has an event for each step. ``completions+logprobs``
+asks the second for log-probabilities too. The first turn is not counted, because the draft memory
+has all texts only after it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ROUTES = ("completions", "completions+logprobs", "generate_stream")
 
 
 def body(request: Request, route: str, model: str) -> dict[str, Any]:
-    """One request, greedy, for a route."""
+    """Body of one greedy request for a route."""
     if route == "generate_stream":
         parameters = {"max_new_tokens": request.max_tokens, "details": True}
         return {"inputs": request.prompt, "parameters": parameters}
@@ -43,7 +43,7 @@ def body(request: Request, route: str, model: str) -> dict[str, Any]:
 
 
 def num_tokens(route: str, stream: bytes) -> int:
-    """Generated tokens of a whole stream."""
+    """Number of generated tokens of a whole stream."""
     events = [line.removeprefix(b"data:") for line in stream.splitlines() if line]
     if route == "generate_stream":
         number: int = json.loads(events[-1])["details"]["generated_tokens"]
@@ -54,7 +54,7 @@ def num_tokens(route: str, stream: bytes) -> int:
 async def drive(
     url: str, model: str, requests: Sequence[Request], route: str, num_clients: int
 ) -> float:
-    """Output tokens a second of all requests, ``num_clients`` at a time."""
+    """Output tokens per second of all requests, ``num_clients`` at a time."""
     path = "/generate_stream" if route == "generate_stream" else "/v1/completions"
     left, streams = iter(requests), list[bytes]()
 

@@ -1,14 +1,14 @@
-"""Structured outputs over HTTP: one server, with and without drafts of what a grammar forces.
+"""Structured outputs over HTTP: one server, with and without drafts from grammars.
 
     python -m tests.peers grammar [--turns 3] [--clients 1 8] [--any-whitespace]
 
-Ten JSON schemas are answered greedily, each with the schema in the prompt, in the states ``off``
-(no speculation), ``grammar`` alone, ``ngram`` and ``auto`` (both). The first turn is not counted:
-the prefix cache has the prompts and both compilers the schemas from then on.
+Ten JSON schemas are answered greedily, each with the schema in the prompt. The states are ``off``
+(no speculation), ``grammar`` alone, ``ngram`` and ``auto`` (both). The first turn is not counted.
+In it the prefix cache learns the prompts, and both compilers the schemas.
 
-``accepted`` is the share of the verified draft tokens of ``grammar`` alone that the model wrote;
-``equal`` are the answers that are the same as without speculation, over all states and turns. In
-bfloat16 an answer may differ, as one without drafts may from another in a batch of another size.
+``accepted`` is the share of verified draft tokens that were accepted with ``grammar`` alone.
+``equal`` counts the answers that are the same as without speculation, over all states and turns.
+In bfloat16 an answer may differ, as it may in a batch of another size without drafts.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ MAX_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A completion that keeps to a schema."""
+    """A completion that follows a schema."""
 
     schema: Schema
 
     def body(self, model: str, state: str) -> dict[str, object]:
-        """For ``/v1/completions``."""
+        """Body for ``/v1/completions``."""
         return {
             "model": model,
             "prompt": question(self.schema),
@@ -56,13 +56,13 @@ class Asked:
 
 
 def counted(url: str) -> tuple[int, int]:
-    """Draft tokens of ``grammar`` so far: verified, and accepted."""
+    """(verified, accepted) draft tokens of ``grammar`` so far."""
     told = Api(url).speculation()["acceptance"].get("grammar", {})
     return told.get("draft_tokens", 0), told.get("accepted_tokens", 0)
 
 
 def row_of(url: str, client: Client, num_clients: int, num_turns: int) -> dict[str, Any]:
-    """What came of all turns with so many clients."""
+    """Results of all turns with this number of clients."""
     asked = [Asked(schema) for schema in SCHEMAS.values()]
     speeds: dict[str, list[float]] = {state: [] for state in STATES}
     expected, _ = client.ask(asked, "off", num_clients)
@@ -98,7 +98,7 @@ def rows_of(url: str, client: Client, args: argparse.Namespace) -> Iterator[dict
 
 
 def config_of(file: Path, *, any_whitespace: bool) -> AppConfig:
-    """The file's application, with prompt lookup and grammars alone."""
+    """The file's application, with prompt lookup and grammars only."""
     config = measured_config(file)
     outputs = {"backend": "xgrammar", "disable_any_whitespace": not any_whitespace}
     vllm = {**config.engine.vllm, "structured_outputs_config": outputs}

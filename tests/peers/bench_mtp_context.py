@@ -1,12 +1,12 @@
-"""One new token through the MTP layer, by length of the context, beside transformers' layer.
+"""Time of one new token in the MTP layer, by context length, compared with transformers' layer.
 
     python tests/peers/bench_mtp_context.py [--model configs/models/demo-base] [--threads 2]
 
-The latent cache is filled beforehand, with noise. ``attention``: latent attention alone, its
-matrices absorbed here and the cache expanded there. ``layer``: transformers' decoder layer.
-``call``: all that a drafter does for a call, slots, norms, experts and the head among it. The
-competitors take turns; median over the turns. The peer's cache is written in place, as ours:
-transformers' own would be copied in each call.
+The latent cache is filled with noise beforehand. ``attention``: latent attention alone. Our side
+absorbs its matrices, transformers expands the cache. ``layer``: transformers' decoder layer.
+``call``: a drafter's whole call with slots, norms, experts and the head. The competitors take
+turns, and the tables have medians. The peer's cache is written in place like ours. transformers'
+own cache would be copied in each call.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from tests.peers.tables import print_rows
 CONTEXTS = (100, 1_000, 4_000, 32_000)
 BATCHES = (1, 8)
 SECONDS = 2.0
-"""Time that the turns of one context and batch may take; two turns at least."""
+"""Time limit for the turns of one context and batch. There are at least two turns."""
 
 MAX_TURNS = 100
 
 
 class Ours:
-    """The demo module with a cache of noise."""
+    """The demo MTP module with a cache of noise."""
 
     def __init__(self, model: Path, config: Any) -> None:
         files = find_mtp(str(model), "--model")
@@ -78,7 +78,7 @@ class Ours:
         return function
 
     def call(self, context: int, batch: int) -> Callable[[], object]:
-        """Drafts of one token for texts whose last entry is new."""
+        """A call that drafts one token for texts with one new entry."""
         drafter = MtpDrafter(self._module, self._card, max(BATCHES))
         tokens = np.arange(context + 1, dtype=np.int32) % self._card.vocab_size
         rows = []
@@ -104,7 +104,7 @@ class Ours:
 
 
 class PlacedCache:
-    """At the seam of transformers' Cache: writes the last entry in place and returns views."""
+    """A cache for transformers that writes the last entry in place and returns views."""
 
     def __init__(self, batch: int, context: int, config: Any) -> None:
         self._latents = torch.randn(batch, 1, context, config.kv_lora_rank)
@@ -117,11 +117,11 @@ class PlacedCache:
 
 
 class Theirs:
-    """transformers' decoder layer of the same shape; its time does not depend on the weights."""
+    """transformers' decoder layer of the same shape, with random weights."""
 
     def __init__(self, config: Any) -> None:
         config._attn_implementation = "sdpa"
-        config._experts_implementation = "grouped_mm"  # its fastest
+        config._experts_implementation = "grouped_mm"  # the fastest one
         self._config = config
         self._layer = DeepseekV3DecoderLayer(config, config.num_hidden_layers - 1).eval()
         for parameter in self._layer.parameters():
@@ -144,7 +144,7 @@ class Theirs:
 
 
 def in_turns(functions: Sequence[Callable[[], object]]) -> list[float]:
-    """Median milliseconds of each."""
+    """Median milliseconds of each function."""
     times: list[list[float]] = [[] for _ in functions]
     for function in functions:
         function()
@@ -169,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     config = DeepseekV3Config.from_pretrained(args.model)
-    config.max_position_embeddings = max(CONTEXTS) + 2  # the text is longer by one, then its draft
+    config.max_position_embeddings = max(CONTEXTS) + 2  # one new token and its draft
     ours, theirs = Ours(args.model, config), Theirs(config)
     rows: list[dict[str, Any]] = []
     for batch in BATCHES:

@@ -1,20 +1,19 @@
-"""Predicted outputs over HTTP: one server, whose requests name their source from turn to turn.
+"""Predicted outputs over HTTP: one server, with another source in each turn.
 
     python -m tests.peers prediction [--turns 3] [--clients 1 8] [--sets edit,in-prompt,wrong]
 
 Every request is greedy and sent in each state: ``off`` (no speculation), ``ngram``, ``prediction``
-and ``auto`` (both). The first turn is not counted: the prefix cache has all prompts from then on.
+and ``auto`` (both). The first turn fills the prefix cache with all prompts and is not counted.
 
-``edit``: the text is in the prediction alone. The prompt is the beginning of a module, and the
-model's own continuation, written without speculation, stands for the edited text. The prediction is
-that text before the edit: a share of its lines is missing or has another word in it. Continuations
-that repeat themselves are left out: there prompt lookup needs no prediction, and no one asks for
-such text.
+``edit``: only the prediction has the text. The prompt is the beginning of a module. The model's own
+continuation without speculation stands for the edited text. The prediction is that text before the
+edit: a share of its lines is missing or has another word. Continuations that repeat themselves are
+left out, because prompt lookup alone suffices for them, and users do not ask for such text.
 
-``in-prompt``: tasks that copy code of the prompt (rename, repeat, strip docstring). The prediction
-is that code.
+``in-prompt``: tasks that copy code from the prompt (rename, repeat, strip docstring). The
+prediction is that code.
 
-``wrong``: the requests of ``edit``, with another one's prediction.
+``wrong``: the requests of ``edit``, each with the prediction of another request.
 """
 
 from __future__ import annotations
@@ -52,12 +51,12 @@ COPIES = ("rename", "repeat", "strip_docstring")
 PROMPT_CHARS, TASK_CHARS = 1500, 3000
 MAX_TOKENS = 192
 WORDS_OF_A_LOOP = 6
-"""A text in which a tenth of the sequences of so many words stand twice repeats itself."""
+"""A text repeats itself if a tenth of its sequences of this many words occur twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A completion and what is predicted of it."""
+    """A completion and its prediction."""
 
     prompt: str
     prediction: str
@@ -77,7 +76,7 @@ class Asked:
 
 
 class Question(Protocol):
-    """What a server is asked."""
+    """A request to a server."""
 
     def body(self, model: str, state: str) -> dict[str, object]:
         """For ``/v1/completions``."""
@@ -85,11 +84,11 @@ class Question(Protocol):
 
 
 class Client:
-    """Asks a server.
+    """Sends requests to a server.
 
     Args:
-        url: of the server.
-        model: its name.
+        url: URL of the server.
+        model: name of the model.
     """
 
     def __init__(self, url: str, model: str) -> None:
@@ -98,7 +97,7 @@ class Client:
     def ask(
         self, asked: Sequence[Question], state: str, num_clients: int
     ) -> tuple[list[str], float]:
-        """The answers, and output tokens a second."""
+        """The answers, and output tokens per second."""
         return asyncio.run(self._ask(asked, state, num_clients))
 
     async def _ask(
@@ -164,7 +163,7 @@ def copies(tokenizer: Tokenizer, number: int, seed: int) -> list[Asked]:
 def measure(
     client: Client, asked: Sequence[Asked], num_clients: int, num_turns: int
 ) -> dict[str, list[float]]:
-    """Output tokens a second of each turn, by state."""
+    """Output tokens per second of each turn, by state."""
     speeds: dict[str, list[float]] = {state: [] for state in STATES}
     order = list(STATES)
     for turn in range(num_turns + 1):
@@ -183,7 +182,7 @@ def rows_of(
     sets: dict[str, list[Asked]] = {}
     if "in-prompt" in args.sets:
         sets["in-prompt"] = copies(tokenizer, args.number, args.seed)
-    if {"edit", "wrong"} & set(args.sets):  # the model has to write these first
+    if {"edit", "wrong"} & set(args.sets):  # the model writes their texts first
         sets["edit"] = of_edits = edits(client, args.number, args.share, args.seed)
         predictions = [each.prediction for each in of_edits[1:] + of_edits[:1]]
         pairs = zip(of_edits, predictions, strict=True)
@@ -202,7 +201,7 @@ def rows_of(
 
 
 def config_of(file: Path) -> AppConfig:
-    """The file's application, with prompt lookup and predictions alone."""
+    """The file's application, with prompt lookup and predictions only."""
     config = measured_config(file)
     speculation = (NgramConfig(kind="ngram"), PredictionConfig(kind="prediction"))
     return config.model_copy(update={"speculation": speculation})

@@ -1,14 +1,14 @@
-"""How soon replicas learn from each other, and where the store of the cluster's memory saturates.
+"""Lag between replicas, and saturation of the store of the cluster's memory.
 
     python -m tests.peers replication [--seconds 15]
 
-A Ray cluster of its own on this machine. Each replica decodes 32 requests; their tokens are random,
-since what they are costs nothing. The lag of a record is the age of its first token when another
-replica has it: the wait for more of the same text, and two calls of the store. Each measurement has
-a store of its own.
+It starts a Ray cluster on this machine. Each replica decodes 32 requests. Their tokens are random,
+since their values do not affect the cost. The lag of a record is the age of its first token when
+another replica has it. That is the wait for more of the same text, and two calls of the store. Each
+measurement has a new store.
 
-Saturation: one caller keeps 8 calls on their way, so the store, or the caller, is always busy; the
-store's share of a CPU tells which. ``read`` hands out the same 256 KiB again and again.
+Saturation: one caller has 8 calls in flight, so the store or the caller is always busy. The store's
+share of a CPU shows which. ``read`` returns the same 256 KiB again and again.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from tests.integration.cluster import Cluster, running_cluster
 from tests.peers.replication_host import Task
 
 LOADS = ((2, 1, 50_000), (2, 1, 400_000), (2, 4, 50_000), (2, 8, 50_000))
-"""Processes, replicas in each, tokens a second that all of them write."""
+"""Processes, replicas in each, tokens per second of all replicas together."""
 
 RECORD_TOKENS = (128, 16, 0)
-"""Of the records that saturate the store; 0: reading."""
+"""Tokens of the records that saturate the store; 0: reading."""
 
 
 def run_hosts(cluster: Cluster, tasks: Sequence[Task]) -> tuple[list[dict[str, Any]], float]:
-    """(what the hosts found, the store's share of a CPU)."""
+    """(the hosts' results, the store's share of a CPU)."""
     hosts = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.peers.replication_host", json.dumps(asdict(task))],
@@ -70,7 +70,7 @@ def run_hosts(cluster: Cluster, tasks: Sequence[Task]) -> tuple[list[dict[str, A
 
 
 def _answer(host: subprocess.Popen[str], beginning: str) -> str:
-    """The next line that begins so; Ray prints to the standard output too."""
+    """The next line that begins with ``beginning``. Ray prints to standard output too."""
     assert host.stdout is not None
     for line in host.stdout:
         if line.startswith(beginning):
@@ -133,7 +133,7 @@ def measure_saturation(cluster: Cluster, seconds: float) -> list[dict[str, Any]]
 
 
 def show(console: Console, title: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Prints rows of equal keys as a table."""
+    """Prints rows with equal keys as a table."""
     table = Table(title=title, box=None, title_justify="left", padding=(0, 2, 0, 0))
     for name in rows[0]:
         table.add_column(name.replace("_", "\n"), justify="right")

@@ -1,22 +1,22 @@
-"""Over HTTP: specserve's ``serve run`` beside ``vllm serve`` with its methods.
+"""Over HTTP: specserve's ``serve run`` compared with the methods of ``vllm serve``.
 
     python -m tests.peers server [--traffic never-seen,agent] [--clients 1 8] [--turns 3]
         [--servers specserve,vllm-plain,vllm-ngram@ours] [--extra-layers 12] [--ignore-eos]
 
-All servers have the same engine options. ``specserve-none`` is ours with ``speculation: []``, and
-``specserve-ngram+trie`` with these of the configured sources.
+All servers have the same engine options. ``specserve-none`` has ``speculation: []``, and
+``specserve-ngram+trie`` only these two of the configured sources.
 ``@ours`` is ``vllm serve`` with our CPU kernels. ``vllm-mtp:2`` drafts two tokens.
 
 Traffic (see workload.py): {traffic}.
 
-All servers are there from the beginning, and take turns of some seconds: a machine's speed changes
-within minutes. In a turn all get the same requests, in another turn other ones. What a server is
-asked before a measurement is not counted. Ratios are taken within a turn, to the best of ``vllm
-serve`` there and to the better of its ``plain`` ones; the median of the turns is shown.
+All servers run from the beginning and take turns of some seconds, as a machine's speed changes
+within minutes. In a turn all get the same requests; each turn has new ones. Warm-up requests are
+not counted. Ratios are taken within a turn, to the best ``vllm serve`` of that turn and to the
+better ``plain`` one. Tables have the median over the turns.
 
-A server of the demo model takes 2.6 GiB, or 3.5 with a Ray cluster, which uses a seventh of a CPU
-while it waits. Without ``--servers``, ``random`` and ``plain-code`` are asked of those alone that
-show what drafting and serving cost.
+A server of the demo model takes 2.6 GiB, or 3.5 GiB with a Ray cluster. An idle Ray cluster uses a
+seventh of a CPU. Without ``--servers``, ``random`` and ``plain-code`` go only to the servers that
+show the cost of drafting and serving.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from tests.peers.tables import print_rows
 from tests.peers.workload import TRAFFIC, Load, Workload
 
 NUM_REQUESTS = {1: 6, 8: 24, 24: 48}
-"""Of a turn, by number of clients."""
+"""Requests of a turn, by number of clients."""
 
 PLAIN = ("vllm-plain", "vllm-plain@ours")
 SERVERS = (*OURS, *PLAIN, "vllm-suffix@ours")
-"""They fit into 16 GiB; suffix decoding was vLLM's best method so far."""
+"""Default servers, which fit into 16 GiB. Suffix decoding is vLLM's fastest method so far."""
 ASKED_BY_DEFAULT = {
     "plain-code": ("specserve-none", *PLAIN),
     "random": (*OURS, *PLAIN),
 }
-"""Servers by traffic; of other traffic all but ``specserve-none``."""
+"""Servers by traffic. Other traffic goes to all servers except ``specserve-none``."""
 
 Place = tuple[str, int]
 """Traffic and number of clients."""
@@ -66,13 +66,13 @@ def measure(
     servers: Mapping[str, Sequence[Place]],
     turns: Sequence[Mapping[Place, Load]],
 ) -> list[dict[str, Any]]:
-    """Every server in each turn; a row for each place and server, which is printed too.
+    """Runs every server in each turn. Prints and returns a row for each place and server.
 
     Args:
-        console: for progress and results.
-        config: what is served.
-        servers: where each is asked.
-        turns: what each turn asks.
+        console: console for progress and results.
+        config: the served application.
+        servers: places of each server.
+        turns: load of each place, for each turn.
     """
     rows = []
     with Progress(console=console) as bars, ExitStack() as started:
@@ -99,14 +99,14 @@ def _title(place: Place) -> str:
 
 
 def _turned(names: Sequence[str], number: int) -> list[str]:
-    """Another one first in each turn, and in every other turn the other way round."""
+    """The names, starting with another one in each turn, reversed in every other turn."""
     first = number // 2 % len(names)
     order = [*names[first:], *names[:first]]
     return order[::-1] if number % 2 else order
 
 
 def summarise(place: Place, found: Mapping[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
-    """A row for each server, of its results by turn."""
+    """A row for each server from its results by turn."""
     traffic, num_clients = place
     by_turn = _by_turn(found)
     best = [_best(each, "vllm-") for each in by_turn]
@@ -143,13 +143,13 @@ def _by_turn(
 
 
 def _best(results: Mapping[str, dict[str, float]], prefix: str) -> float:
-    """Highest speed of the servers whose names begin so; 0 without any."""
+    """Highest speed of the servers whose names begin with ``prefix``; 0 without any."""
     speeds = [one["tokens_per_second"] for name, one in results.items() if name.startswith(prefix)]
     return max(speeds, default=0.0)
 
 
 def _first(results: Mapping[str, dict[str, float]]) -> float:
-    """The plain servers' shortest median time to the first token; 0 without any."""
+    """Shortest median time to the first token of the plain servers; 0 without any."""
     return min((results[name]["first_token_ms"] for name in PLAIN if name in results), default=0.0)
 
 
@@ -158,7 +158,7 @@ def _ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
 
 
 def _ratio(values: Sequence[float], others: Sequence[float]) -> float | str:
-    """Median; empty where there is nothing to compare to."""
+    """Median ratio; empty without values to compare with."""
     return round(median(ratios), 3) if (ratios := _ratios(values, others)) else ""
 
 
@@ -174,11 +174,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--traffic", default=",".join(TRAFFIC))
     parser.add_argument("--clients", type=int, nargs="+", default=list(NUM_REQUESTS))
     parser.add_argument(
-        "--num-requests", type=int, default=0, help="of a turn; default: 6, 24 and 48"
+        "--num-requests", type=int, default=0, help="requests of a turn (default: 6, 24 and 48)"
     )
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--extra-layers", type=int, default=0)
-    parser.add_argument("--ignore-eos", action="store_true", help="equally long on all servers")
+    parser.add_argument("--ignore-eos", action="store_true", help="equally long answers")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     kinds = args.traffic.split(",")
@@ -209,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _places_by_server(names: str | None, places: Sequence[Place]) -> dict[str, list[Place]]:
-    """Where each server is asked."""
+    """Places of each server."""
     if names is not None:
         return {check(name): list(places) for name in names.split(",")}
     everywhere = [name for name in SERVERS if name != "specserve-none"]

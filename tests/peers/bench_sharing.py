@@ -1,11 +1,11 @@
-"""Two replicas: one drafter for both, beside a drafter each.
+"""Two replicas with one shared drafter, compared with two replicas with a drafter each.
 
     python -m tests.peers sharing [--rounds 8]
 
-Both pairs of engines live in one Ray cluster and take turns; the two engines of a pair run at the
-same time, each on prompts of its own, always drafting. A pair's drafters are Ray actors, as where
-it is served. All compute on the same CPUs, so that a second drafter is no second machine: what is
-compared is whether asking in turn costs the replicas something.
+Both pairs of engines live in one Ray cluster and take turns. The two engines of a pair run at the
+same time with different prompts, and always draft. As in serving, drafters are Ray actors. All use
+the same CPUs, so a second drafter adds no computing power. The comparison shows whether sharing one
+drafter slows the replicas down.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ NUM_PROMPTS = 16
 
 
 class Replica:
-    """An engine in a Ray actor."""
+    """A replica's engine in a Ray actor."""
 
     def load(self, config: AppConfig) -> None:
-        """Builds it, and waits for its drafter."""
-        # Imported here: the actor's environment has to be set before vLLM is loaded.
+        """Builds the engine, and waits for its drafter."""
+        # Imported here, because the actor's environment must be set before vLLM is loaded.
         from specserve.engine.methods import parse_method
         from specserve.engine.offline import OfflineEngine
 
         self._engine = OfflineEngine(config, parse_method("mtp", config))
 
     def run(self, jobs: list[Job], concurrency: int) -> RunResult:
-        """Continues all jobs."""
+        """Runs all jobs."""
         return self._engine.run(jobs, concurrency, lambda num_done, num_tokens: None)
 
 
 def replicas(config: AppConfig, num_drafters: int) -> list[Any]:
-    """Two replicas' handles; where there are two drafters, each has found another one."""
+    """Handles of two replicas, with one shared drafter or one each."""
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
     environment |= openmp_environment(THREADS)
-    # Texts of both replicas; the pairs differ in one, so that they do not share their drafters.
+    # Room for texts of both replicas. The pairs differ by one, so they do not share drafters.
     source = MtpConfig(
         kind="mtp", dynamic=False, num_cpus=0, num_actors=num_drafters, max_texts=32 + num_drafters
     )
@@ -74,9 +74,9 @@ def measure(
     """A row for each concurrency and pair.
 
     Args:
-        pairs: the replicas by the pair's name.
-        jobs: of each replica.
-        rounds: turns of each pair and concurrency.
+        pairs: replicas by the name of their pair.
+        jobs: jobs of each replica.
+        rounds: number of turns of each pair and concurrency.
     """
     results: dict[tuple[int, str], list[list[RunResult]]] = {}
     orders = [list(pairs), list(pairs)[::-1]]
@@ -112,7 +112,7 @@ def measure(
 
 
 def rates(turns: Sequence[Sequence[RunResult]]) -> list[float]:
-    """Output tokens a second of each replica and turn."""
+    """Output tokens per second of each replica and turn."""
     return [run.tokens_per_second for turn in turns for run in turn]
 
 

@@ -1,12 +1,12 @@
-"""One step's timeline over all processes of the server, as a file that Perfetto opens.
+"""A timeline of single steps over all processes of the server, as a file for Perfetto.
 
     python -m tests.peers step-trace [--traffic never-seen] [--clients 8] [--steps 3]
         [--out step-trace.json]
 
-Streams answers to some clients, and cuts steps out of the middle: the request's way in, scheduling,
-the executor's hand-over, the worker, sampling, drafting, the tokens' way out. Open the file at
-https://ui.perfetto.dev or in chrome://tracing. The table has the same spans' times a step. The
-instruments themselves cost some microseconds a span. Traffic is that of ``server``.
+It streams answers to some clients, and records steps from the middle: receiving the request,
+scheduling, the executor's hand-over, the worker, sampling, drafting, sending the tokens. Open the
+file at https://ui.perfetto.dev or in chrome://tracing. The table has the times of these spans per
+step. Tracing costs some microseconds per span. Traffic is that of ``server``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ STEP = "step"
 
 @dataclass(frozen=True, order=True)
 class Span:
-    """What a thread did, in nanoseconds of the machine's monotonic clock."""
+    """A span of work in a thread, in nanoseconds of the machine's monotonic clock."""
 
     started: int
     ended: int
@@ -50,7 +50,7 @@ class Span:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the file; prints a table and, last, one line of JSON."""
+    """Writes the file. Prints a table and, last, one line of JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--config", type=Path, default=Path("configs/demo.yaml"))
     parser.add_argument("--plain", action="store_true", help="with `speculation: []`")
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def record(config: AppConfig, requests: Sequence[Request], num_clients: int) -> list[Span]:
-    """What the processes of a server did while it answered, in their order."""
+    """Spans of all processes of a server while it answered, in order of time."""
     cluster = Cluster([os.cpu_count() or 1])
     if HAPROXY.exists():
         cluster.use_haproxy()
@@ -102,18 +102,18 @@ def _read(cluster: Cluster) -> Iterator[Span]:
 
 
 def cut(spans: Sequence[Span], num_steps: int) -> list[Span]:
-    """The spans that began within some steps, in the middle of all."""
+    """The spans that began within some steps in the middle."""
     steps = [span for span in spans if span.name == STEP]
     if len(steps) < num_steps:
         raise SpecServeError(f"{len(steps)} steps were recorded, --steps asks for {num_steps}")
     first = (len(steps) - num_steps) // 2
     began, ended = steps[first].started, steps[first + num_steps - 1].ended
-    tail = (ended - began) // num_steps  # in which the last tokens go out
+    tail = (ended - began) // num_steps  # the last tokens are sent in this time
     return [span for span in spans if began <= span.started <= ended + tail]
 
 
 def timeline(spans: Sequence[Span]) -> dict[str, Any]:
-    """In the trace event format, times in microseconds: a row for each thread of each process."""
+    """The spans in the trace event format, with a row for each thread. Times in microseconds."""
     processes = sorted({span.process for span in spans})
     threads = sorted({(span.process, span.thread) for span in spans})
     start = min(span.started for span in spans)
@@ -140,7 +140,7 @@ def timeline(spans: Sequence[Span]) -> dict[str, Any]:
 
 
 def summarise(spans: Sequence[Span]) -> Iterator[dict[str, Any]]:
-    """A row for each kind of span: how long it takes, and how much of it a step has."""
+    """A row for each kind of span: its duration, and its time per step."""
     num_steps = sum(span.name == STEP for span in spans)
     times: dict[tuple[str, str], list[float]] = defaultdict(list)
     for span in spans:

@@ -1,22 +1,21 @@
-"""One engine whose sources are switched from turn to turn: none, each alone, all.
+"""One engine whose sources are switched in each turn: none, each alone, all.
 
     python -m tests.peers switched [--turns 6] [--sets chat,again] [--states trie,all]
         [--concurrencies 1 8] [--extra-layers 12]
 
-Within one process, since two engines differ by some percent whatever they are, which is as much as
-what is asked here. All sources learn in the turns in which they are asked; the first turn of each
-state is not counted. The drafters are told of texts in their turns alone. At 8 and 32 a turn has
-three times as many requests as run at once: where drafts are accepted, a batch that only drains
-becomes small earlier than without.
+All states run in one process, since two equal engines differ by some percent, as much as the effect
+to measure. A source learns in the turns in which it is asked, and drafters get texts only in their
+turns. The first turn of each state is not counted. At 8 and 32 a turn has three times as many
+requests as run at once. Otherwise a draining batch would shrink earlier with accepted drafts.
 
-Sets: jobs.py. The built-in ones but ``code`` have 16 prompts, so that the trie knows them from the
-turns before. In ``mixed`` each source is the best one for some requests of a batch. ``random`` with
-``--states none,all`` is what drafting costs where nothing can be foreseen. ``predicted`` is the set
-that the source ``prediction`` has something to draft from, ``structured`` the one of ``grammar``.
+Sets: jobs.py. The built-in sets except ``code`` have 16 prompts, so the trie knows them from
+earlier turns. In ``mixed`` each source is best for some requests of a batch. ``random`` with
+``--states none,all`` measures the cost of drafting where nothing can be predicted. The source
+``prediction`` has drafts in the set ``predicted``, ``grammar`` in the set ``structured``.
 
-``--extra-layers`` gives the target so many more layers that change nothing (inflate.py): the same
-text at the price of a larger model, so that the cost of drafting is as small beside it as where
-real models are served.
+``--extra-layers`` adds this many layers to the target that do not change its output (inflate.py).
+It gives the same text at the cost of a larger model. So the cost of drafting is relatively small,
+as with real models.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ CONCURRENCIES = (1, 8, 32)
 LEAST_JOBS, WAVES = 8, 3
 NONE, ALL = "none", "all"
 
-# What loads vLLM is imported where it is used: the environment has to be set before.
+# Modules that load vLLM are imported where they are used, after the environment is set.
 
 
 class Sources:
@@ -60,7 +59,7 @@ class Sources:
 
     Args:
         engine: an :class:`~specserve.engine.offline.OfflineEngine` of one shard.
-        kinds: of its sources.
+        kinds: kinds of its sources.
     """
 
     def __init__(self, engine: Any, kinds: Sequence[str]) -> None:
@@ -73,9 +72,9 @@ class Sources:
         self._has_drafters = self._hook._feeds_drafters
 
     def switch(self, state: str) -> None:
-        """From the next step on; no request may be running."""
+        """Switches from the next step on. No request may be running."""
         while self._scheduler.has_finished_requests():
-            self._step()  # an empty one, in which all that were asked hear of it
+            self._step()  # an empty step tells the sources
         asked = {kind for kind in self._kinds if state in (ALL, kind)}
         self._ask(asked)
         has_drafters = not asked.isdisjoint(("mtp", "draft_model"))
@@ -91,7 +90,7 @@ def measure(
     states: Sequence[str],
     num_turns: int,
 ) -> Iterator[dict[tuple[str, int, str], list[float]]]:
-    """Output tokens a second of each turn, by set, concurrency and state; set after set."""
+    """Yields, for each set, output tokens per second of each turn by set, concurrency and state."""
     from specserve.engine.methods import parse_method
     from specserve.engine.offline import OfflineEngine
 
@@ -116,9 +115,9 @@ def measure(
 
 
 def summarise(speeds: dict[tuple[str, int, str], list[float]]) -> list[dict[str, Any]]:
-    """For each set and concurrency all sources over the best single one, and each over none.
+    """For each set and concurrency: all sources over the best single one, and each over none.
 
-    The best is the source whose median speed is highest; it is the luckiest, too.
+    The best source has the highest median speed. Noise favours it a little.
     """
     rows = []
     for name, concurrency in dict.fromkeys(key[:2] for key in speeds):
@@ -158,7 +157,7 @@ def _geometric_mean(ratios: Sequence[float]) -> float:
 
 
 def _error_of_mean(ratios: Sequence[float]) -> float:
-    """Standard error of the geometric mean of two or more, as a share of it."""
+    """Relative standard error of the geometric mean of two or more ratios."""
     return stdev(map(math.log, ratios)) / math.sqrt(len(ratios))
 
 
@@ -173,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--concurrencies", type=int, nargs="+", choices=CONCURRENCIES, default=CONCURRENCIES
     )
-    parser.add_argument("--states", help="all, and what it is compared with (default: everything)")
+    parser.add_argument("--states", help="all, and the states to compare (default: every state)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     names = _known(parser, "--sets", args.sets, SETS)
@@ -206,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _known(
     parser: argparse.ArgumentParser, option: str, given: str | None, known: Sequence[str]
 ) -> Sequence[str]:
-    """An option's names; None: all."""
+    """The names in an option's value. None: all names."""
     names = known if given is None else given.split(",")
     unknown = [name for name in names if name not in known]
     if unknown or len(set(names)) < len(names):

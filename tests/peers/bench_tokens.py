@@ -1,10 +1,10 @@
-"""``specserve bench tokens`` beside ``vllm bench serve``: one server, the same requests, in turns.
+"""``specserve bench tokens`` and ``vllm bench serve``: one server, the same requests, in turns.
 
     python -m tests.peers tokens [--clients 8] [--turns 4] [--number 64]
 
-Both send the same prompts in the same order, greedy and past the end token. The first turn is not
-counted: from then on the draft memory has all texts. vLLM's reads its file with pandas, which is
-not in the lock: `pip install --no-deps pandas python-dateutil`.
+Both send the same prompts in the same order, greedy and with ``ignore_eos``. The first turn is not
+counted, because the draft memory has all texts only after it. vLLM reads its file with pandas,
+which is not in the lock: `pip install --no-deps pandas python-dateutil`.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ FIGURES = {
     "first_token_ms": ("first_token_average", "mean_ttft_ms"),
     "seconds": ("latency_for_all", "duration"),
 }
-"""Our name of a figure and vLLM's."""
+"""Our name of each figure, and vLLM's."""
 
 
 def ours(url: str, folder: Path, clients: int) -> list[str]:
-    """The command line; figures go to ``found.json``."""
+    """Our command line. Figures go to ``found.json``."""
     options = {
         "--url": url,
         "--max-output": str(MAX_OUTPUT),
@@ -55,7 +55,7 @@ def ours(url: str, folder: Path, clients: int) -> list[str]:
 
 
 def theirs(url: str, folder: Path, clients: int, model: ModelConfig) -> list[str]:
-    """The same for vLLM's, which takes texts."""
+    """vLLM's command line, which takes texts."""
     options = {
         "--base-url": url,
         "--model": model.name,

@@ -1,18 +1,18 @@
-"""The draft memory alone, beside Arctic Inference's suffix trees as vLLM calls them.
+"""The draft memory alone, compared with Arctic Inference's suffix trees as vLLM calls them.
 
     python -m tests.peers trie [--seed 0] [--rounds 5]
 
-Text: Python files of the installed packages, in an order chosen by the seed. ``known`` was learned,
-``new`` was not. The two take turns in one process; a ratio is taken within a round, and its median
-over the rounds is shown. The peer needs ``pip install --no-deps arctic-inference==0.1.1``. What a
-step takes of both is measured by ``drafting``.
+Text: Python files of the installed packages, in an order chosen by the seed. ``known`` text was
+learned, ``new`` text was not. The two take turns in one process. A ratio is taken within a round,
+and the tables have its median. The peer needs ``pip install --no-deps arctic-inference==0.1.1``.
+``drafting`` measures the time of both in a step.
 
-Insert: whole files into one memory. vLLM puts an output into two of the peer's trees; one is timed.
-While learning: a whole step of the source, which learns 2 tokens of each of 32 requests; 5 ms
-between the calls, with a thread that teaches the memory what other replicas wrote, in bursts every
-0.1 s, as the link to the store does.
-Replay: see replay.py. ``again``: texts that were requests before. ``renamed``: these with their
-commonest name replaced.
+Insert: whole files into one memory. vLLM puts an output into two of the peer's trees. One is timed.
+While learning: a whole step of the source, which learns 2 tokens of each of 32 requests, with 5 ms
+between the calls. Another thread teaches the memory other replicas' text in bursts every 0.1 s,
+like the link to the store.
+Replay: see replay.py. ``again``: texts of earlier requests. ``renamed``: the same texts with their
+most frequent name replaced.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from tests.peers.texts import Text
 
 DRAFT_LENS = (16, 32)
 BYTES_PER_TOKEN = 68
-"""A memory of so many bytes a token holds a text in whole."""
+"""A memory with this many bytes per token holds a whole text."""
 
 REPLAYED, REPLAYED_TOKENS, REPLAYED_PROMPT_TOKENS = 40, 700, 300
 
@@ -79,7 +79,7 @@ def insert_peer(texts: Sequence[Int32Array], depth: int) -> tuple[float, Any]:
 
 
 def measure_insert(texts: Sequence[Int32Array], rounds: int) -> list[dict[str, Any]]:
-    """Tokens a second, and bytes a token held: as each counts them, and of the process."""
+    """Tokens per second, and bytes per token: by each side's own count, and of the process."""
     size = sum(map(len, texts))
     room = BYTES_PER_TOKEN * size
     memories: dict[str, Callable[[], tuple[float, Any]]] = {
@@ -117,7 +117,7 @@ def measure_insert(texts: Sequence[Int32Array], rounds: int) -> list[dict[str, A
 
 
 def _process_bytes() -> int:
-    """Memory of the process, after what was freed was given back to the system."""
+    """Memory of the process, after freed memory was returned to the system."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return int(psutil.Process().memory_info().rss)
@@ -150,7 +150,7 @@ def measure_replay(
     pairs: Sequence[tuple[Int32Array, Int32Array]],
     max_bytes: int,
 ) -> list[dict[str, Any]]:
-    """Each contender meets the new texts, then the same again, then with another name in them."""
+    """Replays the new texts, the same texts again, and then with a name replaced."""
     passes = {
         "new": [text for text, _ in pairs],
         "again": [text for text, _ in pairs],

@@ -1,9 +1,9 @@
-"""What asking a drafter costs but for its model: the replica's side, ZeroMQ, the server, and back.
+"""Cost of a drafter call without the model: the replica's side, ZeroMQ, the server, and back.
 
     python -m tests.peers wire [--calls 2000]
 
-The drafter is a server in another process whose model answers at once. A step adds two tokens to
-each text, and for MTP their two hidden states. ``ray`` is a call of a Ray actor with as many bytes.
+The drafter is a server in another process with a model that answers at once. A step adds two tokens
+to each text, and for MTP their hidden states. ``ray`` calls a Ray actor with as many bytes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BATCHES = (1, 8, 32)
 
 
 class NoModel:
-    """Holds every text and drafts the same for all."""
+    """Holds every text, and gives all of them the same draft."""
 
     def __init__(self, kind: str, hidden_size: int) -> None:
         self.card = Card(
@@ -52,7 +52,7 @@ class NoModel:
         )
 
     def draft(self, rows: Sequence[Row]) -> list[Answer]:
-        """What is held of an MTP text ends before its last token."""
+        """Of an MTP text it holds all but the last token."""
         last = 1 if self.card.hidden_size else 0
         drafts = [(1, 2, 3)[: row.max_draft_tokens] for row in rows]
         return [
@@ -66,7 +66,7 @@ class NoModel:
 
 @contextmanager
 def served(kind: str, hidden_size: int) -> Iterator[str]:
-    """Address of a drafter in another process."""
+    """Starts a drafter in another process. Yields its address."""
     command = [sys.executable, "-m", __name__, "--serve", kind, str(hidden_size)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
@@ -79,7 +79,7 @@ def served(kind: str, hidden_size: int) -> Iterator[str]:
 
 
 def client(kind: str, hidden_size: int, size: int, address: str) -> DrafterClient:
-    """A replica's side that has met the drafter."""
+    """A replica's client that is connected to the drafter."""
     metrics = SpeculationMetrics((kind,))
     context = SourceContext(
         num_slots=size,
@@ -136,7 +136,7 @@ def measure_ours(kind: str, hidden_size: int, size: int, num_calls: int) -> list
 
 
 def measure_ray(num_bytes: int, num_calls: int) -> list[float]:
-    """Seconds of each call of an actor that is handed so many bytes."""
+    """Seconds of each call that passes ``num_bytes`` bytes to an actor."""
 
     class Echo:
         def call(self, payload: bytes) -> int:
@@ -203,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def serve(kind: str, hidden_size: int) -> None:
-    """The drafter's process; ends when standard input does."""
+    """Runs the drafter's process until standard input ends."""
     server = DrafterServer(NoModel(kind, hidden_size), "tcp://127.0.0.1:0")
     print(server.address, flush=True)
     sys.stdin.read()

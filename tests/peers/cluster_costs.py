@@ -1,7 +1,6 @@
-"""What sharing a memory costs: CPU of the store and of a replica, and bytes, by number of replicas.
+"""Cost of sharing a memory: CPU of the store and of a replica, and bytes, by number of replicas.
 
-Each piece is measured with the real code, and the pieces are added up: no cluster of this size is
-run here.
+Each part is measured with the real code, and the parts are added up. No cluster of that size runs.
 """
 
 from __future__ import annotations
@@ -39,17 +38,17 @@ _decode_request = msgspec.msgpack.Decoder(ExchangeRequest).decode
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """CPU seconds on this machine, and bytes; a record holds ``FULL_TOKENS`` tokens.
+    """CPU seconds on this machine, and bytes. A record holds ``FULL_TOKENS`` tokens.
 
     Attributes:
-        call_s: of the store, for a call that carries nothing.
-        ray_call_s: of the store's process, for Ray's part in a call.
-        taken_s: of the store, for a record from a replica.
-        given_s: of the store, for a record to a replica.
-        kept_s: of a replica, for a record that comes: decoding it, and keeping it for a store that
-            may lose its memory.
-        learned_s: of a replica, for learning it.
-        record_bytes: of a record in a call.
+        call_s: time of the store for an empty call.
+        ray_call_s: time of the store's process for Ray's part of a call.
+        taken_s: time of the store for a record from a replica.
+        given_s: time of the store for a record to a replica.
+        kept_s: time of a replica to decode a received record, and to keep it for a store that may
+            lose its memory.
+        learned_s: time of a replica to learn a record.
+        record_bytes: size of a record in a call.
     """
 
     call_s: float
@@ -61,9 +60,9 @@ class Costs:
     record_bytes: float
 
     def at(self, num_replicas: int, tokens_per_s: float, num_shards: int = 1) -> dict[str, float]:
-        """A cluster in which each replica reads and writes ``tokens_per_s`` tokens.
+        """Costs of a cluster in which each replica reads and writes ``tokens_per_s`` tokens.
 
-        Every replica asks every shard, each of which has an equal part of the text.
+        Every replica calls every shard. Each shard has an equal part of the text.
         """
         calls_per_s = num_replicas / LINK.interval_s
         taken_per_s = num_replicas * tokens_per_s / FULL_TOKENS
@@ -79,7 +78,7 @@ class Costs:
         }
 
     def most_replicas(self, tokens_per_s: float, num_shards: int = 1) -> int:
-        """With how many replicas a shard still needs less than one CPU."""
+        """Largest number of replicas with which a shard needs less than one CPU."""
         number = 1
         while self.at(number + 1, tokens_per_s, num_shards)["store_cpus"] < 1:
             number += 1
@@ -87,7 +86,7 @@ class Costs:
 
 
 def records_of(text: Text, origin: str, first_number: int) -> Iterator[Record]:
-    """A request's text as the link publishes it: prompt and output apart, in full records."""
+    """A request's text as the link publishes it: prompt and output separately, in full records."""
     end_of_text = len(text.tokens)
     cuts = {0, *range(text.num_prompt_tokens, end_of_text, FULL_TOKENS), end_of_text}
     for number, (begin, end) in enumerate(pairwise(sorted(cuts)), first_number):
@@ -105,7 +104,7 @@ def records_of(text: Text, origin: str, first_number: int) -> Iterator[Record]:
 
 
 def measure_costs(texts: Sequence[Text], *, with_ray: bool) -> Costs:
-    """Each cost by itself, on one thread."""
+    """Measures each cost separately in one thread."""
     full = [_as_output(text) for text in texts]
     records = [
         record
@@ -138,7 +137,7 @@ def measure_costs(texts: Sequence[Text], *, with_ray: bool) -> Costs:
 
 
 def _as_output(text: Text) -> Text:
-    """All of it as output, in whole records."""
+    """The text as output only, in whole records."""
     length = len(text.tokens) // FULL_TOKENS * FULL_TOKENS
     return Text(text.name, text.tokens[:length], 0)
 
@@ -148,7 +147,7 @@ def _ask(epoch: str, position: int, records: list[Record], origin: str = "reader
 
 
 def _exchange(store: TrieStore, request: bytes) -> bytes:
-    """A call as the store's actor answers it."""
+    """Answers a call like the store's actor."""
     return _encode(store.exchange(_decode_request(request)))
 
 
@@ -174,14 +173,14 @@ def _learn(learner: ClusterLearner, records: Sequence[Record]) -> None:
 
 
 def _cpu_seconds(work: Callable[[], Any]) -> float:
-    """CPU time of this thread, so that others on the machine disturb little."""
+    """CPU time of this thread, which other processes hardly affect."""
     begin = time.thread_time()
     work()
     return time.thread_time() - begin
 
 
 def _ray_call_seconds(number: int = 2000) -> float:
-    """CPU time of the store's process for an empty call, many being under way at a time."""
+    """CPU time of the store's process for an empty call, with many calls in flight."""
     import ray
 
     with running_cluster(1) as cluster:
@@ -192,7 +191,7 @@ def _ray_call_seconds(number: int = 2000) -> float:
             actor = get_or_start(STORE)
             epoch = _decode_reply(ray.get(actor.exchange_encoded.remote(_ask("", 0, [])))).epoch
             (process,) = cluster.processes("ray::TrieStoreActor")
-            for count in (number // 4, number):  # the first time to warm up
+            for count in (number // 4, number):  # the first one warms up
                 before = process.cpu_times()
                 call = _ask(epoch, 0, [])
                 ray.get([actor.exchange_encoded.remote(call) for _ in range(count)])

@@ -1,4 +1,4 @@
-"""What drafts in one decoding step, ours and vLLM's, each called as a model runner calls it."""
+"""Our drafting code and vLLM's for one decoding step, called as by a model runner."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from tests.peers.suffix_peer import VllmSuffix
 DRAFT_LEN = 16
 VOCAB_SIZE = 1 << 20
 MAX_BYTES = 256 << 20
-"""Of the trie."""
+"""Size of the trie."""
 
 Drafts = list[list[int]]
 
 
 class Requests:
-    """As much of vLLM's input batch as drafters read.
+    """The part of vLLM's input batch that drafters read.
 
     Args:
         names: n ids.
-        token_ids: int32 ``[n, width]``, the whole texts; what is not written yet is read by nobody.
-        num_prompt_tokens: of each.
+        token_ids: int32 ``[n, width]``, the whole texts. Drafters read only the written part.
+        num_prompt_tokens: prompt tokens of each request.
     """
 
     def __init__(self, names: Sequence[str], token_ids: Int32Array, num_prompt_tokens: int) -> None:
@@ -50,29 +50,29 @@ class Side(Protocol):
     """One competitor."""
 
     def learn(self, name: str, text: Int32Array) -> None:
-        """Takes a text for what an earlier request wrote."""
+        """Learns a text as the output of an earlier request."""
         ...
 
     def begin(self, requests: Requests) -> None:
-        """These are decoded from now on; their prompts are read."""
+        """Begins to decode these requests. Their prompts are read here."""
         ...
 
     def step(self, sampled: Drafts, verified: Drafts) -> Callable[[], Drafts]:
-        """What is to be timed: all that is done for drafts after a step.
+        """Returns the function to time: all the drafting work after a step.
 
         Args:
-            sampled: the new tokens of each request, which are in the texts already.
-            verified: the drafts that were sent to the step.
+            sampled: new tokens of each request. The texts already have them.
+            verified: drafts that the step verified.
         """
         ...
 
 
 class Hook:
-    """Our hook with these sources, called as the worker does.
+    """Our hook with these sources, called as by the worker.
 
     Args:
         config: the application, with sources that need no model.
-        max_model_len: in tokens.
+        max_model_len: limit in tokens.
     """
 
     def __init__(self, config: AppConfig, max_model_len: int) -> None:
@@ -102,7 +102,7 @@ class Hook:
 
     def begin(self, requests: Requests) -> None:
         self._hold(requests)
-        # As in steps that read a prompt in pieces, of which the sources take some at a time.
+        # As in steps that read a prompt in chunks, of which the sources take some at a time.
         partly = _scheduled(requests.req_ids, [[]] * len(requests.req_ids), 2)
         for _ in range(2 + int(requests.num_prompt_tokens.sum()) // 2048):
             self._propose(partly, [[] for _ in requests.req_ids])
@@ -135,11 +135,11 @@ class Hook:
 
 
 class Trie:
-    """Our draft memory without what is around it: learning and looking up.
+    """Only our draft memory: learning and lookup.
 
     Args:
-        batch: requests that are decoded at a time.
-        is_full: whether it holds other text up to its limit.
+        batch: number of requests decoded at a time.
+        is_full: whether it is full of other text.
     """
 
     def __init__(self, batch: int, *, is_full: bool = False) -> None:
@@ -186,10 +186,10 @@ class VllmNgram:
     """vLLM's prompt lookup.
 
     Args:
-        low: shortest match, in tokens.
-        high: longest.
+        low: shortest match in tokens.
+        high: longest match in tokens.
         max_num_seqs: largest batch.
-        max_model_len: in tokens.
+        max_model_len: limit in tokens.
     """
 
     def __init__(self, low: int, high: int, max_num_seqs: int, max_model_len: int) -> None:
@@ -198,7 +198,7 @@ class VllmNgram:
                 prompt_lookup_min=low, prompt_lookup_max=high, num_speculative_tokens=DRAFT_LEN
             ),
             model_config=SimpleNamespace(max_model_len=max_model_len),
-            # Its own warm-up is a batch of 1,024.
+            # Its own warm-up uses a batch of 1,024.
             scheduler_config=SimpleNamespace(max_num_seqs=max(max_num_seqs, 1024)),
             parallel_config=SimpleNamespace(tensor_parallel_size=1),
         )

@@ -1,4 +1,4 @@
-"""An engine in this very process, for what must be switched between its turns."""
+"""Switches for an engine in the same process, to change it between turns."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 from specserve.compare.engine_process import engine_environment
 from specserve.core.config import AppConfig
 
-if TYPE_CHECKING:  # it loads libraries
+if TYPE_CHECKING:  # importing it loads libraries
     from specserve.policy.chain import Chain
 
 
 def relaunched(module: str, config: AppConfig, argv: Sequence[str] | None) -> int | None:
-    """Runs a module in a process with an engine's environment; None: this one has it already.
+    """Runs a module in a process with an engine's environment. None: this process already has it.
 
-    What loads libraries wants another process.
+    Libraries must be loaded with the right environment, so a new process is needed.
     """
     environment = engine_environment(config)
     if environment == os.environ:
@@ -42,10 +42,10 @@ def _core_of(engine: Any) -> Any:
 
 
 class SpeculationSwitch:
-    """Takes a worker's steps as without speculation, and back.
+    """Switches a worker between steps with and without speculation.
 
     Args:
-        worker: with a proposer hook.
+        worker: a worker with a proposer hook.
     """
 
     def __init__(self, worker: Any) -> None:
@@ -55,7 +55,7 @@ class SpeculationSwitch:
         self._config = worker.model_runner.speculative_config
 
     def __call__(self, *, is_on: bool) -> None:
-        """From the next step on; no request may be running."""
+        """Switches from the next step on. No request may be running."""
         self._worker.model_runner.speculative_config = self._config if is_on else None
         for name in ("execute_model", "sample_tokens"):
             if is_on:
@@ -65,16 +65,16 @@ class SpeculationSwitch:
 
 
 class SourcesSwitch:
-    """Has some of a chain's sources asked alone.
+    """Restricts a chain to some of its sources.
 
     Args:
-        chain: of a replica, with all sources.
+        chain: a replica's chain with all sources.
     """
 
     def __init__(self, chain: Chain) -> None:
         self._chain, self._all = chain, list(chain._sources)
 
     def __call__(self, kinds: Collection[str]) -> None:
-        """From the next step on; no request may be open."""
+        """Switches from the next step on. No request may be open."""
         self._chain._sources = [each for each in self._all if each.member.kind in kinds]
         self._chain._find_of_use()

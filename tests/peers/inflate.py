@@ -1,4 +1,4 @@
-"""A model that computes the same at a higher price: with layers that write nothing."""
+"""A model with extra layers that add cost but do not change the output."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from specserve.core.config import AppConfig
 
 _LAYER = re.compile(r"(model\.layers\.)(\d+)(\..*)")
 _WRITES = ("o_proj.weight", "down_proj.weight")
-"""Projections that write into the hidden state."""
+"""Projections that add to the hidden state."""
 
 
 def inflate(model: Path, out: Path, num_layers: int) -> None:
     """Copies a DeepSeek-V3-architecture checkpoint, with ``num_layers`` more layers.
 
-    They are copies of its last one whose output projections are zero: to compute them costs what
-    the others cost, and changes nothing. The MTP layer stays behind all of them.
+    They are copies of the last layer with output projections of zero. They cost as much as the
+    other layers and change nothing. The MTP layer stays after all of them.
     """
     shutil.copytree(model, out)
     config = json.loads((out / "config.json").read_text())
@@ -44,7 +44,7 @@ def inflate(model: Path, out: Path, num_layers: int) -> None:
 
 
 def inflated(config: AppConfig, num_layers: int, folder: Path) -> AppConfig:
-    """The configuration with so many more layers in the target, which is written to ``folder``."""
+    """The configuration with ``num_layers`` more target layers. Writes the target to ``folder``."""
     if not num_layers:
         return config
     inflate(Path(config.model.path), folder, num_layers)

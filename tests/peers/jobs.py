@@ -1,4 +1,4 @@
-"""Jobs for engines: the built-in prompt sets, and what only benchmarks ask."""
+"""Jobs for engines: the built-in prompt sets, and sets for benchmarks only."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ NUM_FILES, FILE_CHARS, TASK_CHARS = 3, 6000, 3000
 
 
 class JobSets:
-    """Jobs of the sets by name.
+    """Jobs of the prompt sets by name.
 
-    ``again`` are tasks on the same few files; in ``predicted`` each predicts the code that it is
-    about. ``structured`` keep to JSON schemas. ``random`` are random tokens, continued at random.
-    ``mixed`` has in turn a task whose answer stands in the prompt, one of ``again``, and a new
-    dialogue; every other job samples. Its tasks and dialogues are other ones in each call: they
-    are not to be known from an earlier one.
+    ``again`` has tasks on the same few files. In ``predicted`` each of them predicts its own code.
+    Answers of ``structured`` follow JSON schemas. ``random`` has random tokens, continued at
+    random. ``mixed`` has in turn a task whose answer is in the prompt, a task of ``again``, and a
+    dialogue. Every other job samples. Each call gives new tasks and dialogues, so that no memory
+    knows them.
 
     Args:
-        tokenizer: of the model.
-        max_tokens: of an answer in the mean; the answers have half to one and a half times as many.
-        seed: of all draws.
+        tokenizer: tokenizer of the model.
+        max_tokens: mean tokens of an answer. Answers have half to one and a half times as many.
+        seed: seed of all random choices.
     """
 
     def __init__(self, tokenizer: Tokenizer, max_tokens: int, seed: int) -> None:
         self._tokenizer, self._max_tokens, self._seed = tokenizer, max_tokens, seed
-        self._files = asked_again(seed)
+        self._files = files_of_again(seed)
         self._workload = Workload(tokenizer, seed)
 
     def jobs(self, name: str, number: int) -> list[Job]:
-        """The set's first ``number`` jobs, some several times if it has fewer."""
+        """The set's first ``number`` jobs, repeated if it has fewer."""
         if name == "mixed":
-            return _of_many_lengths(self._mixed(number), self._seed)
+            return _with_varied_lengths(self._mixed(number), self._seed)
         if name in ("again", "predicted"):
             found = again_jobs(
                 self._tokenizer,
@@ -70,7 +70,7 @@ class JobSets:
             prompts = load_prompts(name, self._tokenizer, num_prompts=num_prompts, seed=self._seed)
             sampling = Sampling(max_tokens=self._max_tokens)
             found = [Job(each.token_ids, sampling) for each in (prompts * number)[:number]]
-        return _of_many_lengths(found, self._seed)
+        return _with_varied_lengths(found, self._seed)
 
     def _mixed(self, number: int) -> list[Job]:
         again = again_jobs(self._tokenizer, self._files, number, self._max_tokens, self._seed)
@@ -98,7 +98,7 @@ def random_jobs(number: int, max_tokens: int, seed: int) -> list[Job]:
 
 
 def structured_jobs(tokenizer: Tokenizer, number: int, max_tokens: int) -> list[Job]:
-    """Answers that keep to a JSON schema, some several times."""
+    """Jobs whose answers follow a JSON schema, repeated if there are fewer schemas."""
     found = []
     for schema in islice(cycle(SCHEMAS.values()), number):
         ids = tuple(tokenizer.encode(question(schema), add_special_tokens=True))
@@ -106,8 +106,8 @@ def structured_jobs(tokenizer: Tokenizer, number: int, max_tokens: int) -> list[
     return found
 
 
-def asked_again(seed: int) -> list[Module]:
-    """The files that ``again_jobs`` are about."""
+def files_of_again(seed: int) -> list[Module]:
+    """The files for ``again_jobs``."""
     large = [module for module in load_modules(held_out=True) if len(module.text) >= FILE_CHARS]
     random.Random(seed).shuffle(large)
     pieces = (next(pieces_of(module, FILE_CHARS), None) for module in large)
@@ -123,9 +123,9 @@ def again_jobs(
     *,
     predicted: bool = False,
 ) -> list[Job]:
-    """Tasks on ``files``, in words and with edits drawn by ``seed``.
+    """Tasks on ``files``. ``seed`` chooses their wording and edits.
 
-    Where they are ``predicted``, each predicts the code in its question.
+    If ``predicted``, each task predicts the code in its question.
     """
     tasks, rng = AllTasks(list(files)), random.Random(seed)
     jobs = []
@@ -139,11 +139,11 @@ def again_jobs(
     return jobs
 
 
-def _of_many_lengths(jobs: Sequence[Job], seed: int) -> list[Job]:
-    """The jobs with half to one and a half times as many output tokens each.
+def _with_varied_lengths(jobs: Sequence[Job], seed: int) -> list[Job]:
+    """The jobs, each with half to one and a half times as many output tokens.
 
-    Of answers of one length, an engine without drafts reads all prompts in the same few steps, as
-    no server can.
+    With answers of equal length, an engine without drafts would read all prompts in the same few
+    steps. That does not happen on a server.
     """
     rng = random.Random(seed)
     varied = []

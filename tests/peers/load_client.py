@@ -1,4 +1,4 @@
-"""Clients of a server that stream completions, each one request after the other."""
+"""Clients that stream completions from a server. Each sends one request after the other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What a client saw: output tokens; seconds to the first, and from there to the last."""
+    """Output tokens of a request, seconds to the first one, and from there to the last one."""
 
     num_tokens: int
     first_s: float
@@ -30,8 +30,8 @@ def drive(url: str, model: str, requests: Sequence[Request], num_clients: int) -
     """Sends all requests, ``num_clients`` at a time.
 
     Returns:
-        ``tokens_per_second`` of all together, ``first_token_ms`` and ``token_ms``, which is the
-        time between two tokens: medians of the requests; ``output_tokens`` and ``seconds``.
+        ``tokens_per_second`` of all requests together, ``output_tokens`` and ``seconds``. Medians
+        over the requests: ``first_token_ms``, and ``token_ms``, the time between two tokens.
 
     Raises:
         SpecServeError: a request failed.
@@ -79,7 +79,7 @@ async def _ask(session: aiohttp.ClientSession, url: str, body: dict[str, object]
             last = time.perf_counter()
             first = first or last
             pieces.append(piece)
-    # Read at the end alone: the clients compute on the servers' own cores.
+    # Parsed only at the end, because the clients share the cores with the servers.
     lines = [line for line in b"".join(pieces).splitlines() if line]
     if response.status != 200 or len(lines) < 2 or lines[-1] != b"data: [DONE]":
         raise SpecServeError(f"a request failed with {response.status}: {lines[-1:]!r}")

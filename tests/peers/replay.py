@@ -1,6 +1,6 @@
-"""Replay: drafts against texts that are known beforehand, without a model.
+"""Replay: drafts for known texts, without a model.
 
-A draft token is accepted if it is the next one of the text. So this compares drafters alone.
+A draft token is accepted if it is the next token of the text. So this compares only drafters.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from tests.peers.suffix_peer import VllmSuffix
 from tests.peers.texts import Tally, Text, num_same
 
 NAMESPACE = namespace("")
-"""Where a :class:`TrieSource` without a context learns."""
+"""The namespace of a :class:`TrieSource` without a context."""
 
 
 class Drafter(Protocol):
     """One competitor."""
 
     def learn(self, name: str, text: Int32Array) -> None:
-        """Takes a text for what an earlier request wrote."""
+        """Learns a text as the output of an earlier request."""
         ...
 
     def draft(self, text: Text, num_tokens: int, num_new: int) -> Sequence[int]:
-        """What follows ``text.tokens[:num_tokens]``, of which the last ``num_new`` are new."""
+        """A draft after ``text.tokens[:num_tokens]``, of which the last ``num_new`` are new."""
         ...
 
     def finish(self, text: Text) -> None:
-        """The request has ended."""
+        """Ends the request."""
         ...
 
 
 def replay(drafter: Drafter, texts: Iterable[Text]) -> Tally:
-    """Requests one after the other, each to its end."""
+    """Replays requests one after the other."""
     tally = Tally()
     for text in texts:
         replay_one(drafter, text, tally)
@@ -49,11 +49,11 @@ def replay(drafter: Drafter, texts: Iterable[Text]) -> Tally:
 
 
 def replay_one(drafter: Drafter, text: Text, tally: Tally) -> None:
-    """One request; the prompt's own step writes one token."""
+    """Replays one request. The prompt's step writes one token."""
     end = len(text.tokens)
     position, num_new = text.num_prompt_tokens + 1, 1
     while True:
-        # Once more at the end, where it is of no use: so the whole text is learned, as in vLLM.
+        # The last call has no use for its draft, but lets the drafter learn the whole text.
         draft = drafter.draft(text, position, num_new)
         if position >= end:
             break
@@ -69,19 +69,19 @@ def replay_one(drafter: Drafter, text: Text, tally: Tally) -> None:
 
 
 def learn(trie: TokenTrie, text: Int32Array, num_prompt_tokens: int = 0) -> None:
-    """Takes a text for what an earlier request wrote."""
+    """Learns a text as the output of an earlier request."""
     sequence = trie.open()
     trie.append(sequence, text, num_prompt_tokens=num_prompt_tokens)
     trie.finish(sequence)
 
 
 class TrieDrafter:
-    """Our memory, every draft sent in full.
+    """Our draft memory. Every draft is sent in full.
 
     Args:
-        memory: drafts, and learns; has ``NAMESPACE``.
-        max_draft_len: in tokens.
-        private: it forgets each request when that ends.
+        memory: the memory, which has ``NAMESPACE``.
+        max_draft_len: longest draft in tokens.
+        private: whether it forgets each request at its end.
     """
 
     def __init__(self, memory: TrieMemory, max_draft_len: int, *, private: bool = False) -> None:

@@ -1,6 +1,6 @@
-"""A process of `bench_replication`: replicas that write, or a caller that keeps the store busy.
+"""A process of `bench_replication`: replicas that write, or a caller that saturates the store.
 
-Started by the benchmark, which it tells its findings in one line of JSON.
+The benchmark starts it. It writes its results as one line of JSON.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from specserve.trie.unsent import FULL_TOKENS, MAX_DELAY_S
 VOCAB_SIZE = 130_000
 NAMESPACE = "ab" * 16
 STREAMS = 32
-"""Requests that a replica decodes at a time."""
+"""Number of requests that a replica decodes at a time."""
 STEP_S = 0.02
 OUTSTANDING = 8
-"""Calls of the busy caller that are on their way."""
+"""Number of calls that the busy caller has in flight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What a host does.
+    """The task of a host.
 
     Attributes:
-        address: of the cluster.
-        fingerprint: of the store, a fresh one for each measurement.
-        num_replicas: links in this process.
-        tokens_per_s: what they write together; 0: keeps the store busy instead.
-        record_tokens: of the busy caller's records; 0: it only reads.
-        seconds: how long.
-        seed: of the tokens.
+        address: address of the cluster.
+        fingerprint: fingerprint of the store. Each measurement has a new store.
+        num_replicas: number of links in this process.
+        tokens_per_s: tokens that they write together; 0: keep the store busy instead.
+        record_tokens: tokens of the busy caller's records; 0: only read.
+        seconds: duration.
+        seed: seed of the tokens.
     """
 
     address: str
@@ -63,7 +63,7 @@ class Task:
 
 
 def write(task: Task, store: StoreOptions) -> dict[str, Any]:
-    """Replicas that each decode ``STREAMS`` requests; how old foreign tokens were when applied."""
+    """Runs replicas with ``STREAMS`` requests each. Returns the age of received tokens."""
     lags_s: list[float] = []
     options = ReplicaOptions(fingerprint=task.fingerprint)
     links = [
@@ -88,7 +88,7 @@ def write(task: Task, store: StoreOptions) -> dict[str, Any]:
     while (elapsed := time.monotonic() - began) < task.seconds:
         due = int(elapsed * task.tokens_per_s / task.num_replicas / STREAMS) - written
         if due < FULL_TOKENS and time.time() < waiting_since + MAX_DELAY_S:
-            time.sleep(STEP_S)  # as a source collects its texts
+            time.sleep(STEP_S)  # like a source that collects its texts
             continue
         tokens = rng.integers(0, VOCAB_SIZE, size=(STREAMS, due), dtype=np.int32)
         before = time.perf_counter()
@@ -116,7 +116,7 @@ def write(task: Task, store: StoreOptions) -> dict[str, Any]:
 
 
 def keep_busy(task: Task, store: StoreOptions) -> dict[str, Any]:
-    """Calls the store as fast as it answers: with new records, or to read its log again."""
+    """Calls the store as fast as it answers, to send new records or to read its log."""
     actor = get_or_start(store)
     encode = msgspec.msgpack.encode
     rng = np.random.default_rng(task.seed)
@@ -164,14 +164,14 @@ def keep_busy(task: Task, store: StoreOptions) -> dict[str, Any]:
 
 
 def await_the_others() -> None:
-    """All begin when the benchmark says so."""
+    """Waits until the benchmark starts all hosts."""
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     sys.stdin.readline()
 
 
 def main() -> None:
-    """Does the task that the command line holds as JSON."""
+    """Runs the task that the command line gives as JSON."""
     task = Task(**json.loads(sys.argv[1]))
     ray.init(task.address, log_to_driver=False, logging_level="ERROR")
     store = StoreOptions(fingerprint=task.fingerprint, vocab_size=VOCAB_SIZE)

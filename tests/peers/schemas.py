@@ -1,4 +1,4 @@
-"""Ten JSON schemas as applications have them, whose strings are short: a small model ends them."""
+"""Ten typical JSON schemas. Their strings are short, so that a small model ends them."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ SCHEMAS: dict[str, Schema] = {
     ),
     "text": record(summary=text(120), answer=text(60)),
 }
-"""By what each is an example of; in the last one nearly nothing is forced."""
+"""Schemas by their use. The last one forces almost nothing."""
 
 
 def question(schema: Schema) -> str:
-    """A prompt whose answer keeps to the schema, which it has."""
+    """A prompt that contains the schema and asks for an answer in it."""
     return f"Schema:\n{json.dumps(schema)}\nAnswer:\n"

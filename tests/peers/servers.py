@@ -1,4 +1,4 @@
-"""specserve's ``serve run`` and ``vllm serve`` as processes of their own, with the same engine."""
+"""specserve's ``serve run`` and ``vllm serve`` in separate processes, with the same engine."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ STOP_TIMEOUT_S = 30.0
 
 
 def check(name: str) -> str:
-    """The name of a server.
+    """Checks the name of a server, and returns it.
 
     Raises:
-        ConfigError: there is none of this name.
+        ConfigError: there is no server with this name.
         SpecServeError: its package is missing.
     """
     if not (_OUR_NAME.fullmatch(name) or _THEIR_NAME.fullmatch(name)):
@@ -70,15 +70,15 @@ def check(name: str) -> str:
 
 @contextmanager
 def serve(name: str, config: AppConfig) -> Iterator[str]:
-    """A fresh server for the length of a block; its address.
+    """Runs a new server for the length of a block. Yields its address.
 
     Args:
-        name: ``specserve-KIND+KIND`` has these of the configured sources; ``vllm-METHOD:K`` drafts
-            K tokens, and ``@ours`` has our CPU kernels.
-        config: what is served.
+        name: ``specserve-KIND+KIND`` has only these of the configured sources. ``vllm-METHOD:K``
+            drafts K tokens, and ``@ours`` has our CPU kernels.
+        config: the served application.
 
     Raises:
-        ConfigError: the configuration has no source of such a kind.
+        ConfigError: the configuration has no source of a named kind.
     """
     if match := _THEIR_NAME.fullmatch(name):
         method, number, kernels = match.groups()
@@ -97,7 +97,7 @@ def serve(name: str, config: AppConfig) -> Iterator[str]:
 
 @contextmanager
 def _specserve(config: AppConfig) -> Iterator[str]:
-    """``serve run`` as ``make serve`` starts it, on a cluster of its own."""
+    """``serve run`` on a new cluster, as ``make serve`` starts it."""
     cluster = Cluster([os.cpu_count() or 1])
     if HAPROXY.exists():
         cluster.use_haproxy()
@@ -120,10 +120,10 @@ def _vllm(config: AppConfig, speculation: dict[str, Any], *, on_our_kernels: boo
     command += ["--worker-cls", OUR_WORKER] if on_our_kernels else []
     environment = {**os.environ, "VLLM_NO_USAGE_STATS": "1"}
     environment |= openmp_environment(config.placement.num_cpus_per_shard)
-    # As our shards. Left to itself vLLM would keep one core of each NUMA node free.
+    # As in our shards. By default vLLM leaves one core of each NUMA node free.
     environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     with tempfile.TemporaryFile() as log, tempfile.TemporaryDirectory(prefix="ss") as folder:
-        environment["TMPDIR"] = folder  # it leaves sockets and more
+        environment["TMPDIR"] = folder  # it leaves sockets and other files
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -172,8 +172,8 @@ def _vllm_options(config: AppConfig, speculation: dict[str, Any]) -> dict[str, A
 
 @cache
 def _latent_attention(model: str, dtype: Any) -> str:
-    """The backend that a model needs to be served here at all; empty: vLLM's own choice."""
-    # Here, because it takes seconds.
+    """The attention backend that a model needs on this machine; empty: vLLM's own choice."""
+    # Imported here, because it takes seconds.
     from vllm.engine.arg_utils import EngineArgs
 
     from specserve.engine.cpu.backend import choose_latent_attention
@@ -184,7 +184,7 @@ def _latent_attention(model: str, dtype: Any) -> str:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process that leads a group, and what is left of the group."""
+    """Ends a process that leads a group, and the rest of the group."""
     process.terminate()
     try:
         process.wait(STOP_TIMEOUT_S)

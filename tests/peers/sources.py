@@ -1,4 +1,4 @@
-"""Texts for benchmarks of a memory: the Python files of the installed packages, as tokens."""
+"""Texts for benchmarks of a memory: Python files of the installed packages, as tokens."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _NOT_NAMES = {*keyword.kwlist, "self", "the", "and"}
 
 
 class Sources:
-    """Files in an order that the seed chooses; each is given out once.
+    """Files in an order that the seed chooses. Each is used once.
 
-    Nothing was tuned on them, and with another seed they are other ones.
+    No parameter was tuned on them. Another seed gives other files.
 
     Args:
-        tokenizer: turns them into tokens.
-        seed: of the order.
+        tokenizer: tokenizer for the files.
+        seed: seed of the order.
     """
 
     def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
@@ -38,7 +38,7 @@ class Sources:
         self._paths = iter(paths)
 
     def texts(self, num_tokens: int) -> list[Int32Array]:
-        """The next files, until they have at least ``num_tokens`` tokens together."""
+        """The next files, with at least ``num_tokens`` tokens together."""
         found: list[Int32Array] = []
         while num_tokens > 0:
             for text in self.encoded(self._read(_FILES_AT_ONCE)):
@@ -48,8 +48,7 @@ class Sources:
         return found
 
     def excerpts(self, number: int, num_tokens: int) -> list[str]:
-        """The beginnings of the next files, each of ``num_tokens`` tokens; shorter files are passed
-        over."""
+        """The first ``num_tokens`` tokens of each of the next files. Shorter files are skipped."""
         found: list[str] = []
         while len(found) < number:
             for text in self.encoded(self._read(_FILES_AT_ONCE)):
@@ -58,14 +57,14 @@ class Sources:
         return found[:number]
 
     def renamed(self, number: int, num_tokens: int) -> list[tuple[Int32Array, Int32Array]]:
-        """Excerpts, each with itself after its commonest name was replaced."""
+        """Pairs of an excerpt and the same excerpt with its most frequent name replaced."""
         texts = self.excerpts(number, num_tokens)
         return list(
             zip(self.encoded(texts), self.encoded([_rename(each) for each in texts]), strict=True)
         )
 
     def encoded(self, texts: list[str]) -> Iterator[Int32Array]:
-        """Their tokens."""
+        """Tokens of the texts."""
         for each in self._tokenizer.encode_batch(texts, add_special_tokens=False):
             yield np.array(each.ids, np.int32)
 

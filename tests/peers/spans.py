@@ -1,7 +1,7 @@
-"""Spans of what a process does, in a file; for :mod:`tests.peers.traced`.
+"""Writes spans of a process's work to a file, for :mod:`tests.peers.traced`.
 
-The engine core's process imports this before vLLM looks into every imported module, where it
-stumbles over numba's libraries: nothing of the sources may be imported here.
+The engine core's process imports this module early. Later vLLM inspects every imported module, and
+numba's libraries break that. So this module must not import the sources.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _lock = threading.Lock()
 
 
 def note(name: str, started_ns: int) -> None:
-    """Writes down a span that ends now; clocks are the same in all processes of a machine."""
+    """Writes a span that ends now. All processes of a machine share the clock."""
     ended_ns = time.monotonic_ns()
     with _lock:
         _lines.append(json.dumps((name, _row(), started_ns, ended_ns)))
@@ -36,7 +36,7 @@ def note(name: str, started_ns: int) -> None:
 
 
 def _row() -> str:
-    """Where in its process the span belongs: spans of one task or thread are within each other."""
+    """The row of the span in its process. Spans of one task or thread are nested."""
     try:
         task = asyncio.current_task()
     except RuntimeError:  # no event loop runs in this thread
@@ -45,7 +45,7 @@ def _row() -> str:
 
 
 def wrap(owner: Any, method: str, name: str) -> None:
-    """Has every call of a method be a span."""
+    """Records every call of a method as a span."""
     original: Callable[..., Any] = getattr(owner, method)
 
     @functools.wraps(original)

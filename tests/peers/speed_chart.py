@@ -2,7 +2,7 @@
 
     python -m tests.peers.speed_chart
 
-The table is what ``python -m tests.peers switched`` has measured.
+``python -m tests.peers switched`` measures the table.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Speeds = dict[tuple[str, str], list[tuple[float, float]]]
 
 
 def speeds(markdown: str) -> Speeds:
-    """(concurrency, ratio to no speculation) of each set and source; every column of the table."""
+    """(concurrency, ratio to no speculation) for each set and source of the table."""
     header, rows = re.findall(r"^(\| prompts .*)\n\| --- .*\n((?:\|.*\n)+)", markdown, re.M)[0]
     names = [cell.strip(" `") for cell in header.split("|")[1:-1]]
     found: Speeds = {}
@@ -35,7 +35,7 @@ def speeds(markdown: str) -> Speeds:
 
 
 def charts(found: Speeds) -> list[Chart]:
-    """A chart for each of ``SETS``: the sources together, each alone, and no speculation."""
+    """A chart for each of ``SETS``: all sources together, each alone, and no speculation."""
     return [
         Chart(
             f"Tokens per second over no speculation: {title}",
@@ -55,7 +55,7 @@ def charts(found: Speeds) -> list[Chart]:
 
 
 def drawn() -> str:
-    """The chart's file as the table has it."""
+    """Content of the chart's file from the table."""
     return page(charts(speeds(TABLE.read_text(encoding="utf-8"))))
 
 

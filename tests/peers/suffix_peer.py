@@ -18,7 +18,7 @@ def arctic() -> Any:
     """The peer's module.
 
     Raises:
-        SpecServeError: it is not installed; says how to.
+        SpecServeError: it is not installed. The message says how to install it.
     """
     try:
         from arctic_inference import suffix_decoding
@@ -37,7 +37,7 @@ class VllmSuffix:
 
     def __init__(self, max_draft_len: int) -> None:
         arctic()
-        # In here, since only the peer needs vLLM.
+        # Imported here, since only the peer needs vLLM.
         from vllm.config.speculative import SpeculativeConfig
         from vllm.v1.spec_decode.suffix_decoding import SuffixDecodingProposer
 
@@ -57,7 +57,7 @@ class VllmSuffix:
         self.max_draft_len = max_draft_len
 
     def learn(self, name: str, text: Int32Array) -> None:
-        """Takes a text for what an earlier request wrote."""
+        """Learns a text as the output of an earlier request."""
         self.cache.start_request(name, np.empty(0, np.int32))
         self.cache.add_active_response(name, text)
         self.cache.stop_request(name)
@@ -70,7 +70,7 @@ class VllmSuffix:
         num_prompt_tokens: Int32Array,
         sampled_token_ids: list[list[int]],
     ) -> list[list[int]]:
-        """One step, for a batch of requests that are all decoded; those that are absent ended."""
+        """One step of a batch. All its requests are decoded, and missing requests have ended."""
         batch = SimpleNamespace(
             req_ids=request_ids,
             num_tokens_no_spec=num_tokens,

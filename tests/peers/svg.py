@@ -14,7 +14,7 @@ COLOURS = ("#0b6e99", "#d1495b", "#7a7a7a", "#edae49", "#222222")
 
 @dataclass(frozen=True)
 class Line:
-    """One curve; ``dashed`` for a second case of the same thing."""
+    """One curve. ``dashed`` marks a second case of the same thing."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -23,11 +23,11 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves over one x axis; both axes begin and end at round numbers.
+    """Curves over one x axis. Both axes begin and end at round numbers.
 
     Attributes:
-        x_ticks: where the x axis, which is logarithmic, is labelled.
-        log_y: decades instead of an axis from 0.
+        x_ticks: labelled values on the logarithmic x axis.
+        log_y: whether the y axis is logarithmic. Otherwise it begins at 0.
     """
 
     title: str
@@ -69,7 +69,7 @@ class Chart:
 
 
 def page(charts: Sequence[Chart]) -> str:
-    """A whole SVG file: the charts side by side on white."""
+    """An SVG file with the charts side by side on white."""
     width = WIDTH * len(charts)
     groups = (
         f'<g transform="translate({WIDTH * number} 0)">{chart.svg()}</g>\n'

@@ -1,4 +1,4 @@
-"""Rows as a table."""
+"""Prints rows as a table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.table import Table
 
 
 def print_rows(console: Console, title: str, rows: Sequence[dict[str, Any]]) -> None:
-    """A column for each key of the first row, but for those with lists."""
+    """Prints a column for each key of the first row, except keys with lists."""
     table = Table(title=title)
     names = [name for name, value in rows[0].items() if not isinstance(value, list)]
     for name in names:

@@ -1,4 +1,4 @@
-"""Our memory while another thread teaches it: time a request of a batch."""
+"""Time per request of our memory while another thread teaches it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LEARNED_TOKENS_PER_S = 100_000
 BURST_S = 0.1
 LEARNING_S = 8.0
 FORWARD_S = 0.005
-"""Between two calls while another thread learns, where an engine computes its forward."""
+"""Pause between two calls, in place of an engine's forward pass."""
 
 
 def learn_all(trie: TokenTrie, texts: Sequence[Int32Array]) -> None:
@@ -38,8 +38,8 @@ class Batch:
     """32 requests that grow.
 
     Args:
-        texts: what they are cut from, at random places.
-        rng: chooses.
+        texts: texts from which they are cut at random places.
+        rng: chooses the places.
     """
 
     def __init__(self, texts: Sequence[Int32Array], rng: np.random.Generator) -> None:
@@ -58,11 +58,11 @@ class Batch:
 
 
 class TaughtMemory:
-    """A memory with its source.
+    """A draft memory with its source.
 
     Args:
-        texts: whole files that it knows.
-        max_bytes: of the memory.
+        texts: whole files that it has learned.
+        max_bytes: size of the memory.
     """
 
     def __init__(self, texts: Sequence[Int32Array], max_bytes: int) -> None:
@@ -74,7 +74,7 @@ class TaughtMemory:
         learn_all(trie, texts)
 
     def steps(self, batch: Batch) -> list[float]:
-        """All that the source does in a step, in seconds; what takes the prompts, untimed."""
+        """Seconds of the source's whole work in each step. Reading the prompts is not timed."""
         for slot in range(BATCH):
             self._source.open(slot, RequestControls())
         for _ in range(BATCH * PROMPT_TOKENS // LEARN_TOKENS_PER_STEP + 1):
@@ -91,11 +91,11 @@ class TaughtMemory:
 
 
 class Stream(threading.Thread):
-    """Other replicas' text, as the link to the store hands it on: records in bursts.
+    """Teaches other replicas' text like the link to the store: records in bursts.
 
     Args:
-        memory: what is taught.
-        texts: what was written.
+        memory: the memory to teach.
+        texts: text of the other replicas.
     """
 
     def __init__(self, memory: TrieMemory, texts: Sequence[Int32Array]) -> None:
@@ -138,7 +138,7 @@ class Stream(threading.Thread):
 def measure_while_learning(
     memory: TaughtMemory, texts: Mapping[str, Sequence[Int32Array]], stream: Stream, seed: int
 ) -> list[dict[str, Any]]:
-    """Microseconds a request of a step, while the stream is learned."""
+    """Microseconds per request of a step while the stream is learned."""
     rng = np.random.default_rng(seed)
     times: dict[str, list[float]] = {kind: [] for kind in texts}
     stream.start()

@@ -1,4 +1,4 @@
-"""Recorded answers are drafted for as an engine would have it."""
+"""The replay of recorded answers behaves like an engine."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def copying(seed: int) -> Text:
 
 ANSWERS = [copying(seed) for seed in range(9)]
 NUM_TOKENS = 9 * 79
-"""That steps write: the first one of an answer comes with its prompt."""
+"""Tokens that steps write. The prompt's step writes the first token of an answer."""
 
 
-def test_each_token_is_written_once_and_all_steps_are_paid() -> None:
+def test_each_token_is_written_once_and_every_step_costs_time() -> None:
     result = replay(Ours(SOURCES, 1), ANSWERS, 1, COSTS)
     assert result["steps"] + result["accepted"] == NUM_TOKENS
     num_plain = result["steps"] - result["drafts"]
@@ -33,7 +33,7 @@ def test_each_token_is_written_once_and_all_steps_are_paid() -> None:
     assert result["tokens_per_second"] == pytest.approx(NUM_TOKENS / seconds)
 
 
-def test_who_knows_the_answer_sends_nothing_wrong_and_is_at_least_as_fast() -> None:
+def test_perfect_drafts_are_never_wrong_and_never_slower() -> None:
     ours = replay(Ours(SOURCES, 3), ANSWERS, 3, COSTS)
     perfect = replay(Perfect(SOURCES, 3, COSTS), ANSWERS, 3, COSTS)
     assert perfect["drafted"] == perfect["accepted"] > 0
@@ -41,6 +41,6 @@ def test_who_knows_the_answer_sends_nothing_wrong_and_is_at_least_as_fast() -> N
     assert perfect["tokens_per_second"] >= ours["tokens_per_second"]
 
 
-def test_who_knows_the_answer_sends_nothing_where_drafts_cost_more_than_they_save() -> None:
+def test_perfect_sends_no_draft_that_costs_more_than_it_saves() -> None:
     dear = StepCosts(0.01, 0.2, 0.01)
     assert replay(Perfect(SOURCES, 1, dear), ANSWERS, 1, dear)["drafts"] == 0

@@ -1,4 +1,4 @@
-"""The hook as the benchmark of drafting drives it."""
+"""Our hook in the benchmark ``drafting``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What benchmarks switch between the turns of one engine."""
+"""Switches that benchmarks use between the turns of one engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def chain() -> Chain:
     return Chain(members, SpeculationMetrics(), num_slots=4, vocab_size=100)
 
 
-def test_the_sources_that_are_switched_on_draft_alone(chain: Chain) -> None:
+def test_only_the_sources_that_are_switched_on_draft(chain: Chain) -> None:
     switch = SourcesSwitch(chain)
     first, step = np.zeros(1, np.int64), batch(1)
     turns = [["prediction"], [], ["ngram"], ["ngram", "prediction"], ["prediction"]]

@@ -1,4 +1,4 @@
-"""What the benchmarks ask."""
+"""Requests of the benchmarks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.peers.workload import NUM_FILES, Workload
 
 
 @pytest.mark.timeout(60)
-def test_an_agent_goes_on_where_its_files_have_become_unfit_for_a_kind(
+def test_an_agent_skips_a_kind_of_task_that_fits_no_file(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     num_quotes = 0
@@ -21,7 +21,7 @@ def test_an_agent_goes_on_where_its_files_have_become_unfit_for_a_kind(
         return "" if kind == "quote" and num_quotes > NUM_FILES else kind
 
     monkeypatch.setattr(Workload, "_task", task)
-    tokenizer: Any = None  # tasks alone need it
+    tokenizer: Any = None  # only tasks need it
     asked = Workload(tokenizer, 0).load("agent", 2, 22).measured
     assert len(asked) == 22
     assert {request.prompt for request in asked} == {"rename", "repeat", "strip_docstring"}

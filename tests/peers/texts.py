@@ -1,4 +1,4 @@
-"""Texts that are known beforehand, and what became of drafts for them."""
+"""Known texts, and counts of the drafts for them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specserve.core.types import Int32Array
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A request: its prompt and, from ``num_prompt_tokens`` on, what the target will write."""
+    """Tokens of a request: the prompt, then from ``num_prompt_tokens`` on the target's output."""
 
     name: str
     tokens: Int32Array
@@ -20,13 +20,13 @@ class Text:
 
 @dataclass(slots=True)
 class Tally:
-    """What became of the drafts.
+    """Counts of steps and drafts.
 
     Attributes:
         steps: steps of the target.
-        drafts: steps that had a draft.
+        drafts: steps with a draft.
         drafted: draft tokens.
-        accepted: draft tokens that were right.
+        accepted: accepted draft tokens.
     """
 
     steps: int = 0
@@ -46,6 +46,6 @@ class Tally:
 
 
 def num_same(one: Sequence[int] | Int32Array, other: Sequence[int] | Int32Array) -> int:
-    """Length of the common beginning."""
+    """Length of the common prefix."""
     pairs = zip(one, other, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

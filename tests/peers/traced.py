@@ -1,11 +1,11 @@
-"""A served application whose processes write down what they do, for ``bench_step_trace``.
+"""A served application whose processes write spans of their work, for ``bench_step_trace``.
 
-The import path of a Serve file names :func:`build`, and vLLM takes its executor and worker by their
-classes: so the instruments reach each process by the ways that are there. Each process appends what
-it did to a file of its own in the cluster's folder, one line of JSON for a span.
+The import path of a Serve file names :func:`build`. vLLM is configured with the traced executor and
+worker classes. So the tracing code reaches each process through existing settings. Each process
+appends its spans to a file in the cluster's folder, one line of JSON for a span.
 """
 
-# No `from __future__ import annotations` here: Serve reads the builder's annotation at run time.
+# No `from __future__ import annotations`: Serve reads the builder's annotation at run time.
 
 import time
 from typing import Any
@@ -19,7 +19,7 @@ from tests.peers.spans import note, wrap
 
 
 def wrap_http(app: ASGIApp) -> ASGIApp:
-    """Has a request's way to the first byte of its answer be a span, and every write one."""
+    """Records a span from a request to the first byte of its answer, and one for every write."""
 
     async def spanned(scope: Scope, receive: Receive, send: Send) -> None:
         started = time.monotonic_ns()
@@ -39,7 +39,7 @@ def wrap_http(app: ASGIApp) -> ASGIApp:
 
 
 class TracedModelServer(ModelServer):
-    """A replica that writes its spans, and has its engine write theirs."""
+    """A replica that writes its spans, and makes its engine write spans."""
 
     async def _start(self) -> None:
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -68,6 +68,6 @@ class TracedModelServer(ModelServer):
 
 
 def build(args: dict[str, Any]) -> Application:
-    """The application of :func:`specserve.app.build`, which writes down what it does."""
+    """The application of :func:`specserve.app.build` with tracing."""
     vars(specserve.app)["ModelServer"] = TracedModelServer
     return specserve.app.build(args)

@@ -1,4 +1,4 @@
-"""The engine core's part of :mod:`tests.peers.traced`; imported where vLLM runs."""
+"""The engine core's part of :mod:`tests.peers.traced`. It is imported where vLLM runs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ wrap(MsgpackEncoder, "encode_into", "encode outputs")
 
 
 class TracedInProcessExecutor(InProcessExecutor):
-    """The executor of one shard in the engine core's process."""
+    """The executor with one shard in the engine core's process."""
 
 
 class TracedCpuRayExecutor(CpuRayExecutor):
-    """The executor of shards that are actors; what the workers leave of it is the hand-over."""
+    """The executor with shard actors. Its time minus the workers' time is the hand-over."""
 
 
 EXECUTORS = {InProcessExecutor: TracedInProcessExecutor, CpuRayExecutor: TracedCpuRayExecutor}

@@ -1,7 +1,7 @@
 """The worker's part of :mod:`tests.peers.traced`, on CPU.
 
-In a module of its own, which vLLM imports by its name when the worker begins. Before that, vLLM
-looks into every imported module, and stumbles over numba's libraries, which the sources load.
+It is a separate module, which vLLM imports by name when the worker starts. Before that, vLLM
+inspects every imported module. numba's libraries, which the sources load, break that.
 """
 
 from __future__ import annotations

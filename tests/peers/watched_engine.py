@@ -1,6 +1,6 @@
-"""The child's side of :mod:`tests.peers.bench_agreement`: an engine whose drafts are written down.
+"""The child process of :mod:`tests.peers.bench_agreement`: an engine that records its drafts.
 
-Run as ``python -m tests.peers.watched_engine GIVEN FOUND`` with two files of pickled objects.
+Run it as ``python -m tests.peers.watched_engine GIVEN FOUND`` with two files of pickled objects.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ def main(given: Path, found: Path) -> None:
     """Runs the given jobs one after the other.
 
     Args:
-        given: holds the contender and the jobs.
-        found: is written: the output tokens of each prompt, and the drafts by prompt and number of
-            output tokens before.
+        given: file with the contender and the jobs.
+        found: file to write: the output tokens of each prompt, and the drafts by prompt and number
+            of output tokens before.
     """
     contender, jobs = pickle.loads(given.read_bytes())
     method = parse_method(contender.method, contender.config)

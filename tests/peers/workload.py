@@ -1,8 +1,8 @@
-"""Requests to a server, from texts that the demo models were not trained on.
+"""Requests to a server, made from texts that the demo models were not trained on.
 
-Code is of held-out modules, of the standard library and of the installed packages (corpus.py has
-the rule). Dialogues are about licences and documents of this machine. Half of the requests sample
-at temperature 0.7: a small model's greedy text repeats itself.
+Code comes from held-out modules of the standard library and the installed packages (corpus.py has
+the rule). Dialogues are about licences and documents on this machine. Half of the requests sample
+at temperature 0.7, because a small model's greedy text repeats itself.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ TRAFFIC = {
 
 QUESTIONS = ("complete", "describe", "list", "signature")
 EDITS = ("rename", "repeat", "strip_docstring", "quote")
-"""Kinds of tasks whose answers stand, with changes, in the prompt."""
+"""Kinds of tasks whose answer is in the prompt, with changes."""
 
 TEMPERATURE = 0.7
 OUTPUT_TOKENS = (48, 144)
-"""Fewest and most; a model may end earlier, but with ``plain-code`` and ``random`` it may not."""
+"""Range of output tokens. A model may end earlier, except with ``plain-code`` and ``random``."""
 TASK_CHARS, MAX_PROMPT_TOKENS = 3000, 1500
 PIECE_CHARS = 2500
 NUM_FILES, FILE_CHARS, CHANGED_LINES = 3, (4_000, 16_000), 0.02
-"""Of an agent: files, their lengths, and the share of lines that change before each request."""
+"""An agent's files, their lengths, and the share of lines that change before each request."""
 TRIES_OF_KIND = 4
 PASSAGE_CHARS = (200, 700)
 RANDOM_PROMPT_TOKENS, RANDOM_VOCAB = 200, 4000
 TEXTS = ("common-licenses/*", "doc/*/copyright", "doc/*/README*")
-"""Under /usr/share."""
+"""Patterns under /usr/share."""
 TEXTS_OF_PACKAGES = ("*.dist-info/licenses/*", "*.dist-info/LICENSE*")
 
 
@@ -53,10 +53,10 @@ class Request:
     """One completion.
 
     Attributes:
-        prompt: text behind the chat template, or tokens.
-        max_tokens: of the answer.
+        prompt: text after the chat template was applied, or tokens.
+        max_tokens: limit of the answer.
         temperature: 0: greedy.
-        ignore_eos: the answer has ``max_tokens`` whatever the model writes.
+        ignore_eos: the answer always has ``max_tokens`` tokens.
     """
 
     prompt: str | list[int]
@@ -65,7 +65,7 @@ class Request:
     ignore_eos: bool = False
 
     def body(self, model: str) -> dict[str, object]:
-        """For ``/v1/completions``, streamed."""
+        """Body for ``/v1/completions``, streamed."""
         return {
             "model": model,
             "prompt": self.prompt,
@@ -79,20 +79,20 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is sent to a server before it is measured, and while it is."""
+    """Requests to a server before and during a measurement."""
 
     warm_up: list[Request]
     measured: list[Request]
 
 
 class Workload:
-    """Draws requests; no file and no passage is given out twice, but by an agent.
+    """Draws requests. No file or passage is used twice, except by an agent.
 
     Args:
-        tokenizer: of the model.
-        seed: of all draws.
-        ignore_eos: answers are as long on one server as on another. Of those that end where the
-            model likes, sampled ones differ, and with them how many requests run at a time.
+        tokenizer: tokenizer of the model.
+        seed: seed of all random choices.
+        ignore_eos: answers have the same length on all servers. Otherwise the lengths of sampled
+            answers differ, and so does the number of requests that run at a time.
     """
 
     def __init__(self, tokenizer: Tokenizer, seed: int, *, ignore_eos: bool = False) -> None:
@@ -108,7 +108,7 @@ class Workload:
         self._num_plain = 0
 
     def load(self, kind: str, num_clients: int, num_requests: int) -> Load:
-        """A load of one of the kinds of :data:`TRAFFIC`.
+        """A load of one kind of :data:`TRAFFIC`.
 
         Raises:
             ConfigError: this machine has too few texts.
@@ -127,7 +127,7 @@ class Workload:
         return Load(measured if kind == "seen" else requests[:num_warm_up], measured)
 
     def _sampled(self, prompts: list[str]) -> list[Request]:
-        """Every other one greedy."""
+        """Requests for the prompts. Every other one is greedy."""
         return [
             Request(
                 prompt,
@@ -139,7 +139,7 @@ class Workload:
         ]
 
     def code_task(self, kind: str) -> str:
-        """A task of this kind on code that was not given out."""
+        """A task of this kind on code that was not used before."""
         for piece in self._pieces:
             if prompt := self._task(piece, kind):
                 return prompt
@@ -152,7 +152,7 @@ class Workload:
         return self.code_task(kinds[number // 3 % len(kinds)])
 
     def _loop(self, num_requests: int) -> Iterator[str]:
-        """An agent's requests: another file each time, with the changes so far and some more."""
+        """An agent's requests. Each takes the next file, with all changes so far and new ones."""
         files: list[Module] = []
         while len(files) < NUM_FILES:
             module = next(self._files)
@@ -162,7 +162,7 @@ class Workload:
         for number in range(num_requests):
             place = number % NUM_FILES
             for attempt in count():
-                # Changes may have left the file unfit for a kind: then it is the next one's turn.
+                # After changes a file may not fit a kind any more. Then the next kind is tried.
                 turn = number // NUM_FILES + attempt // TRIES_OF_KIND
                 kind = EDITS[turn % len(EDITS)]
                 lines = files[place].text.splitlines(keepends=True)
@@ -175,7 +175,7 @@ class Workload:
                     break
 
     def _task(self, module: Module, kind: str) -> str:
-        """A task on the module, without its answer; empty: none of this kind fits."""
+        """A task on the module, without its answer. Empty if no task of this kind fits."""
         try:
             task: Task = AllTasks([module]).draw(self._rng, TASK_CHARS, kind=kind)
         except ConfigError:
@@ -187,7 +187,7 @@ class Workload:
         return prompt if is_short else ""
 
     def dialogue(self) -> str:
-        """The first turns of one on passages that were not given out."""
+        """The first turns of a dialogue on passages that were not used before."""
         first, second = self._passage(), self._passage()
         said = first.split(". ")[0]
         turns = self._rng.choice(
@@ -211,7 +211,7 @@ class Workload:
         return self._passages.pop()
 
     def _plain(self, num_requests: int) -> list[Request]:
-        """The set ``code``, from where the last call has ended."""
+        """The set ``code``, from the end of the last call on."""
         begin, self._num_plain = self._num_plain, self._num_plain + num_requests
         prompts = load_prompts(
             "code", self._tokenizer, num_prompts=self._num_plain, seed=self._seed
@@ -230,7 +230,7 @@ class Workload:
 
 
 def edited(lines: list[str], share: float, rng: random.Random) -> list[str]:
-    """The lines, of which a share is missing or has another word in it."""
+    """The lines; a share of them is missing or has another word."""
     found = []
     for line in lines:
         if rng.random() >= share:
@@ -251,7 +251,7 @@ def _pieces(modules: Iterable[Module]) -> Iterator[Module]:
 
 
 def pieces_of(module: Module, num_chars: int) -> Iterator[Module]:
-    """The module's functions in pieces that can be parsed, each of ``num_chars`` or some more."""
+    """The module's functions in parsable pieces of ``num_chars`` or slightly more."""
     codes: list[str] = []
     for function in functions_of(module):
         codes.append(function.code)
@@ -261,7 +261,7 @@ def pieces_of(module: Module, num_chars: int) -> Iterator[Module]:
 
 
 def _passages(packages: Path, rng: random.Random) -> list[str]:
-    """Paragraphs of this machine's texts, each once, in an order drawn by ``rng``."""
+    """Paragraphs of texts on this machine, each once, in a random order."""
     found: dict[str, None] = {}
     places = {Path("/usr/share"): TEXTS, packages: TEXTS_OF_PACKAGES}
     for root, patterns in places.items():

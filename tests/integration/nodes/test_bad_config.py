@@ -27,7 +27,7 @@ ERRORS = {
 
 @pytest.fixture
 def mistakes(stage: Stage, nodes: Stage) -> Deployment:
-    """Applications with a mistake each, when Serve is done with all of them."""
+    """Applications with one mistake each, after Serve has reported all mistakes."""
     stage.end()
     deployment = nodes.serve(BAD)
     deployment.eventually(
@@ -37,7 +37,7 @@ def mistakes(stage: Stage, nodes: Stage) -> Deployment:
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_serve_run_tells_a_wrong_config_in_one_line(mistakes: Deployment, name: str) -> None:
+def test_serve_run_reports_a_wrong_config_in_one_line(mistakes: Deployment, name: str) -> None:
     status = mistakes.status(name)
     assert status.startswith("DEPLOY_FAILED")
     assert ERRORS[name] in status

@@ -1,4 +1,4 @@
-"""A drafter's actor under faults, with a real Ray, a real model and real signals."""
+"""Faults of a drafter's actor, with real Ray, a real model and real signals."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def hosts(cluster: Cluster) -> Iterator[list[DrafterHost]]:
 
 
 def drafter(cluster: Cluster) -> psutil.Process:
-    """The one that runs."""
+    """The process of the running drafter."""
     (process,) = cluster.processes("DraftModelDrafter")
     return process
 
 
-def until_drafted(host: DrafterHost, text: list[int]) -> list[int]:
+def await_draft(host: DrafterHost, text: list[int]) -> list[int]:
     tokens: list[int] = eventually(lambda: host.propose(text)["tokens"], "a draft", WAIT_S, 0.05)
     return tokens
 
@@ -45,7 +45,7 @@ def until_drafted(host: DrafterHost, text: list[int]) -> list[int]:
 def test_replicas_share_one_drafter_and_get_the_same_drafts(
     cluster: Cluster, hosts: list[DrafterHost]
 ) -> None:
-    drafts = [until_drafted(host, TEXT) for host in hosts]
+    drafts = [await_draft(host, TEXT) for host in hosts]
     assert drafts[0] == drafts[1]
     assert len(drafts[0]) == 3
     assert drafter(cluster).is_running()
@@ -55,7 +55,7 @@ def test_a_stopped_drafter_costs_one_timeout_and_is_used_again_within_a_second(
     cluster: Cluster, hosts: list[DrafterHost]
 ) -> None:
     host, process = hosts[0], drafter(cluster)
-    draft = until_drafted(host, TEXT)
+    draft = await_draft(host, TEXT)
     before = host.propose(TEXT)["timeouts"]
     process.send_signal(signal.SIGSTOP)
     try:
@@ -63,19 +63,19 @@ def test_a_stopped_drafter_costs_one_timeout_and_is_used_again_within_a_second(
     finally:
         process.send_signal(signal.SIGCONT)
     began = time.monotonic()
-    until_drafted(host, TEXT)
+    await_draft(host, TEXT)
     assert time.monotonic() - began < 1.0
     assert [answer["tokens"] for answer in answers] == [[]] * 20
     assert answers[-1]["timeouts"] == before + 1
     assert max(answer["seconds"] for answer in answers[1:]) < TIMEOUT_S / 2
 
 
-def test_a_killed_drafter_is_started_again_and_found(
+def test_a_killed_drafter_is_restarted_and_drafts(
     cluster: Cluster, hosts: list[DrafterHost]
 ) -> None:
-    draft, other = until_drafted(hosts[0], TEXT), until_drafted(hosts[0], TEXT[:-1])
+    draft, other = await_draft(hosts[0], TEXT), await_draft(hosts[0], TEXT[:-1])
     killed = drafter(cluster)
     killed.kill()
-    assert until_drafted(hosts[0], TEXT[:-1]) == other
-    assert [until_drafted(host, TEXT) for host in hosts] == [draft, draft]
+    assert await_draft(hosts[0], TEXT[:-1]) == other
+    assert [await_draft(host, TEXT) for host in hosts] == [draft, draft]
     assert drafter(cluster).pid != killed.pid

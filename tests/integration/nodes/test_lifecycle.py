@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.fixture
 def of_two_shards(two_shards: Deployment) -> Iterator[Api]:
-    """The application with two shards, which is served alone."""
+    """A client of the application with two shards."""
     api = Api(two_shards.base_url())
     with api.http:
         yield api
@@ -32,7 +32,7 @@ def test_a_killed_process_fails_its_requests_and_the_replica_is_replaced(
     with running_stream(of_two_shards, **LONG, **SEVERAL) as outcome:
         getattr(cluster, victim)()[0].kill()
         error = outcome(ERROR_S)
-    assert isinstance(error, StreamError | httpx.HTTPError), "the cut-off stream passed for whole"
+    assert isinstance(error, StreamError | httpx.HTTPError), "the stream ended without an error"
 
     replaced(two_shards, before)
     answer = of_two_shards.complete(prompt="x = 1\n", max_tokens=8)
@@ -42,23 +42,23 @@ def test_a_killed_process_fails_its_requests_and_the_replica_is_replaced(
 def test_a_shard_that_hangs_fails_its_requests_and_the_replica_is_replaced(
     of_two_shards: Api, two_shards: Deployment
 ) -> None:
-    """It neither answers nor dies, as one does whose connection to another has been lost."""
+    """The shard neither answers nor dies, like a shard that has lost its connection."""
     before = two_shards.cluster.engine_processes()
     with running_stream(of_two_shards, **LONG) as outcome:
         two_shards.cluster.shards()[0].suspend()
         error = outcome(STEP_S + 30.0)
-    assert isinstance(error, StreamError | httpx.HTTPError), "the cut-off stream passed for whole"
+    assert isinstance(error, StreamError | httpx.HTTPError), "the stream ended without an error"
 
     replaced(two_shards, before)
     answer = of_two_shards.complete(prompt="x = 1\n", max_tokens=8)
     assert answer["usage"]["completion_tokens"] == 8
 
 
-def test_one_that_hangs_while_nothing_runs_is_replaced_when_it_is_asked_what_it_counted(
+def test_a_replica_with_an_idle_hanging_shard_is_replaced_when_its_counts_are_asked(
     of_two_shards: Api, two_shards: Deployment
 ) -> None:
     before = two_shards.cluster.engine_processes()
     two_shards.cluster.shards()[0].suspend()
-    with suppress(httpx.TimeoutException):  # Serve may have it wait for the next replica
+    with suppress(httpx.TimeoutException):  # Serve may hold the request for the next replica
         assert of_two_shards.http.get("/v1/speculation", timeout=10).status_code == 200
     replaced(two_shards, before)

@@ -17,14 +17,14 @@ PROMPTS = ["def add(a, b):\n    return a + b\n" * 5, "x = 1\ny = 2\n" * 9, "impo
 
 
 def tokens(api: Api) -> list[list[int]]:
-    """What greedy decoding makes of the prompts."""
+    """Greedy output of the served model for the prompts."""
     asked = {"max_tokens": NUM_TOKENS, "return_token_ids": True}
     answers = [api.complete(prompt=prompt, **asked) for prompt in PROMPTS]
     return [answer["choices"][0]["token_ids"] for answer in answers]
 
 
 def tokens_of_transformers() -> list[list[int]]:
-    """The same of Hugging Face's implementation, which knows no shards."""
+    """Greedy output of transformers, which has no shards."""
     path = model_path("demo-draft")
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -37,7 +37,7 @@ def tokens_of_transformers() -> list[list[int]]:
 
 
 def node_of(process: psutil.Process) -> str:
-    """Which raylet started the process."""
+    """Process id of the raylet that started the process."""
     parents = [parent.pid for parent in process.parents() if "raylet" in parent.name()]
     assert len(parents) == 1
     return str(parents[0])
@@ -52,7 +52,7 @@ def test_two_shards_on_two_nodes_give_the_tokens_of_transformers(two_shards: Dep
     assert api.counts().since(before).accepted_tokens > 0
 
 
-def test_shards_that_fit_nowhere_are_told_in_one_line(two_shards: Deployment) -> None:
+def test_shards_that_do_not_fit_give_a_one_line_error(two_shards: Deployment) -> None:
     def line() -> str | None:
         lines = two_shards.output().splitlines()
         return next((line for line in lines if "error: placement:" in line), None)
@@ -68,7 +68,7 @@ def test_shards_that_fit_nowhere_are_told_in_one_line(two_shards: Deployment) ->
     )
 
 
-def test_a_running_request_is_finished_before_its_replica_goes(
+def test_a_running_request_finishes_before_its_replica_stops(
     two_shards: Deployment, nodes: Stage
 ) -> None:
     api = Api(two_shards.base_url())

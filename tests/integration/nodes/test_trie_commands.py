@@ -1,4 +1,4 @@
-"""``specserve trie`` on a cluster with a store, as an operator would run it."""
+"""``specserve trie`` on a cluster with a store, run as by an operator."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def operator(faults: Cluster) -> Iterator[Operator]:
 
 @pytest.fixture
 def cluster(faults: Cluster, operator: Operator) -> Cluster:
-    """A cluster in which no store runs: those of applications served before outlive them."""
+    """A cluster without stores. Stores of earlier applications are stopped first."""
     operator("trie", "stop", "--address", faults.address)
     eventually(lambda: not faults.processes("ray::TrieStore"), "no stores", 60)
     return faults
@@ -69,7 +69,7 @@ def cluster(faults: Cluster, operator: Operator) -> Cluster:
 
 @pytest.fixture
 def trie(cluster: Cluster, operator: Operator) -> Iterator[Callable[..., str]]:
-    """Runs ``specserve trie``; what it prints, on stderr where it fails. Leaves no store."""
+    """Runs ``specserve trie``. Returns its stdout, or stderr if it fails. Stops all stores."""
 
     def trie(*arguments: object, code: int = 0) -> str:
         said = operator("trie", *arguments, "--address", cluster.address)
@@ -81,7 +81,7 @@ def trie(cluster: Cluster, operator: Operator) -> Iterator[Callable[..., str]]:
 
 
 def start_store(cluster: Cluster, folder: Path) -> str:
-    """Starts the demo model's store; its name."""
+    """Starts the demo model's store, and returns its name."""
     command = [sys.executable, "-c", START, cluster.address, IDENTITY, str(folder)]
     done = subprocess.run(
         command, env=cluster.environment, capture_output=True, text=True, check=True, timeout=240
@@ -89,7 +89,7 @@ def start_store(cluster: Cluster, folder: Path) -> str:
     return done.stdout.strip()
 
 
-def test_an_operator_fills_looks_at_keeps_and_clears_the_memory(
+def test_an_operator_warms_inspects_saves_and_purges_the_memory(
     cluster: Cluster, trie: Callable[..., str], config: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "texts.jsonl"
@@ -151,7 +151,7 @@ print(json.dumps([sent, held, list_stores()]))
 """
 
 
-def test_namespaces_are_shared_through_the_store_that_each_belongs_to(
+def test_each_namespace_is_shared_through_its_own_store_shard(
     cluster: Cluster, trie: Callable[..., str]
 ) -> None:
     names = [namespace(IDENTITY, tenant=f"tenant-{number}") for number in range(20)]

@@ -1,4 +1,4 @@
-"""The cluster's draft memory under faults, with a real Ray and real processes that die."""
+"""Faults of the cluster's draft memory, with real Ray and real processes that are killed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def cluster(faults: Cluster) -> Cluster:
 
 @pytest.fixture(scope="module")
 def hosts(cluster: Cluster) -> Iterator[list[TrieHost]]:
-    """Two processes with links, and a third to be killed."""
+    """Two processes with links, and a third one that a test kills."""
     hosts = [TrieHost(cluster) for _ in range(3)]
     yield hosts
     for host in hosts:
@@ -40,7 +40,7 @@ def hosts(cluster: Cluster) -> Iterator[list[TrieHost]]:
 
 @dataclass
 class Replica:
-    """A link in one of the hosts."""
+    """A replica's link in one of the hosts."""
 
     name: str
     host: TrieHost
@@ -49,7 +49,7 @@ class Replica:
         return self.host(command, self.name, *args)
 
     def reads(self, texts: dict[str, int]) -> None:
-        """Waits until it was told all of these texts."""
+        """Waits until the replica has received all of these texts."""
 
         def all_there() -> bool:
             read = self("read")
@@ -59,7 +59,7 @@ class Replica:
         assert self("link")["apply_errors"] == 0
 
     def awaits(self, what: Callable[[dict[str, Any]], bool]) -> None:
-        """Waits for something in its stats."""
+        """Waits until the attributes of its link satisfy a condition."""
         eventually(lambda: what(self("link")), lambda: str(self("link")), WAIT_S)
 
 
@@ -67,9 +67,9 @@ class Memory:
     """One draft memory, for one test.
 
     Args:
-        cluster: where it runs.
-        hosts: where its replicas run.
-        folder: of snapshots; None: none are kept.
+        cluster: the cluster in which it runs.
+        hosts: the processes in which its replicas run.
+        folder: folder of its snapshots. None: it keeps no snapshots.
     """
 
     def __init__(self, cluster: Cluster, hosts: list[TrieHost], folder: Path | None) -> None:
@@ -93,7 +93,7 @@ class Memory:
         return replica
 
     def process(self) -> psutil.Process:
-        """The store's."""
+        """The store's process."""
 
         def find() -> psutil.Process | None:
             found = [
@@ -107,19 +107,19 @@ class Memory:
         return eventually(find, "the store's process", WAIT_S)
 
     def kill(self, how: signal.Signals = signal.SIGKILL) -> None:
-        """Ends the store's process; Ray starts another one."""
+        """Ends the store's process. Ray starts another one."""
         process = self.process()
         self._before.add(process.pid)
         process.send_signal(how)
         process.wait(WAIT_S)
 
     def log(self) -> str:
-        """What the stores of this cluster have written into their logs."""
+        """The logs of the stores of this cluster."""
         logs = (self._cluster.folder / "session_latest/logs").glob("worker-*.err")
         return "".join(log.read_text() for log in logs)
 
     def ask(self, question: str, *args: Any) -> Any:
-        """As an operator."""
+        """Calls the store as an operator does."""
         return self._hosts[0]("ask", self.name, question, *args)
 
     def close(self) -> None:
@@ -133,7 +133,7 @@ Start = Callable[..., Memory]
 
 
 def is_past(epoch: str, received_tokens: int) -> Callable[[dict[str, Any]], bool]:
-    """Whether a link works with a later start of the store, and has got further."""
+    """Whether a link uses a restarted store and has received more than so many tokens."""
     return lambda link: (
         link["up"] and link["epoch"] != epoch and link["received_tokens"] > received_tokens
     )
@@ -152,7 +152,7 @@ def start(cluster: Cluster, hosts: list[TrieHost]) -> Iterator[Start]:
         memory.close()
 
 
-def test_replicas_that_start_at_once_find_one_store_and_read_each_other(start: Start) -> None:
+def test_replicas_that_start_together_share_one_store_and_its_text(start: Start) -> None:
     memory = start()
     replicas = [memory.replica(host) for host in (0, 1, 2)]
     for number, replica in enumerate(replicas):
@@ -167,7 +167,7 @@ def test_replicas_that_start_at_once_find_one_store_and_read_each_other(start: S
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["no snapshot", "a snapshot"])
-def test_a_store_killed_in_mid_traffic_loses_nothing_that_a_living_replica_has(
+def test_a_store_killed_under_load_recovers_all_text_from_living_replicas(
     start: Start, tmp_path: Path, kept: bool
 ) -> None:
     memory = start(tmp_path if kept else None)
@@ -193,7 +193,7 @@ def test_a_store_killed_in_mid_traffic_loses_nothing_that_a_living_replica_has(
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
-def test_what_only_dead_replicas_knew_comes_back_from_the_snapshot(
+def test_text_of_stopped_replicas_is_restored_from_the_snapshot(
     start: Start, tmp_path: Path, how: signal.Signals
 ) -> None:
     memory = start(tmp_path)
@@ -201,7 +201,7 @@ def test_what_only_dead_replicas_knew_comes_back_from_the_snapshot(
     writer("write", "a", 500)
     reader = memory.replica(1)
     reader.reads({"a": 500})
-    if how == signal.SIGKILL:  # which leaves no time to write another one
+    if how == signal.SIGKILL:  # SIGKILL leaves no time for a last snapshot
         assert memory.ask("snapshot_now") > 0
     for replica in (writer, reader):
         assert replica("stop")
@@ -211,7 +211,7 @@ def test_what_only_dead_replicas_knew_comes_back_from_the_snapshot(
     assert memory.ask("stats")["restored_tokens"] == 500
 
 
-def test_what_a_dead_replica_published_is_still_served(
+def test_text_of_a_killed_replica_is_still_served(
     start: Start, cluster: Cluster, hosts: list[TrieHost]
 ) -> None:
     memory = start()
@@ -221,12 +221,12 @@ def test_what_a_dead_replica_published_is_still_served(
     hosts.pop().kill()
     survivor("write", "b", 10)
     memory.replica(1).reads({"a": 300, "b": 10})
-    memory.kill()  # and the survivor has it too
+    memory.kill()  # the new store gets the text from the survivor
     memory.replica(1).reads({"a": 300, "b": 10})
     hosts.append(TrieHost(cluster))
 
 
-def test_a_store_that_hangs_holds_nobody_up_and_is_caught_up_with(start: Start) -> None:
+def test_replicas_go_on_while_the_store_hangs_and_catch_up_later(start: Start) -> None:
     memory = start()
     one, two = memory.replica(0), memory.replica(1)
     one("write", "a", 10)
@@ -243,7 +243,7 @@ def test_a_store_that_hangs_holds_nobody_up_and_is_caught_up_with(start: Start) 
     assert one("link")["dropped_tokens"] == 0
 
 
-def test_a_damaged_snapshot_is_set_aside_and_the_memory_goes_on_empty(
+def test_a_damaged_snapshot_is_set_aside_and_the_memory_starts_empty(
     start: Start, tmp_path: Path
 ) -> None:
     memory = start(tmp_path)
@@ -261,7 +261,7 @@ def test_a_damaged_snapshot_is_set_aside_and_the_memory_goes_on_empty(
     memory.replica(1).reads({"a": 100})
 
 
-def test_a_full_disk_costs_the_new_snapshot_and_not_the_old_one(
+def test_a_full_disk_fails_the_new_snapshot_and_keeps_the_old_one(
     start: Start, tmp_path: Path
 ) -> None:
     memory = start(tmp_path)
@@ -270,7 +270,7 @@ def test_a_full_disk_costs_the_new_snapshot_and_not_the_old_one(
     two.reads({"a": 100})
     assert memory.ask("snapshot_now") > 0
     before = memory.file.read_bytes()
-    # Files of this process cannot grow: the same error in the midst of writing as on a full disk.
+    # A limit on the file size: writing fails in the same way as on a full disk.
     limit = len(before) + 1000
     memory.process().rlimit(psutil.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     one("write", "b", 4000)
@@ -299,7 +299,7 @@ def test_a_replica_of_another_model_is_refused(start: Start) -> None:
     assert "must not mix" in refusals[0]
 
 
-def test_records_out_of_order_twice_and_out_of_the_vocabulary_do_no_harm(start: Start) -> None:
+def test_unordered_repeated_and_out_of_vocabulary_records_do_no_harm(start: Start) -> None:
     memory = start()
     one = memory.replica(0)
     one("send", [{"number": 3, "tokens": [1]}, {"number": 1, "tokens": [2, 3]}])
@@ -311,7 +311,7 @@ def test_records_out_of_order_twice_and_out_of_the_vocabulary_do_no_harm(start: 
     assert (stats["num_tokens"], stats["num_records"]) == (14, 4)
 
 
-def test_a_purge_reaches_the_replicas_and_outlives_a_restart(start: Start, tmp_path: Path) -> None:
+def test_a_purge_reaches_the_replicas_and_survives_a_restart(start: Start, tmp_path: Path) -> None:
     memory = start(tmp_path)
     one, two = memory.replica(0), memory.replica(1)
     one("write", "a", 10)
@@ -325,7 +325,7 @@ def test_a_purge_reaches_the_replicas_and_outlives_a_restart(start: Start, tmp_p
     assert memory.ask("purge", "").startswith("ConfigError: purge")
 
 
-def test_a_store_that_is_stopped_has_written_its_snapshot(start: Start, tmp_path: Path) -> None:
+def test_a_stopped_store_has_written_its_snapshot(start: Start, tmp_path: Path) -> None:
     memory = start(tmp_path)
     one = memory.replica(0)
     one("write", "a", 10)
@@ -338,7 +338,7 @@ def test_a_store_that_is_stopped_has_written_its_snapshot(start: Start, tmp_path
     memory.replica(1).reads({"a": 10})
 
 
-def test_a_node_that_is_stopped_lets_its_store_write_a_last_snapshot(tmp_path: Path) -> None:
+def test_a_store_writes_a_last_snapshot_when_its_node_stops(tmp_path: Path) -> None:
     with running_cluster(1) as cluster:
         host = TrieHost(cluster)
         try:

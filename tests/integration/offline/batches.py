@@ -1,4 +1,4 @@
-"""An engine in a process of its own that is asked in vLLM's own terms, batch by batch."""
+"""An engine in a separate process that runs batches of vLLM's own ``SamplingParams``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Logprobs = tuple[dict[int, float], ...]
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt and the fields of vLLM's ``SamplingParams``; greedy unless told otherwise."""
+    """A prompt and the fields of vLLM's ``SamplingParams``; greedy by default."""
 
     prompt: tuple[int, ...]
     params: dict[str, Any]
@@ -32,10 +32,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Written:
-    """One continuation. Log-probabilities by position; of a first token of a prompt there are none.
+    """One continuation, with log-probabilities by position. A prompt's first token has none.
 
     Attributes:
-        stopped_by: what vLLM names as the reason of the end, and what it found there.
+        stopped_by: vLLM's finish reason and stop reason.
     """
 
     text: str
@@ -47,7 +47,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Step:
-    """Requests in one step of the engine, and how many of them had a draft to verify."""
+    """Number of requests in one step of the engine, and of those with a draft to verify."""
 
     num_requests: int
     num_drafting: int
@@ -55,17 +55,17 @@ class Step:
 
 @dataclass(frozen=True)
 class Batch:
-    """What came of requests that were handed in together, in their order, and the steps."""
+    """Answers to requests that were submitted together, in their order, and the engine's steps."""
 
     answers: tuple[tuple[Written, ...], ...]
     steps: tuple[Step, ...]
 
 
 class BatchEngine:
-    """Handle on the engine's process.
+    """A handle on the engine's process.
 
     Args:
-        processes: with one worker, which :func:`_start` has been run in.
+        processes: a pool with one worker, in which :func:`_start` has run.
     """
 
     def __init__(self, processes: ProcessPoolExecutor) -> None:
@@ -73,8 +73,8 @@ class BatchEngine:
         self._is_whole = True
 
     def run(self, requests: Sequence[Request]) -> Batch:
-        """Continues all of them at a time; nothing of earlier prompts is remembered."""
-        assert self._is_whole, "an earlier batch has ended the engine"
+        """Runs all requests at once. Earlier prompts are not cached."""
+        assert self._is_whole, "an earlier batch broke the engine"
         self._is_whole = False
         batch = self._processes.submit(_run, tuple(requests)).result(TIMEOUT_S)
         self._is_whole = True
@@ -90,7 +90,7 @@ def batch_engine(config: AppConfig) -> Iterator[BatchEngine]:
     ):
         for name, value in engine_environment(config).items():
             patch.setenv(name, value)
-        processes.submit(os.getpid).result(TIMEOUT_S)  # started, with these variables
+        processes.submit(os.getpid).result(TIMEOUT_S)  # starts the process with these variables
         yield BatchEngine(processes)
         processes.submit(_close).result(TIMEOUT_S)
 

@@ -1,4 +1,4 @@
-"""A small model in float32, and its engine without speculation, for all tests here."""
+"""A small model in float32, and an engine without speculation, for all tests here."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def config() -> AppConfig:
                     }
                 },
             },
-            # Drafts on the slightest occasion, whether they pay or not.
+            # These options give as many drafts as possible, whatever they cost.
             "speculation": [
                 {
                     "kind": "ngram",
@@ -59,7 +59,7 @@ def none_engine(stage: Stage, nodes: Stage, config: AppConfig) -> Iterator[Engin
 
 @contextmanager
 def running_engine(config: AppConfig, method: str) -> Iterator[EngineProcess]:
-    """An engine for the length of a block, ready."""
+    """A ready engine for the length of a block."""
     with EngineProcess(config, parse_method(method, config)) as engine:
         engine.wait_ready()
         yield engine
@@ -67,6 +67,6 @@ def running_engine(config: AppConfig, method: str) -> Iterator[EngineProcess]:
 
 @pytest.fixture
 def application(config: AppConfig) -> dict[str, Any]:
-    """The arguments of an application in a Serve file."""
+    """``args`` of an application in a Serve file."""
     args: dict[str, Any] = config.model_dump(mode="json")
     return args

@@ -1,4 +1,4 @@
-"""Every sampling parameter of vLLM: how a request uses it, or why no request of ours does."""
+"""Every sampling parameter of vLLM: a request that uses it, or the reason why none does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.integration.offline.batches import Written
 
 MAX_TOKENS = 24
 THINK, END = "<|system|>", "</think>"
-"""What begins and ends a thought. The first is in none of the prompts, the second in no text."""
+"""Marks of the beginning and end of reasoning. No prompt has the first, no text the second."""
 
 Params = dict[str, Any]
 SAMPLED: Params = {"temperature": 0.8, "seed": 7}
@@ -24,9 +24,9 @@ class Use:
     """One way to use a parameter.
 
     Attributes:
-        params: of the request, made from what its prompt gives without any.
+        params: makes the request's parameters from its answer without any.
         prompt_end: text after the prompt.
-        shows: whether the answer is another one than without the parameter.
+        shows: whether the parameter changes the answer.
     """
 
     params: Callable[[Written], Params]
@@ -35,48 +35,48 @@ class Use:
 
 
 def fixed(**params: Any) -> Use:
-    """A use that does not depend on the text."""
+    """A use with fixed parameters."""
     return Use(lambda _: params)
 
 
 def unseen(**params: Any) -> Use:
-    """The same, of a parameter that leaves the answer as it is."""
+    """A use with fixed parameters that do not change the answer."""
     return Use(lambda _: params, shows=False)
 
 
 def thinking(budget: int) -> Use:
-    """Thinks from its first token on."""
+    """A use whose output begins inside reasoning."""
     return Use(lambda _: {"thinking_token_budget": budget}, prompt_end=THINK)
 
 
 def middle(plain: Written) -> str:
-    """A few characters that the text holds."""
+    """A few characters from the middle of the text."""
     return plain.text[len(plain.text) // 2 :][:4]
 
 
 def words(plain: Written) -> list[str]:
-    """The text's, each as it is and after an underline."""
+    """The words of the text, each alone and after an underscore."""
     return [begin + word for word in re.findall("[a-z]+", plain.text) for begin in ("", "_")]
 
 
 def a_repeated_token(plain: Written) -> tuple[int, int]:
-    """A token that comes for at least the second time, and where."""
+    """A token that has occurred before, and its position."""
     ids = plain.token_ids
     place = max(place for place in range(1, MAX_TOKENS - 4) if ids[place] in ids[:place])
     return ids[place], place
 
 
-def stop_not_before_its_place(plain: Written) -> Params:
+def stop_token_with_min_tokens(plain: Written) -> Params:
     token, place = a_repeated_token(plain)
     return {"stop_token_ids": [token], "min_tokens": place}
 
 
-def only_the_texts_tokens_but_one(plain: Written) -> Params:
+def allow_all_but_a_repeated_token(plain: Written) -> Params:
     token, _ = a_repeated_token(plain)
     return {"allowed_token_ids": sorted({*plain.token_ids} - {token})}
 
 
-def two_and_three_unlikely(plain: Written) -> list[int]:
+def three_unlikely_tokens(plain: Written) -> list[int]:
     return sorted({*range(300, 340)} - {*plain.token_ids})[:3]
 
 
@@ -95,15 +95,15 @@ USES: dict[str, tuple[Use, ...]] = {
         Use(lambda plain: {"stop": [middle(plain)], "include_stop_str_in_output": True}),
     ),
     "stop_token_ids": (Use(lambda plain: {"stop_token_ids": [a_repeated_token(plain)[0]]}),),
-    "min_tokens": (Use(stop_not_before_its_place),),
+    "min_tokens": (Use(stop_token_with_min_tokens),),
     "max_tokens": (fixed(max_tokens=9),),
     "ignore_eos": (fixed(ignore_eos=True, logit_bias={1: 100.0}),),
     "logprobs": (fixed(logprobs=4),),
     "flat_logprobs": (unseen(logprobs=4, flat_logprobs=True),),
     "prompt_logprobs": (fixed(prompt_logprobs=1),),
     "logprob_token_ids": (
-        Use(lambda plain: {"logprob_token_ids": two_and_three_unlikely(plain)}),
-        Use(lambda plain: {"logprob_token_ids": two_and_three_unlikely(plain), "logprobs": 3}),
+        Use(lambda plain: {"logprob_token_ids": three_unlikely_tokens(plain)}),
+        Use(lambda plain: {"logprob_token_ids": three_unlikely_tokens(plain), "logprobs": 3}),
     ),
     "detokenize": (fixed(detokenize=False),),
     "skip_special_tokens": (fixed(skip_special_tokens=False, logit_bias={4: 100.0}, max_tokens=3),),
@@ -114,7 +114,7 @@ USES: dict[str, tuple[Use, ...]] = {
         fixed(structured_outputs=StructuredOutputsParams(regex="(ab|cd){10}")),
     ),
     "logit_bias": (Use(lambda plain: {"logit_bias": {a_repeated_token(plain)[0]: -100.0}}),),
-    "allowed_token_ids": (Use(only_the_texts_tokens_but_one),),
+    "allowed_token_ids": (Use(allow_all_but_a_repeated_token),),
     "bad_words": (Use(lambda plain: {"bad_words": words(plain)}),),
     "extra_args": tuple(
         unseen(extra_args=controls)
@@ -138,7 +138,7 @@ UNUSED: dict[str, str] = {
     "prompt_logprob_start": "refused: for vLLM's V2 model runner",
     "trace_decode_token_ids": "refused: needs an engine that replays traces",
     "routed_experts_prompt_start": "needs an engine that returns routed experts",
-    "output_kind": "how answers are cut into parts; the parts' sum is looked at here",
+    "output_kind": "how answers are cut into parts; the tests look at whole answers",
     "skip_clone": "whether vLLM copies the object",
     "output_text_buffer_length": "set by vLLM, from `stop`",
     "_eos_token_id": "set by vLLM, from the model",

@@ -1,4 +1,4 @@
-"""``specserve compare`` as a user runs it, with real engines."""
+"""``specserve compare`` with real engines, run as by a user."""
 
 import json
 import os
@@ -17,16 +17,16 @@ PROMPT = (
     "def area(width, height):\n    return width * height\n\ndef area(width, height):\n    return"
 )
 MARK = "SPECSERVE_TEST_COMPARE"
-"""Environment variable that all processes of a run inherit, so that strays can be found."""
+"""Environment variable that all processes of a run inherit. It finds leftover processes."""
 
 
 class Run:
     """One finished command.
 
     Args:
-        folder: where its files are.
+        folder: folder of its files.
         config: ``args`` of the application.
-        options: further options.
+        options: further options of the command.
     """
 
     def __init__(self, folder: Path, config: dict[str, Any], *options: str) -> None:
@@ -61,7 +61,7 @@ def _inherited(folder: str) -> list[psutil.Process]:
     return found
 
 
-def test_two_methods_are_run_compared_and_written(
+def test_compare_runs_two_methods_and_writes_the_result(
     tmp_path: Path, application: dict[str, Any]
 ) -> None:
     run = Run(tmp_path, application, "--methods", "none,ngram", "--max-tokens", "40")
@@ -79,14 +79,14 @@ def test_two_methods_are_run_compared_and_written(
     assert content["settings"]["tolerance"] == 0  # float32
 
 
-def test_the_file_for_comparing_gives_the_model_and_each_source_side_by_side(
+def test_the_compare_config_gives_results_for_each_of_its_methods(
     tmp_path: Path,
 ) -> None:
     output = tmp_path / "out.json"
-    told = re.search(r"^# `specserve (compare .+)`$", COMPARE.read_text(), re.M)
-    assert told is not None
+    match = re.search(r"^# `specserve (compare .+)`$", COMPARE.read_text(), re.M)
+    assert match is not None
     options = ["--num-prompts", "1", "--max-tokens", "8", "--save-output", str(output)]
-    command = [sys.executable, "-m", "specserve.cli.main", *told[1].split(), *options]
+    command = [sys.executable, "-m", "specserve.cli.main", *match[1].split(), *options]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=560, check=False
     )
@@ -98,10 +98,10 @@ def test_the_file_for_comparing_gives_the_model_and_each_source_side_by_side(
         assert prompt["seconds"] > 0
 
 
-def test_an_engine_that_does_not_start_is_one_line_and_leaves_nothing(
+def test_a_failed_engine_start_gives_one_line_and_leaves_nothing(
     tmp_path: Path, application: dict[str, Any]
 ) -> None:
-    # With overrides only vLLM itself knows what the model can do.
+    # With `hf_overrides` only vLLM itself checks the context length.
     application["engine"]["vllm"] = {"block_size": 7, "hf_overrides": {}}
     application["engine"]["max_model_len"] = 10**9
     run = Run(tmp_path, application, "--methods", "ngram")

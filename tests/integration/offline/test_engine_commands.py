@@ -1,4 +1,4 @@
-"""Commands that start an engine of their own, as a user runs them."""
+"""Commands that start an engine, run as by a user."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_OUTPUT = 24
 
 @pytest.fixture
 def config_file(stage: Stage, nodes: Stage, application: dict[str, Any], tmp_path: Path) -> Path:
-    """A Serve file, with nothing else running."""
+    """A Serve file. All deployments and clusters are stopped first."""
     stage.end()
     nodes.clear()
     file = tmp_path / "serve.yaml"
@@ -35,9 +35,7 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
-def test_generate_and_the_performance_run_write_the_same_tokens(
-    config_file: Path, tmp_path: Path
-) -> None:
+def test_generate_and_bench_tokens_write_the_same_tokens(config_file: Path, tmp_path: Path) -> None:
     generated, outputs, figures = (tmp_path / name for name in ("a.json", "b.csv", "c.json"))
     ids = [",".join(map(str, each)) for each in PROMPTS]
     limits = ["--max-new-tokens", str(MAX_OUTPUT), "--save-output", str(generated)]
@@ -53,6 +51,6 @@ def test_generate_and_the_performance_run_write_the_same_tokens(
     run("bench", "tokens", str(requests), "--config", str(config_file), *limits, *files)
     written = [[int(each) for each in line.split(",")] for line in outputs.read_text().split()]
     assert written == [each["token_ids"] for each in found["answers"]]
-    told = json.loads(figures.read_text())
-    assert (told["request_num"], told["tp"], told["pp"]) == (len(PROMPTS), 1, 1)
-    assert told["qps_per_device"] == told["qps"]
+    totals = json.loads(figures.read_text())
+    assert (totals["request_num"], totals["tp"], totals["pp"]) == (len(PROMPTS), 1, 1)
+    assert totals["qps_per_device"] == totals["qps"]

@@ -1,4 +1,4 @@
-"""``specserve evaluate`` as a user runs it: our engine and Hugging Face's."""
+"""``specserve evaluate`` with our engine and Hugging Face's, run as by a user."""
 
 import json
 import subprocess
@@ -34,7 +34,7 @@ def test_answers_are_those_of_hugging_face_with_and_without_speculation(
         name: [each["token_ids"] for each in content[name]["passes"][0]["prompts"]]
         for name in ("none", "ngram", "hf")
     }
-    # float32, and a model whose two likeliest tokens are far apart
+    # In float32, with a model whose two likeliest tokens are never close.
     assert texts["none"] == texts["ngram"] == texts["hf"]
     assert content["ngram"]["passes"][0]["sources"]["ngram"]["accepted_tokens"] > 0
     assert content["hf"]["rouge"] == content["none"]["rouge"]
@@ -45,7 +45,7 @@ def test_answers_are_those_of_hugging_face_with_and_without_speculation(
     assert all(0 < first < total for first, total in zip(firsts, totals, strict=True))
 
 
-def test_a_rouge_below_the_threshold_is_exit_code_1(
+def test_a_rouge_below_the_threshold_gives_exit_code_1(
     tmp_path: Path, application: dict[str, Any]
 ) -> None:
     data = tmp_path / "data.jsonl"

@@ -1,4 +1,4 @@
-"""In float32 speculation writes exactly what the model writes without it."""
+"""In float32 the output with speculation is exactly the output without it."""
 
 import json
 from collections.abc import Iterator
@@ -29,20 +29,20 @@ def jobs(config: AppConfig) -> list[Job]:
 
 @pytest.fixture(scope="module")
 def drafting_engine(config: AppConfig) -> Iterator[EngineProcess]:
-    """With prompt lookup and a memory of what was written before."""
+    """An engine with prompt lookup and a memory of earlier texts."""
     with running_engine(config, "all") as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
-def telling_engine(config: AppConfig) -> Iterator[EngineProcess]:
-    """With the sources that draft from what a request tells of its answer."""
+def prediction_grammar_engine(config: AppConfig) -> Iterator[EngineProcess]:
+    """An engine with the sources that draft from a request's prediction or schema."""
     with running_engine(config, "prediction+grammar") as engine:
         yield engine
 
 
 def assert_same(got: RunResult, expected: RunResult) -> None:
-    """The same texts, of drafts that were partly accepted, which vLLM counts as the sources do."""
+    """Asserts equal texts, some accepted draft tokens, and equal counts of vLLM and the sources."""
     assert [c.token_ids for c in got.completions] == [c.token_ids for c in expected.completions]
     assert [c.text for c in got.completions] == [c.text for c in expected.completions]
     drafted = sum(drafts.num_draft_tokens for drafts in got.drafts)
@@ -53,11 +53,11 @@ def assert_same(got: RunResult, expected: RunResult) -> None:
 
 
 def accepting(*runs: RunResult) -> set[str]:
-    """Sources of which tokens were accepted."""
+    """Sources with accepted tokens."""
     return {drafts.source for run in runs for drafts in run.drafts if drafts.num_accepted_tokens}
 
 
-def test_greedy_output_with_drafts_is_the_output_without(
+def test_greedy_output_is_the_same_with_and_without_drafts(
     none_engine: EngineProcess, drafting_engine: EngineProcess, jobs: list[Job]
 ) -> None:
     expected = none_engine.run(jobs, 8)
@@ -67,13 +67,13 @@ def test_greedy_output_with_drafts_is_the_output_without(
     assert_same(again, expected)
     assert accepting(first, again) == {"ngram", "trie_local"}
     assert any(d.num_accepted_tokens < d.num_draft_tokens for d in first.drafts)
-    # The second time the memory holds the texts.
+    # In the second run the memory holds the texts.
     accepted = sum(drafts.num_accepted_tokens for drafts in again.drafts)
     assert accepted > sum(len(c.token_ids) for c in expected.completions) / 2
 
 
-def test_so_it_is_with_predictions_that_are_nearly_right(
-    none_engine: EngineProcess, telling_engine: EngineProcess, jobs: list[Job]
+def test_output_is_the_same_with_nearly_right_predictions(
+    none_engine: EngineProcess, prediction_grammar_engine: EngineProcess, jobs: list[Job]
 ) -> None:
     expected = none_engine.run(jobs, 8)
     answers = [completion.token_ids for completion in expected.completions]
@@ -83,13 +83,13 @@ def test_so_it_is_with_predictions_that_are_nearly_right(
         for job, text in zip(jobs, texts, strict=True)
     ]
     for concurrency in (1, 8):
-        got = telling_engine.run(predicted, concurrency)
+        got = prediction_grammar_engine.run(predicted, concurrency)
         assert_same(got, expected)
         assert accepting(got) == {"prediction"}
 
 
-def test_so_it_is_with_what_a_json_schema_forces(
-    config: AppConfig, none_engine: EngineProcess, telling_engine: EngineProcess
+def test_output_is_the_same_with_drafts_from_a_schema(
+    config: AppConfig, none_engine: EngineProcess, prediction_grammar_engine: EngineProcess
 ) -> None:
     tokenizer = load_tokenizer(config.model.path)
     schemas = [json.dumps(schema) for schema in SCHEMAS.values()]
@@ -102,12 +102,12 @@ def test_so_it_is_with_what_a_json_schema_forces(
     ]
     expected = none_engine.run(jobs, 4)
     for concurrency in (1, 4):
-        got = telling_engine.run(jobs, concurrency)
+        got = prediction_grammar_engine.run(jobs, concurrency)
         assert_same(got, expected)
         assert accepting(got) == {"grammar"}
 
 
-def test_so_it_is_with_latent_attention_and_experts_and_models_in_processes_of_their_own(
+def test_output_is_the_same_with_latent_attention_experts_and_drafter_processes(
     config: AppConfig, jobs: list[Job]
 ) -> None:
     model = config.model.model_copy(update={"path": str(model_path("demo-base"))})
@@ -125,7 +125,7 @@ def test_so_it_is_with_latent_attention_and_experts_and_models_in_processes_of_t
     assert accepting(got) >= {"mtp", "draft_model"}
 
 
-def test_texts_are_shown_as_they_come_and_each_tells_its_drafts_by_source(
+def test_texts_stream_and_each_completion_counts_its_drafts_by_source(
     drafting_engine: EngineProcess, jobs: list[Job]
 ) -> None:
     texts = [""] * len(jobs)
@@ -141,12 +141,12 @@ def test_texts_are_shown_as_they_come_and_each_tells_its_drafts_by_source(
     assert texts == [each.text for each in result.completions]
     assert tuple(done[index] for index in range(len(jobs))) == result.completions
     for drafts in result.drafts:
-        told = [each.sources[drafts.source] for each in result.completions]
-        assert sum(each["drafted_tokens"] for each in told) == drafts.num_draft_tokens
-        assert sum(each["accepted_tokens"] for each in told) == drafts.num_accepted_tokens
+        counts = [each.sources[drafts.source] for each in result.completions]
+        assert sum(each["drafted_tokens"] for each in counts) == drafts.num_draft_tokens
+        assert sum(each["accepted_tokens"] for each in counts) == drafts.num_accepted_tokens
 
 
-def test_ctrl_c_ends_the_jobs_and_the_engine_takes_others(
+def test_ctrl_c_ends_the_jobs_and_the_engine_stays_usable(
     drafting_engine: EngineProcess, jobs: list[Job]
 ) -> None:
     def interrupt(*_: object) -> None:

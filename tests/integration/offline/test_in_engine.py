@@ -1,4 +1,4 @@
-"""vLLM's own draft model within the engine, and what one request of a step asks for."""
+"""vLLM's draft model inside the engine, with requests that ask for different log-probabilities."""
 
 from specserve.compare.engine_process import EngineProcess
 from specserve.core.config import AppConfig, parse
@@ -11,7 +11,7 @@ PROMPT = (5, 6, 7, 8)
 ASKED = (9, 10, 11)
 
 
-def test_a_request_that_asks_for_tokens_gets_them_and_ends_no_other(
+def test_requests_with_and_without_logprobs_share_steps_with_drafts(
     stage: Stage, nodes: Stage, config: AppConfig, none_engine: EngineProcess
 ) -> None:
     jobs = [

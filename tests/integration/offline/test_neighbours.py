@@ -1,7 +1,7 @@
-"""No sampling parameter of one request changes what another request of its batch gets.
+"""A sampling parameter of one request does not change the other answers of its batch.
 
-Each parameter is used by one request, which comes first or last in a batch of five. Drafts are made
-for all but one of them. Each has to write what it writes alone without drafts.
+One request uses the parameter. It is the first or the last one in a batch of five, of which all but
+one get drafts. Each answer must be the same as that of the request alone without drafts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.integration.offline.batches import (
 from tests.integration.offline.sampling_uses import END, MAX_TOKENS, THINK, UNUSED, USES, Use
 
 TOLERANCE = 1e-3
-"""In nats: the size of a batch changes the order in which float32 numbers are added."""
+"""In nats. The batch size changes the order in which float32 numbers are added."""
 
 Answer = tuple[Written, ...]
 Alone = Callable[[Request], Answer]
@@ -44,7 +44,7 @@ def config() -> AppConfig:
                 "dtype": "float32",
                 "max_model_len": 1024,
                 "max_num_seqs": 8,
-                "max_num_batched_tokens": 128,  # the longer prompts take several steps
+                "max_num_batched_tokens": 128,  # longer prompts take several steps
                 "kv_cache_memory_bytes": 128 << 20,
                 "enforce_eager": True,
                 "vllm": {"reasoning_config": reasoning},
@@ -70,9 +70,9 @@ def engine(config: AppConfig) -> Iterator[BatchEngine]:
 
 @pytest.fixture(scope="module")
 def prompts(config: AppConfig) -> list[tuple[int, ...]]:
-    """Those whose greedy texts have no two tokens of nearly the same probability.
+    """Prompts whose greedy texts have no near ties between tokens.
 
-    The first one's has some that are not certain, so that what samples writes another text.
+    The first prompt's text has some uncertain tokens, so that sampling gives another text.
     """
     tokenizer = load_tokenizer(config.model.path)
     (code,) = load_prompts("code", tokenizer, num_prompts=1)
@@ -83,7 +83,7 @@ def prompts(config: AppConfig) -> list[tuple[int, ...]]:
 
 @pytest.fixture(scope="module")
 def neighbours(prompts: list[tuple[int, ...]]) -> list[Request]:
-    """The other requests of a batch. Most are longer than the one that uses a parameter."""
+    """The other requests of a batch. Most have longer answers than the request under test."""
     _, second, third, fourth, fifth = prompts
     longer = 4 * MAX_TOKENS
     return [
@@ -96,9 +96,10 @@ def neighbours(prompts: list[tuple[int, ...]]) -> list[Request]:
 
 @pytest.fixture(scope="module")
 def alone(engine: BatchEngine) -> Alone:
-    """What a request is answered where nothing else runs. Many ask the same: that is run once.
+    """The answer to a request that runs alone. Equal requests run once.
 
-    Without drafts, unless it is sampled: a draft costs a seeded request some of its draws.
+    A greedy request runs without drafts. A sampled one gets drafts, because a draft uses random
+    numbers of its seed.
     """
     answers: dict[str, Answer] = {}
 
@@ -130,7 +131,7 @@ def test_every_sampling_parameter_is_in_one_of_the_tables() -> None:
         for number, use in enumerate(uses, 1)
     ],
 )
-def test_each_request_of_a_batch_gets_what_it_gets_alone(
+def test_each_request_in_a_batch_gets_the_same_as_alone(
     engine: BatchEngine,
     alone: Alone,
     config: AppConfig,
@@ -149,15 +150,15 @@ def test_each_request_of_a_batch_gets_what_it_gets_alone(
 
     without = {key: value for key, value in user.params.items() if key != name}
     same = alone(replace(user, params=without)) == answer
-    assert same != use.shows, "the parameter is to show in the answer, or not to"
+    assert same != use.shows, "the parameter must change the answer exactly if `shows` is true"
 
     num_undrafted = 0 if is_drafted(user) else 1
     first = engine.run([user, *neighbours])
     assert_same(first.answers, [answer, *expected])
-    assert_all_kinds(first.steps, num_undrafted)
+    assert_mixed_steps(first.steps, num_undrafted)
     last = engine.run([*neighbours, user])
     assert_same(last.answers, [*expected, answer])
-    assert_all_kinds(last.steps, num_undrafted)
+    assert_mixed_steps(last.steps, num_undrafted)
 
 
 def is_drafted(request: Request) -> bool:
@@ -179,8 +180,8 @@ def approximately(logprobs: Logprobs) -> list[Any]:
     return [pytest.approx(position, abs=TOLERANCE) for position in logprobs]
 
 
-def assert_all_kinds(steps: Sequence[Step], num_undrafted: int) -> None:
-    """Steps of several requests with no draft, with some, and with one for each that gets any."""
+def assert_mixed_steps(steps: Sequence[Step], num_undrafted: int) -> None:
+    """Asserts that some shared steps had no drafts, some had a few, and some had all drafts."""
     shared = [step for step in steps if step.num_requests > 1]
     assert any(step.num_drafting == 0 for step in shared)
     assert any(0 < step.num_drafting < step.num_requests for step in shared)

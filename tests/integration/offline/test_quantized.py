@@ -1,4 +1,4 @@
-"""Speculation changes nothing of what a quantized base writes, up to near ties of bfloat16."""
+"""Speculation does not change the output of a quantized base, except at near ties of bfloat16."""
 
 import pytest
 
@@ -14,7 +14,7 @@ QUANTIZATIONS = ("fp8_per_block", "int8_per_channel_weight_only")
 
 
 def quantized(config: AppConfig, quantization: str) -> AppConfig:
-    """The demo base, which has linear layers and experts."""
+    """The demo base, which has quantizable linear layers and experts."""
     model = config.model.model_copy(update={"path": str(model_path("demo-base"))})
     options = {"dtype": "bfloat16", "vllm": {"quantization": quantization}}
     engine = config.engine.model_copy(update=options)

@@ -1,4 +1,4 @@
-"""A drafter that is none for its target: the engine ends at once and says why."""
+"""A draft model that does not fit its target: the engine ends at once and gives the reason."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ from tests.integration.offline.conftest import running_engine
 
 
 def refusal(config: AppConfig, model: Path) -> str:
-    """What the engine says instead of starting with this draft model, in a part of the time."""
+    """The error of an engine that refuses this draft model, well before the timeout."""
     source = DraftModelConfig(kind="draft_model", model=str(model), max_texts=1)
     began = time.monotonic()
     with (
@@ -30,11 +30,11 @@ def refusal(config: AppConfig, model: Path) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A draft model that a test may change."""
+    """A copy of the draft model that a test may change."""
     return Path(shutil.copytree(model_path("demo-draft"), tmp_path / "model"))
 
 
-def test_a_draft_model_that_cannot_be_loaded(config: AppConfig, folder: Path) -> None:
+def test_a_draft_model_that_cannot_be_loaded_is_refused(config: AppConfig, folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     said = refusal(config, folder)
     start = f"method draft_model: draft_model: the drafter did not start: model: '{folder}' is not"
@@ -42,7 +42,7 @@ def test_a_draft_model_that_cannot_be_loaded(config: AppConfig, folder: Path) ->
     assert "\n" not in said
 
 
-def test_a_draft_model_of_another_vocabulary(config: AppConfig, folder: Path) -> None:
+def test_a_draft_model_with_another_vocabulary_is_refused(config: AppConfig, folder: Path) -> None:
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["another token"] = vocabulary.pop(max(vocabulary, key=vocabulary.get))

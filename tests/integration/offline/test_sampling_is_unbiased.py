@@ -1,9 +1,9 @@
-"""Sampled output has the same distribution with speculation as without.
+"""Sampled output has the same distribution with and without speculation.
 
-The model may write four tokens only, and the prompt and the prediction are long mixtures of them,
-so that after every token there is a draft. Or its text is forced, and each sample splits it into
-tokens in another way. The first tokens of many samples are then counted with and without
-speculation, and Pearson's chi-square test asks whether one distribution can have made both tables.
+Only four tokens are allowed. The prompt and the prediction are long random mixtures of them, so
+there is a draft after every token. With a grammar the text is forced, and each sample splits it
+into tokens differently. The test counts the first tokens of many samples with and without
+speculation. Pearson's chi-square test then compares the two tables.
 """
 
 import json
@@ -27,21 +27,21 @@ from tests.integration.offline.conftest import running_engine
 ALPHABET = (300, 301, 302, 303)
 NUM_SAMPLES = 2000
 NUM_TOKENS = 4
-"""Tokens a sample: one from the prompt alone, then three that drafts are made for."""
+"""Tokens of a sample: the first comes from the prompt alone, the other three have drafts."""
 SMALLEST_P = {"ngram": 1e-3, "prediction": 1e-3, "grammar": 1e-5}
-"""The seeds are fixed: a fair sampler fails one fixed test in a thousand, for ever or never. But
-grammars are compiled in a thread, so that the first drafts differ from run to run."""
+"""Smallest allowed p-value by source. With fixed seeds a test always passes or always fails. A
+grammar is compiled in a thread, so its first drafts differ from run to run."""
 
 Sample = tuple[int, ...]
 
 PROMPT, PREDICTION = (tuple(random.Random(seed).choices(ALPHABET, k=60)) for seed in (0, 1))
 FORCED = json.dumps({"const": "".join(random.Random(2).choices("aeinrst ", k=100))})
-"""A schema with one answer. Its text can be split into tokens in many ways."""
+"""A schema with one answer, whose text can be split into tokens in many ways."""
 
 
 def p_values(left: Sequence[Sample], right: Sequence[Sample]) -> dict[str, float]:
-    """For each position, and for the drafted positions together, how likely two tables as
-    different as these are if both come from the same distribution."""
+    """p-values of the hypothesis that both sides have the same distribution. There is one for each
+    position, and one for the drafted positions together."""
     values = {}
     for position in range(NUM_TOKENS):
         values[f"position {position}"] = _p_value(
@@ -54,7 +54,7 @@ def p_values(left: Sequence[Sample], right: Sequence[Sample]) -> dict[str, float
 def _p_value(left: Sequence[Sample], right: Sequence[Sample]) -> float:
     counts = Counter(left), Counter(right)
     both = counts[0] + counts[1]
-    # The test holds for cells that are expected to hold 5 or more; rarer ones share a cell.
+    # The test needs an expected count of 5 or more in each cell. Rarer cells are merged.
     frequent = sorted(cell for cell, count in both.items() if count >= 10)
     table = [[count[cell] for cell in frequent] for count in counts]
     rest = [sum(count.values()) - sum(row) for count, row in zip(counts, table, strict=True)]
@@ -64,13 +64,13 @@ def _p_value(left: Sequence[Sample], right: Sequence[Sample]) -> float:
 
 
 def jobs(source: str, first_seed: int) -> list[Job]:
-    """What the source has something to draft from."""
+    """Jobs for which the source has drafts."""
     is_forced = source == "grammar"
     return [
         Job(
             PROMPT,
             Sampling(
-                max_tokens=NUM_TOKENS + 1,  # no draft is made for the last one
+                max_tokens=NUM_TOKENS + 1,  # the last token gets no draft
                 temperature=1.0,
                 seed=first_seed + index,
                 ignore_eos=True,
@@ -93,7 +93,7 @@ def samples(result: RunResult) -> list[Sample]:
 
 @pytest.fixture(scope="module")
 def without(none_engine: EngineProcess) -> Callable[[str], list[Sample]]:
-    """Without speculation, by the source whose drafts these are compared with."""
+    """Samples without speculation, by the source with which they are compared."""
 
     @cache
     def found(*, is_forced: bool) -> list[Sample]:
@@ -107,19 +107,19 @@ def without(none_engine: EngineProcess) -> Callable[[str], list[Sample]]:
 def test_drafts_do_not_change_the_distribution(
     config: AppConfig, without: Callable[[str], list[Sample]], source: str
 ) -> None:
-    # With one source alone: fixed seeds give the same drafts each time.
+    # With a single source, fixed seeds give the same drafts each time.
     with running_engine(config, source) as engine:
         result = engine.run(jobs(source, NUM_SAMPLES), concurrency=32)
     (drafts,) = result.drafts
     assert drafts.num_drafts >= NUM_SAMPLES  # each sample had at least one
-    # Otherwise nothing was put to the test: neither taking a draft nor throwing one away.
+    # The samples must have both accepted and rejected draft tokens.
     assert NUM_SAMPLES / 10 < drafts.num_accepted_tokens < drafts.num_draft_tokens * 0.9
     values = p_values(without(source), samples(result))
     assert min(values.values()) > SMALLEST_P[source], values
 
 
 @pytest.mark.parametrize("share", [1.0, 0.1])
-def test_the_check_notices_drafts_that_are_accepted_without_being_verified(
+def test_the_check_detects_drafts_accepted_without_verification(
     config: AppConfig, without: Callable[[str], list[Sample]], share: float
 ) -> None:
     drawn = without("ngram")
@@ -139,7 +139,7 @@ def test_the_check_notices_drafts_that_are_accepted_without_being_verified(
 
 
 def _drafts(config: AppConfig, outputs: Sequence[Sample]) -> list[Sample]:
-    """What prompt lookup proposes after the prompt and these tokens."""
+    """Drafts of prompt lookup after the prompt and these tokens."""
     contexts = np.array([[*PROMPT, *output] for output in outputs], dtype=np.int32)
     size, length = contexts.shape
     batch = DraftBatch(

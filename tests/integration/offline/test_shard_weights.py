@@ -1,4 +1,4 @@
-"""Weights that were divided beforehand are those of the ordinary folder."""
+"""Weight files that were split for each shard give the same output as the ordinary folder."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(900)
 
 
 def two_shards(path: Path, **vllm: str) -> AppConfig:
-    """The demo base, with latent attention and experts; in float32, so that texts are equal."""
+    """The demo base, with latent attention and experts, in float32 so that texts are equal."""
     return parse(
         {
             "model": {"path": str(path)},
@@ -58,7 +58,7 @@ def test_two_shards_write_the_same_tokens_from_their_own_files(
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1].startswith("2 shard(s), ")  # behind vLLM's own
+    assert done.stdout.splitlines()[-1].startswith("2 shard(s), ")  # after vLLM's own lines
     assert {path.name for path in tmp_path.iterdir()} == {"divided", "serve.yaml"}
     mark = json.loads((out / "specserve_shards.json").read_text())
     assert mark == {"tensor_parallel_size": 2, "quantization": "", "dtype": "float32"}

@@ -1,4 +1,4 @@
-"""Beams of the served application, beside those of transformers."""
+"""Beam search over HTTP, compared with transformers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_best_beams_are_those_of_transformers(api: Api) -> None:
     assert [each["token_ids"] for each in answer["choices"]] == beams[:, len(PROMPT) :].tolist()
 
 
-def test_a_seed_draws_the_same_beams_again_and_another_one_others(api: Api) -> None:
+def test_a_seed_repeats_its_beams_and_another_seed_does_not(api: Api) -> None:
     drawn = [api.complete(**DRAWN, seed=seed)["choices"] for seed in (1, 1, 2)]
     texts = [[each["text"] for each in choices] for choices in drawn]
     assert texts[0] == texts[1] != texts[2]
@@ -43,13 +43,13 @@ def test_a_seed_draws_the_same_beams_again_and_another_one_others(api: Api) -> N
 
 
 @pytest.mark.parametrize("body", [ASKED, DRAWN])
-def test_beams_do_not_stream(api: Api, body: dict[str, Any]) -> None:
+def test_streamed_beams_are_refused(api: Api, body: dict[str, Any]) -> None:
     answer = api.http.post("/v1/completions", json={"model": "demo", **body, "stream": True})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "stream"
 
 
-def test_candidates_beyond_what_vllm_tells_are_refused(api: Api) -> None:
+def test_sampled_beams_with_top_k_over_20_are_refused(api: Api) -> None:
     answer = api.http.post("/v1/completions", json={"model": "demo", **DRAWN, "top_k": 21})
     assert answer.status_code == 400
     assert "21 is not allowed where beam_sample draws the beams; allowed: at most 20" in answer.text

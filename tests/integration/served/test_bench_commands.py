@@ -1,4 +1,4 @@
-"""The performance run of a token file, and vLLM's own command, against the served application."""
+"""``specserve bench tokens`` and vLLM's own commands against the served application."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REQUESTS = [[*range(40, 60)] * 2, [*range(100, 140)], [*range(40, 60)] * 2]
 MAX_OUTPUT = 24
 
 
-def test_a_token_file_is_run_and_its_figures_and_outputs_are_written(
+def test_bench_tokens_runs_a_file_and_writes_figures_and_outputs(
     api: Api, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     requests, outputs, found = (tmp_path / name for name in ("in.csv", "out.csv", "found.json"))
@@ -43,20 +43,20 @@ def test_a_token_file_is_run_and_its_figures_and_outputs_are_written(
 
 
 @pytest.mark.parametrize(
-    ("line", "told"), [("5,five", "in.csv: line 2: 'five'"), ("9999999", "in.csv: line 2: 9999999")]
+    ("line", "text"), [("5,five", "in.csv: line 2: 'five'"), ("9999999", "in.csv: line 2: 9999999")]
 )
-def test_a_line_that_cannot_be_run_is_told(
-    api: Api, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, told: str
+def test_an_invalid_line_is_reported(
+    api: Api, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, text: str
 ) -> None:
     requests = tmp_path / "in.csv"
     requests.write_text(f"5\n{line}\n")
     options = ["--warm-up", "0", "--max-output", "1"]
     assert main(["bench", "tokens", str(requests), "--url", api.base_url, *options]) == 2
     (error,) = capsys.readouterr().err.strip().splitlines()
-    assert told in error
+    assert text in error
 
 
-def test_vllms_own_benchmark_runs_against_it(api: Api, tmp_path: Path) -> None:
+def test_vllm_bench_serve_runs_against_it(api: Api, tmp_path: Path) -> None:
     options = {
         "--base-url": api.base_url,
         "--model": "demo",
@@ -79,7 +79,7 @@ def test_vllms_own_benchmark_runs_against_it(api: Api, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["complete", "chat"])
-def test_vllms_own_client_asks_it(api: Api, command: str) -> None:
+def test_vllms_own_client_gets_text(api: Api, command: str) -> None:
     words = ["-m", "specserve.cli.main", "vllm", "--", command, "--quick", "x = "]
     url = ["--url", f"{api.base_url}/v1", "--model-name", "demo"]
     run = subprocess.run(

@@ -1,4 +1,4 @@
-"""A draft model in an actor of its own: requests go on without it."""
+"""A draft model in a separate actor. Requests go on when it fails."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LONG_PROMPTS = [
     "".join(f"def step_{line}(value):\n    return value * {number}\n" for line in range(60))
     for number in range(4)
 ]
-"""To read them takes more memory than any of the others."""
+"""The draft model needs more memory for them than for any other prompt."""
 WAIT_S = 180.0
 
 
@@ -42,7 +42,7 @@ def api(shared: Deployment) -> Iterator[Api]:
 
 @pytest.fixture
 def expected(api: Api) -> list[str]:
-    """What the model writes without speculation."""
+    """Output of the model without speculation."""
     return [write(api, prompt, vllm_xargs=OFF) for prompt in PROMPTS]
 
 
@@ -58,7 +58,7 @@ def drafter(app: Deployment) -> psutil.Process | None:
 
 
 def counts(api: Api) -> tuple[int, int]:
-    """Drafts so far, and how many of their first tokens were accepted."""
+    """Number of drafts so far, and of those whose first token was accepted."""
     acceptance = api.speculation()["acceptance"].get("draft_model")
     if acceptance is None:
         return 0, 0
@@ -91,7 +91,7 @@ def test_a_model_in_another_process_drafts(api: Api, app: Deployment, expected: 
     assert len(acceptance["acceptance_rate_at_position"]) == 3
 
 
-def test_it_may_be_killed_in_the_midst_and_nobody_notices(
+def test_a_killed_drafter_changes_no_text_and_restarts(
     api: Api, app: Deployment, expected: list[str]
 ) -> None:
     await_drafts(api, app)
@@ -109,7 +109,7 @@ def test_it_may_be_killed_in_the_midst_and_nobody_notices(
     await_drafts(api, app)
 
 
-def test_it_may_hang_and_is_told_to_be_down_until_it_goes_on(
+def test_a_hanging_drafter_is_reported_down_until_it_resumes(
     api: Api, app: Deployment, expected: list[str]
 ) -> None:
     await_drafts(api, app)
@@ -118,7 +118,7 @@ def test_it_may_hang_and_is_told_to_be_down_until_it_goes_on(
     hung.send_signal(signal.SIGSTOP)
     try:
         assert [write(api, prompt) for prompt in PROMPTS] == expected
-        app.eventually(lambda: not is_up(api), "the drafter to be told down", WAIT_S)
+        app.eventually(lambda: not is_up(api), "the drafter is reported down", WAIT_S)
     finally:
         hung.send_signal(signal.SIGCONT)
     await_drafts(api, app)
@@ -127,9 +127,9 @@ def test_it_may_hang_and_is_told_to_be_down_until_it_goes_on(
 
 @contextmanager
 def no_more_memory(process: psutil.Process) -> Iterator[None]:
-    """Has the system refuse whatever a process asks for beyond what it has."""
+    """Lets a process allocate no more memory, for the length of a block."""
     before = process.rlimit(resource.RLIMIT_DATA)
-    process.rlimit(resource.RLIMIT_DATA, (1, before[1]))  # Linux takes 0 for no limit
+    process.rlimit(resource.RLIMIT_DATA, (1, before[1]))  # for Linux 0 means no limit
     try:
         yield
     finally:
@@ -138,11 +138,11 @@ def no_more_memory(process: psutil.Process) -> Iterator[None]:
 
 
 def num_errors(api: Api) -> float:
-    """Requests that the drafter, though it was there, did not answer, as Prometheus is told."""
+    """Value of the metric that counts the drafter's errors."""
     return api.metric("specserve_drafter_errors_total", source="draft_model")
 
 
-def test_it_may_run_out_of_memory_and_is_used_again_when_it_has_some(
+def test_a_drafter_out_of_memory_is_used_again_once_it_has_memory(
     api: Api, app: Deployment
 ) -> None:
     await_drafts(api, app)
@@ -151,9 +151,9 @@ def test_it_may_run_out_of_memory_and_is_used_again_when_it_has_some(
     assert poor is not None
     with no_more_memory(poor):
         assert [write(api, prompt) for prompt in LONG_PROMPTS] == expected
-        # It refuses what it has no room for; or it dies of it, and is started again.
+        # It refuses the requests, or it dies and is started again.
         app.eventually(
-            lambda: num_errors(api) > before or not is_up(api), "the refusal to be told", WAIT_S
+            lambda: num_errors(api) > before or not is_up(api), "an error is counted", WAIT_S
         )
     await_drafts(api, app)
     assert is_up(api)

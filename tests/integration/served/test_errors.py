@@ -23,7 +23,7 @@ def _the_server_goes_on(api: Api) -> Any:
 
 
 def error_of(api: Api, body: dict[str, Any], path: str = "/v1/completions") -> dict[str, Any]:
-    """The 400's error object, which has to have OpenAI's form."""
+    """The error object of a 400 answer. Checks that it has OpenAI's form."""
     response = api.http.post(path, json={"model": "demo", "prompt": PROMPT, "max_tokens": 4} | body)
     assert response.status_code == 400, response.text
     error: dict[str, Any] = response.json()["error"]
@@ -57,7 +57,7 @@ def error_of(api: Api, body: dict[str, Any], path: str = "/v1/completions") -> d
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_control_that_is_not_allowed_is_refused_with_field_and_values(
+def test_a_wrong_control_is_refused_with_its_field_and_allowed_values(
     api: Api, path: str, xargs: dict[str, Any], param: str, message: str
 ) -> None:
     body: dict[str, Any] = {"vllm_xargs": xargs}
@@ -68,7 +68,7 @@ def test_a_control_that_is_not_allowed_is_refused_with_field_and_values(
     assert error["message"].startswith(f"vllm_xargs.{param}: {message}")
 
 
-def test_a_key_written_with_escapes_is_checked_too(api: Api) -> None:
+def test_a_json_key_with_escapes_is_checked_too(api: Api) -> None:
     body = '{"model": "demo", "prompt": "x", "vllm\\u005fxargs": {"speculation": "fast"}}'
     response = api.http.post("/v1/completions", content=body)
     assert response.status_code == 400
@@ -142,7 +142,7 @@ def test_a_schema_with_a_number_beyond_64_bits_is_refused(
     assert "stream" in body or response.status_code == 400
 
 
-def test_a_streamed_response_that_is_wrong_ends_with_an_error(api: Api) -> None:
+def test_a_refused_streamed_response_ends_with_an_error(api: Api) -> None:
     body = {"model": "demo", "input": PROMPT, "stream": True, "stop_token_ids": [-1]}
     response = api.http.post("/v1/responses", json=body)
     *_, name, data = response.text.strip().splitlines()
@@ -151,13 +151,13 @@ def test_a_streamed_response_that_is_wrong_ends_with_an_error(api: Api) -> None:
     assert (error["code"], error["param"]) == ("BadRequestError", "stop_token_ids")
 
 
-def test_nobody_scales_the_engine_by_request(api: Api) -> None:
+def test_a_request_cannot_scale_the_engine(api: Api) -> None:
     response = api.http.post("/scale_elastic_ep", json={"new_data_parallel_size": 2})
     assert response.status_code == 501
     assert response.json()["error"]["code"] == 501
 
 
-def test_nobody_but_this_machine_is_served(shared: Deployment) -> None:
+def test_the_server_listens_on_loopback_only(shared: Deployment) -> None:
     listening = {
         connection.laddr.ip
         for process in shared.cluster.processes()

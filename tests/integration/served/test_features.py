@@ -1,4 +1,4 @@
-"""Each of vLLM's features gives under speculation what it gives without."""
+"""Each of vLLM's features gives the same result with and without speculation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SCHEMA = {
     "maxItems": 12,
 }
 ONE_CHOICE = {"temperature": 1.0, "top_k": 1}
-"""Goes the way of sampling, and can be compared none the less."""
+"""Uses the sampler, but leaves one choice, so that answers can be compared."""
 
 JSON_PROMPT = json.dumps(["alpha", "beta", "gamma"] * 4) + "\n"
 TOOL: dict[str, Any] = {
@@ -51,14 +51,14 @@ TOOL: dict[str, Any] = {
 
 
 class Drafted(NamedTuple):
-    """Of one request."""
+    """Draft tokens of one request."""
 
     tokens: int
     accepted: int
 
 
-def told(answer: dict[str, Any]) -> Drafted:
-    """What an answer says of its own drafts; it was asked to."""
+def drafted_in(answer: dict[str, Any]) -> Drafted:
+    """The drafts that an answer reports. The request must ask for a report."""
     sources = answer["metrics"]["speculative_decoding"]["sources"].values()
     return Drafted(
         sum(each["drafted_tokens"] for each in sources),
@@ -68,15 +68,15 @@ def told(answer: dict[str, Any]) -> Drafted:
 
 @pytest.fixture
 def compare(api: Api) -> Any:
-    """Asks the same with speculation off and on, and checks that both are what they say."""
+    """Sends a request with speculation off and on, and checks that only the second has drafts."""
 
     def ask(path: str, **body: Any) -> tuple[dict[str, Any], dict[str, Any], Drafted]:
         off = api.ask(path, **body, vllm_xargs=OFF | REPORT)
-        assert told(off) == (0, 0), "a request without speculation was drafted for"
+        assert drafted_in(off) == (0, 0), "a request without speculation got drafts"
         auto = api.ask(path, **body, vllm_xargs=AUTO | REPORT)
-        assert told(auto).tokens > 0, "nothing was drafted, so nothing is compared"
+        assert drafted_in(auto).tokens > 0, "no drafts: the comparison shows nothing"
         assert off["usage"]["completion_tokens"] == auto["usage"]["completion_tokens"]
-        return off, auto, told(auto)
+        return off, auto, drafted_in(auto)
 
     return ask
 
@@ -119,7 +119,7 @@ def test_several_answers_are_the_same_with_and_without_speculation(api: Api) -> 
 
 def test_a_stop_string_ends_the_text_at_the_same_place(api: Api, compare: Any) -> None:
     text = api.complete(prompt=PROMPT, max_tokens=96, vllm_xargs=OFF)["choices"][0]["text"]
-    # Begins and ends within tokens, and lies past the first draft.
+    # It begins and ends inside tokens, and comes after the first draft.
     stop = text[len(text) // 2 : len(text) // 2 + 7]
     off, auto, drafted = compare("/v1/completions", prompt=PROMPT, max_tokens=96, stop=[stop])
     choice = auto["choices"][0]
@@ -129,10 +129,10 @@ def test_a_stop_string_ends_the_text_at_the_same_place(api: Api, compare: Any) -
     assert drafted.accepted > 0
 
 
-def test_seeded_sampling_repeats_itself_with_and_without_speculation(api: Api) -> None:
-    # Speculation draws other random numbers, so the two need not agree with one another:
-    # that they have the same distribution is tested elsewhere.
-    # Of three tokens any two follow one another soon again, which is what drafts are made from.
+def test_seeded_sampling_is_repeatable_with_and_without_speculation(api: Api) -> None:
+    # Speculation uses other random numbers, so the two samples may differ.
+    # Another test compares their distributions.
+    # With three tokens every pair soon occurs again, which gives drafts.
     body = {"prompt": PROMPT, "max_tokens": 64, "allowed_token_ids": [300, 301, 302]}
     body |= {"temperature": 1.0, "seed": 11, "n": 2}
     for xargs in (OFF, AUTO):
@@ -145,7 +145,7 @@ def test_seeded_sampling_repeats_itself_with_and_without_speculation(api: Api) -
     assert api.counts().since(before).drafts > 0
 
 
-def test_a_json_schema_is_kept(compare: Any) -> None:
+def test_an_answer_follows_its_schema(compare: Any) -> None:
     answers = compare(
         "/v1/chat/completions",
         messages=[{"role": "user", "content": f"Repeat this:\n{JSON_PROMPT * 4}"}],
@@ -169,7 +169,7 @@ def test_a_named_tool_is_called_as_without_speculation(compare: Any) -> None:
         [call["function"] for call in answer["choices"][0]["message"]["tool_calls"]]
         for answer in (auto, off)
     )
-    assert called == expected  # the calls' ids are drawn anew each time
+    assert called == expected  # the ids of calls are random
     assert called[0]["name"] == "colour"
     assert drafted.accepted > 0
 
@@ -188,7 +188,7 @@ def test_a_stream_gives_the_text_of_a_whole_answer(api: Api) -> None:
         choices = [choice for event in events for choice in event["choices"]]
     assert "".join(choice["text"] for choice in choices) == whole["text"]
     assert choices[-1]["finish_reason"] == whole["finish_reason"]
-    # An accepted draft arrives with the token after it in one event.
+    # An accepted draft and the token after it arrive in one event.
     assert len(choices) < 96
 
 
@@ -199,7 +199,7 @@ def test_requests_of_one_batch_do_not_disturb_one_another(api: Api) -> None:
     assert [choice["text"] for choice in together] == [choice["text"] for choice in alone]
 
 
-def test_a_scoring_call_leaves_a_running_answer_alone(api: Api) -> None:
+def test_a_scoring_call_does_not_change_a_running_answer(api: Api) -> None:
     labels = {"query": FUNCTION, "items": ["return", "pass"], "label_token_ids": [5, 6]}
     body = {"prompt": PROMPT, "max_tokens": 600, "ignore_eos": True, "logprobs": 3}
     scores = api.ask("/generative_scoring", **labels)["data"]
@@ -211,7 +211,7 @@ def test_a_scoring_call_leaves_a_running_answer_alone(api: Api) -> None:
         for event in events:
             written_after_it += call.done()
             choices += event["choices"]
-    assert written_after_it > 0, "the answer was over before the call"
+    assert written_after_it > 0, "the answer ended before the call"
     assert_equal(call.result()["data"], scores)
     assert "".join(choice["text"] for choice in choices) == whole["text"]
     logprobs = [each for choice in choices for each in choice["logprobs"]["top_logprobs"]]
@@ -232,22 +232,22 @@ def test_a_request_ends_at_the_context_limit_as_without_speculation(api: Api, co
 @pytest.mark.parametrize(
     "options",
     [
-        # Greedy decoding ignores min_p, and is drafted for.
+        # Greedy decoding ignores min_p and gets drafts, so this request samples.
         {"min_p": 0.2, "temperature": 0.8, "seed": 7},
         {"logit_bias": {"300": 5.0}},
     ],
 )
-def test_options_that_speculation_cannot_keep_are_kept_by_leaving_it_out(
+def test_options_that_speculation_cannot_support_get_no_drafts(
     api: Api, options: dict[str, Any]
 ) -> None:
     body = {"prompt": PROMPT, "max_tokens": 48, **options}
     auto = api.complete(**body, vllm_xargs=AUTO | REPORT)
-    assert told(auto) == (0, 0)
+    assert drafted_in(auto) == (0, 0)
     assert auto["choices"] == api.complete(**body, vllm_xargs=OFF)["choices"]
 
 
 @pytest.mark.parametrize("length", [129, 257])
-def test_so_it_is_where_all_but_a_prompts_last_token_is_cached(api: Api, length: int) -> None:
+def test_logit_bias_holds_with_a_cached_prompt(api: Api, length: int) -> None:
     ids = api.complete(prompt=PROMPT, max_tokens=1, return_token_ids=True)["choices"][0]
     body = {
         "prompt": (ids["prompt_token_ids"] * 20)[:length],
@@ -271,9 +271,9 @@ def test_drafts_are_no_longer_than_the_request_allows(api: Api, limit: int) -> N
     assert (drafted.drafts > 0) == (limit > 0)
 
 
-def test_a_source_can_be_asked_for_by_name(api: Api) -> None:
+def test_a_source_can_be_selected_by_name(api: Api) -> None:
     xargs = {"speculation": "ngram", "learn": 0, **REPORT}
-    assert told(api.complete(prompt=PROMPT, max_tokens=32, vllm_xargs=xargs)).tokens > 0
+    assert drafted_in(api.complete(prompt=PROMPT, max_tokens=32, vllm_xargs=xargs)).tokens > 0
 
 
 @pytest.fixture
@@ -283,8 +283,8 @@ def openai(api: Api) -> Iterator[OpenAI]:
         yield client
 
 
-def test_an_answer_that_is_asked_tells_what_speculation_did(api: Api) -> None:
-    """Streamed or not, by the OpenAI and the generation API, and where a stop string ends it."""
+def test_an_answer_reports_its_drafts_on_request(api: Api) -> None:
+    """With and without streaming, in the OpenAI and the generation API, and with a stop string."""
     asked: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 48, "vllm_xargs": REPORT}
 
     def whole(**options: Any) -> Any:
@@ -301,20 +301,20 @@ def test_an_answer_that_is_asked_tells_what_speculation_did(api: Api) -> None:
         body = {"inputs": PROMPT, "parameters": parameters, "vllm_xargs": asked["vllm_xargs"]}
         return api.ask("/generate", **body)["details"]["speculative_decoding"]
 
-    for tell in (whole, streamed, generated):
+    for report_of in (whole, streamed, generated):
         before = api.counts()
-        told, counted = tell(), api.counts().since(before)
+        report, counted = report_of(), api.counts().since(before)
         assert counted.accepted_tokens > 0
-        assert told["sources"]["ngram"] == {
+        assert report["sources"]["ngram"] == {
             "drafted_tokens": counted.draft_tokens,
             "accepted_tokens": counted.accepted_tokens,
         }
-        assert told["num_accepted_draft_tokens"] == counted.accepted_tokens
+        assert report["num_accepted_draft_tokens"] == counted.accepted_tokens
     answer = api.complete(prompt=PROMPT, max_tokens=48)
     assert answer["metrics"] is None
     text = answer["choices"][0]["text"]
-    told = whole(stop=text[len(text) // 2 :], max_tokens=96)
-    assert told["sources"]["ngram"]["drafted_tokens"] == told["num_draft_tokens"] > 0
+    report = whole(stop=text[len(text) // 2 :], max_tokens=96)
+    assert report["sources"]["ngram"]["drafted_tokens"] == report["num_draft_tokens"] > 0
     assert whole(logit_bias={"300": 1.0})["num_draft_tokens"] == 0
 
 
@@ -340,7 +340,7 @@ def test_the_openai_client_streams_a_chat_completion(api: Api, openai: OpenAI) -
 
 
 def assert_equal(one: Any, other: Any, path: str = "") -> None:
-    """Equality of JSON values; numbers that are not whole, log-probabilities, within 1e-4."""
+    """Asserts equal JSON values. Floats are log-probabilities and may differ by 1e-4."""
     if isinstance(one, float) and isinstance(other, float):
         assert one == pytest.approx(other, abs=1e-4), path
     elif isinstance(one, dict) and isinstance(other, dict):

@@ -1,4 +1,4 @@
-"""Whatever is asked, the server goes on, and what others are told stays the same."""
+"""Random requests neither break the server nor change other answers."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ ACCEPTED = (
     *("POST /inference/v1/generate", "POST /generative_scoring"),
     *("POST /generate", "POST /generate_stream", "POST /"),
 )
-"""Routes where a good share has to be accepted: what is refused at once tests little."""
+"""Routes that must accept a good share of the requests. A refused request tests little."""
 
 NUM_CASES = int(os.environ.get("SPECSERVE_FUZZ_CASES", "200"))
 LEAST_CASES = 400
-"""With fewer, a route may get no request that it accepts."""
+"""With fewer cases, a route may accept no request."""
 CASES_PER_S = 2
-"""Far fewer than a quiet machine answers."""
+"""A quiet machine answers far more."""
 
 pytestmark = pytest.mark.timeout(900 + NUM_CASES / CASES_PER_S)
 
 
 def first_seed() -> int:
-    """``SPECSERVE_FUZZ_SEED``, or one drawn by lot."""
+    """``SPECSERVE_FUZZ_SEED``, or a random seed."""
     return int(os.environ.get("SPECSERVE_FUZZ_SEED") or secrets.randbelow(1 << 32))
 
 
@@ -56,14 +56,14 @@ def test_random_requests_do_no_harm(api: Api) -> None:
         ),
     ],
 )
-def test_nor_where_tenants_fill_a_memory_or_an_actor_drafts(
+def test_random_requests_do_no_harm_to_tenants_or_drafters(
     shared: Deployment, prefix: str, absent: set[str]
 ) -> None:
     api = Api(shared.base_url(prefix))
     with api.http:
         api.http.headers["Authorization"] = f"Bearer {next(iter(KEYS.values()))}"
         accepted = [each for each in ACCEPTED if each not in absent]
-        # These applications have fewer of vLLM's options, and room for fewer requests.
+        # These applications have fewer options of vLLM, and take fewer requests at once.
         num_cases = max(NUM_CASES // 10, LEAST_CASES)
         check(api, accepted, 0.2, num_cases, num_streams=2, num_clients=2)
 
@@ -76,15 +76,15 @@ def check(
     num_streams: int,
     num_clients: int,
 ) -> None:
-    """Fuzzes while clients stream drafted texts, and checks both.
+    """Sends random requests while clients stream texts with drafts, and checks both.
 
     Args:
         api: the application.
-        accepted: routes where a good share has to be accepted.
-        share: of what is sent to these routes.
-        num_cases: how many random requests.
-        num_streams: how many clients stream.
-        num_clients: how many send random requests at once.
+        accepted: routes that must accept a good share of the requests.
+        share: that share, over all these routes.
+        num_cases: number of random requests.
+        num_streams: clients that stream.
+        num_clients: clients that send random requests.
     """
     number = first_seed()
     logger.warning("SPECSERVE_FUZZ_SEED=%d", number)  # shown where the test fails
@@ -107,6 +107,6 @@ def check(
 
 
 def num_accepted(api: Api) -> int:
-    """Draft tokens that were accepted so far, of all sources."""
+    """Accepted draft tokens of all sources so far."""
     sources = api.speculation()["acceptance"].values()
     return sum(each["accepted_tokens"] for each in sources)

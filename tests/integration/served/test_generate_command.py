@@ -1,4 +1,4 @@
-"""Texts and a chat by `specserve generate`, against the served application."""
+"""``specserve generate`` with texts and a chat against the served application."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TEXTS = ["import os\nimport os\nimport os\n", "def f(x):\n    return x\n"]
 
 
 @pytest.mark.parametrize("stream", [[], ["--stream"]])
-def test_texts_are_answered_as_the_api_answers_them_and_drafts_are_told(
+def test_generate_gives_the_answers_of_the_api_and_counts_drafts(
     api: Api, tmp_path: Path, capsys: pytest.CaptureFixture[str], stream: list[str]
 ) -> None:
     output = tmp_path / "found.json"
@@ -46,19 +46,19 @@ def test_an_extra_end_token_ends_an_answer(api: Api, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (["--add-eos-token", "two words and more"], "--add-eos-token: 'two words and more'"),
         (["--max-length", "1", "--input-texts", "import os"], "--max-length: 1 is not allowed"),
         (["--input-ids", "9999999"], "request 1 failed: "),
     ],
 )
-def test_what_the_server_cannot_do_is_one_line(
-    api: Api, capsys: pytest.CaptureFixture[str], options: list[str], told: str
+def test_a_failed_run_gives_a_one_line_error(
+    api: Api, capsys: pytest.CaptureFixture[str], options: list[str], message: str
 ) -> None:
     assert main(["generate", "--url", api.base_url, *options]) == 2
     (error,) = capsys.readouterr().err.strip().splitlines()
-    assert told in error
+    assert message in error
 
 
 def test_a_chat_keeps_its_history_until_it_is_cleared(

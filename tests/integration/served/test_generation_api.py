@@ -1,4 +1,4 @@
-"""The generation API by the clients that its users have: huggingface_hub's and curl."""
+"""The generation API with the clients of its users: huggingface_hub and curl."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ CURL_BODY: dict[str, Any] = {
     },
     "stream": False,
 }
-"""Text Generation Inference's own example, with every parameter."""
+"""The example of Text Generation Inference, with every parameter."""
 
 
 @pytest.fixture
-def client(api: Api) -> Any:  # whose overloads know no keyword arguments of a dictionary
-    """The official client; it posts to ``/``."""
+def client(api: Api) -> Any:  # its overloads do not accept ** of a dictionary
+    """The official client, which posts to ``/``."""
     return InferenceClient(model=api.base_url)
 
 
@@ -81,7 +81,7 @@ def events(api: Api, **body: Any) -> list[dict[str, Any]]:
 
 
 def completed(api: Api, **options: Any) -> dict[str, Any]:
-    """What ``/v1/completions`` answers to the same prompt."""
+    """The answer of ``/v1/completions`` to the same prompt."""
     choice: dict[str, Any] = api.complete(
         prompt=PROMPT, max_tokens=NUM_TOKENS, vllm_xargs=OFF, **options
     )["choices"][0]
@@ -117,15 +117,15 @@ def test_the_official_client_gets_details(api: Api, client: Any, tokenizer: Any)
     )
     assert details.top_tokens is not None
     for top, likely in zip(details.top_tokens, logprobs["top_logprobs"], strict=True):
-        # Lists of lists are left as they came by the client.
-        told = {token["text"]: token["logprob"] for token in top}
-        assert told == pytest.approx(likely, abs=1e-4)
+        # The client does not parse lists of lists.
+        result = {token["text"]: token["logprob"] for token in top}
+        assert result == pytest.approx(likely, abs=1e-4)
     assert [token.id for token in details.prefill] == tokenizer.encode(PROMPT)
     assert details.prefill[0].logprob is None
     assert all(token.logprob < 0 for token in details.prefill[1:])
 
 
-def test_the_official_client_streams_an_event_a_token_whatever_a_step_accepts(
+def test_the_official_client_streams_one_event_per_token_despite_drafts(
     api: Api, client: Any
 ) -> None:
     expected = completed(api, return_token_ids=True)
@@ -133,15 +133,15 @@ def test_the_official_client_streams_an_event_a_token_whatever_a_step_accepts(
     stream = client.text_generation(
         PROMPT, stream=True, details=True, max_new_tokens=NUM_TOKENS, return_full_text=False
     )
-    told = list(stream)
+    result = list(stream)
     assert api.counts().since(before).accepted_tokens > 0
-    assert [each.index for each in told] == list(range(1, NUM_TOKENS + 1))
-    assert [each.token.id for each in told] == expected["token_ids"]
-    assert "".join(each.token.text for each in told) == expected["text"]
-    assert {each.generated_text for each in told[:-1]} == {None}
-    assert told[-1].generated_text == expected["text"]
-    assert told[-1].details is not None
-    assert told[-1].details.generated_tokens == NUM_TOKENS
+    assert [each.index for each in result] == list(range(1, NUM_TOKENS + 1))
+    assert [each.token.id for each in result] == expected["token_ids"]
+    assert "".join(each.token.text for each in result) == expected["text"]
+    assert {each.generated_text for each in result[:-1]} == {None}
+    assert result[-1].generated_text == expected["text"]
+    assert result[-1].details is not None
+    assert result[-1].details.generated_tokens == NUM_TOKENS
     pieces = client.text_generation(PROMPT, stream=True, max_new_tokens=NUM_TOKENS)
     assert "".join(pieces) == expected["text"]
 
@@ -152,7 +152,7 @@ def test_the_official_client_raises_its_own_errors(client: Any, stream: bool) ->
         list(client.text_generation(PROMPT, top_p=1.5, stream=stream))
 
 
-def test_the_official_client_keeps_to_a_grammar(client: Any) -> None:
+def test_the_official_client_gets_text_in_its_grammar(client: Any) -> None:
     schema = {
         "type": "object",
         "properties": {"colour": {"enum": ["red", "green"]}},
@@ -166,7 +166,7 @@ def test_the_official_client_keeps_to_a_grammar(client: Any) -> None:
     jsonschema.validate(json.loads(text), schema)
 
 
-def test_the_example_that_users_copy_is_answered_to_curl(api: Api) -> None:
+def test_curl_gets_an_answer_to_the_official_example(api: Api) -> None:
     answer = subprocess.run(
         [
             *("curl", "--silent", "--show-error", "--fail-with-body", f"{api.base_url}/generate"),
@@ -177,28 +177,28 @@ def test_the_example_that_users_copy_is_answered_to_curl(api: Api) -> None:
         timeout=120,
         check=True,
     )
-    told = json.loads(answer.stdout)
-    details = told["details"]
+    result = json.loads(answer.stdout)
+    details = result["details"]
     assert details["generated_tokens"] == len(details["tokens"]) == len(details["top_tokens"])
     assert all(len(top) == 5 for top in details["top_tokens"])
     assert len(details["prefill"]) == details["prompt_tokens"]
     assert details["seed"] is not None
     again = CURL_BODY | {"parameters": {**CURL_BODY["parameters"], "seed": details["seed"]}}
-    assert generate(api, **again)["generated_text"] == told["generated_text"]
+    assert generate(api, **again)["generated_text"] == result["generated_text"]
 
 
-def test_a_stop_string_ends_the_text_and_is_in_it(api: Api) -> None:
+def test_a_stop_string_ends_the_text_and_is_part_of_it(api: Api) -> None:
     text = completed(api)["text"]
     stop = text[len(text) // 2 : len(text) // 2 + 7]
     parameters = {"stop": [stop], "details": True, "max_new_tokens": NUM_TOKENS}
     before = api.counts()
-    told = events(api, parameters=parameters)
+    result = events(api, parameters=parameters)
     assert api.counts().since(before).accepted_tokens > 0
-    assert told[-1]["generated_text"] == text[: text.index(stop) + len(stop)]
-    assert told[-1]["details"]["finish_reason"] == "stop_sequence"
+    assert result[-1]["generated_text"] == text[: text.index(stop) + len(stop)]
+    assert result[-1]["details"]["finish_reason"] == "stop_sequence"
     whole = generate(api, parameters=parameters)
-    assert whole["generated_text"] == told[-1]["generated_text"]
-    assert [each["token"] for each in told] == [
+    assert whole["generated_text"] == result[-1]["generated_text"]
+    assert [each["token"] for each in result] == [
         pytest.approx(token, abs=1e-4) for token in whole["details"]["tokens"]
     ]
 
@@ -217,7 +217,7 @@ def test_the_best_of_two_has_the_higher_mean_log_probability(api: Api) -> None:
     assert details["seed"] != other["seed"]
 
 
-def test_the_prompt_is_cut_to_its_last_tokens(api: Api, tokenizer: Any) -> None:
+def test_truncate_keeps_the_last_prompt_tokens(api: Api, tokenizer: Any) -> None:
     parameters = {"truncate": 9, "decoder_input_details": True, "max_new_tokens": 2}
     details = generate(api, parameters=parameters)["details"]
     assert [token["id"] for token in details["prefill"]] == tokenizer.encode(PROMPT)[-9:]
@@ -233,7 +233,7 @@ def test_the_prompt_is_cut_to_its_last_tokens(api: Api, tokenizer: Any) -> None:
         {"watermark": True, "do_sample": True, "seed": 5},
     ],
 )
-def test_parameters_that_speculation_cannot_keep_are_kept_by_leaving_it_out(
+def test_parameters_that_speculation_cannot_support_get_no_drafts(
     api: Api, parameters: dict[str, Any]
 ) -> None:
     before = api.counts()
@@ -245,8 +245,8 @@ def test_parameters_that_speculation_cannot_keep_are_kept_by_leaving_it_out(
     assert texts[0] == texts[1]
 
 
-def test_typical_decoding_is_that_of_transformers(api: Api, tokenizer: Any) -> None:
-    # So small a share leaves one token: the draw has no choice.
+def test_typical_decoding_agrees_with_transformers(api: Api, tokenizer: Any) -> None:
+    # With such a small value only one token is left.
     parameters = {"typical_p": 0.001, "max_new_tokens": 24, "details": True}
     details = generate(api, parameters=parameters)["details"]
     model = AutoModelForCausalLM.from_pretrained(model_path("demo-draft"), dtype=torch.float32)
@@ -264,16 +264,16 @@ def test_the_watermark_is_found_by_transformers_detector(api: Api) -> None:
     def share(*, watermark: bool) -> float:
         parameters = {"do_sample": True, "temperature": 1.5, "seed": 3, "max_new_tokens": 200}
         parameters |= {"details": True, "watermark": watermark}
-        # Where the model has a choice at each token.
-        told = generate(api, inputs="Once upon a time", parameters=parameters)
-        tokens = torch.tensor([[token["id"] for token in told["details"]["tokens"]]])
+        # After this prompt the model has several likely tokens at each position.
+        result = generate(api, inputs="Once upon a time", parameters=parameters)
+        tokens = torch.tensor([[token["id"] for token in result["details"]["tokens"]]])
         return float(detector(tokens, return_dict=True).green_fraction[0])
 
     assert share(watermark=True) > 0.65
     assert share(watermark=False) < 0.6
 
 
-def test_a_control_that_is_not_allowed_is_refused_in_this_apis_form(api: Api) -> None:
+def test_a_wrong_control_gives_an_error_in_this_apis_form(api: Api) -> None:
     body = {"inputs": PROMPT, "vllm_xargs": {"speculation": "fast"}}
     for path in ("/generate", "/generate_stream", "/"):
         answer = api.http.post(path, json=body)
@@ -282,7 +282,7 @@ def test_a_control_that_is_not_allowed_is_refused_in_this_apis_form(api: Api) ->
         assert "'fast' is not allowed; allowed: auto, off, ngram" in answer.json()["error"]
 
 
-def test_controls_hold_here_as_elsewhere(api: Api) -> None:
+def test_controls_apply_in_this_api_too(api: Api) -> None:
     parameters = {"max_new_tokens": NUM_TOKENS}
     before = api.counts()
     generate(api, parameters=parameters, vllm_xargs=OFF)
@@ -291,7 +291,7 @@ def test_controls_hold_here_as_elsewhere(api: Api) -> None:
     assert api.counts().since(before).longest_draft == 2
 
 
-def test_a_prediction_is_drafted_from_here_as_elsewhere(api: Api) -> None:
+def test_a_prediction_gives_drafts_in_this_api_too(api: Api) -> None:
     def accepted() -> int:
         counted = api.speculation()["acceptance"].get("prediction", {})
         return int(counted.get("accepted_tokens", 0))
@@ -302,17 +302,17 @@ def test_a_prediction_is_drafted_from_here_as_elsewhere(api: Api) -> None:
     for stream in (False, True):
         parameters = {"max_new_tokens": NUM_TOKENS}
         if stream:
-            told = events(api, parameters=parameters, vllm_xargs=xargs)[-1]
+            result = events(api, parameters=parameters, vllm_xargs=xargs)[-1]
         else:
-            told = generate(api, parameters=parameters, vllm_xargs=xargs)
-        assert told["generated_text"] == text
+            result = generate(api, parameters=parameters, vllm_xargs=xargs)
+        assert result["generated_text"] == text
         assert accepted() - before > NUM_TOKENS / 2
         before = accepted()
     both = {"inputs": PROMPT, "parameters": {"typical_p": 0.5}, "vllm_xargs": xargs}
     assert api.http.post("/generate", json=both).status_code == 422
 
 
-def test_more_requests_than_fit_are_told_so_in_this_apis_form(shared: Deployment) -> None:
+def test_excess_requests_get_429_in_this_apis_form(shared: Deployment) -> None:
     many = 3 * (MAX_NUM_SEQS + MAX_QUEUED)
     headers = {"Authorization": f"Bearer {next(iter(KEYS.values()))}"}
     api = Api(shared.base_url("/team"))
@@ -330,7 +330,7 @@ def test_more_requests_than_fit_are_told_so_in_this_apis_form(shared: Deployment
         assert answer.json() == {"error": "Model is overloaded", "error_type": "overloaded"}
 
 
-def test_the_official_client_asks_as_a_tenant(shared: Deployment) -> None:
+def test_the_official_client_needs_a_valid_key(shared: Deployment) -> None:
     url = shared.base_url("/team")
     key = next(iter(KEYS.values()))
     text = InferenceClient(model=url, token=key).text_generation("x = ", max_new_tokens=4)
@@ -339,7 +339,7 @@ def test_the_official_client_asks_as_a_tenant(shared: Deployment) -> None:
         InferenceClient(model=url, token="sk-no").text_generation("x = ", max_new_tokens=4)
 
 
-def test_hugging_faces_client_gets_a_chats_answer_by_its_schema(
+def test_hugging_faces_client_gets_a_chat_answer_in_its_schema(
     client: InferenceClient,
 ) -> None:
     schema: dict[str, object] = {
@@ -359,7 +359,7 @@ def test_hugging_faces_client_gets_a_chats_answer_by_its_schema(
     assert json.loads(answer.choices[0].message.content or "") == {"mood": "calm"}
 
 
-def test_info_tells_the_limits(api: Api) -> None:
+def test_info_gives_the_limits(api: Api) -> None:
     info = api.http.get("/info").json()
     assert info["model_id"] == "demo"
     assert (info["max_input_tokens"], info["max_total_tokens"]) == (2047, 2048)
@@ -381,7 +381,7 @@ def asked_in_a_batch(api: Api) -> Iterator[Callable[..., list[Any]]]:
         yield ask
 
 
-def test_a_request_with_processors_leaves_its_neighbours_alone(
+def test_logits_processors_do_not_change_other_requests(
     api: Api, asked_in_a_batch: Callable[..., list[Any]]
 ) -> None:
     marked = {"parameters": {"watermark": True, "max_new_tokens": NUM_TOKENS}}

@@ -1,4 +1,4 @@
-"""Structured outputs over HTTP: the same text, and what is forced in it comes as drafts."""
+"""Structured outputs over HTTP: the text stays the same, and forced tokens become drafts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.integration.cluster import Deployment
 pytestmark = pytest.mark.timeout(900)
 
 ALONE = {"speculation": "grammar"}
-"""Nothing but the grammar is drafted from."""
+"""Only the grammar gives drafts."""
 PROMPT = "A customer's order:\n"
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -43,17 +43,17 @@ TOOL = {"type": "function", "function": {"name": "order", "strict": True, "param
 
 
 def accepted(api: Api) -> int:
-    """Forced tokens that were drafted and accepted so far."""
+    """Accepted draft tokens of grammars so far."""
     counted = api.speculation()["acceptance"].get("grammar", {})
     return int(counted.get("accepted_tokens", 0))
 
 
 def check_drafted(api: Api, grammar: dict[str, Any]) -> None:
-    """Its text is the same as without drafts, of which some are accepted."""
+    """Asserts that drafts are accepted and the text is the same as without them."""
     body = {"prompt": PROMPT, "max_tokens": 256, "structured_outputs": grammar}
     plain = api.complete(**body, vllm_xargs=OFF)["choices"][0]
     before = accepted(api)
-    for _ in range(2):  # with the grammar compiled in the first one at the latest
+    for _ in range(2):  # the grammar may still be compiling during the first one
         drafted = api.complete(**body, vllm_xargs=ALONE)["choices"][0]
         assert (drafted["text"], drafted["finish_reason"]) == (plain["text"], "stop")
     assert accepted(api) > before
@@ -75,7 +75,7 @@ def test_the_text_is_the_same_and_forced_tokens_are_accepted(
     check_drafted(api, grammar)
 
 
-def test_a_response_format_and_a_strict_tool_are_grammars_too(api: Api) -> None:
+def test_a_response_format_and_a_strict_tool_give_drafts_too(api: Api) -> None:
     chat = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 256}
     named = {"type": "function", "function": {"name": "order"}}
     for options in (
@@ -93,13 +93,13 @@ def test_a_response_format_and_a_strict_tool_are_grammars_too(api: Api) -> None:
             message = api.chat(**chat, **options, vllm_xargs=xargs)["choices"][0]["message"]
             calls = message.get("tool_calls") or [{"function": {"arguments": message["content"]}}]
             texts.append(calls[0]["function"]["arguments"])
-        if "response_format" in options:  # a strict tool's may have whitespace without end
+        if "response_format" in options:  # a strict tool's text may repeat whitespace without end
             jsonschema.validate(json.loads(texts[0]), SCHEMA)
         assert texts == texts[:1] * 3
         assert accepted(api) > before
 
 
-def test_requests_of_one_batch_have_grammars_of_their_own(api: Api) -> None:
+def test_each_request_in_a_batch_has_its_own_grammar(api: Api) -> None:
     schemas = [SCHEMA, {"enum": ["yes, certainly", "no, never"]}, SCHEMA["properties"]["states"]]
     expected = [
         api.complete(
@@ -123,18 +123,18 @@ def test_requests_of_one_batch_have_grammars_of_their_own(api: Api) -> None:
     assert [each["choices"][0]["text"] for each in answers] == expected * 2
 
 
-def test_a_request_without_a_grammar_is_not_drafted_for(api: Api) -> None:
+def test_a_request_without_a_grammar_gets_no_drafts(api: Api) -> None:
     before = api.counts()
     api.complete(prompt=PROMPT, max_tokens=32, vllm_xargs=ALONE)
     assert api.counts() == before
 
 
-def test_a_grammar_that_vllm_refuses_costs_nobody_else_anything(api: Api) -> None:
+def test_a_grammar_that_vllm_refuses_affects_no_other_request(api: Api) -> None:
     body = {"model": MODEL, "prompt": PROMPT, "structured_outputs": {"grammar": "root ::= nothing"}}
     assert api.http.post("/v1/completions", json=body).status_code == 400
     check_drafted(api, {"json": SCHEMA})
-    told = {each["kind"]: each for each in api.speculation()["sources"]}
-    assert told["grammar"]["up"]
+    sources = {each["kind"]: each for each in api.speculation()["sources"]}
+    assert sources["grammar"]["up"]
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def client(api: Api) -> Iterator[OpenAI]:
         yield client
 
 
-def test_a_client_that_leaves_ends_its_request_and_the_next_one_is_drafted_for(
+def test_a_disconnect_ends_the_request_and_the_next_one_gets_drafts(
     api: Api, client: OpenAI, shared: Deployment
 ) -> None:
     endless = {"type": "array", "items": SCHEMA, "minItems": 100}

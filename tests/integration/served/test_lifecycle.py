@@ -15,7 +15,7 @@ from tests.integration.running import (
     GENERATED,
     LONG,
     SEVERAL,
-    answers_finished_for_a_client_that_goes_away,
+    num_answers_finished_after_a_disconnect,
     replaced,
     running_stream,
 )
@@ -24,18 +24,18 @@ from tests.integration.stage import STEP_S
 pytestmark = pytest.mark.timeout(900)
 
 MAIN = "main"
-"""The application at the root."""
+"""Name of the application at the root."""
 
 
 @pytest.fixture
 def small(shared: Deployment) -> Iterator[Api]:
-    """An application with room for few requests."""
+    """A client of an application with a small batch and queue."""
     api = Api(shared.base_url("/drafter"))
     with api.http:
         yield api
 
 
-def test_more_requests_than_fit_are_told_to_come_back_and_the_others_are_served(
+def test_excess_requests_get_503_with_retry_after_and_the_others_are_served(
     small: Api,
 ) -> None:
     body = {"model": MODEL, **LONG, "max_tokens": 300}
@@ -64,11 +64,11 @@ def test_more_requests_than_fit_are_told_to_come_back_and_the_others_are_served(
     [("/v1/completions", {**LONG, **SEVERAL}), ("/generate", GENERATED)],
     ids=["completions", "generate"],
 )
-def test_a_client_that_goes_away_ends_its_request(
+def test_a_disconnect_ends_the_request(
     api: Api, shared: Deployment, path: str, body: dict[str, Any], stream: bool
 ) -> None:
     asked = {**body, "stream": stream}
-    assert answers_finished_for_a_client_that_goes_away(api, shared, path, asked) == 0
+    assert num_answers_finished_after_a_disconnect(api, shared, path, asked) == 0
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_a_client_that_goes_away_ends_its_request(
     [("engine_cores", "kill"), ("engine_cores", "suspend"), ("replicas", "kill")],
     ids=["core dies", "core hangs", "replica dies"],
 )
-def test_an_engine_core_that_holds_the_shard_is_replaced_when_it_hangs_or_dies(
+def test_a_replica_is_replaced_when_it_dies_or_its_engine_core_fails(
     api: Api, shared: Deployment, victim: str, end: str
 ) -> None:
     cluster = shared.cluster
@@ -87,14 +87,14 @@ def test_an_engine_core_that_holds_the_shard_is_replaced_when_it_hangs_or_dies(
         (process,) = getattr(cluster, victim)(MAIN)
         getattr(process, end)()
         error = outcome(STEP_S + ERROR_S)
-    assert isinstance(error, StreamError | httpx.HTTPError), "the cut-off stream passed for whole"
+    assert isinstance(error, StreamError | httpx.HTTPError), "the stream ended without an error"
 
     replaced(shared, before, MAIN)
     answer = api.complete(prompt="x = 1\n", max_tokens=8)
     assert answer["usage"]["completion_tokens"] == 8
 
 
-def test_ctrl_c_ends_everything_also_a_running_request_and_beside_stores_that_hang(
+def test_ctrl_c_ends_everything_despite_a_running_request_and_hanging_stores(
     ended: Deployment,
 ) -> None:
     cluster = ended.cluster

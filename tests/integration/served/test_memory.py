@@ -1,4 +1,4 @@
-"""The draft memory over HTTP: what a tenant teaches is drafted, for that tenant alone."""
+"""The draft memory over HTTP: a tenant's texts give drafts to that tenant only."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ A, B = ({"Authorization": f"Bearer {key}"} for key in list(KEYS.values())[:2])
 
 
 class Memory:
-    """A client of the memory; calls that come too early are made again."""
+    """A client of the draft memory. Calls that are rate limited are repeated."""
 
     def __init__(self, app: Deployment) -> None:
         self.app = app
@@ -41,40 +41,40 @@ class Memory:
             assert answer.status_code != 429 or answer.headers["Retry-After"]
             return answer if answer.status_code != 429 else None
 
-        return self.app.eventually(in_time, "the tenant's turn", 60)
+        return self.app.eventually(in_time, "an answer other than 429", 60)
 
     def ask(self, method: str, key: Mapping[str, str], *lines: object) -> dict[str, Any]:
         answer = self.call(method, key, "\n".join(map(json.dumps, lines)).encode())
         assert answer.status_code == 200, answer.text
-        told: dict[str, Any] = answer.json()
-        return told
+        result: dict[str, Any] = answer.json()
+        return result
 
     def held(self, key: Mapping[str, str]) -> int:
-        """Tokens that the stores hold of a tenant."""
+        """Number of a tenant's tokens in the stores."""
         return int(self.ask("GET", key)["tokens"])
 
     def teach(self, key: Mapping[str, str], *lines: object) -> int:
-        """Teaches texts, and waits until the replica has them; how many tokens."""
+        """Teaches texts, waits until the replica has them, and returns the number of tokens."""
         before = self.in_replica()
-        told = self.ask("POST", key, *lines)
-        assert told["lines"] == len(lines)
-        num_tokens = int(told["tokens"])
+        result = self.ask("POST", key, *lines)
+        assert result["lines"] == len(lines)
+        num_tokens = int(result["tokens"])
         self.app.eventually(
             lambda: self.in_replica() >= before + num_tokens, "the replica has the texts", 60
         )
         return num_tokens
 
     def in_replica(self) -> float:
-        """Tokens that the replica's tries have learned so far."""
+        """Number of tokens that the replica's tries have learned so far."""
         name = "specserve_trie_ingested_tokens_total{"
         lines = fresh(self.http, "/metrics").text.splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
     def complete(self, key: Mapping[str, str], prompt: str) -> tuple[list[int], int]:
-        """A prompt with an answer that is not learned, and how many draft tokens were accepted.
+        """A prompt with its answer, and the number of accepted draft tokens. It is not learned.
 
-        All answers have the same length; the penalties keep them from repeating themselves,
-        which would be drafted without a memory.
+        All answers have the same length. The penalties prevent repetition, which would give drafts
+        without a memory.
         """
         body = {"model": MODEL, "prompt": prompt, "temperature": 0, "max_tokens": 64}
         body |= {"min_tokens": 64, "frequency_penalty": 2, "presence_penalty": 2}
@@ -101,12 +101,12 @@ def some_text() -> str:
     return "".join(random.choices(string.ascii_lowercase + " ", k=300))
 
 
-def test_what_a_tenant_teaches_is_drafted_in_its_next_request_and_in_no_one_elses(
+def test_a_taught_text_gives_drafts_to_its_own_tenant_only(
     memory: Memory,
 ) -> None:
     prompt = some_text()
     written, by_itself = memory.complete(A, prompt)
-    of_b = memory.complete(B, prompt)  # whose memory may have other texts like it
+    of_b = memory.complete(B, prompt)  # B's memory may hold similar texts
     memory.teach(A, {"token_ids": written})
     assert memory.complete(B, prompt) == of_b
     assert of_b[0] == written
@@ -116,7 +116,7 @@ def test_what_a_tenant_teaches_is_drafted_in_its_next_request_and_in_no_one_else
 
 
 @pytest.mark.parametrize("xargs", [{}, {"beam_sample": 1}, {"learn": 0}])
-def test_the_best_text_of_a_beam_search_is_learned_where_the_request_may_be(
+def test_the_best_beam_is_learned_unless_the_request_forbids_it(
     memory: Memory, xargs: dict[str, int]
 ) -> None:
     body = {"model": MODEL, "prompt": some_text(), "use_beam_search": True, "n": 3}
@@ -133,7 +133,7 @@ def test_the_best_text_of_a_beam_search_is_learned_where_the_request_may_be(
     )
 
 
-def test_a_tenant_clears_its_own_and_nothing_else(memory: Memory) -> None:
+def test_a_tenant_clears_only_its_own_memory(memory: Memory) -> None:
     memory.ask("DELETE", A)
     prompt = some_text()
     written, by_itself = memory.complete(A, prompt)
@@ -162,7 +162,7 @@ def test_a_tenant_clears_its_own_and_nothing_else(memory: Memory) -> None:
     ],
     ids=["empty", "gzip", "empty text", "token", "long"],
 )
-def test_a_wrong_line_is_told_and_nothing_is_taught(
+def test_an_invalid_line_is_reported_and_nothing_is_taught(
     memory: Memory, body: bytes, param: str
 ) -> None:
     before = memory.held(B)
@@ -172,7 +172,7 @@ def test_a_wrong_line_is_told_and_nothing_is_taught(
     assert memory.held(B) == before
 
 
-def test_a_body_that_is_too_large_is_refused_and_paid_for(memory: Memory) -> None:
+def test_a_too_large_body_is_refused_and_rate_limited(memory: Memory) -> None:
     body = b'{"text": "a"}\n' * (MAX_BODY_BYTES // 14 + 1)
     answer = memory.call("POST", B, body)
     assert answer.status_code == 413
@@ -194,11 +194,11 @@ def test_a_body_that_is_cut_off_in_the_middle_teaches_nothing(memory: Memory) ->
         with socket.create_connection((url.host, url.port), TIMEOUT_S) as connection:
             connection.sendall(head.encode() + body)
     assert memory.held(A) == before
-    num_tokens = memory.teach(A, {"text": "a b c"})  # when the calls have ended
+    num_tokens = memory.teach(A, {"text": "a b c"})  # runs after the calls have ended
     assert memory.held(A) == before + num_tokens
 
 
-def test_many_clients_at_once_are_answered_or_told_to_come_back(memory: Memory) -> None:
+def test_many_clients_at_once_get_200_or_429_with_retry_after(memory: Memory) -> None:
     prompt = some_text()
     written, _ = memory.complete(B, prompt)
     before = memory.held(A)
@@ -220,7 +220,7 @@ def test_many_clients_at_once_are_answered_or_told_to_come_back(memory: Memory) 
 def test_decoding_goes_on_while_thousands_of_lines_are_taught(memory: Memory) -> None:
     body = {"model": MODEL, "prompt": some_text(), "max_tokens": 1500, "stream": True}
     body |= {"ignore_eos": True, "vllm_xargs": {"learn": 0}}
-    came: list[list[float]] = []  # when the parts of each stream came
+    came: list[list[float]] = []  # arrival times of the parts of each stream
     is_streaming, is_taught = threading.Event(), threading.Event()
 
     def stream() -> None:
@@ -249,14 +249,12 @@ def test_decoding_goes_on_while_thousands_of_lines_are_taught(memory: Memory) ->
         for early, late in pairwise(times)
         if early < ended and late > began
     ]
-    # A share of the time that it takes: both are longer on a machine with other work.
+    # The limit is relative, because both times grow on a busy machine.
     assert max(pauses) < (ended - began) / 2
     assert len(pauses) > 20
 
 
-def test_while_the_store_hangs_it_is_told_and_nothing_is_done(
-    memory: Memory, shared: Deployment
-) -> None:
+def test_memory_calls_get_503_while_the_store_hangs(memory: Memory, shared: Deployment) -> None:
     before = memory.held(A)
     hanging = shared.cluster.processes("ray::TrieStore")
     assert hanging
@@ -276,9 +274,7 @@ def test_while_the_store_hangs_it_is_told_and_nothing_is_done(
 
 
 @pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
-def test_without_api_keys_the_answer_names_the_field_that_switches_it_on(
-    api: Api, method: str
-) -> None:
+def test_without_api_keys_the_error_names_the_field_that_enables_it(api: Api, method: str) -> None:
     answer = api.http.request(method, PATH, content=b'{"text": "a"}')
     assert answer.status_code == 403
     assert "`http.memory_api`" in answer.json()["error"]["message"]

@@ -25,13 +25,13 @@ Series = dict[tuple[str, str], float]
 
 
 def series(page: str, prefix: str) -> list[Series]:
-    """The project's series of a page, named without ``prefix``: those of each process apart."""
+    """The project's series of a page for each process, with names without ``prefix``."""
     found: dict[frozenset[tuple[str, str]], Series] = defaultdict(dict)
     for family in families(page):
         for sample in family.samples:
             if sample.name.startswith(f"{prefix}specserve_") and "le" not in sample.labels:
                 if "drafter" in sample.labels:
-                    continue  # an application's that was here before
+                    continue  # from an earlier application
                 assert sample.labels["model"] == "demo"
                 labels = dict(sample.labels)
                 position = labels.pop("position", "")
@@ -41,7 +41,7 @@ def series(page: str, prefix: str) -> list[Series]:
 
 
 def expected(api: Api) -> Series:
-    """The same from ``GET /v1/speculation``, as far as it tells it."""
+    """The series that ``GET /v1/speculation`` has values for."""
     answer = api.speculation()
     acceptance = answer["acceptance"]["ngram"]
     values = {(name, ""): float(acceptance[field]) for name, field in ACCEPTANCE.items()}
@@ -53,7 +53,7 @@ def expected(api: Api) -> Series:
 
 
 def traffic(api: Api) -> Series:
-    """Makes drafts, and returns the series that there should be."""
+    """Causes drafts, and returns the expected series."""
     api.complete(prompt=PROMPT, max_tokens=64)
     values = expected(api)
     assert values["specserve_drafter_up", ""] == 1.0
@@ -65,7 +65,7 @@ def test_the_replicas_own_metrics_agree_with_the_speculation_route(api: Api) -> 
     values = traffic(api)
     sources = series(fresh(api.http, "/metrics").text, "")
     (shown,) = (each for each in sources if {key: each.get(key) for key in values} == values)
-    # Ray tells a histogram's sum only nearly, so this is the replica's own alone.
+    # Only the replica's own metrics have a histogram's exact sum; Ray's is approximate.
     accepted = values["specserve_accepted_tokens_total", ""]
     assert shown["specserve_accepted_length_sum", ""] == accepted
     assert shown["specserve_draft_latency_seconds_count", ""] > 0
@@ -73,13 +73,13 @@ def test_the_replicas_own_metrics_agree_with_the_speculation_route(api: Api) -> 
 
 
 def test_rays_metrics_agree_with_the_speculation_route(api: Api, shared: Deployment) -> None:
-    # A counter that is still 0 has no series in Ray.
+    # Ray has no series for a counter that is still 0.
     values = {key: value for key, value in traffic(api).items() if value}
 
     shown: list[Series] = []
 
     def exported() -> bool:
-        # Ray goes on for a while to tell those of applications that were here before.
+        # For a while Ray still exports the series of earlier applications.
         shown.clear()
         for port in shared.cluster.metrics_ports:
             page = httpx.get(f"http://{HOST}:{port}/metrics", timeout=30).text
@@ -89,7 +89,7 @@ def test_rays_metrics_agree_with_the_speculation_route(api: Api, shared: Deploym
     shared.eventually(exported, lambda: f"Ray exports {values}; it exports {shown}", timeout_s=60)
 
 
-def test_vllms_own_metrics_are_the_replicas_and_rays(api: Api, shared: Deployment) -> None:
+def test_the_replica_and_ray_export_vllms_metrics(api: Api, shared: Deployment) -> None:
     api.complete(prompt=PROMPT, max_tokens=8)
     text = fresh(api.http, "/metrics").text
     assert "\nvllm:generation_tokens_total{" in text

@@ -1,4 +1,4 @@
-"""Predicted outputs by OpenAI's client: the same text in fewer steps, and what became of them."""
+"""Predicted outputs with OpenAI's client: the same text, and counts of prediction tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CHAT: dict[str, Any] = {
     "max_tokens": 64,
 }
 ALONE = {"vllm_xargs": {"speculation": "prediction"}}
-"""Nothing but the prediction is drafted from."""
+"""Only the prediction gives drafts."""
 
 
 @pytest.fixture
@@ -45,19 +45,19 @@ def content(text: str | list[str]) -> Any:
 
 
 def edited(text: str) -> str:
-    """The text as it may have been before its edit: a word is another one, a line is missing."""
+    """The text with a few characters in the middle replaced."""
     middle = len(text) // 2
     return text[: middle - 8] + " otherwise " + text[middle:]
 
 
 def accepted(api: Api) -> int:
-    """Tokens of predictions that were drafted and accepted so far."""
+    """Accepted draft tokens of predictions so far."""
     counted = api.speculation()["acceptance"].get("prediction", {})
     return int(counted.get("accepted_tokens", 0))
 
 
 def ask(client: OpenAI, **options: Any) -> tuple[str, Any]:
-    """The text of a chat's answer, and its usage."""
+    """Text and usage of a chat completion."""
     answer = client.chat.completions.create(**CHAT, **options)
     return answer.choices[0].message.content or "", answer.usage
 
@@ -69,21 +69,21 @@ def plain(client: OpenAI) -> str:
     return text
 
 
-def test_the_text_is_the_same_and_the_usage_tells_what_became_of_the_prediction(
+def test_the_text_is_the_same_and_the_usage_counts_prediction_tokens(
     api: Api, client: OpenAI, plain: str
 ) -> None:
     before = accepted(api)
     text, usage = ask(client, prediction=content(plain), extra_body=ALONE)
     assert text == plain
-    told = usage.completion_tokens_details
-    assert told.accepted_prediction_tokens > 0.9 * usage.completion_tokens
-    assert told.rejected_prediction_tokens < 5
+    counts = usage.completion_tokens_details
+    assert counts.accepted_prediction_tokens > 0.9 * usage.completion_tokens
+    assert counts.rejected_prediction_tokens < 5
     assert accepted(api) - before > 0.5 * usage.completion_tokens
 
     text, usage = ask(client, prediction=content(edited(plain)), extra_body=ALONE)
     assert text == plain
     fewer = usage.completion_tokens_details
-    assert 0 < fewer.accepted_prediction_tokens < told.accepted_prediction_tokens
+    assert 0 < fewer.accepted_prediction_tokens < counts.accepted_prediction_tokens
     assert fewer.rejected_prediction_tokens > 0
 
     text, usage = ask(client, prediction=content("Nothing\tof\tthe\tkind"), extra_body=ALONE)
@@ -91,7 +91,7 @@ def test_the_text_is_the_same_and_the_usage_tells_what_became_of_the_prediction(
     assert usage.completion_tokens_details.accepted_prediction_tokens == 0
 
 
-def test_of_several_predictions_the_one_that_is_written_is_drafted_from(
+def test_drafts_come_from_the_prediction_that_matches_the_answer(
     api: Api, client: OpenAI, plain: str
 ) -> None:
     before = accepted(api)
@@ -101,7 +101,7 @@ def test_of_several_predictions_the_one_that_is_written_is_drafted_from(
     assert accepted(api) > before
 
 
-def test_a_stream_tells_the_same(client: OpenAI, plain: str) -> None:
+def test_a_stream_has_the_same_text_and_usage(client: OpenAI, plain: str) -> None:
     _, whole = ask(client, prediction=content(edited(plain)))
     stream = client.chat.completions.create(
         **CHAT,
@@ -116,9 +116,7 @@ def test_a_stream_tells_the_same(client: OpenAI, plain: str) -> None:
     assert chunks[-1].usage == whole
 
 
-def test_a_completion_takes_predictions_among_its_arguments(
-    api: Api, client: OpenAI, plain: str
-) -> None:
+def test_a_completion_takes_predictions_in_vllm_xargs(api: Api, client: OpenAI, plain: str) -> None:
     body: dict[str, Any] = {"model": MODEL, "prompt": QUESTION, "temperature": 0, "max_tokens": 64}
     expected = client.completions.create(**body).choices[0].text
     before = accepted(api)
@@ -130,7 +128,7 @@ def test_a_completion_takes_predictions_among_its_arguments(
     assert accepted(api) > before
 
 
-def test_several_answers_are_all_drafted_for_and_counted(client: OpenAI, plain: str) -> None:
+def test_each_of_several_answers_gets_drafts_and_is_counted(client: OpenAI, plain: str) -> None:
     _, one = ask(client, prediction=content(plain))
     sampled = {**CHAT, "temperature": 1.0}
     options: dict[str, Any] = {"n": 2, "top_logprobs": 1, "logprobs": True, "presence_penalty": 0}
@@ -139,9 +137,9 @@ def test_several_answers_are_all_drafted_for_and_counted(client: OpenAI, plain: 
     )
     assert [each.message.content for each in answer.choices] == [plain, plain]
     assert answer.usage is not None
-    told, of_one = answer.usage.completion_tokens_details, one.completion_tokens_details
-    assert told is not None
-    assert told.accepted_prediction_tokens == 2 * of_one.accepted_prediction_tokens
+    counts, of_one = answer.usage.completion_tokens_details, one.completion_tokens_details
+    assert counts is not None
+    assert counts.accepted_prediction_tokens == 2 * of_one.accepted_prediction_tokens
 
 
 @pytest.mark.parametrize(
@@ -162,7 +160,7 @@ def test_several_answers_are_all_drafted_for_and_counted(client: OpenAI, plain: 
         ({"prediction": content("a"), "extra_body": {"use_beam_search": True}}, "use_beam_search"),
     ],
 )
-def test_what_is_not_allowed_is_refused(
+def test_a_prediction_that_is_not_allowed_is_refused(
     client: OpenAI, options: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(BadRequestError) as refused:
@@ -170,7 +168,7 @@ def test_what_is_not_allowed_is_refused(
     assert refused.value.param == param
 
 
-def test_a_client_that_leaves_ends_its_request_and_nothing_is_left_of_its_prediction(
+def test_a_disconnect_ends_the_request_and_frees_its_prediction(
     api: Api, client: OpenAI, shared: Deployment, plain: str
 ) -> None:
     long = {**CHAT, "max_tokens": 1500}

@@ -1,4 +1,4 @@
-"""The page `/speculation` in a real browser, beside real traffic."""
+"""The page `/speculation` in a real browser, with real traffic."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [
 
 CODE = "def total(values):\n    result = 0\n    for value in values:\n        result += value\n"
 BRIEF: dict[str, Any] = {"prompt": CODE * 6, "max_tokens": 40}
-"""Of so few tokens that the page shows all of its steps."""
+"""A short request: the page shows all of its steps."""
 
 HAS_DATA = "!document.querySelector('#main').hidden"
 HAS_SOURCES = "document.querySelectorAll('#sources .row').length > 0"
@@ -57,16 +57,16 @@ POOR_CONTRASTS = """(() => {
   }
   return {count, poor}
 })()"""
-"""Texts whose contrast is below WCAG's 4.5 : 1, and how many texts there are."""
+"""Texts with a contrast below WCAG's 4.5 : 1, and the number of all texts."""
 
 
 @pytest.fixture
 def open_app(shared: Deployment) -> Iterator[Api]:
-    """An application that shows texts, after some requests."""
+    """A client of an application that shows texts and has served some requests."""
     api = Api(shared.base_url("/drafter"))
     with api.http:
         api.complete(**BRIEF)
-        # Another text each time: of its drafts some are refused, however often it was asked for.
+        # Sampling gives a new text each time, so some of its drafts are rejected.
         api.complete(**BRIEF, temperature=1.0)
         yield api
 
@@ -79,7 +79,7 @@ def browser() -> Iterator[Page]:
 
 @pytest.fixture
 def page(browser: Page) -> Iterator[Page]:
-    """A tab of a desktop's size, empty before and after."""
+    """An empty tab of desktop size."""
     browser.look()
     browser.requested.clear()
     browser.errors.clear()
@@ -89,7 +89,7 @@ def page(browser: Page) -> Iterator[Page]:
 
 @pytest.fixture
 def shown(page: Page, open_app: Api) -> Page:
-    """Its page, drawn."""
+    """The page of `open_app`, fully drawn."""
     page.open(f"{open_app.base_url}/speculation")
     page.until(HAS_SOURCES)
     return page
@@ -97,7 +97,7 @@ def shown(page: Page, open_app: Api) -> Page:
 
 @contextmanager
 def traffic(api: Api) -> Iterator[None]:
-    """A request after another, for the length of a block."""
+    """Sends requests one after the other, for the length of a block."""
     ended = threading.Event()
 
     def ask() -> None:
@@ -114,13 +114,13 @@ def traffic(api: Api) -> Iterator[None]:
 
 
 def pixels(picture: bytes) -> set[tuple[int, ...]]:
-    """The colours of which a picture has many pixels."""
+    """Colours with many pixels in a picture."""
     with Image.open(io.BytesIO(picture)) as image:
         counted = image.convert("RGB").getcolors(1 << 24) or []
     return {colour for count, colour in counted if count > 200 and isinstance(colour, tuple)}
 
 
-def test_it_shows_the_acceptance_that_the_api_tells(shown: Page, open_app: Api) -> None:
+def test_the_page_shows_the_acceptance_of_the_api(shown: Page, open_app: Api) -> None:
     rows = shown.run("[...document.querySelectorAll('#sources .row')].map(row => row.innerText)")
     acceptance = open_app.speculation()["acceptance"]
     assert len(rows) == len(acceptance) > 0
@@ -131,18 +131,18 @@ def test_it_shows_the_acceptance_that_the_api_tells(shown: Page, open_app: Api) 
         assert shown.run(bars) == len(counts["drafted_at_position"])
 
 
-def test_a_requests_text_is_shown_with_its_accepted_tokens_coloured_by_source(
+def test_accepted_tokens_are_shown_in_the_colour_of_their_source(
     shown: Page, open_app: Api
 ) -> None:
     def drafted_text() -> str:
-        """Empty where the drafter was late; on a busy machine it is asked again a second later."""
+        """Empty if the drafter was late. On a busy machine it is asked again after a second."""
         before = open_app.counts("draft_model")
         answer = open_app.complete(**BRIEF, vllm_xargs={"speculation": "draft_model"})
         num_accepted = open_app.counts("draft_model").since(before).accepted_tokens
         return str(answer["choices"][0]["text"]) if num_accepted else ""
 
     text = eventually(drafted_text, "an answer that the drafter drafted", TIMEOUT_S)
-    # The last step may have brought more than was asked for.
+    # The last step may have decoded more tokens than requested.
     shown.until(f"({SHOWN_TEXTS})[0]?.startsWith({text!r})")
     first = "document.querySelector('.text .accepted[data-source=draft_model]')"
     assert shown.run(f"{first}.textContent") in text
@@ -151,7 +151,7 @@ def test_a_requests_text_is_shown_with_its_accepted_tokens_coloured_by_source(
     assert line == shown.run(f"getComputedStyle({bar}).backgroundColor")
 
 
-def test_it_is_live(shown: Page, open_app: Api) -> None:
+def test_the_page_updates_live(shown: Page, open_app: Api) -> None:
     tokens = "document.querySelector('#sources').innerText"
     before = shown.run(tokens)
     with traffic(open_app):
@@ -161,7 +161,7 @@ def test_it_is_live(shown: Page, open_app: Api) -> None:
     shown.until("document.querySelector('#rate').textContent === '0'")
 
 
-def test_the_last_minute_is_told_apart_from_all(shown: Page, open_app: Api) -> None:
+def test_the_page_can_show_the_last_minute_only(shown: Page, open_app: Api) -> None:
     shown.run("document.querySelector('[value=minute]').click()")
     shown.until(f"!({HAS_SOURCES})")
     open_app.complete(**BRIEF)
@@ -171,7 +171,7 @@ def test_the_last_minute_is_told_apart_from_all(shown: Page, open_app: Api) -> N
 def test_memory_and_drafters_are_shown(shown: Page, open_app: Api) -> None:
     assert "256 MiB" in shown.run("document.querySelector('#memory').innerText")
     assert shown.run("document.querySelector('#memory-chart polyline').points.length") > 0
-    # On a busy machine a drafter may be late, and is asked again a second later.
+    # On a busy machine a drafter may be late. It is asked again after a second.
     drafters = """[...document.querySelectorAll('[data-drafter]')]
         .map(part => [part.dataset.drafter, part.querySelector('.dot').innerText])"""
     kinds = [each["kind"] for each in open_app.speculation()["sources"]]
@@ -180,7 +180,7 @@ def test_memory_and_drafters_are_shown(shown: Page, open_app: Api) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
-def test_it_can_be_read(shown: Page, tmp_path: Path, width: int, scheme: str) -> None:
+def test_the_page_is_readable(shown: Page, tmp_path: Path, width: int, scheme: str) -> None:
     shown.look(width=width, scheme=scheme)
     shown.until("document.querySelector('#rates svg').viewBox.baseVal.width < innerWidth")
     shown.run("document.querySelector('#refused').click()")
@@ -198,7 +198,7 @@ def test_it_can_be_read(shown: Page, tmp_path: Path, width: int, scheme: str) ->
     assert wanted <= pixels(picture)
 
 
-def test_nothing_is_asked_of_another_host_and_nothing_fails(shown: Page, open_app: Api) -> None:
+def test_the_page_asks_no_other_host_and_logs_no_error(shown: Page, open_app: Api) -> None:
     paths = {"/speculation", "/speculation/data"}
     assert set(shown.requested) == {open_app.base_url + path for path in paths}
     assert shown.errors == []
@@ -207,7 +207,7 @@ def test_nothing_is_asked_of_another_host_and_nothing_fails(shown: Page, open_ap
 def test_without_show_text_no_text_leaves_the_engine(page: Page, api: Api) -> None:
     words = api.complete(**BRIEF)["choices"][0]["text"].split()
     word = max(words, key=len)
-    assert len(word) > len("def")  # which is part of some requests' names
+    assert len(word) > len("def")  # request ids may contain "def"
     page.open(f"{api.base_url}/speculation")
     page.until("document.querySelectorAll('.steps .accepted').length > 0")
     assert page.run("document.querySelectorAll('.text').length") == 0
@@ -223,11 +223,11 @@ KEY_A, KEY_B, *_ = KEYS.values()
 
 @pytest.fixture
 def closed(shared: Deployment) -> str:
-    """URL of an application with keys."""
+    """URL of an application with API keys."""
     return shared.base_url("/team")
 
 
-def test_data_need_a_key_and_a_tenant_sees_its_own_requests_alone(closed: str) -> None:
+def test_data_need_a_key_and_a_tenant_sees_only_its_own_requests(closed: str) -> None:
     a, b = ({"Authorization": f"Bearer {key}"} for key in (KEY_A, KEY_B))
 
     def requests_of(headers: dict[str, str]) -> set[str]:

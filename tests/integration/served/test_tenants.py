@@ -1,4 +1,4 @@
-"""API keys over HTTP, and what tenants notice of one another: nothing."""
+"""API keys over HTTP, and isolation between tenants."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ A, B, C, D = ({"Authorization": f"Bearer {key}"} for key in KEYS.values())
 
 @pytest.fixture
 def http(shared: Deployment) -> Iterator[httpx.Client]:
-    """A client without a key; the keys are in the environment of the nodes alone."""
+    """A client without a key. Only the environment of the nodes has the keys."""
     with httpx.Client(base_url=shared.base_url("/team"), timeout=TIMEOUT_S) as client:
         yield client
 
@@ -62,18 +62,18 @@ ROUTES: list[tuple[str, Callable[[str], dict[str, Any]], dict[str, Any]]] = [
 
 
 def metric(http: httpx.Client, name: str) -> float:
-    """The sum of a metric's series; ``/metrics`` needs no key."""
+    """The sum of a metric's series. ``/metrics`` needs no key."""
     lines = fresh(http, "/metrics").text.splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{"))
 
 
 def num_reused_tokens(http: httpx.Client) -> float:
-    """Tokens that the prefix cache has spared so far."""
+    """Tokens found in the prefix cache so far."""
     return metric(http, "vllm:prefix_cache_hits_total")
 
 
 def counts(http: httpx.Client, key: Mapping[str, str]) -> tuple[int, int]:
-    """Draft tokens verified so far, and how many of them were accepted."""
+    """Numbers of verified and of accepted draft tokens so far."""
     answer = fresh(http, "/v1/speculation", key)
     sources: list[dict[str, int]] = list(answer.json()["acceptance"].values())
     drafted = sum(each["draft_tokens"] for each in sources)
@@ -81,7 +81,7 @@ def counts(http: httpx.Client, key: Mapping[str, str]) -> tuple[int, int]:
 
 
 def some_text() -> str:
-    """A text that no one has asked before, of several blocks of the KV cache."""
+    """A new random text that fills several blocks of the KV cache."""
     return "".join(random.choices(string.ascii_lowercase + " ", k=1200))
 
 
@@ -93,7 +93,7 @@ def ask(http: httpx.Client, key: Mapping[str, str], path: str, body: Mapping[str
 def reused(
     http: httpx.Client, path: str, body: Mapping[str, Any], *keys: Mapping[str, str]
 ) -> list[float]:
-    """Asks the same with each key, and returns how many tokens the prefix cache knew each time."""
+    """Sends a request with each key. Returns the tokens found in the prefix cache each time."""
     counts = [num_reused_tokens(http)]
     for key in keys:
         ask(http, key, path, body)
@@ -102,7 +102,7 @@ def reused(
 
 
 @pytest.mark.parametrize(("path", "body", "options"), ROUTES)
-def test_by_every_route_a_tenant_finds_its_own_text_cached_and_no_one_elses(
+def test_on_every_route_a_tenant_reuses_only_its_own_cached_text(
     http: httpx.Client,
     path: str,
     body: Callable[[str], dict[str, Any]],
@@ -110,11 +110,11 @@ def test_by_every_route_a_tenant_finds_its_own_text_cached_and_no_one_elses(
 ) -> None:
     request = body(some_text()) | options
     first, again, others = reused(http, path, request, A, A, B)
-    assert again > first  # which is not 0 where a request with n samples meets itself
+    assert again > first  # `first` is not 0 if a request's n samples share the prompt
     assert others == first
 
 
-def test_a_tenant_is_drafted_for_as_if_no_other_tenant_had_asked(http: httpx.Client) -> None:
+def test_a_tenants_drafts_do_not_depend_on_other_tenants(http: httpx.Client) -> None:
     text = "".join(random.Random(1).choices(string.ascii_lowercase + " ", k=1200))
     body = completion(text) | {"model": MODEL, "temperature": 0, "max_tokens": 64}
 
@@ -138,13 +138,13 @@ def test_a_clients_own_salt_does_not_open_another_tenants_cache(http: httpx.Clie
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/speculation", "/version", "/info"])
-def test_what_is_not_open_needs_a_key(http: httpx.Client, path: str) -> None:
+def test_a_protected_route_needs_a_key(http: httpx.Client, path: str) -> None:
     assert http.get(path).status_code == 401
     assert http.get(path, headers={"Authorization": "Bearer sk-c"}).status_code == 401
     assert http.get(path, headers=A).status_code == 200
 
 
-def test_the_open_metrics_have_a_series_of_each_tenant_that_its_name_does_not_tell(
+def test_the_open_metrics_have_a_series_per_tenant_that_hides_its_name(
     http: httpx.Client,
 ) -> None:
     for key in (A, B, C, D):
@@ -159,7 +159,7 @@ def test_health_needs_no_key(http: httpx.Client) -> None:
     assert http.get("/health").status_code == 200
 
 
-def test_a_client_that_names_a_tenant_is_answered_400(http: httpx.Client) -> None:
+def test_a_request_that_names_a_tenant_is_refused(http: httpx.Client) -> None:
     body = {"model": MODEL, "prompt": "a", "vllm_xargs": {"specserve_tenant": TENANTS[1]}}
     answer = http.post("/v1/completions", headers=A, json=body)
     assert answer.status_code == 400
@@ -169,7 +169,7 @@ def test_a_client_that_names_a_tenant_is_answered_400(http: httpx.Client) -> Non
 
 
 def num_learned(http: httpx.Client, path: str, body: Mapping[str, Any]) -> float:
-    """Tokens that the draft memory learned of a request."""
+    """Number of tokens that the draft memory learned from a request."""
     name = "specserve_trie_ingested_tokens_total"
     before = metric(http, name)
     ask(http, A, path, body)
@@ -177,7 +177,7 @@ def num_learned(http: httpx.Client, path: str, body: Mapping[str, Any]) -> float
 
 
 SILENT = {"learn": 0, "speculation": "off"}
-"""With drafts the memory would hold the text for the request itself, and count it."""
+"""With speculation the memory would hold and count the text for the request itself."""
 
 SCORED = {"query": "a", "label_token_ids": [300, 301], "apply_softmax": False}
 
@@ -195,7 +195,7 @@ SCORED = {"query": "a", "label_token_ids": [300, 301], "apply_softmax": False}
     ],
     ids=["beams", "scores", "completion", "generation"],
 )
-def test_what_may_not_be_learned_is_not_whichever_handler_asks(
+def test_no_handler_learns_a_request_that_forbids_it(
     http: httpx.Client, path: str, body: dict[str, Any]
 ) -> None:
     text = some_text()
@@ -203,7 +203,7 @@ def test_what_may_not_be_learned_is_not_whichever_handler_asks(
     assert num_learned(http, path, body | {"prompt": text, "inputs": text, "items": [text]}) == 0
 
 
-def test_a_prediction_is_drafted_to_its_request_alone_and_learned_by_no_one(
+def test_a_prediction_serves_only_its_own_request_and_is_not_learned(
     http: httpx.Client,
 ) -> None:
     code = "def total(values):\n    result = 0\n    for value in values:\n        result += value\n"
@@ -227,7 +227,7 @@ def test_a_prediction_is_drafted_to_its_request_alone_and_learned_by_no_one(
     assert 0 < num_learned(http, "/v1/completions", short) < 20
 
 
-def test_a_stored_response_is_its_tenants_alone(http: httpx.Client) -> None:
+def test_only_its_own_tenant_can_use_a_stored_response(http: httpx.Client) -> None:
     body = responses("a") | {"model": MODEL, "request_id": "resp_chosen"}
     assert http.post("/v1/responses", headers=A, json=body).status_code == 200
     path = "/v1/responses/resp_chosen"
@@ -241,5 +241,5 @@ def test_a_stored_response_is_its_tenants_alone(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("path", ["/inference/v1/abort_requests", "/v1/load_lora_adapter"])
-def test_a_route_that_reaches_all_tenants_is_not_there(http: httpx.Client, path: str) -> None:
+def test_a_route_that_affects_all_tenants_is_not_served(http: httpx.Client, path: str) -> None:
     assert http.post(path, headers=A, json={"request_ids": ["a"]}).status_code == 404

@@ -1,4 +1,4 @@
-"""Two replicas with one memory."""
+"""Two replicas with one draft memory."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ def app(shared: Deployment) -> Deployment:
 
 
 def replicas(api: Api) -> dict[str, dict[str, Any]]:
-    """What each replica that answers shows of itself, by its id; a second old at most."""
+    """Page data of each replica by its id, at most one second old."""
     data = api.http.get("/speculation/data").json()
     return {each["replica"]: each for each in data["replicas"]}
 
 
 def stores(cluster: Cluster) -> list[int]:
-    """Process ids of the draft memory's actors."""
+    """Process ids of the draft memory's store actors."""
     return [process.pid for process in cluster.processes("ray::TrieStore")]
 
 
 def taught_by_others(api: Api) -> int:
-    """Accepted tokens that another replica had taught, of both replicas."""
+    """Accepted draft tokens that came from the other replica, summed over both replicas."""
     return sum(
         sum(source["accepted"])
         for replica in replicas(api).values()
@@ -55,10 +55,10 @@ def taught_by_others(api: Api) -> int:
     )
 
 
-def await_drafts_of_the_others(api: Api, app: Deployment, prompt: str) -> None:
-    """Asks the same things until a replica drafts for one of them what another one wrote.
+def await_drafts_from_the_other(api: Api, app: Deployment, prompt: str) -> None:
+    """Repeats the same requests until a draft from another replica's text is accepted.
 
-    Several at once, since requests that come one by one may all go to one replica.
+    Several run at once, since single requests may all go to one replica.
     """
     prompts = [prompt + more for more in ("", "try:", "import", "return", "@", '"""')]
     before = taught_by_others(api)
@@ -68,23 +68,23 @@ def await_drafts_of_the_others(api: Api, app: Deployment, prompt: str) -> None:
             list(pool.map(lambda each: api.complete(prompt=each, **TEXT), prompts))
             return taught_by_others(api) > before
 
-        app.eventually(ask, "an accepted draft that another replica taught", 120)
+        app.eventually(ask, "an accepted draft from another replica's text", 120)
 
 
-def test_the_page_is_told_of_both_replicas_by_either(api: Api, app: Deployment) -> None:
-    number = count()  # another query, so that HAProxy asks a replica each time
+def test_each_replica_gives_the_page_data_of_both(api: Api, app: Deployment) -> None:
+    number = count()  # a new query each time, so that HAProxy asks a replica
 
     def both() -> bool:
         data = api.http.get("/speculation/data", params={"number": next(number)}).json()
         shown = {each["replica"] for each in data["replicas"]}
         return len(shown) == 2 and bool(data["num_replicas"] == 2)
 
-    # A replica hears a moment later than its client that there is another one.
+    # A replica learns of the other one a moment later than the client.
     app.eventually(lambda: all(both() for _ in range(4)), "both, four times in a row", 60)
 
 
 def test_both_replicas_get_requests(api: Api, app: Deployment) -> None:
-    until_both_have_written(api, app)
+    await_text_from_both(api, app)
 
 
 def test_both_replicas_get_requests_whichever_node_they_are_on(
@@ -92,20 +92,20 @@ def test_both_replicas_get_requests_whichever_node_they_are_on(
 ) -> None:
     api = Api(replicated_on_nodes.base_url("/two"))
     with api.http:
-        until_both_have_written(api, replicated_on_nodes)
+        await_text_from_both(api, replicated_on_nodes)
 
 
-def until_both_have_written(api: Api, app: Deployment) -> None:
+def await_text_from_both(api: Api, app: Deployment) -> None:
     def written() -> dict[str, float]:
-        """By replica, of both or of none: just after the start, one may not know of the other."""
+        """Tokens by replica; empty until both replicas know of each other."""
         shown = replicas(api)
         return {k: v["generated_tokens"] for k, v in shown.items()} if len(shown) == 2 else {}
 
     before = app.eventually(written, "both replicas are ready", 240)
     asked = {"model": MODEL, "prompt": "class", **TEXT}
 
-    def nobody_is_refused() -> bool:
-        """Of as many as both decode; HAProxy hears of a replica later than its neighbour does."""
+    def none_is_refused() -> bool:
+        """Sends as many requests as both decode. HAProxy may learn of a replica late."""
         with ThreadPoolExecutor(2 * MAX_NUM_SEQS) as pool:
             posts = [
                 pool.submit(api.http.post, "/v1/completions", json=asked)
@@ -113,7 +113,7 @@ def until_both_have_written(api: Api, app: Deployment) -> None:
             ]
         return {post.result().status_code for post in posts} == {200}
 
-    app.eventually(nobody_is_refused, "both replicas decode", 60)
+    app.eventually(none_is_refused, "both replicas decode", 60)
 
     def have_written() -> bool:
         after = written()
@@ -122,13 +122,13 @@ def until_both_have_written(api: Api, app: Deployment) -> None:
     app.eventually(have_written, "both replicas have written", 30)
 
 
-def test_what_one_replica_wrote_the_other_drafts(api: Api, app: Deployment) -> None:
-    await_drafts_of_the_others(api, app, "def read(path):\n")
+def test_one_replica_drafts_what_the_other_wrote(api: Api, app: Deployment) -> None:
+    await_drafts_from_the_other(api, app, "def read(path):\n")
 
 
-def test_what_one_replica_is_taught_over_http_both_have(api: Api, app: Deployment) -> None:
+def test_both_replicas_learn_a_text_taught_over_http(api: Api, app: Deployment) -> None:
     def learned() -> dict[str, int]:
-        """Tokens that each replica has learned so far."""
+        """Number of tokens that each replica has learned so far."""
         return {
             replica: sum(
                 each["ingested_tokens"] for each in view["speculation"]["trie"]["namespaces"]
@@ -148,7 +148,7 @@ def test_what_one_replica_is_taught_over_http_both_have(api: Api, app: Deploymen
     app.eventually(both, "both replicas have the text", 60)
 
 
-def test_the_store_may_die_in_the_midst_and_nobody_notices(api: Api, app: Deployment) -> None:
+def test_a_killed_store_changes_no_text_and_restarts(api: Api, app: Deployment) -> None:
     prompts = [f"def function_{i}(value):\n" for i in range(NUM_ASKED)]
     expected = [api.complete(prompt=p, vllm_xargs=OFF, **TEXT)["choices"] for p in prompts]
     before = stores(app.cluster)
@@ -162,4 +162,4 @@ def test_the_store_may_die_in_the_midst_and_nobody_notices(api: Api, app: Deploy
     app.eventually(
         lambda: len(set(stores(app.cluster)) - set(before)) == len(before), "new stores", 120
     )
-    await_drafts_of_the_others(api, app, "class Shape:\n")
+    await_drafts_from_the_other(api, app, "class Shape:\n")
