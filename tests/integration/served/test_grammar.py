@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 from openai import OpenAI
 
-from tests.integration.api import MODEL, OFF, TIMEOUT_S, Api
+from tests.integration.api import MODEL, OFF, REPORT, TIMEOUT_S, Api
 from tests.integration.cluster import Deployment
 
 pytestmark = pytest.mark.timeout(900)
@@ -111,16 +111,19 @@ def test_each_request_in_a_batch_has_its_own_grammar(api: Api) -> None:
         for schema in schemas
     ]
     with ThreadPoolExecutor(len(schemas)) as pool:
-        answers = pool.map(
+        asked = pool.map(
             lambda schema: api.complete(
                 prompt=PROMPT,
                 max_tokens=256,
                 structured_outputs={"json": schema},
-                vllm_xargs=ALONE,
+                vllm_xargs=ALONE | REPORT,
             ),
             schemas * 2,
         )
+        answers = list(asked)
     assert [each["choices"][0]["text"] for each in answers] == expected * 2
+    sources = [each["metrics"]["speculative_decoding"]["sources"] for each in answers]
+    assert any("grammar" in each for each in sources), "no drafts: the comparison shows nothing"
 
 
 def test_a_request_without_a_grammar_gets_no_drafts(api: Api) -> None:
