@@ -1,4 +1,4 @@
-"""Gives the tests that `make test` leaves out their markers, and has kernels' arguments checked."""
+"""Marks the tests that `make test` leaves out, and checks the arguments of kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specserve.core import compile as compiling
 from tests.tiers import tier
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest chooses by markers
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if marker := tier(item.nodeid):
@@ -23,7 +23,7 @@ _direct = compiling.direct
 
 
 def _checked(function: Any, *arguments: object) -> Callable[..., Any]:
-    """``direct``, but what it gives refuses arguments of other types. Numbers are converted."""
+    """Like ``direct``, but its code refuses arguments of other types. Numbers are converted."""
     code, expected = _direct(function, *arguments), list(map(function.typeof_pyval, arguments))
 
     def call(*given: object) -> Any:

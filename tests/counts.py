@@ -1,4 +1,4 @@
-"""Counts one draft as the chain counts those of a step."""
+"""Counts one draft as the chain counts the drafts of a step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from specserve.core.metrics import SpeculationMetrics
 def count_draft(
     metrics: SpeculationMetrics, label: str, num_drafted: int, num_accepted: int
 ) -> None:
-    """One draft was verified."""
+    """Counts one verified draft."""
     if (counts := metrics._drafts.get(label)) is None:
         (counts,) = metrics.draft_counts((label,))
     counts[0, num_drafted] += 1

@@ -1,4 +1,4 @@
-"""A step's question, made of texts."""
+"""Draft batches made of texts."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from specserve.core.types import DraftBatch
 def draft_batch(
     texts: Mapping[int, Sequence[int]], *, width: int = 0, num_prompt_tokens: int | None = None
 ) -> DraftBatch:
-    """The texts of requests by their slots, in rows that are at least so wide.
+    """A batch of the texts of requests, by their slots.
 
     Args:
         texts: prompt and output of each request.
-        width: least width of the rows; what follows a text in its row is no token.
-        num_prompt_tokens: of each request; None: all.
+        width: minimum width of the rows. Entries after a text are not tokens.
+        num_prompt_tokens: prompt tokens of each request. None: the whole text.
     """
     counts = np.array([len(each) for each in texts.values()], np.int32)
     rows = np.full((len(texts), max(counts.max(initial=0), width)), -7, np.int32)

@@ -1,4 +1,4 @@
-"""The config.json of published models, as far as vLLM and the estimates of memory read them."""
+"""The parts of published models' config.json that vLLM and the memory estimate read."""
 
 from __future__ import annotations
 

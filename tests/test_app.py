@@ -1,4 +1,4 @@
-"""What is built for Serve, without a cluster."""
+"""The application that is built for Serve, without a cluster."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def args() -> dict[str, Any]:
     return {"model": {"path": str(MODEL)}, "http": {"api_keys": keys}}
 
 
-def test_a_key_that_is_not_in_the_environment_ends_the_build_in_one_line(
+def test_an_unset_key_variable_ends_the_build_with_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("SPECSERVE_TEST_KEY", raising=False)
@@ -26,7 +26,7 @@ def test_a_key_that_is_not_in_the_environment_ends_the_build_in_one_line(
         build(args())
 
 
-def test_the_replicas_know_whose_a_key_is_but_not_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_replicas_know_a_keys_tenant_but_not_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECSERVE_TEST_KEY", "sk-secret")
     application = build(args())
     bound = pickle.dumps(application._bound_deployment.init_args)

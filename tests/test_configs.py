@@ -23,7 +23,7 @@ def config(name: str) -> AppConfig:
 
 
 def engine_config(name: str, checkpoint: dict[str, Any], folder: Path) -> Any:
-    """What vLLM makes of the file where the model's folder holds this config.json."""
+    """vLLM's configuration for the file, with this config.json in the model's folder."""
     (folder / "config.json").write_text(json.dumps(checkpoint))
     file = config(name)
     model = file.model.model_copy(update={"path": str(folder)})
@@ -44,7 +44,7 @@ def test_a_file_is_valid_for_serve_for_us_and_for_vllm(name: str) -> None:
         ("llama_draft.yaml", LLAMA_70B, None, 4, 3),
     ],
 )
-def test_vllm_takes_the_file_for_a_checkpoint_of_that_architecture(
+def test_vllm_accepts_each_file_with_its_checkpoint(
     name: str,
     checkpoint: dict[str, Any],
     quantization: str | None,
@@ -65,7 +65,7 @@ def test_the_int8_file_needs_a_checkpoint_without_fp8(tmp_path: Path) -> None:
         engine_config("r1_mtp_int8.yaml", DEEPSEEK_R1, tmp_path)
 
 
-def test_the_files_for_r1_part_only_in_checkpoint_and_sources() -> None:
+def test_r1_files_differ_only_in_checkpoint_and_sources() -> None:
     fp8, hybrid, int8 = map(config, ("r1_mtp.yaml", "r1_mtp_hybrid.yaml", "r1_mtp_int8.yaml"))
     assert hybrid.model_copy(update={"speculation": hybrid.speculation[:1]}) == fp8
     engine = int8.engine.model_copy(update={"vllm": {}})

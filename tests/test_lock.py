@@ -8,7 +8,7 @@ import pytest
 
 REQUIREMENTS = Path(__file__).parents[1] / "deploy/requirements"
 FEWEST = {"cpu": 100, "docs": 20}
-"""Packages that each lock holds at least."""
+"""Minimum number of packages in each lock."""
 
 each_lock = pytest.mark.parametrize("lock", FEWEST)
 
@@ -41,7 +41,7 @@ def test_every_input_is_locked(lock: str) -> None:
             assert name in names
 
 
-def test_the_pages_packages_change_nothing_that_the_installation_has() -> None:
+def test_the_docs_lock_has_the_versions_of_the_installation() -> None:
     """`make docs` installs them into the same environment."""
     installed = dict(line.split("==") for line in lines_of("cpu"))
     shared = [line.split("==") for line in lines_of("docs") if line.split("==")[0] in installed]

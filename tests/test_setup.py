@@ -1,4 +1,4 @@
-"""How `make setup` and the image install the lock, with and without torch's CPU build at hand."""
+"""`make setup` and the image install the lock, whether or not pip finds torch at once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FROM_INDEX = f"{INSTALL} --extra-index-url {INDEX} {TORCH}"
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """What the installation reads, and a python that notes what pip is asked for."""
+    """The files that the installation reads."""
     for name in ("Makefile", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
     shutil.copytree(ROOT / "deploy/requirements", tmp_path / "deploy/requirements")
@@ -66,7 +66,7 @@ def asked(checkout: Path) -> list[str]:
     return (checkout / "asked").read_text().splitlines()
 
 
-def test_pytorchs_index_is_not_asked_where_pip_finds_torch_elsewhere(checkout: Path) -> None:
+def test_pytorchs_index_is_not_used_if_pip_finds_torch(checkout: Path) -> None:
     done = make_setup(checkout, "*")
     assert done.returncode == 0
     assert INDEX not in done.stdout
@@ -75,7 +75,7 @@ def test_pytorchs_index_is_not_asked_where_pip_finds_torch_elsewhere(checkout: P
     assert own.endswith("--editable .")
 
 
-def test_pytorchs_index_is_tried_for_torch_alone_and_told(checkout: Path) -> None:
+def test_pytorchs_index_is_printed_and_used_only_for_torch(checkout: Path) -> None:
     done = make_setup(checkout, "*--extra-index-url*")
     assert done.returncode == 0
     assert f"pip install --extra-index-url {INDEX} {TORCH}" in done.stdout
@@ -85,7 +85,7 @@ def test_pytorchs_index_is_tried_for_torch_alone_and_told(checkout: Path) -> Non
     assert sum(INDEX in command for command in commands) == 1
 
 
-def test_torch_that_is_nowhere_ends_the_installation_and_tells_where_it_may_come_from(
+def test_a_missing_torch_ends_the_installation_and_names_the_index(
     checkout: Path,
 ) -> None:
     done = make_setup(checkout, "never")
@@ -95,14 +95,14 @@ def test_torch_that_is_nowhere_ends_the_installation_and_tells_where_it_may_come
     assert not list(checkout.glob(".venv/.installed-*"))
 
 
-def test_pip_itself_takes_the_command_where_a_folder_has_no_wheel_of_torch(tmp_path: Path) -> None:
+def test_the_real_pip_accepts_the_command_with_the_index(tmp_path: Path) -> None:
     done = subprocess.run(
         [ROOT / "deploy/requirements/install.sh", sys.executable],
         env={
             "PATH": os.environ["PATH"],
             "PIP_CONFIG_FILE": os.devnull,
             "PIP_NO_INDEX": "1",
-            "PIP_VERBOSE": "2",  # pip names the indexes that it would have looked at
+            "PIP_VERBOSE": "2",  # pip names the ignored indexes
             "PIP_FIND_LINKS": str(tmp_path),
             "PIP_IGNORE_INSTALLED": "1",
             "PIP_TARGET": str(tmp_path / "target"),

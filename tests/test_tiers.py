@@ -27,7 +27,7 @@ def test_each_row_with_a_parameter_names_one_that_exists() -> None:
     assert rows <= {line.partition("tests/")[2] or line for line in done.stdout.splitlines()}
 
 
-def test_a_row_holds_for_a_file_a_test_or_one_of_its_parameters() -> None:
+def test_a_row_covers_a_file_a_test_or_one_parameter() -> None:
     rows = [row for row in LONG if "[" in row]
     assert {tier(f"tests/{row}") for row in rows} == {"long"}
     assert tier(f"tests/{rows[0].partition('[')[0]}[shards]") == ""

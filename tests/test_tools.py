@@ -1,4 +1,4 @@
-"""What `make test` says, and in CI does, about programs that are not there."""
+"""`make test` reports missing programs, and in CI it installs them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PACKAGES = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """What is on the PATH: none of the programs, and an apt-get that notes what it is told."""
+    """A PATH without the programs, and with an apt-get that records its arguments."""
     for name in ("sh", "tail", "printf", "chmod", "rm"):
         found = shutil.which(name)
         assert found is not None
@@ -53,7 +53,7 @@ def asked(folder: Path) -> list[list[str]]:
     return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_one_line_tells_what_is_missing_and_how_to_get_it(folder: Path) -> None:
+def test_one_line_names_missing_programs_and_the_command(folder: Path) -> None:
     program(folder / "chromium", "true")
     said = run(folder)
     wanted = " ".join(package for package in PACKAGES.values() if package != "chromium")
@@ -62,20 +62,20 @@ def test_one_line_tells_what_is_missing_and_how_to_get_it(folder: Path) -> None:
     assert not asked(folder)
 
 
-def test_nothing_is_said_where_nothing_is_missing(folder: Path) -> None:
+def test_nothing_is_printed_if_nothing_is_missing(folder: Path) -> None:
     for name in PACKAGES:
         program(folder / name, "true")
     assert run(folder, CI="true") == ""
     assert not asked(folder)
 
 
-def test_others_than_root_are_only_told_in_ci_too(folder: Path) -> None:
+def test_without_root_nothing_is_installed_in_ci(folder: Path) -> None:
     program(folder / "id", "echo 1000")
     assert run(folder, CI="true").count("\n") == 1
     assert not asked(folder)
 
 
-def test_ci_installs_each_and_says_which_one_failed(folder: Path) -> None:
+def test_ci_installs_each_program_and_reports_a_failure(folder: Path) -> None:
     note = f'echo "$@" >> {folder}/asked'
     fail = 'case "$*" in *chromium-driver) echo E: gone; exit 100; esac'
     program(folder / "apt-get", f"{note}\n{fail}")
@@ -92,7 +92,7 @@ def test_ci_installs_each_and_says_which_one_failed(folder: Path) -> None:
     ]
 
 
-def test_the_services_that_come_with_them_are_not_started(folder: Path) -> None:
+def test_services_of_the_packages_are_not_started(folder: Path) -> None:
     policy = Path("/usr/sbin/policy-rc.d")
     if os.geteuid() != 0:
         pytest.skip("only root may forbid it")

@@ -1,8 +1,8 @@
-"""What `make test` leaves out, and why: the one place that says so.
+"""The tests that `make test` leaves out, with the reasons.
 
-A row names a file, a test of it, or one of that test's parameters, as pytest does below ``tests/``.
-`conftest.py` gives those tests the marker of their tier. Nothing is in a row whose fault or
-capability has no other test, of the unit or with fewer processes, in `make test`.
+A row names a file, a test, or one parameter of a test, as pytest names them below ``tests/``.
+`conftest.py` marks these tests with their tier. What a row tests also has a smaller test in
+`make test`: a unit test, or one with fewer processes.
 """
 
 from __future__ import annotations

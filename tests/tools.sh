@@ -1,6 +1,6 @@
 #!/bin/sh
-# Programs of the system that some tests use. A test whose program is missing is skipped, and says so.
-# With CI=true what is missing is installed, by root and apt-get; otherwise it is only told.
+# System programs that some tests use. A test whose program is missing is skipped with a message.
+# With CI=true, as root and with apt-get, missing programs are installed. Otherwise they are listed.
 set -u
 
 packages=

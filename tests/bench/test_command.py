@@ -10,7 +10,7 @@ from specserve.engine.methods import Method
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "words"),
     [
         (["--url", "http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9: "),
         (["--url", "nonsense"], "--url: 'nonsense' is not allowed"),
@@ -19,25 +19,25 @@ from specserve.engine.methods import Method
         (["--url", "x", "--save-output", "/nowhere/x.json"], "--save-output: '/nowhere/x.json'"),
     ],
 )
-def test_a_wrong_argument_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], told: str
+def test_a_wrong_argument_is_reported_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], words: str
 ) -> None:
     path = tmp_path / "tokens.csv"
     path.write_text("1,2\n")
     assert main(["bench", "tokens", str(path), *options]) == 2
     (error,) = capsys.readouterr().err.splitlines()
-    assert told in error
+    assert words in error
 
 
 @pytest.mark.parametrize(
     ("speculation", "method"),
     [("auto", "all"), ("off", "none"), ("ngram", "ngram"), ("trie", "trie")],
 )
-def test_an_engine_drafts_by_what_is_asked(
+def test_the_speculation_option_chooses_the_method(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, speculation: str, method: str
 ) -> None:
     class Started(Exception):
-        """Instead of an engine."""
+        """Raised instead of starting an engine."""
 
     def start(config: AppConfig, asked: Method) -> None:
         raise Started(str(asked))
@@ -65,6 +65,6 @@ def test_an_unknown_source_is_refused(
 
 
 @pytest.mark.parametrize("options", [[], ["--url", "x", "--config", "y"]])
-def test_a_server_or_a_file_is_needed(options: list[str]) -> None:
+def test_either_url_or_config_is_needed(options: list[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["bench", "tokens", "tokens.csv", *options])

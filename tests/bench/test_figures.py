@@ -16,7 +16,7 @@ def completion(*token_seconds: float) -> Completion:
     )
 
 
-def test_a_steps_time_is_divided_by_the_tokens_that_it_brought() -> None:
+def test_the_time_of_a_step_is_divided_by_its_tokens() -> None:
     # Steps after the first token: 0.3 s for three tokens, then 0.2 s for one.
     done = (completion(0.1, 0.4, 0.4, 0.4, 0.6), completion(0.5))
     result = RunResult(completions=done, seconds=2.0, drafts=())

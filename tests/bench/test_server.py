@@ -63,7 +63,7 @@ def streaming(*chunks: bytes, pause_s: float = 0.0) -> Handler:
     return answer
 
 
-def test_a_stream_may_take_longer_than_the_wait_for_its_next_chunk(
+def test_the_timeout_is_for_each_chunk_and_not_for_the_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(server, "TIMEOUT_S", 0.5)
@@ -73,28 +73,28 @@ def test_a_stream_may_take_longer_than_the_wait_for_its_next_chunk(
     assert (only.text, only.finish_reason) == (" t t t t", "length")
 
 
-def test_a_stream_that_stands_still_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_stalls_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "TIMEOUT_S", 0.2)
     with pytest.raises(SpecServeError, match=r"^request 1 failed: "):
         run(streaming(chunk(1), pause_s=1.0))
 
 
-def test_an_answer_tells_what_its_sources_drafted() -> None:
+def test_an_answer_has_the_counts_of_its_sources() -> None:
     counts = {"ngram": {"drafted_tokens": 6, "accepted_tokens": 4}}
     usage = {"choices": [], "metrics": {"speculative_decoding": {"sources": counts}}}
-    told = b"data: " + json.dumps(usage).encode() + b"\n\n"
-    (only,) = run(streaming(chunk(1), chunk(finish_reason="length"), told)).completions
+    metrics = b"data: " + json.dumps(usage).encode() + b"\n\n"
+    (only,) = run(streaming(chunk(1), chunk(finish_reason="length"), metrics)).completions
     assert only.sources == counts
     (only,) = run(streaming(chunk(1))).completions
     assert only.sources == {}
 
 
-def test_the_prompts_tokens_may_be_a_long_line() -> None:
+def test_a_long_line_of_prompt_tokens_is_read() -> None:
     (only,) = run(streaming(chunk(7, prompt_token_ids=[100_000] * 100_000))).completions
     assert only.token_ids == (7,)
 
 
-def test_the_servers_error_is_told_before_and_within_a_stream() -> None:
+def test_a_servers_error_is_reported_before_and_within_a_stream() -> None:
     refusal = {"error": {"message": "too\nlong", "code": 400}}
 
     async def refuse(request: web.Request) -> web.Response:
@@ -112,12 +112,12 @@ def test_the_servers_error_is_told_before_and_within_a_stream() -> None:
         run(streaming(chunk(1), within))
 
 
-def test_a_server_that_tells_no_tokens_is_refused() -> None:
+def test_a_server_without_token_ids_is_refused() -> None:
     with pytest.raises(SpecServeError, match=r"it has to be vLLM's application$"):
         run(streaming(chunk(finish_reason="stop")))
 
 
-def test_a_checkpoint_that_sets_penalties_is_asked_as_an_offline_engine_is() -> None:
+def test_a_checkpoints_sampling_defaults_are_overridden() -> None:
     options = request_options(Sampling(max_tokens=4))
     its_own = {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.5}
     its_own |= {"min_p": 0.1, "top_k": 5, "top_p": 0.5, "temperature": 0.7}
@@ -148,7 +148,7 @@ def test_each_request_is_sent_with_the_fields_of_the_run() -> None:
 
 
 def refusal_of(answer: Handler) -> str:
-    """What is told of a server that answers so where its models are asked for."""
+    """The error for a server with this answer to ``/v1/models``."""
 
     async def ask() -> str:
         async with serving(answer) as url:
@@ -160,7 +160,7 @@ def refusal_of(answer: Handler) -> str:
 
 
 @pytest.mark.parametrize(
-    ("status", "body", "told"),
+    ("status", "body", "expected"),
     [
         (
             503,
@@ -176,37 +176,37 @@ def refusal_of(answer: Handler) -> str:
         (404, "", "URL/v1/models answers HTTP 404: Not Found"),
     ],
 )
-def test_a_server_that_refuses_is_told_with_its_reason(status: int, body: str, told: str) -> None:
+def test_a_servers_refusal_has_its_reason(status: int, body: str, expected: str) -> None:
     async def answer(_: web.Request) -> web.Response:
         return web.Response(status=status, text=body)
 
-    assert refusal_of(answer) == told
+    assert refusal_of(answer) == expected
 
 
-def test_a_server_of_something_else_is_told() -> None:
+def test_a_server_without_vllms_api_is_refused() -> None:
     async def answer(_: web.Request) -> web.Response:
         return web.Response(text="hello")
 
     assert refusal_of(answer).startswith("--url: 'URL' is not allowed; allowed: a server of vLLM's")
 
 
-def test_where_nothing_answers_no_address_is_called_wrong() -> None:
+def test_a_server_that_does_not_answer_is_reported_as_such() -> None:
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # and does not listen
+        taken.bind(("127.0.0.1", 0))  # not listening
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(SpecServeError, match=f"^no server answers at {url}: "):
             find_server(url)
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", f"http://{'a' * 64}.example"])
-def test_what_is_no_address_is_told(url: str) -> None:
+def test_an_invalid_address_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match=f"^--url: '{url[:14]}.* is not allowed"):
         find_server(url)
 
 
-def test_where_a_redirect_leads_is_told() -> None:
+def test_the_target_of_a_redirect_is_reported() -> None:
     async def answer(_: web.Request) -> web.Response:
         raise web.HTTPMovedPermanently("https://elsewhere/v1/models")
 
-    told = "URL/v1/models answers HTTP 301: Moved Permanently to https://elsewhere/v1/models"
-    assert refusal_of(answer) == told
+    expected = "URL/v1/models answers HTTP 301: Moved Permanently to https://elsewhere/v1/models"
+    assert refusal_of(answer) == expected

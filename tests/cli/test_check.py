@@ -46,14 +46,14 @@ GOOD = {
 
 
 @pytest.mark.usefixtures("folder")
-def test_all_served_names_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_served_names_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     model = {"path": "models/tiny", "served_name": ["tiny", "default"]}
     assert main(["check", write(serve_file({**GOOD, "model": model}))]) == 0
     assert "tiny, default (" in re.sub(r"\s+", " ", capsys.readouterr().out)
 
 
 @pytest.mark.usefixtures("folder")
-def test_a_valid_file_tells_what_would_start_and_where(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_valid_file_prints_what_starts_and_where(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", write(serve_file(GOOD))]) == 0
     out = re.sub(r"\s+", " ", capsys.readouterr().out)
     for part in (
@@ -97,7 +97,7 @@ def bad(**sections: Any) -> dict[str, Any]:
         (
             "{on: 3, applications: []}",
             "True: 'True' is not allowed; allowed: proxy_location, ",
-        ),  # as YAML reads it
+        ),  # YAML reads `on` as True
         (
             "{http_options: {off: 3}, applications: []}",
             "http_options.False: 'False' is not allowed; allowed: host, ",
@@ -143,7 +143,7 @@ def bad(**sections: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_a_wrong_file_is_told_in_one_line(
+def test_an_invalid_file_is_reported_in_one_line(
     content: object, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["check", write(content)]) == 2
@@ -154,21 +154,21 @@ def test_a_wrong_file_is_told_in_one_line(
 
 
 @pytest.mark.usefixtures("folder")
-def test_each_unknown_key_of_a_deployments_sections_is_told(
+def test_each_unknown_key_of_a_deployments_sections_is_reported(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     sections = {"autoscaling_config": {"max_replica": 2, "min_replica": 1}}
     sections |= {"gang_scheduling_config": {"gang_size": 2, "gang": 2}}
     deployment = {"name": "ModelServer", **sections}
     assert main(["check", write(serve_file(GOOD, deployments=[deployment]))]) == 2
-    told = capsys.readouterr().err.splitlines()
+    lines = capsys.readouterr().err.splitlines()
     keys = [f"autoscaling_config.{key}" for key in sorted(sections["autoscaling_config"])]
     keys.append("gang_scheduling_config.gang")
-    for line, key in zip(told, keys, strict=True):
+    for line, key in zip(lines, keys, strict=True):
         assert f"app.yaml: applications.0.deployments.0.{key}: " in line
 
 
-def test_a_config_json_that_is_no_models_is_refused(
+def test_an_invalid_config_json_is_refused(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "models/tiny/config.json").write_text("{")
@@ -184,7 +184,7 @@ def test_a_missing_file_ends_the_command_with_code_2(tmp_path: Path) -> None:
     assert done.stderr == expected
 
 
-def test_the_demos_file_is_checked_where_none_is_named(
+def test_the_demo_file_is_checked_by_default(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "configs").mkdir()
@@ -200,7 +200,7 @@ def test_the_demos_file_is_checked_where_none_is_named(
         (("b.yaml", "a.yaml"), "here are configs/a.yaml, configs/b.yaml"),
     ],
 )
-def test_the_files_that_are_there_are_told_where_none_is_named(
+def test_the_existing_files_are_listed_if_none_is_named(
     files: tuple[str, ...], said: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in files:
@@ -226,7 +226,7 @@ def r1(folder: Path) -> Path:
 
 
 @pytest.mark.usefixtures("r1")
-def test_a_plan_for_two_nodes_tells_ranks_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_for_two_nodes_has_ranks_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", write(serve_file(R1)), "--cluster", "2x8"]) == 0
     out = re.sub(r"\s+", " ", capsys.readouterr().out)
     for part in (
@@ -250,7 +250,7 @@ LLAMA = {
 }
 
 
-def test_a_plan_tells_what_is_beside_rank_0_and_counts_its_memory(
+def test_a_plan_has_a_drafter_beside_rank_0_and_its_memory(
     r1: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (r1 / "models/tiny/config.json").write_text(json.dumps(LLAMA))
@@ -265,7 +265,7 @@ def test_a_plan_tells_what_is_beside_rank_0_and_counts_its_memory(
     assert "do not fit into 5.6 GiB of a GPU" in capsys.readouterr().err
 
 
-def test_a_description_of_no_cluster_is_told_before_the_file_is_read(
+def test_an_invalid_cluster_is_refused_before_the_file_is_read(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["check", "no/such.yaml", "--cluster", "2by8"]) == 2
@@ -288,7 +288,7 @@ def test_a_description_of_no_cluster_is_told_before_the_file_is_read(
         (["--cluster", "2x8", "--gpu-memory", "0GB"], "--gpu-memory: '0GB' is not allowed; allow"),
     ],
 )
-def test_what_does_not_fit_is_told_in_one_line(
+def test_a_plan_that_fails_is_reported_in_one_line(
     options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["check", write(serve_file(R1)), *options]) == 2
@@ -309,7 +309,7 @@ def test_applications_of_one_file_share_the_nodes(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.usefixtures("folder")
-def test_memory_that_cannot_be_known_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_that_cannot_be_estimated_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
     args = GOOD | {"model": {"path": "org/name"}}
     assert main(["check", write(serve_file(args)), "--cluster", "2x8"]) == 0
     said = capsys.readouterr().out
@@ -326,8 +326,8 @@ def test_config_json_alone_plans_the_model_and_its_mtp_module(
     file = write(serve_file({**R1, "speculation": [drafter]}))
     assert main(["check", file, "--cluster", "2x8+1x1"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    told = "/models/none/R1-MTP: the MTP module was not checked: its weights are not here"
-    assert lines.count(told) == 1
+    note = "/models/none/R1-MTP: the MTP module was not checked: its weights are not here"
+    assert lines.count(note) == 1
     out = re.sub(r"\s+", " ", " ".join(lines))
     assert "node 3 1 GPU mtp" in out
     assert "a shard: 40.2 GiB of weights" in out
@@ -336,7 +336,7 @@ def test_config_json_alone_plans_the_model_and_its_mtp_module(
 
 @pytest.mark.usefixtures("r1")
 @pytest.mark.parametrize("options", [[], ["--cluster", "running"]])
-def test_weights_that_are_missing_where_they_are_to_be_served_are_refused(
+def test_missing_weights_are_refused_where_they_are_to_be_served(
     options: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write(serve_file({**R1, "speculation": [{"kind": "mtp"}]}))
@@ -346,7 +346,7 @@ def test_weights_that_are_missing_where_they_are_to_be_served_are_refused(
     assert "allowed: a checkpoint with all its files: model.safetensors is missing" in said
 
 
-def test_a_model_that_cannot_have_an_mtp_module_is_refused_by_its_config_json_too(
+def test_config_json_alone_refuses_a_model_without_an_mtp_module(
     r1: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (r1 / "models/r1/config.json").write_text(json.dumps(LLAMA))
@@ -357,7 +357,7 @@ def test_a_model_that_cannot_have_an_mtp_module_is_refused_by_its_config_json_to
 
 
 @pytest.mark.usefixtures("r1")
-def test_a_draft_model_that_is_not_here_is_planned_without_its_memory(
+def test_a_missing_draft_model_is_planned_without_its_memory(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     drafter = {"kind": "draft_model", "model": "/models/none/small", "num_gpus": 1}
@@ -427,7 +427,7 @@ def test_the_projects_own_files_are_valid(
 
 
 @pytest.mark.usefixtures("folder")
-def test_a_port_in_use_is_refused_where_ports_are_asked_for(
+def test_a_port_in_use_is_refused_only_with_the_ports_option(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))  # where Ray looks for a running cluster
@@ -445,7 +445,7 @@ def test_a_port_in_use_is_refused_where_ports_are_asked_for(
 
 
 @pytest.mark.usefixtures("folder")
-def test_each_mistake_of_a_section_gets_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_error_of_a_section_gets_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     args = {"modell": {}, "speculation": [{"kind": "ngram", "max_len": 3}]}
     assert main(["check", write(serve_file(args))]) == 2
     lines = capsys.readouterr().err.splitlines()
@@ -458,16 +458,16 @@ def test_each_mistake_of_a_section_gets_a_line(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.usefixtures("folder")
-def test_an_adapters_folder_that_is_not_there_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_adapter_folder_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     adapters = [{"name": "fine", "path": "/no/such/adapter"}]
     engine = {"vllm": {"enable_lora": True, "lora_modules": adapters}}
     assert main(["check", write(serve_file({**GOOD, "engine": engine}))]) == 2
-    told = "engine.vllm.lora_modules.0.path: '/no/such/adapter' is not allowed"
-    assert told in capsys.readouterr().err
+    words = "engine.vllm.lora_modules.0.path: '/no/such/adapter' is not allowed"
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("folder")
-def test_a_keys_variable_that_is_not_set_is_noted(
+def test_an_unset_key_variable_is_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     note = "the API keys' variables A_KEY are not set here; `serve run` needs them"

@@ -38,12 +38,12 @@ def test_help_lists_the_commands_in_the_order_of_use(capsys: pytest.CaptureFixtu
     ]
 
 
-def test_an_unknown_command_is_a_users_mistake() -> None:
+def test_an_unknown_command_exits_with_code_2() -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.main(["chekc"])
 
 
-def test_an_error_on_purpose_is_one_line_and_code_2(
+def test_an_error_of_ours_is_one_line_and_code_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     use(monkeypatch, MissingExtraError("check"))
@@ -52,13 +52,13 @@ def test_an_error_on_purpose_is_one_line_and_code_2(
     assert capsys.readouterr().err == expected
 
 
-def test_an_interrupt_is_code_130(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_exits_with_code_130(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, KeyboardInterrupt())
     assert cli.main(["check", "x"]) == 130
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "words"),
     [
         (
             ["check", "--clutser", "1x2"],
@@ -70,15 +70,15 @@ def test_an_interrupt_is_code_130(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_a_wrong_argument_is_told_in_one_line(
-    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+def test_a_wrong_argument_is_reported_in_one_line(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(arguments)
     (line,) = capsys.readouterr().err.splitlines()
     assert ended.value.code == 2
-    assert line.startswith(told)
-    assert line.endswith(f"; see {told.split(':')[0]} --help")
+    assert line.startswith(words)
+    assert line.endswith(f"; see {words.split(':')[0]} --help")
 
 
 WAITS = """
@@ -102,10 +102,10 @@ parser.set_defaults(run=run)
 main.build_parser = lambda: parser
 sys.exit(main.main([]))
 """
-"""A command that has started something."""
+"""A command that has started an engine."""
 
 
-def test_a_command_that_is_told_to_end_ends_what_it_has_started() -> None:
+def test_sigterm_ends_what_a_command_has_started() -> None:
     with subprocess.Popen([sys.executable, "-c", WAITS], stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None
         assert run.stdout.readline() == "started\n"

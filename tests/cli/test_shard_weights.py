@@ -1,4 +1,4 @@
-"""What the command refuses before it starts anything; tests/integration has it write."""
+"""Refusals before the command starts anything. tests/integration tests what it writes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def model(tmp_path: Path) -> Path:
 def refusal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], out: Path, model: object, **vllm: Any
 ) -> str:
-    """What the command says in its one line."""
+    """The one line that the command prints."""
     args = {"model": {"path": str(model)}, "engine": {"vllm": vllm}}
     application = {"name": "a", "import_path": "specserve.app:build", "args": args}
     config = tmp_path / "serve.yaml"
@@ -38,7 +38,7 @@ def refusal(
     return said
 
 
-def test_an_out_that_holds_something_is_refused(
+def test_an_out_folder_that_is_not_empty_is_refused(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = refusal(tmp_path, capsys, model, model)
@@ -46,7 +46,7 @@ def test_an_out_that_holds_something_is_refused(
     assert "allowed: a folder that does not exist yet, or is empty" in said
 
 
-def test_an_out_in_no_existing_folder_is_refused(
+def test_an_out_folder_in_a_missing_folder_is_refused(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = refusal(tmp_path, capsys, tmp_path / "none/out", model)
@@ -54,7 +54,7 @@ def test_an_out_in_no_existing_folder_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("vllm", "told"),
+    ("vllm", "words"),
     [
         (
             {"load_format": "dummy"},
@@ -66,10 +66,10 @@ def test_an_out_in_no_existing_folder_is_refused(
         ),
     ],
 )
-def test_what_cannot_be_divided_beforehand_is_refused(
-    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], vllm: Any, told: str
+def test_weights_that_cannot_be_sharded_are_refused(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], vllm: Any, words: str
 ) -> None:
-    assert told in refusal(tmp_path, capsys, tmp_path / "out", model, **vllm)
+    assert words in refusal(tmp_path, capsys, tmp_path / "out", model, **vllm)
 
 
 def test_a_model_of_the_hub_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

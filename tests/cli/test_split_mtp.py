@@ -10,7 +10,7 @@ from specserve.cli.main import main
 from tests.drafters.mtp_reference import MODEL
 
 
-def test_the_module_is_written_with_what_a_drafter_needs(
+def test_the_module_is_written_with_a_drafters_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "new/mtp"
@@ -27,7 +27,7 @@ def test_an_empty_folder_may_be_written_to(tmp_path: Path) -> None:
     assert (tmp_path / "config.json").exists()
 
 
-def test_an_output_folder_that_holds_something_is_left_alone(
+def test_an_output_folder_that_is_not_empty_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "mine").write_text("mine")
@@ -39,7 +39,7 @@ def test_an_output_folder_that_holds_something_is_left_alone(
 
 
 @pytest.mark.parametrize("checkpoint", ["configs", "configs/models/demo-draft", "nowhere"])
-def test_what_is_no_checkpoint_with_a_module_is_refused(
+def test_a_checkpoint_without_a_module_is_refused(
     tmp_path: Path, checkpoint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = str(MODEL.parents[2] / checkpoint)

@@ -1,4 +1,4 @@
-"""The arguments and the files of ``specserve trie``; what needs a cluster is tested with one."""
+"""The arguments and files of ``specserve trie``. tests/integration tests it with a cluster."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from specserve.trie.store import StoreStats
 from specserve.trie.warm_texts import WarmText
 
 MODEL = str(Path(__file__).parents[2] / "configs/models/demo-draft")
-NOWHERE = ("--address", "127.0.0.1:1")  # no one listens there
+NOWHERE = ("--address", "127.0.0.1:1")  # nothing listens there
 KEYS = [{"env": "A_KEY", "tenant": "team-a"}, {"env": "B_KEY", "tenant": "team-b"}]
 
 
@@ -48,7 +48,7 @@ def texts(folder: Path, *lines: object) -> Path:
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """What the command says when it ends with code 2, in one line."""
+    """The one line of a command that ends with code 2."""
     assert main(["trie", *map(str, arguments)]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -57,7 +57,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 
 class Store:
-    """What ``stats`` asks of a store in the cluster."""
+    """The part of a store that ``stats`` uses."""
 
     def __init__(self, stats: StoreStats) -> None:
         self._stats = stats
@@ -97,7 +97,7 @@ def test_an_error_of_one_store_does_not_stop_the_command_for_the_next(
     assert printed.out.startswith("second: ")
 
 
-def test_stats_print_a_snapshots_url_as_it_is(
+def test_stats_print_a_snapshots_url_unchanged(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     snapshot = SnapshotStats(
@@ -123,7 +123,7 @@ def test_stats_print_a_snapshots_url_as_it_is(
 
 
 @pytest.mark.parametrize("command", [["stats"], ["snapshot"], ["purge", "--tenant", "team-a"]])
-def test_without_a_cluster_there_is_one_line(
+def test_a_missing_cluster_is_reported_in_one_line(
     command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = refusal(capsys, *command, *NOWHERE)
@@ -138,14 +138,14 @@ def test_without_a_cluster_there_is_one_line(
         (["--tenant", ""], "--tenant: '' is not allowed; allowed: 1 .. 64 letters"),
     ],
 )
-def test_what_cannot_be_purged_is_told_before_the_cluster_is_looked_for(
+def test_a_purges_arguments_are_checked_before_the_cluster(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert refusal(capsys, "purge", *arguments, *NOWHERE).startswith(message)
 
 
 @pytest.mark.parametrize("arguments", [[], ["--tenant", "a", "--namespace", "0" * 32]])
-def test_a_purge_is_of_either_a_namespace_or_a_tenant(arguments: list[str]) -> None:
+def test_a_purge_needs_either_a_namespace_or_a_tenant(arguments: list[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["trie", "purge", *arguments])
 
@@ -175,7 +175,7 @@ def test_a_purge_is_of_either_a_namespace_or_a_tenant(arguments: list[str]) -> N
         ({"modell": {}}, [], "app.yaml: applications.0.args.modell: "),
     ],
 )
-def test_an_application_that_cannot_be_taught_is_told(
+def test_an_application_that_cannot_be_warmed_is_refused(
     args: dict[str, Any],
     options: list[str],
     message: str,
@@ -190,7 +190,7 @@ def test_an_application_that_cannot_be_taught_is_told(
     assert said.startswith(message)
 
 
-def test_of_several_applications_one_has_to_be_named(
+def test_one_of_several_applications_must_be_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = serve_file(tmp_path, {}, {})
@@ -198,7 +198,7 @@ def test_of_several_applications_one_has_to_be_named(
     assert said == "--application: '' is not allowed; allowed: app0, app1"
 
 
-def test_a_file_with_a_bad_line_is_refused_before_anything_is_taught(
+def test_a_file_with_an_invalid_line_is_refused_as_a_whole(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = texts(tmp_path, {"text": "a"}, {"token_ids": [4096]})
@@ -206,7 +206,7 @@ def test_a_file_with_a_bad_line_is_refused_before_anything_is_taught(
     assert said.startswith(f"{path}: line 2: token_ids.0: 4096 is not allowed; allowed: an integer")
 
 
-def test_texts_are_taught_under_the_namespace_of_the_requests_they_are_for(tmp_path: Path) -> None:
+def test_warm_texts_have_the_namespace_of_their_requests(tmp_path: Path) -> None:
     identity = model_identity(ModelConfig(path=MODEL))
     plain = Warmup.of(serve_file(tmp_path, {}), "", "", "")
     assert plain.namespace == namespace(identity)
@@ -216,8 +216,8 @@ def test_texts_are_taught_under_the_namespace_of_the_requests_they_are_for(tmp_p
     assert taught.namespace == namespace(identity, "an-adapter", "team-b")
 
 
-def test_texts_become_the_tokens_that_requests_have(tmp_path: Path) -> None:
-    # No text is a dialogue: the template may be on another machine.
+def test_warm_texts_have_the_tokens_of_requests(tmp_path: Path) -> None:
+    # Without dialogues, the chat template may be on another machine.
     elsewhere = {"engine": {"vllm": {"chat_template": "elsewhere/chat.jinja"}}}
     warmup = Warmup.of(serve_file(tmp_path, elsewhere), "", "", "")
     encode = warmup.tokenizer.encode

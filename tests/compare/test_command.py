@@ -52,9 +52,7 @@ def test_a_wrong_option_is_one_line_and_exit_code_2(
     assert words in line
 
 
-def test_a_model_that_is_not_there_is_named(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_model_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = serve_file(tmp_path, tmp_path / "missing")
     assert main(["compare", "--config", str(config)]) == 2
     (line,) = capfd.readouterr().err.splitlines()
@@ -76,7 +74,7 @@ def test_a_file_with_two_applications_is_refused(
 
 
 @pytest.mark.parametrize("option", ["--max-tokens", "--concurrency", "--repeat", "--num-prompts"])
-def test_counts_start_at_one(
+def test_counts_below_one_are_refused(
     tmp_path: Path, model: Path, capfd: pytest.CaptureFixture[str], option: str
 ) -> None:
     with pytest.raises(SystemExit) as raised:

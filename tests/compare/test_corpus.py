@@ -22,7 +22,7 @@ def test_training_never_reads_a_held_out_module() -> None:
     assert held_out | trained <= {p.relative_to(root).as_posix() for p in module_paths(root)}
 
 
-def test_the_split_depends_on_the_path_alone() -> None:
+def test_the_split_depends_only_on_the_path() -> None:
     assert [
         name for name in ("ast.py", "functools.py", "json/decoder.py") if is_held_out(name)
     ] == [
@@ -31,7 +31,7 @@ def test_the_split_depends_on_the_path_alone() -> None:
     ]
 
 
-def test_test_suites_and_installed_packages_are_no_corpus(tmp_path: Path) -> None:
+def test_test_suites_and_installed_packages_are_left_out(tmp_path: Path) -> None:
     for name in ("kept/a.py", "test/b.py", "site-packages/c.py", "kept/__pycache__/d.py"):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What is left of an engine's own process and folder, however they end."""
+"""No process and no folder of an engine are left after any end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def config() -> AppConfig:
 
 @contextmanager
 def interrupted(config: AppConfig) -> Iterator[psutil.Process]:
-    """The child of a run that Ctrl-C ends behind the block."""
+    """The child of a run that Ctrl-C ends after the block."""
     with suppress(KeyboardInterrupt), EngineProcess(config, parse_method("none", config)):
         (child,) = (each for each in psutil.Process().children() if NAME in each.cmdline())
         yield child
@@ -42,9 +42,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_an_interrupt_leaves_nothing_of_what_the_engine_has_written(
-    config: AppConfig, temporary: Path
-) -> None:
+def test_an_interrupt_removes_the_engines_files(config: AppConfig, temporary: Path) -> None:
     with interrupted(config) as child:
         folder = Path(child.cmdline()[-1])
         assert folder.parent == temporary
@@ -53,7 +51,7 @@ def test_an_interrupt_leaves_nothing_of_what_the_engine_has_written(
     assert list(temporary.iterdir()) == []
 
 
-def test_the_engine_keeps_its_sockets_there_if_their_paths_are_short_enough(
+def test_the_engines_sockets_are_in_its_folder_if_the_path_is_short(
     config: AppConfig, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def variable() -> str:

@@ -18,7 +18,7 @@ def completion(token_ids: Sequence[int], logprobs: tuple[dict[int, float], ...] 
 
 
 class Scorer:
-    """An engine whose next token has the log-probabilities given, whatever the prompt."""
+    """An engine with the same given log-probabilities after any prompt."""
 
     def __init__(self, logprobs: dict[int, float]) -> None:
         self.logprobs = logprobs
@@ -29,8 +29,8 @@ class Scorer:
         choice = max(self.logprobs, key=lambda token: self.logprobs[token])
         answers = []
         for job in jobs:
-            told = {choice, *job.sampling.score_token_ids}
-            answers.append(completion([choice], ({t: self.logprobs[t] for t in told},)))
+            tokens = {choice, *job.sampling.score_token_ids}
+            answers.append(completion([choice], ({t: self.logprobs[t] for t in tokens},)))
         return RunResult(completions=tuple(answers), seconds=1.0, drafts=())
 
 
@@ -58,7 +58,7 @@ def test_equal_outputs_need_no_engine() -> None:
     assert scorer.asked == []
 
 
-def test_a_difference_is_put_to_the_engine_with_the_common_beginning() -> None:
+def test_the_engine_scores_a_difference_after_the_common_prefix() -> None:
     scorer = Scorer({3: -1.0, 4: -1.05})
     verdict = judge(
         [[7, 8]], [completion([1, 3, 5])], [completion([1, 4, 6])], score=scorer, tolerance=0.1
@@ -84,7 +84,7 @@ def test_a_gap_over_the_tolerance_fails() -> None:
     assert verdict.failures[0].gap == pytest.approx(0.2)
 
 
-def test_a_token_that_is_far_from_the_engines_own_choice_fails_however_near_the_reference() -> None:
+def test_a_token_far_from_the_engines_choice_fails_even_near_the_reference() -> None:
     verdict = judge(
         [[7]],
         [completion([3])],
@@ -95,7 +95,7 @@ def test_a_token_that_is_far_from_the_engines_own_choice_fails_however_near_the_
     assert verdict.failures[0].gap == pytest.approx(1.51)
 
 
-def test_a_token_that_is_far_likelier_than_the_reference_fails_too() -> None:
+def test_a_token_far_likelier_than_the_reference_fails_too() -> None:
     verdict = judge(
         [[7]],
         [completion([3])],

@@ -19,7 +19,7 @@ from tests.integration.cluster import model_path
 
 
 class WordTokenizer:
-    """One token a word; a chat template that keeps role and content."""
+    """One token for each word, with a chat template that keeps role and content."""
 
     def __init__(self, chat_template: str | None = "yes") -> None:
         self.chat_template = chat_template
@@ -38,7 +38,7 @@ class WordTokenizer:
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_a_built_in_set_has_sixteen_prompts_for_the_assistant_to_answer(name: str) -> None:
+def test_a_built_in_set_has_sixteen_prompts_for_the_assistant(name: str) -> None:
     prompts = load_prompts(name, WordTokenizer())
     assert len({prompt.text for prompt in prompts}) == 16
     if name != "code":
@@ -47,7 +47,7 @@ def test_a_built_in_set_has_sixteen_prompts_for_the_assistant_to_answer(name: st
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_the_same_seed_gives_the_same_prompts_and_another_one_others(name: str) -> None:
+def test_prompts_depend_on_the_seed(name: str) -> None:
     first, again, other = (
         load_prompts(name, WordTokenizer(), num_prompts=4, seed=seed) for seed in (1, 1, 2)
     )
@@ -67,7 +67,7 @@ def test_code_prompts_keep_to_their_length_and_mix_tasks() -> None:
     assert len(plain) == 2
 
 
-def test_docs_prompts_are_long_and_some_ask_for_a_paragraph_of_theirs() -> None:
+def test_docs_prompts_are_long_and_some_ask_for_a_quotation() -> None:
     prompts = load_prompts("docs", WordTokenizer(), num_prompts=8)
     assert all(DOCS_TOKENS[0] <= len(prompt.token_ids) <= DOCS_TOKENS[1] for prompt in prompts)
     (quoted, *_) = [prompt.text for prompt in prompts if "word for word" in prompt.text]
@@ -76,9 +76,7 @@ def test_docs_prompts_are_long_and_some_ask_for_a_paragraph_of_theirs() -> None:
 
 
 @pytest.mark.parametrize("in_a_file", [False, True])
-def test_a_chat_template_takes_the_place_of_the_tokenizers_own(
-    tmp_path: Path, in_a_file: bool
-) -> None:
+def test_a_chat_template_replaces_the_tokenizers_own(tmp_path: Path, in_a_file: bool) -> None:
     template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
     file = tmp_path / "chat.jinja"
     file.write_text(template)
@@ -89,22 +87,22 @@ def test_a_chat_template_takes_the_place_of_the_tokenizers_own(
 
 
 @pytest.mark.parametrize("template", ["missing.jinja", "{% for", "{{ messages[3].content.x() }}"])
-def test_what_is_no_chat_template_is_refused(template: str) -> None:
+def test_an_invalid_chat_template_is_refused(template: str) -> None:
     tokenizer = load_tokenizer(str(model_path("demo-draft")))
     with pytest.raises(ConfigError, match=r"^--chat-template: .* a chat template, or the path"):
         use_chat_template(tokenizer, template, "--chat-template")
 
 
-def test_code_of_a_tokenizer_runs_only_where_it_is_trusted(
+def test_a_tokenizers_code_runs_only_if_it_is_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    modules = str(tmp_path / "modules")  # where transformers copies it to
+    modules = str(tmp_path / "modules")  # transformers copies it there
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", modules)
     monkeypatch.syspath_prepend(modules)
     (tmp_path / "config.json").write_text("{}")
     auto = {"AutoTokenizer": [None, "own.OwnTokenizer"]}
-    told = {"tokenizer_class": "OwnTokenizer", "auto_map": auto}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(told))
+    settings = {"tokenizer_class": "OwnTokenizer", "auto_map": auto}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     (tmp_path / "own.py").write_text(
         "from transformers import PreTrainedTokenizerFast\n"
         "class OwnTokenizer(PreTrainedTokenizerFast):\n    mark = 'own'\n"
@@ -137,7 +135,7 @@ def test_a_file_keeps_its_order(tmp_path: Path) -> None:
     assert [p.text for p in loaded] == ["raw", "<begin> <user> hello <assistant>"]
 
 
-def test_a_line_ends_at_a_line_feed_alone(tmp_path: Path) -> None:
+def test_only_a_line_feed_ends_a_line(tmp_path: Path) -> None:
     (text := tmp_path / "own.txt").write_bytes("a\fb\u2028c\r\nd".encode())
     assert [p.text for p in load_prompts(str(text), WordTokenizer())] == ["a\fb\u2028c", "d"]
 
@@ -153,7 +151,7 @@ def test_a_prompt_without_room_for_an_answer_is_named(tmp_path: Path) -> None:
         check_lengths(prompts, str(text), longest)
 
 
-def test_a_line_may_tell_what_is_known_of_its_answer(tmp_path: Path) -> None:
+def test_a_line_may_have_a_prediction_or_a_json_schema(tmp_path: Path) -> None:
     lines = [
         {"prompt": "a", "prediction": "two words"},
         {"prompt": "a", "json_schema": {"type": "integer"}},
@@ -162,17 +160,17 @@ def test_a_line_may_tell_what_is_known_of_its_answer(tmp_path: Path) -> None:
     path = tmp_path / "own.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
     prompts = load_prompts(str(path), WordTokenizer())
-    told = [(each.prediction, each.json_schema) for each in prompts]
-    assert told == [((3, 5), ""), ((), '{"type": "integer"}'), ((), "")]
+    fields = [(each.prediction, each.json_schema) for each in prompts]
+    assert fields == [((3, 5), ""), ((), '{"type": "integer"}'), ((), "")]
     jobs = jobs_of(prompts, Settings(max_tokens=5, tolerance=0.0))
     sampling = [job.sampling for job in jobs]
-    assert [(each.prediction, each.json_schema) for each in sampling] == told
+    assert [(each.prediction, each.json_schema) for each in sampling] == fields
 
 
 @pytest.mark.parametrize(
     ("known", "field"), [({"prediction": 3}, "prediction"), ({"json_schema": "{}"}, "json_schema")]
 )
-def test_what_is_known_of_an_answer_has_its_type(
+def test_a_prediction_or_schema_of_a_wrong_type_is_refused(
     tmp_path: Path, known: dict[str, object], field: str
 ) -> None:
     path = tmp_path / "own.jsonl"

@@ -36,7 +36,7 @@ def verdict(*failures: Difference) -> Verdict:
 
 @pytest.fixture
 def comparison() -> Comparison:
-    # Two drafts of 3 and 1 tokens, 2 and 0 of them accepted.
+    # Two drafts: 2 of 3 tokens are accepted, and 0 of 1.
     drafts = (AcceptanceSnapshot("ngram", (0, 1, 0, 1), (1, 0, 1)),)
     return Comparison(
         prompts=PROMPTS,
@@ -49,7 +49,7 @@ def comparison() -> Comparison:
     )
 
 
-def test_the_table_shows_speed_beside_none_and_acceptance(comparison: Comparison) -> None:
+def test_the_table_shows_relative_speed_and_acceptance(comparison: Comparison) -> None:
     console = Console(width=80)
     with console.capture() as capture:
         console.print(table(comparison, "title"))
@@ -58,7 +58,7 @@ def test_the_table_shows_speed_beside_none_and_acceptance(comparison: Comparison
     assert cells == ["ngram", "2.0", "2.00", "500 ms", "8", "50%", "1.00", "4/4"]
 
 
-def test_the_document_has_a_field_a_method_and_the_circumstances(comparison: Comparison) -> None:
+def test_the_document_has_each_method_and_the_environment(comparison: Comparison) -> None:
     content = document(comparison, CONFIG, "own")
     assert content["lossless"] is True
     assert content["ngram"]["tokens_per_second"] == 2.0
@@ -80,7 +80,7 @@ def test_the_document_has_a_field_a_method_and_the_circumstances(comparison: Com
     json.dumps(content, allow_nan=False)
 
 
-def test_a_text_that_was_changed_is_told(comparison: Comparison) -> None:
+def test_a_changed_text_is_reported(comparison: Comparison) -> None:
     ended = Difference(prompt=0, position=2, expected=9, got=None, gap=float("inf"))
     comparison.verdicts[NGRAM] = verdict(ended)
     assert not comparison.is_lossless
@@ -93,7 +93,7 @@ def test_a_text_that_was_changed_is_told(comparison: Comparison) -> None:
     assert content["ngram"]["lossless"]["failures"][0]["gap"] is None
 
 
-def test_what_cannot_be_written_as_json_leaves_the_file_as_it_is(tmp_path: Path) -> None:
+def test_a_value_that_is_not_json_leaves_the_file_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     write_json(path, {"a": 1})
     assert json.loads(path.read_text()) == {"a": 1}

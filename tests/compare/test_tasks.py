@@ -61,7 +61,7 @@ def test_every_kind_of_task_ends_with_an_answer(maker: TaskMaker) -> None:
         assert task[-1]["content"].strip()
 
 
-def test_a_renamed_function_differs_in_that_name_alone(maker: TaskMaker) -> None:
+def test_a_renamed_function_differs_only_in_its_name(maker: TaskMaker) -> None:
     for seed in range(20):
         task = maker.draw(random.Random(seed), 2000, "rename")
         question, answer = (m["content"] for m in task[-2:])
@@ -72,7 +72,7 @@ def test_a_renamed_function_differs_in_that_name_alone(maker: TaskMaker) -> None
         assert not re.search(rf"\b{old}\b", answer)
 
 
-def test_quoted_code_stands_in_the_question(maker: TaskMaker) -> None:
+def test_quoted_code_is_in_the_question(maker: TaskMaker) -> None:
     for seed in range(20):
         task = maker.draw(random.Random(seed), 2000, "quote")
         question, answer = (m["content"] for m in task[-2:])

@@ -1,4 +1,4 @@
-"""Kernels on disk, of a small package whose sources change."""
+"""The disk cache of kernels, with a small package whose sources change."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Package:
         (self._folder / f"{module}.py").write_text(content)
 
     def load(self) -> Any:
-        """The kernel, as a process finds it that has just started."""
+        """The kernel as a new process loads it."""
         for name in [each for each in sys.modules if each.split(".")[0] == self._folder.name]:
             del sys.modules[name]
         importlib.invalidate_caches()
@@ -55,16 +55,16 @@ class Package:
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Package:
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # whose check sees no change in a second
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # its check misses quick changes
     return Package(tmp_path / "compiled_here")
 
 
 @pytest.mark.parametrize("inline", ["never", "always"])
-def test_a_kernel_is_kept_until_what_it_is_made_of_changes(package: Package, inline: str) -> None:
+def test_a_kernel_is_cached_until_its_sources_change(package: Package, inline: str) -> None:
     package.write("helper", HELPER.format(inline=inline, sign=1))
     assert package.load()(3) == 6
     package.write("constants", "FACTOR = 1\nOTHER = 5\n")
-    package.write("helper", HELPER.format(inline=inline, sign=1))  # the same at another time
+    package.write("helper", HELPER.format(inline=inline, sign=1))  # the same, but newer
     kept = package.load()
     assert kept(3) == 6
     assert sum(kept.stats.cache_hits.values()) == 1
@@ -85,7 +85,7 @@ def count(counters: Counters, slot: int) -> int:
     return len(counters.counts)
 
 
-def test_the_code_of_a_kernel_takes_what_the_kernel_takes() -> None:
+def test_compiled_code_takes_the_kernels_arguments() -> None:
     counters = Counters(np.zeros(3, np.int32))
     code = direct(count, counters, 0)
     assert code(counters, np.int32(2)) == 3
@@ -93,7 +93,7 @@ def test_the_code_of_a_kernel_takes_what_the_kernel_takes() -> None:
 
 
 @pytest.mark.parametrize("counts", [np.zeros(3, np.int64), np.zeros((3, 2), np.int32)[:, 0]])
-def test_all_tests_look_whether_it_is_given_other_arrays(counts: Any) -> None:
+def test_in_tests_compiled_code_refuses_other_arrays(counts: Any) -> None:
     code = direct(count, Counters(np.zeros(3, np.int32)), 0)
     with pytest.raises(AssertionError, match="count takes Counters"):
         code(Counters(counts), 0)

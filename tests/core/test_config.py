@@ -32,7 +32,7 @@ def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     assert config.speculation[0].model == "/home/me/small"
 
 
-def test_of_several_served_names_the_first_is_the_models() -> None:
+def test_the_first_served_name_is_the_models_name() -> None:
     model = parse({"model": {"path": "m", "served_name": ["demo", "default"]}}).model
     assert (model.name, model.names) == ("demo", ("demo", "default"))
     assert ModelConfig.model_validate(model.model_dump(mode="json"), strict=False) == model
@@ -43,12 +43,12 @@ def test_the_longest_source_sets_the_number_of_speculative_tokens() -> None:
     assert config.num_speculative_tokens == 5
 
 
-def test_the_longest_draft_of_a_trie_may_be_given_by_mindies_name() -> None:
+def test_mindies_name_sets_the_longest_draft_of_a_trie() -> None:
     config = parse(args(speculation=[{"kind": "trie", "decoding_length": 7}]))
     assert config.speculation[0].max_draft_len == config.num_speculative_tokens == 7
 
 
-def test_nothing_changes_after_validation() -> None:
+def test_a_config_is_frozen() -> None:
     config = parse(args())
     with pytest.raises(ValidationError, match="frozen"):
         config.model.path = "other"
@@ -178,13 +178,13 @@ def test_nothing_changes_after_validation() -> None:
         ({"http": {"api_keys": ["sk-1"]}}, r"^http\.api_keys\.0: .* the keys env, tenant$"),
     ],
 )
-def test_a_mistake_is_told_in_one_line(sections: dict[str, Any], message: str) -> None:
+def test_an_error_is_reported_in_one_line(sections: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         parse(args(**sections))
     assert "\n" not in str(caught.value)
 
 
-def test_args_that_are_no_mapping_are_told_as_args() -> None:
+def test_args_that_are_no_mapping_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"^args: None is not allowed; allowed: a mapping"):
         parse(None)
 
@@ -194,7 +194,7 @@ def test_a_tenant_may_have_several_keys() -> None:
     assert [key.tenant for key in parse(args(http={"api_keys": keys})).http.api_keys] == ["a", "a"]
 
 
-def test_a_source_in_the_engine_drafts_alone() -> None:
+def test_an_in_engine_source_must_be_the_only_one() -> None:
     in_engine = {"kind": "mtp", "placement": "in_engine"}
     assert parse({"model": {"path": "m"}, "speculation": [in_engine]}).drafts_in_engine
     with pytest.raises(ConfigError) as refused:

@@ -12,7 +12,7 @@ def test_a_config_error_says_field_value_and_what_is_allowed() -> None:
     assert isinstance(error, ValueError)
 
 
-def test_a_config_error_survives_the_way_between_processes() -> None:
+def test_a_config_error_can_be_pickled() -> None:
     error = pickle.loads(pickle.dumps(ConfigError("a.b", [1], "2")))
     assert (error.field, error.value, error.allowed) == ("a.b", [1], "2")
     assert str(error) == "a.b: [1] is not allowed; allowed: 2"

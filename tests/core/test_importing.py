@@ -1,4 +1,4 @@
-"""Garbage is not collected while something large is imported."""
+"""Garbage collection is off during a large import."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def collecting() -> Iterator[None]:
     gc.enable()
 
 
-def test_it_collects_again_afterwards_also_after_an_error() -> None:
+def test_collection_is_on_afterwards_even_after_an_error() -> None:
     with without_collections():
         assert not gc.isenabled()
     assert gc.isenabled()
@@ -26,7 +26,7 @@ def test_it_collects_again_afterwards_also_after_an_error() -> None:
     assert gc.isenabled()
 
 
-def test_who_had_it_off_has_it_off_still() -> None:
+def test_disabled_collection_stays_disabled() -> None:
     gc.disable()
     with without_collections():
         pass

@@ -35,7 +35,7 @@ def by_name(name: str) -> MetricSpec:
     return next(spec for spec in ALL if spec.name == name)
 
 
-def test_every_metric_is_named_and_described_in_one_way() -> None:
+def test_every_metric_has_a_unique_name_and_a_description() -> None:
     declared = (*ALL, *OF_DRAFTERS)
     assert len({spec.name for spec in declared}) == len(declared)
     for spec in declared:
@@ -60,7 +60,7 @@ def test_drafts_and_tokens_are_counted_by_source() -> None:
     }
 
 
-def test_positions_are_counted_from_one_and_those_never_accepted_are_shown_as_zero() -> None:
+def test_positions_count_from_one_and_show_zero_if_never_accepted() -> None:
     snapshot = counted([(3, 1), (2, 2), (3, 0)]).snapshot()
     assert values(snapshot, by_name("specserve_drafted_at_position_total")) == {
         ("ngram", "1"): 3,
@@ -100,7 +100,7 @@ def test_a_configured_source_is_up_and_without_errors_before_it_is_asked() -> No
     }
 
 
-def test_the_gauge_follows_and_what_is_counted_adds_up() -> None:
+def test_the_gauge_has_the_last_value_and_counters_add_up() -> None:
     metrics = SpeculationMetrics(("mtp",))
     metrics.set_up("mtp", False)
     metrics.count_error("mtp")
@@ -113,7 +113,7 @@ def test_the_gauge_follows_and_what_is_counted_adds_up() -> None:
     assert health.num_partial_texts == 3
 
 
-def test_a_source_is_up_while_it_is_asked_and_what_it_asks_itself_is_there() -> None:
+def test_a_source_is_up_if_it_is_enabled_and_reachable() -> None:
     metrics = SpeculationMetrics(("mtp",))
     shown = []
     for up, reachable in ((True, True), (False, True), (True, False), (False, False)):
@@ -124,7 +124,7 @@ def test_a_source_is_up_while_it_is_asked_and_what_it_asks_itself_is_there() -> 
     assert shown == [(True, ""), (False, "off"), (False, "away"), (False, "off")]
 
 
-def test_what_came_since_an_earlier_snapshot_is_told() -> None:
+def test_since_gives_the_counts_after_a_snapshot() -> None:
     metrics = counted([(3, 1)])
     (before,) = metrics.snapshot().acceptance
     count_draft(metrics, "ngram", 4, 4)
@@ -134,7 +134,7 @@ def test_what_came_since_an_earlier_snapshot_is_told() -> None:
     assert now.since(None) == now
 
 
-def test_a_snapshot_survives_the_wire() -> None:
+def test_a_snapshot_can_be_encoded_and_decoded() -> None:
     metrics = counted([(8, 3)])
     metrics.count_call("ngram", 2e-5)
     snapshot = metrics.snapshot()

@@ -33,7 +33,7 @@ def test_every_metric_appears_under_its_declared_name() -> None:
     assert len(list(text_string_to_metric_families(text))) == len(ALL)
 
 
-def test_values_are_those_of_the_moment_of_the_scrape() -> None:
+def test_values_are_read_at_the_scrape() -> None:
     metrics = SpeculationMetrics(("ngram",))
     registry = registry_of(metrics)
     labels = {"model": "demo", "source": "ngram"}

@@ -38,7 +38,7 @@ def note(recent: RecentSteps, outcomes: list[Outcome]) -> None:
     )
 
 
-def test_steps_are_told_by_request_in_their_order_the_newest_request_first() -> None:
+def test_steps_are_in_order_and_the_newest_request_is_first() -> None:
     recent = RecentSteps(with_tokens=True)
     note(recent, [outcome("a", 1)])
     note(recent, [outcome("a", 2, 3, 9, draft=(2, 3, 4))])
@@ -51,14 +51,14 @@ def test_steps_are_told_by_request_in_their_order_the_newest_request_first() -> 
     assert a.steps[1].refused == (4,)
 
 
-def test_the_tokens_of_a_step_in_which_nothing_was_drafted_are_told_too() -> None:
+def test_a_step_without_drafts_has_its_tokens() -> None:
     recent, none = RecentSteps(with_tokens=True), np.zeros(1, np.int32)
     recent.note(Step(["a"], (), none - 1, none, none, none + 1, [[5]]))
     (step,) = recent.requests()[0].steps
     assert (step.source, step.new, step.refused) == ("", (5,), ())
 
 
-def test_without_tokens_lengths_and_sources_are_told_alone() -> None:
+def test_without_tokens_only_lengths_and_sources_are_kept() -> None:
     recent = RecentSteps(with_tokens=False)
     note(recent, [outcome("a", 2, 9, draft=(2, 3, 4))])
     (step,) = recent.requests()[0].steps
@@ -66,13 +66,13 @@ def test_without_tokens_lengths_and_sources_are_told_alone() -> None:
     assert step.new == step.refused == ()
 
 
-def test_an_id_that_a_client_may_have_chosen_is_not_told() -> None:
+def test_a_clients_request_id_is_not_reported() -> None:
     recent = RecentSteps()
     note(recent, [outcome("cmpl-secret", 1)])
     assert "secret" not in recent.requests()[0].request
 
 
-def test_what_is_kept_is_bounded_and_the_oldest_goes_first() -> None:
+def test_the_number_of_kept_outcomes_is_bounded() -> None:
     recent = RecentSteps(max_outcomes=4)
     for number in range(100):
         note(recent, [outcome(f"a{number}", 1), outcome(f"b{number}", 1)])
@@ -81,22 +81,22 @@ def test_what_is_kept_is_bounded_and_the_oldest_goes_first() -> None:
     assert RecentSteps(max_outcomes=4).requests() == ()
 
 
-def test_switched_off_nothing_is_kept() -> None:
+def test_nothing_is_kept_if_disabled() -> None:
     recent = RecentSteps(max_outcomes=0)
     note(recent, [outcome("a", 1)])
     assert recent.requests() == ()
 
 
-def test_what_is_told_is_bounded() -> None:
+def test_reported_requests_and_steps_are_bounded() -> None:
     recent = RecentSteps()
     for token in range(MAX_STEPS + 9):
         note(recent, [outcome(f"{name}", token) for name in range(MAX_REQUESTS + 3)])
-    told = recent.requests()
-    assert len(told) == MAX_REQUESTS
-    assert {len(request.steps) for request in told} == {MAX_STEPS}
+    reported = recent.requests()
+    assert len(reported) == MAX_REQUESTS
+    assert {len(request.steps) for request in reported} == {MAX_STEPS}
 
 
-def test_a_tenant_is_told_its_own_requests_alone_also_when_they_have_finished() -> None:
+def test_a_tenant_gets_only_its_own_requests_even_after_their_end() -> None:
     recent = RecentSteps()
     for tenant in ("x", "y"):
         recent.began(tenant, RequestControls(tenant=tenant))
@@ -107,7 +107,7 @@ def test_a_tenant_is_told_its_own_requests_alone_also_when_they_have_finished() 
     assert recent.requests("") == recent.requests("-") == ()
 
 
-def test_a_request_that_may_not_be_remembered_is_not_kept() -> None:
+def test_a_request_with_learn_off_is_not_kept() -> None:
     recent = RecentSteps()
     recent.began("private", RequestControls(learn=False))
     note(recent, [outcome("private", 1), outcome("other", 1)])

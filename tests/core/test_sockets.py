@@ -11,7 +11,7 @@ from specserve.core.sockets import takes_sockets
 
 
 @pytest.mark.parametrize(("num_bytes", "is_short"), [(107, True), (108, False)])
-def test_a_folder_takes_sockets_as_long_as_the_kernel_does(num_bytes: int, is_short: bool) -> None:
+def test_the_path_limit_of_sockets_is_the_kernels(num_bytes: int, is_short: bool) -> None:
     name = str(uuid4())
     with tempfile.TemporaryDirectory(prefix="ss", dir="/tmp") as base:
         folder = Path(base, "x" * (num_bytes - len(f"{base}//{name}")))

@@ -65,13 +65,13 @@ def refusal(value: object, prefix: str = "") -> tuple[str, object, str]:
         ),
     ],
 )
-def test_a_refusal_names_the_field_as_written_the_value_and_what_is_allowed(
+def test_an_error_has_the_field_the_value_and_what_is_allowed(
     value: Any, expected: tuple[str, object, str]
 ) -> None:
     assert refusal(value) == expected
 
 
-def test_all_problems_are_told_unknown_keys_before_missing_ones() -> None:
+def test_all_errors_are_reported_unknown_keys_first() -> None:
     shapes = [{"kind": "circle", "radios": 2}, {"kind": "square", "side": 0}]
     with pytest.raises(ValidationError) as caught:
         Drawing.model_validate({"shapes": shapes})
@@ -83,7 +83,7 @@ def test_all_problems_are_told_unknown_keys_before_missing_ones() -> None:
     ]
 
 
-def test_of_a_unions_members_the_one_that_fits_best_is_told() -> None:
+def test_an_error_in_a_union_is_of_the_best_fitting_member() -> None:
     class Named(Section):
         names: str | list[str]
 
@@ -93,7 +93,7 @@ def test_of_a_unions_members_the_one_that_fits_best_is_told() -> None:
     assert (str(error), error.further) == ("names.1: 1 is not allowed; allowed: a string", ())
 
 
-def test_a_fields_other_name_stands_behind_it_among_the_keys() -> None:
+def test_the_allowed_keys_include_a_fields_alias() -> None:
     class Trie(Section):
         longest: int = Field(1, validation_alias=AliasChoices("longest", "decoding_length"))
 
@@ -102,6 +102,6 @@ def test_a_fields_other_name_stands_behind_it_among_the_keys() -> None:
     assert from_validation_error(caught.value, Trie).allowed == "longest (or decoding_length)"
 
 
-def test_the_prefix_stands_before_the_field() -> None:
+def test_the_field_has_the_prefix() -> None:
     assert refusal({"shapes": 3}, "applications.0.args")[0] == "applications.0.args.shapes"
     assert refusal(None, "applications.0.args")[0] == "applications.0.args"

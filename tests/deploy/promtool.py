@@ -10,7 +10,7 @@ import pytest
 
 
 def promtool(*arguments: str | Path) -> None:
-    """Runs promtool; what it refuses fails the test with its answer."""
+    """Runs promtool. If it refuses, the test fails with its output."""
     if shutil.which("promtool") is None:
         pytest.skip("promtool, which comes with Prometheus, is not installed")
     command = ["promtool", *map(str, arguments)]

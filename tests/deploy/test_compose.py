@@ -1,4 +1,4 @@
-"""The compose files, as far as they can be read without a container."""
+"""The compose files, tested without a container."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def services(name: str) -> dict[str, dict[str, Any]]:
 
 
 def variables(name: str) -> dict[str, bool]:
-    """Those that a file asks for, and whether one must be set."""
+    """Variables of a file, and whether each one is required."""
     content = re.sub(r"^#.*\n", "", FILES[name], flags=re.M)
     found: dict[str, bool] = {}
     for variable, operator in re.findall(r"\$\{(\w+)(:[?-]|\})", content):
@@ -34,18 +34,18 @@ def variables(name: str) -> dict[str, bool]:
     return found
 
 
-def test_there_is_one_for_the_head_for_workers_and_for_what_watches_them() -> None:
+def test_there_is_a_file_for_head_workers_and_monitoring() -> None:
     assert set(FILES) == {*NODES, "compose.monitoring.yaml"}
 
 
 @every_file
-def test_its_head_tells_every_variable_and_whether_it_is_required(name: str) -> None:
-    told = re.findall(r"^#   ([A-Z_]+) +(required:)?", FILES[name], flags=re.M)
-    assert {variable: bool(required) for variable, required in told} == variables(name)
+def test_the_header_lists_all_variables_and_the_required_ones(name: str) -> None:
+    listed = re.findall(r"^#   ([A-Z_]+) +(required:)?", FILES[name], flags=re.M)
+    assert {variable: bool(required) for variable, required in listed} == variables(name)
 
 
 @every_file
-def test_compose_takes_it(name: str, tmp_path: Path) -> None:
+def test_docker_compose_accepts_a_file(name: str, tmp_path: Path) -> None:
     done = compose(name, tmp_path, required(name))
     assert done.returncode == 0, done.stderr
     assert set(yaml.safe_load(done.stdout)["services"]) == set(services(name))
@@ -55,7 +55,7 @@ def test_compose_takes_it(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", NODES)
-def test_the_variables_of_a_file_of_keys_reach_the_container(name: str, tmp_path: Path) -> None:
+def test_the_variables_of_a_keys_file_reach_the_container(name: str, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("TEAM_A_KEY=sk-a\nTEAM_B_KEY=sk-b\n")
     done = compose(name, tmp_path, {**required(name), "SPECSERVE_KEYS": str(keys)})
@@ -66,7 +66,7 @@ def test_the_variables_of_a_file_of_keys_reach_the_container(name: str, tmp_path
 
 
 @pytest.mark.parametrize("name", NODES)
-def test_no_key_stands_in_a_file(name: str) -> None:
+def test_no_file_contains_a_key(name: str) -> None:
     (node,) = services(name).values()
     assert node["env_file"] == ["${SPECSERVE_KEYS:-no_keys.env}"]
     assert not [each for each in node["environment"] if each.endswith("_KEY")]
@@ -81,11 +81,11 @@ def required(name: str) -> dict[str, str]:
 def compose(
     name: str, folder: Path, environment: dict[str, str]
 ) -> subprocess.CompletedProcess[str]:
-    """What docker-compose makes of a file, in this environment."""
+    """The result of docker-compose for a file in this environment."""
     if shutil.which("docker-compose") is None:
         pytest.skip("docker-compose is not installed")
     file = folder / name
-    # The projects' names, by which files in one folder differ, are newer than Debian's program.
+    # Debian's docker-compose is older than the key for a project's name.
     file.write_text(re.sub(r"^name: .*\n", "", FILES[name], flags=re.M))
     return subprocess.run(
         ["docker-compose", "--project-directory", str(FOLDER), "-f", str(file), "config"],
@@ -98,7 +98,7 @@ def compose(
 
 
 @every_file
-def test_what_is_mounted_from_here_is_there(name: str) -> None:
+def test_mounted_files_exist(name: str) -> None:
     volumes = yaml.safe_load(FILES[name]).get("volumes", {})
     for service in services(name).values():
         for volume in service.get("volumes", []):
@@ -107,7 +107,7 @@ def test_what_is_mounted_from_here_is_there(name: str) -> None:
 
 
 @every_file
-def test_each_service_comes_back_and_has_no_more_rights_than_it_needs(name: str) -> None:
+def test_each_service_restarts_and_has_no_extra_rights(name: str) -> None:
     for service in services(name).values():
         assert service["restart"] == "unless-stopped"
         assert service["cap_drop"] == ["ALL"]
@@ -127,15 +127,15 @@ def test_a_node_is_a_container_that_runs_its_script_with_the_token(name: str, se
 
 @pytest.fixture
 def image(tmp_path: Path) -> Path:
-    """What the head's container runs, each program only noting that it was called."""
+    """The programs of the head's container. Each one only records its call."""
     for name in ("deploy/head.sh", "bin/ray", "bin/serve"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        note(tmp_path / name)
+        record(tmp_path / name)
     (tmp_path / "deploy/node.env").write_text("GCS_PORT=7\n")
     return tmp_path
 
 
-def note(program: Path, then: str = "") -> None:
+def record(program: Path, then: str = "") -> None:
     said = f'echo "{program.name} $*" >> {program.parents[1]}/notes'
     program.write_text(f"#!/bin/sh\n{said}\n{then}\n")
     program.chmod(0o755)
@@ -155,9 +155,9 @@ def run_head(image: Path) -> tuple[int, list[str]]:
     return done.returncode, (image / "notes").read_text().splitlines()
 
 
-def test_the_head_serves_once_it_answers(image: Path) -> None:
-    note(image / "deploy/head.sh", "exec sleep 5")
-    note(image / "bin/ray", f"[ $(grep -c ^ray {image}/notes) = 2 ]")  # not at the first time
+def test_the_head_serves_once_ray_answers(image: Path) -> None:
+    record(image / "deploy/head.sh", "exec sleep 5")
+    record(image / "bin/ray", f"[ $(grep -c ^ray {image}/notes) = 2 ]")  # fails once
     code, notes = run_head(image)
     assert code == 0
     assert sorted(notes[:-1]) == [
@@ -168,7 +168,7 @@ def test_the_head_serves_once_it_answers(image: Path) -> None:
 
 
 def test_a_head_that_ends_before_it_answers_ends_the_container(image: Path) -> None:
-    note(image / "bin/ray", "exit 1")
+    record(image / "bin/ray", "exit 1")
     code, notes = run_head(image)
     assert code != 0
     assert not any(each.startswith("serve") for each in notes)

@@ -1,4 +1,4 @@
-"""The dashboard asks only for what is exported, and the file is what the generator writes."""
+"""The dashboard queries only exported metrics, and its file is the generator's output."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ QUERIES = [target["expr"] for panel in PANELS for target in panel.get("targets",
 
 
 def exported(series: Series) -> str:
-    """The name that a query of it has."""
+    """The name of a series in a query."""
     return series.name + ("_bucket" if series.kind == "histogram" else "")
 
 
 def without_variables(query: str) -> str:
-    """PromQL, where Grafana's variables are no part of."""
+    """The query in PromQL, without Grafana's variables."""
     return query.replace("$__rate_interval", "1m").replace("$model", ".*")
 
 
@@ -52,7 +52,7 @@ def source(package: str, *paths: str) -> str:
     return "".join((Path(spec.origin).parent / path).read_text() for path in paths)
 
 
-def test_the_file_is_what_the_generator_writes() -> None:
+def test_the_file_is_the_generators_output() -> None:
     assert DASHBOARD.read_text() == text(), "run: python -m deploy.grafana.generate"
 
 
@@ -93,12 +93,12 @@ def test_a_series_of_ray_is_in_rays_own_dashboards(series: Series) -> None:
     assert set(series.labels) <= set(re.findall(r"\w+", queries))
 
 
-def test_a_query_for_a_label_that_no_series_has_is_refused() -> None:
+def test_a_query_for_an_unknown_label_is_refused() -> None:
     with pytest.raises(AssertionError, match=r"drafts_total has no label .'position'."):
         ours(DRAFTS).rate("model", "position")
 
 
-def test_a_gauge_has_no_rate() -> None:
+def test_a_rate_of_a_gauge_is_refused() -> None:
     with pytest.raises(AssertionError, match="gauge"):
         ours(DRAFTER_UP).rate("model")
 
@@ -147,9 +147,9 @@ def test_grafanas_sidecar_on_kubernetes_finds_the_dashboard(overlay: str) -> Non
     assert found["data"] == {DASHBOARD.name: DASHBOARD.read_text()}
 
 
-def test_the_queries_of_acceptance_and_hits_count_what_they_say(tmp_path: Path) -> None:
-    # A minute: 60 steps of the target, drafts of 2 tokens in 45 of them, 30 tokens accepted; mtp's
-    # other drafts, in 15 steps, were all in vain, so Ray has no series of what is accepted.
+def test_the_queries_of_acceptance_and_hit_rate_are_right(tmp_path: Path) -> None:
+    # A minute has 60 steps. In 45, trie drafts 2 tokens, and 30 tokens are accepted. In 15, mtp
+    # drafts a token, and none is accepted: Ray has no series of its accepted tokens.
     label = 'model="r1", source="{}"'
     series = {
         'ray_vllm_generation_tokens_total{model_name="r1", engine="0"}': 90,

@@ -1,4 +1,4 @@
-"""What the start scripts of a node refuse, and the ports that they ask to be opened."""
+"""Refusals of a node's start scripts, and the ports that they use."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ def refusal(script: str, *arguments: str, **environment: str) -> str:
 
 @pytest.mark.parametrize("script", ["head", "worker"])
 @pytest.mark.parametrize("arguments", [(), ("--num-cpus", "2")])
-def test_without_an_address_they_say_what_they_take(script: str, arguments: tuple[str]) -> None:
+def test_without_an_address_they_print_their_usage(script: str, arguments: tuple[str]) -> None:
     assert refusal(script, *arguments).endswith("HEAD_ADDRESS [OPTIONS OF ray start]")
 
 
-def test_a_head_that_is_no_host_is_told() -> None:
+def test_an_unknown_host_is_refused() -> None:
     assert "no.such.host.invalid: no such host" in refusal("worker", "no.such.host.invalid")
 
 
-def test_the_heads_address_has_to_be_its_own() -> None:
+def test_the_heads_address_must_be_its_own() -> None:
     said = refusal("head", "127.9.9.9", RAY_AUTH_TOKEN="a token")
     assert said.endswith("127.9.9.9 is not an address of this machine")
 
 
 @pytest.mark.parametrize("content", [None, ""], ids=["missing", "empty"])
-def test_a_token_file_has_to_hold_a_token(content: str | None, tmp_path: Path) -> None:
+def test_a_token_file_must_contain_a_token(content: str | None, tmp_path: Path) -> None:
     file = tmp_path / "token"
     if content is not None:
         file.write_text(content)
@@ -59,7 +59,7 @@ def test_a_token_file_has_to_hold_a_token(content: str | None, tmp_path: Path) -
     )
 
 
-def test_a_head_that_does_not_answer_is_told_within_the_bound(tmp_path: Path) -> None:
+def test_a_head_that_does_not_answer_is_reported_in_time(tmp_path: Path) -> None:
     settings = tmp_path / "node.env"
     settings.write_text(f"{SETTINGS}\nHEAD_WAIT_S=1\nGCS_PORT=1\n")
     said = refusal("worker", "127.0.0.1", RAY_AUTH_TOKEN="a token", NODE_ENV_FILE=str(settings))
@@ -70,9 +70,9 @@ def test_a_head_that_does_not_answer_is_told_within_the_bound(tmp_path: Path) ->
     ("script", "setting"),
     [("head", "GCS_PORT"), ("head", "AGENT_HTTP_PORT"), ("worker", "METRICS_PORT")],
 )
-def test_a_port_in_use_is_told(script: str, setting: str, tmp_path: Path) -> None:
+def test_a_port_in_use_is_refused(script: str, setting: str, tmp_path: Path) -> None:
     settings, ray = tmp_path / "node.env", tmp_path / "ray"
-    ray.write_text("#!/bin/sh\n[ $1 = health-check ]\n")  # to the worker the head is there
+    ray.write_text("#!/bin/sh\n[ $1 = health-check ]\n")  # the worker finds a head
     ray.chmod(0o755)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -88,7 +88,7 @@ def test_a_port_in_use_is_told(script: str, setting: str, tmp_path: Path) -> Non
     assert f": port {port} ({setting}) is in use by " in said
 
 
-def test_no_port_is_asked_for_twice_or_may_be_given_out_by_the_system() -> None:
+def test_each_port_is_used_once_and_is_not_ephemeral() -> None:
     ports = {name: int(port) for name, port in re.findall(r"^(\w+_PORT)=(\d+)", SETTINGS, re.M)}
     workers = range(ports.pop("MIN_WORKER_PORT"), ports.pop("MAX_WORKER_PORT") + 1)
     replica = "RAY_SERVE_DIRECT_INGRESS_{}_HTTP_PORT"
@@ -96,4 +96,4 @@ def test_no_port_is_asked_for_twice_or_may_be_given_out_by_the_system() -> None:
     assert len(set(ports.values())) == len(ports) == 9
     assert not set(ports.values()) & {*workers, *replicas}
     assert not set(workers) & set(replicas)
-    assert max(*ports.values(), workers[-1], replicas[-1]) < 32768  # Linux gives out what is above
+    assert max(*ports.values(), workers[-1], replicas[-1]) < 32768  # others are ephemeral

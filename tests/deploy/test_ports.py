@@ -1,4 +1,4 @@
-"""The ports that are to be open between nodes, in all places that name them."""
+"""The open ports between nodes, in all places that name them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROXY = SETTINGS["RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"]
 
 
 def table() -> dict[str, str]:
-    """The documented ports and on which nodes they are."""
+    """The documented ports and their nodes."""
     page = (ROOT / "docs/operations/two-nodes.md").read_text()
     (rows,) = re.findall(r"^\| TCP port, from .*?\n\n", page, flags=re.M | re.S)
     return dict(re.findall(r"^\| ([\d., ]+?) \| (.*?) \|", rows, flags=re.M))
@@ -28,11 +28,11 @@ def table() -> dict[str, str]:
 
 def test_the_page_names_the_ports_of_the_settings() -> None:
     named = {number for row in table() for number in re.findall(r"\d+", row)}
-    inner = {f"{number}" for number in range(6381, 6384)}  # between two that are named
+    inner = {f"{number}" for number in range(6381, 6384)}  # in a documented range
     assert set(SETTINGS.values()) - inner == named - set(OWN)
 
 
-def test_replicas_listen_where_serve_has_them_by_default() -> None:
+def test_replicas_listen_on_serves_default_ports() -> None:
     assert f"{constants.RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT}" == REPLICAS[0]
     assert f"{constants.RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT}" == REPLICAS[1]
     assert f"{constants.RAY_SERVE_FALLBACK_PROXY_HTTP_PORT}" == PROXY
@@ -40,7 +40,7 @@ def test_replicas_listen_where_serve_has_them_by_default() -> None:
     assert table()[PROXY] == "head"
 
 
-def test_statistics_and_metrics_of_haproxy_are_for_the_head_itself() -> None:
+def test_haproxys_statistics_and_metrics_are_local_to_the_head() -> None:
     assert table()[", ".join(OWN)] == "head, for itself alone"
 
 
@@ -52,7 +52,7 @@ def test_each_place_names_haproxys_ports(file: str) -> None:
 
 
 @pytest.mark.parametrize("file", ["deploy/compose.head.yaml", "deploy/compose.worker.yaml"])
-def test_compose_names_the_replicas_ports_and_where_the_others_are(file: str) -> None:
+def test_compose_names_the_replicas_ports_and_the_file_of_the_others(file: str) -> None:
     text = (ROOT / file).read_text()
     assert " to ".join(REPLICAS) in text
     assert "deploy/node.env names the ports" in text

@@ -1,4 +1,4 @@
-"""Prometheus' configuration and alerts, as Prometheus' own checker sees them."""
+"""Prometheus' configuration and alerts, checked by Prometheus' own program."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TESTS = read("specserve.rules.test.yaml")["tests"]
 
 
 def names(kind: str) -> list[str]:
-    """Of the alerts, or of the recorded series."""
+    """Names of the alerts, or of the recorded series."""
     return [rule[kind] for rule in RULES if kind in rule]
 
 
@@ -30,18 +30,18 @@ def test_the_configuration_is_valid() -> None:
     promtool("check", "config", FOLDER / "prometheus.yml")
 
 
-def test_the_nodes_are_those_of_the_file_that_ray_writes() -> None:
+def test_the_nodes_come_from_the_file_that_ray_writes() -> None:
     (scrape,) = read("prometheus.yml")["scrape_configs"]
     (discovery,) = scrape["file_sd_configs"]
     (file,) = discovery["files"]
     assert file == f"/tmp/ray/{PROMETHEUS_SERVICE_DISCOVERY_FILE}"
 
 
-def test_alerts_fire_and_keep_quiet_when_they_should() -> None:
+def test_alerts_fire_only_when_they_should() -> None:
     promtool("test", "rules", FOLDER / "specserve.rules.test.yaml")
 
 
-def test_each_alert_is_tested_both_ways() -> None:
+def test_each_alert_is_tested_firing_and_silent() -> None:
     tested = [
         (each["alertname"], bool(each["exp_alerts"]))
         for test in TESTS

@@ -44,7 +44,7 @@ def test_the_configuration_page_has_every_key_with_its_default_and_a_meaning() -
     )
     keys = [f"{prefix}.{key}" for prefix, section in sections() for key in section.model_fields]
     assert sorted(key for key, *_ in rows) == sorted(keys)
-    told = {(key, default) for key, default, *_ in rows}
+    defaults = {(key, default) for key, default, *_ in rows}
     assert {
         ("model.path", "required"),
         ("model.served_name", '`""`'),
@@ -53,10 +53,10 @@ def test_the_configuration_page_has_every_key_with_its_default_and_a_meaning() -
         ("speculation.N.max_draft_len", "`3`"),
         ("speculation.N.timeout_s", "`0.25`"),
         ("http.api_keys", "`[]`"),
-    } <= told
+    } <= defaults
 
 
-def test_the_configuration_page_tells_limits_and_choices() -> None:
+def test_the_configuration_page_has_limits_and_choices() -> None:
     page = GENERATED["configuration"]()
     assert "| `engine.tensor_parallel_size` | `1` | integer, ≥ 1, ≤ 1024 |" in page
     assert "| `engine.gpu_memory_utilization` | `0.9` | number, > 0.0, ≤ 1.0 |" in page
@@ -92,18 +92,18 @@ def test_a_page_that_loads_from_another_host_is_refused(tag: str) -> None:
     assert refuse(own) == own
 
 
-def test_the_parts_that_pages_ask_for_can_be_generated() -> None:
+def test_the_pages_include_each_generated_part_once() -> None:
     asked = re.findall(r"<!-- generate: (\w+) -->", "".join(map(Path.read_text, PAGES)))
     assert sorted(asked) == sorted(GENERATED["PARTS"])
 
 
-def test_the_constants_of_the_choice_have_their_values() -> None:
+def test_the_documented_constants_have_their_values() -> None:
     page = (ROOT / "docs/choice.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| `([A-Z_]+)` \| ([\d.]+) \|", page, re.M)
     assert len(rows) > 5
     for module, name, value in rows:
-        room = "policy" if (ROOT / f"specserve/policy/{module}.py").exists() else "sources"
-        found = getattr(import_module(f"specserve.{room}.{module}"), name)
+        package = "policy" if (ROOT / f"specserve/policy/{module}.py").exists() else "sources"
+        found = getattr(import_module(f"specserve.{package}.{module}"), name)
         assert found == float(value), (module, name)
 
 
@@ -111,21 +111,21 @@ def test_the_chart_is_drawn_from_the_current_table() -> None:
     assert CHART.read_text() == drawn(), "run: python -m tests.peers.speed_chart"
 
 
-def test_the_readme_is_short_and_begins_with_the_two_commands() -> None:
+def test_the_readme_is_short_and_begins_with_two_commands() -> None:
     assert len(README.splitlines()) <= 150
     commands = re.findall(r"^```\n(.*?)```", README, re.M | re.S)
     assert commands[0] == "make serve\nmake test\n"
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES], ids=str)
-def test_links_and_pictures_of_a_page_are_there(page: Path) -> None:
+def test_links_and_images_of_a_page_exist(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).is_file(), target
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=str)
-def test_every_file_that_a_page_names_is_there(page: Path) -> None:
+def test_every_file_that_a_page_names_exists(page: Path) -> None:
     pattern = r"`((?:configs|deploy|k8s|docs|tests|specserve)/[\w./-]+)`"
     for path in re.findall(pattern, page.read_text()):
         assert (ROOT / path).exists(), path
@@ -141,8 +141,8 @@ def test_serve_files_in_the_pages_are_valid(page: Path) -> None:
             AppConfig.model_validate({"model": {"path": "a"}, "http": content["http"]})
 
 
-def test_the_architecture_lists_every_room() -> None:
+def test_the_architecture_lists_every_package() -> None:
     page = (ROOT / "docs/architecture.md").read_text()
     listed = set(re.findall(r"^\| `specserve/([\w.]+)` \|", page, re.M))
-    rooms = {path.parent.name for path in (ROOT / "specserve").glob("*/__init__.py")}
-    assert listed == rooms | {"app.py"}
+    packages = {path.parent.name for path in (ROOT / "specserve").glob("*/__init__.py")}
+    assert listed == packages | {"app.py"}

@@ -1,4 +1,4 @@
-"""What vLLM's samplers are told of a step's requests."""
+"""The sampling metadata of a step, as vLLM's samplers get it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 
 
 def sampling_metadata(num_requests: int, **fields: Any) -> SamplingMetadata:
-    """Of requests that are greedy and want nothing else."""
+    """Metadata of greedy requests without other options."""
     none = torch.zeros(num_requests)
     return SamplingMetadata(
         **{

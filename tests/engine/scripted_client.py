@@ -1,4 +1,4 @@
-"""vLLM's client, renderer and output processor, with an engine that writes what it is told."""
+"""vLLM's client, renderer and output processor, with an engine that returns given tokens."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ MAX_MODEL_LEN = 64
 
 
 class ScriptedClient:
-    """As much of vLLM's ``AsyncLLM`` as a text generator asks; serves the demo's draft model.
+    """The part of vLLM's ``AsyncLLM`` that a text generator uses, with the demo's draft model.
 
     Attributes:
         steps: tokens of each step of every continuation.
-        ends_with: how the last step ends it, unless a stop string has ended it before.
-        raises: what a request meets instead.
+        ends_with: finish reason of the last step, unless a stop string ended the text before.
+        raises: the error of the next request, if it shall fail.
         params: sampling parameters of the last request.
-        options: its other options.
-        was_closed: whether it was closed before its end.
+        options: other options of the last request.
+        was_closed: whether the stream was closed before its end.
     """
 
     def __init__(self) -> None:

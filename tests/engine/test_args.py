@@ -1,4 +1,4 @@
-"""From the configuration to vLLM's own arguments, with vLLM's own classes."""
+"""vLLM's arguments from the configuration, with vLLM's own classes."""
 
 from __future__ import annotations
 
@@ -81,14 +81,14 @@ def test_an_option_that_tenants_would_share_is_refused_with_api_keys(
     assert "http.api_keys" in refused.value.allowed
 
 
-def test_a_mistake_inside_an_option_is_told_with_its_place_and_its_value() -> None:
+def test_an_error_inside_an_option_names_its_path_and_its_value() -> None:
     with pytest.raises(ConfigError) as refused:
         check_engine_options(config({"compilation_config": {"mode": "fastest"}}))
     assert refused.value.field == "engine.vllm.compilation_config.mode"
     assert refused.value.value == "fastest"
 
 
-def test_of_an_option_with_several_types_the_type_is_no_place() -> None:
+def test_the_path_of_an_error_leaves_out_the_types_of_a_union() -> None:
     with pytest.raises(ConfigError) as refused:
         check_engine_options(config({"limit_mm_per_prompt": {"image": "many"}}))
     assert refused.value.field == "engine.vllm.limit_mm_per_prompt.image"
@@ -103,7 +103,7 @@ def test_of_an_option_with_several_types_the_type_is_no_place() -> None:
         ({"watermark_config": {"key": 1}}, "V2 model runner"),
     ],
 )
-def test_what_draft_sources_forbid_is_refused_beside_them_alone(
+def test_an_option_that_draft_sources_forbid_is_refused_only_with_them(
     options: dict[str, Any], words: str
 ) -> None:
     check_engine_options(config(options))
@@ -114,18 +114,18 @@ def test_what_draft_sources_forbid_is_refused_beside_them_alone(
     assert words in refused.value.allowed
 
 
-def test_values_that_change_nothing_are_taken() -> None:
+def test_an_option_with_its_only_allowed_value_is_accepted() -> None:
     same = {"pipeline_parallel_size": 1, "data_parallel_backend": "mp", "async_scheduling": False}
     check_engine_options(config(same, speculation=[{"kind": "ngram"}]))
 
 
-def test_every_refused_option_is_one_of_vllms() -> None:
+def test_every_refused_option_exists_in_vllm() -> None:
     names = {field.name for field in (*fields(FrontendArgs), *fields(AsyncEngineArgs))}
     names |= set(vars(make_arg_parser(FlexibleArgumentParser()).parse_args([])))
     assert names >= {*ELSEWHERE, *DEFAULT_ONLY, *NOT_WITH_SOURCES}
 
 
-def test_options_of_the_engine_and_of_the_http_side_reach_vllm() -> None:
+def test_engine_and_frontend_options_reach_vllm() -> None:
     namespace = serve_namespace(config({"enable_prefix_caching": False, "max_log_len": 7}))
 
     assert namespace.enable_prefix_caching is False
@@ -138,7 +138,7 @@ def test_a_section_becomes_vllms_own_class() -> None:
     assert serve_namespace(config(options)).structured_outputs_config.backend == "xgrammar"
 
 
-def test_the_longest_draft_of_all_sources_is_what_vllm_makes_room_for() -> None:
+def test_vllm_reserves_room_for_the_longest_draft_of_all_sources() -> None:
     sources = [{"kind": "ngram", "max_draft_len": 11}]
     arguments = served_engine_args(config(speculation=sources))
 
@@ -150,13 +150,13 @@ def test_the_longest_draft_of_all_sources_is_what_vllm_makes_room_for() -> None:
     ]
 
 
-def test_the_hook_is_told_the_key_of_the_labels() -> None:
+def test_the_hook_gets_the_label_key() -> None:
     sources = [{"kind": "trie"}]
-    told = served_engine_args(config(speculation=sources), b"a key").additional_config
-    assert bytes.fromhex(told["specserve_label_key"]) == b"a key"
+    passed = served_engine_args(config(speculation=sources), b"a key").additional_config
+    assert bytes.fromhex(passed["specserve_label_key"]) == b"a key"
 
 
-def test_without_sources_the_worker_has_no_hook_and_the_same_kernels() -> None:
+def test_without_sources_the_worker_has_no_hook_but_our_kernels() -> None:
     arguments = served_engine_args(config())
 
     assert arguments.speculative_config is None
@@ -181,7 +181,7 @@ def test_the_served_name_is_the_path_unless_one_is_given() -> None:
 
 
 @pytest.mark.parametrize("source", [{"kind": "mtp"}, {"kind": "draft_model", "model": "small"}])
-def test_a_source_in_the_engine_is_vllms_own_method_without_our_hook(
+def test_an_in_engine_source_is_vllms_own_method_without_our_hook(
     source: dict[str, Any],
 ) -> None:
     arguments = served_engine_args(

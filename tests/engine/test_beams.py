@@ -1,4 +1,4 @@
-"""Drawn beams: vLLM's own request and output classes, in front of a model of a few tokens."""
+"""Sampled beam search, with vLLM's request and output classes and a tiny model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WIDTH = 3
 
 @pytest.fixture(autouse=True)
 def learned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], int, str]]:
-    """What was learned: tokens, how many of them are prompt, and the adapter."""
+    """The learned texts: tokens, number of prompt tokens, and adapter."""
     for request_class in (CompletionRequest, ChatCompletionRequest):
         theirs = request_class.to_beam_search_params
         monkeypatch.setattr(request_class, "to_beam_search_params", theirs)
@@ -44,7 +44,7 @@ def learned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], int, str]]
 
 
 class Front(BeamSearchOnlineMixin):  # type: ignore[misc]
-    """A model whose next token depends on the last one and on the length alone."""
+    """A model whose next token depends only on the last token and the length."""
 
     def __init__(self, finish_reason: str = "length") -> None:
         self.renderer: Any = SimpleNamespace(
@@ -63,12 +63,12 @@ class Front(BeamSearchOnlineMixin):  # type: ignore[misc]
         self, prompt: Any, params: SamplingParams, request_id: str, **_: Any
     ) -> AsyncIterator[Any]:
         self.ids.append(request_id)
-        told = {
+        candidates = {
             token: Logprob(score)
             for token, score in enumerate(next_logprobs(prompt["prompt_token_ids"]).tolist())
         }
         yield SimpleNamespace(
-            outputs=[SimpleNamespace(finish_reason=self._finish_reason, logprobs=[told])]
+            outputs=[SimpleNamespace(finish_reason=self._finish_reason, logprobs=[candidates])]
         )
 
 
@@ -99,7 +99,7 @@ def test_candidates_are_those_that_transformers_keeps() -> None:
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     logprobs = next_logprobs(PROMPT)
-    told = {token: Logprob(score) for token, score in enumerate(logprobs.tolist())}
+    candidates = {token: Logprob(score) for token, score in enumerate(logprobs.tolist())}
     for temperature, top_k, top_p in ((0.7, 4, 0.8), (1.5, 6, 0.5), (1.0, 2, 1.0)):
         kept = logprobs[None]
         for warper in (
@@ -109,13 +109,13 @@ def test_candidates_are_those_that_transformers_keeps() -> None:
         ):
             kept = warper(None, kept)
         wanted = kept.log_softmax(-1)[0]
-        found = warped(told, Drawing(temperature, top_k, top_p, None))
+        found = warped(candidates, Drawing(temperature, top_k, top_p, None))
         assert {token for token, _ in found} == set(wanted.isfinite().nonzero()[:, 0].tolist())
         for token, score in found:
             assert score == pytest.approx(wanted[token].item(), abs=1e-5)
 
 
-def test_pairs_are_drawn_as_torch_draws_them_without_replacement() -> None:
+def test_pairs_are_drawn_without_replacement_by_their_probabilities() -> None:
     scores = np.log([0.4, 0.3, 0.2, 0.1])
     generator = np.random.default_rng(1)
     drawn = Counter(tuple(draw(scores, 2, generator)) for _ in range(20_000))
@@ -125,7 +125,7 @@ def test_pairs_are_drawn_as_torch_draws_them_without_replacement() -> None:
     assert len(drawn) == 12
 
 
-def test_where_all_candidates_are_drawn_the_beams_are_those_of_vllm() -> None:
+def test_the_beams_are_vllms_if_all_candidates_are_drawn() -> None:
     asked = {"max_tokens": 1, "ignore_eos": True}
     assert 2 * WIDTH == VOCAB
     drawn = beams_of(params_of(**asked))
@@ -136,13 +136,13 @@ def test_where_all_candidates_are_drawn_the_beams_are_those_of_vllm() -> None:
         assert ours.logprobs == theirs.logprobs
 
 
-def test_a_seed_tells_the_beams_and_another_seed_others() -> None:
+def test_a_seed_determines_the_beams() -> None:
     texts = [beams_of(params_of(seed=seed)).outputs[0].text for seed in (1, 1, *range(2, 12))]
     assert texts[0] == texts[1]
     assert len(set(texts)) > 2
 
 
-def test_an_answer_tells_texts_scores_and_reasons_as_vllm_does() -> None:
+def test_an_answer_has_texts_scores_and_finish_reasons_like_vllms() -> None:
     output = beams_of(params_of(seed=3, max_tokens=6))
     assert len(output.outputs) == WIDTH
     for index, each in enumerate(output.outputs):
@@ -161,7 +161,7 @@ def test_an_answer_tells_texts_scores_and_reasons_as_vllm_does() -> None:
 
 @pytest.mark.parametrize("xargs", [None, {"beam_sample": 1}])
 @pytest.mark.parametrize(("lora", "adapter"), [(None, ""), ("sql", "sql")])
-def test_of_the_texts_the_best_one_is_learned(
+def test_only_the_best_text_is_learned(
     xargs: Any, lora: str | None, adapter: str, learned: list[Any]
 ) -> None:
     request = SimpleNamespace(lora_name=lora) if lora else None
@@ -180,7 +180,7 @@ def test_a_request_that_fails_ends_the_search(reason: str, xargs: Any, learned: 
     assert learned == []
 
 
-def test_its_requests_are_neither_learned_nor_drafted_for() -> None:
+def test_beam_requests_are_not_learned_and_get_no_drafts() -> None:
     front = Front()
     beams_of(params_of(), front)
     for request_id in front.ids:
@@ -200,14 +200,14 @@ def test_its_requests_are_neither_learned_nor_drafted_for() -> None:
         ({"top_p": 2}, "top_p"),
     ],
 )
-def test_what_cannot_be_drawn_by_is_refused(asked: dict[str, Any], said: str) -> None:
+def test_unsupported_sampling_parameters_are_refused(asked: dict[str, Any], said: str) -> None:
     with pytest.raises(VLLMValidationError, match=said):
         params_of(**asked)
 
 
 @pytest.mark.parametrize("xargs", [None, {"beam_sample": 1}])
 @pytest.mark.parametrize("penalty", [-6e15, 1e4, 32.1, float("nan"), float("inf")])
-def test_a_length_penalty_that_scores_cannot_be_divided_by_is_refused(
+def test_a_length_penalty_out_of_range_is_refused(
     penalty: float, xargs: dict[str, Any] | None
 ) -> None:
     with pytest.raises(VLLMValidationError, match="is not allowed; allowed: from -32 to 32"):
@@ -216,18 +216,18 @@ def test_a_length_penalty_that_scores_cannot_be_divided_by_is_refused(
 
 @pytest.mark.parametrize("xargs", [None, {"beam_sample": 1}])
 @pytest.mark.parametrize("penalty", [-32, 32])
-def test_others_are_taken(penalty: float, xargs: dict[str, Any] | None) -> None:
+def test_length_penalty_limits_are_accepted(penalty: float, xargs: dict[str, Any] | None) -> None:
     output = beams_of(params_of(length_penalty=penalty, vllm_xargs=xargs))
     assert len(output.outputs) == WIDTH
 
 
-def test_a_default_of_the_checkpoint_is_cut_to_what_the_engine_tells() -> None:
+def test_the_checkpoints_top_k_is_cut_to_the_engines_max_logprobs() -> None:
     body = {"prompt": "a", "use_beam_search": True, "max_tokens": 4, "temperature": 1.0}
     request = CompletionRequest(**body, vllm_xargs={"beam_sample": 1})
     assert request.to_beam_search_params(4, {"top_k": 64}).drawing.top_k == VOCAB
 
 
-def test_a_chat_is_drawn_for_as_well_and_others_are_left_alone() -> None:
+def test_only_requests_that_ask_for_it_sample_their_beams() -> None:
     body = {"messages": [{"role": "user", "content": "a"}], "use_beam_search": True, "n": 2}
     chat = ChatCompletionRequest(**body, vllm_xargs={"beam_sample": 1}, top_k=4)
     assert chat.to_beam_search_params(3, {}).drawing.top_k == 4
@@ -235,7 +235,7 @@ def test_a_chat_is_drawn_for_as_well_and_others_are_left_alone() -> None:
     assert not hasattr(params_of(vllm_xargs={"beam_sample": 0}), "drawing")
 
 
-def test_more_beams_than_the_engine_tells_candidates_for_are_refused() -> None:
+def test_more_beams_than_the_engine_has_candidates_for_are_refused() -> None:
     assert params_of(n=VOCAB // 2, vllm_xargs=None).beam_width == VOCAB // 2
     with pytest.raises(VLLMValidationError, match="n: 4 beams are not allowed; allowed: at most 3"):
         params_of(n=VOCAB // 2 + 1, vllm_xargs=None)

@@ -26,7 +26,7 @@ def identity(path: object, **fields: str) -> str:
     return model_identity(ModelConfig(path=str(path), **fields))
 
 
-def test_the_same_files_are_the_same_model_wherever_they_lie(folder: Path, tmp_path: Path) -> None:
+def test_the_same_files_are_the_same_model_in_any_folder(folder: Path, tmp_path: Path) -> None:
     copy = tmp_path / "elsewhere"
     shutil.copytree(folder, copy)
     (copy / "model.safetensors").write_bytes(b"weights")
@@ -34,7 +34,7 @@ def test_the_same_files_are_the_same_model_wherever_they_lie(folder: Path, tmp_p
     assert identity(folder) == identity(copy)
 
 
-def test_finding_the_folder_first_changes_nothing(folder: Path) -> None:
+def test_find_checkpoint_does_not_change_the_identity(folder: Path) -> None:
     found = find_checkpoint(ModelConfig(path=str(folder)))
     assert identity(folder) == identity(found.path, tokenizer=found.tokenizer)
 
@@ -46,7 +46,7 @@ def test_another_config_or_tokenizer_is_another_model(folder: Path, name: str) -
     assert identity(folder) != before
 
 
-def test_a_tokenizer_file_more_is_another_model(folder: Path) -> None:
+def test_an_added_tokenizer_file_makes_another_model(folder: Path) -> None:
     before = identity(folder)
     (folder / "added_tokens.json").write_text("{}")
     assert identity(folder) != before
@@ -56,14 +56,14 @@ def test_another_revision_is_another_model(folder: Path) -> None:
     assert identity(folder, revision="a") != identity(folder, revision="b")
 
 
-def test_a_tokenizer_of_its_own_is_another_model(folder: Path, tmp_path: Path) -> None:
+def test_another_tokenizer_folder_makes_another_model(folder: Path, tmp_path: Path) -> None:
     other = tmp_path / "tokenizer"
     other.mkdir()
     (other / "tokenizer.json").write_text("{}")
     assert identity(folder, tokenizer=str(other)) != identity(folder)
 
 
-def test_of_hub_ids_id_revision_and_tokenizer_count() -> None:
+def test_a_hub_model_is_its_id_revision_and_tokenizer() -> None:
     names = [
         identity("org/name"),
         identity("org/other"),
@@ -74,7 +74,7 @@ def test_of_hub_ids_id_revision_and_tokenizer_count() -> None:
     assert identity("org/name", tokenizer="org/name") == names[0]
 
 
-def test_a_folder_that_cannot_be_read_is_told(folder: Path) -> None:
+def test_a_folder_that_cannot_be_read_is_an_error(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer.json").mkdir()
     with pytest.raises(ConfigError, match=r"^model\.tokenizer: .* a readable tokenizer\.json"):
@@ -100,7 +100,7 @@ def test_other_weights_of_the_same_model_have_another_fingerprint(
     assert identity(folder) == identity(tuned)
 
 
-def test_a_model_that_transformers_does_not_know_is_told(folder: Path) -> None:
+def test_a_model_that_transformers_does_not_know_is_an_error(folder: Path) -> None:
     (folder / "config.json").write_text('{"model_type": "none"}')
     with pytest.raises(ConfigError, match=r"^model\.path: .* a model that transformers reads"):
         text_sizes(parse({"model": {"path": str(folder)}}))

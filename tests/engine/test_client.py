@@ -1,4 +1,4 @@
-"""A request that the engine core cannot be told is refused, and nothing of it is left."""
+"""A request that cannot be sent to the engine core is refused and leaves no state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ for _ in range(2000):
 
 
 class Client(ServedLLM):
-    """vLLM's client, whose engine core gets its messages and does nothing."""
+    """vLLM's client with an engine core that receives messages and does nothing."""
 
     def __init__(self) -> None:
         scripted = ScriptedClient()
@@ -35,21 +35,21 @@ class Client(ServedLLM):
         self.output_processor = OutputProcessor(scripted.tokenizer, log_stats=False)
         self.log_requests = False
         self.engine_core: Any = SimpleNamespace(
-            add_request_async=self._told,
+            add_request_async=self._receive,
             abort_requests_async=self._aborted,
             resources=SimpleNamespace(engine_dead=False),
         )
         self._supported_tasks = ("generate",)
         self.output_handler: Any = SimpleNamespace(done=lambda: False)
-        self.told = asyncio.Event()
+        self.received = asyncio.Event()
         self.is_busy = False
 
     def shutdown(self, timeout: float | None = None) -> None:
         pass
 
-    async def _told(self, request: Any) -> None:
+    async def _receive(self, request: Any) -> None:
         MsgpackEncoder().encode(request)
-        self.told.set()
+        self.received.set()
         while self.is_busy:
             await asyncio.sleep(1)
 
@@ -79,7 +79,7 @@ def client() -> Client:
     ],
     ids=["small", "large", "nested", "field", "type"],
 )
-def test_a_request_that_no_message_can_hold_is_its_clients_mistake(
+def test_a_request_that_cannot_be_encoded_is_a_client_error(
     client: Client, number: int, options: dict[str, Any]
 ) -> None:
     params = SamplingParams(n=number, output_kind=RequestOutputKind.FINAL_ONLY, **options)
@@ -88,11 +88,11 @@ def test_a_request_that_no_message_can_hold_is_its_clients_mistake(
     assert client.output_processor.get_num_unfinished_requests() == 0
 
 
-def test_a_client_that_leaves_while_the_engine_core_is_told_leaves_nothing(client: Client) -> None:
+def test_a_client_that_leaves_during_the_send_leaves_no_request(client: Client) -> None:
     async def leave() -> None:
         client.is_busy = True
         call = asyncio.ensure_future(client.first_output(SamplingParams()))
-        await client.told.wait()
+        await client.received.wait()
         assert client.output_processor.get_num_unfinished_requests() == 1
         call.cancel()
         with pytest.raises(asyncio.CancelledError):

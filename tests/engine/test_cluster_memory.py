@@ -21,11 +21,11 @@ TEXT = np.arange(40, dtype=np.int32)
 NAMESPACES = [
     next(name for name in map(str, range(99)) if shard_of(name, 2) == shard) for shard in (0, 1)
 ]
-"""One of each of two stores."""
+"""One namespace for each of two stores."""
 
 
 class Client(DirectClient):
-    """A way to a store that answers only while ``open`` is set."""
+    """A client of a store that answers only while ``open`` is set."""
 
     def __init__(self, options: StoreOptions) -> None:
         super().__init__(TrieStore(options))
@@ -43,7 +43,7 @@ class Client(DirectClient):
 
 @pytest.fixture
 def clients() -> Iterator[list[Client]]:
-    """To each of the stores, once there is a memory."""
+    """The clients of both stores. The fixture ``memory`` adds them."""
     clients: list[Client] = []
     yield clients
     for client in clients:
@@ -52,7 +52,7 @@ def clients() -> Iterator[list[Client]]:
 
 @pytest.fixture
 def memory(clients: list[Client]) -> ClusterMemory:
-    """Joined to two stores."""
+    """A memory that is connected to two stores."""
 
     def connect(options: StoreOptions) -> Client:
         clients.append(Client(options))
@@ -62,7 +62,7 @@ def memory(clients: list[Client]) -> ClusterMemory:
     return ClusterMemory(config, TrieMemory(1 << 22, NAMESPACES), FINGERPRINT, VOCAB_SIZE, connect)
 
 
-def test_what_a_replica_learned_last_is_sent_when_it_ends(
+def test_a_closing_replica_sends_what_it_learned_last(
     memory: ClusterMemory, clients: list[Client], caplog: pytest.LogCaptureFixture
 ) -> None:
     for namespace in NAMESPACES:
@@ -72,7 +72,7 @@ def test_what_a_replica_learned_last_is_sent_when_it_ends(
     assert not caplog.records
 
 
-def test_a_store_that_hangs_holds_up_the_end_for_a_second_and_no_other_store(
+def test_a_store_that_hangs_delays_the_close_briefly_and_no_other_store(
     memory: ClusterMemory, clients: list[Client], caplog: pytest.LogCaptureFixture
 ) -> None:
     clients[0].open.clear()

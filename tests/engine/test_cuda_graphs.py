@@ -1,4 +1,4 @@
-"""Which CUDA graph a step gets, by vLLM's own configuration and dispatcher; no GPU is needed."""
+"""The CUDA graph of a step, from vLLM's own configuration and dispatcher, without a GPU."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def app(folder: Path, draft_len: int, **engine: Any) -> AppConfig:
 
 @pytest.fixture
 def _on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our arguments take this machine for one with GPUs; vLLM does not."""
+    """Makes our code, but not vLLM, assume that this machine has GPUs."""
     monkeypatch.setattr(args, "current_platform", SimpleNamespace(is_cpu=lambda: False))
 
 
 def gpu_config(config: AppConfig) -> VllmConfig:
-    """vLLM's configuration, its graphs those of a GPU."""
+    """vLLM's configuration with the CUDA graphs of a GPU."""
     arguments = args.served_engine_args(config)
     given = arguments.cudagraph_capture_sizes, arguments.max_cudagraph_capture_size
     made = arguments.create_engine_config()
@@ -53,7 +53,7 @@ def gpu_config(config: AppConfig) -> VllmConfig:
 
 
 class Steps:
-    """A model runner's part that chooses graphs, with vLLM's own functions."""
+    """The part of a model runner that chooses graphs, with vLLM's own functions."""
 
     def __init__(self, config: VllmConfig, *, ours: bool, recurrent: bool = False) -> None:
         self.dispatcher = CudagraphDispatcher(config)
@@ -74,7 +74,7 @@ class Steps:
         self.dispatcher.initialize_cudagraph_keys(mode, query_len)
 
     def graph(self, *lengths: int) -> tuple[CUDAGraphMode, int]:
-        """What a step whose requests have these numbers of tokens replays, and its tokens."""
+        """The graph mode and size of a step whose requests have these numbers of tokens."""
         uniform = GPUModelRunner._is_uniform_decode(
             max_num_scheduled_tokens=max(lengths),
             uniform_decode_query_len=self.runner.uniform_decode_query_len,
@@ -86,7 +86,7 @@ class Steps:
 
 
 @pytest.mark.usefixtures("_on_gpu")
-def test_vllm_alone_computes_a_step_of_one_token_as_one_with_the_longest_draft(
+def test_vllm_alone_pads_a_step_of_one_token_to_the_longest_draft(
     tmp_path: Path,
 ) -> None:
     steps = Steps(gpu_config(app(tmp_path, 16)), ours=False)
@@ -114,7 +114,7 @@ def test_a_step_with_drafts_replays_the_piecewise_graph_of_the_next_size(tmp_pat
 
 
 @pytest.mark.usefixtures("_on_gpu")
-def test_with_drafts_of_one_token_full_graphs_stay_those_of_drafted_steps(tmp_path: Path) -> None:
+def test_full_graphs_are_for_steps_with_drafts_if_a_draft_is_one_token(tmp_path: Path) -> None:
     steps = Steps(gpu_config(app(tmp_path, 1)), ours=True)
     assert steps.graph(2) == (FULL, 2)
     assert steps.graph(*[2] * 20) == (FULL, 40)
@@ -136,9 +136,7 @@ def test_recurrent_layers_keep_vllms_graphs(tmp_path: Path) -> None:
         {"compilation_config": {"cudagraph_capture_sizes": [1, 6, 30]}},
     ],
 )
-def test_sizes_that_the_user_names_are_taken_as_they_are(
-    options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_configured_sizes_are_not_changed(options: dict[str, Any], tmp_path: Path) -> None:
     steps = Steps(gpu_config(app(tmp_path, 16, vllm=options)), ours=True)
     assert steps.sizes.cudagraph_capture_sizes == [1, 6, 30]
     assert steps.graph(1, 1) == (FULL, 6)
@@ -154,19 +152,19 @@ def test_sizes_that_the_user_names_are_taken_as_they_are(
         {"performance_mode": "interactivity"},
     ],
 )
-def test_other_options_for_sizes_leave_them_to_vllm(
+def test_vllm_chooses_the_sizes_if_other_size_options_are_set(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
     assert args.served_engine_args(app(tmp_path, 16, vllm=options)).cudagraph_capture_sizes is None
 
 
-def test_no_size_is_larger_than_a_step(tmp_path: Path) -> None:
+def test_no_graph_is_larger_than_the_largest_step(tmp_path: Path) -> None:
     assert graph_sizes(app(tmp_path, 3, max_num_seqs=2)) == [1, 2, 4, 8]
     assert graph_sizes(app(tmp_path, 3, max_num_batched_tokens=30)) == [1, 2, 4, 8, 16, 20, 24, 30]
     assert graph_sizes(app(tmp_path, 128))[-1] == 512
 
 
-def test_a_model_runner_tells_uniform_steps_by_the_attribute_that_is_set() -> None:
+def test_the_model_runner_detects_uniform_steps_by_the_attribute_we_set() -> None:
     source = inspect.getsource(GPUModelRunner)
     assert source.count("self.uniform_decode_query_len") == 5
     assert "self.uniform_decode_query_len = 1 + self.num_spec_tokens" in source

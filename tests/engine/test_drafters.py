@@ -12,7 +12,7 @@ from specserve.engine.drafters import drafter_finder
 
 
 def options(folder: Path) -> DrafterOptions:
-    """What a replica without a cluster would start for a draft model there."""
+    """Options of the drafter that a replica without a cluster starts for this draft model."""
     config = DraftModelConfig(kind="draft_model", model=str(folder))
     exits: list[Callable[[], None]] = []
     found = drafter_finder(ModelConfig(path="m"), "", 64, exits, threading.Event(), config)
@@ -20,7 +20,7 @@ def options(folder: Path) -> DrafterOptions:
     return found._options
 
 
-def test_a_draft_model_that_is_replaced_in_its_place_is_another_drafter(tmp_path: Path) -> None:
+def test_other_weights_in_the_same_folder_make_another_drafter(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     (tmp_path / "model.safetensors").write_bytes(b"first")
     first = options(tmp_path)
@@ -29,5 +29,5 @@ def test_a_draft_model_that_is_replaced_in_its_place_is_another_drafter(tmp_path
     assert options(tmp_path).name(0) != first.name(0)
 
 
-def test_a_folder_without_a_model_is_for_the_drafter_to_refuse(tmp_path: Path) -> None:
+def test_a_folder_without_a_model_is_left_for_the_drafter_to_refuse(tmp_path: Path) -> None:
     assert options(tmp_path).content == ""

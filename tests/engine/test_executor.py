@@ -24,7 +24,7 @@ ASKED_FOR = DraftTokenIds(["a"], [[3]])
 
 @pytest.fixture
 def output(monkeypatch: pytest.MonkeyPatch) -> ModelRunnerOutput:
-    """What the shards answer to the next step; asked for drafts they answer ``ASKED_FOR``."""
+    """The shards' output of the next step. A separate call for drafts returns ``ASKED_FOR``."""
     output = ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0})
     monkeypatch.setattr(MultiprocExecutor, "sample_tokens", lambda *_: output)
     monkeypatch.setattr(MultiprocExecutor, "take_draft_token_ids", lambda _: ASKED_FOR)
@@ -45,7 +45,7 @@ def test_drafts_come_with_the_tokens(
     assert executor.take_draft_token_ids() is drafts
 
 
-def test_drafts_that_did_not_come_are_asked_for(
+def test_missing_drafts_are_requested_from_the_shards(
     output: ModelRunnerOutput, executor: DraftsWithTokens
 ) -> None:
     assert executor.take_draft_token_ids() is ASKED_FOR
@@ -53,14 +53,14 @@ def test_drafts_that_did_not_come_are_asked_for(
     assert executor.take_draft_token_ids() is ASKED_FOR
 
 
-def test_no_drafts_are_taken_twice(output: ModelRunnerOutput, executor: DraftsWithTokens) -> None:
+def test_drafts_are_taken_only_once(output: ModelRunnerOutput, executor: DraftsWithTokens) -> None:
     attach_drafts(output, DRAFTS, {})
     executor.sample_tokens(None)
     executor.take_draft_token_ids()
     assert executor.take_draft_token_ids() is ASKED_FOR
 
 
-def test_a_call_that_the_shards_do_not_answer_in_time_ends_the_engine(
+def test_a_call_that_times_out_ends_the_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def time_out(*_: object) -> None:
@@ -76,15 +76,15 @@ def test_a_call_that_the_shards_do_not_answer_in_time_ends_the_engine(
     assert failures == [True]
 
 
-def test_a_step_in_this_process_hands_its_tokens_over_before_the_next_one() -> None:
+def test_the_in_process_executor_has_no_async_scheduling() -> None:
     assert not InProcessExecutor.supports_async_scheduling()
 
 
 @pytest.fixture
 def condition() -> Iterator[BriefPolling]:
-    """Of a reader to which nothing is written."""
+    """The condition of a reader that gets no messages."""
     context = zmq.Context()
-    with tempfile.TemporaryDirectory() as folder:  # a socket's path is short
+    with tempfile.TemporaryDirectory() as folder:  # a socket's path must be short
         ends = {"context": context, "notify_address": f"ipc://{folder}/notices"}
         _writers = BriefPolling(is_reader=False, **ends)
         yield BriefPolling(is_reader=True, **ends)
@@ -94,7 +94,7 @@ def condition() -> Iterator[BriefPolling]:
 @pytest.mark.parametrize(
     ("since_s", "waited_ms"), [(0.0, []), (0.01, [1]), (0.5, [1]), (2.0, [60_000])]
 )
-def test_a_queue_is_polled_no_longer_than_a_hand_over_takes(
+def test_a_queue_is_polled_only_briefly_after_a_read(
     since_s: float, waited_ms: list[int], condition: BriefPolling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited: list[int] = []

@@ -1,4 +1,4 @@
-"""Grammars are compiled and followed beside vLLM's scheduler, by vLLM's own code."""
+"""Our own copies of the scheduler's grammars, compiled and followed by vLLM's code."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def asked(backend: str = "xgrammar", prompt: list[int] | None = None, **outputs:
     return SimpleNamespace(sampling_params=params, prompt_token_ids=prompt or [7, 8, 9])
 
 
-def test_no_step_starts_the_thread(grammars: Grammars) -> None:
+def test_the_thread_starts_before_the_first_step(grammars: Grammars) -> None:
     assert [thread for thread in threading.enumerate() if thread.name.startswith("grammars")]
 
 
 def compiled(grammar: RequestGrammar | None) -> RequestGrammar:
-    """The same, when its compilation has ended."""
+    """Waits for the compilation and returns the grammar."""
     assert grammar is not None
     structured = grammar._given.result(TIMEOUT_S)[0].structured_output_request
     assert structured is not None
@@ -78,7 +78,7 @@ def tokens(tokenizer: Any, text: str) -> Any:
         ({"grammar": 'root ::= "SELECT " ("a" | "b") " FROM table"'}, "SELECT a", " FROM table"),
     ],
 )
-def test_what_is_forced_after_an_answer_is_found_by_vllms_own_means(
+def test_the_forced_text_after_an_answer_is_found(
     grammars: Grammars, tokenizer: Any, outputs: dict[str, Any], written: str, forced: str
 ) -> None:
     grammar = compiled(grammars.open("a", asked(**outputs)))
@@ -90,7 +90,7 @@ def test_what_is_forced_after_an_answer_is_found_by_vllms_own_means(
     assert grammar.forced(whole) == ""
 
 
-def test_the_vocabulary_has_the_bytes_of_its_tokens_and_none_of_those_that_end(
+def test_the_vocabulary_has_the_bytes_of_all_tokens_but_end_tokens(
     grammars: Grammars, tokenizer: Any
 ) -> None:
     texts = compiled(grammars.open("a", asked())).texts
@@ -102,7 +102,7 @@ def test_the_vocabulary_has_the_bytes_of_its_tokens_and_none_of_those_that_end(
     assert tokenizer.eos_token_id not in texts.beginnings(end)
 
 
-def test_a_request_without_a_grammar_of_xgrammars_has_none(grammars: Grammars) -> None:
+def test_a_request_without_an_xgrammar_grammar_gets_none(grammars: Grammars) -> None:
     free = SimpleNamespace(sampling_params=SamplingParams(), prompt_token_ids=[1])
     embedded = asked()
     embedded.prompt_token_ids = None
@@ -110,9 +110,7 @@ def test_a_request_without_a_grammar_of_xgrammars_has_none(grammars: Grammars) -
         assert grammars.open("a", each) is None
 
 
-def test_while_a_grammar_is_being_compiled_nothing_is_forced(
-    grammars: Grammars, tokenizer: Any
-) -> None:
+def test_nothing_is_forced_while_the_grammar_compiles(grammars: Grammars, tokenizer: Any) -> None:
     grammar = compiled(grammars.open("a", asked()))
     given: Future[Any] = Future()
     waiting = RequestGrammar(grammars._manager, given, tokenizer)
@@ -123,7 +121,7 @@ def test_while_a_grammar_is_being_compiled_nothing_is_forced(
 
 
 @pytest.mark.parametrize("is_followed", [False, True])
-def test_nothing_is_left_of_the_grammar_of_a_request_that_is_aborted(
+def test_an_aborted_request_leaves_no_grammar_in_memory(
     grammars: Grammars, tokenizer: Any, is_followed: bool
 ) -> None:
     grammar = grammars.open("a", asked())
@@ -138,12 +136,12 @@ def test_nothing_is_left_of_the_grammar_of_a_request_that_is_aborted(
     if isinstance(compiling, Future):
         compiling.result(TIMEOUT_S)
     del given, compiling
-    grammars._thread.submit(lambda: None).result(TIMEOUT_S)  # it keeps its last job until the next
+    grammars._thread.submit(lambda: None).result(TIMEOUT_S)  # drops the thread's last job
     gc.collect()
     assert (left(), request()) == (None, None)
 
 
-def test_vllms_scheduler_cuts_any_sources_draft_where_the_grammar_refuses_it(
+def test_vllms_scheduler_cuts_a_draft_where_the_grammar_refuses_it(
     grammars: Grammars, tokenizer: Any
 ) -> None:
     grammar = compiled(grammars.open("a", asked(regex="(the )+end")))
@@ -159,7 +157,7 @@ def test_vllms_scheduler_cuts_any_sources_draft_where_the_grammar_refuses_it(
         assert request.spec_token_ids == [token for token in draft if token in allowed]
 
 
-def test_what_cannot_be_compiled_or_followed_is_an_error_of_its_request(
+def test_a_grammar_that_cannot_be_compiled_or_followed_is_an_error(
     grammars: Grammars, tokenizer: Any
 ) -> None:
     wrong = compiled(grammars.open("a", asked(grammar="root ::= nothing")))
@@ -170,7 +168,9 @@ def test_what_cannot_be_compiled_or_followed_is_an_error_of_its_request(
         grammar.forced(tokens(tokenizer, "France"))
 
 
-def test_a_text_is_split_as_the_tokenizer_would_go_on(grammars: Grammars, tokenizer: Any) -> None:
+def test_a_forced_text_gets_the_tokens_that_the_tokenizer_gives_the_whole(
+    grammars: Grammars, tokenizer: Any
+) -> None:
     grammar = compiled(grammars.open("a", asked()))
     whole, rest = tokens(tokenizer, '{"street_name":"'), 'name":"'
     written = tokens(tokenizer, '{"street_')
@@ -179,7 +179,7 @@ def test_a_text_is_split_as_the_tokenizer_would_go_on(grammars: Grammars, tokeni
     assert grammar.usual(written[:0], '{"street_name":"') == whole.tolist()
 
 
-def test_where_it_would_have_written_the_answers_end_otherwise_the_text_alone_is_split(
+def test_a_forced_text_is_tokenized_alone_if_the_answers_end_would_change(
     grammars: Grammars, tokenizer: Any
 ) -> None:
     grammar = compiled(grammars.open("a", asked()))
@@ -187,9 +187,7 @@ def test_where_it_would_have_written_the_answers_end_otherwise_the_text_alone_is
     assert grammar.usual(tokens(tokenizer, '"n'), "ame") == tokens(tokenizer, "ame").tolist()
 
 
-def test_a_model_that_reasons_is_followed_from_the_end_of_its_reasoning(
-    model: ModelConfig, tokenizer: Any
-) -> None:
+def test_the_grammar_starts_at_the_end_of_the_reasoning(model: ModelConfig, tokenizer: Any) -> None:
     options = StructuredOutputsConfig(backend="xgrammar", reasoning_parser="deepseek_r1")
     config = VllmConfig(model_config=model, structured_outputs_config=options)
     grammars = Grammars(config)
@@ -197,7 +195,7 @@ def test_a_model_that_reasons_is_followed_from_the_end_of_its_reasoning(
     assert len(end) == 1
 
     class Reasoner:
-        """Reasons up to a token that the small model's vocabulary has."""
+        """A reasoning parser whose end token is in the small model's vocabulary."""
 
         def __init__(self, *args: Any, **options: Any) -> None: ...
 

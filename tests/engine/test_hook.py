@@ -25,7 +25,7 @@ REPEATING = [1, 2, 3, 4] * 4
 
 
 class Runner:
-    """As much of vLLM's model runner as the hook touches."""
+    """The part of vLLM's model runner that the hook uses."""
 
     def __init__(self, **texts: list[int]) -> None:
         self.effective_drafter_max_model_len = MAX_MODEL_LEN
@@ -69,7 +69,7 @@ def _step(
     hook: ProposerHook, runner: Runner, sampled: list[list[int]], **drafts: list[int]
 ) -> list[list[int]]:
     scheduled = _scheduled(runner, **drafts)
-    hidden = torch.ones(scheduled.total_num_scheduled_tokens + 2, 2)  # graphs pad it
+    hidden = torch.ones(scheduled.total_num_scheduled_tokens + 2, 2)  # CUDA graphs pad it
     return hook.propose_draft_token_ids(scheduled, sampled, None, hidden)
 
 
@@ -92,7 +92,7 @@ def config() -> AppConfig:
 
 @pytest.fixture
 def checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model with an identity, and no files."""
+    """Gives the model an identity without files."""
     monkeypatch.setattr("specserve.engine.source_context.model_identity", lambda _: "a model")
 
 
@@ -129,7 +129,7 @@ def _recent(hook: ProposerHook) -> tuple[RecentRequest, ...]:
     return msgspec.json.decode(hook.recent_requests(""), type=tuple[RecentRequest, ...])
 
 
-def test_recent_steps_are_told_without_their_text_unless_configured(hook: ProposerHook) -> None:
+def test_recent_steps_have_no_text_unless_configured(hook: ProposerHook) -> None:
     runner = Runner(a=REPEATING)
     hook.attach(runner)
     _step(hook, runner, [[4]])
@@ -138,12 +138,12 @@ def test_recent_steps_are_told_without_their_text_unless_configured(hook: Propos
     hook.forget(["a"])
 
     (request,) = _recent(hook)
-    told = [(step.source, step.num_drafted, step.num_accepted) for step in request.steps]
-    assert told == [("", 0, 0), ("ngram", 4, 2)]
+    steps = [(step.source, step.num_drafted, step.num_accepted) for step in request.steps]
+    assert steps == [("", 0, 0), ("ngram", 4, 2)]
     assert {step.new + step.refused for step in request.steps} == {()}
 
 
-def test_steps_of_a_request_that_may_not_be_learned_are_not_told(hook: ProposerHook) -> None:
+def test_steps_of_a_request_with_learn_off_are_not_recorded(hook: ProposerHook) -> None:
     runner = Runner(a=REPEATING)
     runner.requests["a"] = _request(extra_args={"learn": 0})
     hook.attach(runner)
@@ -165,7 +165,7 @@ def test_a_draft_that_the_scheduler_cut_is_counted_as_cut(hook: ProposerHook) ->
     assert acceptance.num_accepted_tokens == 2
 
 
-def test_outcomes_are_told_once_and_of_those_requests_that_ask(hook: ProposerHook) -> None:
+def test_outcomes_are_returned_once_and_only_for_requests_that_ask(hook: ProposerHook) -> None:
     runner = Runner(a=REPEATING, b=REPEATING)
     runner.requests["a"] = _request(extra_args={"report": 1})
     hook.attach(runner)
@@ -180,7 +180,7 @@ def test_outcomes_are_told_once_and_of_those_requests_that_ask(hook: ProposerHoo
     assert not hook._reporting
 
 
-def test_a_draft_waits_for_a_request_that_had_no_turn(hook: ProposerHook) -> None:
+def test_a_draft_is_kept_for_a_request_that_was_not_scheduled(hook: ProposerHook) -> None:
     runner = Runner(a=REPEATING, b=[5, 6, 7, 8])
     hook.attach(runner)
     _step(hook, runner, [[4], [8]])
@@ -197,10 +197,10 @@ def test_a_draft_waits_for_a_request_that_had_no_turn(hook: ProposerHook) -> Non
 
 
 @pytest.mark.parametrize(("max_tokens", "draft"), [(12, []), (15, [1, 2]), (40, [1, 2, 3, 4])])
-def test_a_draft_ends_where_the_answer_will(
+def test_a_draft_ends_at_the_requests_max_tokens(
     hook: ProposerHook, max_tokens: int, draft: list[int]
 ) -> None:
-    runner = Runner(a=REPEATING)  # 4 tokens of a prompt and 12 written
+    runner = Runner(a=REPEATING)  # 4 prompt and 12 output tokens
     runner.requests["a"] = _request(max_tokens=max_tokens)
     hook.attach(runner)
     assert _step(hook, runner, [[4]]) == [draft]
@@ -210,10 +210,10 @@ def test_a_draft_ends_where_the_answer_will(
     ("min_tokens", "draft"),
     [(12, [1, 2, 3, 4]), (13, []), (15, [1, 2]), (17, [1, 2, 3, 4]), (40, [1, 2, 3, 4])],
 )
-def test_the_token_after_a_draft_may_stop_where_the_next_one_may(
+def test_a_draft_does_not_cross_min_tokens(
     hook: ProposerHook, min_tokens: int, draft: list[int]
 ) -> None:
-    runner = Runner(a=REPEATING)  # 4 tokens of a prompt and 12 written
+    runner = Runner(a=REPEATING)  # 4 prompt and 12 output tokens
     runner.requests["a"] = _request(min_tokens=min_tokens)
     hook.attach(runner)
     assert _step(hook, runner, [[4]]) == [draft]
@@ -237,7 +237,7 @@ def test_one_request_at_the_context_limit_does_not_stop_the_others(hook: Propose
     assert runner.effective_drafter_max_model_len >= MAX_MODEL_LEN + 4
 
 
-def test_a_prompt_that_is_still_being_read_gets_no_draft(hook: ProposerHook) -> None:
+def test_a_request_in_prefill_gets_no_draft(hook: ProposerHook) -> None:
     runner = Runner(a=REPEATING)
     hook.attach(runner)
 
@@ -253,7 +253,7 @@ def test_a_prompt_that_is_still_being_read_gets_no_draft(hook: ProposerHook) -> 
         {"extra_args": {"speculation": "off"}},
     ],
 )
-def test_requests_that_cannot_or_shall_not_be_verified_get_no_draft(
+def test_requests_that_do_not_allow_drafts_get_none(
     hook: ProposerHook, params: dict[str, Any]
 ) -> None:
     runner = Runner(a=REPEATING, b=REPEATING)
@@ -263,7 +263,7 @@ def test_requests_that_cannot_or_shall_not_be_verified_get_no_draft(
     assert _step(hook, runner, [[4], [4]]) == [[], [1, 2, 3, 4]]
 
 
-def test_controls_that_slipped_past_the_http_side_do_not_fail_the_request(
+def test_unchecked_invalid_controls_do_not_fail_the_request(
     hook: ProposerHook,
 ) -> None:
     runner = Runner(a=REPEATING)
@@ -273,7 +273,7 @@ def test_controls_that_slipped_past_the_http_side_do_not_fail_the_request(
     assert _step(hook, runner, [[4]]) == [[1, 2, 3, 4]]
 
 
-def test_a_forgotten_request_starts_anew_under_the_same_id(hook: ProposerHook) -> None:
+def test_a_request_id_can_be_reused_after_forget(hook: ProposerHook) -> None:
     runner = Runner(a=REPEATING)
     runner.requests["a"] = _request(extra_args={"speculation": "off"})
     hook.attach(runner)
@@ -285,7 +285,7 @@ def test_a_forgotten_request_starts_anew_under_the_same_id(hook: ProposerHook) -
     assert _step(hook, runner, [[4]]) == [[1, 2, 3, 4]]
 
 
-def test_nothing_is_left_of_the_prediction_of_a_request_that_is_aborted(
+def test_an_aborted_request_leaves_no_prediction_in_memory(
     config: AppConfig,
 ) -> None:
     predicting = PredictionConfig(kind="prediction", dynamic=False)
@@ -309,12 +309,12 @@ def test_nothing_is_left_of_the_prediction_of_a_request_that_is_aborted(
     assert source.num_bytes == 0
 
 
-def test_without_our_worker_the_proposer_says_what_is_wrong(hook: ProposerHook) -> None:
+def test_without_our_worker_the_hooks_error_names_worker_cls(hook: ProposerHook) -> None:
     with pytest.raises(AssertionError, match="worker_cls"):
         hook.propose([[1]], None, None)
 
 
-def test_hidden_states_come_with_the_position_of_each_requests_first(
+def test_hidden_states_have_the_first_position_of_each_request(
     hook: ProposerHook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = Runner(a=REPEATING, b=REPEATING)
@@ -341,7 +341,7 @@ def test_hidden_states_come_with_the_position_of_each_requests_first(
         assert values.tolist() == [[0x3F80, 0x3F80]] * count
 
 
-def test_a_text_that_ends_is_shown_to_sources_that_have_not_seen_it_whole(
+def test_a_finished_text_goes_to_sources_that_have_not_seen_all_of_it(
     hook: ProposerHook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = Runner(a=REPEATING, b=[5, 6, 7, 8])
@@ -357,10 +357,10 @@ def test_a_text_that_ends_is_shown_to_sources_that_have_not_seen_it_whole(
     assert texts.slots.tolist() == [1]
     assert texts.token_ids.tolist() == [[5, 6, 7, 8]]
     assert texts.num_tokens.tolist() == [4]
-    assert all(each.flags.carray for each in texts[:4])  # as kernels take them
+    assert all(each.flags.carray for each in texts[:4])  # as the kernels require
 
 
-def test_in_a_step_without_a_source_that_is_due_only_the_outcomes_are_passed_on(
+def test_a_step_without_a_due_source_only_passes_on_the_outcomes(
     hook: ProposerHook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = Runner(a=REPEATING)
@@ -425,7 +425,7 @@ def test_no_step_is_idle_with_recurrent_layers(resting: ProposerHook) -> None:
     assert not resting.is_idle(_scheduled(runner))
 
 
-def test_the_time_of_the_step_after_idle_ones_is_its_own(
+def test_the_time_of_a_step_excludes_the_idle_steps_before_it(
     resting: ProposerHook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = Runner(a=[5, 6, 7, 8])
@@ -434,7 +434,7 @@ def test_the_time_of_the_step_after_idle_ones_is_its_own(
     monkeypatch.setattr("specserve.engine.hook.time.perf_counter", lambda: next(times))
     seen: list[float] = []
     monkeypatch.setattr(resting._chain, "step", lambda *_: [[]])
-    monkeypatch.setattr(resting._chain.cost, "observe", lambda *told: seen.append(told[2]))
+    monkeypatch.setattr(resting._chain.cost, "observe", lambda *observed: seen.append(observed[2]))
     _step(resting, runner, [[1]])
     resting.pass_over([[3]])
     _step(resting, runner, [[5]])
@@ -463,13 +463,13 @@ def drafted_after(hook: ProposerHook, text: list[int], **extra_args: object) -> 
 
 
 @pytest.mark.usefixtures("checkpoint")
-def test_a_text_that_no_request_wrote_is_drafted_where_it_may_be_learned() -> None:
+def test_an_external_text_is_drafted_if_it_may_be_learned() -> None:
     assert drafted_after(with_memory(), TEXT[:4]) == TEXT[4:]
     assert drafted_after(with_memory(), TEXT[:4], learn=0) == []
 
 
 @pytest.mark.usefixtures("checkpoint")
-def test_such_a_text_is_its_tenants() -> None:
+def test_an_external_text_is_drafted_for_its_tenant_only() -> None:
     hook = with_memory("a", "b")
     runner = Runner(a=TEXT[:4], b=TEXT[:4])
     for name, request in runner.requests.items():
@@ -481,7 +481,7 @@ def test_such_a_text_is_its_tenants() -> None:
 
 
 @pytest.mark.usefixtures("checkpoint")
-def test_a_long_text_is_learned_whole_beside_as_many_requests_as_there_are_slots() -> None:
+def test_a_long_text_is_learned_whole_when_all_slots_are_in_use() -> None:
     long = list(range(100)) * 60
     hook = with_memory()
     runner = Runner(**{f"r{number}": TEXT for number in range(20)})
@@ -515,7 +515,7 @@ def num_learned(hook: ProposerHook) -> int:
     return sum(each.ingested_tokens for each in trie.namespaces)
 
 
-def test_more_requests_than_slots_take_those_of_requests_that_wait(hook: ProposerHook) -> None:
+def test_scheduled_requests_take_the_slots_of_waiting_ones(hook: ProposerHook) -> None:
     runner = Runner(**{f"r{number}": REPEATING for number in range(20)})
     hook.attach(runner)
     batch = runner.input_batch

@@ -27,7 +27,7 @@ def engine_of(model: Path) -> HuggingFaceEngine:
 
 
 def plainly(model: Path, prompt: list[int], number: int) -> list[int]:
-    """The likeliest token, so many times."""
+    """The first ``number`` tokens of greedy decoding."""
     target = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     ids = torch.tensor([prompt])
     with torch.inference_mode():
@@ -37,7 +37,7 @@ def plainly(model: Path, prompt: list[int], number: int) -> list[int]:
 
 
 @pytest.mark.parametrize("has_end", [True, False])
-def test_it_is_plain_greedy_whatever_the_checkpoint_would_have(model: Path, has_end: bool) -> None:
+def test_decoding_is_greedy_for_any_generation_config(model: Path, has_end: bool) -> None:
     settings = {"no_repeat_ngram_size": 1, "num_beams": 2, "max_time": 0.001, "min_length": 99}
     (model / "generation_config.json").write_text(json.dumps(settings))
     if not has_end:
@@ -45,17 +45,17 @@ def test_it_is_plain_greedy_whatever_the_checkpoint_would_have(model: Path, has_
         config["eos_token_id"] = config["pad_token_id"] = None
         (model / "config.json").write_text(json.dumps(config))
     prompt = AutoTokenizer.from_pretrained(model).encode(PROMPT)
-    told: list[tuple[int, int]] = []
+    progress: list[tuple[int, int]] = []
     job = Job(tuple(prompt), Sampling(max_tokens=12))
-    result = engine_of(model).run([job, job], 1, lambda *numbers: told.append(numbers))
+    result = engine_of(model).run([job, job], 1, lambda *numbers: progress.append(numbers))
     expected = plainly(model, prompt, 12)
     assert [list(each.token_ids) for each in result.completions] == [expected, expected]
     assert [each.finish_reason for each in result.completions] == ["length", "length"]
-    assert told == [(0, n) for n in range(1, 13)] + [(1, n) for n in range(13, 25)]
+    assert progress == [(0, n) for n in range(1, 13)] + [(1, n) for n in range(13, 25)]
     assert all(len(each.token_seconds) == 12 for each in result.completions)
 
 
-def test_it_stops_at_the_checkpoints_end_tokens_and_leaves_them_out_of_the_text(
+def test_decoding_stops_at_an_end_token_that_is_not_in_the_text(
     model: Path,
 ) -> None:
     prompt = AutoTokenizer.from_pretrained(model).encode(PROMPT)
@@ -73,7 +73,7 @@ def test_it_stops_at_the_checkpoints_end_tokens_and_leaves_them_out_of_the_text(
     assert only.text == tokenizer.decode(only.token_ids[:-1], skip_special_tokens=True)
 
 
-def test_a_checkpoint_that_transformers_cannot_load_is_one_line(model: Path) -> None:
+def test_a_checkpoint_that_transformers_cannot_load_is_an_engine_error(model: Path) -> None:
     (model / "model.safetensors").write_bytes(b"not weights")
     with pytest.raises(EngineError, match=r"^method hf: "):
         engine_of(model)

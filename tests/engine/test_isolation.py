@@ -1,4 +1,4 @@
-"""What tenants can name of one another's in vLLM's own classes: nothing."""
+"""Tenants cannot reach each other's requests, responses or media in vLLM's own classes."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def as_tenant(tenant: str, call: Callable[..., T], *args: Any, **kwargs: Any) ->
     return copy_context().run(run)
 
 
-# Ids of requests
+# Request ids
 
 
 class IdleLLM(ServedLLM):
-    """vLLM's client and its output processor, with an engine that writes nothing."""
+    """vLLM's client and its output processor, with an engine that generates nothing."""
 
     def __init__(self) -> None:
         self.vllm_config: Any = SimpleNamespace(
@@ -101,10 +101,10 @@ class IdleLLM(ServedLLM):
 
 
 class Client(TenantLLM, IdleLLM):
-    """The same, with the tenants' own ids."""
+    """An idle client with request ids by tenant."""
 
     async def run(self, tenant: str, request_id: str) -> str | None:
-        """Generates as a tenant; returns why it ended."""
+        """Generates as a tenant and returns the finish reason."""
         CURRENT_TENANT.set(tenant)
         (output,) = [each async for each in self.generate("", SamplingParams(), request_id)]
         reason: str | None = output.outputs[0].finish_reason
@@ -116,13 +116,13 @@ class Client(TenantLLM, IdleLLM):
 
 
 @pytest.mark.parametrize("given", ["mine", ["mine", "other"]])
-def test_an_id_aborts_the_requests_of_the_tenant_that_names_it_alone(
+def test_an_id_aborts_only_requests_of_the_tenant_that_sends_it(
     given: str | list[str],
 ) -> None:
     async def run() -> tuple[bool, str | None]:
         client = Client()
         answer = asyncio.create_task(client.run("a", "mine"))
-        await asyncio.sleep(0)  # it runs up to where it waits
+        await asyncio.sleep(0)  # runs until it waits
         await asyncio.create_task(client.end("b", given))
         was_ended = bool(client.aborted)
         await asyncio.create_task(client.end("a", given))
@@ -136,7 +136,7 @@ def test_an_id_aborts_the_requests_of_the_tenant_that_names_it_alone(
 
 @pytest.fixture
 def responses() -> Any:
-    """vLLM's handler of responses, as far as it stores them."""
+    """The part of vLLM's responses handler that stores responses."""
     handler = OpenAIServingResponses.__new__(OpenAIServingResponses)
     handler.response_store_lock = asyncio.Lock()
     part_responses(handler)
@@ -149,7 +149,7 @@ def stored(handler: Any, tenant: str, response_id: str, status: str) -> Any:
     return response
 
 
-def test_a_stored_response_is_found_and_cancelled_by_its_tenant_alone(responses: Any) -> None:
+def test_only_its_tenant_finds_and_cancels_a_stored_response(responses: Any) -> None:
     response = stored(responses, "a", "resp_1", "queued")
 
     def ask(tenant: str, method: str, *args: Any) -> Any:
@@ -165,7 +165,7 @@ def test_a_stored_response_is_found_and_cancelled_by_its_tenant_alone(responses:
     assert response.status == "cancelled"
 
 
-def test_a_response_under_the_same_id_replaces_no_other_tenants(responses: Any) -> None:
+def test_a_response_does_not_replace_another_tenants(responses: Any) -> None:
     first = stored(responses, "a", "resp_1", "completed")
     stored(responses, "b", "resp_1", "completed")
     assert as_tenant("a", responses.response_store.get, "resp_1") is first
@@ -191,7 +191,7 @@ def test_another_tenants_response_cannot_be_continued(
     assert answer.error.code == 404
 
 
-def test_a_tenants_entries_are_a_dictionary_of_their_own() -> None:
+def test_each_tenant_has_its_own_entries() -> None:
     shared: TenantDict[int] = TenantDict()
     as_tenant("a", shared.update, {"x": 1, "y": 2})
     as_tenant("b", shared.update, {"x": 3})
@@ -212,7 +212,7 @@ def test_vllm_stores_responses_in_these_dictionaries_and_no_others() -> None:
 
 
 class Processor:
-    """What stands for a model's own media processor: it makes vLLM's keys, and asks its cache."""
+    """A fake of a model's media processor. It makes vLLM's keys and asks its cache."""
 
     def __init__(self, modality: str) -> None:
         self._modality = modality
@@ -252,7 +252,7 @@ MEDIA = {"image": torch.zeros(3, 4, 4), "audio": torch.zeros(16).numpy()}
 
 @pytest.fixture(params=["_process_multimodal", "_process_multimodal_async"])
 def method(request: pytest.FixtureRequest) -> str:
-    """The renderer's methods by which media come."""
+    """Each method of the renderer that takes media."""
     return str(request.param)
 
 
@@ -264,7 +264,7 @@ def modality(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def send(modality: str, method: str) -> Callable[..., tuple[str, Any]]:
-    """Sends media as a tenant; returns their key, and what is not in the cache already."""
+    """Sends media as a tenant. Returns their key, and the item unless it is cached."""
     renderer = Renderer(modality)
     part_media(renderer)
 
@@ -290,7 +290,7 @@ def send(modality: str, method: str) -> Callable[..., tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("uuid", ["picture", None])
-def test_media_are_cached_for_the_tenant_that_sent_them_alone(
+def test_media_are_cached_only_for_the_tenant_that_sent_them(
     send: Callable[..., tuple[str, Any]], uuid: str | None
 ) -> None:
     first, sent = send("a", uuid)
@@ -302,7 +302,7 @@ def test_media_are_cached_for_the_tenant_that_sent_them_alone(
     assert send(NO_TENANT, uuid)[0] != send(NO_TENANT, uuid)[0]
 
 
-def test_no_name_or_option_opens_another_tenants_media(
+def test_no_uuid_or_option_opens_another_tenants_media(
     send: Callable[..., tuple[str, Any]], modality: str
 ) -> None:
     key, _ = send("a", "picture")
@@ -314,7 +314,7 @@ def test_no_name_or_option_opens_another_tenants_media(
     assert send("a", "picture", with_data=False) == (key, None)
 
 
-def test_the_engine_gives_media_by_the_same_key(send: Callable[..., tuple[str, Any]]) -> None:
+def test_the_engine_finds_media_by_the_same_key(send: Callable[..., tuple[str, Any]]) -> None:
     settings: Any = SimpleNamespace(
         get_multimodal_config=lambda: SimpleNamespace(mm_processor_cache_gb=1)
     )
@@ -327,7 +327,7 @@ def test_the_engine_gives_media_by_the_same_key(send: Callable[..., tuple[str, A
     assert send("b", "picture")[0] not in receiver._cache
 
 
-def test_vllm_makes_keys_of_the_options_of_media_and_nothing_else() -> None:
+def test_vllm_uses_the_options_of_media_only_for_keys() -> None:
     for method in (BaseRenderer._process_tokens, BaseRenderer._process_tokens_async):
         assert 'media_io_kwargs=prompt.get("media_io_kwargs")' in inspect.getsource(method)
     assert "media_io_kwargs" not in inspect.getsource(BaseMultiModalProcessor)
@@ -346,7 +346,7 @@ TASKS = ("generate", "transcription", "realtime", "embed", "classify", "token_em
 def application(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], FastAPI]]:
     """Builds vLLM's application with every route that an option or a variable opens.
 
-    That imports a library which raises the level of the root logger and of its handlers.
+    The build imports a library that raises the level of the root logger and its handlers.
     """
     root = logging.getLogger()
     root_level, handlers = root.level, {each: each.level for each in root.handlers}
@@ -383,7 +383,7 @@ def test_routes_that_reach_all_tenants_requests_are_closed(
     assert {"/v1/completions", "/v1/responses/{response_id}", "/v1/realtime"} <= paths(app)
 
 
-def test_the_route_that_scales_is_vllms_own_until_it_is_replaced(
+def test_our_refusal_replaces_vllms_scaling_route(
     application: Callable[[], FastAPI],
 ) -> None:
     app = application()
@@ -391,7 +391,7 @@ def test_the_route_that_scales_is_vllms_own_until_it_is_replaced(
     assert TestClient(app).post("/scale_elastic_ep", json={}).status_code == 501
 
 
-def test_no_route_of_vllms_answers_for_the_metrics_beside_ours(
+def test_our_metrics_route_replaces_vllms(
     application: Callable[[], FastAPI],
 ) -> None:
     async def refresh() -> float:
@@ -404,7 +404,7 @@ def test_no_route_of_vllms_answers_for_the_metrics_beside_ours(
     assert client.get("/metricsx").status_code == 404
 
 
-def test_invocations_are_closed_where_they_have_sessions(
+def test_invocations_are_closed_if_they_have_sessions(
     application: Callable[[], FastAPI], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SAGEMAKER_ENABLE_STATEFUL_SESSIONS", "true")

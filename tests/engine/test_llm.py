@@ -1,4 +1,4 @@
-"""A replica's engine as it ends, without vLLM's behind it."""
+"""A replica's engine, with fakes of vLLM's client."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ IN_ENGINE = {"kind": "mtp", "placement": "in_engine"}
 
 
 class Llm:
-    """As much of vLLM's AsyncLLM as an engine needs to end.
+    """The part of vLLM's AsyncLLM that the engine uses.
 
     Args:
-        answer: what a call to the shards comes to.
+        answer: result of a call to the shards.
     """
 
     def __init__(self, answer: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -51,7 +51,7 @@ class Llm:
 
     @property
     def engine_core(self) -> Any:
-        """The way to the core's process, which is this as well."""
+        """A handle of the core's process. This object is that process too."""
         return SimpleNamespace(
             resources=SimpleNamespace(engine_manager=SimpleNamespace(processes=[self]))
         )
@@ -68,8 +68,8 @@ async def dead() -> None:
     raise EngineDeadError
 
 
-def asked_at_the_end(source: dict[str, Any], answer: Any = at_once) -> list[str]:
-    """What vLLM is asked when an engine with this source ends."""
+def calls_at_shutdown(source: dict[str, Any], answer: Any = at_once) -> list[str]:
+    """The calls that vLLM gets when an engine with this source shuts down."""
     fake: Any = Llm(answer)
     engine = Engine(parse({"model": {"path": "m"}, "speculation": [source]}), fake)
     asyncio.run(engine.shutdown())
@@ -78,21 +78,21 @@ def asked_at_the_end(source: dict[str, Any], answer: Any = at_once) -> list[str]
 
 
 @pytest.mark.parametrize("answer", [at_once, never, dead])
-def test_the_sources_end_before_the_engine_if_they_can(
+def test_the_sources_are_closed_before_the_engine(
     answer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(llm, "CLOSE_S", 0.01)
-    assert asked_at_the_end(NGRAM, answer) == ["close_sources", "shutdown"]
+    assert calls_at_shutdown(NGRAM, answer) == ["close_sources", "shutdown"]
 
 
-def test_an_engine_that_drafts_by_itself_has_no_sources_to_end() -> None:
-    assert asked_at_the_end(IN_ENGINE) == ["shutdown"]
+def test_no_sources_are_closed_with_an_in_engine_drafter() -> None:
+    assert calls_at_shutdown(IN_ENGINE) == ["shutdown"]
 
 
 @pytest.mark.parametrize(
     ("answer", "asked"), [(at_once, ["sign"] * 2), (dead, ["sign"] * 2), (never, ["sign", "kill"])]
 )
-def test_a_core_that_gives_no_sign_of_life_within_a_steps_time_is_killed(
+def test_a_core_that_does_not_answer_within_a_step_timeout_is_killed(
     answer: Any, asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "0")
@@ -109,7 +109,7 @@ def test_a_core_that_gives_no_sign_of_life_within_a_steps_time_is_killed(
 
 
 class Started(ServedLLM):
-    """vLLM's client once it has started, with nothing behind it."""
+    """A started client of vLLM, without an engine."""
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
@@ -130,7 +130,7 @@ class Started(ServedLLM):
 
 
 @pytest.mark.parametrize("has_keys", [False, True])
-def test_with_api_keys_requests_their_ids_and_their_media_are_the_tenants(
+def test_with_api_keys_requests_ids_and_media_are_kept_by_tenant(
     has_keys: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     classes = []
@@ -172,7 +172,7 @@ BESIDE = {"kind": "draft_model", "model": "m", "placement": "beside_rank_0"}
         ({"speculation": [BESIDE]}, "own", False),
     ],
 )
-def test_the_engine_core_holds_a_single_shard_that_is_placed_on_its_node(
+def test_the_engine_core_holds_a_single_shard_on_its_own_node(
     sections: dict[str, Any], node: str, is_in_process: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = {"bundles_to_node_id": {0: node}}
@@ -194,7 +194,7 @@ def test_the_engine_core_holds_a_single_shard_that_is_placed_on_its_node(
         ([IN_ENGINE], True, False),
     ],
 )
-def test_workers_have_our_logits_processors_where_they_draft_or_run_on_cpu(
+def test_workers_have_our_logits_processors_with_our_hook_or_on_cpu(
     sources: list[dict[str, Any]],
     on_cpu: bool,
     expected: bool,
@@ -205,7 +205,7 @@ def test_workers_have_our_logits_processors_where_they_draft_or_run_on_cpu(
     assert llm.has_processors(config) is expected
 
 
-def test_a_model_that_does_not_generate_has_no_texts() -> None:
+def test_a_model_that_does_not_generate_has_no_text_engine() -> None:
     fake: Any = Llm(at_once)
     app: Any = SimpleNamespace(state=SimpleNamespace(openai_serving_completion=None))
     assert Engine(parse({"model": {"path": "m"}}), fake).text_engine(app) is None

@@ -46,12 +46,12 @@ def logits() -> torch.Tensor:
     return torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(1)) * 3
 
 
-def test_requests_without_these_parameters_are_left_alone(logits: torch.Tensor) -> None:
+def test_requests_without_these_parameters_keep_their_logits(logits: torch.Tensor) -> None:
     for kind in PROCESSORS:
         assert torch.equal(applied(kind, logits, params(), params(top_p=0.5), params()), logits)
 
 
-def test_typical_sampling_comes_after_the_other_cuts_and_changes_its_own_row_alone(
+def test_typical_sampling_follows_top_k_and_top_p_and_changes_only_its_row(
     logits: torch.Tensor,
 ) -> None:
     asked = params(top_k=20, top_p=0.9, typical_p=0.3)
@@ -65,7 +65,7 @@ def test_typical_sampling_comes_after_the_other_cuts_and_changes_its_own_row_alo
 
 
 def test_typical_sampling_may_leave_the_most_likely_token_out() -> None:
-    # One token of a third, and many that are rare: the rare ones are typical.
+    # One token has 30 % of the probability. The many rare tokens are the typical ones.
     logits = torch.log(torch.tensor([[0.3, *[0.7 / 100] * 100]]))
     kept = torch.isfinite(applied(TypicalSampling, logits, params(typical_p=0.5)))[0]
     assert not kept[0]
@@ -80,7 +80,7 @@ def green(previous: int, vocabulary: int) -> set[int]:
 
 
 @pytest.mark.parametrize(("output", "previous"), [([], 7), ([5, 9], 9)])
-def test_the_watermark_favours_the_tokens_that_the_one_before_tells(
+def test_the_watermark_favours_tokens_chosen_by_the_previous_token(
     logits: torch.Tensor, output: list[int], previous: int
 ) -> None:
     marked = params(watermark=True)
@@ -105,7 +105,7 @@ def test_the_watermark_follows_the_output_as_it_grows(logits: torch.Tensor) -> N
 
 
 @pytest.mark.parametrize("fields", [{"typical_p": 0.5}, {"watermark": True}])
-def test_such_requests_have_no_drafts(fields: dict[str, Any]) -> None:
+def test_requests_with_these_parameters_get_no_drafts(fields: dict[str, Any]) -> None:
     assert are_asked_for(params(**fields))
     assert is_kept_without_drafts_only(params(**fields))
     assert not is_kept_without_drafts_only(params())

@@ -1,4 +1,4 @@
-"""Against numbers worked out by hand, and against the demo models' own files."""
+"""Estimates against numbers computed by hand and against the demo models' files."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ def config(folder: Path, card: dict[str, Any], speculation: Any = (), **engine: 
     )
 
 
-def test_deepseek_r1_has_671_billion_parameters_and_its_module_14() -> None:
-    # As transformers counts them, and the biases by which each router chooses its experts.
+def test_deepseek_r1_has_671_billion_parameters_and_its_mtp_module_14() -> None:
+    # The count of transformers, plus the biases of the routers.
     assert model_parameters(DEEPSEEK_R1).sum() == 671_026_404_352 + 58 * 256
     both = model_parameters(DEEPSEEK_R1) + mtp_parameters(DEEPSEEK_R1)
-    assert both.sum() == pytest.approx(684.5e9, rel=1e-4)  # what the checkpoint on the hub has
+    assert both.sum() == pytest.approx(684.5e9, rel=1e-4)  # the checkpoint on the hub
 
 
 def test_llama_70b_has_the_parameters_that_transformers_counts() -> None:
     assert model_parameters(LLAMA_70B).sum() == 70_553_706_496
 
 
-def test_a_shard_of_r1_in_fp8_is_a_16th_and_what_every_shard_has_whole(tmp_path: Path) -> None:
+def test_an_fp8_shard_of_r1_has_a_16th_plus_the_replicated_weights(tmp_path: Path) -> None:
     shard = shard_memory(config(tmp_path, DEEPSEEK_R1, tensor_parallel_size=16))
     assert shard.weights_bytes == pytest.approx((673.1e9 - 1.1e9) / 16 + 1.1e9, rel=2e-3)
     assert shard.kv_token_bytes == 61 * (512 + 64) * 2
 
 
-def test_r1_and_its_module_take_what_the_checkpoint_takes(tmp_path: Path) -> None:
+def test_r1_with_its_mtp_module_has_the_checkpoints_size(tmp_path: Path) -> None:
     inside = [{"kind": "mtp", "placement": "in_engine"}]
     whole = shard_memory(config(tmp_path, DEEPSEEK_R1, inside))
     assert whole.weights_bytes == pytest.approx(688.6e9, rel=1e-3)  # 641 GiB
@@ -63,7 +63,7 @@ def test_a_shard_of_llama_has_a_part_of_the_heads(tmp_path: Path) -> None:
     assert shard.weights_bytes == pytest.approx(35.3e9, rel=2e-3)
     assert shard.kv_token_bytes == 80 * 2 * 2 * 128 * 2
     many = shard_memory(config(tmp_path, LLAMA_70B, tensor_parallel_size=16))
-    assert many.kv_token_bytes == 80 * 2 * 1 * 128 * 2  # half a head is a whole one
+    assert many.kv_token_bytes == 80 * 2 * 1 * 128 * 2  # a shard has at least one head
 
 
 @pytest.mark.parametrize("name", ["demo-base", "demo-draft"])
@@ -92,7 +92,7 @@ def num_elements(shape: tuple[int, ...]) -> int:
         ({"config_groups": {"group_0": {"weights": {"num_bits": 8, "group_size": None}}}}, 1.0),
     ],
 )
-def test_quantized_weights_that_are_not_here_have_the_bits_of_config_json(
+def test_the_size_of_missing_quantized_weights_follows_config_json(
     section: dict[str, Any], linear_bytes: float, tmp_path: Path
 ) -> None:
     card = LLAMA_70B | {"quantization_config": {"quant_method": "compressed-tensors"} | section}
@@ -101,7 +101,7 @@ def test_quantized_weights_that_are_not_here_have_the_bits_of_config_json(
     assert shard.weights_bytes == pytest.approx(linear * linear_bytes + plain * 2, rel=1e-4)
 
 
-def test_quantized_weights_are_taken_from_the_index_or_else_from_the_files(tmp_path: Path) -> None:
+def test_the_size_of_quantized_weights_is_from_the_index_or_the_files(tmp_path: Path) -> None:
     awq = LLAMA_70B | {"quantization_config": {"quant_method": "awq"}}
     there = config(tmp_path, awq, tensor_parallel_size=2)
     with pytest.raises(NoEstimateError, match="does not say how many bits"):
@@ -122,23 +122,23 @@ def test_quantized_weights_are_taken_from_the_index_or_else_from_the_files(tmp_p
     ],
     ids=["several", "activations alone", "empty"],
 )
-def test_groups_from_which_no_size_follows_are_told(tmp_path: Path, groups: dict[str, Any]) -> None:
+def test_groups_that_give_no_size_are_an_error(tmp_path: Path, groups: dict[str, Any]) -> None:
     quantized = {"quant_method": "compressed-tensors", "config_groups": groups}
     with pytest.raises(NoEstimateError, match="does not say how many bits all weights have"):
         shard_memory(config(tmp_path, LLAMA_70B | {"quantization_config": quantized}))
 
 
-def test_weights_that_vllm_quantizes_as_it_loads_are_smaller(tmp_path: Path) -> None:
+def test_weights_that_vllm_quantizes_at_load_are_smaller(tmp_path: Path) -> None:
     def weights_bytes(card: dict[str, Any], quantization: str) -> int:
         options = {"quantization": quantization}
         return shard_memory(config(tmp_path, card, vllm=options)).weights_bytes
 
-    # As configs/r1_mtp_int8.yaml works it out: 653.9 B of 671.0 B parameters are of routed experts.
+    # As in configs/r1_mtp_int8.yaml: routed experts have 653.9 B of the 671.0 B parameters.
     int8 = weights_bytes(DEEPSEEK_R1_UNQUANTIZED, "int8_per_channel_weight_only")
     assert int8 == pytest.approx(653.9e9 + 2 * 17.1e9, rel=1e-3)
     linear, plain = 80 * 855_638_016, 2 * 128256 * 8192
     assert weights_bytes(LLAMA_70B, "fp8_per_block") == pytest.approx(linear + 2 * plain, rel=1e-3)
-    # A checkpoint that is quantized itself stays what it is.
+    # A quantized checkpoint keeps its size.
     assert (
         weights_bytes(DEEPSEEK_R1, "fp8")
         == shard_memory(config(tmp_path, DEEPSEEK_R1)).weights_bytes
@@ -155,7 +155,7 @@ def test_the_mtp_drafter_of_r1_computes_in_bfloat16_on_a_gpu(tmp_path: Path) -> 
     assert on_cpu.weights_bytes == 2 * memory.weights_bytes
 
 
-def test_an_mtp_module_that_is_not_here_has_the_size_of_the_models_own(tmp_path: Path) -> None:
+def test_a_missing_mtp_module_has_the_size_of_the_models_own(tmp_path: Path) -> None:
     r1 = config(tmp_path, DEEPSEEK_R1, max_model_len=32768)
     own, elsewhere = MtpConfig(kind="mtp"), MtpConfig(kind="mtp", model="/models/none/R1-MTP")
     assert drafter_memory(r1, elsewhere) == drafter_memory(r1, own)
@@ -171,7 +171,7 @@ def test_a_draft_model_has_a_cache_for_the_targets_longest_texts(tmp_path: Path)
     assert memory.kv_cache_bytes == 2 * 1000 * 80 * 2 * 8 * 128 * 2
 
 
-def test_what_the_weights_leave_of_a_gpu_is_the_kv_cache(tmp_path: Path) -> None:
+def test_the_kv_cache_is_what_the_weights_leave_of_a_gpu(tmp_path: Path) -> None:
     r1 = config(tmp_path, DEEPSEEK_R1, tensor_parallel_size=16, max_model_len=32768)
     shard = shard_memory(r1)
     left = 0.9 * 80 * GIB - shard.weights_bytes
@@ -180,13 +180,13 @@ def test_what_the_weights_leave_of_a_gpu_is_the_kv_cache(tmp_path: Path) -> None
         check_shard(r1, shard, 40 * GIB)
 
 
-def test_a_kv_cache_for_less_than_the_longest_request_is_refused(tmp_path: Path) -> None:
+def test_a_kv_cache_too_small_for_the_longest_request_is_refused(tmp_path: Path) -> None:
     r1 = config(tmp_path, DEEPSEEK_R1, tensor_parallel_size=16, gpu_memory_utilization=0.6)
     with pytest.raises(PlacementError, match=r"room for 119,\d{3} tokens, .* have 163,840"):
         check_shard(r1, shard_memory(r1), 80 * GIB)
 
 
-def test_a_given_kv_cache_has_to_fit_beside_the_weights(tmp_path: Path) -> None:
+def test_a_configured_kv_cache_must_fit_beside_the_weights(tmp_path: Path) -> None:
     given = {"tensor_parallel_size": 16, "max_model_len": 1000, "kv_cache_memory_bytes": 35 * GIB}
     r1 = config(tmp_path, DEEPSEEK_R1, **given)
     assert check_shard(r1, shard_memory(r1), 80 * GIB) == 35 * GIB // 70272
@@ -194,7 +194,7 @@ def test_a_given_kv_cache_has_to_fit_beside_the_weights(tmp_path: Path) -> None:
         check_shard(r1, shard_memory(r1), 70 * GIB)
 
 
-def test_what_a_drafter_beside_rank_0_has_is_not_the_shards(tmp_path: Path) -> None:
+def test_the_shard_cannot_use_the_part_of_a_drafter_beside_rank_0(tmp_path: Path) -> None:
     beside = {"kind": "mtp", "placement": "beside_rank_0", "num_gpus": 0.25}
     engine = {
         "tensor_parallel_size": 16,
@@ -208,7 +208,7 @@ def test_what_a_drafter_beside_rank_0_has_is_not_the_shards(tmp_path: Path) -> N
         check_shard(r1, shard_memory(r1), 100 * GIB)
 
 
-def test_a_drafter_has_its_part_of_a_gpu() -> None:
+def test_a_drafter_must_fit_into_its_part_of_a_gpu() -> None:
     half = MtpConfig(kind="mtp", num_gpus=0.5)
     memory = DrafterMemory(weights_bytes=30 * GIB, kv_cache_bytes=9 * GIB)
     check_drafter(half, memory, 80 * GIB)
@@ -224,7 +224,7 @@ def test_a_drafter_has_its_part_of_a_gpu() -> None:
         ({"num_hidden_layers": None}, {"vllm": {"cpu_offload_gb": 1}}, "engine.vllm.cpu_off"),
     ],
 )
-def test_what_cannot_be_worked_out_is_told(
+def test_a_size_that_cannot_be_estimated_is_an_error(
     change: dict[str, Any], engine: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     with pytest.raises(NoEstimateError) as caught:

@@ -17,11 +17,11 @@ def test_none_leaves_no_source(config: AppConfig) -> None:
 
 
 @pytest.mark.parametrize("name", ["all", "ngram"])
-def test_a_method_leaves_its_sources(config: AppConfig, name: str) -> None:
+def test_a_method_keeps_its_sources(config: AppConfig, name: str) -> None:
     assert parse_method(name, config).narrowed(config).speculation == config.speculation
 
 
-def test_a_peer_carries_its_argument(config: AppConfig) -> None:
+def test_a_peer_method_has_an_argument(config: AppConfig) -> None:
     method = parse_method("vllm-mtp:3", config)
     assert method.is_peer
     assert method.number(default=1) == 3

@@ -1,4 +1,4 @@
-"""What became of a prediction is known when the last output of a request has been dealt with."""
+"""The accepted and rejected tokens of a prediction are counted over all outputs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def output(*answers: Sequence[int]) -> Any:
 async def taken(
     prediction: Prediction, outputs: list[Any], is_cumulative: bool, number: int = 99
 ) -> bool:
-    """Takes so many outputs and leaves; whether what makes them was ended then."""
+    """Takes ``number`` outputs and closes. Returns whether the generator was closed too."""
     is_ended = False
 
     async def generate() -> AsyncGenerator[Any, None]:

@@ -1,4 +1,4 @@
-"""Texts whose tokens vLLM does not know, in its own input batch."""
+"""Prompts without token ids, in vLLM's own input batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EMBEDS = torch.zeros(len(SECRET), HIDDEN_SIZE)
 
 
 class Runner:
-    """As much of vLLM's model runner as the hook touches, around vLLM's own input batch."""
+    """The part of vLLM's model runner that the hook uses, with vLLM's own input batch."""
 
     def __init__(self) -> None:
         self.effective_drafter_max_model_len = MAX_MODEL_LEN
@@ -98,7 +98,7 @@ def hook() -> ProposerHook:
 
 @pytest.fixture
 def runner(hook: ProposerHook, monkeypatch: pytest.MonkeyPatch) -> Runner:
-    """One in whose first row tenant a's prompt stood."""
+    """A runner whose first row held tenant a's prompt."""
     monkeypatch.setattr("specserve.engine.source_context.model_identity", lambda _: "model")
     runner = Runner()
     hook.attach(runner)
@@ -136,17 +136,17 @@ def unknown(request: pytest.FixtureRequest) -> dict[str, Any]:
     return dict(UNKNOWN[request.param])
 
 
-def test_an_unknown_text_gets_no_draft_and_is_not_told_of(
+def test_a_prompt_without_ids_gets_no_draft_and_no_recent_steps(
     hook: ProposerHook, runner: Runner, unknown: dict[str, Any]
 ) -> None:
     runner.add("b-1", "b", **unknown)
-    runner.input_batch.token_ids_cpu[0, len(SECRET) - 1] = SECRET[0]  # what follows is foretold
+    runner.input_batch.token_ids_cpu[0, len(SECRET) - 1] = SECRET[0]  # its continuation is known
     assert step(hook, runner, SECRET[1]) == [[]]
     recent = msgspec.json.decode(hook.recent_requests("b"), type=tuple[RecentRequest, ...])
     assert recent == ()
 
 
-def test_nobody_learns_what_stood_before_in_the_row_of_an_unknown_text(
+def test_the_old_tokens_of_a_reused_row_are_not_learned(
     hook: ProposerHook, runner: Runner, unknown: dict[str, Any]
 ) -> None:
     runner.add("b-1", "b", **unknown)
@@ -158,7 +158,7 @@ def test_nobody_learns_what_stood_before_in_the_row_of_an_unknown_text(
     assert step(hook, runner, SECRET[20]) == [[]]
 
 
-def test_nobody_learns_it_when_the_unknown_text_ends(
+def test_the_old_tokens_are_not_learned_when_the_request_ends(
     hook: ProposerHook,
     runner: Runner,
     unknown: dict[str, Any],
@@ -176,7 +176,7 @@ def test_nobody_learns_it_when_the_unknown_text_ends(
     assert step(hook, runner, SECRET[20]) == [[]]
 
 
-def test_a_text_with_tokens_is_learned_beside_an_unknown_one(
+def test_a_prompt_with_ids_is_learned_beside_one_without(
     hook: ProposerHook, runner: Runner
 ) -> None:
     runner.add("b-1", "b", None, prompt_embeds=EMBEDS)

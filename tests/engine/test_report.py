@@ -1,4 +1,4 @@
-"""What speculation did for a request reaches its answer, with every draft under its source."""
+"""The counts of speculation reach a request's answer, with each draft under its source."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def vllm_config(**options: Any) -> Any:
 
 
 class Core:
-    """The scheduler of an engine core, whose one request's every step is told by hand."""
+    """The scheduler of an engine core with one request, whose steps the test gives."""
 
     def __init__(self, vllm_config: Any, **params: Any) -> None:
         vllm_config.cache_config.num_gpu_blocks = 100
@@ -67,9 +67,9 @@ class Core:
         """The request's output of a step, as the replica decodes it.
 
         Args:
-            tokens: what the step brings.
-            outcome: what became of the draft that it verified.
-            draft: for the next step.
+            tokens: new tokens of the step.
+            outcome: outcome of the draft that the step verified.
+            draft: draft for the next step.
         """
         scheduled = self.scheduler.schedule()
         output = ModelRunnerOutput(["a"], {"a": 0}, sampled_token_ids=[list(tokens)])
@@ -84,13 +84,13 @@ class Core:
 
 
 def write(core: Core) -> Any:
-    """Two drafts of three tokens, of which two and none are accepted, and the last output."""
+    """Verifies two drafts of three tokens, accepts two and none, and returns the last output."""
     core.step(4, draft=(5, 6, 7))
     core.step(5, 6, 9, outcome=("trie_cluster", 3, 2), draft=(7, 8, 9))
     return core.step(1, outcome=("ngram", 3, 0))
 
 
-TOLD = {
+COUNTS = {
     "trie_local": {"drafted_tokens": 0, "accepted_tokens": 0},
     "trie_cluster": {"drafted_tokens": 3, "accepted_tokens": 2},
     "ngram": {"drafted_tokens": 3, "accepted_tokens": 0},
@@ -101,35 +101,35 @@ TOLD = {
     ("options", "extra_args"),
     [({}, {"report": 1}), ({"per_request_spec_decode_metrics": "detailed"}, None)],
 )
-def test_the_last_output_tells_what_each_source_drafted(
+def test_the_last_output_has_the_counts_of_each_source(
     options: dict[str, Any], extra_args: dict[str, Any] | None
 ) -> None:
     core = Core(vllm_config(**options), max_tokens=5, extra_args=extra_args)
-    told = core.reports.read(write(core).spec_decode_metrics).to_dict()
-    assert told["sources"] == TOLD
-    assert (told["num_draft_tokens"], told["num_accepted_draft_tokens"]) == (6, 2)
-    assert told["acceptance_histogram"] == [1, 0, 1, *[0] * 6]
-    assert ("per_step_accepted" in told) == bool(options)
+    report = core.reports.read(write(core).spec_decode_metrics).to_dict()
+    assert report["sources"] == COUNTS
+    assert (report["num_draft_tokens"], report["num_accepted_draft_tokens"]) == (6, 2)
+    assert report["acceptance_histogram"] == [1, 0, 1, *[0] * 6]
+    assert ("per_step_accepted" in report) == bool(options)
 
 
 @pytest.mark.parametrize("extra_args", [None, {"report": 0}])
-def test_a_request_that_does_not_ask_is_told_nothing(extra_args: dict[str, Any] | None) -> None:
+def test_a_request_that_does_not_ask_gets_no_report(extra_args: dict[str, Any] | None) -> None:
     core = Core(vllm_config(), max_tokens=5, extra_args=extra_args)
     assert write(core).spec_decode_metrics is None
 
 
-def test_a_request_with_stop_strings_may_end_with_any_output() -> None:
+def test_each_output_of_a_request_with_stop_strings_has_the_counts() -> None:
     core = Core(vllm_config(), max_tokens=50, stop=["x"], extra_args={"report": 1})
     sent = write(core)
     assert not sent.finished
-    assert core.reports.read(sent.spec_decode_metrics).sources == TOLD
+    assert core.reports.read(sent.spec_decode_metrics).sources == COUNTS
 
 
-def test_a_request_without_drafts_is_told_so() -> None:
+def test_a_request_without_drafts_has_zero_counts() -> None:
     reports = Reports(("ngram",), 4, of_all=False)
-    told = reports.read(None).to_dict()
-    assert told["sources"] == {"ngram": {"drafted_tokens": 0, "accepted_tokens": 0}}
-    assert told["acceptance_histogram"] == [0] * 5
+    report = reports.read(None).to_dict()
+    assert report["sources"] == {"ngram": {"drafted_tokens": 0, "accepted_tokens": 0}}
+    assert report["acceptance_histogram"] == [0] * 5
 
 
 def test_each_answer_has_its_counts_with_its_last_output() -> None:
@@ -148,5 +148,5 @@ def test_each_answer_has_its_counts_with_its_last_output() -> None:
 
     assert len(asyncio.run(read())) == 1
     assert going.spec_decode_metrics is None
-    told = {"ngram": {"drafted_tokens": 3, "accepted_tokens": 2}}
-    assert ended.spec_decode_metrics.to_dict()["sources"] == told
+    expected = {"ngram": {"drafted_tokens": 3, "accepted_tokens": 2}}
+    assert ended.spec_decode_metrics.to_dict()["sources"] == expected

@@ -22,7 +22,7 @@ def test_a_request_keeps_its_slot_until_it_ends() -> None:
     assert len(slots.find(["b", "never seen"])) == 0
 
 
-def test_the_slot_of_the_one_that_waits_for_longest_is_given_away() -> None:
+def test_the_request_that_waits_longest_loses_its_slot() -> None:
     slots = RequestSlots(3)
     add(slots, "a", "b")
     assert slots.victim(["c"]) is None
@@ -32,7 +32,7 @@ def test_the_slot_of_the_one_that_waits_for_longest_is_given_away() -> None:
     assert slots.victim(["a", "d"]) is None
 
 
-def test_more_requests_in_a_step_than_slots_are_a_mistake_of_ours() -> None:
+def test_a_step_cannot_have_more_requests_than_slots() -> None:
     slots = RequestSlots(1)
     add(slots, "a")
     with pytest.raises(StopIteration):

@@ -30,11 +30,11 @@ def streamed(error: Exception | None) -> list[Any]:
     return asyncio.run(collect())
 
 
-def test_a_stream_that_ends_well_is_left_alone() -> None:
+def test_a_stream_without_an_error_is_not_changed() -> None:
     assert streamed(None) == ["created", "in progress"]
 
 
-def test_a_wrong_request_is_told_in_the_stream(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_error_is_an_event_of_the_stream(caplog: pytest.LogCaptureFixture) -> None:
     wrong = VLLMValidationError("no such token", parameter="stop_token_ids", value=[-1])
     *others, last = streamed(wrong)
     assert others == ["created", "in progress"]
@@ -44,13 +44,13 @@ def test_a_wrong_request_is_told_in_the_stream(caplog: pytest.LogCaptureFixture)
     assert not caplog.records
 
 
-def test_a_failure_of_ours_is_told_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_error_is_an_event_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     last = streamed(RuntimeError("out of memory"))[-1]
     assert (last.type, last.code) == ("error", "InternalServerError")
     assert "out of memory" in caplog.text
 
 
-def test_vllm_streams_responses_by_this_method_and_tells_no_error() -> None:
+def test_vllm_streams_responses_by_this_method_without_error_events() -> None:
     made = inspect.getsource(serving.OpenAIServingResponses._create_responses)
     assert "return self.responses_stream_generator(" in made
     assert "except" not in inspect.getsource(api_router._convert_stream_to_sse_events)

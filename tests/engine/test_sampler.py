@@ -1,4 +1,4 @@
-"""A step's samplers, on logits that are made up."""
+"""The samplers of a step, on given logits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-import specserve.engine.cpu.worker  # noqa: F401  vLLM's CPU worker wants to be imported first
+import specserve.engine.cpu.worker  # noqa: F401  vLLM's CPU worker must be imported first
 from specserve.engine.sampler import IndependentRejectionSampler, IndependentSampler
 from tests.engine.sampling_metadata import sampling_metadata
 
@@ -32,7 +32,7 @@ THINK, END = 14, 15
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """vLLM's CPU kernel, which its worker puts in place, and nothing compiled."""
+    """Installs the CPU kernel that vLLM's worker installs, and compiles nothing."""
     launcher = rejection_sampler._rejection_greedy_sample
     kernel = KernelOverride(launcher.kernel, cpu_triton_utils._rejection_greedy_sample_kernel_impl)
     monkeypatch.setattr(launcher, "kernel", kernel)
@@ -41,7 +41,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def drafts_metadata(drafts: Sequence[Sequence[int]]) -> SpecDecodeMetadata:
-    """As vLLM's model runner lays a step's logits out: each request's drafts', then its last."""
+    """vLLM's layout of a step's logits: each request's draft tokens, then its bonus token."""
     num_drafts = [len(draft) for draft in drafts]
     ends = torch.tensor([n + 1 for n in num_drafts]).cumsum(0)
     bonus = (ends - 1).tolist()
@@ -57,14 +57,14 @@ def drafts_metadata(drafts: Sequence[Sequence[int]]) -> SpecDecodeMetadata:
 
 
 def logits_of(tokens: Sequence[int]) -> torch.Tensor:
-    """Random logits, ``[len(tokens), VOCAB_SIZE]``, whose largest are these tokens'."""
+    """Random logits, ``[len(tokens), VOCAB_SIZE]``, with the maximum at these tokens."""
     logits = torch.randn(len(tokens), VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
     logits[range(len(tokens)), list(tokens)] = 9.0
     return logits
 
 
 def reported(lists: LogprobsLists, row: int, number: int) -> dict[int, float]:
-    """What a request reads of its row: the sampled token and the ``number`` next ones."""
+    """Log-probabilities in a row: of the sampled token and of ``number`` other tokens."""
     columns = slice(0, 1 + number)
     tokens, logprobs = lists.logprob_token_ids[row, columns], lists.logprobs[row, columns]
     return dict(zip(tokens.tolist(), logprobs.tolist(), strict=True))
@@ -81,10 +81,10 @@ def most_likely(logits: torch.Tensor, number: int) -> list[int]:
 
 
 @pytest.mark.parametrize("num_logprobs", [None, 2])
-def test_a_step_with_drafts_reports_to_each_request_what_it_asked_for(
+def test_with_drafts_each_request_gets_the_logprobs_it_asked_for(
     num_logprobs: int | None,
 ) -> None:
-    # The first accepts both of its drafts, the second has none, and the last one's is wrong.
+    # The first request accepts both draft tokens, the second has none, the last rejects its one.
     metadata = drafts_metadata([[3, 4], [], [8]])
     logits = logits_of([3, 4, 5, 6, 7, 10])
     sampler = IndependentRejectionSampler(IndependentSampler())
@@ -107,7 +107,7 @@ def test_a_step_with_drafts_reports_to_each_request_what_it_asked_for(
         assert reported(lists, row, number) == expected(logits[row], sorted(wanted))
 
 
-def test_a_step_without_drafts_reports_to_each_request_what_it_asked_for() -> None:
+def test_without_drafts_each_request_gets_the_logprobs_it_asked_for() -> None:
     logits = logits_of([3, 6])
     output = IndependentSampler()(
         logits.clone(), sampling_metadata(2, max_num_logprobs=2, logprob_token_ids={1: [1, 2, 12]})
@@ -119,7 +119,7 @@ def test_a_step_without_drafts_reports_to_each_request_what_it_asked_for() -> No
 
 
 @pytest.mark.parametrize("num_logprobs", [None, 2])
-def test_an_empty_list_of_tokens_asks_for_nothing_and_harms_nobody(
+def test_an_empty_list_of_logprob_tokens_asks_for_nothing(
     num_logprobs: int | None,
 ) -> None:
     metadata = drafts_metadata([[3, 4], []])
@@ -135,7 +135,7 @@ def test_an_empty_list_of_tokens_asks_for_nothing_and_harms_nobody(
 
 
 def spent_budget(row: int, thoughts: list[int]) -> ThinkingBudgetStateHolder:
-    """A request in this row may think for two tokens, and has thought ``thoughts``."""
+    """A request in this row has a budget of two thinking tokens and wrote ``thoughts``."""
     config = SimpleNamespace(reasoning_start_token_ids=[THINK], reasoning_end_token_ids=[END])
     holder = ThinkingBudgetStateHolder(config, 4, 3, torch.device("cpu"), False)
     params = SamplingParams(thinking_token_budget=2)
@@ -144,7 +144,7 @@ def spent_budget(row: int, thoughts: list[int]) -> ThinkingBudgetStateHolder:
 
 
 @pytest.mark.parametrize("row", [0, 1, 2])
-def test_a_step_without_drafts_ends_the_thinking_of_the_request_whose_budget_it_is(
+def test_a_step_without_drafts_ends_thinking_at_the_requests_budget(
     row: int,
 ) -> None:
     tokens = [3, 4, 5]
@@ -164,7 +164,7 @@ def test_a_step_without_drafts_ends_the_thinking_of_the_request_whose_budget_it_
 
 
 @pytest.mark.parametrize("row", [0, 1, 2])
-def test_so_does_a_step_in_which_the_others_have_drafts(row: int) -> None:
+def test_a_step_where_other_requests_have_drafts_ends_thinking(row: int) -> None:
     drafts: list[list[int]] = [[3], [7, 8], [5]]
     thoughts: list[list[int]] = [[], [], []]
     tokens = [[3, 4], [7, 8, 9], [5, 6]]
@@ -185,12 +185,12 @@ def test_so_does_a_step_in_which_the_others_have_drafts(row: int) -> None:
     assert got == tokens
 
 
-def test_a_thought_is_ended_after_all_steps_that_a_prompt_takes() -> None:
+def test_thinking_ends_after_a_prefill_of_several_steps() -> None:
     config = SimpleNamespace(reasoning_start_token_ids=[THINK], reasoning_end_token_ids=[END])
     holder = ThinkingBudgetStateHolder(config, 4, 3, torch.device("cpu"), False)
     params = SamplingParams(thinking_token_budget=0)
     holder.sync_batch(BatchUpdate(2, (), [(1, params, [THINK], [])], ()))
-    for _ in range(3):  # what is sampled is thrown away in all but the last
+    for _ in range(3):  # prefill discards all samples but the last
         output = IndependentRejectionSampler(IndependentSampler())(
             drafts_metadata([[3], []]),
             None,

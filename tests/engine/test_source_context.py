@@ -1,4 +1,4 @@
-"""What sources get to know of the replica that they draft for."""
+"""The context that sources get from their replica."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specserve.core.metrics import SpeculationMetrics
 from specserve.engine.source_context import source_context
 
 
-def test_tenants_adapters_and_the_key_of_labels_are_the_configured_ones() -> None:
+def test_the_context_has_the_configured_tenants_adapters_and_label_key() -> None:
     keys = [{"env": f"{name}_KEY", "tenant": name} for name in ("b", "a", "b")]
     keys[2]["env"] = "B_NEW_KEY"
     modules = [{"name": "sql", "path": "somewhere"}]

@@ -1,4 +1,4 @@
-"""Hidden states of a step, copied for those who ask for them."""
+"""Copies of a step's hidden states."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from specserve.engine.state_copies import copy_states
 
 
-def test_only_the_states_of_the_rows_that_are_asked_for_are_copied() -> None:
+def test_only_the_states_of_the_given_rows_are_copied() -> None:
     hidden = torch.arange(12.0).reshape(6, 2)
     copied = copy_states(hidden, np.array([2, 3, 1], np.int32), np.array([2, 0]))()
     rows = torch.from_numpy(copied.astype(np.int32)).to(torch.int16).view(torch.bfloat16)

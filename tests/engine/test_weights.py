@@ -17,7 +17,7 @@ INT8 = {"quantization": "int8_per_channel_weight_only"}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Of weights in bfloat16 for two shards."""
+    """A folder of bfloat16 weights for two shards."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
     Division(2, "", "bfloat16").write(tmp_path)
     return tmp_path
@@ -37,7 +37,7 @@ def check(folder: Path, *args: Any, **engine: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
-def test_what_the_folder_was_made_for_is_accepted(folder: Path, dtype: str) -> None:
+def test_options_that_the_folder_was_made_for_are_accepted(folder: Path, dtype: str) -> None:
     check(folder, SHARDED, dtype=dtype)
     check(folder, SHARDED, [{"kind": "mtp", "model": "/models/mtp"}, {"kind": "ngram"}])
 
@@ -51,7 +51,7 @@ def test_what_the_folder_was_made_for_is_accepted(folder: Path, dtype: str) -> N
         ("float32", "float16", True),
     ],
 )
-def test_auto_is_the_type_that_vllm_takes_for_it(
+def test_dtype_auto_is_the_dtype_that_vllm_chooses(
     folder: Path, own: str, made_for: str, is_right: bool
 ) -> None:
     (folder / "config.json").write_text(json.dumps(LLAMA_70B | {"torch_dtype": own}))
@@ -64,7 +64,7 @@ def test_auto_is_the_type_that_vllm_takes_for_it(
 
 
 @pytest.mark.parametrize(
-    ("vllm", "engine", "told"),
+    ("vllm", "engine", "words"),
     [
         (SHARDED, {"tensor_parallel_size": 4}, r"engine\.tensor_parallel_size: 4 .*: 2, what "),
         (SHARDED | {"quantization": "fp8"}, {}, r"engine\.vllm\.quantization: 'fp8' .*: none, "),
@@ -72,10 +72,10 @@ def test_auto_is_the_type_that_vllm_takes_for_it(
         ({}, {}, r"engine\.vllm\.load_format: 'auto' .*: sharded_state, for which "),
     ],
 )
-def test_what_it_was_not_made_for_is_refused(
-    folder: Path, vllm: dict[str, Any], engine: dict[str, Any], told: str
+def test_options_that_it_was_not_made_for_are_refused(
+    folder: Path, vllm: dict[str, Any], engine: dict[str, Any], words: str
 ) -> None:
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=words):
         check(folder, vllm, **engine)
 
 
@@ -92,7 +92,7 @@ def test_sources_that_would_load_what_the_folder_lacks_are_refused(folder: Path)
         check(folder, SHARDED, [{"kind": "mtp"}])
 
 
-def test_a_folder_without_a_readable_mark_is_not_loaded_as_divided(folder: Path) -> None:
+def test_a_folder_without_a_readable_mark_is_not_loaded_as_shards(folder: Path) -> None:
     (folder / MARK).write_text("{}")
     with pytest.raises(ConfigError, match=r"model\.path: .* a folder with a readable specserve_"):
         check(folder, SHARDED)
@@ -102,7 +102,7 @@ def test_a_folder_without_a_readable_mark_is_not_loaded_as_divided(folder: Path)
     check(folder, {})
 
 
-def test_experts_of_int8_need_experts(tmp_path: Path) -> None:
+def test_int8_needs_a_model_with_experts(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_R1_UNQUANTIZED))
     check(tmp_path, INT8)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
@@ -120,7 +120,7 @@ BY_LAYER = {"rope_parameters": {"full_attention": {"rope_type": "linear", "facto
 
 
 @pytest.mark.parametrize(
-    ("card", "engine", "told"),
+    ("card", "engine", "words"),
     [
         ({}, {"tensor_parallel_size": 3}, "engine.tensor_parallel_size: 3 is not allowed; "
          "allowed: a divisor of the model's 4 attention heads"),
@@ -135,22 +135,22 @@ BY_LAYER = {"rope_parameters": {"full_attention": {"rope_type": "linear", "facto
         ({}, {"max_model_len": 8192, "vllm": {"hf_overrides": {"n_positions": 8192}}}, ""),
     ],
 )  # fmt: skip
-def test_sizes_that_vllm_would_refuse_when_the_model_is_loaded_are_told(
-    tmp_path: Path, card: dict[str, object], engine: dict[str, object], told: str
+def test_sizes_that_vllm_would_refuse_at_load_are_refused_early(
+    tmp_path: Path, card: dict[str, object], engine: dict[str, object], words: str
 ) -> None:
     sizes = {"num_attention_heads": 4, "max_position_embeddings": 4096}
     (tmp_path / "config.json").write_text(json.dumps(sizes | card))
     config = parse({"model": {"path": str(tmp_path)}, "engine": engine})
-    if told:
+    if words:
         with pytest.raises(ConfigError) as error:
             check_weights(config, str(tmp_path), on_cpu=True)
-        assert str(error.value).startswith(told)
+        assert str(error.value).startswith(words)
     else:
         check_weights(config, str(tmp_path), on_cpu=True)
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8_per_token_head"])
-def test_latent_attention_on_cpu_keeps_no_smaller_cache(tmp_path: Path, kind: str) -> None:
+def test_latent_attention_on_cpu_refuses_a_quantized_kv_cache(tmp_path: Path, kind: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_R1_UNQUANTIZED))
     config = application(tmp_path, {"kv_cache_dtype": kind})
     with pytest.raises(ConfigError, match=f"^engine.vllm.kv_cache_dtype: '{kind}' is not allowed"):

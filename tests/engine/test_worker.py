@@ -27,7 +27,7 @@ SPECULATION = SimpleNamespace(rejection_sample_method="standard")
 
 
 class OneOfManyRanks:
-    """As much of vLLM's worker as the mixin builds upon, in a rank that does not draft."""
+    """The part of vLLM's worker that the mixin uses, in a rank that does not draft."""
 
     rank = 1
     has_inner_state = False
@@ -77,7 +77,7 @@ class Worker(SpeculationMixin, OneOfManyRanks):
 
 @pytest.fixture(autouse=True)
 def our_log() -> Iterator[None]:
-    """A worker has our loggers write as vLLM's do: not beyond its test."""
+    """Restores our loggers, which a worker sets up like vLLM's."""
     ours = logging.getLogger("specserve")
     level, handlers = ours.level, list(ours.handlers)
     yield
@@ -100,7 +100,7 @@ def test_a_rank_that_does_not_draft_samples_as_the_one_that_does() -> None:
     [(RejectionSampler, AskedTokensRejectionSampler), (object, object)],
     ids=["with a sampler that the defect is in", "with another one"],
 )
-def test_where_vllm_drafts_a_request_may_ask_for_tokens(theirs: Any, ours: type) -> None:
+def test_a_request_may_ask_for_logprob_tokens_if_vllm_drafts(theirs: Any, ours: type) -> None:
     class Drafting(OneOfManyRanks):
         def init_device(self) -> None:
             super().init_device()
@@ -121,7 +121,7 @@ def test_where_vllm_drafts_a_request_may_ask_for_tokens(theirs: Any, ours: type)
 
 
 @pytest.mark.parametrize("has_inner_state", [False, True])
-def test_only_a_step_with_drafts_is_taken_as_speculation(has_inner_state: bool) -> None:
+def test_only_a_step_with_drafts_runs_as_speculation(has_inner_state: bool) -> None:
     worker = Worker()
     worker.has_inner_state = has_inner_state
     worker.init_device()
@@ -140,7 +140,7 @@ def test_every_rank_captures_the_same_graphs() -> None:
     assert worker.model_runner.cudagraph_dispatcher.uniform_decode_query_len == 1
 
 
-def test_a_rank_that_does_not_draft_has_nothing_to_tell() -> None:
+def test_a_rank_that_does_not_draft_returns_empty_results() -> None:
     worker = Worker()
     worker.init_device()
     assert worker.model_runner.propose_draft_token_ids(None, [[1], [2]], None) == [[], []]
@@ -148,7 +148,7 @@ def test_a_rank_that_does_not_draft_has_nothing_to_tell() -> None:
 
 
 class Hook(ProposerHook):
-    """The hook of a rank that drafts, as far as it is told of the worker's start and end."""
+    """The hook of a rank that drafts, reduced to the calls that a worker makes."""
 
     def __init__(self, worker: Worker) -> None:
         self.is_warm = threading.Event()
@@ -167,7 +167,7 @@ class Hook(ProposerHook):
         self.idle_steps.append(sampled_token_ids)
 
 
-def test_the_sources_learn_when_the_worker_has_its_memory() -> None:
+def test_the_hook_is_marked_warm_after_the_workers_warm_up() -> None:
     worker = Worker()
     assert worker.compile_or_warm_up_model() == "times"  # of a rank that does not draft
     worker._hook = hook = Hook(worker)
@@ -176,7 +176,7 @@ def test_the_sources_learn_when_the_worker_has_its_memory() -> None:
     assert hook.is_warm.is_set()
 
 
-def test_what_the_sources_have_started_ends_before_the_worker() -> None:
+def test_the_sources_are_closed_once_before_the_worker_shuts_down() -> None:
     worker = Worker()
     worker._hook = hook = Hook(worker)
     worker.shutdown()
@@ -191,7 +191,7 @@ def test_a_worker_that_never_started_can_be_shut_down() -> None:
     assert worker.is_shut_down
 
 
-def test_an_idle_step_is_taken_as_without_speculation() -> None:
+def test_an_idle_step_runs_without_speculation() -> None:
     worker = Worker()
     worker.init_device()
     worker._hook = hook = Hook(worker)
@@ -213,7 +213,7 @@ def test_an_idle_step_is_taken_as_without_speculation() -> None:
     assert len(hook.idle_steps) == 1
 
 
-def test_the_level_of_vllms_log_holds_for_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_loggers_have_the_level_and_handlers_of_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = logging.getLogger("specserve"), logging.getLogger("vllm")
     for name in ("level", "handlers"):
         monkeypatch.setattr(ours, name, type(getattr(ours, name))())

@@ -14,7 +14,7 @@ def tokenizer() -> Tokenizer:
     return load_tokenizer(str(model_path("demo-base")))
 
 
-def test_tasks_come_in_turn_within_their_limits(tokenizer: Tokenizer) -> None:
+def test_tasks_alternate_within_their_limits(tokenizer: Tokenizer) -> None:
     examples = draw_examples(TASKS, tokenizer, 6, max_input=400, max_tokens=60)
     beginnings = ["What does this function do?", "Print the function", "Repeat this code"]
     for index, example in enumerate(examples):
@@ -34,7 +34,7 @@ def test_tasks_come_in_turn_within_their_limits(tokenizer: Tokenizer) -> None:
         (["rename"], 5, "--max-input: 5 is not allowed; allowed: more"),
     ],
 )
-def test_what_cannot_be_drawn_is_told(
+def test_tasks_that_cannot_be_drawn_are_refused(
     tokenizer: Tokenizer,
     monkeypatch: pytest.MonkeyPatch,
     kinds: list[str],
@@ -61,7 +61,7 @@ def test_a_file_has_prompts_or_dialogues(tmp_path: Path, tokenizer: Tokenizer) -
     plain, dialogue = read_examples(path, tokenizer, 0, max_input=100)
     assert (plain.text, plain.reference) == ("def add(a, b):", "return a + b")
     assert "Why?" in dialogue.text
-    assert dialogue.text != "Why?"  # by the chat template
+    assert dialogue.text != "Why?"  # has the chat template
     assert read_examples(path, tokenizer, 1, max_input=100) == [plain]
 
 
@@ -77,7 +77,7 @@ def test_a_file_has_prompts_or_dialogues(tmp_path: Path, tokenizer: Tokenizer) -
         ({"prompt": "a", "reference": "b"}, 3, "--num: 3 is not allowed; allowed: at most 2"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_told(
+def test_an_invalid_file_is_refused(
     tmp_path: Path, tokenizer: Tokenizer, line: dict[str, object], num: int, words: str
 ) -> None:
     path = write(tmp_path, {"prompt": "a", "reference": "b"}, line)
@@ -85,7 +85,7 @@ def test_what_is_wrong_in_a_file_is_told(
         read_examples(path, tokenizer, num, max_input=50)
 
 
-def test_a_file_of_texts_has_no_references(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_file_without_references_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
     (tmp_path / "data.txt").write_text("a text\n")
     with pytest.raises(ConfigError, match=r"the path of a \.jsonl file"):
         read_examples(tmp_path / "data.txt", tokenizer, 0, max_input=50)

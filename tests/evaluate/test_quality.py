@@ -28,7 +28,7 @@ def answers(*texts: str) -> list[RunResult]:
 
 
 def verdict(gap: float | None = None) -> Verdict:
-    """Two texts, the second of which differs by so much."""
+    """A verdict on two texts. The second one differs by ``gap``."""
     if gap is None:
         return Verdict(num_identical=2, near_ties=(), failures=(), tolerance=0.1)
     parted = (Difference(prompt=1, position=4, expected=1, got=2, gap=gap),)
@@ -52,8 +52,8 @@ def beside_hf(others: list[RunResult], of_ngram: Verdict, of_none: Verdict) -> C
     return compared({NONE: same, NGRAM: others, THEIRS: same}, {NONE: of_none, NGRAM: of_ngram})
 
 
-def test_rouge_is_worked_out_by_hand() -> None:
-    # 4 of 6 words and, of the pairs beside each other, 1 of 5.
+def test_rouge_equals_values_computed_by_hand() -> None:
+    # 4 of 6 words, and 2 of 5 pairs of neighbours.
     scores = rouge(["the cat lay upon the mat"], REFERENCES[:1])
     assert scores["rouge1"] == pytest.approx(100 * 4 / 6)
     assert scores["rouge2"] == pytest.approx(100 * 2 / 5)
@@ -75,7 +75,7 @@ def test_equal_texts_keep_the_quality() -> None:
 
 
 @pytest.mark.parametrize(("gap", "keeps"), [(0.05, True), (0.3, False)])
-def test_a_worse_text_is_allowed_after_a_near_tie_alone(gap: float, keeps: bool) -> None:
+def test_a_worse_text_is_allowed_only_after_a_near_tie(gap: float, keeps: bool) -> None:
     worse = answers(REFERENCES[0], "something else entirely")
     found = judge_quality(beside_hf(worse, verdict(gap), verdict()))
     assert found[NGRAM].delta == pytest.approx(-50)
@@ -86,13 +86,13 @@ def test_a_worse_text_is_allowed_after_a_near_tie_alone(gap: float, keeps: bool)
 
 
 @pytest.mark.parametrize(("gap", "keeps"), [(0.05, True), (0.3, False)])
-def test_the_reference_is_judged_beside_none(gap: float, keeps: bool) -> None:
+def test_the_reference_is_judged_by_the_verdict_of_none(gap: float, keeps: bool) -> None:
     comparison = beside_hf(answers(*REFERENCES), verdict(), verdict(gap))
     comparison.passes[THEIRS] = answers(REFERENCES[0], "something else entirely")
     assert judge_quality(comparison)[THEIRS].keeps is keeps
 
 
-def test_another_text_that_is_as_good_keeps_the_quality() -> None:
+def test_another_text_with_the_same_score_keeps_the_quality() -> None:
     turned = answers(REFERENCES[0], "on the log the dog sat")
     found = judge_quality(beside_hf(turned, verdict(0.3), verdict()))
     assert found[NGRAM].delta == 0
@@ -100,14 +100,14 @@ def test_another_text_that_is_as_good_keeps_the_quality() -> None:
     assert found[NGRAM].exact == 0.5
 
 
-def test_without_speculation_and_without_others_only_the_threshold_counts() -> None:
+def test_a_single_method_is_judged_by_the_threshold_only() -> None:
     found = judge_quality(compared({NONE: answers("a", "b")}))
     assert failures(found, None) == []
     (line,) = failures(found, 15.0)
     assert line == "none: rouge1 0.00 is below --rouge1-threshold 15"
 
 
-def test_a_text_that_ends_where_the_other_goes_on_is_told() -> None:
+def test_a_text_that_ends_early_is_reported() -> None:
     ended = Difference(prompt=0, position=2, expected=None, got=5, gap=math.inf)
     parted = Verdict(num_identical=1, near_ties=(), failures=(ended,), tolerance=0.1)
     comparison = beside_hf(answers(*REFERENCES), parted, verdict())

@@ -55,7 +55,7 @@ class Echo(LocalModel):
 
 
 def completion(text: str, **counts: int) -> Completion:
-    """An answer, with accepted tokens by source; twice as many were drafted."""
+    """An answer with accepted tokens by source, and twice as many draft tokens."""
     return Completion(
         text=text,
         token_ids=tuple(map(ord, text)),

@@ -14,7 +14,7 @@ from tests.generate.model import Echo
 def chat(
     monkeypatch: pytest.MonkeyPatch, model: Echo, lines: str, history_turns: int = 1
 ) -> tuple[list[dict[str, Any]], str]:
-    """What was said, and what was shown."""
+    """Runs a chat. Returns its answers and its output."""
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
     shown = io.StringIO()
     found = chats.chat(
@@ -29,8 +29,8 @@ def chat(
 
 def test_the_last_turns_are_sent_with_a_question(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Echo()
-    said, shown = chat(monkeypatch, model, "one\ntwo\nthree\n")
-    assert [each["text"] for each in said] == ["one", "two", "three"]
+    answers, shown = chat(monkeypatch, model, "one\ntwo\nthree\n")
+    assert [each["text"] for each in answers] == ["one", "two", "three"]
     assert model.dialogues == [
         ["be kind", "one"],
         ["be kind", "one", "one", "two"],
@@ -46,27 +46,27 @@ def test_without_history_each_question_is_the_first(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("word", ["clear", "NEW"])
-def test_a_word_starts_a_new_dialogue(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+def test_clear_and_new_start_a_new_dialogue(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
     model = Echo()
     chat(monkeypatch, model, f"one\n\n{word}\ntwo\n")
     assert model.dialogues == [["be kind", "one"], ["be kind", "two"]]
 
 
 @pytest.mark.parametrize("word", ["q", "quit", "exit", " Exit "])
-def test_a_word_ends_the_chat(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
-    said, _ = chat(monkeypatch, Echo(), f"one\n{word}\ntwo\n")
-    assert len(said) == 1
+def test_quit_and_exit_end_the_chat(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+    answers, _ = chat(monkeypatch, Echo(), f"one\n{word}\ntwo\n")
+    assert len(answers) == 1
 
 
-def test_ctrl_c_ends_the_answer_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_only_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Echo(interrupted=True)
-    said, shown = chat(monkeypatch, model, "one\ntwo\n")
-    assert [each["text"] for each in said] == ["o", "t"]
+    answers, shown = chat(monkeypatch, model, "one\ntwo\n")
+    assert [each["text"] for each in answers] == ["o", "t"]
     assert model.dialogues[1] == ["be kind", "one", "o", "two"]
     assert "(stopped)" in shown
 
 
-def test_a_question_without_room_is_told_and_the_chat_goes_on(
+def test_a_question_that_does_not_fit_is_reported_within_the_chat(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from specserve.core.errors import ConfigError
@@ -77,6 +77,6 @@ def test_a_question_without_room_is_told_and_the_chat_goes_on(
                 raise ConfigError("prompt", "1 token", "less")
             return super().render(messages)
 
-    said, shown = chat(monkeypatch, Full(), "one\ntwo\n")
-    assert [each["text"] for each in said] == ["two"]
+    answers, shown = chat(monkeypatch, Full(), "one\ntwo\n")
+    assert [each["text"] for each in answers] == ["two"]
     assert "error: prompt: '1 token' is not allowed" in shown

@@ -9,7 +9,7 @@ BEAMS = ["--task", "beam_search"]
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "words"),
     [
         (["--url", "http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9: "),
         (["--config", "none.yaml"], "none.yaml"),
@@ -34,12 +34,12 @@ BEAMS = ["--task", "beam_search"]
         (["--url", "x", "--task", "chat", "--input-texts", "a"], "--input-texts: ['a']"),
     ],
 )
-def test_a_wrong_argument_is_one_line(
-    capsys: pytest.CaptureFixture[str], options: list[str], told: str
+def test_a_wrong_argument_is_reported_in_one_line(
+    capsys: pytest.CaptureFixture[str], options: list[str], words: str
 ) -> None:
     assert main(["generate", *options]) == 2
     (error,) = capsys.readouterr().err.splitlines()
-    assert told in error
+    assert words in error
 
 
 @pytest.mark.parametrize(

@@ -13,20 +13,20 @@ from specserve.cli.main import main
 
 
 class Server(ThreadingHTTPServer):
-    """Answers as vLLM's application does, and keeps what it was asked."""
+    """Answers like vLLM's application and records the requests."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.drafts_itself = False
-        """Whether it refuses to tell what drafted, as where vLLM drafts by itself."""
+        """Whether it refuses reports, as with an in-engine drafter."""
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"
 
     def of(self, path: str) -> list[dict[str, Any]]:
-        """The bodies that came to a path."""
+        """The bodies of the requests to a path."""
         return [body for asked, body in self.asked if asked == path]
 
 
@@ -101,7 +101,7 @@ def test_a_beam_search_asks_for_beams_and_shows_the_best(
     assert "answer: best\n2 tokens" in capsys.readouterr().out
 
 
-def test_a_system_prompt_makes_a_text_a_question_by_the_given_template(
+def test_a_system_prompt_sends_a_text_through_the_chat_template(
     server: Server, tmp_path: Path
 ) -> None:
     (template := tmp_path / "template.jinja").write_text("{{ messages }}")
@@ -112,7 +112,7 @@ def test_a_system_prompt_makes_a_text_a_question_by_the_given_template(
     assert [each["content"] for each in body["messages"]] == ["be kind", "hello"]
 
 
-def test_the_default_texts_are_asked_twice(
+def test_the_default_texts_are_sent_twice(
     server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["generate", "--url", server.url, "--task", "beam_search"]) == 0
@@ -121,7 +121,7 @@ def test_the_default_texts_are_asked_twice(
 
 
 @pytest.mark.parametrize("drafts_itself", [False, True])
-def test_a_server_whose_vllm_drafts_itself_is_asked_for_no_report(
+def test_no_report_is_asked_for_if_the_server_refuses_it(
     server: Server, tmp_path: Path, drafts_itself: bool
 ) -> None:
     server.drafts_itself = drafts_itself
@@ -136,7 +136,7 @@ def test_a_server_whose_vllm_drafts_itself_is_asked_for_no_report(
 
 
 def test_a_refusal_names_the_prompt(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    one_at_a_time = ["--max-batch-size", "1"]  # none is broken off, of which the server would tell
+    one_at_a_time = ["--max-batch-size", "1"]  # no other request is cut off
     options = ["--task", "beam_search", "--input-ids", "1,2", "9", *one_at_a_time]
     assert main(["generate", "--url", server.url, *options]) == 2
     (error,) = capsys.readouterr().err.splitlines()

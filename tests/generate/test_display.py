@@ -13,7 +13,7 @@ def answers(*, streams: bool) -> tuple[Answers, io.StringIO]:
     return Answers(Console(file=shown), ["first?", "second?"], streams=streams), shown
 
 
-def test_the_first_open_answer_is_shown_as_it_comes_and_later_ones_wait() -> None:
+def test_only_the_first_open_answer_is_streamed() -> None:
     display, shown = answers(streams=True)
     display.show(1, "[b]2", None)
     display.show(0, "1", None)
@@ -25,7 +25,7 @@ def test_the_first_open_answer_is_shown_as_it_comes_and_later_ones_wait() -> Non
     assert "[2] second?\nanswer: [b]2\n4 tokens" in shown.getvalue()
 
 
-def test_without_streaming_an_answer_is_shown_when_it_is_whole() -> None:
+def test_without_streaming_an_answer_is_shown_when_complete() -> None:
     display, shown = answers(streams=False)
     display.show(0, "1", None)
     assert shown.getvalue() == "[1] first?\nanswer: "

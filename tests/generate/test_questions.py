@@ -37,7 +37,7 @@ def test_a_file_has_texts_dialogues_or_token_ids(
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "words"),
     [
         ("a.txt", b"", "--input-file: "),
         ("a.csv", b"", "--input-file: "),
@@ -48,11 +48,11 @@ def test_a_file_has_texts_dialogues_or_token_ids(
         ("a.csv", b"1" + b",1" * 99, "a.csv: line 1: '100 tokens'"),
     ],
 )
-def test_a_wrong_file_is_told(tmp_path: Path, name: str, content: bytes, told: str) -> None:
+def test_an_invalid_file_is_refused(tmp_path: Path, name: str, content: bytes, words: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError) as caught:
         read_questions(Echo(), file=tmp_path / name)
-    assert told in str(caught.value)
+    assert words in str(caught.value)
 
 
 def test_arguments_are_texts_or_token_ids() -> None:
@@ -63,7 +63,7 @@ def test_arguments_are_texts_or_token_ids() -> None:
         read_questions(Echo(), token_ids=["1,x"])
 
 
-def test_a_text_goes_through_the_chat_template_where_that_is_asked_for() -> None:
+def test_a_text_goes_through_the_chat_template_on_request() -> None:
     model = Echo()
     assert encode(model, "ab") == (97, 98)
     assert model.dialogues == []
@@ -85,14 +85,14 @@ def test_an_end_token_is_an_id_or_a_text_of_one_token() -> None:
     ("new", "length", "found"),
     [(None, None, 50), (7, None, 7), (None, 15, 5), (7, 12, 7), (7, 2, 7), (90, None, 90)],
 )
-def test_a_length_counts_the_prompt_and_a_number_of_new_tokens_wins(
+def test_max_length_counts_the_prompt_and_max_new_tokens_wins(
     new: int | None, length: int | None, found: int
 ) -> None:
     assert num_new_tokens(10, 100, new, length, 50, "the prompt") == found
 
 
 @pytest.mark.parametrize(
-    ("prompt", "new", "length", "told"),
+    ("prompt", "new", "length", "words"),
     [
         (10, None, 10, "--max-length: 10 is not allowed; allowed: more than the prompt's 10 tok"),
         (10, None, 101, "at most the model's 100"),
@@ -105,9 +105,9 @@ def test_a_length_counts_the_prompt_and_a_number_of_new_tokens_wins(
         ),
     ],
 )
-def test_a_length_without_room_is_told_with_the_prompts(
-    prompt: int, new: int | None, length: int | None, told: str
+def test_a_length_without_room_is_refused(
+    prompt: int, new: int | None, length: int | None, words: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         num_new_tokens(prompt, 100, new, length, 50, "the prompt")
-    assert told in str(caught.value)
+    assert words in str(caught.value)

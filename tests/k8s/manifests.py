@@ -1,4 +1,4 @@
-"""The overlays as kubectl renders them, and KubeRay's schema to hold them against."""
+"""The overlays as kubectl renders them, and KubeRay's schema to check them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def rendered(overlay: str) -> list[dict[str, Any]]:
 
 
 def of_kind(overlay: str, kind: str) -> list[dict[str, Any]]:
-    """Those of one kind."""
+    """The overlay's documents of one kind."""
     return [document for document in rendered(overlay) if document["kind"] == kind]
 
 
@@ -54,7 +54,7 @@ def pods(overlay: str) -> list[dict[str, Any]]:
 
 @cache
 def ray_service_validator() -> Any:
-    """For KubeRay's schema of a RayService v1, closed: an unknown key is an error."""
+    """A validator for KubeRay's RayService v1 in which an unknown key is an error."""
     path = SCHEMAS / "ray.io_rayservices.yaml"
     if not path.exists():
         pytest.skip(
@@ -62,7 +62,7 @@ def ray_service_validator() -> Any:
         )
     definition = yaml.load(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     (version,) = (each for each in definition["spec"]["versions"] if each["name"] == "v1")
-    # Not jsonschema.validate(), which checks the schema's megabyte anew at each call.
+    # jsonschema.validate() would check the schema, a megabyte, at each call.
     return jsonschema.Draft202012Validator(closed(version["schema"]["openAPIV3Schema"]))
 
 

@@ -26,7 +26,7 @@ every_alert = pytest.mark.parametrize("alert", ALERTS)
 
 
 def written_out(expr: str) -> str:
-    """A rule's expression, with those of the recorded series that it names."""
+    """A rule's expression, with the recorded series in it written out."""
     named = re.sub(r"\w+(:\w+)+", lambda match: f"({RECORDED[match[0]]})", expr)
     return named if named == expr else written_out(named)
 
@@ -35,7 +35,7 @@ def metrics(alert: str) -> list[str]:
     return re.findall(r"\bray_\w+", written_out(ALERTS[alert]["expr"]))
 
 
-def test_there_is_an_alert_for_each_way_to_fail() -> None:
+def test_there_is_an_alert_for_each_failure() -> None:
     assert set(ALERTS) == {
         "SpecserveAcceptanceCollapsed",
         "SpecserveDrafterDown",
@@ -46,7 +46,7 @@ def test_there_is_an_alert_for_each_way_to_fail() -> None:
 
 
 @every_alert
-def test_an_alert_is_whole(alert: str) -> None:
+def test_an_alert_has_all_fields(alert: str) -> None:
     rule = ALERTS[alert]
     assert set(rule) == {"alert", "expr", "for", "labels", "annotations"}
     assert rule["labels"]["severity"] in {"info", "warning", "critical"}
@@ -54,7 +54,7 @@ def test_an_alert_is_whole(alert: str) -> None:
 
 
 @every_alert
-def test_an_alert_asks_for_metrics_and_labels_that_there_are(alert: str) -> None:
+def test_an_alert_uses_existing_metrics_and_labels(alert: str) -> None:
     known = LABELS | VLLM_LABELS
     names = metrics(alert)
     assert names
@@ -65,14 +65,14 @@ def test_an_alert_asks_for_metrics_and_labels_that_there_are(alert: str) -> None
 
 
 @every_alert
-def test_an_alert_tells_of_labels_that_its_result_has(alert: str) -> None:
+def test_an_alerts_text_uses_labels_of_its_result(alert: str) -> None:
     rule = ALERTS[alert]
     used = set(re.findall(r"\$labels\.(\w+)", " ".join(rule["annotations"].values())))
     (kept,) = set(re.findall(r"\bby \((.*?)\)", written_out(rule["expr"])))
     assert used <= set(kept.split(", "))
 
 
-def test_vllm_counts_what_its_queue_turns_away() -> None:
+def test_vllm_counts_rejections_by_model_and_reason() -> None:
     spec = find_spec("vllm")
     assert spec is not None
     assert spec.origin is not None

@@ -1,4 +1,4 @@
-"""The image's recipe, as far as it can be read without building it."""
+"""The image's Dockerfile, tested without a build."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ STAGES = {
     match[2]: (match[1], match[3])
     for match in re.finditer(r"^FROM (\S+) AS (\S+)\n(.*?)(?=^FROM |\Z)", RECIPE, re.M | re.S)
 }
-"""Name of a stage: what it starts from, and its instructions."""
+"""Base and instructions of each stage, by name."""
 
 
 def test_there_is_a_target_for_each_tag_that_the_manifests_name() -> None:
@@ -22,12 +22,12 @@ def test_each_target_runs_as_the_user_of_the_manifests() -> None:
     for target in ("cpu", "gpu"):
         instructions = STAGES[target][1]
         assert re.findall(r"^USER (.*)$", instructions, re.M) == ["1000:1000"]
-        # What is compiled is kept in that user's folder.
+        # Compiled kernels are stored in that user's folder.
         compiles = "RUN python -m specserve.policy.compile_kernels"
         assert instructions.index("USER") < instructions.index(compiles)
 
 
-def test_what_is_copied_is_there_and_not_ignored() -> None:
+def test_copied_files_exist_and_are_not_ignored() -> None:
     ignore = (ROOT / "deploy/Dockerfile.dockerignore").read_text().splitlines()
     kept = {line.removeprefix("!") for line in ignore if line.startswith("!")}
     assert all((ROOT / path).exists() for path in kept)

@@ -1,4 +1,4 @@
-"""Every overlay as kubectl renders it, against KubeRay's, Kubernetes' and Serve's own schemas."""
+"""Each rendered overlay, against the schemas of KubeRay, Kubernetes and Serve."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SERVE_FILES = {
     "rdma": "r1_mtp_hybrid.yaml",
 }
 SECRETS = {"specserve-ray-auth", "specserve-redis", "specserve-api-keys"}
-"""They hold what no file may: the user makes them."""
+"""Secrets are in no file: the user creates them."""
 CUSTOM_KINDS = {"RayService", "PodMonitor", "PrometheusRule"}
 
 every_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
@@ -66,11 +66,11 @@ def environment(overlay: str) -> dict[str, str]:
 
 
 @every_overlay
-def test_the_ray_service_is_one_for_kuberay(overlay: str) -> None:
+def test_the_ray_service_is_valid_for_kuberay(overlay: str) -> None:
     ray_service_validator().validate(ray_service(overlay))
 
 
-def test_a_misspelt_key_in_the_ray_service_would_be_seen() -> None:
+def test_a_misspelt_key_in_the_ray_service_is_refused() -> None:
     document = copy.deepcopy(ray_service("kind-cpu"))
     container = document["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]
     container["containers"][0]["readinesProbe"] = {}
@@ -79,7 +79,7 @@ def test_a_misspelt_key_in_the_ray_service_would_be_seen() -> None:
 
 
 @every_overlay
-def test_all_else_is_valid_for_kubernetes(overlay: str) -> None:
+def test_other_documents_are_valid_for_kubernetes(overlay: str) -> None:
     own = [document for document in rendered(overlay) if document["kind"] not in CUSTOM_KINDS]
     assert own
     for document in own:
@@ -94,7 +94,7 @@ def test_the_serve_configuration_is_the_one_in_configs(overlay: str) -> None:
 
 
 @every_overlay
-def test_serve_and_we_take_the_serve_configuration(overlay: str, tmp_path: Path) -> None:
+def test_serve_and_we_accept_the_serve_configuration(overlay: str, tmp_path: Path) -> None:
     ServeDeploySchema.model_validate(serve_config(overlay))
     assert application(overlay, tmp_path).name == "specserve"
 
@@ -111,11 +111,11 @@ def test_the_hosts_have_what_the_application_reserves(overlay: str, tmp_path: Pa
     assert {name: num_shards * amount <= offered[name] for name, amount in shard.items()} == (
         dict.fromkeys(shard, True)
     )
-    assert offered["GPU"] == num_shards * num_gpus  # none is left over
+    assert offered["GPU"] == num_shards * num_gpus  # no GPU is left over
 
 
 @pytest.mark.parametrize("overlay", R1_OVERLAYS)
-def test_the_drafter_and_the_replica_find_their_marks(overlay: str, tmp_path: Path) -> None:
+def test_the_groups_offer_what_drafter_and_replica_need(overlay: str, tmp_path: Path) -> None:
     (drafter,) = (
         source
         for source in application(overlay, tmp_path).config.speculation
@@ -132,7 +132,7 @@ def test_the_drafter_and_the_replica_find_their_marks(overlay: str, tmp_path: Pa
 
 
 @every_overlay
-def test_the_head_computes_nothing(overlay: str) -> None:
+def test_the_head_offers_no_cpu_and_no_gpu(overlay: str) -> None:
     head = groups(overlay)["head"]
     assert head["rayStartParams"]["num-cpus"] == head["rayStartParams"]["num-gpus"] == "0"
     assert "nvidia.com/gpu" not in head["template"]["spec"]["containers"][0]["resources"]["limits"]
@@ -150,7 +150,7 @@ def test_a_worker_is_ready_without_a_serve_proxy(overlay: str) -> None:
 
 
 @every_overlay
-def test_no_pod_runs_as_root_or_may_become_it(overlay: str) -> None:
+def test_no_pod_runs_as_root_or_can_become_root(overlay: str) -> None:
     for pod in pods(overlay):
         (container,) = pod["spec"]["containers"]
         assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
@@ -163,7 +163,7 @@ def test_no_pod_runs_as_root_or_may_become_it(overlay: str) -> None:
 
 
 @every_overlay
-def test_each_pod_has_shared_memory_checkpoints_and_a_place_for_snapshots(overlay: str) -> None:
+def test_each_pod_mounts_shared_memory_models_and_snapshots(overlay: str) -> None:
     for pod in pods(overlay):
         (container,) = pod["spec"]["containers"]
         mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
@@ -174,7 +174,7 @@ def test_each_pod_has_shared_memory_checkpoints_and_a_place_for_snapshots(overla
 
 
 @every_overlay
-def test_what_the_pods_name_is_there(overlay: str) -> None:
+def test_objects_that_the_pods_name_exist(overlay: str) -> None:
     there = {(each["kind"], each["metadata"]["name"]) for each in rendered(overlay)}
     named = set()
     for pod in pods(overlay):
@@ -190,7 +190,7 @@ def test_what_the_pods_name_is_there(overlay: str) -> None:
 
 
 @pytest.mark.parametrize("overlay", R1_OVERLAYS)
-def test_the_cluster_asks_for_a_token_and_keeps_its_state_in_redis(overlay: str) -> None:
+def test_the_cluster_needs_a_token_and_keeps_its_state_in_redis(overlay: str) -> None:
     cluster = ray_service(overlay)["spec"]["rayClusterConfig"]
     assert cluster["authOptions"] == {"mode": "token", "secretName": "specserve-ray-auth"}
     password = cluster["gcsFaultToleranceOptions"]["redisPassword"]
@@ -211,7 +211,7 @@ def test_each_pod_runs_the_overlays_image(overlay: str) -> None:
 
 
 @every_overlay
-def test_the_pods_can_be_reached_where_they_are_to_be(overlay: str) -> None:
+def test_the_network_policy_opens_the_ports_of_the_pods(overlay: str) -> None:
     (policy,) = of_kind(overlay, "NetworkPolicy")
     selectors = [policy["spec"]["podSelector"]["matchLabels"]]
     selectors += [
@@ -230,13 +230,13 @@ def test_the_pods_can_be_reached_where_they_are_to_be(overlay: str) -> None:
 
 
 @pytest.mark.parametrize("variable", ["NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"])
-def test_the_nodes_find_one_another_over_the_pods_interface(variable: str) -> None:
+def test_the_nodes_communicate_over_the_pods_interface(variable: str) -> None:
     for overlay in OVERLAYS:
         assert environment(overlay)[variable] == "eth0"
 
 
 @pytest.mark.parametrize("overlay", R1_OVERLAYS)
-def test_what_vllm_compiles_is_kept_on_a_volume_that_all_pods_share(overlay: str) -> None:
+def test_vllms_compile_cache_is_on_a_shared_volume(overlay: str) -> None:
     cache = environment(overlay)["VLLM_CACHE_ROOT"]
     for pod in pods(overlay):
         (container,) = pod["spec"]["containers"]
@@ -252,7 +252,7 @@ def test_what_vllm_compiles_is_kept_on_a_volume_that_all_pods_share(overlay: str
         assert claims[claimed]["spec"]["accessModes"] == ["ReadWriteMany"]
 
 
-def test_tensors_go_over_infiniband_with_rdma_alone() -> None:
+def test_only_the_rdma_overlay_uses_infiniband() -> None:
     disabled = {overlay: environment(overlay)["NCCL_IB_DISABLE"] for overlay in OVERLAYS}
     assert disabled == {"kind-cpu": "1", "r1-two-nodes": "1", "rdma": "0"}
     limits = groups("rdma")["engine"]["template"]["spec"]["containers"][0]["resources"]["limits"]

@@ -1,6 +1,6 @@
-"""What Serve's proxy actor does with HAProxy, in a process without Ray: starts it, and reloads it.
+"""Starts and reloads HAProxy as Serve's proxy actor does, in a process without Ray.
 
-Prints HAProxy's process id at the start and after each line of stdin, at which it reloads.
+Reloads at each line of stdin. Prints HAProxy's process id at the start and after each reload.
 The arguments are a folder, the address and the port to serve, and the port of a replica.
 """
 
@@ -31,14 +31,14 @@ async def main(folder: Path, host: str, port: int, replica_port: int) -> None:
     backend = BackendConfig(name="app", path_prefix="/", servers=[replica], app_name="app")
     api = HAProxyApi(config, {"app": backend}, config_file_path=str(folder / "haproxy.cfg"))
     await api.start()
-    tell(api._proc.pid)
+    print_pid(api._proc.pid)
     while await asyncio.to_thread(sys.stdin.readline):
         await api.reload()
-        tell(api._proc.pid)
+        print_pid(api._proc.pid)
     await api.stop()
 
 
-def tell(pid: int) -> None:
+def print_pid(pid: int) -> None:
     sys.stdout.write(f"{pid}\n")
     sys.stdout.flush()
 

@@ -28,7 +28,7 @@ def client() -> TestClient:
     return TestClient(ControlsMiddleware(echo, ["ngram"]))
 
 
-def test_a_body_with_good_controls_arrives_whole_in_whatever_pieces_it_came(
+def test_a_valid_body_in_pieces_arrives_whole(
     client: TestClient,
 ) -> None:
     body = json.dumps({"prompt": "x" * 100, "vllm_xargs": {"speculation": "ngram"}}).encode()
@@ -59,14 +59,14 @@ def test_a_client_cannot_name_its_tenant(client: TestClient, body: bytes) -> Non
     assert answer.json()["error"]["param"] == "vllm_xargs.specserve_tenant"
 
 
-def test_a_client_cannot_say_what_the_server_tells_the_engine(client: TestClient) -> None:
+def test_a_client_cannot_set_internal_engine_arguments(client: TestClient) -> None:
     answer = client.post("/v1/completions", json={"vllm_xargs": {"specserve_typical": "x"}})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "vllm_xargs.specserve_typical"
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "words"),
     [
         (
             {"vllm_xargs": {"beam_sample": 1}},
@@ -79,12 +79,12 @@ def test_a_client_cannot_say_what_the_server_tells_the_engine(client: TestClient
         ({"use_beam_search": True, "stream": True}, "stream: True is not allowed; allowed: false"),
     ],
 )
-def test_beams_that_there_cannot_be_are_refused(
-    client: TestClient, body: dict[str, object], told: str
+def test_unsupported_beam_searches_are_refused(
+    client: TestClient, body: dict[str, object], words: str
 ) -> None:
     answer = client.post("/v1/completions", json=body)
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"].startswith(told)
+    assert answer.json()["error"]["message"].startswith(words)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_beams_that_there_cannot_be_are_refused(
         {"use_beam_search": False, "stream": True, "vllm_xargs": {"beam_sample": 0}},
     ],
 )
-def test_beams_that_there_can_be_are_left_to_the_application(
+def test_supported_beam_searches_reach_the_application(
     client: TestClient, body: dict[str, object]
 ) -> None:
     assert client.post("/v1/completions", json=body).json() == body
@@ -118,12 +118,12 @@ def test_the_generation_api_ignores_fields_of_other_routes(
 
 @pytest.mark.parametrize("path", ["/", "/generate", "/generate_stream"])
 @pytest.mark.parametrize("root_path", ["", "/llm"])
-def test_the_generation_api_is_refused_in_its_own_form(path: str, root_path: str) -> None:
+def test_a_refusal_of_the_generation_api_has_its_own_form(path: str, root_path: str) -> None:
     client = TestClient(ControlsMiddleware(echo, ["ngram"]), root_path=root_path)
     answer = client.post(root_path + path, json={"inputs": "x", "vllm_xargs": {"learn": 2}})
     assert answer.status_code == 422
-    told = "Input validation error: vllm_xargs.learn: 2 is not allowed; allowed: 0 or 1"
-    assert answer.json() == {"error": told, "error_type": "validation"}
+    message = "Input validation error: vllm_xargs.learn: 2 is not allowed; allowed: 0 or 1"
+    assert answer.json() == {"error": message, "error_type": "validation"}
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -138,7 +138,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
         ({"type": "regex", "value": "[0-9]+"}, {"regex": "[0-9]+"}),
     ],
 )
-def test_a_response_format_of_text_generation_inference_is_kept_to(
+def test_a_response_format_of_tgi_becomes_structured_outputs(
     client: TestClient, given: dict[str, Any], structured: dict[str, Any]
 ) -> None:
     body = {"messages": [], "response_format": given, "vllm_xargs": {"learn": 0}}
@@ -173,9 +173,7 @@ def test_other_response_formats_are_left_to_vllm(client: TestClient, given: obje
         },
     ],
 )
-def test_a_response_format_that_is_none_is_refused(
-    client: TestClient, more: dict[str, Any]
-) -> None:
+def test_an_invalid_response_format_is_refused(client: TestClient, more: dict[str, Any]) -> None:
     answer = client.post("/v1/chat/completions", json={"messages": [], **more})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "response_format"
@@ -186,24 +184,20 @@ BAD = {"prompt": "x", "vllm_xargs": {"max_draft_tokens": -1}}
 
 
 @pytest.mark.parametrize("codec", ["utf-8-sig", *WIDE])
-def test_controls_are_checked_in_each_encoding_that_json_may_come_in(
-    client: TestClient, codec: str
-) -> None:
+def test_controls_are_checked_in_each_encoding_of_json(client: TestClient, codec: str) -> None:
     answer = client.post("/v1/completions", content=json.dumps(BAD).encode(codec))
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "vllm_xargs.max_draft_tokens"
 
 
 @pytest.mark.parametrize("codec", WIDE)
-def test_a_good_body_in_a_wide_encoding_arrives_as_it_is(client: TestClient, codec: str) -> None:
+def test_a_valid_body_in_a_wide_encoding_is_not_changed(client: TestClient, codec: str) -> None:
     body = json.dumps({"prompt": "vllm_xargs"}).encode(codec)
     assert client.post("/v1/completions", content=body).content == body
 
 
 @pytest.mark.parametrize("key", ["specserve_tenant", "max_draft_tokens"])
-def test_arguments_that_reach_the_engine_by_the_token_route_are_checked_too(
-    client: TestClient, key: str
-) -> None:
+def test_engine_arguments_of_the_token_route_are_checked_too(client: TestClient, key: str) -> None:
     body = {"token_ids": [1], "sampling_params": {"extra_args": {key: "b"}}}
     answer = client.post("/inference/v1/generate", json=body)
     assert answer.status_code == 400
@@ -220,7 +214,7 @@ def test_controls_of_a_form_are_checked(client: TestClient, as_file: bool) -> No
 
 
 @pytest.mark.parametrize("xargs", ['{"speculation": "off"}', "{", "[1]"])
-def test_a_form_with_good_controls_or_unreadable_ones_arrives_as_it_is(
+def test_a_form_with_valid_or_unreadable_controls_is_not_changed(
     client: TestClient, xargs: str
 ) -> None:
     data = {"vllm_xargs": xargs}
@@ -247,33 +241,35 @@ def test_a_body_that_cannot_be_read_is_left_to_the_application(
     assert client.post("/v1/completions", content=body).content == body
 
 
-async def tell_controls(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers with the controls that are known where it runs."""
+async def answer_controls(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers with the current controls."""
     await Request(scope, receive).body()
     await Response(json.dumps(dict(CURRENT_CONTROLS.get())))(scope, receive, send)
 
 
 @pytest.fixture
-def noted() -> TestClient:
-    return TestClient(ControlsMiddleware(tell_controls, ["ngram"]))
+def controls_client() -> TestClient:
+    return TestClient(ControlsMiddleware(answer_controls, ["ngram"]))
 
 
-def test_the_controls_are_noted_for_who_answers_the_call(noted: TestClient) -> None:
+def test_the_handler_of_a_call_has_its_controls(controls_client: TestClient) -> None:
     xargs = {"learn": 0, "speculation": "off", "other": 3}
-    answer = noted.post("/v1/completions", json={"vllm_xargs": xargs})
+    answer = controls_client.post("/v1/completions", json={"vllm_xargs": xargs})
     assert answer.json() == {"learn": 0, "speculation": "off"}
-    assert noted.post("/v1/completions", json={"prompt": "vllm_xargs"}).json() == {}
+    assert controls_client.post("/v1/completions", json={"prompt": "vllm_xargs"}).json() == {}
 
 
 @pytest.mark.parametrize(("xargs", "controls"), [('{"learn": 0}', {"learn": 0}), ("no JSON", {})])
-def test_the_controls_of_a_form_are_noted(
-    noted: TestClient, xargs: str, controls: dict[str, int]
+def test_the_handler_of_a_form_has_its_controls(
+    controls_client: TestClient, xargs: str, controls: dict[str, int]
 ) -> None:
-    answer = noted.post("/v1/audio/transcriptions", data={"vllm_xargs": xargs}, files={"file": b""})
+    answer = controls_client.post(
+        "/v1/audio/transcriptions", data={"vllm_xargs": xargs}, files={"file": b""}
+    )
     assert answer.json() == controls
 
 
-def test_a_client_that_leaves_within_its_body_is_no_error() -> None:
+def test_a_disconnect_within_the_body_is_no_error() -> None:
     messages: Iterator[Message] = iter(
         [
             {"type": "http.request", "body": b"vllm_xargs", "more_body": True},

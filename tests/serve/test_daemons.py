@@ -1,4 +1,4 @@
-"""A tree of processes as `serve run` and Ray have it, with shells for Ray's daemons."""
+"""A process tree like that of `serve run` and Ray, with shells instead of Ray's daemons."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ time.sleep(99)  # waits for no child, as `serve run`
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[[str, str], dict[str, psutil.Process]]]:
-    """Starts a tree by its root's command; returns when the worker watches, with all by name."""
+    """Starts a tree by its root's command. Returns its processes once the worker watches."""
     roots: list[subprocess.Popen[str]] = []
     every: list[psutil.Process] = []
     bash = shutil.which("bash")
@@ -59,7 +59,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[str, str], dict[str, psutil.Proc
 
 
 @pytest.mark.parametrize("first", ["raylet", "gcs_server", "owner"])
-def test_a_death_ends_serve_run_and_the_agents(
+def test_the_death_of_one_process_ends_serve_run_and_the_agents(
     start: Callable[[str, str], dict[str, psutil.Process]], first: str
 ) -> None:
     tree = start("serve", "run")
@@ -69,7 +69,7 @@ def test_a_death_ends_serve_run_and_the_agents(
 
 
 @pytest.mark.parametrize("command", [("ray", "start"), ("serve", "deploy")])
-def test_who_did_not_start_the_daemons_for_us_is_left_alone(
+def test_other_owners_of_the_daemons_are_not_ended(
     start: Callable[[str, str], dict[str, psutil.Process]], command: tuple[str, str]
 ) -> None:
     tree = start(*command)

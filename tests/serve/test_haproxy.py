@@ -1,4 +1,4 @@
-"""Ray's HAProxy as `deploy/haproxy` starts it, with Serve's own code for its parent."""
+"""Ray's HAProxy, started by `deploy/haproxy`, with Serve's own code as its parent."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ class Parent:
         self.started.append(self._next_pid())
 
     def running(self) -> list[psutil.Process]:
-        """HAProxy processes, the old ones that finish requests included."""
+        """HAProxy processes, including old ones that finish requests."""
         return [each for each in self.started if is_alive(each)]
 
 
 class Replica(BaseHTTPRequestHandler):
-    """Keeps the paths that are asked for."""
+    """Records the requested paths."""
 
     marks: ClassVar = {"/metrics": "max-age=1", "/private": "private"}
     asked: ClassVar[list[str]] = []
@@ -96,7 +96,7 @@ class Replica(BaseHTTPRequestHandler):
         self.asked.append(self.path)
         self.send_response(200)
         self.send_header("Cache-Control", self.marks.get(self.path, "no-store"))
-        self.send_header("Vary", "Origin")  # as vLLM's middleware for CORS says
+        self.send_header("Vary", "Origin")  # as vLLM's CORS middleware does
         self.send_header("Content-Length", "6")
         self.end_headers()
         self.wfile.write(b"answer")
@@ -127,12 +127,12 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Parent]]:
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
-def test_nothing_is_left_when_its_parent_is_killed_while_an_old_one_still_finishes(
+def test_haproxy_and_its_old_process_end_with_their_parent(
     start: Callable[..., Parent], end: signal.Signals
 ) -> None:
     parent = start()
     with socket.create_connection((HOST, parent.port)) as client:
-        client.sendall(b"GET / HTTP/1.1\r\n")  # a request that is not whole
+        client.sendall(b"GET / HTTP/1.1\r\n")  # an incomplete request
         parent.reload()
         assert len(parent.running()) == 2
         parent.process.send_signal(end)
@@ -141,7 +141,7 @@ def test_nothing_is_left_when_its_parent_is_killed_while_an_old_one_still_finish
     assert not answers(parent.port)
 
 
-def test_a_reload_replaces_it_by_one_that_serves_the_same_ports(
+def test_a_reload_starts_a_new_process_on_the_same_ports(
     start: Callable[..., Parent],
 ) -> None:
     parent = start()
@@ -152,7 +152,7 @@ def test_a_reload_replaces_it_by_one_that_serves_the_same_ports(
     assert listening(left) == {parent.port, parent.stats_port, parent.metrics_port}
 
 
-def test_only_this_machine_is_told_statistics_and_metrics(start: Callable[..., Parent]) -> None:
+def test_statistics_and_metrics_listen_on_a_local_address(start: Callable[..., Parent]) -> None:
     parent = start()
     parent.reload()
     (left,) = parent.started[-1:]
@@ -163,14 +163,14 @@ def test_only_this_machine_is_told_statistics_and_metrics(start: Callable[..., P
 @pytest.mark.parametrize(
     ("path", "headers", "reached"),
     [
-        ("/metrics", {}, (1, 2)),  # HAProxy counts whole seconds, and one may end meanwhile
+        ("/metrics", {}, (1, 2)),  # HAProxy counts whole seconds, and one may end here
         ("/metrics", {"Authorization": "Bearer key"}, (20,)),
         ("/metrics", {"Origin": "http://elsewhere"}, (20,)),
         ("/private", {}, (20,)),
         ("/v1/models", {}, (20,)),
     ],
 )
-def test_what_is_for_all_reaches_a_replica_once_a_second(
+def test_a_public_answer_is_cached_for_one_second(
     start: Callable[..., Parent],
     replica: HTTPServer,
     path: str,
@@ -187,8 +187,8 @@ def test_what_is_for_all_reaches_a_replica_once_a_second(
             time.sleep(1.1)
 
 
-def test_a_replica_is_found_at_the_address_of_the_file(start: Callable[..., Parent]) -> None:
-    host = "127.0.0.2"  # not where Serve looks for the replicas of its own node
+def test_a_replica_is_found_at_the_configured_address(start: Callable[..., Parent]) -> None:
+    host = "127.0.0.2"  # Serve expects its node's replicas elsewhere
     with ThreadingHTTPServer((host, 0), Replica) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         parent = start(host=host, replica_port=server.server_port)
@@ -199,7 +199,7 @@ def test_a_replica_is_found_at_the_address_of_the_file(start: Callable[..., Pare
         server.shutdown()
 
 
-def test_few_files_mean_fewer_connections(start: Callable[..., Parent]) -> None:
+def test_haproxy_logs_a_lower_connection_limit(start: Callable[..., Parent]) -> None:
     parent = start(max_files=1024)
     parent.reload()
     assert parent.running()
@@ -207,7 +207,7 @@ def test_few_files_mean_fewer_connections(start: Callable[..., Parent]) -> None:
         assert log.read_text().startswith("haproxy: 329 connections at most: 1024 open files\n")
 
 
-def test_a_port_in_use_is_told_with_who_has_it(start: Callable[..., Parent]) -> None:
+def test_a_port_in_use_is_reported_with_its_process(start: Callable[..., Parent]) -> None:
     (port,) = free_ports(1)
     with socket.create_server((HOST, port)), pytest.raises(AssertionError) as error:
         start(port=port)
@@ -215,7 +215,7 @@ def test_a_port_in_use_is_told_with_who_has_it(start: Callable[..., Parent]) -> 
     assert f"(pid {os.getpid()})" in str(error.value)
 
 
-def test_it_does_not_start_for_a_parent_that_is_gone() -> None:
+def test_haproxy_does_not_start_if_its_parent_has_ended() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "specserve.serve.haproxy", str(os.getpid() + 1), "-v"],
         capture_output=True,
@@ -227,7 +227,7 @@ def test_it_does_not_start_for_a_parent_that_is_gone() -> None:
     assert done.stderr == "haproxy: the process that started it has ended\n"
 
 
-def test_the_apis_address_stays_the_one_of_the_file() -> None:
+def test_only_the_address_of_the_metrics_becomes_local() -> None:
     config = "frontend prometheus\n    bind :9101\nfrontend http_frontend\n    bind *:8000\n"
     assert closed(config) == config.replace("bind :9101", "bind 127.0.0.1:9101")
 
@@ -236,7 +236,7 @@ def test_the_apis_address_stays_the_one_of_the_file() -> None:
     ("max_files", "limit"),
     [(resource.RLIM_INFINITY, None), (20_000, None), (10_000, 3920), (100, 1)],
 )
-def test_connections_are_limited_where_files_are_few(max_files: int, limit: int | None) -> None:
+def test_connections_are_limited_by_the_open_file_limit(max_files: int, limit: int | None) -> None:
     assert connection_limit("global\n    maxconn 4096\n", max_files) == limit
 
 

@@ -8,12 +8,12 @@ from specserve.serve.installation import compare
 OWN = {"specserve": "0.1.0", "vllm": "0.32.0", "torch": "2.13.0", "checkpoint": "aa"}
 
 
-def test_nodes_that_have_the_same_pass() -> None:
+def test_nodes_with_equal_installations_pass() -> None:
     compare("10.0.0.1", OWN, {"10.0.0.2": dict(OWN), "10.0.0.3": dict(OWN)})
 
 
 @pytest.mark.parametrize("name", ["specserve", "vllm", "torch", "checkpoint"])
-def test_a_node_that_differs_is_told_with_what_both_have(name: str) -> None:
+def test_a_node_that_differs_is_an_error_with_both_values(name: str) -> None:
     other = OWN | {name: "another"}
     with pytest.raises(EngineError) as error:
         compare("10.0.0.1", OWN, {"10.0.0.2": dict(OWN), "10.0.0.3": other})

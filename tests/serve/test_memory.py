@@ -1,4 +1,4 @@
-"""The routes over real stores in this process, behind the middleware that a replica has."""
+"""The memory routes, with real stores in this process and a replica's middleware."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ OWN = {name: namespace("model", tenant=name) for name in ("team-a", "team-b")}
 
 
 class Tokenizer:
-    """A token for each character, and one before a prompt."""
+    """One token for each character, and a first token before a prompt."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [BEGIN] * add_special_tokens + [ord(each) % 1000 for each in text]
 
 
 class Stores:
-    """Two shards, which answer or do not."""
+    """Two shards. They answer while ``is_up`` is set."""
 
     def __init__(self) -> None:
         self.options = [StoreOptions(fingerprint="model", vocab_size=1000, shard=n) for n in (0, 1)]
@@ -62,8 +62,8 @@ class Stores:
             raise StoreError("no answer within 10 s")
         return self.stores[name]
 
-    def connect(self, options: StoreOptions) -> Line:
-        return Line(self, options.name)
+    def connect(self, options: StoreOptions) -> StoreClient:
+        return StoreClient(self, options.name)
 
     def tokens(self) -> dict[str, int]:
         """Tokens of each namespace."""
@@ -71,15 +71,15 @@ class Stores:
         return {name: n for each in stats for name, n in each.tokens_by_namespace.items()}
 
     def texts(self, name: str) -> list[list[int]]:
-        """What a new replica is told of a namespace."""
+        """The texts of a namespace that a new replica gets."""
         asked = ExchangeRequest("model", "replica", "", 0, [], 1 << 30)
         replies = [each.exchange(asked) for each in self.stores.values()]
         records = [record for each in replies for record in each.records]
         return [each.token_array().tolist() for each in records if each.namespace == name]
 
 
-class Line:
-    """The way to one of the stores for texts."""
+class StoreClient:
+    """A client of one store."""
 
     def __init__(self, stores: Stores, name: str) -> None:
         self._stores, self._name = stores, name
@@ -89,7 +89,7 @@ class Line:
 
 
 class Clock:
-    """Stands still until it is moved."""
+    """A clock that only the test moves."""
 
     now = 1000.0
 
@@ -145,7 +145,7 @@ def error_of(answer: Any, status: int) -> dict[str, Any]:
     return error
 
 
-def test_each_form_of_a_line_is_taught_as_requests_have_it_and_counted(
+def test_each_form_of_a_line_is_tokenized_like_a_request_and_counted(
     client: TestClient, stores: Stores
 ) -> None:
     body = lines({"text": "ab"}, {"prompt": "c", "completion": "d"}, {"token_ids": [5, 6, 7]})
@@ -160,18 +160,18 @@ def test_each_form_of_a_line_is_taught_as_requests_have_it_and_counted(
     assert stores.texts(OWN["team-a"]) == expected
 
 
-def test_a_tenant_neither_sees_nor_loses_anything_by_another(
+def test_a_tenant_sees_and_deletes_only_its_own_texts(
     client: TestClient, stores: Stores, clock: Clock
 ) -> None:
     client.post(PATH, content=lines({"text": "aaa"}))
     client.post(PATH, content=lines({"text": "bb"}), headers=B)
     clock.now += 1
     client.post(PATH, params={"adapter": "an-adapter"}, content=lines({"text": "c"}))
-    told = client.get(PATH)
-    assert told.headers["Cache-Control"] == "no-store"
+    answer = client.get(PATH)
+    assert answer.headers["Cache-Control"] == "no-store"
     adapted = namespace("model", "an-adapter", "team-a")
-    assert told.json()["tokens"] == 4
-    rows = {each["namespace"]: each for each in told.json()["namespaces"]}
+    assert answer.json()["tokens"] == 4
+    rows = {each["namespace"]: each for each in answer.json()["namespaces"]}
     assert rows == {
         OWN["team-a"]: {"namespace": OWN["team-a"], "adapter": "", "tokens": 3},
         adapted: {"namespace": adapted, "adapter": "an-adapter", "tokens": 1},
@@ -181,7 +181,7 @@ def test_a_tenant_neither_sees_nor_loses_anything_by_another(
     assert client.get(PATH, headers=B).json()["tokens"] == 2
 
 
-def test_what_stores_of_an_earlier_configuration_hold_is_forgotten_too(
+def test_stores_of_an_earlier_configuration_forget_the_texts_too(
     client: TestClient, stores: Stores
 ) -> None:
     client.post(PATH, content=lines({"text": "aaa"}))
@@ -222,7 +222,7 @@ def test_a_snapshot_that_cannot_be_written_keeps_no_other_store_from_forgetting(
         (lines({"text": "a" * 101}), "line 2", "'101 characters' is not allowed; allowed: at m"),
     ],
 )
-def test_a_wrong_line_is_told_and_nothing_is_taught(
+def test_an_invalid_line_is_refused_and_nothing_is_stored(
     client: TestClient, stores: Stores, wrong: bytes, field: str, message: str
 ) -> None:
     body = lines({"text": "a"}) + b"\n" + wrong + b"\n" + lines({"text": "b"})
@@ -238,7 +238,7 @@ def test_garbage_is_refused(client: TestClient, stores: Stores, body: bytes) -> 
     assert stores.tokens() == {}
 
 
-def test_what_is_too_much_is_refused_with_the_limit(
+def test_a_body_over_a_limit_is_refused_with_the_limit(
     client: TestClient, stores: Stores, clock: Clock
 ) -> None:
     error = error_of(client.post(PATH, content=b"x" * (MAX_BODY_BYTES + 1)), 413)
@@ -252,7 +252,7 @@ def test_what_is_too_much_is_refused_with_the_limit(
     assert client.post(PATH, content=many).json()["lines"] == MAX_LINES
 
 
-def test_a_body_that_is_cut_off_teaches_nothing(stores: Stores, clock: Clock) -> None:
+def test_nothing_is_stored_from_an_incomplete_body(stores: Stores, clock: Clock) -> None:
     whole = lines({"text": "a"}) + b"\n"
     coming: list[Message] = [
         {"type": "http.request", "body": whole, "more_body": True},
@@ -281,7 +281,7 @@ def test_a_body_that_is_cut_off_teaches_nothing(stores: Stores, clock: Clock) ->
     assert stores.tokens() == {}
 
 
-def test_a_tenant_that_sends_too_much_is_told_when_to_come_back(
+def test_a_tenant_over_its_rate_gets_429_with_retry_after(
     client: TestClient, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "BYTES_PER_S", 1 << 10)
@@ -292,21 +292,19 @@ def test_a_tenant_that_sends_too_much_is_told_when_to_come_back(
     assert "at most 1024 bytes a second: try again in 29.5 s" in error_of(refused, 429)["message"]
     assert refused.headers.get_list("Retry-After") == ["30"]
     assert client.post(PATH, content=body, headers=B).status_code == 200
-    assert client.delete(PATH).status_code == 200  # what was wrong can be taken back
+    assert client.delete(PATH).status_code == 200  # a tenant can still delete
     clock.now += 30
     assert client.post(PATH, content=body).status_code == 200
 
 
-def test_small_calls_may_follow_one_another_for_a_while(client: TestClient) -> None:
+def test_a_burst_of_small_calls_is_allowed(client: TestClient) -> None:
     statuses = [client.get(PATH).status_code for _ in range(30)]
     num_free = statuses.index(429)
     assert statuses == [200] * num_free + [429] * (30 - num_free)
     assert num_free == BURST_S * BYTES_PER_S / CALL_BYTES + 1
 
 
-def test_of_many_clients_at_once_one_of_each_tenant_is_answered(
-    stores: Stores, clock: Clock
-) -> None:
+def test_each_tenant_has_one_call_at_a_time(stores: Stores, clock: Clock) -> None:
     async def run() -> list[httpx.Response]:
         transport = httpx.ASGITransport(application(stores, clock))
         async with httpx.AsyncClient(transport=transport, base_url="http://replica") as client:
@@ -321,7 +319,7 @@ def test_of_many_clients_at_once_one_of_each_tenant_is_answered(
     assert stores.tokens() == dict.fromkeys(OWN.values(), 3)
 
 
-def test_without_the_stores_nothing_is_done_and_the_answer_says_so(
+def test_calls_get_503_while_the_stores_do_not_answer(
     client: TestClient, stores: Stores, clock: Clock
 ) -> None:
     client.post(PATH, content=lines({"text": "abc"}))
@@ -344,7 +342,7 @@ def test_without_the_stores_nothing_is_done_and_the_answer_says_so(
         ("DELETE", {"adapter": "an-adapter"}, "none; the API key tells the tenant"),
     ],
 )
-def test_a_query_names_an_adapter_to_teach_and_nothing_else(
+def test_a_query_may_only_name_the_adapter_of_new_texts(
     client: TestClient, stores: Stores, method: str, params: dict[str, str], allowed: str
 ) -> None:
     answer = client.request(method, PATH, params=params, content=lines({"text": "a"}))
@@ -366,7 +364,7 @@ def test_a_query_names_an_adapter_to_teach_and_nothing_else(
         ),
     ],
 )
-def test_where_it_is_off_the_answer_names_the_field(
+def test_the_answer_of_a_disabled_api_names_the_field(
     stores: Stores, clock: Clock, method: str, args: dict[str, Any], status: int, message: str
 ) -> None:
     client = TestClient(application(stores, clock, **args), headers=A)
@@ -375,7 +373,7 @@ def test_where_it_is_off_the_answer_names_the_field(
     assert stores.tokens() == {}
 
 
-def test_without_keys_it_can_be_switched_on_for_the_memory_of_all(
+def test_without_keys_the_api_can_be_enabled_for_the_whole_memory(
     stores: Stores, clock: Clock
 ) -> None:
     app = application(stores, clock, keys=[], http={"memory_api": "always"})
@@ -385,9 +383,7 @@ def test_without_keys_it_can_be_switched_on_for_the_memory_of_all(
     assert client.delete(PATH).json()["forgotten_tokens"] == 3
 
 
-def test_a_memory_that_tenants_share_is_filled_and_cleared_by_none(
-    stores: Stores, clock: Clock
-) -> None:
+def test_tenants_can_fill_but_not_delete_a_shared_memory(stores: Stores, clock: Clock) -> None:
     shared = [{"kind": "trie", "share_tenants": True}]
     client = TestClient(application(stores, clock, speculation=shared), headers=A)
     assert client.post(PATH, content=lines({"text": "abc"})).status_code == 200

@@ -34,19 +34,19 @@ from specserve.serve.shared import AS_OF
 
 
 @pytest.mark.parametrize(("status", "header"), [(503, "7"), (429, "7"), (500, None), (200, None)])
-def test_a_busy_server_and_no_other_says_when_to_come_back(status: int, header: str | None) -> None:
+def test_only_status_429_and_503_get_retry_after(status: int, header: str | None) -> None:
     application = RetryAfterMiddleware(Response(status_code=status), 7)
     assert TestClient(application).get("/").headers.get("Retry-After") == header
 
 
-def test_an_answer_that_says_itself_when_to_come_back_is_left_as_it_is() -> None:
+def test_an_answers_own_retry_after_is_kept() -> None:
     answer = Response(status_code=429, headers={"Retry-After": "30"})
     headers = TestClient(RetryAfterMiddleware(answer, 7)).get("/").headers
     assert headers.get_list("Retry-After") == ["30"]
 
 
 class Metrics(Collector):
-    """Tells the second that it is, and counts how often it is asked to."""
+    """A metric of the current second that counts its refreshes and renderings."""
 
     def __init__(self) -> None:
         self.num_refreshed = self.num_rendered = self.second = 0
@@ -66,7 +66,7 @@ class Metrics(Collector):
 
     def application(self) -> Starlette:
         vllms = Mount("/metrics", Response("behind"))
-        vllms.path_regex = re.compile("^/metrics(?P<path>.*)$")  # as vLLM has it
+        vllms.path_regex = re.compile("^/metrics(?P<path>.*)$")  # as in vLLM
         app = Starlette(routes=[vllms, Mount("/health", Response("behind"))])
         serve_fresh_metrics(app, self.refresh, self._registry)
         return app
@@ -76,7 +76,7 @@ class Metrics(Collector):
     ("path", "root_path", "refreshed"),
     [("/metrics", "", 1), ("/demo/metrics/", "/demo", 1), ("/health", "", 0)],
 )
-def test_metrics_are_fresh_also_under_a_route_prefix(
+def test_metrics_are_refreshed_under_a_route_prefix_too(
     path: str, root_path: str, refreshed: int
 ) -> None:
     metrics = Metrics()
@@ -85,7 +85,7 @@ def test_metrics_are_fresh_also_under_a_route_prefix(
     assert metrics.num_refreshed == refreshed
 
 
-def test_metrics_are_rendered_once_a_refresh_for_all_who_ask() -> None:
+def test_concurrent_scrapes_share_one_rendering() -> None:
     metrics = Metrics()
 
     async def run() -> list[httpx.Response]:
@@ -97,8 +97,8 @@ def test_metrics_are_rendered_once_a_refresh_for_all_who_ask() -> None:
         return answers
 
     answers = asyncio.run(run())
-    told = [each.text.splitlines()[-1] for each in answers]
-    assert told == [f"second {second}.0" for second in range(3) for _ in range(10)]
+    values = [each.text.splitlines()[-1] for each in answers]
+    assert values == [f"second {second}.0" for second in range(3) for _ in range(10)]
     assert [each.headers[AS_OF] for each in answers[::10]] == ["0.000000", "1.000000", "2.000000"]
     assert answers[0].headers["cache-control"] == "max-age=1"
     assert answers[0].headers["content-type"].startswith("text/plain; version=")
@@ -110,7 +110,7 @@ def test_metrics_are_rendered_once_a_refresh_for_all_who_ask() -> None:
     [("POST", "/metrics", 405), ("OPTIONS", "/metrics", 405), ("GET", "/metricsx", 404),
      ("GET", "/metrics/x", 404), ("HEAD", "/metrics", 200)],
 )  # fmt: skip
-def test_no_other_question_renders_the_metrics_anew(method: str, path: str, status: int) -> None:
+def test_other_requests_do_not_render_the_metrics(method: str, path: str, status: int) -> None:
     metrics = Metrics()
     client = TestClient(metrics.application())
     client.get("/metrics")
@@ -120,7 +120,7 @@ def test_no_other_question_renders_the_metrics_anew(method: str, path: str, stat
 
 
 def caller(leaves: asyncio.Event | None = None) -> Receive:
-    """What is heard of a client that has sent its request and waits until it ``leaves``."""
+    """Receives from a client that has sent its request and waits until it ``leaves``."""
     messages = iter([{"type": "http.request"}])
     leaves = leaves or asyncio.Event()
 
@@ -141,7 +141,7 @@ async def no_answer(message: Message) -> None:
     raise AssertionError(message)
 
 
-def test_a_cancelled_call_is_a_disconnect_to_the_application() -> None:
+def test_the_application_sees_a_cancelled_call_as_a_disconnect() -> None:
     async def run() -> list[str]:
         received: list[str] = []
         began = asyncio.Event()
@@ -165,21 +165,21 @@ def test_a_cancelled_call_is_a_disconnect_to_the_application() -> None:
 
 @pytest.mark.parametrize("num_turns", range(9))
 @pytest.mark.parametrize("message_first", [True, False])
-def test_a_handler_hears_that_its_client_is_gone_before_it_is_cancelled(
+def test_a_handler_gets_the_disconnect_before_its_cancellation(
     num_turns: int, message_first: bool
 ) -> None:
     async def run() -> str:
-        leaves, began, told = asyncio.Event(), asyncio.Event(), "nothing"
+        leaves, began, seen = asyncio.Event(), asyncio.Event(), "nothing"
 
         async def listen(scope: Scope, receive: Receive, send: Send) -> None:
-            nonlocal told
+            nonlocal seen
             began.set()
             try:
                 while (await receive())["type"] != "http.disconnect":
                     pass
-                told = "the message"
+                seen = "the message"
             except asyncio.CancelledError:
-                told = "the cancellation"
+                seen = "the cancellation"
 
         call = asyncio.create_task(
             DisconnectMiddleware(listen)({"type": "http"}, caller(leaves), no_answer)
@@ -191,14 +191,14 @@ def test_a_handler_hears_that_its_client_is_gone_before_it_is_cancelled(
                 await asyncio.sleep(0)
         await asyncio.wait([call], timeout=5)
         await asyncio.sleep(0.01)
-        return told
+        return seen
 
     assert asyncio.run(run()) == "the message"
 
 
 @pytest.mark.parametrize("spec_version", ["2.3", "2.4"])
 @pytest.mark.parametrize("is_cancelled", [True, False])
-def test_a_stream_whose_client_is_gone_is_cancelled_where_it_writes(
+def test_a_stream_is_cancelled_when_its_client_is_gone(
     monkeypatch: pytest.MonkeyPatch, is_cancelled: bool, spec_version: str
 ) -> None:
     monkeypatch.setattr("specserve.serve.middleware._GONE_S", 0.05)
@@ -220,7 +220,7 @@ def test_a_stream_whose_client_is_gone_is_cancelled_where_it_writes(
             if message["type"] == "http.response.body":
                 call.cancel() if is_cancelled else leaves.set()
 
-        pieces = write()  # held here, so that nothing collects it
+        pieces = write()  # prevents garbage collection
         stream = DisconnectMiddleware(StreamingResponse(pieces))
         scope = {"type": "http", "asgi": {"spec_version": spec_version}}
         call = asyncio.create_task(stream(scope, caller(leaves), send))
@@ -232,7 +232,7 @@ def test_a_stream_whose_client_is_gone_is_cancelled_where_it_writes(
     assert asyncio.run(run()) == "cancelled"
 
 
-def test_what_is_done_after_an_answer_is_not_ended_by_the_connection() -> None:
+def test_a_background_task_survives_the_disconnect() -> None:
     async def run() -> bool:
         leaves, is_done = asyncio.Event(), False
 
@@ -249,7 +249,7 @@ def test_what_is_done_after_an_answer_is_not_ended_by_the_connection() -> None:
     assert asyncio.run(run())
 
 
-def test_a_body_that_the_application_does_not_read_is_left_with_the_client() -> None:
+def test_a_body_that_the_application_does_not_read_is_not_received() -> None:
     async def run() -> int:
         num_taken, may_answer = 0, asyncio.Event()
 
@@ -279,7 +279,7 @@ def test_an_error_while_the_client_waits_is_raised() -> None:
 
 
 @pytest.mark.parametrize("num_cancels", [1, 2])
-def test_an_application_that_does_not_listen_is_cancelled(
+def test_an_application_that_does_not_receive_is_cancelled(
     monkeypatch: pytest.MonkeyPatch, num_cancels: int
 ) -> None:
     monkeypatch.setattr("specserve.serve.middleware._GONE_S", 0.01)
@@ -309,7 +309,7 @@ def test_an_application_that_does_not_listen_is_cancelled(
 
 
 @pytest.mark.parametrize("handler", [None, answer_deep_nesting])
-def test_a_body_that_is_nested_too_deeply_is_the_clients_mistake(handler: Any) -> None:
+def test_a_body_that_is_nested_too_deeply_is_a_client_error(handler: Any) -> None:
     async def read(request: Request) -> Response:
         return JSONResponse(await request.json())
 
@@ -323,11 +323,11 @@ def test_a_body_that_is_nested_too_deeply_is_the_clients_mistake(handler: Any) -
         assert answer.json()["error"].keys() == {"message", "type", "param", "code"}
 
 
-def test_handlers_are_added_without_losing_the_counts_of_requests() -> None:
+def test_added_handlers_keep_the_counts_of_requests() -> None:
     registry = CollectorRegistry()
     app = FastAPI()
     Instrumentator(registry=registry).instrument(app)
-    app.middleware_stack = app.build_middleware_stack()  # as vLLM's applications come
+    app.middleware_stack = app.build_middleware_stack()  # as in vLLM's applications
     add_exception_handlers(app, {HTTPException: answer_http_error})
     answer = TestClient(app).get("/nowhere")
     assert answer.json()["error"]["type"] == "NotFoundError"
@@ -343,7 +343,7 @@ def scaling_answer(app: Starlette) -> Any:
     return TestClient(app).post("/scale_elastic_ep", json={"new_data_parallel_size": 2})
 
 
-def test_engines_are_not_scaled_by_request() -> None:
+def test_a_request_to_scale_engines_is_refused() -> None:
     app = Starlette(routes=[Route("/scale_elastic_ep", accept, methods=["POST"])])
     assert scaling_answer(app).status_code == 200
     refuse_scaling(app)
@@ -352,7 +352,7 @@ def test_engines_are_not_scaled_by_request() -> None:
     assert "placement.num_replicas" in answer.json()["error"]["message"]
 
 
-def test_the_route_that_scales_stays_closed_where_it_was_closed() -> None:
+def test_a_closed_scaling_route_stays_closed() -> None:
     app = Starlette(routes=[Route("/v1/models", accept)])
     refuse_scaling(app)
     assert scaling_answer(app).status_code == 404

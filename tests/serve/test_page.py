@@ -30,7 +30,7 @@ def decode(tokens: Sequence[int]) -> str:
 
 
 class Engine:
-    """As much of an engine as the page asks: one request of each tenant, whose text is its name."""
+    """The part of an engine that the page uses. Each tenant has a request with its name as text."""
 
     def __init__(self) -> None:
         self.hangs = False
@@ -72,7 +72,7 @@ def client(
     ask_all: Callable[[SpeculationPage, str], Awaitable[Sequence[ReplicaView | BaseException]]],
     **http: Any,
 ) -> TestClient:
-    """The page of an application of two replicas, behind its keys."""
+    """The page of an application with two replicas and its API keys."""
     placement, speculation = {"num_replicas": 2}, [{"kind": "trie", "max_bytes": 16 << 20}]
     sections = {"placement": placement, "speculation": speculation, "http": http}
     config = parse({"model": {"path": "m"}, **sections})
@@ -97,7 +97,7 @@ async def none_in_time(this: SpeculationPage, tenant: str) -> list[ReplicaView |
     return []
 
 
-def test_all_replicas_are_told(engine: Engine) -> None:
+def test_the_data_have_all_replicas(engine: Engine) -> None:
     data = client(engine, both).get("/speculation/data").json()
     assert [each["replica"] for each in data["replicas"]] == ["another", "one"]
     assert [each["generated_tokens"] for each in data["replicas"]] == [7, 7]
@@ -107,13 +107,13 @@ def test_all_replicas_are_told(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("ask_all", [this_alone, none_in_time])
-def test_replicas_that_fail_are_missing_and_the_rest_is_told(engine: Engine, ask_all: Any) -> None:
+def test_a_replica_that_fails_is_left_out_of_the_data(engine: Engine, ask_all: Any) -> None:
     data = client(engine, ask_all).get("/speculation/data").json()
     assert [each["replica"] for each in data["replicas"]] == ["one"]
     assert data["num_replicas"] == 2
 
 
-def test_an_engine_that_does_not_answer_is_503(engine: Engine) -> None:
+def test_an_engine_that_does_not_answer_gives_503(engine: Engine) -> None:
     engine.hangs = True
     assert client(engine, none_in_time).get("/speculation/data").status_code == 503
 
@@ -124,19 +124,19 @@ def shown_texts(answer: Any) -> set[str]:
     return {step["own"] for request in requests for step in request["steps"]}
 
 
-def test_texts_are_told_where_the_configuration_says_so_alone(engine: Engine) -> None:
+def test_texts_are_shown_only_if_configured(engine: Engine) -> None:
     assert shown_texts(client(engine, both).get("/speculation/data")) == {""}
     shows = client(engine, both, show_text=True)
     assert shown_texts(shows.get("/speculation/data")) == {"of "}
 
 
-def test_switched_off_there_is_no_page(engine: Engine) -> None:
+def test_a_disabled_page_gives_404(engine: Engine) -> None:
     http = client(engine, both, speculation_page=False)
     assert http.get("/speculation").status_code == 404
     assert http.get("/speculation/data").status_code == 404
 
 
-def test_the_page_is_open_and_its_data_are_the_tenants_own(engine: Engine) -> None:
+def test_the_page_needs_no_key_and_its_data_are_by_tenant(engine: Engine) -> None:
     keys = [{"env": name, "tenant": name[-1].lower()} for name in ENVIRONMENT]
     with client(engine, both, show_text=True, api_keys=keys) as http:
         assert http.get("/speculation").status_code == 200
@@ -147,7 +147,7 @@ def test_the_page_is_open_and_its_data_are_the_tenants_own(engine: Engine) -> No
     assert CURRENT_TENANT.get() == "-"
 
 
-def test_the_engine_is_asked_once_for_all_of_a_tenant_who_look_within_a_second(
+def test_a_tenants_calls_within_a_second_share_one_answer(
     engine: Engine,
 ) -> None:
     num_broadcasts = 0
@@ -165,10 +165,10 @@ def test_the_engine_is_asked_once_for_all_of_a_tenant_who_look_within_a_second(
                 answer = http.get("/speculation/data", headers=bearer)
                 assert shown_texts(answer) == {f"of {tenant}"}
     assert num_broadcasts == 2
-    assert engine.num_asked == 1 + 2  # for the counts of all, and for each one's requests
+    assert engine.num_asked == 1 + 2  # the counts, and each tenant's requests
 
 
-def test_the_page_may_load_nothing_from_elsewhere_and_names_no_host(engine: Engine) -> None:
+def test_the_page_names_no_host_and_may_load_nothing(engine: Engine) -> None:
     answer = client(engine, both).get("/speculation")
     assert answer.headers["content-type"].startswith("text/html")
     assert set(re.findall(r"https?://[^\"' ]+", answer.text)) == {"http://www.w3.org/2000/svg"}
@@ -177,7 +177,7 @@ def test_the_page_may_load_nothing_from_elsewhere_and_names_no_host(engine: Engi
     assert "unsafe" not in policy
 
 
-def test_each_step_tells_the_text_that_it_added() -> None:
+def test_each_step_has_the_text_that_it_added() -> None:
     word = tuple("中文".encode())
     steps = [
         RecentStep("", 0, 0, 1, tuple(b"x")),
@@ -191,7 +191,7 @@ def test_each_step_tells_the_text_that_it_added() -> None:
     ]
 
 
-def test_long_texts_are_put_together_from_their_steps() -> None:
+def test_the_texts_of_all_steps_add_up_to_the_text() -> None:
     text = "Grüße aus der 東京タワー, 🗼🗼 und so weiter. " * 3
     tokens = tuple(text.encode())
     steps = [
@@ -213,7 +213,7 @@ def test_the_page_has_the_labels_and_colours_of_all_sources() -> None:
 
 
 def lab(colour: str) -> tuple[float, float, float]:
-    """A colour ``#rrggbb`` in CIELAB (CIE 15:2004, D65), where distances are about what is seen."""
+    """A colour ``#rrggbb`` in CIELAB (CIE 15:2004, D65), where distances match perception."""
     shares = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
     r, g, b = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in shares)
     x = (0.4124 * r + 0.3576 * g + 0.1805 * b) / 0.9505

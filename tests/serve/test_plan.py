@@ -44,14 +44,14 @@ def refusal(config: AppConfig, there: list[Node]) -> str:
     return str(caught.value)
 
 
-def test_pack_fills_the_nodes_with_most_room_one_after_another() -> None:
+def test_pack_fills_one_node_after_another_from_the_largest() -> None:
     assert placed(16, "PACK", 8, 8) == (0,) * 8 + (1,) * 8
     assert placed(16, "PACK", 1, 8, 8) == (1,) * 8 + (2,) * 8
     assert placed(10, "PACK", 4, 8) == (1,) * 8 + (0,) * 2
     assert placed(4, "PACK", 2, 8) == (1,) * 4
 
 
-def test_spread_uses_each_node_before_it_uses_one_twice_and_ranks_stand_by_node() -> None:
+def test_spread_uses_all_nodes_and_orders_ranks_by_node() -> None:
     assert placed(2, "SPREAD", 8, 8) == (0, 1)
     assert placed(5, "SPREAD", 8, 8) == (0, 0, 0, 1, 1)
     assert placed(3, "SPREAD", 1, 4) == (1, 1, 0)
@@ -69,7 +69,7 @@ def test_strict_strategies_are_kept() -> None:
     )
 
 
-def test_what_is_missing_in_all_is_told_in_one_line() -> None:
+def test_missing_resources_are_reported_in_one_line() -> None:
     assert refusal(config(16), nodes(8)) == "needs 16 GPU, the cluster has 8 free"
     with_drafter = config(16, speculation=[DRAFTER])
     assert refusal(with_drafter, nodes(8, 8)) == "needs 17 GPU, the cluster has 16 free"
@@ -77,13 +77,13 @@ def test_what_is_missing_in_all_is_told_in_one_line() -> None:
     assert refusal(marked, nodes(8)) == "needs 2 fast, the cluster has 0 free"
 
 
-def test_shards_that_no_node_can_take_a_whole_one_of_are_refused() -> None:
+def test_a_shard_that_does_not_fit_on_one_node_is_refused() -> None:
     odd = [Node("a", {"CPU": 3.0}), Node("b", {"CPU": 3.0})]
     with pytest.raises(PlacementError, match=r"3 shards with 2 CPU each .* 1 CPU; 1 CPU$"):
         plan(config(3, num_cpus_per_shard=2), odd, on_gpu=False)
 
 
-def test_replicas_and_drafters_take_what_is_left() -> None:
+def test_replicas_and_drafters_share_the_nodes() -> None:
     two = config(8, speculation=[DRAFTER | {"num_actors": 2}], num_replicas=2)
     found = plan(two, nodes(8, 8, 2), on_gpu=True)
     assert found.replicas == ((0,) * 8, (1,) * 8)
@@ -107,7 +107,7 @@ def test_marks_keep_shards_and_drafters_on_their_nodes() -> None:
 
 
 @pytest.mark.parametrize("name", ["r1_mtp", "r1_mtp_hybrid", "r1_mtp_int8"])
-def test_r1_takes_two_nodes_of_8_gpus_and_its_module_one_more(name: str) -> None:
+def test_r1_needs_two_nodes_of_8_gpus_and_one_gpu_for_mtp(name: str) -> None:
     (application,) = read(CONFIGS / f"{name}.yaml").applications
     engine = {"GPU": 8.0, "CPU": 32.0, "specserve_engine": 1.0}
     drafter = {"GPU": 1.0, "CPU": 4.0, "specserve_drafter": 1.0}
@@ -117,13 +117,13 @@ def test_r1_takes_two_nodes_of_8_gpus_and_its_module_one_more(name: str) -> None
     assert refusal(application.config, there[1:]) == "needs 17 GPU, the cluster has 16 free"
 
 
-def test_a_drafter_on_cpu_keeps_off_the_nodes_with_gpus() -> None:
+def test_a_cpu_drafter_is_not_placed_on_a_gpu_node() -> None:
     there, on_gpu = described_nodes("1x8+1x4cpu", ())
     found = plan(config(2, speculation=[{"kind": "mtp"}]), there, on_gpu=on_gpu)
     assert (found.replicas, found.drafters) == (((0, 0),), (("mtp", 1),))
 
 
-def test_a_drafter_beside_rank_0_is_where_that_is_and_takes_nothing_more() -> None:
+def test_a_drafter_beside_rank_0_uses_its_node_and_no_more_resources() -> None:
     beside = {"kind": "mtp", "placement": "beside_rank_0", "num_gpus": 0.1}
     found = plan(config(8, speculation=[beside], num_replicas=2), nodes(8, 8), on_gpu=True)
     assert found.drafters == (("mtp beside rank 0", 0), ("mtp beside rank 0", 1))
@@ -132,7 +132,7 @@ def test_a_drafter_beside_rank_0_is_where_that_is_and_takes_nothing_more() -> No
         plan(config(1, speculation=[beside]), nodes(8), on_gpu=False)
 
 
-def test_a_drafter_in_the_engine_takes_no_place() -> None:
+def test_an_in_engine_drafter_needs_no_resources() -> None:
     inside = config(8, speculation=[{"kind": "mtp", "placement": "in_engine"}])
     found: Plan = plan(inside, nodes(8), on_gpu=True)
     assert found.drafters == ()
@@ -148,6 +148,6 @@ def test_a_cluster_is_described_by_groups_of_nodes() -> None:
 
 
 @pytest.mark.parametrize("cluster", ["", "8", "2x", "0x8", "2x8+", "2x8gpu", "-1x8", "2x8,1x1"])
-def test_a_description_that_is_none_is_refused(cluster: str) -> None:
+def test_an_invalid_description_is_refused(cluster: str) -> None:
     with pytest.raises(ConfigError, match=r"--cluster: .* is not allowed; allowed: running, or"):
         described_nodes(cluster, ())

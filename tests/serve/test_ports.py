@@ -24,7 +24,7 @@ def port_of(server: socket.socket, host: str = "127.0.0.1") -> Port:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_a_port_in_use_is_told_with_what_it_is_for_and_who_has_it(
+def test_a_port_in_use_is_reported_with_its_purpose_and_process(
     listener: socket.socket, host: str
 ) -> None:
     port = port_of(listener, host)
@@ -34,14 +34,14 @@ def test_a_port_in_use_is_told_with_what_it_is_for_and_who_has_it(
     assert str(error.value).endswith(f" (pid {os.getpid()})")
 
 
-def test_all_ports_in_use_are_told_in_one_line(listener: socket.socket) -> None:
+def test_all_ports_in_use_are_reported_in_one_line(listener: socket.socket) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(PortError) as error:
         require_free([port_of(listener), port_of(other)])
     assert str(error.value).count("is in use by") == 2
     assert "\n" not in str(error.value)
 
 
-def test_a_port_that_its_owner_would_share_is_in_use() -> None:
+def test_a_port_with_reuse_port_is_in_use() -> None:
     server = socket.create_server(("127.0.0.1", 0), reuse_port=True)
     with server, pytest.raises(PortError):
         require_free([port_of(server)])
@@ -58,12 +58,12 @@ def test_a_port_that_becomes_free_in_time_is_waited_for(listener: socket.socket)
     timer.join()
 
 
-def test_a_stranger_is_told_where_a_cluster_is_joined_too(listener: socket.socket) -> None:
+def test_a_port_in_use_is_refused_when_joining_a_cluster_too(listener: socket.socket) -> None:
     with pytest.raises(PortError):
         require_free([port_of(listener)], joins_cluster=True)
 
 
-def test_behind_haproxy_its_ports_are_needed_too() -> None:
+def test_with_haproxy_its_ports_are_needed_too() -> None:
     program = (
         "from specserve.serve.ports import serve_ports\n"
         "for port in serve_ports('0.0.0.0', 80): print(port.host, port.number)"
@@ -79,5 +79,5 @@ def test_behind_haproxy_its_ports_are_needed_too() -> None:
     assert done.stdout.splitlines() == lines
 
 
-def test_serves_own_proxy_needs_the_port_of_the_api_alone() -> None:
+def test_serves_own_proxy_needs_only_the_api_port() -> None:
     assert [port.number for port in serve_ports("127.0.0.1", 80)] == [80]

@@ -1,4 +1,4 @@
-"""A call's prediction: what is taken and refused, and the counts in the answer's usage."""
+"""Predictions of calls: accepted and refused forms, and the counts in the answer's usage."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ def client_of(app: Any) -> TestClient:
     return TestClient(ControlsMiddleware(app, ["ngram", "prediction"], PREDICTOR))
 
 
-async def tell(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers with the tokens that the engine will be told."""
+async def echo_ids(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers with the tokens that the engine will get."""
     await Request(scope, receive).body()
-    told = CURRENT_CONTROLS.get().get("prediction", b"")
-    assert isinstance(told, bytes)
-    await JSONResponse(np.frombuffer(told, np.int32).tolist())(scope, receive, send)
+    tokens = CURRENT_CONTROLS.get().get("prediction", b"")
+    assert isinstance(tokens, bytes)
+    await JSONResponse(np.frombuffer(tokens, np.int32).tolist())(scope, receive, send)
 
 
 @pytest.fixture
-def telling() -> TestClient:
-    return client_of(tell)
+def client() -> TestClient:
+    return client_of(echo_ids)
 
 
 def content(value: object) -> dict[str, object]:
@@ -76,16 +76,16 @@ def part(text: object) -> dict[str, object]:
         ("/v1/chat/completions", content("a") | {"min_p": 0, "logit_bias": None}, "a"),
     ],
 )
-def test_the_engine_is_told_the_tokens(
-    telling: TestClient, path: str, body: dict[str, Any], text: str
+def test_the_engine_gets_the_tokens(
+    client: TestClient, path: str, body: dict[str, Any], text: str
 ) -> None:
-    answer = telling.post(path, json=body)
+    answer = client.post(path, json=body)
     assert (answer.status_code, answer.json()) == (200, [ord(each) for each in text])
 
 
-def test_a_prediction_in_a_form_is_taken(telling: TestClient) -> None:
+def test_a_prediction_in_a_form_is_accepted(client: TestClient) -> None:
     form = {"vllm_xargs": json.dumps({"prediction": "ab"})}
-    answer = telling.post("/v1/audio/transcriptions", data=form, files={"file": b""})
+    answer = client.post("/v1/audio/transcriptions", data=form, files={"file": b""})
     assert answer.json() == [97, 98]
 
 
@@ -124,10 +124,10 @@ def test_a_prediction_in_a_form_is_taken(telling: TestClient) -> None:
         ),
     ],
 )
-def test_what_is_not_allowed_is_answered_400_with_field_value_and_limit(
-    telling: TestClient, body: dict[str, Any], param: str, words: str
+def test_an_invalid_prediction_gets_400_with_field_value_and_limit(
+    client: TestClient, body: dict[str, Any], param: str, words: str
 ) -> None:
-    answer = telling.post("/v1/chat/completions", content=json.dumps(body))
+    answer = client.post("/v1/chat/completions", content=json.dumps(body))
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["param"]) == (400, 400, param)
     assert error["message"].startswith(f"{param}: ")
@@ -148,23 +148,23 @@ def test_what_is_not_allowed_is_answered_400_with_field_value_and_limit(
         ),
     ],
 )
-def test_the_generation_api_is_refused_in_its_own_form(
-    telling: TestClient, body: dict[str, Any], message: str
+def test_a_refusal_of_the_generation_api_has_its_own_form(
+    client: TestClient, body: dict[str, Any], message: str
 ) -> None:
-    answer = telling.post("/generate", json={"inputs": "x", **body})
+    answer = client.post("/generate", json={"inputs": "x", **body})
     assert answer.status_code == 422
     assert answer.json()["error"].startswith(f"Input validation error: {message}")
 
 
 @pytest.mark.parametrize("body", [content("abc"), {"vllm_xargs": {"prediction": "abc"}}])
 def test_an_application_without_the_source_refuses_predictions(body: dict[str, Any]) -> None:
-    answer = TestClient(ControlsMiddleware(tell, ["ngram"])).post("/v1/completions", json=body)
+    answer = TestClient(ControlsMiddleware(echo_ids, ["ngram"])).post("/v1/completions", json=body)
     assert answer.status_code == 400
     assert "no source `prediction`" in answer.json()["error"]["message"]
 
 
 def counting(response: Any) -> Any:
-    """An application that has written "abxy", and answers with what ``response`` makes."""
+    """An application whose text is "abxy" and whose answer is ``response()``."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await Request(scope, receive).body()
@@ -201,13 +201,13 @@ def test_the_usage_has_the_counts() -> None:
         lambda: Response(b'{"usage": {"completion_tokens": 1}}', media_type="text/plain"),
     ],
 )
-def test_an_answer_without_openais_usage_stays_as_it_is(response: Any) -> None:
+def test_an_answer_without_openais_usage_is_not_changed(response: Any) -> None:
     answer = posted(response, content("abc"))
     assert answer.content == response().body
     assert answer.status_code == response().status_code
 
 
-def test_an_answer_of_a_call_without_a_prediction_stays_as_it_is() -> None:
+def test_an_answer_without_a_prediction_is_not_changed() -> None:
     answer = posted(lambda: Response(b'{"usage": {"completion_tokens": 1} }'), {"prompt": "a"})
     assert answer.content == b'{"usage": {"completion_tokens": 1} }'
 
@@ -229,6 +229,6 @@ def test_the_last_chunk_of_a_stream_has_the_counts() -> None:
     )
     assert answer.content.startswith(text)
     assert answer.content.endswith(b"\n\ndata: [DONE]\n\n")
-    (_, told, _, _) = answer.content.split(b"\n\n")
-    usage = json.loads(told.removeprefix(b"data: "))["usage"]
+    (_, chunk, _, _) = answer.content.split(b"\n\n")
+    usage = json.loads(chunk.removeprefix(b"data: "))["usage"]
     assert usage == USAGE | {"completion_tokens_details": details(2, 2)}

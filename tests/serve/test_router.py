@@ -1,4 +1,4 @@
-"""Which replica gets a request; tests/integration/served/test_trie.py has it on two nodes."""
+"""The routing of requests to replicas. tests/integration/served/test_trie.py uses two nodes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specserve.serve import router
 from specserve.serve.router import AnyNodeRouter
 
 
-def test_serve_still_knows_what_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_has_the_options_that_we_set(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, object] = {}
     monkeypatch.setattr(
         PowerOfTwoChoicesRequestRouter, "__init__", lambda self, **options: given.update(options)
@@ -23,7 +23,7 @@ def test_serve_still_knows_what_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("has_haproxy", [False, True])
-def test_haproxy_routes_by_itself(monkeypatch: pytest.MonkeyPatch, has_haproxy: bool) -> None:
+def test_haproxy_replaces_our_router(monkeypatch: pytest.MonkeyPatch, has_haproxy: bool) -> None:
     monkeypatch.setattr(router, "RAY_SERVE_ENABLE_HA_PROXY", has_haproxy)
     chosen = router.router_config().get_request_router_class()
     assert (chosen is AnyNodeRouter) is not has_haproxy

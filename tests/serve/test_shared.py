@@ -10,7 +10,7 @@ MANY = 50
 
 
 class Source:
-    """Answers with the number of the fetch, when it may."""
+    """Answers with the number of the fetch once ``may_answer`` is set."""
 
     def __init__(self) -> None:
         self.num_fetches = 0
@@ -26,7 +26,7 @@ class Source:
         return answer
 
 
-def test_all_who_ask_at_once_share_one_fetch() -> None:
+def test_concurrent_callers_share_one_fetch() -> None:
     async def run() -> None:
         source = Source()
         shared = Shared(source, 5)
@@ -40,7 +40,7 @@ def test_all_who_ask_at_once_share_one_fetch() -> None:
     asyncio.run(run())
 
 
-def test_an_answer_is_given_for_its_time_and_then_forgotten() -> None:
+def test_an_answer_is_kept_only_while_it_is_fresh() -> None:
     async def run() -> None:
         source = Source()
         source.may_answer.set()
@@ -56,7 +56,7 @@ def test_an_answer_is_given_for_its_time_and_then_forgotten() -> None:
     asyncio.run(run())
 
 
-def test_who_is_cancelled_does_not_take_the_answer_from_the_others() -> None:
+def test_a_cancelled_caller_does_not_cancel_the_others() -> None:
     async def run() -> None:
         source = Source()
         shared = Shared(source, 5)
@@ -71,7 +71,7 @@ def test_who_is_cancelled_does_not_take_the_answer_from_the_others() -> None:
     asyncio.run(run())
 
 
-def test_a_fetch_that_fails_or_hangs_is_told_to_those_who_wait_and_the_next_one_answers() -> None:
+def test_a_failed_fetch_raises_for_all_callers_and_the_next_one_answers() -> None:
     async def run(hangs: bool) -> None:
         source = Source()
         shared = Shared(source, 0.01, fresh_s=0)
@@ -91,7 +91,7 @@ def test_a_fetch_that_fails_or_hangs_is_told_to_those_who_wait_and_the_next_one_
         asyncio.run(run(hangs))
 
 
-def test_an_error_is_not_asked_for_again_at_once() -> None:
+def test_an_error_is_kept_while_it_is_fresh() -> None:
     async def run() -> None:
         source = Source()
         source.may_answer.set()

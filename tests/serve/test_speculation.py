@@ -53,7 +53,7 @@ def client(rank0: Rank0, monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient
         yield client
 
 
-def test_acceptance_is_told_by_source_and_position(client: TestClient, rank0: Rank0) -> None:
+def test_acceptance_is_reported_by_source_and_position(client: TestClient, rank0: Rank0) -> None:
     count_draft(rank0.metrics, "ngram", 3, 2)
     count_draft(rank0.metrics, "ngram", 1, 0)
     answer = client.get("/v1/speculation").json()
@@ -69,14 +69,14 @@ def test_acceptance_is_told_by_source_and_position(client: TestClient, rank0: Ra
     }
 
 
-def test_why_a_drafter_is_not_there_is_told(client: TestClient, rank0: Rank0) -> None:
+def test_the_reason_for_a_missing_drafter_is_reported(client: TestClient, rank0: Rank0) -> None:
     rank0.metrics.set_reachable("ngram", False, "no node has free what it asks for")
     (source,) = client.get("/v1/speculation").json()["sources"]
     assert (source["up"], source["reason"]) == (False, "no node has free what it asks for")
 
 
 @pytest.mark.parametrize("hangs", [True, False])
-def test_the_last_known_counts_are_told_when_the_engine_does_not_answer(
+def test_the_last_counts_are_reported_if_the_engine_does_not_answer(
     client: TestClient, rank0: Rank0, hangs: bool
 ) -> None:
     count_draft(rank0.metrics, "ngram", 3, 2)
@@ -85,7 +85,7 @@ def test_the_last_known_counts_are_told_when_the_engine_does_not_answer(
     assert client.get("/v1/speculation").json() == before
 
 
-def test_the_engine_is_asked_once_for_all_who_look_within_a_second(
+def test_calls_within_a_second_share_one_answer_of_the_engine(
     client: TestClient, rank0: Rank0
 ) -> None:
     answers = [client.get("/v1/speculation") for _ in range(20)]
@@ -93,7 +93,7 @@ def test_the_engine_is_asked_once_for_all_who_look_within_a_second(
     assert rank0.num_asked == 1
 
 
-def test_an_answer_tells_when_the_engine_was_asked(client: TestClient) -> None:
+def test_an_answer_has_the_time_of_its_counts(client: TestClient) -> None:
     before = time.time()
     answer = client.get("/v1/speculation")
     assert before <= float(answer.headers[AS_OF]) <= time.time()

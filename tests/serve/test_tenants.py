@@ -23,8 +23,8 @@ CONFIGURED = [
 ]
 
 
-async def tell_tenant(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers with the tenant that is noted for the call, from a task of its own."""
+async def answer_tenant(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers with the current tenant, from another task."""
 
     async def answer() -> None:
         body = CURRENT_TENANT.get().encode()
@@ -35,7 +35,7 @@ async def tell_tenant(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 KEYS = read_keys(CONFIGURED, VARIABLES)
-APPLICATION = TenantMiddleware(tell_tenant, KEYS)
+APPLICATION = TenantMiddleware(answer_tenant, KEYS)
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def test_the_key_of_the_labels_is_every_replicas_and_not_to_be_told_from_one_api_key() -> None:
+def test_the_label_key_depends_on_all_api_keys_in_any_order() -> None:
     first, *others = KEYS.items()
     assert label_key(KEYS) == label_key(dict([*others, first]))
     assert len({label_key(KEYS), label_key(dict([first])), label_key(dict(others))}) == 3
@@ -57,12 +57,12 @@ def test_the_key_of_the_labels_is_every_replicas_and_not_to_be_told_from_one_api
 @pytest.mark.parametrize(
     ("key", "tenant"), [("sk-alpha", "team-a"), ("sk-alpha-2", "team-a"), ("sk-beta", "team-b")]
 )
-def test_a_known_key_tells_the_tenant(client: TestClient, key: str, tenant: str) -> None:
+def test_a_known_key_identifies_the_tenant(client: TestClient, key: str, tenant: str) -> None:
     answer = client.post("/v1/completions", headers=bearer(key))
     assert (answer.status_code, answer.text) == (200, tenant)
 
 
-def test_the_schemes_name_may_be_written_in_any_case(client: TestClient) -> None:
+def test_the_authorization_scheme_ignores_case(client: TestClient) -> None:
     headers = {"authorization": "bearer sk-beta"}
     assert client.post("/v1/completions", headers=headers).text == "team-b"
 
@@ -120,7 +120,7 @@ def test_a_websocket_without_a_known_key_is_closed(client: TestClient) -> None:
     assert closed.value.code == 1008
 
 
-def test_the_tenant_of_one_call_is_not_left_to_the_next() -> None:
+def test_a_call_does_not_keep_the_previous_tenant() -> None:
     async def ask(headers: Iterable[tuple[bytes, bytes]], path: str) -> bytes:
         sent: list[Message] = []
 
@@ -141,7 +141,7 @@ def test_the_tenant_of_one_call_is_not_left_to_the_next() -> None:
     assert asyncio.run(run()) == [b"team-b", NO_TENANT.encode()]
 
 
-def test_what_the_replicas_get_does_not_hold_the_keys() -> None:
+def test_the_keys_are_not_sent_to_the_replicas() -> None:
     handed_over = pickle.dumps(read_keys(CONFIGURED, VARIABLES))
     assert b"team-a" in handed_over
     assert not any(key.encode() in handed_over for key in VARIABLES.values())
@@ -158,10 +158,10 @@ def test_what_the_replicas_get_does_not_hold_the_keys() -> None:
         ("sk-alpha", r"a key that no other one holds$"),
     ],
 )
-def test_a_variable_that_holds_no_key_of_its_own_is_told_without_what_it_holds(
+def test_an_invalid_key_variable_is_reported_without_its_value(
     value: str | None, message: str
 ) -> None:
     environment = {"A_KEY": "sk-alpha"} | ({} if value is None else {"B_KEY": value})
-    with pytest.raises(ConfigError, match=rf"^http\.api_keys\.1\.env: 'B_KEY' .*{message}") as told:
+    with pytest.raises(ConfigError, match=rf"^http\.api_keys\.1\.env: 'B_KEY' .*{message}") as info:
         read_keys(CONFIGURED[:2], environment)
-    assert not value or value not in str(told.value)
+    assert not value or value not in str(info.value)

@@ -59,7 +59,7 @@ def test_amx_does_not_fit_other_sizes_and_types(sizes: dict[str, Any]) -> None:
         (False, None, None),
     ],
 )
-def test_the_demo_model_keeps_off_amx(
+def test_the_demo_model_does_not_use_amx_by_default(
     monkeypatch: pytest.MonkeyPatch, has_amx: bool, given: Any, chosen: Any
 ) -> None:
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)

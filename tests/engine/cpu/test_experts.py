@@ -9,7 +9,7 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.platforms import current_platform
 
-import specserve.engine.cpu.worker  # noqa: F401  vLLM's CPU worker wants to be imported first
+import specserve.engine.cpu.worker  # noqa: F401  vLLM's CPU worker must be imported first
 from specserve.engine.cpu.experts import allow_float32_experts
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="replaced on CPU only")
@@ -18,7 +18,7 @@ TOKENS, HIDDEN, INNER, EXPERTS, CHOSEN = 7, 8, 6, 5, 2
 
 
 @pytest.mark.parametrize("weighted_before", [False, True])
-def test_each_token_gets_its_own_experts_by_their_weights(weighted_before: bool) -> None:
+def test_a_tokens_output_is_the_weighted_sum_of_its_experts(weighted_before: bool) -> None:
     allow_float32_experts()
     torch.manual_seed(0)
     hidden, output = torch.randn(TOKENS, HIDDEN), torch.full((TOKENS, HIDDEN), 9.0)

@@ -10,13 +10,13 @@ from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-import specserve.engine.cpu.worker  # noqa: F401  vLLM's CPU worker wants to be imported first
+import specserve.engine.cpu.worker  # noqa: F401  vLLM's CPU worker must be imported first
 from specserve.engine.cpu.kernels import repair_kernels, unused_generators_aside
 
 
 @pytest.mark.skipif(HAS_TRITON, reason="with Triton the original kernel runs")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.int64])
-def test_every_draft_token_gets_its_requests_value(dtype: torch.dtype) -> None:
+def test_each_draft_token_gets_the_value_of_its_request(dtype: torch.dtype) -> None:
     repair_kernels()
     values = torch.tensor([3, 0, 5], dtype=dtype)
     cumulative = torch.tensor([2, 3, 3], dtype=torch.int32)  # 2, 1 and 0 draft tokens
@@ -28,7 +28,7 @@ def test_every_draft_token_gets_its_requests_value(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="the replacement is for CPUs")
-def test_top_k_leaves_a_step_without_drafts_alone() -> None:
+def test_top_k_accepts_a_step_without_drafts() -> None:
     repair_kernels()
     none = torch.zeros((0, 8))
     top_k = torch.zeros(0, dtype=torch.int32)
@@ -49,7 +49,7 @@ def test_log_probabilities_are_ranked_without_a_compiler() -> None:
 
 
 class Sampled(Exception):
-    """vLLM is past the generators."""
+    """Raised after vLLM has handled the generators."""
 
 
 class SamplerOutput:
@@ -58,13 +58,13 @@ class SamplerOutput:
         raise Sampled
 
 
-def test_a_seeded_request_whose_prompt_is_not_finished_keeps_its_draws() -> None:
+def test_a_seeded_request_keeps_its_generator_during_prefill() -> None:
     generators = {row: torch.Generator().manual_seed(row) for row in (0, 2)}
     runner = SimpleNamespace(
         input_batch=SimpleNamespace(
             num_reqs=3, generators=dict(generators), req_ids=[], req_id_to_index={}
         ),
-        # What is behind the last request is of an earlier step.
+        # Entries after the last request belong to an earlier step.
         discard_request_mask=SimpleNamespace(np=np.array([False, True, True, True])),
     )
     with unused_generators_aside(runner):

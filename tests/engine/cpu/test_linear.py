@@ -7,7 +7,7 @@ import pytest
 import torch
 from vllm.model_executor.layers import utils
 
-import specserve.engine.cpu.worker  # noqa: F401  vLLM's CPU worker wants to be imported first
+import specserve.engine.cpu.worker  # noqa: F401  vLLM's CPU worker must be imported first
 from specserve.engine.cpu import linear
 
 
@@ -43,10 +43,10 @@ def test_layers_that_vllm_leaves_to_torch_are_found(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(("seconds", "is_faster"), [((1, 2, 1, 2), True), ((2, 1, 1, 2), False)])
-def test_float32_is_chosen_where_decoding_and_reading_are_faster_in_all(
+def test_float32_is_chosen_if_decode_plus_prefill_is_faster(
     seconds: tuple[int, ...], is_faster: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """First decoding in float32, then in bfloat16, then the same of a prompt."""
+    """``seconds``: decode in float32 and in bfloat16, then prefill in both."""
     of_rows = iter([seconds[:2], seconds[2:]])
 
     def take(*calls: Callable[[], torch.Tensor]) -> tuple[int, ...]:
@@ -61,7 +61,7 @@ def test_float32_is_chosen_where_decoding_and_reading_are_faster_in_all(
     linear.is_float32_faster.cache_clear()
 
 
-def test_a_layer_is_measured_by_what_one_thread_computes_and_not_by_what_it_waits_for(
+def test_a_layer_is_measured_by_the_cpu_time_of_one_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(linear, "_MEASURED_S", 0.0)
@@ -69,7 +69,7 @@ def test_a_layer_is_measured_by_what_one_thread_computes_and_not_by_what_it_wait
 
     def waits() -> None:
         threads.add(torch.get_num_threads())
-        time.sleep(0.01)  # as where another process has the CPU
+        time.sleep(0.01)  # as when another process has the CPU
 
     def computes() -> None:
         until = time.thread_time() + 0.005
@@ -87,7 +87,7 @@ def test_a_layer_is_measured_by_what_one_thread_computes_and_not_by_what_it_wait
     assert threads == {1}
 
 
-def test_where_bfloat16_is_as_fast_vllm_chooses_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_chooses_its_kernel_if_bfloat16_is_as_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "is_float32_faster", lambda *_: False)
     asked: list[bool] = []
     monkeypatch.setattr(linear, "_dispatch", lambda _, remove_weight: asked.append(remove_weight))

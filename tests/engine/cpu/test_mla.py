@@ -8,7 +8,7 @@ import torch
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-import specserve.engine.cpu.worker  # noqa: F401  vLLM's CPU worker wants to be imported first
+import specserve.engine.cpu.worker  # noqa: F401  vLLM's CPU worker must be imported first
 from specserve.engine.cpu.mla import (
     BLOCK_SIZE,
     VerifyingCPUMLABackend,
@@ -29,7 +29,7 @@ def test_vllm_finds_this_backend_under_its_own_name() -> None:
 
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="the kernel is vLLM's CPU build's")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
-def test_each_token_of_a_draft_sees_its_own_context_and_no_token_after_it(
+def test_a_draft_token_attends_to_its_context_and_to_no_later_token(
     dtype: torch.dtype, tolerance: float
 ) -> None:
     torch.manual_seed(0)

@@ -8,7 +8,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.mla.prefill.cpu_sdpa import CPUSDPAMLAPrefillBackend
 from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
 
-import specserve.engine.cpu.worker  # noqa: F401  vLLM's CPU worker wants to be imported first
+import specserve.engine.cpu.worker  # noqa: F401  vLLM's CPU worker must be imported first
 from specserve.engine.cpu.mla_prefill import FlashPrefillBackend, use_flash_prefill
 
 HEADS, KEY, VALUE = 2, 48, 32
@@ -22,7 +22,7 @@ def test_vllm_finds_this_backend_under_its_own_name() -> None:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("value_width", [VALUE, KEY, KEY + 16])
-def test_prompts_of_several_lengths_are_attended_to_as_by_vllm(
+def test_attention_over_prompts_of_several_lengths_equals_vllms(
     dtype: torch.dtype, tolerance: float, value_width: int
 ) -> None:
     torch.manual_seed(0)

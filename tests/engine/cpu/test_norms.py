@@ -7,7 +7,7 @@ import pytest
 import torch
 from vllm import ir
 
-import specserve.engine.cpu.worker  # noqa: F401  vLLM's CPU worker wants to be imported first
+import specserve.engine.cpu.worker  # noqa: F401  vLLM's CPU worker must be imported first
 from specserve.engine.cpu.norms import PROVIDER, use_norm_kernels
 
 EPSILON = 1e-6
@@ -23,14 +23,14 @@ def _in_place() -> Iterator[None]:
 
 
 def exact(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """In float64."""
+    """The norm in float64."""
     x = x.double()
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPSILON) * weight.double()
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("shape", [(1, 16), (5, 256), (2, 3, 48), (0, 16)])
-def test_a_norm_is_rounded_as_its_type_is(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_a_norm_has_its_dtypes_precision(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, weight = torch.randn(shape).to(dtype), torch.rand(shape[-1]).to(dtype)
     assert ir.ops.rms_norm.dispatch(x, weight, EPSILON).provider == PROVIDER
     found = ir.ops.rms_norm(x, weight, EPSILON)
@@ -38,7 +38,7 @@ def test_a_norm_is_rounded_as_its_type_is(shape: tuple[int, ...], dtype: torch.d
     torch.testing.assert_close(found.double(), exact(x, weight), rtol=ROUNDING[dtype], atol=1e-6)
 
 
-def test_a_part_of_each_row_is_normed() -> None:
+def test_a_slice_of_each_row_is_normalised() -> None:
     rows, weight = torch.randn(4, 80), torch.rand(64)
     part = rows[:, :64]
     found = ir.ops.rms_norm(part, weight, EPSILON)
@@ -57,7 +57,7 @@ def test_a_norm_adds_to_the_residual_in_place(dtype: torch.dtype) -> None:
     torch.testing.assert_close(normed.double(), exact(total, weight), rtol=rtol, atol=1e-6)
 
 
-def test_what_the_kernels_do_not_take_is_left_to_torch() -> None:
+def test_torch_computes_what_the_kernels_do_not_support() -> None:
     x, weight = torch.randn(3, 32), torch.rand(32)
     others: list[tuple[Any, ...]] = [
         (x, None, EPSILON),

@@ -27,7 +27,7 @@ EXPERTS, INNER, HIDDEN = 3, 130, 140
 
 
 def layer() -> Any:
-    """Routed experts as vLLM has loaded them; of the second, one row is zero."""
+    """Routed experts as vLLM loads them. One row of the second expert is zero."""
     torch.manual_seed(0)
     gate_up, down = torch.randn(EXPERTS, 2 * INNER, HIDDEN), torch.randn(EXPERTS, HIDDEN, INNER)
     gate_up[1, 5] = 0
@@ -58,11 +58,11 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         ("int8_per_channel_weight_only", RoutedExperts, RoundedInt8Experts),
     ],
 )
-def test_vllm_finds_the_rounding_where_it_looks_for_kernels(
+def test_vllm_resolves_the_quantization_to_our_rounding(
     monkeypatch: pytest.MonkeyPatch, quantization: str, layer_class: type, method: type
 ) -> None:
     for table in ("_ONLINE_LINEAR_METHODS", "_ONLINE_MOE_METHODS"):
-        monkeypatch.setattr(base, table, getattr(base, table))  # put back after the test
+        monkeypatch.setattr(base, table, getattr(base, table))  # restored after the test
     round_weights_instead()
     arguments = resolve_quantization_config(quantization, None)
     assert arguments is not None
@@ -85,7 +85,7 @@ def test_experts_get_the_values_of_vllms_int8(packed: list[Any]) -> None:
     assert packed == [rounded]
 
 
-def test_experts_are_rounded_to_fp8_each_for_itself(packed: list[Any]) -> None:
+def test_each_expert_is_rounded_to_fp8_separately(packed: list[Any]) -> None:
     rounded, loaded = layer(), layer()
     quantized = object.__new__(RoundedFp8Experts)
     quantized.process_weights_after_loading(rounded)
@@ -101,7 +101,7 @@ def test_a_linear_layer_is_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None
     method._plain = UnquantizedLinearMethod()
     linear: Any = torch.nn.Linear(140, 130, bias=False)
     linear.requires_grad_(False)
-    # Kept for latent attention as it is; of another layer vLLM packs the weight.
+    # Latent attention keeps this weight as it is. vLLM packs the weights of other layers.
     linear._cpu_skip_gemm_dispatch = True
     expected = rounded_to_fp8(linear.weight)
     method.process_weights_after_loading(linear)
@@ -118,16 +118,16 @@ def test_fp8_has_a_scale_for_each_block() -> None:
     rounded = rounded_to_fp8(weight)
     assert rounded.shape == weight.shape
     assert rounded[130, 260] == 1000.0  # a block's largest value is kept
-    # E4M3 has 3 bits behind the leading one: half of the last is 1/16 of a value.
+    # E4M3 has 3 mantissa bits: half of the last one is 1/16 of the value.
     error = (rounded - weight).abs()
     within = error <= weight.abs() / 16 + 1e-4
     in_block = torch.zeros(200, 300, dtype=torch.bool)
     in_block[128:, 256:] = True
     assert within[~in_block].all()
-    assert not within[in_block].all()  # beside so large a value small ones lose more
+    assert not within[in_block].all()  # small values lose more beside a large one
 
 
-def test_a_row_of_zeros_stays_one() -> None:
+def test_a_row_of_zeros_stays_zero() -> None:
     zeros = torch.zeros(4, 8)
     assert torch.equal(rounded_to_int8(zeros, zeros.amax(-1)), zeros)
     assert torch.equal(rounded_to_fp8(zeros), zeros)

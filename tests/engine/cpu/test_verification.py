@@ -10,7 +10,7 @@ from vllm.triton_utils.dispatcher import KernelOverride
 from vllm.utils import cpu_triton_utils
 from vllm.v1.sample import rejection_sampler
 
-import specserve.engine.cpu.worker  # noqa: F401  vLLM's CPU worker wants to be imported first
+import specserve.engine.cpu.worker  # noqa: F401  vLLM's CPU worker must be imported first
 from specserve.engine.cpu import verification
 from tests.engine.sampling_metadata import sampling_metadata
 
@@ -21,7 +21,7 @@ NONE = -1
 
 @pytest.fixture(autouse=True)
 def _in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The function, and vLLM's CPU kernel, which its worker puts in place."""
+    """Installs our function and the CPU kernel that vLLM's worker installs."""
     launcher = rejection_sampler._rejection_greedy_sample
     kernel = KernelOverride(launcher.kernel, cpu_triton_utils._rejection_greedy_sample_kernel_impl)
     monkeypatch.setattr(launcher, "kernel", kernel)
@@ -36,7 +36,7 @@ def verify(
     generators: dict[int, torch.Generator] | None = None,
     bonus: int = 0,
 ) -> list[list[int]]:
-    """What each request writes, by the function that vLLM looks up."""
+    """The tokens of each request, from the function that vLLM looks up."""
     counts = [len(draft) for draft in drafts]
     metadata = sampling_metadata(
         len(drafts),
@@ -60,7 +60,7 @@ def verify(
 
 
 def of_tokens(tokens: Sequence[int]) -> torch.Tensor:
-    """Logits that leave no other choice."""
+    """Logits that make each of these tokens certain."""
     return 100.0 * torch.nn.functional.one_hot(torch.tensor(tokens), VOCAB_SIZE)
 
 
@@ -75,14 +75,14 @@ def of_tokens(tokens: Sequence[int]) -> torch.Tensor:
         ([[3], [4, 4], []], [6, 4, 7], [[6], [4, 7], [9]]),
     ],
 )
-def test_a_draft_counts_as_far_as_it_is_what_is_drawn(
+def test_a_draft_is_accepted_up_to_the_first_token_that_differs(
     drafts: list[list[int]], likeliest: list[int], written: list[list[int]], temperature: float
 ) -> None:
     temperatures = [temperature] * len(drafts)
     assert verify(drafts, of_tokens(likeliest), temperatures, bonus=9) == written
 
 
-def test_greedy_requests_get_what_they_get_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greedy_requests_get_the_tokens_that_vllm_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     for _ in range(50):
         counts = rng.integers(0, 5, 6)
@@ -95,10 +95,10 @@ def test_greedy_requests_get_what_they_get_of_vllm(monkeypatch: pytest.MonkeyPat
             assert verify(drafts, logits, [0.0] * 6) == ours
 
 
-def test_sampled_tokens_have_the_models_probabilities_whatever_is_drafted() -> None:
+def test_sampled_tokens_have_the_models_distribution_for_any_draft() -> None:
     torch.manual_seed(0)
     logits = torch.randn(2, VOCAB_SIZE)
-    logits[:, 4] = -torch.inf  # as a grammar or top_k leaves it
+    logits[:, 4] = -torch.inf  # masked, as by a grammar or top_k
     probabilities = logits.double().softmax(-1)
     for draft in ([1, 2], [4, 1], [int(probabilities[0].argmax()), 0]):
         size = 20_000
@@ -127,7 +127,7 @@ def test_a_greedy_request_beside_a_sampled_one_gets_the_likeliest_token() -> Non
     assert [each[0] for each in written[1::2]] != likeliest[1::2]
 
 
-def test_a_seed_gives_the_same_tokens_again_whoever_is_beside() -> None:
+def test_a_seed_gives_the_same_tokens_in_any_batch() -> None:
     torch.manual_seed(0)
     logits = torch.randn(4, VOCAB_SIZE)
 

@@ -1,4 +1,4 @@
-"""An engine that says what it is told, in place of vLLM's."""
+"""An engine with scripted outputs, in place of vLLM's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ScriptedEngine:
     """A ``TextEngine`` with given outputs.
 
     Args:
-        script: what it brings, in order; an error is raised, and None waits for ever.
+        script: its outputs in order. An error is raised, and None waits forever.
     """
 
     def __init__(self, *script: Output | GenerationError | None) -> None:
@@ -52,7 +52,7 @@ class ScriptedEngine:
             self.ended.set()
 
     def app(self) -> FastAPI:
-        """The generation API in front of it."""
+        """The generation API of this engine."""
         config = parse({"model": {"path": "m", "served_name": "demo", "revision": "r1"}})
         app = FastAPI()
         app.include_router(generation_router(config, self))
@@ -60,14 +60,14 @@ class ScriptedEngine:
 
 
 def token(number: int) -> Token:
-    """A token whose text and log-probability tell its number."""
+    """A token whose text and log-probability contain its number."""
     return Token(number, f" t{number}", -number / 8, False)
 
 
 def step(
     *numbers: int, finish: FinishReason | None = None, top: Sequence[Sequence[int]] = ()
 ) -> Output:
-    """What one step has brought: some tokens, maybe the end."""
+    """The output of one step: its tokens, and a finish reason in the last step."""
     continuation = Continuation(
         text="".join(f" t{number}" for number in numbers),
         num_tokens=len(numbers),

@@ -26,9 +26,9 @@ def post(engine: ScriptedEngine, path: str = "/generate", root_path: str = "", *
 def events(answer: Any) -> list[dict[str, Any]]:
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert answer.headers["x-accel-buffering"] == "no"
-    *told, rest = answer.text.split("\n\n")
+    *sent, rest = answer.text.split("\n\n")
     assert rest == ""
-    return [json.loads(each.removeprefix("data: ")) for each in told]
+    return [json.loads(each.removeprefix("data: ")) for each in sent]
 
 
 def as_json(number: int) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def test_an_answer_is_the_text_alone_unless_details_are_asked_for() -> None:
     assert int(answer.headers["x-total-time"]) >= 0
 
 
-def test_the_details_tell_how_a_text_came_about() -> None:
+def test_the_details_have_finish_reason_counts_and_tokens() -> None:
     engine = ScriptedEngine(step(1, 2, finish="eos_token"))
     answer = post(engine, parameters={"details": True}).json()
     assert answer == {
@@ -60,20 +60,20 @@ def test_the_details_tell_how_a_text_came_about() -> None:
     }
 
 
-def test_the_prompts_tokens_and_the_most_likely_ones_are_told_where_asked_for() -> None:
+def test_prompt_tokens_and_top_tokens_are_returned_on_request() -> None:
     (continuation,) = step(1, finish="length", top=[[1, 2]]).continuations
     prompt = (PromptToken(0, "<s>", None), PromptToken(5, "a", -0.5))
     output = Output(num_prompt_tokens=2, prompt_tokens=prompt, continuations=(continuation,))
     details = post(ScriptedEngine(output), parameters={"decoder_input_details": True})
-    told = details.json()["details"]
-    assert told["prefill"] == [
+    reported = details.json()["details"]
+    assert reported["prefill"] == [
         {"id": 0, "text": "<s>", "logprob": None},
         {"id": 5, "text": "a", "logprob": -0.5},
     ]
-    assert told["top_tokens"] == [[as_json(1), as_json(2)]]
+    assert reported["top_tokens"] == [[as_json(1), as_json(2)]]
 
 
-def test_the_best_of_several_is_the_answer_and_the_others_come_with_their_seeds() -> None:
+def test_best_of_returns_the_best_text_and_the_others_in_the_details() -> None:
     output = Output(
         num_prompt_tokens=7,
         continuations=(
@@ -91,7 +91,7 @@ def test_the_best_of_several_is_the_answer_and_the_others_come_with_their_seeds(
     assert (answer["details"]["seed"], other["seed"]) == (seed + 1 if seed else None, seed)
 
 
-def test_the_root_answers_a_list_of_one_with_the_prompt_before_the_text() -> None:
+def test_the_root_answers_a_list_with_prompt_plus_text() -> None:
     answer = post(ScriptedEngine(step(1, finish="length")), "/")
     assert answer.json() == [{"generated_text": "a b t1"}]
 
@@ -107,9 +107,7 @@ STEPS = (step(1), step(2, 3, 4), step(5, 6, finish="stop_sequence"))
 @pytest.mark.parametrize(
     ("path", "body"), [("/generate_stream", {}), ("/generate", {"stream": True})]
 )
-def test_a_stream_has_an_event_for_each_token_whatever_a_step_brought(
-    path: str, body: dict[str, Any]
-) -> None:
+def test_a_stream_has_one_event_for_each_token(path: str, body: dict[str, Any]) -> None:
     *others, last = events(post(ScriptedEngine(*STEPS), path, **body))
     assert others == [
         {"index": n, "token": as_json(n), "generated_text": None, "details": None}
@@ -124,40 +122,40 @@ def test_a_stream_has_an_event_for_each_token_whatever_a_step_brought(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_details_tell_what_speculation_did_where_the_engine_does(stream: bool) -> None:
+def test_the_details_have_the_counts_of_speculation(stream: bool) -> None:
     output = step(1, finish="length")
     (continuation,) = output.continuations
-    told = dataclasses.replace(continuation, speculation={"num_draft_tokens": 3})
-    engine = ScriptedEngine(dataclasses.replace(output, continuations=(told,)))
+    drafted = dataclasses.replace(continuation, speculation={"num_draft_tokens": 3})
+    engine = ScriptedEngine(dataclasses.replace(output, continuations=(drafted,)))
     answer = post(engine, parameters={"details": True}, stream=stream)
     details = json.loads(answer.text.removeprefix("data: "))["details"]
     assert details["speculative_decoding"] == {"num_draft_tokens": 3}
 
 
-def test_the_last_event_has_the_details_where_asked_for() -> None:
+def test_the_last_event_has_the_details_on_request() -> None:
     parameters = {"details": True, "do_sample": True, "seed": 3}
-    told = events(post(ScriptedEngine(*STEPS), "/", stream=True, parameters=parameters))
-    assert [each["details"] for each in told[:-1]] == [None] * 5
-    assert told[-1]["details"] == {
+    received = events(post(ScriptedEngine(*STEPS), "/", stream=True, parameters=parameters))
+    assert [each["details"] for each in received[:-1]] == [None] * 5
+    assert received[-1]["details"] == {
         "finish_reason": "stop_sequence",
         "generated_tokens": 6,
         "seed": 3,
         "input_length": 7,
     }
-    assert told[-1]["generated_text"] == "a b t1 t2 t3 t4 t5 t6"
+    assert received[-1]["generated_text"] == "a b t1 t2 t3 t4 t5 t6"
 
 
-def test_each_event_has_the_most_likely_tokens_where_asked_for() -> None:
+def test_each_event_has_the_top_tokens_on_request() -> None:
     engine = ScriptedEngine(step(1, 2, finish="length", top=[[1, 3], [2, 4]]))
-    told = events(post(engine, "/generate_stream", parameters={"top_n_tokens": 2}))
-    tops = [[each["id"] for each in event["top_tokens"]] for event in told]
+    received = events(post(engine, "/generate_stream", parameters={"top_n_tokens": 2}))
+    tops = [[each["id"] for each in event["top_tokens"]] for event in received]
     assert tops == [[1, 3], [2, 4]]
     assert engine.asked[0].num_top_tokens == 2
 
 
 def test_a_step_without_tokens_is_no_event() -> None:
-    told = events(post(ScriptedEngine(step(), step(1, finish="length")), "/generate_stream"))
-    assert [each["index"] for each in told] == [1]
+    received = events(post(ScriptedEngine(step(), step(1, finish="length")), "/generate_stream"))
+    assert [each["index"] for each in received] == [1]
 
 
 @pytest.mark.parametrize(
@@ -178,7 +176,7 @@ def test_an_error_before_the_first_token_has_its_status(
     assert answer.json() == {"error": str(error), "error_type": error.kind}
 
 
-def test_an_engine_that_brings_nothing_has_not_answered_to_the_end() -> None:
+def test_no_output_at_all_is_an_incomplete_generation() -> None:
     answer = post(ScriptedEngine())
     assert (answer.status_code, answer.json()["error_type"]) == (500, "incomplete_generation")
 
@@ -201,7 +199,7 @@ JSON = {"content-type": "application/json"}
 
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream", "/"])
 @pytest.mark.parametrize(
-    ("content", "headers", "told"),
+    ("content", "headers", "words"),
     [
         (b"", JSON, "must be a JSON object"),
         (b"{", JSON, "not valid JSON"),
@@ -213,17 +211,17 @@ JSON = {"content-type": "application/json"}
         (b"[" * 100_000, JSON, "parsing the body"),
     ],
 )
-def test_a_body_that_is_none_is_refused_in_the_same_form(
-    path: str, content: bytes, headers: dict[str, str], told: str
+def test_an_invalid_body_is_refused_in_the_same_form(
+    path: str, content: bytes, headers: dict[str, str], words: str
 ) -> None:
     client = TestClient(ScriptedEngine().app(), raise_server_exceptions=False)
     answer = client.post(path, content=content, headers=headers)
     assert answer.status_code == 422
     assert answer.json()["error_type"] == "validation"
-    assert told in answer.json()["error"]
+    assert words in answer.json()["error"]
 
 
-def test_info_tells_the_model_and_its_limits() -> None:
+def test_info_has_the_model_and_its_limits() -> None:
     info = TestClient(ScriptedEngine().app()).get("/info").json()
     assert info.pop("version")
     assert info == {
@@ -251,7 +249,9 @@ def test_info_tells_the_model_and_its_limits() -> None:
         ("/generate_stream", (step(1), None)),
     ],
 )
-def test_the_work_ends_when_the_client_goes(path: str, script: tuple[Output | None, ...]) -> None:
+def test_generation_ends_when_the_client_leaves(
+    path: str, script: tuple[Output | None, ...]
+) -> None:
     async def run() -> None:
         engine = ScriptedEngine(*script)
         gone, body = asyncio.Event(), json.dumps({"inputs": "a"}).encode()
@@ -283,12 +283,12 @@ def test_the_work_ends_when_the_client_goes(path: str, script: tuple[Output | No
     asyncio.run(run())
 
 
-def test_a_special_token_is_told_as_one() -> None:
+def test_a_special_token_is_marked_as_special() -> None:
     end = Token(1, "</s>", -0.5, True)
     whole = Continuation(
         text=" t2", num_tokens=2, tokens=(token(2), end), finish_reason="eos_token"
     )
     output = Output(num_prompt_tokens=7, continuations=(whole,))
-    told = events(post(ScriptedEngine(output), "/generate_stream"))
-    assert told[-1]["token"] == {"id": 1, "text": "</s>", "logprob": -0.5, "special": True}
-    assert told[-1]["generated_text"] == " t2"
+    received = events(post(ScriptedEngine(output), "/generate_stream"))
+    assert received[-1]["token"] == {"id": 1, "text": "</s>", "logprob": -0.5, "special": True}
+    assert received[-1]["generated_text"] == " t2"

@@ -23,14 +23,14 @@ def asked(parameters: dict[str, Any] | None, **options: Any) -> TextRequest:
     return text_request(body, MOST, **{"streams": False, **options})
 
 
-def test_what_is_for_the_engine_is_handed_on() -> None:
+def test_engine_arguments_are_passed_on() -> None:
     body = GenerateBody.model_validate({"inputs": "a", "vllm_xargs": {"a_processor": 1}})
     assert text_request(body, MOST, streams=False).extra_args == {"a_processor": 1}
     assert asked(None).extra_args == {}
 
 
 def refused(body: dict[str, Any], *, streams: bool = False) -> str:
-    """What is said of a body that is not allowed."""
+    """The error message for an invalid body."""
     try:
         text_request(GenerateBody.model_validate(body), MOST, streams=streams)
     except ValidationError as error:
@@ -72,17 +72,17 @@ def refused(body: dict[str, Any], *, streams: bool = False) -> str:
         ),
     ],
 )
-def test_each_parameter_out_of_its_range_is_told_with_name_limit_and_value(
+def test_a_parameter_out_of_range_is_refused_with_name_limit_and_value(
     name: str, values: list[Any], sentence: str
 ) -> None:
     for value in values:
-        told = refused({"inputs": "a", "parameters": {name: value}})
-        assert told.startswith(f"Input validation error: `{name}` {sentence}"), value
-        assert ". Given: " in told
+        message = refused({"inputs": "a", "parameters": {name: value}})
+        assert message.startswith(f"Input validation error: `{name}` {sentence}"), value
+        assert ". Given: " in message
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "words"),
     [
         ({}, "`inputs` cannot be empty, and must be a string. Given: None"),
         ({"inputs": ""}, "`inputs` cannot be empty, and must be a string. Given: ''"),
@@ -92,12 +92,12 @@ def test_each_parameter_out_of_its_range_is_told_with_name_limit_and_value(
         ({"inputs": "a", "vllm_xargs": "x"}, "`vllm_xargs` must be an object. Given: 'x'"),
     ],
 )
-def test_the_fields_beside_the_parameters_are_checked_too(body: dict[str, Any], told: str) -> None:
-    assert refused(body) == f"Input validation error: {told}"
+def test_the_fields_beside_the_parameters_are_checked_too(body: dict[str, Any], words: str) -> None:
+    assert refused(body) == f"Input validation error: {words}"
 
 
 @pytest.mark.parametrize(
-    ("parameters", "streams", "told"),
+    ("parameters", "streams", "words"),
     [
         ({"best_of": 2}, False, "you must use sampling when `best_of` is > 1"),
         ({"best_of": 2, "do_sample": True, "seed": 1}, False, "`seed` must not be set"),
@@ -106,13 +106,13 @@ def test_the_fields_beside_the_parameters_are_checked_too(body: dict[str, Any], 
         ({"grammar": {"type": "regex", "value": {}}}, False, "regex must be a string"),
     ],
 )
-def test_parameters_that_do_not_go_together_are_refused(
-    parameters: dict[str, Any], streams: bool, told: str
+def test_conflicting_parameters_are_refused(
+    parameters: dict[str, Any], streams: bool, words: str
 ) -> None:
-    assert told in refused({"inputs": "a", "parameters": parameters}, streams=streams)
+    assert words in refused({"inputs": "a", "parameters": parameters}, streams=streams)
 
 
-def test_the_limits_themselves_are_taken() -> None:
+def test_values_at_the_limits_are_accepted() -> None:
     stop = ["a", "b", "c", "d"]
     parameters = {"temperature": 2.0, "frequency_penalty": -2.0, "stop": stop, "truncate": MOST - 1}
     request = asked(parameters | {"seed": 0, "do_sample": True, "top_n_tokens": 5})
@@ -147,13 +147,13 @@ def test_unknown_keys_are_ignored_and_null_is_absent() -> None:
         (None, 1.0),
     ],
 )
-def test_decoding_is_greedy_exactly_where_nothing_asks_for_sampling(
+def test_decoding_is_greedy_unless_a_parameter_asks_for_sampling(
     parameters: dict[str, Any] | None, temperature: float
 ) -> None:
     assert asked(parameters).temperature == temperature
 
 
-def test_a_seed_is_drawn_where_the_details_can_tell_it() -> None:
+def test_a_seed_is_drawn_if_the_details_report_it() -> None:
     sampled = {"do_sample": True}
     assert asked(sampled).seed is None
     drawn = [asked(sampled | {"details": True}).seed for _ in range(2)]
@@ -176,7 +176,7 @@ def test_tokens_are_reported_in_details_and_in_streams() -> None:
     ("given", "full_text", "before"),
     [(None, False, ""), (None, True, "a b"), (True, False, "a b"), (False, True, "")],
 )
-def test_the_prompt_comes_first_where_the_full_text_is_asked_for(
+def test_the_full_text_begins_with_the_prompt(
     given: bool | None, full_text: bool, before: str
 ) -> None:
     assert asked({"return_full_text": given}, full_text=full_text).before == before

@@ -53,7 +53,7 @@ def draft_shape() -> DraftShape:
 
 @pytest.fixture
 def corpus(tmp_path: Path, modules: list[Module]) -> Path:
-    """A folder with enough small modules that both parts of the split hold some."""
+    """A folder with enough small modules for both parts of the split."""
     root = tmp_path / "corpus"
     root.mkdir()
     small = [m for m in modules if 8_000 < len(m.text) < 20_000]

@@ -23,7 +23,7 @@ MODELS = str(Path(__file__).parents[3] / "configs" / "models")
         (("--corpus", "/nonexistent"), "corpus: '/nonexistent' is not allowed"),
     ],
 )
-def test_a_wrong_option_is_told_by_name_and_value(
+def test_a_wrong_option_is_refused_with_name_and_value(
     arguments: tuple[str, ...],
     message: str,
     tmp_path: Path,

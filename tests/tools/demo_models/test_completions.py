@@ -27,7 +27,7 @@ def test_a_tail_that_repeats_with_a_short_period_is_a_loop(period: int) -> None:
     ],
     ids=["longer period", "begins later", "ended before", "too short"],
 )
-def test_any_other_tail_is_none(tail: list[int]) -> None:
+def test_any_other_tail_is_no_loop(tail: list[int]) -> None:
     assert not ends_in_a_loop(tail if len(tail) < 64 else BEFORE + tail)
 
 
@@ -53,6 +53,6 @@ def test_each_completion_is_greedy_and_ends_before_its_end_token(base_shape: Bas
 def test_the_share_counts_the_completions_that_loop(base_shape: BaseShape) -> None:
     rows = torch.tensor([[start] * 130 for start in (10, 200, 300, 350)])
     model = Counting(base_shape, first=400, wrap=410)
-    # From 300 the loop is reached too, but with fewer than 64 tokens left.
+    # The row from 300 reaches the loop with fewer than 64 tokens left.
     assert loop_share(model, rows) == 0.25
     assert loop_share(Counting(base_shape, first=20, wrap=30), rows) == 1.0

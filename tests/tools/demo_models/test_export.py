@@ -27,7 +27,7 @@ VOCAB_SIZE = 512
 
 @torch.no_grad()
 def _randomise(model: nn.Module) -> None:
-    """Weights far from any symmetry that could hide a mistake, exact in bfloat16."""
+    """Sets random weights without symmetries, exact in bfloat16."""
     generator = torch.Generator().manual_seed(0)
     for tensor in (*model.parameters(), *(b for n, b in model.named_buffers() if "bias" in n)):
         scale = 0.3 if tensor.ndim < 2 else 1.5 * tensor.shape[-1] ** -0.5
@@ -70,7 +70,7 @@ def test_the_draft_model_agrees_with_transformers(
     assert (model(tokens) - reference(tokens).logits).abs().max() < 1e-3
 
 
-def test_the_mtp_layer_is_stored_behind_the_last_layer_with_its_own_copies(
+def test_the_mtp_layer_is_stored_after_the_last_layer_with_its_copies(
     base_shape: BaseShape, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     model = BaseModel(base_shape, max_tokens=64)
@@ -86,7 +86,7 @@ def test_the_mtp_layer_is_stored_behind_the_last_layer_with_its_own_copies(
     assert f"{layer}.mlp.experts.{base_shape.n_routed_experts - 1}.down_proj.weight" in stored
 
 
-def test_training_goes_on_from_exported_folders(
+def test_training_continues_from_exported_folders(
     base_shape: BaseShape, draft_shape: DraftShape, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     base, draft = BaseModel(base_shape, max_tokens=64), DraftModel(draft_shape, max_tokens=64)

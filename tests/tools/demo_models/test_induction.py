@@ -18,7 +18,7 @@ def _twice(generator: torch.Generator) -> Tensor:
 
 
 def _copied(logits: Tensor, rows: Tensor) -> float:
-    """Share of the second time's tokens that the greedy choice gets right."""
+    """Share of the span's second copy that the greedy choice predicts."""
     right = logits[:, SPAN:-1].argmax(dim=-1) == rows[:, SPAN + 1 :]
     return float(right.float().mean())
 

@@ -34,7 +34,7 @@ def _train(objective: Objective, modules: list[Module], tokenizer: Tokenizer, wo
     assert run.train(Progress("test"))
 
 
-def test_training_the_mtp_layer_alone_leaves_the_base_as_it_was(
+def test_training_only_the_mtp_layer_does_not_change_the_base(
     base: BaseModel, modules: list[Module], tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
@@ -44,7 +44,7 @@ def test_training_the_mtp_layer_alone_leaves_the_base_as_it_was(
     assert changed == {"mtp"}
 
 
-def test_distilling_the_draft_model_leaves_the_base_as_it_was(
+def test_distilling_the_draft_model_does_not_change_the_base(
     base: BaseModel,
     draft_shape: DraftShape,
     modules: list[Module],
@@ -86,7 +86,7 @@ def test_a_span_of_each_row_is_repeated_to_its_end() -> None:
     assert torch.equal(tokens, repeat_spans(rows)[0])
 
 
-def test_a_repeated_token_is_wanted_half_as_likely_as_one_occurrence_earlier(
+def test_a_repeated_tokens_target_is_half_its_earlier_probability(
     base: BaseModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.nn.init.normal_(base.lm_head.weight, 0, 0.1, torch.Generator().manual_seed(3))

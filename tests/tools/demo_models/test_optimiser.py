@@ -17,7 +17,7 @@ def test_orthogonalised_matrices_have_singular_values_near_one(shape: tuple[int,
     assert values.max() < 1.3
 
 
-def test_every_parameter_moves(base_shape: BaseShape) -> None:
+def test_every_parameter_is_updated(base_shape: BaseShape) -> None:
     torch.manual_seed(0)
     model = BaseModel(base_shape, max_tokens=64)
     for parameter in model.parameters():

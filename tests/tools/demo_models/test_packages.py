@@ -45,7 +45,7 @@ def test_every_licence_that_the_metadata_names_must_be_permissive(
     assert is_permissive(_package(tmp_path, metadata, {})) is allowed
 
 
-def test_a_packages_modules_are_its_python_files_without_tests_and_held_out_ones(
+def test_a_packages_modules_exclude_tests_and_held_out_files(
     tmp_path: Path,
 ) -> None:
     names = [f"toy/module_{i}.py" for i in range(100)]
@@ -68,5 +68,5 @@ def test_a_package_larger_than_the_limit_is_left_out(tmp_path: Path) -> None:
 def test_the_installed_packages_have_enough_code_to_train_on() -> None:
     packages = permissive_packages(Path(sysconfig.get_path("purelib")))
     assert "pydantic-settings" in packages
-    assert "tqdm" not in packages  # in part under the Mozilla Public License
+    assert "tqdm" not in packages  # partly under the Mozilla Public License
     assert sum(len(modules) for modules in packages.values()) > 500

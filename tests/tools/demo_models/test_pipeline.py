@@ -1,4 +1,4 @@
-"""Training that goes on from exported weights, and what the card says of it."""
+"""Training that continues from exported weights, and its model card."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def test_both_models_start_from_the_given_folders_with_their_tokenizer(pipeline:
     assert pipeline.tokenizer.to_str() == shipped.to_str()
 
 
-def test_packages_are_trained_on_and_not_measured_on(config: TrainConfig) -> None:
+def test_packages_are_for_training_and_not_for_evaluation(config: TrainConfig) -> None:
     pipeline = Pipeline(replace(config, packages=SITE_PACKAGES))
     folders = {module.name.split("/")[0] for module in pipeline.training}
     assert {"requests", "starlette"} <= folders & set(pipeline.packages)
     assert all(module.name.startswith("module_") for module in pipeline.held_out)
 
 
-def test_the_card_names_loops_packages_and_what_the_first_weights_had_seen(
+def test_the_card_has_loops_packages_and_the_first_weights(
     pipeline: Pipeline, tmp_path: Path
 ) -> None:
     base = pipeline.new_base()

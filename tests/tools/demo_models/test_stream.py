@@ -59,7 +59,7 @@ def test_a_drill_is_one_span_twice_and_no_loop(
         assert max(Counter(drill[:half]).values()) < half
 
 
-def test_a_pools_rows_are_its_streams_rows_in_turn_also_after_a_change_of_shape(
+def test_a_pool_alternates_between_its_streams_in_any_shape(
     training: Corpus,
 ) -> None:
     pool = StreamPool([TokenStream(training, seed=str(i)) for i in range(2)])

@@ -21,7 +21,7 @@ def test_every_kind_of_task_ends_with_an_answer(maker: AllTasks) -> None:
         assert task[-1]["content"].strip()
 
 
-def test_repeated_code_stands_in_the_question(maker: AllTasks) -> None:
+def test_repeated_code_is_in_the_question(maker: AllTasks) -> None:
     for seed in range(20):
         task = maker.draw(random.Random(seed), 2000, "repeat")
         question, answer = (m["content"] for m in task[-2:])

@@ -18,13 +18,13 @@ MESSAGES = [
 @pytest.mark.parametrize(
     "text", ["def f(x):\n\treturn x\r\n", "中文 and émoji 🙂", "    a  =  1234567\n\n\n", ""]
 )
-def test_any_text_comes_back_from_its_tokens(tokenizer: Tokenizer, text: str) -> None:
+def test_any_text_is_restored_from_its_tokens(tokenizer: Tokenizer, text: str) -> None:
     ids = encode_text(tokenizer, text)
     assert (ids[0], ids[-1]) == (BOS_ID, END_ID)
     assert tokenizer.decode(ids[1:-1]) == text
 
 
-def test_training_sees_dialogues_as_the_chat_template_writes_them(
+def test_training_dialogues_have_the_chat_templates_tokens(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     save_tokenizer(tokenizer, tmp_path, max_tokens=128)

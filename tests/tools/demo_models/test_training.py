@@ -61,7 +61,7 @@ def new_run(
     return make
 
 
-def test_a_run_that_was_stopped_ends_as_one_that_was_not(new_run: Callable[[str], Run]) -> None:
+def test_a_resumed_run_ends_like_an_uninterrupted_one(new_run: Callable[[str], Run]) -> None:
     whole = new_run("whole.pt")
     shown = Quiet()
     assert whole.train(shown)
@@ -90,11 +90,11 @@ def test_a_finished_run_does_no_more_steps(new_run: Callable[[str], Run]) -> Non
     assert shown.losses == []
 
 
-def test_a_run_without_a_checkpoint_starts_new(new_run: Callable[[str], Run]) -> None:
+def test_a_run_without_a_checkpoint_cannot_resume(new_run: Callable[[str], Run]) -> None:
     assert not new_run("none.pt").resume()
 
 
-def test_the_budget_ends_with_what_comes_first() -> None:
+def test_the_budget_ends_with_the_first_limit() -> None:
     budget = Budget(minutes=1, max_tokens=1000, batch_tokens=10, checkpoint_s=1)
     assert budget.progress(30, 100) == 0.5
     assert budget.progress(6, 900) == 0.9
