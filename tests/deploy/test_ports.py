@@ -41,7 +41,7 @@ def test_replicas_listen_on_serves_default_ports() -> None:
 
 
 def test_haproxys_statistics_and_metrics_are_local_to_the_head() -> None:
-    assert table()[", ".join(OWN)] == "head, for itself alone"
+    assert table()[", ".join(OWN)] == "head, loopback only"
 
 
 @pytest.mark.parametrize("file", ["deploy/node.env", "k8s/base/networkpolicy.yaml"])
